@@ -1,0 +1,1 @@
+"""Backends, found by listing this folder: each module below defines one as `BACKEND`."""

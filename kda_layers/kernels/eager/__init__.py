@@ -1,0 +1,1 @@
+"""Chunked KDA in plain PyTorch: the parts of the `eager` backend."""

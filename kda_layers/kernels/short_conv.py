@@ -1,0 +1,61 @@
+"""Depthwise causal convolution over a few tokens, with SiLU: whole, packed or continued, with its state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    left_padding: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """SiLU of a depthwise causal convolution, y_t = silu(sum_i weight[:, i] x_{t - W + 1 + i}), and its new state.
+
+    Args:
+        x: [B, T, D], any float dtype; computed in the wider of x's and weight's dtypes.
+        weight: [D, W].
+        state: [N, D, W], the last W inputs of each sequence before this call (zeros if None); not changed.
+        cu_seqlens: [N + 1] integer offsets of the sequences packed along T (then B = 1), or None (then N = B).
+        left_padding: [B] integers: how many leading tokens of each row are padding (x is 0 there), so that the
+            state comes right before the first real token; None for none. Not with cu_seqlens.
+
+    Returns:
+        y [B, T, D] in x's dtype, and the new state [N, D, W] in x's dtype.
+    """
+    B, T, D = x.shape
+    W = weight.shape[1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    history = x.new_zeros(N, W, D) if state is None else state.mT.to(x.dtype)
+    if cu_seqlens is None:
+        full = torch.cat((history, x), 1)  # [B, W + T, D]
+        if left_padding is not None and state is not None:
+            position = torch.arange(W + T, device=x.device) - left_padding[:, None]  # counted from the moved history
+            source = torch.where((position >= 0) & (position < W), position, position + left_padding[:, None])
+            full = full.gather(1, source[..., None].expand(-1, -1, D))
+        y = _convolve(full, weight)[:, 1:]
+        return y, full[:, -W:].mT
+
+    # Every sequence, preceded by its W rows of history, in one row of W N + T tokens.
+    tokens = torch.arange(T, device=x.device)
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True, out_int32=False)  # 1-based
+    tokens = tokens + W * sequence
+    columns = torch.arange(W, device=x.device)
+    starts = cu_seqlens[:-1, None] + W * torch.arange(N, device=x.device)[:, None] + columns
+    full = x.new_zeros(W * N + T, D).index_copy(0, starts.flatten().long(), history.flatten(0, 1))
+    full = full.index_copy(0, tokens, x[0])
+    y = _convolve(full[None], weight)[:, tokens - W + 1]
+    ends = cu_seqlens[1:, None] + W * torch.arange(N, device=x.device)[:, None] + columns
+    return y, full[ends.long()].mT
+
+
+def _convolve(full: Tensor, weight: Tensor) -> Tensor:
+    """[B, L, D] -> [B, L - W + 1, D] in full's dtype: one multiply-add over the rows for each tap."""
+    W, length = weight.shape[1], full.shape[1] - weight.shape[1] + 1
+    y = full[:, :length] * weight[:, 0]
+    for i in range(1, W):
+        y = torch.addcmul(y, full[:, i : i + length], weight[:, i])
+    return torch.nn.functional.silu(y).to(full.dtype)

@@ -1,0 +1,1 @@
+"""The KDA layer, its cache, and a language model made of it."""

@@ -1,0 +1,119 @@
+"""Configuration of KDA language models: all KDA, or hybrid with softmax attention."""
+
+from __future__ import annotations
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from kda_layers.kernels.contract import MIN_LOWER_BOUND
+
+LAYER_TYPES = ("linear_attention", "full_attention")
+
+
+@strict
+class KDAConfig(PreTrainedConfig):
+    """Configuration of `KDAModel` and `KDAForCausalLM`.
+
+    Args:
+        vocab_size: tokens in the vocabulary.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the gated MLP; None for 8/3 of hidden_size, rounded up to a multiple of 64.
+        num_hidden_layers: number of decoder layers.
+        linear_num_heads: query / key heads of a KDA layer.
+        linear_num_value_heads: value heads of a KDA layer, a multiple of linear_num_heads; None for the same number.
+        linear_head_dim: key width K of a KDA head.
+        linear_value_head_dim: value width V of a KDA head; None for the same as linear_head_dim.
+        linear_conv_kernel_dim: taps of the short convolution.
+        linear_gate_activation: "lower_bound" or "softplus".
+        linear_lower_bound: least log-decay per token in [-5, 0) with "lower_bound"; None with "softplus".
+        linear_allow_neg_eigval: beta in (0, 2) instead of (0, 1).
+        full_attention_interval: every so many layers one of softmax attention: 4 is the 3:1 pattern of Kimi Linear,
+            0 is all KDA. Read where layer_types is None.
+        layer_types: for each layer "linear_attention" (KDA) or "full_attention".
+        num_attention_heads, num_key_value_heads, head_dim: of the softmax layers, which have no position encoding;
+            None for num_attention_heads, and for hidden_size // num_attention_heads.
+        attention_dropout: dropout of softmax attention weights while training.
+        initializer_range: standard deviation of linear and embedding weights.
+        rms_norm_eps: epsilon of every RMS norm.
+
+    Raises:
+        ValueError: fields that contradict each other; a wrong type raises too (huggingface_hub's strict dataclasses).
+    """
+
+    model_type = "kda"
+    keys_to_ignore_at_inference = ("past_key_values",)
+    base_model_pp_plan = {  # noqa: RUF012  (a class attribute that transformers reads)
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 24
+    linear_num_heads: int = 8
+    linear_num_value_heads: int | None = None
+    linear_head_dim: int = 128
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int = 4
+    linear_gate_activation: str = "lower_bound"
+    linear_lower_bound: float | int | None = MIN_LOWER_BOUND
+    linear_allow_neg_eigval: bool = False
+    full_attention_interval: int = 0
+    layer_types: list[str] | None = None
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    attention_dropout: float | int = 0.0
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 1048576
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+    def __post_init__(self, **kwargs):
+        if self.intermediate_size is None:
+            self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64
+        if self.linear_num_value_heads is None:
+            self.linear_num_value_heads = self.linear_num_heads
+        if self.linear_value_head_dim is None:
+            self.linear_value_head_dim = self.linear_head_dim
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types is None:
+            n = self.full_attention_interval
+            self.layer_types = [
+                "full_attention" if n and (i + 1) % n == 0 else "linear_attention"
+                for i in range(self.num_hidden_layers)
+            ]
+        super().__post_init__(**kwargs)
+
+    def validate_kda(self):
+        """Raises a ValueError naming the fields that contradict each other."""
+        positive = (
+            "vocab_size hidden_size num_hidden_layers linear_num_heads linear_head_dim linear_value_head_dim "
+            "linear_num_value_heads linear_conv_kernel_dim num_attention_heads num_key_value_heads head_dim"
+        )
+        for name in positive.split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.linear_num_value_heads % self.linear_num_heads:
+            raise ValueError(
+                f"linear_num_value_heads must be a multiple of linear_num_heads = {self.linear_num_heads}, "
+                f"got {self.linear_num_value_heads}"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads = {self.num_key_value_heads}, "
+                f"got {self.num_attention_heads}"
+            )
+        if self.full_attention_interval < 0:
+            raise ValueError(f"full_attention_interval must be 0 or more, got {self.full_attention_interval}")
+        if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(LAYER_TYPES):
+            raise ValueError(f"layer_types must hold {self.num_hidden_layers} of {LAYER_TYPES}, got {self.layer_types}")
