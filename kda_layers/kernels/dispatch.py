@@ -71,7 +71,7 @@ def _select(problem: Problem, name: str | None) -> Backend:
         if reasons:
             raise ValueError(f"backend {name!r} cannot serve [{problem}]: " + "; ".join(reasons))
         return chosen
-    refusals = []
+    refusals: list[str] = []
     for candidate in backends().values():
         reasons = candidate.unsupported(problem)
         if not reasons:

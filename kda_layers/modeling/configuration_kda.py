@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
@@ -75,7 +77,7 @@ class KDAConfig(PreTrainedConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64
         if self.linear_num_value_heads is None:
@@ -94,7 +96,7 @@ class KDAConfig(PreTrainedConfig):
             ]
         super().__post_init__(**kwargs)
 
-    def validate_kda(self):
+    def validate_kda(self) -> None:
         """Raises a ValueError naming the fields that contradict each other."""
         positive = (
             "vocab_size hidden_size num_hidden_layers linear_num_heads linear_head_dim linear_value_head_dim "

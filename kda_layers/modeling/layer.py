@@ -21,7 +21,9 @@ class ShortConvolution(nn.Conv1d):
     def __init__(self, channels: int, kernel_size: int):
         super().__init__(channels, channels, kernel_size, groups=channels, bias=False)
 
-    def forward(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, left_padding: Tensor | None):
+    def forward(  # type: ignore[override]
+        self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, left_padding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         return short_conv(x, self.weight[:, 0], state, cu_seqlens, left_padding)
 
 

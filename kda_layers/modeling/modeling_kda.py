@@ -53,7 +53,7 @@ def eager_attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, dropout: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """transformers' 'eager' interface: q [B, H, T, D], k and v [B, Hkv, S, D] -> (o [B, T, H, D], weights)."""
-    k, v = (t.repeat_interleave(module.num_key_value_groups, 1) for t in (k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q @ k.mT * scaling
     if mask is not None:
         scores = scores + mask

@@ -20,12 +20,10 @@ from kda_layers.kernels.eager.schedule import Plan, Segment
 
 
 def empty_gradients(x: Inputs) -> Gradients:
-    wide = state_dtype(x.q.dtype)
-
-    q, k, v, g, beta = (
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v, x.g, x.beta)
-    )
-    A_log, dt_bias = (None if t is None else torch.zeros_like(t, dtype=wide) for t in (x.A_log, x.dt_bias))
+    """Space for the gradients of every segment; those of A_log and dt_bias start at zero and are summed."""
+    inputs = (x.q, x.k, x.v, x.g, x.beta)
+    q, k, v, g, beta = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
+    A_log, dt_bias = (None if t is None else torch.zeros_like(t) for t in (x.A_log, x.dt_bias))
     return Gradients(q, k, v, g, beta, A_log, dt_bias, None)
 
 
@@ -72,8 +70,8 @@ def segment_grad(
     d_rows = torch.bmm(d_reads, starts)
     d_decay = (starts * d_ends).sum(1, keepdim=True).mul_(c.decay)  # from the chunk's start to its end
     d_g += d_decay
-    _add_reads(c.q, c.k, c.p, d_q, d_k, d_g, d_rows)
-    _add_writes(c.b, c.s, d_b, d_g, torch.bmm(errors, d_ends))
+    _add_reads(d_rows, c.q, c.k, c.p, d_q, d_k, d_g)
+    _add_writes(torch.bmm(errors, d_ends), c.b, c.s, d_b, d_g)
 
     diagonal = d_corner[:, CHUNK:].diagonal(dim1=1, dim2=2)[..., None]
     d_q.addcmul_(diagonal, c.b)
@@ -97,13 +95,12 @@ def _matrix_grad(c: Chunks, d_corner: Tensor) -> tuple[Tensor, Tensor, Tensor, T
         corner = corner.permute(0, 4, 1, 2, 3).reshape(R * n, 2 * h, h)
         d_reads = torch.bmm(corner, decayed_writes(c.b, s, h, writes)).view(R, n, 2 * h, K)
         d_writes = torch.bmm(corner.mT, decayed_reads(c.q, c.k, p, h, reads)).view(R, n, h, K)
-        first, second = zip(*(halves(t, h) for t in (c.q, c.k, p, c.b, s, d_q, d_k, d_b, d_g)), strict=True)
-        _add_reads(*second[:3], *second[5:7], second[8], d_reads)
-        _add_writes(*first[3:5], *first[7:9], d_writes)
+        _add_reads(d_reads, *(halves(t, h)[1] for t in (c.q, c.k, p, d_q, d_k, d_g)))
+        _add_writes(d_writes, *(halves(t, h)[0] for t in (c.b, s, d_b, d_g)))
     return d_q, d_k, d_b, d_g
 
 
-def _add_reads(q: Tensor, k: Tensor, p: Tensor, d_q: Tensor, d_k: Tensor, d_g: Tensor, d_reads: Tensor) -> None:
+def _add_reads(d_reads: Tensor, q: Tensor, k: Tensor, p: Tensor, d_q: Tensor, d_k: Tensor, d_g: Tensor) -> None:
     """Adds what d_reads [..., 2h, K], the gradient of (p k, p q), gives to q, k and the log-decays.
 
     A read by token i from before the block decays through every token t <= i of it. Summing exactly those terms,
@@ -117,7 +114,7 @@ def _add_reads(q: Tensor, k: Tensor, p: Tensor, d_q: Tensor, d_k: Tensor, d_g: T
     d_g += torch.matmul(torch.ones(h, h, dtype=q.dtype, device=q.device).triu_(), through)
 
 
-def _add_writes(b: Tensor, s: Tensor, d_b: Tensor, d_g: Tensor, d_writes: Tensor) -> None:
+def _add_writes(d_writes: Tensor, b: Tensor, s: Tensor, d_b: Tensor, d_g: Tensor) -> None:
     """Adds what d_writes [..., h, K], the gradient of s b, gives to b and the log-decays (of the tokens t > j)."""
     h = b.shape[-2]
     part = s * d_writes

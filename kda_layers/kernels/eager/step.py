@@ -46,7 +46,7 @@ def step(x: StepInputs) -> Tensor:
             S = x.state[slots[live, 0]]
         else:
             S = x.state[slots[live, x.num_accepted.long()[live] - 1]]
-        out[tokens] = _recur(S, *(y[tokens] for y in (q, k, v, decay, beta)), x.scale).to(o.dtype)
+        out[tokens] = _recur(S, x.scale, *(y[tokens] for y in (q, k, v, decay, beta))).to(o.dtype)
         if slots is not None:
             x.state[slots[live, t]] = S
         elif S is not x.state:
@@ -54,7 +54,7 @@ def step(x: StepInputs) -> Tensor:
     return o
 
 
-def _recur(S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, scale: float) -> Tensor:
+def _recur(S: Tensor, scale: float, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """One token for S [n, HV, V, K], updated in place; q, k, decay [n, HV, K], v [n, HV, V], beta [n, HV] -> o."""
     n, HV, V, K = S.shape
     reads = torch.stack((k * decay, q * decay), 2).view(n * HV, 2, K)
