@@ -1,10 +1,15 @@
 """Kimi Delta Attention for Hugging Face models: a layer, a model, and the operator with its backends."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from kda_layers.kernels.dispatch import explain, use_backend
 from kda_layers.kernels.op import KDAOutput, kda, kda_step
 from kda_layers.modeling.configuration_kda import KDAConfig
-from kda_layers.modeling.layer import KimiDeltaAttention
-from kda_layers.modeling.modeling_kda import KDAForCausalLM, KDAModel
+
+if TYPE_CHECKING:
+    from kda_layers.modeling.layer import KimiDeltaAttention
+    from kda_layers.modeling.modeling_kda import KDAForCausalLM, KDAModel
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,3 +23,16 @@ __all__ = [
     "kda_step",
     "use_backend",
 ]
+
+# What needs transformers' modelling code, which takes a second to import, is imported when it is first used.
+_LAZY = {
+    "KDAForCausalLM": "kda_layers.modeling.modeling_kda",
+    "KDAModel": "kda_layers.modeling.modeling_kda",
+    "KimiDeltaAttention": "kda_layers.modeling.layer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -119,7 +119,6 @@ def problem_of(x: Inputs | StepInputs, needs_grad: bool = False) -> Problem:
     return Problem(x.q.device.type, _arch(x.q.device), *problem_fields(x, needs_grad))
 
 
-@torch.compiler.assume_constant_result
 def choose(backend: str | None, device: torch.device, *fields: Any) -> tuple[str, ...]:
     """(name, *fused) of the backend for the problem with these `problem_fields`.
 
@@ -128,6 +127,10 @@ def choose(backend: str | None, device: torch.device, *fields: Any) -> tuple[str
     """
     chosen = select(Problem(device.type, _arch(device), *fields), backend)
     return chosen.name, *sorted(chosen.fused)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import torch._dynamo, a second, on import.
+choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def default_problem(device: str | None = None) -> Problem:

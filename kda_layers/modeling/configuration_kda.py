@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from kda_layers.kernels.contract import MIN_LOWER_BOUND
 
@@ -95,6 +96,8 @@ class KDAConfig(PreTrainedConfig):
                 for i in range(self.num_hidden_layers)
             ]
         super().__post_init__(**kwargs)
+        # The first configuration registers the models, so that `import kda_layers` need not import them.
+        importlib.import_module("kda_layers.modeling.modeling_kda")
 
     def validate_kda(self) -> None:
         """Raises a ValueError naming the fields that contradict each other."""
@@ -119,3 +122,6 @@ class KDAConfig(PreTrainedConfig):
             raise ValueError(f"full_attention_interval must be 0 or more, got {self.full_attention_interval}")
         if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(LAYER_TYPES):
             raise ValueError(f"layer_types must hold {self.num_hidden_layers} of {LAYER_TYPES}, got {self.layer_types}")
+
+
+AutoConfig.register("kda", KDAConfig, exist_ok=True)

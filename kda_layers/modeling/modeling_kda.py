@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -347,6 +347,5 @@ class KDAForCausalLM(KDAPreTrainedModel, GenerationMixin):
                 cache.activate_past_recording()
 
 
-AutoConfig.register("kda", KDAConfig, exist_ok=True)
 AutoModel.register(KDAConfig, KDAModel, exist_ok=True)
 AutoModelForCausalLM.register(KDAConfig, KDAForCausalLM, exist_ok=True)

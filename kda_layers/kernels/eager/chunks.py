@@ -39,15 +39,11 @@ class Chunks(NamedTuple):
 
 def load(x: Inputs, segment: Segment) -> Chunks:
     """Gathers, activates and factors one segment."""
-    HV, wide = x.v.shape[2], state_dtype(x.q.dtype)
-    group = HV // x.q.shape[2]
+    wide, group = state_dtype(x.q.dtype), x.v.shape[2] // x.q.shape[2]
     g = log_decay(segment.gather(x.g).to(wide), x.A_log, x.dt_bias, x.gate_activation, x.lower_bound)
     q, k = (segment.gather(t).to(wide) for t in (x.q, x.k))
-    if x.qk_l2norm:
-        q.mul_(inverse_norm(q))
-        k.mul_(inverse_norm(k))
-    q.mul_(x.scale)
-    q, k = (segment.by_head(t if group == 1 else t.repeat_interleave(group, 2)) for t in (q, k))
+    q = segment.by_head(q, x.scale * inverse_norm(q) if x.qk_l2norm else x.scale, group)
+    k = segment.by_head(k, inverse_norm(k) if x.qk_l2norm else 1.0, group)
     v = segment.by_head(segment.gather(x.v).to(wide))
     beta = segment.by_head(write_strength(segment.gather(x.beta).to(wide), x.beta_activation)[..., None])
     token_decay = segment.by_head(g).exp_()

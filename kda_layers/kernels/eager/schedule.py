@@ -48,13 +48,19 @@ class Segment(NamedTuple):
         """[B, T, ...] -> [sum(active), 64, ...], a fresh tensor; padded rows hold token 0."""
         return x.flatten(0, 1).index_select(0, self.tokens).view(-1, CHUNK, *x.shape[2:])
 
-    def by_head(self, x: Tensor) -> Tensor:
-        """[sum(active), 64, HV, D] -> contiguous [R, 64, D] with zeros in padded rows."""
-        chunks, _, HV, D = x.shape
-        x = x.transpose(1, 2).contiguous().view(chunks * HV, CHUNK, D)
+    def by_head(self, x: Tensor, factor: Tensor | float = 1.0, group: int = 1) -> Tensor:
+        """[sum(active), 64, H, D] -> contiguous [R, 64, D], times `factor`, each head `group` times; 0 in padded rows.
+
+        `factor` is a number or [sum(active), 64, H, 1].
+        """
+        chunks, _, H, D = x.shape
+        if isinstance(factor, Tensor):
+            factor = factor.transpose(1, 2)[:, :, None]
+        out = x.new_empty(chunks, H, group, CHUNK, D)
+        torch.mul(x.transpose(1, 2)[:, :, None].expand(out.shape), factor, out=out)
         if self.padding is not None:
-            x.view(chunks, HV, CHUNK, D).masked_fill_(self.padding.view(chunks, 1, CHUNK, 1), 0.0)
-        return x
+            out.masked_fill_(self.padding.view(chunks, 1, 1, CHUNK, 1), 0.0)
+        return out.view(-1, CHUNK, D)
 
     def by_token(self, x: Tensor, HV: int) -> Tensor:
         """[R, 64, D] -> [real tokens, HV, D]: the padding is gone."""

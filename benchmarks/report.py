@@ -1,0 +1,79 @@
+"""What every benchmark shares: timing, the stamp of machine and versions, JSON and Markdown."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import kda_layers
+
+
+def times_ms(f: Callable[[], Any], repeats: int) -> list[float]:
+    """Wall-clock milliseconds of `repeats` calls after one that warms up."""
+    f()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        f()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median, and the lowest and highest, of `times`."""
+    if not times:
+        raise ValueError("times must not be empty: nothing was timed")
+    return {"median": statistics.median(times), "min": min(times), "max": max(times), "calls": len(times)}
+
+
+def stamp() -> dict[str, str]:
+    """The machine, versions, commit and date."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
+    return {
+        "cpu": f"{cpu}, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "kda_layers": kda_layers.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """Writes name.json and name.md, and prints the table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = stamp()
+    (folder / f"{name}.json").write_text(json.dumps({"stamp": facts, "rows": rows}, indent=1) + "\n")
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |" for row in rows]
+    text = "\n".join(lines) + "\n\n" + ", ".join(f"{k} {v}" for k, v in facts.items()) + "\n"
+    (folder / f"{name}.md").write_text(text)
+    print(text)
+
+
+def _cell(value: Any) -> str:
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float) and value < 100
+        else f"{value:.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

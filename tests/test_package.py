@@ -1,0 +1,83 @@
+"""The package itself: what importing it costs, what it prints, what a wheel of it holds, where it is installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kda_layers
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def test_import_takes_little_more_than_torch_and_transformers():
+    def seconds(statement: str) -> float:
+        start = time.perf_counter()
+        python(statement)
+        return time.perf_counter() - start
+
+    # Alternating and the least of several: other work on the machine only adds.
+    ours, theirs = [], []
+    for _ in range(6):
+        theirs.append(seconds("import transformers, torch"))
+        ours.append(seconds("import kda_layers"))
+    assert min(ours) < 1.3 * min(theirs), f"{min(ours):.2f} s against {min(theirs):.2f} s"
+
+
+def test_import_brings_no_gpu_code_and_starts_no_gpu():
+    loaded = json.loads(python("import json, sys, kda_layers; print(json.dumps(sorted(sys.modules)))"))
+    assert not [m for m in loaded if m.split(".")[0] in ("triton", "fla", "cuda", "pynvml", "matplotlib")]
+    assert python("import kda_layers, torch; print(torch.cuda.is_initialized())").strip() == "False"
+
+
+def test_every_public_name_is_there_and_others_are_not():
+    for name in kda_layers.__all__:
+        assert getattr(kda_layers, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        kda_layers.no_such_name  # noqa: B018
+
+
+def test_main_prints_machine_backends_and_choice():
+    out = subprocess.run([sys.executable, "-m", "kda_layers"], capture_output=True, text=True, check=True).stdout
+    import torch
+
+    assert f"torch {torch.__version__}" in out
+    assert "eager" in out
+    assert "can serve it" in out
+    assert "chosen: " in out
+
+
+def test_wheel_is_pure_python_and_complete(tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    package = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kda_layers").rglob("*.py")}
+    assert package <= names
+    assert "kda_layers/py.typed" in names
+    assert {n.split("/")[0] for n in names if not n.split("/")[0].endswith(".dist-info")} == {"kda_layers"}
+
+
+def test_dependencies_are_the_promised_ones_and_pinned_for_tests():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {r.split("[")[0].split(">")[0].split("=")[0] for r in requirements} - {"kda_layers"}
+
+    assert names(project["dependencies"]) == {"torch", "transformers", "einops", "safetensors", "tqdm"}
+    extras = project["optional-dependencies"]
+    assert names(extras["gpu"]) == {"flash-linear-attention", "cuda-core", "nvidia-cuda-nvrtc"}
+    pinned = names([line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line])
+    assert names(project["dependencies"]) | names(extras["plot"]) | names(extras["dev"]) <= pinned
