@@ -168,13 +168,22 @@ def sequence_offsets(cu_seqlens: Tensor, T: int) -> list[int]:
     return offsets
 
 
+def check_offsets(cu_seqlens: Tensor, x: Tensor) -> None:
+    """Raise unless cu_seqlens has the type and shape of offsets into packed x [1, T, ...]; reads no value."""
+    _check_index("cu_seqlens", cu_seqlens, x)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
+    if x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs packed sequences with B = 1, got B = {x.shape[0]}")
+
+
 def check_chunk(x: Inputs) -> None:
     """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of the chunk operator."""
     N = _check_common(x)
     HV, V, K = x.v.shape[2], x.v.shape[3], x.q.shape[3]
     if x.initial_state is not None:
         _check_state("initial_state", x.initial_state, x.q, (N, HV, V, K))
-    if x.checkpoint_every not in (0, CHUNK):
+    if not isinstance(x.checkpoint_every, int) or x.checkpoint_every not in (0, CHUNK):
         raise ValueError(f"checkpoint_every must be 0 or {CHUNK}, got {x.checkpoint_every}")
 
 
@@ -229,11 +238,7 @@ def _check_common(x: Inputs | StepInputs) -> int:
             raise ValueError(f"{name} must be on q's device {x.q.device}, got {t.device}")
     if x.cu_seqlens is None:
         return B
-    _check_index("cu_seqlens", x.cu_seqlens, x.q)
-    if x.cu_seqlens.ndim != 1 or x.cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(x.cu_seqlens.shape)}")
-    if B != 1:
-        raise ValueError(f"cu_seqlens needs packed sequences with B = 1, got B = {B}")
+    check_offsets(x.cu_seqlens, x.q)
     return x.cu_seqlens.shape[0] - 1
 
 
@@ -253,8 +258,6 @@ def _check_dtypes(x: Inputs | StepInputs) -> None:
 
 
 def _check_gate(x: Inputs | StepInputs, HV: int, K: int) -> None:
-    if x.gate_activation not in get_args(GateActivation):
-        raise ValueError(f"gate_activation must be one of {get_args(GateActivation)}, got {x.gate_activation!r}")
     if x.beta_activation not in get_args(BetaActivation):
         raise ValueError(f"beta_activation must be one of {get_args(BetaActivation)}, got {x.beta_activation!r}")
     if x.gate_activation == "log_decay":
@@ -270,7 +273,9 @@ def _check_gate(x: Inputs | StepInputs, HV: int, K: int) -> None:
 
 
 def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
-    """The bound as a float (0 for gates that have none), after checking that it is given where and as it must be."""
+    """The bound as a float (0 for gates that have none), after checking it and the gate that it belongs to."""
+    if gate_activation not in get_args(GateActivation):
+        raise ValueError(f"gate_activation must be one of {get_args(GateActivation)}, got {gate_activation!r}")
     if gate_activation != "lower_bound":
         if lower_bound is not None:
             raise ValueError(f"lower_bound must be None with gate_activation={gate_activation!r}, got {lower_bound}")

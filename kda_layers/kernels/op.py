@@ -157,6 +157,8 @@ def kda_step(
 def _scale(q: Tensor, scale: float | None) -> float:
     if scale is None:
         return int(q.shape[-1]) ** -0.5 if isinstance(q, Tensor) and q.ndim and q.shape[-1] else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     return float(scale)
 
 
@@ -241,6 +243,10 @@ def _backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, d_checkpoint
     return *needed, *[None] * (len(Inputs._fields) - len(needed) + 2)  # + save, backend
 
 
+def _backward_of_backward(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("kda has no second derivative: its backward is written by hand and can be taken once")
+
+
 def _step(*args: Any) -> Tensor:
     return backends()[args[-1]].step(StepInputs(*args[:-1]))
 
@@ -258,3 +264,4 @@ for _name, _impl, _fake in (
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kda_layers::{_name}", _fake, lib=_library)
 torch.library.register_autograd("kda_layers::chunk", _backward, setup_context=_save_for_backward, lib=_library)
+torch.library.register_autograd("kda_layers::chunk_grad", _backward_of_backward, lib=_library)

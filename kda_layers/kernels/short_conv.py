@@ -26,19 +26,14 @@ def short_conv(
     Returns:
         y [B, T, D] in x's dtype, and the new state [N, D, W] in x's dtype.
     """
-    B, T, D = x.shape
+    _, T, D = x.shape
     W = weight.shape[1]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    history = x.new_zeros(N, W, D) if state is None else state.mT.to(x.dtype)
     if cu_seqlens is None:
-        full = torch.cat((history, x), 1)  # [B, W + T, D]
-        if left_padding is not None and state is not None:
-            position = torch.arange(W + T, device=x.device) - left_padding[:, None]  # counted from the moved history
-            source = torch.where((position >= 0) & (position < W), position, position + left_padding[:, None])
-            full = full.gather(1, source[..., None].expand(-1, -1, D))
-        y = _convolve(full, weight)[:, 1:]
-        return y, full[:, -W:].mT
+        full = _with_history(x, W, state, left_padding)
+        return _convolve(full, weight)[:, 1:], full[:, -W:].mT
 
+    N = cu_seqlens.shape[0] - 1
+    history = x.new_zeros(N, W, D) if state is None else state.mT.to(x.dtype)
     # Every sequence, preceded by its W rows of history, in one row of W N + T tokens.
     tokens = torch.arange(T, device=x.device)
     sequence = torch.searchsorted(cu_seqlens, tokens, right=True, out_int32=False)  # 1-based
@@ -50,6 +45,23 @@ def short_conv(
     y = _convolve(full[None], weight)[:, tokens - W + 1]
     ends = cu_seqlens[1:, None] + W * torch.arange(N, device=x.device)[:, None] + columns
     return y, full[ends.long()].mT
+
+
+def state_after(x: Tensor, W: int, state: Tensor | None, left_padding: Tensor | None) -> Tensor:
+    """The new state [B, D, W] of `short_conv` with W taps after x [B, T, D] alone, T >= 0; not for packed sequences."""
+    return _with_history(x, W, state, left_padding)[:, -W:].mT
+
+
+def _with_history(x: Tensor, W: int, state: Tensor | None, left_padding: Tensor | None) -> Tensor:
+    """[B, W + T, D]: x after the W inputs before it, which are moved behind the padding."""
+    B, T, D = x.shape
+    history = x.new_zeros(B, W, D) if state is None else state.mT.to(x.dtype)
+    full = torch.cat((history, x), 1)
+    if left_padding is None or state is None:
+        return full
+    position = torch.arange(W + T, device=x.device) - left_padding[:, None]  # counted from the moved history
+    source = torch.where((position >= 0) & (position < W), position, position + left_padding[:, None])
+    return full.gather(1, source[..., None].expand(-1, -1, D))
 
 
 def _convolve(full: Tensor, weight: Tensor) -> Tensor:

@@ -16,13 +16,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from kda_layers.kernels.contract import CHUNK
 from kda_layers.kernels.op import kda, kda_step
+from kda_layers.kernels.short_conv import state_after
 
 
 class LayerState:
     """One layer's view of a cache (or of none) during one forward call."""
 
     def __init__(self, cache: Cache | None, layer_idx: int | None):
-        self.layer = None
+        self.layer: Any = None
         self.started = False
         if cache is None:
             return
@@ -37,12 +38,10 @@ class LayerState:
         self.layer = cache.layers[layer_idx]
         self.started = self.layer.has_previous_state[0]
 
+    @property
     def conv(self) -> Tensor | None:
         """[N, D, W] inputs of the short convolution before this call, or None at the start."""
-        if not self.started:
-            return None
-        state, W = self.layer.conv_states[0], self.layer.conv_kernel_size[0]
-        return torch.nn.functional.pad(state, (max(W - state.shape[-1], 0), 0))[..., -W:]
+        return self.layer.conv_states[0] if self.started else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Tensor:
         """Output [B, T, HV, V] of the operator from the cached state on; the cache then holds the state after it.
@@ -62,7 +61,7 @@ class LayerState:
         self.layer.update_recurrent_state(out.final_state.detach())
         return out.o
 
-    def _attend_recorded(self, before: Tensor | None, q: Tensor, *rest: Tensor, **options: Any) -> Tensor:
+    def _attend_recorded(self, before: Tensor | None, *inputs: Tensor, **options: Any) -> Tensor:
         """As `attend`, keeping what `KDACacheLayer.crop` needs to recompute the state after fewer tokens.
 
         Only the last 64 to 127 tokens of a long call are kept: far more than any drafting takes back.
@@ -74,40 +73,55 @@ class LayerState:
             )
         if options["cu_seqlens"] is not None:
             raise ValueError("cu_seqlens must be None with a cache that records its past")
-        inputs = [t.detach() for t in (q, *rest)]
-        options = {n: t.detach() if isinstance(t, Tensor) else t for n, t in options.items()}
-        T = q.shape[1]
-        head = max(T // CHUNK - 1, 0) * CHUNK
+        head = max(inputs[0].shape[1] // CHUNK - 1, 0) * CHUNK
         outputs, state = [], None if before is None else before.clone()
         if head:
             first = kda(*(t[:, :head] for t in inputs), initial_state=state, final_state=True, **options)
-            outputs, state = [first.o], first.final_state
+            outputs, state = [first.o], first.final_state.detach()
+        out = kda(*(t[:, head:] for t in inputs), initial_state=state, final_state=True, **options)
+        self.layer.update_recurrent_state(out.final_state.detach())
 
-        def after(tokens: int, start: Tensor | None = state) -> Any:
-            tail = (t[:, head : head + tokens] for t in inputs)
-            return kda(*tail, initial_state=start, final_state=True, **options)
-
-        out = after(T - head)
-        self.layer.record(_Past(state, lambda tokens: after(tokens).final_state, T - head, complete=not head))
-        self.layer.update_recurrent_state(out.final_state)
+        # Copies: a view would keep all of a long prompt alive.
+        tail = [t[:, head:].detach().clone() for t in inputs]
+        options = {n: t.detach() if isinstance(t, Tensor) else t for n, t in options.items()}
+        self.head, self.recurrent_before_tail = head, state
+        self.replay = lambda tokens: (
+            kda(*(t[:, :tokens] for t in tail), initial_state=state, final_state=True, **options).final_state
+        )
         return torch.cat([*outputs, out.o], 1)
 
-    def store_conv(self, x: Tensor, conv_state: Tensor, cu_seqlens: Tensor | None, W: int) -> None:
+    def store_conv(self, conv_state: Tensor, x: Tensor, left_padding: Tensor | None) -> None:
         """Keeps the convolution's new state [N, D, W] after inputs x [B, T, D]."""
         if self.layer is None:
             return
-        # While recording, the layer itself appends every input; otherwise it keeps the last W of what it is given.
-        new = x.detach().mT if self.layer.record_past else conv_state.detach()
-        self.layer.update_conv_state(new, conv_kernel_size=W)
+        if self.layer.record_past:
+            self._record(x.detach(), conv_state.shape[-1], left_padding)
+        self.layer.update_conv_state(conv_state.detach())
         if isinstance(self.layer, KDAOnlyCacheLayer):
             self.layer.seen += x.shape[1]
 
+    def _record(self, x: Tensor, W: int, left_padding: Tensor | None) -> None:
+        replay, head, T = self.replay, self.head, x.shape[1]
+        padding = left_padding
+        conv = None if self.conv is None else self.conv.clone()
+        if head:
+            conv = state_after(x[:, :head], W, conv, None if padding is None else padding.clamp(max=head)).clone()
+            padding = None if padding is None else (padding - head).clamp(min=0)
+        tail = x[:, head:].clone()
+
+        def states_after(tokens: int) -> tuple[Tensor, Tensor]:
+            moved = None if padding is None else padding.clamp(max=tokens)
+            return replay(tokens), state_after(tail[:, :tokens], W, conv, moved)
+
+        before = None if conv is None else (self.recurrent_before_tail, conv)
+        self.layer.past.append(_Past(before, states_after, T - head, complete=not head))
+
 
 class _Past(NamedTuple):
-    """One recorded call: the state before its recorded tokens, and the state after the first m of them."""
+    """One recorded call: the states before its recorded tokens, and those after the first m of them."""
 
-    before: Tensor | None
-    state_after: Callable[[int], Tensor]
+    before: tuple[Tensor, Tensor] | None  # recurrent, of the convolution; None at the start
+    states_after: Callable[[int], tuple[Tensor, Tensor]]
     tokens: int
     complete: bool  # whether `tokens` are all tokens of the call
 
@@ -121,32 +135,43 @@ class KDACacheLayer(LinearAttentionLayer):
         super().__init__(number_of_states, **kwargs)
         self.past: list[_Past] = []
 
-    def record(self, past: _Past) -> None:
-        self.past.append(past)
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """As the stock layer, but the record of the past is in `past`, so that the state never grows."""
+        recording: bool = self.record_past
+        self.record_past = False
+        try:
+            return super().update_conv_state(conv_states, state_idx, **kwargs)
+        finally:
+            self.record_past = recording
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last |tokens_to_remove| tokens, and forgets the record; 0 only forgets."""
-        remove = abs(int(tokens_to_remove))  # a tensor in transformers 5.17; int() keeps it unchanged
+        """Takes back the last |tokens_to_remove| tokens, and forgets the record; 0 only forgets.
+
+        Raises:
+            RuntimeError: not recording, or more tokens than are recorded; nothing is changed then.
+        """
+        left = abs(int(tokens_to_remove))  # a tensor in transformers 5.17; int() keeps it unchanged
         if not self.record_past:
             raise RuntimeError("crop needs activate_past_recording() before the tokens that it takes back")
-        left = remove
+        recorded = 0
+        for past in reversed(self.past):
+            recorded += past.tokens
+            if not past.complete:
+                break
+        if left > recorded:
+            raise RuntimeError(f"crop can take back at most {recorded} recorded tokens here, got {left}")
         while left:
-            if not self.past or (left > self.past[-1].tokens and not self.past[-1].complete):
-                raise RuntimeError(f"crop can take back at most {remove - left} recorded tokens here, got {remove}")
-            last = self.past.pop()
-            if left >= last.tokens:
-                left, state = left - last.tokens, last.before
+            past = self.past.pop()
+            states = past.before if left >= past.tokens else past.states_after(past.tokens - left)
+            left = max(left - past.tokens, 0)
+            if left:
+                continue
+            if states is None:
+                self.reset()
             else:
-                left, state = 0, last.state_after(last.tokens - left)
-            if state is None:
-                self.recurrent_states[0].zero_()
-                self.has_previous_state[0] = False
-            else:
-                self.recurrent_states[0].copy_(state)
+                self.recurrent_states[0].copy_(states[0])
+                self.conv_states[0].copy_(states[1])
         self.past = []
-        W, conv = self.conv_kernel_size[0], self.conv_states[0]
-        conv = conv[..., : conv.shape[-1] - remove]
-        self.conv_states[0] = torch.nn.functional.pad(conv, (max(W - conv.shape[-1], 0), 0))[..., -W:].clone()
 
     def reset(self) -> None:
         super().reset()
@@ -177,8 +202,9 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
         return self.seen + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
+        seen = self.seen - abs(int(tokens_to_remove))
         super().crop(tokens_to_remove)
-        self.seen -= abs(int(tokens_to_remove))
+        self.seen = seen
 
     def reset(self) -> None:
         super().reset()

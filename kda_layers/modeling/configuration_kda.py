@@ -1,14 +1,12 @@
 """Configuration of KDA language models: all KDA, or hybrid with softmax attention."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 
-from kda_layers.kernels.contract import MIN_LOWER_BOUND
+from kda_layers.kernels.contract import MIN_LOWER_BOUND, check_lower_bound
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -118,6 +116,14 @@ class KDAConfig(PreTrainedConfig):
                 f"num_attention_heads must be a multiple of num_key_value_heads = {self.num_key_value_heads}, "
                 f"got {self.num_attention_heads}"
             )
+        if self.linear_gate_activation not in ("lower_bound", "softplus"):
+            raise ValueError(
+                f"linear_gate_activation must be 'lower_bound' or 'softplus', got {self.linear_gate_activation!r}"
+            )
+        try:
+            check_lower_bound(self.linear_gate_activation, self.linear_lower_bound)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"linear_lower_bound, with linear_gate_activation: {error}") from error
         if self.full_attention_interval < 0:
             raise ValueError(f"full_attention_interval must be 0 or more, got {self.full_attention_interval}")
         if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(LAYER_TYPES):

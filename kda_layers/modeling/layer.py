@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from kda_layers.kernels.contract import MIN_LOWER_BOUND, check_lower_bound, state_dtype
+from kda_layers.kernels.contract import MIN_LOWER_BOUND, check_lower_bound, check_offsets, sequence_offsets, state_dtype
 from kda_layers.kernels.short_conv import short_conv
 from kda_layers.modeling.cache import LayerState
 
@@ -102,9 +103,22 @@ class KimiDeltaAttention(nn.Module):
         self.g_a_proj, self.g_b_proj = linear(hidden_size, head_v_dim), linear(head_v_dim, self.v_dim)
         self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps)
         self.o_proj = linear(self.v_dim, hidden_size)
-        for p in (self.A_log, self.dt_bias):
-            p._no_weight_decay = True  # type: ignore[attr-defined]  # the mark that optimizers' builders look for
         self.reset_gate()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)  # from_pretrained replaces parameters through this, too
+        self._mark_no_weight_decay()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # copies and pickles lose attributes of parameters
+        self._mark_no_weight_decay()
+
+    def _mark_no_weight_decay(self) -> None:
+        """Marks A_log and dt_bias as those who build parameter groups for optimizers look for it."""
+        for name in ("A_log", "dt_bias"):
+            p = self._parameters.get(name)
+            if p is not None:
+                p._no_weight_decay = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def reset_gate(self) -> None:
@@ -144,12 +158,14 @@ class KimiDeltaAttention(nn.Module):
                 what `kda_layers.kda` raises.
         """
         mask = _local_mask(attention_mask, hidden_states, cu_seqlens, past_key_values is not None)
+        if cu_seqlens is not None:
+            _check_packed(cu_seqlens, hidden_states)
         state = LayerState(past_key_values, self.layer_idx)
         x = hidden_states if mask is None else hidden_states * mask[..., None].to(hidden_states.dtype)
 
         qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
         left_padding = None if mask is None else (~mask).sum(1)
-        convolved, conv_state = self.conv1d(qkv, state.conv(), cu_seqlens, left_padding)
+        convolved, conv_state = self.conv1d(qkv, state.conv, cu_seqlens, left_padding)
         q, k, v = convolved.split((self.q_dim, self.q_dim, self.v_dim), -1)
         q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
         v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
@@ -165,7 +181,7 @@ class KimiDeltaAttention(nn.Module):
             q, k, v, g, beta, cu_seqlens=cu_seqlens,
             A_log=self.A_log.to(wide), dt_bias=self.dt_bias.to(wide).view(-1, self.head_dim), **self.options,
         )  # fmt: skip
-        state.store_conv(qkv, conv_state, cu_seqlens, self.conv1d.kernel_size[0])
+        state.store_conv(conv_state, qkv, left_padding)
 
         gate = rearrange(self.g_b_proj(self.g_a_proj(x)), "b t (h v) -> b t h v", v=self.head_v_dim)
         o = self.o_norm(o.to(gate.dtype)) * torch.sigmoid(gate)
@@ -192,13 +208,16 @@ def _local_mask(mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None, cache
     if mask.shape[0] != B or mask.shape[1] < T:
         raise ValueError(f"attention_mask must have shape [{B}, at least {T}], got {list(mask.shape)}")
     local = mask[:, -T:] != 0
-    if (
-        cached
-        and not torch.compiler.is_compiling()
-        and not bool(local[:, -1].all() & (local[:, 1:] >= local[:, :-1]).all())
-    ):
+    if cached and not torch.compiler.is_compiling() and not bool((local[:, 1:] >= local[:, :-1]).all()):
         raise ValueError(
             "attention_mask must have its padding on the left when a cache is used: tokens after padding would "
             "otherwise follow the wrong state. Pad on the left, or pass past_key_values=None"
         )
     return local
+
+
+def _check_packed(cu_seqlens: Tensor, x: Tensor) -> None:
+    """Checks offsets before any work; their values only where reading them does not wait for a device."""
+    check_offsets(cu_seqlens, x)
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        sequence_offsets(cu_seqlens, x.shape[1])

@@ -189,7 +189,7 @@ class KDAModel(KDAPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if cu_seqlens is None:
-            cu_seqlens = packed_offsets(position_ids, past_key_values, **kwargs)
+            cu_seqlens = packed_offsets(position_ids, attention_mask, past_key_values, **kwargs)
         past_key_values = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
         T, device = inputs_embeds.shape[1], inputs_embeds.device
         if position_ids is None:
@@ -244,6 +244,7 @@ class KDAModel(KDAPreTrainedModel):
 
 def packed_offsets(
     position_ids: Tensor | None,
+    attention_mask: Tensor | dict[str, Tensor] | None,
     cache: Cache | None,
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
@@ -252,9 +253,9 @@ def packed_offsets(
     """Offsets [N + 1] of the packed sequences that transformers' ways of describing them mean, or None if unpacked.
 
     Args:
-        position_ids: [1, T], restarting at 0 where a sequence starts; not looked at with a cache, in a batch or
-            under torch.compile (their number is not known there: pass cu_seqlens).
-        cache: the cache that the call continues.
+        position_ids: [1, T], restarting at 0 where a sequence starts; not looked at with a mask or a cache, in a
+            batch, or under torch.compile (their number is not known there: pass cu_seqlens).
+        attention_mask, cache: those of the call.
         cu_seq_lens_q: the offsets themselves.
         seq_idx: [1, T] the number of each token's sequence, ascending.
     """
@@ -264,6 +265,7 @@ def packed_offsets(
         starts = torch.nn.functional.pad(seq_idx[0].diff() != 0, (1, 0), value=True)
     elif (
         position_ids is None
+        or attention_mask is not None
         or cache is not None
         or position_ids.shape[0] != 1
         or position_ids.ndim != 2

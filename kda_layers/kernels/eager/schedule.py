@@ -116,7 +116,10 @@ class Plan(NamedTuple):
                 yield Segment(first, active, tokens.to(self.device), padding.to(self.device))
 
     def sort(self, state: Tensor) -> Tensor:
-        return state.clone() if self.order is None else state[self.order]
+        """A contiguous copy in sorted order."""
+        if self.order is None:
+            return state.clone(memory_format=torch.contiguous_format)
+        return state[self.order].contiguous()
 
     def unsort(self, state: Tensor) -> Tensor:
         return state if self.order is None else torch.empty_like(state).index_copy_(0, self.order, state)

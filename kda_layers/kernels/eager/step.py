@@ -20,15 +20,7 @@ def step(x: StepInputs) -> Tensor:
     else:
         offsets = torch.tensor(sequence_offsets(x.cu_seqlens, T))
         starts, lengths = offsets[:-1], offsets.diff()
-    slots = x.state_indices
-    if slots is not None:
-        slots = slots.long() if slots.ndim == 2 else slots.long()[:, None].expand(-1, max(int(lengths.max()), 1))
-        if int(lengths.max()) > slots.shape[1]:
-            raise ValueError(f"state_indices has {slots.shape[1]} slots for sequences of {int(lengths.max())} tokens")
-        if int(slots.min()) < 0 or int(slots.max()) >= x.state.shape[0]:
-            raise ValueError(
-                f"state_indices must be in [0, {x.state.shape[0]}), got {int(slots.min())} to {int(slots.max())}"
-            )
+    slots = _slots(x, int(lengths.max()))
     x = activate(x)
     wide = x.state.dtype
     heads = torch.arange(x.v.shape[2], device=x.q.device) // (x.v.shape[2] // x.q.shape[2])
@@ -38,20 +30,41 @@ def step(x: StepInputs) -> Tensor:
     for t in range(int(lengths.max())):
         live = (lengths > t).nonzero()[:, 0]
         tokens, live = (starts[live] + t).to(x.q.device), live.to(x.q.device)
-        if slots is None:
-            S = x.state if len(live) == x.state.shape[0] else x.state[live]
-        elif t > 0:
-            S = x.state[slots[live, t - 1]]
-        elif x.num_accepted is None:
-            S = x.state[slots[live, 0]]
-        else:
-            S = x.state[slots[live, x.num_accepted.long()[live] - 1]]
+        whole = slots is None and len(live) == x.state.shape[0] and x.state.is_contiguous()
+        S = x.state if whole else x.state[_source(x, slots, live, t)].contiguous()
         out[tokens] = _recur(S, x.scale, *(y[tokens] for y in (q, k, v, decay, beta))).to(o.dtype)
-        if slots is not None:
-            x.state[slots[live, t]] = S
-        elif S is not x.state:
-            x.state[live] = S
+        if not whole:
+            x.state[live if slots is None else slots[live, t]] = S
     return o
+
+
+def _source(x: StepInputs, slots: Tensor | None, live: Tensor, t: int) -> Tensor:
+    """Slots that hold the states of the sequences `live` before their token t."""
+    if slots is None:
+        return live
+    if t > 0:
+        return slots[live, t - 1]
+    return slots[live, 0 if x.num_accepted is None else x.num_accepted.long()[live] - 1]
+
+
+def _slots(x: StepInputs, tokens: int) -> Tensor | None:
+    """[N, >= tokens] slot of the state after each token, after checking the values of both index tensors."""
+    slots = x.state_indices
+    if slots is None:
+        return None
+    slots = slots.long() if slots.ndim == 2 else slots.long()[:, None].expand(-1, max(tokens, 1))
+    if slots.shape[1] < tokens:
+        raise ValueError(f"state_indices must have at least {tokens} columns, one for each token, got {slots.shape[1]}")
+    _check_range("state_indices", slots, 0, x.state.shape[0] - 1)
+    if x.num_accepted is not None:
+        _check_range("num_accepted", x.num_accepted, 1, slots.shape[1])
+    return slots
+
+
+def _check_range(name: str, t: Tensor, low: int, high: int) -> None:
+    least, most = int(t.min()), int(t.max())
+    if least < low or most > high:
+        raise ValueError(f"{name} must be in [{low}, {high}], got {least} to {most}")
 
 
 def _recur(S: Tensor, scale: float, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
