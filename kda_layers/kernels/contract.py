@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 CHUNK = 64  # tokens between two state checkpoints, and the chunk length of every backend that reports them
-MIN_LOWER_BOUND = -5.0  # 16 tokens at e^-5 span 2^115: the last bound at which a 16-token block stays inside fp32
+# 16 tokens at e^-5 span 2^115: the last bound at which a 16-token block stays inside fp32. An integer, because
+# torch.compile(dynamic=True) takes a float that it finds in a module for a variable, and then traces twice.
+MIN_LOWER_BOUND = -5
 
 GateActivation = Literal["lower_bound", "softplus", "log_decay"]
 BetaActivation = Literal["sigmoid", "2sigmoid", "given"]
@@ -285,7 +287,7 @@ def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
     if isinstance(lower_bound, bool) or not isinstance(lower_bound, (int, float)):
         raise TypeError(f"lower_bound must be a number, got {type(lower_bound).__name__}")
     if not MIN_LOWER_BOUND <= lower_bound < 0:
-        raise ValueError(f"lower_bound must be in [{MIN_LOWER_BOUND:g}, 0), got {lower_bound}")
+        raise ValueError(f"lower_bound must be in [{MIN_LOWER_BOUND}, 0), got {lower_bound}")
     return float(lower_bound)
 
 

@@ -15,15 +15,17 @@ import operator
 import os
 import pkgutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from kda_layers.kernels.contract import Backend, Inputs, Problem, StepInputs
 
 ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("kda_layers")
 _override: ContextVar[str | None] = ContextVar("kda_layers_backend", default=None)
@@ -119,18 +121,23 @@ def problem_of(x: Inputs | StepInputs, needs_grad: bool = False) -> Problem:
     return Problem(x.q.device.type, _arch(x.q.device), *problem_fields(x, needs_grad))
 
 
+def constant_to_compile(f: F) -> F:
+    """torch.compile calls `f` once, while tracing, and guards on its arguments, which must be constants.
+
+    As torch.compiler.assume_constant_result, which would import torch._dynamo, a second, to set one attribute.
+    """
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f
+
+
+@constant_to_compile
 def choose(backend: str | None, device: torch.device, *fields: Any) -> tuple[str, ...]:
     """(name, *fused) of the backend for the problem with these `problem_fields`.
 
-    Constants in, constants out: torch.compile calls it once while tracing and guards on its arguments, which is why
-    `problem_fields` turns sizes into plain integers.
+    Constants in, constants out, which is why `problem_fields` turns sizes into plain integers.
     """
     chosen = select(Problem(device.type, _arch(device), *fields), backend)
     return chosen.name, *sorted(chosen.fused)
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import torch._dynamo, a second, on import.
-choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def default_problem(device: str | None = None) -> Problem:

@@ -6,6 +6,7 @@ spelled once, as the fields of `Inputs` and `StepInputs`; schemas, fakes and gra
 
 from __future__ import annotations
 
+import operator
 import typing
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from kda_layers.kernels.contract import (
     checkpoint_count,
     state_dtype,
 )
-from kda_layers.kernels.dispatch import backends, choose, problem_fields
+from kda_layers.kernels.dispatch import backends, choose, constant_to_compile, problem_fields
 from kda_layers.kernels.reference import activate
 
 TENSORS = len(Gradients._fields)  # the leading fields of Inputs that have gradients
@@ -154,9 +155,14 @@ def kda_step(
     return torch.ops.kda_layers.step(*x, name)
 
 
+@constant_to_compile  # a symbolic float would be traced twice
+def _default_scale(K: int) -> float:
+    return max(K, 1) ** -0.5
+
+
 def _scale(q: Tensor, scale: float | None) -> float:
     if scale is None:
-        return int(q.shape[-1]) ** -0.5 if isinstance(q, Tensor) and q.ndim and q.shape[-1] else 1.0
+        return _default_scale(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.ndim else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     return float(scale)

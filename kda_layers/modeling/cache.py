@@ -137,7 +137,7 @@ class KDACacheLayer(LinearAttentionLayer):
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As the stock layer, but the record of the past is in `past`, so that the state never grows."""
-        recording: bool = self.record_past
+        recording = self.record_past  # type: ignore[has-type]
         self.record_past = False
         try:
             return super().update_conv_state(conv_states, state_idx, **kwargs)

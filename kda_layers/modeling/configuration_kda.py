@@ -59,7 +59,7 @@ class KDAConfig(PreTrainedConfig):
     linear_value_head_dim: int | None = None
     linear_conv_kernel_dim: int = 4
     linear_gate_activation: str = "lower_bound"
-    linear_lower_bound: float | int | None = MIN_LOWER_BOUND
+    linear_lower_bound: float | int | None = float(MIN_LOWER_BOUND)
     linear_allow_neg_eigval: bool = False
     full_attention_interval: int = 0
     layer_types: list[str] | None = None
@@ -123,7 +123,7 @@ class KDAConfig(PreTrainedConfig):
         try:
             check_lower_bound(self.linear_gate_activation, self.linear_lower_bound)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"linear_lower_bound, with linear_gate_activation: {error}") from error
+            raise type(error)(f"linear_{error}") from error
         if self.full_attention_interval < 0:
             raise ValueError(f"full_attention_interval must be 0 or more, got {self.full_attention_interval}")
         if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(LAYER_TYPES):

@@ -59,7 +59,7 @@ class KimiDeltaAttention(nn.Module):
         head_v_dim: int | None = None,
         conv_size: int = 4,
         gate_activation: str = "lower_bound",
-        lower_bound: float | None = MIN_LOWER_BOUND,
+        lower_bound: float | None = float(MIN_LOWER_BOUND),
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
         layer_idx: int | None = None,

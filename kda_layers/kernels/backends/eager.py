@@ -80,6 +80,8 @@ class EagerBackend(Backend):
                 if checkpoints is not None:
                     plan.store_checkpoints(checkpoints, state, segment.first + i)
             segment.scatter(o, torch.baddbmm(reads[:, CHUNK:], c.M, errors))
+        if save:
+            saved[0][row:] = 0  # packed sequences may need fewer rows than their number bounds
         if checkpoints is not None:
             checkpoints = checkpoints.view(B, checkpoint_count(x), HV, V, K)
         return o, plan.unsort(state) if x.final_state else None, checkpoints, saved
