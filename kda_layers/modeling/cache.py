@@ -22,7 +22,7 @@ from kda_layers.kernels.short_conv import state_after
 class LayerState:
     """One layer's view of a cache (or of none) during one forward call."""
 
-    def __init__(self, cache: Cache | None, layer_idx: int | None):
+    def __init__(self, cache: Cache | None, layer_idx: int | None, sequences: int):
         self.layer: Any = None
         self.started = False
         if cache is None:
@@ -37,6 +37,11 @@ class LayerState:
             )
         self.layer = cache.layers[layer_idx]
         self.started = self.layer.has_previous_state[0]
+        if self.started and self.layer.conv_states[0].shape[0] != sequences:
+            raise ValueError(
+                f"past_key_values must hold as many sequences as the call, {sequences}, "
+                f"got {self.layer.conv_states[0].shape[0]}"
+            )
 
     @property
     def conv(self) -> Tensor | None:
@@ -114,7 +119,7 @@ class LayerState:
             return replay(tokens), state_after(tail[:, :tokens], W, conv, moved)
 
         before = None if conv is None else (self.recurrent_before_tail, conv)
-        self.layer.past.append(_Past(before, states_after, T - head, complete=not head))
+        self.layer.record(_Past(before, states_after, T - head, complete=not head))
 
 
 class _Past(NamedTuple):
@@ -134,6 +139,12 @@ class KDACacheLayer(LinearAttentionLayer):
     def __init__(self, number_of_states: int = 1, **kwargs: Any):
         super().__init__(number_of_states, **kwargs)
         self.past: list[_Past] = []
+
+    def record(self, past: _Past) -> None:
+        """Adds a call to the record, of which only the last 128 tokens or a little more are kept."""
+        self.past.append(past)
+        while sum(p.tokens for p in self.past[1:]) >= 2 * CHUNK:
+            del self.past[0]
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """As the stock layer, but the record of the past is in `past`, so that the state never grows."""

@@ -38,7 +38,8 @@ class KDAConfig(PreTrainedConfig):
         rms_norm_eps: epsilon of every RMS norm.
 
     Raises:
-        ValueError: fields that contradict each other; a wrong type raises too (huggingface_hub's strict dataclasses).
+        StrictDataclassError: of huggingface_hub, with the ValueError or TypeError that names the field as its cause:
+            a field of a wrong type, or fields that contradict each other.
     """
 
     model_type = "kda"
@@ -100,8 +101,8 @@ class KDAConfig(PreTrainedConfig):
     def validate_kda(self) -> None:
         """Raises a ValueError naming the fields that contradict each other."""
         positive = (
-            "vocab_size hidden_size num_hidden_layers linear_num_heads linear_head_dim linear_value_head_dim "
-            "linear_num_value_heads linear_conv_kernel_dim num_attention_heads num_key_value_heads head_dim"
+            "vocab_size hidden_size intermediate_size num_hidden_layers linear_num_heads linear_num_value_heads "
+            "linear_head_dim linear_value_head_dim linear_conv_kernel_dim num_attention_heads num_key_value_heads head_dim"
         )
         for name in positive.split():
             if getattr(self, name) < 1:

@@ -113,6 +113,11 @@ class KimiDeltaAttention(nn.Module):
         super().__setstate__(state)  # copies and pickles lose attributes of parameters
         self._mark_no_weight_decay()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)  # to_empty makes new parameters
+        self._mark_no_weight_decay()
+        return self
+
     def _mark_no_weight_decay(self) -> None:
         """Marks A_log and dt_bias as those who build parameter groups for optimizers look for it."""
         for name in ("A_log", "dt_bias"):
@@ -122,9 +127,10 @@ class KimiDeltaAttention(nn.Module):
 
     @torch.no_grad()
     def reset_gate(self) -> None:
-        """Initialises A_log and dt_bias: decays of 1e-3 to 1e-1 per token, log-uniform over channels.
+        """Initialises A_log and dt_bias, from dt log-uniform in [1e-3, 1e-1] for each channel.
 
-        softplus: rates exp(A_log) uniform in [1, 16], as Kimi Linear; lower_bound: rate 1, as GLM-5.3-Flash.
+        softplus, as Kimi Linear: log-decay -exp(A_log) dt, with rates exp(A_log) uniform in [1, 16].
+        lower_bound, as GLM-5.3-Flash: log-decay lower_bound (1 - exp(-dt)), with rate 1.
         """
         if self.options["gate_activation"] == "softplus":
             init.copy_(self.A_log, init.uniform_(self.A_log, a=1.0, b=16.0).log())
@@ -155,13 +161,15 @@ class KimiDeltaAttention(nn.Module):
 
         Raises:
             ValueError: attention_mask of another rank or size, right padding with a cache, cu_seqlens with a mask;
-                what `kda_layers.kda` raises.
+                a cache of
+                another number of sequences; what `kda_layers.kda` raises.
         """
         mask = _local_mask(attention_mask, hidden_states, cu_seqlens, past_key_values is not None)
         if cu_seqlens is not None:
             _check_packed(cu_seqlens, hidden_states)
-        state = LayerState(past_key_values, self.layer_idx)
-        x = hidden_states if mask is None else hidden_states * mask[..., None].to(hidden_states.dtype)
+        sequences = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = LayerState(past_key_values, self.layer_idx, sequences)
+        x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
 
         qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
         left_padding = None if mask is None else (~mask).sum(1)
@@ -184,7 +192,7 @@ class KimiDeltaAttention(nn.Module):
         state.store_conv(conv_state, qkv, left_padding)
 
         gate = rearrange(self.g_b_proj(self.g_a_proj(x)), "b t (h v) -> b t h v", v=self.head_v_dim)
-        o = self.o_norm(o.to(gate.dtype)) * torch.sigmoid(gate)
+        o = self.o_norm(o.to(self.o_norm.weight.dtype)) * torch.sigmoid(gate)
         return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))
 
     def extra_repr(self) -> str:

@@ -173,7 +173,8 @@ class KDAModel(KDAPreTrainedModel):
                 prepared masks by layer type.
             position_ids: positions have no encoding; where they restart at 0 in a single row, a sequence starts.
             past_key_values: cache to continue; updated.
-            use_cache: return a cache; default config.use_cache, but False while training.
+            use_cache: return a cache; by default config.use_cache, but not while training, for packed sequences or
+                with padding on the right.
             cu_seqlens: [N + 1] offsets of sequences packed along T (then B = 1), int32 or int64; also read from
                 cu_seq_lens_q, seq_idx or position_ids, as transformers' DataCollatorWithFlattening gives them.
 
@@ -190,14 +191,15 @@ class KDAModel(KDAPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if cu_seqlens is None:
             cu_seqlens = packed_offsets(position_ids, attention_mask, past_key_values, **kwargs)
+        if use_cache is None:
+            use_cache = self._caches_by_default(attention_mask, packed=cu_seqlens is not None)
         past_key_values = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
-        T, device = inputs_embeds.shape[1], inputs_embeds.device
-        if position_ids is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            position_ids = (torch.arange(T, device=device) + past)[None]
-            if cu_seqlens is not None:  # restarting positions keep packed sequences apart in softmax layers
-                starts = torch.searchsorted(cu_seqlens, position_ids[0], right=True) - 1
-                position_ids = position_ids - cu_seqlens[starts][None]
+        tokens = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+        if cu_seqlens is not None:  # restarting positions keep packed sequences apart in softmax layers
+            starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
+            position_ids = (tokens - starts)[None]
+        elif position_ids is None:
+            position_ids = (tokens + (0 if past_key_values is None else past_key_values.get_seq_length()))[None]
         masks = attention_mask
         if not isinstance(masks, dict):
             arguments = dict(
@@ -222,9 +224,17 @@ class KDAModel(KDAPreTrainedModel):
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _cache(self, cache: Cache | None, use_cache: bool | None, packed: bool) -> Cache | None:
+    def _caches_by_default(self, attention_mask: Any, packed: bool) -> bool:
+        """Whether a call that does not say gets a cache: not in training, nor where none could be continued."""
+        if not self.config.use_cache or self.training or packed:
+            return False
+        if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2 or torch.compiler.is_compiling():
+            return True
+        return not bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any())  # padding on the right
+
+    def _cache(self, cache: Cache | None, use_cache: bool, packed: bool) -> Cache | None:
         """The cache that this call fills, if any."""
-        wanted = bool(use_cache) or cache is not None
+        wanted = use_cache or cache is not None
         if wanted and self.gradient_checkpointing and self.training:
             raise ValueError(
                 "use_cache must be False and past_key_values None while training with gradient checkpointing, "
@@ -235,8 +245,6 @@ class KDAModel(KDAPreTrainedModel):
                 "cu_seqlens must be None with a cache in a model with full_attention layers, "
                 f"got use_cache={use_cache}: their keys and values are cached per batch row"
             )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not packed
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
         return None if cache is None else with_kda_layers(cache)
@@ -258,6 +266,9 @@ def packed_offsets(
         attention_mask, cache: those of the call.
         cu_seq_lens_q: the offsets themselves.
         seq_idx: [1, T] the number of each token's sequence, ascending.
+
+    Raises:
+        ValueError: position_ids that restart in a batch of several rows: packed sequences come in one row.
     """
     if cu_seq_lens_q is not None:
         return cu_seq_lens_q
@@ -267,12 +278,16 @@ def packed_offsets(
         position_ids is None
         or attention_mask is not None
         or cache is not None
-        or position_ids.shape[0] != 1
         or position_ids.ndim != 2
         or torch.compiler.is_compiling()
-        or not bool((position_ids[0, 1:] == 0).any())
+        or not bool((position_ids[:, 1:] == 0).any())
     ):
         return None
+    elif position_ids.shape[0] != 1:
+        raise ValueError(
+            f"position_ids must restart only in a single row of packed sequences, got {position_ids.shape[0]} rows: "
+            "put all sequences in one row"
+        )
     else:
         starts = position_ids[0] == 0
         starts[0] = True

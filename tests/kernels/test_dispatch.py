@@ -1,0 +1,341 @@
+"""Which backend serves a call: reasons, precedence, what is logged, and what a backend that fuses nothing gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kda_layers import explain, kda_step, use_backend
+from kda_layers.kernels import backends as folder
+from kda_layers.kernels import dispatch
+from kda_layers.kernels.contract import Backend, Gradients, Inputs, Problem, StepInputs
+from kda_layers.kernels.dispatch import default_problem, problem_of, select
+from tests.kernels.cases import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    Case,
+    budget,
+    call,
+    check,
+    error,
+    ids,
+    limits_of,
+    make_inputs,
+    options,
+    oracle,
+    output_gradients,
+    run,
+    to_fp64,
+)
+
+EAGER = dispatch.backends()["eager"]
+
+
+class Toy(Backend):
+    """The recurrence as a backend of high priority that is choosy and fuses nothing."""
+
+    name = "toy"
+    priority = 100
+    fused: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self.got: list[Inputs | StepInputs] = []
+
+    def unsupported(self, problem: Problem) -> list[str]:
+        reasons = []
+        if problem.K > 8:
+            reasons.append(f"K={problem.K}, needs at most 8")
+        if problem.dtype == FP16:
+            reasons.append("float16, needs another dtype")
+        return reasons
+
+    def saved_like(self, x: Inputs) -> list[Tensor]:
+        return []
+
+    def chunk(self, x: Inputs, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
+        self.got.append(x)
+        return *oracle(x), []
+
+    def chunk_grad(
+        self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
+    ) -> Gradients:
+        return EAGER.chunk_grad(x, EAGER.chunk(x, save=True)[3], d_o, d_final, d_checkpoints)
+
+    def step(self, x: StepInputs) -> Tensor:
+        self.got.append(x)
+        return EAGER.step(x)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
+    """Registered before eager, for one test, with no choice remembered from before or after."""
+    toy = Toy()
+    known = {"toy": toy, "eager": EAGER}
+    monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(dispatch, "backends", lambda: known)
+    monkeypatch.setattr("kda_layers.kernels.op.backends", lambda: known)
+    dispatch._select.cache_clear()
+    yield toy
+    dispatch._select.cache_clear()
+
+
+SMALL = Case(T=5, H=1, K=4, V=6, dtype=FP32, state=True)
+WIDE = dataclasses.replace(SMALL, K=16)
+
+
+def problem(case: Case) -> Problem:
+    return problem_of(make_inputs(case))
+
+
+def test_backends_are_found_in_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file, one backend of that name; the highest priority comes first."""
+    for name, priority in (("aaa", -1), ("zzz", 10**9)):
+        (tmp_path / f"{name}.py").write_text(
+            "from kda_layers.kernels.backends.eager import EagerBackend\n"
+            f"BACKEND = type('Found', (EagerBackend,), {{'name': '{name}', 'priority': {priority}}})()\n"
+        )
+    known = list(dispatch.backends())
+    assert sorted(known) == sorted(p.stem for p in Path(folder.__path__[0]).glob("*.py") if p.stem != "__init__")
+    assert [b.name for b in dispatch.backends().values()] == known
+    monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
+    assert list(dispatch.backends.__wrapped__()) == ["zzz", *known, "aaa"]
+
+
+def test_automatic_choice_is_the_first_that_can_serve(toy: Toy) -> None:
+    assert select(problem(SMALL)) is toy
+    assert select(problem(WIDE)) is EAGER
+    call(make_inputs(SMALL))
+    call(make_inputs(WIDE))
+    assert len(toy.got) == 1
+
+
+def test_a_named_backend_that_refuses_gives_every_reason(toy: Toy) -> None:
+    x = make_inputs(dataclasses.replace(WIDE, dtype=FP16))
+    text = r"'toy' cannot serve \[cpu, float16, K=16, .*\]: K=16, needs at most 8; float16, needs another dtype"
+    with pytest.raises(ValueError, match=text):
+        call(x, "toy")
+    with use_backend("toy"), pytest.raises(ValueError, match=text):
+        call(x)
+    with pytest.raises(ValueError, match=text):
+        call(x, "toy")  # also the second time: a refusal is not remembered as a choice
+    assert toy.got == []
+
+
+def test_nobody_can_serve(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "backends", lambda: {"toy": toy})
+    with pytest.raises(ValueError, match=r"no backend can serve \[.*\]: toy: K=16, needs at most 8"):
+        select(problem(WIDE))
+    assert "chosen: none" in explain(problem(WIDE))
+
+
+@pytest.mark.parametrize("how", ["argument", "context", "environment"])
+def test_an_unknown_name_lists_the_known_ones(how: str, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = make_inputs(SMALL)
+    text = "unknown backend 'abacus', known: toy, eager"
+    if how == "environment":
+        monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "abacus")
+    if how == "context":
+        with pytest.raises(ValueError, match=text), use_backend("abacus"):
+            pass
+    else:
+        with pytest.raises(ValueError, match=text):
+            call(x, "abacus" if how == "argument" else None)
+    with pytest.raises(ValueError, match=text):
+        kda_step(*x[:5], x.initial_state, **options(x), backend="abacus")
+
+
+def test_precedence(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument, then the context, then the environment variable, then the automatic choice."""
+    at = problem(SMALL)
+    assert select(at) is toy
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "eager")
+    assert select(at) is EAGER
+    with use_backend("toy"):
+        assert select(at) is toy
+        assert select(at, "eager") is EAGER
+        with use_backend("eager"):
+            assert select(at) is EAGER
+            assert select(at, "toy") is toy
+        assert select(at) is toy
+    with pytest.raises(RuntimeError, match="from inside"), use_backend("toy"):
+        raise RuntimeError("from inside")
+    assert select(at) is EAGER
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "")
+    assert select(at) is toy
+
+
+def test_precedence_in_calls(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = make_inputs(SMALL)
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "eager")
+    for call_it in (
+        lambda backend=None: call(x, backend),
+        lambda backend=None: kda_step(*x[:5], x.initial_state.clone(), **options(x), backend=backend),
+    ):
+        toy.got.clear()
+        call_it()
+        assert toy.got == []
+        call_it(backend="toy")
+        assert len(toy.got) == 1
+        with use_backend("toy"):
+            call_it()
+            assert len(toy.got) == 2
+            call_it(backend="eager")
+            assert len(toy.got) == 2
+
+
+def test_a_choice_is_logged_once_with_its_refusals(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="kda_layers")
+    for _ in range(3):
+        call(make_inputs(WIDE))
+        call(make_inputs(dataclasses.replace(WIDE, T=7, B=2)))  # another length is no other problem
+    (record,) = caplog.records
+    assert "eager serves [cpu, float32, K=16, V=6, HV/H=1, gate=lower_bound, beta=sigmoid" in record.getMessage()
+    assert "not toy: K=16, needs at most 8" in record.getMessage()
+    call(make_inputs(dataclasses.replace(WIDE, gate="softplus")))
+    call(make_inputs(SMALL))
+    assert len(caplog.records) == 3
+    assert "not " not in caplog.records[2].getMessage()
+
+
+def test_explain(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = dataclasses.replace(default_problem("cpu"), dtype=FP16)
+    lines = explain(refused).splitlines()
+    assert lines[0] == f"problem: {refused}"
+    assert lines[1].split(maxsplit=1) == ["toy", "cannot: K=128, needs at most 8; float16, needs another dtype"]
+    assert lines[2].split(maxsplit=1) == ["eager", "can serve it"]
+    assert lines[3:] == ["chosen: eager"]
+    served = dataclasses.replace(refused, K=8, dtype=BF16)
+    assert explain(served).endswith("chosen: toy")
+    with use_backend("eager"):
+        assert explain(served).endswith("chosen: eager")
+    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "toy")
+    assert "chosen: none (backend 'toy' cannot serve" in explain(refused)
+    monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE)
+    assert explain().startswith(f"problem: {default_problem()}")
+
+
+def test_a_problem_knows_no_length_and_no_batch() -> None:
+    few, many = (make_inputs(Case(T=T, B=B, K=16, V=32, group=2, state=True)) for T, B in ((1, 1), (70, 3)))
+    assert problem_of(few) == problem_of(many)
+    assert hash(problem_of(few)) == hash(problem_of(many))
+    assert problem_of(few) != problem_of(few, needs_grad=True)
+    got = problem_of(make_inputs(Case(lengths=(3, 2), K=16, V=32, group=2, beta_wide=True)), needs_grad=True)
+    assert got == Problem(
+        "cpu", 0, BF16, FP32, 16, 32, 2, "lower_bound", "sigmoid", True,
+        packed=True, needs_grad=True, has_state=False, checkpoints=True,
+    )  # fmt: skip
+
+
+def test_eager_on_another_device_is_a_warning(toy: Toy) -> None:
+    on_gpu = dataclasses.replace(default_problem("cpu"), device="cuda", arch=90)
+    with pytest.warns(UserWarning, match=r"slow on cuda; faster backends refused: toy: K=128, needs at most 8"):
+        assert select(on_gpu) is EAGER
+    with pytest.warns(UserWarning, match="slow on meta"):
+        call(make_inputs(WIDE, "meta"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_eager_is_no_warning_on_a_cpu_or_where_it_was_asked_for(toy: Toy) -> None:
+    assert select(problem(WIDE)) is EAGER
+    assert select(dataclasses.replace(default_problem("cpu"), device="cuda", arch=90), "eager") is EAGER
+
+
+UNFUSED = [
+    dataclasses.replace(SMALL, dtype=BF16),
+    dataclasses.replace(SMALL, dtype=BF16, T=70, B=2, group=2, gate="softplus", beta="2sigmoid"),
+    dataclasses.replace(SMALL, dtype=BF16, lengths=(3, 0, 65)),
+    dataclasses.replace(SMALL, dtype=BF16, gate="log_decay", beta="given"),
+    dataclasses.replace(SMALL, dtype=FP64, A_log=False, l2norm=False),
+]
+
+
+@pytest.mark.parametrize("fused", [(), ("gate",), ("beta", "qk_l2norm"), ("gate", "beta", "qk_l2norm")], ids=str)
+@pytest.mark.parametrize("case", **ids(UNFUSED))
+def test_what_a_backend_does_not_fuse_is_applied_before(
+    case: Case, fused: tuple[str, ...], toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32 or wider, and with gradients to the logits, A_log and dt_bias."""
+    monkeypatch.setattr(toy, "fused", frozenset(fused))
+    x = make_inputs(case)
+    wide = FP64 if case.dtype == FP64 else FP32
+    d_out = output_gradients(x)
+    truth = run(oracle, to_fp64(x), d_out)
+    got = run(call, x, d_out)
+    (seen,) = toy.got
+    if "gate" not in fused and case.gate != "log_decay":
+        assert (seen.gate_activation, seen.A_log, seen.dt_bias) == ("log_decay", None, None)
+        assert seen.g.dtype == wide
+        assert (seen.g <= 0).all()
+    else:
+        assert seen.gate_activation == case.gate
+        assert torch.equal(seen.g, x.g)
+    if "beta" not in fused and case.beta != "given":
+        assert seen.beta_activation == "given"
+        assert seen.beta.dtype == wide
+        assert ((seen.beta > 0) & (seen.beta < 2)).all()
+    else:
+        assert seen.beta_activation == case.beta
+        assert torch.equal(seen.beta, x.beta)
+    if "qk_l2norm" not in fused and case.l2norm:
+        assert not seen.qk_l2norm
+        assert seen.k.dtype == wide
+        assert not torch.equal(seen.k, x.k)
+    else:
+        assert seen.qk_l2norm == case.l2norm
+        assert torch.equal(seen.k, x.k)
+    check(got, truth, limits_of(run(oracle, x, d_out), truth, case.dtype))
+
+
+def test_unfused_activations_in_a_step(toy: Toy) -> None:
+    x = make_inputs(Case(T=3, B=2, group=2, K=4, V=6, dtype=FP64, state=True))
+    state = x.initial_state.clone()
+    o = kda_step(*x[:5], state, **options(x))
+    (seen,) = toy.got
+    assert (seen.gate_activation, seen.beta_activation, seen.qk_l2norm) == ("log_decay", "given", False)
+    assert seen.state.data_ptr() == state.data_ptr()
+    want = oracle(x)
+    assert error(o, want.o) <= budget(0.0, FP64)
+    assert error(state, want.final_state) <= budget(0.0, FP64)
+
+
+def test_unfused_activations_are_compiled_too(toy: Toy) -> None:
+    x = make_inputs(dataclasses.replace(SMALL, dtype=FP64))
+    torch.compiler.reset()
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+        return call(x._replace(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)).o
+
+    grads = []
+    for function in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True)):
+        leaves = [t.clone().requires_grad_() for t in x[:7]]
+        grads.append(torch.autograd.grad(function(*leaves).sum(), leaves))
+    assert len(toy.got) >= 2
+    assert all(error(a, b) <= budget(0.0, FP64) for a, b in zip(*grads, strict=True))
+
+
+def run_pytest(required: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"KDA_LAYERS_REQUIRE": required}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+
+
+def test_requiring_an_unknown_backend_fails_the_run() -> None:
+    result = run_pytest("eager,abacus")
+    assert result.returncode != 0
+    assert "KDA_LAYERS_REQUIRE names unknown backends abacus" in result.stdout + result.stderr
+
+
+def test_requiring_known_backends_does_not() -> None:
+    result = run_pytest(" eager ,")
+    assert result.returncode == 0, result.stdout + result.stderr

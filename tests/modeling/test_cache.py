@@ -1,0 +1,320 @@
+"""The cache layers: which ones a cache gets, taking tokens back, counting, reordering, size."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import LinearAttentionLayer
+
+from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
+from kda_layers.modeling.cache import KDACacheLayer, KDAOnlyCacheLayer, cache_bytes, with_kda_layers
+from tests.kernels.cases import FP64
+from tests.modeling.common import same
+
+D, W, HEADS, V_HEADS, K, V = 16, 4, 1, 2, 6, 8
+CHANNELS = 2 * HEADS * K + V_HEADS * V
+every_kind = pytest.mark.parametrize("kind", [KDACacheLayer, KDAOnlyCacheLayer])
+LENGTHS = (3, 1, 5, 2)  # of several recorded calls
+T = sum(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def layer() -> KimiDeltaAttention:
+    torch.manual_seed(0)
+    return KimiDeltaAttention(D, HEADS, K, num_v_heads=V_HEADS, head_v_dim=V, conv_size=W, layer_idx=0).double()
+
+
+def tokens(length: int, batch: int = 2, seed: int = 1) -> Tensor:
+    return torch.randn(batch, length, D, generator=torch.Generator().manual_seed(seed), dtype=FP64)
+
+
+def config(**fields: Any) -> KDAConfig:
+    small = dict(
+        vocab_size=31, hidden_size=D, intermediate_size=16, num_hidden_layers=2, linear_num_heads=HEADS,
+        linear_head_dim=K, linear_num_value_heads=V_HEADS, linear_value_head_dim=V, linear_conv_kernel_dim=W,
+        num_attention_heads=2, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    return KDAConfig(**(small | fields))
+
+
+def new_cache(kind: type[LinearAttentionLayer] = KDAOnlyCacheLayer, record: bool = True) -> DynamicCache:
+    cache = DynamicCache(config=config())
+    cache.layers[:] = [kind()]
+    if record:
+        cache.activate_past_recording()
+    return cache
+
+
+@torch.no_grad()
+def feed(layer: KimiDeltaAttention, x: Tensor, lengths: tuple[int, ...], cache: DynamicCache) -> Tensor:
+    return torch.cat([layer(part, past_key_values=cache) for part in x.split(lengths, 1)], 1)
+
+
+def states(cache: DynamicCache) -> tuple[Tensor, Tensor]:
+    """The last W inputs of the convolution and the recurrent state."""
+    conv = cache.layers[0].conv_states[0]
+    conv = torch.nn.functional.pad(conv, (max(W - conv.shape[-1], 0), 0))[..., -W:]
+    return conv.clone(), cache.layers[0].recurrent_states[0].clone()
+
+
+def assert_holds(layer: KimiDeltaAttention, cache: DynamicCache, x: Tensor) -> None:
+    """The cache holds what a fresh one holds after x, and goes on in the same way."""
+    fresh, y = new_cache(type(cache.layers[0]), record=False), tokens(3, len(x), seed=9)
+    if x.shape[1]:
+        feed(layer, x, (x.shape[1],), fresh)
+        assert cache.layers[0].conv_states[0].shape == (len(x), CHANNELS, W)
+        same(states(cache), states(fresh))
+    assert cache.layers[0].has_previous_state[0] == bool(x.shape[1])
+    if isinstance(cache.layers[0], KDAOnlyCacheLayer):
+        assert cache.get_seq_length() == x.shape[1]
+    same((feed(layer, y, (1, 2), cache),), (feed(layer, y, (3,), fresh),))
+    same(states(cache), states(fresh))
+
+
+# ---------------------------------------------------------------- which layers
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("interval", [0, 2])
+def test_kinds(interval: int, static: bool) -> None:
+    """Only a cache without softmax layers gets layers that count; other layers stay the objects they are."""
+    fields = dict(config=config(num_hidden_layers=4, full_attention_interval=interval))
+    cache = StaticCache(**fields, max_cache_len=8) if static else DynamicCache(**fields)
+    before = list(cache.layers)
+    cache.activate_past_recording()
+    assert with_kda_layers(cache) is cache
+    kind = KDACacheLayer if interval else KDAOnlyCacheLayer
+    for old, new in zip(before, cache.layers, strict=True):
+        if type(old) is LinearAttentionLayer:
+            assert type(new) is kind
+            assert new.record_past
+            assert new.number_of_states == old.number_of_states
+        else:
+            assert new is old
+    again = list(cache.layers)
+    assert with_kda_layers(cache).layers == again, "layers were replaced twice"
+
+
+def test_a_cache_that_holds_a_state_stays(layer: KimiDeltaAttention) -> None:
+    cache = new_cache(LinearAttentionLayer, record=False)
+    feed(layer, tokens(3), (3,), cache)
+    before = cache.layers[0]
+    assert with_kda_layers(cache).layers[0] is before
+
+
+def test_a_stock_layer_cannot_record(layer: KimiDeltaAttention) -> None:
+    with pytest.raises(ValueError, match="with_kda_layers"):
+        feed(layer, tokens(3), (3,), new_cache(LinearAttentionLayer))
+
+
+def test_packed_sequences_cannot_be_recorded(layer: KimiDeltaAttention) -> None:
+    with pytest.raises(ValueError, match="cu_seqlens must be None"):
+        layer(tokens(3, 1), past_key_values=new_cache(), cu_seqlens=torch.tensor([0, 1, 3]))
+
+
+# ---------------------------------------------------------------- taking tokens back
+
+
+@every_kind
+@pytest.mark.parametrize("lengths", [LENGTHS, (T,), (1,) * T], ids=str)
+@pytest.mark.parametrize("n", range(T + 1))
+def test_crop(layer: KimiDeltaAttention, n: int, lengths: tuple[int, ...], kind: type[KDACacheLayer]) -> None:
+    """After several recorded calls, for every number of tokens, the state is what the remaining tokens give."""
+    x, cache = tokens(T), new_cache(kind)
+    same((feed(layer, x, lengths, cache),), (layer(x),))
+    assert cache.layers[0].is_croppable
+    cache.layers[0].crop(-n)
+    assert_holds(layer, cache, x[:, : T - n])
+
+
+@every_kind
+@pytest.mark.parametrize("n", range(6))
+def test_crop_of_a_turn(layer: KimiDeltaAttention, n: int, kind: type[KDACacheLayer]) -> None:
+    """Recording starts after a prompt; every call after a crop is recorded again, rejected tokens do not come back."""
+    x, cache = tokens(T), new_cache(kind, record=False)
+    feed(layer, x[:, :4], (4,), cache)
+    cache.activate_past_recording()
+    feed(layer, tokens(5, seed=7), (5,), cache)
+    cache.layers[0].crop(torch.tensor(5))  # all of them; a tensor, as transformers 5.17 gives
+    feed(layer, x[:, 4:9], (3, 2), cache)
+    removed = torch.tensor(n)
+    cache.layers[0].crop(removed)
+    assert removed == n, "crop changed its argument"
+    kept = torch.cat((x[:, :4], x[:, 4 : 9 - n]), 1)
+    feed(layer, x[:, 9:], (1, 1), cache)
+    cache.layers[0].crop(-1)
+    assert_holds(layer, cache, torch.cat((kept, x[:, 9:10]), 1))
+
+
+@pytest.mark.parametrize("length", [63, 64, 127, 128, 191, 300])
+def test_a_long_call_records_its_tail(layer: KimiDeltaAttention, length: int) -> None:
+    """64 tokens or more can be taken back, whatever the length, and 128 or more of a long call cannot."""
+    x, most = tokens(length, 1), 0
+    for n in (0, 1, 17, 63, 64, 65, 107, 108, 126, 127, 128, length):
+        if n > length:
+            continue
+        cache = new_cache()
+        same((feed(layer, x, (length,), cache),), (layer(x),))
+        try:
+            cache.layers[0].crop(-n)
+        except RuntimeError as refusal:
+            assert f"got {n}" in str(refusal)  # noqa: PT017  (where the limit lies is the backend's matter)
+            assert n > 64
+        else:
+            most = max(most, n)
+            assert_holds(layer, cache, x[:, : length - n])
+    assert most == length if length < 128 else 64 <= most < 128
+
+
+def test_a_long_call_keeps_only_its_tail(layer: KimiDeltaAttention) -> None:
+    """No tensor of all tokens survives the call."""
+    length, cache = 299, new_cache()
+    gc.collect()
+    known = {id(o) for o in gc.get_objects()}
+    feed(layer, tokens(length, 1), (length,), cache)
+    gc.collect()
+    new = [o for o in gc.get_objects() if id(o) not in known and isinstance(o, Tensor)]
+    assert new, "nothing was recorded"
+    assert not [tuple(t.shape) for t in new if length in t.shape or t.untyped_storage().nbytes() // 8 >= length * D]
+
+
+@every_kind
+def test_refused_crops(layer: KimiDeltaAttention, kind: type[KDACacheLayer]) -> None:
+    """Without a record, beyond it, or a second time; what is refused changes nothing."""
+    x, cache = tokens(T), new_cache(kind, record=False)
+    feed(layer, x[:, :4], (4,), cache)
+    for n in (0, -1):
+        with pytest.raises(RuntimeError, match="activate_past_recording"):
+            cache.layers[0].crop(n)
+    cache.activate_past_recording()
+    feed(layer, x[:, 4:], (3, T - 7), cache)
+    with pytest.raises(RuntimeError, match=f"at most {T - 4} .*got {T - 3}"):
+        cache.layers[0].crop(-(T - 3))
+    same(states(cache), states_after(layer, x))
+    cache.layers[0].crop(-2)
+    with pytest.raises(RuntimeError, match=r"at most 0 .*got 1"):
+        cache.layers[0].crop(-1)
+    cache.layers[0].crop(0)
+    assert_holds(layer, cache, x[:, :-2])
+
+
+def states_after(layer: KimiDeltaAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+    cache = new_cache(record=False)
+    feed(layer, x, (x.shape[1],), cache)
+    return states(cache)
+
+
+@pytest.mark.parametrize("n", range(4))
+@pytest.mark.parametrize("length", [5, 140], ids=["short", "long"])
+@pytest.mark.parametrize("all_but", [3, 60])
+def test_crop_with_left_padding(layer: KimiDeltaAttention, all_but: int, length: int, n: int) -> None:
+    """Rows padded in both turns, recorded: the states are those of rows without padding."""
+    turns = [(tokens(6, seed=1), (2, 0)), (tokens(length, seed=2), (0, max(length - all_but, 0)))]
+    cache = new_cache()
+    with torch.no_grad():
+        for x, padding in turns:
+            layer(x, (torch.arange(x.shape[1]) >= torch.tensor(padding)[:, None]).long(), cache)
+    cache.layers[0].crop(-n)
+    for row in range(2):
+        alone = torch.cat([x[row : row + 1, padding[row] :] for x, padding in turns], 1)
+        want = states_after(layer, alone[:, : alone.shape[1] - n])
+        same([s[row : row + 1] for s in states(cache)], want)
+
+
+def test_recording_stores_no_graph(layer: KimiDeltaAttention) -> None:
+    """Recorded with gradients enabled: output and states are the same, and nothing kept requires a gradient."""
+    x, cache = tokens(T), new_cache()
+    o = torch.cat([layer(part, past_key_values=cache) for part in x.split(LENGTHS, 1)], 1)
+    same((o,), (layer(x),))
+    assert not any(s.requires_grad for s in states(cache))
+    cache.layers[0].crop(-4)
+    assert not any(s.requires_grad for s in states(cache))
+    assert_holds(layer, cache, x[:, : T - 4])
+
+
+# ---------------------------------------------------------------- reset, reorder, count, copy, size
+
+
+@every_kind
+@pytest.mark.parametrize("record", [False, True], ids=["plain", "recording"])
+def test_reset(layer: KimiDeltaAttention, record: bool, kind: type[KDACacheLayer]) -> None:
+    """A cache that was reset is a fresh one: it neither remembers tokens nor can take old ones back."""
+    cache, x = new_cache(kind, record), tokens(T)
+    feed(layer, tokens(T, seed=5), LENGTHS, cache)
+    cache.reset()
+    if record:
+        with pytest.raises(RuntimeError, match="at most 0"):
+            copy.deepcopy(cache).layers[0].crop(-1)
+    same((feed(layer, x, LENGTHS, cache),), (layer(x),))
+    if record:
+        cache.layers[0].crop(-3)
+    assert_holds(layer, cache, x[:, : T - 3] if record else x)
+
+
+@every_kind
+@pytest.mark.parametrize("record", [False, True], ids=["plain", "recording"])
+def test_reorder(layer: KimiDeltaAttention, record: bool, kind: type[KDACacheLayer]) -> None:
+    cache, x, order = new_cache(kind, record), tokens(T), torch.tensor([1, 1, 0])
+    feed(layer, x, LENGTHS, cache)
+    cache.reorder_cache(order)
+    if record:
+        with pytest.raises(RuntimeError, match="at most 0"):
+            copy.deepcopy(cache).layers[0].crop(-1)
+        cache.layers[0].crop(0)
+    assert_holds(layer, cache, x[order])
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["plain", "recording"])
+def test_counting(layer: KimiDeltaAttention, record: bool) -> None:
+    cache, seen = new_cache(record=record), 0
+    assert (cache.get_seq_length(), cache.get_mask_sizes(3, 0)) == (0, (3, 0))
+    for part in tokens(T).split(LENGTHS, 1):
+        feed(layer, part, (part.shape[1],), cache)
+        seen += part.shape[1]
+        assert (cache.get_seq_length(), cache.get_mask_sizes(3, 0)) == (seen, (seen + 3, 0))
+    with pytest.raises(ValueError, match="no keys and values"):
+        cache.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), 0)
+
+
+@every_kind
+def test_a_deep_copy_goes_its_own_way(layer: KimiDeltaAttention, kind: type[KDACacheLayer]) -> None:
+    x, cache = tokens(T), new_cache(kind)
+    feed(layer, x[:, :6], (4, 2), cache)
+    other = copy.deepcopy(cache)
+    feed(layer, x[:, 6:], (T - 6,), cache)
+    other.layers[0].crop(-3)
+    assert_holds(layer, other, x[:, :3])
+    cache.layers[0].crop(-(T - 5))
+    assert_holds(layer, cache, x[:, :5])
+
+
+@every_kind
+def test_offloading_changes_nothing(layer: KimiDeltaAttention, kind: type[KDACacheLayer]) -> None:
+    x, cache = tokens(T), new_cache(kind, record=False)
+    feed(layer, x, (T,), cache)
+    for move in (cache.layers[0].offload, cache.layers[0].prefetch):
+        move()
+        same(states(cache), states_after(layer, x))
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+def test_bytes_over_a_generation(interval: int) -> None:
+    """KDA layers keep the same number of bytes however long the text; softmax layers add keys and values."""
+    torch.manual_seed(0)
+    model = KDAForCausalLM(config(full_attention_interval=interval)).eval()
+    linear = model.config.layer_types.count("linear_attention")
+    state = linear * 4 * (CHANNELS * W + V_HEADS * V * K)  # fp32
+    per_token = 4 * 2 * D * (2 - linear)  # head_dim x heads = D, keys and values
+    assert cache_bytes(DynamicCache(config=model.config)) == 0
+    for new in (1, 2, 40):
+        out = model.generate(
+            torch.ones(3, 5, dtype=torch.long), max_new_tokens=new, do_sample=False, return_dict_in_generate=True,
+            pad_token_id=0,
+        )  # fmt: skip
+        assert cache_bytes(out.past_key_values) == 3 * (state + per_token * (5 + new - 1))
