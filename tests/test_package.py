@@ -37,7 +37,9 @@ def test_import_takes_little_more_than_torch_and_transformers():
 
 def test_import_brings_no_gpu_code_and_starts_no_gpu():
     loaded = json.loads(python("import json, sys, kda_layers; print(json.dumps(sorted(sys.modules)))"))
-    assert not [m for m in loaded if m.split(".")[0] in ("triton", "fla", "cuda", "pynvml", "matplotlib")]
+    without = json.loads(python("import json, sys, torch, transformers; print(json.dumps(sorted(sys.modules)))"))
+    gpu = ("triton", "fla", "cuda", "pynvml", "matplotlib")  # torch itself brings some of these on a GPU machine
+    assert not [m for m in set(loaded) - set(without) if m.split(".")[0] in gpu]
     assert python("import kda_layers, torch; print(torch.cuda.is_initialized())").strip() == "False"
 
 

@@ -53,7 +53,9 @@ def use_backend(name: str) -> Iterator[None]:
 
 def requested(backend: str | None) -> str | None:
     """The backend that the caller asked for by argument, context or environment; None leaves the choice open."""
-    return backend or _override.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if backend is not None:
+        return backend
+    return _override.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None
 
 
 def select(problem: Problem, backend: str | None = None) -> Backend:

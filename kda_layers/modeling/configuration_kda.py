@@ -102,7 +102,8 @@ class KDAConfig(PreTrainedConfig):
         """Raises a ValueError naming the fields that contradict each other."""
         positive = (
             "vocab_size hidden_size intermediate_size num_hidden_layers linear_num_heads linear_num_value_heads "
-            "linear_head_dim linear_value_head_dim linear_conv_kernel_dim num_attention_heads num_key_value_heads head_dim"
+            "linear_head_dim linear_value_head_dim linear_conv_kernel_dim num_attention_heads num_key_value_heads "
+            "head_dim"
         )
         for name in positive.split():
             if getattr(self, name) < 1:
