@@ -1,0 +1,66 @@
+"""What a finished run shows: its loss curve as a picture, and a sample with the size of its cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def plot(losses: Sequence[float], heldout: Sequence[tuple[int, float]], trigram: float, path: Path) -> None:
+    """Draws the loss curve in bits per byte; without matplotlib, which is optional, says so.
+
+    Args:
+        losses: of each training step.
+        heldout: (step, bits per held-out byte).
+        trigram: bits per held-out byte of the trigram model.
+        path: of the picture.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture of the loss curve: matplotlib is not installed (pip install matplotlib)")
+        return
+    width = max(1, len(losses) // 40)
+    smooth = [sum(losses[max(0, i - width) : i]) / min(i, width) for i in range(1, len(losses) + 1)]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smooth, color="tab:blue", label=f"training, mean of {width} steps")
+    axes.plot([step for step, _ in heldout], [bits for _, bits in heldout], "o-", color="tab:red", label="held-out")
+    axes.axhline(trigram, color="black", linestyle="--", label=f"held-out, byte trigrams ({trigram:.2f})")
+    axes.set(xlabel="step", ylabel="bits per byte", title="Tiny KDA language model")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that the KDA layers hold: the state of the recurrence and the last inputs of the convolutions."""
+    states = [s for layer in cache.layers for s in (*layer.conv_states.values(), *layer.recurrent_states.values())]
+    return sum(s.nbytes for s in states)
+
+
+def sample(model: Any, prompt: bytes, length: int) -> None:
+    """Prints `prompt` continued by 2 * `length` bytes, the speed, and the cache's size halfway and at the end."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    cache, sizes = None, []
+    began = time.perf_counter()
+    for _ in range(2):
+        out = model.generate(
+            ids,
+            past_key_values=cache,
+            max_new_tokens=length,
+            do_sample=True,
+            temperature=0.8,
+            top_k=40,
+            return_dict_in_generate=True,
+        )
+        ids, cache = out.sequences, out.past_key_values
+        sizes.append(cache_bytes(cache))
+    rate = 2 * length / (time.perf_counter() - began)
+    print(f"--- sample\n{bytes(ids[0].tolist()).decode(errors='replace')}\n---")
+    print(f"{rate:,.0f} tokens/s; cache: {sizes[0]:,} bytes after {length} tokens, {sizes[1]:,} after {2 * length}")
