@@ -32,7 +32,11 @@ def plot(losses: Sequence[float], heldout: Sequence[tuple[int, float]], trigram:
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth, color="tab:blue", label=f"training, mean of {width} steps")
     axes.plot([step for step, _ in heldout], [bits for _, bits in heldout], "o-", color="tab:red", label="held-out")
-    axes.axhline(trigram, color="black", linestyle="--", label=f"held-out, byte trigrams ({trigram:.2f})")
+    axes.axhline(trigram, color="black", linestyle="--", label=f"held-out, interpolated byte trigrams: {trigram:.2f}")
+    for step, bits in heldout[-1:]:
+        axes.annotate(f"{bits:.2f}", (step, bits), (0, 8), textcoords="offset points", ha="center", color="tab:red")
+    if losses:  # cut off the steep start, which would flatten the rest
+        axes.set_ylim(top=min(losses[0], max(smooth[-1] + 1, 1.7 * trigram)))
     axes.set(xlabel="step", ylabel="bits per byte", title="Tiny KDA language model")
     axes.legend()
     figure.savefig(path, dpi=150)

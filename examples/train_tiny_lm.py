@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from kda_layers import KDAConfig, KDAForCausalLM
 
-EVALUATIONS = 5  # on held-out text per run, each followed by a checkpoint
+EVALUATIONS = 6  # on held-out text per run, each followed by a checkpoint
 PROMPT, SAMPLE = b"The ", 300
 
 
