@@ -160,9 +160,8 @@ class KimiDeltaAttention(nn.Module):
             [B, T, D] in the dtype of hidden_states.
 
         Raises:
-            ValueError: attention_mask of another rank or size, right padding with a cache, cu_seqlens with a mask;
-                a cache of
-                another number of sequences; what `kda_layers.kda` raises.
+            ValueError: attention_mask of another rank or size, right padding with a cache, cu_seqlens with a mask,
+                a cache of another number of sequences; what `kda_layers.kda` raises.
         """
         mask = _local_mask(attention_mask, hidden_states, cu_seqlens, past_key_values is not None)
         if cu_seqlens is not None:
