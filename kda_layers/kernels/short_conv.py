@@ -11,7 +11,7 @@ def short_conv(
     weight: Tensor,
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    left_padding: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """SiLU of a depthwise causal convolution, y_t = silu(sum_i weight[:, i] x_{t - W + 1 + i}), and its new state.
 
@@ -20,8 +20,8 @@ def short_conv(
         weight: [D, W].
         state: [N, D, W], the last W inputs of each sequence before this call (zeros if None); not changed.
         cu_seqlens: [N + 1] integer offsets of the sequences packed along T (then B = 1), or None (then N = B).
-        left_padding: [B] integers: how many leading tokens of each row are padding (x is 0 there), so that the
-            state comes right before the first real token; None for none. Not with cu_seqlens.
+        mask: [B, T] bool, True for real tokens; padding, where x must be 0, is skipped wherever it stands: real
+            tokens see the W - 1 real ones before them. None for no padding. Not with cu_seqlens.
 
     Returns:
         y [B, T, D] in x's dtype, and the new state [N, D, W] in x's dtype.
@@ -29,8 +29,11 @@ def short_conv(
     _, T, D = x.shape
     W = weight.shape[1]
     if cu_seqlens is None:
-        full = _with_history(x, W, state, left_padding)
-        return _convolve(full, weight)[:, 1:], full[:, -W:].mT
+        full, place = _with_history(x, W, state, mask)
+        y = _convolve(full, weight)
+        if place is None:
+            return y[:, 1:], full[:, -W:].mT
+        return y.gather(1, (place - W + 1).clamp(min=0)), full[:, -W:].mT
 
     N = cu_seqlens.shape[0] - 1
     history = x.new_zeros(N, W, D) if state is None else state.mT.to(x.dtype)
@@ -47,21 +50,25 @@ def short_conv(
     return y, full[ends.long()].mT
 
 
-def state_after(x: Tensor, W: int, state: Tensor | None, left_padding: Tensor | None) -> Tensor:
+def state_after(x: Tensor, W: int, state: Tensor | None, mask: Tensor | None) -> Tensor:
     """The new state [B, D, W] of `short_conv` with W taps after x [B, T, D] alone, T >= 0; not for packed sequences."""
-    return _with_history(x, W, state, left_padding)[:, -W:].mT
+    return _with_history(x, W, state, mask)[0][:, -W:].mT
 
 
-def _with_history(x: Tensor, W: int, state: Tensor | None, left_padding: Tensor | None) -> Tensor:
-    """[B, W + T, D]: x after the W inputs before it, which are moved behind the padding."""
-    B, T, D = x.shape
+def _with_history(x: Tensor, W: int, state: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """x after the W inputs before it, [B, W + T, D], with all padding moved before both; each token's place there.
+
+    The places are [B, T, D] for a gather, or None where nothing was moved.
+    """
+    B, D = x.shape[0], x.shape[2]
     history = x.new_zeros(B, W, D) if state is None else state.mT.to(x.dtype)
     full = torch.cat((history, x), 1)
-    if left_padding is None or state is None:
-        return full
-    position = torch.arange(W + T, device=x.device) - left_padding[:, None]  # counted from the moved history
-    source = torch.where((position >= 0) & (position < W), position, position + left_padding[:, None])
-    return full.gather(1, source[..., None].expand(-1, -1, D))
+    if mask is None:
+        return full, None
+    real = torch.nn.functional.pad(mask, (W, 0), value=True)
+    order = real.to(torch.uint8).argsort(dim=1, stable=True)
+    place = order.argsort(dim=1)[:, W:, None].expand(-1, -1, D)
+    return full.gather(1, order[..., None].expand(-1, -1, D)), place
 
 
 def _convolve(full: Tensor, weight: Tensor) -> Tensor:

@@ -95,28 +95,27 @@ class LayerState:
         )
         return torch.cat([*outputs, out.o], 1)
 
-    def store_conv(self, conv_state: Tensor, x: Tensor, left_padding: Tensor | None) -> None:
-        """Keeps the convolution's new state [N, D, W] after inputs x [B, T, D]."""
+    def store_conv(self, conv_state: Tensor, x: Tensor, mask: Tensor | None) -> None:
+        """Keeps the convolution's new state [N, D, W] after inputs x [B, T, D], of which those in mask [B, T] count."""
         if self.layer is None:
             return
         if self.layer.record_past:
-            self._record(x.detach(), conv_state.shape[-1], left_padding)
+            self._record(x.detach(), conv_state.shape[-1], mask)
         self.layer.update_conv_state(conv_state.detach())
         if isinstance(self.layer, KDAOnlyCacheLayer):
             self.layer.seen += x.shape[1]
 
-    def _record(self, x: Tensor, W: int, left_padding: Tensor | None) -> None:
+    def _record(self, x: Tensor, W: int, mask: Tensor | None) -> None:
         replay, head, T = self.replay, self.head, x.shape[1]
-        padding = left_padding
+        before_head, tail_mask = (None, None) if mask is None else (mask[:, :head], mask[:, head:])
         conv = None if self.conv is None else self.conv.clone()
         if head:
-            conv = state_after(x[:, :head], W, conv, None if padding is None else padding.clamp(max=head)).clone()
-            padding = None if padding is None else (padding - head).clamp(min=0)
+            conv = state_after(x[:, :head], W, conv, before_head).clone()
         tail = x[:, head:].clone()
 
         def states_after(tokens: int) -> tuple[Tensor, Tensor]:
-            moved = None if padding is None else padding.clamp(max=tokens)
-            return replay(tokens), state_after(tail[:, :tokens], W, conv, moved)
+            kept = None if tail_mask is None else tail_mask[:, :tokens]
+            return replay(tokens), state_after(tail[:, :tokens], W, conv, kept)
 
         before = None if conv is None else (self.recurrent_before_tail, conv)
         self.layer.record(_Past(before, states_after, T - head, complete=not head))

@@ -28,6 +28,9 @@ class KDAConfig(PreTrainedConfig):
         linear_gate_activation: "lower_bound" or "softplus".
         linear_lower_bound: least log-decay per token in [-5, 0) with "lower_bound"; None with "softplus".
         linear_allow_neg_eigval: beta in (0, 2) instead of (0, 1).
+        linear_gate_rank: rank of the projections of the log-decay and of the output gate; None for
+            linear_value_head_dim, 0 for full rank.
+        linear_output_gate_bias: whether the output gate has a bias.
         full_attention_interval: every so many layers one of softmax attention: 4 is the 3:1 pattern of Kimi Linear,
             0 is all KDA. Read where layer_types is None.
         layer_types: for each layer "linear_attention" (KDA) or "full_attention".
@@ -42,7 +45,7 @@ class KDAConfig(PreTrainedConfig):
             a field of a wrong type, or fields that contradict each other.
     """
 
-    model_type = "kda"
+    model_type = "kda_lm"  # "kda" is that of flash-linear-attention's own model
     keys_to_ignore_at_inference = ("past_key_values",)
     base_model_pp_plan = {  # noqa: RUF012  (a class attribute that transformers reads)
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -62,6 +65,8 @@ class KDAConfig(PreTrainedConfig):
     linear_gate_activation: str = "lower_bound"
     linear_lower_bound: float | int | None = float(MIN_LOWER_BOUND)
     linear_allow_neg_eigval: bool = False
+    linear_gate_rank: int | None = None
+    linear_output_gate_bias: bool = False
     full_attention_interval: int = 0
     layer_types: list[str] | None = None
     num_attention_heads: int = 8
@@ -84,6 +89,8 @@ class KDAConfig(PreTrainedConfig):
             self.linear_num_value_heads = self.linear_num_heads
         if self.linear_value_head_dim is None:
             self.linear_value_head_dim = self.linear_head_dim
+        if self.linear_gate_rank is None:
+            self.linear_gate_rank = self.linear_value_head_dim
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -126,10 +133,12 @@ class KDAConfig(PreTrainedConfig):
             check_lower_bound(self.linear_gate_activation, self.linear_lower_bound)
         except (TypeError, ValueError) as error:
             raise type(error)(f"linear_{error}") from error
+        if self.linear_gate_rank < 0:
+            raise ValueError(f"linear_gate_rank must be 0 (full rank) or more, got {self.linear_gate_rank}")
         if self.full_attention_interval < 0:
             raise ValueError(f"full_attention_interval must be 0 or more, got {self.full_attention_interval}")
         if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(LAYER_TYPES):
             raise ValueError(f"layer_types must hold {self.num_hidden_layers} of {LAYER_TYPES}, got {self.layer_types}")
 
 
-AutoConfig.register("kda", KDAConfig, exist_ok=True)
+AutoConfig.register(KDAConfig.model_type, KDAConfig, exist_ok=True)

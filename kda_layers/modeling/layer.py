@@ -1,4 +1,4 @@
-"""The KDA layer: projections, short convolution, gates, the operator, gated norm, output projection."""
+"""The KDA layer as a module of its own."""
 
 from __future__ import annotations
 
@@ -10,25 +10,13 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.integrations.accelerate import force_accelerate_hooks
 
-from kda_layers.kernels.contract import MIN_LOWER_BOUND, check_lower_bound, check_offsets, sequence_offsets, state_dtype
-from kda_layers.kernels.short_conv import short_conv
-from kda_layers.modeling.cache import LayerState
-
-
-class ShortConvolution(nn.Conv1d):
-    """Depthwise causal convolution with SiLU: `kernels.short_conv` with its weight [D, 1, W]; no bias."""
-
-    def __init__(self, channels: int, kernel_size: int):
-        super().__init__(channels, channels, kernel_size, groups=channels, bias=False)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, left_padding: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return short_conv(x, self.weight[:, 0], state, cu_seqlens, left_padding)
+from kda_layers.kernels.contract import MIN_LOWER_BOUND, check_lower_bound
+from kda_layers.modeling.mixer import KDAMixer
 
 
-class KimiDeltaAttention(nn.Module):
+class KimiDeltaAttention(KDAMixer):
     """Kimi Delta Attention layer (Kimi Linear, arXiv 2510.26692, section 4).
 
     Args:
@@ -42,6 +30,9 @@ class KimiDeltaAttention(nn.Module):
         lower_bound: in [-5, 0) nats per token with "lower_bound"; None with "softplus".
         allow_neg_eigval: beta in (0, 2) instead of (0, 1).
         norm_eps: epsilon of the output norm.
+        gate_rank: rank of the projections of the log-decay and of the output gate; None for head_v_dim, as Kimi Linear
+            and GLM-5.3-Flash have it; 0 for full rank, as Ling / Ring.
+        output_gate_bias: whether the output gate has a bias, as in flash-linear-attention.
         layer_idx: this layer's index in a cache; needed only to use one.
         backend: name of a kernel backend; None chooses (see `kda_layers.explain`).
 
@@ -62,6 +53,8 @@ class KimiDeltaAttention(nn.Module):
         lower_bound: float | None = float(MIN_LOWER_BOUND),
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
+        gate_rank: int | None = None,
+        output_gate_bias: bool = False,
         layer_idx: int | None = None,
         backend: str | None = None,
     ):
@@ -80,29 +73,38 @@ class KimiDeltaAttention(nn.Module):
         if gate_activation not in ("lower_bound", "softplus"):
             raise ValueError(f"gate_activation must be 'lower_bound' or 'softplus', got {gate_activation!r}")
         check_lower_bound(gate_activation, lower_bound)
+        gate_rank = head_v_dim if gate_rank is None else gate_rank
+        if gate_rank < 0:
+            raise ValueError(f"gate_rank must be 0 (full rank) or more, got {gate_rank}")
         self.hidden_size, self.head_dim, self.head_v_dim = hidden_size, head_dim, head_v_dim
         self.num_heads, self.num_v_heads, self.layer_idx = num_heads, num_v_heads, layer_idx
-        self.q_dim, self.v_dim = num_heads * head_dim, num_v_heads * head_v_dim
-        self.options = dict(
+        self.gate_rank = gate_rank
+        q_dim, v_dim, gate_dim = num_heads * head_dim, num_v_heads * head_v_dim, num_v_heads * head_dim
+        self.kda_options = dict(
             gate_activation=gate_activation,
             lower_bound=lower_bound,
             beta_activation="2sigmoid" if allow_neg_eigval else "sigmoid",
             backend=backend,
         )
 
-        def linear(d_in: int, d_out: int) -> nn.Linear:
-            return nn.Linear(d_in, d_out, bias=False)
+        def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(d_in, d_out, bias=bias)
 
-        self.q_proj, self.k_proj = linear(hidden_size, self.q_dim), linear(hidden_size, self.q_dim)
-        self.v_proj = linear(hidden_size, self.v_dim)
-        self.conv1d = ShortConvolution(2 * self.q_dim + self.v_dim, conv_size)
-        self.f_a_proj, self.f_b_proj = linear(hidden_size, head_v_dim), linear(head_v_dim, num_v_heads * head_dim)
+        self.q_proj, self.k_proj = linear(hidden_size, q_dim), linear(hidden_size, q_dim)
+        self.v_proj = linear(hidden_size, v_dim)
+        channels = 2 * q_dim + v_dim
+        self.conv1d = nn.Conv1d(channels, channels, conv_size, groups=channels, bias=False)
+        if gate_rank:
+            self.f_a_proj, self.f_b_proj = linear(hidden_size, gate_rank), linear(gate_rank, gate_dim)
+            self.g_a_proj = linear(hidden_size, gate_rank)
+            self.g_b_proj = linear(gate_rank, v_dim, output_gate_bias)
+        else:
+            self.f_proj, self.g_proj = linear(hidden_size, gate_dim), linear(hidden_size, v_dim, output_gate_bias)
         self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(num_v_heads * head_dim, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32))
         self.b_proj = linear(hidden_size, num_v_heads)
-        self.g_a_proj, self.g_b_proj = linear(hidden_size, head_v_dim), linear(head_v_dim, self.v_dim)
         self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps)
-        self.o_proj = linear(self.v_dim, hidden_size)
+        self.o_proj = linear(v_dim, hidden_size)
         self.reset_gate()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -132,13 +134,14 @@ class KimiDeltaAttention(nn.Module):
         softplus, as Kimi Linear: log-decay -exp(A_log) dt, with rates exp(A_log) uniform in [1, 16].
         lower_bound, as GLM-5.3-Flash: log-decay lower_bound (1 - exp(-dt)), with rate 1.
         """
-        if self.options["gate_activation"] == "softplus":
+        if self.kda_options["gate_activation"] == "softplus":
             init.copy_(self.A_log, init.uniform_(self.A_log, a=1.0, b=16.0).log())
         else:
             init.zeros_(self.A_log)
         dt = init.uniform_(self.dt_bias, a=math.log(1e-3), b=math.log(1e-1)).exp()
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
+    @force_accelerate_hooks("conv1d")  # its weight is read here, not in its own forward
     def forward(
         self,
         hidden_states: Tensor,
@@ -150,8 +153,8 @@ class KimiDeltaAttention(nn.Module):
 
         Args:
             hidden_states: [B, T, D].
-            attention_mask: [B, S] with S >= T, nonzero for real tokens; the last T columns count. Padding neither
-                writes nor decays the state. With a cache only left padding is allowed.
+            attention_mask: [B, S] with S >= T, nonzero for real tokens; the last T columns count. Padding may stand
+                anywhere: it neither writes nor decays the state, and the convolution skips it.
             past_key_values: a transformers cache whose layer `layer_idx` is of linear attention; read and updated.
             cu_seqlens: [N + 1] int32 or int64 offsets of the sequences packed along T (then B = 1); the cache then
                 has N rows. Not with attention_mask.
@@ -160,71 +163,24 @@ class KimiDeltaAttention(nn.Module):
             [B, T, D] in the dtype of hidden_states.
 
         Raises:
-            ValueError: attention_mask of another rank or size, right padding with a cache, cu_seqlens with a mask,
-                a cache of another number of sequences; what `kda_layers.kda` raises.
+            ValueError: attention_mask of another rank or size, cu_seqlens with a mask, a cache of another number of
+                sequences; what `kda_layers.kda` raises.
         """
-        mask = _local_mask(attention_mask, hidden_states, cu_seqlens, past_key_values is not None)
-        if cu_seqlens is not None:
-            _check_packed(cu_seqlens, hidden_states)
-        sequences = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        state = LayerState(past_key_values, self.layer_idx, sequences)
-        x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
+        return self.mix(hidden_states, attention_mask, past_key_values, cu_seqlens)
 
-        qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
-        left_padding = None if mask is None else (~mask).sum(1)
-        convolved, conv_state = self.conv1d(qkv, state.conv, cu_seqlens, left_padding)
-        q, k, v = convolved.split((self.q_dim, self.q_dim, self.v_dim), -1)
-        q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
-        v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
+    def decay_logits(self, x: Tensor) -> Tensor:
+        return self.f_b_proj(self.f_a_proj(x)) if self.gate_rank else self.f_proj(x)
 
-        g = rearrange(self.f_b_proj(self.f_a_proj(x)), "b t (h k) -> b t h k", k=self.head_dim)
-        beta = self.b_proj(x)
-        if mask is not None:  # logits this low mean no decay and no write, exactly
-            g = g.masked_fill(~mask[..., None, None], torch.finfo(g.dtype).min)
-            beta = beta.masked_fill(~mask[..., None], torch.finfo(beta.dtype).min)
+    def decay_parameters(self) -> tuple[Tensor, Tensor]:
+        return self.A_log, self.dt_bias
 
-        wide = state_dtype(q.dtype)
-        o = state.attend(
-            q, k, v, g, beta, cu_seqlens=cu_seqlens,
-            A_log=self.A_log.to(wide), dt_bias=self.dt_bias.to(wide).view(-1, self.head_dim), **self.options,
-        )  # fmt: skip
-        state.store_conv(conv_state, qkv, left_padding)
-
-        gate = rearrange(self.g_b_proj(self.g_a_proj(x)), "b t (h v) -> b t h v", v=self.head_v_dim)
-        o = self.o_norm(o.to(self.o_norm.weight.dtype)) * torch.sigmoid(gate)
-        return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))
+    def gated_norm(self, o: Tensor, x: Tensor) -> Tensor:
+        gate = self.g_b_proj(self.g_a_proj(x)) if self.gate_rank else self.g_proj(x)
+        gate = rearrange(gate, "b t (h v) -> b t h v", v=self.head_v_dim)
+        return self.o_norm(o.to(self.o_norm.weight.dtype)) * torch.sigmoid(gate)
 
     def extra_repr(self) -> str:
         return (
             f"heads={self.num_heads}, v_heads={self.num_v_heads}, K={self.head_dim}, V={self.head_v_dim}, "
-            + ", ".join(f"{name}={value}" for name, value in self.options.items())
+            + ", ".join(f"{name}={value}" for name, value in self.kda_options.items())
         )
-
-
-def _local_mask(mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None, cached: bool) -> Tensor | None:
-    """The mask of this call's tokens, [B, T] bool, after checking it."""
-    if mask is None:
-        return None
-    B, T = x.shape[:2]
-    if cu_seqlens is not None:
-        raise ValueError("attention_mask must be None with cu_seqlens: packed sequences have no padding")
-    if mask.ndim != 2:
-        raise ValueError(
-            f"attention_mask must have 2 dimensions [B, S], nonzero for real tokens, got shape {tuple(mask.shape)}"
-        )
-    if mask.shape[0] != B or mask.shape[1] < T:
-        raise ValueError(f"attention_mask must have shape [{B}, at least {T}], got {list(mask.shape)}")
-    local = mask[:, -T:] != 0
-    if cached and not torch.compiler.is_compiling() and not bool((local[:, 1:] >= local[:, :-1]).all()):
-        raise ValueError(
-            "attention_mask must have its padding on the left when a cache is used: tokens after padding would "
-            "otherwise follow the wrong state. Pad on the left, or pass past_key_values=None"
-        )
-    return local
-
-
-def _check_packed(cu_seqlens: Tensor, x: Tensor) -> None:
-    """Checks offsets before any work; their values only where reading them does not wait for a device."""
-    check_offsets(cu_seqlens, x)
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        sequence_offsets(cu_seqlens, x.shape[1])

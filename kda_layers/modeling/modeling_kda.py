@@ -99,6 +99,8 @@ class KDADecoderLayer(GradientCheckpointingLayer):
             lower_bound=config.linear_lower_bound,
             allow_neg_eigval=config.linear_allow_neg_eigval,
             norm_eps=config.rms_norm_eps,
+            gate_rank=config.linear_gate_rank,
+            output_gate_bias=config.linear_output_gate_bias,
             layer_idx=layer_idx,
         )
 
@@ -174,8 +176,8 @@ class KDAModel(KDAPreTrainedModel):
                 prepared masks by layer type.
             position_ids: positions have no encoding; where they restart at 0 in a single row, a sequence starts.
             past_key_values: cache to continue; updated.
-            use_cache: return a cache; by default config.use_cache, but not while training, for packed sequences or
-                with padding on the right.
+            use_cache: return a cache; by default config.use_cache, but not while training or for packed
+                sequences.
             cu_seqlens: [N + 1] offsets of sequences packed along T (then B = 1), int32 or int64; also read from
                 cu_seq_lens_q, seq_idx or position_ids, as transformers' DataCollatorWithFlattening gives them.
 
@@ -193,7 +195,7 @@ class KDAModel(KDAPreTrainedModel):
         if cu_seqlens is None:
             cu_seqlens = packed_offsets(position_ids, attention_mask, past_key_values, **kwargs)
         if use_cache is None:
-            use_cache = self._caches_by_default(attention_mask, packed=cu_seqlens is not None)
+            use_cache = self.config.use_cache and not self.training and cu_seqlens is None
         past_key_values = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
         tokens = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
         if cu_seqlens is not None:  # restarting positions keep packed sequences apart in softmax layers
@@ -224,14 +226,6 @@ class KDAModel(KDAPreTrainedModel):
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
-
-    def _caches_by_default(self, attention_mask: Any, packed: bool) -> bool:
-        """Whether a call that does not say gets a cache: not in training, nor where none could be continued."""
-        if not self.config.use_cache or self.training or packed:
-            return False
-        if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2 or torch.compiler.is_compiling():
-            return True
-        return not bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any())  # padding on the right
 
     def _cache(self, cache: Cache | None, use_cache: bool, packed: bool) -> Cache | None:
         """The cache that this call fills, if any."""

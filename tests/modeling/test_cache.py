@@ -212,19 +212,23 @@ def states_after(layer: KimiDeltaAttention, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("n", range(4))
 @pytest.mark.parametrize("length", [5, 140], ids=["short", "long"])
-@pytest.mark.parametrize("all_but", [3, 60])
-def test_crop_with_left_padding(layer: KimiDeltaAttention, all_but: int, length: int, n: int) -> None:
-    """Rows padded in both turns, recorded: the states are those of rows without padding."""
-    turns = [(tokens(6, seed=1), (2, 0)), (tokens(length, seed=2), (0, max(length - all_but, 0)))]
-    cache = new_cache()
-    with torch.no_grad():
-        for x, padding in turns:
-            layer(x, (torch.arange(x.shape[1]) >= torch.tensor(padding)[:, None]).long(), cache)
+@pytest.mark.parametrize("where", ["left", "right", "anywhere"])
+def test_crop_with_padding(layer: KimiDeltaAttention, where: str, length: int, n: int) -> None:
+    """Rows padded in both turns, recorded, all but 3 tokens of one: the states are those of rows without padding."""
+    cache, keep = new_cache(), []
+    for T, padding in ((6, (2, 0)), (length, (0, length - 3))):
+        x = tokens(T, seed=T)
+        place = {"left": torch.arange(T), "right": T - 1 - torch.arange(T), "anywhere": torch.randperm(T)}[where]
+        mask = place >= torch.tensor(padding)[:, None]
+        with torch.no_grad():
+            layer(x, mask.long(), cache)
+        keep.append((x, mask))
+    x, mask = keep[-1]
+    keep[-1] = x[:, : length - n], mask[:, : length - n]
     cache.layers[0].crop(-n)
     for row in range(2):
-        alone = torch.cat([x[row : row + 1, padding[row] :] for x, padding in turns], 1)
-        want = states_after(layer, alone[:, : alone.shape[1] - n])
-        same([s[row : row + 1] for s in states(cache)], want)
+        alone = torch.cat([x[row : row + 1, mask[row]] for x, mask in keep], 1)
+        same([s[row : row + 1] for s in states(cache)], states_after(layer, alone))
 
 
 def test_recording_stores_no_graph(layer: KimiDeltaAttention) -> None:

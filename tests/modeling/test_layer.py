@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from kda_layers import KDAConfig, KimiDeltaAttention
 from kda_layers.kernels.dispatch import backends
 from kda_layers.modeling.cache import with_kda_layers
+from kda_layers.modeling.mixer import KDAMixer
 from tests.kernels.cases import BF16, FP64, budget, error
 from tests.modeling.common import same
 
@@ -30,6 +31,8 @@ LAYERS = {
     "softplus": dict(num_heads=2, head_dim=8, gate_activation="softplus", lower_bound=None),
     "grouped_wide_v": dict(num_heads=2, head_dim=8, num_v_heads=4, head_v_dim=12, lower_bound=-1.5, conv_size=3),
     "neg_eigval": dict(num_heads=1, head_dim=12, num_v_heads=3, head_v_dim=4, allow_neg_eigval=True, norm_eps=1e-2),
+    "full_rank": dict(num_heads=2, head_dim=8, gate_rank=0),
+    "rank_3_biased": dict(num_heads=1, head_dim=8, num_v_heads=2, gate_rank=3, output_gate_bias=True),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 grad_or_not = pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
@@ -86,9 +89,14 @@ def straight_line(layer: KimiDeltaAttention, name: str, x: Tensor) -> tuple[Tens
         for i in range(W):
             conv = conv + w["conv1d.weight"][:, 0, i] * inputs[t + 1 + i]
         conv = conv * torch.sigmoid(conv)
-        logits = w["f_b_proj.weight"] @ (w["f_a_proj.weight"] @ x[t])
+        logits, gate = (
+            w[f"{n}_proj.weight"] @ x[t]
+            if given.get("gate_rank") == 0
+            else w[f"{n}_b_proj.weight"] @ (w[f"{n}_a_proj.weight"] @ x[t])
+            for n in "fg"
+        )
         beta = torch.sigmoid((w["b_proj.weight"] @ x[t]).to(wide)) * (2 if given.get("allow_neg_eigval") else 1)
-        gate = torch.sigmoid(w["g_b_proj.weight"] @ (w["g_a_proj.weight"] @ x[t]))
+        gate = torch.sigmoid(gate + w["g_b_proj.bias"] if given.get("output_gate_bias") else gate)
         heads = []
         for i in range(HV):
             j = i // (HV // H)
@@ -166,43 +174,47 @@ def test_packed_is_each_sequence_alone(name: str, offsets_dtype: torch.dtype) ->
     same(*(torch.autograd.grad((o * weight).sum(), inputs) for o in (got, want)))
 
 
-def padded(x: Tensor, padding: tuple[int, ...], side: str = "left") -> tuple[Tensor, Tensor]:
-    """x with the first (last) tokens of each row replaced by large numbers, and the mask that hides them."""
+def padded(x: Tensor, padding: tuple[int, ...], where: str = "left") -> tuple[Tensor, Tensor]:
+    """x with so many tokens of each row, at an end or anywhere, replaced by large numbers; the mask that hides them."""
     T = x.shape[1]
-    position = torch.arange(T) if side == "left" else T - 1 - torch.arange(T)
-    mask = (position >= torch.tensor(padding)[:, None]).long()
+    place = {"left": torch.arange(T), "right": T - 1 - torch.arange(T), "anywhere": torch.randperm(T)}[where]
+    mask = (place >= torch.tensor(padding)[:, None]).long()
     return torch.where(mask[..., None] == 1, x, 1e3), mask
+
+
+anywhere = pytest.mark.parametrize("where", ["left", "right", "anywhere"])
 
 
 @every_layer
 @grad_or_not
+@anywhere
 @pytest.mark.parametrize("T", [6, 69])
-def test_left_padding_is_as_if_it_were_not_there(name: str, T: int, grad: bool) -> None:
+def test_padding_is_as_if_it_were_not_there(name: str, T: int, where: str, grad: bool) -> None:
     """First turn, a continued turn with other numbers of padding tokens (all of them), decoding; outputs and states."""
     layer, padding = make_layer(name), ((0, 2, 5), (1, 0, T), (0, 0, 0))
-    turns = [padded(tokens(3, n, seed=i), p) for i, (n, p) in enumerate(zip((T, T, 1), padding, strict=True))]
+    turns = [padded(tokens(3, n, seed=i), p, where) for i, (n, p) in enumerate(zip((T, T, 1), padding, strict=True))]
     with torch.set_grad_enabled(grad):
         cache, alone = new_cache(), [new_cache() for _ in range(3)]
         for turn, (x, mask) in enumerate(turns):
             past = torch.cat([m for _, m in turns[: turn + 1]], 1)  # the whole mask, of which the last columns count
             o = layer(x, past, cache) if turn < 2 else layer(x, None, cache)
             for n in range(3):
-                start = padding[turn][n]
-                if start < x.shape[1]:
-                    want = layer(x[n : n + 1, start:], past_key_values=alone[n])
-                    same((o[n : n + 1, start:],), (want,))
+                real = mask[n] == 1
+                if real.any():
+                    want = layer(x[n : n + 1, real], past_key_values=alone[n])
+                    same((o[n : n + 1, real],), (want,))
                 same([s[n : n + 1] for s in states(cache)], states(alone[n]))
             if turn == 0:
                 same((layer(x, mask),), (o,))
 
 
 @every_layer
-@pytest.mark.parametrize("side", ["left", "right"])
+@anywhere
 @pytest.mark.parametrize("mask_dtype", [torch.int64, torch.bool, torch.float32], ids=str)
-def test_padding_without_a_cache(name: str, side: str, mask_dtype: torch.dtype) -> None:
+def test_padding_without_a_cache(name: str, where: str, mask_dtype: torch.dtype) -> None:
     """Real tokens' outputs and all gradients are those of the rows without padding."""
     layer, padding = make_layer(name), (0, 3, 7)
-    x, mask = padded(tokens(3, 8), padding, side)
+    x, mask = padded(tokens(3, 8), padding, where)
     x.requires_grad_()
     weight = tokens(3, 8, seed=2) * mask[..., None]
     inputs = (x, *layer.parameters())
@@ -309,16 +321,6 @@ CALLS = {
     "mask of rank 4": (dict(attention_mask=torch.ones(2, 1, 4, 4)), ValueError, r"attention_mask .*2 dim.*2, 1, 4, 4"),
     "mask too short": (dict(attention_mask=torch.ones(2, 3)), ValueError, r"attention_mask .*at least 4.*\[2, 3\]"),
     "mask of another batch": (dict(attention_mask=torch.ones(3, 4)), ValueError, r"attention_mask .*\[2, .*\[3, 4\]"),
-    "right padding, cache": (
-        dict(attention_mask=torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]), past_key_values=new_cache()),
-        ValueError,
-        "attention_mask .*on the left",
-    ),
-    "hole, cache": (
-        dict(attention_mask=torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]]), past_key_values=new_cache()),
-        ValueError,
-        "attention_mask .*on the left",
-    ),
     "packed and padded": (
         dict(attention_mask=torch.ones(2, 4), cu_seqlens=torch.tensor([0, 4])),
         ValueError,
@@ -458,7 +460,7 @@ def test_state_dict_round_trip() -> None:
 
 def test_forward_is_a_short_straight_line() -> None:
     """Under 50 lines besides the docstring, without loops and without the name of a backend."""
-    source = textwrap.dedent(inspect.getsource(KimiDeltaAttention.forward))
+    source = textwrap.dedent(inspect.getsource(KDAMixer.mix))
     function = ast.parse(source).body[0]
     body = function.body[1:] if ast.get_docstring(function) else function.body
     assert body[-1].end_lineno - body[0].lineno + 1 < 50

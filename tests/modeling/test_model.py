@@ -557,7 +557,7 @@ def test_save_and_load(name: str, tmp_path: pathlib.Path) -> None:
     assert {n: p.dtype for n, p in loaded.named_parameters()} == {n: p.dtype for n, p in m.named_parameters()}
     for n, p in m.state_dict().items():
         assert torch.equal(loaded.state_dict()[n], p), n
-    assert loaded.config.to_diff_dict().items() >= dict(TINY | MODELS[name], model_type="kda").items()
+    assert loaded.config.to_diff_dict().items() >= dict(TINY | MODELS[name], model_type="kda_lm").items()
     assert torch.equal(loaded(ids(2, 5)).logits, m(ids(2, 5)).logits)
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is KDAForCausalLM
     base = AutoModel.from_pretrained(tmp_path)
@@ -730,7 +730,7 @@ def test_config_round_trip(name: str, tmp_path: pathlib.Path) -> None:
     config = KDAConfig(**(TINY | MODELS[name]), note="kept")
     config.save_pretrained(tmp_path)
     on_disk = json.loads((tmp_path / "config.json").read_text())
-    assert on_disk["model_type"] == "kda"
+    assert on_disk["model_type"] == "kda_lm"
     for loaded in (KDAConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
         assert type(loaded) is KDAConfig
         assert loaded.to_dict() | {"_name_or_path": ""} == config.to_dict()

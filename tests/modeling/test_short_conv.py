@@ -48,48 +48,19 @@ def offsets(lengths: tuple[int, ...] | None, dtype: torch.dtype = torch.int32) -
 
 
 @pytest.mark.parametrize("with_state", [False, True], ids=["fresh", "state"])
-@pytest.mark.parametrize("W", [1, 2, 4])
-@pytest.mark.parametrize("lengths", [None, LENGTHS, (12,), (0,) * 3 + (12,)], ids=str)
-def test_against_the_loop(lengths: tuple[int, ...] | None, W: int, with_state: bool) -> None:
-    B, N = (3, 3) if lengths is None else (1, len(lengths))
-    x, weight = normal(B, 12, D), normal(D, W, seed=1)
-    state = normal(N, D, W, seed=2) if with_state else None
-    before = None if state is None else state.clone()
-    for dtype in (torch.int32, torch.int64):
-        same(short_conv(x, weight, state, offsets(lengths, dtype)), expected(x, weight, state, lengths))
-    assert state is None or torch.equal(state, before)
-
-
-@pytest.mark.parametrize("split", range(10))
-def test_continued_from_any_split(split: int) -> None:
-    x, weight = normal(2, 9, D), normal(D, 4, seed=1)
-    whole = short_conv(x, weight)
-    first, state = short_conv(x[:, :split], weight)
-    second, state = short_conv(x[:, split:], weight, state)
-    same((torch.cat((first, second), 1), state), whole)
-
-
-def test_one_step_at_a_time() -> None:
-    x, weight = normal(2, 9, D), normal(D, 4, seed=1)
-    outputs, state = [], None
-    for t in range(9):
-        y, state = short_conv(x[:, t : t + 1], weight, state)
-        outputs.append(y)
-    same((torch.cat(outputs, 1), state), short_conv(x, weight))
-
-
-@pytest.mark.parametrize("with_state", [False, True], ids=["fresh", "state"])
-@pytest.mark.parametrize("T", [1, 3, 4, 9])
-def test_left_padding_is_as_if_it_were_not_there(T: int, with_state: bool) -> None:
-    """Every number of padding tokens, none and all of them too, one row each."""
-    padding = torch.arange(T + 1)
-    x, weight = normal(T + 1, T, D), normal(D, 4, seed=1)
-    x[torch.arange(T) < padding[:, None]] = 0
-    state = normal(T + 1, D, 4, seed=2) if with_state else None
-    y, new = short_conv(x, weight, state, left_padding=padding)
-    for n in range(T + 1):
-        alone = loop(x[n, n:], weight, None if state is None else state[n])
-        same((y[n, n:], new[n]), alone)
+@pytest.mark.parametrize("T", [1, 3, 4, 6])
+def test_padding_is_as_if_it_were_not_there(T: int, with_state: bool) -> None:
+    """Every pattern of padding, none and all of it too, one row each."""
+    N = 2**T
+    mask = (torch.arange(N)[:, None] >> torch.arange(T)) % 2 == 1
+    x, weight = normal(N, T, D), normal(D, 4, seed=1)
+    x = x * mask[..., None]
+    state = normal(N, D, 4, seed=2) if with_state else None
+    y, new = short_conv(x, weight, state, mask=mask)
+    assert y.isfinite().all()
+    for n in range(N):
+        alone = loop(x[n, mask[n]], weight, None if state is None else state[n])
+        same((y[n, mask[n]], new[n]), alone)
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=str)
@@ -115,10 +86,11 @@ def test_gradients(case: str) -> None:
     lengths = (0, 1, 5, 1) if case == "packed" else None
     N = 4 if lengths else 2
     x, weight, state = normal(1 if lengths else N, 7, D), normal(D, 3, seed=1), normal(N, D, 3, seed=2)
-    padding = torch.tensor([2, 0]) if case == "padded" else None
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 0], [1] * 7]).bool() if case == "padded" else None
+    x = x if mask is None else x * mask[..., None]
 
     def outputs(x: Tensor, weight: Tensor, *state: Tensor) -> tuple[Tensor, Tensor]:
-        return short_conv(x, weight, *state, cu_seqlens=offsets(lengths), left_padding=padding)
+        return short_conv(x, weight, *state, cu_seqlens=offsets(lengths), mask=mask)
 
     inputs = (x, weight) if case == "fresh" else (x, weight, state)
     assert gradcheck(outputs, [t.requires_grad_() for t in inputs])

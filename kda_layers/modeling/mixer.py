@@ -1,0 +1,102 @@
+"""The computation of a KDA layer, apart from who holds its parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from kda_layers.kernels.contract import check_offsets, sequence_offsets, state_dtype
+from kda_layers.kernels.short_conv import short_conv
+from kda_layers.modeling.cache import LayerState
+
+
+class KDAMixer(nn.Module):
+    """KDA from hidden states to hidden states: projections, short convolution, operator, gated norm.
+
+    A subclass holds the modules q_proj, k_proj, v_proj, conv1d, b_proj and o_proj, sets head_dim (K), head_v_dim (V),
+    layer_idx and `kda_options` (options of `kda_layers.kda`), and says how its gates are computed.
+    """
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    conv1d: nn.Conv1d
+    b_proj: nn.Module
+    o_proj: nn.Module
+    head_dim: int
+    head_v_dim: int
+    layer_idx: int | None
+    kda_options: dict[str, Any]
+
+    def decay_logits(self, x: Tensor) -> Tensor:
+        """Logits [B, T, HV * K] of the log-decay, before dt_bias."""
+        raise NotImplementedError
+
+    def decay_parameters(self) -> tuple[Tensor, Tensor]:
+        """A_log [HV] and dt_bias [HV * K]."""
+        raise NotImplementedError
+
+    def gated_norm(self, o: Tensor, x: Tensor) -> Tensor:
+        """The heads' outputs o [B, T, HV, V], normalised, times the sigmoid of the output gate of x [B, T, D]."""
+        raise NotImplementedError
+
+    def mix(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """[B, T, D] to [B, T, D]; arguments and errors as in `KimiDeltaAttention.forward`."""
+        mask = _local_mask(attention_mask, hidden_states, cu_seqlens)
+        if cu_seqlens is not None:
+            _check_packed(cu_seqlens, hidden_states)
+        sequences = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = LayerState(cache, self.layer_idx, sequences)
+        x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
+
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
+        qkv = torch.cat((q, k, v), -1)
+        convolved, conv_state = short_conv(qkv, self.conv1d.weight[:, 0], state.conv, cu_seqlens, mask)
+        q, k, v = convolved.split(widths, -1)
+        q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
+        v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
+
+        g = rearrange(self.decay_logits(x), "b t (h k) -> b t h k", k=self.head_dim)
+        beta = self.b_proj(x)
+        if mask is not None:  # logits this low mean no decay and no write, exactly
+            g = g.masked_fill(~mask[..., None, None], torch.finfo(g.dtype).min)
+            beta = beta.masked_fill(~mask[..., None], torch.finfo(beta.dtype).min)
+
+        wide = state_dtype(q.dtype)
+        A_log, dt_bias = self.decay_parameters()
+        o = state.attend(
+            q, k, v, g, beta, cu_seqlens=cu_seqlens,
+            A_log=A_log.to(wide), dt_bias=dt_bias.to(wide).view(-1, self.head_dim), **self.kda_options,
+        )  # fmt: skip
+        state.store_conv(conv_state, qkv, mask)
+        return self.o_proj(rearrange(self.gated_norm(o, x), "b t h v -> b t (h v)"))
+
+
+def _local_mask(mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+    """The mask of this call's tokens, [B, T] bool, after checking it."""
+    if mask is None:
+        return None
+    B, T = x.shape[:2]
+    if cu_seqlens is not None:
+        raise ValueError("attention_mask must be None with cu_seqlens: packed sequences have no padding")
+    if mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask must have 2 dimensions [B, S], nonzero for real tokens, got shape {tuple(mask.shape)}"
+        )
+    if mask.shape[0] != B or mask.shape[1] < T:
+        raise ValueError(f"attention_mask must have shape [{B}, at least {T}], got {list(mask.shape)}")
+    return mask[:, -T:] != 0
+
+
+def _check_packed(cu_seqlens: Tensor, x: Tensor) -> None:
+    """Checks offsets before any work; their values only where reading them does not wait for a device."""
+    check_offsets(cu_seqlens, x)
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        sequence_offsets(cu_seqlens, x.shape[1])
