@@ -5,11 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 from kda_layers.kernels.dispatch import explain, use_backend
 from kda_layers.kernels.op import KDAOutput, kda, kda_step
+from kda_layers.modeling.auto import register_variants
 from kda_layers.modeling.configuration_kda import KDAConfig
 
 if TYPE_CHECKING:
     from kda_layers.modeling.layer import KimiDeltaAttention
     from kda_layers.modeling.modeling_kda import KDAForCausalLM, KDAModel
+    from kda_layers.modeling.swap import (
+        enable_speculative_decoding,
+        load_pretrained,
+        restore_attention,
+        swap_attention,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,17 +25,27 @@ __all__ = [
     "KDAModel",
     "KDAOutput",
     "KimiDeltaAttention",
+    "enable_speculative_decoding",
     "explain",
     "kda",
     "kda_step",
+    "load_pretrained",
+    "restore_attention",
+    "swap_attention",
     "use_backend",
 ]
+
+register_variants()
 
 # What needs transformers' modelling code, which takes a second to import, is imported when it is first used.
 _LAZY = {
     "KDAForCausalLM": "kda_layers.modeling.modeling_kda",
     "KDAModel": "kda_layers.modeling.modeling_kda",
     "KimiDeltaAttention": "kda_layers.modeling.layer",
+    "enable_speculative_decoding": "kda_layers.modeling.swap",
+    "load_pretrained": "kda_layers.modeling.swap",
+    "restore_attention": "kda_layers.modeling.swap",
+    "swap_attention": "kda_layers.modeling.swap",
 }
 
 

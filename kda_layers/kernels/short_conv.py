@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kda_layers.kernels.contract import state_dtype
+
 
 def short_conv(
     x: Tensor,
@@ -16,7 +18,7 @@ def short_conv(
     """SiLU of a depthwise causal convolution, y_t = silu(sum_i weight[:, i] x_{t - W + 1 + i}), and its new state.
 
     Args:
-        x: [B, T, D], any float dtype; computed in the wider of x's and weight's dtypes.
+        x: [B, T, D], any float dtype; computed in fp32 (fp64 for fp64).
         weight: [D, W].
         state: [N, D, W], the last W inputs of each sequence before this call (zeros if None); not changed.
         cu_seqlens: [N + 1] integer offsets of the sequences packed along T (then B = 1), or None (then N = B).
@@ -72,8 +74,9 @@ def _with_history(x: Tensor, W: int, state: Tensor | None, mask: Tensor | None) 
 
 
 def _convolve(full: Tensor, weight: Tensor) -> Tensor:
-    """[B, L, D] -> [B, L - W + 1, D] in full's dtype: one multiply-add over the rows for each tap."""
+    """[B, L, D] -> [B, L - W + 1, D] in full's dtype, rounded once: a multiply-add over the rows for each tap."""
     W, length = weight.shape[1], full.shape[1] - weight.shape[1] + 1
+    weight = weight.to(state_dtype(weight.dtype))
     y = full[:, :length] * weight[:, 0]
     for i in range(1, W):
         y = torch.addcmul(y, full[:, i : i + length], weight[:, i])

@@ -51,3 +51,10 @@ def packed_offsets(
         starts = position_ids[0] == 0
         starts[0] = True
     return torch.nn.functional.pad(starts.nonzero()[:, 0], (0, 1), value=starts.shape[0])
+
+
+def packed_positions(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Positions [1, T] that restart at 0 where a sequence starts; they keep sequences apart in softmax layers."""
+    tokens = torch.arange(T, device=cu_seqlens.device)
+    starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
+    return (tokens - starts)[None]

@@ -1,0 +1,1 @@
+"""One file for each family of transformers models, with nothing of the others."""

@@ -1,0 +1,129 @@
+"""What the families whose models have KDA layers share: their parameters under our computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+from transformers.integrations.accelerate import force_accelerate_hooks
+
+from kda_layers.modeling.cache import with_kda_layers
+from kda_layers.modeling.mixer import KDAMixer
+from kda_layers.modeling.packing import packed_offsets, packed_positions
+
+
+class StockMixer(KDAMixer):
+    """A stock KDA layer with our forward: put before the stock class in the bases of a subclass of it.
+
+    The subclass has no __init__ and no parameters of its own: it is set as the class of stock instances, which keep
+    parameters, checkpoint names and everything that asks for the stock class.
+    """
+
+    forget_gate: Any
+    o_norm: nn.Module
+
+    @property
+    def head_v_dim(self) -> int:  # type: ignore[override]
+        return self.head_dim
+
+    # The parameters of these two are read here, not in their own forward, which is what moves offloaded ones.
+    @force_accelerate_hooks(["conv1d", "forget_gate"])
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[B, T, D] to [B, T, D], called as the stock layer is; packed sequences are read from kwargs.
+
+        Args: hidden_states, attention_mask as in `KimiDeltaAttention.forward`; cache_params is its past_key_values;
+            of the kwargs, which decoder layers hand on from the model's call, cu_seq_lens_q and seq_idx are read.
+        """
+        cu_seqlens = packed_offsets(None, attention_mask, cache_params, **kwargs)
+        if cu_seqlens is not None:
+            attention_mask = None  # one that the model has made: `prepare_call` refuses a caller's
+        return self.mix(hidden_states, attention_mask, cache_params, cu_seqlens)
+
+    def decay_parameters(self) -> tuple[Tensor, Tensor]:
+        return self.forget_gate.A_log.flatten(), self.forget_gate.dt_bias
+
+
+class LowRankMixer(StockMixer):
+    """Gates of low rank, as in Kimi-Linear and GLM-5.3-Flash."""
+
+    g_a_proj: nn.Module
+    g_b_proj: nn.Module
+
+    def decay_logits(self, x: Tensor) -> Tensor:
+        return self.forget_gate.f_b_proj(self.forget_gate.f_a_proj(x))
+
+    def gated_norm(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_norm(o, self.g_b_proj(self.g_a_proj(x)).view(o.shape))
+
+
+class StockFamily(NamedTuple):
+    """A family of transformers models with KDA layers."""
+
+    base_model: type[nn.Module]  # the module that calls the decoder layers
+    stock_layer: type[nn.Module]
+    layer: type[StockMixer]  # a subclass of stock_layer
+    lower_bound: Callable[[Any], float | None]  # of a KDA layer's gate; None for softplus
+
+
+def gate_options(lower_bound: float | None) -> dict[str, Any]:
+    """The options of `kda_layers.kda` that say how the log-decay and beta are activated."""
+    gate = "softplus" if lower_bound is None else "lower_bound"
+    return dict(gate_activation=gate, lower_bound=lower_bound, beta_activation="sigmoid")
+
+
+PACKING = ("position_ids", "attention_mask", "cu_seq_lens_q", "seq_idx")
+POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+
+
+def prepare_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """Forward pre-hook of a base model: what the stock forward does not tell its KDA layers.
+
+    Packed sequences, however described, become cu_seq_lens_q and positions that restart (which keep softmax layers
+    apart). A cache that is made or still empty gets layers that can take tokens back and, in a model of KDA layers
+    only, count them.
+
+    Raises:
+        ValueError: packed sequences with a mask or a cache, or in a model whose other layers would mix them.
+    """
+    kwargs = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+    cache = kwargs.get("past_key_values")
+    cu_seqlens = packed_offsets(cache=cache, **{n: kwargs.get(n) for n in PACKING})
+    if cu_seqlens is not None:
+        _check_packed(model, cu_seqlens, kwargs)
+        tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        positions = packed_positions(cu_seqlens, tokens.shape[1])
+        return (), kwargs | dict(cu_seq_lens_q=cu_seqlens, position_ids=positions, use_cache=False)
+    if cache is None and _uses_cache(model, kwargs.get("use_cache")):
+        cache = DynamicCache(config=model.config)
+    if cache is not None:
+        kwargs["past_key_values"] = with_kda_layers(cache)
+    return (), kwargs
+
+
+def _check_packed(model: Any, cu_seqlens: Tensor, kwargs: dict[str, Any]) -> None:
+    N = cu_seqlens.shape[0] - 1
+    if kwargs.get("attention_mask") is not None:
+        raise ValueError(f"attention_mask must be None with {N} packed sequences: they have no padding")
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError(f"past_key_values must be None and use_cache unset or False with {N} packed sequences")
+    mixing = sorted(set(model.config.layer_types) - {"linear_attention", "full_attention"})
+    if mixing:
+        raise ValueError(
+            f"{type(model).__name__} must get one sequence in each row, got {N} packed ones: its KDA layers keep them "
+            f"apart, but its {mixing[0]} layers do not"
+        )
+
+
+def _uses_cache(model: Any, use_cache: bool | None) -> bool:
+    if model.gradient_checkpointing and model.training:
+        return False
+    return bool(model.config.use_cache if use_cache is None else use_cache)

@@ -1,0 +1,234 @@
+"""Swapping attention in transformers models: our forward in models with KDA layers, KDA layers in those without."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from kda_layers.kernels.contract import check_lower_bound
+from kda_layers.kernels.dispatch import backends
+from kda_layers.modeling.families.stock import StockFamily, gate_options, prepare_call
+
+logger = logging.getLogger("kda_layers")
+
+# By transformers' model_type; a family's file is imported when a model of it comes.
+STOCK_FAMILIES = {"kimi_linear": "kimi_linear", "glm5_next": "glm5_next", "bailing_hybrid": "bailing_hybrid"}
+SOFTMAX_FAMILIES = {"llama": "llama", "qwen3": "qwen3", "mistral": "mistral"}
+
+
+def swap_attention(
+    model: PreTrainedModel,
+    layers: Iterable[int] | str | None = None,
+    *,
+    backend: str | None = None,
+    **config: Any,
+) -> list[str] | PreTrainedModel:
+    """Puts KDA layers of this package into a transformers model.
+
+    A model with KDA layers (Kimi-Linear, GLM-5.3-Flash, Ling / Ring) is changed in place: its KDA layers compute with
+    our forward over the same parameters, so checkpoints, parameter names and optimizers stay. `restore_attention`
+    undoes it. A softmax decoder (Llama, Qwen3, Mistral) is converted: a new model with KDA in place of some of its
+    attention layers is returned, and the original stays as it is.
+
+    Args:
+        model: the transformers model; for a softmax decoder its ...ForCausalLM.
+        layers: indices of decoder layers. For a model with KDA layers None is all of these; for a softmax decoder
+            indices, "all", or a pattern such as "3:1" (three KDA layers, one softmax layer, and so on).
+        backend: name of a kernel backend for these layers; None chooses (see `kda_layers.explain`).
+        **config: for a softmax decoder, fields of its new configuration (linear_num_heads, linear_lower_bound, ...).
+
+    Returns:
+        The module paths that were changed, or the converted model.
+
+    Raises:
+        TypeError: model is no PreTrainedModel; a keyword that is no field of the configuration.
+        ValueError: a model class that is not supported; layers that do not exist, are not of the right kind or are
+            swapped already; a gate, convolution or bias that KDA layers here do not have; an unknown backend. The
+            model is then as it was.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    if backend is not None and backend not in backends():
+        raise ValueError(f"backend must be one of {', '.join(backends())}, got {backend!r}")
+    kind = model.config.model_type
+    if kind in SOFTMAX_FAMILIES:
+        variant = importlib.import_module("kda_layers.modeling.families.variant")
+        importlib.import_module(f"kda_layers.modeling.families.{SOFTMAX_FAMILIES[kind]}")
+        return variant.convert(model, layers, backend=backend, **config)
+    family = _stock_family(model)
+    if config:
+        raise TypeError(f"{type(model).__name__} has KDA layers whose shape is given: unexpected {sorted(config)}")
+    chosen = _chosen_layers(model, family, layers)
+    for path, layer in chosen.items():
+        _check_layer(path, layer, family)
+    gates = next(iter(chosen.values())).forget_gate
+    if gates.A_log.dtype in (torch.bfloat16, torch.float16):
+        logger.warning(
+            "A_log and dt_bias of %s were rounded to %s when it was loaded: kda_layers.load_pretrained keeps fp32",
+            type(model).__name__, str(gates.A_log.dtype).removeprefix("torch."),
+        )  # fmt: skip
+    for layer in chosen.values():
+        layer.kda_options = gate_options(family.lower_bound(layer)) | dict(backend=backend)
+        _set_class(layer, family.layer)
+    for base in _base_models(model, family):
+        if prepare_call not in base._forward_pre_hooks.values():
+            base.register_forward_pre_hook(prepare_call, with_kwargs=True)
+    return list(chosen)
+
+
+def restore_attention(model: PreTrainedModel) -> list[str]:
+    """Undoes `swap_attention` on a model with KDA layers, and `enable_speculative_decoding`.
+
+    Returns:
+        The module paths that were changed back.
+
+    Raises:
+        ValueError: no layer is swapped; a converted softmax decoder, whose original was never changed.
+    """
+    family = _stock_family(model)
+    swapped = {path: m for path, m in model.named_modules() if type(m) is family.layer}
+    if not swapped:
+        raise ValueError(f"{type(model).__name__} must have swapped layers to restore, got none")
+    for layer in swapped.values():
+        _set_class(layer, family.stock_layer)
+        del layer.kda_options
+    for base in _base_models(model, family):
+        for key, hook in list(base._forward_pre_hooks.items()):
+            if hook is prepare_call:
+                del base._forward_pre_hooks[key]
+                base._forward_pre_hooks_with_kwargs.pop(key, None)
+    model.__dict__.pop("_is_stateful", None)
+    return list(swapped)
+
+
+def enable_speculative_decoding(model: PreTrainedModel) -> None:
+    """Lets a swapped model's `generate` draft tokens: prompt lookup, or an assistant model (`assistant_model=`).
+
+    The tokens are those of greedy decoding: our layers take refused drafts back exactly. transformers refuses such
+    models, as its own layers cannot. Models of this package need no call.
+
+    Raises:
+        ValueError: a KDA layer of the model is not swapped.
+    """
+    family = _stock_family(model)
+    stock = [path for path, m in model.named_modules() if type(m) is family.stock_layer]
+    if stock:
+        raise ValueError(
+            f"every KDA layer of {type(model).__name__} must be swapped before (kda_layers.swap_attention), "
+            f"got stock layers at {', '.join(stock)}: they cannot take tokens back"
+        )
+    model._is_stateful = False
+
+
+def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> PreTrainedModel:
+    """`from_pretrained` for a checkpoint of a model with KDA layers, swapped, with A_log and dt_bias kept in fp32.
+
+    transformers rounds these two of a Kimi-Linear to the dtype that a model is loaded in.
+
+    Args:
+        path: checkpoint folder or Hub name.
+        backend: as in `swap_attention`.
+        **kwargs: of the stock class's from_pretrained (dtype, device_map, ...).
+
+    Raises:
+        ValueError: a checkpoint of an unsupported family, or that names no class of transformers; what
+            `swap_attention` raises.
+    """
+    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
+    _check_family(config.model_type, str(path))
+    name = (config.architectures or [None])[0]
+    stock = getattr(transformers, name or "", None)
+    if stock is None:
+        raise ValueError(f"{path} must name a class of transformers in architectures, got {config.architectures}")
+    strict = list(stock._keep_in_fp32_modules_strict or [])
+    # With the stock class's name and module, by which transformers finds how its checkpoints are named.
+    attributes = dict(__module__=stock.__module__, _keep_in_fp32_modules_strict=[*strict, "A_log", "dt_bias"])
+    kept = type(name, (stock,), attributes)
+    model = kept.from_pretrained(path, config=config, **kwargs)  # type: ignore[attr-defined]
+    model.__class__ = stock
+    swap_attention(model, backend=backend)
+    return model
+
+
+def _check_family(kind: str, what: str) -> None:
+    if kind not in STOCK_FAMILIES:
+        supported = ", ".join(sorted(STOCK_FAMILIES)) + "; to convert: " + ", ".join(sorted(SOFTMAX_FAMILIES))
+        ours = " (its KDA layers are of this package already)" if kind.startswith("kda") else ""
+        raise ValueError(f"{what} must be of a supported family ({supported}), got model_type {kind!r}{ours}")
+
+
+def _stock_family(model: PreTrainedModel) -> StockFamily:
+    kind = model.config.model_type.removesuffix("_text")  # the text part of a vision-language model alone
+    _check_family(kind, type(model).__name__)
+    return importlib.import_module(f"kda_layers.modeling.families.{STOCK_FAMILIES[kind]}").FAMILY
+
+
+def _base_models(model: nn.Module, family: StockFamily) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, family.base_model)]
+
+
+def _chosen_layers(model: nn.Module, family: StockFamily, layers: Iterable[int] | str | None) -> dict[str, Any]:
+    """The stock KDA layers that were asked for, by path."""
+    kda = {p: m for p, m in model.named_modules() if isinstance(m, family.stock_layer)}
+    if not kda:
+        raise ValueError(f"{type(model).__name__} must have a KDA layer to swap, got layer_types without one")
+    if layers is None or layers == "all":
+        chosen = kda
+    elif isinstance(layers, str):
+        raise ValueError(f"layers must be None, 'all' or indices for a model that has KDA layers, got {layers!r}")
+    else:
+        chosen = _by_index(model, family, kda, list(layers))
+    swapped = [path for path, m in chosen.items() if type(m) is not family.stock_layer]
+    if swapped:
+        kinds = sorted({type(chosen[path]).__name__ for path in swapped})
+        raise ValueError(f"layers must not be swapped already, got {', '.join(swapped)} of {', '.join(kinds)}")
+    return chosen
+
+
+def _by_index(model: nn.Module, family: StockFamily, kda: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+    kinds = _base_models(model, family)[0].config.layer_types
+    by_index = {m.layer_idx: path for path, m in kda.items()}
+    if not indices:
+        raise ValueError("layers must name a layer, got none")
+    for i in indices:
+        if not isinstance(i, int) or isinstance(i, bool):
+            raise TypeError(f"layers must hold integers, got {i!r}")
+        if not -len(kinds) <= i < len(kinds):
+            raise ValueError(f"layers must be in [{-len(kinds)}, {len(kinds) - 1}], got {i}")
+        if i % len(kinds) not in by_index:
+            raise ValueError(
+                f"layers must be KDA layers here, {sorted(by_index)}, got {i}, which is of {kinds[i]}: in models that "
+                "have KDA layers only these are swapped"
+            )
+    paths = [by_index[i % len(kinds)] for i in indices]
+    if len(set(paths)) != len(paths):
+        raise ValueError(f"layers must name each layer once, got {indices}")
+    return {path: kda[path] for path in paths}
+
+
+def _check_layer(path: str, layer: Any, family: StockFamily) -> None:
+    if layer.activation not in ("silu", "swish"):
+        raise ValueError(f"{path}: the convolution's activation must be 'silu', got {layer.activation!r}")
+    if layer.conv1d.bias is not None:
+        raise ValueError(f"{path}: conv1d must have no bias")
+    bound = family.lower_bound(layer)
+    try:
+        check_lower_bound("softplus" if bound is None else "lower_bound", bound)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
+        raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
+
+
+def _set_class(layer: Any, cls: type[nn.Module]) -> None:
+    layer.__class__ = cls
+    if "_old_forward" in layer.__dict__:  # accelerate's hooks call the forward that was there when they came
+        layer._old_forward = MethodType(cls.forward, layer)

@@ -1,0 +1,120 @@
+"""Tiny random models of transformers' own families that have KDA layers, and their KDA layer written out in a loop."""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import conv1d, pad, sigmoid, silu, softplus
+
+KDA_LAYERS = {
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "glm5_next": "Glm5NextTextLinearAttention",
+    "bailing_hybrid": "BailingHybridDeltaAttention",
+}
+FAMILIES = [f for f in KDA_LAYERS if f != "bailing_hybrid" or hasattr(transformers, "BailingHybridConfig")]
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def build(family: str, *, dense: bool = False, linear_only: bool = False, softplus: bool = False, **fields: Any) -> Any:
+    """A model with every parameter of its KDA layers at a value that matters; dense: without a router's jumps."""
+    common: dict[str, Any] = dict(
+        vocab_size=97, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_attention_heads=2,
+        num_key_value_heads=2, num_experts_per_tok=2, kv_lora_rank=16, v_head_dim=16, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None, max_position_embeddings=512, qk_nope_head_dim=16, initializer_range=0.2,
+    )  # fmt: skip
+    layers = 3
+    if linear_only:
+        common["layer_types"] = ["linear_attention"] * layers
+    if dense:
+        common["mlp_layer_types"] = ["dense"] * layers
+    linear: dict[str, Any] = dict(linear_head_dim=16, linear_num_heads=2)
+    torch.manual_seed(0)
+    if family == "kimi_linear":
+        common.setdefault("layer_types", ["linear_attention", "full_attention", "linear_attention"])
+        fields = common | linear | dict(num_hidden_layers=layers, num_local_experts=4, qk_rope_head_dim=8) | fields
+        model = transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**fields))
+    elif family == "bailing_hybrid":
+        special = dict(
+            num_hidden_layers=layers, layer_group_size=3, qk_rope_head_dim=8, head_dim=16, n_group=2, topk_group=1,
+            num_local_experts=4, first_k_dense_replace=1, num_mtp_layers=0, kda_safe_gate=not softplus,
+        )  # fmt: skip
+        model = transformers.BailingHybridForCausalLM(transformers.BailingHybridConfig(**(common | special | fields)))
+    else:
+        special = dict(
+            num_hidden_layers=layers + (not linear_only), n_routed_experts=4, q_lora_rank=16, index_topk=64,
+            index_head_dim=16, index_n_heads=2, index_kpool=4, hc_mult=2, hc_sinkhorn_iters=3,
+            linear_lower_bound=None if softplus else -5.0,
+        )  # fmt: skip
+        if dense and not linear_only:
+            common["mlp_layer_types"] = ["dense"] * (layers + 1)
+        vision = dict(
+            depth=1, hidden_size=32, num_heads=2, out_hidden_size=32, intermediate_size=32,
+            projection_intermediate_size=32, image_size=28, patch_size=14,
+        )  # fmt: skip
+        names = ("image", "video", "image_start", "image_end", "video_start", "video_end")
+        config = transformers.Glm5NextConfig(
+            text_config=common | linear | special | fields, vision_config=vision,
+            **{f"{name}_token_id": 90 + i for i, name in enumerate(names)},
+        )  # fmt: skip
+        model = transformers.Glm5NextForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("A_log", "dt_bias", "o_norm.weight")):
+                p.copy_(torch.rand_like(p) + 0.5)
+    return model.eval()
+
+
+def kda_layers_of(model: torch.nn.Module) -> dict[str, Any]:
+    """KDA layers by path, swapped or not."""
+    names = KDA_LAYERS.values()
+    return {p: m for p, m in model.named_modules() if any(c.__name__ in names for c in type(m).__mro__)}
+
+
+def with_oracle(model: Any) -> Any:
+    """A copy in fp64 whose KDA layers compute token by token."""
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # the other ones have no fp64
+    for layer in kda_layers_of(exact).values():
+        layer.forward = MethodType(oracle, layer)
+    return exact
+
+
+def oracle(layer: Any, hidden_states: Tensor, **_: Any) -> Tensor:
+    """A KDA layer of any of the three families on whole rows [B, T, D], from its parameters alone."""
+    B, T, _ = hidden_states.shape
+    H, K = layer.num_heads, layer.head_dim
+    w = dict(layer.named_parameters())
+    x = hidden_states
+    qkv = torch.cat([x @ w[f"{n}_proj.weight"].T for n in "qkv"], -1).mT
+    taps = w["conv1d.weight"]
+    qkv = silu(conv1d(pad(qkv, (taps.shape[-1] - 1, 0)), taps, groups=len(taps))).mT
+    q, k, v = (t.reshape(B, T, H, K) for t in qkv.split(H * K, -1))
+    q, k = (t / torch.sqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+
+    if "g_proj.weight" in w:  # gates of full rank
+        g, gate = x @ w["forget_gate.f_proj.weight"].T, x @ w["g_proj.weight"].T
+        bound = layer.forget_gate.lower_bound if layer.forget_gate.safe_gate else None
+    else:
+        g = x @ w["forget_gate.f_a_proj.weight"].T @ w["forget_gate.f_b_proj.weight"].T
+        gate = x @ w["g_a_proj.weight"].T @ w["g_b_proj.weight"].T
+        bound = getattr(layer.forget_gate, "safe_gate_lower_bound", None)
+    g = (g + w["forget_gate.dt_bias"]).view(B, T, H, K)
+    rate = torch.exp(w["forget_gate.A_log"]).view(H, 1)
+    decay = torch.exp(-rate * softplus(g, threshold=50) if bound is None else bound * sigmoid(rate * g))
+    beta = sigmoid(x @ w["b_proj.weight"].T)
+
+    S, o = x.new_zeros(B, H, K, K), []
+    for t in range(T):
+        S = S * decay[:, t, :, :, None]
+        written = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t]))
+        S = S + k[:, t, :, :, None] * written[:, :, None]
+        o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]) / K**0.5)
+    y = torch.stack(o, 1)
+    y = y / torch.sqrt((y * y).mean(-1, keepdim=True) + layer.o_norm.variance_epsilon) * w["o_norm.weight"]
+    return (y.flatten(2) * sigmoid(gate)) @ w["o_proj.weight"].T

@@ -1,0 +1,628 @@
+"""Models of transformers with KDA layers after `swap_attention`: the same, and right where the stock layers are not."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel
+
+from kda_layers import (
+    KDAConfig,
+    KDAForCausalLM,
+    enable_speculative_decoding,
+    load_pretrained,
+    restore_attention,
+    swap_attention,
+)
+from tests.kernels.cases import BF16, FP32, budget, error
+from tests.modeling.stock_models import FAMILIES, build, every_family, kda_layers_of, with_oracle
+
+GREEDY = dict(max_new_tokens=12, do_sample=False)
+FEW = dict(max_new_tokens=24, do_sample=False, suppress_tokens=[0, 1, 2, *range(7, 97)])  # guesses often hit
+DRAWS = 6  # some gradients have two elements: errors are compared over so many batches and all layers together
+
+
+def ids(*shape: int, seed: int = 1, high: int = 80) -> Tensor:
+    return torch.randint(3, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def both(family: str, dtype: torch.dtype = FP32, **options: Any) -> tuple[Any, Any]:
+    """A stock model and a swapped copy."""
+    stock = build(family, **options).to(dtype)
+    swapped = copy.deepcopy(stock)
+    swap_attention(swapped)
+    return stock, swapped
+
+
+def logits(model: Any, tokens: Tensor, **kwargs: Any) -> Tensor:
+    with torch.no_grad():
+        return model(tokens, **kwargs).logits
+
+
+@functools.cache
+def limit(family: str) -> float:
+    """By how much two fp32 results may differ: twice what stock's differ from fp64, and one rounding; of each."""
+    stock, tokens = build(family), ids(2, 75)
+    return 2 * budget(error(logits(stock, tokens), logits(with_oracle(stock), tokens)), FP32)
+
+
+# ---------------------------------------------------------------- equal
+
+
+@every_family
+@pytest.mark.parametrize("softplus", [False, True], ids=["", "softplus"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_logits_loss_and_every_gradient(family: str, dtype: torch.dtype, softplus: bool) -> None:
+    stock = build(family, dense=dtype == BF16, softplus=softplus).to(dtype)
+    results: dict[str, dict[str, list[Tensor]]] = {}
+    models = dict(stock=stock, swapped=copy.deepcopy(stock), truth=with_oracle(stock))
+    swap_attention(models["swapped"])
+    for which, model in models.items():
+        result: dict[str, list[Tensor]] = {}
+        for draw in range(DRAWS):
+            tokens = ids(2, 70, seed=draw)
+            out = model(tokens, labels=tokens, use_cache=False)
+            model.zero_grad()
+            out.loss.backward()
+            values = dict(logits=out.logits, loss=out.loss) | {n: p.grad for n, p in model.named_parameters()}
+            for name, value in values.items():
+                if value is not None:
+                    role = re.sub(r"layers\.\d+", "layers", name)
+                    result.setdefault(role, []).append(value.detach().clone().flatten())
+        results[which] = result
+    assert results["stock"].keys() == results["swapped"].keys() == results["truth"].keys()
+    together = {which: {n: torch.cat(v) for n, v in result.items()} for which, result in results.items()}
+    wrong = {}
+    for name, truth in together["truth"].items():
+        limit = budget(error(together["stock"][name], truth), dtype)
+        if not error(together["swapped"][name], truth) <= limit:
+            wrong[name] = (error(together["swapped"][name], truth), limit)
+    assert not wrong
+    gates = [n for n in together["truth"] if n.endswith(("A_log", "dt_bias"))]
+    assert gates
+    assert all(together["truth"][n].abs().max() > 0 for n in gates)
+
+
+GENERATION = {
+    "greedy": {},
+    "sampling": dict(do_sample=True),
+    "beam": dict(num_beams=3),
+    "beam, several": dict(num_beams=3, num_return_sequences=2),
+    "static": dict(cache_implementation="static"),
+    "no cache": dict(use_cache=False),
+}
+
+
+@every_family
+@pytest.mark.parametrize("how", GENERATION)
+@pytest.mark.parametrize("padded", [False, True], ids=["", "left padding"])
+def test_generation(family: str, how: str, padded: bool) -> None:
+    stock, swapped = both(family)
+    tokens = ids(2, 70)
+    mask = torch.ones_like(tokens)
+    if padded:
+        tokens[0, :4], mask[0, :4] = 0, 0
+    out = []
+    for model in (stock, swapped):
+        torch.manual_seed(0)
+        out.append(model.generate(tokens, attention_mask=mask, **(GREEDY | GENERATION[how])))
+    assert torch.equal(*out)
+
+
+@every_family
+def test_continued_returned_caches(family: str) -> None:
+    """Several turns, a copy of the returned cache, and token by token equal one pass."""
+    _, swapped = both(family)
+    tokens = ids(2, 75)
+    want = logits(swapped, tokens, use_cache=False)
+    with torch.no_grad():
+        first = swapped(tokens[:, :66], use_cache=True)
+        cache = first.past_key_values
+        for past in (copy.deepcopy(cache), cache):
+            got = [first.logits]
+            for part in tokens[:, 66:].split([5, 1, 1, 2], 1):
+                got.append(swapped(part, past_key_values=past).logits)
+            assert error(torch.cat(got, 1), want) < limit(family)
+
+
+@every_family
+def test_save_pretrained_is_that_of_stock(family: str, tmp_path: Path) -> None:
+    stock, swapped = both(family)
+    for name, model in (("stock", stock), ("swapped", swapped)):
+        model.save_pretrained(tmp_path / name)
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("stock", "swapped")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][n], files[1][n]) for n in files[0])
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("stock", "swapped")]
+    assert configs[0] == configs[1]
+    again = type(stock).from_pretrained(tmp_path / "swapped").eval()
+    assert all(type(m).__name__.startswith(("Kimi", "Glm", "Bailing")) for m in kda_layers_of(again).values())
+    assert torch.equal(logits(again, ids(2, 9)), logits(stock, ids(2, 9)))
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": lambda m: _through_torch_save(m),
+}
+
+
+def _through_torch_save(model: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@every_family
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_stay_swapped(family: str, how: str) -> None:
+    stock, swapped = both(family)
+    enable_speculative_decoding(swapped)
+    other = COPIES[how](swapped)
+    paths = list(kda_layers_of(stock))
+    assert torch.equal(logits(other, ids(2, 9)), logits(swapped, ids(2, 9)))
+    lookup = dict(prompt_lookup_num_tokens=3, **GREEDY)
+    prompt = ids(1, 20, high=6)
+    assert torch.equal(other.generate(prompt, **lookup), swapped.generate(prompt, **lookup))
+    assert restore_attention(other) == paths
+    assert torch.equal(logits(other, ids(2, 9)), logits(stock, ids(2, 9)))
+    with pytest.raises(ValueError, match="stateful"):
+        other.generate(prompt, **lookup)
+    swapped.generate(prompt, **lookup)  # the copy was restored, not the original
+
+
+@every_family
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
+    _, swapped = both(family)
+    swapped.train()
+    tokens, grads = ids(2, 20), []
+    for checkpoint in (False, True):
+        if checkpoint:
+            swapped.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=reentrant))
+        swapped.zero_grad()
+        swapped(tokens, labels=tokens).loss.backward()
+        grads.append({n: p.grad.clone() for n, p in swapped.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    assert all(torch.equal(grads[0][n], grads[1][n]) for n in grads[0])
+
+
+@every_family
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
+@pytest.mark.parametrize("first", ["swap", "offload"])
+def test_accelerate_offload(family: str, kind: str, first: str, tmp_path: Path) -> None:
+    from accelerate import cpu_offload, disk_offload
+
+    stock = build(family)
+    tokens, model = ids(2, 9), copy.deepcopy(stock)
+    want = logits(stock, tokens)
+
+    def offload() -> None:
+        if kind == "cpu":
+            cpu_offload(model, execution_device=torch.device("cpu"))
+        else:
+            disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+
+    if first == "swap":
+        swap_attention(model)
+        offload()
+    else:
+        offload()
+        swap_attention(model)
+    assert any(p.device.type == "meta" for layer in kda_layers_of(model).values() for p in layer.parameters())
+    calls = [type(m).__name__ for m in kda_layers_of(model).values()]
+    assert all(name.startswith("Fast") for name in calls)
+    for _ in range(2):
+        got = logits(model, tokens)
+        assert got.isfinite().all()
+        assert error(got, want) < limit(family)
+    new = model.generate(tokens, **GREEDY)
+    assert torch.equal(new, stock.generate(tokens, **GREEDY))
+    restore_attention(model)
+    assert torch.equal(logits(model, tokens), want)
+
+
+@every_family
+def test_hooked_layers_run_our_forward(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With accelerate's hooks there before the swap, it is our forward that is called."""
+    from accelerate import cpu_offload
+
+    model = build(family)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    swap_attention(model)
+    seen = []
+    from kda_layers.modeling.mixer import KDAMixer
+
+    mix = KDAMixer.mix
+    monkeypatch.setattr(KDAMixer, "mix", lambda self, *args: seen.append(self) or mix(self, *args))
+    logits(model, ids(1, 4))
+    assert seen == list(kda_layers_of(model).values())
+
+
+@every_family
+def test_compile_fullgraph(family: str) -> None:
+    _, swapped = both(family, dense=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
+    tokens, results = ids(2, 70), []
+    for model in (swapped, compiled):
+        swapped.zero_grad()
+        out = model(tokens, labels=tokens, use_cache=False)
+        out.loss.backward()
+        grads = {n: p.grad.clone() for n, p in swapped.named_parameters() if p.grad is not None}
+        results.append(dict(logits=out.logits.detach()) | grads)
+    wrong = {n: e for n, want in results[0].items() if not (e := error(results[1][n], want)) < limit(family)}
+    assert not wrong
+
+
+@every_family
+def test_the_gate_is_not_materialised_outside(family: str) -> None:
+    """Stock's gate keeps fp32 tensors of its size for the backward before the operator has seen it; ours none."""
+    kept, size = [], 64 * 2 * 16  # tokens, heads, channels
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t.dtype == FP32 and t.numel() == size)
+        return t
+
+    counts = []
+    for model in both(family, BF16, dense=True):
+        layer = next(iter(kda_layers_of(model).values()))
+        x = torch.randn(1, 64, 32, dtype=BF16, requires_grad=True)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            g = layer.decay_logits(x) if hasattr(layer, "decay_logits") else layer.forget_gate(x)
+        assert g.numel() == size
+        counts.append(sum(kept))
+    assert counts[0] > 0
+    assert counts[1] == 0
+
+
+# ---------------------------------------------------------------- right where stock is wrong
+
+
+DOCUMENTS = (5, 1, 17, 70)
+PACKED = {
+    "position_ids": dict(),
+    "flash kwargs": dict(return_flash_attn_kwargs=True),
+    "seq_idx": dict(return_seq_idx=True),
+    "flash kwargs alone": dict(return_flash_attn_kwargs=True, return_position_ids=False),
+    "seq_idx alone": dict(return_seq_idx=True, return_position_ids=False),
+}
+
+
+@every_family
+@pytest.mark.parametrize("how", PACKED)
+def test_packed_documents_do_not_leak(family: str, how: str) -> None:
+    stock, swapped = both(family, linear_only=family == "glm5_next")
+    documents = [ids(n, seed=n).tolist() for n in DOCUMENTS]
+    batch = dict(DataCollatorWithFlattening(**PACKED[how])([dict(input_ids=d) for d in documents]))
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        want = torch.cat([logits(stock, torch.tensor([d]), use_cache=False) for d in documents], 1)
+        assert error(swapped(**batch, use_cache=False).logits, want) < limit(family)
+        try:
+            leaked = error(stock(**batch, use_cache=False).logits, want)
+        except ValueError as refusal:  # transformers 5.23 of seq_idx, without causal_conv1d
+            leaked = "packed sequences" in str(refusal)
+        assert leaked > 1e-2
+    loss = swapped(**batch, labels=labels).loss  # in evaluation, where stock makes a cache by default
+    parts = [swapped(torch.tensor([d]), labels=torch.tensor([d])).loss * (len(d) - 1) for d in documents if len(d) > 1]
+    assert error(loss.detach(), (sum(parts) / (sum(DOCUMENTS) - len(DOCUMENTS))).detach()) < limit(family)
+
+
+REFUSED_WHEN_PACKED = {
+    "layers that mix": ("glm5_next", {}, r"one sequence in each row, got 2 packed .* layers do not"),
+    "a mask": ("kimi_linear", dict(attention_mask=torch.ones(1, 9)), "attention_mask must be None with 2 packed"),
+    "a cache": ("kimi_linear", dict(use_cache=True), "use_cache unset or False with 2 packed"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_WHEN_PACKED)
+def test_what_cannot_be_packed_is_refused(case: str) -> None:
+    family, arguments, message = REFUSED_WHEN_PACKED[case]
+    _, swapped = both(family)
+    with pytest.raises(ValueError, match=message):
+        swapped(ids(1, 9), cu_seq_lens_q=torch.tensor([0, 4, 9]), **arguments)
+
+
+@every_family
+def test_right_padding_leaves_the_state_alone(family: str) -> None:
+    """After a right-padded turn, states and the next turn's logits are those of the row alone; stock's states decay."""
+    stock, swapped = both(family)
+    tokens, more = ids(2, 9), ids(2, 3, seed=5)
+    mask = torch.ones_like(tokens)
+    tokens[1, 5:], mask[1, 5:] = 0, 0
+    states: dict[str, Tensor] = {}
+    for name, model in (("stock", stock), ("swapped", swapped)):
+        with torch.no_grad():
+            alone = model(tokens[1:, :5], use_cache=True)
+            padded = model(tokens, attention_mask=mask, use_cache=True)
+        at = next(i for i, kind in enumerate(model.config.get_text_config().layer_types) if kind == "linear_attention")
+        of = [out.past_key_values.layers[at].recurrent_states[0] for out in (padded, alone)]
+        states[name] = torch.tensor(error(of[0][1:], of[1]))
+    assert states["swapped"] < limit(family)
+    assert states["stock"] > 1e-2
+    if family == "kimi_linear":  # no positions: the row goes on as if alone
+        with torch.no_grad():
+            got = swapped(
+                more, attention_mask=torch.cat((mask, torch.ones_like(more)), 1), past_key_values=padded.past_key_values
+            ).logits[1:]
+            assert error(got, swapped(more[1:], past_key_values=alone.past_key_values).logits) < limit(family)
+
+
+@every_family
+@pytest.mark.parametrize("how", ["prompt lookup", "exact draft", "other draft"])
+def test_speculative_decoding_is_greedy_decoding(family: str, how: str) -> None:
+    stock, swapped = both(family)
+    draft = copy.deepcopy(swapped)
+    if how == "other draft":
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for p in draft.parameters():
+                p.add_(0.02 * p.std(correction=0) * torch.randn_like(p))
+    guess: dict[str, Any] = dict(prompt_lookup_num_tokens=4, max_matching_ngram_size=1)
+    if how != "prompt lookup":
+        guess = dict(assistant_model=draft)
+    with pytest.raises(ValueError, match="stateful"):
+        swapped.generate(ids(1, 9), **GREEDY, **guess)
+    enable_speculative_decoding(swapped)
+    enable_speculative_decoding(draft)
+    calls = []
+    swapped.register_forward_hook(lambda *_: calls.append(1))
+    fewer = 0
+    for seed in range(4):
+        prompt = ids(1, 24, seed=seed, high=7)
+        want = stock.generate(prompt, **FEW)
+        calls.clear()
+        got = swapped.generate(prompt, **FEW, **guess)
+        assert torch.equal(got, want)
+        fewer += len(calls) < FEW["max_new_tokens"]
+    assert fewer, "no guess was right"
+
+
+@every_family
+def test_stock_layers_forced_to_speculate_are_wrong(family: str) -> None:
+    stock, _ = both(family)
+    stock._is_stateful = False
+    wrong = 0
+    for seed in range(4):
+        prompt, guess = ids(1, 24, seed=seed, high=7), dict(prompt_lookup_num_tokens=4, max_matching_ngram_size=1)
+        want = stock.generate(prompt, **FEW)
+        try:
+            wrong += not torch.equal(stock.generate(prompt, **FEW, **guess), want)
+        except RuntimeError:
+            wrong += 1
+    assert wrong
+
+
+def test_a_users_stock_cache_is_upgraded_or_refused() -> None:
+    stock, swapped = both("kimi_linear")
+    enable_speculative_decoding(swapped)
+    prompt = ids(1, 24, high=7)
+    guess = dict(prompt_lookup_num_tokens=4, max_matching_ngram_size=1)
+    want = stock.generate(prompt, **GREEDY)
+    empty = DynamicCache(config=swapped.config)
+    assert torch.equal(swapped.generate(prompt, past_key_values=empty, **GREEDY, **guess), want)
+    with torch.no_grad():
+        filled = stock(prompt[:, :20], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"past_key_values .*records its past"):
+        swapped.generate(prompt, past_key_values=filled, **GREEDY, **guess)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f == "kimi_linear"])
+def test_gates_of_a_bf16_load(family: str, tmp_path: Path) -> None:
+    """Stock rounds A_log and dt_bias of a Kimi-Linear; load_pretrained keeps them, and the rest is the same."""
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    stock = type(model).from_pretrained(tmp_path, dtype=BF16)
+    ours = load_pretrained(tmp_path, dtype=BF16)
+    assert type(ours) is type(stock)
+    wanted, names = dict(model.named_parameters()), []
+    for (name, p), (_, q) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
+        if name.endswith(("A_log", "dt_bias")):
+            names.append(name)
+            assert (p.dtype, q.dtype) == (BF16, FP32)
+            assert torch.equal(q, wanted[name])
+            assert not torch.equal(p.float(), wanted[name])
+        else:
+            assert (q.dtype, p.dtype) == (BF16, BF16)
+            assert torch.equal(p, q)
+    assert len(names) == 2 * len(kda_layers_of(model))
+    assert all(type(m).__name__.startswith("Fast") for m in kda_layers_of(ours).values())
+    assert logits(ours, ids(2, 9)).isfinite().all()
+
+
+def test_load_pretrained_of_other_families(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        model = build(family)
+        model.save_pretrained(tmp_path / family)
+        ours = load_pretrained(tmp_path / family, dtype=FP32).eval()
+        assert error(logits(ours, ids(2, 9)), logits(model, ids(2, 9))) < limit(family)
+
+
+def test_swapping_a_bf16_gate_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="kda_layers"):
+        swap_attention(build("kimi_linear").to(BF16))
+    assert "A_log and dt_bias of KimiLinearForCausalLM were rounded to bfloat16" in caplog.text
+
+
+STUB = """
+import sys, types
+def only_on_a_gpu(q, k, v, g, beta, **kwargs):
+    raise RuntimeError("0 active drivers ([]). There should only be one.")
+fla, ops, kda = (types.ModuleType(n) for n in ("fla", "fla.ops", "fla.ops.kda"))
+fla.__version__, fla.__path__, ops.__path__ = "0.6.0", [], []
+kda.chunk_kda = kda.fused_recurrent_kda = only_on_a_gpu
+fla.ops, ops.kda = ops, kda
+sys.modules.update({"fla": fla, "fla.ops": ops, "fla.ops.kda": kda})
+"""
+
+
+@every_family
+def test_with_flash_linear_attention_installed_on_a_cpu(family: str) -> None:
+    """Stock layers take its GPU kernels whatever the device (a stand-in that fails as Triton does); ours do not."""
+    code = f"""{STUB if "fla" not in sys.modules and not _has_fla() else ""}
+import torch
+from kda_layers import swap_attention
+from tests.modeling.stock_models import build
+model, tokens = build("{family}"), torch.arange(3, 12)[None]
+try:
+    model(tokens)
+    raise SystemExit("the stock model ran")
+except RuntimeError as error:
+    assert "0 active drivers" in str(error), error
+swap_attention(model)
+assert model(tokens).logits.isfinite().all()
+print(model.generate(tokens, max_new_tokens=3, do_sample=False).shape[1])
+"""
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "12"
+
+
+def _has_fla() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("fla") is not None
+
+
+# ---------------------------------------------------------------- what is changed, and undone
+
+
+@every_family
+def test_paths_subsets_and_restoring(family: str) -> None:
+    stock = build(family)
+    model, kda = copy.deepcopy(stock), list(kda_layers_of(stock))
+    before = {p: type(m) for p, m in model.named_modules()}
+    attributes = {p: set(vars(m)) for p, m in model.named_modules()}
+    parameters = dict(model.named_parameters())
+    first = next(iter(kda_layers_of(model).values())).layer_idx
+    assert swap_attention(model, [first]) == kda[:1]
+    assert {p for p, m in model.named_modules() if type(m) is not before[p]} == set(kda[:1])
+    assert error(logits(model, ids(2, 9)), logits(stock, ids(2, 9))) < limit(family)
+    with pytest.raises(ValueError, match=r"every KDA layer .* must be swapped before"):
+        enable_speculative_decoding(model)
+    with pytest.raises(ValueError, match="swapped already"):
+        swap_attention(model)
+    assert swap_attention(model, [kda_layers_of(model)[p].layer_idx for p in kda[1:]]) == kda[1:]
+    enable_speculative_decoding(model)
+    assert {p for p, m in model.named_modules() if type(m) is not before[p]} == set(kda)
+    assert all(isinstance(m, before[p]) for p, m in model.named_modules())
+    assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
+    assert restore_attention(model) == kda
+    assert {p: type(m) for p, m in model.named_modules()} == before
+    assert {p: set(vars(m)) for p, m in model.named_modules()} == attributes
+    assert not any(m._forward_pre_hooks or m._forward_pre_hooks_with_kwargs for m in model.modules())
+    assert torch.equal(logits(model, ids(2, 9)), logits(stock, ids(2, 9)))
+    with pytest.raises(ValueError, match="swapped layers to restore"):
+        restore_attention(model)
+
+
+def test_other_models_are_not_touched() -> None:
+    stock, swapped = both("kimi_linear")
+    fresh = build("kimi_linear")
+    assert {type(m).__name__ for m in kda_layers_of(fresh).values()} == {"KimiLinearDeltaAttention"}
+    assert {type(m).__name__ for m in kda_layers_of(stock).values()} == {"KimiLinearDeltaAttention"}
+    assert {type(m).__name__ for m in kda_layers_of(swapped).values()} == {"FastKimiLinearDeltaAttention"}
+
+
+def test_the_backend_is_passed_on() -> None:
+    model = build("kimi_linear")
+    swap_attention(model, backend="eager")
+    assert {m.kda_options["backend"] for m in kda_layers_of(model).values()} == {"eager"}
+
+
+@pytest.mark.parametrize("family", ["kimi_linear"])
+def test_a_base_model_and_all_kda_models(family: str) -> None:
+    """A base model alone is swapped, too; in a model of KDA layers only a cache works, which stock refuses."""
+    model = build("kimi_linear", linear_only=True)
+    tokens = ids(2, 9)
+    with pytest.raises(ValueError, match="LinearAttention layers"):
+        model(tokens[:, :5], use_cache=True)
+    assert swap_attention(model.model) == [p.removeprefix("model.") for p in kda_layers_of(model)]
+    want = logits(model, tokens, use_cache=False)
+    with torch.no_grad():
+        first = model(tokens[:, :5], use_cache=True)
+        second = model(tokens[:, 5:], past_key_values=first.past_key_values)
+    assert error(torch.cat((first.logits, second.logits), 1), want) < limit(family)
+
+
+def hooked() -> PreTrainedModel:
+    model = build("kimi_linear")
+    layer = next(iter(kda_layers_of(model).values()))
+    layer.forward = lambda *args, **kwargs: None
+    return model
+
+
+def changed(**attributes: Any) -> PreTrainedModel:
+    model = build("glm5_next")
+    layer = next(iter(kda_layers_of(model).values()))
+    for name, value in attributes.items():
+        setattr(layer if hasattr(layer, name) else layer.forget_gate, name, value)
+    return model
+
+
+def tiny_kda() -> KDAForCausalLM:
+    return KDAForCausalLM(KDAConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, linear_num_heads=1))
+
+
+def gpt2() -> PreTrainedModel:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1))
+
+
+ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "no model": (lambda: torch.nn.Linear(1, 1), {}, TypeError, "model must be a transformers PreTrainedModel, got Lin"),
+    "another family": (gpt2, {}, ValueError, "GPT2LMHeadModel .*kimi_linear.*llama.*got model_type 'gpt2'"),
+    "our own": (tiny_kda, {}, ValueError, "of this package already"),
+    "beyond": (lambda: build("kimi_linear"), dict(layers=[3]), ValueError, r"layers must be in \[-3, 2\], got 3"),
+    "not KDA": (lambda: build("kimi_linear"), dict(layers=[1]), ValueError, r"\[0, 2\], got 1, .*full_attention"),
+    "twice": (lambda: build("kimi_linear"), dict(layers=[0, -3]), ValueError, r"each layer once, got \[0, -3\]"),
+    "none": (lambda: build("kimi_linear"), dict(layers=[]), ValueError, "got none"),
+    "no integer": (lambda: build("kimi_linear"), dict(layers=[0.0]), TypeError, "integers, got 0.0"),
+    "a pattern": (lambda: build("kimi_linear"), dict(layers="3:1"), ValueError, "layers must be None, .*got '3:1'"),
+    "configured": (lambda: build("kimi_linear"), dict(linear_num_heads=2), TypeError, "linear_num_heads"),
+    "a backend": (lambda: build("kimi_linear"), dict(backend="nope"), ValueError, "backend must be one of .*'nope'"),
+    "replaced forward": (hooked, {}, ValueError, "forward must be the class's own"),
+    "another activation": (lambda: changed(activation="gelu"), {}, ValueError, "activation must be 'silu', got 'gelu'"),
+    "a steeper bound": (lambda: changed(safe_gate_lower_bound=-6.0), {}, ValueError, r"lower_bound .*\[-5, 0\)"),
+    "no KDA layer": (
+        lambda: build("kimi_linear", layer_types=["full_attention"] * 3),
+        {},
+        ValueError,
+        "must have a KDA layer to swap",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_leave_the_model_as_it_was(case: str) -> None:
+    make, arguments, error_type, message = ERRORS[case]
+    model = make()
+    before = {p: (type(m), set(vars(m))) for p, m in model.named_modules()}
+    with pytest.raises(error_type, match=message):
+        swap_attention(model, **arguments)
+    assert {p: (type(m), set(vars(m))) for p, m in model.named_modules()} == before
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_errors_of_loading(tmp_path: Path) -> None:
+    tiny_kda().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model_type 'kda_lm'"):
+        load_pretrained(tmp_path)
