@@ -1,7 +1,7 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint test-gpu bench-cpu clean
+.PHONY: demo test lint test-gpu bench-cpu bench-swap test-transformers clean
 
 demo: .venv/demo
 	.venv/bin/python examples/train_tiny_lm.py --output runs/demo
@@ -17,8 +17,14 @@ lint: .venv/dev
 bench-cpu: .venv/dev
 	.venv/bin/python -m benchmarks.cpu
 
+bench-swap: .venv/dev
+	.venv/bin/python -m benchmarks.swap
+
 test-gpu: .venv/dev
-	KDA_LAYERS_REQUIRE=eager .venv/bin/python -m pytest tests/kernels
+	KDA_LAYERS_REQUIRE=eager .venv/bin/python -m pytest tests/kernels tests/modeling
+
+test-transformers: .venv/dev
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 tools/transformers_suite
 
 .venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

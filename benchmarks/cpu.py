@@ -8,10 +8,7 @@ Peak extra memory is that of a fresh process: the highest resident size during t
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,27 +104,10 @@ def check(case: tuple[str, int, int, int, str]) -> float:
     return error
 
 
-def peak_extra_mib(case: tuple[str, int, int, int, str], name: str) -> float:
-    """Peak resident memory of one call above what the process held before it, in MiB, in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.cpu", "--memory-of", json.dumps([case, name])]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
 def _print_memory(case: tuple[str, int, int, int, str], name: str) -> None:
     tiny = (case[0], case[1], min(case[2], 64), *case[3:])
     calls(tiny)[name]()  # what the first call loads is not the operator's memory
-    f = calls(case)[name]
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # or the call would reuse, uncounted, what making its inputs left behind
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-
-    def kib(field: str) -> int:
-        status = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in status if line.startswith(field)).split()[1])
-
-    before = kib("VmRSS")
-    result = f()
-    print((kib("VmHWM") - before) / 1024)
-    del result
+    print(report.peak_extra_mib(calls(case)[name]))
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -177,7 +157,7 @@ def main() -> None:
             row[f"{name} times"] = report.summary(report.times_ms(f, repeats if T > 1 else 10 * args.repeats))
             row[f"{name} ms"] = row[f"{name} times"]["median"]
             if T > 1:
-                row[f"{name} MiB"] = peak_extra_mib(case, name)
+                row[f"{name} MiB"] = report.in_fresh_process("benchmarks.cpu", "--memory-of", json.dumps([case, name]))
         if "transformers ms" in row:
             row["times faster"] = row["transformers ms"] / row["kda_layers ms"]
             if T > 1:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,11 +37,35 @@ def summary(times: list[float]) -> dict[str, float]:
     return {"median": statistics.median(times), "min": min(times), "max": max(times), "calls": len(times)}
 
 
+def in_fresh_process(module: str, *arguments: str) -> float:
+    """The number that `python -m module arguments` prints last."""
+    command = [sys.executable, "-m", module, *arguments]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def peak_extra_mib(f: Callable[[], Any]) -> float:
+    """Peak resident memory of one call above what the process held before it, in MiB."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # or the call would reuse, uncounted, what making its inputs left behind
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+
+    def kib(field: str) -> int:
+        return int(next(line for line in _lines("/proc/self/status") if line.startswith(field)).split()[1])
+
+    before = kib("VmRSS")
+    result = f()
+    peak = (kib("VmHWM") - before) / 1024
+    del result
+    return peak
+
+
 def stamp() -> dict[str, str]:
     """The machine, versions, commit and date."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
-    return {
+    gpu = {}
+    if torch.cuda.is_available():
+        gpu = {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return gpu | {
         "cpu": f"{cpu}, {torch.get_num_threads()} threads",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -9,6 +9,7 @@ from kda_layers.modeling.auto import register_variants
 from kda_layers.modeling.configuration_kda import KDAConfig
 
 if TYPE_CHECKING:
+    from kda_layers.modeling.fla_checkpoint import convert_fla_checkpoint
     from kda_layers.modeling.layer import KimiDeltaAttention
     from kda_layers.modeling.modeling_kda import KDAForCausalLM, KDAModel
     from kda_layers.modeling.swap import (
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         restore_attention,
         swap_attention,
     )
+    from kda_layers.modeling.weights import export_kda_weights, kda_layer_options, load_kda_weights
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,10 +27,14 @@ __all__ = [
     "KDAModel",
     "KDAOutput",
     "KimiDeltaAttention",
+    "convert_fla_checkpoint",
     "enable_speculative_decoding",
     "explain",
+    "export_kda_weights",
     "kda",
+    "kda_layer_options",
     "kda_step",
+    "load_kda_weights",
     "load_pretrained",
     "restore_attention",
     "swap_attention",
@@ -42,6 +48,10 @@ _LAZY = {
     "KDAForCausalLM": "kda_layers.modeling.modeling_kda",
     "KDAModel": "kda_layers.modeling.modeling_kda",
     "KimiDeltaAttention": "kda_layers.modeling.layer",
+    "convert_fla_checkpoint": "kda_layers.modeling.fla_checkpoint",
+    "export_kda_weights": "kda_layers.modeling.weights",
+    "kda_layer_options": "kda_layers.modeling.weights",
+    "load_kda_weights": "kda_layers.modeling.weights",
     "enable_speculative_decoding": "kda_layers.modeling.swap",
     "load_pretrained": "kda_layers.modeling.swap",
     "restore_attention": "kda_layers.modeling.swap",

@@ -1,25 +1,19 @@
-"""Configuration of KDA language models: all KDA, or hybrid with softmax attention."""
+"""Configuration of KDA layers, and of KDA language models: all KDA, or hybrid with softmax attention."""
 
 import importlib
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 
 from kda_layers.kernels.contract import MIN_LOWER_BOUND, check_lower_bound
+from kda_layers.modeling import hub
 
-LAYER_TYPES = ("linear_attention", "full_attention")
 
-
-@strict
-class KDAConfig(PreTrainedConfig):
-    """Configuration of `KDAModel` and `KDAForCausalLM`.
+class KDAFields(PreTrainedConfig):
+    """What a configuration says of its KDA layers; a base of every configuration that has some.
 
     Args:
-        vocab_size: tokens in the vocabulary.
-        hidden_size: width of the residual stream.
-        intermediate_size: width of the gated MLP; None for 8/3 of hidden_size, rounded up to a multiple of 64.
-        num_hidden_layers: number of decoder layers.
         linear_num_heads: query / key heads of a KDA layer.
         linear_num_value_heads: value heads of a KDA layer, a multiple of linear_num_heads; None for the same number.
         linear_head_dim: key width K of a KDA head.
@@ -31,6 +25,83 @@ class KDAConfig(PreTrainedConfig):
         linear_gate_rank: rank of the projections of the log-decay and of the output gate; None for
             linear_value_head_dim, 0 for full rank.
         linear_output_gate_bias: whether the output gate has a bias.
+        layer_types: for each layer "linear_attention" (KDA) or the kind of its softmax attention.
+    """
+
+    modeling: ClassVar[str]  # the module of the models, which registers them
+    softmax_types: ClassVar[tuple[str, ...]] = ("full_attention",)
+
+    linear_num_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int = 4
+    linear_gate_activation: str = "lower_bound"
+    linear_lower_bound: float | int | None = float(MIN_LOWER_BOUND)
+    linear_allow_neg_eigval: bool = False
+    linear_gate_rank: int | None = None
+    linear_output_gate_bias: bool = False
+    layer_types: list[str] | None = None
+
+    def complete_kda_fields(self) -> None:
+        """Gives fields that are still None their defaults, and registers the models.
+
+        The first configuration registers the models, so that `import kda_layers` need not import them.
+        """
+        if self.linear_num_value_heads is None:
+            self.linear_num_value_heads = self.linear_num_heads
+        if self.linear_value_head_dim is None:
+            self.linear_value_head_dim = self.linear_head_dim
+        if self.linear_gate_rank is None:
+            self.linear_gate_rank = self.linear_value_head_dim
+        importlib.import_module(self.modeling)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """transformers' own, and the code that loads the checkpoint with trust_remote_code=True."""
+        hub.write_code(self, save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    def validate_kda_fields(self) -> None:
+        """Raises a ValueError naming the fields that contradict each other."""
+        names = "linear_num_heads linear_num_value_heads linear_head_dim linear_value_head_dim linear_conv_kernel_dim"
+        check_at_least_one(self, names)
+        if self.linear_num_value_heads % self.linear_num_heads:
+            raise ValueError(
+                f"linear_num_value_heads must be a multiple of linear_num_heads = {self.linear_num_heads}, "
+                f"got {self.linear_num_value_heads}"
+            )
+        if self.linear_gate_activation not in ("lower_bound", "softplus"):
+            raise ValueError(
+                f"linear_gate_activation must be 'lower_bound' or 'softplus', got {self.linear_gate_activation!r}"
+            )
+        try:
+            check_lower_bound(self.linear_gate_activation, self.linear_lower_bound)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"linear_{error}") from error
+        if self.linear_gate_rank < 0:
+            raise ValueError(f"linear_gate_rank must be 0 (full rank) or more, got {self.linear_gate_rank}")
+        types = ("linear_attention", *self.softmax_types)
+        if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(types):
+            raise ValueError(f"layer_types must hold {self.num_hidden_layers} of {types}, got {self.layer_types}")
+
+
+def check_at_least_one(config: Any, names: str) -> None:
+    """Raises a ValueError unless each of the fields is 1 or more."""
+    for name in names.split():
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+
+
+@strict
+class KDAConfig(KDAFields):
+    """Configuration of `KDAModel` and `KDAForCausalLM`.
+
+    Args:
+        vocab_size: tokens in the vocabulary.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the gated MLP; None for 8/3 of hidden_size, rounded up to a multiple of 64.
+        num_hidden_layers: number of decoder layers.
+        linear_...: of the KDA layers, as in `KDAFields`.
         full_attention_interval: every so many layers one of softmax attention: 4 is the 3:1 pattern of Kimi Linear,
             0 is all KDA. Read where layer_types is None.
         layer_types: for each layer "linear_attention" (KDA) or "full_attention".
@@ -45,8 +116,9 @@ class KDAConfig(PreTrainedConfig):
             a field of a wrong type, or fields that contradict each other.
     """
 
+    modeling = "kda_layers.modeling.modeling_kda"
     model_type = "kda_lm"  # "kda" is that of flash-linear-attention's own model
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     base_model_pp_plan = {  # noqa: RUF012  (a class attribute that transformers reads)
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -58,17 +130,8 @@ class KDAConfig(PreTrainedConfig):
     intermediate_size: int | None = None
     num_hidden_layers: int = 24
     linear_num_heads: int = 8
-    linear_num_value_heads: int | None = None
     linear_head_dim: int = 128
-    linear_value_head_dim: int | None = None
-    linear_conv_kernel_dim: int = 4
-    linear_gate_activation: str = "lower_bound"
-    linear_lower_bound: float | int | None = float(MIN_LOWER_BOUND)
-    linear_allow_neg_eigval: bool = False
-    linear_gate_rank: int | None = None
-    linear_output_gate_bias: bool = False
     full_attention_interval: int = 0
-    layer_types: list[str] | None = None
     num_attention_heads: int = 8
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -85,12 +148,6 @@ class KDAConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // 3 // 64) * 64
-        if self.linear_num_value_heads is None:
-            self.linear_num_value_heads = self.linear_num_heads
-        if self.linear_value_head_dim is None:
-            self.linear_value_head_dim = self.linear_head_dim
-        if self.linear_gate_rank is None:
-            self.linear_gate_rank = self.linear_value_head_dim
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -102,43 +159,19 @@ class KDAConfig(PreTrainedConfig):
                 for i in range(self.num_hidden_layers)
             ]
         super().__post_init__(**kwargs)
-        # The first configuration registers the models, so that `import kda_layers` need not import them.
-        importlib.import_module("kda_layers.modeling.modeling_kda")
+        self.complete_kda_fields()
 
     def validate_kda(self) -> None:
         """Raises a ValueError naming the fields that contradict each other."""
-        positive = (
-            "vocab_size hidden_size intermediate_size num_hidden_layers linear_num_heads linear_num_value_heads "
-            "linear_head_dim linear_value_head_dim linear_conv_kernel_dim num_attention_heads num_key_value_heads "
-            "head_dim"
-        )
-        for name in positive.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.linear_num_value_heads % self.linear_num_heads:
-            raise ValueError(
-                f"linear_num_value_heads must be a multiple of linear_num_heads = {self.linear_num_heads}, "
-                f"got {self.linear_num_value_heads}"
-            )
+        check_at_least_one(self, "vocab_size hidden_size intermediate_size num_hidden_layers")
+        check_at_least_one(self, "num_attention_heads num_key_value_heads head_dim")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads = {self.num_key_value_heads}, "
                 f"got {self.num_attention_heads}"
             )
-        if self.linear_gate_activation not in ("lower_bound", "softplus"):
-            raise ValueError(
-                f"linear_gate_activation must be 'lower_bound' or 'softplus', got {self.linear_gate_activation!r}"
-            )
-        try:
-            check_lower_bound(self.linear_gate_activation, self.linear_lower_bound)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"linear_{error}") from error
-        if self.linear_gate_rank < 0:
-            raise ValueError(f"linear_gate_rank must be 0 (full rank) or more, got {self.linear_gate_rank}")
         if self.full_attention_interval < 0:
             raise ValueError(f"full_attention_interval must be 0 or more, got {self.full_attention_interval}")
-        if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(LAYER_TYPES):
-            raise ValueError(f"layer_types must hold {self.num_hidden_layers} of {LAYER_TYPES}, got {self.layer_types}")
 
 
 AutoConfig.register(KDAConfig.model_type, KDAConfig, exist_ok=True)

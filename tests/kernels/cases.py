@@ -245,7 +245,7 @@ def run_draws(fn: Callable[[Inputs], KDAOutput], draws: list[Inputs]) -> dict[st
 def error(got: Tensor, truth: Tensor) -> float:
     """Relative L2 error; absolute where the truth is zero; NaN anywhere gives NaN, which no limit admits."""
     assert got.shape == truth.shape, f"shape {list(got.shape)}, expected {list(truth.shape)}"
-    truth = truth.double()
+    truth = truth.cpu().double()
     return float((got.cpu().double() - truth).norm() / (truth.norm() or 1.0))
 
 

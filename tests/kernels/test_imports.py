@@ -25,7 +25,7 @@ LAYERS = {
     "dispatch": {"contract"},
     "op": {"contract", "dispatch", "reference"},
     "fla_api": {"contract", "op"},
-    "short_conv": set(),
+    "short_conv": {"contract"},
 }
 
 

@@ -21,7 +21,15 @@ FAMILIES = [f for f in KDA_LAYERS if f != "bailing_hybrid" or hasattr(transforme
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def build(family: str, *, dense: bool = False, linear_only: bool = False, softplus: bool = False, **fields: Any) -> Any:
+def build(
+    family: str,
+    *,
+    dense: bool = False,
+    linear_only: bool = False,
+    softplus: bool = False,
+    seed: int = 0,
+    **fields: Any,
+) -> Any:
     """A model with every parameter of its KDA layers at a value that matters; dense: without a router's jumps."""
     common: dict[str, Any] = dict(
         vocab_size=97, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_attention_heads=2,
@@ -34,7 +42,7 @@ def build(family: str, *, dense: bool = False, linear_only: bool = False, softpl
     if dense:
         common["mlp_layer_types"] = ["dense"] * layers
     linear: dict[str, Any] = dict(linear_head_dim=16, linear_num_heads=2)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     if family == "kimi_linear":
         common.setdefault("layer_types", ["linear_attention", "full_attention", "linear_attention"])
         fields = common | linear | dict(num_hidden_layers=layers, num_local_experts=4, qk_rope_head_dim=8) | fields
@@ -68,6 +76,14 @@ def build(family: str, *, dense: bool = False, linear_only: bool = False, softpl
             if name.endswith(("A_log", "dt_bias", "o_norm.weight")):
                 p.copy_(torch.rand_like(p) + 0.5)
     return model.eval()
+
+
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    """The model in a dtype but for what its class keeps in fp32, as from_pretrained loads it."""
+    kept = tuple(model._keep_in_fp32_modules_strict or ())
+    for name, p in model.named_parameters():
+        p.data = p.data.to(torch.float32 if any(k in name for k in kept) else dtype)
+    return model
 
 
 def kda_layers_of(model: torch.nn.Module) -> dict[str, Any]:

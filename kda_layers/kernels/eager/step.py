@@ -12,39 +12,46 @@ STEP_ELEMENTS = 2**18  # elements of the state updated at a time, so that its th
 
 
 def step(x: StepInputs) -> Tensor:
-    """Token after token; the sequences of a token side by side."""
+    """Token after token; the sequences of a token side by side.
+
+    Sequences of one length need nothing from the host, so that a CUDA graph can capture them.
+    """
     o = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
     B, T = x.q.shape[:2]
-    if x.cu_seqlens is None:
-        starts, lengths = torch.arange(B) * T, torch.full((B,), T)
-    else:
-        offsets = torch.tensor(sequence_offsets(x.cu_seqlens, T))
-        starts, lengths = offsets[:-1], offsets.diff()
-    slots = _slots(x, int(lengths.max()))
+    offsets = None if x.cu_seqlens is None else torch.tensor(sequence_offsets(x.cu_seqlens, T), device="cpu")
+    longest = T if offsets is None else int(offsets.diff().max())
+    slots = _slots(x, longest)
     x = activate(x)
     wide = x.state.dtype
     heads = torch.arange(x.v.shape[2], device=x.q.device) // (x.v.shape[2] // x.q.shape[2])
     q, k = (t.to(wide).flatten(0, 1)[:, heads] for t in (x.q, x.k))
     v, decay, beta = x.v.to(wide).flatten(0, 1), x.g.to(wide).exp().flatten(0, 1), x.beta.to(wide).flatten(0, 1)
     out = o.view(-1, *o.shape[2:])
-    for t in range(int(lengths.max())):
-        live = (lengths > t).nonzero()[:, 0]
-        tokens, live = (starts[live] + t).to(x.q.device), live.to(x.q.device)
-        whole = slots is None and len(live) == x.state.shape[0] and x.state.is_contiguous()
+    for t in range(longest):
+        tokens, live, count = (slice(t, None, T), slice(None), B) if offsets is None else _live(offsets, t, o.device)
+        whole = slots is None and count == x.state.shape[0] and x.state.is_contiguous()
         S = x.state if whole else x.state[_source(x, slots, live, t)].contiguous()
-        out[tokens] = _recur(S, x.scale, *(y[tokens] for y in (q, k, v, decay, beta))).to(o.dtype)
+        out[tokens] = _recur(S, x.scale, *(y[tokens].contiguous() for y in (q, k, v, decay, beta))).to(o.dtype)
         if not whole:
             x.state[live if slots is None else slots[live, t]] = S
     return o
 
 
-def _source(x: StepInputs, slots: Tensor | None, live: Tensor, t: int) -> Tensor:
+def _live(offsets: Tensor, t: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Of the packed sequences that have a token t: its place along T, their numbers, and how many they are."""
+    live = (offsets.diff() > t).nonzero()[:, 0]
+    return (offsets[live] + t).to(device), live.to(device), len(live)
+
+
+def _source(x: StepInputs, slots: Tensor | None, live: Tensor | slice, t: int) -> Tensor | slice:
     """Slots that hold the states of the sequences `live` before their token t."""
     if slots is None:
         return live
     if t > 0:
         return slots[live, t - 1]
-    return slots[live, 0 if x.num_accepted is None else x.num_accepted.long()[live] - 1]
+    if x.num_accepted is None:
+        return slots[live, 0]
+    return slots[live].gather(1, x.num_accepted.long()[live, None] - 1)[:, 0]
 
 
 def _slots(x: StepInputs, tokens: int) -> Tensor | None:

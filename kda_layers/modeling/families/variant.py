@@ -1,0 +1,216 @@
+"""Softmax decoders of transformers with KDA layers: what the families share, and converting a stock model."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kda_layers.modeling.configuration_kda import KDAFields
+from kda_layers.modeling.configuration_variants import stock_layer_types
+from kda_layers.modeling.hybrid import HybridForCausalLM, HybridModel, KDAAttention
+
+FAMILIES = ("llama", "qwen3", "mistral")
+
+
+class VariantModel(HybridModel):
+    """A family's base model with KDA layers: its own decoder layers, norm and rotary embedding."""
+
+    layer_class: ClassVar[type[nn.Module]]
+    rotary_class: ClassVar[type[nn.Module]]
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        self.rotary_emb = self.rotary_class(config=config)
+        self.post_init()
+
+    def make_layer(self, layer_idx: int) -> nn.Module:
+        layer = self.layer_class(self.config, layer_idx)
+        if self.config.layer_types[layer_idx] == "linear_attention":
+            layer.self_attn = KDAAttention(self.config, layer_idx)
+        return layer
+
+    def position_inputs(self, hidden_states: Tensor, position_ids: Tensor) -> dict[str, Any]:
+        return {"position_embeddings": self.rotary_emb(hidden_states, position_ids)}
+
+
+class VariantForCausalLM(HybridForCausalLM):
+    """A family's `VariantModel` with a language-model head."""
+
+    stock_class: ClassVar[type[PreTrainedModel]]
+
+
+def variants() -> dict[type[PreTrainedModel], type[VariantForCausalLM]]:
+    """The variant of each stock class that `convert` takes."""
+    for name in FAMILIES:
+        importlib.import_module(f"kda_layers.modeling.families.{name}")
+    return {variant.stock_class: variant for variant in VariantForCausalLM.__subclasses__()}
+
+
+def convert(
+    model: PreTrainedModel, layers: Iterable[int] | str, *, backend: str | None = None, **config: Any
+) -> PreTrainedModel:
+    """A new model with KDA in place of some of a stock model's attention layers; `model` stays as it is.
+
+    The new model has copies of all weights of the other layers and of the MLPs, norms and embeddings, and starts in
+    the KDA layers from the softmax layers' projections (see `carried_projections`). RoPE is dropped there; gates,
+    convolutions and norms start as in any KDA layer. It needs training: distil it from `model`.
+
+    Args:
+        model: LlamaForCausalLM, Qwen3ForCausalLM or MistralForCausalLM itself, on one device.
+        layers: indices of layers (negative: from the end), "all", or "a:b": a layers of KDA, then b that stay, and so
+            on.
+        backend: name of a kernel backend for the new layers; None chooses (see `kda_layers.explain`). Not saved.
+        **config: linear_... fields of the new configuration, see `configuration_kda.KDAFields`.
+
+    Returns:
+        The family's variant, on the device, in the dtypes (A_log and dt_bias: fp32) and in the mode of `model`.
+
+    Raises:
+        TypeError: another kind of layers; a keyword that is no linear_... field.
+        ValueError: another class of model; layers that do not exist, come twice or have a sliding window;
+            projections with biases or of another size than the KDA layers'; a model whose weights are elsewhere
+            (offloaded, on the meta device) or not those of a plain model (adapters, quantised).
+    """
+    stock = variants()
+    if type(model) not in stock:
+        names = ", ".join(cls.__name__ for cls in stock)
+        raise ValueError(f"model must be one of {names}, got {type(model).__name__}")
+    _check_plain(model)
+    chosen = chosen_layers(layers, model.config.num_hidden_layers)
+    variant = stock[type(model)]
+    new_config = _variant_config(variant, model.config, chosen, config)
+    with torch.device("meta"):  # nothing is allocated twice
+        new = variant._from_config(new_config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for i in chosen:
+        attention = new.model.layers[i].self_attn.to_empty(device=model.device)
+        attention.apply(new._init_weights)
+        attention.kda_options["backend"] = backend
+        path = f"model.layers.{i}.self_attn."
+        old = {name.removeprefix(path): weights.pop(name) for name in list(weights) if name.startswith(path)}
+        carried = carried_projections(old, new_config)
+        weights |= {path + name: tensor for name, tensor in (attention.state_dict() | carried).items()}
+    new.load_state_dict(weights, assign=True)
+    new.tie_weights()
+    new.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # its buffers are in no state dict
+    new.generation_config = copy.deepcopy(model.generation_config)
+    return new.train(model.training)
+
+
+def carried_projections(old: dict[str, Tensor], config: PreTrainedConfig) -> dict[str, Tensor]:
+    """A KDA layer's projections from those of a softmax layer with Hq query and Hkv key / value heads of width d.
+
+    There are as many value heads as query heads. Value head i takes the v of its group, the key / value head
+    i // (Hq // Hkv), so that o_proj stays as it is. It reads q / k head i // (Hq // H) in KDA; each of these takes
+    the mean of the query heads that it stands for, and the k of their group. The default is H = Hq, where nothing is
+    averaged: after the same distillation its divergence from the original was an eighth smaller than with H = Hkv.
+
+    KDA normalises q and k: of Qwen3's norms of them only the weight is left, which goes into the projection.
+
+    Args:
+        old: weights of the softmax layer by name: q_proj.weight [Hq d, D], k_proj.weight and v_proj.weight [Hkv d, D],
+            o_proj.weight [D, Hq d], and q_norm.weight, k_norm.weight [d] if it has them.
+        config: with linear_num_heads H, a multiple of Hkv that divides Hq.
+
+    Returns:
+        {name: weight}: q_proj, k_proj [H d, D], v_proj [Hq d, D], o_proj [D, Hq d].
+    """
+    d, H, HV = config.head_dim, config.linear_num_heads, config.num_attention_heads
+    q, k, v = (old[f"{name}_proj.weight"].unflatten(0, (-1, d)) for name in "qkv")
+    if "q_norm.weight" in old:
+        q, k = q * old["q_norm.weight"][:, None], k * old["k_norm.weight"][:, None]
+    q = q.unflatten(0, (H, HV // H)).mean(1)
+    k, v = k.repeat_interleave(H // k.shape[0], 0), v.repeat_interleave(HV // v.shape[0], 0)
+    projections = {f"{name}_proj.weight": weight.flatten(0, 1) for name, weight in zip("qkv", (q, k, v), strict=True)}
+    return projections | {"o_proj.weight": old["o_proj.weight"]}
+
+
+def chosen_layers(layers: Iterable[int] | str, total: int) -> list[int]:
+    """Indices in [0, total), ascending, from the ways in which `convert` takes them; raises as `convert` does."""
+    if isinstance(layers, str):
+        pattern = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", layers)
+        if layers != "all" and pattern is None:
+            raise ValueError(
+                f'layers must be indices, "all", or "a:b" with a layers of KDA, then b that stay, got {layers!r}'
+            )
+        a, b = (1, 0) if pattern is None else map(int, pattern.groups())
+        return [i for i in range(total) if i % (a + b) < a]
+    if not isinstance(layers, Iterable):
+        raise TypeError(f'layers must be indices, "all", or a pattern such as "3:1", got {layers!r}')
+    given = list(layers)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in given):
+        raise TypeError(f"layers must hold integers, got {given}")
+    if not given:
+        raise ValueError("layers must hold at least one index, got none")
+    if missing := [i for i in given if not -total <= i < total]:
+        raise ValueError(f"layers must be in [{-total}, {total}) for a model of {total} layers, got {missing}")
+    chosen = sorted(i % total for i in given)
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"layers must name each layer once, got {given} for a model of {total} layers")
+    return chosen
+
+
+def _check_plain(model: PreTrainedModel) -> None:
+    """Raises a ValueError unless the weights are here, in memory, and those of the class."""
+    name = type(model).__name__
+    if any(p.is_meta for p in model.parameters()) or any(hasattr(m, "_hf_hook") for m in model.modules()):
+        raise ValueError(
+            f"model must have all its weights on one device, got a {name} on the meta device or dispatched by "
+            "accelerate: load it without device_map and offloading, and move what is returned"
+        )
+    with torch.device("meta"):
+        plain = type(model)(copy.deepcopy(model.config)).state_dict().keys()
+    if differences := sorted(plain ^ model.state_dict().keys()):
+        raise ValueError(
+            f"model must have the weights of a plain {name}, got differences in {', '.join(differences[:4])}"
+            f"{', ...' if differences[4:] else ''}: merge adapters and load without quantisation first"
+        )
+    if model.config.to_dict().get("attention_bias"):
+        raise ValueError("config.attention_bias must be False: the projections of KDA layers have no biases, got True")
+
+
+def _variant_config(
+    variant: type[VariantForCausalLM], stock: PreTrainedConfig, chosen: list[int], fields_given: dict[str, Any]
+) -> PreTrainedConfig:
+    """The configuration of the converted model, checked against what is carried over."""
+    known = [f.name for f in fields(KDAFields) if f.name.startswith("linear_")]
+    if unknown := sorted(fields_given.keys() - set(known)):
+        raise TypeError(f"config keywords must be among {', '.join(known)}, got {', '.join(unknown)}")
+    layer_types = list(stock_layer_types(stock))
+    if sliding := [i for i in chosen if layer_types[i] == "sliding_attention"]:
+        raise ValueError(
+            f"layers must have no sliding window, got {sliding}, with one of {stock.sliding_window} tokens: KDA has no "
+            "window, its state reaches back to the first token. Leave these layers out, or load the model without "
+            "the window (sliding_window=None; for Qwen3 use_sliding_window=False and layer_types=None)"
+        )
+    for i in chosen:
+        layer_types[i] = "linear_attention"
+    own = ("model_type", "architectures", "layer_types", "transformers_version", "_name_or_path")
+    inherited = {name: value for name, value in stock.to_dict().items() if name not in own}
+    try:
+        config = variant.config_class(**inherited, layer_types=layer_types, **fields_given)
+    except StrictDataclassError as error:  # which hides what it is about in its cause
+        raise type(error.__cause__)(str(error.__cause__)) from error
+    if stock.name_or_path:
+        config.converted_from = stock.name_or_path
+    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    wanted = dict(linear_head_dim=d, linear_value_head_dim=d, linear_num_value_heads=heads)
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"{name} must be {value}, as projections are carried over, got {getattr(config, name)}")
+    H = config.linear_num_heads
+    if H % groups or heads % H:
+        raise ValueError(
+            f"linear_num_heads must be a multiple of num_key_value_heads = {groups} that divides num_attention_heads "
+            f"= {heads}, got {H}"
+        )
+    return config

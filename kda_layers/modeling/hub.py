@@ -1,0 +1,190 @@
+"""What a saved model carries for others: code that loads it without `import kda_layers`, and a model card."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import sys
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # `import kda_layers` imports this module, and none of transformers' modelling code
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+CODE, CARD = "modeling_kda_layers.py", "README.md"
+
+# Absolute imports only: transformers copies the relative ones along with a file, and for a missing package it says
+# what to install. Classes of their own, because transformers marks those that it loads from a checkpoint's folder.
+CODE_TEMPLATE = Template('''\
+"""Loads this checkpoint with trust_remote_code=True. All code is in the package: `pip install kda_layers`."""
+
+from $config_module import $config as PackageConfig
+from $model_module import $base as PackageModel
+from $model_module import $causal_lm as PackageForCausalLM
+
+
+class $config(PackageConfig):
+    """That of kda_layers."""
+
+
+class $base(PackageModel):
+    """That of kda_layers."""
+
+    config_class = $config
+
+
+class $causal_lm(PackageForCausalLM):
+    """That of kda_layers."""
+
+    config_class = $config
+''')
+
+CARD_TEMPLATE = Template("""\
+---
+library_name: transformers
+tags: [kda, kimi-delta-attention, linear-attention]
+$metadata---
+
+# $title
+
+A model with layers of Kimi Delta Attention (KDA, [arXiv:2510.26692](https://arxiv.org/abs/2510.26692)): linear
+attention whose state has one size, whatever the length of the text.
+
+$facts
+
+## Loading
+
+`pip install kda_layers`, then
+
+```python
+import kda_layers
+from transformers import $auto_class
+
+model = $auto_class.from_pretrained("path or name of this checkpoint")
+```
+
+or, without the first import, with `trust_remote_code=True`.
+
+## Use, data, training, evaluation
+
+Not stated: `save_pretrained` wrote this card, and the authors of the model have not added to it.
+""")
+
+
+class CardMixin:
+    """Of a PreTrainedModel: its `save_pretrained` writes a model card too."""
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+        """transformers' own, and a model card (README.md), see `write_card`.
+
+        `push_to_hub` replaces the card by one of transformers, or by that of the repository: to publish ours, upload
+        the folder.
+        """
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
+        if is_main_process:
+            write_card(self, save_directory)
+
+
+def write_code(config: PreTrainedConfig, folder: Any) -> None:
+    """Writes the code that loads a checkpoint where kda_layers is installed but not imported; config names it then.
+
+    To be called before config.json is written. A configuration that was itself loaded by such code is left to
+    transformers, which copies that code.
+
+    Args:
+        config: of a model of this package; its auto_map is set, but for entries that name other code.
+        folder: of the checkpoint.
+    """
+    kind = type(config)
+    if kind.__module__.partition(".")[0] != __name__.partition(".")[0]:
+        return
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    base, causal_lm = MODEL_MAPPING[kind], MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    code = CODE_TEMPLATE.substitute(
+        config=kind.__name__, base=base.__name__, causal_lm=causal_lm.__name__,
+        config_module=kind.__module__, model_module=causal_lm.__module__,
+    )  # fmt: skip
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / CODE).write_text(code, encoding="utf-8")
+    classes = {"AutoConfig": kind, "AutoModel": base, "AutoModelForCausalLM": causal_lm}
+    stem = Path(CODE).stem
+    others = {auto: ref for auto, ref in (getattr(config, "auto_map", None) or {}).items() if stem not in str(ref)}
+    config.auto_map = {auto: f"{stem}.{cls.__name__}" for auto, cls in classes.items()} | others
+
+
+def write_card(model: PreTrainedModel, folder: Any) -> None:
+    """Writes a model card into the folder of a checkpoint, unless that is not ours to do.
+
+    A card that someone wrote or edited stays: ours ends with a digest of itself, and only an unchanged one is
+    replaced. There is none for an adapter's weights, and none in the `checkpoint-...` folders of a Trainer: they are
+    to resume from, and the model that it saves in the end has one.
+    """
+    path = Path(folder) / CARD
+    resumable = re.fullmatch(r"checkpoint-\d+", Path(folder).absolute().name)
+    if resumable or getattr(model, "_hf_peft_config_loaded", False):
+        return
+    if path.exists() and not _is_ours(path.read_text(encoding="utf-8")):
+        return
+    path.write_text(_signed(model_card(model)), encoding="utf-8")
+
+
+def model_card(model: PreTrainedModel) -> str:
+    """The card, in Markdown: what configuration and parameters say of a model, how to load it, what made it."""
+    generates = model.can_generate()
+    facts = _facts(model)
+    return CARD_TEMPLATE.substitute(
+        title=f"{facts['architecture']}, {facts['parameters']} parameters",
+        metadata="pipeline_tag: text-generation\n" if generates else "",
+        facts="\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in facts.items())]),
+        auto_class="AutoModelForCausalLM" if generates else "AutoModel",
+    )
+
+
+def _facts(model: PreTrainedModel) -> dict[str, str]:
+    config: Any = model.config
+    gate = config.linear_gate_activation
+    if config.linear_lower_bound is not None:
+        gate += f" {config.linear_lower_bound:g}"
+    facts = {
+        "architecture": type(model).__name__,
+        "model type": config.model_type,
+        "layers": layer_pattern(config.layer_types),
+        "KDA heads": f"{config.linear_num_heads} of queries and keys, {config.linear_head_dim} wide; "
+        f"{config.linear_num_value_heads} of values, {config.linear_value_head_dim} wide",
+        "KDA gate": gate,
+        "width": f"{config.hidden_size}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    if origin := getattr(config, "converted_from", None):
+        facts["converted from"] = str(origin)
+    packages = (sys.modules[name] for name in ("kda_layers", "transformers", "torch"))
+    facts["saved with"] = ", ".join(f"{package.__name__} {package.__version__}" for package in packages)
+    return facts
+
+
+def layer_pattern(layer_types: list[str]) -> str:
+    """In words: ["linear_attention", "full_attention"] * 4 is "8: 1 KDA, 1 full attention, 4 times"."""
+    n = len(layer_types)
+    period = next(p for p in range(1, n + 1) if n % p == 0 and layer_types == layer_types[:p] * (n // p))
+    if period == 1:
+        return f"{n}: all {_name(layer_types[0])}"
+    runs = ", ".join(f"{len(list(run))} {_name(kind)}" for kind, run in itertools.groupby(layer_types[:period]))
+    return f"{n}: {runs}" + (f", {n // period} times" if period < n else "")
+
+
+def _name(layer_type: str) -> str:
+    return "KDA" if layer_type == "linear_attention" else layer_type.replace("_", " ")
+
+
+def _signed(card: str) -> str:
+    return f"{card}\n<!-- written by kda_layers, {hashlib.sha256(card.encode()).hexdigest()[:16]} -->\n"
+
+
+def _is_ours(text: str) -> bool:
+    card, _, _ = text.rpartition("\n<!-- written by kda_layers, ")
+    return text == _signed(card)

@@ -1,0 +1,68 @@
+"""Tensors of safetensors files and checkpoint folders as a mapping that reads each when it is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+Source = Mapping[str, Tensor] | str | PathLike
+
+
+class SafetensorsFiles(Mapping[str, Tensor]):
+    """The tensors of a .safetensors file or of a checkpoint folder, each read when it is asked for."""
+
+    def __init__(self, path: str | PathLike):
+        path = Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"source must be a .safetensors file or a checkpoint folder, got {path}: no such")
+        if path.is_dir():
+            path, index = path / "model.safetensors", path / "model.safetensors.index.json"
+            if not path.exists() and index.exists():
+                self._files = {name: path.parent / file for name, file in _weight_map(index).items()}
+                return
+            if not path.exists():
+                raise FileNotFoundError(f"source must hold {path.name} or {index.name}, got {path.parent} without")
+        with _open(path) as file:
+            self._files = dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _open(self._files[name]) as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} must be a whole safetensors file, got: {error}") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} must be a JSON object with a weight_map, got: {error!r}") from error
+
+
+def open_weights(source: Source) -> Mapping[str, Tensor]:
+    """`source` as a mapping of tensors: itself, or what is in the file or folder."""
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, str | PathLike):
+        return SafetensorsFiles(source)
+    raise TypeError(f"source must be a state dict or a path, got {type(source).__name__}")

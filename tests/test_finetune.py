@@ -1,0 +1,143 @@
+"""examples/finetune.py in one process and in two, and what data-parallel training does to a model with KDA layers.
+
+As a script, under torchrun, this file is what each of the two processes runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import finetune  # noqa: E402
+import text_data  # noqa: E402
+
+from kda_layers import KDAConfig, KDAForCausalLM  # noqa: E402
+
+SIZE: dict[str, Any] = dict(
+    vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+FEW = ["--cpu", "--seq-len", "32", "--batch-size", "4", "--lr", "1e-2"]
+STEPS = 24
+
+
+def hybrid() -> Any:
+    torch.manual_seed(0)
+    config = KDAConfig(**SIZE, linear_num_heads=2, linear_head_dim=8, full_attention_interval=2, initializer_range=0.2)
+    return KDAForCausalLM(config).double()
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(256, (4, 70), generator=torch.Generator().manual_seed(1))
+
+
+def process(folder: Path) -> None:
+    """One of two processes: the example, then one backward pass of DDP, in its process group, on half of a batch."""
+    model_file, data = str(folder / "config.json"), str(folder / "text.txt")
+    arguments = ["--model", model_file, "--data", data, "--output", str(folder / "run"), "--steps", str(STEPS), *FEW]
+    trainer: Any = finetune.finetune(finetune.parse(arguments))
+    rank = distributed.get_rank()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ddp = DistributedDataParallel(hybrid())
+    rows = batch()[2 * rank : 2 * rank + 2]
+    ddp(input_ids=rows, labels=rows).loss.backward()
+    gradients = {name: p.grad for name, p in ddp.module.named_parameters()}
+    torch.save((losses, trained, gradients), folder / f"rank{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # all is saved; the interpreter's end, with gloo's threads, was seen to hang now and then
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """After both processes ran in it."""
+    path = tmp_path_factory.mktemp("finetune")
+    (path / "text.txt").write_bytes(text_data.python_reference()[:6000])
+    hybrid().config.to_json_file(path / "config.json")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*launch, __file__, str(path)], capture_output=True, text=True, check=False, timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 processes" in run.stdout
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[Any]:
+    return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]
+
+
+def test_the_loss_falls_and_the_processes_agree_on_the_parameters(folder: Path, results: list[Any]) -> None:
+    (losses, first, _), (_, second, _) = results
+    assert losses[-1] < 0.7 * losses[0]
+    saved = AutoModelForCausalLM.from_pretrained(folder / "run").state_dict()
+    for name, parameter in first.items():
+        assert torch.equal(parameter, second[name]), name
+        assert torch.equal(parameter, saved[name]), name
+
+
+def test_gradients_of_two_processes_are_those_of_one_on_the_joined_batch(results: list[Any]) -> None:
+    model = hybrid()
+    model(input_ids=batch(), labels=batch()).loss.backward()
+    for _, _, gradients in results:
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.abs().max() > 0, name
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-13)
+
+
+def test_a_llama_is_swapped_and_a_run_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZE)).save_pretrained(tmp_path / "llama")
+    (tmp_path / "text.txt").write_bytes(text_data.python_reference()[:3000])
+    common = ["--data", str(tmp_path / "text.txt"), "--output", str(tmp_path / "run"), "--save-every", "1", *FEW]
+    swap = ["--model", str(tmp_path / "llama"), "--swap", "1:1"]
+    assert finetune.main([*common, *swap, "--steps", "2"]) == 0
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert model.config.layer_types == ["linear_attention", "full_attention"]
+    assert model.config.use_cache
+    assert finetune.main([*common, *swap, "--steps", "3", "--resume"]) == 0
+    state = json.loads((tmp_path / "run" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert {0, 2} <= {entry["step"] for entry in state["log_history"] if "eval_loss" in entry}  # where each run began
+    assert "1 processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "nowhere.txt"], "--data nowhere.txt: expected a readable file"),
+        (["--model", "./nowhere"], "--model ./nowhere: expected a checkpoint or a .json configuration"),
+        (["--swap", "all"], "--swap all: "),
+        (["--seq-len", "100000"], "--seq-len 100000"),
+        (["--resume", "--output", "nowhere"], "--resume: expected a run with --save-every in --output nowhere"),
+    ],
+)
+def test_bad_input_is_explained(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finetune.main(options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_vocabulary_of_other_tokens_needs_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZE | {"vocab_size": 100})).save_pretrained(tmp_path)
+    assert finetune.main(["--model", str(tmp_path)]) == 2
+    assert "expected a tokenizer beside it" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    process(Path(sys.argv[1]))

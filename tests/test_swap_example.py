@@ -1,0 +1,111 @@
+"""The example that swaps attention in a Llama, at a tiny size: it distils to what it promises and reports the truth."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import swap_llama  # noqa: E402
+import text_data  # noqa: E402
+import train_tiny_lm  # noqa: E402
+
+SIZE = dict(
+    hidden_size=64, layers=4, heads=4, kv_heads=2, linear_heads=2, seq_len=64, batch_size=8, steps=250, layer_steps=80,
+    logit_steps=80, lr=4e-3, contexts="64,256", decode=8,
+)  # fmt: skip
+
+
+def arguments(**fields: Any) -> list[str]:
+    return [word for name, value in fields.items() for word in (swap_llama.flag(name), str(value))]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(text_data.python_reference()[:120_000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def output(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a finished run."""
+    folder = tmp_path_factory.mktemp("runs") / "swap"
+    threads = torch.get_num_threads()
+    try:
+        command = ["--device", "cpu", "--data", str(data), "--output", str(folder), *arguments(**SIZE)]
+        assert swap_llama.main(command) == 0
+    finally:
+        torch.set_num_threads(threads)
+    return folder
+
+
+def test_distilling_brings_the_perplexity_back(data: Path, output: Path) -> None:
+    """Within 10% of an original that has learnt something, which the swap alone does not give."""
+    report = json.loads((output / "report.json").read_text())
+    perplexity = report["perplexity"]
+    text = text_data.load_text(str(data), 64)
+    counts = collections.Counter(text.train.tolist())
+    unigram = math.exp(-sum(math.log(counts[b] / len(text.train)) for b in text.heldout.tolist()) / len(text.heldout))
+    assert perplexity["original"] < unigram / 2
+    assert perplexity["right after the swap"] > 1.5 * perplexity["original"]
+    assert perplexity["layers distilled"] < perplexity["right after the swap"]
+    assert perplexity["logits distilled"] < perplexity["layers distilled"]
+    assert report["ratio"] == perplexity["logits distilled"] / perplexity["original"] < 1.1
+    assert [len(report["losses"][name]) for name in ("original", "layers", "logits")] == [250, 80, 80]
+
+
+def test_the_saved_model_is_the_measured_one(data: Path, output: Path) -> None:
+    report = json.loads((output / "report.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    settings = swap_llama.SwapSettings(**report["settings"])
+    bits = train_tiny_lm.evaluate(model, text_data.load_text(str(data), settings.seq_len), settings)
+    assert bits == pytest.approx(math.log2(report["perplexity"]["logits distilled"]), rel=1e-5)
+
+
+def test_the_cache_grows_in_one_layer_instead_of_four(output: Path) -> None:
+    decoding = json.loads((output / "report.json").read_text())["decoding"]
+    d, W, fp32 = 16, 4, 4
+    keys_and_values = {T: 2 * 2 * T * d * fp32 for T in (64, 256)}  # of one layer with 2 heads of width d
+    state = (4 * d * d + (2 * 2 * d + 4 * d) * W) * fp32  # 4 value heads, and inputs of the convolutions
+    for original, swapped in zip(decoding["original"], decoding["swapped"], strict=True):
+        T = original["context"]
+        assert original["cache_bytes"] == 4 * keys_and_values[T]
+        assert swapped["cache_bytes"] == keys_and_values[T] + 3 * state
+        assert original["tokens_per_s"] > 0
+        assert swapped["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(swap="3:0"), "layers must be indices"),
+        (dict(swap="0,x"), "--swap 0,x: expected integers, separated by commas"),
+        (dict(swap="7"), r"layers must be in [-4, 4)"),
+        (dict(linear_heads=3), "linear_num_heads"),
+        (dict(contexts="many"), "--contexts many: expected integers"),
+        (dict(layer_steps=0), "--layer-steps 0: expected at least 1"),
+        (dict(data="/no/such/file"), "--data /no/such/file: expected a readable file"),
+        (dict(device="quantum"), "--device quantum: expected a device that works here"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_line(
+    fields: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert swap_llama.main(["--output", str(tmp_path / "out"), *arguments(**SIZE | dict(device="cpu") | fields)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("swap_llama.py: error: ")
+    assert message in error
+    assert error.count("\n") == 1
