@@ -139,6 +139,7 @@ def main() -> None:
         row["times faster"] = row["stock ms"] / row["swapped ms"]
         row["of its memory"] = row["swapped MiB"] / max(row["stock MiB"], 1e-9)
         rows.append(row)
+        tqdm.write(f"{case}: swapped {row['swapped ms']:.1f} ms, stock {row['stock ms']:.1f} ms")
     columns = ["case", "B", "T", "stock kernels", "swapped ms", "stock ms", "times faster"]
     columns += ["swapped MiB", "stock MiB", "of its memory", "error"]
     report.write(args.output, f"swap_{args.device}", rows, columns)
