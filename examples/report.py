@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def figure_of(columns: int = 1) -> Any:
+    """A figure with so many columns of axes, or None, said so, without matplotlib, which is optional."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture of the loss curve: matplotlib is not installed (pip install matplotlib)")
+        return None
+    figure = Figure(figsize=(8 if columns == 1 else 4 * columns, 4.5), layout="constrained")
+    figure.subplots(1, columns)
+    return figure
+
+
+def plot_phases(losses: Mapping[str, Sequence[float]], labels: Mapping[str, str], path: Path) -> None:
+    """Draws the losses of training phases side by side.
+
+    Args:
+        losses: of each step, by phase.
+        labels: what the loss of a phase is.
+        path: of the picture.
+    """
+    figure = figure_of(len(losses))
+    if figure is None:
+        return
+    for axes, (phase, values) in zip(figure.axes, losses.items(), strict=True):
+        axes.plot(range(1, len(values) + 1), values, color="tab:blue", linewidth=0.8)
+        axes.set(xlabel="step", ylabel=labels[phase], title=phase, yscale="log")
+        axes.grid(alpha=0.3, which="both")
+    figure.savefig(path, dpi=150)
 
 
 def plot(losses: Sequence[float], heldout: Sequence[tuple[int, float]], trigram: float, path: Path) -> None:
@@ -19,15 +49,12 @@ def plot(losses: Sequence[float], heldout: Sequence[tuple[int, float]], trigram:
         trigram: bits per held-out byte of the trigram model.
         path: of the picture.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture of the loss curve: matplotlib is not installed (pip install matplotlib)")
+    figure = figure_of()
+    if figure is None:
         return
     width = max(1, len(losses) // 40)
     smooth = [sum(losses[max(0, i - width) : i]) / min(i, width) for i in range(1, len(losses) + 1)]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+    axes = figure.axes[0]
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth, color="tab:blue", label=f"training, mean of {width} steps")

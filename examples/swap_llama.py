@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from checkpoint import as_device
+from report import plot_phases
 from settings import Settings, flag, option
 from text_data import BYTES, InputError, Text, load_text, training_batch
 from torch import Tensor, nn
@@ -209,7 +210,13 @@ def run_example(args: argparse.Namespace) -> int:
     model.save_pretrained(args.output)
     report |= {"perplexity": perplexity, "ratio": ratio, "decoding": costs}
     (args.output / "report.json").write_text(json.dumps(report, indent=1))
-    print(f"the swapped model and report.json are in {args.output}")
+    labels = {
+        "original": "cross-entropy, nats per byte",
+        "layers": "relative squared error of a layer's output",
+        "logits": "KL divergence, nats per byte",
+    }
+    plot_phases(losses, labels, args.output / "losses.png")
+    print(f"the swapped model, report.json and losses.png are in {args.output}")
     return 0
 
 

@@ -3,6 +3,12 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import transformers
+from packaging.version import Version
+
+if Version(transformers.__version__).release < (5, 17):
+    raise ImportError(f"kda_layers needs transformers 5.17 or newer, got {transformers.__version__}")
+
 from kda_layers.kernels.dispatch import explain, use_backend
 from kda_layers.kernels.op import KDAOutput, kda, kda_step
 from kda_layers.modeling.auto import register_variants

@@ -83,3 +83,10 @@ def test_dependencies_are_the_promised_ones_and_pinned_for_tests():
     assert names(extras["gpu"]) == {"flash-linear-attention", "cuda-core", "nvidia-cuda-nvrtc"}
     pinned = names([line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line])
     assert names(project["dependencies"]) | names(extras["plot"]) | names(extras["dev"]) <= pinned
+
+
+def test_an_old_transformers_is_named():
+    code = "import transformers; transformers.__version__ = '5.16.2'; import kda_layers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert "ImportError: kda_layers needs transformers 5.17 or newer, got 5.16.2" in done.stderr

@@ -58,7 +58,7 @@ class LayerState:
         before = self.layer.recurrent_states[0] if self.started else None
         if self.layer.record_past:
             return self._attend_recorded(before, q, k, v, g, beta, **options)
-        if before is not None and q.shape[1] == 1 and options["cu_seqlens"] is None and not torch.is_grad_enabled():
+        if _decodes(before, q, options["cu_seqlens"]):
             return kda_step(q, k, v, g, beta, before, **options)
         # A copy, as autograd may keep the initial state, which the cache then overwrites.
         initial = before.clone() if before is not None and torch.is_grad_enabled() else before
@@ -83,8 +83,12 @@ class LayerState:
         if head:
             first = kda(*(t[:, :head] for t in inputs), initial_state=state, final_state=True, **options)
             outputs, state = [first.o], first.final_state.detach()
-        out = kda(*(t[:, head:] for t in inputs), initial_state=state, final_state=True, **options)
-        self.layer.update_recurrent_state(out.final_state.detach())
+        if _decodes(before, inputs[0], options["cu_seqlens"]):
+            outputs.append(kda_step(*inputs, state=before, **options))  # in place; `state` is its copy
+        else:
+            out = kda(*(t[:, head:] for t in inputs), initial_state=state, final_state=True, **options)
+            self.layer.update_recurrent_state(out.final_state.detach())
+            outputs.append(out.o)
 
         # Copies: a view would keep all of a long prompt alive.
         tail = [t[:, head:].detach().clone() for t in inputs]
@@ -93,7 +97,7 @@ class LayerState:
         self.replay = lambda tokens: (
             kda(*(t[:, :tokens] for t in tail), initial_state=state, final_state=True, **options).final_state
         )
-        return torch.cat([*outputs, out.o], 1)
+        return torch.cat(outputs, 1)
 
     def store_conv(self, conv_state: Tensor, x: Tensor, mask: Tensor | None) -> None:
         """Keeps the convolution's new state [N, D, W] after inputs x [B, T, D], of which those in mask [B, T] count."""
@@ -119,6 +123,11 @@ class LayerState:
 
         before = None if conv is None else (self.recurrent_before_tail, conv)
         self.layer.record(_Past(before, states_after, T - head, complete=not head))
+
+
+def _decodes(before: Tensor | None, q: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether a call with queries q [B, T, H, K] is a decode step, which updates the state in place."""
+    return before is not None and q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled()
 
 
 class _Past(NamedTuple):

@@ -406,7 +406,9 @@ def test_a_fresh_process_loads_them(tmp_path: pathlib.Path) -> None:
 
 
 def run_python(command: list[str], folder: pathlib.Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | dict(
+        PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
+    )
     done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
