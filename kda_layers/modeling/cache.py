@@ -58,7 +58,7 @@ class LayerState:
         before = self.layer.recurrent_states[0] if self.started else None
         if self.layer.record_past:
             return self._attend_recorded(before, q, k, v, g, beta, **options)
-        if _decodes(before, q, options["cu_seqlens"]):
+        if before is not None and options["cu_seqlens"] is None and _decodes(q):
             return kda_step(q, k, v, g, beta, before, **options)
         # A copy, as autograd may keep the initial state, which the cache then overwrites.
         initial = before.clone() if before is not None and torch.is_grad_enabled() else before
@@ -66,7 +66,9 @@ class LayerState:
         self.layer.update_recurrent_state(out.final_state.detach())
         return out.o
 
-    def _attend_recorded(self, before: Tensor | None, *inputs: Tensor, **options: Any) -> Tensor:
+    def _attend_recorded(
+        self, before: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+    ) -> Tensor:
         """As `attend`, keeping what `KDACacheLayer.crop` needs to recompute the state after fewer tokens.
 
         Only the last 64 to 127 tokens of a long call are kept: far more than any drafting takes back.
@@ -78,13 +80,13 @@ class LayerState:
             )
         if options["cu_seqlens"] is not None:
             raise ValueError("cu_seqlens must be None with a cache that records its past")
-        head = max(inputs[0].shape[1] // CHUNK - 1, 0) * CHUNK
+        inputs, head = (q, k, v, g, beta), max(q.shape[1] // CHUNK - 1, 0) * CHUNK
         outputs, state = [], None if before is None else before.clone()
         if head:
             first = kda(*(t[:, :head] for t in inputs), initial_state=state, final_state=True, **options)
             outputs, state = [first.o], first.final_state.detach()
-        if _decodes(before, inputs[0], options["cu_seqlens"]):
-            outputs.append(kda_step(*inputs, state=before, **options))  # in place; `state` is its copy
+        if before is not None and _decodes(q):
+            outputs.append(kda_step(q, k, v, g, beta, before, **options))  # in place; `state` is its copy
         else:
             out = kda(*(t[:, head:] for t in inputs), initial_state=state, final_state=True, **options)
             self.layer.update_recurrent_state(out.final_state.detach())
@@ -125,9 +127,9 @@ class LayerState:
         self.layer.record(_Past(before, states_after, T - head, complete=not head))
 
 
-def _decodes(before: Tensor | None, q: Tensor, cu_seqlens: Tensor | None) -> bool:
-    """Whether a call with queries q [B, T, H, K] is a decode step, which updates the state in place."""
-    return before is not None and q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled()
+def _decodes(q: Tensor) -> bool:
+    """Whether a call with queries q [B, T, H, K] and a state can update that in place, as decoding does."""
+    return q.shape[1] == 1 and not torch.is_grad_enabled()
 
 
 class _Past(NamedTuple):
