@@ -20,8 +20,8 @@ from kda_layers.modeling.families.stock import StockFamily, gate_options, prepar
 logger = logging.getLogger("kda_layers")
 
 # By transformers' model_type; a family's file is imported when a model of it comes.
-STOCK_FAMILIES = {"kimi_linear": "kimi_linear", "glm5_next": "glm5_next", "bailing_hybrid": "bailing_hybrid"}
-SOFTMAX_FAMILIES = {"llama": "llama", "qwen3": "qwen3", "mistral": "mistral"}
+STOCK_FAMILIES = ("bailing_hybrid", "glm5_next", "kimi_linear")
+SOFTMAX_FAMILIES = ("llama", "mistral", "qwen3")
 
 
 def swap_attention(
@@ -61,7 +61,6 @@ def swap_attention(
     kind = model.config.model_type
     if kind in SOFTMAX_FAMILIES:
         variant = importlib.import_module("kda_layers.modeling.families.variant")
-        importlib.import_module(f"kda_layers.modeling.families.{SOFTMAX_FAMILIES[kind]}")
         return variant.convert(model, layers, backend=backend, **config)
     family = _stock_family(model)
     if config:
@@ -160,7 +159,7 @@ def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> 
 
 def _check_family(kind: str, what: str) -> None:
     if kind not in STOCK_FAMILIES:
-        supported = ", ".join(sorted(STOCK_FAMILIES)) + "; to convert: " + ", ".join(sorted(SOFTMAX_FAMILIES))
+        supported = ", ".join(STOCK_FAMILIES) + "; to convert: " + ", ".join(SOFTMAX_FAMILIES)
         ours = " (its KDA layers are of this package already)" if kind.startswith("kda") else ""
         raise ValueError(f"{what} must be of a supported family ({supported}), got model_type {kind!r}{ours}")
 
@@ -168,7 +167,7 @@ def _check_family(kind: str, what: str) -> None:
 def _stock_family(model: PreTrainedModel) -> StockFamily:
     kind = model.config.model_type.removesuffix("_text")  # the text part of a vision-language model alone
     _check_family(kind, type(model).__name__)
-    return importlib.import_module(f"kda_layers.modeling.families.{STOCK_FAMILIES[kind]}").FAMILY
+    return importlib.import_module(f"kda_layers.modeling.families.{kind}").FAMILY
 
 
 def _base_models(model: nn.Module, family: StockFamily) -> list[Any]:
