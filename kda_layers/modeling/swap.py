@@ -137,6 +137,9 @@ def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> 
         backend: as in `swap_attention`.
         **kwargs: of the stock class's from_pretrained (dtype, device_map, ...).
 
+    Returns:
+        The model, of the stock class.
+
     Raises:
         ValueError: a checkpoint of an unsupported family, or that names no class of transformers; what
             `swap_attention` raises.

@@ -115,6 +115,12 @@ def _check_packed(model: Any, cu_seqlens: Tensor, kwargs: dict[str, Any]) -> Non
         raise ValueError(f"attention_mask must be None with {N} packed sequences: they have no padding")
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError(f"past_key_values must be None and use_cache unset or False with {N} packed sequences")
+    stock = [path for path, m in model.named_modules() if hasattr(m, "forget_gate") and not isinstance(m, StockMixer)]
+    if stock:
+        raise ValueError(
+            f"every KDA layer of {type(model).__name__} must be swapped for {N} packed sequences, got stock layers at "
+            f"{', '.join(stock)}: they would read one sequence after the other"
+        )
     mixing = sorted(set(model.config.layer_types) - {"linear_attention", "full_attention"})
     if mixing:
         raise ValueError(

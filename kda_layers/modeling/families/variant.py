@@ -7,6 +7,7 @@ import importlib
 import re
 from collections.abc import Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -200,7 +201,7 @@ def _variant_config(
         config = variant.config_class(**inherited, layer_types=layer_types, **fields_given)
     except StrictDataclassError as error:  # which hides what it is about in its cause
         raise type(error.__cause__)(str(error.__cause__)) from error
-    if stock.name_or_path:
+    if stock.name_or_path and not Path(stock.name_or_path).exists():  # a local path says nothing to others
         config.converted_from = stock.name_or_path
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     wanted = dict(linear_head_dim=d, linear_value_head_dim=d, linear_num_value_heads=heads)
