@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,23 @@ from kda_layers.kernels.dispatch import backends
 REQUIRED = frozenset(n.strip() for n in os.environ.get("KDA_LAYERS_REQUIRE", "").split(",") if n.strip())
 
 
+def take_first_configurations() -> None:
+    """Triton's autotuners take the first configuration that fits: results must not depend on which one is fastest, and
+    tuning for every shape of the tests would take hours."""
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+
+    def first(self: Any, kwargs: Any) -> Any:
+        return prune(self, kwargs)[:1]
+
+    Autotuner.prune_configs = first
+
+
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # tensors are small, and waiting threads spin where cores are shared or xdist runs
+    if torch.cuda.is_available() and importlib.util.find_spec("triton"):
+        take_first_configurations()
     missing = sorted(REQUIRED - backends().keys())
     if missing:
         raise pytest.UsageError(

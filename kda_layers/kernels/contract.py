@@ -128,6 +128,11 @@ class Backend(abc.ABC):
     def unsupported(self, problem: Problem) -> list[str]:
         """Every reason why this backend cannot serve `problem`, each 'what it is, what it needs'; empty means yes."""
 
+    def replaces(self, x: Inputs) -> tuple[str, ...]:
+        """Names of inputs that `chunk_grad` need not see as they came: the first tensors that `chunk` saves, of the
+        same shapes and dtypes, are handed to it in their place (and not in `saved`), and the inputs are not kept."""
+        return ()
+
     @abc.abstractmethod
     def saved_like(self, x: Inputs) -> list[Tensor]:
         """Empty tensors with the shapes and dtypes of what `chunk(x, save=True)` saves; must not read any value."""
@@ -140,7 +145,7 @@ class Backend(abc.ABC):
     def chunk_grad(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
     ) -> Gradients:
-        """Gradients of every tensor input, from what the same backend's `chunk` saved."""
+        """Gradients of every tensor input, from what the same backend's `chunk` saved (see `replaces`)."""
 
     @abc.abstractmethod
     def step(self, x: StepInputs) -> Tensor:

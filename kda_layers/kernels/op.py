@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from kda_layers.kernels.contract import (
     Gradients,
@@ -98,8 +99,13 @@ def kda(
     check_chunk(x)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
     name, *fused = choose(backend, x.q.device, *problem_fields(x, needs_grad))
-    x = activate(x, fused)
-    o, final, checkpoints, _ = torch.ops.kda_layers.chunk(*x, needs_grad, name)
+    args = (*activate(x, fused), needs_grad, name)
+    if not _plain(x):
+        o, final, checkpoints, _ = torch.ops.kda_layers.chunk.default(*args)
+    elif needs_grad:
+        o, final, checkpoints = _Chunk.apply(*args)
+    else:
+        o, final, checkpoints, _ = _chunk(*args)
     return KDAOutput(o, final if x.final_state else None, checkpoints if x.checkpoint_every else None)
 
 
@@ -151,8 +157,25 @@ def kda_step(
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
         raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
     name, *fused = choose(backend, x.q.device, *problem_fields(x))
-    x = activate(x, fused)
-    return torch.ops.kda_layers.step(*x, name)
+    args = (*activate(x, fused), name)
+    if not _plain(x):
+        return torch.ops.kda_layers.step.default(*args)
+    torch.autograd.graph.increment_version(state)
+    return _step(*args)
+
+
+def _plain(x: Inputs | StepInputs) -> bool:
+    """Whether nothing looks on: no tracing, no mode, no subclass of Tensor that reacts to operators.
+
+    The ops are then called as the functions that they are: the dispatcher, which would box some 20 arguments for each
+    of its layers, costs as much as all the rest of a call.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not x.q.is_meta
+        and all(type(t) is Tensor or type(t) is Parameter for t in x[:5])
+    )
 
 
 @constant_to_compile  # a symbolic float would be traced twice
@@ -227,30 +250,63 @@ def _or_empty(t: Tensor | None, x: Inputs) -> Tensor:
     return x.q.new_empty(0) if t is None else t
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    x, backend = Inputs(*inputs[:-2]), inputs[-1]
-    saved = output[3]
-    ctx.options = x[TENSORS + 1 :], backend
-    ctx.save_for_backward(*x[: TENSORS + 1], *saved)
-    ctx.set_materialize_grads(False)
+class _Chunk(torch.autograd.Function):
+    """The chunk op with its gradient. torch.library.register_autograd would do the same, 200 us a training step later:
+    it sorts through every argument and residual several times."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, backend = Inputs(*args[:-2]), args[-1]
+        o, final, checkpoints, saved = _chunk(*args) if _plain(x) else _below_autograd("chunk", *args)
+        replaced = backends()[backend].replaces(x)
+        x = x._replace(**dict(zip(replaced, saved, strict=False)))
+        ctx.options = x[TENSORS + 1 :], backend
+        ctx.save_for_backward(*x[: TENSORS + 1], *saved[len(replaced) :])
+        ctx.set_materialize_grads(False)
+        return o, final, checkpoints
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, d_checkpoints: Tensor | None) -> Any:
+        options, backend = ctx.options
+        tensors = ctx.saved_tensors
+        x = Inputs(*tensors[: TENSORS + 1], *options)
+        if d_o is None:
+            d_o = torch.zeros_like(x.v)
+        args = (
+            *x, backend, list(tensors[TENSORS + 1 :]), d_o,
+            d_final if x.final_state else None, d_checkpoints if x.checkpoint_every else None,
+        )  # fmt: skip
+        direct = _plain(x) and not torch.is_grad_enabled()
+        grads = _chunk_grad(*args) if direct else torch.ops.kda_layers.chunk_grad.default(*args)
+        needed = [None if t is None else d for t, d in zip(x, grads, strict=False)]
+        return *needed, *[None] * (len(Inputs._fields) - len(needed) + 2)  # + save, backend
 
 
-def _backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, d_checkpoints: Tensor | None, _: Any) -> Any:
-    options, backend = ctx.options
-    tensors = ctx.saved_tensors
-    x = Inputs(*tensors[: TENSORS + 1], *options)
-    if d_o is None:
-        d_o = torch.zeros_like(x.v)
-    grads = torch.ops.kda_layers.chunk_grad(
-        *x, backend, list(tensors[TENSORS + 1 :]), d_o,
-        d_final if x.final_state else None, d_checkpoints if x.checkpoint_every else None,
-    )  # fmt: skip
-    needed = [None if t is None else d for t, d in zip(x, grads, strict=False)]
-    return *needed, *[None] * (len(Inputs._fields) - len(needed) + 2)  # + save, backend
+class _ChunkGrad(torch.autograd.Function):
+    """The chunk_grad op where its own gradient is recorded: to say that there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        return _below_autograd("chunk_grad", *args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("kda has no second derivative: its backward is written by hand and can be taken once")
 
 
-def _backward_of_backward(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("kda has no second derivative: its backward is written by hand and can be taken once")
+def _below_autograd(op: str, *args: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(torch.ops.kda_layers, op).default(*args)
+
+
+def _chunk_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    if args[-2] and torch.is_grad_enabled():
+        return *_Chunk.apply(*args), []  # residuals live in the graph alone
+    return _below_autograd("chunk", *args)
+
+
+def _chunk_grad_autograd(*args: Any) -> tuple[Tensor, ...]:
+    return _ChunkGrad.apply(*args) if torch.is_grad_enabled() else _below_autograd("chunk_grad", *args)
 
 
 def _step(*args: Any) -> Tensor:
@@ -269,5 +325,5 @@ for _name, _impl, _fake in (
 ):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kda_layers::{_name}", _fake, lib=_library)
-torch.library.register_autograd("kda_layers::chunk", _backward, setup_context=_save_for_backward, lib=_library)
-torch.library.register_autograd("kda_layers::chunk_grad", _backward_of_backward, lib=_library)
+_library.impl("chunk", _chunk_autograd, "Autograd")
+_library.impl("chunk_grad", _chunk_grad_autograd, "Autograd")

@@ -12,7 +12,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kda_layers import KDAOutput, kda
 from kda_layers.kernels.contract import Backend, Gradients, Inputs, Problem, state_dtype
-from kda_layers.kernels.dispatch import backends
+from kda_layers.kernels.dispatch import backends, problem_of
 from kda_layers.kernels.reference import recurrence
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -77,9 +77,9 @@ class Case:
 
     @property
     def draws(self) -> int:
-        """How often the inputs are drawn. In fp32 the yardstick is nothing but rounding noise, so that a tensor of a
-        few elements (A_log's gradient has one for each head) has an error of known size only over several draws."""
-        return 8 if self.dtype == FP32 else 1
+        """How often the inputs are drawn. A tensor of a few elements has an error of known size only over several
+        draws: A_log's gradient has one element for each head, a sum over all tokens that may happen to be small."""
+        return 1 if self.dtype == FP64 else 8
 
     @property
     def tokens(self) -> int:
@@ -272,14 +272,29 @@ def check_near(got: Tensor, compute: Callable[[Callable[[Inputs], Inputs]], Tens
     assert error(got, truth) <= budget(error(yardstick, truth), dtype)
 
 
+def trains_only_without_checkpoints(x: Inputs, backend: str) -> bool:
+    """Whether the backend has gradients for `x` without the states at boundaries, but not with them."""
+    problems = [problem_of(y, needs_grad=True) for y in (x, x._replace(checkpoint_every=0))]
+    with_reasons, reasons = (backends()[backend].unsupported(p) for p in problems)
+    return bool(with_reasons) and not reasons
+
+
+def for_training(case: Case, backend: str, device: str) -> Case:
+    """`case`, without the states at boundaries if only with them the backend has no gradients."""
+    drop = case.checkpoints and trains_only_without_checkpoints(make_inputs(case, device), backend)
+    return replace(case, checkpoints=False) if drop else case
+
+
 def serve(backend: str, problem: Problem, required: frozenset[str]) -> Backend:
     """The backend, or a skip with its reasons for refusing; a failure instead if it is required and the problem is
-    what fast backends exist for (bf16, K = V = 128, on the best device of this machine)."""
+    what fast backends exist for (bf16, K = V = 128, on the best device of this machine; boundary states, which serve
+    prefix caches, without gradients)."""
     chosen = backends()[backend]
     reasons = chosen.unsupported(problem)
     if reasons:
         text = f"{backend} cannot serve [{problem}]: " + "; ".join(reasons)
         typical = problem.dtype == BF16 and problem.K == problem.V == 128 and problem.device == BEST_DEVICE
+        typical = typical and not (problem.needs_grad and problem.checkpoints)
         if backend in required and typical:
             pytest.fail("KDA_LAYERS_REQUIRE: " + text)
         pytest.skip(text)

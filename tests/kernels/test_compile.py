@@ -17,6 +17,7 @@ from tests.kernels.cases import (
     FP32,
     FP64,
     Case,
+    for_training,
     ids,
     make_inputs,
     on_every_backend,
@@ -52,7 +53,7 @@ CHECKED = [
 @pytest.mark.parametrize("needs_grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("case", **ids(CHECKED))
 def test_chunk_op(case: Case, needs_grad: bool, device: str, backend: str, required_backends: frozenset[str]) -> None:
-    x = make_inputs(case, device)
+    x = make_inputs(for_training(case, backend, device) if needs_grad else case, device)
     chosen = serve(backend, problem_of(x, needs_grad), required_backends)
     if {"gate", "beta", "qk_l2norm"} - chosen.fused:
         pytest.skip(f"{backend} does not fuse every activation: what its op gets is not these inputs")
@@ -66,11 +67,14 @@ def test_chunk_op(case: Case, needs_grad: bool, device: str, backend: str, requi
 @on_every_device
 @pytest.mark.parametrize("case", **ids(CHECKED))
 def test_chunk_grad_op(case: Case, device: str, backend: str, required_backends: frozenset[str]) -> None:
+    case = for_training(case, backend, device)
     x = make_inputs(case, device)
     chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
     if {"gate", "beta", "qk_l2norm"} - chosen.fused:
         pytest.skip(f"{backend} does not fuse every activation: what its op gets is not these inputs")
     saved = chosen.chunk(x, save=True)[3]
+    replaced = chosen.replaces(x)
+    x, saved = x._replace(**dict(zip(replaced, saved, strict=False))), saved[len(replaced) :]
     d = {n: t.to(device) for n, t in output_gradients(x).items()}
     d_final, d_checkpoints = d["final_state"] if case.final else None, d["checkpoints"] if case.checkpoints else None
     arguments = (*x, backend, saved, d["o"], d_final, d_checkpoints)

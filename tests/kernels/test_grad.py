@@ -17,6 +17,7 @@ from tests.kernels.cases import (
     Case,
     call,
     check,
+    for_training,
     ids,
     limits_of,
     make_inputs,
@@ -77,7 +78,7 @@ TRAINING = [
 def test_two_runs_are_identical_and_leave_their_inputs_alone(
     case: Case, device: str, backend: str, required_backends: frozenset[str]
 ) -> None:
-    x = make_inputs(case, device)
+    x = make_inputs(for_training(case, backend, device), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     before = [t.clone() if isinstance(t, Tensor) else t for t in x]
     d_out = output_gradients(x)
@@ -93,13 +94,14 @@ def test_two_runs_are_identical_and_leave_their_inputs_alone(
 @on_every_device
 @pytest.mark.parametrize("name", Gradients._fields)
 def test_gradient_of_one_input_alone(name: str, device: str, backend: str, required_backends: frozenset[str]) -> None:
-    x = make_inputs(Case(T=70, H=1, group=2, state=True), device)
+    x = make_inputs(for_training(Case(T=70, H=1, group=2, state=True), backend, device), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     d_out = output_gradients(x)
     all_of_them = run(lambda x: call(x, backend), x, d_out)
     leaf = getattr(x, name).clone().requires_grad_()
     out = call(x._replace(**{name: leaf}), backend)
-    (grad,) = torch.autograd.grad(list(out), [leaf], [d_out[n].to(device) for n in out._fields])
+    returned = {n: t for n, t in out._asdict().items() if t is not None}
+    (grad,) = torch.autograd.grad(list(returned.values()), [leaf], [d_out[n].to(device) for n in returned])
     assert torch.equal(grad, all_of_them[f"d_{name}"])
 
 
@@ -117,7 +119,8 @@ def test_gradient_from_one_output_alone(
     required_backends: frozenset[str],
 ) -> None:
     """With a gradient that arrives expanded from one number, as `.sum()` makes it."""
-    x = make_inputs(Case(B=1 if lengths else 2, lengths=lengths, state=True, **shape), device)
+    case = Case(B=1 if lengths else 2, lengths=lengths, state=True, checkpoints=name == "checkpoints", **shape)
+    x = make_inputs(case, device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     like = output_gradients(x)[name]
     d_out = {name: torch.ones((), dtype=like.dtype, device=device).expand(like.shape)}
@@ -140,7 +143,8 @@ def test_gradients_arrive_in_any_layout(
     required_backends: frozenset[str],
 ) -> None:
     """With a gradient whose dimensions are stored in reverse order."""
-    x = make_inputs(Case(B=1 if lengths else 2, lengths=lengths, state=True, **shape), device)
+    case = Case(B=1 if lengths else 2, lengths=lengths, state=True, checkpoints=name == "checkpoints", **shape)
+    x = make_inputs(case, device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     d_out = {name: output_gradients(x)[name].to(device)}
     reverse = range(d_out[name].ndim)[::-1]
@@ -157,7 +161,7 @@ def test_initial_state_in_any_order_of_slots(
     shape: dict, device: str, backend: str, required_backends: frozenset[str]
 ) -> None:
     """[N, HV, V, K] stored as [HV, N, V, K]: its [V, K] matrices are contiguous, which is all that is asked."""
-    x = make_inputs(Case(B=2, state=True, **shape), device)
+    x = make_inputs(for_training(Case(B=2, state=True, **shape), backend, device), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     d_out = output_gradients(x)
     truth = run(oracle, to_fp64(x), d_out)
@@ -172,7 +176,7 @@ def test_recomputed_forward_gives_the_same_gradients(
     device: str, backend: str, required_backends: frozenset[str]
 ) -> None:
     """Activation checkpointing, which runs the forward again inside the backward."""
-    x = make_inputs(Case(T=70, H=1, dtype=BF16), device)
+    x = make_inputs(for_training(Case(T=70, H=1, dtype=BF16), backend, device), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     serve(backend, problem_of(x, needs_grad=False), required_backends)
     grads = []
@@ -193,7 +197,7 @@ def test_recomputed_forward_gives_the_same_gradients(
 def test_nothing_is_saved_without_gradients(
     device: str, backend: str, required_backends: frozenset[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = make_inputs(Case(H=1), device)
+    x = make_inputs(for_training(Case(H=1), backend, device), device)
     chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
     counts: list[tuple[bool, int]] = []
     chunk = chosen.chunk
@@ -219,7 +223,7 @@ def test_nothing_is_saved_without_gradients(
 def test_saved_tensors_are_as_announced(device: str, backend: str, required_backends: frozenset[str]) -> None:
     """`saved_like`, which torch.compile relies on, has the shapes and dtypes of what `chunk` saves."""
     for lengths in (None, (70, 0, 65, 3), (1, 1)):
-        x = make_inputs(Case(T=200, H=1, lengths=lengths), device)
+        x = make_inputs(for_training(Case(T=200, H=1, lengths=lengths), backend, device), device)
         chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
         announced, saved = chosen.saved_like(x), chosen.chunk(x, save=True)[3]
         assert [(t.shape, t.dtype, t.stride()) for t in saved] == [(t.shape, t.dtype, t.stride()) for t in announced]

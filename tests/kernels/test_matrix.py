@@ -20,6 +20,7 @@ from tests.kernels.cases import (
     call,
     check,
     error,
+    for_training,
     ids,
     limits_of,
     make_inputs,
@@ -122,6 +123,8 @@ def test_against_fp64(
     required_backends: frozenset[str],
     record_property: Callable[..., None],
 ) -> None:
+    if needs_grad:
+        case = for_training(case, backend, device)
     draws = [make_inputs(case, device, i) for i in range(case.draws)]
     serve(backend, problem_of(draws[0], needs_grad), required_backends)
     truth, limits = expected(case, device)
@@ -143,14 +146,14 @@ def test_a_group_equals_repeated_heads(
     group: int, shape: dict, device: str, backend: str, required_backends: frozenset[str]
 ) -> None:
     """Repeated heads give what grouped ones do, and their gradients of q and k add up to the group's."""
-    x = make_inputs(Case(group=group, B=2, T=70, slow=True, state=True, **shape), device)
-    repeated = x._replace(q=x.q.repeat_interleave(group, 2), k=x.k.repeat_interleave(group, 2))
-    serve(backend, problem_of(repeated, needs_grad=True), required_backends)
-    d_out = output_gradients(x)
-    truth = run(oracle, to_fp64(x), d_out)
-    got, yardstick = run(lambda x: call(x, backend), repeated, d_out), run(oracle, repeated, d_out)
+    case = for_training(Case(group=group, B=2, T=70, slow=True, state=True, **shape), backend, device)
+    draws = [make_inputs(case, device, i) for i in range(case.draws)]
+    repeated = [x._replace(q=x.q.repeat_interleave(group, 2), k=x.k.repeat_interleave(group, 2)) for x in draws]
+    serve(backend, problem_of(repeated[0], needs_grad=True), required_backends)
+    truth = run_draws(oracle, [to_fp64(x) for x in draws])
+    got, yardstick = run_draws(lambda x: call(x, backend), repeated), run_draws(oracle, repeated)
     for name in ("d_q", "d_k"):
-        got[name], yardstick[name] = (t[name].unflatten(2, (-1, group)).sum(3) for t in (got, yardstick))
+        got[name], yardstick[name] = (t[name].unflatten(3, (-1, group)).sum(4) for t in (got, yardstick))
     check(got, truth, limits_of(yardstick, truth, shape["dtype"]))
 
 
@@ -161,7 +164,8 @@ def test_nan_stays_in_its_sequence(
     lengths: tuple[int, ...] | None, device: str, backend: str, required_backends: frozenset[str]
 ) -> None:
     """A first sequence that is all NaN changes no bit of the others' outputs, states and gradients."""
-    x = make_inputs(Case(T=70, B=1 if lengths else 3, lengths=lengths, state=True), device)
+    case = for_training(Case(T=70, B=1 if lengths else 3, lengths=lengths, state=True), backend, device)
+    x = make_inputs(case, device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     sick = x._replace(**{n: getattr(x, n).clone() for n in ("q", "k", "v", "g", "beta", "initial_state")})
     for name in ("q", "k", "v", "g", "beta"):
