@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from kda_layers.kernels import layer_kernels
 from kda_layers.kernels.contract import state_dtype
+
+
+def short_convs(
+    xs: Sequence[Tensor],
+    weight: Tensor,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    keep_state: bool = True,
+) -> tuple[list[Tensor], Tensor | None]:
+    """`short_conv` of tensors xs [B, T, D_i] whose channels lie side by side in weight [D, W] and state [N, D, W].
+
+    Returns:
+        y_i [B, T, D_i], contiguous where that costs nothing, and the new state, or None without keep_state.
+    """
+    widths = [x.shape[-1] for x in xs]
+    if mask is not None or layer_kernels.refusals(xs[0]):  # few large operations, as each of the plain form's is slow
+        y, new = short_conv(torch.cat(tuple(xs), -1), weight, state, cu_seqlens, mask)
+        return list(y.split(widths, -1)), new if keep_state else None
+    states = [None] * len(xs) if state is None else state.split(widths, 1)
+    parts = [
+        short_conv(x, w, s, cu_seqlens) for x, w, s in zip(xs, weight.split(widths), states, strict=True)
+    ]  # of its own each: neither copied together before nor apart after
+    return [y for y, _ in parts], torch.cat([s for _, s in parts], 1) if keep_state else None
 
 
 def short_conv(
@@ -30,6 +57,9 @@ def short_conv(
     """
     _, T, D = x.shape
     W = weight.shape[1]
+    if mask is None and not layer_kernels.refusals(x):
+        y = layer_kernels.conv_silu(x, weight, state, cu_seqlens)
+        return y, state_after(x, W, state, None) if cu_seqlens is None else _packed_state(x, W, state, cu_seqlens)
     if cu_seqlens is None:
         full, place = _with_history(x, W, state, mask)
         y = _convolve(full, weight)
@@ -48,12 +78,24 @@ def short_conv(
     full = x.new_zeros(W * N + T, D).index_copy(0, starts.flatten().long(), history.flatten(0, 1))
     full = full.index_copy(0, tokens, x[0])
     y = _convolve(full[None], weight)[:, tokens - W + 1]
-    ends = cu_seqlens[1:, None] + W * torch.arange(N, device=x.device)[:, None] + columns
-    return y, full[ends.long()].mT
+    return y, _packed_state(x, W, state, cu_seqlens)
+
+
+def _packed_state(x: Tensor, W: int, state: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """[N, D, W]: the last W inputs of each packed sequence, its history included."""
+    N, D = cu_seqlens.shape[0] - 1, x.shape[2]
+    history = x.new_zeros(N, W, D) if state is None else state.mT.to(x.dtype)
+    back = torch.arange(-W, 0, device=x.device)
+    lengths = cu_seqlens.diff()[:, None]
+    inputs = x[0, (cu_seqlens[1:, None] + back).clamp(min=0)]  # [N, W, D]
+    earlier = history.gather(1, (lengths + back + W).clamp(0, W - 1).long()[..., None].expand(-1, -1, D))
+    return torch.where((lengths + back >= 0)[..., None], inputs, earlier).mT
 
 
 def state_after(x: Tensor, W: int, state: Tensor | None, mask: Tensor | None) -> Tensor:
     """The new state [B, D, W] of `short_conv` with W taps after x [B, T, D] alone, T >= 0; not for packed sequences."""
+    if mask is None and x.shape[1] >= W:
+        return x[:, -W:].mT
     return _with_history(x, W, state, mask)[0][:, -W:].mT
 
 

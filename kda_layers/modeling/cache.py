@@ -7,7 +7,7 @@ take tokens back (speculative decoding), and `KDAOnlyCacheLayer` counts tokens f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,15 +101,16 @@ class LayerState:
         )
         return torch.cat(outputs, 1)
 
-    def store_conv(self, conv_state: Tensor, x: Tensor, mask: Tensor | None) -> None:
-        """Keeps the convolution's new state [N, D, W] after inputs x [B, T, D], of which those in mask [B, T] count."""
+    def store_conv(self, conv_state: Tensor | None, inputs: Sequence[Tensor], mask: Tensor | None) -> None:
+        """Keeps the convolution's new state [N, D, W] after inputs [B, T, D_i], of which those in mask [B, T] count."""
         if self.layer is None:
             return
+        assert conv_state is not None
         if self.layer.record_past:
-            self._record(x.detach(), conv_state.shape[-1], mask)
+            self._record(torch.cat(tuple(inputs), -1).detach(), conv_state.shape[-1], mask)
         self.layer.update_conv_state(conv_state.detach())
         if isinstance(self.layer, KDAOnlyCacheLayer):
-            self.layer.seen += x.shape[1]
+            self.layer.seen += inputs[0].shape[1]
 
     def _record(self, x: Tensor, W: int, mask: Tensor | None) -> None:
         replay, head, T = self.replay, self.head, x.shape[1]

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -141,7 +140,7 @@ class KimiDeltaAttention(KDAMixer):
         dt = init.uniform_(self.dt_bias, a=math.log(1e-3), b=math.log(1e-1)).exp()
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
-    @force_accelerate_hooks("conv1d")  # its weight is read here, not in its own forward
+    @force_accelerate_hooks(["conv1d", "o_norm"])  # their weights are read here, not in their own forward
     def forward(
         self,
         hidden_states: Tensor,
@@ -174,10 +173,15 @@ class KimiDeltaAttention(KDAMixer):
     def decay_parameters(self) -> tuple[Tensor, Tensor]:
         return self.A_log, self.dt_bias
 
-    def gated_norm(self, o: Tensor, x: Tensor) -> Tensor:
-        gate = self.g_b_proj(self.g_a_proj(x)) if self.gate_rank else self.g_proj(x)
-        gate = rearrange(gate, "b t (h v) -> b t h v", v=self.head_v_dim)
+    def output_gate(self, x: Tensor) -> Tensor:
+        return self.g_b_proj(self.g_a_proj(x)) if self.gate_rank else self.g_proj(x)
+
+    def plain_gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_norm(o.to(self.o_norm.weight.dtype)) * torch.sigmoid(gate)
+
+    @property
+    def norm_eps(self) -> float:
+        return self.o_norm.eps
 
     def extra_repr(self) -> str:
         return (

@@ -9,16 +9,17 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from kda_layers.kernels import layer_kernels
 from kda_layers.kernels.contract import check_offsets, sequence_offsets, state_dtype
-from kda_layers.kernels.short_conv import short_conv
+from kda_layers.kernels.short_conv import short_convs
 from kda_layers.modeling.cache import LayerState
 
 
 class KDAMixer(nn.Module):
     """KDA from hidden states to hidden states: projections, short convolution, operator, gated norm.
 
-    A subclass holds the modules q_proj, k_proj, v_proj, conv1d, b_proj and o_proj, sets head_dim (K), head_v_dim (V),
-    layer_idx and `kda_options` (options of `kda_layers.kda`), and says how its gates are computed.
+    A subclass holds the modules q_proj, k_proj, v_proj, conv1d, b_proj, o_norm and o_proj, sets head_dim (K),
+    head_v_dim (V), layer_idx and `kda_options` (options of `kda_layers.kda`), and says how its gates are computed.
     """
 
     q_proj: nn.Module
@@ -26,6 +27,7 @@ class KDAMixer(nn.Module):
     v_proj: nn.Module
     conv1d: nn.Conv1d
     b_proj: nn.Module
+    o_norm: Any  # with a parameter `weight` [V]
     o_proj: nn.Module
     head_dim: int
     head_v_dim: int
@@ -40,9 +42,24 @@ class KDAMixer(nn.Module):
         """A_log [HV] and dt_bias [HV * K]."""
         raise NotImplementedError
 
-    def gated_norm(self, o: Tensor, x: Tensor) -> Tensor:
-        """The heads' outputs o [B, T, HV, V], normalised, times the sigmoid of the output gate of x [B, T, D]."""
+    def output_gate(self, x: Tensor) -> Tensor:
+        """Logits [B, T, HV * V] of the output gate."""
         raise NotImplementedError
+
+    def plain_gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        """o [B, T, HV, V] normalised by the module `o_norm`, times the sigmoid of gate [B, T, HV, V]."""
+        raise NotImplementedError
+
+    @property
+    def norm_eps(self) -> float:
+        """Epsilon of `o_norm`."""
+        raise NotImplementedError
+
+    def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        """As `plain_gated_norm`, by a fused kernel where one serves."""
+        if layer_kernels.refusals(o):
+            return self.plain_gated_norm(o, gate)
+        return layer_kernels.gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps)
 
     def mix(
         self, hidden_states: Tensor, attention_mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None
@@ -55,11 +72,10 @@ class KDAMixer(nn.Module):
         state = LayerState(cache, self.layer_idx, sequences)
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
 
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
-        qkv = torch.cat((q, k, v), -1)
-        convolved, conv_state = short_conv(qkv, self.conv1d.weight[:, 0], state.conv, cu_seqlens, mask)
-        q, k, v = convolved.split(widths, -1)
+        qkv = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        (q, k, v), conv_state = short_convs(
+            qkv, self.conv1d.weight[:, 0], state.conv, cu_seqlens, mask, keep_state=cache is not None
+        )
         q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
         v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
 
@@ -76,7 +92,8 @@ class KDAMixer(nn.Module):
             A_log=A_log.to(wide), dt_bias=dt_bias.to(wide).view(-1, self.head_dim), **self.kda_options,
         )  # fmt: skip
         state.store_conv(conv_state, qkv, mask)
-        return self.o_proj(rearrange(self.gated_norm(o, x), "b t h v -> b t (h v)"))
+        gate = rearrange(self.output_gate(x), "b t (h v) -> b t h v", v=self.head_v_dim)
+        return self.o_proj(rearrange(self.gated_norm(o, gate), "b t h v -> b t (h v)"))
 
 
 def _local_mask(mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:

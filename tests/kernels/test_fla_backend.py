@@ -16,6 +16,8 @@ from kda_layers import explain
 from kda_layers.kernels.backends import fla
 from kda_layers.kernels.contract import CHUNK, Problem
 from kda_layers.kernels.dispatch import default_problem, select
+from kda_layers.kernels.fla import package
+from kda_layers.kernels.fla.chunk_table import chunk_table
 from tests.kernels.cases import BF16, FP32, FP64, Case, make_inputs
 
 GPU = dataclasses.replace(default_problem("cpu"), device="cuda", arch=90)
@@ -23,7 +25,7 @@ GPU = dataclasses.replace(default_problem("cpu"), device="cuda", arch=90)
 
 @pytest.fixture
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fla, "_import_problems", list)
+    monkeypatch.setattr(fla, "problems", list)
 
 
 @pytest.mark.usefixtures("importable")
@@ -80,15 +82,15 @@ def test_what_is_installed(version: str | None, reason: str, monkeypatch: pytest
         raise AttributeError("this Triton has no such thing")
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
-    monkeypatch.setattr(fla, "_fla", broken)
-    fla._import_problems.cache_clear()
+    monkeypatch.setattr(package, "operator_stages", broken)
+    package.problems.cache_clear()
     try:
         assert fla.BACKEND.unsupported(GPU) == [reason]
         assert f"fla      cannot: {reason}" in explain(GPU)
         with pytest.raises(ValueError, match="backend 'fla' cannot serve"):
             select(GPU, "fla")
     finally:
-        fla._import_problems.cache_clear()
+        package.problems.cache_clear()
 
 
 @pytest.mark.usefixtures("importable")
@@ -111,7 +113,7 @@ def test_too_many_rows_are_named() -> None:
 def test_chunk_table(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     """Every chunk of every sequence in order; surplus rows lie behind the end of the sequence that they name."""
     x = make_inputs(Case(lengths=lengths, H=1, K=1, V=1, offsets_dtype=dtype))
-    table, first = fla._chunk_table(x)
+    table, first = chunk_table(x.cu_seqlens, x.q.shape[1])
     assert table.dtype == first.dtype == dtype
     chunks = [-(-n // CHUNK) for n in lengths]
     want = [[n, c] for n, count in enumerate(chunks) for c in range(count)]
@@ -128,7 +130,7 @@ def test_chunk_table(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("T", [130, 128])
 def test_states_at_boundaries_from_states_before_chunks(T: int, lengths: tuple[int, ...] | None) -> None:
     x = make_inputs(Case(T=T, B=1 if lengths else 2, lengths=lengths, H=1, K=1, V=1))
-    table = fla._chunk_table(x)
+    table = chunk_table(x.cu_seqlens, x.q.shape[1])
     N = 2 if lengths is None else len(lengths)
     each = [T] * 2 if lengths is None else list(lengths)
     # The state of sequence n after t tokens is the number 1000 n + t.

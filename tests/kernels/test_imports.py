@@ -25,7 +25,8 @@ LAYERS = {
     "dispatch": {"contract"},
     "op": {"contract", "dispatch", "reference"},
     "fla_api": {"contract", "op"},
-    "short_conv": {"contract"},
+    "layer_kernels": {"contract", "dispatch", "fla.chunk_table", "fla.package"},
+    "short_conv": {"contract", "layer_kernels"},
 }
 
 

@@ -10,19 +10,17 @@ Source: flash-linear-attention 0.6 (fla-core), fla.ops.kda.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.metadata
-import inspect
-from types import SimpleNamespace
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda_layers.kernels.contract import CHUNK, Backend, Gradients, Inputs, Problem, StepInputs, checkpoint_count
+from kda_layers.kernels.fla.chunk_table import chunk_table, table_rows
+from kda_layers.kernels.fla.package import operator_stages, problems
 
-PACKAGE, VERSION = "fla-core", "0.6"
+LOG2_E = 1 / math.log(2)
 MIN_K, MAX_K = 9, 256  # its blocks of K are the next power of two, 16 at least, and its state is at most 256 wide
 MAX_ROWS = 2**16 - 1  # B * HV is the second dimension of its grids
 
@@ -48,7 +46,7 @@ class FLABackend(Backend):
             reasons.append(f"K is {problem.K}, needs at most {MAX_K}")
         if problem.needs_grad and problem.checkpoints:
             reasons.append("checkpoints with gradients, needs checkpoint_every=0 or torch.no_grad()")
-        return reasons or _import_problems()  # importing takes seconds: only where it decides
+        return reasons or problems()  # importing takes seconds: only where it decides
 
     def replaces(self, x: Inputs) -> tuple[str, ...]:
         return ("q", "k") if x.qk_l2norm else ()
@@ -63,19 +61,19 @@ class FLABackend(Backend):
         saved += [x.k.new_empty(B, T, HV, CHUNK) for _ in range(2)]
         if x.cu_seqlens is not None:
             N = x.cu_seqlens.shape[0] - 1
-            saved += [x.cu_seqlens.new_empty(_table_rows(T, N), 2), x.cu_seqlens.new_empty(N + 1)]
+            saved += [x.cu_seqlens.new_empty(table_rows(T, N), 2), x.cu_seqlens.new_empty(N + 1)]
         return saved
 
     def chunk(self, x: Inputs, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
         _check_rows(x)
         with torch.cuda.device(x.q.device):
             x = _contiguous(x)
-            fla = _fla()
+            fla = operator_stages()
             norms = []
             if x.qk_l2norm:
                 (q, q_rstd), (k, k_rstd) = fla.l2norm_fwd(x.q), fla.l2norm_fwd(x.k)
                 x, norms = x._replace(q=q, k=k), [q, k, q_rstd, k_rstd]
-            table = _chunk_table(x)
+            table = chunk_table(x.cu_seqlens, x.q.shape[1])
             beta, g = _beta(x), _cumulative_log2_decay(x, table)
             packed = _packed(x, table)
             w, u, _, kg, Aqk, Akk = fla.chunk_kda_fwd_intra(
@@ -94,7 +92,7 @@ class FLABackend(Backend):
     ) -> Gradients:
         with torch.cuda.device(x.q.device):
             x = _contiguous(x)
-            fla = _fla()
+            fla = operator_stages()
             if x.qk_l2norm:
                 q_rstd, k_rstd, *saved = saved
             Aqk, Akk, *table = saved
@@ -125,7 +123,7 @@ class FLABackend(Backend):
             matrices = x.state if indices is None else x.state[:1]  # slots may lie anywhere, their contents may not
             state = x.state if matrices.is_contiguous() else x.state.contiguous()
             x = _contiguous(x)
-            o, _ = _fla().fused_recurrent_kda_fwd(
+            o, _ = operator_stages().fused_recurrent_kda_fwd(
                 q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=_flat(x.dt_bias), scale=x.scale,
                 initial_state=state, inplace_final_state=True, state_v_first=True, cu_seqlens=x.cu_seqlens,
                 ssm_state_indices=None if indices is None else indices.contiguous(),
@@ -137,44 +135,6 @@ class FLABackend(Backend):
             if state is not x.state:
                 x.state.copy_(state)
         return o
-
-
-@functools.cache
-def _import_problems() -> list[str]:
-    """Why its kernels cannot be used at all."""
-    try:
-        version = importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return [f"{PACKAGE} is not installed, needs pip install 'kda_layers[gpu]'"]
-    if version != VERSION and not version.startswith(VERSION + "."):
-        return [f"{PACKAGE} is {version}, needs {VERSION}"]
-    try:
-        _fla()
-    except Exception as error:  # whatever an import of Triton, or of it with this Triton, may raise
-        return [f"{PACKAGE} {version} cannot be imported ({type(error).__name__}: {error})"]
-    return []
-
-
-@functools.cache
-def _fla() -> SimpleNamespace:
-    """Its operator's stages, without the wrappers that guard them and choose other packages' kernels."""
-    names = {
-        "fla.modules.norm.l2norm": ("l2norm_fwd", "l2norm_bwd"),
-        "fla.ops.common.chunk_delta_h": (
-            "chunk_gated_delta_rule_fwd_h", "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
-        ),
-        "fla.ops.common.gate": ("fused_beta_sigmoid_fwd", "fused_beta_sigmoid_bwd"),
-        "fla.ops.gla.chunk": ("chunk_gla_fwd_o_gk",),
-        "fla.ops.kda.chunk_bwd": ("chunk_kda_bwd",),
-        "fla.ops.kda.chunk_intra": ("chunk_kda_fwd_intra",),
-        "fla.ops.kda.fused_recurrent": ("fused_recurrent_kda_fwd",),
-        "fla.ops.kda.gate": ("kda_gate_chunk_cumsum",),
-        "fla.ops.utils": ("chunk_local_cumsum",),
-    }  # fmt: skip
-    found: dict[str, Any] = {}
-    for module, functions in names.items():
-        found |= {n: inspect.unwrap(getattr(importlib.import_module(module), n)) for n in functions}
-    return SimpleNamespace(**found, log2_e=importlib.import_module("fla.ops.utils.constant").RCP_LN2)
 
 
 def _check_rows(x: Inputs | StepInputs) -> None:
@@ -210,17 +170,21 @@ def _beta_scale(x: Inputs) -> float:
 
 def _beta(x: Inputs) -> Tensor:
     """beta in fp32: in 16 bits its kernels would round the product with k once more."""
-    return x.beta.float() if x.beta_activation == "given" else _fla().fused_beta_sigmoid_fwd(x.beta, _beta_scale(x))
+    return (
+        x.beta.float()
+        if x.beta_activation == "given"
+        else operator_stages().fused_beta_sigmoid_fwd(x.beta, _beta_scale(x))
+    )
 
 
 def _cumulative_log2_decay(x: Inputs, table: list[Tensor]) -> Tensor:
     """[B, T, HV, K] fp32: within each chunk the cumulative sum of the log-decay, to base 2."""
-    fla, packed = _fla(), _packed(x, table)
+    fla, packed = operator_stages(), _packed(x, table)
     if x.gate_activation == "log_decay":
-        return fla.chunk_local_cumsum(x.g, chunk_size=CHUNK, scale=fla.log2_e, **packed)
+        return fla.chunk_local_cumsum(x.g, chunk_size=CHUNK, scale=LOG2_E, **packed)
     return fla.kda_gate_chunk_cumsum(
         x.g, A_log=x.A_log, dt_bias=_flat(x.dt_bias), lower_bound=_lower_bound(x), chunk_size=CHUNK,
-        scale=fla.log2_e, **packed,
+        scale=LOG2_E, **packed,
     )  # fmt: skip
 
 
@@ -228,31 +192,11 @@ def _packed(x: Inputs, table: list[Tensor]) -> dict[str, Tensor | None]:
     return {"cu_seqlens": x.cu_seqlens, "chunk_indices": table[0] if table else None}
 
 
-def _table_rows(T: int, N: int) -> int:
-    """How many chunks N packed sequences of T tokens in all can have at most; their lengths are not read."""
-    return (T + (CHUNK - 1) * N) // CHUNK
-
-
-def _chunk_table(x: Inputs) -> list[Tensor]:
-    """For packed sequences: (sequence, chunk in it) of every chunk, and each sequence's first chunk; else nothing.
-
-    Surplus rows name a chunk after the end of the last sequence, of which its kernels read and write nothing.
-    """
-    if x.cu_seqlens is None:
-        return []
-    first = torch.nn.functional.pad(((x.cu_seqlens.diff() + CHUNK - 1) // CHUNK).cumsum(0), (1, 0))
-    N = first.shape[0] - 1
-    rows = torch.arange(_table_rows(x.q.shape[1], N), device=first.device)
-    sequence = (torch.searchsorted(first, rows, right=True) - 1).clamp(max=N - 1)
-    table = torch.stack((sequence, rows - first[sequence]), 1)
-    return [table.to(x.cu_seqlens.dtype), first.to(x.cu_seqlens.dtype)]
-
-
 def _scan(
     x: Inputs, kg: Tensor, w: Tensor, u: Tensor, g: Tensor, table: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(states before every chunk, errors, final state): states in fp32 where they are returned, else as it likes."""
-    fla, first = _fla(), table[1] if table else None
+    fla, first = operator_stages(), table[1] if table else None
     wants_final = x.final_state or x.checkpoint_every > 0
     if not x.checkpoint_every:
         return fla.chunk_gated_delta_rule_fwd_h(

@@ -14,8 +14,8 @@ class FastBailingHybridDeltaAttention(StockMixer, BailingHybridDeltaAttention):
     def decay_logits(self, x: Tensor) -> Tensor:
         return self.forget_gate.f_proj(x)
 
-    def gated_norm(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.o_norm(o, self.g_proj(x).view(o.shape))
+    def output_gate(self, x: Tensor) -> Tensor:
+        return self.g_proj(x)
 
 
 FAMILY = StockFamily(

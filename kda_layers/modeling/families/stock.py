@@ -23,14 +23,13 @@ class StockMixer(KDAMixer):
     """
 
     forget_gate: Any
-    o_norm: nn.Module
 
     @property
     def head_v_dim(self) -> int:  # type: ignore[override]
         return self.head_dim
 
-    # The parameters of these two are read here, not in their own forward, which is what moves offloaded ones.
-    @force_accelerate_hooks(["conv1d", "forget_gate"])
+    # The parameters of these are read here, not in their own forward, which is what moves offloaded ones.
+    @force_accelerate_hooks(["conv1d", "forget_gate", "o_norm"])
     def forward(
         self,
         hidden_states: Tensor,
@@ -51,6 +50,13 @@ class StockMixer(KDAMixer):
     def decay_parameters(self) -> tuple[Tensor, Tensor]:
         return self.forget_gate.A_log.flatten(), self.forget_gate.dt_bias
 
+    def plain_gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        return self.o_norm(o, gate)
+
+    @property
+    def norm_eps(self) -> float:
+        return self.o_norm.variance_epsilon
+
 
 class LowRankMixer(StockMixer):
     """Gates of low rank, as in Kimi-Linear and GLM-5.3-Flash."""
@@ -61,8 +67,8 @@ class LowRankMixer(StockMixer):
     def decay_logits(self, x: Tensor) -> Tensor:
         return self.forget_gate.f_b_proj(self.forget_gate.f_a_proj(x))
 
-    def gated_norm(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.o_norm(o, self.g_b_proj(self.g_a_proj(x)).view(o.shape))
+    def output_gate(self, x: Tensor) -> Tensor:
+        return self.g_b_proj(self.g_a_proj(x))
 
 
 class StockFamily(NamedTuple):

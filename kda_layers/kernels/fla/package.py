@@ -1,0 +1,65 @@
+"""Finding and importing flash-linear-attention (fla-core 0.6): only here, and only inside functions."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+from types import SimpleNamespace
+
+PACKAGE, VERSION = "fla-core", "0.6"
+
+
+@functools.cache
+def problems() -> list[str]:
+    """Why its kernels cannot be used at all; importing them takes seconds."""
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return [f"{PACKAGE} is not installed, needs pip install 'kda_layers[gpu]'"]
+    if version != VERSION and not version.startswith(VERSION + "."):
+        return [f"{PACKAGE} is {version}, needs {VERSION}"]
+    try:
+        operator_stages(), layer_functions()
+    except Exception as error:  # whatever an import of Triton, or of it with this Triton, may raise
+        return [f"{PACKAGE} {version} cannot be imported ({type(error).__name__}: {error})"]
+    return []
+
+
+@functools.cache
+def operator_stages() -> SimpleNamespace:
+    """The stages of its KDA operator."""
+    return _functions(
+        {
+            "fla.modules.norm.l2norm": ("l2norm_fwd", "l2norm_bwd"),
+            "fla.ops.common.chunk_delta_h": (
+                "chunk_gated_delta_rule_fwd_h",
+                "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+            ),
+            "fla.ops.common.gate": ("fused_beta_sigmoid_fwd", "fused_beta_sigmoid_bwd"),
+            "fla.ops.gla.chunk": ("chunk_gla_fwd_o_gk",),
+            "fla.ops.kda.chunk_bwd": ("chunk_kda_bwd",),
+            "fla.ops.kda.chunk_intra": ("chunk_kda_fwd_intra",),
+            "fla.ops.kda.fused_recurrent": ("fused_recurrent_kda_fwd",),
+            "fla.ops.kda.gate": ("kda_gate_chunk_cumsum",),
+            "fla.ops.utils": ("chunk_local_cumsum",),
+        }
+    )
+
+
+@functools.cache
+def layer_functions() -> SimpleNamespace:
+    """What surrounds the operator in a layer, with gradients."""
+    return _functions(
+        {
+            "fla.modules.causal_conv1d": ("causal_conv1d",),
+            "fla.modules.norm.fused_norm_gate": ("rms_norm_gated",),
+        }
+    )
+
+
+def _functions(names: dict[str, tuple[str, ...]]) -> SimpleNamespace:
+    """The functions, without the wrappers that guard them and choose other packages' kernels."""
+    found = {n: getattr(importlib.import_module(module), n) for module, ns in names.items() for n in ns}
+    return SimpleNamespace(**{n: inspect.unwrap(f) for n, f in found.items()})

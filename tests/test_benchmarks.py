@@ -1,0 +1,603 @@
+"""The benchmarks' own logic, on a CPU: inputs, floors, the rule that who is wrong is not timed, reports, comparison.
+
+The sections for a GPU run here at tiny sizes with the eager backend and a wall clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import compare, report
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import cases, kernel_shares, operator, tables, truth
+from benchmarks.gpu.cases import Case, Sizes
+from benchmarks.gpu.contenders import Contender, Prepared, Refusal, graphed, ours_forward, ours_step
+from benchmarks.gpu.harness import Budget, ContextLost, Job, Setup, compete, failures, run_all, run_job
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.peers import softmax_forward, softmax_truth
+from kda_layers.kernels.dispatch import backends
+from kda_layers.kernels.reference import log_decay
+
+
+class WallClock(Machine):
+    """A CPU with a clock: few calls, no memory, 'graphs' that are calls."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.timed: list[Callable[[], Any]] = []
+        self.lives = True
+
+    def times_ms(self, run: Callable[[], Any], before: Callable[[], Any] | None = None) -> list[float]:
+        self.timed.append(run)
+        times = []
+        for _ in range(2):
+            if before is not None:
+                before()
+            start = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
+
+    def graph(self, run: Callable[[], Any], before: Callable[[], Any] | None = None) -> Callable[[], Any]:
+        for _ in range(2):
+            if before is not None:
+                before()
+            run()
+        return run
+
+    def peak_extra_mib(self, run: Callable[[], Any]) -> float:
+        run()
+        return 1.0
+
+    def synchronize(self) -> None:
+        if not self.lives:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def free_bytes(self) -> int:
+        return 2**30
+
+    def host_us(self, runs: dict[str, Callable[[], Any]], batches: int = 2, calls: int = 2) -> dict[str, list[float]]:
+        return super().host_us(runs, batches, calls)
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def decay_of(gates: str) -> tuple[Tensor, Tensor]:
+    """Log-decay of a large case, and its dt_bias."""
+    x = cases.make_inputs(Case(2, 256, 8, gates), "cpu")
+    return log_decay(x.g.float(), x.A_log, x.dt_bias, "lower_bound", -5.0), x.dt_bias
+
+
+def test_fast_gates_forget_in_some_ten_tokens() -> None:
+    """The recipe's mean is -3.2 nats a token; the record that has the recipe rounds it to 'about -2.5'."""
+    decay, _ = decay_of("fast")
+    assert -3.5 < decay.mean() < -2.0
+    assert (16 * decay.mean()).exp() < 1e-12
+
+
+def test_slow_gates_live_for_hundreds_of_tokens() -> None:
+    decay, dt_bias = decay_of("slow")
+    dt = torch.nn.functional.softplus(dt_bias)
+    assert 0.99e-3 < dt.min() < 2e-3
+    assert 0.05 < dt.max() < 0.101
+    assert decay.mean() == pytest.approx(-5 * dt.mean().item(), rel=0.1)
+    assert dt.log().mean().item() == pytest.approx(math.log(1e-2), abs=0.15)  # log-uniform
+
+
+@pytest.mark.parametrize("gates", ["fast", "slow"])
+def test_inputs(gates: str) -> None:
+    x = cases.make_inputs(Case(1, 64, 2, gates, group=2, lengths=(40, 24), checkpoints=True), "cpu")
+    assert (x.q.shape, x.v.shape, x.g.shape) == ((1, 64, 2, 128), (1, 64, 4, 128), (1, 64, 4, 128))
+    assert {t.dtype for t in x[:5]} == {torch.bfloat16}
+    assert x.cu_seqlens.tolist() == [0, 40, 64]
+    assert x.checkpoint_every == 64
+    assert torch.equal(
+        x.q, cases.make_inputs(Case(1, 64, 2, gates, group=2, lengths=(40, 24), checkpoints=True), "cpu").q
+    )
+
+
+def test_given_activations() -> None:
+    x = cases.make_inputs(Case(1, 64, 2, given=True), "cpu")
+    assert (x.gate_activation, x.beta_activation, x.qk_l2norm, x.A_log) == ("log_decay", "given", False, None)
+    assert (x.q.dtype, x.g.dtype, x.beta.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert x.q.float().norm(dim=-1).sub(1).abs().max() < 1e-2
+    assert (x.g <= 0).all()
+
+
+def test_every_case_of_the_full_run_is_distinct() -> None:
+    for section in (cases.FULL.forward, cases.FULL.training):
+        assert len({tuple(c.fields().items()) for c in section}) == len(section)
+    fields = {(c.B, c.T, c.H) for c in cases.FULL.forward}
+    assert {(1, 1024, 32), (1, 65536, 8), (8, 2048, 32), (1, 8192, 96)} <= fields
+    assert all(sum(c.lengths) in (0, c.T) for c in cases.FULL.forward)
+
+
+def hard(name: str) -> dict[str, Tensor]:
+    return cases.HARD[name](64, 2, "cpu")
+
+
+def test_correlated_keys() -> None:
+    k = torch.nn.functional.normalize(hard("correlated keys, beta 0.9, slow gates")["k"][0].transpose(0, 1), dim=-1)
+    cosines = (k @ k.mT)[:, ~torch.eye(64, dtype=torch.bool)]
+    assert cosines.mean().item() == pytest.approx(0.7, abs=0.05)
+    assert (hard("correlated keys, beta 0.9, slow gates")["beta"] == 2.2).all()
+
+
+def test_repeated_token() -> None:
+    x = hard("one token repeated, beta 0.98, no decay")
+    assert (x["k"] == x["k"][:, :1]).all()
+    assert torch.sigmoid(x["beta"]).mean().item() == pytest.approx(0.98, abs=0.005)
+    assert (x["g"] == -30).all()
+    assert not x["dt_bias"].any()
+    assert not x["A_log"].any()
+
+
+def test_turning_keys() -> None:
+    """By hand: the key after a quarter turn, half of one, and rest; which channels decay where."""
+    x = hard("keys turning, the rest decays")
+    k, g = x["k"][0, :, 0], x["g"][0, :, 0]
+    half = math.sqrt(0.5)
+    for token, first_two in ((1, (-half, half)), (3, (-1, 0)), (5, (-1, 0)), (9, (-half, half)), (12, (0, 1))):
+        assert k[token, :2].tolist() == pytest.approx(first_two, abs=1e-6)
+        assert torch.equal(k[token], k[token + 16])
+    assert not k[:, 2:].any()
+    never = {0: (0, 1), 5: (1,), 10: (0, 1), 13: (0,)}
+    for token, channels in never.items():
+        assert (g[token] == -30).nonzero()[:, 0].tolist() == list(channels)
+        assert (g[token] == 30).sum() == 128 - len(channels)
+    assert (x["beta"] == 15).all()
+
+
+def test_hard_inputs_have_a_state() -> None:
+    x = cases.hard_inputs("random keys, slow gates", 64, 2, "cpu")
+    assert x.final_state
+    assert x.initial_state.std().item() == pytest.approx(0.1, rel=0.05)
+
+
+# ---------------------------------------------------------------- floors, by hand
+
+
+def test_byte_floors() -> None:
+    tensor = 8192 * 32 * 128 * 2  # bytes of [1, 8192, 32, 128] in bf16
+    assert cases.forward_floor_ms(Case(1, 8192, 32)) == pytest.approx(5 * tensor / 4.25e9)
+    assert round(cases.forward_floor_ms(Case(1, 8192, 32)), 3) == 0.079
+    assert round(cases.training_floor_ms(Case(1, 8192, 32)), 2) == 0.22
+    assert cases.training_floor_ms(Case(8, 2048, 32)) == pytest.approx(2 * 14 * tensor / 4.25e9)
+    assert round(cases.decode_floor_ms(256, 32), 3) == 0.253
+    grouped = cases.forward_floor_ms(Case(1, 8192, 16, group=2))
+    assert grouped == pytest.approx((2 * tensor / 2 + 3 * tensor) / 4.25e9)
+    states = 128 * 32 * 128 * 128 * 4
+    assert cases.forward_floor_ms(Case(1, 8192, 32, checkpoints=True)) == pytest.approx((5 * tensor + states) / 4.25e9)
+
+
+# ---------------------------------------------------------------- the rule
+
+
+def fake(name: str, result: Tensor | Exception, ours: bool = False) -> Contender:
+    def prepare() -> Prepared:
+        if isinstance(result, Exception):
+            raise result
+        return Prepared(lambda: result, lambda o: {"o": o})
+
+    return Contender(name, prepare, ours)
+
+
+TRUTH = {"o": torch.arange(1.0, 5.0)}
+
+
+def test_who_is_wrong_or_refuses_is_listed_and_not_timed() -> None:
+    machine = WallClock()
+    contenders = [
+        fake("right", TRUTH["o"] * 1.01),
+        fake("wrong", TRUTH["o"] * 1.1),
+        fake("nan", TRUTH["o"] * math.nan),
+        fake("short", TRUTH["o"][:2]),
+        fake("refuses", Refusal("needs another shape")),
+        fake("missing", ModuleNotFoundError("No module named 'peer'")),
+        fake("broken", RuntimeError("kernel\nfailed")),
+    ]
+    rows = {r["contender"]: r for r in compete({"T": 4}, contenders, TRUTH, machine, floor_ms=2.0, memory=True)}
+    assert {n: r["status"] for n, r in rows.items()} == {
+        "right": "timed", "wrong": "wrong", "nan": "wrong", "short": "failed", "refuses": "refused",
+        "missing": "refused", "broken": "failed",
+    }  # fmt: skip
+    assert len(machine.timed) == 1
+    assert [n for n, r in rows.items() if "time" in r] == ["right"]
+    assert rows["right"]["errors"]["o"] == pytest.approx(0.01)
+    assert rows["right"]["times floor"] == pytest.approx(rows["right"]["time"]["median"] / 2.0)
+    assert rows["wrong"]["reason"] == "relative L2 error o 0.1"
+    assert rows["short"]["reason"] == "ValueError: result must have shape [4], got [2]"
+    assert rows["refuses"]["reason"] == "needs another shape"
+    assert rows["missing"]["reason"] == "ModuleNotFoundError: No module named 'peer'"
+    assert rows["broken"]["reason"] == "RuntimeError: kernel failed"
+    assert all(r["T"] == 4 for r in rows.values())
+
+
+def test_a_sum_over_tokens_has_a_wider_limit() -> None:
+    def prepare() -> Prepared:
+        return Prepared(lambda: None, lambda _: {"d_A_log": TRUTH["o"] * 1.05, "d_v": TRUTH["o"]})
+
+    truths = {"d_A_log": TRUTH["o"], "d_v": TRUTH["o"]}
+    assert compete({}, [Contender("c", prepare)], truths, WallClock())[0]["status"] == "timed"
+
+
+def test_a_lost_device_ends_the_run_and_says_so() -> None:
+    machine = WallClock()
+
+    def lose() -> Prepared:
+        machine.lives = False
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def job(i: int, prepare: Callable[[], Prepared]) -> Job:
+        return Job({"T": i}, lambda: compete({"T": i}, [Contender("c", prepare)], TRUTH, machine))
+
+    good = fake("c", TRUTH["o"]).prepare
+    rows: list[dict[str, Any]] = []
+    run_all([("s", job(1, good)), ("s", job(2, lose)), ("s", job(3, good))], machine, Budget(None), rows.extend)
+    assert [(r["T"], r["status"]) for r in rows] == [(1, "timed"), (2, "failed"), (3, "left out")]
+    assert "illegal memory access" in rows[2]["reason"]
+    assert len(failures(rows)) == 1
+    with pytest.raises(ContextLost):
+        run_job("s", job(2, lose), machine)
+
+
+def test_a_case_that_fails_is_a_row_and_the_next_one_runs() -> None:
+    def explode() -> list[dict[str, Any]]:
+        raise RuntimeError("the fp32 reference disagrees")
+
+    rows: list[dict[str, Any]] = []
+    after = Job({"T": 2}, lambda: compete({"T": 2}, [fake("c", TRUTH["o"])], TRUTH, WallClock()))
+    run_all([("s", Job({"T": 1}, explode)), ("s", after)], WallClock(), Budget(None), rows.extend)
+    assert [r["status"] for r in rows] == ["failed", "timed"]
+    assert failures(rows) == ["s every contender: failed: RuntimeError: the fp32 reference disagrees"]
+
+
+def test_a_spent_budget_leaves_jobs_out_and_says_so() -> None:
+    rows: list[dict[str, Any]] = []
+    run_all([("s", Job({"T": 1}, lambda: pytest.fail("started")))], WallClock(), Budget(-1), rows.extend)
+    assert [(r["status"], r["reason"]) for r in rows] == [("left out", "the budget of -1 s was spent")]
+    assert failures(rows) == ["nothing was timed"]
+
+
+@pytest.mark.parametrize(
+    ("status", "ours", "count"), [("wrong", True, 1), ("failed", True, 1), ("refused", True, 0), ("wrong", False, 0)]
+)
+def test_what_makes_a_run_fail(status: str, ours: bool, count: int) -> None:
+    rows = [
+        {"section": "s", "contender": "a", "ours": False, "status": "timed"},
+        {"section": "s", "contender": "b", "ours": ours, "status": status, "reason": "because"},
+    ]
+    assert len(failures(rows)) == count
+
+
+def test_a_wrong_backend_of_ours_fails_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    eager = backends()["eager"]
+    right = type(eager).chunk
+    monkeypatch.setattr(eager, "chunk", lambda x, save: (right(eager, x, save)[0] * (1 + (x.q.dtype != torch.float32)),
+                                                         *right(eager, x, save)[1:]))  # fmt: skip
+    assert run(tmp_path, "forward") == 1
+    (row,) = [r for r in rows_of(tmp_path) if r["contender"] == "eager"][:1]
+    assert row["status"] == "wrong"
+    assert "time" not in row
+
+
+# ---------------------------------------------------------------- truth
+
+
+@pytest.mark.parametrize("case", [Case(1, 66, 3, group=2), Case(1, 66, 4, lengths=(30, 36), checkpoints=True)], ids=str)
+def test_first_and_last_heads_alone_are_those_of_the_whole(case: Case) -> None:
+    x = cases.make_inputs(case, "cpu")
+    heads = truth.Heads.first_and_last(x)
+    whole, alone = truth.outputs(truth.call(x, "eager")), truth.outputs(truth.call(heads.inputs(x), "eager"))
+    for name, got in heads.results(whole).items():
+        assert torch.equal(got, alone[name])
+
+
+def test_gradients_of_first_and_last_heads() -> None:
+    x = cases.make_inputs(Case(1, 66, 3, group=2), "cpu")
+    heads, d_o = truth.Heads.first_and_last(x), truth.upstream(x)
+    whole = truth.training_truth(x, d_o)
+    alone = truth.training_truth(heads.inputs(x), d_o[:, :, heads.v])
+    assert alone.keys() == {"o", *(f"d_{n}" for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias"))}
+    for name, got in heads.results(whole).items():
+        assert truth.error(got, alone[name]) < 1e-5
+
+
+def test_a_wrong_reference_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = truth.recurrence
+    monkeypatch.setattr(truth, "recurrence", lambda x: (right(x)[0] * 1.001, *right(x)[1:]))
+    with pytest.raises(RuntimeError, match="disagrees with the fp64 recurrence"):
+        truth.forward_truth(cases.make_inputs(Case(1, 64, 1), "cpu"))
+
+
+def test_softmax_truth_is_that_of_torch() -> None:
+    x = cases.make_inputs(Case(1, 80, 3), "cpu")
+    wide = x._replace(q=x.q.double(), k=x.k.double(), v=x.v.double())
+    prepared = softmax_forward(wide, [0, 2]).prepare()
+    got = prepared.results(prepared.run())["o"]
+    assert truth.error(got, softmax_truth(x, [0, 2])["o"]) < 1e-12
+
+
+# ---------------------------------------------------------------- machine
+
+
+def test_graphs_start_from_the_state_before() -> None:
+    """Warming up and capturing advance a state; what is judged starts from the first one again."""
+    x = cases.decode_inputs(2, 2, "cpu")
+    step = graphed(ours_step("eager", x), WallClock())
+    (row,) = compete({}, [step], truth.oracle(x), WallClock())
+    assert (row["status"], row["mode"]) == ("timed", "CUDA graph")
+    assert row["errors"]["final_state"] < 1e-6
+
+
+def test_host_times_take_turns() -> None:
+    order: list[str] = []
+    WallClock().host_us({n: (lambda n=n: order.append(n)) for n in "ab"}, batches=2, calls=2)
+    assert "".join(order) == "ab" + "aabb" * 2
+
+
+def test_a_backend_that_does_not_serve_is_refused_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = backends()["eager"]
+    monkeypatch.setattr(eager, "unsupported", lambda problem: ["it is Monday", "needs a GPU"])
+    (row,) = compete({}, [ours_forward("eager", cases.make_inputs(Case(1, 8, 1), "cpu"))], TRUTH, WallClock())
+    assert row["status"] == "refused"
+    assert row["reason"].endswith("it is Monday; needs a GPU")
+
+
+def test_summary_has_the_spread() -> None:
+    s = report.summary([float(i) for i in range(11)])
+    assert (s["median"], s["p10"], s["p90"], s["min"], s["max"], s["calls"]) == (5, 1, 9, 0, 10, 11)
+    assert report.summary([2.0])["p90"] == 2.0
+
+
+# ---------------------------------------------------------------- where kernels come from
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args, "ph": "X"}
+
+
+def test_shares_of_kernels() -> None:
+    """Four microseconds of each kind, found by the launch call or else by the innermost operator's number."""
+    events = [
+        event("cpu_op", "aten::linear", 0, 10),
+        event("cpu_op", "aten::mm", 1, 8, **{"External id": 11}),
+        event("cuda_runtime", "cudaLaunchKernel", 2, 1, correlation=1),
+        event("user_annotation", kernel_shares.RANGE, 20, 30),
+        event("cuda_driver", "cuLaunchKernelEx", 22, 1, correlation=2),
+        event("cpu_op", "aten::mm", 30, 5),  # a product inside the operator is the operator's
+        event("cuda_runtime", "cudaLaunchKernel", 31, 1, correlation=3),
+        event("cuda_runtime", "cudaLaunchKernel", 32, 1, tid=2, correlation=4),  # another thread at that time
+        event("cpu_op", "aten::mul", 30, 9, tid=2),
+        event("cuda_runtime", "cudaMemsetAsync", 70, 1, correlation=5),
+        event("kernel", "gemm", 100, 3, correlation=1),
+        event("kernel", "gemm without launch", 103, 1, correlation=77, **{"External id": 11}),
+        event("kernel", "scan", 110, 1, correlation=2),
+        event("kernel", "gemm", 120, 3, correlation=3),
+        event("kernel", "mul", 130, 3, correlation=4),
+        event("gpu_memset", "Memset", 140, 1, correlation=5),
+        event("kernel", "from nowhere", 150, 4, correlation=99),
+        event("gpu_user_annotation", kernel_shares.RANGE, 110, 20),
+        {"ph": "M", "name": "process_name"},
+    ]
+    got = kernel_shares.shares(events, calls=2)
+    assert got == {"GPU ms": 0.008} | {f"{kind} %": 25.0 for kind in kernel_shares.KINDS}
+
+
+def test_without_the_operator_there_are_no_shares() -> None:
+    with pytest.raises(RuntimeError, match="no kernel"):
+        kernel_shares.shares([event("kernel", "gemm", 0, 3, correlation=1)], calls=1)
+
+
+def test_the_operator_is_a_range_in_the_trace() -> None:
+    x = cases.make_inputs(Case(1, 8, 1), "cpu")
+    with kernel_shares.marked(backends()["eager"]):
+        events = kernel_shares.trace(WallClock(), ours_forward("eager", x).prepare().run, calls=2)
+    assert sum(e.get("name") == kernel_shares.RANGE and e.get("cat") == "user_annotation" for e in events) == 2
+    assert not vars(backends()["eager"])
+
+
+# ---------------------------------------------------------------- reports
+
+
+@pytest.mark.parametrize(
+    ("ours", "other", "expected"),
+    [
+        ([1.0, 2.0, 4.0], [2.0, 4.0, 8.0], 1024.0),  # always faster
+        ([2.0, 4.0, 8.0], [1.0, 2.0, 4.0], None),  # never
+        ([2.0, 2.0, 2.0], [1.0, 4.0, 16.0], 1024 * math.sqrt(2)),  # ratios 2 and 1/2: half way on the logarithm
+        ([1.0, 8.0, 8.0], [2.0, 4.0, 32.0], 2048 * 2 ** (1 / 3)),  # a detour: only the last crossing counts
+    ],
+)
+def test_crossover(ours: list[float], other: list[float], expected: float | None) -> None:
+    got = tables.crossover([1024, 2048, 4096], ours, other)
+    assert got == (expected if expected is None else pytest.approx(expected))
+
+
+def test_crossover_needs_a_time_for_each_T() -> None:
+    with pytest.raises(ValueError, match=r"T = \[1, 2\], 1 and 2 times"):
+        tables.crossover([1, 2], [1.0], [1.0, 2.0])
+
+
+TINY = Sizes(
+    forward=(Case(1, 66, 2), Case(1, 66, 1, "fast", group=2, lengths=(30, 36), checkpoints=True)),
+    training=(Case(1, 66, 2), Case(1, 64, 1, given=True)),
+    decode=(2,),
+    decode_heads=2,
+    hard=(24, 1),
+    context=(64, 128),
+    context_heads=1,
+    overhead=(Case(1, 66, 1), Case(1, 64, 1)),
+    layer=(32, 1, 66),
+    vocab_size=32,
+    decode_batches=(2,),
+    contexts=(16, 10**7),
+    model_T=66,
+)
+
+
+def run(folder: Path, sections: str, *options: str, sizes: Sizes = TINY) -> int:
+    return gpu.main(["--backends", "eager", "--only", sections, "--output", str(folder), *options], WallClock(), sizes)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text())["rows"]
+
+
+def test_sections_of_the_operator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sections = ("forward", "training", "decode", "hard", "context")
+    assert run(tmp_path, ",".join(sections)) == 0
+    rows = rows_of(tmp_path)
+    ours = [r for r in rows if r["contender"] in ("eager", "softmax attention")]
+    assert {(r["section"], r["status"]) for r in ours} == {
+        (s, "right" if s == "hard" else "timed") for s in sections
+    }  # fmt: skip
+    assert {r["contender"] for r in rows if r["section"] == "training"} == {"eager", "FLA", "FLA saving more", "cuDNN"}
+    assert all("reason" in r for r in rows if r["status"] not in ("timed", "right"))
+    text = (tmp_path / "gpu-forward-training-decode-hard-context.md").read_text()
+    assert text in capsys.readouterr().out
+    for line in ("## forward", "faster than softmax attention", "FLA, refused in all", "CUDA graph"):
+        assert line in text
+    assert {p.suffix for p in tmp_path.iterdir()} >= {".json", ".md"}
+
+
+def test_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the eager backend in the place of both sides: the difference is between the two medians."""
+    monkeypatch.setattr(operator, "BASELINE", "eager")
+    other = lambda f: lambda x, *a: dataclasses.replace(f("eager", x, *a), name="FLA", ours=False)  # noqa: E731
+    monkeypatch.setattr(operator, "fla_forward", other(operator.ours_forward))
+    monkeypatch.setattr(operator, "fla_training", other(operator.ours_training))
+    assert run(tmp_path, "overhead") == 0
+    rows = rows_of(tmp_path)
+    assert [r["contender"] for r in rows] == ["eager", "FLA", "difference"] * 4
+    for ours, theirs, difference in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+        a, b = ours["time"]["median"], theirs["time"]["median"]
+        assert difference["more percent"] == pytest.approx((a / b - 1) * 100)
+        assert difference["more us"] == pytest.approx((a - b) * (1e3 if ours["measure"] == "GPU ms" else 1))
+
+
+def test_layer_and_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)  # a minute of compilation shows nothing here
+    config = json.loads(TINY.config.read_text())
+    small = dict(num_hidden_layers=2, hidden_size=32, linear_num_heads=1, linear_head_dim=128, num_attention_heads=2)
+    path = tmp_path / "config" / "small.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(config | small))
+    assert run(tmp_path, "layer,model", sizes=dataclasses.replace(TINY, config=path)) == 0
+    rows = rows_of(tmp_path)
+    assert {(r["section"], r["status"]) for r in rows if r["contender"] == "eager"} == {
+        ("layer", "timed"), ("model", "timed")
+    }  # fmt: skip
+    softmax = {r["context"]: r for r in rows if r["contender"] == "softmax attention" and r["mode"] == "CUDA graph"}
+    assert softmax[16]["status"] == "timed"
+    assert softmax[16]["tokens/s"] == pytest.approx(2e3 / softmax[16]["time"]["median"])
+    assert softmax[16]["cache MiB"] == 2 * 2 * 2 * 17 * 32 * 2 / 2**20
+    assert softmax[10**7]["reason"].startswith("its cache needs")
+    assert {r["what"] for r in rows if r["section"] == "model"} == {"decode", "prefill", "training step"}
+
+
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["--output", str(tmp_path / "new")]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_unknown_sections_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.parse(["--only", "forward,backwards"])
+    assert "unknown backwards; known: forward, training" in capsys.readouterr().err
+
+
+def test_a_part_does_not_replace_the_results_of_the_whole() -> None:
+    names = [gpu.file_name(gpu.parse(options)) for options in ([], ["--quick"], ["--only", "decode,hard"])]
+    assert names == ["gpu", "gpu-quick", "gpu-decode-hard"]
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def summary(median: float, spread: float, deciles: bool = True) -> dict[str, float]:
+    lo, hi = median - spread / 2, median + spread / 2
+    wide = {"median": median, "min": lo - 10, "max": hi + 10, "calls": 20}
+    return wide | ({"p10": lo, "p90": hi} if deciles else {"min": lo, "max": hi})
+
+
+def write(path: Path, **medians: dict[str, float]) -> Path:
+    rows = [
+        {"section": "forward", "T": 8192, "contender": who, "status": "timed", "errors": {"o": 0.1}, "time": s}
+        for who, s in medians.items()
+    ]
+    rows.append({"section": "forward", "T": 8192, "contender": "peer", "status": "refused", "reason": "no"})
+    path.write_text(json.dumps({"stamp": {"gpu": path.stem}, "rows": rows}))
+    return path
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(
+        tmp_path / "a.json", up=summary(1.0, 0.1), down=summary(1.0, 0.1), same=summary(1.0, 0.3), gone=summary(1, 0)
+    )
+    b = write(
+        tmp_path / "b.json", up=summary(1.2, 0.1), down=summary(0.5, 0.2), same=summary(1.2, 0.1), new=summary(1, 0)
+    )
+    assert compare.main([str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert f"{a}: gpu a" in out
+    what = "| section forward, T 8192, contender "
+    for line in ("up | 1 | 1.2 | 1.200 | slower |", "down | 1 | 0.5 | 0.500 | faster |", "same | 1 | 1.2 | 1.200 |  |"):
+        assert what + line in out
+    assert "Timed only in a.json:\n\n- section forward, T 8192, contender gone\n" in out
+    assert "Timed only in b.json:\n\n- section forward, T 8192, contender new\n" in out
+    assert "peer" not in out
+
+
+def test_compare_without_deciles_takes_the_whole_range() -> None:
+    a, b = summary(1.0, 0.1, deciles=False), summary(1.05, 0.2, deciles=False)
+    assert compare.moved(a, b) == ""
+    assert compare.moved(a, summary(1.5, 0.2, deciles=False)) == "slower"
+
+
+def test_compare_reads_the_results_of_the_other_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(Path(report.__file__).parent / "results" / "cpu.json")
+    assert compare.main([path, path]) == 0
+    out = capsys.readouterr().out
+    assert "case forward, B 1, T 1024, H 4, gates slow, time kda_layers times" in out
+    assert "Timed only" not in out
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "expected JSON that a benchmark wrote"),
+        ("[]", "expected an object with a list 'rows', got list"),
+        ('{"stamp": {}}', "expected an object with a list 'rows', got an object with stamp"),
+        ('{"rows": [3]}', "expected row 0 to be an object, got int"),
+        ('{"rows": [{"time": {"median": "fast"}}]}', "expected numbers median, min, max in the times of row 0"),
+    ],
+)
+def test_compare_names_a_bad_file(
+    content: str | None, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = write(tmp_path / "good.json"), tmp_path / "bad.json"
+    if content is not None:
+        bad.write_text(content)
+    assert compare.main([str(good), str(bad)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"{bad}: ")
+    assert expected in err
