@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    StaticCache,
+)
 
 from kda_layers.kernels.contract import CHUNK
 from kda_layers.kernels.op import kda, kda_step
@@ -110,7 +116,7 @@ class LayerState:
             self._record(torch.cat(tuple(inputs), -1).detach(), conv_state.shape[-1], mask)
         self.layer.update_conv_state(conv_state.detach())
         if isinstance(self.layer, KDAOnlyCacheLayer):
-            self.layer.seen += inputs[0].shape[1]
+            self.layer.count(inputs[0])
 
     def _record(self, x: Tensor, W: int, mask: Tensor | None) -> None:
         replay, head, T = self.replay, self.head, x.shape[1]
@@ -212,27 +218,52 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
     def __init__(self, number_of_states: int = 1, **kwargs: Any):
         CacheLayerMixin.__init__(self)
         KDACacheLayer.__init__(self, number_of_states)
-        self.seen = 0
+        self.seen: Any = 0
+
+    def count(self, x: Tensor) -> None:
+        """Counts the tokens of x [B, T, ...]."""
+        self.seen += x.shape[1]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("a KDA layer's cache holds no keys and values: use update_conv_state, update_recurrent_state")
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        seen = self.seen - abs(int(tokens_to_remove))
+        seen = int(self.seen) - abs(int(tokens_to_remove))
         super().crop(tokens_to_remove)
-        self.seen = seen
+        self.reset_count(seen)
 
     def reset(self) -> None:
         super().reset()
-        self.seen = 0
+        self.reset_count(0)
+
+    def reset_count(self, seen: int) -> None:
+        self.seen = seen
 
     offload, prefetch = LinearAttentionLayer.offload, LinearAttentionLayer.prefetch
+
+
+class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
+    """A KDAOnlyCacheLayer of a static cache: it counts in a tensor on the device, as transformers' static layers do.
+
+    A compiled decode step then has neither a new graph for a new count nor a count that stays as it was traced.
+    """
+
+    def count(self, x: Tensor) -> None:
+        if not isinstance(self.seen, Tensor):
+            self.seen = torch.zeros((), dtype=torch.long, device=x.device)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.seen)
+        self.seen.add_(x.shape[1])
+
+    def reset_count(self, seen: int) -> None:
+        if isinstance(self.seen, Tensor):
+            self.seen.fill_(seen)
 
 
 def with_kda_layers(cache: Cache) -> Cache:
@@ -241,8 +272,9 @@ def with_kda_layers(cache: Cache) -> Cache:
     Layers that hold a state already stay as they are. The counting kind is used only where no other layer counts:
     next to softmax layers transformers would size masks by it.
     """
-    attention = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
-    kind = KDACacheLayer if attention else KDAOnlyCacheLayer
+    kind: type[KDACacheLayer] = KDAOnlyStaticLayer if isinstance(cache, StaticCache) else KDAOnlyCacheLayer
+    if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        kind = KDACacheLayer
     for i, layer in enumerate(cache.layers):
         if type(layer) is LinearAttentionLayer and not any(layer.has_previous_state.values()):
             new = kind(layer.number_of_states)

@@ -13,13 +13,13 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
-from kda_layers.modeling.cache import KDACacheLayer, KDAOnlyCacheLayer, cache_bytes, with_kda_layers
+from kda_layers.modeling.cache import KDACacheLayer, KDAOnlyCacheLayer, KDAOnlyStaticLayer, cache_bytes, with_kda_layers
 from tests.kernels.cases import FP64
 from tests.modeling.common import same
 
 D, W, HEADS, V_HEADS, K, V = 16, 4, 1, 2, 6, 8
 CHANNELS = 2 * HEADS * K + V_HEADS * V
-every_kind = pytest.mark.parametrize("kind", [KDACacheLayer, KDAOnlyCacheLayer])
+every_kind = pytest.mark.parametrize("kind", [KDACacheLayer, KDAOnlyCacheLayer, KDAOnlyStaticLayer])
 LENGTHS = (3, 1, 5, 2)  # of several recorded calls
 T = sum(LENGTHS)
 
@@ -89,7 +89,7 @@ def test_kinds(interval: int, static: bool) -> None:
     before = list(cache.layers)
     cache.activate_past_recording()
     assert with_kda_layers(cache) is cache
-    kind = KDACacheLayer if interval else KDAOnlyCacheLayer
+    kind = KDACacheLayer if interval else KDAOnlyStaticLayer if static else KDAOnlyCacheLayer
     for old, new in zip(before, cache.layers, strict=True):
         if type(old) is LinearAttentionLayer:
             assert type(new) is kind

@@ -830,7 +830,7 @@ def test_compiled_model(name: str, case: str, counter: CompileCounterWithBackend
 
 @kda_and_hybrid
 def test_compiled_generation(name: str, counter: CompileCounterWithBackend) -> None:
-    """With a static cache transformers compiles the decoding step; neither its tokens nor later calls compile anew."""
+    """With a static cache transformers compiles the decoding step, once: neither its tokens nor later calls do so anew."""
     m = build(name)
     options = CompileConfig(fullgraph=True, dynamic=None, mode=None)
     options.backend = lambda graph, inputs: counter(graph, inputs)  # generate copies its options, but not functions
@@ -843,4 +843,4 @@ def test_compiled_generation(name: str, counter: CompileCounterWithBackend) -> N
         got = generate(m, tokens, cache_implementation="static", compile_config=options, **call)
         assert torch.equal(got, generate(m, tokens, **call))
         graphs.append(counter.frame_count)
-    assert 0 < graphs[0] == graphs[1]
+    assert graphs == [1, 1]
