@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from text_data import BYTES, InputError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import kda_layers  # noqa: F401  (registers the model with AutoModelForCausalLM)
@@ -23,8 +23,10 @@ STATE = "trainer.pt"
 MODEL_FILES = ("config.json", "model.safetensors")
 
 
-def save_checkpoint(directory: Path, model: PreTrainedModel, state: dict[str, Any]) -> None:
-    """Makes `directory` a checkpoint of `model` and `state`, or leaves it as it is and raises.
+def save_checkpoint(
+    directory: Path, model: PreTrainedModel, state: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None = None
+) -> None:
+    """Makes `directory` a checkpoint of `model`, `state` and `tokenizer`, or leaves it as it is and raises.
 
     Everything is written and flushed to disk next to it first. A directory cannot be renamed over another one, so the
     previous checkpoint steps aside in between; should the power fail at that moment, `recover` puts it back.
@@ -37,6 +39,8 @@ def save_checkpoint(directory: Path, model: PreTrainedModel, state: dict[str, An
     try:
         model.save_pretrained(new)
         torch.save(state, new / STATE)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
         for path in (*new.iterdir(), new):
             _flush(path)
         if directory.exists():

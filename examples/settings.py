@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from text_data import InputError
 
@@ -13,25 +14,33 @@ def option(default: Any, help: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What fixes the loss curve of a run, besides its text and machine: kept when the run is resumed."""
+class TrainingSettings:
+    """What each trainer here is told."""
 
-    steps: int = option(600, "optimizer steps of the whole run")
+    least: ClassVar[Mapping[str, float]] = {"seed": 0, "seq_len": 8, "lr": 0.0}  # bounds of numbers, else 1
+
     seed: int = option(0, "of initialisation, data order and sampling")
     dtype: str = option("float32", "bfloat16: autocast, with float32 parameters", choices=("float32", "bfloat16"))
-    hidden_size: int = option(128, "width of the model")
-    layers: int = option(4, "layers of the model")
-    heads: int = option(2, "KDA heads of each layer, 32 wide")
-    seq_len: int = option(256, "bytes per training excerpt")
+    seq_len: int = option(256, "tokens per training excerpt")
     batch_size: int = option(8, "excerpts per step")
     lr: float = option(2e-3, "peak learning rate")
-    threads: int = option(1, "CPU threads; with more, any other busy program slows so small a model down a lot")
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            least = {"seed": 0, "seq_len": 8, "lr": 0.0}.get(name, 1)
+            least = self.least.get(name, 1)
             if not isinstance(value, str) and not least <= value < 2**32:
                 raise InputError(f"{flag(name)} {value}: expected at least {least} and less than 2^32")
+
+
+@dataclass(frozen=True)
+class Settings(TrainingSettings):
+    """What fixes the loss curve of a run, besides its text and machine: kept when the run is resumed."""
+
+    steps: int = option(600, "optimizer steps of the whole run")
+    hidden_size: int = option(128, "width of the model")
+    layers: int = option(4, "layers of the model")
+    heads: int = option(2, "KDA heads of each layer, 32 wide")
+    threads: int = option(1, "CPU threads; with more, any other busy program slows so small a model down a lot")
 
 
 @dataclass

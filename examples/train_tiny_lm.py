@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from checkpoint import as_device, check_replaceable, held_signals, load_model, load_state, save_checkpoint
 from report import plot, sample
-from settings import Run, Settings, flag
+from settings import Run, Settings, TrainingSettings, flag
 from text_data import BYTES, InputError, Text, Trigram, heldout_windows, load_text, training_batch
+from torch import Tensor
 from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -61,22 +62,29 @@ def learning_rate(step: int, s: Settings) -> float:
     return s.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def precision(model: PreTrainedModel, s: Settings) -> torch.autocast:
+def precision(model: PreTrainedModel, s: TrainingSettings) -> torch.autocast:
     return torch.autocast(model.device.type, torch.bfloat16, enabled=s.dtype == "bfloat16")
 
 
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, text: Text, s: Settings) -> float:
-    """Bits per held-out byte."""
+def heldout_nats(
+    model: PreTrainedModel, train: Tensor, heldout: Tensor, s: TrainingSettings, tokens: int = 4096
+) -> float:
+    """Negative log-likelihood of all of `heldout`, which follows `train`; some `tokens` are computed at once."""
     model.eval()
     nats = 0.0
-    windows = heldout_windows(text.train, text.heldout, s.seq_len)
-    for inputs, labels in zip(*(w.to(model.device).split(max(1, 4096 // s.seq_len)) for w in windows), strict=True):
+    windows = heldout_windows(train, heldout, s.seq_len)
+    for inputs, labels in zip(*(w.to(model.device).split(max(1, tokens // s.seq_len)) for w in windows), strict=True):
         with precision(model, s):
             logits = model(input_ids=inputs, use_cache=False).logits
         logits, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
         nats += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
-    return nats / len(text.heldout) / math.log(2)
+    return nats
+
+
+def evaluate(model: PreTrainedModel, text: Text, s: Settings) -> float:
+    """Bits per held-out byte."""
+    return heldout_nats(model, text.train, text.heldout, s) / len(text.heldout) / math.log(2)
 
 
 def train(run: Run, model: PreTrainedModel, optimizer: AdamW, text: Text, output: Path) -> int:

@@ -158,6 +158,19 @@ def test_runs_are_compared(trained: Path, tmp_path: Path, capsys: pytest.Capture
     assert len((tmp_path / "out" / "comparison.md").read_text().splitlines()) == 4
 
 
+def test_evaluation_is_not_timed(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*args: Any) -> float:
+        time.sleep(1)
+        return 1.0
+
+    monkeypatch.setattr(lm_training, "heldout_nats", slow)
+    assert train(files, tmp_path / "run", "--vocab byte --steps 12 --log-every 2 --evaluations 3") == 0
+    report = report_of(tmp_path / "run")
+    assert [h["step"] for h in report["heldout"]] == [5, 9, 12]
+    assert [w["step"] for w in report["windows"]] == [7, 9, 11, 12]
+    assert max(w["seconds"] for w in report["windows"]) < 1
+
+
 @pytest.mark.parametrize(("at", "timed"), [(2, False), (9, True)])
 def test_ctrl_c_saves(at: int, timed: bool, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = text_data.training_batch

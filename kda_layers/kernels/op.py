@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import typing
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -217,9 +218,18 @@ _library.define(f"step({_schema(StepInputs, mutable='state')}, str backend) -> T
 # An op cannot return None: what was not asked for is an empty tensor, and the callers above and below drop it.
 
 
+def _without_autocast(f: Callable[..., Any], x: Inputs | StepInputs, *args: Any) -> Any:
+    """f(x, *args), which says itself what it rounds: under autocast its products would run in 16 bits."""
+    device = x.q.device.type
+    if not torch.is_autocast_enabled(device):
+        return f(x, *args)
+    with torch.autocast(device, enabled=False):
+        return f(x, *args)
+
+
 def _chunk(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     x, (save, backend) = Inputs(*args[:-2]), args[-2:]
-    o, final, checkpoints, saved = backends()[backend].chunk(x, save)
+    o, final, checkpoints, saved = _without_autocast(backends()[backend].chunk, x, save)
     return o, _or_empty(final, x), _or_empty(checkpoints, x), saved
 
 
@@ -238,7 +248,7 @@ def _chunk_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 def _chunk_grad(*args: Any) -> tuple[Tensor, ...]:
     n = len(Inputs._fields)
     x, (backend, *rest) = Inputs(*args[:n]), args[n:]
-    return tuple(_or_empty(t, x) for t in backends()[backend].chunk_grad(x, *rest))
+    return tuple(_or_empty(t, x) for t in _without_autocast(backends()[backend].chunk_grad, x, *rest))
 
 
 def _chunk_grad_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -310,7 +320,7 @@ def _chunk_grad_autograd(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _step(*args: Any) -> Tensor:
-    return backends()[args[-1]].step(StepInputs(*args[:-1]))
+    return _without_autocast(backends()[args[-1]].step, StepInputs(*args[:-1]))
 
 
 def _step_fake(*args: Any) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kda_layers import kda
+from kda_layers import kda, kda_step
 from kda_layers.kernels.contract import Gradients, Inputs
 from kda_layers.kernels.dispatch import problem_of
 from tests.kernels.cases import (
@@ -24,6 +24,7 @@ from tests.kernels.cases import (
     on_every_backend,
     on_every_device,
     on_typical_shapes,
+    options,
     oracle,
     output_gradients,
     poisoned_memory,
@@ -190,6 +191,26 @@ def test_recomputed_forward_gives_the_same_gradients(
         o.square().sum().backward()
         grads.append({n: t.grad for n, t in leaves.items()})
     assert [n for n in grads[0] if not torch.equal(grads[0][n], grads[1][n])] == []
+
+
+@on_every_backend
+@on_every_device
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_autocast_stays_outside(
+    dtype: torch.dtype, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
+    """What is computed inside in fp32 stays in fp32, forward, backward and decoding."""
+    x = make_inputs(for_training(Case(T=70, H=1, state=True, dtype=dtype), backend, device), device)
+    serve(backend, problem_of(x, needs_grad=True), required_backends)
+    d_out, results = output_gradients(x), []
+    for enabled in (False, True):
+        with torch.autocast(device, BF16, enabled=enabled):
+            result = run(lambda x: call(x, backend), x, d_out)
+            with torch.no_grad():
+                state = x.initial_state.clone()
+                o = kda_step(*(t[:, :1] for t in x[:5]), state, **options(x), backend=backend)
+        results.append(result | {"step": o, "state": state})
+    assert [n for n in results[0] if not torch.equal(results[0][n], results[1][n])] == []
 
 
 @on_every_backend

@@ -830,7 +830,7 @@ def test_compiled_model(name: str, case: str, counter: CompileCounterWithBackend
 
 @kda_and_hybrid
 def test_compiled_generation(name: str, counter: CompileCounterWithBackend) -> None:
-    """With a static cache transformers compiles the decoding step, once: neither its tokens nor later calls do so anew."""
+    """With a static cache transformers compiles the decoding step once: neither tokens nor later calls do so anew."""
     m = build(name)
     options = CompileConfig(fullgraph=True, dynamic=None, mode=None)
     options.backend = lambda graph, inputs: counter(graph, inputs)  # generate copies its options, but not functions

@@ -1,0 +1,134 @@
+"""Fused kernels around the operator: who is refused, how inputs are routed to them, and on a GPU their numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kda_layers.kernels import layer_kernels, short_conv
+from kda_layers.kernels.dispatch import use_backend
+from kda_layers.kernels.fla.package import problems
+from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, error, poisoned_memory
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels need a CUDA device")
+LENGTHS = (0, 100, 3, 0, 65, 1, 0)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=FP64)
+
+
+def offsets(lengths: tuple[int, ...] | None) -> Tensor | None:
+    return None if lengths is None else torch.tensor((0, *itertools.accumulate(lengths)), dtype=torch.int32)
+
+
+def test_a_cpu_and_fp64_are_refused() -> None:
+    assert layer_kernels.refusals(torch.zeros(1, 128, 2)) == ["device is cpu, needs cuda"]
+    assert layer_kernels.refusals(torch.zeros(1, 1, 2, dtype=FP64)) == [
+        "device is cpu, needs cuda",
+        "dtype is torch.float64, needs bfloat16, float16 or float32",
+        "B * T is 1, needs at least 128",
+    ]
+
+
+def test_they_are_left_out_where_plain_pytorch_is_asked_for() -> None:
+    with use_backend("eager"):
+        assert "backend 'eager' is asked for" in layer_kernels.refusals(torch.zeros(1, 128, 2))
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
+@pytest.mark.parametrize("with_state", [False, True], ids=["fresh", "state"])
+@pytest.mark.parametrize("T", [2, 4, 169])
+def test_routing(T: int, with_state: bool, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor goes its own way through the kernel, here played by the plain form; the states come out as there."""
+    B, N = (1, len(LENGTHS)) if lengths else (2, 2)
+    T = sum(LENGTHS) if lengths else T
+    widths = (3, 3, 5)
+    xs = [normal(B, T, w, seed=i) for i, w in enumerate(widths)]
+    weight, state = normal(11, 4, seed=9), normal(N, 11, 4, seed=10) if with_state else None
+    cu_seqlens = offsets(lengths)
+    plain = short_conv.short_convs(xs, weight, state, cu_seqlens)
+    calls = []
+
+    def kernel(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        calls.append(x.shape[-1])
+        with monkeypatch.context() as m:
+            m.setattr(layer_kernels, "refusals", lambda x: ["it is the kernel"])
+            return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
+
+    monkeypatch.setattr(layer_kernels, "refusals", lambda x: [])
+    monkeypatch.setattr(layer_kernels, "conv_silu", kernel)
+    fused = short_conv.short_convs(xs, weight, state, cu_seqlens)
+    assert calls == list(widths)
+    for got, want in zip((*fused[0], fused[1]), (*plain[0], plain[1]), strict=True):
+        assert got.shape == want.shape
+        assert error(got, want) < 1e-12
+    assert short_conv.short_convs(xs, weight, state, cu_seqlens, keep_state=False)[1] is None
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+def check_against_fp64(f: Callable[..., Tensor], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Output and gradients of the kernel within twice the plain form's error in the same dtype plus a rounding."""
+    d_out = None
+    results = []
+    for cast, device, fused in ((FP64, "cpu", False), (dtype, "cuda", False), (dtype, "cuda", True)):
+        leaves = {
+            n: t.to(dtype).to(device, cast).requires_grad_() if n != "state" else t.to(dtype).to(device, cast)
+            for n, t in tensors.items()
+        }
+        with poisoned_memory():
+            y = f(fused, **leaves)
+            d_out = normal(*y.shape, seed=5) if d_out is None else d_out
+            trained = {n: t for n, t in leaves.items() if t.requires_grad}
+            grads = torch.autograd.grad(y, list(trained.values()), d_out.to(y))
+        results.append({"y": y.detach()} | dict(zip(trained, grads, strict=True)))
+    truth, plain, got = results
+    for n, t in truth.items():
+        assert got[n].dtype == dtype
+        assert error(got[n], t) <= budget(error(plain[n], t), dtype), n
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
+@pytest.mark.parametrize("with_state", [False, True], ids=["fresh", "state"])
+@pytest.mark.parametrize("W", [1, 2, 4, 5])
+def test_short_conv(W: int, with_state: bool, lengths: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+    if problems():
+        pytest.skip("; ".join(problems()))
+    B, N, T, D = (1, len(LENGTHS), sum(LENGTHS), 48) if lengths else (2, 2, 169, 48)
+    tensors = {"x": normal(B, T, D), "weight": normal(D, W, seed=1)}
+    if with_state:
+        tensors["state"] = normal(N, D, W, seed=2)
+
+    def run(fused: bool, x: Tensor, weight: Tensor, state: Tensor | None = None) -> Tensor:
+        cu_seqlens = None if lengths is None else offsets(lengths).to(x.device)
+        if not fused:
+            with use_backend("eager"):
+                return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
+        assert layer_kernels.refusals(x) == []
+        return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
+
+    check_against_fp64(run, tensors, dtype)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("D", [16, 100, 128])
+def test_gated_norm(D: int, dtype: torch.dtype) -> None:
+    if problems():
+        pytest.skip("; ".join(problems()))
+    tensors = {"x": normal(2, 70, 3, D), "gate": normal(2, 70, 3, D, seed=1), "weight": normal(D, seed=2)}
+
+    def run(fused: bool, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        if fused:
+            return layer_kernels.gated_rms_norm(x, gate, weight, 1e-5)
+        return torch.nn.functional.rms_norm(x, (D,), weight, 1e-5) * torch.sigmoid(gate)
+
+    check_against_fp64(run, tensors, dtype)

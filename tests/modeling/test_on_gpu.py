@@ -1,0 +1,212 @@
+"""What only a GPU has: CUDA graphs, compiled kernels, and memory that must not grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CompileConfig, StaticCache
+
+from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, kda, kda_step
+from kda_layers.kernels.contract import Inputs
+from kda_layers.kernels.dispatch import problem_of
+from tests.kernels.cases import BF16, Case, call, error, make_inputs, on_every_backend, options, serve
+from tests.kernels.test_step import serve_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SIZES = dict(
+    vocab_size=97, hidden_size=256, num_hidden_layers=4, linear_num_heads=2, linear_head_dim=128,
+    num_attention_heads=4, intermediate_size=512,
+)  # fmt: skip
+every_kind = pytest.mark.parametrize("interval", [0, 2], ids=["kda", "hybrid"])
+
+
+def build(interval: int, dtype: torch.dtype = BF16, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = KDAConfig(**SIZES | more, full_attention_interval=interval, bos_token_id=None, eos_token_id=None)
+    return KDAForCausalLM(config).to("cuda", dtype).eval()
+
+
+def captured(f: Any) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            f()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return graph
+
+
+# ---------------------------------------------------------------- the operator in CUDA graphs
+
+
+@on_every_backend
+def test_decode_step_in_a_graph(backend: str, required_backends: frozenset[str]) -> None:
+    """Replays advance the state in place, as calls do."""
+    x = make_inputs(Case(T=5, B=3, state=True), "cuda")
+    serve_step(backend, x, required_backends)
+    tokens = [x._replace(**{n: getattr(x, n)[:, t : t + 1] for n in ("q", "k", "v", "g", "beta")}) for t in range(5)]
+    buffers = [t.clone() for t in tokens[0][:5]]
+    state, out = x.initial_state.clone(), torch.empty_like(x.v[:, :1])
+
+    def step() -> None:
+        out.copy_(kda_step(*buffers, state, **options(x), backend=backend))
+
+    graph = captured(step)
+    state.copy_(x.initial_state)
+    want_state = x.initial_state.clone()
+    for token in tokens:
+        for buffer, t in zip(buffers, token[:5], strict=True):
+            buffer.copy_(t)
+        graph.replay()
+        want = kda_step(*token[:5], want_state, **options(x), backend=backend)
+        assert torch.equal(out, want)
+        assert torch.equal(state, want_state)
+
+
+def test_slots_and_drafts_in_a_graph() -> None:
+    """Which slots and how many accepted tokens are read at replay, not at capture."""
+    x = make_inputs(Case(T=4, B=3, state=True), "cuda")
+    serve_step("fla", x, frozenset())
+    pool = torch.randn(16, *x.initial_state.shape[1:], device="cuda")
+    slots = torch.arange(12, device="cuda").view(3, 4)
+    accepted = torch.tensor([1, 2, 4], device="cuda", dtype=torch.int32)
+    extra = dict(state_indices=slots, num_accepted=accepted)
+    out, work = torch.empty_like(x.v), pool.clone()
+
+    def step() -> None:
+        out.copy_(kda_step(*x[:5], work, **options(x), **extra, backend="fla"))
+
+    graph = captured(step)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        slots.copy_(torch.randperm(16, generator=generator)[:12].view(3, 4))
+        accepted.copy_(torch.randint(1, 5, (3,), generator=generator))
+        work.copy_(pool)
+        graph.replay()
+        want_pool = pool.clone()
+        want = kda_step(*x[:5], want_pool, **options(x), **extra, backend="fla")
+        assert torch.equal(out, want)
+        assert torch.equal(work, want_pool)
+        untouched = [n for n in range(16) if n not in slots.flatten().tolist()]
+        assert torch.equal(work[untouched], pool[untouched])
+
+
+@pytest.mark.parametrize("lengths", [None, (70, 0, 65, 3)], ids=["fixed", "packed"])
+def test_whole_sequences_in_a_graph(lengths: tuple[int, ...] | None) -> None:
+    """Packed lengths too are read at replay: nothing waits for the host."""
+    x = make_inputs(Case(T=138, lengths=lengths, state=True), "cuda")
+    serve("fla", problem_of(x), frozenset())
+    outs: list[Tensor] = []
+
+    def run() -> None:
+        outs[:] = [t for t in call(x, "fla") if t is not None]
+
+    with torch.no_grad():
+        graph = captured(run)
+        others = [(138, 0, 0, 0), (1, 64, 64, 9)] if lengths else [None]
+        for other in others:
+            if other:
+                x.cu_seqlens.copy_(torch.tensor((0, *other)).cumsum(0))
+            x.v.normal_()
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(outs, call(x, "fla"), strict=True))
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_compiled_layer(train: bool) -> None:
+    """One graph for every length; as close to fp64 as the layer without torch.compile, up to a rounding."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(256, 2, 128).to("cuda", BF16)
+    exact = KimiDeltaAttention(256, 2, 128).double()
+    exact.load_state_dict({n: p.cpu().double() for n, p in layer.state_dict().items()})
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for T in (200, 333, 640):
+        x, d_out = torch.randn(2, T, 256).to(BF16), torch.randn(2, T, 256).to(BF16)
+        errors = []
+        results = []
+        for f, module, cast in ((exact, exact, dict(dtype=torch.float64)), (layer, layer, dict(device="cuda")),
+                                (compiled, layer, dict(device="cuda"))):  # fmt: skip
+            with torch.set_grad_enabled(train):
+                y = f(x.to(**cast))
+                results.append([y.detach()])
+                if train:
+                    results[-1] += torch.autograd.grad(y, list(module.parameters()), d_out.to(y))
+        errors = [[error(a, b) for a, b in zip(r, results[0], strict=True)] for r in results[1:]]
+        for plain, compiled_error in zip(*errors, strict=True):
+            assert compiled_error <= 2 * (plain + 2**-8)
+    assert counter.frame_count == 1
+
+
+@every_kind
+def test_compiled_training_of_a_model(interval: int) -> None:
+    """Loss and gradients under bf16 autocast, compiled whole, against the same without torch.compile."""
+    torch._dynamo.reset()
+    model = build(interval, torch.float32).train()
+    compiled = torch.compile(model, fullgraph=True)
+    tokens = torch.randint(0, 97, (2, 300), device="cuda")
+    results = []
+    for f in (model, compiled):
+        model.zero_grad()
+        with torch.autocast("cuda", BF16):
+            loss = f(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        results.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
+    assert error(results[1][0], results[0][0]) < 2**-8
+    assert error(results[1][1], results[0][1]) < 2**-4
+
+
+@every_kind
+def test_generation_compiled_into_cuda_graphs(interval: int) -> None:
+    """A static cache and mode 'reduce-overhead': no graph break, no second graph, the tokens of plain generation."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build(interval, torch.float32)
+    compile_config = CompileConfig(fullgraph=True, dynamic=False, mode="reduce-overhead")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in (1, 2):
+            tokens = torch.randint(0, 97, (2, 40), device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+            kwargs = dict(max_new_tokens=30, do_sample=False)
+            want = model.generate(tokens, **kwargs)
+            got = model.generate(tokens, cache_implementation="static", compile_config=compile_config, **kwargs)
+            assert torch.equal(got, want)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_memory_is_constant_while_generating() -> None:
+    model = build(0)
+    cache = StaticCache(config=model.config, max_cache_len=1)
+    token = torch.zeros(1, 1, dtype=torch.long, device="cuda")
+    with torch.inference_mode():
+        model(torch.zeros(1, 70, dtype=torch.long, device="cuda"), past_key_values=cache)
+
+        def step() -> None:
+            token.copy_(model(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True))
+
+        graph = captured(step)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(5000):
+            graph.replay()
+        assert torch.cuda.max_memory_allocated() == before
+    assert all(t.isfinite().all() for layer in cache.layers for t in layer.recurrent_states.values())
+
+
+def test_default_choice_on_a_gpu() -> None:
+    """Automatic choice takes a fused backend where one serves, without a word."""
+    x: Inputs = make_inputs(Case(checkpoints=False), "cuda")
+    serve("fla", problem_of(x), frozenset())
+    chosen, named = (kda(*x[:5], **options(x), backend=b).o for b in (None, "fla"))
+    assert torch.equal(chosen, named)
