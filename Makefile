@@ -1,7 +1,7 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint test-gpu bench-cpu bench-swap test-transformers clean
+.PHONY: demo test lint test-gpu bench-cpu bench-swap bench-gpu test-transformers clean
 
 demo: .venv/demo
 	.venv/bin/python examples/train_tiny_lm.py --output runs/demo
@@ -19,6 +19,9 @@ bench-cpu: .venv/dev
 
 bench-swap: .venv/dev
 	.venv/bin/python -m benchmarks.swap
+
+bench-gpu: .venv/dev
+	.venv/bin/python -m benchmarks.gpu
 
 test-gpu: .venv/dev
 	KDA_LAYERS_REQUIRE=eager .venv/bin/python -m pytest tests/kernels tests/modeling

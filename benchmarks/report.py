@@ -31,10 +31,14 @@ def times_ms(f: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def summary(times: list[float]) -> dict[str, float]:
-    """Median, and the lowest and highest, of `times`."""
+    """Median, first and last decile, and the lowest and highest, of `times`."""
     if not times:
         raise ValueError("times must not be empty: nothing was timed")
-    return {"median": statistics.median(times), "min": min(times), "max": max(times), "calls": len(times)}
+    deciles = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else [times[0]] * 9
+    return {
+        "median": statistics.median(times), "p10": deciles[0], "p90": deciles[-1],
+        "min": min(times), "max": max(times), "calls": len(times),
+    }  # fmt: skip
 
 
 def in_fresh_process(module: str, *arguments: str) -> float:

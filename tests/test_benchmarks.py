@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +21,14 @@ from torch import Tensor
 
 from benchmarks import compare, report
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import cases, kernel_shares, operator, tables, truth
+from benchmarks.gpu import cases, kernel_shares, layer, operator, tables, truth
 from benchmarks.gpu.cases import Case, Sizes
 from benchmarks.gpu.contenders import Contender, Prepared, Refusal, graphed, ours_forward, ours_step
-from benchmarks.gpu.harness import Budget, ContextLost, Job, Setup, compete, failures, run_all, run_job
-from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.harness import Budget, ContextLost, Job, compete, failures, run_all, run_job
+from benchmarks.gpu.machine import CudaMachine, Machine
 from benchmarks.gpu.peers import softmax_forward, softmax_truth
+from kda_layers import kda
+from kda_layers.kernels import fla_api
 from kda_layers.kernels.dispatch import backends
 from kda_layers.kernels.reference import log_decay
 
@@ -66,6 +70,9 @@ class WallClock(Machine):
 
     def free_bytes(self) -> int:
         return 2**30
+
+    def collect(self) -> None:
+        """Nothing: a test has no memory to give back, and collecting takes a third of a second."""
 
     def host_us(self, runs: dict[str, Callable[[], Any]], batches: int = 2, calls: int = 2) -> dict[str, list[float]]:
         return super().host_us(runs, batches, calls)
@@ -330,6 +337,75 @@ def test_softmax_truth_is_that_of_torch() -> None:
     assert truth.error(got, softmax_truth(x, [0, 2])["o"]) < 1e-12
 
 
+# ---------------------------------------------------------------- peers, with stand-ins of the same arguments
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages of the peers' names, whose functions compute with our eager backend."""
+    fla = SimpleNamespace(chunk_kda=fla_api.chunk_kda, fused_recurrent_kda=fla_api.fused_recurrent_kda)
+    below = SimpleNamespace(fused_recurrent_kda_fwd=fla_api.fused_recurrent_kda)
+    for name, module in (
+        ("fla", SimpleNamespace()), ("fla.ops", SimpleNamespace()), ("fla.ops.kda", fla),
+        ("fla.ops.kda.fused_recurrent", below), ("cudnn", SimpleNamespace()),
+        ("cudnn.linear_attention", SimpleNamespace()),
+        ("cudnn.linear_attention.ops", SimpleNamespace(kimi_delta_attention=cudnn_stand_in)),
+    ):  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+def cudnn_stand_in(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, *, scale: float,
+    initial_state: Tensor | None, output_final_state: bool, use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool, safe_gate: bool, gate_lower_bound: float | None, a_log: Tensor | None,
+    dt_bias: Tensor | None, checkpoint_every_n_tokens: int, plan_name: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """nvidia-cudnn-frontend 1.32's function for packed tokens [tokens, heads, D], as far as its Hopper engine goes."""
+    assert plan_name == "kda_hopper_cuda"
+    assert (g.dtype, beta.dtype, cu_seqlens.dtype) == (torch.float32, torch.float32, torch.int32)
+    assert all(t.is_contiguous() for t in (q, k, v, g, beta))
+    if checkpoint_every_n_tokens:
+        raise NotImplementedError("state_checkpoints are not produced")
+    if safe_gate and torch.is_grad_enabled() and q.requires_grad:
+        raise NotImplementedError("the backward takes log-space g")
+    out = kda(
+        *(t[None] for t in (q, k, v, g, beta)), A_log=a_log, dt_bias=dt_bias, initial_state=initial_state,
+        cu_seqlens=cu_seqlens, gate_activation="lower_bound" if safe_gate else "log_decay",
+        lower_bound=gate_lower_bound, beta_activation="sigmoid" if use_beta_sigmoid_in_kernel else "given",
+        qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, final_state=output_final_state,
+    )  # fmt: skip
+    return out.o[0], out.final_state if output_final_state else q.new_empty(0)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("section", "case", "refusing"),
+    [
+        ("forward", Case(2, 66, 2), ()),
+        ("forward", Case(1, 66, 1, "fast", group=2, lengths=(30, 36)), ()),
+        ("forward", Case(1, 128, 2, checkpoints=True), ("cuDNN",)),
+        ("forward", Case(1, 66, 2, gate="softplus"), ("cuDNN",)),
+        ("training", Case(2, 66, 2), ("cuDNN",)),
+        ("training", Case(1, 66, 1, group=2, given=True), ()),
+    ],
+    ids=str,
+)
+def test_peers_get_and_give_what_the_case_says(
+    section: str, case: Case, refusing: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert run(tmp_path, section, sizes=dataclasses.replace(TINY, **{section: (case,)})) == 0
+    for r in rows_of(tmp_path):
+        assert r["status"] in (("refused", "failed") if r["contender"] in refusing else ("timed",)), r
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("section", ["decode", "hard"])
+def test_peers_with_states(section: str, tmp_path: Path) -> None:
+    assert run(tmp_path, section) == 0
+    assert {r["status"] for r in rows_of(tmp_path)} == {"timed" if section == "decode" else "right"}
+
+
 # ---------------------------------------------------------------- machine
 
 
@@ -340,6 +416,37 @@ def test_graphs_start_from_the_state_before() -> None:
     (row,) = compete({}, [step], truth.oracle(x), WallClock())
     assert (row["status"], row["mode"]) == ("timed", "CUDA graph")
     assert row["errors"]["final_state"] < 1e-6
+
+
+class FakeEvent:
+    """A CUDA event whose clock advances by two milliseconds a record."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.now += 2
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+@pytest.mark.parametrize(("limits", "calls"), [((10, 300), 25), ((40, 300), 40), ((1, 5), 5)])
+def test_cuda_times(limits: tuple[int, int], calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many calls as fit into the time, within limits; before each of them what must come before."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(CudaMachine, "device", "cpu")
+    machine = CudaMachine(warmup_ms=8, measure_ms=50, calls=limits)
+    machine.flushed = torch.empty(1)
+    order: list[str] = []
+    times = machine.times_ms(lambda: order.append("run"), lambda: order.append("before"))
+    assert times == [2.0] * calls
+    assert order == ["before", "run"] * (len(order) // 2)
+    assert len(order) // 2 == 2 + 3 + min(4, limits[1]) + calls
 
 
 def test_host_times_take_turns() -> None:
@@ -491,6 +598,8 @@ def test_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_layer_and_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)  # a minute of compilation shows nothing here
+    found = {"GPU ms": 1.0, "KDA operator %": 30.0, "projections %": 50.0, "rest %": 20.0, "unknown %": 0.0}
+    monkeypatch.setattr(layer, "profile", lambda *arguments: found)
     config = json.loads(TINY.config.read_text())
     small = dict(num_hidden_layers=2, hidden_size=32, linear_num_heads=1, linear_head_dim=128, num_attention_heads=2)
     path = tmp_path / "config" / "small.json"
@@ -501,6 +610,8 @@ def test_layer_and_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert {(r["section"], r["status"]) for r in rows if r["contender"] == "eager"} == {
         ("layer", "timed"), ("model", "timed")
     }  # fmt: skip
+    assert {r["goal"] for r in rows if r["section"] == "layer"} == {"missed"}
+    assert "| GPU ms | KDA operator % | projections % | rest % |" in (tmp_path / "gpu-layer-model.md").read_text()
     softmax = {r["context"]: r for r in rows if r["contender"] == "softmax attention" and r["mode"] == "CUDA graph"}
     assert softmax[16]["status"] == "timed"
     assert softmax[16]["tokens/s"] == pytest.approx(2e3 / softmax[16]["time"]["median"])

@@ -1,0 +1,129 @@
+"""`make bench-gpu`, or `python -m benchmarks.gpu`: see the package's text for what is measured and how.
+
+Exit code 0; 1 where nothing was timed, or something of ours was wrong or broke; 2 without a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import report
+from benchmarks.gpu import operator, tables
+from benchmarks.gpu.cases import FULL, QUICK, Sizes
+from benchmarks.gpu.harness import Budget, Job, Row, Setup, failures, run_all
+from benchmarks.gpu.layer import layer
+from benchmarks.gpu.machine import CudaMachine, Machine
+from benchmarks.gpu.model import model
+from kda_layers.kernels.dispatch import backends
+
+SECTIONS: dict[str, Callable[[Setup], list[Job]]] = {
+    "forward": operator.forward,
+    "training": operator.training,
+    "decode": operator.decode,
+    "hard": operator.hard,
+    "context": operator.context,
+    "overhead": operator.overhead,
+    "layer": layer,
+    "model": model,
+}
+PACKAGES = ("triton", "flash-linear-attention", "fla-core", "nvidia-cudnn-frontend")
+
+
+def stamp() -> dict[str, str]:
+    """The machine, its driver, the peers' versions, the commit and the date."""
+    facts = report.stamp()
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        facts["driver"] = _first_line(query)
+        facts["cudnn"] = str(torch.backends.cudnn.version())
+    for package in PACKAGES:
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "not installed"
+    return facts
+
+
+def _first_line(command: list[str]) -> str:
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return lines[0].strip() if lines else "unknown"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help=f"sections, separated by commas, of {','.join(SECTIONS)}")
+    parser.add_argument("--quick", action="store_true", help="few cases")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--backends", help="ours, separated by commas; default: all but eager")
+    parser.add_argument("--budget-s", type=float, help="start no case after so many seconds; those left out are listed")
+    args = parser.parse_args(argv)
+    args.sections = args.only.split(",") if args.only else list(SECTIONS)
+    args.ours = args.backends.split(",") if args.backends else [b for b in backends() if b != "eager"]
+    for name, chosen, known in (("--only", args.sections, SECTIONS), ("--backends", args.ours, backends())):
+        unknown = [n for n in chosen if n not in known]
+        if unknown:
+            parser.error(f"{name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    return args
+
+
+def file_name(args: argparse.Namespace) -> str:
+    """gpu, or what part of it was run: a part must not replace the results of the whole."""
+    part = [] if args.sections == list(SECTIONS) else args.sections
+    return "-".join(["gpu", *part, *(["quick"] if args.quick else [])])
+
+
+def main(argv: Sequence[str] | None = None, machine: Machine | None = None, sizes: Sizes | None = None) -> int:
+    """The exit code. `machine` and `sizes` are for tests, which run every section on a CPU."""
+    args = parse(argv)
+    if machine is None:
+        if not torch.cuda.is_available():
+            print("benchmarks.gpu needs a CUDA device, and torch finds none here", file=sys.stderr)
+            return 2
+        machine = CudaMachine()
+    os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA stands for its own kernels, not for another package's
+    setup = Setup(machine, sizes or (QUICK if args.quick else FULL), args.ours)
+    jobs = [(section, job) for section in args.sections for job in SECTIONS[section](setup)]
+    args.output.mkdir(parents=True, exist_ok=True)
+    path, facts = args.output / f"{file_name(args)}.json", stamp()
+    rows: list[Row] = []
+    with tqdm(total=len(jobs), desc="cases") as progress:
+
+        def done(more: list[Row]) -> None:
+            rows.extend(more)
+            path.write_text(json.dumps({"stamp": facts, "rows": rows}, indent=1) + "\n")  # a run that is killed
+            path.with_suffix(".md").write_text(tables.markdown(rows, facts))  # leaves what it had
+            progress.set_postfix_str(more[0]["section"], refresh=False)
+            progress.update()
+
+        run_all(jobs, machine, Budget(args.budget_s), done)
+    print(tables.markdown(rows, facts))
+    _plot(rows, args.output, file_name(args))
+    found = failures(rows)
+    for line in found:
+        print(f"FAILED: {line}", file=sys.stderr)
+    return 1 if found else 0
+
+
+def _plot(rows: list[Row], folder: Path, name: str) -> None:
+    try:
+        for path in tables.plots(rows, folder, name):
+            print(f"plot: {path}")
+    except ImportError as problem:
+        print(f"no plots: {problem}; pip install 'kda_layers[plot]'", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Who is timed: the shape that all contenders share, and our own backends. The others are in peers.py.
+
+A contender is prepared from a case's inputs: what converts them to its layout and types happens there, untimed, so
+that each gets what it likes best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.truth import Results, call, differentiable, outputs
+from kda_layers import kda_step
+from kda_layers.kernels.contract import Inputs, Problem, StepInputs
+from kda_layers.kernels.dispatch import backends, problem_of
+
+
+class Refusal(Exception):
+    """A contender does not serve a case; the text is why."""
+
+
+class Prepared(NamedTuple):
+    """A contender ready to run a case."""
+
+    run: Callable[[], Any]
+    results: Callable[[Any], Results]  # what `run` returned, by the truth's names and in its layout; untimed
+    restore: Callable[[], None] | None = None  # puts back what `run` changed
+    restore_each: bool = False  # before each call, not only before the one that is judged
+
+    @property
+    def before(self) -> Callable[[], None] | None:
+        return self.restore if self.restore_each else None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Someone who may run a case. `prepare` raises where it does not serve it."""
+
+    name: str
+    prepare: Callable[[], Prepared]
+    ours: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)  # how, where the same contender runs in several ways
+
+
+def graphed(c: Contender, machine: Machine) -> Contender:
+    """The contender replayed from a CUDA graph."""
+
+    def prepare() -> Prepared:
+        p = c.prepare()
+        replay = machine.graph(p.run, p.before)
+        return p._replace(run=replay)
+
+    return Contender(c.name, prepare, c.ours, c.fields | {"mode": "CUDA graph"})
+
+
+def eager(c: Contender) -> Contender:
+    """The contender called from Python, and called so in the report."""
+    return Contender(c.name, c.prepare, c.ours, c.fields | {"mode": "call"})
+
+
+# ---------------------------------------------------------------- ours
+
+
+def require(backend: str, problem: Problem) -> None:
+    """Raises a Refusal with every reason unless our backend of that name serves the problem."""
+    if backend not in backends():
+        raise Refusal(f"there is no backend {backend!r}, there are: {', '.join(backends())}")
+    reasons = backends()[backend].unsupported(problem)
+    if reasons:
+        raise Refusal(f"cannot serve [{problem}]: " + "; ".join(reasons))
+
+
+def ours_forward(backend: str, x: Inputs) -> Contender:
+    def prepare() -> Prepared:
+        require(backend, problem_of(x))
+        return Prepared(torch.no_grad()(lambda: call(x, backend)), outputs)
+
+    return Contender(backend, prepare, ours=True)
+
+
+def ours_training(backend: str, x: Inputs, d_o: Tensor) -> Contender:
+    """Forward, and the gradients of every tensor."""
+
+    def prepare() -> Prepared:
+        require(backend, problem_of(x, needs_grad=True))
+        names, leaves = differentiable(x)
+
+        def run() -> Any:
+            o = call(leaves, backend).o
+            return o, torch.autograd.grad(o, [getattr(leaves, n) for n in names], d_o)
+
+        return Prepared(run, lambda out: gradients(names, out))
+
+    return Contender(backend, prepare, ours=True)
+
+
+def ours_step(backend: str, x: Inputs) -> Contender:
+    def prepare() -> Prepared:
+        assert x.initial_state is not None
+        state = x.initial_state.clone()
+        step = StepInputs(
+            *x[:5], state, x.A_log, x.dt_bias, None, None, None,
+            x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale,
+        )  # fmt: skip
+        require(backend, problem_of(step))
+        run = torch.no_grad()(lambda: kda_step(**step._asdict(), backend=backend))
+        return Prepared(run, lambda o: {"o": o, "final_state": state}, lambda: put_back(state, x))
+
+    return Contender(backend, prepare, ours=True)
+
+
+def gradients(names: list[str], out: Any) -> Results:
+    """Results of a call that returned its output and the gradients of tensors of these names."""
+    o, grads = out
+    return {"o": o.detach()} | {f"d_{n}": t for n, t in zip(names, grads, strict=True)}
+
+
+def put_back(state: Tensor, x: Inputs) -> None:
+    """Sets a state that steps have advanced to that before them."""
+    assert x.initial_state is not None
+    state.copy_(x.initial_state)

@@ -1,0 +1,199 @@
+"""Sections of the operator: forward, training, decode, hard, context, overhead."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from benchmarks import report
+from benchmarks.gpu.cases import (
+    HARD,
+    Case,
+    decode_floor_ms,
+    decode_inputs,
+    forward_floor_ms,
+    hard_inputs,
+    make_inputs,
+    training_floor_ms,
+)
+from benchmarks.gpu.contenders import Prepared, eager, graphed, ours_forward, ours_step, ours_training
+from benchmarks.gpu.harness import Job, Row, Setup, admit, compete
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.peers import (
+    cudnn_forward,
+    cudnn_training,
+    fla_forward,
+    fla_step,
+    fla_step_in_place,
+    fla_training,
+    softmax_forward,
+    softmax_training,
+    softmax_truth,
+)
+from benchmarks.gpu.truth import Heads, forward_truth, oracle, training_truth, upstream
+
+BASELINE = "fla"  # our backend that runs flash-linear-attention's kernels: what lies between is our overhead
+
+
+def forward(setup: Setup) -> list[Job]:
+    """The operator's forward pass."""
+    return [Job(case.fields(), partial(_forward, setup, case)) for case in setup.sizes.forward]
+
+
+def _forward(setup: Setup, case: Case) -> list[Row]:
+    x = make_inputs(case, setup.machine.device)
+    heads = Heads.first_and_last(x)
+    contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x)]
+    truth = forward_truth(heads.inputs(x))
+    floor_ms = forward_floor_ms(case)
+    return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, floor_ms=floor_ms, memory=True)
+
+
+def training(setup: Setup) -> list[Job]:
+    """Forward and every gradient."""
+    return [Job(case.fields(), partial(_training, setup, case)) for case in setup.sizes.training]
+
+
+def _training(setup: Setup, case: Case) -> list[Row]:
+    x = make_inputs(case, setup.machine.device)
+    heads, d_o = Heads.first_and_last(x), upstream(x)
+    contenders = [
+        *(ours_training(b, x, d_o) for b in setup.backends),
+        fla_training(x, d_o),
+        fla_training(x, d_o, disable_recompute=True),
+        cudnn_training(x, d_o),
+    ]
+    truth = training_truth(heads.inputs(x), d_o[:, :, heads.v])
+    return compete(
+        case.fields(), contenders, truth, setup.machine,
+        pick=heads.results, floor_ms=training_floor_ms(case), memory=True,
+    )  # fmt: skip
+
+
+def decode(setup: Setup) -> list[Job]:
+    """One token for each of some sequences, in a CUDA graph and called from Python."""
+    H = setup.sizes.decode_heads
+    return [Job({"sequences": n, "H": H}, partial(_decode, setup, n)) for n in setup.sizes.decode]
+
+
+def _decode(setup: Setup, sequences: int) -> list[Row]:
+    H, machine = setup.sizes.decode_heads, setup.machine
+    x = decode_inputs(sequences, H, machine.device)
+    heads = Heads.first_and_last(x)
+    contenders = [*(ours_step(b, x) for b in setup.backends), fla_step(x), fla_step_in_place(x)]
+    both = [how for c in contenders for how in (graphed(c, machine), eager(c))]
+    truth = oracle(heads.inputs(x))
+    floor_ms = decode_floor_ms(sequences, H)
+    return compete({"sequences": sequences, "H": H}, both, truth, machine, pick=heads.results, floor_ms=floor_ms)
+
+
+def hard(setup: Setup) -> list[Job]:
+    """Errors, not times, on inputs on which fast kernels have been wrong."""
+    T, H = setup.sizes.hard
+    return [Job({"input": name, "T": T, "H": H}, partial(_hard, setup, name)) for name in HARD]
+
+
+def _hard(setup: Setup, name: str) -> list[Row]:
+    T, H = setup.sizes.hard
+    x = hard_inputs(name, T, H, setup.machine.device)
+    contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x)]
+    truth = oracle(x)
+    return [{"input": name, "T": T, "H": H} | admit(c, truth, setup.machine)[1] for c in contenders]
+
+
+# ---------------------------------------------------------------- against softmax attention
+
+
+def context(setup: Setup) -> list[Job]:
+    """The operator and softmax attention of the same width against the sequence length."""
+    H = setup.sizes.context_heads
+    cases = [Case(1, T, H) for T in setup.sizes.context]
+    kinds = (("forward", _context_forward), ("forward + backward", _context_training))
+    return [
+        Job(_context_fields(c, pass_), partial(run, setup, c)) for c in cases for pass_, run in kinds
+    ]  # fmt: skip
+
+
+def _context_fields(case: Case, pass_: str) -> Row:
+    return {"pass": pass_, "B": case.B, "T": case.T, "H": case.H}
+
+
+def _context_forward(setup: Setup, case: Case) -> list[Row]:
+    x, machine, fields = make_inputs(case, setup.machine.device), setup.machine, _context_fields(case, "forward")
+    heads = Heads.first_and_last(x)
+    contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x)]
+    truth, floor_ms = forward_truth(heads.inputs(x)), forward_floor_ms(case)
+    rows = compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floor_ms, memory=True)
+    softmax = [softmax_forward(x, heads.v)]
+    return rows + compete(fields, softmax, softmax_truth(x, heads.v), machine, memory=True)
+
+
+def _context_training(setup: Setup, case: Case) -> list[Row]:
+    x, machine = make_inputs(case, setup.machine.device), setup.machine
+    fields, heads, d_o = _context_fields(case, "forward + backward"), Heads.first_and_last(x), upstream(x)
+    contenders = [*(ours_training(b, x, d_o) for b in setup.backends), fla_training(x, d_o)]
+    truth, floor_ms = training_truth(heads.inputs(x), d_o[:, :, heads.v]), training_floor_ms(case)
+    rows = compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floor_ms, memory=True)
+    softmax = [softmax_training(x, d_o, heads.v)]
+    return rows + compete(fields, softmax, softmax_truth(x, heads.v, d_o), machine, memory=True)
+
+
+# ---------------------------------------------------------------- what our operator adds to the kernels below it
+
+
+def overhead(setup: Setup) -> list[Job]:
+    """Our operator over flash-linear-attention's kernels against its own public function."""
+    big, small = setup.sizes.overhead
+    return [
+        Job({"pass": pass_, "measure": measure, **case.fields()}, partial(_overhead, setup, pass_, measure, case))
+        for pass_ in ("forward", "forward + backward")
+        for measure, case in (("GPU ms", big), ("host us", small))
+    ]
+
+
+def _overhead(setup: Setup, pass_: str, measure: str, case: Case) -> list[Row]:
+    machine, fields = setup.machine, {"pass": pass_, "measure": measure, **case.fields()}
+    x = make_inputs(case, machine.device)
+    heads = Heads.first_and_last(x)
+    if pass_ == "forward":
+        contenders = [ours_forward(BASELINE, x), fla_forward(x)]
+        truth = forward_truth(heads.inputs(x))
+    else:
+        d_o = upstream(x)
+        contenders = [ours_training(BASELINE, x, d_o), fla_training(x, d_o)]
+        truth = training_truth(heads.inputs(x), d_o[:, :, heads.v])
+    rows, runs = [], {}
+    for c in contenders:
+        prepared, row = admit(c, truth, machine, heads.results)
+        rows.append(fields | row)
+        if prepared is not None:
+            runs[c.name] = prepared
+    times = _in_turns(machine, runs, measure)
+    for row in rows:
+        if row["contender"] in times:
+            row |= {"status": "timed", "time": report.summary(times[row["contender"]])}
+    return rows + _difference(fields, [r for r in rows if r["status"] == "timed"], measure)
+
+
+def _in_turns(machine: Machine, runs: dict[str, Prepared], measure: str, turns: int = 3) -> dict[str, list[float]]:
+    """Times of each, taking turns: what drifts meets both."""
+    if measure == "host us":
+        return machine.host_us({name: p.run for name, p in runs.items()})
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(turns):
+        for name, p in runs.items():
+            times[name] += machine.times_ms(p.run)
+    return times
+
+
+def _difference(fields: Row, timed: list[Row], measure: str) -> list[Row]:
+    """What ours takes more than the other, in microseconds and percent; nothing unless both were timed."""
+    if len(timed) != 2:
+        return []
+    ours, other = (r["time"]["median"] for r in timed)
+    more_us = (ours - other) * (1e3 if measure == "GPU ms" else 1)
+    return [
+        fields | {
+            "contender": "difference", "ours": False, "status": "right",
+            "more us": more_us, "more percent": (ours / other - 1) * 100,
+        }
+    ]  # fmt: skip

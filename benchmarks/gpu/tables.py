@@ -1,0 +1,259 @@
+"""The report that a person reads: a Markdown table for each section, what was not timed and why, and plots."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.harness import EVERY_ONE, RESULT, Row
+from benchmarks.gpu.kernel_shares import KINDS
+from benchmarks.gpu.peers import SOFTMAX
+
+ABOUT = {
+    "forward": "Forward pass of the operator: bf16, K = V = 128, raw logits in, no initial state. ms.",
+    "training": "Forward and every gradient of the operator. ms.",
+    "decode": "One token for each sequence, fp32 states of 128 x 128. ms; the floor reads and writes every state.",
+    "hard": "Relative L2 error against the fp64 recurrence where fast kernels have been wrong; nothing is timed.",
+    "context": "The operator and torch's causal attention on the same q, k, v. ms.",
+    "overhead": "Our operator over flash-linear-attention's kernels against its function: GPU ms, host us per call.",
+    "layer": "The layer in bf16: time, and percent of GPU time by what launched the kernels; goal: rest at most 15 %.",
+    "model": "The language model in bf16. Decoding: one greedy step; the softmax model's cache is full.",
+}
+FLOOR = "byte floor"
+CASE_COLUMNS = {
+    "forward": ("B", "T", "H", "what", "gates"),
+    "training": ("B", "T", "H", "what", "gates"),
+    "decode": ("sequences", "H"),
+    "hard": ("input", "T", "H"),
+    "context": ("pass", "B", "T", "H"),
+    "overhead": ("pass", "measure", "B", "T", "H"),
+    "layer": ("pass", "mode", "B", "T", "width", "H"),
+    "model": ("what", "model", "batch", "context", "mode"),
+}
+LISTED = {  # sections with a row for each contender, and the columns that follow
+    "layer": ("ms", "MiB", "GPU ms", *(f"{kind} %" for kind in KINDS), "goal"),
+    "model": ("ms", "tokens/s", "cache MiB", "MiB"),
+}
+
+
+def markdown(rows: list[Row], facts: dict[str, str]) -> str:
+    """The whole report."""
+    parts = ["# Benchmarks on a GPU", "", ", ".join(f"{k} {v}" for k, v in facts.items()), ""]
+    parts += [
+        "Cells: median (first to last decile of the calls), times the byte floor, peak extra memory. Cold L2. "
+        "Every time is of a result that was right.",
+    ]
+    for section in dict.fromkeys(r["section"] for r in rows):
+        parts += ["", *_section(section, [r for r in rows if r["section"] == section])]
+    return "\n".join(parts) + "\n"
+
+
+def _section(section: str, rows: list[Row]) -> list[str]:
+    columns = CASE_COLUMNS[section]
+    table = _listing(rows, columns, LISTED[section]) if section in LISTED else _pivot(rows, columns)
+    more = crossovers(rows) if section == "context" else []
+    return [f"## {section}", "", ABOUT[section], "", *table, *_list(more + _errors(rows) + _not_timed(rows, columns))]
+
+
+def _list(lines: list[str]) -> list[str]:
+    return ["", *(f"- {line}" for line in lines)] if lines else []
+
+
+def _table(header: Iterable[str], body: Iterable[Iterable[str]]) -> list[str]:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *(list(cells) for cells in body)]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
+def _pivot(rows: list[Row], columns: tuple[str, ...]) -> list[str]:
+    """A line for each case, a column for each contender."""
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for r in rows:
+        cases.setdefault(tuple(r.get(c, "") for c in columns), {})[_who(r, columns)] = r
+    names = dict.fromkeys(_who(r, columns) for r in rows if r["contender"] != EVERY_ONE)
+    floors = any("floor ms" in r for r in rows)
+    body = []
+    for case, found in cases.items():
+        floor = [number(next((r["floor ms"] for r in found.values() if "floor ms" in r), ""))] if floors else []
+        body.append([*map(str, case), *floor, *(_cell(found.get(n)) for n in names)])
+    return _table([*columns, *(["floor"] if floors else []), *names], body)
+
+
+def _listing(rows: list[Row], columns: tuple[str, ...], values: tuple[str, ...]) -> list[str]:
+    """A line for each contender of each case."""
+    values = tuple(v for v in values if v == "ms" or any(v in r for r in rows))
+    body = [
+        [
+            *(str(r.get(c, "")) for c in columns),
+            label(r),
+            _cell(r, with_memory=False),
+            *(number(r.get(v, "")) for v in values[1:]),
+        ]
+        for r in rows
+        if r["contender"] != EVERY_ONE
+    ]
+    return _table([*columns, "contender", *values], body)
+
+
+def _who(r: Row, columns: tuple[str, ...]) -> str:
+    """The contender, and in which mode where that is not part of the case."""
+    return label(r) + (f", {r['mode']}" if "mode" in r and "mode" not in columns else "")
+
+
+def label(r: Row) -> str:
+    """The contender's name for readers: ours say so, as one of our backends has nearly a peer's name."""
+    return f"kda_layers {r['contender']}" if r["ours"] and r["contender"] != EVERY_ONE else r["contender"]
+
+
+def _cell(r: Row | None, with_memory: bool = True) -> str:
+    if r is None:
+        return ""
+    if r["status"] == "wrong":
+        return f"**WRONG** {_error_values(r)}"
+    if "more us" in r:
+        return f"{r['more us']:+.1f} us, {r['more percent']:+.1f} %"
+    if "time" not in r:
+        return _error_values(r) if r["status"] == "right" else r["status"]
+    t = r["time"]
+    floor = f", {r['times floor']:.3g}x" if "times floor" in r else ""
+    memory = f", {r['MiB']:.0f} MiB" if with_memory and "MiB" in r else ""
+    return f"{number(t['median'])} ({number(t['p10'])} - {number(t['p90'])}){floor}{memory}"
+
+
+def _error_values(r: Row) -> str:
+    return ", ".join(f"{n} {e:.2g}" for n, e in r["errors"].items())
+
+
+def number(value: Any) -> str:
+    """Three digits of a float, whole from 100 on; anything else as it is."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _errors(rows: list[Row]) -> list[str]:
+    """The largest errors of each contender that was timed."""
+    worst: dict[str, dict[str, float]] = {}
+    for r in rows:
+        if r["status"] == "timed":
+            found = worst.setdefault(label(r), {})
+            for n, e in r["errors"].items():
+                found[n] = max(e, found.get(n, 0.0))
+    return [f"largest errors, {who}: " + ", ".join(f"{n} {e:.2g}" for n, e in es.items()) for who, es in worst.items()]
+
+
+def _not_timed(rows: list[Row], columns: tuple[str, ...]) -> list[str]:
+    """Who has no result where, and why; equal reasons together. And notes on those who have."""
+    cases: dict[tuple[str, str, str], list[str]] = {}
+    entered: Counter[str] = Counter()
+    for r in rows:
+        who = _who(r, columns)
+        entered[who] += 1
+        case = "/".join(str(r[c]) for c in columns if r.get(c, "") != "")
+        if r["status"] not in RESULT:
+            cases.setdefault((who, r["status"], r["reason"]), []).append(case)
+        for note in (n for n in ("note", "reason") if n in r and r["status"] in RESULT):
+            cases.setdefault((who, "note", r[note]), []).append(case)
+    return [
+        f"{who}, {status} {_where(where, entered[who])}: {why}" for (who, status, why), where in cases.items()
+    ]  # fmt: skip
+
+
+def _where(cases: list[str], of: int) -> str:
+    return f"in all {of} cases" if len(cases) == of > 1 else f"at {', '.join(cases)}"
+
+
+# ---------------------------------------------------------------- where the operator overtakes softmax attention
+
+
+def crossover(T: list[int], ours: list[float], other: list[float]) -> float | None:
+    """The T from which ours takes less time at every longer T measured, interpolated where the logarithms of T and of
+    the ratio of times cross; the first T if ours always does, None if it does not at the last."""
+    if not len(T) == len(ours) == len(other) or not T or sorted(T) != T:
+        raise ValueError(f"T must ascend and have a time of each, got T = {T}, {len(ours)} and {len(other)} times")
+    ratios = [math.log(a / b) for a, b in zip(ours, other, strict=True)]
+    slower = [i for i, ratio in enumerate(ratios) if ratio >= 0]
+    if not slower:
+        return float(T[0])
+    last = slower[-1]
+    if last == len(T) - 1:
+        return None
+    part = ratios[last] / (ratios[last] - ratios[last + 1])
+    return math.exp(math.log(T[last]) + part * math.log(T[last + 1] / T[last]))
+
+
+def crossovers(rows: list[Row]) -> list[str]:
+    """For each pass and contender, from which T it is faster than softmax attention."""
+    lines = []
+    for pass_ in dict.fromkeys(r["pass"] for r in rows):
+        times = medians(rows, pass_)
+        softmax = times.pop(SOFTMAX, {})
+        for name, by_T in times.items():
+            shared = sorted(by_T.keys() & softmax.keys())
+            if not shared:
+                continue
+            found = crossover(shared, [by_T[T] for T in shared], [softmax[T] for T in shared])
+            said = "at no T measured" if found is None else f"from T = {found:.0f}"
+            said += ", the shortest measured" if found == shared[0] else ""
+            lines.append(f"{pass_}: {name} is faster than softmax attention {said}")
+    return lines
+
+
+def medians(rows: list[Row], pass_: str, value: Callable[[Row], float] = lambda r: r["time"]["median"]) -> Any:
+    """{contender: {T: value}} of the context section's timed rows of a pass."""
+    found: dict[str, dict[int, float]] = {}
+    for r in rows:
+        if r["section"] == "context" and r["pass"] == pass_ and r["status"] == "timed":
+            found.setdefault(label(r), {})[r["T"]] = value(r)
+    return found
+
+
+# ---------------------------------------------------------------- plots
+
+
+def plots(rows: list[Row], folder: Path, name: str) -> list[Path]:
+    """Time and memory against T, from the context section; no file where it was not run."""
+    rows = [r for r in rows if r["section"] == "context" and r["status"] == "timed"]
+    passes = list(dict.fromkeys(r["pass"] for r in rows))
+    if not passes:
+        return []
+    floors = {p: {r["T"]: r["floor ms"] for r in rows if r["pass"] == p and "floor ms" in r} for p in passes}
+    times = {p: medians(rows, p) | {FLOOR: floors[p]} for p in passes}
+    memory = {p: medians(rows, p, lambda r: r["MiB"]) for p in passes}
+    at = f"T (tokens), B = 1, H = {rows[0]['H']}, K = V = 128, bf16"
+    return [
+        _plot(times, at, "ms (median)", folder / f"{name}_time.png"),
+        _plot(memory, at, "peak extra memory, MiB", folder / f"{name}_memory.png"),
+    ]
+
+
+def _plot(panels: dict[str, dict[str, dict[int, float]]], x_label: str, y_label: str, path: Path) -> Path:
+    """A panel for each pass, a line in it for each contender, of one colour in all of them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(4.5 * len(panels) + 2, 4), squeeze=False, layout="constrained"
+    )
+    handles: dict[str, Any] = {}
+    for axes, (title, lines) in zip(all_axes[0], panels.items(), strict=True):
+        for name, by_T in lines.items():
+            T = sorted(by_T)
+            style: dict[str, Any] = {"color": f"C{names.index(name)}", "marker": "o", "markersize": 4}
+            style = {"color": "gray", "linestyle": ":"} if name == FLOOR else style
+            (handles[name],) = axes.plot(T, [by_T[t] for t in T], **style)
+        ticks = sorted({T for by_T in lines.values() for T in by_T})
+        axes.set(xscale="log", yscale="log", title=title, xlabel=x_label, ylabel=y_label)
+        axes.set_xticks(ticks, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
