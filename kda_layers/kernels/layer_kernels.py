@@ -1,16 +1,18 @@
 """Fused kernels for what surrounds the operator in a layer, where they are installed: short convolution, gated norm.
 
-They are flash-linear-attention's. Under torch.compile the plain forms are used, which Inductor fuses as well, and
-where plain PyTorch is asked for by name they are left out, too.
+They are flash-linear-attention's; where plain PyTorch is asked for by name they are left out. Under torch.compile the
+gated norm's plain form is used, which Inductor fuses as well; its convolution took twice as long as this one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda_layers.kernels.contract import CHUNK
-from kda_layers.kernels.dispatch import requested
+from kda_layers.kernels.dispatch import constant_to_compile, requested
 from kda_layers.kernels.fla.chunk_table import chunk_table
 from kda_layers.kernels.fla.package import layer_functions, problems
 
@@ -18,38 +20,91 @@ MIN_TOKENS = 2 * CHUNK  # below, launching takes longer than computing, and thes
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def refusals(x: Tensor) -> list[str]:
-    """Why the fused kernels do not serve activations x [B, T, ...]; empty where they do."""
+def conv_refusals(x: Tensor) -> list[str]:
+    """Why `conv_silu` does not serve x [B, T, D]; empty where it does."""
+    if torch.compiler.is_compiling():  # a bound on B * T would make two graphs of one
+        return list(_refusals(x.device.type, x.dtype, x.shape[1] == 1))
+    return list(_refusals(x.device.type, x.dtype, x.shape[0] * x.shape[1] < MIN_TOKENS))
+
+
+def norm_refusals(x: Tensor) -> list[str]:
+    """Why `gated_rms_norm` does not serve x [B, T, HV, V]; empty where it does."""
+    return ["torch.compile fuses the plain form"] if torch.compiler.is_compiling() else conv_refusals(x)
+
+
+@constant_to_compile
+def _refusals(device: str, dtype: torch.dtype, few: bool) -> tuple[str, ...]:
     reasons = []
-    if x.device.type != "cuda":
-        reasons.append(f"device is {x.device.type}, needs cuda")
-    if x.dtype not in DTYPES:
-        reasons.append(f"dtype is {x.dtype}, needs bfloat16, float16 or float32")
-    if torch.compiler.is_compiling():
-        reasons.append("torch.compile fuses the plain form")
-    elif requested(None) == "eager":
+    if device != "cuda":
+        reasons.append(f"device is {device}, needs cuda")
+    if dtype not in DTYPES:
+        reasons.append(f"dtype is {dtype}, needs bfloat16, float16 or float32")
+    if few:
+        reasons.append(f"there are too few tokens, needs B * T of at least {MIN_TOKENS}")
+    if requested(None) == "eager":
         reasons.append("backend 'eager' is asked for")
-    elif x.shape[0] * x.shape[1] < MIN_TOKENS:
-        reasons.append(f"B * T is {x.shape[0] * x.shape[1]}, needs at least {MIN_TOKENS}")
-    return reasons or problems()
+    return tuple(reasons or problems())
 
 
 def conv_silu(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """y of `short_conv` without a mask; the gradient does not flow into the state."""
-    table = chunk_table(cu_seqlens, x.shape[1])
-    with torch.cuda.device(x.device):
-        y, _ = layer_functions().causal_conv1d(
-            x,
-            weight.contiguous(),
-            initial_state=None if state is None else state.detach().contiguous(),
-            activation="silu",
-            cu_seqlens=cu_seqlens,
-            chunk_indices=table[0] if table else None,
-        )
-    return y
+    return _Conv.apply(x, weight, state, cu_seqlens)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] normalised over D, times weight [D], times sigmoid(gate [..., D]); in x's dtype, rounded once."""
     with torch.cuda.device(x.device):
         return layer_functions().rms_norm_gated(x, gate, weight, None, activation="sigmoid", eps=eps)
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, state, cu_seqlens)
+        return torch.ops.kda_layers.conv_silu(x, weight, state, cu_seqlens)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return *torch.ops.kda_layers.conv_silu_grad(*ctx.saved_tensors, dy), None, None
+
+
+# ---------------------------------------------------------------- torch ops, which torch.compile does not look into
+
+_INPUTS = "Tensor x, Tensor weight, Tensor? state, Tensor? cu_seqlens"
+_library = torch.library.Library("kda_layers", "FRAGMENT")
+_library.define(f"conv_silu({_INPUTS}) -> Tensor")
+_library.define(f"conv_silu_grad({_INPUTS}, Tensor dy) -> (Tensor, Tensor)")
+
+
+def _arguments(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    table = chunk_table(cu_seqlens, x.shape[1])
+    return {
+        "x": x,
+        "weight": weight.contiguous(),
+        "bias": None,
+        "residual": None,
+        "initial_state": None if state is None else state.contiguous(),
+        "activation": "silu",
+        "cu_seqlens": cu_seqlens,
+        "chunk_indices": table[0] if table else None,
+    }
+
+
+def _conv(*inputs: Any) -> Tensor:
+    with torch.cuda.device(inputs[0].device):
+        return layer_functions().causal_conv1d_fwd(**_arguments(*inputs))[0]
+
+
+def _conv_grad(*args: Any) -> tuple[Tensor, Tensor]:
+    *inputs, dy = args
+    with torch.cuda.device(dy.device):
+        dx, dw, *_ = layer_functions().causal_conv1d_bwd(dy=dy, dht=None, **_arguments(*inputs))
+    return dx, dw
+
+
+for _name, _impl, _fake in (
+    ("conv_silu", _conv, lambda x, *_: x.new_empty(x.shape)),
+    ("conv_silu_grad", _conv_grad, lambda x, weight, *_: (torch.empty_like(x), weight.new_empty(weight.shape))),
+):
+    _library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kda_layers::{_name}", _fake, lib=_library)

@@ -25,7 +25,9 @@ def short_convs(
         y_i [B, T, D_i], contiguous where that costs nothing, and the new state, or None without keep_state.
     """
     widths = [x.shape[-1] for x in xs]
-    if mask is not None or layer_kernels.refusals(xs[0]):  # few large operations, as each of the plain form's is slow
+    if mask is not None or layer_kernels.conv_refusals(
+        xs[0]
+    ):  # few large operations, as each of the plain form's is slow
         y, new = short_conv(torch.cat(tuple(xs), -1), weight, state, cu_seqlens, mask)
         return list(y.split(widths, -1)), new if keep_state else None
     states = [None] * len(xs) if state is None else state.split(widths, 1)
@@ -57,7 +59,7 @@ def short_conv(
     """
     _, T, D = x.shape
     W = weight.shape[1]
-    if mask is None and not layer_kernels.refusals(x):
+    if mask is None and not layer_kernels.conv_refusals(x):
         y = layer_kernels.conv_silu(x, weight, state, cu_seqlens)
         return y, state_after(x, W, state, None) if cu_seqlens is None else _packed_state(x, W, state, cu_seqlens)
     if cu_seqlens is None:

@@ -57,7 +57,7 @@ class KDAMixer(nn.Module):
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         """As `plain_gated_norm`, by a fused kernel where one serves."""
-        if layer_kernels.refusals(o):
+        if layer_kernels.norm_refusals(o):
             return self.plain_gated_norm(o, gate)
         return layer_kernels.gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps)
 

@@ -7,12 +7,31 @@ section 3). Everything else is exact: sums and decays in fp64, the state never r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput
 from kda_layers.kernels.contract import CHUNK, Inputs
 from kda_layers.kernels.reference import activate
+
+
+class _RoundedInverse(torch.autograd.Function):
+    """The inverse of unit lower triangular matrices; of its gradient's two products too the operands are rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, A: Tensor, r: Callable[[Tensor], Tensor]) -> Tensor:
+        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand_as(A)
+        inverse = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
+        ctx.r, ctx.inverse = r, inverse
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        T = ctx.r(ctx.inverse).mT
+        return -(T @ ctx.r(ctx.r(d) @ T)), None
 
 
 def rounded_chunks(x: Inputs, dtype: torch.dtype) -> KDAOutput:
@@ -41,7 +60,7 @@ def rounded_chunks(x: Inputs, dtype: torch.dtype) -> KDAOutput:
         Aqk = torch.einsum("bhik,bhijk,bhjk->bhij", qc, decay, kc)
         Akk = bc * torch.einsum("bhik,bhijk,bhjk->bhij", kc, decay, kc).tril(-1)
         eye = torch.eye(C, dtype=q.dtype, device=q.device)
-        inverse = r(torch.linalg.solve_triangular(eye + Akk, eye.expand_as(Akk), upper=False, unitriangular=True))
+        inverse = r(_RoundedInverse.apply(eye + Akk, r))
         W, U = r(inverse @ r(bc * kc * p.exp())), r(inverse @ r(bc * vc))
         E = r(U - W @ r(S).mT)
         o.append(x.scale * (r(qc * p.exp()) @ r(S).mT + r(Aqk) @ E))

@@ -27,17 +27,17 @@ def offsets(lengths: tuple[int, ...] | None) -> Tensor | None:
 
 
 def test_a_cpu_and_fp64_are_refused() -> None:
-    assert layer_kernels.refusals(torch.zeros(1, 128, 2)) == ["device is cpu, needs cuda"]
-    assert layer_kernels.refusals(torch.zeros(1, 1, 2, dtype=FP64)) == [
+    assert layer_kernels.conv_refusals(torch.zeros(1, 128, 2)) == ["device is cpu, needs cuda"]
+    assert layer_kernels.conv_refusals(torch.zeros(1, 1, 2, dtype=FP64)) == [
         "device is cpu, needs cuda",
         "dtype is torch.float64, needs bfloat16, float16 or float32",
-        "B * T is 1, needs at least 128",
+        "there are too few tokens, needs B * T of at least 128",
     ]
 
 
 def test_they_are_left_out_where_plain_pytorch_is_asked_for() -> None:
     with use_backend("eager"):
-        assert "backend 'eager' is asked for" in layer_kernels.refusals(torch.zeros(1, 128, 2))
+        assert "backend 'eager' is asked for" in layer_kernels.conv_refusals(torch.zeros(1, 128, 2))
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
@@ -57,10 +57,10 @@ def test_routing(T: int, with_state: bool, lengths: tuple[int, ...] | None, monk
     def kernel(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         calls.append(x.shape[-1])
         with monkeypatch.context() as m:
-            m.setattr(layer_kernels, "refusals", lambda x: ["it is the kernel"])
+            m.setattr(layer_kernels, "conv_refusals", lambda x: ["it is the kernel"])
             return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
 
-    monkeypatch.setattr(layer_kernels, "refusals", lambda x: [])
+    monkeypatch.setattr(layer_kernels, "conv_refusals", lambda x: [])
     monkeypatch.setattr(layer_kernels, "conv_silu", kernel)
     fused = short_conv.short_convs(xs, weight, state, cu_seqlens)
     assert calls == list(widths)
@@ -112,7 +112,7 @@ def test_short_conv(W: int, with_state: bool, lengths: tuple[int, ...] | None, d
         if not fused:
             with use_backend("eager"):
                 return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
-        assert layer_kernels.refusals(x) == []
+        assert layer_kernels.conv_refusals(x) == []
         return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
 
     check_against_fp64(run, tensors, dtype)

@@ -98,11 +98,11 @@ class FLABackend(Backend):
             Aqk, Akk, *table = saved
             gated = x.gate_activation != "log_decay"
             dq, dk, dv, db, dg, d_state, dA, d_bias = fla.chunk_kda_bwd(
-                q=x.q, k=x.k, v=x.v, beta=_beta(x), Aqk=Aqk, Akk=Akk, scale=x.scale, initial_state=x.initial_state,
-                do=d_o.contiguous(), dht=None if d_final is None else d_final.contiguous(),
+                q=x.q, k=x.k, v=x.v, beta=_beta(x), Aqk=Aqk, Akk=Akk, scale=x.scale,
+                initial_state=_transposed(x.initial_state), do=d_o.contiguous(), dht=_transposed(d_final),
                 g=None if gated else _cumulative_log2_decay(x, table), g_org=x.g if gated else None,
                 use_gate_in_kernel=gated, lower_bound=_lower_bound(x), A_log=x.A_log, dt_bias=_flat(x.dt_bias),
-                safe_gate=_bounded(x), state_v_first=True, chunk_size=CHUNK, chunk_offsets=table[1] if table else None,
+                safe_gate=_bounded(x), state_v_first=False, chunk_size=CHUNK, chunk_offsets=table[1] if table else None,
                 **_packed(x, table),
             )  # fmt: skip
             if x.qk_l2norm:
@@ -111,7 +111,7 @@ class FLABackend(Backend):
                 db = fla.fused_beta_sigmoid_bwd(x=x.beta, dy=db, scale=_beta_scale(x))
         return Gradients(
             dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype), dg.to(x.g.dtype), db.to(x.beta.dtype), dA,
-            None if d_bias is None else d_bias.view_as(x.dt_bias), d_state,
+            None if d_bias is None else d_bias.view_as(x.dt_bias), _transposed(d_state),
         )  # fmt: skip
 
     def step(self, x: StepInputs) -> Tensor:
@@ -149,6 +149,11 @@ def _contiguous(x: Any) -> Any:
         return x
     tensors = {n: t for n, t in zip(x._fields, x, strict=True) if isinstance(t, Tensor) and n != "state"}
     return x._replace(**{n: t.contiguous() for n, t in tensors.items()})
+
+
+def _transposed(state: Tensor | None) -> Tensor | None:
+    """[..., V, K] to [..., K, V] or back: its backward is faster with states of the other layout, its forward not."""
+    return None if state is None else state.mT.contiguous()
 
 
 def _flat(dt_bias: Tensor | None) -> Tensor | None:

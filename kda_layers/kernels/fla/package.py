@@ -50,10 +50,10 @@ def operator_stages() -> SimpleNamespace:
 
 @functools.cache
 def layer_functions() -> SimpleNamespace:
-    """What surrounds the operator in a layer, with gradients."""
+    """What surrounds the operator in a layer: the convolution's two passes, and the gated norm with its gradient."""
     return _functions(
         {
-            "fla.modules.causal_conv1d": ("causal_conv1d",),
+            "fla.modules.causal_conv1d": ("causal_conv1d_fwd", "causal_conv1d_bwd"),
             "fla.modules.norm.fused_norm_gate": ("rms_norm_gated",),
         }
     )
