@@ -1,7 +1,10 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint test-gpu bench-cpu bench-swap bench-gpu test-transformers clean
+# Ragged packed sequences, pools of states, drafts and convolutions: what could read or write out of bounds.
+MEMCHECKED = (cuda-fla and (lengths=0+1+64 or T=65 or test_packed_steps or test_a_pool_of_states or test_drafted)) or (test_layer_kernels and bfloat16)
+
+.PHONY: demo test lint test-gpu memcheck bench-cpu bench-swap bench-gpu test-transformers clean
 
 demo: .venv/demo
 	.venv/bin/python examples/train_tiny_lm.py --output runs/demo
@@ -20,11 +23,15 @@ bench-cpu: .venv/dev
 bench-swap: .venv/dev
 	.venv/bin/python -m benchmarks.swap
 
-bench-gpu: .venv/dev
+bench-gpu: .venv/gpu
 	.venv/bin/python -m benchmarks.gpu
 
-test-gpu: .venv/dev
-	KDA_LAYERS_REQUIRE=eager .venv/bin/python -m pytest tests/kernels tests/modeling
+test-gpu: .venv/gpu
+	KDA_LAYERS_REQUIRE=fla,eager .venv/bin/python -m pytest -n 8 tests/kernels tests/modeling
+
+memcheck: .venv/gpu
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+		.venv/bin/python -m pytest tests/kernels -k "$(MEMCHECKED)"
 
 test-transformers: .venv/dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 tools/transformers_suite
@@ -32,6 +39,10 @@ test-transformers: .venv/dev
 .venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) -e ".[plot]"
+	touch $@
+
+.venv/gpu: .venv/dev
+	$(PIP) -e ".[dev,gpu]"
 	touch $@
 
 .venv/dev: pyproject.toml constraints.txt
