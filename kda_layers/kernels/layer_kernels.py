@@ -22,9 +22,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def conv_refusals(x: Tensor) -> list[str]:
     """Why `conv_silu` does not serve x [B, T, D]; empty where it does."""
-    if torch.compiler.is_compiling():  # a bound on B * T would make two graphs of one
-        return list(_refusals(x.device.type, x.dtype, x.shape[1] == 1))
-    return list(_refusals(x.device.type, x.dtype, x.shape[0] * x.shape[1] < MIN_TOKENS))
+    reasons = []
+    # A bound on B * T would make two graphs of one.
+    if x.shape[1] == 1 if torch.compiler.is_compiling() else x.shape[0] * x.shape[1] < MIN_TOKENS:
+        reasons.append(f"there are too few tokens, needs B * T of at least {MIN_TOKENS}")
+    return [*reasons, *_refusals(x.device.type, x.dtype)]
 
 
 def norm_refusals(x: Tensor) -> list[str]:
@@ -33,14 +35,12 @@ def norm_refusals(x: Tensor) -> list[str]:
 
 
 @constant_to_compile
-def _refusals(device: str, dtype: torch.dtype, few: bool) -> tuple[str, ...]:
+def _refusals(device: str, dtype: torch.dtype) -> tuple[str, ...]:
     reasons = []
     if device != "cuda":
         reasons.append(f"device is {device}, needs cuda")
     if dtype not in DTYPES:
         reasons.append(f"dtype is {dtype}, needs bfloat16, float16 or float32")
-    if few:
-        reasons.append(f"there are too few tokens, needs B * T of at least {MIN_TOKENS}")
     if requested(None) == "eager":
         reasons.append("backend 'eager' is asked for")
     return tuple(reasons or problems())

@@ -233,9 +233,13 @@ def run(fn: Callable[[Inputs], KDAOutput], x: Inputs, d_out: dict[str, Tensor]) 
     return outputs(out) | {f"d_{n}": d for n, d in zip(names, grads, strict=True)}
 
 
-def run_draws(fn: Callable[[Inputs], KDAOutput], draws: list[Inputs]) -> dict[str, Tensor]:
-    """`run` for random gradients of the outputs, every draw stacked into one tensor [draws, ...]."""
-    results = [run(fn, x, output_gradients(x)) for x in draws]
+def run_draws(
+    fn: Callable[[Inputs], KDAOutput],
+    draws: list[Inputs],
+    d_out: Callable[[Inputs], dict[str, Tensor]] = output_gradients,
+) -> dict[str, Tensor]:
+    """`run` for gradients of the outputs (random by default), every draw stacked into one tensor [draws, ...]."""
+    results = [run(fn, x, d_out(x)) for x in draws]
     return {n: torch.stack([r[n].cpu() for r in results]) for n in results[0]}
 
 

@@ -29,6 +29,7 @@ from tests.kernels.cases import (
     output_gradients,
     poisoned_memory,
     run,
+    run_draws,
     serve,
     to_fp64,
 )
@@ -120,14 +121,18 @@ def test_gradient_from_one_output_alone(
     required_backends: frozenset[str],
 ) -> None:
     """With a gradient that arrives expanded from one number, as `.sum()` makes it."""
-    case = Case(B=1 if lengths else 2, lengths=lengths, state=True, checkpoints=name == "checkpoints", **shape)
-    x = make_inputs(case, device)
-    serve(backend, problem_of(x, needs_grad=True), required_backends)
-    like = output_gradients(x)[name]
-    d_out = {name: torch.ones((), dtype=like.dtype, device=device).expand(like.shape)}
-    truth = run(oracle, to_fp64(x), d_out)
-    limits = limits_of(run(oracle, x, d_out), truth, shape["dtype"])
-    check(run(lambda x: call(x, backend), x, d_out), truth, limits)
+    given = dict(lengths=lengths, checkpoints=name == "checkpoints")
+    case = Case(B=1 if lengths else 2, slow=True, state=True, **given, **shape)  # gradients reach the initial state
+    draws = [make_inputs(case, device, i) for i in range(case.draws)]
+    serve(backend, problem_of(draws[0], needs_grad=True), required_backends)
+
+    def ones(x: Inputs) -> dict[str, Tensor]:
+        like = output_gradients(x)[name]
+        return {name: torch.ones((), dtype=like.dtype, device=x.q.device).expand(like.shape)}
+
+    truth = run_draws(oracle, [to_fp64(x) for x in draws], ones)
+    limits = limits_of(run_draws(oracle, draws, ones), truth, shape["dtype"])
+    check(run_draws(lambda x: call(x, backend), draws, ones), truth, limits)
 
 
 @on_every_backend
@@ -144,15 +149,21 @@ def test_gradients_arrive_in_any_layout(
     required_backends: frozenset[str],
 ) -> None:
     """With a gradient whose dimensions are stored in reverse order."""
-    case = Case(B=1 if lengths else 2, lengths=lengths, state=True, checkpoints=name == "checkpoints", **shape)
-    x = make_inputs(case, device)
-    serve(backend, problem_of(x, needs_grad=True), required_backends)
-    d_out = {name: output_gradients(x)[name].to(device)}
-    reverse = range(d_out[name].ndim)[::-1]
-    reversed_d_out = {name: d_out[name].permute(*reverse).contiguous().permute(*reverse)}
-    truth = run(oracle, to_fp64(x), d_out)
-    limits = limits_of(run(oracle, x, d_out), truth, shape["dtype"])
-    check(run(lambda x: call(x, backend), x, reversed_d_out), truth, limits)
+    given = dict(lengths=lengths, checkpoints=name == "checkpoints")
+    case = Case(B=1 if lengths else 2, slow=True, state=True, **given, **shape)  # gradients reach the initial state
+    draws = [make_inputs(case, device, i) for i in range(case.draws)]
+    serve(backend, problem_of(draws[0], needs_grad=True), required_backends)
+
+    def one(x: Inputs) -> dict[str, Tensor]:
+        return {name: output_gradients(x)[name].to(x.q.device)}
+
+    def reversed_one(x: Inputs) -> dict[str, Tensor]:
+        reverse = range(one(x)[name].ndim)[::-1]
+        return {name: one(x)[name].permute(*reverse).contiguous().permute(*reverse)}
+
+    truth = run_draws(oracle, [to_fp64(x) for x in draws], one)
+    limits = limits_of(run_draws(oracle, draws, one), truth, shape["dtype"])
+    check(run_draws(lambda x: call(x, backend), draws, reversed_one), truth, limits)
 
 
 @on_every_backend
@@ -162,13 +173,13 @@ def test_initial_state_in_any_order_of_slots(
     shape: dict, device: str, backend: str, required_backends: frozenset[str]
 ) -> None:
     """[N, HV, V, K] stored as [HV, N, V, K]: its [V, K] matrices are contiguous, which is all that is asked."""
-    x = make_inputs(for_training(Case(B=2, state=True, **shape), backend, device), device)
-    serve(backend, problem_of(x, needs_grad=True), required_backends)
-    d_out = output_gradients(x)
-    truth = run(oracle, to_fp64(x), d_out)
-    limits = limits_of(run(oracle, x, d_out), truth, shape["dtype"])
-    swapped = x._replace(initial_state=x.initial_state.transpose(0, 1).contiguous().transpose(0, 1))
-    check(run(lambda x: call(x, backend), swapped, d_out), truth, limits)
+    case = for_training(Case(B=2, state=True, **shape), backend, device)
+    draws = [make_inputs(case, device, i) for i in range(case.draws)]
+    serve(backend, problem_of(draws[0], needs_grad=True), required_backends)
+    truth = run_draws(oracle, [to_fp64(x) for x in draws])
+    limits = limits_of(run_draws(oracle, draws), truth, shape["dtype"])
+    swapped = [x._replace(initial_state=x.initial_state.transpose(0, 1).contiguous().transpose(0, 1)) for x in draws]
+    check(run_draws(lambda x: call(x, backend), swapped), truth, limits)
 
 
 @on_every_backend

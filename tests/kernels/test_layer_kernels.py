@@ -29,9 +29,9 @@ def offsets(lengths: tuple[int, ...] | None) -> Tensor | None:
 def test_a_cpu_and_fp64_are_refused() -> None:
     assert layer_kernels.conv_refusals(torch.zeros(1, 128, 2)) == ["device is cpu, needs cuda"]
     assert layer_kernels.conv_refusals(torch.zeros(1, 1, 2, dtype=FP64)) == [
+        "there are too few tokens, needs B * T of at least 128",
         "device is cpu, needs cuda",
         "dtype is torch.float64, needs bfloat16, float16 or float32",
-        "there are too few tokens, needs B * T of at least 128",
     ]
 
 
