@@ -20,7 +20,7 @@ from kda_layers import KDAConfig, KDAForCausalLM
 from kda_layers.modeling.cache import cache_bytes
 
 SIZES = dict(
-    vocab_size=256, hidden_size=256, num_hidden_layers=4, linear_num_heads=2, linear_head_dim=128, bos_token_id=None,
+    vocab_size=256, hidden_size=256, num_hidden_layers=4, linear_num_heads=6, linear_head_dim=128, bos_token_id=None,
     eos_token_id=None,
 )  # fmt: skip
 COLUMNS = ["tokens", "seconds", "allocated MiB", "peak MiB", "cache MiB", "softmax cache MiB"]

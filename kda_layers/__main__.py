@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import kda_layers
+from kda_layers.kernels import layer_kernels
 
 
 def main() -> None:
@@ -20,6 +21,8 @@ def main() -> None:
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"device: {device}")
     print(kda_layers.explain())
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"short convolution and gated norm: {layer_kernels.explain(where)}")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,12 @@ def _refusals(device: str, dtype: torch.dtype) -> tuple[str, ...]:
     return tuple(reasons or problems())
 
 
+def explain(device: str) -> str:
+    """What a layer in bf16 on `device` uses around the operator, and why not the fused kernels."""
+    reasons = _refusals(device, torch.bfloat16)
+    return f"plain PyTorch: {'; '.join(reasons)}" if reasons else "flash-linear-attention's kernels"
+
+
 def conv_silu(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """y of `short_conv` without a mask; the gradient does not flow into the state."""
     return _Conv.apply(x, weight, state, cu_seqlens)

@@ -35,6 +35,10 @@ def test_a_cpu_and_fp64_are_refused() -> None:
     ]
 
 
+def test_explained() -> None:
+    assert layer_kernels.explain("cpu") == "plain PyTorch: device is cpu, needs cuda"
+
+
 def test_they_are_left_out_where_plain_pytorch_is_asked_for() -> None:
     with use_backend("eager"):
         assert "backend 'eager' is asked for" in layer_kernels.conv_refusals(torch.zeros(1, 128, 2))
