@@ -15,6 +15,16 @@ from kda_layers.kernels.fla.package import problems
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels need a CUDA device")
+
+
+@pytest.fixture
+def installed(required_backends: frozenset[str]) -> None:
+    """A skip, or a failure where the backend `fla` is required, unless flash-linear-attention can be used."""
+    if problems():
+        text = "; ".join(problems())
+        (pytest.fail if "fla" in required_backends else pytest.skip)(text)
+
+
 LENGTHS = (0, 100, 3, 0, 65, 1, 0)
 
 
@@ -99,13 +109,12 @@ def check_against_fp64(f: Callable[..., Tensor], tensors: dict[str, Tensor], dty
 
 
 @needs_gpu
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
 @pytest.mark.parametrize("with_state", [False, True], ids=["fresh", "state"])
 @pytest.mark.parametrize("W", [1, 2, 4, 5])
 def test_short_conv(W: int, with_state: bool, lengths: tuple[int, ...] | None, dtype: torch.dtype) -> None:
-    if problems():
-        pytest.skip("; ".join(problems()))
     B, N, T, D = (1, len(LENGTHS), sum(LENGTHS), 48) if lengths else (2, 2, 169, 48)
     tensors = {"x": normal(B, T, D), "weight": normal(D, W, seed=1)}
     if with_state:
@@ -123,11 +132,10 @@ def test_short_conv(W: int, with_state: bool, lengths: tuple[int, ...] | None, d
 
 
 @needs_gpu
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("D", [16, 100, 128])
 def test_gated_norm(D: int, dtype: torch.dtype) -> None:
-    if problems():
-        pytest.skip("; ".join(problems()))
     tensors = {"x": normal(2, 70, 3, D), "gate": normal(2, 70, 3, D, seed=1), "weight": normal(D, seed=2)}
 
     def run(fused: bool, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
