@@ -1,7 +1,7 @@
 """Memory while a small KDA model generates many tokens: `python -m benchmarks.long_generation --tokens 100000`.
 
 One greedy step over a static cache, captured in a CUDA graph and replayed. Memory is what torch has allocated, and the
-peak since the step before; beside it the keys and values that a softmax model of the same size would hold by then.
+peak since the row before; beside it the keys and values that a softmax model of the same size would hold by then.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ COLUMNS = ["tokens", "seconds", "allocated MiB", "peak MiB", "cache MiB", "softm
 
 def capture(step: Any) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
@@ -52,8 +53,8 @@ def measure(tokens: int, every: int) -> list[dict[str, Any]]:
     graph = capture(step)
     rows = []
     began = time.perf_counter()
-    torch.cuda.reset_peak_memory_stats()
     for done in tqdm(range(every, tokens + 1, every), unit_scale=every, unit="token"):
+        torch.cuda.reset_peak_memory_stats()
         for _ in range(every):
             graph.replay()
         torch.cuda.synchronize()
@@ -87,6 +88,8 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, and torch finds none here")
+    if not 0 < args.every <= args.tokens:
+        parser.error(f"--every must be from 1 to --tokens {args.tokens}, got {args.every}")
     rows = measure(args.tokens, args.every)
     report.write(args.output, "long_generation", rows, COLUMNS)
     plot(rows, args.output / "long_generation.png")

@@ -20,40 +20,42 @@ MIN_TOKENS = 2 * CHUNK  # below, launching takes longer than computing, and thes
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def conv_refusals(x: Tensor) -> list[str]:
-    """Why `conv_silu` does not serve x [B, T, D]; empty where it does."""
+def conv_refusals(x: Tensor, backend: str | None = None) -> list[str]:
+    """Why `conv_silu` does not serve x [B, T, D] next to an operator of that `backend`; empty where it does."""
     reasons = []
     # A bound on B * T would make two graphs of one.
     if x.shape[1] == 1 if torch.compiler.is_compiling() else x.shape[0] * x.shape[1] < MIN_TOKENS:
         reasons.append(f"there are too few tokens, needs B * T of at least {MIN_TOKENS}")
-    return [*reasons, *_refusals(x.device.type, x.dtype)]
+    return [*reasons, *_refusals(x.device.type, x.dtype, backend)]
 
 
-def norm_refusals(x: Tensor) -> list[str]:
+def norm_refusals(x: Tensor, backend: str | None = None) -> list[str]:
     """Why `gated_rms_norm` does not serve x [B, T, HV, V]; empty where it does."""
-    return ["torch.compile fuses the plain form"] if torch.compiler.is_compiling() else conv_refusals(x)
+    return ["torch.compile fuses the plain form"] if torch.compiler.is_compiling() else conv_refusals(x, backend)
 
 
 @constant_to_compile
-def _refusals(device: str, dtype: torch.dtype) -> tuple[str, ...]:
+def _refusals(device: str, dtype: torch.dtype, backend: str | None) -> tuple[str, ...]:
     reasons = []
     if device != "cuda":
         reasons.append(f"device is {device}, needs cuda")
     if dtype not in DTYPES:
         reasons.append(f"dtype is {dtype}, needs bfloat16, float16 or float32")
-    if requested(None) == "eager":
+    if requested(backend) == "eager":
         reasons.append("backend 'eager' is asked for")
     return tuple(reasons or problems())
 
 
 def explain(device: str) -> str:
     """What a layer in bf16 on `device` uses around the operator, and why not the fused kernels."""
-    reasons = _refusals(device, torch.bfloat16)
+    reasons = _refusals(device, torch.bfloat16, None)
     return f"plain PyTorch: {'; '.join(reasons)}" if reasons else "flash-linear-attention's kernels"
 
 
 def conv_silu(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """y of `short_conv` without a mask; the gradient does not flow into the state."""
+    if state is not None and torch.is_grad_enabled():
+        state = state.detach().clone()  # the backward reads it, and a cache overwrites it before that
     return _Conv.apply(x, weight, state, cu_seqlens)
 
 

@@ -175,7 +175,7 @@ def _plain(x: Inputs | StepInputs) -> bool:
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and not x.q.is_meta
-        and all(type(t) is Tensor or type(t) is Parameter for t in x[:5])
+        and all(type(t) is Tensor or type(t) is Parameter for t in x if isinstance(t, Tensor))
     )
 
 

@@ -18,6 +18,7 @@ def short_convs(
     cu_seqlens: Tensor | None = None,
     mask: Tensor | None = None,
     keep_state: bool = True,
+    backend: str | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
     """`short_conv` of tensors xs [B, T, D_i] whose channels lie side by side in weight [D, W] and state [N, D, W].
 
@@ -28,11 +29,11 @@ def short_convs(
     if mask is not None or layer_kernels.conv_refusals(
         xs[0]
     ):  # few large operations, as each of the plain form's is slow
-        y, new = short_conv(torch.cat(tuple(xs), -1), weight, state, cu_seqlens, mask)
+        y, new = short_conv(torch.cat(tuple(xs), -1), weight, state, cu_seqlens, mask, backend)
         return list(y.split(widths, -1)), new if keep_state else None
     states = [None] * len(xs) if state is None else state.split(widths, 1)
     parts = [
-        short_conv(x, w, s, cu_seqlens) for x, w, s in zip(xs, weight.split(widths), states, strict=True)
+        short_conv(x, w, s, cu_seqlens, None, backend) for x, w, s in zip(xs, weight.split(widths), states, strict=True)
     ]  # of its own each: neither copied together before nor apart after
     return [y for y, _ in parts], torch.cat([s for _, s in parts], 1) if keep_state else None
 
@@ -43,6 +44,7 @@ def short_conv(
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     mask: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """SiLU of a depthwise causal convolution, y_t = silu(sum_i weight[:, i] x_{t - W + 1 + i}), and its new state.
 
@@ -53,13 +55,14 @@ def short_conv(
         cu_seqlens: [N + 1] integer offsets of the sequences packed along T (then B = 1), or None (then N = B).
         mask: [B, T] bool, True for real tokens; padding, where x must be 0, is skipped wherever it stands: real
             tokens see the W - 1 real ones before them. None for no padding. Not with cu_seqlens.
+        backend: of the operator next to it: with 'eager', plain PyTorch here, too.
 
     Returns:
         y [B, T, D] in x's dtype, and the new state [N, D, W] in x's dtype.
     """
     _, T, D = x.shape
     W = weight.shape[1]
-    if mask is None and not layer_kernels.conv_refusals(x):
+    if mask is None and not layer_kernels.conv_refusals(x, backend):
         y = layer_kernels.conv_silu(x, weight, state, cu_seqlens)
         return y, state_after(x, W, state, None) if cu_seqlens is None else _packed_state(x, W, state, cu_seqlens)
     if cu_seqlens is None:

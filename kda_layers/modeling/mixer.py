@@ -34,6 +34,11 @@ class KDAMixer(nn.Module):
     layer_idx: int | None
     kda_options: dict[str, Any]
 
+    @property
+    def backend(self) -> str | None:
+        """Name of the kernel backend that this layer asks for."""
+        return self.kda_options.get("backend")
+
     def decay_logits(self, x: Tensor) -> Tensor:
         """Logits [B, T, HV * K] of the log-decay, before dt_bias."""
         raise NotImplementedError
@@ -57,7 +62,7 @@ class KDAMixer(nn.Module):
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         """As `plain_gated_norm`, by a fused kernel where one serves."""
-        if layer_kernels.norm_refusals(o):
+        if layer_kernels.norm_refusals(o, self.backend):
             return self.plain_gated_norm(o, gate)
         return layer_kernels.gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps)
 
@@ -74,7 +79,7 @@ class KDAMixer(nn.Module):
 
         qkv = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         (q, k, v), conv_state = short_convs(
-            qkv, self.conv1d.weight[:, 0], state.conv, cu_seqlens, mask, keep_state=cache is not None
+            qkv, self.conv1d.weight[:, 0], state.conv, cu_seqlens, mask, cache is not None, self.backend
         )
         q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
         v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)

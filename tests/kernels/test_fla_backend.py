@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +91,27 @@ def test_what_is_installed(version: str | None, reason: str, monkeypatch: pytest
         assert f"fla      cannot: {reason}" in explain(GPU)
         with pytest.raises(ValueError, match="backend 'fla' cannot serve"):
             select(GPU, "fla")
+    finally:
+        package.problems.cache_clear()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_kernels_of_another_package_are_a_reason(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fla-core's own registry, in which TileLang's backend stands next to one that does not matter here."""
+
+    def registered(kind: str, available: bool) -> SimpleNamespace:
+        return SimpleNamespace(backend_type=kind, is_available=lambda: available, is_enabled=lambda: enabled)
+
+    kda = SimpleNamespace(_backends={"a": registered("triton_ascend", False), "b": registered("tilelang", True)})
+    common = SimpleNamespace(_backends={"c": registered("intracard_cp", True)})
+    fake = SimpleNamespace(_operation_registries={"kda": kda, "common": common})
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0")
+    monkeypatch.setattr(package, "operator_stages", lambda: None)
+    monkeypatch.setattr(package, "layer_functions", lambda: None)
+    monkeypatch.setitem(sys.modules, "fla.backends", fake)
+    package.problems.cache_clear()
+    try:
+        assert [r.split(",")[0] for r in package.problems()] == (["tilelang is installed"] if enabled else [])
     finally:
         package.problems.cache_clear()
 

@@ -1,7 +1,8 @@
 """Inputs inside the documented domain on which fast kernels are known to go wrong, over thousands of tokens.
 
-In fp32 a backend may lose one digit on the recurrence itself. In 16 bits it has the usual budget, whose yardstick is
-here the recurrence or, where that is further from the truth, chunks with 16-bit operands (see rounded.py).
+In fp32 a backend may lose one digit on the recurrence itself. In 16 bits it has the usual budget; the yardstick of a
+backend on tensor cores is the recurrence or, where that is further from the truth, chunks with 16-bit operands (see
+rounded.py). No limit lets a result pass that is half wrong.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from tests.kernels.cases import (
 )
 from tests.kernels.rounded import rounded_chunks
 
+HALF_WRONG = 0.5
 LOST_IN_FP32 = 10.0  # a backend's error over the recurrence's own, in fp32
 H = 2
 NEVER, ALWAYS = -30.0, 30.0  # gate logits: no decay, and decay at the lower bound
@@ -65,9 +67,9 @@ def slow_gates(T: int, D: int) -> dict:
 
 
 def lower_bound_everywhere(T: int, D: int) -> dict:
-    """Every channel decays by e^-5 at every token."""
+    """Every channel decays by e^-4.998 at every token; nearer to the bound the gate's gradient is lost in fp32."""
     x = _base(T, D)
-    return x | {"g": torch.full_like(x["g"], ALWAYS), "dt_bias": None}
+    return x | {"g": torch.full_like(x["g"], 8.0), "dt_bias": None}
 
 
 def repeated_token(T: int, D: int) -> dict:
@@ -135,7 +137,14 @@ def hard_inputs(kind: Callable[[int, int], dict], T: int, D: int, dtype: torch.d
 
 @functools.lru_cache(maxsize=1)
 def expected(
-    kind: Callable[[int, int], dict], T: int, D: int, dtype: torch.dtype, grad: bool, checkpoints: bool, device: str
+    kind: Callable[[int, int], dict],
+    T: int,
+    D: int,
+    dtype: torch.dtype,
+    grad: bool,
+    checkpoints: bool,
+    tensor_cores: bool,
+    device: str,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The truth, and the error of the yardstick in the working dtype."""
     x = hard_inputs(kind, T, D, dtype)._replace(checkpoint_every=64 if checkpoints else 0)
@@ -144,7 +153,7 @@ def expected(
         d_out = output_gradients(x)
         truth, recurrence = run(oracle, to_fp64(x), d_out), run(oracle, to_device(x, device), d_out)
         yardsticks = [recurrence]
-        if dtype in (BF16, FP16):
+        if tensor_cores and dtype in (BF16, FP16):
             yardsticks.append(run(lambda x: rounded_chunks(x, dtype), to_fp64(x), d_out))
     assert all(t.isfinite().all() for t in truth.values())
     return truth, {n: max(error(y[n], t) for y in yardsticks) for n, t in truth.items()}
@@ -177,13 +186,14 @@ def test_hard_inputs(
     if grad and trains_only_without_checkpoints(x, backend):
         x = x._replace(checkpoint_every=0)
     serve(backend, problem_of(x, needs_grad=grad), required_backends)
-    truth, yardstick = expected(kind, T, D, dtype, grad, x.checkpoint_every > 0, device)
+    truth, yardstick = expected(kind, T, D, dtype, grad, x.checkpoint_every > 0, backend != "eager", device)
     with poisoned_memory(), torch.set_grad_enabled(grad):
         got = run(lambda x: call(x, backend), x, output_gradients(x))
     if dtype == FP32:
         limits = {n: LOST_IN_FP32 * e for n, e in yardstick.items()}
     else:
         limits = {n: budget(e, dtype) for n, e in yardstick.items()}
+    limits = {n: min(limit, HALF_WRONG) for n, limit in limits.items()}
     for n, t in got.items():
-        record_property(f"{n}: error / the recurrence's", round(error(t, truth[n]) / yardstick[n], 2))
+        record_property(f"{n}: error / the yardstick's", round(error(t, truth[n]) / yardstick[n], 2))
     check(got, truth, limits)

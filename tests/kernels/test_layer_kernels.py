@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
+from kda_layers import KDAConfig, KimiDeltaAttention
 from kda_layers.kernels import layer_kernels, short_conv
 from kda_layers.kernels.dispatch import use_backend
 from kda_layers.kernels.fla.package import problems
+from kda_layers.modeling.cache import with_kda_layers
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels need a CUDA device")
@@ -52,6 +58,65 @@ def test_explained() -> None:
 def test_they_are_left_out_where_plain_pytorch_is_asked_for() -> None:
     with use_backend("eager"):
         assert "backend 'eager' is asked for" in layer_kernels.conv_refusals(torch.zeros(1, 128, 2))
+    assert "backend 'eager' is asked for" in layer_kernels.conv_refusals(torch.zeros(1, 128, 2), "eager")
+    assert "backend 'eager' is asked for" in layer_kernels.norm_refusals(torch.zeros(1, 128, 2), "eager")
+
+
+@pytest.fixture
+def played_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention's two functions played by the plain form, so that what is around them runs on a CPU."""
+
+    def forward(x: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, **_: Any) -> tuple:
+        with monkeypatch.context() as m:
+            m.setattr(layer_kernels, "conv_refusals", lambda *_: ["it is the kernel"])
+            return short_conv.short_conv(x, weight, initial_state, cu_seqlens)[0].clone(), None
+
+    def backward(x: Tensor, weight: Tensor, dy: Tensor, **more: Any) -> tuple:
+        with torch.enable_grad():
+            x, weight = (t.detach().requires_grad_() for t in (x, weight))
+            y, _ = forward(x, weight, more["initial_state"], more["cu_seqlens"])
+        return torch.autograd.grad(y, (x, weight), dy)
+
+    functions = SimpleNamespace(causal_conv1d_fwd=forward, causal_conv1d_bwd=backward)
+    monkeypatch.setattr(layer_kernels, "layer_functions", lambda: functions)
+    monkeypatch.setattr(layer_kernels, "conv_refusals", lambda *_: [])
+    monkeypatch.setattr(layer_kernels, "norm_refusals", lambda *_: ["not here"])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+@pytest.mark.usefixtures("played_kernel")
+def test_gradients_with_a_cache_that_moves_on() -> None:
+    """The backward of a call reads the state that the call began with, which the cache has overwritten by then."""
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(16, 2, 8, layer_idx=0).double()
+    config = KDAConfig(hidden_size=16, num_hidden_layers=1, linear_num_heads=2, linear_head_dim=8, vocab_size=3)
+    x, grads = normal(2, 280, 16), []
+    for fused in (True, False):
+        cache = with_kda_layers(DynamicCache(config=config))
+        if not fused:
+            layer.kda_options["backend"] = "eager"
+            layer_kernels.conv_refusals = lambda *_: ["not now"]  # undone by the fixture
+        layer(x[:, :140], past_key_values=cache)
+        y = layer(x[:, 140:], past_key_values=cache)
+        grads.append(torch.autograd.grad(y.square().sum(), list(layer.parameters())))
+    assert all(error(got, want) < 1e-10 for got, want in zip(*grads, strict=True))
+
+
+@pytest.mark.usefixtures("played_kernel")
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
+@pytest.mark.parametrize("with_state", [False, True], ids=["fresh", "state"])
+def test_conv_op(with_state: bool, lengths: tuple[int, ...] | None) -> None:
+    B, N, T = (1, len(LENGTHS), sum(LENGTHS)) if lengths else (2, 2, 169)
+    x, weight = normal(B, T, 5).requires_grad_(), normal(5, 4, seed=1).requires_grad_()
+    state = normal(N, 5, 4, seed=2) if with_state else None
+    args = (x, weight, state, offsets(lengths))
+    torch.library.opcheck(torch.ops.kda_layers.conv_silu.default, (x.detach(), weight.detach(), *args[2:]))
+    compiled = torch.compile(layer_kernels.conv_silu, backend="aot_eager", fullgraph=True)
+    results = []
+    for f in (layer_kernels.conv_silu, compiled):
+        y = f(*args)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
@@ -71,10 +136,10 @@ def test_routing(T: int, with_state: bool, lengths: tuple[int, ...] | None, monk
     def kernel(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         calls.append(x.shape[-1])
         with monkeypatch.context() as m:
-            m.setattr(layer_kernels, "conv_refusals", lambda x: ["it is the kernel"])
+            m.setattr(layer_kernels, "conv_refusals", lambda *_: ["it is the kernel"])
             return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
 
-    monkeypatch.setattr(layer_kernels, "conv_refusals", lambda x: [])
+    monkeypatch.setattr(layer_kernels, "conv_refusals", lambda *_: [])
     monkeypatch.setattr(layer_kernels, "conv_silu", kernel)
     fused = short_conv.short_convs(xs, weight, state, cu_seqlens)
     assert calls == list(widths)

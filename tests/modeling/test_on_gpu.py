@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import CompileConfig, StaticCache
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, kda, kda_step
+from kda_layers.kernels import dispatch
 from kda_layers.kernels.contract import Inputs
 from kda_layers.kernels.dispatch import problem_of
 from tests.kernels.cases import BF16, Case, call, error, make_inputs, on_every_backend, options, serve
@@ -32,6 +33,7 @@ def build(interval: int, dtype: torch.dtype = BF16, **more: Any) -> Any:
 
 def captured(f: Any) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             f()
@@ -209,9 +211,11 @@ def test_memory_is_constant_while_generating() -> None:
     assert all(t.isfinite().all() for layer in cache.layers for t in layer.recurrent_states.values())
 
 
+@pytest.mark.filterwarnings("error:plain PyTorch serves")
 def test_default_choice_on_a_gpu() -> None:
     """Automatic choice takes a fused backend where one serves, without a word."""
     x: Inputs = make_inputs(Case(checkpoints=False), "cuda")
+    dispatch._select.cache_clear()  # a warning is given once
     serve("fla", problem_of(x), frozenset())
     chosen, named = (kda(*x[:5], **options(x), backend=b).o for b in (None, "fla"))
     assert torch.equal(chosen, named)

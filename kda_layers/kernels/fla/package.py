@@ -22,9 +22,21 @@ def problems() -> list[str]:
         return [f"{PACKAGE} is {version}, needs {VERSION}"]
     try:
         operator_stages(), layer_functions()
+        intruder = _tilelang()
     except Exception as error:  # whatever an import of Triton, or of it with this Triton, may raise
         return [f"{PACKAGE} {version} cannot be imported ({type(error).__name__}: {error})"]
+    if intruder:
+        return ["tilelang is installed, and its kernels would run in the place of fla-core's, needs FLA_TILELANG=0"]
     return []
+
+
+def _tilelang() -> bool:
+    """Whether the stages would call TileLang's kernels, which know nothing of our table of packed chunks."""
+    registries = importlib.import_module("fla.backends")._operation_registries
+    backends = (
+        b for name in ("kda", "common", "gla") if name in registries for b in registries[name]._backends.values()
+    )
+    return any(b.backend_type == "tilelang" and b.is_available() and b.is_enabled() for b in backends)
 
 
 @functools.cache
