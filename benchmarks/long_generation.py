@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import StaticCache
 
 from benchmarks import report
+from benchmarks.gpu.machine import CudaMachine
 from kda_layers import KDAConfig, KDAForCausalLM
 from kda_layers.modeling.cache import cache_bytes
 
@@ -24,19 +25,6 @@ SIZES = dict(
     eos_token_id=None,
 )  # fmt: skip
 COLUMNS = ["tokens", "seconds", "allocated MiB", "peak MiB", "cache MiB", "softmax cache MiB"]
-
-
-def capture(step: Any) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
 
 
 @torch.inference_mode()
@@ -50,13 +38,13 @@ def measure(tokens: int, every: int) -> list[dict[str, Any]]:
     def step() -> None:
         ids.copy_(model(ids, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True))
 
-    graph = capture(step)
+    replay = CudaMachine().graph(step)
     rows = []
     began = time.perf_counter()
     for done in tqdm(range(every, tokens + 1, every), unit_scale=every, unit="token"):
         torch.cuda.reset_peak_memory_stats()
         for _ in range(every):
-            graph.replay()
+            replay()
         torch.cuda.synchronize()
         states = [t for layer in cache.layers for t in layer.recurrent_states.values()]
         if not all(t.isfinite().all() for t in states):
