@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from kda_layers.kernels.contract import check_lower_bound
 from kda_layers.kernels.dispatch import backends
-from kda_layers.modeling.families.stock import StockFamily, gate_options, prepare_call
+from kda_layers.modeling.families.stock import StockFamily, gate_options
 
 logger = logging.getLogger("kda_layers")
 
@@ -78,8 +78,8 @@ def swap_attention(
         layer.kda_options = gate_options(family.lower_bound(layer)) | dict(backend=backend)
         _set_class(layer, family.layer)
     for base in _base_models(model, family):
-        if prepare_call not in base._forward_pre_hooks.values():
-            base.register_forward_pre_hook(prepare_call, with_kwargs=True)
+        if family.prepare_call not in base._forward_pre_hooks.values():
+            base.register_forward_pre_hook(family.prepare_call, with_kwargs=True)
     return list(chosen)
 
 
@@ -101,7 +101,7 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
         del layer.kda_options
     for base in _base_models(model, family):
         for key, hook in list(base._forward_pre_hooks.items()):
-            if hook is prepare_call:
+            if hook is family.prepare_call:
                 del base._forward_pre_hooks[key]
                 base._forward_pre_hooks_with_kwargs.pop(key, None)
     model.__dict__.pop("_is_stateful", None)

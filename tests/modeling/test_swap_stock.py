@@ -31,6 +31,7 @@ from kda_layers import (
     restore_attention,
     swap_attention,
 )
+from kda_layers.modeling.families.stock import StockMixer
 from tests.kernels.cases import BF16, FP32, budget, error
 from tests.modeling.stock_models import FAMILIES, build, cast, every_family, kda_layers_of, with_oracle
 
@@ -435,6 +436,28 @@ def test_what_cannot_be_packed_is_refused(case: str) -> None:
     _, swapped = both(family)
     with pytest.raises(ValueError, match=message):
         swapped(ids(1, 9), cu_seq_lens_q=torch.tensor([0, 4, 9]), **arguments)
+
+
+def test_glm_masks_its_kda_layers_only_where_something_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stock forward hands every layer a mask, which costs our layers time where nothing is padded."""
+    _, swapped = both("glm5_next")
+    masks, mix = [], StockMixer.mix
+
+    def spy(self: Any, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+        masks.append(mask)
+        return mix(self, x, mask, *rest)
+
+    monkeypatch.setattr(StockMixer, "mix", spy)
+    tokens, ones = ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    swapped.generate(tokens, attention_mask=ones, max_new_tokens=3, do_sample=False)
+    swapped(inputs_embeds=swapped.get_input_embeddings()(tokens))
+    assert masks
+    assert all(m is None for m in masks)
+    masks.clear()
+    ones[0, :2] = 0
+    swapped(tokens, attention_mask=ones)
+    assert masks
+    assert all(torch.equal(m, ones.bool()) for m in masks)
 
 
 @every_family

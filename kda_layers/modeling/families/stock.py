@@ -71,15 +71,6 @@ class LowRankMixer(StockMixer):
         return self.g_b_proj(self.g_a_proj(x))
 
 
-class StockFamily(NamedTuple):
-    """A family of transformers models with KDA layers."""
-
-    base_model: type[nn.Module]  # the module that calls the decoder layers
-    stock_layer: type[nn.Module]
-    layer: type[StockMixer]  # a subclass of stock_layer
-    lower_bound: Callable[[Any], float | None]  # of a KDA layer's gate; None for softplus
-
-
 def gate_options(lower_bound: float | None) -> dict[str, Any]:
     """The options of `kda_layers.kda` that say how the log-decay and beta are activated."""
     gate = "softplus" if lower_bound is None else "lower_bound"
@@ -113,6 +104,16 @@ def prepare_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if cache is not None:
         kwargs["past_key_values"] = with_kda_layers(cache)
     return (), kwargs
+
+
+class StockFamily(NamedTuple):
+    """A family of transformers models with KDA layers."""
+
+    base_model: type[nn.Module]  # the module that calls the decoder layers
+    stock_layer: type[nn.Module]
+    layer: type[StockMixer]  # a subclass of stock_layer
+    lower_bound: Callable[[Any], float | None]  # of a KDA layer's gate; None for softplus
+    prepare_call: Callable[..., Any] = prepare_call  # forward pre-hook of base_model
 
 
 def _check_packed(model: Any, cu_seqlens: Tensor, kwargs: dict[str, Any]) -> None:
