@@ -1,7 +1,8 @@
 """KDA by chunks whose matrix products have 16-bit operands: what tensor cores make of an input, without their speed.
 
 On most inputs this differs from the recurrence by a rounding or two. On some the chunk's triangular system amplifies
-the rounding of its operands, which a kernel that feeds them to 16-bit matrix units has to pay. Everything else is exact: sums and decays in fp64, the state never rounded but where it is multiplied.
+the rounding of its operands, which a kernel that feeds them to 16-bit matrix units has to pay. Everything else is
+exact: sums and decays in fp64, the state never rounded but where it is multiplied.
 """
 
 from __future__ import annotations
