@@ -73,13 +73,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--every", type=int, default=10_000)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    report.add_commit_option(parser)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, and torch finds none here")
     if not 0 < args.every <= args.tokens:
         parser.error(f"--every must be from 1 to --tokens {args.tokens}, got {args.every}")
     rows = measure(args.tokens, args.every)
-    report.write(args.output, "long_generation", rows, COLUMNS)
+    report.write(args.output, "long_generation", rows, COLUMNS, args.commit)
     plot(rows, args.output / "long_generation.png")
     if len({(r["allocated MiB"], r["peak MiB"], r["cache MiB"]) for r in rows}) != 1:
         raise SystemExit("memory was not constant")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import platform
@@ -62,9 +63,12 @@ def peak_extra_mib(f: Callable[[], Any]) -> float:
     return peak
 
 
-def stamp() -> dict[str, str]:
-    """The machine, versions, commit and date."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+def add_commit_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--commit", metavar="HASH", help="of these sources, where git does not know (default: ask it)")
+
+
+def stamp(commit: str | None = None) -> dict[str, str]:
+    """The machine, versions, commit (what git says if None) and date."""
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
     gpu = {}
     if torch.cuda.is_available():
@@ -75,15 +79,20 @@ def stamp() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "kda_layers": kda_layers.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or _commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
-def write(folder: Path, name: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
+def _commit() -> str:
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]], columns: list[str], commit: str | None = None) -> None:
     """Writes name.json and name.md, and prints the table."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts = stamp()
+    facts = stamp(commit)
     (folder / f"{name}.json").write_text(json.dumps({"stamp": facts, "rows": rows}, indent=1) + "\n")
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |" for row in rows]

@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--repeats", type=int, default=7)
+    report.add_commit_option(parser)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device == "cpu":
@@ -142,7 +143,7 @@ def main() -> None:
         tqdm.write(f"{case}: swapped {row['swapped ms']:.1f} ms, stock {row['stock ms']:.1f} ms")
     columns = ["case", "B", "T", "stock kernels", "swapped ms", "stock ms", "times faster"]
     columns += ["swapped MiB", "stock MiB", "of its memory", "error"]
-    report.write(args.output, f"swap_{args.device}", rows, columns)
+    report.write(args.output, f"swap_{args.device}", rows, columns, args.commit)
 
 
 if __name__ == "__main__":

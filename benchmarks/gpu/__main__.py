@@ -39,9 +39,9 @@ SECTIONS: dict[str, Callable[[Setup], list[Job]]] = {
 PACKAGES = ("triton", "flash-linear-attention", "fla-core", "nvidia-cudnn-frontend")
 
 
-def stamp() -> dict[str, str]:
+def stamp(commit: str | None = None) -> dict[str, str]:
     """The machine, its driver, the peers' versions, the commit and the date."""
-    facts = report.stamp()
+    facts = report.stamp(commit)
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         facts["driver"] = _first_line(query)
@@ -69,6 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--backends", help="ours, separated by commas; default: all but eager")
     parser.add_argument("--budget-s", type=float, help="start no case after so many seconds; those left out are listed")
+    report.add_commit_option(parser)
     args = parser.parse_args(argv)
     args.sections = args.only.split(",") if args.only else list(SECTIONS)
     args.ours = args.backends.split(",") if args.backends else [b for b in backends() if b != "eager"]
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None, size
     setup = Setup(machine, sizes or (QUICK if args.quick else FULL), args.ours)
     jobs = [(section, job) for section in args.sections for job in SECTIONS[section](setup)]
     args.output.mkdir(parents=True, exist_ok=True)
-    path, facts = args.output / f"{file_name(args)}.json", stamp()
+    path, facts = args.output / f"{file_name(args)}.json", stamp(args.commit)
     rows: list[Row] = []
     with tqdm(total=len(jobs), desc="cases") as progress:
 

@@ -130,13 +130,26 @@ def _cudnn_call(x: Inputs) -> Callable[[], Any]:
     return lambda: kimi_delta_attention(q, k, v, g, beta, offsets.int(), **options)
 
 
+def _cudnn_run(run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run`; a graph that cuDNN has no kernel for is its refusal."""
+    import cudnn
+
+    def refusing() -> Any:
+        try:
+            return run()
+        except cudnn.cudnnGraphNotSupportedError as problem:
+            raise Refusal(str(problem)) from problem
+
+    return refusing
+
+
 def _wide_gates(x: Inputs) -> Inputs:
     return x._replace(g=x.g.float(), beta=x.beta.float())
 
 
 def cudnn_forward(x: Inputs) -> Contender:
     def prepare() -> Prepared:
-        run = torch.no_grad()(_cudnn_call(_wide_gates(x)))
+        run = _cudnn_run(torch.no_grad()(_cudnn_call(_wide_gates(x))))
         names = ("o", "final_state") if x.final_state else ("o",)
 
         def results(out: Any) -> Results:
@@ -157,7 +170,7 @@ def cudnn_training(x: Inputs, d_o: Tensor) -> Contender:
             o = forward()[0].view_as(x.v)
             return o, torch.autograd.grad(o, [getattr(leaves, n) for n in names], d_o)
 
-        return Prepared(run, lambda out: gradients(names, out))
+        return Prepared(_cudnn_run(run), lambda out: gradients(names, out))
 
     return Contender(CUDNN, prepare)
 

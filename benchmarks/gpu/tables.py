@@ -17,7 +17,7 @@ ABOUT = {
     "training": "Forward and every gradient of the operator. ms.",
     "decode": "One token for each sequence, fp32 states of 128 x 128. ms; the floor reads and writes every state.",
     "hard": "Relative L2 error against the fp64 recurrence where fast kernels have been wrong; nothing is timed.",
-    "context": "The operator and torch's causal attention on the same q, k, v. ms.",
+    "context": "The operator with slow gates and torch's causal attention on the same q, k, v. ms.",
     "overhead": "Our operator over flash-linear-attention's kernels against its function: GPU ms, host us per call.",
     "layer": "The layer in bf16: time, and percent of GPU time by what launched the kernels; goal: rest at most 15 %.",
     "model": "The language model in bf16. Decoding: one greedy step; the softmax model's cache is full.",
@@ -223,14 +223,17 @@ def plots(rows: list[Row], folder: Path, name: str) -> list[Path]:
     floors = {p: {r["T"]: r["floor ms"] for r in rows if r["pass"] == p and "floor ms" in r} for p in passes}
     times = {p: medians(rows, p) | {FLOOR: floors[p]} for p in passes}
     memory = {p: medians(rows, p, lambda r: r["MiB"]) for p in passes}
-    at = f"T (tokens), B = 1, H = {rows[0]['H']}, K = V = 128, bf16"
+    peers = {label(r) for r in rows if not r["ours"]}
+    at = f"T (tokens), B = 1, H = {rows[0]['H']}, K = V = 128, bf16, slow gates"
     return [
-        _plot(times, at, "ms (median)", folder / f"{name}_time.png"),
-        _plot(memory, at, "peak extra memory, MiB", folder / f"{name}_memory.png"),
+        _plot(times, peers, at, "ms (median)", folder / f"{name}_time.png"),
+        _plot(memory, peers, at, "peak extra memory, MiB", folder / f"{name}_memory.png"),
     ]
 
 
-def _plot(panels: dict[str, dict[str, dict[int, float]]], x_label: str, y_label: str, path: Path) -> Path:
+def _plot(
+    panels: dict[str, dict[str, dict[int, float]]], peers: set[str], x_label: str, y_label: str, path: Path
+) -> Path:
     """A panel for each pass, a line in it for each contender, of one colour in all of them."""
     import matplotlib
 
@@ -239,18 +242,24 @@ def _plot(panels: dict[str, dict[str, dict[int, float]]], x_label: str, y_label:
 
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     figure, all_axes = plt.subplots(
-        1, len(panels), figsize=(4.5 * len(panels) + 2, 4), squeeze=False, layout="constrained"
+        1, len(panels), figsize=(5 * len(panels) + 2, 4), squeeze=False, layout="constrained"
     )
     handles: dict[str, Any] = {}
     for axes, (title, lines) in zip(all_axes[0], panels.items(), strict=True):
         for name, by_T in lines.items():
             T = sorted(by_T)
-            style: dict[str, Any] = {"color": f"C{names.index(name)}", "marker": "o", "markersize": 4}
-            style = {"color": "gray", "linestyle": ":"} if name == FLOOR else style
+            style: dict[str, Any] = {"color": f"C{names.index(name)}", "marker": "o"}
+            if name == FLOOR:
+                style = {"color": "gray", "linestyle": ":"}
+            elif name in peers:  # rings on dashes: what lies on the same line shows through
+                style |= {"linestyle": "--", "markersize": 8, "markerfacecolor": "none"}
+            else:
+                style |= {"markersize": 4, "zorder": 3}
             (handles[name],) = axes.plot(T, [by_T[t] for t in T], **style)
         ticks = sorted({T for by_T in lines.values() for T in by_T})
         axes.set(xscale="log", yscale="log", title=title, xlabel=x_label, ylabel=y_label)
         axes.set_xticks(ticks, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in ticks])
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     figure.legend(handles.values(), handles.keys(), loc="outside right upper")
