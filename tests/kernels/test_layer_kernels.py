@@ -81,7 +81,7 @@ def played_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_kernels, "layer_functions", lambda: functions)
     monkeypatch.setattr(layer_kernels, "conv_refusals", lambda *_: [])
     monkeypatch.setattr(layer_kernels, "norm_refusals", lambda *_: ["not here"])
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)  # a class still: torch asks isinstance of it
 
 
 @pytest.mark.usefixtures("played_kernel")
