@@ -60,8 +60,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    for column, style in (("allocated MiB", "-"), ("cache MiB", "-"), ("softmax cache MiB", "--")):
-        axes.plot([r["tokens"] for r in rows], [r[column] for r in rows], style, label=column.removesuffix(" MiB"))
+    labels = ("allocated: weights, graph, cache", "cache", "softmax attention's keys and values, computed")
+    for column, style, label in zip(("allocated MiB", "cache MiB", "softmax cache MiB"), "--:", labels, strict=True):
+        axes.plot([r["tokens"] for r in rows], [r[column] for r in rows], style, label=label)
     axes.set(xlabel="generated tokens", ylabel="MiB", ylim=(0, None), title="Memory while generating")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -131,14 +131,14 @@ def _cudnn_call(x: Inputs) -> Callable[[], Any]:
 
 
 def _cudnn_run(run: Callable[[], Any]) -> Callable[[], Any]:
-    """`run`; a graph that cuDNN has no kernel for is its refusal."""
+    """`run`; a graph that cuDNN has no kernel for is its refusal, of which the Hopper engine's part is the reason."""
     import cudnn
 
     def refusing() -> Any:
         try:
             return run()
         except cudnn.cudnnGraphNotSupportedError as problem:
-            raise Refusal(str(problem)) from problem
+            raise Refusal(str(problem).rpartition(f"{CUDNN_PLAN_SM90}: ")[2]) from problem
 
     return refusing
 

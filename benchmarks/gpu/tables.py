@@ -248,13 +248,12 @@ def _plot(
     for axes, (title, lines) in zip(all_axes[0], panels.items(), strict=True):
         for name, by_T in lines.items():
             T = sorted(by_T)
-            style: dict[str, Any] = {"color": f"C{names.index(name)}", "marker": "o"}
+            i = names.index(name)
+            style: dict[str, Any] = {"color": f"C{i}", "marker": "o", "markersize": 4, "zorder": 3}
             if name == FLOOR:
                 style = {"color": "gray", "linestyle": ":"}
-            elif name in peers:  # rings on dashes: what lies on the same line shows through
-                style |= {"linestyle": "--", "markersize": 8, "markerfacecolor": "none"}
-            else:
-                style |= {"markersize": 4, "zorder": 3}
+            elif name in peers:  # hollow markers of their own on dashes: what lies on the same line shows through
+                style |= {"linestyle": "--", "marker": "Dos^v"[i % 5], "markersize": 9, "markerfacecolor": "none"}
             (handles[name],) = axes.plot(T, [by_T[t] for t in T], **style)
         ticks = sorted({T for by_T in lines.values() for T in by_T})
         axes.set(xscale="log", yscale="log", title=title, xlabel=x_label, ylabel=y_label)
