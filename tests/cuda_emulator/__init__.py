@@ -1,0 +1,149 @@
+"""Runs the CUDA C++ kernels on the host: g++ compiles them with this folder's `ptx.cuh` in the place of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parents[1] / "kda_layers" / "kernels" / "cuda"
+FLAGS = (
+    *("-std=c++17", "-O2", "-march=native", "-g1", "-shared", "-fPIC", "-fno-exceptions", "-U_FORTIFY_SOURCE"),
+    *("-fvisibility=hidden", "-fno-gnu-unique"),  # libraries share nothing
+    "-fno-strict-aliasing",  # kernels look at shared memory as several types
+    # A misaligned access and an index outside an array trap.
+    *("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error"),
+    "-ftrivial-auto-var-init=pattern",  # what is not initialized is a large number
+)
+
+
+class EmulatorError(RuntimeError):
+    """The kernel does not compile, or did what is undefined or never ends."""
+
+
+def unavailable() -> str:
+    """Why kernels cannot be emulated on this machine; empty where they can."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"the emulator needs Linux on x86-64, got {platform.system()} on {platform.machine()}"
+    if not shutil.which("g++"):
+        return "the emulator needs g++"
+    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, check=True).stdout.strip()
+    return "" if int(version.split(".")[0]) >= 12 else f"the emulator needs g++ 12 or newer, got {version}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel compiled for the host; see `compile_kernel`."""
+
+    entry: str
+    path: Path
+    library: ctypes.PyDLL
+
+    def __call__(
+        self,
+        *,
+        grid: tuple[int, int, int],
+        block: int,
+        params: bytes | ctypes.Structure,
+        cluster: int = 1,
+        resident: int = 1,
+        shared_bytes: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Run the kernel to its end.
+
+        Args:
+            grid: blocks in x, y and z.
+            block: threads in a block.
+            params: the bytes of the kernel's one argument; pointers are `data_ptr()` of CPU tensors.
+            cluster: blocks, adjacent in x, that share their memory.
+            resident: clusters that run at a time, and may wait for one another through global memory.
+            shared_bytes: dynamic shared memory of a block.
+            seed: chooses the order of warps, lanes and copies.
+
+        Raises:
+            EmulatorError: where lanes diverge, nothing can go on, an access is out of range ...
+        """
+        data = bytes(params)
+        message = self.library.launch(data, len(data), *grid, block, cluster, resident, shared_bytes, seed)
+        if message is not None:
+            raise EmulatorError(f"{self.entry}, seed {seed}: {message.decode()}{self._fault()}")
+
+    def _fault(self) -> str:
+        """The source lines of the instruction that trapped, innermost first."""
+        offset = self.library.fault_offset()
+        if not offset or not shutil.which("addr2line"):
+            return ""
+        lines = subprocess.run(["addr2line", "-i", "-e", self.path, hex(offset)], capture_output=True, text=True).stdout
+        return "; trapped at " + ", from ".join(Path(line).name for line in lines.split())
+
+
+def compile_kernel(source: str | Path, entry: str, defines: Mapping[str, object] | None = None) -> Kernel:
+    """Compile a kernel for the host, or take it from the cache in the folder of temporary files.
+
+    Args:
+        source: a `.cu` file, relative to the package's folder of kernels.
+        entry: the kernel's name.
+        defines: macros and their values.
+
+    Raises:
+        EmulatorError: with the compiler's messages.
+    """
+    source = KERNELS / source
+    files = _closure(source)
+    macros = {"KERNEL_SOURCE": f'"{source.name}"', "KERNEL_ENTRY": entry, **(defines or {})}
+    command = ["g++", *FLAGS, *(f"-D{name}={value}" for name, value in macros.items()), "launch.cpp"]
+    key = hashlib.sha256(repr((command, sorted(files.items()))).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"cuda_emulator_{os.getuid()}"
+    library = folder / f"{source.stem}_{entry}_{key}.so"
+    if not library.exists():
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as build:  # the kernels' ptx.cuh is not in it
+            for name, text in files.items():
+                Path(build, name).write_text(text)
+            run = subprocess.run([*command, "-o", "kernel.so"], cwd=build, capture_output=True, text=True)
+            if run.returncode:
+                raise EmulatorError(f"{source.name} {dict(defines or {})} does not compile:\n{run.stderr}")
+            Path(build, "kernel.so").replace(library)  # at once: other processes may compile it too
+    loaded = ctypes.PyDLL(str(library))  # keeps the GIL: the machine is global
+    loaded.launch.argtypes = [ctypes.c_char_p, ctypes.c_size_t, *[ctypes.c_uint32] * 7, ctypes.c_uint64]
+    loaded.launch.restype = ctypes.c_char_p
+    loaded.fault_offset.restype = ctypes.c_uint64
+    return Kernel(entry, library, loaded)
+
+
+def _closure(source: Path) -> dict[str, str]:
+    """The texts, by name, of a kernel's source and all it includes in quotes, with this folder's `ptx.cuh`."""
+    files: dict[str, str] = {}
+    queue = [HERE / "launch.cpp", source]
+    while queue:
+        path = queue.pop()
+        files[path.name] = path.read_text()
+        for name in re.findall(r'^\s*#\s*include\s+"(.+)"', files[path.name], re.MULTILINE):
+            if name not in files:
+                queue.append(HERE / name if (HERE / name).exists() else path.parent / name)
+    return files
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that ends (up to a multiple of 16 bytes) where memory ends: an access beyond it is an EmulatorError."""
+    size = -(-tensor.nbytes // 16) * 16
+    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(base + room), mmap.PAGESIZE, 0):
+        raise OSError(ctypes.get_errno(), "mprotect failed")
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=room - size)
+    return flat.view(tensor.shape).copy_(tensor)

@@ -1,0 +1,258 @@
+// The machine that runs a kernel on the host: some clusters of blocks at a time, every CUDA thread a fiber of its own.
+//
+// It is meant to be an adversary: the order of warps, lanes and bulk copies is random (seeded), what a copy has not yet
+// delivered reads as NaN, and what PTX leaves undefined fails with a message. Here is its state and how it switches
+// between threads, in operations.hpp what the threads do, in scheduler.hpp who goes on and when.
+#pragma once
+
+#include <csetjmp>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <sys/mman.h>
+#include <vector>
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct uint3 { u32 x, y, z; };
+
+namespace emulator {
+
+constexpr u32 all_lanes = 0xffffffffu;
+constexpr size_t page = 4096, stack_bytes = 32 * page;
+constexpr u32 most_idle_polls = 1000000;
+
+// Where the kernel calls an operation: every operation takes one as its last argument, by default.
+struct Site {
+    const char* file;
+    int line;
+    bool operator==(const Site& other) const { return line == other.line && file == other.file; }
+};
+#define CALLED_HERE ::emulator::Site site = {__builtin_FILE(), __builtin_LINE()}
+
+// An mbarrier's 64 bits; poisoned and zeroed memory do not look initialized.
+struct Mbarrier {
+    u64 initialized : 2, phase : 1, count : 20, pending : 20;
+    i64 bytes : 21;
+};
+static_assert(sizeof(Mbarrier) == sizeof(u64));
+constexpr int most_arrivals = (1 << 20) - 1, most_bytes = (1 << 20) - 1;
+
+struct AsyncCopy {  // 16 bytes of one thread
+    void* to;
+    const void* from;  // null: zeros
+    u32 group;
+};
+
+struct Warp;
+
+struct Lane {  // a CUDA thread
+    void* stack_pointer;
+    Warp* warp;
+    uint3 thread;
+    const char* operation;  // what it waits for, or did last: a format of its arguments
+    int arguments[2];
+    Site site;
+    void* operands;  // of a warp's operation
+    u64* barrier;    // the mbarrier it waits for,
+    const u32* counter;  // or the counter
+    std::vector<AsyncCopy> copies;
+    u32 groups;  // committed
+};
+
+struct Block;
+
+struct Product {  // of a warpgroup, this warp's 16 rows; without operands: the end of a committed group
+    const unsigned char *a, *b;
+    int a_stride, b_stride, columns;
+    float (*load)(const u16*);
+    float* d[32];
+};
+
+struct Warp {
+    Block* block;
+    u32 index, ready, arrived, exited;  // masks of lanes; arrived: in the operation that the warp is gathering for
+    Lane* leader;                       // the first of those
+    Lane* lanes;
+    u64 asleep_until;
+    std::vector<Product> products;  // under way
+};
+
+struct NamedBarrier {
+    u32 threads;
+    std::vector<Warp*> waiting;
+};
+
+struct Block {
+    uint3 index;
+    u32 rank, live_warps;
+    std::vector<Warp> warps;
+    unsigned char* shared;
+    NamedBarrier barriers[16];
+    Block* cluster;                         // its first block
+    std::vector<Warp*> at_cluster_barrier;  // in the first block
+};
+
+struct BulkCopy {
+    Lane* issuer;
+    void* to;
+    const void* from;
+    u32 bytes;
+    Block* block;
+    u64* barrier;
+    u64 due;
+};
+
+// Memory for `count` items of `bytes` bytes, each between two pages that trap.
+struct GuardedMemory {
+    unsigned char* base = nullptr;
+    size_t count, bytes;
+
+    size_t whole() const { return count * (bytes + page) + page; }
+    unsigned char* end(size_t i) const { return base + (i + 1) * (bytes + page); }
+    bool map(size_t new_count, size_t new_bytes) {
+        count = new_count;
+        bytes = new_bytes;
+        void* p = mmap(nullptr, whole(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) return false;
+        base = static_cast<unsigned char*>(p);
+        for (size_t i = 0; i < count; ++i)
+            if (bytes && mprotect(end(i) - bytes, bytes, PROT_READ | PROT_WRITE)) return false;
+        return true;
+    }
+    void unmap() {
+        if (base) munmap(base, whole());
+        base = nullptr;
+    }
+};
+
+struct Machine {
+    uint3 grid;
+    u32 threads, cluster, resident, shared_bytes;  // resident: clusters that run at a time
+    void (*kernel)();
+    u64 random_state, now;  // now: steps so far
+    void* scheduler;        // its stack pointer while a lane runs
+    Warp* warp;             // in this step: the warp that runs, its lanes in the order of turn ^ flip
+    u32 flip, turn;
+    bool interrupted;  // the lane that stopped last wants another warp to go on
+    u32 idle_polls;  // since anything came to an end
+    std::vector<Lane> lanes;
+    std::vector<Block> blocks;
+    std::vector<Warp*> awake, asleep;  // of the warps that are ready
+    std::vector<BulkCopy> bulk_copies;
+    GuardedMemory stacks, shared;
+    u32 shared_capacity;  // shared_bytes, rounded up to what shared_memory() is aligned to
+    jmp_buf give_up;
+    char message[1 << 14];
+    void* fault;  // the instruction that trapped
+};
+static Machine machine;
+static Lane* current;
+
+// ---------------------------------------------------------------- failures
+
+[[noreturn]] inline void fail_plainly() { longjmp(machine.give_up, 1); }
+
+inline void report(const char* format, ...) {
+    const size_t used = strlen(machine.message);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(machine.message + used, sizeof machine.message - used, format, arguments);
+    va_end(arguments);
+}
+
+inline void report_lane(const Lane& lane) {
+    const Block& block = *lane.warp->block;
+    report("block (%u, %u, %u) thread %u: ", block.index.x, block.index.y, block.index.z, lane.thread.x);
+}
+inline void report_operation(const Lane& lane) {
+    report(lane.operation, lane.arguments[0], lane.arguments[1]);
+    if (lane.site.line) report(" at %s:%d", lane.site.file, lane.site.line);
+}
+
+// What is wrong with what the current lane does.
+template <class... Arguments> [[noreturn]] inline void fail(const char* format, Arguments... arguments) {
+    report_lane(*current);
+    report(format, arguments...);
+    report("; in ");
+    report_operation(*current);
+    fail_plainly();
+}
+
+// ---------------------------------------------------------------- fibers
+
+// Push what a callee must keep, store the stack pointer, and go on where the other stack stopped (not by `ret`, which
+// the processor would predict to return to the caller on this stack).
+asm(R"(
+    .text
+    .p2align 4
+    .local switch_stack
+    .type switch_stack, @function
+switch_stack:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15
+    pop %r14
+    pop %r13
+    pop %r12
+    pop %rbx
+    pop %rbp
+    pop %rcx
+    jmp *%rcx
+    .size switch_stack, . - switch_stack
+)");
+extern "C" __attribute__((visibility("hidden"))) void switch_stack(void** from, void* to);
+
+inline u32 random_below(u32 n) {
+    u64& x = machine.random_state;
+    x ^= x << 13;
+    x ^= x >> 7;
+    x ^= x << 17;
+    return u32((x >> 32) * n >> 32);
+}
+
+// In steps, on any scale from a few to most of a kernel.
+inline u64 random_duration() { return random_below(1u << random_below(20)); }
+
+inline u32 bit(const Lane& lane) { return 1u << lane.thread.x % 32; }
+
+// Where this step goes on: in the next ready lane of the warp, or in the scheduler.
+inline void* next_stack() {
+    while (!machine.interrupted && machine.turn < 32) {
+        const u32 i = machine.turn++ ^ machine.flip;
+        if (!(machine.warp->ready >> i & 1)) continue;
+        current = &machine.warp->lanes[i];
+        return current->stack_pointer;
+    }
+    return machine.scheduler;
+}
+
+inline void suspend() {
+    Lane& lane = *current;
+    switch_stack(&lane.stack_pointer, next_stack());
+}
+
+// Let another warp go first, sometimes: where others may act on what this lane has just done.
+inline void maybe_interrupt() {
+    if (random_below(8)) return;
+    machine.interrupted = true;
+    suspend();
+}
+
+inline void begin(const char* operation, Site site, int argument_0 = 0, int argument_1 = 0) {
+    current->operation = operation;
+    current->site = site;
+    current->arguments[0] = argument_0;
+    current->arguments[1] = argument_1;
+}
+
+}  // namespace emulator

@@ -1,0 +1,329 @@
+// The names of kda_layers/kernels/cuda/ptx.cuh for the emulated machine, and what else of CUDA C++ the kernels use.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "operations.hpp"
+
+#ifndef __CUDA_ARCH__
+#define __CUDA_ARCH__ 900
+#endif
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+#define DEVICE __device__ __forceinline__
+
+#define threadIdx (::emulator::current->thread)
+#define blockIdx (::emulator::current->warp->block->index)
+#define gridDim (::emulator::machine.grid)
+
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+DEVICE float2 make_float2(float x, float y) { return {x, y}; }
+DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+
+DEVICE float __uint_as_float(u32 x) { float r; memcpy(&r, &x, 4); return r; }
+DEVICE u32 __float_as_uint(float x) { u32 r; memcpy(&r, &x, 4); return r; }
+
+template <class A, class B> DEVICE constexpr std::common_type_t<A, B> min(A a, B b) {
+    if constexpr (std::is_floating_point_v<std::common_type_t<A, B>>) return std::fmin(a, b);
+    else return b < a ? b : a;
+}
+template <class A, class B> DEVICE constexpr std::common_type_t<A, B> max(A a, B b) {
+    if constexpr (std::is_floating_point_v<std::common_type_t<A, B>>) return std::fmax(a, b);
+    else return a < b ? b : a;
+}
+
+// ---------------------------------------------------------------- numbers
+
+// mma.m16n8k16: lane 4 g + t holds, in the order of its registers and two numbers to a register,
+//   A (16 x 16): (g, 2t), (g, 2t + 1); (g + 8, 2t), ...; (g, 2t + 8), ...; (g + 8, 2t + 8), ...
+//   B (16 x 8):  (2t, g), (2t + 1, g); (2t + 8, g), ...
+//   C (16 x 8):  (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+namespace emulator {
+struct Mma {
+    u32 a[4], b[2];
+    float* d;
+
+    template <class Number> void run(Site site) {
+        begin("mma", site);
+        together(*this, multiply<Number>);
+    }
+
+    // Without the checks of the compiler: most of the time is spent here.
+    template <class Number> static void __attribute__((no_sanitize("alignment", "bounds"))) multiply(Mma** lanes) {
+        typedef float Row __attribute__((vector_size(32)));
+        float a[16][16];
+        Row b[16], d[16];
+        for (int lane = 0; lane < 32; ++lane) {
+            const Mma& x = *lanes[lane];
+            const int g = lane / 4, t = lane % 4;
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = Number::unpack(x.a[i]);
+                memcpy(&a[g + i % 2 * 8][2 * t + i / 2 * 8], &pair, sizeof pair);
+            }
+            for (int i = 0; i < 2; ++i) {
+                const float2 pair = Number::unpack(x.b[i]);
+                b[2 * t + 8 * i][g] = pair.x;
+                b[2 * t + 8 * i + 1][g] = pair.y;
+            }
+            for (int i = 0; i < 2; ++i) memcpy(&d[g + i * 8][2 * t], x.d + 2 * i, 8);
+        }
+        for (int k = 0; k < 16; ++k)
+#pragma GCC unroll 16
+            for (int row = 0; row < 16; ++row) d[row] += a[row][k] * b[k];
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 2; ++i) memcpy(lanes[lane]->d + 2 * i, &d[lane / 4 + i * 8][2 * (lane % 4)], 8);
+    }
+};
+}  // namespace emulator
+
+struct Bf16 {
+    static DEVICE u16 round(float x) {  // to the nearest, ties to even
+        const u32 bits = __float_as_uint(x);
+        return x != x ? 0x7fff : u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+    static DEVICE u32 pack(float low, float high) { return round(low) | u32(round(high)) << 16; }
+    static DEVICE float2 unpack(u32 x) {
+        return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+    }
+    static DEVICE float load(const u16* p) { return __uint_as_float(u32(*p) << 16); }
+    static DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, CALLED_HERE) {
+        emulator::Mma{{a0, a1, a2, a3}, {b0, b1}, d}.run<Bf16>(site);
+    }
+};
+
+struct Fp16 {
+    static DEVICE u16 round(float x) { const _Float16 h = x; u16 r; memcpy(&r, &h, 2); return r; }
+    static DEVICE float load(const u16* p) { _Float16 h; memcpy(&h, p, 2); return h; }
+    static DEVICE u32 pack(float low, float high) { return round(low) | u32(round(high)) << 16; }
+    static DEVICE float2 unpack(u32 x) {
+        const u16 low = x, high = x >> 16;
+        return make_float2(load(&low), load(&high));
+    }
+    static DEVICE u32 multiply(u32 x, u32 y) {
+        const float2 a = unpack(x), b = unpack(y);
+        return pack(a.x * b.x, a.y * b.y);
+    }
+    static DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, CALLED_HERE) {
+        emulator::Mma{{a0, a1, a2, a3}, {b0, b1}, d}.run<Fp16>(site);
+    }
+};
+
+struct Fp32 {
+    static DEVICE float load(const float* p) { return *p; }
+};
+
+DEVICE float exp2_fast(float x) { return std::exp2(x); }
+DEVICE float log2_fast(float x) { return std::log2(x); }
+DEVICE float reciprocal(float x) { return 1 / x; }
+DEVICE float rsqrt_fast(float x) { return 1 / std::sqrt(x); }
+
+// ---------------------------------------------------------------- within a warp
+
+template <class T> DEVICE T shuffle_xor(T x, int mask, CALLED_HERE) {
+    struct Operands { T x, result; int mask; } mine = {x, x, mask};
+    emulator::begin("shuffle_xor", site);
+    emulator::together(mine, [](Operands** lanes) {
+        for (int i = 0; i < 32; ++i)
+            if (const int other = i ^ lanes[i]->mask; other >= 0 && other < 32) lanes[i]->result = lanes[other]->x;
+    });
+    return mine.result;
+}
+DEVICE void warp_sync(CALLED_HERE) {
+    struct Operands {} mine;
+    emulator::begin("warp_sync", site);
+    emulator::together(mine, [](Operands**) {});
+}
+
+namespace emulator {
+// Lane 4 i + j gets the elements 2 j and 2 j + 1 of row i, or of column i.
+inline u32 matrix_pair(const u16 (&matrix)[8][8], int lane, bool transposed) {
+    const int i = lane / 4, j = lane % 4 * 2;
+    return transposed ? matrix[j][i] | u32(matrix[j + 1][i]) << 16 : matrix[i][j] | u32(matrix[i][j + 1]) << 16;
+}
+
+template <bool transposed> inline void load_four_matrices(u32* r, const void* row) {
+    struct Operands { const void* row; u32* r; } mine = {row, r};
+    together(mine, [](Operands** lanes) {
+        u16 matrices[4][8][8];
+        for (int i = 0; i < 32; ++i) memcpy(matrices[i / 8][i % 8], lanes[i]->row, 16);
+        for (int i = 0; i < 32; ++i)
+            for (int m = 0; m < 4; ++m) lanes[i]->r[m] = matrix_pair(matrices[m], i, transposed);
+    });
+}
+}  // namespace emulator
+
+DEVICE u32 transpose_8x8(u32 x, CALLED_HERE) {
+    emulator::begin("transpose_8x8", site);
+    emulator::together(x, [](u32** lanes) {
+        u16 matrix[8][8];
+        for (int i = 0; i < 32; ++i) memcpy(&matrix[i / 4][i % 4 * 2], lanes[i], 4);
+        for (int i = 0; i < 32; ++i) *lanes[i] = emulator::matrix_pair(matrix, i, true);
+    });
+    return x;
+}
+
+DEVICE u32 shared_address(const void* p) { return emulator::shared_offset(p, 0, 1); }
+
+DEVICE void load_matrices(u32 (&r)[4], const void* row, CALLED_HERE) {
+    emulator::begin_shared("load_matrices(byte %d)", site, row, 16, 16);
+    emulator::load_four_matrices<false>(r, row);
+}
+DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row, CALLED_HERE) {
+    emulator::begin_shared("load_matrices_transposed(byte %d)", site, row, 16, 16);
+    emulator::load_four_matrices<true>(r, row);
+}
+
+DEVICE void store_matrices_transposed(void* row, u32 a, u32 b, u32 c, u32 d, CALLED_HERE) {
+    emulator::begin_shared("store_matrices_transposed(byte %d)", site, row, 16, 16);
+    struct Operands { void* row; u32 x[4]; } mine = {row, {a, b, c, d}};
+    emulator::together(mine, [](Operands** lanes) {
+        for (int i = 0; i < 32; ++i) {  // lane i has row i % 8 of what is stored of matrix i / 8: a column of its numbers
+            u16* to = static_cast<u16*>(lanes[i]->row);
+            for (int j = 0; j < 8; ++j) to[j] = u16(lanes[4 * j + i % 8 / 2]->x[i / 8] >> 16 * (i % 2));
+        }
+    });
+}
+
+// ---------------------------------------------------------------- shared memory: copies and barriers
+
+DEVICE unsigned char* shared_memory() { return emulator::own_block().shared; }
+
+DEVICE void copy_16(void* to, const void* from, bool valid, CALLED_HERE) {
+    emulator::begin_shared("copy_16(byte %d)", site, to, 16, 16);
+    emulator::start_copy(to, from, valid);
+}
+DEVICE void copy_commit() { ++emulator::current->groups; }
+template <int pending> DEVICE void copy_wait(CALLED_HERE) {
+    emulator::begin("copy_wait<%d>", site, pending);
+    emulator::finish_copies(pending);
+}
+
+DEVICE void prefetch(const void*) {}
+
+DEVICE void barrier_sync(int id, int threads, CALLED_HERE) {
+    emulator::begin("barrier_sync(%d, %d)", site, id, threads);
+    emulator::wait_at_named_barrier(id, threads);
+}
+
+DEVICE void mbarrier_init(u64* barrier, int count, CALLED_HERE) {
+    emulator::begin_shared("mbarrier_init(byte %d, %d)", site, barrier, 8, 8, count);
+    emulator::initialize(barrier, count);
+}
+DEVICE void mbarrier_arrive(u64* barrier, CALLED_HERE) {
+    emulator::begin_shared("mbarrier_arrive(byte %d)", site, barrier, 8, 8);
+    emulator::arrive(emulator::own_block(), barrier);
+}
+DEVICE bool mbarrier_done(u64* barrier, u32 parity, CALLED_HERE) {
+    emulator::begin_shared("mbarrier_done(byte %d, parity %d)", site, barrier, 8, 8, parity);
+    return emulator::poll(barrier, parity);
+}
+DEVICE void mbarrier_wait(u64* barrier, u32 parity, CALLED_HERE) {
+    emulator::begin_shared("mbarrier_wait(byte %d, parity %d)", site, barrier, 8, 8, parity);
+    emulator::wait_for_phase(barrier, parity);
+}
+
+DEVICE void publish_more(u32* counter, u32 more, CALLED_HERE) {
+    emulator::begin("publish_more(%d)", site, more);
+    emulator::write_counter(counter, *counter + more);  // no other lane runs in between
+}
+DEVICE void write_counter(u32* counter, u32 value, CALLED_HERE) {
+    emulator::begin("write_counter(%d)", site, value);
+    emulator::write_counter(counter, value);
+}
+DEVICE u32 read_counter(const u32* counter, CALLED_HERE) {
+    emulator::begin("read_counter", site);
+    return emulator::read_counter(counter);
+}
+DEVICE void back_off() {}
+DEVICE void fence_gpu() {}
+
+// ---------------------------------------------------------------- clusters of blocks (sm_90 and newer)
+
+#if __CUDA_ARCH__ >= 900
+DEVICE u32 cluster_rank() { return emulator::own_block().rank; }
+DEVICE void cluster_sync(CALLED_HERE) {
+    emulator::begin("cluster_sync", site);
+    emulator::wait_at_cluster_barrier();
+}
+DEVICE void mbarrier_init_fence() {}
+DEVICE void mbarrier_arrive_expecting(u64* barrier, u32 bytes, CALLED_HERE) {
+    emulator::begin_shared("mbarrier_arrive_expecting(byte %d, %d bytes)", site, barrier, 8, 8, bytes);
+    emulator::add_bytes(barrier, bytes);
+    emulator::arrive(emulator::own_block(), barrier);
+}
+DEVICE void mbarrier_arrive_at(u64* barrier, u32 rank, CALLED_HERE) {
+    emulator::begin_shared("mbarrier_arrive_at(byte %d, rank %d)", site, barrier, 8, 8, rank);
+    emulator::Block& block = emulator::block_of_rank(rank);
+    emulator::arrive(block, emulator::same_place(barrier, block));
+}
+DEVICE void fence_bulk_copies() {}
+DEVICE void bulk_copy_to_cluster(void* to, const void* from, u32 bytes, u64* barrier, u16 ranks, CALLED_HERE) {
+    emulator::begin_shared("bulk_copy_to_cluster(byte %d, %d bytes)", site, to, bytes, 16, bytes);
+    emulator::start_bulk_copies(to, from, bytes, barrier, ranks);
+}
+#endif
+
+// ---------------------------------------------------------------- products of four warps
+
+DEVICE void fence_shared() {}
+
+struct Operand {
+    const unsigned char* p;
+    int stride;
+};
+DEVICE Operand operand(const void* p, int stride) { return {static_cast<const unsigned char*>(p), stride}; }
+DEVICE Operand operand_at(Operand operand, int bytes) { return {operand.p + bytes, operand.stride}; }
+
+#if WARPGROUPS
+template <class T, int N> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b, CALLED_HERE) {
+    struct Operands { float* d; } mine = {d[0]};
+    emulator::begin("multiply_group", site);
+    emulator::together(mine, [a, b](Operands** lanes) {
+        emulator::Product product{a.p, b.p, a.stride, b.stride, N, T::load, {}};
+        for (int i = 0; i < 32; ++i) product.d[i] = lanes[i]->d;
+        emulator::current->warp->products.push_back(product);
+    });
+}
+DEVICE void product_begin() {}
+DEVICE void product_commit(CALLED_HERE) {
+    struct Operands {} mine;
+    emulator::begin("product_commit", site);
+    emulator::together(mine, [](Operands**) { emulator::current->warp->products.push_back({}); });
+}
+template <int pending> DEVICE void product_wait(CALLED_HERE) {
+    struct Operands {} mine;
+    emulator::begin("product_wait<%d>", site, pending);
+    emulator::together(mine, [](Operands**) { emulator::finish_products(*emulator::current->warp, pending); });
+}
+#else
+template <class T, int N> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
+    int lane = threadIdx.x % 32, w = threadIdx.x / 32 % 4;
+    u32 x[4], y[4];
+    load_matrices(x, a.p + (2 * w + lane / 8 % 2) * a.stride + lane / 16 * 128 + 16 * (lane % 8));
+    for (int i = 0; i < N / 8; i += 2) {
+        load_matrices(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));
+        T::mma(d[i], x[0], x[1], x[2], x[3], y[0], y[1]);
+        T::mma(d[i + 1], x[0], x[1], x[2], x[3], y[2], y[3]);
+    }
+}
+DEVICE void product_begin() {}
+DEVICE void product_commit() {}
+template <int pending> DEVICE void product_wait() {}
+#endif
+template <int N> DEVICE void product_use(float (&)[N][4]) {}
+
+#if MOVABLE_REGISTERS
+template <int n> DEVICE void registers_more() {}
+template <int n> DEVICE void registers_fewer() {}
+#endif
