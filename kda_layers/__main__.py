@@ -1,17 +1,38 @@
-"""`python -m kda_layers`: this machine, and for each backend whether it can serve the default problem or why not."""
+"""`python -m kda_layers`: this machine, and for each backend whether it can serve the default problem or why not.
+
+`python -m kda_layers --precompile` compiles all CUDA kernels for this machine's GPUs, which else each first use does.
+"""
 
 from __future__ import annotations
 
+import argparse
 import platform
 
 import torch
 import transformers
 
 import kda_layers
-from kda_layers.kernels import layer_kernels
+from kda_layers.kernels import layer_kernels, toolchain
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kda_layers", description="What this machine can run, and why.")
+    parser.add_argument("--precompile", action="store_true", help="compile all CUDA kernels instead")
+    parser.add_argument(
+        "--arch", nargs="+", choices=toolchain.ARCHS, help="for these instead of the GPUs that are here"
+    )
+    args = parser.parse_args()
+    if not args.precompile:
+        if args.arch:
+            parser.error("--arch is for --precompile")
+        return describe()
+    archs = args.arch or toolchain.archs_here()
+    if not archs:
+        parser.error(f"there is no GPU here to compile for, --arch names some: {' '.join(toolchain.ARCHS)}")
+    print(toolchain.precompile(archs))
+
+
+def describe() -> None:
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         device = f"{torch.cuda.get_device_name()} (sm_{major}{minor}), CUDA {torch.version.cuda}"
@@ -22,6 +43,7 @@ def main() -> None:
     print(f"device: {device}")
     print(kda_layers.explain())
     where = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"CUDA toolchain: {toolchain.explain()}")
     print(f"short convolution and gated norm: {layer_kernels.explain(where)}")
 
 

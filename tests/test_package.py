@@ -58,6 +58,7 @@ def test_main_prints_machine_backends_and_choice():
     assert "eager" in out
     assert "can serve it" in out
     assert "chosen: " in out
+    assert "CUDA toolchain: " in out
 
 
 def test_wheel_is_pure_python_and_complete(tmp_path):
@@ -66,8 +67,8 @@ def test_wheel_is_pure_python_and_complete(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    package = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kda_layers").rglob("*.py")}
-    assert package <= names
+    sources = (p for suffix in ("py", "cu", "cuh") for p in (ROOT / "kda_layers").rglob(f"*.{suffix}"))
+    assert {p.relative_to(ROOT).as_posix() for p in sources} <= names
     assert "kda_layers/py.typed" in names
     assert {n.split("/")[0] for n in names if not n.split("/")[0].endswith(".dist-info")} == {"kda_layers"}
 
@@ -80,7 +81,7 @@ def test_dependencies_are_the_promised_ones_and_pinned_for_tests():
 
     assert names(project["dependencies"]) == {"torch", "transformers", "einops", "safetensors", "tqdm"}
     extras = project["optional-dependencies"]
-    assert names(extras["gpu"]) == {"flash-linear-attention", "cuda-core", "nvidia-cuda-nvrtc"}
+    assert names(extras["gpu"]) == {"flash-linear-attention", "cuda-bindings", "nvidia-cuda-nvrtc"}
     pinned = names([line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line])
     assert names(project["dependencies"]) | names(extras["plot"]) | names(extras["dev"]) <= pinned
 

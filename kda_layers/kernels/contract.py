@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -127,6 +128,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def unsupported(self, problem: Problem) -> list[str]:
         """Every reason why this backend cannot serve `problem`, each 'what it is, what it needs'; empty means yes."""
+
+    def variants(self, arch: str) -> Iterable[tuple[str, Mapping[str, str | int]]]:
+        """(source, macros) of every CUDA kernel that it may launch on `arch` ("sm_90a"), for compiling beforehand."""
+        return ()
 
     def replaces(self, x: Inputs) -> tuple[str, ...]:
         """Names of inputs that `chunk_grad` need not see as they came: the first tensors that `chunk` saves, of the

@@ -1,0 +1,1 @@
+"""CUDA C++ kernels: their sources (*.cu, *.cuh), the compiling of them at first use, and launching."""

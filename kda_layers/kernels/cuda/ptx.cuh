@@ -1,0 +1,268 @@
+// Thin names for the PTX that the kernels use: everything that is not plain C++ lives here.
+// 16-bit pairs travel as one 32-bit word, the lower index in the lower half.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define DEVICE __device__ __forceinline__
+
+// ---------------------------------------------------------------- numbers
+
+// The 16-bit type of the tensors: what the tensor cores multiply.
+struct Bf16 {
+    static DEVICE u32 pack(float low, float high) {
+        u32 r;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+        return r;
+    }
+    static DEVICE float2 unpack(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
+    static DEVICE float load(const u16* p) { return __uint_as_float(u32(*p) << 16); }
+    static DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+};
+
+struct Fp16 {
+    static DEVICE u32 pack(float low, float high) {
+        u32 r;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+        return r;
+    }
+    static DEVICE float2 unpack(u32 x) {
+        float2 r;
+        asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(r.x), "=f"(r.y) : "r"(x));
+        return r;
+    }
+    static DEVICE float load(const u16* p) {
+        float r;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(*p));
+        return r;
+    }
+    static DEVICE u32 multiply(u32 x, u32 y) {
+        u32 r;
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+        return r;
+    }
+    static DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+};
+
+struct Fp32 {  // of gate or beta logits only
+    static DEVICE float load(const float* p) { return *p; }
+};
+
+DEVICE float exp2_fast(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+DEVICE float log2_fast(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+DEVICE float reciprocal(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+DEVICE float rsqrt_fast(float x) { float r; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+
+// ---------------------------------------------------------------- within a warp
+
+DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE void warp_sync() { __syncwarp(); }
+
+// The transpose of an 8 x 8 matrix of 16-bit numbers that the warp holds in mma's accumulator order.
+DEVICE u32 transpose_8x8(u32 x) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+
+DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
+DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+// Store four 8 x 8 matrices that the warp holds in mma's accumulator order, transposed; lane i gives the address of row
+// i % 8 of matrix i / 8. Each matrix is 128 bytes, its rows following each other.
+DEVICE void store_matrices_transposed(void* row, u32 a, u32 b, u32 c, u32 d) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+        :: "r"(shared_address(row)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+#else
+    u32 x[4] = {transpose_8x8(a), transpose_8x8(b), transpose_8x8(c), transpose_8x8(d)}, lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 to = __shfl_sync(0xffffffffu, shared_address(row), 8 * i) + 4 * lane;
+        asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(x[i]) : "memory");
+    }
+#endif
+}
+
+// ---------------------------------------------------------------- shared memory: copies and barriers
+
+DEVICE unsigned char* shared_memory() {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    return memory;
+}
+
+// 16 bytes from global to shared memory, or 16 zeros; asynchronous until the thread waits for its groups.
+DEVICE void copy_16(void* to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int pending> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(pending) : "memory"); }
+
+// Fetch the line of an address into L2.
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+
+// A barrier among `threads` threads of a block, a multiple of 32; id 0 is __syncthreads'.
+DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+
+// mbarriers in shared memory: a phase ends once `count` arrivals (and all announced bytes) have come.
+DEVICE void mbarrier_init(u64* barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(count) : "memory");
+}
+DEVICE void mbarrier_arrive(u64* barrier) {
+    asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" :: "r"(shared_address(barrier)) : "memory");
+}
+DEVICE bool mbarrier_done(u64* barrier, u32 parity) {
+    u32 done;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+#else
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+#endif
+    return done;
+}
+// Wait for the end of the phase of this parity: the first phase has parity 0.
+DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
+    while (!mbarrier_done(barrier, parity)) {}
+}
+
+// Counters in global memory. `publish_more` comes after everything written before it; who has seen the new count and
+// then passed `fence_gpu` sees that, too. The others order nothing.
+DEVICE void publish_more(u32* counter, u32 more) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(more) : "memory");
+}
+DEVICE void write_counter(u32* counter, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(counter), "r"(value) : "memory");
+}
+DEVICE u32 read_counter(const u32* counter) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
+}
+// Between two looks at a counter, so that those who wait do not slow down those who count.
+DEVICE void back_off() { asm volatile("nanosleep.u32 50;"); }
+DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// ---------------------------------------------------------------- clusters of blocks (sm_90 and newer)
+
+#if __CUDA_ARCH__ >= 900
+DEVICE u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void mbarrier_arrive_expecting(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+// Arrive at the same barrier in the shared memory of the cluster's block `rank`.
+DEVICE void mbarrier_arrive_at(u64* barrier, u32 rank) {
+    asm volatile("{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [a];}"
+        :: "r"(shared_address(barrier)), "r"(rank) : "memory");
+}
+// Ordinary writes to global memory before it are seen by bulk copies after it (and after a barrier).
+DEVICE void fence_bulk_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// `bytes` from global memory into the same place of the shared memory of every block in `ranks`, announced to the
+// same barrier of each.
+DEVICE void bulk_copy_to_cluster(void* to, const void* from, u32 bytes, u64* barrier, u16 ranks) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+        :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(ranks) : "memory");
+}
+#endif
+
+// ---------------------------------------------------------------- products of four warps
+
+// Ordinary writes to shared memory before it are seen by products after it (and after a barrier).
+DEVICE void fence_shared() {
+#if WARPGROUPS
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// An operand in shared memory: rows of 16-bit numbers along the summed dimension, in 8 x 8 blocks of 128 bytes, 8 numbers
+// of a row side by side. Blocks that follow each other along the row are 128 bytes apart, along the rows `stride`.
+// multiply_group multiplies sixteen numbers of the summed dimension: d[64, N] += a[64, 16] b[N, 16]^T, N 16 or 32, where
+// a warp holds 16 rows of d in mma's accumulator order. Asynchronous, from product_begin to product_wait.
+
+#if WARPGROUPS
+using Operand = u64;
+DEVICE Operand operand(const void* p, int stride) {
+    return u64((shared_address(p) & 0x3ffff) >> 4) | u64(128 >> 4) << 16 | u64(stride >> 4) << 32;
+}
+DEVICE Operand operand_at(Operand operand, int bytes) { return operand + u64(bytes >> 4); }
+
+template <class T, int N> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b);
+#define SUM4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define MULTIPLY_GROUP(TYPE, NAME)                                                                                      \
+    template <> DEVICE void multiply_group<TYPE, 16>(float (&d)[2][4], Operand a, Operand b) {                          \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." NAME "." NAME " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, 0, 0;" \
+            : SUM4(0), SUM4(1) : "l"(a), "l"(b));                                                                       \
+    }                                                                                                                   \
+    template <> DEVICE void multiply_group<TYPE, 32>(float (&d)[4][4], Operand a, Operand b) {                          \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME                                        \
+            " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, 0, 0;"                          \
+            : SUM4(0), SUM4(1), SUM4(2), SUM4(3) : "l"(a), "l"(b));                                                     \
+    }
+MULTIPLY_GROUP(Bf16, "bf16")
+MULTIPLY_GROUP(Fp16, "f16")
+#undef MULTIPLY_GROUP
+#undef SUM4
+
+DEVICE void product_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Wait until at most `pending` committed groups are under way.
+template <int pending> DEVICE void product_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(pending) : "memory"); }
+// The compiler may not touch `d` before a wait that precedes this.
+template <int N> DEVICE void product_use(float (&d)[N][4]) {
+    #pragma unroll
+    for (int i = 0; i < 4 * N; i++) asm volatile("" : "+f"(d[i / 4][i % 4]) :: "memory");
+}
+#else
+struct Operand {
+    const unsigned char* p;
+    int stride;
+};
+DEVICE Operand operand(const void* p, int stride) { return {static_cast<const unsigned char*>(p), stride}; }
+DEVICE Operand operand_at(Operand operand, int bytes) { return {operand.p + bytes, operand.stride}; }
+
+template <class T, int N> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
+    int lane = threadIdx.x % 32, w = threadIdx.x / 32 % 4;
+    u32 x[4], y[4];
+    load_matrices(x, a.p + (2 * w + lane / 8 % 2) * a.stride + lane / 16 * 128 + 16 * (lane % 8));
+    #pragma unroll
+    for (int i = 0; i < N / 8; i += 2) {
+        load_matrices(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));
+        T::mma(d[i], x[0], x[1], x[2], x[3], y[0], y[1]);
+        T::mma(d[i + 1], x[0], x[1], x[2], x[3], y[2], y[3]);
+    }
+}
+DEVICE void product_begin() {}
+DEVICE void product_commit() {}
+template <int pending> DEVICE void product_wait() {}
+template <int N> DEVICE void product_use(float (&)[N][4]) {}
+#endif
+
+// Registers of each thread of this warpgroup from here on.
+#if MOVABLE_REGISTERS
+template <int n> DEVICE void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(n)); }
+template <int n> DEVICE void registers_fewer() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(n)); }
+#endif

@@ -1,0 +1,51 @@
+"""The CUDA toolchain as a whole: what it can do on this machine, and compiling every kernel before its first use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from tqdm import tqdm
+
+from kda_layers.kernels.cuda import build, cache, launch
+from kda_layers.kernels.dispatch import backends
+
+ARCHS = tuple(dict.fromkeys(build.ARCHS.values()))
+
+
+def explain() -> str:
+    """One line: the compiler, how many cubins are in which folder; or why nothing can be compiled."""
+    if build.problems():
+        return f"cannot: {'; '.join(build.problems())}"
+    line = f"NVRTC {build.dotted(build.nvrtc_version())}, {len(cache.entries())} cubins in {cache.folder()}"
+    return "; ".join([line, *(f"cannot launch: {reason}" for reason in launch.problems())])
+
+
+def archs_here() -> list[str]:
+    """What is compiled for the GPUs of this machine."""
+    capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    found = (build.ARCHS.get(10 * major + minor) for major, minor in capabilities)
+    return list(dict.fromkeys(arch for arch in found if arch))
+
+
+def precompile(archs: Sequence[str]) -> str:
+    """Compile what the backends may launch on `archs`, so that no first use waits; progress goes to stderr.
+
+    Args:
+        archs: of `ARCHS`; neither a GPU nor a driver is needed
+
+    Returns:
+        one line: how many variants of kernels there are, how many had to be compiled, the seconds and the folder
+
+    Raises:
+        RuntimeError: the toolchain is not there, or a kernel does not compile
+    """
+    if build.problems():
+        raise RuntimeError(f"kernels cannot be compiled: {'; '.join(build.problems())}")
+    start, before = time.perf_counter(), len(cache.entries())
+    variants = [(arch, *variant) for arch in archs for b in backends().values() for variant in b.variants(arch)]
+    for arch, source, defines in tqdm(variants, desc="compiling", unit="variant", disable=not variants):
+        build.compile(source, defines, arch)
+    seconds, new = time.perf_counter() - start, len(cache.entries()) - before
+    return f"{len(variants)} variants for {', '.join(archs)}, {new} of them new, {seconds:.1f} s, in {cache.folder()}"

@@ -1,0 +1,74 @@
+// Calls every function of ptx.cuh once, so that each is compiled for each arch; test_build.py knows if one is missing.
+#include "ptx.cuh"
+
+struct Params {
+    const u16* halves;
+    const float* floats;
+    u32* out;
+};
+
+template <class Number> DEVICE float numbers(const Params& p) {
+    float d[4] = {Number::load(p.halves), 0.f, 0.f, 0.f};
+    const float2 pair = Number::unpack(Number::pack(p.floats[1], p.floats[2]));
+    Number::mma(d, 1, 2, 3, 4, 5, 6);
+    return d[0] + d[3] + pair.x + pair.y;
+}
+
+#if __CUDA_ARCH__ >= 900
+DEVICE void clusters(const Params& p, u64* barrier) {
+    mbarrier_init_fence();
+    cluster_sync();
+    mbarrier_arrive_expecting(barrier, 16);
+    mbarrier_arrive_at(barrier, cluster_rank());
+    fence_bulk_copies();
+    bulk_copy_to_cluster(shared_memory() + 16, p.floats, 16, barrier, u16(1));
+}
+#endif
+
+// Four warps.
+DEVICE float products(const Params& p) {
+    float d[2][4] = {};
+    const Operand a = operand(shared_memory() + 1024, 256), b = operand_at(a, 1024);
+    fence_shared();
+    product_begin();
+    multiply_group<Bf16, 16>(d, a, b);
+    product_commit();
+    product_wait<0>();
+    product_use(d);
+    return d[0][0] + d[1][3];
+}
+
+extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_constant__ Params p) {
+    u64* barrier = reinterpret_cast<u64*>(shared_memory());
+    float x = numbers<Bf16>(p) + numbers<Fp16>(p) + Fp32::load(p.floats);
+    x += exp2_fast(x) + log2_fast(x) + reciprocal(x) + rsqrt_fast(x) + shuffle_xor(x, 1);
+    u32 r[4], word = Fp16::multiply(__float_as_uint(x), 7) + transpose_8x8(p.out[0]);
+    copy_16(shared_memory() + 16, p.floats, threadIdx.x > 3);
+    prefetch(p.halves);
+    copy_commit();
+    copy_wait<0>();
+    warp_sync();
+    load_matrices(r, shared_memory() + 16);
+    word += r[0] + r[1] + r[2] + r[3];
+    load_matrices_transposed(r, shared_memory() + 16);
+    word += r[0] + r[1] + r[2] + r[3] + shared_address(barrier);
+    store_matrices_transposed(shared_memory() + 512 + 16 * (threadIdx.x % 32), r[0], r[1], r[2], r[3]);
+    publish_more(p.out, word);
+    write_counter(p.out, word);
+    word += read_counter(p.out) + u32(products(p));
+    back_off();
+    fence_gpu();
+#if MOVABLE_REGISTERS
+    registers_fewer<64>();
+    registers_more<72>();
+#endif
+    if (threadIdx.x == 0) mbarrier_init(barrier, 2);
+    barrier_sync(1, 64);
+    mbarrier_arrive(barrier);
+    word += mbarrier_done(barrier, 0);
+    mbarrier_wait(barrier, 0);
+#if __CUDA_ARCH__ >= 900
+    clusters(p, barrier);
+#endif
+    p.out[threadIdx.x] = word;
+}
