@@ -4,7 +4,10 @@ PIP = .venv/bin/pip install -q --disable-pip-version-check -c constraints.txt
 # Ragged shapes, packed sequences, pools of states, drafts and convolutions: what could read or write out of bounds.
 MEMCHECKED = (cuda-fla and (test_ragged or test_packed_steps or test_a_pool_of_states or test_drafted)) or (test_layer_kernels and bfloat16)
 
-.PHONY: demo test lint test-gpu memcheck bench-cpu bench-swap bench-gpu test-transformers clean
+# Asking the driver whether it has a function is no error.
+SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 9 --tool
+
+.PHONY: demo test lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers clean
 
 demo: .venv/demo
 	.venv/bin/python examples/train_tiny_lm.py --output runs/demo
@@ -27,11 +30,15 @@ bench-gpu: .venv/gpu
 	.venv/bin/python -m benchmarks.gpu
 
 test-gpu: .venv/gpu
-	KDA_LAYERS_REQUIRE=fla,eager .venv/bin/python -m pytest -n 8 tests/kernels tests/modeling
+	KDA_LAYERS_REQUIRE=sm90,fla,eager .venv/bin/python -m pytest -n 8 tests/kernels tests/modeling
 
 memcheck: .venv/gpu
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
 		.venv/bin/python -m pytest tests/kernels -k "$(MEMCHECKED)"
+
+sanitize: .venv/gpu
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) memcheck .venv/bin/python -m tools.sanitize_kernels
+	$(SANITIZE) racecheck .venv/bin/python -m tools.sanitize_kernels
 
 test-transformers: .venv/dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 tools/transformers_suite

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kda_layers import KDAOutput, kda, kda_step
-from kda_layers.kernels.contract import Inputs, StepInputs
+from kda_layers.kernels.contract import Inputs
 from kda_layers.kernels.dispatch import problem_of
 from tests.kernels.cases import (
     BF16,
@@ -27,6 +27,7 @@ from tests.kernels.cases import (
     poisoned_memory,
     run,
     serve,
+    step_inputs,
 )
 
 BIG = Case(T=70, B=2, H=1, group=2, state=True)
@@ -80,11 +81,6 @@ def test_chunk_grad_op(case: Case, device: str, backend: str, required_backends:
     arguments = (*x, backend, saved, d["o"], d_final, d_checkpoints)
     with poisoned_memory():
         torch.library.opcheck(torch.ops.kda_layers.chunk_grad.default, arguments)
-
-
-def step_inputs(x: Inputs, **more: Tensor) -> StepInputs:
-    fields = {n: getattr(x, n) if n in Inputs._fields else None for n in StepInputs._fields}
-    return StepInputs(**fields | {"state": x.initial_state} | more)
 
 
 @on_every_backend

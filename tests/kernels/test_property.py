@@ -1,6 +1,12 @@
-"""Random shapes, lengths and gates from 1e-6 to 1e4 nats a token: the eager backend in fp64 is the recurrence."""
+"""Random shapes, lengths and gates from 1e-6 to 1e4 nats a token: the eager backend in fp64 is the recurrence.
+
+Every backend stays within its budget at random shapes in 16 bits.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from hypothesis import example, given, settings
@@ -8,7 +14,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kda_layers.kernels.contract import Inputs
-from tests.kernels.cases import FP64, Case, call, make_inputs, oracle, output_gradients, run, sequences
+from kda_layers.kernels.dispatch import problem_of
+from tests.kernels.cases import (
+    BEST_DEVICE,
+    BF16,
+    FP16,
+    FP64,
+    Case,
+    call,
+    check,
+    limits_of,
+    make_inputs,
+    on_every_backend,
+    oracle,
+    output_gradients,
+    outputs,
+    run,
+    sequences,
+    serve,
+    to_fp64,
+)
 
 RELATIVE = 1e-10
 NOTHING = 1e-100  # inputs are of size 1: gradients below this are of gates that have erased everything
@@ -40,6 +65,24 @@ def cases(draw: st.DrawFn, packed: bool) -> Case:
         layout=draw(st.sampled_from(["contiguous", "fused", "heads_first"])),
         **GATES[draw(st.sampled_from(sorted(GATES)))],
     )
+
+
+@st.composite
+def cases_in_16_bits(
+    draw: st.DrawFn,
+    gates: Sequence[str] = tuple(GATES),
+    widths: Sequence[int] = (64, 128),
+    dtypes: Sequence[torch.dtype] = (BF16, FP16),
+    g_wide: bool = False,
+) -> Case:
+    """What fast backends serve, packed or not."""
+    case = draw(cases(packed=draw(st.booleans())))
+    width = draw(st.sampled_from(widths))
+    return replace(
+        case, **GATES[draw(st.sampled_from(gates))], K=width, V=width, dtype=draw(st.sampled_from(dtypes)),
+        g_wide=g_wide, layout="contiguous" if g_wide else case.layout,
+        offsets_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+    )  # fmt: skip
 
 
 magnitudes = st.lists(st.floats(-6.0, 4.0), min_size=1, max_size=4).map(tuple)  # as powers of ten
@@ -113,3 +156,14 @@ def test_packed_sequences_are_strangers(case: Case, powers: tuple[float, ...]) -
         for n, t in alone.items()
     }
     check_same(got, want)
+
+
+@on_every_backend
+@settings(fixed, max_examples=10 if BEST_DEVICE == "cpu" else 60)
+@given(case=cases_in_16_bits())
+def test_in_16_bits(case: Case, backend: str, required_backends: frozenset[str]) -> None:
+    x = make_inputs(case, BEST_DEVICE)
+    serve(backend, problem_of(x), required_backends)
+    truth, yardstick = (outputs(oracle(cast(x))) for cast in (to_fp64, lambda x: x))
+    with torch.no_grad():
+        check(outputs(call(x, backend)), truth, limits_of(yardstick, truth, case.dtype))

@@ -1,0 +1,41 @@
+// The forward over whole sequences: chunks of 64 tokens, prepared in parallel, walked in order.
+//
+// SLICES blocks serve one (sequence, value head) at a time, each block BV columns of V, whose states evolve
+// independently. Some warps of a block prepare every SLICES-th chunk: they turn q, k, g and beta into what the walk
+// multiplies by (prepare.cuh). The result goes to a ring in global memory that stays in L2, and from there by bulk copies
+// into every block's shared memory, where other warps walk: per chunk
+//     V' = T' (v - Kg S)     O = scale (Qg S + Aqk V')     S = gamma S + Kr^T V'
+// in products of a warpgroup where the arch has them, else by mma.sync (scan.cuh). Formulas and names:
+// docs/kernels/forward.md.
+#include "prepare.cuh"
+#include "scan.cuh"
+
+// Registers of a thread by role, where the arch can move them between warpgroups. All start with what THREADS threads can
+// have at most, which is too few to prepare.
+enum Role { PREPARE, SCAN, INVERT };
+template <int role> DEVICE void registers() {
+#if MOVABLE_REGISTERS
+    if constexpr (role == PREPARE) registers_more<K == 128 ? 152 : 208>();
+    if constexpr (role == SCAN) registers_fewer<K == 64 ? 128 : WARPGROUPS ? 104 : 120>();
+    if constexpr (role == INVERT) registers_fewer<K == 64 ? 128 : WARPGROUPS ? 104 : 88>();
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_chunk(const __grid_constant__ ChunkParams p) {
+    const Shared shared{shared_memory()};
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) shared.init_barriers();
+    block_or_cluster_sync();
+    if (warp < PREPARE_WARPS) {
+        registers<PREPARE>();
+        prepare(p, shared, warp, lane);
+    } else if (warp < PREPARE_WARPS + 4) {
+        registers<SCAN>();
+        scan(p, shared, warp - PREPARE_WARPS, lane);
+    } else {
+        registers<INVERT>();
+        if (warp < PREPARE_WARPS + 4 + INVERTERS) invert_chunks(p, shared, warp - PREPARE_WARPS - 4, lane);
+        else fetch_chunks(p, shared, lane);
+    }
+    block_or_cluster_sync();  // no block leaves while another may still arrive at its barriers
+}

@@ -1,0 +1,159 @@
+"""Launching chunk.cu: the forward over whole sequences, in one kernel."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda_layers.kernels.contract import CHUNK, Inputs, checkpoint_count
+from kda_layers.kernels.cuda.launch import Kernel, load
+
+PARAMS = struct.Struct("<14Q9i2f4x")  # ChunkParams
+GATES = {"lower_bound": 0, "softplus": 1, "log_decay": 2}
+BETAS = {"sigmoid": 0, "2sigmoid": 1, "given": 2}
+TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+WIDTHS = (128, 64)
+STAGES = 2
+MOST_TOKENS = 2**31 - 1
+
+
+class Variant(NamedTuple):
+    """What is compiled apart: width, columns of V a block, blocks that a chunk is copied to at once (0: each prepares
+    for itself), types, gate; and what the arch has: products of a warpgroup, registers that move between warpgroups."""
+
+    K: int
+    BV: int
+    cluster: int
+    dtype: torch.dtype
+    gate_activation: str
+    g_wide: bool
+    warpgroups: bool
+    movable_registers: bool
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        return {
+            "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
+            "GATE": GATES[self.gate_activation], "G_WIDE": int(self.g_wide), "WARPGROUPS": int(self.warpgroups),
+            "MOVABLE_REGISTERS": int(self.movable_registers),
+        }  # fmt: skip
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.K // 16 + 8)
+
+    @property
+    def slices(self) -> int:
+        return self.K // self.BV
+
+    @property
+    def stage_bytes(self) -> int:
+        return 3 * CHUNK * self.K * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (self.K + CHUNK)
+
+    @property
+    def shared_bytes(self) -> int:
+        """As struct Shared in chunk.cuh adds it up."""
+        scan = self.BV * 2 * (self.K + 2 * CHUNK)
+        exchanged = 2 * (CHUNK * self.K * 2 + 16 * self.K + 8 * CHUNK)
+        sums = (self.K // 32 - 1) * 10240 + 6 * 512 + self.K * 16
+        return STAGES * self.stage_bytes + scan + exchanged + sums + 8 * (6 * STAGES + 3)
+
+
+def variant_for(x: Inputs, items: int, processors: int, arch: int) -> Variant:
+    """The variant for `items` pairs of a sequence and a value head, on `processors` multiprocessors of `arch`."""
+    K, g_wide = x.q.shape[3], x.g.dtype == torch.float32
+    wide = arch == 90 and items * (K // 16) > processors and not (x.q.dtype == torch.float16 and g_wide)
+    return _variant(K, 32 if wide else 16, x.q.dtype, x.gate_activation, g_wide, arch)
+
+
+def _variant(K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int) -> Variant:
+    cluster = 0 if arch < 90 else 2 if BV == 32 else 1  # two blocks share a copy where memory is busiest
+    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, arch == 90, arch >= 90)
+
+
+def variants(arch: int) -> Iterable[Variant]:
+    """Everything that `variant_for` may choose on an arch whose blocks have the shared memory."""
+    for K, BV, dtype, gate, g_wide in itertools.product(WIDTHS, (16, 32), TYPES, GATES, (False, True)):
+        if BV == 16 or (arch == 90 and not (dtype == torch.float16 and g_wide)):
+            yield _variant(K, BV, dtype, gate, g_wide, arch)
+
+
+def pack(x: Inputs, o: Tensor, final: Tensor | None, checkpoints: Tensor | None, ring: Ring, items: int) -> bytes:
+    """ChunkParams. Tensors must be contiguous."""
+    tensors = (
+        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, o, final, checkpoints, *ring,
+    )  # fmt: skip
+    return PARAMS.pack(
+        *(0 if t is None else t.data_ptr() for t in tensors),
+        x.q.shape[1], x.q.shape[2], x.v.shape[2], x.v.shape[2] // x.q.shape[2], items,
+        x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, BETAS[x.beta_activation],
+        x.beta.dtype == torch.float32, x.qk_l2norm, x.lower_bound, x.scale,
+    )  # fmt: skip
+
+
+class Ring(NamedTuple):
+    """Where the blocks of a unit exchange prepared chunks."""
+
+    chunks: Tensor | None
+    progress: Tensor | None
+
+    @classmethod
+    def of(cls, variant: Variant, units: int, device: torch.device) -> Ring:
+        if not variant.cluster:
+            return cls(None, None)
+        chunks = torch.empty(units * 3 * variant.slices * variant.stage_bytes, dtype=torch.uint8, device=device)
+        return cls(chunks, torch.zeros(units * 64, dtype=torch.int32, device=device))
+
+
+@functools.cache
+def _device(index: int) -> tuple[int, int]:
+    """(multiprocessors, compute capability times ten)"""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.multi_processor_count, 10 * properties.major + properties.minor
+
+
+@functools.cache
+def _kernel(variant: Variant, device: torch.device) -> Kernel:
+    return load("chunk.cu", "kda_chunk", variant.defines, device)
+
+
+def _aligned(x: Inputs) -> Inputs:
+    """`x` with tensors that each lie in one piece, from a multiple of 16 bytes on, as the kernel reads."""
+    tensors = {n: t for n, t in zip(x._fields, x, strict=True) if isinstance(t, Tensor)}
+    odd = [n for n, t in tensors.items() if not t.is_contiguous() or t.data_ptr() % 16]
+    copies: dict[str, Any] = {n: tensors[n].clone(memory_format=torch.contiguous_format) for n in odd}
+    return x._replace(**copies) if odd else x
+
+
+def chunk(x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(o, final state, checkpoints); see `Backend.chunk`."""
+    B, T, _, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    if B * T > MOST_TOKENS:
+        raise ValueError(f"B * T must be at most {MOST_TOKENS}, got {B * T}: split the batch")
+    x = _aligned(x)
+    N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    items, (processors, arch) = N * HV, _device(x.q.device.index)
+    variant = variant_for(x, items, processors, arch)
+    units = min(items, processors // variant.slices)  # blocks of a unit wait for each other: all must run at once
+    o = torch.empty_like(x.v)
+    final = x.v.new_empty(N, HV, V, K, dtype=torch.float32) if x.final_state else None
+    checkpoints = None
+    if x.checkpoint_every:
+        new = x.v.new_empty if x.cu_seqlens is None else x.v.new_zeros  # packed: rows may be left over
+        checkpoints = new(B, checkpoint_count(x), HV, V, K, dtype=torch.float32)
+    ring = Ring.of(variant, units, x.q.device)
+    params = pack(x, o, final, checkpoints, ring, items)
+    with torch.cuda.device(x.q.device):
+        stream = torch.cuda.current_stream(x.q.device).cuda_stream
+        _kernel(variant, x.q.device).launch(
+            (units * variant.slices, 1, 1), (variant.threads, 1, 1), (max(variant.cluster, 1), 1, 1),
+            variant.shared_bytes, stream, params,
+        )  # fmt: skip
+    return o, final, checkpoints

@@ -1,0 +1,29 @@
+// Activations of the logits, one number at a time. Decays are e^g, always in (0, 1].
+#pragma once
+#include "ptx.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+enum Gate { LOWER_BOUND = 0, SOFTPLUS = 1, LOG_DECAY = 2 };
+enum Beta { SIGMOID = 0, TWICE_SIGMOID = 1, GIVEN = 2 };
+
+// log(1 + e^x): near zero 1 + z would lose z's digits, and with them a part of every decay over a long sequence.
+DEVICE float softplus(float x) {
+    float z = exp2_fast(-fabsf(x) * LOG2_E);
+    float series = z * (1.f + z * (-1.f / 2 + z * (1.f / 3 + z * (-1.f / 4 + z * (1.f / 5)))));
+    return fmaxf(x, 0.f) + (z < 0.0625f ? series : log2_fast(1.f + z) * (1.f / LOG2_E));
+}
+
+DEVICE float sigmoid(float x) { return reciprocal(1.f + exp2_fast(-x * LOG2_E)); }
+
+// The decay of one token and channel; `rate` is exp(A_log).
+template <int gate> DEVICE float decay(float logit, float bias, float rate, float lower_bound) {
+    float g = logit;
+    if constexpr (gate == LOWER_BOUND) g = lower_bound * sigmoid(rate * (logit + bias));
+    if constexpr (gate == SOFTPLUS) g = -rate * softplus(logit + bias);
+    return exp2_fast(g * LOG2_E);
+}
+
+DEVICE float write_strength(float logit, int beta) {
+    return beta == GIVEN ? logit : (beta == TWICE_SIGMOID ? 2.f : 1.f) * sigmoid(logit);
+}

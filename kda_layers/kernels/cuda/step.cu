@@ -1,0 +1,380 @@
+// Decode: one or a few tokens of many sequences, the states [slots, HV, V, K] updated in place.
+//
+// Per value head, with S [V, K] and a token's q, k, decay d = e^g [K], v [V] and beta:
+//
+//     S <- S d        y_k = S k, y_q = S q         (one pass over the state, which is in registers)
+//     e = beta (v - y_k)        o = scale (y_q + (q.k) e)        S <- S + e k^T
+//
+// The rows of S are independent. A block serves BLOCK_ROWS of them, a warp WARP_ROWS: it reads them once, takes them
+// through all tokens of the sequence, and writes them once, or after each token where each has a slot of its own.
+// LANES lanes share a row, in pieces of 16 bytes. A lane reads back from shared memory the pieces that it copied there
+// itself: they cost no registers while they are under way. Meanwhile one warp for each token turns its logits, q and k
+// into what all warps read. Beyond a few tokens instructions take longer than the memory, and more rows in a lane need
+// fewer of them. A bf16 state is rounded where it is written, and after every p.stage tokens.
+//
+// Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), STATE_BF16 (1 where the state is bf16, not fp32), and the
+// shape of the work, ROWS (of a lane), WARPS and LANES, of which only LANES changes a bit of any result.
+#include "gates.cuh"
+
+constexpr int PIECE = STATE_BF16 ? 8 : 4;        // numbers in 16 bytes of the state
+constexpr int PIECES = K / (LANES * PIECE);      // of a row in a lane
+constexpr int WIDTH = PIECES * PIECE;            // numbers of a row in a lane
+constexpr int GROUPS = 32 / LANES;               // rows side by side in a warp
+constexpr int WARP_ROWS = ROWS * GROUPS;
+constexpr int BLOCK_ROWS = WARP_ROWS * WARPS;
+constexpr int SLICES = V / BLOCK_ROWS;           // blocks of a head
+constexpr int COPIES = LANES / ROWS;             // lanes that hold the same sum after `reduce`
+constexpr int PER_LANE = K / 32;                 // numbers of q, k and g in a lane that prepares a token
+// Warps of a multiprocessor that the registers must suffice for: as many as need no spills.
+constexpr int RESIDENT = ROWS * WIDTH > 32 ? 16 : K == 64 || __CUDA_ARCH__ < 900 ? 24 : __CUDA_ARCH__ == 900 ? 32 : 28;
+static_assert(LANES <= 32 && WIDTH * LANES == K, "LANES must split a row into pieces of 16 bytes");
+static_assert(ROWS % 4 == 0 && COPIES >= 1 && SLICES * BLOCK_ROWS == V, "ROWS and WARPS must split V");
+
+struct Rows {  // of a tensor [B, T, heads, ...]: strides in elements; of the last dimension it is 1
+    u32 batch, token, head;
+    u32 wide;  // fp32, not IO
+
+    DEVICE u64 start(u32 b, u32 t, u32 h) const { return u64(b) * batch + u64(t) * token + u64(h) * head; }
+};
+
+struct Index {  // of a tensor [N] or [N, columns]: strides in elements
+    u32 row, column;
+    u32 columns;  // 0: [N]
+    u32 wide;     // int64, not int32
+
+    DEVICE i64 at(const void* data, u32 n, u32 c) const {
+        const u64 i = u64(n) * row + u64(c) * column;
+        return wide ? static_cast<const i64*>(data)[i] : static_cast<const int*>(data)[i];
+    }
+};
+
+struct StepParams {
+    const u16 *q, *k, *v;
+    const void *g, *beta;
+    unsigned char* state;
+    u16* o;                        // [B, T, HV, V], contiguous
+    const float *A_log, *dt_bias;  // [HV] and [HV, K], or null
+    const void* slots;     // null: sequence n has slot n. [N, columns]: a slot for the state after each token
+    const void* accepted;  // null, or [N]: the state of sequence n is in column accepted[n] - 1 of its slots
+    const void* offsets;   // null, or cu_seqlens [N + 1]
+    // All above are pointers, which change from launch to launch; what is below seldom does.
+    Rows q_at, k_at, v_at, g_at, beta_at;
+    Index slots_at, accepted_at, offsets_at;
+    u64 group_inverse;  // 2^32 / (HV / H), rounded up: a multiplication divides by the group
+    u32 slot_stride, head_stride, slot_count;  // strides of the state in 16 bytes
+    u32 sequences, tokens, stage;  // tokens of each sequence; how many of them shared memory holds at a time
+    int gate, beta_activation, qk_l2norm;
+    float lower_bound, scale;
+};
+
+// ---------------------------------------------------------------- a token's operands
+
+struct Token {  // in shared memory
+    float k[K], q[K], decay[K];  // q scaled
+    float v[BLOCK_ROWS];
+    float beta, qk, unused[2];
+};
+
+struct Shared {
+    uint4 state[WARPS][ROWS * PIECES][32];
+    float errors[2][WARPS][WARP_ROWS];  // e of this token and the last
+    Token tokens[1];                    // p.stage of them
+};
+
+struct Raw {  // of a token what one lane prepares, as it lies in memory
+    u32 q[PER_LANE / 2], k[PER_LANE / 2], g[PER_LANE], bias[PER_LANE], v[(BLOCK_ROWS + 31) / 32], beta;
+    float rate;  // its logarithm
+};
+
+// `words` words at a multiple of their size.
+template <int words> DEVICE void load_words(u32* to, const void* from) {
+    if constexpr (words == 4) {
+        const uint4 x = *static_cast<const uint4*>(from);
+        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    } else if constexpr (words == 2) {
+        const uint2 x = *static_cast<const uint2*>(from);
+        to[0] = x.x, to[1] = x.y;
+    } else {
+        to[0] = *static_cast<const u32*>(from);
+    }
+}
+
+DEVICE void fetch(Raw& raw, const StepParams& p, u32 batch, u32 token, u32 head, u32 first_row, u32 lane) {
+    const u32 qk_head = u32(head * p.group_inverse >> 32), channel = lane * PER_LANE;
+    load_words<PER_LANE / 2>(raw.q, p.q + p.q_at.start(batch, token, qk_head) + channel);
+    load_words<PER_LANE / 2>(raw.k, p.k + p.k_at.start(batch, token, qk_head) + channel);
+    const u64 g = p.g_at.start(batch, token, head) + channel;
+    if (p.g_at.wide) load_words<PER_LANE>(raw.g, static_cast<const u32*>(p.g) + g);
+    else load_words<PER_LANE / 2>(raw.g, static_cast<const u16*>(p.g) + g);
+    const u16* v = p.v + p.v_at.start(batch, token, head) + first_row + lane;
+    #pragma unroll
+    for (int i = 0; i < BLOCK_ROWS; i += 32) raw.v[i / 32] = i + lane < BLOCK_ROWS ? v[i] : 0;
+    const u64 beta = p.beta_at.start(batch, token, head);
+    if (p.beta_at.wide) raw.beta = static_cast<const u32*>(p.beta)[beta];
+    else raw.beta = static_cast<const u16*>(p.beta)[beta];
+    raw.rate = p.A_log ? p.A_log[head] : 0.f;
+    if (p.dt_bias) load_words<PER_LANE>(raw.bias, p.dt_bias + head * K + channel);
+    else for (int i = 0; i < PER_LANE; i++) raw.bias[i] = 0;
+}
+
+// x, of which the compiler then knows nothing: what is computed from it stays where it is, and takes no registers
+// elsewhere.
+DEVICE u32 opaque(u32 x) { asm volatile("" : "+r"(x)); return x; }
+
+// The number in 32 bits, or in the lower (0) or upper (1) half of them.
+DEVICE float number(u32 bits) { return __uint_as_float(bits); }
+DEVICE float number(u32 bits, int half) { const float2 x = IO::unpack(bits); return half ? x.y : x.x; }
+
+DEVICE float sum_over_warp(float x) {
+    #pragma unroll
+    for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);
+    return x;
+}
+
+DEVICE void put_words(float* to, const float (&x)[PER_LANE]) {
+    if constexpr (PER_LANE == 4) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+    else *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
+}
+
+template <int gate> DEVICE void decays(float (&g)[PER_LANE], const Raw& raw, const StepParams& p) {
+    const float rate = exp2_fast(raw.rate * LOG2_E);
+    #pragma unroll
+    for (int i = 0; i < PER_LANE; i++) g[i] = decay<gate>(g[i], number(raw.bias[i]), rate, p.lower_bound);
+}
+
+DEVICE void put(Token& to, const Raw& raw, const StepParams& p, u32 lane) {
+    float q[PER_LANE], k[PER_LANE], g[PER_LANE], qq = 0, kk = 0, qk = 0;
+    #pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        q[i] = number(raw.q[i / 2], i % 2), k[i] = number(raw.k[i / 2], i % 2);
+        g[i] = p.g_at.wide ? number(raw.g[i]) : number(raw.g[i / 2], i % 2);
+        qq += q[i] * q[i], kk += k[i] * k[i], qk += q[i] * k[i];
+    }
+    qq = sum_over_warp(qq), kk = sum_over_warp(kk), qk = sum_over_warp(qk);
+    const float q_factor = p.scale * (p.qk_l2norm ? rsqrt_fast(qq + 1e-6f) : 1.f);
+    const float k_factor = p.qk_l2norm ? rsqrt_fast(kk + 1e-6f) : 1.f;
+    #pragma unroll
+    for (int i = 0; i < PER_LANE; i++) q[i] *= q_factor, k[i] *= k_factor;
+    if (p.gate == LOWER_BOUND) decays<LOWER_BOUND>(g, raw, p);
+    else if (p.gate == SOFTPLUS) decays<SOFTPLUS>(g, raw, p);
+    else decays<LOG_DECAY>(g, raw, p);
+    put_words(to.q + lane * PER_LANE, q);
+    put_words(to.k + lane * PER_LANE, k);
+    put_words(to.decay + lane * PER_LANE, g);
+    #pragma unroll
+    for (int i = 0; i < BLOCK_ROWS; i += 32) {
+        if (i + lane < BLOCK_ROWS) to.v[i + lane] = number(raw.v[i / 32], 0);
+    }
+    if (lane == 0) {
+        to.beta = write_strength(p.beta_at.wide ? number(raw.beta) : number(raw.beta, 0), p.beta_activation);
+        to.qk = qk * q_factor * k_factor;
+    }
+}
+
+// ---------------------------------------------------------------- the state
+
+DEVICE constexpr int piece_offset(int row, int piece) { return (row * GROUPS * (K / PIECE) + piece * LANES) * 16; }
+
+struct State {
+    float x[ROWS][WIDTH];
+
+    static DEVICE void copy(uint4 (*to)[32], const unsigned char* from) {
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            #pragma unroll
+            for (int i = 0; i < PIECES; i++) copy_16(&to[r * PIECES + i][threadIdx.x % 32], from + piece_offset(r, i), true);
+        }
+        copy_commit();
+    }
+    DEVICE void take(const uint4 (*from)[32]) {
+        copy_wait<0>();
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            #pragma unroll
+            for (int i = 0; i < PIECES; i++) unpack(x[r] + i * PIECE, from[r * PIECES + i][threadIdx.x % 32]);
+        }
+    }
+    DEVICE void put_back(uint4 (*to)[32]) const {
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            #pragma unroll
+            for (int i = 0; i < PIECES; i++) to[r * PIECES + i][threadIdx.x % 32] = pack(x[r] + i * PIECE);
+        }
+    }
+    DEVICE void store(unsigned char* to) const {
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            #pragma unroll
+            for (int i = 0; i < PIECES; i++) *reinterpret_cast<uint4*>(to + piece_offset(r, i)) = pack(x[r] + i * PIECE);
+        }
+    }
+
+#if STATE_BF16
+    static DEVICE void unpack(float* y, uint4 words) {
+        const float2 a = Bf16::unpack(words.x), b = Bf16::unpack(words.y), c = Bf16::unpack(words.z), d = Bf16::unpack(words.w);
+        y[0] = a.x, y[1] = a.y, y[2] = b.x, y[3] = b.y, y[4] = c.x, y[5] = c.y, y[6] = d.x, y[7] = d.y;
+    }
+    static DEVICE uint4 pack(const float* y) {
+        return make_uint4(Bf16::pack(y[0], y[1]), Bf16::pack(y[2], y[3]), Bf16::pack(y[4], y[5]), Bf16::pack(y[6], y[7]));
+    }
+#else
+    static DEVICE void unpack(float* y, uint4 words) {
+        y[0] = __uint_as_float(words.x), y[1] = __uint_as_float(words.y);
+        y[2] = __uint_as_float(words.z), y[3] = __uint_as_float(words.w);
+    }
+    static DEVICE uint4 pack(const float* y) {
+        return make_uint4(__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]), __float_as_uint(y[3]));
+    }
+#endif
+};
+
+// Of x[0..count), sums over the lanes of a row, this lane gets that of lane / (LANES / count). In every step a lane
+// gives away the half of its sums that its partner keeps. The order of additions depends on LANES alone.
+template <int count, int mask = LANES / 2> DEVICE float reduce(float* x, u32 lane) {
+    if constexpr (mask == 0) {
+        return x[0];
+    } else if constexpr (count == 1) {
+        x[0] += shuffle_xor(x[0], mask);
+        return reduce<1, mask / 2>(x, lane);
+    } else {
+        const bool upper = lane & mask;
+        #pragma unroll
+        for (int i = 0; i < count / 2; i++) {
+            const float low = x[i], high = x[i + count / 2];
+            x[i] = (upper ? high : low) + shuffle_xor(upper ? low : high, mask);
+        }
+        return reduce<count / 2, mask / 2>(x, lane);
+    }
+}
+
+// The WIDTH numbers of this lane.
+DEVICE void spread(float (&to)[WIDTH], const float* from, u32 lane) {
+    #pragma unroll
+    for (int i = 0; i < WIDTH; i += 4) {
+        const float4 x = *reinterpret_cast<const float4*>(from + (i / PIECE * LANES + lane) * PIECE + i % PIECE);
+        to[i] = x.x, to[i + 1] = x.y, to[i + 2] = x.z, to[i + 3] = x.w;
+    }
+}
+
+// One token: the output of row lane / COPIES of the lane's group. `row`: that row in the block.
+DEVICE float advance(State& S, const Token& t, float* errors, u32 row, u32 lane, u32 group) {
+    float k[WIDTH], y_k[ROWS], y_q[ROWS];
+    spread(k, t.k, lane);
+    {
+        float q[WIDTH], d[WIDTH];
+        spread(q, t.q, lane);
+        spread(d, t.decay, lane);
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            y_k[r] = y_q[r] = 0;
+            #pragma unroll
+            for (int i = 0; i < WIDTH; i++) {
+                S.x[r][i] *= d[i];
+                y_k[r] += S.x[r][i] * k[i];
+                y_q[r] += S.x[r][i] * q[i];
+            }
+        }
+    }
+    const float e = t.beta * (t.v[row] - reduce<ROWS>(y_k, lane)), o = reduce<ROWS>(y_q, lane) + t.qk * e;
+    errors += group * ROWS;
+    if (lane % COPIES == 0) errors[lane / COPIES] = e;
+    warp_sync();
+    #pragma unroll
+    for (int r = 0; r < ROWS; r += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(errors + r);
+        const float each[4] = {four.x, four.y, four.z, four.w};
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+            #pragma unroll
+            for (int i = 0; i < WIDTH; i++) S.x[r + j][i] += each[j] * k[i];
+        }
+    }
+    return o;
+}
+
+// ---------------------------------------------------------------- the kernel
+
+// Where the state of sequence n is read: false where that is no slot.
+DEVICE bool source_of(const StepParams& p, u32 n, u32& slot) {
+    slot = n;
+    if (!p.slots) return true;
+    u64 column = 0;
+    if (p.accepted) {
+        column = u64(p.accepted_at.at(p.accepted, n, 0) - 1);
+        if (column >= p.slots_at.columns) return false;
+    }
+    const u64 s = u64(p.slots_at.at(p.slots, n, u32(column)));
+    slot = u32(s);
+    return s < p.slot_count;
+}
+
+// Grid: x = HV * SLICES, y z >= sequences. Block: 32 WARPS threads. Dynamic shared memory: Shared with p.stage tokens.
+// A sequence without tokens changes nothing. Neither does one whose slot or number of accepted tokens is out of
+// range, such as -1 where a batch is padded; its outputs are 0.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) kda_step(const __grid_constant__ StepParams p) {
+    const u32 n = blockIdx.z * gridDim.y + blockIdx.y;
+    if (n >= p.sequences) return;
+    const u32 head = blockIdx.x / SLICES, heads = gridDim.x / SLICES, block_row = blockIdx.x % SLICES * BLOCK_ROWS;
+    const u32 warp = threadIdx.x / 32, group = threadIdx.x % 32 / LANES, lane = threadIdx.x % LANES;
+    const u32 row = warp * WARP_ROWS + group + lane / COPIES * GROUPS;  // of the output
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
+
+    u32 batch = n, start = 0, tokens = p.tokens;
+    u64 output = u64(n) * tokens;
+    if (p.offsets) {
+        start = u32(p.offsets_at.at(p.offsets, n, 0));
+        const int length = int(u32(p.offsets_at.at(p.offsets, n + 1, 0)) - start);
+        if (length <= 0) return;
+        batch = 0, output = start, tokens = length;
+    }
+    u16* o = p.o + (output * heads + head) * V + block_row + row;
+
+    // The first tokens are asked for before the states, which keep the memory busy: there is more to do with them.
+    const u32 whole = threadIdx.x % 32;
+    const bool prepares = warp < min(p.stage, tokens);
+    Raw raw;
+    if (prepares) fetch(raw, p, batch, start + warp, head, block_row, whole);
+    u32 slot;
+    if (!source_of(p, n, slot)) {
+        #pragma unroll 1
+        for (u32 t = 0; t < tokens; t++) o[u64(t) * heads * V] = 0;
+        return;
+    }
+
+    const u32 first_row = block_row + warp * WARP_ROWS + group;
+    unsigned char* states = p.state + 16 * (u64(head) * p.head_stride + first_row * (K / PIECE) + lane);
+    State::copy(shared.state[warp], states + 16 * (u64(slot) * p.slot_stride));
+    if (prepares) put(shared.tokens[warp], raw, p, whole);
+    for (u32 first = 0; first < tokens; first += p.stage) {
+        const u32 count = min(p.stage, tokens - first);
+        #pragma unroll 1
+        for (u32 t = first ? warp : warp + WARPS; t < count; t += WARPS) {
+            Raw more;
+            fetch(more, p, opaque(batch), start + first + t, opaque(head), opaque(block_row), whole);
+            put(shared.tokens[t], more, p, whole);
+        }
+        barrier_sync(0, 32 * WARPS);
+        State S;
+        S.take(shared.state[warp]);
+        #pragma unroll 1
+        for (u32 t = 0; t < count; t++) {
+            const u32 token = first + t;
+            bool kept = token + 1 == tokens;
+            if (p.slots_at.columns) {
+                kept = token < p.slots_at.columns;
+                if (kept) {
+                    const u64 s = u64(p.slots_at.at(p.slots, n, token));
+                    slot = u32(s);
+                    kept = s < p.slot_count;
+                }
+            }
+            const float y = advance(S, shared.tokens[t], shared.errors[t % 2][warp], row, lane, group);
+            if (lane % COPIES == 0) o[u64(token) * heads * V] = u16(IO::pack(y, 0.f));
+            if (kept) S.store(states + 16 * (u64(slot) * p.slot_stride));
+        }
+        if (first + p.stage < tokens) {
+            S.put_back(shared.state[warp]);
+            barrier_sync(0, 32 * WARPS);
+        }
+    }
+}

@@ -1,0 +1,114 @@
+"""Our CUDA kernels on the CPU, launched by the code that launches them on a GPU.
+
+In the GPU's place stand a number of multiprocessors, a kernel that the emulator runs, and memory in which a tensor
+ends where memory ends and holds NaN until it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kda_layers import KDAOutput
+from kda_layers.kernels.contract import AnyInputs, Inputs, StepInputs
+from kda_layers.kernels.cuda import chunk as chunk_launcher
+from kda_layers.kernels.cuda import step as step_launcher
+from kda_layers.kernels.cuda.launch import Dim
+from tests import cuda_emulator
+
+aten = torch.ops.aten
+UNWRITTEN = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+
+
+class GuardedMemory(TorchDispatchMode):
+    """New tensors end where memory ends, and hold NaN (integers: -1) where nothing else was asked for."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        if function in UNWRITTEN:
+            result.untyped_storage().fill_(0xFF)
+        return end_of_memory(result) if function in UNWRITTEN + ZEROS else result
+
+
+def end_of_memory(t: Any) -> Any:
+    """A copy of a tensor that ends where memory ends; a view of a part of another, or what has no element, as it is."""
+    whole = isinstance(t, Tensor) and t.is_contiguous() and t.nbytes == t.untyped_storage().nbytes() > 0
+    return cuda_emulator.guarded(t) if whole else t
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Has `launch.Kernel`'s method. All blocks are there at once, as they are on a GPU."""
+
+    emulated: cuda_emulator.Kernel
+    seed: int
+
+    @classmethod
+    def of(cls, source: str, entry: str, defines: Mapping[str, object], seed: int) -> Kernel:
+        return cls(cuda_emulator.compile_kernel(source, entry, defines), seed)
+
+    def launch(self, grid: Dim, block: Dim, cluster: Dim, shared_bytes: int, stream: int, params: bytes) -> None:
+        assert block[1:] == cluster[1:] == (1, 1)
+        assert math.prod(grid) % cluster[0] == 0
+        self.emulated(
+            grid=grid, block=block[0], cluster=cluster[0], resident=math.prod(grid) // cluster[0],
+            shared_bytes=shared_bytes, params=params, seed=self.seed,
+        )  # fmt: skip
+
+
+def chunk(x: Inputs, *, arch: int = 90, processors: int = 16, seed: int = 0, **plan: Any) -> KDAOutput:
+    """What chunk.cu makes of the inputs.
+
+    Args:
+        x: the inputs.
+        arch: compute capability times ten, which decides between the forms of the kernel.
+        processors: of the GPU, which decide how many blocks there are.
+        seed: chooses the order in which what is concurrent happens.
+        plan: fields of `chunk.Variant` that replace those of the variant that the launcher chooses.
+    """
+    choose = chunk_launcher.variant_for
+    stand_ins: dict[str, Any] = {
+        "variant_for": lambda *args: choose(*args)._replace(**plan),
+        "_device": lambda index: (processors, arch),
+        "_kernel": lambda variant, device: Kernel.of("chunk.cu", "kda_chunk", variant.defines, seed),
+    }
+    stream = mock.Mock(return_value=SimpleNamespace(cuda_stream=0))
+    gpu = mock.patch.multiple(torch.cuda, current_stream=stream, device=contextlib.nullcontext)
+    with mock.patch.multiple(chunk_launcher, **stand_ins), gpu, GuardedMemory():
+        return KDAOutput(*chunk_launcher.chunk(_guarded(x)))
+
+
+def step(x: StepInputs, *, seed: int = 0, busy: bool = False, **shape: int) -> Tensor:
+    """What step.cu makes of the inputs; `x.state` is updated in place.
+
+    Args:
+        x: the inputs.
+        seed: chooses the order in which what is concurrent happens.
+        busy: see `step.variant_for`.
+        shape: fields of `step.Shape` that replace those of that variant.
+    """
+    chosen = step_launcher.variant_for(x.q.shape[3], x.v.shape[3], x.q.dtype, x.state.dtype, busy)
+    variant = replace(chosen, shape=chosen.shape._replace(**shape))
+
+    def run(plan: step_launcher.Plan, params: bytes) -> None:
+        kernel = Kernel.of("step.cu", "kda_step", plan.variant.defines, seed)
+        kernel.launch(plan.grid, plan.block, (1, 1, 1), plan.shared_bytes, 0, params)
+
+    with mock.patch.object(step_launcher, "run", run), GuardedMemory():
+        o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+        step_launcher.launch(_guarded(x)._replace(state=x.state), o, variant)
+        return o
+
+
+def _guarded(x: AnyInputs) -> AnyInputs:
+    return type(x)(*(end_of_memory(t) for t in x))

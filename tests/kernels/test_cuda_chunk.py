@@ -1,0 +1,225 @@
+"""chunk.cu on the CPU against the recurrence in fp64, with products of a warpgroup and of single warps.
+
+Each form is compiled for few widths, types and gates; what a run decides on (lengths, groups, beta, norm, states ...)
+is tried with one of them. On a GPU the whole matrix of tests applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kda_layers import KDAOutput
+from kda_layers.kernels.contract import Inputs
+from tests import cuda_emulator
+from tests.kernels import emulated
+from tests.kernels.cases import (
+    BF16,
+    FP16,
+    Case,
+    budget,
+    check,
+    ids,
+    limits_of,
+    make_inputs,
+    oracle,
+    outputs,
+    sequences,
+    to_fp64,
+)
+from tests.kernels.test_hard_inputs import HALF_WRONG, HARD, expected, hard_inputs, resets
+from tests.kernels.test_property import cases_in_16_bits
+
+WHY_NOT = cuda_emulator.unavailable()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+# Of each form few kernels are compiled: for K = V = 128 and the lower bound, for 128 and given log-decays, for 64 and
+# softplus.
+FORMS: dict[str, dict[str, dict[str, int]]] = {
+    "warpgroups": {
+        "lower_bound": {"arch": 90, "BV": 16, "cluster": 1},
+        "log_decay": {"arch": 90, "BV": 16, "cluster": 1},
+        "softplus": {"arch": 90, "BV": 32, "cluster": 2},
+    },
+    "warps": {"lower_bound": {"arch": 80}, "log_decay": {"arch": 100}, "softplus": {"arch": 80}},
+}
+
+in_every_form = pytest.mark.parametrize("form", FORMS)
+WIDE = Case(H=1, state=True)
+SOFTPLUS = Case(K=64, V=64, dtype=FP16, gate="softplus", state=True)
+LOG_DECAY = Case(H=1, gate="log_decay", state=True)
+PACKED = (65, 0, 1, 130, 64, 0)
+
+CASES = [
+    *(replace(WIDE, T=T) for T in (1, 15, 63, 64, 65, 130)),
+    replace(WIDE, T=700, slow=True),
+    replace(SOFTPLUS, T=700, slow=True),
+    # batches, groups, packed sequences
+    replace(WIDE, B=3, T=65, state=False),
+    *(replace(SOFTPLUS, group=group, H=2, B=2, T=70) for group in (2, 4)),
+    replace(WIDE, group=2, lengths=PACKED, slow=True),
+    replace(SOFTPLUS, group=4, lengths=PACKED, offsets_dtype=torch.int64),
+    replace(LOG_DECAY, lengths=(0, 0, 5), state=False, checkpoints=False),
+    replace(LOG_DECAY, lengths=(1,) * 9, offsets_dtype=torch.int64),
+    # gates
+    *(replace(WIDE, A_log=a, dt_bias=b) for a, b in ((False, True), (True, False), (False, False))),
+    replace(WIDE, lower_bound=-1.0, slow=True),
+    replace(SOFTPLUS, dt_bias=False),
+    replace(SOFTPLUS, A_log=False, slow=True),
+    LOG_DECAY,
+    replace(LOG_DECAY, slow=True, T=300),
+    # beta, norm, scale, what is returned
+    *(replace(WIDE, beta=beta, beta_wide=wide) for beta in ("2sigmoid", "given") for wide in (False, True)),
+    *(replace(SOFTPLUS, beta=beta, beta_wide=wide) for beta in ("sigmoid", "given") for wide in (False, True)),
+    *(replace(case, l2norm=False, slow=True) for case in (WIDE, SOFTPLUS, LOG_DECAY)),
+    replace(SOFTPLUS, scale=-0.3, l2norm=False),
+    replace(WIDE, scale=1.0),
+    replace(WIDE, final=False),
+    replace(WIDE, final=False, checkpoints=False),
+    replace(SOFTPLUS, T=128, checkpoints=False, state=False),
+]
+
+
+def chunk(x: Inputs, form: str, **launch: Any) -> KDAOutput:
+    return emulated.chunk(x, **FORMS[form][x.gate_activation] | launch)
+
+
+def assert_same(got: KDAOutput, want: KDAOutput) -> None:
+    assert outputs(got).keys() == outputs(want).keys()
+    assert [n for n, t in outputs(want).items() if not torch.equal(outputs(got)[n], t)] == []
+
+
+def check_in_budget(x: Inputs, compute: Callable[[Inputs], KDAOutput]) -> None:
+    truth, yardstick = (outputs(oracle(cast(x))) for cast in (to_fp64, lambda x: x))
+    check(outputs(compute(x)), truth, limits_of(yardstick, truth, x.q.dtype))
+
+
+@in_every_form
+@pytest.mark.parametrize("case", **ids(CASES))
+def test_against_fp64(case: Case, form: str) -> None:
+    check_in_budget(make_inputs(case), lambda x: chunk(x, form))
+
+
+def test_wide_gates() -> None:
+    """Gate logits in fp32, at the smaller width and in the smaller slices of it."""
+    x = make_inputs(Case(K=64, V=64, group=2, slow=True, g_wide=True, state=True))
+    check_in_budget(x, lambda x: chunk(x, "warpgroups"))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(case=cases_in_16_bits(gates=("lower_bound",), widths=(64,), dtypes=(BF16,), g_wide=True))
+def test_random_shapes(case: Case) -> None:
+    check_in_budget(make_inputs(case), lambda x: chunk(x, "warpgroups", processors=9))
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@in_every_form
+@pytest.mark.parametrize("case", **ids([replace(WIDE, lengths=(65, 0, 1, 200)), replace(SOFTPLUS, B=2)]))
+def test_the_order_of_what_is_concurrent(case: Case, form: str) -> None:
+    x = make_inputs(case)
+    want = chunk(x, form)
+    for seed in range(1, 4):
+        assert_same(chunk(x, form, seed=seed), want)
+
+
+@in_every_form
+def test_how_many_blocks_there_are(form: str) -> None:
+    """From one unit that serves all items to one for each of them."""
+    x = make_inputs(replace(WIDE, lengths=(65, 0, 200, 1)))
+    want = chunk(x, form)
+    for processors in (8, 24, 10**6):
+        assert_same(chunk(x, form, processors=processors), want)
+
+
+@pytest.mark.parametrize(
+    ("form", "plan"),
+    [("warpgroups", {"BV": 32, "cluster": 2}), ("warpgroups", {"cluster": 4}), ("warps", {"arch": 100})],
+    ids=str,
+)
+def test_how_the_work_is_cut(form: str, plan: dict[str, int]) -> None:
+    x = make_inputs(replace(WIDE, H=2, T=200))
+    assert_same(chunk(x, form, **plan), chunk(x, form))
+
+
+@in_every_form
+def test_company(form: str) -> None:
+    """A sequence gives the same alone, in a batch and packed."""
+    x = make_inputs(replace(WIDE, B=3))
+    together = chunk(x, form)
+    flat = {n: getattr(x, n).flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
+    packed = x._replace(**flat, cu_seqlens=x.q.shape[1] * torch.arange(4))
+    alone = [chunk(s, form) for s in sequences(packed)]
+    assert_same(KDAOutput(*(torch.cat(t) for t in zip(*alone, strict=True))), together)
+    got = chunk(packed, form)
+    assert_same(KDAOutput(*(t.view_as(want) for t, want in zip(got, together, strict=True))), together)
+
+
+@in_every_form
+def test_ragged_company(form: str) -> None:
+    x = make_inputs(replace(SOFTPLUS, lengths=(3, 130, 0, 64, 1)))
+    got = chunk(x, form)
+    alone = [chunk(s, form) for s in sequences(x) if s.q.shape[1]]
+    assert torch.equal(got.o, torch.cat([a.o for a in alone], 1))
+    assert torch.equal(got.final_state[[0, 1, 3, 4]], torch.cat([a.final_state for a in alone]))
+    assert torch.equal(got.final_state[2], x.initial_state[2])
+    assert torch.equal(got.checkpoints[:, :3], torch.cat([a.checkpoints for a in alone], 1))
+    assert not got.checkpoints[:, 3:].any()
+
+
+@in_every_form
+def test_nan_stays_in_its_sequence(form: str) -> None:
+    x = make_inputs(replace(WIDE, lengths=(70, 3, 65)))
+    sick = x._replace(**{n: getattr(x, n).clone() for n in ("q", "k", "v", "g", "beta", "initial_state")})
+    for name in ("q", "k", "v", "g", "beta"):
+        getattr(sick, name)[:, 70:73] = torch.nan
+    sick.initial_state[1] = torch.nan
+    want, got = chunk(x, form), chunk(sick, form)
+    assert got.o[:, 70:73].isnan().all()
+    assert got.final_state[1].isnan().all()
+    others = [*range(70), *range(73, 138)]
+    assert torch.equal(got.o[:, others], want.o[:, others])
+    assert torch.equal(got.final_state[[0, 2]], want.final_state[[0, 2]])
+    assert torch.equal(got.checkpoints, want.checkpoints)
+
+
+# ---------------------------------------------------------------- hard inputs
+
+
+@in_every_form
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_tokens_of_zeros(l2norm: bool, form: str) -> None:
+    """Queries, keys and values of padding, some, and of a whole chunk."""
+    x = make_inputs(replace(WIDE, l2norm=l2norm, T=200))
+    x.q[:, ::3], x.k[:, ::5], x.v[:, ::7], x.initial_state[..., ::2] = 0.0, 0.0, 0.0, 0.0
+    x.q[:, 64:128], x.k[:, 64:128] = 0.0, 0.0
+    check_in_budget(x, lambda x: chunk(x, form))
+
+
+def softplus_resets(T: int, D: int, H: int) -> dict:
+    """Logits whose softplus gates are the log-decays of `resets`: -200 and -1e4 among ordinary ones."""
+    x = resets(T, D, H)
+    return x | {"g": -x["g"] + torch.log(-x["g"].expm1()), "gate_activation": "softplus"}
+
+
+def faint_softplus(T: int, D: int, H: int) -> dict:
+    """Gates from the far end of softplus, where 1 + e^x has one digit of e^x; hundreds of them erase the state."""
+    x = resets(T, D, H)
+    A_log = torch.full_like(x["beta"][0, 0], 9.5)
+    return x | {"g": torch.full_like(x["g"], -15.0), "A_log": A_log, "gate_activation": "softplus"}
+
+
+@in_every_form
+@pytest.mark.parametrize("kind", [*HARD, softplus_resets, faint_softplus], ids=lambda kind: kind.__name__)
+def test_hard_inputs(kind: Callable[[int, int, int], dict], form: str) -> None:
+    D, dtype = (64, FP16) if kind in (softplus_resets, faint_softplus) else (128, BF16)
+    truth, yardstick = expected(kind, 400, D, 2, dtype, False, True, True, "cpu")
+    got = outputs(chunk(hard_inputs(kind, 400, D, 2, dtype), form))
+    assert all(t.isfinite().all() for t in got.values())
+    check(got, truth, {n: min(budget(e, dtype), HALF_WRONG) for n, e in yardstick.items()})

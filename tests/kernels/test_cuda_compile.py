@@ -1,0 +1,177 @@
+"""Every kernel compiles for every arch, fits into it without spills, and agrees with what launches it.
+
+NVRTC needs neither GPU nor driver. Of the kernels for an arch, those are compiled that need the most: they differ in
+width, slices of V, dtype, gate and wide gates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kda_layers.kernels.contract import CHUNK
+from kda_layers.kernels.cuda import build, cache, chunk, step
+from kda_layers.kernels.cuda.backend import MOST_SHARED_BYTES, SHARED_BYTES
+from tests.kernels.cases import BF16, FP16, FP32, Case, make_inputs
+
+pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
+
+ARCHS = {name: arch for arch, name in reversed(build.ARCHS.items())}  # the oldest that each is compiled for
+SERVED = {"sm_90a": 232448, "sm_100a": 232448, "sm_103a": 232448}  # whatever the width; shared memory of a block
+REGISTERS = 65536  # of a multiprocessor
+MOST_SECONDS = 20  # of compiling one variant
+
+on_every_arch = pytest.mark.parametrize("arch", ARCHS)
+
+# What needs the most and the least of each width, and what is between.
+WORST = (128, 16, FP16, "softplus", True)
+FAMILIES = [
+    WORST,
+    (128, 32, FP16, "softplus", False),
+    (128, 32, BF16, "lower_bound", True),
+    (128, 16, BF16, "lower_bound", False),
+    (128, 16, BF16, "log_decay", True),
+    (64, 32, BF16, "log_decay", True),
+    (64, 16, FP16, "softplus", True),
+    (64, 16, BF16, "lower_bound", False),
+]
+Family = tuple[int, int, torch.dtype, str, bool]
+
+
+def chunk_variant(arch: str, family: Family) -> chunk.Variant | None:
+    """The one of the arch's variants, if it has it."""
+    fields = ("K", "BV", "dtype", "gate_activation", "g_wide")
+    found = [v for v in chunk.variants(ARCHS[arch]) if tuple(getattr(v, n) for n in fields) == family]
+    return found[0] if found else None
+
+
+def name_of(family: Family) -> str:
+    return f"{family[0]}-{family[1]}-{str(family[2])[6:]}-{family[3]}{'-wide' * family[4]}"
+
+
+CHUNKS = [
+    pytest.param(variant, arch, id=f"{name_of(family)}-{arch}")
+    for family in FAMILIES
+    for arch in ARCHS
+    if (variant := chunk_variant(arch, family))
+]
+on_every_chunk = pytest.mark.parametrize(("variant", "arch"), CHUNKS)
+STEPS = [
+    pytest.param(
+        step.variant_for(K, K, dtype, state, busy), id=f"{K}-{str(dtype)[6:]}-{str(state)[6:]}{'-busy' * busy}"
+    )
+    for K, dtype, state in ((128, BF16, FP32), (64, FP16, FP32), (128, BF16, BF16), (64, FP16, BF16))
+    for busy in (False, True)
+]
+
+
+def check_resources(cubin: build.Cubin, entry: str, most_registers: int, shipped: bool = True) -> None:
+    """Fails unless one kernel was compiled, without warnings, and if it is shipped for the arch, without spills."""
+    warnings = [line for line in cubin.log.splitlines() if "warning" in line]
+    # sm_120 has multicast copies, but is slow at them; chunk.cu asks more of its shared memory than it has.
+    assert all("for 'sm_120a'" in cubin.log and "'.multicast::cluster' modifier" in line for line in warnings), warnings
+    used = build.resources(cubin)
+    most = min(255, most_registers // 8 * 8)
+    assert used.keys() == {entry}
+    assert used[entry].registers <= most
+    if shipped:
+        assert used[entry][1:] == (0, 0, 0, 0)
+
+
+@on_every_chunk
+def test_chunk(variant: chunk.Variant, arch: str) -> None:
+    most = max(SHARED_BYTES.get(a, MOST_SHARED_BYTES) for a, name in build.ARCHS.items() if name == arch)
+    shipped = variant.shared_bytes <= most  # else no GPU of the arch can run it, and none is asked to
+    cubin = build.compile("chunk.cu", variant.defines, arch)
+    check_resources(cubin, "kda_chunk", REGISTERS // variant.threads, shipped)
+
+
+@pytest.mark.parametrize("arch", SERVED)
+def test_every_variant_fits(arch: str) -> None:
+    assert max(v.shared_bytes for v in chunk.variants(ARCHS[arch])) <= SERVED[arch]
+
+
+@pytest.mark.parametrize("arch", build.ARCHS)
+def test_every_choice_is_a_variant(arch: int) -> None:
+    """What is compiled at first use, `--precompile` has compiled, and nothing else."""
+    variants = set(chunk.variants(arch))
+    cases = {Case(T=1, K=v.K, V=v.K, dtype=v.dtype, gate=v.gate_activation, g_wide=v.g_wide) for v in variants}
+    assert {chunk.variant_for(make_inputs(c), items, 132, arch) for c in cases for items in (1, 2**20)} == variants
+
+
+@on_every_arch
+@pytest.mark.parametrize("variant", STEPS)
+def test_step(variant: step.Variant, arch: str) -> None:
+    assert variant.shared_bytes(step.STAGE) <= SERVED.get(arch, 2**31)
+    check_resources(build.compile("step.cu", variant.defines, arch), "kda_step", REGISTERS // variant.threads)
+
+
+@pytest.mark.parametrize("arch", SERVED)
+def test_seconds(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first use of a variant."""
+    monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, str(tmp_path))
+    started = time.process_time()
+    variant = chunk_variant(arch, WORST)
+    assert variant
+    build.compile("chunk.cu", variant.defines, arch)
+    assert time.process_time() - started < MOST_SECONDS
+
+
+# ---------------------------------------------------------------- numbers that Python and C++ both have
+
+
+@pytest.fixture
+def agree(tmp_path: Path) -> Callable[..., None]:
+    """Fails where a constant of a source is not what Python says, naming it."""
+
+    def agree(source: str, defines: dict[str, str | int], constants: dict[str, Any], arch: str = "sm_90a") -> None:
+        asserts = [f'static_assert(({name}) == {int(n)}, "Python has {n}");' for name, n in constants.items()]
+        path = tmp_path / "constants.cu"
+        path.write_text("\n".join([f'#include "{source}"', *asserts, 'extern "C" __global__ void none() {}', ""]))
+        build.compile(str(path), defines, arch)
+
+    return agree
+
+
+@on_every_chunk
+def test_constants_of_chunk(variant: chunk.Variant, arch: str, agree: Callable[..., None]) -> None:
+    ring = chunk.Ring.of(variant, 5, torch.device("cpu")).chunks
+    agree(
+        "chunk.cuh",
+        variant.defines,
+        {
+            "sizeof(ChunkParams)": chunk.PARAMS.size,
+            "Shared::BYTES": variant.shared_bytes,
+            "THREADS": variant.threads,
+            "SLICES": variant.slices,
+            "STAGES": chunk.STAGES,
+            "STAGE_BYTES": variant.stage_bytes,
+            "CHUNK": CHUNK,
+            **({} if ring is None else {"5 * RING * STAGE_BYTES": ring.nbytes}),
+            **names_of(chunk),
+        },
+        arch,
+    )
+
+
+@pytest.mark.parametrize("variant", STEPS)
+def test_constants_of_step(variant: step.Variant, agree: Callable[..., None]) -> None:
+    constants = {
+        "sizeof(StepParams)": step.POINTERS.size + step.REST.size,
+        "32 * WARPS": variant.threads,
+        "SLICES": variant.slices,
+        "sizeof(Shared)": variant.shared_bytes(1),
+        "sizeof(Shared) + sizeof(Token)": variant.shared_bytes(2),
+    }
+    agree("step.cu", variant.defines, constants | names_of(step))
+
+
+def names_of(launcher: Any) -> dict[str, int]:
+    """How C++ names the numbers of activations."""
+    betas = {"sigmoid": "SIGMOID", "2sigmoid": "TWICE_SIGMOID", "given": "GIVEN"}
+    return {n.upper(): i for n, i in launcher.GATES.items()} | {betas[n]: i for n, i in launcher.BETAS.items()}

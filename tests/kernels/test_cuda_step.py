@@ -1,0 +1,190 @@
+"""step.cu on the CPU against the recurrence in fp64: what decodes is one kernel, its tokens in shared memory by eights.
+
+On a GPU all of test_step.py applies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kda_layers.kernels.contract import Inputs, StepInputs
+from kda_layers.kernels.cuda.step import STAGE
+from tests import cuda_emulator
+from tests.kernels import emulated
+from tests.kernels.cases import (
+    FP16,
+    Case,
+    check,
+    ids,
+    limits_of,
+    make_inputs,
+    oracle,
+    sequences,
+    step_inputs,
+    to_fp64,
+)
+
+WHY_NOT = cuda_emulator.unavailable()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+STEP = ("q", "k", "v", "g", "beta")
+ONE = Case(T=1, B=2, state=True)
+NARROW = Case(T=3, H=1, K=64, V=64, dtype=FP16, state=True)
+
+CASES = [
+    *(replace(case, T=T, slow=True) for case in (ONE, NARROW) for T in (1, STAGE, STAGE + 1, 2 * STAGE + 1)),
+    *(replace(ONE, H=2, group=group) for group in (2, 4)),
+    replace(NARROW, B=3, H=3, group=3),
+    *(replace(case, gate=gate, slow=True) for case in (ONE, NARROW) for gate in ("softplus", "log_decay")),
+    *(replace(ONE, A_log=a, dt_bias=b) for a, b in ((False, True), (True, False), (False, False))),
+    replace(ONE, lower_bound=-1.0),
+    *(replace(NARROW, beta=beta, beta_wide=wide) for beta in ("2sigmoid", "given") for wide in (False, True)),
+    *(replace(case, g_wide=True) for case in (ONE, NARROW)),
+    *(replace(case, l2norm=False, scale=0.5) for case in (ONE, NARROW)),
+    *(replace(ONE, layout=layout, group=2) for layout in ("fused", "heads_first")),
+    *(Case(lengths=(3, 0, 1, 9), H=1, group=2, state=True, offsets_dtype=t) for t in (torch.int32, torch.int64)),
+]  # fmt: skip
+
+
+def step(x: Inputs, state: Tensor | None = None, seed: int = 0, **indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs, and the states afterwards: by default those after the initial ones, which stay as they are."""
+    state = emulated.end_of_memory(x.initial_state.clone() if state is None else state)
+    return emulated.step(step_inputs(x, state=state, **indices), seed=seed), state
+
+
+def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+    return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+def check_in_budget(x: Inputs, got: tuple[Tensor, Tensor]) -> None:
+    results = (oracle(cast(x)) for cast in (to_fp64, lambda x: x))
+    truth, yardstick = ({"o": r.o, "state": r.final_state} for r in results)
+    check(dict(zip(truth, got, strict=True)), truth, limits_of(yardstick, truth, x.q.dtype))
+
+
+@pytest.mark.parametrize("case", **ids(CASES))
+def test_against_fp64(case: Case) -> None:
+    x = make_inputs(case)
+    got = step(x)
+    check_in_budget(x, got)
+    assert same(step(x, seed=1), got)
+
+
+def test_resets() -> None:
+    """Log-decays of -200 and -1e4 in single channels, and in all of one token."""
+    x = make_inputs(replace(ONE, T=5, gate="log_decay"))
+    x.g[0, 1], x.g[1, 2, :, ::7], x.g[1, 4, :, ::3] = -1e4, -200.0, -1e4
+    got = step(x)
+    assert all(t.isfinite().all() for t in got)
+    check_in_budget(x, got)
+
+
+def test_a_state_in_bf16() -> None:
+    """Rounded where it is written: after the call, and from eight tokens to the next."""
+    x = make_inputs(replace(ONE, T=STAGE, slow=True))
+    rounded = x._replace(initial_state=x.initial_state.bfloat16().float())
+    o, state = step(x, x.initial_state.bfloat16())
+    check_in_budget(rounded, (o, state.float()))
+
+
+@pytest.mark.parametrize("shape", [{"busy": True}, {"warps": 2}], ids=str)
+@pytest.mark.parametrize("case", **ids([replace(ONE, T=2), NARROW]))
+def test_how_the_work_is_cut(case: Case, shape: dict[str, int]) -> None:
+    x = make_inputs(case)
+    state = x.initial_state.clone()
+    o = emulated.step(step_inputs(x, state=state), **shape)
+    assert same((o, state), step(x))
+
+
+def test_company() -> None:
+    """A sequence gives the same alone, in a batch and packed, whatever its place; and all at once or one by one."""
+    x = make_inputs(replace(ONE, T=9, B=3))
+    o, state = step(x)
+    flat = {n: getattr(x, n).flatten(0, 1)[None] for n in STEP}
+    packed = x._replace(**flat, cu_seqlens=9 * torch.arange(4, dtype=torch.int32))
+    assert same(step(packed), (o.flatten(0, 1)[None], state))
+    for n, alone in enumerate(sequences(packed)):
+        assert same(step(alone), (o[n : n + 1], state[n : n + 1]))
+    one_by_one = x.initial_state.clone()
+    for t in range(9):
+        token = x._replace(**{n: getattr(x, n)[:, t : t + 1] for n in STEP})
+        assert torch.equal(emulated.step(step_inputs(token, state=one_by_one)), o[:, t : t + 1])
+    assert torch.equal(one_by_one, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_a_pool_of_states(dtype: torch.dtype) -> None:
+    """Slots outside of the pool change nothing and give zeros; no other slot is touched."""
+    x = make_inputs(replace(ONE, T=2, B=5))
+    slots = torch.tensor([5, -1, 3, 7, 0], dtype=dtype)
+    inside = [0, 2, 4]
+    pool = torch.full((7, *x.initial_state.shape[1:]), torch.nan)
+    pool[slots[inside].long()] = x.initial_state[inside]
+    o, pool = step(x, pool, state_indices=slots)
+    want_o, want = step(x)
+    assert torch.equal(o[inside], want_o[inside])
+    assert not o[[1, 3]].any()
+    assert torch.equal(pool[slots[inside].long()], want[inside])
+    assert pool[[1, 2, 4, 6]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_drafts(dtype: torch.dtype) -> None:
+    """Packed drafts of 1, 3 and 2 tokens: read from the accepted slot, written to one slot for each token."""
+    x = make_inputs(Case(lengths=(1, 3, 2), H=1, slow=True, state=True, offsets_dtype=dtype))
+    slots, accepted = torch.arange(9, dtype=dtype).view(3, 3).flip(0), torch.tensor([3, 1, 2], dtype=dtype)
+    pool = torch.full((9, *x.initial_state.shape[1:]), torch.nan)
+    pool[slots[torch.arange(3), accepted - 1].long()] = x.initial_state
+    before = pool.clone()
+    o, pool = step(x, pool, state_indices=slots, num_accepted=accepted)
+    written = torch.zeros(9, dtype=torch.bool)
+    for n, s in enumerate(sequences(x)):
+        first, tokens = int(x.cu_seqlens[n]), s.q.shape[1]
+        for t in range(tokens):
+            head = s._replace(**{name: getattr(s, name)[:, : t + 1] for name in STEP})
+            want_o, want = step(head)
+            assert torch.equal(o[:, first : first + t + 1], want_o)
+            assert torch.equal(pool[slots[n, t]], want[0])
+        written[slots[n, :tokens].long()] = True
+    assert torch.equal(pool[~written].nan_to_num(7.0), before[~written].nan_to_num(7.0))
+
+
+def test_a_draft_longer_than_its_slots() -> None:
+    """Its last tokens' states are kept nowhere: what follows in the table of slots is not read."""
+    x = make_inputs(Case(lengths=(3, 3), H=1, state=True))
+    pool = x.initial_state.repeat_interleave(2, 0)
+    o, pool = step(x, pool, state_indices=torch.arange(4).view(2, 2))
+    want_o, _ = step(x)
+    assert torch.equal(o, want_o)
+    first_two = x._replace(**{n: getattr(x, n)[:, [0, 1, 3, 4]] for n in STEP}, cu_seqlens=torch.tensor([0, 2, 4]))
+    assert torch.equal(pool[1::2], step(first_two)[1])
+
+
+@pytest.mark.parametrize("kind", ["every second slot", "some heads of more", "slots and heads swapped", "misaligned"])
+def test_a_state_that_is_a_view(kind: str) -> None:
+    x = make_inputs(replace(ONE, T=2))
+    store, view = {
+        "every second slot": (s := torch.full((4, 2, 128, 128), 7.0), s[::2]),
+        "some heads of more": (s := torch.full((2, 5, 128, 128), 7.0), s[:, 1:3]),
+        "slots and heads swapped": (s := torch.full((2, 2, 128, 128), 7.0), s.transpose(0, 1)),
+        "misaligned": (s := torch.full((4 * 128 * 128 + 1,), 7.0), s[1:].view(2, 2, 128, 128)),
+    }[kind]
+    view.copy_(x.initial_state)
+    o = emulated.step(step_inputs(x, state=view))
+    assert same((o, view), step(x))
+    view.fill_(7.0)
+    assert (store == 7.0).all()
+
+
+def test_misaligned_inputs() -> None:
+    """What a lane cannot read at once is copied before."""
+    x = make_inputs(replace(ONE, T=2))
+    moved = {n: torch.cat((t.flatten()[:1], t.flatten()))[1:].view_as(t) for n in "qkg" for t in [getattr(x, n)]}
+    state = x.initial_state.clone()
+    inputs: StepInputs = step_inputs(x._replace(**moved), state=state)
+    assert inputs.q.data_ptr() % 4
+    assert same((emulated.step(inputs), state), step(x))
