@@ -108,10 +108,12 @@ class Problem:
     needs_grad: bool = False
     has_state: bool = False
     checkpoints: bool = False
+    narrow_state: bool = False  # bfloat16, rounded at every call
 
     def __str__(self) -> str:
         where = f"{self.device} sm_{self.arch}" if self.arch else self.device
-        flags = [n for n in ("step", "packed", "needs_grad", "has_state", "checkpoints") if getattr(self, n)]
+        names = ("step", "packed", "needs_grad", "has_state", "checkpoints", "narrow_state")
+        flags = [n for n in names if getattr(self, n)]
         return (
             f"{where}, {str(self.dtype).removeprefix('torch.')}, K={self.K}, V={self.V}, HV/H={self.group}, "
             f"gate={self.gate_activation}, beta={self.beta_activation}" + "".join(f", {f}" for f in flags)
@@ -204,7 +206,8 @@ def check_step(x: StepInputs) -> None:
     N = _check_common(x)
     T, HV, V, K = x.q.shape[1], x.v.shape[2], x.v.shape[3], x.q.shape[3]
     slots = x.state.shape[0] if isinstance(x.state, Tensor) and x.state.ndim == 4 and x.state_indices is not None else N
-    _check_state("state", x.state, x.q, (slots, HV, V, K))
+    narrow = (torch.bfloat16,) if x.q.dtype in (torch.bfloat16, torch.float16) else ()
+    _check_state("state", x.state, x.q, (slots, HV, V, K), narrow)
     if x.state_indices is not None:
         _check_index("state_indices", x.state_indices, x.q)
         shape = tuple(x.state_indices.shape)
@@ -301,15 +304,18 @@ def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
     return float(lower_bound)
 
 
-def _check_state(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> None:
+def _check_state(
+    name: str, state: Any, q: Tensor, shape: tuple[int, ...], narrow: tuple[torch.dtype, ...] = ()
+) -> None:
     if not isinstance(state, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(state).__name__}")
     if tuple(state.shape) != shape:
         swapped = tuple(state.shape) == (*shape[:2], shape[3], shape[2])
         hint = "; this is the [K, V] layout, pass state.mT.contiguous()" if swapped else ""
         raise ValueError(f"{name} must have shape [N, HV, V, K] = {list(shape)}, got {list(state.shape)}{hint}")
-    if state.dtype != state_dtype(q.dtype):
-        raise TypeError(f"{name} must be {state_dtype(q.dtype)}, got {state.dtype}")
+    dtypes = (state_dtype(q.dtype), *narrow)
+    if state.dtype not in dtypes:
+        raise TypeError(f"{name} must be {_names(dtypes)}, got {state.dtype}")
     if state.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {state.device}")
     if shape[2] > 1 and shape[3] > 1 and (state.stride(3), state.stride(2)) != (1, shape[3]):

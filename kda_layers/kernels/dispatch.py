@@ -108,13 +108,14 @@ def _arch(device: torch.device) -> int:
 def problem_fields(x: Inputs | StepInputs, needs_grad: bool = False) -> tuple[Any, ...]:
     """The fields of the problem that a call with these inputs poses, after device and arch."""
     if isinstance(x, StepInputs):
-        step, has_state, checkpoints = True, True, False
+        step, has_state, checkpoints, narrow = True, True, False, x.state.dtype == torch.bfloat16
     else:
-        step, has_state, checkpoints = False, x.initial_state is not None, operator.index(x.checkpoint_every) > 0
+        step, has_state, narrow = False, x.initial_state is not None, False
+        checkpoints = operator.index(x.checkpoint_every) > 0
     K, H, HV, V = (operator.index(n) for n in (x.q.shape[3], x.q.shape[2], x.v.shape[2], x.v.shape[3]))
     return (
         x.q.dtype, x.beta.dtype, K, V, HV // H, x.gate_activation, x.beta_activation, x.qk_l2norm, step,
-        x.cu_seqlens is not None, needs_grad, has_state, checkpoints,
+        x.cu_seqlens is not None, needs_grad, has_state, checkpoints, narrow,
     )  # fmt: skip
 
 

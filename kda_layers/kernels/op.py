@@ -136,6 +136,7 @@ def kda_step(
         q, k, v, g, beta, A_log, dt_bias, gate_activation, lower_bound, beta_activation, qk_l2norm, scale, backend:
             as in `kda`; T is the number of new tokens of each sequence, usually 1.
         state: [N, HV, V, K] fp32 (fp64 for fp64 inputs), read and overwritten with the state after the last token.
+            With 16-bit inputs also bf16: half of the bytes, rounded at every call; the CUDA backends take it.
             With `state_indices` a pool [slots, HV, V, K], of which other slots stay as they are.
         state_indices: [N]: each sequence's slot. [N, T]: sequence n reads slot [n, 0] and writes the state after its
             token t to slot [n, t], so that drafted tokens can be taken back.

@@ -175,6 +175,14 @@ def test_cu_seqlens_need_one_row(function: Callable) -> None:
     check_raises(function, good, offsets(0, 2, 5), ValueError, r"cu_seqlens needs .*B = 1, got B = 2")
 
 
+def test_a_bf16_state_needs_a_backend_that_takes_it() -> None:
+    good = arguments(FIXED, True)
+    half = {n: t.bfloat16() for n, t in good.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    half |= {n: good[n] for n in ("A_log", "dt_bias") if n in good}
+    with pytest.raises(ValueError, match="eager: state is bfloat16, needs float32"):
+        kda_step(**good | half)
+
+
 STATES: list[Bad] = [
     ("sequences", cut("state", 0, 1), ValueError, r"state must have shape .*\[2, 4, 6, 4\], got \[1, 4, 6, 4\]"),
     ("heads", cut("state", 1, 2), ValueError, r"state must have shape .*\[2, 4, 6, 4\], got \[2, 2, 6, 4\]"),

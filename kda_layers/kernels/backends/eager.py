@@ -43,7 +43,7 @@ class EagerBackend(Backend):
     fused = frozenset(("gate", "beta", "qk_l2norm"))
 
     def unsupported(self, problem: Problem) -> list[str]:
-        return []
+        return ["state is bfloat16, needs float32"] if problem.narrow_state else []
 
     def saved_like(self, x: Inputs) -> list[Tensor]:
         B, T, _, K = x.q.shape

@@ -44,6 +44,8 @@ class FLABackend(Backend):
             reasons.append(f"K is {problem.K}, needs {MIN_K} to {MAX_K}")
         if problem.step and problem.K > MAX_K:
             reasons.append(f"K is {problem.K}, needs at most {MAX_K}")
+        if problem.narrow_state:
+            reasons.append("state is bfloat16, needs float32")
         if problem.needs_grad and problem.checkpoints:
             reasons.append("checkpoints with gradients, needs checkpoint_every=0 or torch.no_grad()")
         return reasons or problems()  # importing takes seconds: only where it decides

@@ -20,6 +20,7 @@ REST = struct.Struct("<" + 8 * "4I" + "Q6I3i2f4x")
 GATES = {"lower_bound": 0, "softplus": 1, "log_decay": 2}
 BETAS = {"sigmoid": 0, "2sigmoid": 1, "given": 2}
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+STATES = (torch.float32, torch.bfloat16)
 STAGE = 8  # tokens in shared memory at a time
 MOST_ROWS = 2**16 - 1  # of a grid in y
 FEW = 4  # tokens of a sequence; more keep the processors busier than the memory
@@ -89,8 +90,8 @@ def variant_for(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, bu
 
 def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:
     """Every variant for inputs of these types with K = V of these widths."""
-    for width, dtype, busy in itertools.product(widths, dtypes, (False, True)):
-        yield variant_for(width, width, dtype, torch.float32, busy)
+    for width, dtype, state, busy in itertools.product(widths, dtypes, STATES, (False, True)):
+        yield variant_for(width, width, dtype, state, busy)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""Our CUDA kernels on a GPU: the same bits always, in graphs, on several streams and from several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+from torch import Tensor
+
+from kda_layers import KDAOutput, kda_step
+from kda_layers.kernels.contract import Inputs
+from kda_layers.kernels.cuda.backend import CudaBackend
+from kda_layers.kernels.dispatch import backends, problem_of
+from tests.kernels.cases import Case, call, check, limits_of, make_inputs, options, oracle, outputs, to_fp64
+
+RUNS = 100
+# few heads (blocks of 16 columns), many (of 32, several items a unit), and ragged sequences
+CASES = [
+    Case(T=700, H=2, slow=True, state=True),
+    Case(T=330, B=3, H=48, slow=True, state=True),
+    Case(lengths=(65, 0, 1, 300, 64), H=24, group=2, state=True),
+]
+NAMES = ["few", "many", "packed"]
+
+
+@pytest.fixture
+def backend() -> str:
+    """The one for this GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    problem = problem_of(make_inputs(CASES[0], "cuda"))
+    ours = [b for b in backends().values() if isinstance(b, CudaBackend) and not b.unsupported(problem)]
+    if not ours:
+        pytest.skip(f"no CUDA kernels serve [{problem}]")
+    return ours[0].name
+
+
+def run(x: Inputs, backend: str) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {n: t.clone() for n, t in outputs(call(x, backend)).items()}
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    assert [n for n in got if not torch.equal(got[n], expected[n])] == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_many_runs_give_the_same_bits(case: Case, backend: str) -> None:
+    x = make_inputs(case, "cuda")
+    first = run(x, backend)
+    for _ in range(RUNS - 1):
+        assert_same(run(x, backend), first)
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_a_graph_replays_on_new_inputs(case: Case, backend: str) -> None:
+    x, other = (make_inputs(case, "cuda", draw) for draw in (0, 1))
+    run(x, backend)  # compiles and loads
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out: KDAOutput = call(x, backend)
+    for draw in (other, make_inputs(case, "cuda", 2)):
+        for mine, new in zip(x[:9], draw[:9], strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(new)
+        graph.replay()
+        assert_same(outputs(out), run(draw, backend))
+
+
+def test_streams_at_once(backend: str) -> None:
+    """Blocks wait for each other, also when two launches share the multiprocessors."""
+    inputs = [make_inputs(CASES[1], "cuda", draw) for draw in range(4)]
+    expected = [run(x, backend) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        got = []
+        for x, stream in zip(inputs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(run(x, backend))
+        torch.cuda.synchronize()
+        for mine, right in zip(got, expected, strict=True):
+            assert_same(mine, right)
+
+
+def _work(backend: str, draw: int) -> None:
+    x = make_inputs(CASES[1], "cuda", draw)
+    truth, yardstick = outputs(oracle(to_fp64(x))), outputs(oracle(x))
+    limits = limits_of(yardstick, truth, x.q.dtype)
+    for _ in range(10):
+        check(run(x, backend), truth, limits)
+
+
+def test_two_processes_at_once(backend: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_work, args=(backend, draw)) for draw in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=300)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+def test_decoding_in_a_graph(backend: str) -> None:
+    x = make_inputs(Case(T=1, B=5, H=4, group=2, state=True), "cuda")
+    assert x.initial_state is not None
+    state, expected_state = x.initial_state.clone(), x.initial_state.clone()
+    with torch.no_grad():
+        kda_step(*x[:5], state.clone(), **options(x), backend=backend)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = kda_step(*x[:5], state, **options(x), backend=backend)
+        for _ in range(3):
+            graph.replay()
+            expected = kda_step(*x[:5], expected_state, **options(x), backend=backend)
+            assert torch.equal(o, expected)
+            assert torch.equal(state, expected_state)
+
+
+def test_a_bf16_state(backend: str) -> None:
+    """As exact as its rounding, at every call."""
+    x = make_inputs(Case(T=1, B=5, H=4, group=2, state=True), "cuda")
+    assert x.initial_state is not None
+    wide = x.initial_state.bfloat16().float()
+    state = wide.bfloat16()
+    with torch.no_grad():
+        o = kda_step(*x[:5], state, **options(x), backend=backend)
+        expected = kda_step(*x[:5], wide, **options(x), backend=backend)
+    assert torch.equal(o, expected)
+    assert torch.equal(state, wide.bfloat16())
