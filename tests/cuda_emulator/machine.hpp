@@ -57,8 +57,7 @@ struct Lane {  // a CUDA thread
     int arguments[2];
     Site site;
     void* operands;  // of a warp's operation
-    u64* barrier;    // the mbarrier it waits for,
-    const u32* counter;  // or the counter
+    u64* barrier;    // the mbarrier it waits for
     std::vector<AsyncCopy> copies;
     u32 groups;  // committed
 };

@@ -47,7 +47,7 @@ inline void deliver_due() {
                 for (int i = 0; i < 32; ++i) {
                     const Lane& other = warp.lanes[i];
                     if (rest >> i & 1 && other.operation == lane.operation && other.site == lane.site &&
-                        other.barrier == lane.barrier && other.counter == lane.counter)
+                        other.barrier == lane.barrier)
                         same |= 1u << i;
                 }
                 rest &= ~same;
@@ -58,8 +58,6 @@ inline void deliver_due() {
                     const Mbarrier& state = *reinterpret_cast<const Mbarrier*>(lane.barrier);
                     report(" (parity %u, %u arrivals and %lld bytes missing)", u32(state.phase), u32(state.pending),
                            i64(state.bytes));
-                } else if (lane.counter) {
-                    report(" (the counter is %u)", *lane.counter);
                 } else if (warp.arrived & same) {
                     report(" (lanes 0x%08x are missing, 0x%08x have exited)", ~warp.arrived, warp.exited);
                 }
@@ -97,7 +95,7 @@ inline void start_block(u32 number, uint3 index) {
         // Stack tops differ modulo a page, or 32 lanes would compete for the same lines of the cache.
         const auto top = reinterpret_cast<void**>(machine.stacks.end(lane_number) - t % 32 * 128);
         top[-2] = reinterpret_cast<void*>(run_lane);  // where switch_stack returns to, below it six registers
-        lane = {top - 8, &warp, {t, 0, 0}, "start", {}, {"", 0}, nullptr, nullptr, nullptr, {}, 0};
+        lane = {top - 8, &warp, {t, 0, 0}, "start", {}, {"", 0}, nullptr, nullptr, {}, 0};
     }
 }
 
@@ -149,7 +147,7 @@ inline void run_blocks() {
         else if (sleeping && !(copying && random_below(2))) run_or_sleep(any_of(machine.asleep), true);
         else if (copying) wait_for_bulk_copy();
         else if (live) fail_in_deadlock("deadlock");
-        if (machine.idle_polls > most_idle_polls) fail_in_deadlock("warps only poll mbarriers");
+        if (machine.idle_polls > most_idle_polls) fail_in_deadlock("warps only poll mbarriers and counters");
     }
     for (const Block& block : machine.blocks) check_padding(block);
 }
