@@ -20,7 +20,7 @@ import torch
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kda_layers" / "kernels" / "cuda"
 FLAGS = (
-    *("-std=c++17", "-O2", "-march=native", "-g1", "-shared", "-fPIC", "-fno-exceptions", "-U_FORTIFY_SOURCE"),
+    *("-std=c++17", "-O1", "-march=native", "-g1", "-shared", "-fPIC", "-fno-exceptions", "-U_FORTIFY_SOURCE"),
     *("-fvisibility=hidden", "-fno-gnu-unique"),  # libraries share nothing
     "-fno-strict-aliasing",  # kernels look at shared memory as several types
     # A misaligned access and an index outside an array trap.

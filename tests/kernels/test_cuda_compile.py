@@ -32,13 +32,9 @@ on_every_arch = pytest.mark.parametrize("arch", ARCHS)
 WORST = (128, 16, FP16, "softplus", True)
 FAMILIES = [
     WORST,
-    (128, 32, FP16, "softplus", False),
     (128, 32, BF16, "lower_bound", True),
-    (128, 16, BF16, "lower_bound", False),
-    (128, 16, BF16, "log_decay", True),
-    (64, 32, BF16, "log_decay", True),
-    (64, 16, FP16, "softplus", True),
-    (64, 16, BF16, "lower_bound", False),
+    (128, 16, BF16, "log_decay", False),
+    (64, 32, BF16, "softplus", True),
 ]
 Family = tuple[int, int, torch.dtype, str, bool]
 
