@@ -132,7 +132,11 @@ def _aligned(x: Inputs) -> Inputs:
 
 
 def chunk(x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(o, final state, checkpoints); see `Backend.chunk`."""
+    """(o, final state, checkpoints); see `Backend.chunk`.
+
+    Raises:
+        ValueError: more tokens than 32 bits count, or a GPU (or a part of one) too small for one unit of blocks
+    """
     B, T, _, K = x.q.shape
     HV, V = x.v.shape[2:]
     if B * T > MOST_TOKENS:
@@ -142,6 +146,8 @@ def chunk(x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
     items, (processors, arch) = N * HV, _device(x.q.device.index)
     variant = variant_for(x, items, processors, arch)
     units = min(items, processors // variant.slices)  # blocks of a unit wait for each other: all must run at once
+    if not units:
+        raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
     o = torch.empty_like(x.v)
     final = x.v.new_empty(N, HV, V, K, dtype=torch.float32) if x.final_state else None
     checkpoints = None
