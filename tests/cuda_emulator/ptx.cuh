@@ -119,10 +119,6 @@ struct Fp16 {
     }
 };
 
-struct Fp32 {
-    static DEVICE float load(const float* p) { return *p; }
-};
-
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
 DEVICE float log2_fast(float x) { return std::log2(x); }
 DEVICE float reciprocal(float x) { return 1 / x; }
@@ -152,13 +148,13 @@ inline u32 matrix_pair(const u16 (&matrix)[8][8], int lane, bool transposed) {
     return transposed ? matrix[j][i] | u32(matrix[j + 1][i]) << 16 : matrix[i][j] | u32(matrix[i][j + 1]) << 16;
 }
 
-template <bool transposed> inline void load_four_matrices(u32* r, const void* row) {
+inline void load_four_matrices(u32* r, const void* row) {
     struct Operands { const void* row; u32* r; } mine = {row, r};
     together(mine, [](Operands** lanes) {
         u16 matrices[4][8][8];
         for (int i = 0; i < 32; ++i) memcpy(matrices[i / 8][i % 8], lanes[i]->row, 16);
         for (int i = 0; i < 32; ++i)
-            for (int m = 0; m < 4; ++m) lanes[i]->r[m] = matrix_pair(matrices[m], i, transposed);
+            for (int m = 0; m < 4; ++m) lanes[i]->r[m] = matrix_pair(matrices[m], i, false);
     });
 }
 }  // namespace emulator
@@ -177,11 +173,7 @@ DEVICE u32 shared_address(const void* p) { return emulator::shared_offset(p, 0, 
 
 DEVICE void load_matrices(u32 (&r)[4], const void* row, CALLED_HERE) {
     emulator::begin_shared("load_matrices(byte %d)", site, row, 16, 16);
-    emulator::load_four_matrices<false>(r, row);
-}
-DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row, CALLED_HERE) {
-    emulator::begin_shared("load_matrices_transposed(byte %d)", site, row, 16, 16);
-    emulator::load_four_matrices<true>(r, row);
+    emulator::load_four_matrices(r, row);
 }
 
 DEVICE void store_matrices_transposed(void* row, u32 a, u32 b, u32 c, u32 d, CALLED_HERE) {

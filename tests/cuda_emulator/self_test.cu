@@ -33,9 +33,14 @@ DEVICE void load(const Params& p) {
     for (int i = 0; i < 4; ++i) shared[threadIdx.x + 32 * i] = p.in[threadIdx.x + 32 * i];
     warp_sync();
     u32 r[4];
-    const u32* row = shared + threadIdx.x * 4;
-    if (p.variant) load_matrices_transposed(r, row);
-    else load_matrices(r, row);
+    u32* row = shared + threadIdx.x * 4;
+    load_matrices(r, row);
+    if (p.variant) {  // stored transposed, and loaded again
+        warp_sync();
+        store_matrices_transposed(row, r[0], r[1], r[2], r[3]);
+        warp_sync();
+        load_matrices(r, row);
+    }
     for (int i = 0; i < 4; ++i) p.out[threadIdx.x * 4 + i] = r[i];
 }
 
