@@ -67,6 +67,7 @@ struct Block;
 struct Product {  // of a warpgroup, this warp's 16 rows; without operands: the end of a committed group
     const unsigned char *a, *b;
     int a_stride, b_stride, columns;
+    bool a_stands;
     float (*load)(const u16*);
     float* d[32];
 };

@@ -218,8 +218,9 @@ inline void deliver(const BulkCopy& copy) {
 
 // ---------------------------------------------------------------- products of a warpgroup
 
-// Number k of row i of an operand, whose rows of blocks are `stride` bytes apart.
-inline float operand_at(const Product& product, const unsigned char* operand, int stride, int i, int k) {
+// Number k of row i of an operand, whose rows of blocks are `stride` bytes apart; a standing one is stored transposed.
+inline float operand_at(const Product& product, const unsigned char* operand, int stride, bool stands, int i, int k) {
+    if (stands) std::swap(i, k);
     const unsigned char* at = operand + (i / 8) * stride + (k / 8) * 128 + (i % 8) * 16 + (k % 8) * 2;
     shared_offset(at, 2, 2);
     return product.load(reinterpret_cast<const u16*>(at));
@@ -236,8 +237,8 @@ inline void finish_products(Warp& warp, int pending) {
             for (int column = 0; column < product.columns; ++column) {
                 float sum = 0;
                 for (int k = 0; k < 16; ++k)
-                    sum += operand_at(product, product.a, product.a_stride, 16 * (warp.index % 4) + row, k) *
-                           operand_at(product, product.b, product.b_stride, column, k);
+                    sum += operand_at(product, product.a, product.a_stride, product.a_stands, 16 * (warp.index % 4) + row, k) *
+                           operand_at(product, product.b, product.b_stride, false, column, k);
                 product.d[4 * (row % 8) + column % 8 / 2][4 * (column / 8) + 2 * (row / 8) + column % 2] += sum;
             }
         }

@@ -148,13 +148,13 @@ inline u32 matrix_pair(const u16 (&matrix)[8][8], int lane, bool transposed) {
     return transposed ? matrix[j][i] | u32(matrix[j + 1][i]) << 16 : matrix[i][j] | u32(matrix[i][j + 1]) << 16;
 }
 
-inline void load_four_matrices(u32* r, const void* row) {
+inline void load_four_matrices(u32* r, const void* row, bool transposed) {
     struct Operands { const void* row; u32* r; } mine = {row, r};
-    together(mine, [](Operands** lanes) {
+    together(mine, [transposed](Operands** lanes) {
         u16 matrices[4][8][8];
         for (int i = 0; i < 32; ++i) memcpy(matrices[i / 8][i % 8], lanes[i]->row, 16);
         for (int i = 0; i < 32; ++i)
-            for (int m = 0; m < 4; ++m) lanes[i]->r[m] = matrix_pair(matrices[m], i, false);
+            for (int m = 0; m < 4; ++m) lanes[i]->r[m] = matrix_pair(matrices[m], i, transposed);
     });
 }
 }  // namespace emulator
@@ -173,7 +173,12 @@ DEVICE u32 shared_address(const void* p) { return emulator::shared_offset(p, 0, 
 
 DEVICE void load_matrices(u32 (&r)[4], const void* row, CALLED_HERE) {
     emulator::begin_shared("load_matrices(byte %d)", site, row, 16, 16);
-    emulator::load_four_matrices(r, row);
+    emulator::load_four_matrices(r, row, false);
+}
+
+DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row, CALLED_HERE) {
+    emulator::begin_shared("load_matrices_transposed(byte %d)", site, row, 16, 16);
+    emulator::load_four_matrices(r, row, true);
 }
 
 DEVICE void store_matrices_transposed(void* row, u32 a, u32 b, u32 c, u32 d, CALLED_HERE) {
@@ -275,14 +280,16 @@ struct Operand {
     int stride;
 };
 DEVICE Operand operand(const void* p, int stride) { return {static_cast<const unsigned char*>(p), stride}; }
+DEVICE Operand standing_operand(const void* p, int stride) { return operand(p, stride); }
 DEVICE Operand operand_at(Operand operand, int bytes) { return {operand.p + bytes, operand.stride}; }
 
 #if WARPGROUPS
-template <class T, int N> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b, CALLED_HERE) {
+template <class T, int N, bool a_stands = false>
+DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b, CALLED_HERE) {
     struct Operands { float* d; } mine = {d[0]};
     emulator::begin("multiply_group", site);
     emulator::together(mine, [a, b](Operands** lanes) {
-        emulator::Product product{a.p, b.p, a.stride, b.stride, N, T::load, {}};
+        emulator::Product product{a.p, b.p, a.stride, b.stride, N, a_stands, T::load, {}};
         for (int i = 0; i < 32; ++i) product.d[i] = lanes[i]->d;
         emulator::current->warp->products.push_back(product);
     });
@@ -299,10 +306,12 @@ template <int pending> DEVICE void product_wait(CALLED_HERE) {
     emulator::together(mine, [](Operands**) { emulator::finish_products(*emulator::current->warp, pending); });
 }
 #else
-template <class T, int N> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
+template <class T, int N, bool a_stands = false> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
     int lane = threadIdx.x % 32, w = threadIdx.x / 32 % 4;
     u32 x[4], y[4];
-    load_matrices(x, a.p + (2 * w + lane / 8 % 2) * a.stride + lane / 16 * 128 + 16 * (lane % 8));
+    int row = 2 * w + lane / 8 % 2, step = lane / 16, line = 16 * (lane % 8);
+    if constexpr (a_stands) load_matrices_transposed(x, a.p + step * a.stride + row * 128 + line);
+    else load_matrices(x, a.p + row * a.stride + step * 128 + line);
     for (int i = 0; i < N / 8; i += 2) {
         load_matrices(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));
         T::mma(d[i], x[0], x[1], x[2], x[3], y[0], y[1]);

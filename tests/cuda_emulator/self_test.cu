@@ -34,8 +34,9 @@ DEVICE void load(const Params& p) {
     warp_sync();
     u32 r[4];
     u32* row = shared + threadIdx.x * 4;
-    load_matrices(r, row);
-    if (p.variant) {  // stored transposed, and loaded again
+    if (p.variant == 2) load_matrices_transposed(r, row);
+    else load_matrices(r, row);
+    if (p.variant == 1) {  // stored transposed, and loaded again
         warp_sync();
         store_matrices_transposed(row, r[0], r[1], r[2], r[3]);
         warp_sync();

@@ -80,7 +80,7 @@ def test_multiply(kernel: Kernel) -> None:
     assert torch.equal(run(kernel, "MULTIPLY", words(x), 32), words(x[:, 0] * x[:, 1]).flatten())
 
 
-@pytest.mark.parametrize("transposed", [0, 1])
+@pytest.mark.parametrize("transposed", [0, 1, 2])
 def test_load_matrices(kernel: Kernel, transposed: int) -> None:
     """Lane 4 i + j gets the elements 2 j and 2 j + 1 of each matrix's row i (column i)."""
     matrices = torch.arange(256, dtype=torch.int16).view(4, 8, 8)

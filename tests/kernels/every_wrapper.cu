@@ -32,6 +32,7 @@ DEVICE float products(const Params& p) {
     fence_shared();
     product_begin();
     multiply_group<Bf16, 16>(d, a, b);
+    multiply_group<Bf16, 16, true>(d, standing_operand(shared_memory() + 1024, 256), b);
     product_commit();
     product_wait<0>();
     product_use(d);
@@ -49,6 +50,8 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     copy_wait<0>();
     warp_sync();
     load_matrices(r, shared_memory() + 16);
+    word += r[0] + r[1] + r[2] + r[3];
+    load_matrices_transposed(r, shared_memory() + 16);
     word += r[0] + r[1] + r[2] + r[3];
     word += shared_address(barrier);
     store_matrices_transposed(shared_memory() + 512 + 16 * (threadIdx.x % 32), r[0], r[1], r[2], r[3]);

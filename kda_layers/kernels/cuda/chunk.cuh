@@ -125,7 +125,7 @@ DEVICE u32 chunks_of_unit(const ChunkParams& p) {
 // ---------------------------------------------------------------- a prepared chunk
 
 // Matrices of 16-bit numbers lie in 8 x 8 blocks of 128 bytes, 8 numbers of a row side by side: block (i, j) of a matrix
-// with `columns` blocks side by side. Every operand is read along its rows.
+// with `columns` blocks side by side.
 DEVICE constexpr int block_at(int i, int j, int columns) { return (i * columns + j) * 128; }
 
 // In three parts that come and go by themselves: what V' is made of, what the state is updated with, what the output
@@ -143,7 +143,7 @@ struct Stage {
     unsigned char* base;
     DEVICE unsigned char* Kg() const { return base; }                                  // e^G k: [64, K]
     DEVICE unsigned char* T() const { return base + AT_T; }                            // (I + N)^-1 beta: [64, 64]
-    DEVICE unsigned char* Kr() const { return base + AT_KR; }                          // e^{G_C - G} k, transposed: [K, 64]
+    DEVICE unsigned char* Kr() const { return base + AT_KR; }                          // e^{G_C - G} k, like Kg    
     DEVICE float* gamma() const { return reinterpret_cast<float*>(base + AT_GAMMA); }  // e^{G_C}: [K]
     DEVICE unsigned char* Qg() const { return base + AT_QG; }                          // e^G q, like Kg
     DEVICE unsigned char* Aqk() const { return base + AT_AQK; }                        // like T

@@ -315,15 +315,11 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
             for (int i = 0; i < 8; i++) rest[i] *= x[i];
         }
         #pragma unroll
-        for (int w = 0; w < 4; w++) {
-            u32 factor = Fp16::pack(rest[2 * w], rest[2 * w + 1]);
+        for (int r = 0; r < 2; r++) {
+            u32 k[4];
             #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                // Transposed, a lane has tokens 2 t and 2 t + 1 of a channel of lane g / 2's.
-                u32 tokens = transpose_8x8(as_io(Fp16::multiply(k_fall[r][4 * c + w], factor)));
-                unsigned char* to = stage.Kr() + block_at(8 * h + 4 * c + g / 2, 2 * b + r, CHUNK / 8) + 16 * (2 * w + g % 2) + 4 * t;
-                *reinterpret_cast<u32*>(to) = tokens;
-            }
+            for (int i = 0; i < 4; i++) k[i] = as_io(Fp16::multiply(k_fall[r][4 * c + i], Fp16::pack(rest[2 * i], rest[2 * i + 1])));
+            *reinterpret_cast<uint4*>(stage.Kr() + block_at(2 * b + r, 8 * h + 4 * c + t, K / 8) + 16 * g) = make_uint4(k[0], k[1], k[2], k[3]);
         }
         if (b == 0 && g == 0) {
             float* gamma = stage.gamma() + 64 * h + 32 * c + 8 * t;

@@ -79,6 +79,12 @@ DEVICE void load_matrices(u32 (&r)[4], const void* row) {
         : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
+// The same, each transposed.
+DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
 // Store four 8 x 8 matrices that the warp holds in mma's accumulator order, transposed; lane i gives the address of row
 // i % 8 of matrix i / 8. Each matrix is 128 bytes, its rows following each other.
 DEVICE void store_matrices_transposed(void* row, u32 a, u32 b, u32 c, u32 d) {
@@ -192,6 +198,7 @@ DEVICE void fence_shared() {
 
 // An operand in shared memory: rows of 16-bit numbers along the summed dimension, in 8 x 8 blocks of 128 bytes, 8 numbers
 // of a row side by side. Blocks that follow each other along the row are 128 bytes apart, along the rows `stride`.
+// Or its transpose, a `standing` operand: rows of numbers along the other dimension, the summed one down the rows.
 // multiply_group multiplies sixteen numbers of the summed dimension: d[64, N] += a[64, 16] b[N, 16]^T, N 16 or 32, where
 // a warp holds 16 rows of d in mma's accumulator order. Asynchronous, from product_begin to product_wait.
 
@@ -200,22 +207,27 @@ using Operand = u64;
 DEVICE Operand operand(const void* p, int stride) {
     return u64((shared_address(p) & 0x3ffff) >> 4) | u64(128 >> 4) << 16 | u64(stride >> 4) << 32;
 }
+DEVICE Operand standing_operand(const void* p, int stride) {
+    return u64((shared_address(p) & 0x3ffff) >> 4) | u64(stride >> 4) << 16 | u64(128 >> 4) << 32;
+}
 DEVICE Operand operand_at(Operand operand, int bytes) { return operand + u64(bytes >> 4); }
 
-template <class T, int N> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b);
+template <class T, int N, bool a_stands = false> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b);
 #define SUM4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define MULTIPLY_GROUP(TYPE, NAME)                                                                                      \
-    template <> DEVICE void multiply_group<TYPE, 16>(float (&d)[2][4], Operand a, Operand b) {                          \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." NAME "." NAME " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, 0, 0;" \
-            : SUM4(0), SUM4(1) : "l"(a), "l"(b));                                                                       \
-    }                                                                                                                   \
-    template <> DEVICE void multiply_group<TYPE, 32>(float (&d)[4][4], Operand a, Operand b) {                          \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME                                        \
-            " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, 0, 0;"                          \
-            : SUM4(0), SUM4(1), SUM4(2), SUM4(3) : "l"(a), "l"(b));                                                     \
+#define MULTIPLY_GROUP(TYPE, NAME, STANDS)                                                                               \
+    template <> DEVICE void multiply_group<TYPE, 16, STANDS>(float (&d)[2][4], Operand a, Operand b) {                   \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." NAME "." NAME                                         \
+            " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, %10, 0;" : SUM4(0), SUM4(1) : "l"(a), "l"(b), "n"(STANDS));    \
+    }                                                                                                                    \
+    template <> DEVICE void multiply_group<TYPE, 32, STANDS>(float (&d)[4][4], Operand a, Operand b) {                   \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME                                         \
+            " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, %18, 0;"                       \
+            : SUM4(0), SUM4(1), SUM4(2), SUM4(3) : "l"(a), "l"(b), "n"(STANDS));                                         \
     }
-MULTIPLY_GROUP(Bf16, "bf16")
-MULTIPLY_GROUP(Fp16, "f16")
+MULTIPLY_GROUP(Bf16, "bf16", 0)
+MULTIPLY_GROUP(Bf16, "bf16", 1)
+MULTIPLY_GROUP(Fp16, "f16", 0)
+MULTIPLY_GROUP(Fp16, "f16", 1)
 #undef MULTIPLY_GROUP
 #undef SUM4
 
@@ -234,12 +246,15 @@ struct Operand {
     int stride;
 };
 DEVICE Operand operand(const void* p, int stride) { return {static_cast<const unsigned char*>(p), stride}; }
+DEVICE Operand standing_operand(const void* p, int stride) { return operand(p, stride); }
 DEVICE Operand operand_at(Operand operand, int bytes) { return {operand.p + bytes, operand.stride}; }
 
-template <class T, int N> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
+template <class T, int N, bool a_stands = false> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
     int lane = threadIdx.x % 32, w = threadIdx.x / 32 % 4;
     u32 x[4], y[4];
-    load_matrices(x, a.p + (2 * w + lane / 8 % 2) * a.stride + lane / 16 * 128 + 16 * (lane % 8));
+    int row = 2 * w + lane / 8 % 2, step = lane / 16, line = 16 * (lane % 8);
+    if constexpr (a_stands) load_matrices_transposed(x, a.p + step * a.stride + row * 128 + line);
+    else load_matrices(x, a.p + row * a.stride + step * 128 + line);
     #pragma unroll
     for (int i = 0; i < N / 8; i += 2) {
         load_matrices(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));

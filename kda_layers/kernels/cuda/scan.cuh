@@ -29,6 +29,13 @@ template <int steps> DEVICE void multiply_rows(Columns& d, Operand a, Operand b)
     product_commit();
 }
 
+// d += a^T b^T over the chunk's tokens: a [64, .] of K numbers a row, b [BV, 64].
+DEVICE void multiply_tokens(Columns& d, Operand a, Operand b) {
+    #pragma unroll
+    for (int s = 0; s < CHUNK / 16; s++) multiply_group<Io, BV, true>(d, operand_at(a, s * K * 32), operand_at(b, s * 256));
+    product_commit();
+}
+
 struct State {
     Columns S[K / 64];
 
@@ -116,6 +123,7 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
     const Operand state_operand = operand(shared.state(), K * 16), residuals = operand(shared.residuals(), CHUNK * 16);
     const Operand errors = operand(shared.errors(), CHUNK * 16);
     const Operand first_keys = operand(shared.stage(0).base, K * 16), first_tokens = operand(shared.stage(0).base, CHUNK * 16);
+    const Operand first_channels = standing_operand(shared.stage(0).Kr(), K * 16);
     u32 count = 0;
     for (int index = unit(); index < p.items; index += units()) {
         const Item item = item_of(p, index);
@@ -133,8 +141,9 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             Values values = next;
             if (left > CHUNK) v += CHUNK * stride, next.load(v, stride, left - CHUNK, w, lane);
 
-            // Operands with K and with 64 numbers in a row.
-            const Operand keys = operand_at(first_keys, count % STAGES * STAGE_BYTES), tokens = operand_at(first_tokens, count % STAGES * STAGE_BYTES);
+            // Operands with K and with 64 numbers in a row; and one whose columns are multiplied.
+            const int at = count % STAGES * STAGE_BYTES;
+            const Operand keys = operand_at(first_keys, at), tokens = operand_at(first_tokens, at), channels = operand_at(first_channels, at);
 
             Columns R, O;
             clear(R), clear(O);
@@ -176,7 +185,7 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             state.decay(stage.gamma(), w, lane);
             product_begin();
             #pragma unroll
-            for (int m = 0; m < K / 64; m++) multiply_rows<4>(state.S[m], operand_at(tokens, AT_KR + m * CHUNK * 128), errors);
+            for (int m = 0; m < K / 64; m++) multiply_tokens(state.S[m], operand_at(channels, m * 8 * 128), errors);
             multiply_rows<4>(O, operand_at(tokens, AT_AQK), errors);
             product_wait<1>();
             #pragma unroll
