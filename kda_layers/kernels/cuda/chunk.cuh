@@ -163,10 +163,10 @@ struct Shared {
     static constexpr int AT_BETA = AT_DECAYS + 2 * 4 * K * 4;
     static constexpr int TRIANGLE = 10 * 1024;  // 16 x 16 blocks, [2][32] lanes of four numbers each
     static constexpr int AT_SUMS_OF_L = AT_BETA + 4 * CHUNK * 4;
-    static constexpr int AT_SUMS_OF_A = AT_SUMS_OF_L + K / 64 * TRIANGLE;
-    static constexpr int AT_COLUMNS_OF_T = AT_SUMS_OF_A + (K / 64 - 1) * TRIANGLE;
+    static constexpr int AT_COLUMNS_OF_T = AT_SUMS_OF_L + K / 64 * TRIANGLE;
     static constexpr int AT_SUMS = AT_COLUMNS_OF_T + 6 * 512;
-    static constexpr int AT_BARRIERS = AT_SUMS + PREPARE_WARPS * 16 * 16;
+    static constexpr int AT_LOGITS = AT_SUMS + PREPARE_WARPS * 16 * 16;
+    static constexpr int AT_BARRIERS = AT_LOGITS + (G_WIDE ? 0 : CHUNK * K * 2);
     static constexpr int BYTES = AT_BARRIERS + (2 * PARTS * STAGES + 3) * 8;
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
@@ -179,11 +179,13 @@ struct Shared {
     DEVICE float* beta(u32 turn) const { return reinterpret_cast<float*>(base + AT_BETA + turn % 2 * CHUNK * 4); }            // [64]
     DEVICE float* scale(u32 turn) const { return beta(turn) + 2 * CHUNK; }  // [64], of outputs
     DEVICE float4* sums_of_L(int half, int row, int column) const { return in_triangle(AT_SUMS_OF_L + half * TRIANGLE, row, column); }
-    DEVICE float4* sums_of_A(int row, int column) const { return in_triangle(AT_SUMS_OF_A, row, column); }
+    // Where the same two warps have put their columns of the chunk before, which are of no more use.
+    DEVICE float4* sums_of_A(u32 turn, int row, int column) const { return reinterpret_cast<float4*>(columns(turn + 1)) + (4 * row + column) * 64; }
     DEVICE float4* in_triangle(int at, int row, int column) const {
         return reinterpret_cast<float4*>(base + at) + (row * (row + 1) / 2 + column) * 64;
     }
     DEVICE uint4* columns_of_T() const { return reinterpret_cast<uint4*>(base + AT_COLUMNS_OF_T); }  // [6][32]
+    DEVICE uint4* logits(int warp) const { return reinterpret_cast<uint4*>(base + AT_LOGITS) + warp * 128; }  // [4][32]
     DEVICE float4* sums() const { return reinterpret_cast<float4*>(base + AT_SUMS); }                // [warp][16 tokens]
 
     DEVICE u64* barriers() const { return reinterpret_cast<u64*>(base + AT_BARRIERS); }

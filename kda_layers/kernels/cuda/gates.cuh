@@ -16,13 +16,22 @@ DEVICE float softplus(float x) {
 
 DEVICE float sigmoid(float x) { return reciprocal(1.f + exp2_fast(-x * LOG2_E)); }
 
-// The decay of one token and channel; `rate` is exp(A_log).
-template <int gate> DEVICE float decay(float logit, float bias, float rate, float lower_bound) {
-    float g = logit;
-    if constexpr (gate == LOWER_BOUND) g = lower_bound * sigmoid(rate * (logit + bias));
-    if constexpr (gate == SOFTPLUS) g = -rate * softplus(logit + bias);
-    return exp2_fast(g * LOG2_E);
-}
+// Decays of one head's tokens: what does not change from token to token is worked out once.
+template <int gate> struct Gates {
+    float in, out;  // the factor of logits, and that of the activated, to the base 2
+
+    DEVICE Gates(float rate, float lower_bound) {
+        in = gate == LOWER_BOUND ? -rate * LOG2_E : 1.f;
+        out = (gate == LOWER_BOUND ? lower_bound : gate == SOFTPLUS ? -rate : 1.f) * LOG2_E;
+    }
+    DEVICE float bias(float x) const { return in * x; }  // as decay() takes it
+    // One channel of a token; a token that is not there decays nothing.
+    DEVICE float decay(float logit, float bias, bool valid) const {
+        if constexpr (gate == LOWER_BOUND) return exp2_fast((valid ? out : 0.f) * reciprocal(1.f + exp2_fast(in * logit + bias)));
+        float x = gate == SOFTPLUS ? softplus(logit + bias) : logit;  // may be infinite
+        return exp2_fast(valid ? out * x : 0.f);
+    }
+};
 
 DEVICE float write_strength(float logit, int beta) {
     return beta == GIVEN ? logit : (beta == TWICE_SIGMOID ? 2.f : 1.f) * sigmoid(logit);

@@ -13,58 +13,58 @@
 
 // ---------------------------------------------------------------- loading
 
-DEVICE void load_8(float (&to)[8], const float* from) {
-    float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
-    to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+// A lane's tokens g and g + 8 of a chunk; rows behind the sequence's end read its last token.
+DEVICE int token_of(const Cursor& at, int r, int warp, int lane) { return at.chunk * CHUNK + 16 * (warp / HALVES) + lane / 4 + 8 * r; }
+DEVICE int row_of(const Cursor& at, int r, int warp, int lane) { return min(token_of(at, r, warp, lane), at.item.length - 1); }
+DEVICE int channel_of(int warp, int lane) { return 64 * (warp % HALVES) + 8 * (lane % 4); }  // the first of a lane's
+
+DEVICE i64 key_at(const ChunkParams& p, const Cursor& at, int row) { return (i64(at.item.first + row) * p.H + at.item.head / p.group) * K; }
+DEVICE const Logit* logits_at(const ChunkParams& p, const Cursor& at, int row) {
+    return static_cast<const Logit*>(p.g) + at.item.row(p, row) * K;
 }
 
-// A lane's tokens g and g + 8 of q, k and gate logits as they come: all loads are under way before the first is used.
+// A lane's q and k as they come.
 struct Raw {
-    uint4 q[2][2], k[2][2], g[2][2 + 2 * G_WIDE];  // [token][8 or 4 channels]
+    uint4 q[2][2], k[2][2];  // [token][8 channels]
     u32 beta[2];
-    float bias[2][8], rate;
 };
 
-// A lane's tokens of a chunk; rows behind the sequence's end read its last token.
-DEVICE int token_of(const Cursor& at, int r, int warp, int lane) { return at.chunk * CHUNK + 16 * (warp / HALVES) + lane / 4 + 8 * r; }
-
 DEVICE void load_raw(Raw& raw, const ChunkParams& p, const Cursor& at, int warp, int lane) {
-    int channel = 64 * (warp % HALVES) + 8 * (lane % 4);
+    int channel = channel_of(warp, lane);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-        int token = min(token_of(at, r, warp, lane), at.item.length - 1);
-        i64 row = at.item.row(p, token), key = (i64(at.item.first + token) * p.H + at.item.head / p.group) * K + channel;
-        const Logit* g = static_cast<const Logit*>(p.g) + row * K + channel;
+        int row = row_of(at, r, warp, lane);
+        i64 key = key_at(p, at, row) + channel;
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             raw.q[r][c] = *reinterpret_cast<const uint4*>(p.q + key + 32 * c);
             raw.k[r][c] = *reinterpret_cast<const uint4*>(p.k + key + 32 * c);
-            #pragma unroll
-            for (int i = 0; i <= G_WIDE; i++) raw.g[r][c * (1 + G_WIDE) + i] = reinterpret_cast<const uint4*>(g + 32 * c)[i];
         }
-        raw.beta[r] = p.beta_wide ? static_cast<const u32*>(p.beta)[row] : static_cast<const u16*>(p.beta)[row];
+        i64 token = at.item.row(p, row);
+        raw.beta[r] = p.beta_wide ? static_cast<const u32*>(p.beta)[token] : static_cast<const u16*>(p.beta)[token];
     }
-    #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        #pragma unroll
-        for (int i = 0; i < 8; i++) raw.bias[c][i] = 0.f;
-        if (p.dt_bias) load_8(raw.bias[c], p.dt_bias + at.item.head * K + channel + 32 * c);
-    }
-    raw.rate = p.A_log ? p.A_log[at.item.head] : 0.f;
 }
 
 // Brings what load_raw will read into L2.
 DEVICE void prefetch_raw(const ChunkParams& p, const Cursor& at, int warp, int lane) {
-    if (lane % 4) return;
-    int channel = 64 * (warp % HALVES);
+    if (lane % 4 > 1) return;
+    int row = row_of(at, lane % 4, warp, lane), channel = 64 * (warp % HALVES);
+    i64 key = key_at(p, at, row) + channel;
+    prefetch(p.q + key), prefetch(p.k + key);
+    const Logit* g = logits_at(p, at, row) + channel;
+    if (G_WIDE) prefetch(g), prefetch(g + 32);
+}
+
+// Gate logits in 16 bits come a chunk ahead, by way of shared memory, so that there is work while q and k are on their
+// way; those in 32 have no room there. Each lane brings what it reads itself.
+DEVICE void fetch_logits(const ChunkParams& p, const Shared& shared, const Cursor& at, int warp, int lane) {
     #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        int token = min(token_of(at, r, warp, lane), at.item.length - 1);
-        i64 key = (i64(at.item.first + token) * p.H + at.item.head / p.group) * K + channel;
-        const Logit* g = static_cast<const Logit*>(p.g) + at.item.row(p, token) * K + channel;
-        prefetch(p.q + key), prefetch(p.k + key), prefetch(g);
-        if (G_WIDE) prefetch(g + 32);
+    for (int r = 0; r < (G_WIDE ? 0 : 2); r++) {
+        const Logit* g = logits_at(p, at, row_of(at, r, warp, lane)) + channel_of(warp, lane);
+        #pragma unroll
+        for (int c = 0; c < 2; c++) copy_16(shared.logits(warp) + (2 * r + c) * 32 + lane, g + 32 * c, true);
     }
+    copy_commit();
 }
 
 DEVICE void unpack_8(float (&to)[8], uint4 w) {
@@ -72,11 +72,32 @@ DEVICE void unpack_8(float (&to)[8], uint4 w) {
     to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y, to[4] = c.x, to[5] = c.y, to[6] = d.x, to[7] = d.y;
 }
 
-// Sum over the four lanes of a row.
-DEVICE float row_sum(float x) {
-    x += shuffle_xor(x, 1);
-    return x + shuffle_xor(x, 2);
+DEVICE void load_8(float (&to)[8], const float* from) {
+    float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
+    to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
+DEVICE void load_8(float (&to)[8], const u16* from) { unpack_8(to, *reinterpret_cast<const uint4*>(from)); }
+
+// Decays of 8 channels from 32 c on of a lane's tokens.
+DEVICE void load_decays(float (&d)[2][8], int c, const Gates<GATE>& gates, const ChunkParams& p, const Shared& shared, const Cursor& at,
+                        int warp, int lane) {
+    float bias[8] = {};
+    if (p.dt_bias) load_8(bias, p.dt_bias + at.item.head * K + channel_of(warp, lane) + 32 * c);
+    #pragma unroll
+    for (int i = 0; i < 8; i++) bias[i] = gates.bias(bias[i]);
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const Logit* from = G_WIDE ? logits_at(p, at, row_of(at, r, warp, lane)) + channel_of(warp, lane) + 32 * c
+                                   : reinterpret_cast<const Logit*>(shared.logits(warp) + (2 * r + c) * 32 + lane);
+        float x[8];
+        load_8(x, from);
+        bool valid = token_of(at, r, warp, lane) < at.item.length;
+        #pragma unroll
+        for (int i = 0; i < 8; i++) d[r][i] = gates.decay(x[i], bias[i], valid);
+    }
+}
+
+// ---------------------------------------------------------------- directions
 
 // q and k as fp16 pairs. q is a unit vector, its length, where the operator keeps it, a factor of the output; k is at
 // most one long anyway (kda_math.md, the fact used everywhere).
@@ -85,35 +106,46 @@ struct Directions {
     float qk[2];           // <q, k> of one token: the diagonal of Aqk
 };
 
+DEVICE u32 word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+// <k, k>, <q, k> and <q, q> of each token over a warp's channels: diagonals of products.
+DEVICE void sum_squares(const Raw& raw, const Shared& shared, int warp, int lane) {
+    int g = lane / 4, t = lane % 4;
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float with_k[4] = {}, with_q[4] = {};  // rows: 8 tokens of k, 8 of q
+        #pragma unroll
+        for (int s = 0; s < 4; s++) {
+            uint4 k = raw.k[r][s / 2], q = raw.q[r][s / 2];
+            int i = s % 2 * 2;
+            Io::mma(with_k, word(k, i), word(q, i), word(k, i + 1), word(q, i + 1), word(k, i), word(k, i + 1));
+            Io::mma(with_q, word(k, i), word(q, i), word(k, i + 1), word(q, i + 1), word(q, i), word(q, i + 1));
+        }
+        if (t == g / 2) {
+            bool odd = g % 2;
+            shared.sums()[warp * 16 + g + 8 * r] = make_float4(odd ? with_q[3] : with_q[2], odd ? with_k[1] : with_k[0], odd ? with_k[3] : with_k[2], 0.f);
+        }
+    }
+}
+
 DEVICE void normalize(Directions& d, const Raw& raw, const ChunkParams& p, const Shared& shared, const Cursor& at, u32 turn, int warp, int lane) {
     int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
-    float4 sums[2];
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float s[3] = {};
-        #pragma unroll
-        for (int c = 0; c < 2; c++) {
-            float q[8], k[8];
-            unpack_8(q, raw.q[r][c]), unpack_8(k, raw.k[r][c]);
-            #pragma unroll
-            for (int i = 0; i < 8; i++) s[0] += q[i] * q[i], s[1] += k[i] * k[i], s[2] += q[i] * k[i];
-        }
-        sums[r] = make_float4(row_sum(s[0]), row_sum(s[1]), row_sum(s[2]), 0.f);
-        if (HALVES > 1 && t == 0) shared.sums()[warp * 16 + g + 8 * r] = sums[r];
-    }
+    sum_squares(raw, shared, warp, lane);
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
+    else warp_sync();
     #pragma unroll
     for (int r = 0; r < 2; r++) {
+        float4 sums = shared.sums()[b * HALVES * 16 + g + 8 * r];
         if (HALVES > 1) {
-            float4 other = shared.sums()[(warp ^ 1) * 16 + g + 8 * r];
-            sums[r].x += other.x, sums[r].y += other.y, sums[r].z += other.z;
+            float4 other = shared.sums()[(b * HALVES + 1) * 16 + g + 8 * r];
+            sums.x += other.x, sums.y += other.y, sums.z += other.z;
         }
         bool valid = token_of(at, r, warp, lane) < at.item.length;  // rows behind the end are zeros
-        float q_scale = rsqrt_fast(sums[r].x + (p.qk_l2norm ? 1e-6f : 1e-37f));
-        float k_scale = p.qk_l2norm ? rsqrt_fast(sums[r].y + 1e-6f) : 1.f;
-        float o_scale = p.qk_l2norm ? p.scale : p.scale * sums[r].x * q_scale;
+        float q_scale = rsqrt_fast(sums.x + (p.qk_l2norm ? 1e-6f : 1e-37f));
+        float k_scale = p.qk_l2norm ? rsqrt_fast(sums.y + 1e-6f) : 1.f;
+        float o_scale = p.qk_l2norm ? p.scale : p.scale * sums.x * q_scale;
         if (!valid) q_scale = k_scale = 0.f;
-        d.qk[r] = sums[r].z * q_scale * k_scale;
+        d.qk[r] = sums.z * q_scale * k_scale;
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             float q[8], k[8];
@@ -129,33 +161,6 @@ DEVICE void normalize(Directions& d, const Raw& raw, const ChunkParams& p, const
             float logit = p.beta_wide ? __uint_as_float(raw.beta[r]) : Io::unpack(raw.beta[r]).x;
             shared.beta(turn)[token] = valid ? write_strength(logit, p.beta_activation) : 0.f;
             shared.scale(turn)[token] = o_scale;
-        }
-    }
-}
-
-DEVICE void decays_of(float (&d)[2][16], const Raw& raw, const ChunkParams& p, const Cursor& at, int warp, int lane) {
-    float rate = exp2_fast(raw.rate * LOG2_E);
-    #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float x[8];
-            if constexpr (G_WIDE) {
-                #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    uint4 w = raw.g[r][2 * c + i];
-                    x[4 * i] = __uint_as_float(w.x), x[4 * i + 1] = __uint_as_float(w.y);
-                    x[4 * i + 2] = __uint_as_float(w.z), x[4 * i + 3] = __uint_as_float(w.w);
-                }
-            } else {
-                unpack_8(x, raw.g[r][c]);
-            }
-            bool valid = token_of(at, r, warp, lane) < at.item.length;
-            #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                float e = decay<GATE>(x[i], raw.bias[c][i], rate, p.lower_bound);
-                d[r][8 * c + i] = valid ? e : 1.f;
-            }
         }
     }
 }
@@ -239,36 +244,57 @@ DEVICE u32 as_io(u32 x) {
     return Io::pack(f.x, f.y);
 }
 
-// Prepares the chunk under the cursor.
-DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stage& stage, const Cursor& at, u32 count, u32 turn, int warp,
-                          int lane) {
+// Multiplies with the lane whose number differs in one bit; each of the two keeps half of 2 n numbers.
+template <int n> DEVICE void multiply_halves(float (&x)[16], int lane) {
+    bool upper = lane & 2 * n;
+    #pragma unroll
+    for (int i = 0; i < n; i++) {
+        float others = upper ? x[i] : x[n + i];
+        x[i] = (upper ? x[n + i] : x[i]) * shuffle_xor(others, 2 * n);
+    }
+}
+
+// The products over the eight lanes that have the same channels: two channels a lane.
+DEVICE void store_block_decays(float* to, float (&x)[16], int lane) {
+    multiply_halves<8>(x, lane);
+    multiply_halves<4>(x, lane);
+    multiply_halves<2>(x, lane);
+    int first = (lane & 16 ? 32 : 0) + (lane & 8 ? 4 : 0) + (lane & 4 ? 2 : 0);
+    *reinterpret_cast<float2*>(to + first) = make_float2(x[0], x[1]);
+}
+
+// Prepares the chunk under the cursor, and has the logits of the next one fetched.
+DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stage& stage, const Cursor& at, const Cursor& next, u32 count,
+                          u32 turn, int warp, int lane) {
     int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
-    Directions d;
-    Pairs near, far;
-    float* decays = shared.decays(turn) + 64 * h + 8 * t;
     Raw raw;
     load_raw(raw, p, at, warp, lane);
     // Nothing is written to the ring before the barrier below.
     if (SHARED_CHUNKS && count >= RING && warp == 0) wait_for_place(p, count, lane);
-    normalize(d, raw, p, shared, at, turn, warp, lane);
-    {
-        float e[2][16];
-        decays_of(e, raw, p, at, warp, lane);
+    Pairs near, far;
+    float* decays = shared.decays(turn) + 64 * h + 8 * t;
+    copy_wait<0>();
+    const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[at.item.head] * LOG2_E) : 1.f, p.lower_bound);
+    float block[16];  // decays over the block's tokens
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+        float e[2][8];
+        load_decays(e, c, gates, p, shared, at, warp, lane);
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             #pragma unroll
-            for (int i = 0; i < 8; i++) {
+            for (int i = 0; i < 4; i++) {
                 Pair own = Pair::of(e[r][2 * i], e[r][2 * i + 1]), one = Pair::of(1.f, 1.f);
-                near[r][i] = g & 1 ? own : one, far[r][i] = g & 1 ? one : own;
+                near[r][4 * c + i] = g & 1 ? own : one, far[r][4 * c + i] = g & 1 ? one : own;
             }
         }
         #pragma unroll
-        for (int x = 0; x < 16; x++) {  // of the whole block
-            float all = e[0][x] * e[1][x];
-            all *= shuffle_xor(all, 4), all *= shuffle_xor(all, 8), all *= shuffle_xor(all, 16);
-            if (g == 0) decays[b * K + 32 * (x / 8) + x % 8] = all;
-        }
+        for (int i = 0; i < 8; i++) block[8 * c + i] = e[0][i] * e[1][i];
     }
+    if (next.valid(p)) fetch_logits(p, shared, next, warp, lane);
+    store_block_decays(decays + b * K, block, lane);
+    Directions d;
+    normalize(d, raw, p, shared, at, turn, warp, lane);
     Tile L = {}, own = {};  // diagonal blocks of L and Aqk
     anchor<1>(L, own, near, far, d, lane);
     anchor<2>(L, own, near, far, d, lane);
@@ -282,7 +308,6 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
     bool gives = HALVES > 1 && h == turn % 2;  // its sums of Aqk to the block's other warp
     if (turn > 0) mbarrier_wait(shared.inverted(), (turn - 1) & 1);
     send_sums(shared.sums_of_L(h, b, b) + lane, L);
-    if (gives) send_sums(shared.sums_of_A(b, b) + lane, own);
     // Columns for later blocks are keys decayed to this block's end, rows are decayed from its start.
     u32 k_fall[2][8], k_rise[2][8], q_rise[2][8];
     #pragma unroll
@@ -298,6 +323,7 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
         shared.columns(turn)[(warp * 4 + s) * 32 + lane] = make_uint4(k_fall[0][2 * s], k_fall[0][2 * s + 1], k_fall[1][2 * s], k_fall[1][2 * s + 1]);
     }
     barrier_sync(PREPARED, 32 * PREPARE_WARPS);
+    if (gives) send_sums(shared.sums_of_A(turn, b, b) + lane, own);
     if (warp == 0) stage.scale()[lane] = shared.scale(turn)[lane], stage.scale()[lane + 32] = shared.scale(turn)[lane + 32];
 
     // Kr: decayed on to the chunk's end; and the decay of the whole chunk.
@@ -353,7 +379,7 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
             multiply(A[j], q, columns);
         }
         send_sums(shared.sums_of_L(h, b, j) + lane, L);
-        if (gives) send_sums(shared.sums_of_A(b, j) + lane, A[j]);
+        if (gives) send_sums(shared.sums_of_A(turn, b, j) + lane, A[j]);
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             float x[8];
@@ -385,9 +411,9 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
     if (HALVES > 1) {
         #pragma unroll
         for (int j = 0; j < 3; j++) {
-            if (j < b) add_sums(A[j], shared.sums_of_A(b, j) + lane);
+            if (j < b) add_sums(A[j], shared.sums_of_A(turn, b, j) + lane);
         }
-        add_sums(own, shared.sums_of_A(b, b) + lane);
+        add_sums(own, shared.sums_of_A(turn, b, b) + lane);
     }
     store_row(stage.Aqk(), A, own, b, lane);
 }
@@ -409,6 +435,7 @@ DEVICE void wrote(const Shared& shared, int lane) {
 DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int lane) {
     Cursor at;
     at.start(p, slice() % STRIDE);
+    if (at.valid(p)) fetch_logits(p, shared, at, warp, lane);
     u32 turn = 0;
     for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++) {
         Cursor next = at;
@@ -417,7 +444,7 @@ DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int la
         if (!SHARED_CHUNKS) {
             for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
         }
-        prepare_chunk(p, shared, place_of(p, shared, count), at, count, turn, warp, lane);
+        prepare_chunk(p, shared, place_of(p, shared, count), at, next, count, turn, warp, lane);
         wrote(shared, lane);
         at = next;
     }

@@ -137,9 +137,9 @@ DEVICE void put_words(float* to, const float (&x)[PER_LANE]) {
 }
 
 template <int gate> DEVICE void decays(float (&g)[PER_LANE], const Raw& raw, const StepParams& p) {
-    const float rate = exp2_fast(raw.rate * LOG2_E);
+    const Gates<gate> gates(exp2_fast(raw.rate * LOG2_E), p.lower_bound);
     #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) g[i] = decay<gate>(g[i], number(raw.bias[i]), rate, p.lower_bound);
+    for (int i = 0; i < PER_LANE; i++) g[i] = gates.decay(g[i], gates.bias(number(raw.bias[i])), true);
 }
 
 DEVICE void put(Token& to, const Raw& raw, const StepParams& p, u32 lane) {
