@@ -16,8 +16,8 @@ enum Role { PREPARE, SCAN, INVERT };
 template <int role> DEVICE void registers() {
 #if MOVABLE_REGISTERS
     if constexpr (role == PREPARE) registers_more<K == 128 ? 152 : 208>();
-    if constexpr (role == SCAN) registers_fewer<K == 64 ? 128 : WARPGROUPS ? 104 : 120>();
-    if constexpr (role == INVERT) registers_fewer<K == 64 ? 128 : WARPGROUPS ? 104 : 88>();
+    if constexpr (role == SCAN) registers_fewer<K == 64 ? 128 : WARPGROUPS ? 112 : 120>();
+    if constexpr (role == INVERT) registers_fewer<K == 64 ? 128 : WARPGROUPS ? 96 : 88>();
 #endif
 }
 

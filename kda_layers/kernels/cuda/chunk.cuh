@@ -54,6 +54,7 @@ struct Item {
     int first;        // its first token among B * T
     int length;       // tokens
     int sequence, head;
+    i64 keys;         // where its first token's q and k begin
 
     DEVICE int chunks() const { return (length + CHUNK - 1) / CHUNK; }
     DEVICE i64 row(const ChunkParams& p, int token) const { return i64(first + token) * p.HV + head; }
@@ -76,6 +77,7 @@ DEVICE Item item_of(const ChunkParams& p, int index) {
         item.first = offset_of(p, item.sequence);
         item.length = offset_of(p, item.sequence + 1) - item.first;
     }
+    item.keys = (i64(item.first) * p.H + item.head / p.group) * K;
     return item;
 }
 
@@ -160,14 +162,16 @@ struct Shared {
     static constexpr int AT_ERRORS = AT_RESIDUALS + BV * CHUNK * 2;
     static constexpr int AT_COLUMNS = AT_ERRORS + BV * CHUNK * 2;
     static constexpr int AT_DECAYS = AT_COLUMNS + 2 * CHUNK * K * 2;
-    static constexpr int AT_BETA = AT_DECAYS + 2 * 4 * K * 4;
+    static constexpr int AT_SCALES = AT_DECAYS + 2 * 4 * K * 4;
+    static constexpr int AT_BETA = AT_SCALES + 2 * CHUNK * 4;
     static constexpr int TRIANGLE = 10 * 1024;  // 16 x 16 blocks, [2][32] lanes of four numbers each
-    static constexpr int AT_SUMS_OF_L = AT_BETA + 4 * CHUNK * 4;
+    static constexpr int AT_SUMS_OF_L = AT_BETA + INVERTERS * CHUNK * 4;
     static constexpr int AT_COLUMNS_OF_T = AT_SUMS_OF_L + K / 64 * TRIANGLE;
     static constexpr int AT_SUMS = AT_COLUMNS_OF_T + 6 * 512;
     static constexpr int AT_LOGITS = AT_SUMS + PREPARE_WARPS * 16 * 16;
-    static constexpr int AT_BARRIERS = AT_LOGITS + (G_WIDE ? 0 : CHUNK * K * 2);
-    static constexpr int BYTES = AT_BARRIERS + (2 * PARTS * STAGES + 3) * 8;
+    static constexpr int AT_BIAS = AT_LOGITS + (G_WIDE ? 0 : CHUNK * K * 2);
+    static constexpr int AT_BARRIERS = AT_BIAS + PREPARE_WARPS * 256;
+    static constexpr int BYTES = AT_BARRIERS + (2 * PARTS * STAGES + 4) * 8;
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
     DEVICE unsigned char* state() const { return base + AT_STATE; }          // S: [BV, K]
@@ -176,8 +180,8 @@ struct Shared {
     // of two chunks, so that warps may be one apart
     DEVICE uint4* columns(u32 turn) const { return reinterpret_cast<uint4*>(base + AT_COLUMNS + turn % 2 * CHUNK * K * 2); }  // [warp][4][32]
     DEVICE float* decays(u32 turn) const { return reinterpret_cast<float*>(base + AT_DECAYS + turn % 2 * 4 * K * 4); }        // [4 blocks][K]
-    DEVICE float* beta(u32 turn) const { return reinterpret_cast<float*>(base + AT_BETA + turn % 2 * CHUNK * 4); }            // [64]
-    DEVICE float* scale(u32 turn) const { return beta(turn) + 2 * CHUNK; }  // [64], of outputs
+    DEVICE float* scale(u32 turn) const { return reinterpret_cast<float*>(base + AT_SCALES + turn % 2 * CHUNK * 4); }        // [64], of outputs
+    DEVICE float* beta(int inverter) const { return reinterpret_cast<float*>(base + AT_BETA + inverter * CHUNK * 4); }        // [64]
     DEVICE float4* sums_of_L(int half, int row, int column) const { return in_triangle(AT_SUMS_OF_L + half * TRIANGLE, row, column); }
     // Where the same two warps have put their columns of the chunk before, which are of no more use.
     DEVICE float4* sums_of_A(u32 turn, int row, int column) const { return reinterpret_cast<float4*>(columns(turn + 1)) + (4 * row + column) * 64; }
@@ -186,6 +190,7 @@ struct Shared {
     }
     DEVICE uint4* columns_of_T() const { return reinterpret_cast<uint4*>(base + AT_COLUMNS_OF_T); }  // [6][32]
     DEVICE uint4* logits(int warp) const { return reinterpret_cast<uint4*>(base + AT_LOGITS) + warp * 128; }  // [4][32]
+    DEVICE float* bias(int warp) const { return reinterpret_cast<float*>(base + AT_BIAS) + warp * 64; }
     DEVICE float4* sums() const { return reinterpret_cast<float4*>(base + AT_SUMS); }                // [warp][16 tokens]
 
     DEVICE u64* barriers() const { return reinterpret_cast<u64*>(base + AT_BARRIERS); }
@@ -194,6 +199,7 @@ struct Shared {
     DEVICE u64* summed() const { return barriers() + 2 * PARTS * STAGES; }  // L of a chunk
     DEVICE u64* inverted() const { return summed() + 1; }
     DEVICE u64* written() const { return summed() + 2; }
+    DEVICE u64* placed() const { return summed() + 3; }  // there is room for a chunk
 
     // warps of a block that release a part
     static DEVICE constexpr int releases(int part) { return part == OUTPUT ? 4 : 1; }
@@ -208,6 +214,7 @@ struct Shared {
         mbarrier_init(summed(), PREPARE_WARPS);
         mbarrier_init(inverted(), INVERTERS);
         mbarrier_init(written(), PREPARE_WARPS + INVERTERS);
+        mbarrier_init(placed(), 1);
 #if __CUDA_ARCH__ >= 900
         mbarrier_init_fence();
 #endif

@@ -60,10 +60,10 @@ class Variant(NamedTuple):
     def shared_bytes(self) -> int:
         """As struct Shared in chunk.cuh adds it up."""
         scan = self.BV * 2 * (self.K + 2 * CHUNK)
-        exchanged = 2 * (CHUNK * self.K * 2 + 16 * self.K + 8 * CHUNK)
+        exchanged = 2 * (CHUNK * self.K * 2 + 16 * self.K) + 20 * CHUNK
         sums = self.K // 64 * 10240 + 6 * 512 + self.K * 16
-        logits = 0 if self.g_wide else CHUNK * self.K * 2
-        return STAGES * self.stage_bytes + scan + exchanged + sums + logits + 8 * (6 * STAGES + 3)
+        gates = self.K * 16 + (0 if self.g_wide else CHUNK * self.K * 2)
+        return STAGES * self.stage_bytes + scan + exchanged + sums + gates + 8 * (6 * STAGES + 4)
 
 
 def variant_for(x: Inputs, items: int, processors: int, arch: int) -> Variant:

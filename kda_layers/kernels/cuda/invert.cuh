@@ -194,8 +194,18 @@ DEVICE void invert_lower(const Shared& shared, const Stage& stage, const float* 
     store_row(stage.T(), T, own, b, lane);
 }
 
-DEVICE void invert_chunk(const Shared& shared, const Stage& stage, u32 turn, int inverter, int lane) {
-    const float* beta = shared.beta(turn);
+// A chunk's beta, of which each warp has a copy; zeros behind the sequence's end.
+DEVICE void load_write_strengths(float* to, const ChunkParams& p, const Cursor& at, int lane) {
+    #pragma unroll
+    for (int i = lane; i < CHUNK; i += 32) {
+        int token = at.chunk * CHUNK + i;
+        i64 row = at.item.row(p, min(token, at.item.length - 1));
+        float logit = p.beta_wide ? static_cast<const float*>(p.beta)[row] : Io::load(static_cast<const u16*>(p.beta) + row);
+        to[i] = token < at.item.length ? write_strength(logit, p.beta_activation) : 0.f;
+    }
+}
+
+DEVICE void invert_chunk(const Shared& shared, const Stage& stage, const float* beta, int inverter, int lane) {
     uint4* columns = shared.columns_of_T() + lane;
     if (inverter == 0) invert_upper(shared, stage, beta, columns, lane);
     else invert_lower(shared, stage, beta, columns, inverter + 1, lane);

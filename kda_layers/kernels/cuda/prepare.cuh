@@ -18,7 +18,7 @@ DEVICE int token_of(const Cursor& at, int r, int warp, int lane) { return at.chu
 DEVICE int row_of(const Cursor& at, int r, int warp, int lane) { return min(token_of(at, r, warp, lane), at.item.length - 1); }
 DEVICE int channel_of(int warp, int lane) { return 64 * (warp % HALVES) + 8 * (lane % 4); }  // the first of a lane's
 
-DEVICE i64 key_at(const ChunkParams& p, const Cursor& at, int row) { return (i64(at.item.first + row) * p.H + at.item.head / p.group) * K; }
+DEVICE i64 key_at(const ChunkParams& p, const Cursor& at, int row) { return at.item.keys + i64(row) * (p.H * K); }
 DEVICE const Logit* logits_at(const ChunkParams& p, const Cursor& at, int row) {
     return static_cast<const Logit*>(p.g) + at.item.row(p, row) * K;
 }
@@ -26,7 +26,6 @@ DEVICE const Logit* logits_at(const ChunkParams& p, const Cursor& at, int row) {
 // A lane's q and k as they come.
 struct Raw {
     uint4 q[2][2], k[2][2];  // [token][8 channels]
-    u32 beta[2];
 };
 
 DEVICE void load_raw(Raw& raw, const ChunkParams& p, const Cursor& at, int warp, int lane) {
@@ -40,8 +39,6 @@ DEVICE void load_raw(Raw& raw, const ChunkParams& p, const Cursor& at, int warp,
             raw.q[r][c] = *reinterpret_cast<const uint4*>(p.q + key + 32 * c);
             raw.k[r][c] = *reinterpret_cast<const uint4*>(p.k + key + 32 * c);
         }
-        i64 token = at.item.row(p, row);
-        raw.beta[r] = p.beta_wide ? static_cast<const u32*>(p.beta)[token] : static_cast<const u16*>(p.beta)[token];
     }
 }
 
@@ -78,13 +75,23 @@ DEVICE void load_8(float (&to)[8], const float* from) {
 }
 DEVICE void load_8(float (&to)[8], const u16* from) { unpack_8(to, *reinterpret_cast<const uint4*>(from)); }
 
+// What gates need of an item.
+DEVICE Gates<GATE> load_gates(const ChunkParams& p, const Shared& shared, const Item& item, int warp, int lane) {
+    const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[item.head] * LOG2_E) : 1.f, p.lower_bound);
+    const float* from = p.dt_bias + item.head * K + 64 * (warp % HALVES);
+    float* to = shared.bias(warp);
+    warp_sync();
+    #pragma unroll
+    for (int i = lane; i < 64; i += 32) to[i] = p.dt_bias ? gates.bias(from[i]) : 0.f;
+    warp_sync();
+    return gates;
+}
+
 // Decays of 8 channels from 32 c on of a lane's tokens.
 DEVICE void load_decays(float (&d)[2][8], int c, const Gates<GATE>& gates, const ChunkParams& p, const Shared& shared, const Cursor& at,
                         int warp, int lane) {
-    float bias[8] = {};
-    if (p.dt_bias) load_8(bias, p.dt_bias + at.item.head * K + channel_of(warp, lane) + 32 * c);
-    #pragma unroll
-    for (int i = 0; i < 8; i++) bias[i] = gates.bias(bias[i]);
+    float bias[8];
+    load_8(bias, shared.bias(warp) + 32 * c + 8 * (lane % 4));
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         const Logit* from = G_WIDE ? logits_at(p, at, row_of(at, r, warp, lane)) + channel_of(warp, lane) + 32 * c
@@ -156,12 +163,7 @@ DEVICE void normalize(Directions& d, const Raw& raw, const ChunkParams& p, const
                 d.k[r][4 * c + i] = Fp16::pack(k[2 * i] * k_scale, k[2 * i + 1] * k_scale);
             }
         }
-        if (h == 0 && t == 0) {
-            int token = 16 * b + g + 8 * r;
-            float logit = p.beta_wide ? __uint_as_float(raw.beta[r]) : Io::unpack(raw.beta[r]).x;
-            shared.beta(turn)[token] = valid ? write_strength(logit, p.beta_activation) : 0.f;
-            shared.scale(turn)[token] = o_scale;
-        }
+        if (h == 0 && t == 0) shared.scale(turn)[16 * b + g + 8 * r] = o_scale;
     }
 }
 
@@ -264,17 +266,15 @@ DEVICE void store_block_decays(float* to, float (&x)[16], int lane) {
 }
 
 // Prepares the chunk under the cursor, and has the logits of the next one fetched.
-DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stage& stage, const Cursor& at, const Cursor& next, u32 count,
-                          u32 turn, int warp, int lane) {
+DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stage& stage, const Gates<GATE>& gates, const Cursor& at,
+                          const Cursor& next, u32 turn, int warp, int lane) {
     int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
     Raw raw;
     load_raw(raw, p, at, warp, lane);
-    // Nothing is written to the ring before the barrier below.
-    if (SHARED_CHUNKS && count >= RING && warp == 0) wait_for_place(p, count, lane);
+    if (next.valid(p)) prefetch_raw(p, next, warp, lane);
     Pairs near, far;
     float* decays = shared.decays(turn) + 64 * h + 8 * t;
     copy_wait<0>();
-    const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[at.item.head] * LOG2_E) : 1.f, p.lower_bound);
     float block[16];  // decays over the block's tokens
     #pragma unroll
     for (int c = 0; c < 2; c++) {
@@ -323,6 +323,7 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
         shared.columns(turn)[(warp * 4 + s) * 32 + lane] = make_uint4(k_fall[0][2 * s], k_fall[0][2 * s + 1], k_fall[1][2 * s], k_fall[1][2 * s + 1]);
     }
     barrier_sync(PREPARED, 32 * PREPARE_WARPS);
+    mbarrier_wait(shared.placed(), turn & 1);
     if (gives) send_sums(shared.sums_of_A(turn, b, b) + lane, own);
     if (warp == 0) stage.scale()[lane] = shared.scale(turn)[lane], stage.scale()[lane + 32] = shared.scale(turn)[lane + 32];
 
@@ -435,32 +436,49 @@ DEVICE void wrote(const Shared& shared, int lane) {
 DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int lane) {
     Cursor at;
     at.start(p, slice() % STRIDE);
-    if (at.valid(p)) fetch_logits(p, shared, at, warp, lane);
+    if (!at.valid(p)) return;
+    fetch_logits(p, shared, at, warp, lane);
+    Gates<GATE> gates = load_gates(p, shared, at.item, warp, lane);
     u32 turn = 0;
     for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++) {
         Cursor next = at;
         next.skip(p, STRIDE);
-        if (next.valid(p)) prefetch_raw(p, next, warp, lane);
-        if (!SHARED_CHUNKS) {
-            for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
-        }
-        prepare_chunk(p, shared, place_of(p, shared, count), at, next, count, turn, warp, lane);
+        prepare_chunk(p, shared, place_of(p, shared, count), gates, at, next, turn, warp, lane);
         wrote(shared, lane);
+        if (next.valid(p) && next.index != at.index) gates = load_gates(p, shared, next.item, warp, lane);
         at = next;
     }
 }
 
-// The warps that invert. The last of them publishes each chunk, for all: one warp waits for what was written to arrive
-// where other blocks see it.
+// Wait until a chunk may be written to its place; by a whole warp.
+DEVICE void make_room(const ChunkParams& p, const Shared& shared, u32 count, int lane) {
+    if (SHARED_CHUNKS) {
+        if (count >= RING) wait_for_place(p, count, lane);
+    } else {
+        for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
+    }
+    if (lane == 0) mbarrier_arrive(shared.placed());
+}
+
+// The warps that invert. The last of them sees to it that chunks have room and publishes each, for all: one warp waits
+// for what was written to arrive where other blocks see it.
 DEVICE void invert_chunks(const ChunkParams& p, const Shared& shared, int inverter, int lane) {
-    u32 all = chunks_of_unit(p), turn = 0;
-    for (u32 count = slice() % STRIDE; count < all; count += STRIDE, turn++) {
+    const bool last = inverter == INVERTERS - 1;
+    float* beta = shared.beta(inverter);
+    Cursor at;
+    at.start(p, slice() % STRIDE);
+    u32 turn = 0;
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++, at.skip(p, STRIDE)) {
+        warp_sync();
+        load_write_strengths(beta, p, at, lane);
+        if (last) make_room(p, shared, count, lane);
         mbarrier_wait(shared.summed(), turn & 1);
-        invert_chunk(shared, place_of(p, shared, count), turn, inverter, lane);
+        warp_sync();
+        invert_chunk(shared, place_of(p, shared, count), beta, inverter, lane);
         warp_sync();
         if (lane == 0) mbarrier_arrive(shared.inverted());
         wrote(shared, lane);
-        if (inverter != INVERTERS - 1) continue;
+        if (!last) continue;
         mbarrier_wait(shared.written(), turn & 1);
         if (lane == 0) {
             if (SHARED_CHUNKS) publish_more(prepared(p, slice()), 1);
