@@ -28,7 +28,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_chunk(const __grid_
     block_or_cluster_sync();
     if (warp < PREPARE_WARPS) {
         registers<PREPARE>();
-        prepare(p, shared, warp, lane);
+        // Later tokens have more blocks before them: those of a multiprocessor's quarter get the same work together.
+        int pair = warp / HALVES;
+        prepare(p, shared, (pair ^ pair / 2) * HALVES + warp % HALVES, lane);
     } else if (warp < PREPARE_WARPS + 4) {
         registers<SCAN>();
         scan(p, shared, warp - PREPARE_WARPS, lane);

@@ -265,13 +265,10 @@ DEVICE void store_block_decays(float* to, float (&x)[16], int lane) {
     *reinterpret_cast<float2*>(to + first) = make_float2(x[0], x[1]);
 }
 
-// Prepares the chunk under the cursor, and has the logits of the next one fetched.
-DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stage& stage, const Gates<GATE>& gates, const Cursor& at,
-                          const Cursor& next, u32 turn, int warp, int lane) {
+// Prepares the chunk under the cursor, whose q and k are on their way in `raw`, and sends for those of the next one.
+DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stage& stage, const Gates<GATE>& gates, Raw& raw,
+                          const Cursor& at, const Cursor& next, u32 turn, int warp, int lane) {
     int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
-    Raw raw;
-    load_raw(raw, p, at, warp, lane);
-    if (next.valid(p)) prefetch_raw(p, next, warp, lane);
     Pairs near, far;
     float* decays = shared.decays(turn) + 64 * h + 8 * t;
     copy_wait<0>();
@@ -291,7 +288,7 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
         #pragma unroll
         for (int i = 0; i < 8; i++) block[8 * c + i] = e[0][i] * e[1][i];
     }
-    if (next.valid(p)) fetch_logits(p, shared, next, warp, lane);
+    if (next.valid(p)) fetch_logits(p, shared, next, warp, lane), prefetch_raw(p, next, warp, lane);
     store_block_decays(decays + b * K, block, lane);
     Directions d;
     normalize(d, raw, p, shared, at, turn, warp, lane);
@@ -369,13 +366,11 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
         #pragma unroll
         for (int s = 0; s < 4; s++) {
             uint4 columns = shared.columns(turn)[((j * HALVES + h) * 4 + s) * 32 + lane];
-            u32 k[4], q[4];
-            #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 factor = Fp16::pack(between[4 * s + 2 * (i / 2)], between[4 * s + 2 * (i / 2) + 1]);
-                k[i] = Fp16::multiply(k_rise[i % 2][2 * s + i / 2], factor);
-                q[i] = Fp16::multiply(q_rise[i % 2][2 * s + i / 2], factor);
-            }
+            u32 low = Fp16::pack(between[4 * s], between[4 * s + 1]), high = Fp16::pack(between[4 * s + 2], between[4 * s + 3]);
+            columns.x = Fp16::multiply(columns.x, low), columns.z = Fp16::multiply(columns.z, low);
+            columns.y = Fp16::multiply(columns.y, high), columns.w = Fp16::multiply(columns.w, high);
+            u32 k[4] = {k_rise[0][2 * s], k_rise[1][2 * s], k_rise[0][2 * s + 1], k_rise[1][2 * s + 1]};
+            u32 q[4] = {q_rise[0][2 * s], q_rise[1][2 * s], q_rise[0][2 * s + 1], q_rise[1][2 * s + 1]};
             multiply(L, k, columns);
             multiply(A[j], q, columns);
         }
@@ -407,6 +402,7 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
             *reinterpret_cast<uint4*>(stage.Qg() + at) = make_uint4(q[0], q[1], q[2], q[3]);
         }
     }
+    if (next.valid(p)) load_raw(raw, p, next, warp, lane);
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
     if (gives) return;
     if (HALVES > 1) {
@@ -439,11 +435,13 @@ DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int la
     if (!at.valid(p)) return;
     fetch_logits(p, shared, at, warp, lane);
     Gates<GATE> gates = load_gates(p, shared, at.item, warp, lane);
+    Raw raw;
+    load_raw(raw, p, at, warp, lane);
     u32 turn = 0;
     for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++) {
         Cursor next = at;
         next.skip(p, STRIDE);
-        prepare_chunk(p, shared, place_of(p, shared, count), gates, at, next, turn, warp, lane);
+        prepare_chunk(p, shared, place_of(p, shared, count), gates, raw, at, next, turn, warp, lane);
         wrote(shared, lane);
         if (next.valid(p) && next.index != at.index) gates = load_gates(p, shared, next.item, warp, lane);
         at = next;
@@ -460,8 +458,8 @@ DEVICE void make_room(const ChunkParams& p, const Shared& shared, u32 count, int
     if (lane == 0) mbarrier_arrive(shared.placed());
 }
 
-// The warps that invert. The last of them sees to it that chunks have room and publishes each, for all: one warp waits
-// for what was written to arrive where other blocks see it.
+// The warps that invert. The first, which is done first, sees to it that the next chunk has room; the last publishes
+// each, for all: one warp waits for what was written to arrive where other blocks see it.
 DEVICE void invert_chunks(const ChunkParams& p, const Shared& shared, int inverter, int lane) {
     const bool last = inverter == INVERTERS - 1;
     float* beta = shared.beta(inverter);
@@ -471,7 +469,7 @@ DEVICE void invert_chunks(const ChunkParams& p, const Shared& shared, int invert
     for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++, at.skip(p, STRIDE)) {
         warp_sync();
         load_write_strengths(beta, p, at, lane);
-        if (last) make_room(p, shared, count, lane);
+        if (inverter == 0) make_room(p, shared, count, lane);
         mbarrier_wait(shared.summed(), turn & 1);
         warp_sync();
         invert_chunk(shared, place_of(p, shared, count), beta, inverter, lane);
