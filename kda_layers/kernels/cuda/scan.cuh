@@ -145,16 +145,16 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             const int at = count % STAGES * STAGE_BYTES;
             const Operand keys = operand_at(first_keys, at), tokens = operand_at(first_tokens, at), channels = operand_at(first_channels, at);
 
-            Columns R, O;
-            clear(R), clear(O);
+            Columns R, E, O;
+            clear(R), clear(E), clear(O);
             wait_for(shared, ERRORS, count);
             product_begin();
             multiply_rows<K / 16>(R, keys, state_operand);
+            product_wait<0>();
+            product_use(R);
             wait_for(shared, OUTPUT, count);
             product_begin();
-            multiply_rows<K / 16>(O, operand_at(keys, AT_QG), state_operand);
-            product_wait<1>();
-            product_use(R);
+            multiply_rows<K / 16>(O, operand_at(keys, AT_QG), state_operand);  // meanwhile, until V' is there
             u32 x[TILES][2];
             #pragma unroll
             for (int i = 0; i < TILES; i++) {
@@ -167,10 +167,14 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             store_columns(shared.residuals(), x, 2 * w, CHUNK / 8, lane);
             operand_sync();
 
-            Columns E;
-            clear(E);
             product_begin();
             multiply_rows<4>(E, operand_at(tokens, AT_T), residuals);
+            if (checkpoint && left < item.length) {  // the state after the chunk before
+                state.store(checkpoint, w, lane);
+                checkpoint += i64(p.HV) * V * K;
+            }
+            wait_for(shared, UPDATE, count);
+            state.decay(stage.gamma(), w, lane);
             product_wait<0>();
             product_use(E);
             #pragma unroll
@@ -181,8 +185,6 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             operand_sync();
             if (w == 0) release(shared, ERRORS, count, lane);
 
-            wait_for(shared, UPDATE, count);
-            state.decay(stage.gamma(), w, lane);
             product_begin();
             #pragma unroll
             for (int m = 0; m < K / 64; m++) multiply_tokens(state.S[m], operand_at(channels, m * 8 * 128), errors);
@@ -204,11 +206,8 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             release(shared, OUTPUT, count, lane);
             values.store(o, stride, left, w, lane);
             o += CHUNK * stride;
-            if (checkpoint && left >= CHUNK) {
-                state.store(checkpoint, w, lane);
-                checkpoint += i64(p.HV) * V * K;
-            }
         }
+        if (checkpoint && item.length >= CHUNK && item.length % CHUNK == 0) state.store(checkpoint, w, lane);
         if (p.final_state) state.store(item.final_state(p, column), w, lane);
     }
 }
