@@ -49,6 +49,12 @@ struct AsyncCopy {  // 16 bytes of one thread
 
 struct Warp;
 
+struct BulkStore {  // from shared to global memory
+    void* to;
+    const void* from;
+    u32 bytes;
+};
+
 struct Lane {  // a CUDA thread
     void* stack_pointer;
     Warp* warp;
@@ -60,6 +66,7 @@ struct Lane {  // a CUDA thread
     u64* barrier;    // the mbarrier it waits for
     std::vector<AsyncCopy> copies;
     u32 groups;  // committed
+    std::vector<BulkStore> stores;
 };
 
 struct Block;
@@ -67,7 +74,7 @@ struct Block;
 struct Product {  // of a warpgroup, this warp's 16 rows; without operands: the end of a committed group
     const unsigned char *a, *b;
     int a_stride, b_stride, columns;
-    bool a_stands;
+    bool a_stands, begins;
     float (*load)(const u16*);
     float* d[32];
 };

@@ -122,6 +122,18 @@ inline void finish_copies(u32 pending) {
     maybe_interrupt();
 }
 
+// Bulk stores read as late as they may, too.
+inline void start_bulk_store(void* to, const void* from, u32 bytes) {
+    if (!bytes || bytes % 16) fail("%u bytes are not a positive multiple of 16", bytes);
+    check_global(to, bytes, 16);
+    current->stores.push_back({to, from, bytes});
+}
+inline void finish_bulk_stores() {
+    for (const BulkStore& store : current->stores) memcpy(store.to, store.from, store.bytes);
+    current->stores.clear();
+    maybe_interrupt();
+}
+
 // ---------------------------------------------------------------- mbarriers and bulk copies
 
 inline Block& own_block() { return *current->warp->block; }
@@ -239,7 +251,8 @@ inline void finish_products(Warp& warp, int pending) {
                 for (int k = 0; k < 16; ++k)
                     sum += operand_at(product, product.a, product.a_stride, product.a_stands, 16 * (warp.index % 4) + row, k) *
                            operand_at(product, product.b, product.b_stride, false, column, k);
-                product.d[4 * (row % 8) + column % 8 / 2][4 * (column / 8) + 2 * (row / 8) + column % 2] += sum;
+                float& d = product.d[4 * (row % 8) + column % 8 / 2][4 * (column / 8) + 2 * (row / 8) + column % 2];
+                d = product.begins ? sum : d + sum;
             }
         }
     }

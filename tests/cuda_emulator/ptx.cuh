@@ -269,6 +269,15 @@ DEVICE void bulk_copy_to_cluster(void* to, const void* from, u32 bytes, u64* bar
     emulator::begin_shared("bulk_copy_to_cluster(byte %d, %d bytes)", site, to, bytes, 16, bytes);
     emulator::start_bulk_copies(to, from, bytes, barrier, ranks);
 }
+DEVICE void fence_bulk_stores() {}
+DEVICE void bulk_store(void* to, const void* from, u32 bytes, CALLED_HERE) {
+    emulator::begin_shared("bulk_store(byte %d, %d bytes)", site, from, bytes, 16, bytes);
+    emulator::start_bulk_store(to, from, bytes);
+}
+DEVICE void bulk_stores_read(CALLED_HERE) {
+    emulator::begin("bulk_stores_read", site);
+    emulator::finish_bulk_stores();
+}
 #endif
 
 // ---------------------------------------------------------------- products of four warps
@@ -284,12 +293,12 @@ DEVICE Operand standing_operand(const void* p, int stride) { return operand(p, s
 DEVICE Operand operand_at(Operand operand, int bytes) { return {operand.p + bytes, operand.stride}; }
 
 #if WARPGROUPS
-template <class T, int N, bool a_stands = false>
+template <class T, int N, bool a_stands = false, bool begins = false>
 DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b, CALLED_HERE) {
     struct Operands { float* d; } mine = {d[0]};
     emulator::begin("multiply_group", site);
     emulator::together(mine, [a, b](Operands** lanes) {
-        emulator::Product product{a.p, b.p, a.stride, b.stride, N, a_stands, T::load, {}};
+        emulator::Product product{a.p, b.p, a.stride, b.stride, N, a_stands, begins, T::load, {}};
         for (int i = 0; i < 32; ++i) product.d[i] = lanes[i]->d;
         emulator::current->warp->products.push_back(product);
     });
@@ -306,7 +315,9 @@ template <int pending> DEVICE void product_wait(CALLED_HERE) {
     emulator::together(mine, [](Operands**) { emulator::finish_products(*emulator::current->warp, pending); });
 }
 #else
-template <class T, int N, bool a_stands = false> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
+template <class T, int N, bool a_stands = false, bool begins = false>
+DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
+    for (int i = 0; begins && i < N / 2; i++) d[i / 4][i % 4] = 0.f;
     int lane = threadIdx.x % 32, w = threadIdx.x / 32 % 4;
     u32 x[4], y[4];
     int row = 2 * w + lane / 8 % 2, step = lane / 16, line = 16 * (lane % 8);

@@ -22,6 +22,9 @@ DEVICE void clusters(const Params& p, u64* barrier) {
     mbarrier_arrive_at(barrier, cluster_rank());
     fence_bulk_copies();
     bulk_copy_to_cluster(shared_memory() + 16, p.floats, 16, barrier, u16(1));
+    fence_bulk_stores();
+    bulk_store(p.out, shared_memory() + 16, 16);
+    bulk_stores_read();
 }
 #endif
 
@@ -31,6 +34,7 @@ DEVICE float products(const Params& p) {
     const Operand a = operand(shared_memory() + 1024, 256), b = operand_at(a, 1024);
     fence_shared();
     product_begin();
+    multiply_group<Bf16, 16, false, true>(d, a, b);
     multiply_group<Bf16, 16>(d, a, b);
     multiply_group<Bf16, 16, true>(d, standing_operand(shared_memory() + 1024, 256), b);
     product_commit();

@@ -185,6 +185,14 @@ DEVICE void bulk_copy_to_cluster(void* to, const void* from, u32 bytes, u64* bar
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
         :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(ranks) : "memory");
 }
+// `bytes` from shared memory to global; asynchronous until the thread waits for all of its stores to have been read.
+// Ordinary writes to shared memory are seen after fence_bulk_stores (and a barrier).
+DEVICE void fence_bulk_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void bulk_store(void* to, const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2; cp.async.bulk.commit_group;"
+        :: "l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+DEVICE void bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 #endif
 
 // ---------------------------------------------------------------- products of four warps
@@ -199,8 +207,8 @@ DEVICE void fence_shared() {
 // An operand in shared memory: rows of 16-bit numbers along the summed dimension, in 8 x 8 blocks of 128 bytes, 8 numbers
 // of a row side by side. Blocks that follow each other along the row are 128 bytes apart, along the rows `stride`.
 // Or its transpose, a `standing` operand: rows of numbers along the other dimension, the summed one down the rows.
-// multiply_group multiplies sixteen numbers of the summed dimension: d[64, N] += a[64, 16] b[N, 16]^T, N 16 or 32, where
-// a warp holds 16 rows of d in mma's accumulator order. Asynchronous, from product_begin to product_wait.
+// multiply_group multiplies sixteen numbers of the summed dimension: d[64, N] += a[64, 16] b[N, 16]^T, N 16 or 32 (= if
+// it `begins`), where a warp holds 16 rows of d in mma's accumulator order. Asynchronous, from product_begin to product_wait.
 
 #if WARPGROUPS
 using Operand = u64;
@@ -212,22 +220,24 @@ DEVICE Operand standing_operand(const void* p, int stride) {
 }
 DEVICE Operand operand_at(Operand operand, int bytes) { return operand + u64(bytes >> 4); }
 
-template <class T, int N, bool a_stands = false> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b);
+template <class T, int N, bool a_stands = false, bool begins = false> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b);
 #define SUM4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define MULTIPLY_GROUP(TYPE, NAME, STANDS)                                                                               \
-    template <> DEVICE void multiply_group<TYPE, 16, STANDS>(float (&d)[2][4], Operand a, Operand b) {                   \
+#define MULTIPLY_GROUP(TYPE, NAME, STANDS, BEGINS, ADDS)                                                                 \
+    template <> DEVICE void multiply_group<TYPE, 16, STANDS, BEGINS>(float (&d)[2][4], Operand a, Operand b) {           \
         asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." NAME "." NAME                                         \
-            " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, %10, 0;" : SUM4(0), SUM4(1) : "l"(a), "l"(b), "n"(STANDS));    \
+            " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, " ADDS ", 1, 1, %10, 0;" : SUM4(0), SUM4(1) : "l"(a), "l"(b), "n"(STANDS)); \
     }                                                                                                                    \
-    template <> DEVICE void multiply_group<TYPE, 32, STANDS>(float (&d)[4][4], Operand a, Operand b) {                   \
+    template <> DEVICE void multiply_group<TYPE, 32, STANDS, BEGINS>(float (&d)[4][4], Operand a, Operand b) {           \
         asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME                                         \
-            " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, %18, 0;"                       \
+            " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, " ADDS ", 1, 1, %18, 0;"                \
             : SUM4(0), SUM4(1), SUM4(2), SUM4(3) : "l"(a), "l"(b), "n"(STANDS));                                         \
     }
-MULTIPLY_GROUP(Bf16, "bf16", 0)
-MULTIPLY_GROUP(Bf16, "bf16", 1)
-MULTIPLY_GROUP(Fp16, "f16", 0)
-MULTIPLY_GROUP(Fp16, "f16", 1)
+MULTIPLY_GROUP(Bf16, "bf16", 0, 0, "1")
+MULTIPLY_GROUP(Bf16, "bf16", 0, 1, "0")
+MULTIPLY_GROUP(Bf16, "bf16", 1, 0, "1")
+MULTIPLY_GROUP(Fp16, "f16", 0, 0, "1")
+MULTIPLY_GROUP(Fp16, "f16", 0, 1, "0")
+MULTIPLY_GROUP(Fp16, "f16", 1, 0, "1")
 #undef MULTIPLY_GROUP
 #undef SUM4
 
@@ -249,7 +259,9 @@ DEVICE Operand operand(const void* p, int stride) { return {static_cast<const un
 DEVICE Operand standing_operand(const void* p, int stride) { return operand(p, stride); }
 DEVICE Operand operand_at(Operand operand, int bytes) { return {operand.p + bytes, operand.stride}; }
 
-template <class T, int N, bool a_stands = false> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
+template <class T, int N, bool a_stands = false, bool begins = false> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
+    #pragma unroll
+    for (int i = 0; begins && i < N / 2; i++) d[i / 4][i % 4] = 0.f;
     int lane = threadIdx.x % 32, w = threadIdx.x / 32 % 4;
     u32 x[4], y[4];
     int row = 2 * w + lane / 8 % 2, step = lane / 16, line = 16 * (lane % 8);
