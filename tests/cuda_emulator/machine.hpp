@@ -49,12 +49,6 @@ struct AsyncCopy {  // 16 bytes of one thread
 
 struct Warp;
 
-struct BulkStore {  // from shared to global memory
-    void* to;
-    const void* from;
-    u32 bytes;
-};
-
 struct Lane {  // a CUDA thread
     void* stack_pointer;
     Warp* warp;
@@ -66,7 +60,6 @@ struct Lane {  // a CUDA thread
     u64* barrier;    // the mbarrier it waits for
     std::vector<AsyncCopy> copies;
     u32 groups;  // committed
-    std::vector<BulkStore> stores;
 };
 
 struct Block;

@@ -122,18 +122,6 @@ inline void finish_copies(u32 pending) {
     maybe_interrupt();
 }
 
-// Bulk stores read as late as they may, too.
-inline void start_bulk_store(void* to, const void* from, u32 bytes) {
-    if (!bytes || bytes % 16) fail("%u bytes are not a positive multiple of 16", bytes);
-    check_global(to, bytes, 16);
-    current->stores.push_back({to, from, bytes});
-}
-inline void finish_bulk_stores() {
-    for (const BulkStore& store : current->stores) memcpy(store.to, store.from, store.bytes);
-    current->stores.clear();
-    maybe_interrupt();
-}
-
 // ---------------------------------------------------------------- mbarriers and bulk copies
 
 inline Block& own_block() { return *current->warp->block; }

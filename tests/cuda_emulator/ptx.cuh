@@ -269,15 +269,6 @@ DEVICE void bulk_copy_to_cluster(void* to, const void* from, u32 bytes, u64* bar
     emulator::begin_shared("bulk_copy_to_cluster(byte %d, %d bytes)", site, to, bytes, 16, bytes);
     emulator::start_bulk_copies(to, from, bytes, barrier, ranks);
 }
-DEVICE void fence_bulk_stores() {}
-DEVICE void bulk_store(void* to, const void* from, u32 bytes, CALLED_HERE) {
-    emulator::begin_shared("bulk_store(byte %d, %d bytes)", site, from, bytes, 16, bytes);
-    emulator::start_bulk_store(to, from, bytes);
-}
-DEVICE void bulk_stores_read(CALLED_HERE) {
-    emulator::begin("bulk_stores_read", site);
-    emulator::finish_bulk_stores();
-}
 #endif
 
 // ---------------------------------------------------------------- products of four warps

@@ -22,9 +22,6 @@ DEVICE void clusters(const Params& p, u64* barrier) {
     mbarrier_arrive_at(barrier, cluster_rank());
     fence_bulk_copies();
     bulk_copy_to_cluster(shared_memory() + 16, p.floats, 16, barrier, u16(1));
-    fence_bulk_stores();
-    bulk_store(p.out, shared_memory() + 16, 16);
-    bulk_stores_read();
 }
 #endif
 

@@ -28,6 +28,9 @@ struct Raw {
     uint4 q[2][2], k[2][2];  // [token][8 channels]
 };
 
+// Those of the next chunk are sent for before this one is done, where registers allow.
+constexpr bool LOADS_AHEAD = WARPGROUPS;
+
 DEVICE void load_raw(Raw& raw, const ChunkParams& p, const Cursor& at, int warp, int lane) {
     int channel = channel_of(warp, lane);
     #pragma unroll
@@ -265,7 +268,7 @@ DEVICE void store_block_decays(float* to, float (&x)[16], int lane) {
     *reinterpret_cast<float2*>(to + first) = make_float2(x[0], x[1]);
 }
 
-// Prepares the chunk under the cursor, whose q and k are on their way in `raw`, and sends for those of the next one.
+// Prepares the chunk under the cursor, whose q and k are on their way in `raw`, and sends for what the next one needs.
 DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stage& stage, const Gates<GATE>& gates, Raw& raw,
                           const Cursor& at, const Cursor& next, u32 turn, int warp, int lane) {
     int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
@@ -402,7 +405,7 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
             *reinterpret_cast<uint4*>(stage.Qg() + at) = make_uint4(q[0], q[1], q[2], q[3]);
         }
     }
-    if (next.valid(p)) load_raw(raw, p, next, warp, lane);
+    if (LOADS_AHEAD && next.valid(p)) load_raw(raw, p, next, warp, lane);
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
     if (gives) return;
     if (HALVES > 1) {
@@ -436,12 +439,12 @@ DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int la
     fetch_logits(p, shared, at, warp, lane);
     Gates<GATE> gates = load_gates(p, shared, at.item, warp, lane);
     Raw raw;
-    load_raw(raw, p, at, warp, lane);
-    u32 turn = 0;
-    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++) {
+    if (LOADS_AHEAD) load_raw(raw, p, at, warp, lane);
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE) {
         Cursor next = at;
         next.skip(p, STRIDE);
-        prepare_chunk(p, shared, place_of(p, shared, count), gates, raw, at, next, turn, warp, lane);
+        if (!LOADS_AHEAD) load_raw(raw, p, at, warp, lane);
+        prepare_chunk(p, shared, place_of(p, shared, count), gates, raw, at, next, count / STRIDE, warp, lane);
         wrote(shared, lane);
         if (next.valid(p) && next.index != at.index) gates = load_gates(p, shared, next.item, warp, lane);
         at = next;
@@ -465,8 +468,8 @@ DEVICE void invert_chunks(const ChunkParams& p, const Shared& shared, int invert
     float* beta = shared.beta(inverter);
     Cursor at;
     at.start(p, slice() % STRIDE);
-    u32 turn = 0;
-    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++, at.skip(p, STRIDE)) {
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, at.skip(p, STRIDE)) {
+        u32 turn = count / STRIDE;
         warp_sync();
         load_write_strengths(beta, p, at, lane);
         if (inverter == 0) make_room(p, shared, count, lane);

@@ -185,14 +185,6 @@ DEVICE void bulk_copy_to_cluster(void* to, const void* from, u32 bytes, u64* bar
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
         :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(ranks) : "memory");
 }
-// `bytes` from shared memory to global; asynchronous until the thread waits for all of its stores to have been read.
-// Ordinary writes to shared memory are seen after fence_bulk_stores (and a barrier).
-DEVICE void fence_bulk_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-DEVICE void bulk_store(void* to, const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2; cp.async.bulk.commit_group;"
-        :: "l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
-}
-DEVICE void bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 #endif
 
 // ---------------------------------------------------------------- products of four warps

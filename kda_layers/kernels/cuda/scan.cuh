@@ -113,22 +113,6 @@ DEVICE void operand_sync() {
     barrier_sync(SCANNING, 128);
 }
 
-// A checkpoint goes through the stage of its chunk, where Kr was, which is as large: stores of single numbers from
-// registers would stand in the way of everyone's loads. Archs without bulk stores have nothing else.
-#if __CUDA_ARCH__ >= 900
-DEVICE void keep_checkpoint(State& state, const Stage& stage, float*, int w, int lane) {
-    static_assert(BV * K * 4 <= MATRIX, "a checkpoint fits where Kr was");
-    state.store(reinterpret_cast<float*>(stage.Kr()), w, lane);
-    fence_bulk_stores();
-}
-DEVICE void send_checkpoint(const Stage& stage, float* to, int lane) {
-    if (lane == 0) bulk_store(to, stage.Kr(), BV * K * 4), bulk_stores_read();
-}
-#else
-DEVICE void keep_checkpoint(State& state, const Stage&, float* to, int w, int lane) { state.store(to, w, lane); }
-DEVICE void send_checkpoint(const Stage&, float*, int) {}
-#endif
-
 DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
     const i64 stride = i64(p.HV) * V;
     const int column = slice() * BV;
@@ -139,18 +123,19 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
     u32 count = 0;
     for (int index = unit(); index < p.items; index += units()) {
         const Item item = item_of(p, index);
-        i64 row = item.row(p, 0) * V + column;  // of v and o
+        const u16* v = p.v + item.row(p, 0) * V + column;
+        u16* o = p.o + item.row(p, 0) * V + column;
         float* checkpoint = checkpoints_of(p, item, column);
         State state;
         state.load(item.initial_state(p, column), w, lane);
         state.publish(shared.state(), w, lane);
         operand_sync();
         Values next;
-        if (item.length > 0) next.load(p.v + row, stride, item.length, w, lane);
+        if (item.length > 0) next.load(v, stride, item.length, w, lane);
         for (int left = item.length; left > 0; left -= CHUNK, count++) {
             const Stage stage = shared.stage(count);
             Values values = next;
-            if (left > CHUNK) next.load(p.v + row + CHUNK * stride, stride, left - CHUNK, w, lane);
+            if (left > CHUNK) v += CHUNK * stride, next.load(v, stride, left - CHUNK, w, lane);
 
             // Operands with K and with 64 numbers in a row; and one whose columns are multiplied.
             const int at = count % STAGES * STAGE_BYTES;
@@ -176,13 +161,13 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             }
             store_columns(shared.residuals(), x, 2 * w, CHUNK / 8, lane);
             operand_sync();
-            if (checkpoint && left < item.length) {  // of the chunk before
-                if (w == 0) send_checkpoint(shared.stage(count - 1), checkpoint, lane), release(shared, UPDATE, count - 1, lane);
-                checkpoint += i64(p.HV) * V * K;
-            }
 
             product_begin();
             multiply_rows<4, true>(E, operand_at(tokens, AT_T), residuals);
+            if (checkpoint && left < item.length) {  // the state after the chunk before
+                state.store(checkpoint, w, lane);
+                checkpoint += i64(p.HV) * V * K;
+            }
             wait_for(shared, UPDATE, count);
             state.decay(stage.gamma(), w, lane);
             product_wait<0>();
@@ -204,8 +189,7 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             for (int m = 0; m < K / 64; m++) product_use(state.S[m]);
             state.publish(shared.state(), w, lane);
             operand_sync();
-            const bool keeps = checkpoint && left >= CHUNK;
-            if (w == 0 && !keeps) release(shared, UPDATE, count, lane);
+            if (w == 0) release(shared, UPDATE, count, lane);
             product_wait<0>();
             product_use(O);
             #pragma unroll
@@ -214,15 +198,11 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
                 #pragma unroll
                 for (int i = 0; i < TILES; i++) values.x[r][i] = Io::pack(O[i][2 * r] * scale, O[i][2 * r + 1] * scale);
             }
-            if (keeps) keep_checkpoint(state, stage, checkpoint, w, lane);
             release(shared, OUTPUT, count, lane);
-            values.store(p.o + row, stride, left, w, lane);
-            row += CHUNK * stride;
+            values.store(o, stride, left, w, lane);
+            o += CHUNK * stride;
         }
-        if (checkpoint && item.length >= CHUNK && item.length % CHUNK == 0) {
-            operand_sync();
-            if (w == 0) send_checkpoint(shared.stage(count - 1), checkpoint, lane), release(shared, UPDATE, count - 1, lane);
-        }
+        if (checkpoint && item.length >= CHUNK && item.length % CHUNK == 0) state.store(checkpoint, w, lane);
         if (p.final_state) state.store(item.final_state(p, column), w, lane);
     }
 }
