@@ -108,7 +108,7 @@ class Problem:
     needs_grad: bool = False
     has_state: bool = False
     checkpoints: bool = False
-    narrow_state: bool = False  # bfloat16, rounded at every call
+    narrow_state: bool = False  # of a step: bfloat16, rounded at every call
 
     def __str__(self) -> str:
         where = f"{self.device} sm_{self.arch}" if self.arch else self.device
@@ -164,6 +164,12 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes that a caller's states may have for inputs of `dtype`, first the one that they are computed in."""
+    wide = state_dtype(dtype)
+    return (wide, torch.bfloat16) if dtype in (torch.bfloat16, torch.float16) else (wide,)
+
+
 def checkpoint_count(x: Inputs) -> int:
     """Rows of checkpoints in a batch row: T // 64, which is also the most that packed sequences can have."""
     return x.q.shape[1] // CHUNK
@@ -206,8 +212,7 @@ def check_step(x: StepInputs) -> None:
     N = _check_common(x)
     T, HV, V, K = x.q.shape[1], x.v.shape[2], x.v.shape[3], x.q.shape[3]
     slots = x.state.shape[0] if isinstance(x.state, Tensor) and x.state.ndim == 4 and x.state_indices is not None else N
-    narrow = (torch.bfloat16,) if x.q.dtype in (torch.bfloat16, torch.float16) else ()
-    _check_state("state", x.state, x.q, (slots, HV, V, K), narrow)
+    _check_state("state", x.state, x.q, (slots, HV, V, K))
     if x.state_indices is not None:
         _check_index("state_indices", x.state_indices, x.q)
         shape = tuple(x.state_indices.shape)
@@ -304,16 +309,24 @@ def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
     return float(lower_bound)
 
 
-def _check_state(
-    name: str, state: Any, q: Tensor, shape: tuple[int, ...], narrow: tuple[torch.dtype, ...] = ()
-) -> None:
+def check_state_dtype(x: Inputs, dtype: Any) -> torch.dtype:
+    """The dtype of the states that a call returns: `dtype`, or that of the initial state, or the one computed in."""
+    if dtype is None:
+        return state_dtype(x.q.dtype) if x.initial_state is None else x.initial_state.dtype
+    dtypes = state_dtypes(x.q.dtype)
+    if dtype not in dtypes:
+        raise TypeError(f"state_dtype must be {_names(dtypes)} with inputs of {_names([x.q.dtype])}, got {dtype}")
+    return dtype
+
+
+def _check_state(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> None:
     if not isinstance(state, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(state).__name__}")
     if tuple(state.shape) != shape:
         swapped = tuple(state.shape) == (*shape[:2], shape[3], shape[2])
         hint = "; this is the [K, V] layout, pass state.mT.contiguous()" if swapped else ""
         raise ValueError(f"{name} must have shape [N, HV, V, K] = {list(shape)}, got {list(state.shape)}{hint}")
-    dtypes = (state_dtype(q.dtype), *narrow)
+    dtypes = state_dtypes(q.dtype)
     if state.dtype not in dtypes:
         raise TypeError(f"{name} must be {_names(dtypes)}, got {state.dtype}")
     if state.device != q.device:

@@ -21,9 +21,10 @@ from kda_layers.kernels.contract import (
     StepInputs,
     check_chunk,
     check_lower_bound,
+    check_state_dtype,
     check_step,
     checkpoint_count,
-    state_dtype,
+    state_dtypes,
 )
 from kda_layers.kernels.dispatch import backends, choose, constant_to_compile, problem_fields
 from kda_layers.kernels.reference import activate
@@ -35,8 +36,8 @@ class KDAOutput(NamedTuple):
     """What `kda` returns."""
 
     o: Tensor  # [B, T, HV, V] in v's dtype
-    final_state: Tensor | None  # [N, HV, V, K]
-    checkpoints: Tensor | None  # [B, T // 64, HV, V, K]
+    final_state: Tensor | None  # [N, HV, V, K] in the states' dtype
+    checkpoints: Tensor | None  # [B, T // 64, HV, V, K] in the states' dtype
 
 
 def kda(
@@ -57,6 +58,7 @@ def kda(
     scale: float | None = None,
     final_state: bool = False,
     checkpoint_every: int = 0,
+    state_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> KDAOutput:
     """Kimi Delta Attention over whole sequences, differentiable in every tensor.
@@ -71,7 +73,8 @@ def kda(
         beta: [B, T, HV] logits, or beta itself (in [0, 2]); q's dtype or fp32.
         A_log: [HV] fp32 (fp64 for fp64 inputs): log of the gate's rate; optional with 'lower_bound' (rate 1).
         dt_bias: [HV, K] fp32, added to the gate logits; optional.
-        initial_state: [N, HV, V, K] fp32, zero if None; N is B, or the number of packed sequences.
+        initial_state: [N, HV, V, K] fp32 (fp64 for fp64 inputs; with 16-bit inputs also bf16), zero if None; N is B, or
+            the number of packed sequences.
         cu_seqlens: [N + 1] int32 or int64, offsets of the sequences packed along T (then B = 1); empty ones allowed.
         gate_activation: 'lower_bound': lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
             'softplus': -exp(A_log) * softplus(g + dt_bias); 'log_decay': g as it is.
@@ -81,6 +84,8 @@ def kda(
         scale: of the output; K ** -0.5 if None.
         final_state: also return the state after the last token.
         checkpoint_every: 0, or 64 to also return the state at every 64-token boundary of each sequence.
+        state_dtype: of the returned states, one that initial_state may have; if None, initial_state's, fp32 (fp64)
+            without one. They are computed in fp32 (fp64) and rounded once.
         backend: name of a backend; None chooses (see `explain`).
 
     Returns:
@@ -98,6 +103,9 @@ def kda(
         _scale(q, scale), bool(final_state), checkpoint_every,
     )  # fmt: skip
     check_chunk(x)
+    returned = check_state_dtype(x, state_dtype)
+    if initial_state is not None:
+        x = x._replace(initial_state=initial_state.to(state_dtypes(q.dtype)[0]))
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
     name, *fused = choose(backend, x.q.device, *problem_fields(x, needs_grad))
     args = (*activate(x, fused), needs_grad, name)
@@ -107,7 +115,9 @@ def kda(
         o, final, checkpoints = _Chunk.apply(*args)
     else:
         o, final, checkpoints, _ = _chunk(*args)
-    return KDAOutput(o, final if x.final_state else None, checkpoints if x.checkpoint_every else None)
+    return KDAOutput(
+        o, final.to(returned) if x.final_state else None, checkpoints.to(returned) if x.checkpoint_every else None
+    )
 
 
 def kda_step(
@@ -238,7 +248,7 @@ def _chunk_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     x, (save, backend) = Inputs(*args[:-2]), args[-2:]
     B, K, (HV, V) = x.q.shape[0], x.q.shape[3], x.v.shape[2:]
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    wide = state_dtype(x.q.dtype)
+    wide, *_ = state_dtypes(x.q.dtype)
     final = x.q.new_empty(N, HV, V, K, dtype=wide) if x.final_state else None
     rows = checkpoint_count(x)
     checkpoints = x.q.new_empty(B, rows, HV, V, K, dtype=wide) if x.checkpoint_every else None

@@ -4,6 +4,7 @@ nothing has been written."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -228,6 +229,28 @@ def test_one_state_for_each_packed_sequence(function: Callable) -> None:
     name = "state" if function is kda_step else "initial_state"
     good = arguments(PACKED, function is kda_step)
     check_raises(function, good, cut(name, 0, 2), ValueError, rf"{name} must have shape .*\[3, .*, got \[2, ")
+
+
+STATE_DTYPES: list[Bad] = [
+    ("fp16", give(state_dtype=FP16), TypeError, r"state_dtype must be float32 with inputs of float32, got \S*float16"),
+    ("bf16", give(state_dtype=BF16), TypeError, r"state_dtype must be float32 with inputs of float32, got \S*bfloat16"),
+    ("fp64", give(state_dtype=FP64), TypeError, r"state_dtype must be float32 with inputs of float32, got \S*float64"),
+    ("text", give(state_dtype="bf16"), TypeError, r"state_dtype must be float32 with inputs of float32, got bf16"),
+    ("initial", cast("initial_state", FP16), TypeError, r"initial_state must be float32, got \S*float16"),
+]
+
+
+@parametrize(STATE_DTYPES)
+def test_state_dtype(change: Callable[[Arguments], Arguments], error: type, text: str) -> None:
+    check_raises(kda, arguments(FIXED, False), change, error, text)
+
+
+def test_state_dtype_of_16_bit_inputs() -> None:
+    good = arguments(replace(FIXED, dtype=FP16), False)
+    text = r"state_dtype must be float32 or bfloat16 with inputs of float16, got \S*float16"
+    check_raises(kda, good, give(state_dtype=FP16), TypeError, text)
+    text = r"initial_state must be float32 or bfloat16, got \S*float16"
+    check_raises(kda, good, cast("initial_state", FP16), TypeError, text)
 
 
 @pytest.mark.parametrize("value", [32, -64, 1, True, "64", 64.0, None], ids=str)
