@@ -84,7 +84,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
     known = {"toy": toy, "eager": EAGER}
     monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(dispatch, "backends", lambda: known)
-    monkeypatch.setattr("kda_layers.kernels.op.backends", lambda: known)
+    monkeypatch.setattr("kda_layers.kernels.torch_ops.backends", lambda: known)
     dispatch._select.cache_clear()
     yield toy
     dispatch._select.cache_clear()
