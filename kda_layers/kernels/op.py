@@ -86,15 +86,15 @@ def kda(
         _scale(q, scale), bool(final_state), checkpoint_every,
     )  # fmt: skip
     check_chunk(x)
-    returned = check_state_dtype(x, state_dtype)
-    if initial_state is not None:
-        x = x._replace(initial_state=initial_state.to(state_dtypes(q.dtype)[0]))
+    computed, returned = state_dtypes(q.dtype)[0], check_state_dtype(x, state_dtype)
+    if initial_state is not None and initial_state.dtype != computed:
+        x = x._replace(initial_state=initial_state.to(computed))
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
     name, *fused = choose(backend, x.q.device, *problem_fields(x, needs_grad))
-    o, final, checkpoints = torch_ops.chunk(activate(x, fused), needs_grad, name)
-    return KDAOutput(
-        o, final.to(returned) if x.final_state else None, checkpoints.to(returned) if x.checkpoint_every else None
-    )
+    out = KDAOutput(*torch_ops.chunk(activate(x, fused), needs_grad, name))
+    if returned == computed:
+        return out
+    return KDAOutput(out.o, *(None if t is None else t.to(returned) for t in (out.final_state, out.checkpoints)))
 
 
 def kda_step(

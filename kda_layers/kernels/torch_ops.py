@@ -18,18 +18,17 @@ from kda_layers.kernels.contract import Gradients, Inputs, StepInputs, checkpoin
 from kda_layers.kernels.dispatch import backends
 
 TENSORS = len(Gradients._fields)  # the leading fields of Inputs that have gradients
+PLAIN = {Tensor, Parameter, type(None), str, float, bool, int}  # what fields are where no subclass of Tensor looks on
 
 
-def chunk(x: Inputs, needs_grad: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(o, final state, checkpoints) of `Backend.chunk`, differentiable; empty tensors for what was not asked for."""
-    args = (*x, needs_grad, backend)
-    if not _plain(x):
-        o, final, checkpoints, _ = torch.ops.kda_layers.chunk.default(*args)
-    elif needs_grad:
-        o, final, checkpoints = _Chunk.apply(*args)
-    else:
-        o, final, checkpoints, _ = _chunk(*args)
-    return o, final, checkpoints
+def chunk(x: Inputs, needs_grad: bool, backend: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(o, final state or None, checkpoints or None) of `Backend.chunk`, differentiable."""
+    plain = _plain(x)
+    if plain and not needs_grad:
+        return _without_autocast(backends()[backend].chunk, x, False)[:3]
+    op = _Chunk.apply if plain else torch.ops.kda_layers.chunk.default
+    o, final, checkpoints, *_ = op(*x, needs_grad, backend)
+    return o, final if x.final_state else None, checkpoints if x.checkpoint_every else None
 
 
 def step(x: StepInputs, backend: str) -> Tensor:
@@ -37,7 +36,7 @@ def step(x: StepInputs, backend: str) -> Tensor:
     if not _plain(x):
         return torch.ops.kda_layers.step.default(*x, backend)
     torch.autograd.graph.increment_version(x.state)
-    return _step(*x, backend)
+    return _without_autocast(backends()[backend].step, x)
 
 
 def _plain(x: Inputs | StepInputs) -> bool:
@@ -50,7 +49,7 @@ def _plain(x: Inputs | StepInputs) -> bool:
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and not x.q.is_meta
-        and all(type(t) is Tensor or type(t) is Parameter for t in x if isinstance(t, Tensor))
+        and PLAIN.issuperset(map(type, x))
     )
 
 
