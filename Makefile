@@ -2,7 +2,8 @@ PYTHON ?= python3
 PIP = .venv/bin/pip install -q --disable-pip-version-check -c constraints.txt
 
 # Ragged shapes, packed sequences, pools of states, drafts and convolutions: what could read or write out of bounds.
-MEMCHECKED = (cuda-fla and (test_ragged or test_packed_steps or test_a_pool_of_states or test_drafted)) or (test_layer_kernels and bfloat16)
+MEMCHECKED_STEPS = test_more_slots or test_drafted_tokens_of or (int32 and (test_packed_steps or test_a_pool_of_states))
+MEMCHECKED = (cuda-fla and (test_ragged or $(MEMCHECKED_STEPS))) or (test_layer_kernels and bfloat16)
 
 # Asking the driver whether it has a function is no error.
 SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 9 --tool
@@ -37,6 +38,7 @@ memcheck: .venv/gpu
 		.venv/bin/python -m pytest tests/kernels -k "$(MEMCHECKED)"
 
 sanitize: .venv/gpu
+	.venv/bin/python -m tools.sanitize_kernels
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) memcheck .venv/bin/python -m tools.sanitize_kernels
 	$(SANITIZE) racecheck .venv/bin/python -m tools.sanitize_kernels
 

@@ -27,9 +27,9 @@ def test_import_takes_little_more_than_torch_and_transformers():
         python(statement)
         return time.perf_counter() - start
 
-    # Alternating and the least of several: other work on the machine only adds.
+    # Alternating and the least of several, more where two do not do: other work on the machine only adds.
     ours, theirs = [], []
-    for _ in range(6):
+    while len(ours) < 2 or (len(ours) < 6 and min(ours) >= 1.3 * min(theirs)):
         theirs.append(seconds("import transformers, torch"))
         ours.append(seconds("import kda_layers"))
     assert min(ours) < 1.3 * min(theirs), f"{min(ours):.2f} s against {min(theirs):.2f} s"

@@ -1,78 +1,112 @@
-"""Every CUDA kernel once on small ragged inputs, for compute-sanitizer: `make sanitize`.
+"""Every CUDA kernel on small ragged inputs, for compute-sanitizer: `make sanitize`.
 
-Fails where an output differs from the oracle's by more than a gross error: a tool that reports nothing about kernels
-that did nothing would be worth nothing.
+The tool makes each launch many times slower, so the GPU runs our kernels and copies, nothing else: inputs and what
+should come out of them are computed on the CPU, before. Prints a line for each case, and fails where an output is far
+from the truth: a tool that reports nothing about kernels that did nothing would be worth nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from kda_layers import kda, kda_step
+from kda_layers import kda_step
 from kda_layers.kernels.contract import Inputs
-from kda_layers.kernels.reference import recurrence
+from tests.kernels.cases import (
+    BF16,
+    FP16,
+    FP32,
+    Case,
+    call,
+    error,
+    make_inputs,
+    options,
+    oracle,
+    outputs,
+    to_device,
+)
 
 GROSS = 0.03
+WIDTHS, DTYPES, STATES = (128, 64), (BF16, FP16), (FP32, BF16)
+SHARED = Case(group=2, state=True)  # two value heads to a key head
+PACKED = replace(SHARED, lengths=(65, 0, 1, 64))
+FEW, MANY = 1, 10  # heads of q: with 4 sequences less and more than fill a GPU, which other kernels serve
+
+CHUNKS = [
+    *(replace(PACKED, K=K, V=K, dtype=d, H=H) for K, d, H in itertools.product(WIDTHS, DTYPES, (FEW, MANY))),
+    *(
+        replace(case, gate=gate, g_wide=gate == "log_decay" and case.dtype == BF16)
+        for gate in ("softplus", "log_decay")
+        for case in (Case(T=130, group=2), replace(PACKED, K=64, V=64, dtype=FP16, H=MANY))
+    ),
+]
+
+# Slots of a pool of states, of which 4 sequences read and write some; the last column is that of the last token.
+SLOTS = {"pool": [[5], [1], [0], [4]], "drafts": [[0, 1, 2], [9, 10, 11], [3, 4, 5], [8, 7, 6]]}
+ACCEPTED = [3, 1, 2, 1]
+STEPS = {
+    "one token": replace(SHARED, T=1, B=4, H=FEW),
+    "pool": replace(SHARED, lengths=(3, 0, 1, 9), H=FEW),
+    "drafts": replace(SHARED, T=3, B=4, H=FEW),
+    "many heads": replace(SHARED, T=9, B=4, H=16),
+}
 
 
-def inputs(K: int, dtype: torch.dtype, gate: str, lengths: list[int] | None, device: str) -> Inputs:
-    """130 tokens of 2 value heads that share a key head, with a state."""
-    T = sum(lengths) if lengths else 130
-    generator = torch.Generator().manual_seed(K + T)
+class Check(NamedTuple):
+    """A call, to be made on a device by a backend, and what should come out, by name, on the CPU."""
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    q, k, v, g, beta = (t.to(device, dtype) for t in (
-        normal(1, T, 1, K), normal(1, T, 1, K), normal(1, T, 2, K), normal(1, T, 2, K), normal(1, T, 2)
-    ))  # fmt: skip
-    N = len(lengths) if lengths else 1
-    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device) if lengths else None
-    return Inputs(
-        q, k, v, g, beta, normal(2).to(device), normal(2, K).to(device), normal(N, 2, K, K).to(device), offsets, gate,
-        -5.0 if gate == "lower_bound" else 0.0, "sigmoid", True, K**-0.5, True, 64,
-    )  # fmt: skip
+    name: str
+    truth: dict[str, Tensor]
+    run: Callable[[str, str], dict[str, Tensor]]
 
 
-def options(x: Inputs) -> dict:
-    """The keyword arguments of both operators."""
-    bound = x.lower_bound if x.gate_activation == "lower_bound" else None
-    return dict(
-        A_log=x.A_log, dt_bias=x.dt_bias, cu_seqlens=x.cu_seqlens, gate_activation=x.gate_activation, lower_bound=bound
-    )
+def chunk_check(case: Case) -> Check:
+    """A call of `kda`."""
+    x = make_inputs(case)
+    run = lambda device, backend: outputs(call(to_device(x, device), backend))  # noqa: E731
+    return Check(f"kda {case}", outputs(oracle(x)), run)
 
 
-def check(name: str, got: torch.Tensor, truth: torch.Tensor) -> None:
-    """Raise where `got` is far from the truth."""
-    error = float((got.double() - truth.double()).norm() / truth.double().norm())
-    if not error < GROSS:
-        raise RuntimeError(f"{name} has an error of {error}, must be below {GROSS}")
+def step_check(kind: str, K: int, dtype: torch.dtype, state_dtype: torch.dtype) -> Check:
+    """A call of `kda_step` of one of `STEPS`."""
+    x = make_inputs(replace(STEPS[kind], K=K, V=K, dtype=dtype))
+    assert x.initial_state is not None
+    narrow = x.initial_state.to(state_dtype)
+    o, final, _ = oracle(x._replace(initial_state=narrow.float()))
+    assert final is not None
+    slots = torch.tensor(SLOTS[kind]) if kind in SLOTS else torch.arange(4)[:, None]
+    accepted = torch.tensor(ACCEPTED) if kind == "drafts" else torch.ones(4, dtype=torch.int64)
+    pool = torch.full((12 if kind in SLOTS else 4, *narrow.shape[1:]), torch.nan, dtype=state_dtype)
+    pool[slots.gather(1, accepted[:, None] - 1)[:, 0]] = narrow
+    given = {"pool": {"state_indices": slots[:, 0]}, "drafts": {"state_indices": slots, "num_accepted": accepted}}
+
+    def run(device: str, backend: str) -> dict[str, Tensor]:
+        y: Inputs = to_device(x, device)
+        state = pool.to(device, copy=True)
+        more: dict[str, Any] = options(y) | {n: t.to(device) for n, t in given.get(kind, {}).items()}
+        o = kda_step(*y[:5], state, **more, backend=backend)
+        return {"o": o, "state": state.cpu()[slots[:, -1]]}
+
+    name = f"kda_step {kind}, K={K}, {dtype}, state {state_dtype}"
+    return Check(name.replace("torch.", ""), {"o": o, "state": final}, run)
 
 
-def main() -> None:
-    cases = itertools.product(
-        (128, 64), (torch.bfloat16, torch.float16), ("lower_bound", "softplus"), (None, [65, 0, 1, 64])
-    )
-    for K, dtype, gate, lengths in cases:
-        x = inputs(K, dtype, gate, lengths, "cuda")
-        o, final, _ = recurrence(x)
-        got = kda(
-            *x[:5], initial_state=x.initial_state, final_state=True, checkpoint_every=64, backend="sm90", **options(x)
-        )
-        assert got.final_state is not None
-        check("o", got.o, o)
-        check("final_state", got.final_state, final)
-        if lengths is None:
-            x = x._replace(**{n: getattr(x, n)[:, :3].contiguous() for n in ("q", "k", "v", "g", "beta")})
-            o, final, _ = recurrence(x)
-            assert x.initial_state is not None
-            state = x.initial_state.clone()
-            check("o of a step", kda_step(*x[:5], state, backend="sm90", **options(x)), o)
-            check("state", state, final)
-        torch.cuda.synchronize()
-    print("every kernel ran")
+def main(device: str = "cuda", backend: str = "sm90") -> None:
+    """Raise a RuntimeError at the first output that is grossly wrong."""
+    checks = [chunk_check(case) for case in CHUNKS]
+    checks += [step_check(*kind) for kind in itertools.product(STEPS, WIDTHS, DTYPES, STATES)]
+    for name, truth, run in checks:
+        got = run(device, backend)
+        errors = {n: error(got[n], t) for n, t in truth.items()}
+        print(f"{name}: " + ", ".join(f"{n} {e:.2g}" for n, e in errors.items()), flush=True)
+        if not all(e < GROSS for e in errors.values()):
+            raise RuntimeError(f"errors of {name} must be below {GROSS}, got {errors}")
+    print(f"all {len(checks)} cases")
 
 
 if __name__ == "__main__":

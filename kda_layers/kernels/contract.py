@@ -1,4 +1,4 @@
-"""The contract between the operator and its backends: inputs, problem, backend base class and the one validator.
+"""The contract between the operator and its backends: inputs, problem and the backend base class.
 
 Shapes, used in every file below `kernels/`:
 
@@ -6,8 +6,8 @@ Shapes, used in every file below `kernels/`:
     H q/k heads    HV value heads, a multiple of H; value head i reads q/k head i // (HV // H)
     K key width    V value width
 
-A backend sees inputs that `check_chunk` or `check_step` has accepted, so it validates nothing itself except
-values that would need a host read (`sequence_offsets`).
+A backend sees inputs that `checks.py` has accepted, so it validates nothing itself except values that would need a
+host read (`sequence_offsets`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import abc
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class Problem:
     needs_grad: bool = False
     has_state: bool = False
     checkpoints: bool = False
-    narrow_state: bool = False  # bfloat16, rounded at every call
+    narrow_state: bool = False  # of a step: bfloat16, rounded at every call
 
     def __str__(self) -> str:
         where = f"{self.device} sm_{self.arch}" if self.arch else self.device
@@ -164,6 +164,12 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes that a caller's states may have for inputs of `dtype`, first the one that they are computed in."""
+    wide = state_dtype(dtype)
+    return (wide, torch.bfloat16) if dtype in (torch.bfloat16, torch.float16) else (wide,)
+
+
 def checkpoint_count(x: Inputs) -> int:
     """Rows of checkpoints in a batch row: T // 64, which is also the most that packed sequences can have."""
     return x.q.shape[1] // CHUNK
@@ -180,164 +186,3 @@ def sequence_offsets(cu_seqlens: Tensor, T: int) -> list[int]:
     if offsets[-1] != T:
         raise ValueError(f"cu_seqlens must end at T = {T}, got {offsets[-1]}")
     return offsets
-
-
-def check_offsets(cu_seqlens: Tensor, x: Tensor) -> None:
-    """Raise unless cu_seqlens has the type and shape of offsets into packed x [1, T, ...]; reads no value."""
-    _check_index("cu_seqlens", cu_seqlens, x)
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
-    if x.shape[0] != 1:
-        raise ValueError(f"cu_seqlens needs packed sequences with B = 1, got B = {x.shape[0]}")
-
-
-def check_chunk(x: Inputs) -> None:
-    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of the chunk operator."""
-    N = _check_common(x)
-    HV, V, K = x.v.shape[2], x.v.shape[3], x.q.shape[3]
-    if x.initial_state is not None:
-        _check_state("initial_state", x.initial_state, x.q, (N, HV, V, K))
-    if not isinstance(x.checkpoint_every, int) or x.checkpoint_every not in (0, CHUNK):
-        raise ValueError(f"checkpoint_every must be 0 or {CHUNK}, got {x.checkpoint_every}")
-
-
-def check_step(x: StepInputs) -> None:
-    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of the decode operator."""
-    N = _check_common(x)
-    T, HV, V, K = x.q.shape[1], x.v.shape[2], x.v.shape[3], x.q.shape[3]
-    slots = x.state.shape[0] if isinstance(x.state, Tensor) and x.state.ndim == 4 and x.state_indices is not None else N
-    narrow = (torch.bfloat16,) if x.q.dtype in (torch.bfloat16, torch.float16) else ()
-    _check_state("state", x.state, x.q, (slots, HV, V, K), narrow)
-    if x.state_indices is not None:
-        _check_index("state_indices", x.state_indices, x.q)
-        shape = tuple(x.state_indices.shape)
-        wide_enough = len(shape) == 2 and (x.cu_seqlens is not None or shape[1] >= T)  # packed: checked by length
-        if shape[:1] != (N,) or not (len(shape) == 1 or wide_enough):
-            raise ValueError(f"state_indices must have shape [{N}] or [{N}, at least {T}], got {list(shape)}")
-    if x.num_accepted is not None:
-        _check_index("num_accepted", x.num_accepted, x.q)
-        if tuple(x.num_accepted.shape) != (N,):
-            raise ValueError(f"num_accepted must have shape ({N},), got {tuple(x.num_accepted.shape)}")
-        if x.state_indices is None or x.state_indices.ndim != 2:
-            raise ValueError(
-                "num_accepted needs state_indices of shape [N, T]: one slot for the state after each token"
-            )
-
-
-def _check_common(x: Inputs | StepInputs) -> int:
-    """Checks that both operators share; returns N."""
-    tensors = {n: getattr(x, n) for n in ("q", "k", "v", "g", "beta")}
-    options = {n: getattr(x, n) for n in ("A_log", "dt_bias", "cu_seqlens")}
-    for name, t in (*tensors.items(), *((n, t) for n, t in options.items() if t is not None)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-    for name, rank in (("q", 4), ("k", 4), ("v", 4), ("g", 4), ("beta", 3)):
-        if tensors[name].ndim != rank:
-            raise ValueError(f"{name} must have {rank} dimensions, got shape {tuple(tensors[name].shape)}")
-    B, T, H, K = x.q.shape
-    HV, V = x.v.shape[2:]
-    if T == 0:
-        raise ValueError("T must be at least 1, got q with no tokens")
-    for name, dim in (("B", B), ("H", H), ("HV", HV), ("K", K), ("V", V)):
-        if dim == 0:
-            raise ValueError(f"{name} must be at least 1, got 0 (q {tuple(x.q.shape)}, v {tuple(x.v.shape)})")
-    if HV % H != 0:
-        raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
-    expected = {"k": (B, T, H, K), "v": (B, T, HV, V), "g": (B, T, HV, K), "beta": (B, T, HV)}
-    for name, shape in expected.items():
-        _check_shape(name, tensors[name], shape)
-    _check_dtypes(x)
-    _check_gate(x, HV, K)
-    for name, t in (*tensors.items(), *((n, t) for n, t in options.items() if t is not None)):
-        if t.device != x.q.device:
-            raise ValueError(f"{name} must be on q's device {x.q.device}, got {t.device}")
-    if x.cu_seqlens is None:
-        return B
-    check_offsets(x.cu_seqlens, x.q)
-    return x.cu_seqlens.shape[0] - 1
-
-
-def _check_dtypes(x: Inputs | StepInputs) -> None:
-    dtype, wide = x.q.dtype, state_dtype(x.q.dtype)
-    if dtype not in DTYPES:
-        raise TypeError(f"q must be one of {_names(DTYPES)}, got {dtype}")
-    for name, t in (("k", x.k), ("v", x.v)):
-        if t.dtype != dtype:
-            raise TypeError(f"{name} must have q's dtype {dtype}, got {t.dtype}")
-    for name, t in (("g", x.g), ("beta", x.beta)):
-        if t.dtype not in (dtype, wide):
-            raise TypeError(f"{name} must be {_names(dict.fromkeys((dtype, wide)))}, got {t.dtype}")
-    for name, opt in (("A_log", x.A_log), ("dt_bias", x.dt_bias)):
-        if opt is not None and opt.dtype != wide:
-            raise TypeError(f"{name} must be {wide}, got {opt.dtype}")
-
-
-def _check_gate(x: Inputs | StepInputs, HV: int, K: int) -> None:
-    if x.beta_activation not in get_args(BetaActivation):
-        raise ValueError(f"beta_activation must be one of {get_args(BetaActivation)}, got {x.beta_activation!r}")
-    if x.gate_activation == "log_decay":
-        for name, t in (("A_log", x.A_log), ("dt_bias", x.dt_bias)):
-            if t is not None:
-                raise ValueError(f"{name} must be None with gate_activation='log_decay', which uses g as it is")
-    if x.gate_activation == "softplus" and x.A_log is None:
-        raise ValueError("A_log must be given with gate_activation='softplus', got None")
-    if x.A_log is not None:
-        _check_shape("A_log", x.A_log, (HV,))
-    if x.dt_bias is not None:
-        _check_shape("dt_bias", x.dt_bias, (HV, K))
-
-
-def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
-    """The bound as a float (0 for gates that have none), after checking it and the gate that it belongs to."""
-    if gate_activation not in get_args(GateActivation):
-        raise ValueError(f"gate_activation must be one of {get_args(GateActivation)}, got {gate_activation!r}")
-    if gate_activation != "lower_bound":
-        if lower_bound is not None:
-            raise ValueError(f"lower_bound must be None with gate_activation={gate_activation!r}, got {lower_bound}")
-        return 0.0
-    if lower_bound is None:
-        raise ValueError("lower_bound must be given with gate_activation='lower_bound', got None")
-    if isinstance(lower_bound, bool) or not isinstance(lower_bound, (int, float)):
-        raise TypeError(f"lower_bound must be a number, got {type(lower_bound).__name__}")
-    if not MIN_LOWER_BOUND <= lower_bound < 0:
-        raise ValueError(f"lower_bound must be in [{MIN_LOWER_BOUND}, 0), got {lower_bound}")
-    return float(lower_bound)
-
-
-def _check_state(
-    name: str, state: Any, q: Tensor, shape: tuple[int, ...], narrow: tuple[torch.dtype, ...] = ()
-) -> None:
-    if not isinstance(state, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(state).__name__}")
-    if tuple(state.shape) != shape:
-        swapped = tuple(state.shape) == (*shape[:2], shape[3], shape[2])
-        hint = "; this is the [K, V] layout, pass state.mT.contiguous()" if swapped else ""
-        raise ValueError(f"{name} must have shape [N, HV, V, K] = {list(shape)}, got {list(state.shape)}{hint}")
-    dtypes = (state_dtype(q.dtype), *narrow)
-    if state.dtype not in dtypes:
-        raise TypeError(f"{name} must be {_names(dtypes)}, got {state.dtype}")
-    if state.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {state.device}")
-    if shape[2] > 1 and shape[3] > 1 and (state.stride(3), state.stride(2)) != (1, shape[3]):
-        raise ValueError(
-            f"{name} must have contiguous [V, K] matrices (strides {shape[3]}, 1), got strides {state.stride()[2:]}; "
-            "pass state.contiguous()"
-        )
-
-
-def _check_index(name: str, t: Tensor, q: Tensor) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-    if t.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {t.dtype}")
-    if t.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
-
-
-def _check_shape(name: str, t: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(t.shape) != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
-
-
-def _names(dtypes: Any) -> str:
-    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)

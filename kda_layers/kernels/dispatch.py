@@ -67,7 +67,6 @@ def select(problem: Problem, backend: str | None = None) -> Backend:
     return _select(problem, requested(backend))
 
 
-@functools.lru_cache(maxsize=4096)
 def _select(problem: Problem, name: str | None) -> Backend:
     if name is not None:
         chosen = _named(name)
@@ -112,10 +111,10 @@ def problem_fields(x: Inputs | StepInputs, needs_grad: bool = False) -> tuple[An
     else:
         step, has_state, narrow = False, x.initial_state is not None, False
         checkpoints = operator.index(x.checkpoint_every) > 0
-    K, H, HV, V = (operator.index(n) for n in (x.q.shape[3], x.q.shape[2], x.v.shape[2], x.v.shape[3]))
+    (*_, H, K), (*_, HV, V), index = x.q.shape, x.v.shape, operator.index
     return (
-        x.q.dtype, x.beta.dtype, K, V, HV // H, x.gate_activation, x.beta_activation, x.qk_l2norm, step,
-        x.cu_seqlens is not None, needs_grad, has_state, checkpoints, narrow,
+        x.q.dtype, x.beta.dtype, index(K), index(V), index(HV) // index(H), x.gate_activation, x.beta_activation,
+        x.qk_l2norm, step, x.cu_seqlens is not None, needs_grad, has_state, checkpoints, narrow,
     )  # fmt: skip
 
 
@@ -139,7 +138,12 @@ def choose(backend: str | None, device: torch.device, *fields: Any) -> tuple[str
 
     Constants in, constants out, which is why `problem_fields` turns sizes into plain integers.
     """
-    chosen = select(Problem(device.type, _arch(device), *fields), backend)
+    return _choose(requested(backend), device, *fields)
+
+
+@functools.lru_cache(maxsize=4096)  # by what makes a Problem: to make and hash one costs as much as a launch
+def _choose(name: str | None, device: torch.device, *fields: Any) -> tuple[str, ...]:
+    chosen = _select(Problem(device.type, _arch(device), *fields), name)
     return chosen.name, *sorted(chosen.fused)
 
 

@@ -1,7 +1,7 @@
 """`chunk_kda` and `fused_recurrent_kda` with flash-linear-attention 0.6's argument names: adopting is one import.
 
 Differences, all stated by an error where they matter: arguments that would be ignored there are refused here, states
-must be fp32 (fp64 for fp64 inputs), and `lower_bound` must lie in [-5, 0).
+are fp32 (fp64 for fp64 inputs; a bf16 one, with 16-bit inputs, returns bf16), and `lower_bound` must lie in [-5, 0).
 Source of names and meaning: flash-linear-attention 0.6.0, fla.ops.kda.
 """
 
@@ -47,7 +47,7 @@ def chunk_kda(
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV, K]. beta: [B, T, HV].
         scale: K ** -0.5 if None.
-        initial_state: [N, HV, K, V] fp32, or [N, HV, V, K] with state_v_first.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first.
         output_final_state: also return the final state, in the same layout.
         use_qk_l2norm_in_kernel: normalise q and k.
         use_gate_in_kernel: g holds logits: -exp(A_log) softplus(g + dt_bias), or with lower_bound
@@ -58,7 +58,7 @@ def chunk_kda(
         lower_bound: in [-5, 0).
         disable_recompute: a hint to save more in the forward pass; today no backend has two ways.
         return_intermediate_states: also return the state before each 64-token chunk, [B, ceil(T / 64), HV, K, V] in
-            fp32 (there bf16); only in inference.
+            the dtype of states (there bf16); only in inference.
         cu_seqlens, cu_seqlens_cpu: [N + 1] offsets of packed sequences; the second is the first on the CPU.
         A_log: [HV]. dt_bias: [HV * K] or [HV, K]. Any float dtype.
         chunk_size: 64, or 32, which changes no result here.

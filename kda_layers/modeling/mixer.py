@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kda_layers.kernels import layer_kernels
-from kda_layers.kernels.contract import check_offsets, sequence_offsets, state_dtype
+from kda_layers.kernels.checks import check_offsets
+from kda_layers.kernels.contract import sequence_offsets, state_dtype
 from kda_layers.kernels.short_conv import short_convs
 from kda_layers.modeling.cache import LayerState
 

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from kda_layers.kernels.contract import check_lower_bound
+from kda_layers.kernels.checks import check_lower_bound
 from kda_layers.kernels.dispatch import backends
 from kda_layers.modeling.families.stock import StockFamily, gate_options
 

@@ -123,6 +123,12 @@ TRAINED: dict[str, tuple[Callable[..., KDAOutput], list[Case]]] = {
         lambda *x, **t: kda(*x, **t, lower_bound=-5.0, final_state=True, checkpoint_every=64),
         [Case(T=T, B=3, H=1, state=True) for T in (130, 200, 400)],
     ),
+    "narrow states": (
+        lambda *x, initial_state, **t: kda(
+            *x, **t, initial_state=initial_state.bfloat16(), lower_bound=-5.0, final_state=True
+        ),
+        [Case(T=T, B=3, H=1, checkpoints=False, state=True) for T in (130, 70)],
+    ),
     "packed": (
         LOWER_BOUND,
         [Case(lengths=n, H=1, checkpoints=False) for n in ((3, 65, 60, 5), (64, 0, 1, 64, 70), (190, 1, 1))],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers import KDAOutput, kda_step
+from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.contract import Inputs
 from kda_layers.kernels.cuda.backend import CudaBackend
 from kda_layers.kernels.dispatch import backends, problem_of
@@ -120,12 +120,17 @@ def test_decoding_in_a_graph(backend: str) -> None:
 
 
 def test_a_bf16_state(backend: str) -> None:
-    """As exact as its rounding, at every call."""
+    """As exact as its rounding, at every call: also from a prefill on."""
     x = make_inputs(Case(T=1, B=5, H=4, group=2, state=True), "cuda")
     assert x.initial_state is not None
-    wide = x.initial_state.bfloat16().float()
-    state = wide.bfloat16()
+    narrow = x.initial_state.bfloat16()
     with torch.no_grad():
+        state, wide = (
+            kda(*x[:5], **options(x), initial_state=s, final_state=True, backend=backend).final_state
+            for s in (narrow, narrow.float())
+        )
+        assert torch.equal(state, wide.bfloat16())
+        wide = state.float()
         o = kda_step(*x[:5], state, **options(x), backend=backend)
         expected = kda_step(*x[:5], wide, **options(x), backend=backend)
     assert torch.equal(o, expected)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kda_layers import kda
 from kda_layers.kernels.contract import Inputs, StepInputs
 from kda_layers.kernels.cuda.step import STAGE
 from tests import cuda_emulator
@@ -22,6 +23,7 @@ from tests.kernels.cases import (
     ids,
     limits_of,
     make_inputs,
+    options,
     oracle,
     sequences,
     step_inputs,
@@ -89,6 +91,17 @@ def test_a_state_in_bf16() -> None:
     rounded = x._replace(initial_state=x.initial_state.bfloat16().float())
     o, state = step(x, x.initial_state.bfloat16())
     check_in_budget(rounded, (o, state.float()))
+
+
+def test_a_prefill_to_a_bf16_state() -> None:
+    """Decoding reads what `kda` returned, and nothing else is rounded."""
+    x = make_inputs(replace(ONE, T=20, slow=True))
+    head, tail = (x._replace(**{n: getattr(x, n)[:, part] for n in STEP}) for part in (slice(19), slice(19, None)))
+    prefilled = kda(*head[:5], **options(x), final_state=True, state_dtype=torch.bfloat16, backend="eager").final_state
+    o, state = step(tail, prefilled)
+    wide_o, wide_state = step(tail, prefilled.float())
+    assert torch.equal(o, wide_o)
+    assert torch.equal(state, wide_state.bfloat16())
 
 
 @pytest.mark.parametrize("shape", [{"busy": True}, {"warps": 2}], ids=str)

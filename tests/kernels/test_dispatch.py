@@ -84,10 +84,10 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
     known = {"toy": toy, "eager": EAGER}
     monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(dispatch, "backends", lambda: known)
-    monkeypatch.setattr("kda_layers.kernels.op.backends", lambda: known)
-    dispatch._select.cache_clear()
+    monkeypatch.setattr("kda_layers.kernels.torch_ops.backends", lambda: known)
+    dispatch._choose.cache_clear()
     yield toy
-    dispatch._select.cache_clear()
+    dispatch._choose.cache_clear()
 
 
 SMALL = Case(T=5, H=1, K=4, V=6, dtype=FP32, state=True)

@@ -4,6 +4,7 @@ nothing has been written."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ INPUTS: list[Bad] = [
     ("beta no tensor", give(beta=0.5), TypeError, r"beta must be a torch.Tensor, got float"),
     ("q rank", lambda a: {"q": a["q"][0]}, ValueError, r"q must have 4 dimensions, got shape \(5, 2, 4\)"),
     ("v rank", lambda a: {"v": a["v"][..., 0]}, ValueError, r"v must have 4 dimensions, got shape \(2, 5, 4\)"),
-    ("beta rank", lambda a: {"beta": a["beta"][..., None]}, ValueError, r"beta must have 3 dimensions, got shape"),
+    ("beta rank", lambda a: {"beta": a["beta"][..., None]}, ValueError, r"beta must have shape \[2, 5, 4\], got"),
     ("k width", cut("k", 3, 3), ValueError, r"k must have shape \[2, 5, 2, 4\], got \[2, 5, 2, 3\]"),
     ("k tokens", cut("k", 1, 4), ValueError, r"k must have shape \[2, 5, 2, 4\], got \[2, 4, 2, 4\]"),
     ("k heads", cut("k", 2, 1), ValueError, r"k must have shape \[2, 5, 2, 4\], got \[2, 5, 1, 4\]"),
@@ -87,14 +88,14 @@ INPUTS: list[Bad] = [
 ]
 
 DTYPES_AND_DEVICES: list[Bad] = [
-    ("k dtype", cast("k", BF16), TypeError, r"k must have q's dtype \S*float32, got \S*bfloat16"),
-    ("v dtype", cast("v", FP64), TypeError, r"v must have q's dtype \S*float32, got \S*float64"),
-    ("q dtype", cast("q", FP16), TypeError, r"k must have q's dtype \S*float16, got \S*float32"),
-    ("g dtype", cast("g", FP64), TypeError, r"g must be \S*float32, got \S*float64"),
-    ("beta dtype", cast("beta", FP16), TypeError, r"beta must be \S*float32, got \S*float16"),
+    ("k dtype", cast("k", BF16), TypeError, r"k must be float32 with q of float32, got \S*bfloat16"),
+    ("v dtype", cast("v", FP64), TypeError, r"v must be float32 with q of float32, got \S*float64"),
+    ("q dtype", cast("q", FP16), TypeError, r"k must be float16 with q of float16, got \S*float32"),
+    ("g dtype", cast("g", FP64), TypeError, r"g must be float32 with q of float32, got \S*float64"),
+    ("beta dtype", cast("beta", FP16), TypeError, r"beta must be float32 with q of float32, got \S*float16"),
     ("integers", all_of(lambda t: t.long()), TypeError, r"q must be one of bfloat16 or .*float64, got \S*int64"),
-    ("k integer", cast("k", torch.int32), TypeError, r"k must have q's dtype \S*float32, got \S*int32"),
-    ("beta boolean", cast("beta", torch.bool), TypeError, r"beta must be \S*float32, got \S*bool"),
+    ("k integer", cast("k", torch.int32), TypeError, r"k must be float32 with q of float32, got \S*int32"),
+    ("beta boolean", cast("beta", torch.bool), TypeError, r"beta must be float32 with q of float32, got \S*bool"),
     ("complex", all_of(lambda t: t.to(torch.complex64)), TypeError, r"q must be one of .*, got \S*complex64"),
     *((f"{n} device", to_meta(n), ValueError, rf"{n} must be on q's device cpu, got meta")
       for n in ("k", "v", "g", "beta", "A_log", "dt_bias")),
@@ -120,12 +121,12 @@ GATES: list[Bad] = [
     ("A_log size", cut("A_log", 0, 2), ValueError, r"A_log must have shape \[4\], got \[2\]"),
     ("A_log rank", lambda a: {"A_log": a["A_log"][None, :, None]}, ValueError,
      r"A_log must have shape \[4\], got \[1, 4, 1\]"),
-    ("A_log dtype", cast("A_log", BF16), TypeError, r"A_log must be \S*float32, got \S*bfloat16"),
+    ("A_log dtype", cast("A_log", BF16), TypeError, r"A_log must be float32 with q of float32, got \S*bfloat16"),
     ("A_log no tensor", give(A_log=1.0), TypeError, r"A_log must be a torch.Tensor, got float"),
     ("dt_bias size", cut("dt_bias", 0, 2), ValueError, r"dt_bias must have shape \[4, 4\], got \[2, 4\]"),
     ("dt_bias rank", lambda a: {"dt_bias": a["dt_bias"].flatten()}, ValueError,
      r"dt_bias must have shape \[4, 4\], got \[16\]"),
-    ("dt_bias dtype", cast("dt_bias", FP64), TypeError, r"dt_bias must be \S*float32, got \S*float64"),
+    ("dt_bias dtype", cast("dt_bias", FP64), TypeError, r"dt_bias must be float32 with q of float32, got \S*float64"),
     ("A_log and log-decay", lambda a: LOG_DECAY | {"A_log": a["A_log"]}, ValueError,
      r"A_log must be None .*'log_decay'"),
     ("dt_bias and log-decay", lambda a: LOG_DECAY | {"dt_bias": a["dt_bias"]}, ValueError,
@@ -187,7 +188,7 @@ STATES: list[Bad] = [
     ("sequences", cut("state", 0, 1), ValueError, r"state must have shape .*\[2, 4, 6, 4\], got \[1, 4, 6, 4\]"),
     ("heads", cut("state", 1, 2), ValueError, r"state must have shape .*\[2, 4, 6, 4\], got \[2, 2, 6, 4\]"),
     ("rank", lambda a: {"state": a["state"][0]}, ValueError, r"state must have shape .*, got \[4, 6, 4\]"),
-    ("dtype", cast("state", BF16), TypeError, r"state must be \S*float32, got \S*bfloat16"),
+    ("dtype", cast("state", BF16), TypeError, r"state must be float32 with q of float32, got \S*bfloat16"),
     ("no tensor", give(state=0.0), TypeError, r"state must be a torch.Tensor, got float"),
     ("device", to_meta("state"), ValueError, r"state must be on q's device cpu, got meta"),
     ("[K, V] layout", lambda a: {"state": a["state"].mT.contiguous()}, ValueError,
@@ -228,6 +229,28 @@ def test_one_state_for_each_packed_sequence(function: Callable) -> None:
     name = "state" if function is kda_step else "initial_state"
     good = arguments(PACKED, function is kda_step)
     check_raises(function, good, cut(name, 0, 2), ValueError, rf"{name} must have shape .*\[3, .*, got \[2, ")
+
+
+STATE_DTYPES: list[Bad] = [
+    ("fp16", give(state_dtype=FP16), TypeError, r"state_dtype must be float32 with q of float32, got \S*float16"),
+    ("bf16", give(state_dtype=BF16), TypeError, r"state_dtype must be float32 with q of float32, got \S*bfloat16"),
+    ("fp64", give(state_dtype=FP64), TypeError, r"state_dtype must be float32 with q of float32, got \S*float64"),
+    ("text", give(state_dtype="bf16"), TypeError, r"state_dtype must be float32 with q of float32, got bf16"),
+    ("initial", cast("initial_state", FP16), TypeError, r"initial_state must be float32 with q of .*, got \S*float16"),
+]
+
+
+@parametrize(STATE_DTYPES)
+def test_state_dtype(change: Callable[[Arguments], Arguments], error: type, text: str) -> None:
+    check_raises(kda, arguments(FIXED, False), change, error, text)
+
+
+def test_state_dtype_of_16_bit_inputs() -> None:
+    good = arguments(replace(FIXED, dtype=FP16), False)
+    text = r"state_dtype must be float32 or bfloat16 with q of float16, got \S*float16"
+    check_raises(kda, good, give(state_dtype=FP16), TypeError, text)
+    text = r"initial_state must be float32 or bfloat16 with q of float16, got \S*float16"
+    check_raises(kda, good, cast("initial_state", FP16), TypeError, text)
 
 
 @pytest.mark.parametrize("value", [32, -64, 1, True, "64", 64.0, None], ids=str)

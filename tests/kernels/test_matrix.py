@@ -20,6 +20,7 @@ from tests.kernels.cases import (
     call,
     check,
     error,
+    for_device,
     for_training,
     ids,
     limits_of,
@@ -123,6 +124,7 @@ def test_against_fp64(
     required_backends: frozenset[str],
     record_property: Callable[..., None],
 ) -> None:
+    case = for_device(case, device)
     if needs_grad:
         case = for_training(case, backend, device)
     draws = [make_inputs(case, device, i) for i in range(case.draws)]
@@ -146,7 +148,8 @@ def test_a_group_equals_repeated_heads(
     group: int, shape: dict, device: str, backend: str, required_backends: frozenset[str]
 ) -> None:
     """Repeated heads give what grouped ones do, and their gradients of q and k add up to the group's."""
-    case = for_training(Case(group=group, B=2, T=70, slow=True, state=True, **shape), backend, device)
+    case = for_device(Case(group=group, B=2, T=70, slow=True, state=True, **shape), device)
+    case = for_training(case, backend, device)
     draws = [make_inputs(case, device, i) for i in range(case.draws)]
     repeated = [x._replace(q=x.q.repeat_interleave(group, 2), k=x.k.repeat_interleave(group, 2)) for x in draws]
     serve(backend, problem_of(repeated[0], needs_grad=True), required_backends)

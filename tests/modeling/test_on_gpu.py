@@ -215,7 +215,7 @@ def test_memory_is_constant_while_generating() -> None:
 def test_default_choice_on_a_gpu() -> None:
     """Automatic choice takes a fused backend where one serves, without a word."""
     x: Inputs = make_inputs(Case(checkpoints=False), "cuda")
-    dispatch._select.cache_clear()  # a warning is given once
+    dispatch._choose.cache_clear()  # a warning is given once
     serve("fla", problem_of(x), frozenset())
     chosen, named = (kda(*x[:5], **options(x), backend=b).o for b in (None, "fla"))
     assert torch.equal(chosen, named)

@@ -292,9 +292,16 @@ def test_hooked_layers_run_our_forward(family: str, device: torch.device, monkey
     assert seen == list(kda_layers_of(model).values())
 
 
+TWO_LAYERS: dict[str, dict[str, Any]] = {  # one KDA layer and one of another kind: compiling takes seconds a layer
+    "kimi_linear": dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
+    "glm5_next": dict(num_hidden_layers=2, layer_types=["linear_attention", "indexed_attention"]),
+    "bailing_hybrid": dict(num_hidden_layers=2, layer_group_size=2),
+}
+
+
 @every_family
 def test_compile_fullgraph(family: str) -> None:
-    _, swapped = both(family, dense=True)
+    _, swapped = both(family, **TWO_LAYERS[family], mlp_layer_types=["dense", "dense"])
     torch._dynamo.reset()
     compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
     tokens, results = ids(2, 70), []
@@ -311,7 +318,7 @@ def test_compile_fullgraph(family: str) -> None:
 @every_family
 def test_compiled_generation(family: str) -> None:
     """With a static cache transformers compiles the decoding step whole."""
-    stock, swapped = both(family)
+    stock, swapped = both(family, **TWO_LAYERS[family], mlp_layer_types=["dense", "sparse"])
     torch._dynamo.reset()
     options = CompileConfig(fullgraph=True, dynamic=None, mode=None, backend="aot_eager")
     options._compile_all_devices = True  # otherwise only accelerators compile
@@ -343,35 +350,35 @@ def test_the_gate_is_not_materialised_outside(family: str) -> None:
 
 
 TWO_PROCESSES = """
-import copy, os, sys, torch
+import copy, os, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from kda_layers import swap_attention
-from tests.modeling.stock_models import build
+from tests.modeling.stock_models import FAMILIES, build
 from tests.kernels.cases import error
 from tests.modeling.test_swap_stock import ids, limit
 dist.init_process_group("gloo")
 torch.set_default_device("cpu")
-swapped, tokens = build(sys.argv[1]), ids(4, 20)
-swap_attention(swapped)
-swapped.train()
-alone, ddp = copy.deepcopy(swapped), DistributedDataParallel(swapped, find_unused_parameters=True)
-for model, rows in ((alone, tokens), (ddp, tokens.chunk(2)[dist.get_rank()])):
-    model(rows, labels=rows, use_cache=False).loss.backward()
-wrong = [n for (n, p), q in zip(alone.named_parameters(), swapped.parameters())
-         if p.grad is not None and not error(q.grad, p.grad) <= limit(sys.argv[1])]
-assert not wrong, wrong
+for family in FAMILIES:
+    swapped, tokens = build(family), ids(4, 20)
+    swap_attention(swapped)
+    swapped.train()
+    alone, ddp = copy.deepcopy(swapped), DistributedDataParallel(swapped, find_unused_parameters=True)
+    for model, rows in ((alone, tokens), (ddp, tokens.chunk(2)[dist.get_rank()])):
+        model(rows, labels=rows, use_cache=False).loss.backward()
+    wrong = [n for (n, p), q in zip(alone.named_parameters(), swapped.parameters())
+             if p.grad is not None and not error(q.grad, p.grad) <= limit(family)]
+    assert not wrong, (family, wrong)
 dist.barrier()
 os._exit(0)  # the interpreter's end, with gloo's threads, was seen to hang now and then
 """
 
 
-@every_family
-def test_two_processes_have_the_gradients_of_one(family: str, tmp_path: Path) -> None:
+def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
     script = tmp_path / "ddp.py"
     script.write_text(TWO_PROCESSES)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), family]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -593,27 +600,27 @@ sys.modules.update({"fla": fla, "fla.ops": ops, "fla.ops.kda": kda})
 """
 
 
-@every_family
-def test_with_flash_linear_attention_installed_on_a_cpu(family: str) -> None:
+def test_with_flash_linear_attention_installed_on_a_cpu() -> None:
     """Stock layers take its GPU kernels whatever the device (a stand-in that fails as Triton does); ours do not."""
     code = f"""{STUB if "fla" not in sys.modules and not _has_fla() else ""}
 import torch
 from kda_layers import swap_attention
-from tests.modeling.stock_models import build
-model, tokens = build("{family}"), torch.arange(3, 12)[None]
-try:
-    model(tokens)
-    raise SystemExit("the stock model ran")
-except RuntimeError as error:
-    assert "0 active drivers" in str(error), error
-swap_attention(model)
-assert model(tokens).logits.isfinite().all()
-print(model.generate(tokens, max_new_tokens=3, do_sample=False).shape[1])
+from tests.modeling.stock_models import FAMILIES, build
+for family in FAMILIES:
+    model, tokens = build(family), torch.arange(3, 12)[None]
+    try:
+        model(tokens)
+        raise SystemExit("the stock model ran: " + family)
+    except RuntimeError as error:
+        assert "0 active drivers" in str(error), (family, error)
+    swap_attention(model)
+    assert model(tokens).logits.isfinite().all(), family
+    print(family, model.generate(tokens, max_new_tokens=3, do_sample=False).shape[1])
 """
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "12"
+    assert done.stdout.splitlines() == [f"{family} 12" for family in FAMILIES]
 
 
 def _has_fla() -> bool:

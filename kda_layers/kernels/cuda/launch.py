@@ -19,7 +19,6 @@ from kda_layers.kernels.cuda import build
 from kda_layers.kernels.cuda.build import dotted
 
 Dim = tuple[int, int, int]
-Pointers = ctypes.c_char_p * 1
 OLDEST_DRIVER = (12, 4)  # the first that tells the sizes of a kernel's parameters
 CONFIGS = 1024  # of launches, remembered
 
@@ -82,8 +81,8 @@ class Kernel:
         if not hasattr(_thread, "has_context"):
             _ensure_context(self.device)
         config = _config(grid, block, cluster, shared_bytes, stream)
-        pointers = Pointers(params)  # this call's own: threads may launch the same kernel at the same time
-        (status,) = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
+        pointer = ctypes.c_char_p(params)  # this call's own: threads may launch the same kernel at the same time
+        (status,) = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointer), 0)
         if status.value != 0:
             raise RuntimeError(
                 f"launching {self.name} failed: {status.name} with grid {grid}, block {block}, cluster {cluster}, "

@@ -1,0 +1,176 @@
+"""The one validator: a call of the operator keeps the contract, or an error names the argument."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from kda_layers.kernels.contract import (
+    CHUNK,
+    DTYPES,
+    MIN_LOWER_BOUND,
+    BetaActivation,
+    GateActivation,
+    Inputs,
+    StepInputs,
+    state_dtype,
+    state_dtypes,
+)
+
+GATE_ACTIVATIONS, BETA_ACTIVATIONS = get_args(GateActivation), get_args(BetaActivation)
+
+
+def check_offsets(cu_seqlens: Tensor, x: Tensor) -> None:
+    """Raise unless cu_seqlens has the type and shape of offsets into packed x [1, T, ...]; reads no value."""
+    _check_index("cu_seqlens", cu_seqlens, x)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
+    if x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs packed sequences with B = 1, got B = {x.shape[0]}")
+
+
+def check_chunk(x: Inputs) -> None:
+    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of the chunk operator."""
+    N, _, *state_shape = _check_common(x)
+    if x.initial_state is not None:
+        _check_state("initial_state", x.initial_state, x.q, (N, *state_shape))
+    if not isinstance(x.checkpoint_every, int) or x.checkpoint_every not in (0, CHUNK):
+        raise ValueError(f"checkpoint_every must be 0 or {CHUNK}, got {x.checkpoint_every}")
+
+
+def check_step(x: StepInputs) -> None:
+    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of the decode operator."""
+    N, T, *state_shape = _check_common(x)
+    pooled = x.state_indices is not None and isinstance(x.state, Tensor) and x.state.ndim == 4
+    _check_state("state", x.state, x.q, (x.state.shape[0] if pooled else N, *state_shape))
+    if x.state_indices is not None:
+        _check_index("state_indices", x.state_indices, x.q)
+        shape = tuple(x.state_indices.shape)
+        wide_enough = len(shape) == 2 and (x.cu_seqlens is not None or shape[1] >= T)  # packed: checked by length
+        if shape[:1] != (N,) or not (len(shape) == 1 or wide_enough):
+            raise ValueError(f"state_indices must have shape [{N}] or [{N}, at least {T}], got {list(shape)}")
+    if x.num_accepted is not None:
+        _check_index("num_accepted", x.num_accepted, x.q)
+        if tuple(x.num_accepted.shape) != (N,):
+            raise ValueError(f"num_accepted must have shape ({N},), got {tuple(x.num_accepted.shape)}")
+        if x.state_indices is None or x.state_indices.ndim != 2:
+            raise ValueError(
+                "num_accepted needs state_indices of shape [N, T]: one slot for the state after each token"
+            )
+
+
+def _check_common(x: Inputs | StepInputs) -> tuple[int, int, int, int, int]:
+    """Checks that both operators share; returns N, T, HV, V and K."""
+    q, v = x.q, x.v
+    for name, t in (("q", q), ("v", v)):
+        _check_is_tensor(name, t)
+        if t.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(t.shape)}")
+    (B, T, H, K), (_, _, HV, V) = q.shape, v.shape
+    for name, dim in (("B", B), ("T", T), ("H", H), ("HV", HV), ("K", K), ("V", V)):
+        if dim == 0:
+            raise ValueError(f"{name} must be at least 1, got 0 (q {tuple(q.shape)}, v {tuple(v.shape)})")
+    if HV % H != 0:
+        raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
+    dtype, wide = q.dtype, state_dtype(q.dtype)
+    if dtype not in DTYPES:
+        raise TypeError(f"q must be one of {_names(DTYPES)}, got {dtype}")
+    _check_gate(x)
+    _check_tensor("k", x.k, (B, T, H, K), (dtype,), q)
+    _check_tensor("v", v, (B, T, HV, V), (dtype,), q)
+    _check_tensor("g", x.g, (B, T, HV, K), (dtype, wide), q)
+    _check_tensor("beta", x.beta, (B, T, HV), (dtype, wide), q)
+    if x.A_log is not None:
+        _check_tensor("A_log", x.A_log, (HV,), (wide,), q)
+    if x.dt_bias is not None:
+        _check_tensor("dt_bias", x.dt_bias, (HV, K), (wide,), q)
+    if x.cu_seqlens is None:
+        return B, T, HV, V, K
+    check_offsets(x.cu_seqlens, q)
+    return x.cu_seqlens.shape[0] - 1, T, HV, V, K
+
+
+def _check_gate(x: Inputs | StepInputs) -> None:
+    if x.beta_activation not in BETA_ACTIVATIONS:
+        raise ValueError(f"beta_activation must be one of {BETA_ACTIVATIONS}, got {x.beta_activation!r}")
+    if x.gate_activation == "log_decay":
+        for name, t in (("A_log", x.A_log), ("dt_bias", x.dt_bias)):
+            if t is not None:
+                raise ValueError(f"{name} must be None with gate_activation='log_decay', which uses g as it is")
+    if x.gate_activation == "softplus" and x.A_log is None:
+        raise ValueError("A_log must be given with gate_activation='softplus', got None")
+
+
+def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
+    """The bound as a float (0 for gates that have none), after checking it and the gate that it belongs to."""
+    if gate_activation not in GATE_ACTIVATIONS:
+        raise ValueError(f"gate_activation must be one of {GATE_ACTIVATIONS}, got {gate_activation!r}")
+    if gate_activation != "lower_bound":
+        if lower_bound is not None:
+            raise ValueError(f"lower_bound must be None with gate_activation={gate_activation!r}, got {lower_bound}")
+        return 0.0
+    if lower_bound is None:
+        raise ValueError("lower_bound must be given with gate_activation='lower_bound', got None")
+    if isinstance(lower_bound, bool) or not isinstance(lower_bound, (int, float)):
+        raise TypeError(f"lower_bound must be a number, got {type(lower_bound).__name__}")
+    if not MIN_LOWER_BOUND <= lower_bound < 0:
+        raise ValueError(f"lower_bound must be in [{MIN_LOWER_BOUND}, 0), got {lower_bound}")
+    return float(lower_bound)
+
+
+def check_state_dtype(x: Inputs, dtype: Any) -> torch.dtype:
+    """The dtype of the states that a call returns: `dtype`, or that of the initial state, or the one computed in."""
+    if dtype is None:
+        return state_dtype(x.q.dtype) if x.initial_state is None else x.initial_state.dtype
+    dtypes = state_dtypes(x.q.dtype)
+    if dtype not in dtypes:
+        raise TypeError(f"state_dtype must be {_names(dtypes)} with q of {_names([x.q.dtype])}, got {dtype}")
+    return dtype
+
+
+def _check_state(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> None:
+    _check_is_tensor(name, state)
+    if state.shape != shape:
+        swapped = tuple(state.shape) == (*shape[:2], shape[3], shape[2])
+        hint = "; this is the [K, V] layout, pass state.mT.contiguous()" if swapped else ""
+        raise ValueError(f"{name} must have shape [N, HV, V, K] = {list(shape)}, got {list(state.shape)}{hint}")
+    dtypes = state_dtypes(q.dtype)
+    if state.dtype not in dtypes:
+        raise TypeError(f"{name} must be {_names(dtypes)} with q of {_names([q.dtype])}, got {state.dtype}")
+    if state.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {state.device}")
+    strides = state.stride()[2:]
+    if shape[2] > 1 and shape[3] > 1 and strides != (shape[3], 1):
+        raise ValueError(
+            f"{name} must have contiguous [V, K] matrices (strides {shape[3]}, 1), got strides {strides}; "
+            "pass state.contiguous()"
+        )
+
+
+def _check_index(name: str, t: Any, q: Tensor) -> None:
+    _check_is_tensor(name, t)
+    if t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {t.dtype}")
+    if t.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
+
+
+def _check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor) -> None:
+    _check_is_tensor(name, t)
+    if t.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
+    if t.dtype not in dtypes:
+        raise TypeError(f"{name} must be {_names(dtypes)} with q of {_names([q.dtype])}, got {t.dtype}")
+    if t.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
+
+
+def _check_is_tensor(name: str, t: Any) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+
+
+def _names(dtypes: Any) -> str:
+    return " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
