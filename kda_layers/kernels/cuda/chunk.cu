@@ -15,10 +15,9 @@
 enum Role { PREPARE, SCAN, INVERT };
 template <int role> DEVICE void registers() {
 #if MOVABLE_REGISTERS
-    constexpr bool wide = BV == 32, small = WARPGROUPS && !wide;
-    if constexpr (role == PREPARE) registers_more<K == 64 ? 208 : small ? 160 : 152>();
-    if constexpr (role == SCAN) registers_fewer<K == 64 ? 128 : wide ? 112 : small ? 104 : 120>();
-    if constexpr (role == INVERT) registers_fewer<K == 64 ? 128 : wide ? 96 : 88>();
+    if constexpr (role == PREPARE) registers_more<K == 128 ? 152 : 208>();
+    if constexpr (role == SCAN) registers_fewer<K == 64 ? 128 : WARPGROUPS ? 104 : 120>();
+    if constexpr (role == INVERT) registers_fewer<K == 64 ? 128 : WARPGROUPS ? 104 : 88>();
 #endif
 }
 

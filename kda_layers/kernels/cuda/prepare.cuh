@@ -291,7 +291,6 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
         #pragma unroll
         for (int i = 0; i < 8; i++) block[8 * c + i] = e[0][i] * e[1][i];
     }
-    if (next.valid(p)) fetch_logits(p, shared, next, warp, lane), prefetch_raw(p, next, warp, lane);
     store_block_decays(decays + b * K, block, lane);
     Directions d;
     normalize(d, raw, p, shared, at, turn, warp, lane);
@@ -299,6 +298,7 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
     anchor<1>(L, own, near, far, d, lane);
     anchor<2>(L, own, near, far, d, lane);
     anchor<4>(L, own, near, far, d, lane);
+    if (next.valid(p)) fetch_logits(p, shared, next, warp, lane), prefetch_raw(p, next, warp, lane);
     Pairs &after = near, &before = far;  // as g / 8 is even, as if all 8 tokens were a lower half
     anchor_8(L, own, before, after, d);
     #pragma unroll
@@ -440,11 +440,12 @@ DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int la
     Gates<GATE> gates = load_gates(p, shared, at.item, warp, lane);
     Raw raw;
     if (LOADS_AHEAD) load_raw(raw, p, at, warp, lane);
-    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE) {
+    u32 turn = 0;
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++) {
         Cursor next = at;
         next.skip(p, STRIDE);
         if (!LOADS_AHEAD) load_raw(raw, p, at, warp, lane);
-        prepare_chunk(p, shared, place_of(p, shared, count), gates, raw, at, next, count / STRIDE, warp, lane);
+        prepare_chunk(p, shared, place_of(p, shared, count), gates, raw, at, next, turn, warp, lane);
         wrote(shared, lane);
         if (next.valid(p) && next.index != at.index) gates = load_gates(p, shared, next.item, warp, lane);
         at = next;
