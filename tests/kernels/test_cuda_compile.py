@@ -6,6 +6,7 @@ width, slices of V, dtype, gate and wide gates.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +98,8 @@ def test_every_choice_is_a_variant(arch: int) -> None:
     """What is compiled at first use, `--precompile` has compiled, and nothing else."""
     variants = set(chunk.variants(arch))
     cases = {Case(T=1, K=v.K, V=v.K, dtype=v.dtype, gate=v.gate_activation, g_wide=v.g_wide) for v in variants}
-    assert {chunk.variant_for(make_inputs(c), items, 132, arch) for c in cases for items in (1, 2**20)} == variants
+    choices = itertools.product(map(make_inputs, cases), (1, 2**20), (False, True))
+    assert {chunk.variant_for(x, items, 132, arch, saves) for x, items, saves in choices} == variants
 
 
 @on_every_arch

@@ -61,7 +61,7 @@ class CudaBackend(Backend):
         return []
 
     def chunk(self, x: Inputs, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
-        return *chunk.chunk(x), []
+        return *chunk.chunk(x)[:3], []
 
     def chunk_grad(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None

@@ -249,7 +249,7 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
     Raw raw;
     load_raw(raw, p, at, warp, lane);
     // Nothing is written to the ring before the barrier below.
-    if (SHARED_CHUNKS && count >= RING && warp == 0) wait_for_place(p, count, lane);
+    if (RECYCLES && count >= RING && warp == 0) wait_for_place(p, count, lane);
     normalize(d, raw, p, shared, at, turn, warp, lane);
     {
         float e[2][16];
@@ -396,8 +396,8 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
 
 constexpr int STRIDE = SHARED_CHUNKS ? SLICES : 1;
 
-DEVICE Stage place_of(const ChunkParams& p, const Shared& shared, u32 count) {
-    return SHARED_CHUNKS ? ring_at(p, count) : shared.stage(count);
+DEVICE Stage place_of(const ChunkParams& p, const Shared& shared, const Cursor& at, u32 count) {
+    return SHARED_CHUNKS ? ring_at(p, at, count) : shared.stage(count);
 }
 
 // A warp has written its part of a chunk.
@@ -408,16 +408,16 @@ DEVICE void wrote(const Shared& shared, int lane) {
 
 DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int lane) {
     Cursor at;
-    at.start(p, slice() % STRIDE);
+    at.start(p, slice() % STRIDE, lane);
     u32 turn = 0;
     for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++) {
         Cursor next = at;
-        next.skip(p, STRIDE);
+        next.skip(p, STRIDE, lane);
         if (next.valid(p)) prefetch_raw(p, next, warp, lane);
         if (!SHARED_CHUNKS) {
             for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
         }
-        prepare_chunk(p, shared, place_of(p, shared, count), at, count, turn, warp, lane);
+        prepare_chunk(p, shared, place_of(p, shared, at, count), at, count, turn, warp, lane);
         wrote(shared, lane);
         at = next;
     }
@@ -427,12 +427,15 @@ DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int la
 // where other blocks see it.
 DEVICE void invert_chunks(const ChunkParams& p, const Shared& shared, int inverter, int lane) {
     u32 all = chunks_of_unit(p), turn = 0;
+    Cursor at;
+    if constexpr (SAVES) at.start(p, slice() % STRIDE, lane);
     for (u32 count = slice() % STRIDE; count < all; count += STRIDE, turn++) {
         mbarrier_wait(shared.summed(), turn & 1);
-        invert_chunk(shared, place_of(p, shared, count), turn, inverter, lane);
+        invert_chunk(shared, place_of(p, shared, at, count), turn, inverter, lane);
         warp_sync();
         if (lane == 0) mbarrier_arrive(shared.inverted());
         wrote(shared, lane);
+        if constexpr (SAVES) at.skip(p, STRIDE, lane);
         if (inverter != INVERTERS - 1) continue;
         mbarrier_wait(shared.written(), turn & 1);
         if (lane == 0) {

@@ -111,6 +111,22 @@ struct Values {
     }
 };
 
+// A state as the operand that it is, to memory in its rows' order; by 128 threads.
+DEVICE void save_state(u16* to, const unsigned char* from, int thread) {
+    int row = thread % 8, column = BV / 4 * (row / 2) + row % 2 + thread / K * 2, channel = thread / 8 % (K / 8) * 8;
+    #pragma unroll 2
+    for (int i = 0; i < BV * K / 1024; i++) {  // 128 pieces are 128 / K blocks of 8 rows
+        *reinterpret_cast<uint4*>(to + column * K + channel + 256 * i) = reinterpret_cast<const uint4*>(from)[thread + 128 * i];
+    }
+}
+
+// This block's share of a chunk that each block has prepared for itself; by 128 threads.
+DEVICE void save_slice(unsigned char* to, const Stage& stage, int thread) {
+    for (int piece = slice() * 128 + thread; piece < STAGE_BYTES / 16; piece += SLICES * 128) {
+        reinterpret_cast<uint4*>(to)[piece] = reinterpret_cast<const uint4*>(stage.base)[piece];
+    }
+}
+
 // What four warps have written becomes an operand.
 DEVICE void operand_sync() {
     fence_shared();
@@ -127,19 +143,20 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
     u32 count = 0;
     for (int index = unit(); index < p.items; index += units()) {
         const Item item = item_of(p, index);
-        const u16* v = p.v + item.row(p, 0) * V + column;
-        u16* o = p.o + item.row(p, 0) * V + column;
-        float* checkpoint = checkpoints_of(p, item, column);
+        i64 tokens_at = item.row(p, 0) * V + column;  // of the chunk, in v and o
+        const i64 first_checkpoint = i64(chunks_before(p, item.sequence, WHOLE, lane)) * p.HV + item.head;
+        float* checkpoint = p.checkpoints ? p.checkpoints + state_at(first_checkpoint, column) : nullptr;
+        i64 row = SAVES ? i64(chunks_before(p, item.sequence, ALL, lane)) * p.HV + item.head : 0;  // where it is kept
         State state;
-        state.load(item.initial_state(p, column), w, lane);
+        state.load(p.initial_state ? p.initial_state + state_at(index, column) : nullptr, w, lane);
         state.publish(shared.state(), w, lane);
         operand_sync();
         Values next;
-        if (item.length > 0) next.load(v, stride, item.length, w, lane);
+        if (item.length > 0) next.load(p.v + tokens_at, stride, item.length, w, lane);
         for (int left = item.length; left > 0; left -= CHUNK, count++) {
             const Stage stage = shared.stage(count);
             Values values = next;
-            if (left > CHUNK) v += CHUNK * stride, next.load(v, stride, left - CHUNK, w, lane);
+            if (left > CHUNK) next.load(p.v + tokens_at + CHUNK * stride, stride, left - CHUNK, w, lane);
 
             // Operands with K and with 64 numbers in a row; and one whose columns are multiplied.
             const int at = count % STAGES * STAGE_BYTES;
@@ -153,6 +170,14 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             wait_for(shared, OUTPUT, count);
             product_begin();
             multiply_rows<K / 16>(O, operand_at(keys, AT_QG), state_operand);
+            if constexpr (SAVES) {
+                save_state(p.states + state_at(row, column), shared.state(), 32 * w + lane);
+                if (!SHARED_CHUNKS) {
+                    wait_for(shared, UPDATE, count);
+                    save_slice(p.prepared + row * STAGE_BYTES, stage, 32 * w + lane);
+                }
+                row += p.HV;
+            }
             product_wait<1>();
             product_use(R);
             u32 x[TILES][2];
@@ -187,6 +212,11 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             #pragma unroll
             for (int m = 0; m < K / 64; m++) multiply_tokens(state.S[m], operand_at(channels, m * 8 * 128), errors);
             multiply_rows<4>(O, operand_at(tokens, AT_AQK), errors);
+            if constexpr (SAVES) {
+                #pragma unroll
+                for (int i = 0; i < 2 * TILES; i++) values.x[i % 2][i / 2] = x[i / 2][i % 2];
+                values.store(p.errors + tokens_at, stride, left, w, lane);
+            }
             product_wait<1>();
             #pragma unroll
             for (int m = 0; m < K / 64; m++) product_use(state.S[m]);
@@ -202,30 +232,36 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
                 for (int i = 0; i < TILES; i++) values.x[r][i] = Io::pack(O[i][2 * r] * scale, O[i][2 * r + 1] * scale);
             }
             release(shared, OUTPUT, count, lane);
-            values.store(o, stride, left, w, lane);
-            o += CHUNK * stride;
+            values.store(p.o + tokens_at, stride, left, w, lane);
+            tokens_at += CHUNK * stride;
             if (checkpoint && left >= CHUNK) {
                 state.store(checkpoint, w, lane);
                 checkpoint += i64(p.HV) * V * K;
             }
         }
-        if (p.final_state) state.store(item.final_state(p, column), w, lane);
+        if (p.final_state) state.store(p.final_state + state_at(index, column), w, lane);
     }
 }
 
 // One warp brings every part of every chunk as its stage becomes free.
 DEVICE void fetch_chunks(const ChunkParams& p, const Shared& shared, int lane) {
     u32 all = SHARED_CHUNKS ? chunks_of_unit(p) : 0, ready = 0;
+    Cursor at;
+    if constexpr (SAVES) at.start(p, 0, lane);
     for (u32 count = 0; count < all; count++) {
         if (ready <= count) ready = wait_for_chunks(p, ready, lane);
         if (lane == 0) {
+#if __CUDA_ARCH__ >= 900
+            fence_bulk_copies();
+#endif
             for (int part = 0; part < PARTS; part++) {
                 if (count >= STAGES) wait_for(shared, part, count - STAGES);
                 expect(shared, part, count);
-                fetch(p, shared, part, count, all);
+                fetch(ring_at(p, at, count), shared, part, count);
             }
-            if (count >= STAGES) write_counter(landed(p, slice()), count - STAGES + 1);
+            if (RECYCLES && count >= STAGES) write_counter(landed(p, slice()), count - STAGES + 1);
         }
         warp_sync();
+        if constexpr (SAVES) at.skip(p, 1, lane);
     }
 }
