@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kda_layers import KDAOutput
 from kda_layers.kernels.contract import AnyInputs, Inputs, StepInputs
 from kda_layers.kernels.cuda import chunk as chunk_launcher
+from kda_layers.kernels.cuda import reverse as reverse_launcher
 from kda_layers.kernels.cuda import step as step_launcher
 from kda_layers.kernels.cuda.launch import Dim
 from tests import cuda_emulator
@@ -101,6 +102,15 @@ def chunk_saving(x: Inputs, **launch: Any) -> tuple[KDAOutput, chunk_launcher.Sa
         *out, saved = chunk_launcher.chunk(_guarded(x), save=True)
     assert saved
     return KDAOutput(*out), saved
+
+
+def reverse(
+    x: Inputs, saved: chunk_launcher.Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None, **launch: Any
+) -> reverse_launcher.Reversed:
+    """What reverse.cu makes of the gradients; `launch` is as in `chunk`."""
+    given = map(end_of_memory, (d_o, d_final, d_checkpoints))
+    with _gpu(reverse_launcher, "reverse.cu", "kda_reverse", **launch):
+        return reverse_launcher.reverse(_guarded(x), saved, *given)
 
 
 def step(x: StepInputs, *, seed: int = 0, busy: bool = False, **shape: int) -> Tensor:
