@@ -105,12 +105,12 @@ def chunk_saving(x: Inputs, **launch: Any) -> tuple[KDAOutput, chunk_launcher.Sa
 
 
 def reverse(
-    x: Inputs, saved: chunk_launcher.Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None, **launch: Any
+    x: Inputs, saved: chunk_launcher.Saved, gradients: tuple[Tensor, Tensor | None, Tensor | None], **launch: Any
 ) -> reverse_launcher.Reversed:
-    """What reverse.cu makes of the gradients; `launch` is as in `chunk`."""
-    given = map(end_of_memory, (d_o, d_final, d_checkpoints))
+    """What reverse.cu makes of the gradients of o, final state and checkpoints; `launch` is as in `chunk`."""
+    d_o, d_final, d_checkpoints = map(end_of_memory, gradients)
     with _gpu(reverse_launcher, "reverse.cu", "kda_reverse", **launch):
-        return reverse_launcher.reverse(_guarded(x), saved, *given)
+        return reverse_launcher.reverse(_guarded(x), saved, d_o, d_final, d_checkpoints)
 
 
 def step(x: StepInputs, *, seed: int = 0, busy: bool = False, **shape: int) -> Tensor:

@@ -5,6 +5,7 @@ Forms and cases are those of test_cuda_chunk.py, few of them: what the kernels s
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -43,8 +44,9 @@ class Gradients(NamedTuple):
 
 
 def gradients_of(x: Inputs) -> Gradients:
-    d = output_gradients(x)
-    return Gradients(d["o"], d["final_state"] if x.final_state else None, d["checkpoints"] if x.checkpoint_every else None)
+    d, none = output_gradients(x), dict[str, Tensor]()
+    final, checkpoints = (d if wanted else none for wanted in (x.final_state, x.checkpoint_every))
+    return Gradients(d["o"], final.get("final_state"), checkpoints.get("checkpoints"))
 
 
 def forward(x: Inputs, form: str, **launch: Any) -> Saved:
@@ -52,7 +54,7 @@ def forward(x: Inputs, form: str, **launch: Any) -> Saved:
 
 
 def reverse(x: Inputs, saved: Saved, d: Gradients, form: str, **launch: Any) -> Reversed:
-    return emulated.reverse(x, saved, *d, **{"arch": FORMS[form][x.gate_activation]["arch"]} | launch)
+    return emulated.reverse(x, saved, d, **{"arch": FORMS[form][x.gate_activation]["arch"]} | launch)
 
 
 def by_name(x: Inputs, saved: Saved, got: Reversed) -> dict[str, Tensor]:
@@ -75,7 +77,7 @@ def recurrence(x: Inputs, d: Gradients) -> dict[str, Tensor]:
         spans = [(b, 0, x.q.shape[1]) for b in range(x.q.shape[0])]
     else:
         offsets = x.cu_seqlens.tolist()
-        spans = [(0, *ends) for ends in zip(offsets, offsets[1:], strict=False)]
+        spans = [(0, *ends) for ends in itertools.pairwise(offsets)]
     initial = x.initial_state if x.initial_state is not None else q.new_zeros(len(spans), *x.v.shape[2:], q.shape[3])
     initial = initial.to(wide).requires_grad_()
     starts, ends, errors, o, outputs = [], [], [], [], []

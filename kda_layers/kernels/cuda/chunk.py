@@ -95,7 +95,7 @@ def variants(arch: int) -> Iterable[Variant]:
 
 
 class Saved(NamedTuple):
-    """What the backward reads of the forward; NC chunks of all sequences, packed ones together (rows may be left over)."""
+    """What the backward reads of the forward, of NC chunks of all sequences; packed ones may leave rows over."""
 
     prepared: Tensor  # [NC, HV, stage_bytes] uint8
     states: Tensor  # [NC, HV, V, K], at each chunk's start
@@ -140,7 +140,8 @@ class Ring(NamedTuple):
         progress = torch.zeros(units * 64, dtype=torch.int32, device=device)
         if variant.saves:  # every chunk has a place of its own
             return cls(None, progress)
-        return cls(torch.empty(units * 3 * variant.slices * variant.stage_bytes, dtype=torch.uint8, device=device), progress)
+        places = units * 3 * variant.slices
+        return cls(torch.empty(places * variant.stage_bytes, dtype=torch.uint8, device=device), progress)
 
 
 @functools.cache
@@ -148,12 +149,14 @@ def _kernel(variant: Variant, device: torch.device) -> Kernel:
     return load("chunk.cu", "kda_chunk", variant.defines, device)
 
 
+def aligned(t: Tensor) -> Tensor:
+    """`t`, or a copy, in one piece from a multiple of 16 bytes on, as the kernels read."""
+    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
 def _aligned(x: Inputs) -> Inputs:
-    """`x` with tensors that each lie in one piece, from a multiple of 16 bytes on, as the kernel reads."""
-    tensors = {n: t for n, t in zip(x._fields, x, strict=True) if isinstance(t, Tensor)}
-    odd = [n for n, t in tensors.items() if not t.is_contiguous() or t.data_ptr() % 16]
-    copies: dict[str, Any] = {n: tensors[n].clone(memory_format=torch.contiguous_format) for n in odd}
-    return x._replace(**copies) if odd else x
+    copies: dict[str, Any] = {n: aligned(t) for n, t in zip(x._fields, x, strict=True) if isinstance(t, Tensor)}
+    return x._replace(**copies)
 
 
 def chunk(x: Inputs, save: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None, Saved | None]:

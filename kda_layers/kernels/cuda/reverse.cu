@@ -211,7 +211,7 @@ DEVICE void scan(const ReverseParams& p, const Shared& shared, int w, int lane) 
             }
             product_begin();
             multiply_tokens<CHUNK>(V1, O, operand_at(T, AT_AQK - AT_T));
-            product_wait<1>();  // for none: so the compiler knows that dS is there
+            product_wait<1>();  // waits for nothing, but without it the compiler serializes all products
             product_use(d.S);
             as_operand<K>(S, d.S, 1.f);
             wait_for(shared, UPDATE, count);

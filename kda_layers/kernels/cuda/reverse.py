@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.contract import Inputs
-from kda_layers.kernels.cuda.chunk import TYPES, WIDTHS, Saved, stage_bytes
+from kda_layers.kernels.cuda.chunk import TYPES, WIDTHS, Saved, aligned, stage_bytes
 from kda_layers.kernels.cuda.launch import Kernel, load, processors_and_arch
 
 PARAMS = struct.Struct("<8Q4i")  # ReverseParams
@@ -21,8 +21,8 @@ THREADS = 160
 
 
 class Variant(NamedTuple):
-    """What is compiled apart: width, blocks that a chunk is copied to at once (0: no bulk copies), type; and whether the
-    arch has products of a warpgroup."""
+    """What is compiled apart: width, blocks that a chunk is copied to at once (0: no bulk copies), type; and whether
+    the arch has products of a warpgroup."""
 
     K: int
     cluster: int
@@ -69,17 +69,6 @@ class Reversed(NamedTuple):
     d_initial: Tensor | None  # [N, HV, V, K] fp32
 
 
-def pack(
-    x: Inputs, saved: Saved, d_o: Tensor, d_checkpoints: Tensor | None, d_final: Tensor | None, out: Reversed, items: int
-) -> bytes:
-    """ReverseParams. Tensors must be contiguous."""
-    tensors = (saved.prepared, d_o, d_checkpoints, d_final, x.cu_seqlens, *out)
-    return PARAMS.pack(
-        *(0 if t is None else t.data_ptr() for t in tensors), x.v.shape[1], x.v.shape[2], items,
-        x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
-    )  # fmt: skip
-
-
 @functools.cache
 def _kernel(variant: Variant, device: torch.device) -> Kernel:
     return load("reverse.cu", "kda_reverse", variant.defines, device)
@@ -98,14 +87,16 @@ def reverse(x: Inputs, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_chec
     """
     HV, V = x.v.shape[2:]
     N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    d_o, d_final, d_checkpoints = map(_aligned, (d_o, d_final, d_checkpoints))
-    x = x._replace(cu_seqlens=_aligned(x.cu_seqlens))
+    given = [None if t is None else aligned(t) for t in (d_o, d_checkpoints, d_final, x.cu_seqlens)]
     items, (processors, arch) = N * HV, processors_and_arch(x.v.device.index)
     variant = variant_for(x.q.shape[3], x.v.dtype, arch)
     d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, x.q.shape[3], dtype=torch.float32)
-    out = Reversed(torch.empty_like(d_o), torch.empty_like(saved.states), d_initial)
+    out = Reversed(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
     units = min(items, max(processors // variant.slices, 1))  # a block takes most of a multiprocessor's shared memory
-    params = pack(x, saved, d_o, d_checkpoints, d_final, out, items)
+    params = PARAMS.pack(
+        *(0 if t is None else t.data_ptr() for t in (saved.prepared, *given, *out)), x.v.shape[1], HV, items,
+        x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
+    )  # fmt: skip
     with torch.cuda.device(x.v.device):
         stream = torch.cuda.current_stream(x.v.device).cuda_stream
         _kernel(variant, x.v.device).launch(
@@ -113,10 +104,3 @@ def reverse(x: Inputs, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_chec
             variant.shared_bytes, stream, params,
         )  # fmt: skip
     return out
-
-
-def _aligned(t: Tensor | None) -> Tensor | None:
-    """`t` in one piece, from a multiple of 16 bytes on, as the kernel reads."""
-    if t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0):
-        return t
-    return t.clone(memory_format=torch.contiguous_format)

@@ -86,7 +86,7 @@ struct State {
 struct Values {
     u32 x[2][TILES];
 
-    DEVICE void load(const u16* from, i64 stride, int tokens, int w, int lane) {
+    DEVICE void load(const u16* from, int stride, int tokens, int w, int lane) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {  // rows behind the end multiply zeros: any finite value will do
             const u16* at = from + min(16 * w + lane / 4 + 8 * r, tokens - 1) * stride + BV / 4 * (lane % 4);
@@ -99,7 +99,7 @@ struct Values {
             }
         }
     }
-    DEVICE void store(u16* to, i64 stride, int tokens, int w, int lane) const {
+    DEVICE void store(u16* to, int stride, int tokens, int w, int lane) const {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             int token = 16 * w + lane / 4 + 8 * r;
@@ -134,7 +134,7 @@ DEVICE void operand_sync() {
 }
 
 DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
-    const i64 stride = i64(p.HV) * V;
+    const int stride = p.HV * V;
     const int column = slice() * BV;
     const Operand state_operand = operand(shared.state(), K * 16), residuals = operand(shared.residuals(), CHUNK * 16);
     const Operand errors = operand(shared.errors(), CHUNK * 16);
@@ -144,9 +144,9 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
     for (int index = unit(); index < p.items; index += units()) {
         const Item item = item_of(p, index);
         i64 tokens_at = item.row(p, 0) * V + column;  // of the chunk, in v and o
-        const i64 first_checkpoint = i64(chunks_before(p, item.sequence, WHOLE, lane)) * p.HV + item.head;
-        float* checkpoint = p.checkpoints ? p.checkpoints + state_at(first_checkpoint, column) : nullptr;
-        i64 row = SAVES ? i64(chunks_before(p, item.sequence, ALL, lane)) * p.HV + item.head : 0;  // where it is kept
+        // The chunk's rows among checkpoints and in what is kept.
+        int whole_row = p.checkpoints ? chunks_before(p, item.sequence, WHOLE, lane) : 0;
+        int row = SAVES ? chunks_before(p, item.sequence, ALL, lane) : 0;
         State state;
         state.load(p.initial_state ? p.initial_state + state_at(index, column) : nullptr, w, lane);
         state.publish(shared.state(), w, lane);
@@ -171,12 +171,12 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             product_begin();
             multiply_rows<K / 16>(O, operand_at(keys, AT_QG), state_operand);
             if constexpr (SAVES) {
-                save_state(p.states + state_at(row, column), shared.state(), 32 * w + lane);
+                const i64 place = i64(row++) * p.HV + item.head;
+                save_state(p.states + state_at(place, column), shared.state(), 32 * w + lane);
                 if (!SHARED_CHUNKS) {
                     wait_for(shared, UPDATE, count);
-                    save_slice(p.prepared + row * STAGE_BYTES, stage, 32 * w + lane);
+                    save_slice(p.prepared + place * STAGE_BYTES, stage, 32 * w + lane);
                 }
-                row += p.HV;
             }
             product_wait<1>();
             product_use(R);
@@ -234,9 +234,8 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             release(shared, OUTPUT, count, lane);
             values.store(p.o + tokens_at, stride, left, w, lane);
             tokens_at += CHUNK * stride;
-            if (checkpoint && left >= CHUNK) {
-                state.store(checkpoint, w, lane);
-                checkpoint += i64(p.HV) * V * K;
+            if (p.checkpoints && left >= CHUNK) {
+                state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + item.head, column), w, lane);
             }
         }
         if (p.final_state) state.store(p.final_state + state_at(index, column), w, lane);
