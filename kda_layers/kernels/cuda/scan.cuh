@@ -39,20 +39,23 @@ DEVICE void multiply_tokens(Columns& d, Operand a, Operand b) {
 struct State {
     Columns S[K / 64];
 
-    DEVICE void load(const float* from, int w, int lane) {
-        each(w, lane, [&](float& x, int at) { x = from ? from[at] : 0.f; });
+    // A lane's first number in [BV, K], from which it loads and stores.
+    static DEVICE int place(int w, int lane) { return BV / 4 * (lane % 4) * K + 16 * w + lane / 4; }
+
+    DEVICE void load(const float* from) {
+        each([&](float& x, int at) { x = from ? from[at] : 0.f; });
     }
-    DEVICE void store(float* to, int w, int lane) {
-        each(w, lane, [&](float& x, int at) { to[at] = x; });
+    DEVICE void store(float* to) {
+        each([&](float& x, int at) { to[at] = x; });
     }
-    template <class F> DEVICE void each(int w, int lane, F f) {  // with its place in [BV, K]
+    template <class F> DEVICE void each(F f) {
         #pragma unroll
         for (int m = 0; m < K / 64; m++) {
             #pragma unroll
             for (int i = 0; i < TILES; i++) {
                 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    f(S[m][i][j], (BV / 4 * (lane % 4) + 2 * i + j % 2) * K + 64 * m + 16 * w + lane / 4 + 8 * (j / 2));
+                    f(S[m][i][j], (2 * i + j % 2) * K + 64 * m + 8 * (j / 2));
                 }
             }
         }
@@ -135,7 +138,7 @@ DEVICE void operand_sync() {
 
 DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
     const int stride = p.HV * V;
-    const int column = slice() * BV;
+    const int column = slice() * BV, place = column * K + State::place(w, lane);
     const Operand state_operand = operand(shared.state(), K * 16), residuals = operand(shared.residuals(), CHUNK * 16);
     const Operand errors = operand(shared.errors(), CHUNK * 16);
     const Operand first_keys = operand(shared.stage(0).base, K * 16), first_tokens = operand(shared.stage(0).base, CHUNK * 16);
@@ -148,7 +151,7 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
         int whole_row = p.checkpoints ? chunks_before(p, item.sequence, WHOLE, lane) : 0;
         int row = SAVES ? chunks_before(p, item.sequence, ALL, lane) : 0;
         State state;
-        state.load(p.initial_state ? p.initial_state + state_at(index, column) : nullptr, w, lane);
+        state.load(p.initial_state ? p.initial_state + state_at(index, 0) + place : nullptr);
         state.publish(shared.state(), w, lane);
         operand_sync();
         Values next;
@@ -171,11 +174,11 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             product_begin();
             multiply_rows<K / 16>(O, operand_at(keys, AT_QG), state_operand);
             if constexpr (SAVES) {
-                const i64 place = i64(row++) * p.HV + item.head;
-                save_state(p.states + state_at(place, column), shared.state(), 32 * w + lane);
+                const i64 kept = i64(row++) * p.HV + item.head;
+                save_state(p.states + state_at(kept, column), shared.state(), 32 * w + lane);
                 if (!SHARED_CHUNKS) {
                     wait_for(shared, UPDATE, count);
-                    save_slice(p.prepared + place * STAGE_BYTES, stage, 32 * w + lane);
+                    save_slice(p.prepared + kept * STAGE_BYTES, stage, 32 * w + lane);
                 }
             }
             product_wait<1>();
@@ -235,10 +238,10 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             values.store(p.o + tokens_at, stride, left, w, lane);
             tokens_at += CHUNK * stride;
             if (p.checkpoints && left >= CHUNK) {
-                state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + item.head, column), w, lane);
+                state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + item.head, 0) + place);
             }
         }
-        if (p.final_state) state.store(p.final_state + state_at(index, column), w, lane);
+        if (p.final_state) state.store(p.final_state + state_at(index, 0) + place);
     }
 }
 
