@@ -113,7 +113,7 @@ DEVICE void store_negated(u16* to, const Tokens& x, i64 stride, int tokens, int 
     for (int i = 0; i < CHUNK / 8; i++) {
         u32 a = transpose_8x8(x[i / 2][i % 2 * 2] ^ SIGNS), b = transpose_8x8(x[i / 2][i % 2 * 2 + 1] ^ SIGNS);
         int token = lane / 4 + 8 * i;
-        if (token < tokens) *reinterpret_cast<uint2*>(to + token * stride) = make_uint2(a, b);
+        if (token < tokens) *reinterpret_cast<u64*>(to + token * stride) = a | u64(b) << 32;  // a uint2 goes in halves
     }
 }
 
