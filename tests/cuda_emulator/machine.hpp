@@ -65,11 +65,12 @@ struct Lane {  // a CUDA thread
 struct Block;
 
 struct Product {  // of a warpgroup, this warp's 16 rows; without operands: the end of a committed group
-    const unsigned char *a, *b;
+    const unsigned char *a, *b;  // without a: its rows are held by the lanes
     int a_stride, b_stride, columns;
-    bool a_stands, begins;
+    bool a_stands, b_stands, begins;
     float (*load)(const u16*);
     float* d[32];
+    u32 held[32][4];  // by lane, as A of mma
 };
 
 struct Warp {

@@ -218,12 +218,22 @@ inline void deliver(const BulkCopy& copy) {
 
 // ---------------------------------------------------------------- products of a warpgroup
 
-// Number k of row i of an operand, whose rows of blocks are `stride` bytes apart; a standing one is stored transposed.
-inline float operand_at(const Product& product, const unsigned char* operand, int stride, bool stands, int i, int k) {
-    if (stands) std::swap(i, k);
-    const unsigned char* at = operand + (i / 8) * stride + (k / 8) * 128 + (i % 8) * 16 + (k % 8) * 2;
-    shared_offset(at, 2, 2);
-    return product.load(reinterpret_cast<const u16*>(at));
+// Row i of an operand, whose rows of blocks are `stride` bytes apart; a standing one is stored transposed.
+inline void load_row(float (&row)[16], const Product& product, const unsigned char* operand, int stride, bool stands, int i) {
+    for (int k = 0; k < 16; ++k) {
+        const int line = stands ? k : i, place = stands ? i : k;
+        const unsigned char* at = operand + (line / 8) * stride + (place / 8) * 128 + (line % 8) * 16 + (place % 8) * 2;
+        shared_offset(at, 2, 2);
+        row[k] = product.load(reinterpret_cast<const u16*>(at));
+    }
+}
+
+// Row i of this warp's 16 of a that its lanes hold.
+inline void load_held_row(float (&row)[16], const Product& product, int i) {
+    for (int k = 0; k < 16; ++k) {
+        const u16 number = product.held[4 * (i % 8) + k % 8 / 2][i / 8 + k / 8 * 2] >> 16 * (k % 2);
+        row[k] = product.load(&number);
+    }
 }
 
 // Products come as late as they may: when the warp waits for them.
@@ -233,12 +243,16 @@ inline void finish_products(Warp& warp, int pending) {
     for (; int(groups) > pending; ++end) groups -= !warp.products[end].columns;
     for (size_t n = 0; n < end; ++n) {
         const Product& product = warp.products[n];
+        float a[16][16], b[16];
         for (int row = 0; row < (product.columns ? 16 : 0); ++row) {
-            for (int column = 0; column < product.columns; ++column) {
+            if (product.a) load_row(a[row], product, product.a, product.a_stride, product.a_stands, 16 * (warp.index % 4) + row);
+            else load_held_row(a[row], product, row);
+        }
+        for (int column = 0; column < product.columns; ++column) {
+            load_row(b, product, product.b, product.b_stride, product.b_stands, column);
+            for (int row = 0; row < 16; ++row) {
                 float sum = 0;
-                for (int k = 0; k < 16; ++k)
-                    sum += operand_at(product, product.a, product.a_stride, product.a_stands, 16 * (warp.index % 4) + row, k) *
-                           operand_at(product, product.b, product.b_stride, false, column, k);
+                for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k];
                 float& d = product.d[4 * (row % 8) + column % 8 / 2][4 * (column / 8) + 2 * (row / 8) + column % 2];
                 d = product.begins ? sum : d + sum;
             }

@@ -181,6 +181,15 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row, CALLED_HERE) 
     emulator::load_four_matrices(r, row, true);
 }
 
+DEVICE void store_matrices(void* row, const u32 (&x)[4], CALLED_HERE) {
+    emulator::begin_shared("store_matrices(byte %d)", site, row, 16, 16);
+    struct Operands { void* row; const u32* x; } mine = {row, x};
+    emulator::together(mine, [](Operands** lanes) {
+        for (int i = 0; i < 32; ++i)  // lane i has row i % 8 of matrix i / 8, whose numbers four lanes hold
+            for (int j = 0; j < 4; ++j) static_cast<u32*>(lanes[i]->row)[j] = lanes[4 * (i % 8) + j]->x[i / 8];
+    });
+}
+
 DEVICE void store_matrices_transposed(void* row, u32 a, u32 b, u32 c, u32 d, CALLED_HERE) {
     emulator::begin_shared("store_matrices_transposed(byte %d)", site, row, 16, 16);
     struct Operands { void* row; u32 x[4]; } mine = {row, {a, b, c, d}};
@@ -289,8 +298,18 @@ DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b, CALLED_HE
     struct Operands { float* d; } mine = {d[0]};
     emulator::begin("multiply_group", site);
     emulator::together(mine, [a, b](Operands** lanes) {
-        emulator::Product product{a.p, b.p, a.stride, b.stride, N, a_stands, begins, T::load, {}};
+        emulator::Product product{a.p, b.p, a.stride, b.stride, N, a_stands, false, begins, T::load, {}, {}};
         for (int i = 0; i < 32; ++i) product.d[i] = lanes[i]->d;
+        emulator::current->warp->products.push_back(product);
+    });
+}
+template <class T, int N, bool b_stands = false>
+DEVICE void multiply_held(float (&d)[N / 8][4], const u32 (&a)[4], Operand b, CALLED_HERE) {
+    struct Operands { float* d; const u32* a; } mine = {d[0], a};
+    emulator::begin("multiply_held", site);
+    emulator::together(mine, [b](Operands** lanes) {
+        emulator::Product product{nullptr, b.p, 0, b.stride, N, false, b_stands, false, T::load, {}, {}};
+        for (int i = 0; i < 32; ++i) product.d[i] = lanes[i]->d, memcpy(product.held[i], lanes[i]->a, sizeof product.held[i]);
         emulator::current->warp->products.push_back(product);
     });
 }
@@ -318,6 +337,17 @@ DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
         load_matrices(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));
         T::mma(d[i], x[0], x[1], x[2], x[3], y[0], y[1]);
         T::mma(d[i + 1], x[0], x[1], x[2], x[3], y[2], y[3]);
+    }
+}
+template <class T, int N, bool b_stands = false>
+DEVICE void multiply_held(float (&d)[N / 8][4], const u32 (&a)[4], Operand b) {
+    int lane = threadIdx.x % 32, row = lane / 16, step = lane / 8 % 2, line = 16 * (lane % 8);
+    u32 y[4];
+    for (int i = 0; i < N / 8; i += 2) {
+        if constexpr (b_stands) load_matrices_transposed(y, b.p + step * b.stride + (i + row) * 128 + line);
+        else load_matrices(y, b.p + (i + row) * b.stride + step * 128 + line);
+        T::mma(d[i], a[0], a[1], a[2], a[3], y[0], y[1]);
+        T::mma(d[i + 1], a[0], a[1], a[2], a[3], y[2], y[3]);
     }
 }
 DEVICE void product_begin() {}

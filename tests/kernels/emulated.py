@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kda_layers import KDAOutput
 from kda_layers.kernels.contract import AnyInputs, Inputs, StepInputs
 from kda_layers.kernels.cuda import chunk as chunk_launcher
+from kda_layers.kernels.cuda import reverse as reverse_launcher
 from kda_layers.kernels.cuda import step as step_launcher
 from kda_layers.kernels.cuda.launch import Dim
 from tests import cuda_emulator
@@ -66,26 +67,50 @@ class Kernel:
         )  # fmt: skip
 
 
-def chunk(x: Inputs, *, arch: int = 90, processors: int = 16, seed: int = 0, **plan: Any) -> KDAOutput:
+@contextlib.contextmanager
+def _gpu(
+    launcher: Any, source: str, entry: str, *, arch: int = 90, processors: int = 16, seed: int = 0, **plan: Any
+) -> Iterator[None]:
+    choose = launcher.variant_for
+    stand_ins: dict[str, Any] = {
+        "variant_for": lambda *args: choose(*args)._replace(**plan),
+        "processors_and_arch": lambda index: (processors, arch),
+        "_kernel": lambda variant, device: Kernel.of(source, entry, variant.defines, seed),
+    }
+    stream = mock.Mock(return_value=SimpleNamespace(cuda_stream=0))
+    gpu = mock.patch.multiple(torch.cuda, current_stream=stream, device=contextlib.nullcontext)
+    with mock.patch.multiple(launcher, **stand_ins), gpu, GuardedMemory():
+        yield
+
+
+def chunk(x: Inputs, **launch: Any) -> KDAOutput:
     """What chunk.cu makes of the inputs.
 
     Args:
         x: the inputs.
-        arch: compute capability times ten, which decides between the forms of the kernel.
-        processors: of the GPU, which decide how many blocks there are.
-        seed: chooses the order in which what is concurrent happens.
-        plan: fields of `chunk.Variant` that replace those of the variant that the launcher chooses.
+        launch: arch, compute capability times ten, which decides between the forms of the kernel; processors of the
+            GPU, which decide how many blocks there are; seed, which chooses the order in which what is concurrent
+            happens; and fields of `chunk.Variant` that replace those of the variant that the launcher chooses.
     """
-    choose = chunk_launcher.variant_for
-    stand_ins: dict[str, Any] = {
-        "variant_for": lambda *args: choose(*args)._replace(**plan),
-        "_device": lambda index: (processors, arch),
-        "_kernel": lambda variant, device: Kernel.of("chunk.cu", "kda_chunk", variant.defines, seed),
-    }
-    stream = mock.Mock(return_value=SimpleNamespace(cuda_stream=0))
-    gpu = mock.patch.multiple(torch.cuda, current_stream=stream, device=contextlib.nullcontext)
-    with mock.patch.multiple(chunk_launcher, **stand_ins), gpu, GuardedMemory():
-        return KDAOutput(*chunk_launcher.chunk(_guarded(x)))
+    with _gpu(chunk_launcher, "chunk.cu", "kda_chunk", **launch):
+        return KDAOutput(*chunk_launcher.chunk(_guarded(x))[:3])
+
+
+def chunk_saving(x: Inputs, **launch: Any) -> tuple[KDAOutput, chunk_launcher.Saved]:
+    """The same, and what it keeps for the backward."""
+    with _gpu(chunk_launcher, "chunk.cu", "kda_chunk", **launch):
+        *out, saved = chunk_launcher.chunk(_guarded(x), save=True)
+    assert saved
+    return KDAOutput(*out), saved
+
+
+def reverse(
+    x: Inputs, saved: chunk_launcher.Saved, gradients: tuple[Tensor, Tensor | None, Tensor | None], **launch: Any
+) -> reverse_launcher.Reversed:
+    """What reverse.cu makes of the gradients of o, final state and checkpoints; `launch` is as in `chunk`."""
+    d_o, d_final, d_checkpoints = map(end_of_memory, gradients)
+    with _gpu(reverse_launcher, "reverse.cu", "kda_reverse", **launch):
+        return reverse_launcher.reverse(_guarded(x), saved, d_o, d_final, d_checkpoints)
 
 
 def step(x: StepInputs, *, seed: int = 0, busy: bool = False, **shape: int) -> Tensor:

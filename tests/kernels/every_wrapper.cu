@@ -34,10 +34,14 @@ DEVICE float products(const Params& p) {
     multiply_group<Bf16, 16, false, true>(d, a, b);
     multiply_group<Bf16, 16>(d, a, b);
     multiply_group<Bf16, 16, true>(d, standing_operand(shared_memory() + 1024, 256), b);
+    float e[8][4] = {}, f[16][4] = {};
+    const u32 held[4] = {p.out[0], p.out[1], p.out[2], p.out[3]};
+    multiply_held<Fp16, 64>(e, held, b);
+    multiply_held<Fp16, 128, true>(f, held, standing_operand(shared_memory() + 1024, 2048));
     product_commit();
     product_wait<0>();
-    product_use(d);
-    return d[0][0] + d[1][3];
+    product_use(d), product_use(e), product_use(f);
+    return d[0][0] + d[1][3] + e[0][0] + f[15][3];
 }
 
 extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_constant__ Params p) {
@@ -56,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     word += r[0] + r[1] + r[2] + r[3];
     word += shared_address(barrier);
     store_matrices_transposed(shared_memory() + 512 + 16 * (threadIdx.x % 32), r[0], r[1], r[2], r[3]);
+    store_matrices(shared_memory() + 512 + 16 * (threadIdx.x % 32), r);
     publish_more(p.out, word);
     write_counter(p.out, word);
     word += read_counter(p.out) + u32(products(p));

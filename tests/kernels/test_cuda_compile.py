@@ -6,6 +6,7 @@ width, slices of V, dtype, gate and wide gates.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from kda_layers.kernels.contract import CHUNK
-from kda_layers.kernels.cuda import build, cache, chunk, step
+from kda_layers.kernels.cuda import build, cache, chunk, reverse, step
 from kda_layers.kernels.cuda.backend import MOST_SHARED_BYTES, SHARED_BYTES
 from tests.kernels.cases import BF16, FP16, FP32, Case, make_inputs
 
@@ -39,10 +40,10 @@ FAMILIES = [
 Family = tuple[int, int, torch.dtype, str, bool]
 
 
-def chunk_variant(arch: str, family: Family) -> chunk.Variant | None:
+def chunk_variant(arch: str, family: Family, saves: bool = False) -> chunk.Variant | None:
     """The one of the arch's variants, if it has it."""
-    fields = ("K", "BV", "dtype", "gate_activation", "g_wide")
-    found = [v for v in chunk.variants(ARCHS[arch]) if tuple(getattr(v, n) for n in fields) == family]
+    fields = ("K", "BV", "dtype", "gate_activation", "g_wide", "saves")
+    found = [v for v in chunk.variants(ARCHS[arch]) if tuple(getattr(v, n) for n in fields) == (*family, saves)]
     return found[0] if found else None
 
 
@@ -51,12 +52,19 @@ def name_of(family: Family) -> str:
 
 
 CHUNKS = [
-    pytest.param(variant, arch, id=f"{name_of(family)}-{arch}")
+    pytest.param(variant, arch, id=f"{name_of(family)}{'-saves' * saves}-{arch}")
     for family in FAMILIES
+    for saves in (False, True)
     for arch in ARCHS
-    if (variant := chunk_variant(arch, family))
+    if (variant := chunk_variant(arch, family, saves))
 ]
 on_every_chunk = pytest.mark.parametrize(("variant", "arch"), CHUNKS)
+REVERSES = [
+    pytest.param(variant, arch, id=f"{variant.K}-{str(variant.dtype)[6:]}-{arch}")
+    for arch in ARCHS
+    for variant in reverse.variants(ARCHS[arch])
+]
+on_every_reverse = pytest.mark.parametrize(("variant", "arch"), REVERSES)
 STEPS = [
     pytest.param(
         step.variant_for(K, K, dtype, state, busy), id=f"{K}-{str(dtype)[6:]}-{str(state)[6:]}{'-busy' * busy}"
@@ -87,9 +95,17 @@ def test_chunk(variant: chunk.Variant, arch: str) -> None:
     check_resources(cubin, "kda_chunk", REGISTERS // variant.threads, shipped)
 
 
+@on_every_reverse
+def test_reverse(variant: reverse.Variant, arch: str) -> None:
+    cubin = build.compile("reverse.cu", variant.defines, arch)
+    check_resources(cubin, "kda_reverse", REGISTERS // reverse.THREADS)
+    assert "serialized" not in cubin.log  # as ptxas makes products that it takes for ones in need of each other
+
+
 @pytest.mark.parametrize("arch", SERVED)
 def test_every_variant_fits(arch: str) -> None:
-    assert max(v.shared_bytes for v in chunk.variants(ARCHS[arch])) <= SERVED[arch]
+    variants = (*chunk.variants(ARCHS[arch]), *reverse.variants(ARCHS[arch]))
+    assert max(v.shared_bytes for v in variants) <= SERVED[arch]
 
 
 @pytest.mark.parametrize("arch", build.ARCHS)
@@ -97,7 +113,8 @@ def test_every_choice_is_a_variant(arch: int) -> None:
     """What is compiled at first use, `--precompile` has compiled, and nothing else."""
     variants = set(chunk.variants(arch))
     cases = {Case(T=1, K=v.K, V=v.K, dtype=v.dtype, gate=v.gate_activation, g_wide=v.g_wide) for v in variants}
-    assert {chunk.variant_for(make_inputs(c), items, 132, arch) for c in cases for items in (1, 2**20)} == variants
+    choices = itertools.product(map(make_inputs, cases), (1, 2**20), (False, True))
+    assert {chunk.variant_for(x, items, 132, arch, saves) for x, items, saves in choices} == variants
 
 
 @on_every_arch
@@ -153,6 +170,19 @@ def test_constants_of_chunk(variant: chunk.Variant, arch: str, agree: Callable[.
         },
         arch,
     )
+
+
+@on_every_reverse
+def test_constants_of_reverse(variant: reverse.Variant, arch: str, agree: Callable[..., None]) -> None:
+    constants = {
+        "sizeof(ReverseParams)": reverse.PARAMS.size,
+        "Shared::BYTES": variant.shared_bytes,
+        "THREADS": reverse.THREADS,
+        "SLICES": variant.slices,
+        "STAGES": variant.stages,
+        "CHUNK": CHUNK,
+    }
+    agree("reverse.cu", variant.defines, constants, arch)
 
 
 @pytest.mark.parametrize("variant", STEPS)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.contract import Backend, Gradients, Inputs, Problem, StepInputs
-from kda_layers.kernels.cuda import chunk, launch, step
+from kda_layers.kernels.cuda import chunk, launch, reverse, step
 
 DTYPES = (torch.bfloat16, torch.float16)
 SHARED_BYTES = {80: 163 * 1024, 87: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}  # of a block, at most
@@ -55,13 +55,14 @@ class CudaBackend(Backend):
             return
         yield from (("step.cu", v.defines) for v in step.variants(chunk.WIDTHS, DTYPES))
         most = max(SHARED_BYTES.get(a, MOST_SHARED_BYTES) for a in mine)
-        yield from (("chunk.cu", v.defines) for v in chunk.variants(mine[0]) if v.shared_bytes <= most)
+        for source, launcher in (("chunk.cu", chunk), ("reverse.cu", reverse)):
+            yield from ((source, v.defines) for v in launcher.variants(mine[0]) if v.shared_bytes <= most)
 
     def saved_like(self, x: Inputs) -> list[Tensor]:
         return []
 
     def chunk(self, x: Inputs, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
-        return *chunk.chunk(x), []
+        return *chunk.chunk(x)[:3], []
 
     def chunk_grad(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None

@@ -16,8 +16,8 @@ enum Role { PREPARE, SCAN, INVERT };
 template <int role> DEVICE void registers() {
 #if MOVABLE_REGISTERS
     if constexpr (role == PREPARE) registers_more<K == 128 ? 152 : 208>();
-    if constexpr (role == SCAN) registers_fewer<K == 64 ? 128 : WARPGROUPS ? 104 : 120>();
-    if constexpr (role == INVERT) registers_fewer<K == 64 ? 128 : WARPGROUPS ? 104 : 88>();
+    if constexpr (role == SCAN) registers_fewer<K == 64 ? 128 : WARPGROUPS && !SAVES ? 104 : 120>();
+    if constexpr (role == INVERT) registers_fewer<K == 64 ? 128 : WARPGROUPS && !SAVES ? 104 : 88>();
 #endif
 }
 
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_chunk(const __grid_
     const Shared shared{shared_memory()};
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) shared.init_barriers();
-    block_or_cluster_sync();
+    block_or_cluster_sync(THREADS);
     if (warp < PREPARE_WARPS) {
         registers<PREPARE>();
         // Later tokens have more blocks before them: those of a multiprocessor's quarter get the same work together.
@@ -39,5 +39,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_chunk(const __grid_
         if (warp < PREPARE_WARPS + 4 + INVERTERS) invert_chunks(p, shared, warp - PREPARE_WARPS - 4, lane);
         else fetch_chunks(p, shared, lane);
     }
-    block_or_cluster_sync();  // no block leaves while another may still arrive at its barriers
+    block_or_cluster_sync(THREADS);
 }

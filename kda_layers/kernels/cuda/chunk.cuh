@@ -1,25 +1,21 @@
-// What the parts of chunk.cu share: parameters, work items, and the plan of shared memory.
+// What the parts of chunk.cu share: parameters, the order of chunks, and the plan of shared memory.
 #pragma once
 #include "gates.cuh"
+#include "stage.cuh"
 
-// Chosen by the build: K, V (128 or 64), BV (columns a block), CLUSTER (blocks that a prepared chunk is copied to at
-// once, a divisor of V / BV; 0: each block prepares for itself), IO (Bf16 or Fp16), GATE (see gates.cuh), G_WIDE (1
-// where gate logits are fp32), WARPGROUPS (1: products of a warpgroup, on sm_90a).
-using Io = IO;
+// Chosen by the build, beside what stage.cuh names: GATE (see gates.cuh), G_WIDE (1 where gate logits are fp32), SAVES (1:
+// keep what the backward reads). Without CLUSTER each block prepares for itself.
 #if G_WIDE
 using Logit = float;
 #else
 using Logit = u16;
 #endif
-constexpr int CHUNK = 64;
 constexpr int STAGES = 2;
-constexpr int SLICES = V / BV;
 constexpr int PREPARE_WARPS = K / 16, INVERTERS = 3;
 constexpr int THREADS = 32 * (PREPARE_WARPS + 4 + 1 + INVERTERS);  // 4 scan, 1 fetches
 constexpr bool SHARED_CHUNKS = CLUSTER > 0;
-constexpr int RANKS = SHARED_CHUNKS ? CLUSTER : 1;
 constexpr u32 RING = 3 * SLICES;  // prepared chunks in global memory, for each unit
-static_assert(SLICES % RANKS == 0, "blocks of a cluster have one head");
+constexpr bool RECYCLES = SHARED_CHUNKS && !SAVES;  // places in global memory
 
 struct ChunkParams {
     const u16 *q, *k;           // [B, T, H, K]
@@ -34,6 +30,10 @@ struct ChunkParams {
     float* checkpoints;         // [B, T / 64, HV, V, K], or null
     unsigned char* ring;        // RING * STAGE_BYTES for each unit, or null without shared chunks
     u32* progress;              // [units][2][32] zeros, the same
+    // Kept where SAVES; NC chunks of all sequences
+    unsigned char* prepared;    // [NC, HV, STAGE_BYTES], in the place of the ring
+    u16* states;                // [NC, HV, V, K], at each chunk's start
+    u16* errors;                // [B, T, HV, V], V'
     int T, H, HV, group, items; // group = HV / H, items = N * HV; B * T < 2^31
     int wide_offsets;           // cu_seqlens is int64
     int beta_activation, beta_wide, qk_l2norm;
@@ -44,72 +44,31 @@ enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS 
 
 // ---------------------------------------------------------------- work
 
-// A unit is SLICES blocks, which together serve one item after the other.
-DEVICE int slice() { return blockIdx.x % SLICES; }
-DEVICE int unit() { return blockIdx.x / SLICES; }
-DEVICE int units() { return gridDim.x / SLICES; }
-
-// One (sequence, value head).
-struct Item {
-    int first;        // its first token among B * T
-    int length;       // tokens
-    int sequence, head;
-    i64 keys;         // where its first token's q and k begin
-
-    DEVICE int chunks() const { return (length + CHUNK - 1) / CHUNK; }
-    DEVICE i64 row(const ChunkParams& p, int token) const { return i64(first + token) * p.HV + head; }
-    DEVICE i64 state(const ChunkParams& p, int column) const { return ((i64(sequence) * p.HV + head) * V + column) * K; }
-    DEVICE const float* initial_state(const ChunkParams& p, int column) const {
-        return p.initial_state ? p.initial_state + state(p, column) : nullptr;
-    }
-    DEVICE float* final_state(const ChunkParams& p, int column) const { return p.final_state + state(p, column); }
-};
-
-DEVICE int offset_of(const ChunkParams& p, int sequence) {
-    return p.wide_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence]) : static_cast<const int*>(p.cu_seqlens)[sequence];
-}
-
-DEVICE Item item_of(const ChunkParams& p, int index) {
-    Item item;
-    item.sequence = index / p.HV, item.head = index % p.HV;
-    item.first = item.sequence * p.T, item.length = p.T;
-    if (p.cu_seqlens) {
-        item.first = offset_of(p, item.sequence);
-        item.length = offset_of(p, item.sequence + 1) - item.first;
-    }
-    item.keys = (i64(item.first) * p.H + item.head / p.group) * K;
-    return item;
-}
-
-// Where the first checkpoint of an item lies.
-DEVICE float* checkpoints_of(const ChunkParams& p, const Item& item, int column) {
-    if (!p.checkpoints) return nullptr;
-    int row = item.sequence * (p.T / CHUNK);
-    if (p.cu_seqlens) {
-        row = 0;
-        for (int i = 0; i < item.sequence; i++) row += (offset_of(p, i + 1) - offset_of(p, i)) / CHUNK;
-    }
-    return p.checkpoints + ((i64(row) * p.HV + item.head) * V + column) * K;
-}
-
-// A chunk of an item of this unit.
+// A chunk of an item of this unit; for a whole warp.
 struct Cursor {
     int index, chunk;
     Item item;
+    i64 keys;       // where the item's first token's q and k begin
+    int first_row;  // of the item's chunks, where they are kept
 
     DEVICE bool valid(const ChunkParams& p) const { return index < p.items; }
-    DEVICE void start(const ChunkParams& p, int first) {
+    DEVICE void start(const ChunkParams& p, int first, int lane) {
         index = unit(), chunk = first;
-        if (valid(p)) item = item_of(p, index);
-        skip(p, 0);
+        if (valid(p)) enter(p, lane);
+        skip(p, 0, lane);
     }
     // Forward, from item to item.
-    DEVICE void skip(const ChunkParams& p, int chunks) {
+    DEVICE void skip(const ChunkParams& p, int chunks, int lane) {
         chunk += chunks;
         while (valid(p) && chunk >= item.chunks()) {
             chunk -= item.chunks(), index += units();
-            if (valid(p)) item = item_of(p, index);
+            if (valid(p)) enter(p, lane);
         }
+    }
+    DEVICE void enter(const ChunkParams& p, int lane) {
+        item = item_of(p, index);
+        keys = (i64(item.first) * p.H + item.head / p.group) * K;
+        if constexpr (SAVES) first_row = chunks_before(p, item.sequence, ALL, lane);
     }
 };
 
@@ -124,37 +83,10 @@ DEVICE u32 chunks_of_unit(const ChunkParams& p) {
     return all;
 }
 
-// ---------------------------------------------------------------- a prepared chunk
-
-// Matrices of 16-bit numbers lie in 8 x 8 blocks of 128 bytes, 8 numbers of a row side by side: block (i, j) of a matrix
-// with `columns` blocks side by side.
-DEVICE constexpr int block_at(int i, int j, int columns) { return (i * columns + j) * 128; }
-
-// In three parts that come and go by themselves: what V' is made of, what the state is updated with, what the output
-// is made of.
-enum Part { ERRORS, UPDATE, OUTPUT, PARTS };
-
-constexpr int MATRIX = CHUNK * K * 2, SQUARE = CHUNK * CHUNK * 2;  // bytes
-constexpr int AT_T = MATRIX, AT_KR = AT_T + SQUARE, AT_GAMMA = AT_KR + MATRIX;
-constexpr int AT_QG = AT_GAMMA + K * 4, AT_AQK = AT_QG + MATRIX, AT_SCALE = AT_AQK + SQUARE;
-constexpr int STAGE_BYTES = AT_SCALE + CHUNK * 4;
-DEVICE constexpr int part_at(int part) { return part == ERRORS ? 0 : part == UPDATE ? AT_KR : part == OUTPUT ? AT_QG : STAGE_BYTES; }
-DEVICE constexpr int part_bytes(int part) { return part_at(part + 1) - part_at(part); }
-
-struct Stage {
-    unsigned char* base;
-    DEVICE unsigned char* Kg() const { return base; }                                  // e^G k: [64, K]
-    DEVICE unsigned char* T() const { return base + AT_T; }                            // (I + N)^-1 beta: [64, 64]
-    DEVICE unsigned char* Kr() const { return base + AT_KR; }                          // e^{G_C - G} k, like Kg    
-    DEVICE float* gamma() const { return reinterpret_cast<float*>(base + AT_GAMMA); }  // e^{G_C}: [K]
-    DEVICE unsigned char* Qg() const { return base + AT_QG; }                          // e^G q, like Kg
-    DEVICE unsigned char* Aqk() const { return base + AT_AQK; }                        // like T
-    DEVICE float* scale() const { return reinterpret_cast<float*>(base + AT_SCALE); }  // of each token's output: [64]
-};
-
 // ---------------------------------------------------------------- shared memory
 
 struct Shared {
+    static constexpr int STAGES = ::STAGES;
     unsigned char* base;
     // prepared chunks; operands of the scan; what the preparing warps exchange; barriers
     static constexpr int AT_STATE = STAGES * STAGE_BYTES;
@@ -221,57 +153,18 @@ struct Shared {
     }
 };
 
-DEVICE void block_or_cluster_sync() {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (RANKS > 1) {
-        cluster_sync();
-        return;
-    }
-#endif
-    barrier_sync(0, THREADS);
-}
-
 // ---------------------------------------------------------------- the way of a prepared chunk
 
-// Chunk number `count` of a unit is prepared by its block count % SLICES, into place count % RING of the unit's ring, and
-// copied, part by part, by block count % RANKS of every cluster to stage count % STAGES of the cluster's blocks.
-DEVICE Stage ring_at(const ChunkParams& p, u32 count) {
+// Chunk number `count` of a unit is prepared by its block count % SLICES, into place count % RING of the unit's ring, or
+// into its own place where all are kept, and goes from there to every block (stage.cuh).
+DEVICE Stage ring_at(const ChunkParams& p, const Cursor& at, u32 count) {
+    if constexpr (SAVES) return {p.prepared + (i64(at.first_row + at.chunk) * p.HV + at.item.head) * STAGE_BYTES};
     return {p.ring + (i64(unit()) * RING + count % RING) * STAGE_BYTES};
 }
 // Counters of a block: chunks that it has prepared; chunks that have arrived in its shared memory.
 // Those that are waited for together share a line, others do not.
 DEVICE u32* prepared(const ChunkParams& p, int slice) { return p.progress + unit() * 64 + slice; }
 DEVICE u32* landed(const ChunkParams& p, int slice) { return prepared(p, slice) + 32; }
-
-// Announce a copy; by one thread of each block, for the chunk whose copy follows the last that came.
-DEVICE void expect(const Shared& shared, int part, u32 count) {
-#if __CUDA_ARCH__ >= 900
-    if (SHARED_CHUNKS) mbarrier_arrive_expecting(shared.full(part, count), part_bytes(part));
-#endif
-}
-
-DEVICE void wait_for(const Shared& shared, int part, u32 count) {
-    mbarrier_wait(shared.full(part, count), (count / STAGES) & 1);
-}
-
-// A warp is done with a part of chunk `count`: tell who brings the stage's next chunk.
-DEVICE void release(const Shared& shared, int part, u32 count, int lane) {
-    warp_sync();
-    if (lane != 0) return;
-#if __CUDA_ARCH__ >= 900
-    if constexpr (RANKS > 1) {
-        mbarrier_arrive_at(shared.empty(part, count), (count + STAGES) % RANKS);
-        return;
-    }
-#endif
-    mbarrier_arrive(shared.empty(part, count));
-}
-
-// Wait until all have released the stage that a part of chunk `count` goes to.
-DEVICE void wait_for_release(const Shared& shared, int part, u32 count) {
-    constexpr u32 PERIOD = RANKS > STAGES ? RANKS : STAGES;  // between two chunks that one block brings to one stage
-    if (count >= STAGES) mbarrier_wait(shared.empty(part, count), (count / PERIOD - (count % PERIOD < STAGES ? 1 : 0)) & 1);
-}
 
 // Wait until the chunk that was in the ring's place before has arrived everywhere; by a whole warp.
 DEVICE void wait_for_place(const ChunkParams& p, u32 count, int lane) {
@@ -292,15 +185,4 @@ DEVICE u32 wait_for_chunks(const ChunkParams& p, u32 ready, int lane) {
         }
         back_off();
     }
-}
-
-// Copy a part of a prepared chunk if it is this block's turn; by one thread of each block, for every chunk in turn.
-DEVICE void fetch(const ChunkParams& p, const Shared& shared, int part, u32 count, u32 all) {
-#if __CUDA_ARCH__ >= 900
-    if (count >= all || int(count % RANKS) != slice() % RANKS) return;
-    wait_for_release(shared, part, count);
-    fence_bulk_copies();
-    bulk_copy_to_cluster(shared.stage(count).base + part_at(part), ring_at(p, count).base + part_at(part), part_bytes(part),
-                         shared.full(part, count), (1 << RANKS) - 1);
-#endif
 }

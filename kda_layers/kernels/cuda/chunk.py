@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.contract import CHUNK, Inputs, checkpoint_count
-from kda_layers.kernels.cuda.launch import Kernel, load
+from kda_layers.kernels.cuda.launch import Kernel, load, processors_and_arch
 
-PARAMS = struct.Struct("<14Q9i2f4x")  # ChunkParams
+PARAMS = struct.Struct("<17Q9i2f4x")  # ChunkParams
 GATES = {"lower_bound": 0, "softplus": 1, "log_decay": 2}
 BETAS = {"sigmoid": 0, "2sigmoid": 1, "given": 2}
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
@@ -23,9 +23,15 @@ STAGES = 2
 MOST_TOKENS = 2**31 - 1
 
 
+def stage_bytes(K: int) -> int:
+    """Of a prepared chunk: struct Stage in stage.cuh."""
+    return 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (K + CHUNK)
+
+
 class Variant(NamedTuple):
     """What is compiled apart: width, columns of V a block, blocks that a chunk is copied to at once (0: each prepares
-    for itself), types, gate; and what the arch has: products of a warpgroup, registers that move between warpgroups."""
+    for itself), types, gate; what the arch has: products of a warpgroup, registers that move between warpgroups; and
+    whether it keeps what the backward reads."""
 
     K: int
     BV: int
@@ -35,13 +41,14 @@ class Variant(NamedTuple):
     g_wide: bool
     warpgroups: bool
     movable_registers: bool
+    saves: bool
 
     @property
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
             "GATE": GATES[self.gate_activation], "G_WIDE": int(self.g_wide), "WARPGROUPS": int(self.warpgroups),
-            "MOVABLE_REGISTERS": int(self.movable_registers),
+            "MOVABLE_REGISTERS": int(self.movable_registers), "SAVES": int(self.saves),
         }  # fmt: skip
 
     @property
@@ -54,7 +61,7 @@ class Variant(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        return 3 * CHUNK * self.K * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (self.K + CHUNK)
+        return stage_bytes(self.K)
 
     @property
     def shared_bytes(self) -> int:
@@ -66,29 +73,52 @@ class Variant(NamedTuple):
         return STAGES * self.stage_bytes + scan + exchanged + sums + gates + 8 * (6 * STAGES + 4)
 
 
-def variant_for(x: Inputs, items: int, processors: int, arch: int) -> Variant:
+def variant_for(x: Inputs, items: int, processors: int, arch: int, saves: bool) -> Variant:
     """The variant for `items` pairs of a sequence and a value head, on `processors` multiprocessors of `arch`."""
     K, g_wide = x.q.shape[3], x.g.dtype == torch.float32
     wide = arch == 90 and items * (K // 16) > processors and not (x.q.dtype == torch.float16 and g_wide)
-    return _variant(K, 32 if wide else 16, x.q.dtype, x.gate_activation, g_wide, arch)
+    return _variant(K, 32 if wide else 16, x.q.dtype, x.gate_activation, g_wide, arch, saves)
 
 
-def _variant(K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int) -> Variant:
+def _variant(
+    K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool
+) -> Variant:
     cluster = 0 if arch < 90 else 2 if BV == 32 else 1  # two blocks share a copy where memory is busiest
-    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, arch == 90, arch >= 90)
+    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, arch == 90, arch >= 90, saves)
 
 
 def variants(arch: int) -> Iterable[Variant]:
     """Everything that `variant_for` may choose on an arch whose blocks have the shared memory."""
-    for K, BV, dtype, gate, g_wide in itertools.product(WIDTHS, (16, 32), TYPES, GATES, (False, True)):
+    flags = (False, True)
+    for K, BV, dtype, gate, g_wide, saves in itertools.product(WIDTHS, (16, 32), TYPES, GATES, flags, flags):
         if BV == 16 or (arch == 90 and not (dtype == torch.float16 and g_wide)):
-            yield _variant(K, BV, dtype, gate, g_wide, arch)
+            yield _variant(K, BV, dtype, gate, g_wide, arch, saves)
 
 
-def pack(x: Inputs, o: Tensor, final: Tensor | None, checkpoints: Tensor | None, ring: Ring, items: int) -> bytes:
+class Saved(NamedTuple):
+    """What the backward reads of the forward, of NC chunks of all sequences; packed ones may leave rows over."""
+
+    prepared: Tensor  # [NC, HV, stage_bytes] uint8
+    states: Tensor  # [NC, HV, V, K], at each chunk's start
+    errors: Tensor  # [B, T, HV, V], V'
+
+    @classmethod
+    def like(cls, x: Inputs) -> Saved:
+        """Unwritten; the number of rows is at least that of the chunks, which only the GPU knows if packed."""
+        B, T, _, K = x.q.shape
+        HV, V = x.v.shape[2:]
+        rows = B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
+        prepared = x.q.new_empty(rows, HV, stage_bytes(K), dtype=torch.uint8)
+        return cls(prepared, x.q.new_empty(rows, HV, V, K), torch.empty_like(x.v))
+
+
+def pack(
+    x: Inputs, o: Tensor, final: Tensor | None, checkpoints: Tensor | None, ring: Ring, saved: Saved | None, items: int
+) -> bytes:
     """ChunkParams. Tensors must be contiguous."""
     tensors = (
         x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, o, final, checkpoints, *ring,
+        *(saved or (None, None, None)),
     )  # fmt: skip
     return PARAMS.pack(
         *(0 if t is None else t.data_ptr() for t in tensors),
@@ -108,15 +138,11 @@ class Ring(NamedTuple):
     def of(cls, variant: Variant, units: int, device: torch.device) -> Ring:
         if not variant.cluster:
             return cls(None, None)
-        chunks = torch.empty(units * 3 * variant.slices * variant.stage_bytes, dtype=torch.uint8, device=device)
-        return cls(chunks, torch.zeros(units * 64, dtype=torch.int32, device=device))
-
-
-@functools.cache
-def _device(index: int) -> tuple[int, int]:
-    """(multiprocessors, compute capability times ten)"""
-    properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, 10 * properties.major + properties.minor
+        progress = torch.zeros(units * 64, dtype=torch.int32, device=device)
+        if variant.saves:  # every chunk has a place of its own
+            return cls(None, progress)
+        places = units * 3 * variant.slices
+        return cls(torch.empty(places * variant.stage_bytes, dtype=torch.uint8, device=device), progress)
 
 
 @functools.cache
@@ -124,16 +150,18 @@ def _kernel(variant: Variant, device: torch.device) -> Kernel:
     return load("chunk.cu", "kda_chunk", variant.defines, device)
 
 
+def aligned(t: Tensor) -> Tensor:
+    """`t`, or a copy, in one piece from a multiple of 16 bytes on, as the kernels read."""
+    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
 def _aligned(x: Inputs) -> Inputs:
-    """`x` with tensors that each lie in one piece, from a multiple of 16 bytes on, as the kernel reads."""
-    tensors = {n: t for n, t in zip(x._fields, x, strict=True) if isinstance(t, Tensor)}
-    odd = [n for n, t in tensors.items() if not t.is_contiguous() or t.data_ptr() % 16]
-    copies: dict[str, Any] = {n: tensors[n].clone(memory_format=torch.contiguous_format) for n in odd}
-    return x._replace(**copies) if odd else x
+    copies: dict[str, Any] = {n: aligned(t) for n, t in zip(x._fields, x, strict=True) if isinstance(t, Tensor)}
+    return x._replace(**copies)
 
 
-def chunk(x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(o, final state, checkpoints); see `Backend.chunk`.
+def chunk(x: Inputs, save: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None, Saved | None]:
+    """(o, final state, checkpoints, if asked for what the backward reads); see `Backend.chunk`.
 
     Raises:
         ValueError: more tokens than 32 bits count, or a GPU (or a part of one) too small for one unit of blocks
@@ -144,8 +172,8 @@ def chunk(x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
         raise ValueError(f"B * T must be at most {MOST_TOKENS}, got {B * T}: split the batch")
     x = _aligned(x)
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    items, (processors, arch) = N * HV, _device(x.q.device.index)
-    variant = variant_for(x, items, processors, arch)
+    items, (processors, arch) = N * HV, processors_and_arch(x.q.device.index)
+    variant = variant_for(x, items, processors, arch, save)
     units = min(items, processors // variant.slices)  # blocks of a unit wait for each other: all must run at once
     if not units:
         raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
@@ -156,11 +184,12 @@ def chunk(x: Inputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
         new = x.v.new_empty if x.cu_seqlens is None else x.v.new_zeros  # packed: rows may be left over
         checkpoints = new(B, checkpoint_count(x), HV, V, K, dtype=torch.float32)
     ring = Ring.of(variant, units, x.q.device)
-    params = pack(x, o, final, checkpoints, ring, items)
+    saved = Saved.like(x) if save else None
+    params = pack(x, o, final, checkpoints, ring, saved, items)
     with torch.cuda.device(x.q.device):
         stream = torch.cuda.current_stream(x.q.device).cuda_stream
         _kernel(variant, x.q.device).launch(
             (units * variant.slices, 1, 1), (variant.threads, 1, 1), (max(variant.cluster, 1), 1, 1),
             variant.shared_bytes, stream, params,
         )  # fmt: skip
-    return o, final, checkpoints
+    return o, final, checkpoints, saved

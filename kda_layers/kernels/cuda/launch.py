@@ -90,6 +90,13 @@ class Kernel:
             )
 
 
+@functools.cache
+def processors_and_arch(device: int) -> tuple[int, int]:
+    """The number of multiprocessors of a GPU, and its compute capability times ten."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, 10 * properties.major + properties.minor
+
+
 def load(source: str, entry: str, defines: Mapping[str, str | int], device: torch.device) -> Kernel:
     """A kernel on a GPU, compiled if need be; the same one for the same arguments.
 

@@ -18,7 +18,7 @@ DEVICE int token_of(const Cursor& at, int r, int warp, int lane) { return at.chu
 DEVICE int row_of(const Cursor& at, int r, int warp, int lane) { return min(token_of(at, r, warp, lane), at.item.length - 1); }
 DEVICE int channel_of(int warp, int lane) { return 64 * (warp % HALVES) + 8 * (lane % 4); }  // the first of a lane's
 
-DEVICE i64 key_at(const ChunkParams& p, const Cursor& at, int row) { return at.item.keys + i64(row) * (p.H * K); }
+DEVICE i64 key_at(const ChunkParams& p, const Cursor& at, int row) { return at.keys + i64(row) * (p.H * K); }
 DEVICE const Logit* logits_at(const ChunkParams& p, const Cursor& at, int row) {
     return static_cast<const Logit*>(p.g) + at.item.row(p, row) * K;
 }
@@ -29,7 +29,7 @@ struct Raw {
 };
 
 // Those of the next chunk are sent for before this one is done, where registers allow.
-constexpr bool LOADS_AHEAD = WARPGROUPS;
+constexpr bool LOADS_AHEAD = WARPGROUPS && !SAVES;
 
 DEVICE void load_raw(Raw& raw, const ChunkParams& p, const Cursor& at, int warp, int lane) {
     int channel = channel_of(warp, lane);
@@ -249,6 +249,12 @@ DEVICE u32 as_io(u32 x) {
     return Io::pack(f.x, f.y);
 }
 
+constexpr int STRIDE = SHARED_CHUNKS ? SLICES : 1;
+
+DEVICE Stage place_of(const ChunkParams& p, const Shared& shared, const Cursor& at, u32 count) {
+    return SHARED_CHUNKS ? ring_at(p, at, count) : shared.stage(count);
+}
+
 // Multiplies with the lane whose number differs in one bit; each of the two keeps half of 2 n numbers.
 template <int n> DEVICE void multiply_halves(float (&x)[16], int lane) {
     bool upper = lane & 2 * n;
@@ -269,8 +275,8 @@ DEVICE void store_block_decays(float* to, float (&x)[16], int lane) {
 }
 
 // Prepares the chunk under the cursor, whose q and k are on their way in `raw`, and sends for what the next one needs.
-DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stage& stage, const Gates<GATE>& gates, Raw& raw,
-                          const Cursor& at, const Cursor& next, u32 turn, int warp, int lane) {
+DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw, const Cursor& at,
+                          const Cursor& next, u32 count, u32 turn, int warp, int lane) {
     int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
     Pairs near, far;
     float* decays = shared.decays(turn) + 64 * h + 8 * t;
@@ -296,9 +302,9 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
     normalize(d, raw, p, shared, at, turn, warp, lane);
     Tile L = {}, own = {};  // diagonal blocks of L and Aqk
     anchor<1>(L, own, near, far, d, lane);
+    if (next.valid(p)) fetch_logits(p, shared, next, warp, lane), prefetch_raw(p, next, warp, lane);
     anchor<2>(L, own, near, far, d, lane);
     anchor<4>(L, own, near, far, d, lane);
-    if (next.valid(p)) fetch_logits(p, shared, next, warp, lane), prefetch_raw(p, next, warp, lane);
     Pairs &after = near, &before = far;  // as g / 8 is even, as if all 8 tokens were a lower half
     anchor_8(L, own, before, after, d);
     #pragma unroll
@@ -324,6 +330,7 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
     }
     barrier_sync(PREPARED, 32 * PREPARE_WARPS);
     mbarrier_wait(shared.placed(), turn & 1);
+    const Stage stage = place_of(p, shared, at, count);
     if (gives) send_sums(shared.sums_of_A(turn, b, b) + lane, own);
     if (warp == 0) stage.scale()[lane] = shared.scale(turn)[lane], stage.scale()[lane + 32] = shared.scale(turn)[lane + 32];
 
@@ -420,12 +427,6 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Stag
 
 // ---------------------------------------------------------------- the warps that prepare
 
-constexpr int STRIDE = SHARED_CHUNKS ? SLICES : 1;
-
-DEVICE Stage place_of(const ChunkParams& p, const Shared& shared, u32 count) {
-    return SHARED_CHUNKS ? ring_at(p, count) : shared.stage(count);
-}
-
 // A warp has written its part of a chunk.
 DEVICE void wrote(const Shared& shared, int lane) {
     warp_sync();
@@ -434,7 +435,7 @@ DEVICE void wrote(const Shared& shared, int lane) {
 
 DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int lane) {
     Cursor at;
-    at.start(p, slice() % STRIDE);
+    at.start(p, slice() % STRIDE, lane);
     if (!at.valid(p)) return;
     fetch_logits(p, shared, at, warp, lane);
     Gates<GATE> gates = load_gates(p, shared, at.item, warp, lane);
@@ -443,9 +444,9 @@ DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int la
     u32 turn = 0;
     for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++) {
         Cursor next = at;
-        next.skip(p, STRIDE);
+        next.skip(p, STRIDE, lane);
         if (!LOADS_AHEAD) load_raw(raw, p, at, warp, lane);
-        prepare_chunk(p, shared, place_of(p, shared, count), gates, raw, at, next, turn, warp, lane);
+        prepare_chunk(p, shared, gates, raw, at, next, count, turn, warp, lane);
         wrote(shared, lane);
         if (next.valid(p) && next.index != at.index) gates = load_gates(p, shared, next.item, warp, lane);
         at = next;
@@ -454,9 +455,8 @@ DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int la
 
 // Wait until a chunk may be written to its place; by a whole warp.
 DEVICE void make_room(const ChunkParams& p, const Shared& shared, u32 count, int lane) {
-    if (SHARED_CHUNKS) {
-        if (count >= RING) wait_for_place(p, count, lane);
-    } else {
+    if (RECYCLES && count >= RING) wait_for_place(p, count, lane);
+    if (!SHARED_CHUNKS) {
         for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
     }
     if (lane == 0) mbarrier_arrive(shared.placed());
@@ -468,15 +468,15 @@ DEVICE void invert_chunks(const ChunkParams& p, const Shared& shared, int invert
     const bool last = inverter == INVERTERS - 1;
     float* beta = shared.beta(inverter);
     Cursor at;
-    at.start(p, slice() % STRIDE);
-    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, at.skip(p, STRIDE)) {
-        u32 turn = count / STRIDE;
+    at.start(p, slice() % STRIDE, lane);
+    u32 turn = 0;
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++, at.skip(p, STRIDE, lane)) {
         warp_sync();
         load_write_strengths(beta, p, at, lane);
         if (inverter == 0) make_room(p, shared, count, lane);
         mbarrier_wait(shared.summed(), turn & 1);
         warp_sync();
-        invert_chunk(shared, place_of(p, shared, count), beta, inverter, lane);
+        invert_chunk(shared, place_of(p, shared, at, count), beta, inverter, lane);
         warp_sync();
         if (lane == 0) mbarrier_arrive(shared.inverted());
         wrote(shared, lane);

@@ -85,6 +85,22 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
         : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
+// Store four 8 x 8 matrices that the warp holds in mma's accumulator order; lane i gives the address of row i % 8 of
+// matrix i / 8.
+DEVICE void store_matrices(void* row, const u32 (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+        :: "r"(shared_address(row)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+#else
+    u32 lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 to = __shfl_sync(0xffffffffu, shared_address(row), 8 * i + lane / 4) + 4 * (lane % 4);
+        asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(x[i]) : "memory");
+    }
+#endif
+}
+
 // Store four 8 x 8 matrices that the warp holds in mma's accumulator order, transposed; lane i gives the address of row
 // i % 8 of matrix i / 8. Each matrix is 128 bytes, its rows following each other.
 DEVICE void store_matrices_transposed(void* row, u32 a, u32 b, u32 c, u32 d) {
@@ -201,6 +217,7 @@ DEVICE void fence_shared() {
 // Or its transpose, a `standing` operand: rows of numbers along the other dimension, the summed one down the rows.
 // multiply_group multiplies sixteen numbers of the summed dimension: d[64, N] += a[64, 16] b[N, 16]^T, N 16 or 32 (= if
 // it `begins`), where a warp holds 16 rows of d in mma's accumulator order. Asynchronous, from product_begin to product_wait.
+// multiply_held does so with the warp's 16 rows of a in registers, as A of mma, and N 64 or 128; there b may stand.
 
 #if WARPGROUPS
 using Operand = u64;
@@ -231,6 +248,31 @@ MULTIPLY_GROUP(Fp16, "f16", 0, 0, "1")
 MULTIPLY_GROUP(Fp16, "f16", 0, 1, "0")
 MULTIPLY_GROUP(Fp16, "f16", 1, 0, "1")
 #undef MULTIPLY_GROUP
+
+template <class T, int N, bool b_stands = false> DEVICE void multiply_held(float (&d)[N / 8][4], const u32 (&a)[4], Operand b);
+#define MULTIPLY_HELD(TYPE, NAME, STANDS)                                                                             \
+    template <> DEVICE void multiply_held<TYPE, 64, STANDS>(float (&d)[8][4], const u32 (&a)[4], Operand b) {         \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                      \
+            " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                \
+            "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, %37;" \
+            : SUM4(0), SUM4(1), SUM4(2), SUM4(3), SUM4(4), SUM4(5), SUM4(6), SUM4(7)                                  \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(STANDS));                                       \
+    }                                                                                                                 \
+    template <> DEVICE void multiply_held<TYPE, 128, STANDS>(float (&d)[16][4], const u32 (&a)[4], Operand b) {       \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME                                     \
+            " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                \
+            "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"                                        \
+            "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"                                        \
+            "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, 1, 1, 1, %69;" \
+            : SUM4(0), SUM4(1), SUM4(2), SUM4(3), SUM4(4), SUM4(5), SUM4(6), SUM4(7),                                 \
+              SUM4(8), SUM4(9), SUM4(10), SUM4(11), SUM4(12), SUM4(13), SUM4(14), SUM4(15)                            \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(STANDS));                                       \
+    }
+MULTIPLY_HELD(Bf16, "bf16", 0)
+MULTIPLY_HELD(Bf16, "bf16", 1)
+MULTIPLY_HELD(Fp16, "f16", 0)
+MULTIPLY_HELD(Fp16, "f16", 1)
+#undef MULTIPLY_HELD
 #undef SUM4
 
 DEVICE void product_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -264,6 +306,17 @@ template <class T, int N, bool a_stands = false, bool begins = false> DEVICE voi
         load_matrices(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));
         T::mma(d[i], x[0], x[1], x[2], x[3], y[0], y[1]);
         T::mma(d[i + 1], x[0], x[1], x[2], x[3], y[2], y[3]);
+    }
+}
+template <class T, int N, bool b_stands = false> DEVICE void multiply_held(float (&d)[N / 8][4], const u32 (&a)[4], Operand b) {
+    int lane = threadIdx.x % 32, row = lane / 16, step = lane / 8 % 2, line = 16 * (lane % 8);
+    u32 y[4];
+    #pragma unroll
+    for (int i = 0; i < N / 8; i += 2) {
+        if constexpr (b_stands) load_matrices_transposed(y, b.p + step * b.stride + (i + row) * 128 + line);
+        else load_matrices(y, b.p + (i + row) * b.stride + step * 128 + line);
+        T::mma(d[i], a[0], a[1], a[2], a[3], y[0], y[1]);
+        T::mma(d[i + 1], a[0], a[1], a[2], a[3], y[2], y[3]);
     }
 }
 DEVICE void product_begin() {}

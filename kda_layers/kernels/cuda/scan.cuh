@@ -35,20 +35,23 @@ DEVICE void multiply_tokens(Columns& d, Operand a, Operand b) {
 struct State {
     Columns S[K / 64];
 
-    DEVICE void load(const float* from, int w, int lane) {
-        each(w, lane, [&](float& x, int at) { x = from ? from[at] : 0.f; });
+    // A lane's first number in [BV, K], from which it loads and stores.
+    static DEVICE int place(int w, int lane) { return BV / 4 * (lane % 4) * K + 16 * w + lane / 4; }
+
+    DEVICE void load(const float* from) {
+        each([&](float& x, int at) { x = from ? from[at] : 0.f; });
     }
-    DEVICE void store(float* to, int w, int lane) {
-        each(w, lane, [&](float& x, int at) { to[at] = x; });
+    DEVICE void store(float* to) {
+        each([&](float& x, int at) { to[at] = x; });
     }
-    template <class F> DEVICE void each(int w, int lane, F f) {  // with its place in [BV, K]
+    template <class F> DEVICE void each(F f) {
         #pragma unroll
         for (int m = 0; m < K / 64; m++) {
             #pragma unroll
             for (int i = 0; i < TILES; i++) {
                 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    f(S[m][i][j], (BV / 4 * (lane % 4) + 2 * i + j % 2) * K + 64 * m + 16 * w + lane / 4 + 8 * (j / 2));
+                    f(S[m][i][j], (2 * i + j % 2) * K + 64 * m + 8 * (j / 2));
                 }
             }
         }
@@ -82,7 +85,7 @@ struct State {
 struct Values {
     u32 x[2][TILES];
 
-    DEVICE void load(const u16* from, i64 stride, int tokens, int w, int lane) {
+    DEVICE void load(const u16* from, int stride, int tokens, int w, int lane) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {  // rows behind the end multiply zeros: any finite value will do
             const u16* at = from + min(16 * w + lane / 4 + 8 * r, tokens - 1) * stride + BV / 4 * (lane % 4);
@@ -95,7 +98,7 @@ struct Values {
             }
         }
     }
-    DEVICE void store(u16* to, i64 stride, int tokens, int w, int lane) const {
+    DEVICE void store(u16* to, int stride, int tokens, int w, int lane) const {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             int token = 16 * w + lane / 4 + 8 * r;
@@ -107,6 +110,22 @@ struct Values {
     }
 };
 
+// A state as the operand that it is, to memory in its rows' order; by 128 threads.
+DEVICE void save_state(u16* to, const unsigned char* from, int thread) {
+    int row = thread % 8, column = BV / 4 * (row / 2) + row % 2 + thread / K * 2, channel = thread / 8 % (K / 8) * 8;
+    #pragma unroll 2
+    for (int i = 0; i < BV * K / 1024; i++) {  // 128 pieces are 128 / K blocks of 8 rows
+        *reinterpret_cast<uint4*>(to + column * K + channel + 256 * i) = reinterpret_cast<const uint4*>(from)[thread + 128 * i];
+    }
+}
+
+// This block's share of a chunk that each block has prepared for itself; by 128 threads.
+DEVICE void save_slice(unsigned char* to, const Stage& stage, int thread) {
+    for (int piece = slice() * 128 + thread; piece < STAGE_BYTES / 16; piece += SLICES * 128) {
+        reinterpret_cast<uint4*>(to)[piece] = reinterpret_cast<const uint4*>(stage.base)[piece];
+    }
+}
+
 // What four warps have written becomes an operand.
 DEVICE void operand_sync() {
     fence_shared();
@@ -114,8 +133,8 @@ DEVICE void operand_sync() {
 }
 
 DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
-    const i64 stride = i64(p.HV) * V;
-    const int column = slice() * BV;
+    const int stride = p.HV * V;
+    const int column = slice() * BV, place = column * K + State::place(w, lane);
     const Operand state_operand = operand(shared.state(), K * 16), residuals = operand(shared.residuals(), CHUNK * 16);
     const Operand errors = operand(shared.errors(), CHUNK * 16);
     const Operand first_keys = operand(shared.stage(0).base, K * 16), first_tokens = operand(shared.stage(0).base, CHUNK * 16);
@@ -123,19 +142,20 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
     u32 count = 0;
     for (int index = unit(); index < p.items; index += units()) {
         const Item item = item_of(p, index);
-        const u16* v = p.v + item.row(p, 0) * V + column;
-        u16* o = p.o + item.row(p, 0) * V + column;
-        float* checkpoint = checkpoints_of(p, item, column);
+        i64 tokens_at = item.row(p, 0) * V + column;  // of the chunk, in v and o
+        // The chunk's rows among checkpoints and in what is kept.
+        int whole_row = p.checkpoints ? chunks_before(p, item.sequence, WHOLE, lane) : 0;
+        int row = SAVES ? chunks_before(p, item.sequence, ALL, lane) : 0;
         State state;
-        state.load(item.initial_state(p, column), w, lane);
+        state.load(p.initial_state ? p.initial_state + state_at(index, 0) + place : nullptr);
         state.publish(shared.state(), w, lane);
         operand_sync();
         Values next;
-        if (item.length > 0) next.load(v, stride, item.length, w, lane);
+        if (item.length > 0) next.load(p.v + tokens_at, stride, item.length, w, lane);
         for (int left = item.length; left > 0; left -= CHUNK, count++) {
             const Stage stage = shared.stage(count);
             Values values = next;
-            if (left > CHUNK) v += CHUNK * stride, next.load(v, stride, left - CHUNK, w, lane);
+            if (left > CHUNK) next.load(p.v + tokens_at + CHUNK * stride, stride, left - CHUNK, w, lane);
 
             // Operands with K and with 64 numbers in a row; and one whose columns are multiplied.
             const int at = count % STAGES * STAGE_BYTES;
@@ -150,6 +170,14 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             wait_for(shared, OUTPUT, count);
             product_begin();
             multiply_rows<K / 16, true>(O, operand_at(keys, AT_QG), state_operand);  // meanwhile, until V' is there
+            if constexpr (SAVES) {
+                const i64 kept = i64(row++) * p.HV + item.head;
+                save_state(p.states + state_at(kept, column), shared.state(), 32 * w + lane);
+                if (!SHARED_CHUNKS) {
+                    wait_for(shared, UPDATE, count);
+                    save_slice(p.prepared + kept * STAGE_BYTES, stage, 32 * w + lane);
+                }
+            }
             u32 x[TILES][2];
             #pragma unroll
             for (int i = 0; i < TILES; i++) {
@@ -164,9 +192,8 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
 
             product_begin();
             multiply_rows<4, true>(E, operand_at(tokens, AT_T), residuals);
-            if (checkpoint && left < item.length) {  // the state after the chunk before
-                state.store(checkpoint, w, lane);
-                checkpoint += i64(p.HV) * V * K;
+            if (p.checkpoints && left < item.length) {  // the state after the chunk before
+                state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + item.head, 0) + place);
             }
             wait_for(shared, UPDATE, count);
             state.decay(stage.gamma(), w, lane);
@@ -184,6 +211,11 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             #pragma unroll
             for (int m = 0; m < K / 64; m++) multiply_tokens(state.S[m], operand_at(channels, m * 8 * 128), errors);
             multiply_rows<4, false>(O, operand_at(tokens, AT_AQK), errors);
+            if constexpr (SAVES) {
+                #pragma unroll
+                for (int i = 0; i < 2 * TILES; i++) values.x[i % 2][i / 2] = x[i / 2][i % 2];
+                values.store(p.errors + tokens_at, stride, left, w, lane);
+            }
             product_wait<1>();
             #pragma unroll
             for (int m = 0; m < K / 64; m++) product_use(state.S[m]);
@@ -199,27 +231,35 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
                 for (int i = 0; i < TILES; i++) values.x[r][i] = Io::pack(O[i][2 * r] * scale, O[i][2 * r + 1] * scale);
             }
             release(shared, OUTPUT, count, lane);
-            values.store(o, stride, left, w, lane);
-            o += CHUNK * stride;
+            values.store(p.o + tokens_at, stride, left, w, lane);
+            tokens_at += CHUNK * stride;
         }
-        if (checkpoint && item.length >= CHUNK && item.length % CHUNK == 0) state.store(checkpoint, w, lane);
-        if (p.final_state) state.store(item.final_state(p, column), w, lane);
+        if (p.checkpoints && item.length >= CHUNK && item.length % CHUNK == 0) {
+            state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + item.head, 0) + place);
+        }
+        if (p.final_state) state.store(p.final_state + state_at(index, 0) + place);
     }
 }
 
 // One warp brings every part of every chunk as its stage becomes free.
 DEVICE void fetch_chunks(const ChunkParams& p, const Shared& shared, int lane) {
     u32 all = SHARED_CHUNKS ? chunks_of_unit(p) : 0, ready = 0;
+    Cursor at;
+    if constexpr (SAVES) at.start(p, 0, lane);
     for (u32 count = 0; count < all; count++) {
         if (ready <= count) ready = wait_for_chunks(p, ready, lane);
         if (lane == 0) {
+#if __CUDA_ARCH__ >= 900
+            fence_bulk_copies();
+#endif
             for (int part = 0; part < PARTS; part++) {
                 if (count >= STAGES) wait_for(shared, part, count - STAGES);
                 expect(shared, part, count);
-                fetch(p, shared, part, count, all);
+                fetch(ring_at(p, at, count), shared, part, count);
             }
-            if (count >= STAGES) write_counter(landed(p, slice()), count - STAGES + 1);
+            if (RECYCLES && count >= STAGES) write_counter(landed(p, slice()), count - STAGES + 1);
         }
         warp_sync();
+        if constexpr (SAVES) at.skip(p, 1, lane);
     }
 }

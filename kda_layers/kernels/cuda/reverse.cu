@@ -1,0 +1,302 @@
+// The reverse scan of the backward, from a sequence's last chunk to its first. With dS the gradient of the state at a
+// chunk's end, and dO' that of the output before it is scaled:
+//     dV' = Aqk^T dO' + Kr dS     bX = T'^T dV'     dS <- gamma dS + Qg^T dO' - Kg^T bX
+// bX is the gradient of v; with it and dS all other gradients are parallel over chunks. Formulas and names:
+// docs/kernels/forward.md, whose prepared chunks this reads.
+//
+// A block has 64 columns of V, which evolve independently, and a warp 16 of them, as rows of every product: what one
+// product gives is, rounded, the first operand of the next, number for number in the same lane. So nothing of the chain
+// from chunk to chunk goes through shared memory, and no warp waits for another. One more warp brings the chunks.
+//
+// Row 8 r + c of a warp's 16 is its column 4 (c / 2) + 2 r + c % 2: then those of a lane with one token are neighbours
+// in memory.
+#include "stage.cuh"
+
+constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // what fits into shared memory
+constexpr int SCAN_WARPS = 4, THREADS = 32 * (SCAN_WARPS + 1);
+static_assert(BV == 16 * SCAN_WARPS, "a warp has 16 columns");
+
+struct ReverseParams {
+    unsigned char* prepared;     // [NC, HV, STAGE_BYTES], NC chunks of all sequences
+    const u16* d_o;              // [B, T, HV, V]
+    const float* d_checkpoints;  // [B, T / 64, HV, V, K], or null
+    const float* d_final;        // [N, HV, V, K], or null
+    const void* cu_seqlens;      // [N + 1], or null
+    u16* d_v;                    // [B, T, HV, V]
+    u16* d_states;               // [NC, HV, V, K], at each chunk's end
+    float* d_initial;            // [N, HV, V, K], or null
+    int T, HV, items;            // items = N * HV; B * T < 2^31
+    int wide_offsets;            // cu_seqlens is int64
+};
+
+struct Shared {
+    static constexpr int STAGES = ::STAGES;
+    unsigned char* base;
+    static constexpr int AT_ROWS = STAGES * STAGE_BYTES;
+    static constexpr int AT_BARRIERS = AT_ROWS + BV * K * 2;
+    static constexpr int BYTES = AT_BARRIERS + 2 * PARTS * STAGES * 8;
+
+    DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
+    DEVICE unsigned char* rows(int w) const { return base + AT_ROWS + w * 16 * K * 2; }  // of dS: [16, K], each warp's own
+    DEVICE u64* full(int part, u32 count) const {
+        return reinterpret_cast<u64*>(base + AT_BARRIERS) + part * STAGES + count % STAGES;
+    }
+    DEVICE u64* empty(int part, u32 count) const { return full(part, count) + PARTS * STAGES; }
+
+    DEVICE void init_barriers() const {
+        for (int part = 0; part < PARTS; part++) {
+            for (u32 i = 0; i < STAGES; i++) {
+                mbarrier_init(full(part, i), 1);
+                mbarrier_init(empty(part, i), RANKS * SCAN_WARPS);
+            }
+        }
+#if __CUDA_ARCH__ >= 900
+        mbarrier_init_fence();
+#endif
+    }
+};
+
+// ---------------------------------------------------------------- operands
+
+using Tokens = u32[CHUNK / 16][4];  // 16 columns by the chunk's tokens, rounded, as first operands
+template <int N> using Sums = float[N / 8][4];  // 16 columns by N, in mma's accumulator order
+
+template <int N> DEVICE void clear(Sums<N>& x) {
+    #pragma unroll
+    for (int i = 0; i < N / 2; i++) x[i / 4][i % 4] = 0.f;
+}
+
+template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, float sign) {
+    #pragma unroll
+    for (int i = 0; i < N / 4; i++) to[i / 4][i % 4] = Io::pack(sign * x[i / 2][i % 2 * 2], sign * x[i / 2][i % 2 * 2 + 1]);
+}
+
+// d += a b over the tokens 16 first to 16 last, b [64, N].
+template <int N, int first = 0, int last = CHUNK / 16> DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
+    #pragma unroll
+    for (int s = first; s < last; s++) multiply_held<Io, N, true>(d, a[s], operand_at(b, s * N * 32));
+    product_commit();
+}
+
+// d += a b^T over the channels, b [64, K].
+DEVICE void multiply_channels(Sums<CHUNK>& d, const u32 (&a)[K / 16][4], Operand b) {
+    #pragma unroll
+    for (int s = 0; s < K / 16; s++) multiply_held<Io, CHUNK>(d, a[s], operand_at(b, s * 256));
+    product_commit();
+}
+
+// A lane's four columns of tokens lane / 4 + 8 i of dO or of the gradient of v: neighbours in memory.
+struct Values {
+    uint2 x[CHUNK / 8];
+
+    DEVICE void load(const u16* from, i64 stride, int tokens, int lane) {
+        #pragma unroll
+        for (int i = 0; i < CHUNK / 8; i++) {
+            int token = lane / 4 + 8 * i;
+            x[i] = token < tokens ? *reinterpret_cast<const uint2*>(from + token * stride) : make_uint2(0, 0);
+        }
+    }
+    DEVICE void scaled(Tokens& to, const float* scale, int lane) const {
+        #pragma unroll
+        for (int i = 0; i < CHUNK / 8; i++) {
+            float by = scale[lane / 4 + 8 * i];
+            float2 a = Io::unpack(x[i].x), b = Io::unpack(x[i].y);
+            to[i / 2][i % 2 * 2] = transpose_8x8(Io::pack(a.x * by, a.y * by));
+            to[i / 2][i % 2 * 2 + 1] = transpose_8x8(Io::pack(b.x * by, b.y * by));
+        }
+    }
+};
+
+DEVICE void store_negated(u16* to, const Tokens& x, i64 stride, int tokens, int lane) {
+    constexpr u32 SIGNS = 0x80008000u;
+    #pragma unroll
+    for (int i = 0; i < CHUNK / 8; i++) {
+        u32 a = transpose_8x8(x[i / 2][i % 2 * 2] ^ SIGNS), b = transpose_8x8(x[i / 2][i % 2 * 2 + 1] ^ SIGNS);
+        int token = lane / 4 + 8 * i;
+        if (token < tokens) *reinterpret_cast<u64*>(to + token * stride) = a | u64(b) << 32;  // a uint2 goes in halves
+    }
+}
+
+// ---------------------------------------------------------------- the state's gradient
+
+struct Gradient {
+    Sums<K> S;  // its transpose: columns of V by K
+
+    // Pairs of neighbours, with their places in the warp's [16, K].
+    template <class F> DEVICE void each(int lane, F f) {
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int column = lane / 8 * 4 + 2 * r + lane / 4 % 2;
+            #pragma unroll
+            for (int i = 0; i < K / 8; i++) f(S[i][2 * r], S[i][2 * r + 1], column * K + 8 * i + lane % 4 * 2);
+        }
+    }
+    DEVICE void load(const float* from, int lane) {
+        each(lane, [&](float& a, float& b, int at) {
+            float2 x = from ? *reinterpret_cast<const float2*>(from + at) : make_float2(0.f, 0.f);
+            a = x.x, b = x.y;
+        });
+    }
+    DEVICE void add(const float* from, int lane) {
+        each(lane, [&](float& a, float& b, int at) {
+            float2 x = *reinterpret_cast<const float2*>(from + at);
+            a += x.x, b += x.y;
+        });
+    }
+    DEVICE void store(float* to, int lane) {
+        each(lane, [&](float& a, float& b, int at) { *reinterpret_cast<float2*>(to + at) = make_float2(a, b); });
+    }
+    DEVICE void decay(const float* gamma, int lane) {
+        #pragma unroll
+        for (int i = 0; i < K / 8; i++) {
+            float2 x = *reinterpret_cast<const float2*>(gamma + 8 * i + lane % 4 * 2);
+            S[i][0] *= x.x, S[i][1] *= x.y, S[i][2] *= x.x, S[i][3] *= x.y;
+        }
+    }
+};
+
+// A warp's 16 columns of dS as an operand, to memory in 16 bytes at a time. In shared memory the pieces of row m are
+// permuted by m % 8, so that eight of one row and eight of one place both lie in different banks.
+DEVICE void store_rows(u16* to, unsigned char* rows, const u32 (&x)[K / 16][4], int lane) {
+    constexpr int PIECES = K / 8;  // of a row
+    warp_sync();  // the last chunk's have been read
+    #pragma unroll
+    for (int s = 0; s < K / 16; s++) {
+        int m = lane % 16, piece = 2 * s + lane / 16;
+        store_matrices(rows + (m * PIECES + (piece ^ m % 8)) * 16, x[s]);
+    }
+    warp_sync();
+    #pragma unroll
+    for (int i = 0; i < PIECES / 2; i++) {
+        int m = (32 * i + lane) / PIECES, piece = lane % PIECES, column = m % 8 / 2 * 4 + m / 8 * 2 + m % 2;
+        *reinterpret_cast<uint4*>(to + column * K + 8 * piece) = *reinterpret_cast<const uint4*>(rows + (m * PIECES + (piece ^ m % 8)) * 16);
+    }
+}
+
+// ---------------------------------------------------------------- the walk
+
+DEVICE void scan(const ReverseParams& p, const Shared& shared, int w, int lane) {
+    const i64 stride = i64(p.HV) * V;
+    const int column = slice() * BV + 16 * w;
+    const Stage first = shared.stage(0);
+    const Operand first_Kr = operand(first.Kr(), K * 16);
+    const Operand first_Kg = standing_operand(first.Kg(), K * 16), first_T = standing_operand(first.T(), CHUNK * 16);
+    u32 count = 0;
+    for (int index = unit(); index < p.items; index += units()) {
+        const Item item = item_of(p, index);
+        int chunk = item.chunks() - 1;
+        i64 row = i64(chunks_before(p, item.sequence, ALL, lane) + chunk) * p.HV + item.head;  // of what is kept
+        const i64 first_checkpoint = i64(chunks_before(p, item.sequence, WHOLE, lane)) * p.HV + item.head;
+        i64 at = item.row(p, chunk * CHUNK) * V + column + lane % 4 * 4;  // in dO and the gradient of v
+        Gradient d;
+        d.load(p.d_final ? p.d_final + state_at(index, column) : nullptr, lane);
+        Values next;
+        Tokens O, V0, X;  // operands: dO', dV', -bX
+        if (chunk >= 0) {
+            next.load(p.d_o + at, stride, item.length - chunk * CHUNK, lane);
+            wait_for(shared, OUTPUT, count);
+            next.scaled(O, shared.stage(count).scale(), lane);
+            if (chunk > 0) next.load(p.d_o + at - CHUNK * stride, stride, CHUNK, lane);
+        }
+        for (; chunk >= 0; chunk--, count++, row -= p.HV, at -= CHUNK * stride) {
+            const Stage stage = shared.stage(count);
+            const int stage_at = count % STAGES * STAGE_BYTES;
+            const Operand Kg = operand_at(first_Kg, stage_at), T = operand_at(first_T, stage_at);
+
+            Sums<CHUNK> V1, X1;
+            u32 S[K / 16][4];
+            clear<CHUNK>(V1), clear<CHUNK>(X1);
+            if (p.d_checkpoints && (chunk + 1) * CHUNK <= item.length) {
+                d.add(p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column), lane);
+            }
+            product_begin();
+            multiply_tokens<CHUNK>(V1, O, operand_at(T, AT_AQK - AT_T));
+            product_wait<1>();  // waits for nothing, but without it the compiler serializes all products
+            product_use(d.S);
+            as_operand<K>(S, d.S, 1.f);
+            wait_for(shared, UPDATE, count);
+            product_begin();
+            multiply_channels(V1, S, operand_at(first_Kr, stage_at));
+
+            // Products that no other waits for fill the gaps between those of the chain.
+            d.decay(stage.gamma(), lane);
+            product_begin();
+            multiply_tokens<K, 0, 2>(d.S, O, operand_at(Kg, AT_QG));
+            store_rows(p.d_states + state_at(row, column), shared.rows(w), S, lane);
+            product_wait<1>();
+            product_use(V1);
+            release(shared, UPDATE, count, lane);
+            as_operand<CHUNK>(V0, V1, 1.f);
+            wait_for(shared, ERRORS, count);
+            product_begin();
+            multiply_tokens<CHUNK>(X1, V0, T);
+            multiply_tokens<K, 2, 4>(d.S, O, operand_at(Kg, AT_QG));
+            product_wait<1>();
+            product_use(X1);
+            as_operand<CHUNK>(X, X1, -1.f);
+            product_begin();
+            multiply_tokens<K>(d.S, X, Kg);
+            store_negated(p.d_v + at, X, stride, item.length - chunk * CHUNK, lane);
+            product_wait<1>();
+            release(shared, OUTPUT, count, lane);
+            if (chunk > 0) {
+                wait_for(shared, OUTPUT, count + 1);
+                next.scaled(O, shared.stage(count + 1).scale(), lane);
+            }
+            if (chunk > 1) next.load(p.d_o + at - 2 * CHUNK * stride, stride, CHUNK, lane);
+            product_wait<0>();
+            product_use(d.S);
+            release(shared, ERRORS, count, lane);
+        }
+        if (p.d_initial) d.store(p.d_initial + state_at(index, column), lane);
+    }
+}
+
+// ---------------------------------------------------------------- the warp that brings chunks
+
+// Where there are no bulk copies.
+DEVICE void copy_parts(const Stage& from, const Shared& shared, u32 count, int lane) {
+    for (int part : {UPDATE, OUTPUT, ERRORS}) {
+        wait_for_release(shared, part, count);
+        for (int i = part_at(part) + 16 * lane; i < part_at(part + 1); i += 512) copy_16(shared.stage(count).base + i, from.base + i, true);
+    }
+    copy_commit();
+    copy_wait<0>();
+    warp_sync();
+    if (lane != 0) return;
+    for (int part = 0; part < PARTS; part++) mbarrier_arrive(shared.full(part, count));
+}
+
+DEVICE void fetch_chunks(const ReverseParams& p, const Shared& shared, int lane) {
+    u32 count = 0;
+    for (int index = unit(); index < p.items; index += units()) {
+        const Item item = item_of(p, index);
+        const int row = chunks_before(p, item.sequence, ALL, lane);
+        for (int chunk = item.chunks() - 1; chunk >= 0; chunk--, count++) {
+            for (int token = chunk * CHUNK + lane; token < min((chunk + 1) * CHUNK, item.length); token += 32) {
+                prefetch(p.d_o + item.row(p, token) * V + slice() * BV);
+            }
+            const Stage from{p.prepared + (i64(row + chunk) * p.HV + item.head) * STAGE_BYTES};
+            if constexpr (CLUSTER == 0) {
+                copy_parts(from, shared, count, lane);
+            } else if (lane == 0) {
+                for (int part : {UPDATE, OUTPUT, ERRORS}) {  // in the order of their release
+                    if (count >= STAGES) wait_for(shared, part, count - STAGES);
+                    expect(shared, part, count);
+                    fetch(from, shared, part, count);
+                }
+            }
+            warp_sync();
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse(const __grid_constant__ ReverseParams p) {
+    const Shared shared{shared_memory()};
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) shared.init_barriers();
+    block_or_cluster_sync(THREADS);
+    if (warp < SCAN_WARPS) scan(p, shared, warp, lane);
+    else fetch_chunks(p, shared, lane);
+    block_or_cluster_sync(THREADS);
+}

@@ -1,0 +1,201 @@
+"""On the CPU against the recurrence in fp64: what chunk.cu keeps for the backward, and what reverse.cu makes of it.
+
+Forms and cases are those of test_cuda_chunk.py, few of them: what the kernels share is tried there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kda_layers.kernels.contract import CHUNK, Inputs
+from kda_layers.kernels.cuda.chunk import Saved
+from kda_layers.kernels.cuda.reverse import Reversed
+from kda_layers.kernels.reference import activate
+from tests.kernels import emulated
+from tests.kernels.cases import Case, check, ids, limits_of, make_inputs, output_gradients, sequences, to_fp64
+from tests.kernels.test_cuda_chunk import FORMS, PACKED, SOFTPLUS, WIDE, in_every_form, pytestmark, softplus_resets
+from tests.kernels.test_hard_inputs import hard_inputs
+
+__all__ = ["pytestmark"]
+
+CASES = [
+    *(replace(WIDE, T=T) for T in (1, 63, 64, 65, 130)),
+    replace(SOFTPLUS, T=130, slow=True),
+    replace(WIDE, B=2, T=65, state=False, final=False),
+    replace(WIDE, lengths=PACKED, slow=True),
+    replace(SOFTPLUS, group=2, lengths=PACKED, offsets_dtype=torch.int64),
+    replace(SOFTPLUS, group=2, H=2, T=70, checkpoints=False, scale=-0.3, l2norm=False),
+    replace(WIDE, lengths=(0, 0, 5), final=False, beta="given", beta_wide=True),
+]
+
+
+class Gradients(NamedTuple):
+    """Of what the forward returns, where it was asked for."""
+
+    o: Tensor
+    final: Tensor | None
+    checkpoints: Tensor | None
+
+
+def gradients_of(x: Inputs) -> Gradients:
+    d, none = output_gradients(x), dict[str, Tensor]()
+    final, checkpoints = (d if wanted else none for wanted in (x.final_state, x.checkpoint_every))
+    return Gradients(d["o"], final.get("final_state"), checkpoints.get("checkpoints"))
+
+
+def forward(x: Inputs, form: str, **launch: Any) -> Saved:
+    return emulated.chunk_saving(x, **FORMS[form][x.gate_activation] | launch)[1]
+
+
+def reverse(x: Inputs, saved: Saved, d: Gradients, form: str, **launch: Any) -> Reversed:
+    return emulated.reverse(x, saved, d, **{"arch": FORMS[form][x.gate_activation]["arch"]} | launch)
+
+
+def by_name(x: Inputs, saved: Saved, got: Reversed) -> dict[str, Tensor]:
+    """What is there, of all chunks that there are."""
+    lengths = [x.q.shape[1]] * x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.diff().tolist()
+    rows = sum(-(-n // CHUNK) for n in lengths)
+    kept = {"states": saved.states[:rows], "errors": saved.errors, "d_v": got.d_v, "d_states": got.d_states[:rows]}
+    return kept if got.d_initial is None else kept | {"d_initial": got.d_initial}
+
+
+def recurrence(x: Inputs, d: Gradients) -> dict[str, Tensor]:
+    """The same by the definition, token by token, and autograd."""
+    wide = x.q.dtype if x.q.dtype == torch.float64 else torch.float32
+    x = activate(x)
+    x = x._replace(v=x.v.to(wide).requires_grad_())
+    heads = torch.arange(x.v.shape[2]) // (x.v.shape[2] // x.q.shape[2])
+    q, k = (t.to(wide)[:, :, heads] for t in (x.q, x.k))
+    decay, beta = x.g.to(wide).exp(), x.beta.to(wide)
+    if x.cu_seqlens is None:
+        spans = [(b, 0, x.q.shape[1]) for b in range(x.q.shape[0])]
+    else:
+        offsets = x.cu_seqlens.tolist()
+        spans = [(0, *ends) for ends in itertools.pairwise(offsets)]
+    initial = x.initial_state if x.initial_state is not None else q.new_zeros(len(spans), *x.v.shape[2:], q.shape[3])
+    initial = initial.to(wide).requires_grad_()
+    starts, ends, errors, o, outputs = [], [], [], [], []
+    for n, (b, first, last) in enumerate(spans):
+        S, whole = initial[n], 0
+        for t in range(first, last):
+            if (t - first) % CHUNK == 0:
+                starts.append(S)
+            S = S * decay[b, t, :, None]
+            error = beta[b, t, :, None] * (x.v[b, t] - (S * k[b, t, :, None]).sum(-1))
+            S = S + error[..., None] * k[b, t, :, None]
+            errors.append(error)
+            o.append(x.scale * (S * q[b, t, :, None]).sum(-1))
+            if (t - first + 1) % CHUNK == 0 or t == last - 1:
+                S = S.clone()  # as later chunks see it, not this token's output
+                ends.append(S)
+            if (t - first + 1) % CHUNK == 0 and d.checkpoints is not None:
+                row = whole if x.cu_seqlens is None else sum((z - a) // CHUNK for _, a, z in spans[:n]) + whole
+                outputs.append((S, d.checkpoints[b, row]))
+                whole += 1
+        if d.final is not None:
+            outputs.append((S, d.final[n]))
+    outputs.append((torch.stack(o), d.o.flatten(0, 1)))
+    got = torch.autograd.grad(
+        [y for y, _ in outputs], [x.v, initial, *ends], [g.to(wide) for _, g in outputs], materialize_grads=True
+    )
+    result = {"states": torch.stack(starts), "errors": torch.stack(errors).view_as(x.v), "d_v": got[0]}
+    result["d_states"] = torch.stack(got[2:])
+    if x.initial_state is not None:
+        result["d_initial"] = got[1]
+    return {n: t.detach() for n, t in result.items()}
+
+
+def check_in_budget(x: Inputs, form: str) -> None:
+    d = gradients_of(x)
+    saved = forward(x, form)
+    got = by_name(x, saved, reverse(x, saved, d, form))
+    truth, yardstick = recurrence(to_fp64(x), d), recurrence(x, d)
+    check(got, truth, limits_of(yardstick, truth, x.q.dtype))
+
+
+def assert_same(got: Any, want: Any) -> None:
+    bits = [None if t is None else t.view(torch.uint8) for t in want]
+    same = [a is b is None or torch.equal(a.view(torch.uint8), b) for a, b in zip(got, bits, strict=True)]
+    assert all(same), [n for n, s in zip(want._fields, same, strict=True) if not s]
+
+
+@in_every_form
+@pytest.mark.parametrize("case", **ids(CASES))
+def test_against_fp64(case: Case, form: str) -> None:
+    check_in_budget(make_inputs(case), form)
+
+
+@in_every_form
+def test_resets(form: str) -> None:
+    """Softplus gates that erase channels, or all of a state, between ordinary ones."""
+    check_in_budget(hard_inputs(softplus_resets, 200, 64, 2, torch.float16)._replace(checkpoint_every=64), form)
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@in_every_form
+def test_what_is_kept_is_the_same(form: str) -> None:
+    """Whatever the order of what is concurrent, the number of blocks and the slices; and the outputs are, too."""
+    x = make_inputs(replace(WIDE, lengths=(65, 0, 1, 200)))
+    plain = emulated.chunk(x, **FORMS[form]["lower_bound"])
+    out, want = emulated.chunk_saving(x, **FORMS[form]["lower_bound"])
+    assert_same(out, plain)
+    plans: list[dict[str, int]] = [{"seed": 1}, {"seed": 2, "processors": 40}]
+    if form == "warpgroups":
+        plans.append({"BV": 32, "cluster": 2})
+    for plan in plans:
+        assert_same(forward(x, form, **plan), want)
+
+
+@in_every_form
+def test_the_scan_is_the_same(form: str) -> None:
+    """Whatever the order of what is concurrent, and the number of blocks."""
+    x = make_inputs(replace(WIDE, H=2, lengths=(65, 0, 1, 200)))
+    d, saved = gradients_of(x), forward(x, form)
+    want = reverse(x, saved, d, form)
+    for launch in ({"seed": 1}, {"seed": 2, "processors": 2}, {"seed": 3, "processors": 6}, {"processors": 1}):
+        assert_same(reverse(x, saved, d, form, **launch), want)
+
+
+@in_every_form
+def test_company(form: str) -> None:
+    """A sequence gives the same alone and packed."""
+    x = make_inputs(replace(SOFTPLUS, lengths=(3, 130, 0, 64, 1)))
+    d = gradients_of(x)
+    saved = forward(x, form)
+    got = by_name(x, saved, reverse(x, saved, d, form))
+    first, row = 0, 0
+    alone: list[dict[str, Tensor]] = []
+    for n, s in enumerate(sequences(x)):
+        T = s.q.shape[1]
+        if not T:
+            assert torch.equal(got["d_initial"][n], d.final[n])
+            continue
+        mine = Gradients(d.o[:, first : first + T], d.final[n : n + 1], d.checkpoints[:, row : row + T // CHUNK])
+        kept = forward(s, form)
+        alone.append(by_name(s, kept, reverse(s, kept, mine, form)))
+        first, row = first + T, row + T // CHUNK
+    for name, dim in {"states": 0, "errors": 1, "d_v": 1, "d_states": 0}.items():
+        assert torch.equal(got[name], torch.cat([a[name] for a in alone], dim))
+    assert torch.equal(got["d_initial"][[0, 1, 3, 4]], torch.cat([a["d_initial"] for a in alone]))
+
+
+@in_every_form
+def test_nan_stays_in_its_sequence(form: str) -> None:
+    x = make_inputs(replace(SOFTPLUS, lengths=(70, 3, 65)))
+    d, saved = gradients_of(x), forward(x, form)
+    sick = d._replace(o=d.o.clone())
+    sick.o[:, 70:73] = torch.nan
+    want, got = reverse(x, saved, d, form), reverse(x, saved, sick, form)
+    assert got.d_v[:, 70:73].isnan().all()
+    others = [*range(70), *range(73, 138)]
+    assert torch.equal(got.d_v[:, others], want.d_v[:, others])
+    assert torch.equal(got.d_initial[[0, 2]], want.d_initial[[0, 2]])
+    assert torch.equal(got.d_states[[0, 1, 3, 4]], want.d_states[[0, 1, 3, 4]])
