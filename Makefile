@@ -6,7 +6,7 @@ MEMCHECKED_STEPS = test_more_slots or test_drafted_tokens_of or (int32 and (test
 MEMCHECKED = (cuda-fla and (test_ragged or $(MEMCHECKED_STEPS))) or (test_layer_kernels and bfloat16)
 
 # Asking the driver whether it has a function is no error.
-SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 9 --tool
+SANITIZE = compute-sanitizer --report-api-errors no --kernel-regex kns=kda_ --error-exitcode 9 --tool
 
 .PHONY: demo test lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers clean
 

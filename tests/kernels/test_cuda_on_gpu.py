@@ -133,5 +133,6 @@ def test_a_bf16_state(backend: str) -> None:
         wide = state.float()
         o = kda_step(*x[:5], state, **options(x), backend=backend)
         expected = kda_step(*x[:5], wide, **options(x), backend=backend)
-    assert torch.equal(o, expected)
-    assert torch.equal(state, wide.bfloat16())
+    # The same fp32 sums in another order, rounded: a unit in bf16's last place at most.
+    torch.testing.assert_close(o, expected, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(state, wide.bfloat16(), rtol=2**-7, atol=1e-6)
