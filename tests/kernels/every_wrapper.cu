@@ -33,9 +33,13 @@ DEVICE float products(const Params& p) {
     product_begin();
     multiply_group<Bf16, 16>(d, a, b);
     multiply_group<Bf16, 16, true>(d, standing_operand(shared_memory() + 1024, 256), b);
+    float wide[8][4] = {};
+    multiply_group<Fp16, 64, true>(wide, standing_operand(shared_memory() + 1024, 256), b);
     product_commit();
     product_wait<0>();
     product_use(d);
+    product_use(wide);
+    Tf32::mma(d[0], wide[0][0], wide[1][0], wide[2][0], wide[3][3], Tf32::round(wide[7][3]), 1.f);
     return d[0][0] + d[1][3];
 }
 

@@ -1,0 +1,148 @@
+// A warp's 16 channels of a block of 16 tokens, and their decays.
+//
+// Lane (g, t) = (lane / 4, lane % 4) has channels g and g + 8 of tokens 2 t and 2 t + 1 of each 8 tokens: the order of
+// mma's accumulators, with channels as rows, and of its A operand. A product of channels and tokens by tokens and tokens
+// takes and gives this order: nothing is ever transposed.
+#pragma once
+#include "gradients.cuh"
+
+using Octet = float[4];  // 16 channels x 8 tokens: [2 * (channel g, g + 8) + (token 2 t, 2 t + 1)]
+
+DEVICE int channel_of(int c, int warp, int lane) { return 16 * warp + lane / 4 + 8 * c; }
+
+// Where the rows of a warp's part of block b lie, for the loads and stores of matrices.
+DEVICE int rows_at(int b, int warp, int lane) { return block_at(2 * b + lane / 16, 2 * warp + lane / 8 % 2, K / 8) + 16 * (lane % 8); }
+
+DEVICE void load_block(Octet (&x)[2], const unsigned char* matrix, int b, int warp, int lane) {
+    u32 r[4];
+    load_matrices_transposed(r, matrix + rows_at(b, warp, lane));
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float2 pair = Io::unpack(r[i]);
+        x[i / 2][i % 2 * 2] = pair.x, x[i / 2][i % 2 * 2 + 1] = pair.y;
+    }
+}
+
+DEVICE void store_block(unsigned char* matrix, const Octet (&x)[2], int b, int warp, int lane) {
+    store_matrices_transposed(matrix + rows_at(b, warp, lane), Io::pack(x[0][0], x[0][1]), Io::pack(x[0][2], x[0][3]),
+                              Io::pack(x[1][0], x[1][1]), Io::pack(x[1][2], x[1][3]));
+}
+
+// q or k of block b, of unit length where the operator makes them so.
+DEVICE void load_vectors(Octet (&x)[2], const unsigned char* matrix, const float* norms, int b, int warp, int lane) {
+    load_block(x, matrix, b, warp, lane);
+    #pragma unroll
+    for (int o = 0; o < 2; o++) {
+        float2 norm = *reinterpret_cast<const float2*>(norms + 16 * b + 8 * o + 2 * (lane % 4));
+        x[o][0] *= norm.x, x[o][1] *= norm.y, x[o][2] *= norm.x, x[o][3] *= norm.y;
+    }
+}
+
+// ---------------------------------------------------------------- gates
+
+// Of a lane's two channels.
+struct Gates {
+    float rate, bias[2];
+
+    DEVICE Gates(const GradientParams& p, int head, int warp, int lane) {
+        rate = exp2_fast((p.A_log ? p.A_log[head] : 0.f) * LOG2_E);
+        #pragma unroll
+        for (int c = 0; c < 2; c++) bias[c] = p.dt_bias ? p.dt_bias[head * K + channel_of(c, warp, lane)] : 0.f;
+    }
+};
+
+DEVICE int token_of(int b, int o, int i, int lane) { return 16 * b + 8 * o + 2 * (lane % 4) + i % 2; }
+
+// Gate logits of block b, biases included.
+DEVICE void load_logits(Octet (&x)[2], const Shared& shared, const Gates& gates, int b, int warp, int lane) {
+    if constexpr (!G_WIDE) load_block(x, shared.g(), b, warp, lane);
+    #pragma unroll
+    for (int o = 0; o < 2; o++) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if constexpr (G_WIDE) x[o][i] = reinterpret_cast<const float*>(shared.g())[token_of(b, o, i, lane) * WIDE_ROW + channel_of(i / 2, warp, lane)];
+            x[o][i] += gates.bias[i / 2];
+        }
+    }
+}
+
+DEVICE void decays_of(Octet (&e)[2], const Octet (&logits)[2], const GradientParams& p, const Gates& gates, int tokens, int b, int lane) {
+    #pragma unroll
+    for (int o = 0; o < 2; o++) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float x = decay<GATE>(logits[o][i], 0.f, gates.rate, p.lower_bound);
+            e[o][i] = token_of(b, o, i, lane) < tokens ? x : 1.f;  // rows behind the end
+        }
+    }
+}
+
+// A token's decays within its aligned block of 1, 2, 4, 8, 16 tokens: from the block's start, with its own, and behind it
+// to the block's end. They are products, never quotients or differences of sums: exact for any gates.
+struct Decays {
+    Octet before[2], after[2];
+    float all[2][2];  // of the whole block: [8 tokens][channel]; of 8 where the block is 16
+
+    DEVICE explicit Decays(const Octet (&e)[2]) {
+        #pragma unroll
+        for (int x = 0; x < 8; x++) before[x / 4][x % 4] = e[x / 4][x % 4], after[x / 4][x % 4] = 1.f;
+    }
+    DEVICE void to_2() {
+        #pragma unroll
+        for (int x = 0; x < 4; x++) {
+            int o = x / 2, c = x % 2;
+            float low = before[o][2 * c], high = before[o][2 * c + 1];
+            after[o][2 * c] = high;
+            before[o][2 * c + 1] = all[o][c] = low * high;
+        }
+    }
+    // From 2 to 4 tokens by mask 1, to 8 by mask 2.
+    template <int mask> DEVICE void to_twice(int lane) {
+        #pragma unroll
+        for (int x = 0; x < 4; x++) {
+            int o = x / 2, c = x % 2;
+            float other = shuffle_xor(all[o][c], mask);
+            float from_start = lane & mask ? other : 1.f, to_end = lane & mask ? 1.f : other;
+            all[o][c] *= other;
+            #pragma unroll
+            for (int i = 2 * c; i < 2 * c + 2; i++) before[o][i] *= from_start, after[o][i] *= to_end;
+        }
+    }
+    DEVICE void to_16() {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) before[1][i] *= all[0][i / 2], after[0][i] *= all[1][i / 2];
+    }
+};
+
+DEVICE uint4 as_pairs(const Octet (&x)[2]) {
+    return make_uint4(Fp16::pack(x[0][0], x[0][1]), Fp16::pack(x[0][2], x[0][3]), Fp16::pack(x[1][0], x[1][1]), Fp16::pack(x[1][2], x[1][3]));
+}
+
+// x times decays as `as_pairs` gives them.
+DEVICE void decay_by(Octet (&x)[2], uint4 pairs) {
+    u32 words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float2 pair = Fp16::unpack(words[i]);
+        x[i / 2][i % 2 * 2] *= pair.x, x[i / 2][i % 2 * 2 + 1] *= pair.y;
+    }
+}
+
+// Decays of every block to and from its ends, and over it, for the products between blocks.
+DEVICE void exchange_decays(const GradientParams& p, const Shared& shared, const Gates& gates, int tokens, int warp, int lane) {
+    #pragma unroll 1
+    for (int b = 0; b < BLOCKS; b++) {
+        Octet e[2];
+        load_logits(e, shared, gates, b, warp, lane);
+        decays_of(e, e, p, gates, tokens, b, lane);
+        Decays d(e);
+        d.to_2(), d.to_twice<1>(lane), d.to_twice<2>(lane), d.to_16();
+        if (b > 0) shared.rise(b, warp)[lane] = as_pairs(d.before);
+        if (b < BLOCKS - 1) shared.fall(b, warp)[lane] = as_pairs(d.after);
+        #pragma unroll
+        for (int c = 0; c < 2; c++) {
+            if (lane % 4 == 0) shared.totals(b)[channel_of(c, warp, lane)] = d.all[0][c] * d.all[1][c];
+        }
+    }
+    warp_sync();
+}
