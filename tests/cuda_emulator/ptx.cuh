@@ -152,6 +152,8 @@ DEVICE float log2_fast(float x) { return std::log2(x); }
 DEVICE float reciprocal(float x) { return 1 / x; }
 DEVICE float rsqrt_fast(float x) { return 1 / std::sqrt(x); }
 
+DEVICE int anew(int x) { return x; }
+
 // ---------------------------------------------------------------- within a warp
 
 template <class T> DEVICE T shuffle_xor(T x, int mask, CALLED_HERE) {

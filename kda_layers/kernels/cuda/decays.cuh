@@ -80,42 +80,45 @@ DEVICE void decays_of(Octet (&e)[2], const Octet (&logits)[2], const GradientPar
 // A token's decays within its aligned block of 1, 2, 4, 8, 16 tokens: from the block's start, with its own, and behind it
 // to the block's end. They are products, never quotients or differences of sums: exact for any gates.
 struct Decays {
-    Octet before[2], after[2];
-    float all[2][2];  // of the whole block: [8 tokens][channel]; of 8 where the block is 16
+    Octet before, after;
+    float all[2];  // of the whole block, for each channel; of 8 tokens where the block is 16
 
-    DEVICE explicit Decays(const Octet (&e)[2]) {
+    DEVICE void start(const Octet& e) {
         #pragma unroll
-        for (int x = 0; x < 8; x++) before[x / 4][x % 4] = e[x / 4][x % 4], after[x / 4][x % 4] = 1.f;
+        for (int i = 0; i < 4; i++) before[i] = e[i], after[i] = 1.f;
     }
     DEVICE void to_2() {
         #pragma unroll
-        for (int x = 0; x < 4; x++) {
-            int o = x / 2, c = x % 2;
-            float low = before[o][2 * c], high = before[o][2 * c + 1];
-            after[o][2 * c] = high;
-            before[o][2 * c + 1] = all[o][c] = low * high;
+        for (int c = 0; c < 2; c++) {
+            after[2 * c] = before[2 * c + 1];
+            before[2 * c + 1] = all[c] = before[2 * c] * before[2 * c + 1];
         }
     }
     // From 2 to 4 tokens by mask 1, to 8 by mask 2.
     template <int mask> DEVICE void to_twice(int lane) {
         #pragma unroll
-        for (int x = 0; x < 4; x++) {
-            int o = x / 2, c = x % 2;
-            float other = shuffle_xor(all[o][c], mask);
+        for (int c = 0; c < 2; c++) {
+            float other = shuffle_xor(all[c], mask);
             float from_start = lane & mask ? other : 1.f, to_end = lane & mask ? 1.f : other;
-            all[o][c] *= other;
+            all[c] *= other;
             #pragma unroll
-            for (int i = 2 * c; i < 2 * c + 2; i++) before[o][i] *= from_start, after[o][i] *= to_end;
+            for (int i = 2 * c; i < 2 * c + 2; i++) before[i] *= from_start, after[i] *= to_end;
         }
     }
-    DEVICE void to_16() {
+    // To the start or to the end.
+    DEVICE void towards(Octet& near, bool start) const {
         #pragma unroll
-        for (int i = 0; i < 4; i++) before[1][i] *= all[0][i / 2], after[0][i] *= all[1][i / 2];
+        for (int i = 0; i < 4; i++) near[i] = start ? before[i] : after[i];
     }
 };
 
-DEVICE uint4 as_pairs(const Octet (&x)[2]) {
-    return make_uint4(Fp16::pack(x[0][0], x[0][1]), Fp16::pack(x[0][2], x[0][3]), Fp16::pack(x[1][0], x[1][1]), Fp16::pack(x[1][2], x[1][3]));
+DEVICE void to_16(Decays (&d)[2]) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) d[1].before[i] *= d[0].all[i / 2], d[0].after[i] *= d[1].all[i / 2];
+}
+
+DEVICE uint4 as_pairs(const Octet& x, const Octet& y) {
+    return make_uint4(Fp16::pack(x[0], x[1]), Fp16::pack(x[2], x[3]), Fp16::pack(y[0], y[1]), Fp16::pack(y[2], y[3]));
 }
 
 // x times decays as `as_pairs` gives them.
@@ -135,13 +138,15 @@ DEVICE void exchange_decays(const GradientParams& p, const Shared& shared, const
         Octet e[2];
         load_logits(e, shared, gates, b, warp, lane);
         decays_of(e, e, p, gates, tokens, b, lane);
-        Decays d(e);
-        d.to_2(), d.to_twice<1>(lane), d.to_twice<2>(lane), d.to_16();
-        if (b > 0) shared.rise(b, warp)[lane] = as_pairs(d.before);
-        if (b < BLOCKS - 1) shared.fall(b, warp)[lane] = as_pairs(d.after);
+        Decays d[2];
+        #pragma unroll
+        for (int o = 0; o < 2; o++) d[o].start(e[o]), d[o].to_2(), d[o].to_twice<1>(lane), d[o].to_twice<2>(lane);
+        to_16(d);
+        if (b > 0) shared.rise(b, warp)[lane] = as_pairs(d[0].before, d[1].before);
+        if (b < BLOCKS - 1) shared.fall(b, warp)[lane] = as_pairs(d[0].after, d[1].after);
         #pragma unroll
         for (int c = 0; c < 2; c++) {
-            if (lane % 4 == 0) shared.totals(b)[channel_of(c, warp, lane)] = d.all[0][c] * d.all[1][c];
+            if (lane % 4 == 0) shared.totals(b)[channel_of(c, warp, lane)] = d[0].all[c] * d[1].all[c];
         }
     }
     warp_sync();

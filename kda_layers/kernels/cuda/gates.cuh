@@ -50,5 +50,5 @@ template <int gate> DEVICE float logit_gradient(float& d_A_log, float d_g, float
 DEVICE float write_strength_gradient(float product, float logit, int beta) {
     float strength = write_strength(logit, beta);
     if (strength == 0.f) return 0.f;
-    return product / strength * (beta == GIVEN ? 1.f / strength : sigmoid(-logit));
+    return product * reciprocal(strength) * (beta == GIVEN ? reciprocal(strength) : sigmoid(-logit));
 }

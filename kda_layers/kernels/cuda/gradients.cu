@@ -29,7 +29,7 @@ struct Inner {
 };
 
 // From the gradients of q and k to those of what came in, in their places in shared memory.
-DEVICE void finish_vectors(const GradientParams& p, const Shared& shared, BlockGradients (&d)[BLOCKS], int warp, int lane) {
+DEVICE void finish_vectors(const GradientParams& p, const Shared& shared, VectorGradients (&d)[BLOCKS], int warp, int lane) {
     if (p.qk_l2norm) {
         Inner inner;
         #pragma unroll
@@ -108,8 +108,11 @@ DEVICE void find_norms(const GradientParams& p, const Shared& shared) {
 }
 
 // From the gradients of log-decays to those of logits, in the logits' places, and this lane's parts of d_A_log and d_dt_bias.
-DEVICE void finish_logits(float& d_A_log, float (&d_bias)[2], Octet (&g)[2], const Octet (&logits)[2], const GradientParams& p, const Shared& shared,
-                          const Gates& gates, int tokens, int b, int warp, int lane) {
+DEVICE void finish_logits(float& d_A_log, float (&d_bias)[2], Octet (&g)[2], const GradientParams& p, const Shared& shared, const Gates& gates, int tokens,
+                          int b, int warp, int lane) {
+    Octet logits[2];
+    load_logits(logits, shared, gates, b, warp, lane);
+    warp_sync();
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
@@ -124,17 +127,40 @@ DEVICE void finish_logits(float& d_A_log, float (&d_bias)[2], Octet (&g)[2], con
     if constexpr (!G_WIDE) store_block(shared.g(), g, b, warp, lane);
 }
 
+// Sums over the value heads of a group, of a thread's numbers of block b: from one to the next they lie in global memory,
+// where only this thread looks, as all registers are in use.
+DEVICE float4* sums_of(const GradientParams& p, int b, int i) { return p.sums + ((i64(blockIdx.x) * BLOCKS + b) * 4 + i) * THREADS + threadIdx.x; }
+
+DEVICE void start_sums(VectorGradients& d, const GradientParams& p, const Turn& turn, int b) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        Octet& to = i < 2 ? d.q[i] : d.k[i - 2];
+        float4 x = turn.first() ? make_float4(0.f, 0.f, 0.f, 0.f) : *sums_of(p, b, i);
+        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    }
+}
+
+DEVICE void keep_sums(const VectorGradients& d, const GradientParams& p, const Turn& turn, int b) {
+    if (turn.last(p)) return;
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const Octet& x = i < 2 ? d.q[i] : d.k[i - 2];
+        *sums_of(p, b, i) = make_float4(x[0], x[1], x[2], x[3]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __grid_constant__ GradientParams p) {
     const Shared shared{shared_memory()};
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    int lane = threadIdx.x % 32;
     Finder finder;
     Turn turn = {int(blockIdx.x), 0, finder.find(p, blockIdx.x / p.H, lane)};
-    BlockGradients d[BLOCKS];
     if (turn.valid()) {
-        copy_states(p, shared, turn), copy_commit();
+        copy_inputs(p, shared, turn, 0, INPUT_SLABS), copy_commit();
         copy_tokens(p, shared, turn), copy_commit();
     }
     while (turn.valid()) {
+        lane = anew(lane);
         const Turn next = turn.next(p, finder, lane);
         const int tokens = turn.chunk.tokens;
         const Gates gates(p, turn.head(p), warp, lane);
@@ -142,34 +168,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         fence_shared();
         block_sync();
         multiply_triangles(p, shared, turn, warp, lane);
-        StateGradients by_state;
-        by_state.multiply(shared, warp);
-        float states[2], through[BLOCKS][2];
+        float states[2];
         multiply_states(states, shared, warp, lane);
-        copy_wait<0>();
-        block_sync();
-        if (turn.first()) {
-            find_norms(p, shared);
-            #pragma unroll
-            for (int x = 0; x < 8 * BLOCKS; x++) d[x / 8].q[x / 4 % 2][x % 4] = d[x / 8].k[x / 4 % 2][x % 4] = 0.f;
+        {
+            StateGradients by_state;
+            by_state.multiply(shared, warp);
+            copy_wait<0>();
+            block_sync();
+            if (turn.first()) find_norms(p, shared);
+            exchange_decays(p, shared, gates, tokens, warp, lane);
+            by_state.wait();
+            block_sync();
+            by_state.store(shared, p.scale, warp, lane);
         }
-        exchange_decays(p, shared, gates, tokens, warp, lane);
-        by_state.wait(p.scale);
-        block_sync();
-        if (next.valid()) copy_states(p, shared, next);
-        copy_commit();
-
-        between_blocks(by_state, through, states, shared, warp, lane);
+        if (next.valid()) copy_inputs(p, shared, next, BLOCKS * BLOCK_SLABS, INPUT_SLABS);
+        lane = anew(lane);
+        between_blocks(shared, states, warp, lane);
+        lane = anew(lane);
+        VectorGradients d[BLOCKS];
         float d_A_log = 0.f, d_bias[2] = {};
-        #pragma unroll
+        #pragma unroll 1
         for (int b = 0; b < BLOCKS; b++) {
-            Octet logits[2], e[2];
-            load_logits(logits, shared, gates, b, warp, lane);
-            decays_of(e, logits, p, gates, tokens, b, lane);
-            within_block(d[b], by_state, e, through[b], shared, b, warp, lane);
-            warp_sync();
-            finish_logits(d_A_log, d_bias, d[b].g, logits, p, shared, gates, tokens, b, warp, lane);
+            Octet e[2], d_g[2];
+            load_logits(e, shared, gates, b, warp, lane);
+            decays_of(e, e, p, gates, tokens, b, lane);
+            start_sums(d[0], p, turn, b);
+            within_block(d_g, d[0], e, shared, b, warp, lane);
+            finish_logits(d_A_log, d_bias, d_g, p, shared, gates, tokens, b, warp, lane);
+            keep_sums(d[0], p, turn, b);
+            VectorGradients first = d[0];  // the next block's become the first: registers have no index
+            #pragma unroll
+            for (int i = 0; i < BLOCKS - 1; i++) d[i] = d[i + 1];
+            d[BLOCKS - 1] = first;
+            block_sync();
+            if (next.valid()) copy_inputs(p, shared, next, b * BLOCK_SLABS, min((b + 1) * BLOCK_SLABS, INPUT_SLABS));
         }
+        copy_commit();
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             d_bias[c] = over_tokens(d_bias[c]);
@@ -177,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         }
         for (int mask = 1; mask < 32; mask *= 2) d_A_log += shuffle_xor(d_A_log, mask);
         if (lane == 0) shared.rates()[warp] = d_A_log;
+        lane = anew(lane);
         if (turn.last(p)) finish_vectors(p, shared, d, warp, lane);
         block_sync();
         if (p.d_A_log && threadIdx.x == 0) {
@@ -187,8 +222,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         store_logits(p, shared, turn);
         if (turn.last(p)) {
             i64 keys = turn.key_row(p) * K, stride = i64(p.H) * K;
-            store_rows<CHUNK, K>(p.d_q + keys, shared.q(), stride, tokens);
-            store_rows<CHUNK, K>(p.d_k + keys, shared.k(), stride, tokens);
+            store_rows(p.d_q + keys, shared.q(), stride, tokens);
+            store_rows(p.d_k + keys, shared.k(), stride, tokens);
         }
         block_sync();
         if (next.valid()) copy_tokens(p, shared, next);

@@ -25,6 +25,7 @@ struct GradientParams {
     u16 *d_q, *d_k;                  // like q, k
     void *d_g, *d_beta;              // like g, beta
     float *d_A_log, *d_dt_bias;      // [rows, HV], [rows, HV, K]: each chunk's part
+    float4* sums;                    // [blocks, 16, THREADS], or null where group is 1
     int T, H, HV, group, sequences, rows;  // group = HV / H; rows: at least the number of chunks
     int wide_offsets;                // cu_seqlens is int64
     int beta_activation, beta_wide, qk_l2norm;
@@ -104,7 +105,13 @@ struct Turn {
 // with `columns` blocks side by side.
 DEVICE constexpr int block_at(int i, int j, int columns) { return (i * columns + j) * 128; }
 
-constexpr int KEYS = CHUNK * K * 2, VALUES = CHUNK * V * 2, STATE = V * K * 2;  // bytes
+// Matrices are copied in slabs of 16 rows, 16 bytes for each thread.
+constexpr int SLAB = 16 * K * 2;  // bytes
+constexpr int KEYS = CHUNK * K * 2, VALUES = CHUNK * V * 2, STATE = V * K * 2;
+constexpr int STATE_SLABS = V / 16, TOKEN_SLABS = CHUNK / 16;
+constexpr int INPUT_SLABS = 2 * STATE_SLABS + 3 * TOKEN_SLABS;  // of what the products read
+constexpr int BLOCK_SLABS = 6;  // what they give for 16 tokens takes the place of so many
+constexpr int INPUTS = (INPUT_SLABS > BLOCKS * BLOCK_SLABS ? INPUT_SLABS : BLOCKS * BLOCK_SLABS) * SLAB;
 constexpr int WIDE_ROW = K + 4;  // of fp32 logits, so that tokens lie in different banks
 constexpr int LOGITS = G_WIDE ? CHUNK * WIDE_ROW * 4 : KEYS;
 constexpr int TRIANGLE = 36 * 256;  // of a lower triangle's 8 x 8 blocks of fp32
@@ -113,10 +120,10 @@ struct Shared {
     unsigned char* base;
     // inputs of the products; inputs of the rest; what the warps exchange
     static constexpr int AT_D_STATE = STATE;
-    static constexpr int AT_ERRORS = AT_D_STATE + STATE;
-    static constexpr int AT_D_V = AT_ERRORS + VALUES;
+    static constexpr int AT_D_V = AT_D_STATE + STATE;
     static constexpr int AT_D_O = AT_D_V + VALUES;
-    static constexpr int AT_Q = AT_D_O + VALUES;
+    static constexpr int AT_ERRORS = AT_D_O + VALUES;
+    static constexpr int AT_Q = INPUTS;
     static constexpr int AT_K = AT_Q + KEYS;
     static constexpr int AT_G = AT_K + KEYS;
     static constexpr int AT_TRIANGLES = AT_G + LOGITS;
@@ -144,6 +151,10 @@ struct Shared {
     // Decays of a warp's channels in fp16 pairs: of block b from its start, b > 0, and to its end, b < 3
     DEVICE uint4* rise(int b, int warp) const { return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b - 1) * 32; }
     DEVICE uint4* fall(int b, int warp) const { return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b + 3) * 32; }
+    // In the place of the products' inputs: see StateGradients. Those of 8 tokens and a warp's channels, [lane]
+    DEVICE float4* by_state(int which, int octet, int warp) const {
+        return reinterpret_cast<float4*>(base + octet / 2 * BLOCK_SLABS * SLAB) + ((which * WARPS + warp) * 2 + octet % 2) * 32;
+    }
     DEVICE float* totals(int b) const { return numbers(AT_TOTALS) + b * K; }         // [K] decays of whole blocks
     DEVICE float* diagonal() const { return numbers(AT_DIAGONAL); }                  // of dAqk: [64]
     DEVICE float* q_norms() const { return numbers(AT_NORMS); }                      // what makes q a unit vector: [64]
@@ -157,33 +168,44 @@ struct Shared {
 
 DEVICE void block_sync() { barrier_sync(0, THREADS); }
 
-// Rows of 16-bit numbers, `stride` apart, into 8 x 8 blocks; those from `valid` on are zeros.
-template <int rows, int columns> DEVICE void copy_rows(unsigned char* to, const u16* from, i64 stride, int valid) {
+// A slab: rows of 16-bit numbers, `stride` apart, into 8 x 8 blocks; those from `valid` on are zeros.
+DEVICE void copy_slab(unsigned char* to, const u16* from, i64 stride, int valid) {
+    int at = threadIdx.x, row = at / K * 8 + at % 8;
+    copy_16(to + 16 * at, from + row * stride + at / 8 % (K / 8) * 8, row < valid);
+}
+
+// A matrix of a chunk's tokens.
+DEVICE void copy_rows(unsigned char* to, const u16* from, i64 stride, int valid) {
     #pragma unroll
-    for (int i = 0; i < rows * columns / 8; i += THREADS) {
-        int at = i + int(threadIdx.x), row = at / columns * 8 + at % 8;
-        copy_16(to + 16 * at, from + row * stride + at / 8 % (columns / 8) * 8, row < valid);
-    }
+    for (int i = 0; i < TOKEN_SLABS; i++) copy_slab(to + i * SLAB, from + 16 * i * stride, stride, valid - 16 * i);
 }
 
 // And back.
-template <int rows, int columns> DEVICE void store_rows(u16* to, const unsigned char* from, i64 stride, int valid) {
+DEVICE void store_rows(u16* to, const unsigned char* from, i64 stride, int valid) {
+    int at = threadIdx.x, row = at / K * 8 + at % 8;
+    to += row * stride + at / 8 % (K / 8) * 8, from += 16 * at;
     #pragma unroll
-    for (int i = 0; i < rows * columns / 8; i += THREADS) {
-        int at = i + int(threadIdx.x), row = at / columns * 8 + at % 8;
-        if (row < valid) *reinterpret_cast<uint4*>(to + row * stride + at / 8 % (columns / 8) * 8) = *reinterpret_cast<const uint4*>(from + 16 * at);
+    for (int i = 0; i < TOKEN_SLABS; i++) {
+        if (row + 16 * i < valid) *reinterpret_cast<uint4*>(to + 16 * i * stride) = *reinterpret_cast<const uint4*>(from + i * SLAB);
     }
 }
 
-// What the products read.
-DEVICE void copy_states(const GradientParams& p, const Shared& shared, const Turn& turn) {
-    i64 state = turn.chunk_row(p) * V * K, values = turn.row(p) * V, stride = i64(p.HV) * V;
-    int tokens = turn.chunk.tokens;
-    copy_rows<CHUNK, V>(shared.d_o(), p.d_o + values, stride, tokens);
-    copy_rows<CHUNK, V>(shared.errors(), p.errors + values, stride, tokens);
-    copy_rows<CHUNK, V>(shared.d_v(), p.d_v + values, stride, tokens);
-    copy_rows<V, K>(shared.state(), p.states + state, K, V);
-    copy_rows<V, K>(shared.d_state(), p.d_states + state, K, V);
+// What the products read, from slab `first` up to `end`: S, dS, bX, dO, V'.
+DEVICE void copy_inputs(const GradientParams& p, const Shared& shared, const Turn& turn, int first, int end) {
+    const i64 tokens_stride = i64(p.HV) * V, states = turn.chunk_row(p) * V * K, values = turn.row(p) * V;
+    #pragma unroll 2
+    for (int slab = first; slab < end; slab++) {
+        int at = slab - 2 * STATE_SLABS, row = at % TOKEN_SLABS * 16;
+        const u16* from = at < TOKEN_SLABS ? p.d_v : at < 2 * TOKEN_SLABS ? p.d_o : p.errors;
+        from += values + row * tokens_stride;
+        i64 stride = tokens_stride;
+        int valid = turn.chunk.tokens - row;
+        if (at < 0) {
+            from = (slab < STATE_SLABS ? p.states : p.d_states) + states + slab % STATE_SLABS * 16 * K;
+            stride = K, valid = 16;
+        }
+        copy_slab(shared.base + slab * SLAB, from, stride, valid);
+    }
 }
 
 // The rest: q and k of a key head come with its first value head.
@@ -191,8 +213,8 @@ DEVICE void copy_tokens(const GradientParams& p, const Shared& shared, const Tur
     int tokens = turn.chunk.tokens;
     if (turn.first()) {
         i64 keys = turn.key_row(p) * K, stride = i64(p.H) * K;
-        copy_rows<CHUNK, K>(shared.q(), p.q + keys, stride, tokens);
-        copy_rows<CHUNK, K>(shared.k(), p.k + keys, stride, tokens);
+        copy_rows(shared.q(), p.q + keys, stride, tokens);
+        copy_rows(shared.k(), p.k + keys, stride, tokens);
     }
     const Logit* g = static_cast<const Logit*>(p.g) + turn.row(p) * K;
     i64 stride = i64(p.HV) * K;
@@ -203,7 +225,7 @@ DEVICE void copy_tokens(const GradientParams& p, const Shared& shared, const Tur
             copy_16(shared.g() + (row * WIDE_ROW + column) * 4, g + row * stride + column, row < tokens);
         }
     } else {
-        copy_rows<CHUNK, K>(shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
+        copy_rows(shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
     }
 }
 
@@ -219,6 +241,6 @@ DEVICE void store_logits(const GradientParams& p, const Shared& shared, const Tu
             }
         }
     } else {
-        store_rows<CHUNK, K>(reinterpret_cast<u16*>(d_g), shared.g(), stride, turn.chunk.tokens);
+        store_rows(reinterpret_cast<u16*>(d_g), shared.g(), stride, turn.chunk.tokens);
     }
 }

@@ -15,7 +15,7 @@ from kda_layers.kernels.contract import CHUNK, Inputs
 from kda_layers.kernels.cuda.chunk import BETAS, GATES, TYPES, WIDTHS, _device
 from kda_layers.kernels.cuda.launch import Kernel, load
 
-PARAMS = struct.Struct("<18Q10i2f")  # GradientParams
+PARAMS = struct.Struct("<19Q10i2f")  # GradientParams
 
 
 class Saved(NamedTuple):
@@ -64,7 +64,8 @@ class Variant(NamedTuple):
         """As struct Shared in gradients.cuh adds it up."""
         K, warps = self.K, self.K // 16
         logits = CHUNK * (K + 4) * 4 if self.g_wide else CHUNK * K * 2
-        inputs = 2 * K * K * 2 + 5 * CHUNK * K * 2 + logits
+        slabs = max(2 * K // 16 + 12, 24)
+        inputs = slabs * 32 * K + 2 * CHUNK * K * 2 + logits
         exchanged = 2 * 36 * 256 + warps * 6 * 512 + 4 * K * 4
         return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + warps * 4
 
@@ -86,11 +87,11 @@ def chunk_rows(x: Inputs) -> int:
     return B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
 
 
-def pack(x: Inputs, saved: Saved, out: TokenGradients, rows: int) -> bytes:
+def pack(x: Inputs, saved: Saved, out: TokenGradients, sums: Tensor | None, rows: int) -> bytes:
     """GradientParams. Tensors must be contiguous."""
     tensors = (
         x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, saved.states, saved.d_states, saved.errors, saved.d_v,
-        saved.d_o, *out,
+        saved.d_o, *out, sums,
     )  # fmt: skip
     return PARAMS.pack(
         *(0 if t is None else t.data_ptr() for t in tensors),
@@ -117,11 +118,14 @@ def gradients(x: Inputs, saved: Saved) -> TokenGradients:
     out = TokenGradients(*(torch.empty_like(t) for t in (x.q, x.k, x.g, x.beta)), A_log, dt_bias)
     variant = variant_for(x, arch)
     if rows:
-        params = pack(x, saved, out, rows)
+        blocks, sums = min(rows * H, processors), None
+        if H < HV:  # between the value heads of a group
+            sums = torch.empty(blocks, 64, variant.threads, dtype=torch.float32, device=device)
+        params = pack(x, saved, out, sums, rows)
         with torch.cuda.device(device):
             stream = torch.cuda.current_stream(device).cuda_stream
             _kernel(variant, device).launch(
-                (min(rows * H, processors), 1, 1), (variant.threads, 1, 1), (1, 1, 1), variant.shared_bytes, stream, params
+                (blocks, 1, 1), (variant.threads, 1, 1), (1, 1, 1), variant.shared_bytes, stream, params
             )
     sums = (None if t is None else t.sum(0) for t in (A_log, dt_bias))
     return TokenGradients(*out[:4], *sums)

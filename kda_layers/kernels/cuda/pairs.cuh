@@ -25,10 +25,10 @@ DEVICE float over_tokens(float x) {  // of the lanes that have the same channels
 
 // ---------------------------------------------------------------- between blocks
 
-// Adds the products between blocks to `d`; `through` becomes what passes through whole blocks, for a lane's two channels.
-// Coming in, `states` is this lane's part of the sum over V of S dS.
-DEVICE void between_blocks(StateGradients& d, float (&through)[BLOCKS][2], const float (&states)[2], const Shared& shared, int warp, int lane) {
-    float total[BLOCKS][2], to_end[BLOCKS - 1][2];
+// Adds the products between blocks to the gradients as the state sees them; what passes through whole blocks takes the
+// place of their decays. Coming in, `states` is this lane's part of the sum over V of S dS, for its two channels.
+DEVICE void between_blocks(const Shared& shared, const float (&states)[2], int warp, int lane) {
+    float total[BLOCKS][2], through[BLOCKS][2];
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         #pragma unroll
@@ -39,26 +39,27 @@ DEVICE void between_blocks(StateGradients& d, float (&through)[BLOCKS][2], const
     }
     #pragma unroll
     for (int b = BLOCKS - 1; b > 0; b--) {
-        Octet k[2], q[2];
+        Octet k[2], q[2], queries[2], readers[2];
         uint4 rise = shared.rise(b, warp)[lane];
         load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane), decay_by(k, rise);
         load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), decay_by(q, rise);
+        load_gradients(queries, shared, QUERIES, b, warp, lane), load_gradients(readers, shared, READERS, b, warp, lane);
         #pragma unroll
         for (int j = 0; j < b; j++) {
-            Octet writer[2];
+            Octet writer[2], writers[2];
             load_vectors(writer, shared.k(), shared.k_norms(), j, warp, lane), decay_by(writer, shared.fall(j, warp)[lane]);
-            float read[2] = {};
+            load_gradients(writers, shared, WRITERS, j, warp, lane);
+            float read[2] = {}, to_end[2] = {};
             #pragma unroll
             for (int o = 0; o < 2; o++) {
-                Octet &queries = d.queries[2 * b + o], &readers = d.readers[2 * b + o], &writers = d.writers[2 * j + o];
                 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     int c = i / 2;
-                    // What was there before block j, decayed over it, is read here; then comes what j writes.
-                    queries[i] *= total[j][c], readers[i] *= total[j][c];
-                    read[c] += q[o][i] * queries[i] + k[o][i] * readers[i];
-                    if (b == BLOCKS - 1) to_end[j][c] = (2 * o + i % 2 ? to_end[j][c] : 0.f) + writer[o][i] * writers[i];
-                    writers[i] *= total[b][c];
+                    // What was there before block j, decayed over it, is read in block b; then comes what j writes.
+                    queries[o][i] *= total[j][c], readers[o][i] *= total[j][c];
+                    read[c] += q[o][i] * queries[o][i] + k[o][i] * readers[o][i];
+                    to_end[c] += writer[o][i] * writers[o][i];
+                    writers[o][i] *= total[b][c];
                 }
             }
             #pragma unroll
@@ -66,40 +67,44 @@ DEVICE void between_blocks(StateGradients& d, float (&through)[BLOCKS][2], const
                 #pragma unroll
                 for (int between = j + 1; between < b; between++) read[c] *= total[between][c];
                 through[j][c] += read[c];
+                if (b < BLOCKS - 1) continue;  // from block j to the chunk's end
+                #pragma unroll
+                for (int later = j + 1; later < BLOCKS; later++) to_end[c] *= total[later][c];
+                #pragma unroll
+                for (int later = j + 1; later < BLOCKS; later++) through[later][c] += to_end[c];
             }
             #pragma unroll
             for (int o = 0; o < 2; o++) {
                 #pragma unroll
                 for (int x = 0; x < 2; x++) {  // 8 tokens 2 b + o, and 2 j + x
                     const float *dL = shared.dL(2 * b + o, 2 * j + x), *dA = shared.dA(2 * b + o, 2 * j + x);
-                    multiply(d.queries[2 * b + o], writer[x], rows_of(dA, lane));
-                    multiply(d.readers[2 * b + o], writer[x], rows_of(dL, lane));
-                    multiply(d.writers[2 * j + x], k[o], columns_of(dL, lane));
-                    multiply(d.writers[2 * j + x], q[o], columns_of(dA, lane));
+                    multiply(queries[o], writer[x], rows_of(dA, lane));
+                    multiply(readers[o], writer[x], rows_of(dL, lane));
+                    multiply(writers[x], k[o], columns_of(dL, lane));
+                    multiply(writers[x], q[o], columns_of(dA, lane));
                 }
             }
+            store_gradients(shared, writers, WRITERS, j, warp, lane);
         }
+        store_gradients(shared, queries, QUERIES, b, warp, lane), store_gradients(shared, readers, READERS, b, warp, lane);
+        warp_sync();  // the next block's loads come no earlier, which would take more registers than there are
     }
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         #pragma unroll
-        for (int j = 0; j < BLOCKS - 1; j++) {  // from a write of block j to the chunk's end
-            float x = to_end[j][c];
-            #pragma unroll
-            for (int b = j + 1; b < BLOCKS; b++) x *= total[b][c];
-            #pragma unroll
-            for (int b = j + 1; b < BLOCKS; b++) through[b][c] += x;
+        for (int b = 0; b < BLOCKS; b++) {
+            through[b][c] = over_tokens(through[b][c]);
+            if (lane % 4 == 0) shared.totals(b)[channel_of(c, warp, lane)] = through[b][c];
         }
-        #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) through[b][c] = over_tokens(through[b][c]);
     }
+    warp_sync();
 }
 
 // ---------------------------------------------------------------- within a block
 
-// Gradients of q and k of 16 tokens, and of their log-decays.
-struct BlockGradients {
-    Octet q[2], k[2], g[2];
+// Gradients of q and k of 16 tokens.
+struct VectorGradients {
+    Octet q[2], k[2];
 };
 
 // The gradients of the triangles among 8 tokens: of L for both sides of a pair at once, as a token is on one side only.
@@ -122,11 +127,31 @@ struct Corner {
     }
 };
 
-// One level of anchoring among 8 tokens; `near` is a token's decay towards the other half of its block. `terms` becomes
-// the sum of the terms that a token reads in the upper half, or has written in the lower one.
+// Sums along a lane's two tokens of each channel and the lanes that have their neighbours, from each token on or, without
+// it, of those before it, within aligned blocks of `size` tokens: added to g. In the upper block of a pair of blocks the
+// terms are those that a token reads, in the lower one those that it has written.
+template <int size> DEVICE void add_terms(Octet& g, const Octet& terms, bool upper, int lane) {
+    #pragma unroll
+    for (int c = 0; c < 4; c += 2) {
+        float both = terms[c] + terms[c + 1], others = 0.f;
+        if constexpr (size >= 4) {
+            float x = shuffle_xor(both, 1);
+            others += upper != bool(lane & 1) ? x : 0.f;
+            if constexpr (size >= 8) {
+                float y = shuffle_xor(both + x, 2);
+                others += upper != bool(lane & 2) ? y : 0.f;
+            }
+        }
+        g[c] += others + (upper ? both : 0.f);
+        g[c + 1] += others + (upper ? terms[c + 1] : terms[c]);
+    }
+}
+
+// One level of anchoring among 8 tokens: those in upper blocks of `level` tokens read what those in lower ones have
+// written. `near` is a token's decay towards the other block of its pair.
 template <int level>
-DEVICE void anchor(Octet& terms, Octet& d_q, Octet& d_k, const Octet& near, const Octet& q, const Octet& k, const Corner& corner, int lane) {
-    Octet near_q, near_k, by_q = {}, by_k = {};
+DEVICE void anchor(Octet& d_g, Octet& d_q, Octet& d_k, const Octet& near, const Octet& q, const Octet& k, const Corner& corner, int lane) {
+    Octet near_q, near_k, terms, by_q = {}, by_k = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) near_q[i] = near[i] * q[i], near_k[i] = near[i] * k[i];
     multiply(by_k, near_k, Corner::at<level>(corner.both, lane));
@@ -137,115 +162,86 @@ DEVICE void anchor(Octet& terms, Octet& d_q, Octet& d_k, const Octet& near, cons
         terms[i] = near_q[i] * by_q[i] + near_k[i] * by_k[i];
         d_q[i] += near[i] * by_q[i], d_k[i] += near[i] * by_k[i];
     }
+    if constexpr (level == 1) d_g[1] += terms[1], d_g[3] += terms[3];
+    else add_terms<level>(d_g, terms, lane & level / 2, lane);
 }
 
-// Terms of the levels, and of what leads out of the block (r: reads, w: writes), to each token's log-decay.
-struct Terms {
-    Octet r[2], w[2], of_8[2], of_4[2], of_2[2], of_1[2];
-
-    DEVICE void sum(Octet (&g)[2], const float (&through)[2], int lane) {
-        #pragma unroll
-        for (int c = 0; c < 2; c++) {  // a half's tokens have what the other half reads, or has written
-            float reads = over_tokens(r[1][2 * c] + r[1][2 * c + 1]), writes = over_tokens(w[0][2 * c] + w[0][2 * c + 1]);
-            g[0][2 * c] = g[0][2 * c + 1] = through[c] + reads, g[1][2 * c] = g[1][2 * c + 1] = through[c] + writes;
-        }
-        #pragma unroll
-        for (int o = 0; o < 2; o++) {
-            #pragma unroll
-            for (int i = 0; i < 4; i++) (o ? r : w)[o][i] += of_8[o][i];
-            halves<2>(g[o], of_4[o], o, lane);
-            halves<1>(g[o], of_2[o], o, lane);
-            #pragma unroll
-            for (int c = 0; c < 4; c += 2) {
-                float high = r[o][c + 1];  // what the second token of a pair reads from before the pair
-                g[o][c] += r[o][c] + high;
-                g[o][c + 1] += high + of_1[o][c + 1] + w[o][c];
-            }
-        }
+// Level 8: the upper 8 tokens read, the lower 8 have written.
+DEVICE void anchor_8(Octet (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Octet (&q)[2], const Octet (&k)[2], const float* dL, const float* dA, int lane) {
+    Octet reader_q, reader_k, writer, by_q = {}, by_k = {}, by_writer = {};
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        writer[i] = decays[0].after[i] * k[0][i];
+        reader_q[i] = decays[1].before[i] * q[1][i], reader_k[i] = decays[1].before[i] * k[1][i];
     }
-    // Halves of 4 tokens (mask 2) or of 2 (mask 1); then the terms between them join the others.
-    template <int mask> DEVICE void halves(Octet& g, const Octet& between, int o, int lane) {
-        bool upper = lane & mask;
-        #pragma unroll
-        for (int c = 0; c < 4; c += 2) {
-            float x = upper ? r[o][c] + r[o][c + 1] : w[o][c] + w[o][c + 1];
-            if (mask == 2) x += shuffle_xor(x, 1);
-            x = shuffle_xor(x, mask);
-            g[c] += x, g[c + 1] += x;
-        }
-        #pragma unroll
-        for (int i = 0; i < 4; i++) r[o][i] += upper ? between[i] : 0.f, w[o][i] += upper ? 0.f : between[i];
+    multiply(by_q, writer, rows_of(dA, lane));
+    multiply(by_k, writer, rows_of(dL, lane));
+    multiply(by_writer, reader_k, columns_of(dL, lane));
+    multiply(by_writer, reader_q, columns_of(dA, lane));
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        to.q[1][i] += decays[1].before[i] * by_q[i], to.k[1][i] += decays[1].before[i] * by_k[i];
+        to.k[0][i] += decays[0].after[i] * by_writer[i];
+        by_q[i] = reader_q[i] * by_q[i] + reader_k[i] * by_k[i], by_writer[i] *= writer[i];
     }
-};
+    add_terms<8>(d_g[1], by_q, true, lane), add_terms<8>(d_g[0], by_writer, false, lane);
+}
 
-// `e`: the tokens' decays; q, k, g of `to` are the block's gradients: q and k are added to.
-DEVICE void within_block(BlockGradients& to, const StateGradients& d, const Octet (&e)[2], const float (&through)[2], const Shared& shared, int b, int warp,
-                         int lane) {
-    Octet q[2], k[2];
-    load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane);
-    Terms terms;
-    Decays decays(e);
-    const Corner corners[2] = {Corner(shared, 2 * b, lane), Corner(shared, 2 * b + 1, lane)};
-    auto near = [&](Octet& x, int o, auto upper) {
-        #pragma unroll
-        for (int i = 0; i < 4; i++) x[i] = upper(i) ? decays.before[o][i] : decays.after[o][i];
-    };
+// Reads from before the block, and writes that are read behind it.
+DEVICE void to_other_blocks(Octet (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Octet (&q)[2], const Octet (&k)[2], const Shared& shared, int b,
+                            int warp, int lane) {
+    Octet queries[2], readers[2], writers[2];
+    load_gradients(queries, shared, QUERIES, b, warp, lane), load_gradients(readers, shared, READERS, b, warp, lane);
+    load_gradients(writers, shared, WRITERS, b, warp, lane);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
+        Octet reads, writes;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float by_q = decays[o].before[i] * queries[o][i], by_k = decays[o].before[i] * readers[o][i], by_writer = decays[o].after[i] * writers[o][i];
+            to.q[o][i] += by_q, to.k[o][i] += by_k + by_writer;
+            reads[i] = q[o][i] * by_q + k[o][i] * by_k, writes[i] = k[o][i] * by_writer;
+        }
+        add_terms<8>(d_g[o], reads, true, lane), add_terms<8>(d_g[o], writes, false, lane);
+        #pragma unroll
+        for (int c = 0; c < 4; c += 2) {  // through all of the other 8
+            float x = over_tokens(o ? reads[c] + reads[c + 1] : writes[c] + writes[c + 1]);
+            d_g[1 - o][c] += x, d_g[1 - o][c + 1] += x;
+        }
+    }
+}
+
+// `e`: the tokens' decays; `d_g` becomes the gradient of their logarithms, the gradients of q and k are added to.
+DEVICE void within_block(Octet (&d_g)[2], VectorGradients& to, const Octet (&e)[2], const Shared& shared, int b, int warp, int lane) {
+    Octet q[2], k[2];
+    load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane);
+    Decays decays[2];
+    #pragma unroll
+    for (int o = 0; o < 2; o++) {
+        Decays& d = decays[o];
         float2 diagonal = *reinterpret_cast<const float2*>(shared.diagonal() + 16 * b + 8 * o + 2 * (lane % 4));
+        const float* through = shared.totals(b) + channel_of(0, warp, lane);
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             float x = i % 2 ? diagonal.y : diagonal.x;  // a query reads what its own token has just written
             to.q[o][i] += x * k[o][i], to.k[o][i] += x * q[o][i];
+            d_g[o][i] = through[i / 2 * 8];
         }
-        Octet x;
-        near(x, o, [](int i) { return i % 2; });
-        anchor<1>(terms.of_1[o], to.q[o], to.k[o], x, q[o], k[o], corners[o], lane);
+        const Corner corner(shared, 2 * b + o, lane);
+        d.start(e[o]);
+        const Octet own = {1.f, e[o][1], 1.f, e[o][3]};
+        anchor<1>(d_g[o], to.q[o], to.k[o], own, q[o], k[o], corner, lane);
+        d.to_2();
+        Octet near;
+        d.towards(near, lane & 1);
+        anchor<2>(d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner, lane);
+        d.to_twice<1>(lane);
+        d.towards(near, lane & 2);
+        anchor<4>(d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner, lane);
+        d.to_twice<2>(lane);
+        warp_sync();  // as above
     }
-    decays.to_2();
-    #pragma unroll
-    for (int o = 0; o < 2; o++) {
-        Octet x;
-        near(x, o, [&](int) { return lane & 1; });
-        anchor<2>(terms.of_2[o], to.q[o], to.k[o], x, q[o], k[o], corners[o], lane);
-    }
-    decays.to_twice<1>(lane);
-    #pragma unroll
-    for (int o = 0; o < 2; o++) {
-        Octet x;
-        near(x, o, [&](int) { return lane & 2; });
-        anchor<4>(terms.of_4[o], to.q[o], to.k[o], x, q[o], k[o], corners[o], lane);
-    }
-    decays.to_twice<2>(lane);
-    {  // between the upper 8 tokens, which read, and the lower 8
-        Octet reader_q, reader_k, writer, by_q = {}, by_k = {}, by_writer = {};
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            writer[i] = decays.after[0][i] * k[0][i];
-            reader_q[i] = decays.before[1][i] * q[1][i], reader_k[i] = decays.before[1][i] * k[1][i];
-        }
-        const float *dL = shared.dL(2 * b + 1, 2 * b), *dA = shared.dA(2 * b + 1, 2 * b);
-        multiply(by_q, writer, rows_of(dA, lane));
-        multiply(by_k, writer, rows_of(dL, lane));
-        multiply(by_writer, reader_k, columns_of(dL, lane));
-        multiply(by_writer, reader_q, columns_of(dA, lane));
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            to.q[1][i] += decays.before[1][i] * by_q[i], to.k[1][i] += decays.before[1][i] * by_k[i];
-            to.k[0][i] += decays.after[0][i] * by_writer[i];
-            terms.of_8[1][i] = reader_q[i] * by_q[i] + reader_k[i] * by_k[i], terms.of_8[0][i] = writer[i] * by_writer[i];
-        }
-    }
-    decays.to_16();
-    #pragma unroll
-    for (int o = 0; o < 2; o++) {
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {  // other blocks and the states
-            float by_q = decays.before[o][i] * d.queries[2 * b + o][i], by_k = decays.before[o][i] * d.readers[2 * b + o][i];
-            float by_writer = decays.after[o][i] * d.writers[2 * b + o][i];
-            to.q[o][i] += by_q, to.k[o][i] += by_k + by_writer;
-            terms.r[o][i] = q[o][i] * by_q + k[o][i] * by_k, terms.w[o][i] = k[o][i] * by_writer;
-        }
-    }
-    terms.sum(to.g, through, lane);
+    anchor_8(d_g, to, decays, q, k, shared.dL(2 * b + 1, 2 * b), shared.dA(2 * b + 1, 2 * b), lane);
+    to_16(decays);
+    to_other_blocks(d_g, to, decays, q, k, shared, b, warp, lane);
 }

@@ -39,49 +39,74 @@ DEVICE void multiply_triangles(const GradientParams& p, const Shared& shared, co
         product_use(d);
         #pragma unroll
         for (int r = 0; r < 2; r++) {
+            int i = 2 * w + r, token = 8 * i + lane / 4;
+            float own = 0.f;
             #pragma unroll
             for (int j = 0; j < CHUNK / 8; j++) {
-                int i = 2 * w + r;
-                if (j > i) continue;
+                float x = d[j][2 * r] * factor, y = d[j][2 * r + 1] * factor;
+                if (j == i) own = lane / 4 % 2 ? y : x;
                 float* to = which ? shared.dL(i, j) : shared.dA(i, j);
-                *reinterpret_cast<float2*>(to + 2 * lane) = make_float2(Tf32::round(d[j][2 * r] * factor), Tf32::round(d[j][2 * r + 1] * factor));
-                if (j < i || lane / 8 != lane % 4) continue;  // below, on the diagonal
-                int token = 8 * i + lane / 4;
-                float x = lane / 4 % 2 ? d[j][2 * r + 1] : d[j][2 * r];
-                if (which) store_beta(p, turn, token, x);
-                else shared.diagonal()[token] = x * factor;
+                if (j <= i) *reinterpret_cast<float2*>(to + 2 * lane) = make_float2(Tf32::round(x), Tf32::round(y));
             }
+            if (lane / 8 != lane % 4) continue;  // not on the diagonal
+            if (which) store_beta(p, turn, token, -own);
+            else shared.diagonal()[token] = own;
         }
     }
 }
 
 // Gradients of a warp's channels, as the state sees them at the ends of each block of 16 tokens: of the queries and the
 // keys that read, from the block's start; of the keys that write, to its end.
+enum Which { QUERIES, READERS, WRITERS };
 struct StateGradients {
-    Tokens queries, readers, writers;
+    Tokens x[3];
 
     // To be waited for.
     DEVICE void multiply(const Shared& shared, int warp) {
         const int at = warp / 4 * 8 * 128;
         const Operand state = operand_at(standing_operand(shared.state(), K * 16), at), d_state = operand_at(standing_operand(shared.d_state(), K * 16), at);
-        const Operand d_o = operand(shared.d_o(), V * 16), d_v = operand(shared.d_v(), V * 16), errors = operand(shared.errors(), V * 16);
-        clear(queries), clear(readers), clear(writers);
+        const Operand values[3] = {operand(shared.d_o(), V * 16), operand(shared.d_v(), V * 16), operand(shared.errors(), V * 16)};
+        clear(x[0]), clear(x[1]), clear(x[2]);
         product_begin();
         #pragma unroll
-        for (int s = 0; s < V / 16; s++) multiply_group<Io, CHUNK, true>(queries, operand_at(state, s * K * 32), operand_at(d_o, s * 256));
-        #pragma unroll
-        for (int s = 0; s < V / 16; s++) multiply_group<Io, CHUNK, true>(readers, operand_at(state, s * K * 32), operand_at(d_v, s * 256));
-        #pragma unroll
-        for (int s = 0; s < V / 16; s++) multiply_group<Io, CHUNK, true>(writers, operand_at(d_state, s * K * 32), operand_at(errors, s * 256));
+        for (int which = 0; which < 3; which++) {
+            #pragma unroll
+            for (int s = 0; s < V / 16; s++) {
+                multiply_group<Io, CHUNK, true>(x[which], operand_at(which == WRITERS ? d_state : state, s * K * 32), operand_at(values[which], s * 256));
+            }
+        }
         product_commit();
     }
-    DEVICE void wait(float scale) {
+    DEVICE void wait() {
         product_wait<0>();
-        product_use(queries), product_use(readers), product_use(writers);
+        product_use(x[0]), product_use(x[1]), product_use(x[2]);
+    }
+    // In the place of what they were made of.
+    DEVICE void store(const Shared& shared, float scale, int warp, int lane) const {
         #pragma unroll
-        for (int i = 0; i < CHUNK / 2; i++) queries[i / 4][i % 4] *= scale, readers[i / 4][i % 4] *= -1.f;
+        for (int which = 0; which < 3; which++) {
+            const float factor = which == QUERIES ? scale : which == READERS ? -1.f : 1.f;
+            #pragma unroll
+            for (int o = 0; o < CHUNK / 8; o++) {
+                const Octet& y = x[which][o];
+                shared.by_state(which, o, warp)[lane] = make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
+            }
+        }
     }
 };
+
+DEVICE void load_gradients(Octet (&x)[2], const Shared& shared, int which, int b, int warp, int lane) {
+    #pragma unroll
+    for (int o = 0; o < 2; o++) {
+        float4 y = shared.by_state(which, 2 * b + o, warp)[lane];
+        x[o][0] = y.x, x[o][1] = y.y, x[o][2] = y.z, x[o][3] = y.w;
+    }
+}
+
+DEVICE void store_gradients(const Shared& shared, const Octet (&x)[2], int which, int b, int warp, int lane) {
+    #pragma unroll
+    for (int o = 0; o < 2; o++) shared.by_state(which, 2 * b + o, warp)[lane] = make_float4(x[o][0], x[o][1], x[o][2], x[o][3]);
+}
 
 // Sum over V of S dS, this lane's part of it, for its two channels.
 DEVICE void multiply_states(float (&sum)[2], const Shared& shared, int warp, int lane) {

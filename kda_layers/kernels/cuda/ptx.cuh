@@ -73,6 +73,9 @@ DEVICE float log2_fast(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=
 DEVICE float reciprocal(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 DEVICE float rsqrt_fast(float x) { float r; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 
+// x, but what the compiler derives from it, it derives here and no earlier: registers are not held for it meanwhile.
+DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
+
 // ---------------------------------------------------------------- within a warp
 
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
