@@ -165,6 +165,13 @@ template <class T> DEVICE T shuffle_xor(T x, int mask, CALLED_HERE) {
     });
     return mine.result;
 }
+DEVICE int broadcast(int x, CALLED_HERE) {
+    emulator::begin("broadcast", site);
+    emulator::together(x, [](int** lanes) {
+        for (int i = 1; i < 32; ++i) *lanes[i] = *lanes[0];
+    });
+    return x;
+}
 DEVICE void warp_sync(CALLED_HERE) {
     struct Operands {} mine;
     emulator::begin("warp_sync", site);

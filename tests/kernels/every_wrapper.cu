@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     publish_more(p.out, word);
     write_counter(p.out, word);
     word += read_counter(p.out) + u32(products(p));
-    word += anew(word);
+    word += anew(word) + broadcast(word);
     back_off();
     fence_gpu();
 #if MOVABLE_REGISTERS

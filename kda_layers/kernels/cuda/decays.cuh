@@ -40,38 +40,35 @@ DEVICE void load_vectors(Octet (&x)[2], const unsigned char* matrix, const float
 
 // ---------------------------------------------------------------- gates
 
-// Of a lane's two channels.
-struct Gates {
-    float rate, bias[2];
-
-    DEVICE Gates(const GradientParams& p, int head, int warp, int lane) {
-        rate = exp2_fast((p.A_log ? p.A_log[head] : 0.f) * LOG2_E);
-        #pragma unroll
-        for (int c = 0; c < 2; c++) bias[c] = p.dt_bias ? p.dt_bias[head * K + channel_of(c, warp, lane)] : 0.f;
-    }
-};
+// Parameters of a warp's channels, for this warp only.
+DEVICE void load_gates(const GradientParams& p, const Shared& shared, int head, int warp, int lane) {
+    *shared.rate(warp) = exp2_fast((p.A_log ? p.A_log[head] : 0.f) * LOG2_E);
+    int channel = 16 * warp + lane % 16;
+    shared.bias()[channel] = p.dt_bias ? p.dt_bias[head * K + channel] : 0.f;
+    warp_sync();
+}
 
 DEVICE int token_of(int b, int o, int i, int lane) { return 16 * b + 8 * o + 2 * (lane % 4) + i % 2; }
 
 // Gate logits of block b, biases included.
-DEVICE void load_logits(Octet (&x)[2], const Shared& shared, const Gates& gates, int b, int warp, int lane) {
+DEVICE void load_logits(Octet (&x)[2], const Shared& shared, int b, int warp, int lane) {
     if constexpr (!G_WIDE) load_block(x, shared.g(), b, warp, lane);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             if constexpr (G_WIDE) x[o][i] = reinterpret_cast<const float*>(shared.g())[token_of(b, o, i, lane) * WIDE_ROW + channel_of(i / 2, warp, lane)];
-            x[o][i] += gates.bias[i / 2];
+            x[o][i] += shared.bias()[channel_of(i / 2, warp, lane)];
         }
     }
 }
 
-DEVICE void decays_of(Octet (&e)[2], const Octet (&logits)[2], const GradientParams& p, const Gates& gates, int tokens, int b, int lane) {
+DEVICE void decays_of(Octet (&e)[2], const Octet (&logits)[2], const GradientParams& p, float rate, int tokens, int b, int lane) {
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float x = decay<GATE>(logits[o][i], 0.f, gates.rate, p.lower_bound);
+            float x = decay<GATE>(logits[o][i], 0.f, rate, p.lower_bound);
             e[o][i] = token_of(b, o, i, lane) < tokens ? x : 1.f;  // rows behind the end
         }
     }
@@ -132,12 +129,12 @@ DEVICE void decay_by(Octet (&x)[2], uint4 pairs) {
 }
 
 // Decays of every block to and from its ends, and over it, for the products between blocks.
-DEVICE void exchange_decays(const GradientParams& p, const Shared& shared, const Gates& gates, int tokens, int warp, int lane) {
+DEVICE void exchange_decays(const GradientParams& p, const Shared& shared, int tokens, int warp, int lane) {
     #pragma unroll 1
     for (int b = 0; b < BLOCKS; b++) {
         Octet e[2];
-        load_logits(e, shared, gates, b, warp, lane);
-        decays_of(e, e, p, gates, tokens, b, lane);
+        load_logits(e, shared, b, warp, lane);
+        decays_of(e, e, p, *shared.rate(warp), tokens, b, lane);
         Decays d[2];
         #pragma unroll
         for (int o = 0; o < 2; o++) d[o].start(e[o]), d[o].to_2(), d[o].to_twice<1>(lane), d[o].to_twice<2>(lane);

@@ -108,16 +108,17 @@ DEVICE void find_norms(const GradientParams& p, const Shared& shared) {
 }
 
 // From the gradients of log-decays to those of logits, in the logits' places, and this lane's parts of d_A_log and d_dt_bias.
-DEVICE void finish_logits(float& d_A_log, float (&d_bias)[2], Octet (&g)[2], const GradientParams& p, const Shared& shared, const Gates& gates, int tokens,
+DEVICE void finish_logits(float& d_A_log, float (&d_bias)[2], Octet (&g)[2], const GradientParams& p, const Shared& shared, int tokens,
                           int b, int warp, int lane) {
     Octet logits[2];
-    load_logits(logits, shared, gates, b, warp, lane);
+    warp_sync();  // no earlier, as registers are few
+    load_logits(logits, shared, b, warp, lane);
     warp_sync();
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float part, x = logit_gradient<GATE>(part, g[o][i], logits[o][i], gates.rate, p.lower_bound);
+            float part, x = logit_gradient<GATE>(part, g[o][i], logits[o][i], *shared.rate(warp), p.lower_bound);
             bool valid = token_of(b, o, i, lane) < tokens;
             d_A_log += valid ? part : 0.f, d_bias[i / 2] += valid ? x : 0.f;
             g[o][i] = x;
@@ -151,19 +152,26 @@ DEVICE void keep_sums(const VectorGradients& d, const GradientParams& p, const T
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __grid_constant__ GradientParams p) {
     const Shared shared{shared_memory()};
-    const int warp = threadIdx.x / 32;
+    const int warp = broadcast(threadIdx.x / 32);
     int lane = threadIdx.x % 32;
-    Finder finder;
-    Turn turn = {int(blockIdx.x), 0, finder.find(p, blockIdx.x / p.H, lane)};
-    if (turn.valid()) {
-        copy_inputs(p, shared, turn, 0, INPUT_SLABS), copy_commit();
-        copy_tokens(p, shared, turn), copy_commit();
+    if (warp == 0) {
+        Finder finder = {0, 0};
+        shared.turn(0) = Turn::of(p, blockIdx.x, finder, lane), shared.finder() = finder;
     }
-    while (turn.valid()) {
+    block_sync();
+    if (shared.turn(0).valid()) {
+        copy_inputs(p, shared, shared.turn(0), 0, INPUT_SLABS), copy_commit();
+        copy_tokens(p, shared, shared.turn(0)), copy_commit();
+    }
+    for (int count = 0; broadcast(shared.turn(count).valid()); count++) {
+        const Turn &turn = shared.turn(count), &next = shared.turn(count + 1);
         lane = anew(lane);
-        const Turn next = turn.next(p, finder, lane);
+        if (warp == 0) {
+            Finder finder = shared.finder();
+            shared.turn(count + 1) = turn.next(p, finder, lane), shared.finder() = finder;
+        }
         const int tokens = turn.chunk.tokens;
-        const Gates gates(p, turn.head(p), warp, lane);
+        load_gates(p, shared, turn.head(p), warp, lane);
         copy_wait<1>();
         fence_shared();
         block_sync();
@@ -176,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
             copy_wait<0>();
             block_sync();
             if (turn.first()) find_norms(p, shared);
-            exchange_decays(p, shared, gates, tokens, warp, lane);
+            exchange_decays(p, shared, tokens, warp, lane);
             by_state.wait();
             block_sync();
             by_state.store(shared, p.scale, warp, lane);
@@ -190,11 +198,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         #pragma unroll 1
         for (int b = 0; b < BLOCKS; b++) {
             Octet e[2], d_g[2];
-            load_logits(e, shared, gates, b, warp, lane);
-            decays_of(e, e, p, gates, tokens, b, lane);
+            load_logits(e, shared, b, warp, lane);
+            decays_of(e, e, p, *shared.rate(warp), tokens, b, lane);
             start_sums(d[0], p, turn, b);
             within_block(d_g, d[0], e, shared, b, warp, lane);
-            finish_logits(d_A_log, d_bias, d_g, p, shared, gates, tokens, b, warp, lane);
+            finish_logits(d_A_log, d_bias, d_g, p, shared, tokens, b, warp, lane);
             keep_sums(d[0], p, turn, b);
             VectorGradients first = d[0];  // the next block's become the first: registers have no index
             #pragma unroll
@@ -210,13 +218,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
             if (p.d_dt_bias && lane % 4 == 0) p.d_dt_bias[turn.chunk_row(p) * K + channel_of(c, warp, lane)] = d_bias[c];
         }
         for (int mask = 1; mask < 32; mask *= 2) d_A_log += shuffle_xor(d_A_log, mask);
-        if (lane == 0) shared.rates()[warp] = d_A_log;
+        if (lane == 0) shared.d_rates()[warp] = d_A_log;
         lane = anew(lane);
         if (turn.last(p)) finish_vectors(p, shared, d, warp, lane);
         block_sync();
         if (p.d_A_log && threadIdx.x == 0) {
             float sum = 0.f;
-            for (int w = 0; w < WARPS; w++) sum += shared.rates()[w];
+            for (int w = 0; w < WARPS; w++) sum += shared.d_rates()[w];
             p.d_A_log[turn.chunk_row(p)] = sum;
         }
         store_logits(p, shared, turn);
@@ -228,6 +236,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         block_sync();
         if (next.valid()) copy_tokens(p, shared, next);
         copy_commit();
-        turn = next;
     }
 }

@@ -51,9 +51,9 @@ DEVICE int warp_sum(int x) {
 
 // Finds chunks by their row, which may not decrease from one to the next.
 struct Finder {
-    int sequence = 0, rows = 0;  // of packed sequences: those before `sequence` have `rows` chunks
+    int sequence, rows;  // of packed sequences: those before `sequence` have `rows` chunks
 
-    DEVICE Chunk find(const GradientParams& p, int row, int lane) {
+    DEVICE Chunk find(const GradientParams& p, int row, int lane) {  // by a whole warp
         if (!p.cu_seqlens) {
             int each = (p.T + CHUNK - 1) / CHUNK, at = row % each * CHUNK;
             return {row, row / each * p.T + at, row < p.rows ? min(CHUNK, p.T - at) : 0};
@@ -92,10 +92,10 @@ struct Turn {
     DEVICE i64 row(const GradientParams& p) const { return i64(chunk.first) * p.HV + head(p); }
     DEVICE i64 chunk_row(const GradientParams& p) const { return i64(chunk.row) * p.HV + head(p); }
 
+    static DEVICE Turn of(const GradientParams& p, int item, Finder& finder, int lane) { return {item, 0, finder.find(p, item / p.H, lane)}; }
     DEVICE Turn next(const GradientParams& p, Finder& finder, int lane) const {
         if (!last(p)) return {item, of_group + 1, chunk};
-        int then = item + int(gridDim.x);
-        return {then, 0, finder.find(p, then / p.H, lane)};
+        return of(p, item + int(gridDim.x), finder, lane);
     }
 };
 
@@ -134,7 +134,10 @@ struct Shared {
     static constexpr int AT_PARTS = AT_NORMS + 2 * CHUNK * 4;
     static constexpr int AT_SUMS = AT_PARTS + WARPS * CHUNK * 8;
     static constexpr int AT_RATES = AT_SUMS + CHUNK * 8;
-    static constexpr int BYTES = AT_RATES + WARPS * 4;
+    static constexpr int AT_BIAS = AT_RATES + 2 * WARPS * 4;
+    static constexpr int AT_TURNS = AT_BIAS + K * 4;
+    static constexpr int AT_FINDER = AT_TURNS + 2 * sizeof(Turn);
+    static constexpr int BYTES = AT_FINDER + sizeof(Finder);
 
     DEVICE unsigned char* state() const { return base; }                   // S: [V, K]
     DEVICE unsigned char* d_state() const { return base + AT_D_STATE; }    // dS
@@ -161,7 +164,12 @@ struct Shared {
     DEVICE float* k_norms() const { return q_norms() + CHUNK; }
     DEVICE float4* parts(int warp) const { return reinterpret_cast<float4*>(base + AT_PARTS) + warp * 32; }  // see store_inner
     DEVICE float4* inner() const { return reinterpret_cast<float4*>(base + AT_SUMS); }
-    DEVICE float* rates() const { return numbers(AT_RATES); }                        // [warp]
+    DEVICE float* d_rates() const { return numbers(AT_RATES); }                      // [warp]
+    // Here, as all registers are in use.
+    DEVICE float* rate(int warp) const { return d_rates() + WARPS + warp; }          // of the gates
+    DEVICE float* bias() const { return numbers(AT_BIAS); }                          // [K]
+    DEVICE Turn& turn(int count) const { return reinterpret_cast<Turn*>(base + AT_TURNS)[count % 2]; }
+    DEVICE Finder& finder() const { return *reinterpret_cast<Finder*>(base + AT_FINDER); }
 };
 
 // ---------------------------------------------------------------- copies

@@ -67,7 +67,7 @@ class Variant(NamedTuple):
         slabs = max(2 * K // 16 + 12, 24)
         inputs = slabs * 32 * K + 2 * CHUNK * K * 2 + logits
         exchanged = 2 * 36 * 256 + warps * 6 * 512 + 4 * K * 4
-        return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + warps * 4
+        return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + warps * 8 + K * 4 + 2 * 20 + 8
 
 
 def variant_for(x: Inputs, arch: int) -> Variant:

@@ -243,5 +243,6 @@ DEVICE void within_block(Octet (&d_g)[2], VectorGradients& to, const Octet (&e)[
     }
     anchor_8(d_g, to, decays, q, k, shared.dL(2 * b + 1, 2 * b), shared.dA(2 * b + 1, 2 * b), lane);
     to_16(decays);
+    warp_sync();
     to_other_blocks(d_g, to, decays, q, k, shared, b, warp, lane);
 }

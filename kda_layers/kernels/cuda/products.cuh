@@ -5,6 +5,7 @@
 #include "decays.cuh"
 
 constexpr int GROUPS = WARPS / 4;
+constexpr int STEPS = WARPGROUPS ? V / 16 : 1;  // side by side: single warps have no registers for more fragments
 using Tokens = Octet[CHUNK / 8];  // a warp's channels of all tokens
 
 DEVICE void clear(Tokens& x) {
@@ -26,27 +27,29 @@ DEVICE void store_beta(const GradientParams& p, const Turn& turn, int token, flo
 DEVICE void multiply_triangles(const GradientParams& p, const Shared& shared, const Turn& turn, int warp, int lane) {
     const Operand errors = operand(shared.errors(), V * 16);
     const int w = warp % 4;
-    for (int which = warp / 4; which < 2; which += GROUPS) {  // dAqk, dL
+    #pragma unroll
+    for (int i = 0; i < 2 / GROUPS; i++) {
+        const int which = GROUPS == 2 ? warp / 4 : i;  // dAqk, dL
         const Operand rows = operand(which ? shared.d_v() : shared.d_o(), V * 16);
         const float factor = which ? -1.f : p.scale;
         Tokens d;  // here tokens by tokens
         clear(d);
         product_begin();
-        #pragma unroll
+        #pragma unroll STEPS
         for (int s = 0; s < V / 16; s++) multiply_group<Io, CHUNK>(d, operand_at(rows, s * 256), operand_at(errors, s * 256));
         product_commit();
         product_wait<0>();
         product_use(d);
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int i = 2 * w + r, token = 8 * i + lane / 4;
+            int row = 2 * w + r, token = 8 * row + lane / 4;
             float own = 0.f;
             #pragma unroll
             for (int j = 0; j < CHUNK / 8; j++) {
                 float x = d[j][2 * r] * factor, y = d[j][2 * r + 1] * factor;
-                if (j == i) own = lane / 4 % 2 ? y : x;
-                float* to = which ? shared.dL(i, j) : shared.dA(i, j);
-                if (j <= i) *reinterpret_cast<float2*>(to + 2 * lane) = make_float2(Tf32::round(x), Tf32::round(y));
+                if (j == row) own = lane / 4 % 2 ? y : x;
+                float* to = which ? shared.dL(row, j) : shared.dA(row, j);
+                if (j <= row) *reinterpret_cast<float2*>(to + 2 * lane) = make_float2(Tf32::round(x), Tf32::round(y));
             }
             if (lane / 8 != lane % 4) continue;  // not on the diagonal
             if (which) store_beta(p, turn, token, -own);
@@ -70,7 +73,7 @@ struct StateGradients {
         product_begin();
         #pragma unroll
         for (int which = 0; which < 3; which++) {
-            #pragma unroll
+            #pragma unroll STEPS
             for (int s = 0; s < V / 16; s++) {
                 multiply_group<Io, CHUNK, true>(x[which], operand_at(which == WRITERS ? d_state : state, s * K * 32), operand_at(values[which], s * 256));
             }

@@ -80,6 +80,8 @@ DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
 
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+// The first lane's x: what the compiler knows to be the same in all.
+DEVICE int broadcast(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 DEVICE void warp_sync() { __syncwarp(); }
 
 // The transpose of an 8 x 8 matrix of 16-bit numbers that the warp holds in mma's accumulator order.
