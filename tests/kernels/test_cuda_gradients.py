@@ -104,3 +104,46 @@ def check_in_budget(draws: list[Inputs], **launch: Any) -> None:
         got.append(gradients(x, saved_by(x, d_out), **launch))
     stacked = [{n: torch.stack([r[n] for r in results]) for n in results[0]} for results in (got, truth, yardstick)]
     check(stacked[0], stacked[1], limits_of(stacked[2], stacked[1], draws[0].q.dtype))
+
+
+# ---------------------------------------------------------------- shapes and options
+
+ARCHS = (90, 80)  # products of a warpgroup, of single warps
+WIDE = Case(H=1, state=True)
+SOFTPLUS = Case(K=64, V=64, dtype=FP16, gate="softplus", state=True)
+LOG_DECAY = Case(H=1, gate="log_decay", state=True)
+PACKED = (65, 0, 1, 130, 64, 0)
+
+CASES = [
+    *(replace(WIDE, T=T) for T in (1, 63, 64, 65, 130)),
+    replace(WIDE, T=200, slow=True),
+    replace(WIDE, B=3, T=65, state=False),
+    *(replace(SOFTPLUS, group=group, H=2, B=2, T=70) for group in (2, 4)),
+    replace(WIDE, group=2, lengths=PACKED, slow=True),
+    replace(SOFTPLUS, group=4, H=1, lengths=PACKED, offsets_dtype=torch.int64),
+    replace(LOG_DECAY, lengths=(0, 0, 5), state=False),
+    replace(LOG_DECAY, lengths=(1,) * 40),
+    replace(WIDE, A_log=False),
+    replace(WIDE, dt_bias=False, slow=True),
+    replace(SOFTPLUS, slow=True),
+    replace(SOFTPLUS, A_log=False, dt_bias=False),
+    *(replace(WIDE, beta=beta, beta_wide=wide) for beta, wide in (("2sigmoid", True), ("given", False))),
+    replace(SOFTPLUS, beta="given", beta_wide=True),
+    *(replace(case, l2norm=False, slow=True) for case in (WIDE, SOFTPLUS)),
+    replace(SOFTPLUS, scale=-0.3, l2norm=False),
+]
+
+
+def drawn(case: Case) -> list[Inputs]:
+    return [make_inputs(case, draw=n) for n in range(4)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", **ids(CASES))
+def test_against_fp64(case: Case, arch: int) -> None:
+    check_in_budget(drawn(case), arch=arch)
+
+
+def test_wide_gates() -> None:
+    """Gate logits, and their gradients, in fp32."""
+    check_in_budget(drawn(Case(K=64, V=64, H=1, g_wide=True)))
