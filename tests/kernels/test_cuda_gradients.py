@@ -23,6 +23,8 @@ from kda_layers.kernels.cuda import gradients as launcher
 from kda_layers.kernels.reference import activate
 from tests import cuda_emulator
 from tests.kernels.cases import BF16, FP16, Case, check, ids, limits_of, make_inputs, oracle, output_gradients, run, to_fp64
+from tests.kernels.test_cuda_chunk import softplus_resets
+from tests.kernels.test_hard_inputs import hard_inputs, repeated_token, resets
 from tests.kernels.emulated import GuardedMemory, Kernel, _guarded, end_of_memory
 
 WHY_NOT = cuda_emulator.unavailable()
@@ -147,3 +149,34 @@ def test_against_fp64(case: Case, arch: int) -> None:
 def test_wide_gates() -> None:
     """Gate logits, and their gradients, in fp32."""
     check_in_budget(drawn(Case(K=64, V=64, H=1, g_wide=True)))
+
+
+# ---------------------------------------------------------------- hard inputs
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", **ids([replace(WIDE, beta="given"), replace(SOFTPLUS, beta="given", beta_wide=True, l2norm=False)]))
+def test_given_zeros(case: Case, arch: int) -> None:
+    """Betas of zero, and below what fp16 holds: what nothing was written with has a gradient nevertheless."""
+    draws = drawn(case)
+    for x in draws:
+        x.beta[:, ::3], x.beta[:, 1::7] = 0.0, 1e-7
+    check_in_budget(draws, arch=arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kind", [repeated_token, softplus_resets, resets], ids=lambda kind: kind.__name__)
+def test_hard_inputs(kind: Callable[[int, int, int], dict], arch: int) -> None:
+    D, dtype = (64, FP16) if kind is softplus_resets else (128, BF16)
+    check_in_budget([hard_inputs(kind, 200, D, 1, dtype)], arch=arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_same_bits(arch: int) -> None:
+    """Whatever the order of what is concurrent, the number of blocks and the company."""
+    x = make_inputs(replace(WIDE, group=2, lengths=(65, 0, 1, 70)))
+    saved = saved_by(x, output_gradients(x))
+    want = gradients(x, saved, arch=arch)
+    for seed, processors in ((1, 1), (2, 3), (3, 100)):
+        got = gradients(x, saved, arch=arch, seed=seed, processors=processors)
+        assert [n for n, t in want.items() if not torch.equal(got[n], t)] == []

@@ -46,9 +46,12 @@ template <int gate> DEVICE float logit_gradient(float& d_A_log, float d_g, float
     return d_x;
 }
 
-// From <bX, V'>, which is beta^2 times the gradient of beta, to that of the logit, or of a given beta.
+// From <bX, V'>, which is beta^2 times the gradient of beta, to that of the logit, or of a given beta that is not faint.
 DEVICE float write_strength_gradient(float product, float logit, int beta) {
     float strength = write_strength(logit, beta);
-    if (strength == 0.f) return 0.f;
+    if (fabsf(strength) < 1e-30f) return 0.f;  // the sigmoid's own gradient is as small
     return product * reciprocal(strength) * (beta == GIVEN ? reciprocal(strength) : sigmoid(-logit));
 }
+
+// Whether 16-bit numbers that have a given beta as a factor say too little of what it multiplies.
+DEVICE bool is_faint(float logit, int beta) { return beta == GIVEN && fabsf(logit) < 1.f / 1024; }

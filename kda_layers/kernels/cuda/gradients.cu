@@ -4,6 +4,7 @@
 // A block takes one chunk of one key head after the other, and for each the value heads of its group, whose gradients of
 // q and k it sums. A warp has 16 channels of all 64 tokens, so that decays, and sums over tokens, stay within it. What the
 // next turn's products read is on its way while the rest of this turn is computed.
+#include "faint.cuh"
 #include "pairs.cuh"
 
 // Sums over channels of <y, dy> for the norms' gradients: a lane's part, then a warp's, then all.
@@ -82,7 +83,7 @@ DEVICE void finish_vectors(const GradientParams& p, const Shared& shared, Vector
 // What makes q and k unit vectors: four threads for a token of q, or of k, where there are so many.
 DEVICE void find_norms(const GradientParams& p, const Shared& shared) {
     constexpr int PARTS = K / 32;
-    for (int i = threadIdx.x; i < CHUNK * PARTS; i += THREADS) {
+    for (int i = thread(); i < CHUNK * PARTS; i += THREADS) {
         int lane = i % 32, token = i / (8 * PARTS) * 8 + lane % 8, part = i / 8 % PARTS;
         float sums[2] = {};
         #pragma unroll
@@ -130,7 +131,7 @@ DEVICE void finish_logits(float& d_A_log, float (&d_bias)[2], Octet (&g)[2], con
 
 // Sums over the value heads of a group, of a thread's numbers of block b: from one to the next they lie in global memory,
 // where only this thread looks, as all registers are in use.
-DEVICE float4* sums_of(const GradientParams& p, int b, int i) { return p.sums + ((i64(blockIdx.x) * BLOCKS + b) * 4 + i) * THREADS + threadIdx.x; }
+DEVICE float4* sums_of(const GradientParams& p, int b, int i) { return p.sums + ((i64(blockIdx.x) * BLOCKS + b) * 4 + i) * THREADS + thread(); }
 
 DEVICE void start_sums(VectorGradients& d, const GradientParams& p, const Turn& turn, int b) {
     #pragma unroll
@@ -152,7 +153,7 @@ DEVICE void keep_sums(const VectorGradients& d, const GradientParams& p, const T
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __grid_constant__ GradientParams p) {
     const Shared shared{shared_memory()};
-    const int warp = broadcast(threadIdx.x / 32);
+    int warp = broadcast(threadIdx.x / 32);
     int lane = threadIdx.x % 32;
     if (warp == 0) {
         Finder finder = {0, 0};
@@ -165,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
     }
     for (int count = 0; broadcast(shared.turn(count).valid()); count++) {
         const Turn &turn = shared.turn(count), &next = shared.turn(count + 1);
-        lane = anew(lane);
+        lane = anew(lane), warp = anew(warp);
         if (warp == 0) {
             Finder finder = shared.finder();
             shared.turn(count + 1) = turn.next(p, finder, lane), shared.finder() = finder;
@@ -176,6 +177,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         fence_shared();
         block_sync();
         multiply_triangles(p, shared, turn, warp, lane);
+        if (p.beta_activation == GIVEN) {
+            copy_wait<0>();
+            block_sync();
+            find_faint_betas(p, shared, turn, warp, lane);
+        }
         float states[2];
         multiply_states(states, shared, warp, lane);
         {
@@ -190,13 +196,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
             by_state.store(shared, p.scale, warp, lane);
         }
         if (next.valid()) copy_inputs(p, shared, next, BLOCKS * BLOCK_SLABS, INPUT_SLABS);
-        lane = anew(lane);
+        lane = anew(lane), warp = anew(warp);
         between_blocks(shared, states, warp, lane);
-        lane = anew(lane);
+        lane = anew(lane), warp = anew(warp);
         VectorGradients d[BLOCKS];
         float d_A_log = 0.f, d_bias[2] = {};
         #pragma unroll 1
         for (int b = 0; b < BLOCKS; b++) {
+            lane = anew(lane);
             Octet e[2], d_g[2];
             load_logits(e, shared, b, warp, lane);
             decays_of(e, e, p, *shared.rate(warp), tokens, b, lane);
@@ -219,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         }
         for (int mask = 1; mask < 32; mask *= 2) d_A_log += shuffle_xor(d_A_log, mask);
         if (lane == 0) shared.d_rates()[warp] = d_A_log;
-        lane = anew(lane);
+        lane = anew(lane), warp = anew(warp);
         if (turn.last(p)) finish_vectors(p, shared, d, warp, lane);
         block_sync();
         if (p.d_A_log && threadIdx.x == 0) {

@@ -16,6 +16,7 @@ static_assert(K == V, "states are square");
 
 struct GradientParams {
     const u16 *q, *k;                // [B, T, H, K]
+    const u16* v;                    // [B, T, HV, V]
     const void* g;                   // [B, T, HV, K]
     const void* beta;                // [B, T, HV]
     const float *A_log, *dt_bias;    // [HV], [HV, K], or null
@@ -176,9 +177,12 @@ struct Shared {
 
 DEVICE void block_sync() { barrier_sync(0, THREADS); }
 
+// What a copy derives from it, it shall derive then: there are no registers to keep it in.
+DEVICE int thread() { return anew(threadIdx.x); }
+
 // A slab: rows of 16-bit numbers, `stride` apart, into 8 x 8 blocks; those from `valid` on are zeros.
 DEVICE void copy_slab(unsigned char* to, const u16* from, i64 stride, int valid) {
-    int at = threadIdx.x, row = at / K * 8 + at % 8;
+    int at = thread(), row = at / K * 8 + at % 8;
     copy_16(to + 16 * at, from + row * stride + at / 8 % (K / 8) * 8, row < valid);
 }
 
@@ -190,7 +194,7 @@ DEVICE void copy_rows(unsigned char* to, const u16* from, i64 stride, int valid)
 
 // And back.
 DEVICE void store_rows(u16* to, const unsigned char* from, i64 stride, int valid) {
-    int at = threadIdx.x, row = at / K * 8 + at % 8;
+    int at = thread(), row = at / K * 8 + at % 8;
     to += row * stride + at / 8 % (K / 8) * 8, from += 16 * at;
     #pragma unroll
     for (int i = 0; i < TOKEN_SLABS; i++) {
@@ -229,7 +233,7 @@ DEVICE void copy_tokens(const GradientParams& p, const Shared& shared, const Tur
     if constexpr (G_WIDE) {
         #pragma unroll
         for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
-            int at = i + int(threadIdx.x), row = at / (K / 4), column = at % (K / 4) * 4;
+            int at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
             copy_16(shared.g() + (row * WIDE_ROW + column) * 4, g + row * stride + column, row < tokens);
         }
     } else {
@@ -243,7 +247,7 @@ DEVICE void store_logits(const GradientParams& p, const Shared& shared, const Tu
     if constexpr (G_WIDE) {
         #pragma unroll
         for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
-            int at = i + int(threadIdx.x), row = at / (K / 4), column = at % (K / 4) * 4;
+            int at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
             if (row < turn.chunk.tokens) {
                 *reinterpret_cast<float4*>(d_g + row * stride + column) = *reinterpret_cast<const float4*>(shared.g() + (row * WIDE_ROW + column) * 4);
             }

@@ -15,7 +15,7 @@ from kda_layers.kernels.contract import CHUNK, Inputs
 from kda_layers.kernels.cuda.chunk import BETAS, GATES, TYPES, WIDTHS, _device
 from kda_layers.kernels.cuda.launch import Kernel, load
 
-PARAMS = struct.Struct("<19Q10i2f")  # GradientParams
+PARAMS = struct.Struct("<20Q10i2f")  # GradientParams
 
 
 class Saved(NamedTuple):
@@ -90,7 +90,7 @@ def chunk_rows(x: Inputs) -> int:
 def pack(x: Inputs, saved: Saved, out: TokenGradients, sums: Tensor | None, rows: int) -> bytes:
     """GradientParams. Tensors must be contiguous."""
     tensors = (
-        x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, saved.states, saved.d_states, saved.errors, saved.d_v,
+        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, saved.states, saved.d_states, saved.errors, saved.d_v,
         saved.d_o, *out, sums,
     )  # fmt: skip
     return PARAMS.pack(

@@ -13,12 +13,11 @@ DEVICE void clear(Tokens& x) {
     for (int i = 0; i < CHUNK / 2; i++) x[i / 4][i % 4] = 0.f;
 }
 
-// beta's gradient comes from the diagonal of bX V'^T.
-DEVICE void store_beta(const GradientParams& p, const Turn& turn, int token, float product) {
-    if (token >= turn.chunk.tokens) return;
-    i64 at = turn.row(p) + i64(token) * p.HV;
-    float logit = p.beta_wide ? static_cast<const float*>(p.beta)[at] : Io::load(static_cast<const u16*>(p.beta) + at);
-    float x = write_strength_gradient(product, logit, p.beta_activation);
+DEVICE float load_beta(const GradientParams& p, i64 at) {
+    return p.beta_wide ? static_cast<const float*>(p.beta)[at] : Io::load(static_cast<const u16*>(p.beta) + at);
+}
+
+DEVICE void store_beta(const GradientParams& p, i64 at, float x) {
     if (p.beta_wide) static_cast<float*>(p.d_beta)[at] = x;
     else static_cast<u16*>(p.d_beta)[at] = u16(Io::pack(x, 0.f));
 }
@@ -52,8 +51,12 @@ DEVICE void multiply_triangles(const GradientParams& p, const Shared& shared, co
                 if (j <= row) *reinterpret_cast<float2*>(to + 2 * lane) = make_float2(Tf32::round(x), Tf32::round(y));
             }
             if (lane / 8 != lane % 4) continue;  // not on the diagonal
-            if (which) store_beta(p, turn, token, -own);
-            else shared.diagonal()[token] = own;
+            if (which == 0) shared.diagonal()[token] = own;
+            else if (token < turn.chunk.tokens) {  // -<bX, V'>
+                i64 at = turn.row(p) + i64(token) * p.HV;
+                float logit = load_beta(p, at);
+                if (!is_faint(logit, p.beta_activation)) store_beta(p, at, write_strength_gradient(-own, logit, p.beta_activation));
+            }
         }
     }
 }
