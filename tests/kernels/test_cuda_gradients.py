@@ -22,10 +22,22 @@ from kda_layers.kernels.contract import CHUNK, Inputs
 from kda_layers.kernels.cuda import gradients as launcher
 from kda_layers.kernels.reference import activate
 from tests import cuda_emulator
-from tests.kernels.cases import BF16, FP16, Case, check, ids, limits_of, make_inputs, oracle, output_gradients, run, to_fp64
+from tests.kernels.cases import (
+    BF16,
+    FP16,
+    Case,
+    check,
+    ids,
+    limits_of,
+    make_inputs,
+    oracle,
+    output_gradients,
+    run,
+    to_fp64,
+)
+from tests.kernels.emulated import GuardedMemory, Kernel, _guarded, end_of_memory
 from tests.kernels.test_cuda_chunk import softplus_resets
 from tests.kernels.test_hard_inputs import hard_inputs, repeated_token, resets
-from tests.kernels.emulated import GuardedMemory, Kernel, _guarded, end_of_memory
 
 WHY_NOT = cuda_emulator.unavailable()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -69,7 +81,7 @@ def saved_by(x: Inputs, d_out: dict[str, Tensor]) -> launcher.Saved:
     total = (torch.stack(outputs).view(B, T, HV, V) * d_o.double()).sum()
     total = total + (torch.cat(finals) * d_out["final_state"].double()).sum()
     d_checkpoints = d_out["checkpoints"].double().flatten(0, 1)
-    total = total + sum((S[0] * d).sum() for S, d in zip(checkpoints, d_checkpoints))
+    total = total + sum((S[0] * d).sum() for S, d in zip(checkpoints, d_checkpoints, strict=False))
     d_v, *d_ends = torch.autograd.grad(total, [v, *ends])
 
     def by_chunk(states: list[Tensor]) -> Tensor:
@@ -82,7 +94,9 @@ def saved_by(x: Inputs, d_out: dict[str, Tensor]) -> launcher.Saved:
         return launcher.Saved(by_chunk(starts), errors.to(dtype), by_chunk(d_ends), d_v.to(dtype), d_o)
 
 
-def gradients(x: Inputs, saved: launcher.Saved, *, arch: int = 90, processors: int = 3, seed: int = 0) -> dict[str, Tensor]:
+def gradients(
+    x: Inputs, saved: launcher.Saved, *, arch: int = 90, processors: int = 3, seed: int = 0
+) -> dict[str, Tensor]:
     """What gradients.cu makes of them, by name."""
     stand_ins: dict[str, Any] = {
         "_device": lambda index: (processors, arch),
@@ -155,7 +169,9 @@ def test_wide_gates() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("case", **ids([replace(WIDE, beta="given"), replace(SOFTPLUS, beta="given", beta_wide=True, l2norm=False)]))
+@pytest.mark.parametrize(
+    "case", **ids([replace(WIDE, beta="given"), replace(SOFTPLUS, beta="given", beta_wide=True, l2norm=False)])
+)
 def test_given_zeros(case: Case, arch: int) -> None:
     """Betas of zero, and below what fp16 holds: what nothing was written with has a gradient nevertheless."""
     draws = drawn(case)

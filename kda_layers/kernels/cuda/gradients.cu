@@ -1,5 +1,5 @@
 // The gradients of everything but v and the states, parallel over chunks: from what the forward saved (S, V') and what
-// the reverse scan left (dS, bX), to q, k, gates and beta. Formulas: docs/kernels/backward.md.
+// the reverse scan left (dS, bX), to q, k, gates and beta. Formulas: docs/kernels/gradients.md.
 //
 // A block takes one chunk of one key head after the other, and for each the value heads of its group, whose gradients of
 // q and k it sums. A warp has 16 channels of all 64 tokens, so that decays, and sums over tokens, stay within it. What the
@@ -186,6 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         multiply_states(states, shared, warp, lane);
         {
             StateGradients by_state;
+            lane = anew(lane), warp = anew(warp);
             by_state.multiply(shared, warp);
             copy_wait<0>();
             block_sync();
@@ -203,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         float d_A_log = 0.f, d_bias[2] = {};
         #pragma unroll 1
         for (int b = 0; b < BLOCKS; b++) {
-            lane = anew(lane);
+            lane = anew(lane), warp = anew(warp);
             Octet e[2], d_g[2];
             load_logits(e, shared, b, warp, lane);
             decays_of(e, e, p, *shared.rate(warp), tokens, b, lane);
@@ -215,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
             #pragma unroll
             for (int i = 0; i < BLOCKS - 1; i++) d[i] = d[i + 1];
             d[BLOCKS - 1] = first;
+            lane = anew(lane), warp = anew(warp);
             block_sync();
             if (next.valid()) copy_inputs(p, shared, next, b * BLOCK_SLABS, min((b + 1) * BLOCK_SLABS, INPUT_SLABS));
         }

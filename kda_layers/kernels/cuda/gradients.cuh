@@ -81,21 +81,22 @@ struct Finder {
 
 // A block's next piece of work: a chunk of one value head. Those of one key head follow each other.
 struct Turn {
-    int item, of_group;  // item: chunk and key head
+    int item, key_head, of_group;  // item: chunk and key head
     Chunk chunk;
 
     DEVICE bool valid() const { return chunk.tokens > 0; }
-    DEVICE int key_head(const GradientParams& p) const { return item % p.H; }
-    DEVICE int head(const GradientParams& p) const { return key_head(p) * p.group + of_group; }
+    DEVICE int head(const GradientParams& p) const { return key_head * p.group + of_group; }
     DEVICE bool first() const { return of_group == 0; }
     DEVICE bool last(const GradientParams& p) const { return of_group == p.group - 1; }
-    DEVICE i64 key_row(const GradientParams& p) const { return i64(chunk.first) * p.H + key_head(p); }  // of the first token
+    DEVICE i64 key_row(const GradientParams& p) const { return i64(chunk.first) * p.H + key_head; }  // of the first token
     DEVICE i64 row(const GradientParams& p) const { return i64(chunk.first) * p.HV + head(p); }
     DEVICE i64 chunk_row(const GradientParams& p) const { return i64(chunk.row) * p.HV + head(p); }
 
-    static DEVICE Turn of(const GradientParams& p, int item, Finder& finder, int lane) { return {item, 0, finder.find(p, item / p.H, lane)}; }
+    static DEVICE Turn of(const GradientParams& p, int item, Finder& finder, int lane) {
+        return {item, item % p.H, 0, finder.find(p, item / p.H, lane)};
+    }
     DEVICE Turn next(const GradientParams& p, Finder& finder, int lane) const {
-        if (!last(p)) return {item, of_group + 1, chunk};
+        if (!last(p)) return {item, key_head, of_group + 1, chunk};
         return of(p, item + int(gridDim.x), finder, lane);
     }
 };
@@ -204,19 +205,16 @@ DEVICE void store_rows(u16* to, const unsigned char* from, i64 stride, int valid
 
 // What the products read, from slab `first` up to `end`: S, dS, bX, dO, V'.
 DEVICE void copy_inputs(const GradientParams& p, const Shared& shared, const Turn& turn, int first, int end) {
-    const i64 tokens_stride = i64(p.HV) * V, states = turn.chunk_row(p) * V * K, values = turn.row(p) * V;
-    #pragma unroll 2
-    for (int slab = first; slab < end; slab++) {
-        int at = slab - 2 * STATE_SLABS, row = at % TOKEN_SLABS * 16;
-        const u16* from = at < TOKEN_SLABS ? p.d_v : at < 2 * TOKEN_SLABS ? p.d_o : p.errors;
-        from += values + row * tokens_stride;
-        i64 stride = tokens_stride;
-        int valid = turn.chunk.tokens - row;
-        if (at < 0) {
-            from = (slab < STATE_SLABS ? p.states : p.d_states) + states + slab % STATE_SLABS * 16 * K;
-            stride = K, valid = 16;
-        }
-        copy_slab(shared.base + slab * SLAB, from, stride, valid);
+    constexpr int STATES = 2 * STATE_SLABS;
+    const int at = thread(), row = at / K * 8 + at % 8, column = at / 8 % (K / 8) * 8, tokens = turn.chunk.tokens - row;
+    const i64 stride = i64(p.HV) * V, states = turn.chunk_row(p) * V * K + row * K + column, values = turn.row(p) * V + row * stride + column;
+    unsigned char* to = shared.base + 16 * at;
+    for (int slab = first; slab < min(end, STATES); slab++) {
+        copy_16(to + slab * SLAB, (slab < STATE_SLABS ? p.states : p.d_states) + states + slab % STATE_SLABS * 16 * K, true);
+    }
+    for (int slab = max(first, STATES); slab < end; slab++) {
+        int which = (slab - STATES) / TOKEN_SLABS, i = slab % TOKEN_SLABS * 16;
+        copy_16(to + slab * SLAB, (which == 0 ? p.d_v : which == 1 ? p.d_o : p.errors) + values + i * stride, i < tokens);
     }
 }
 

@@ -67,7 +67,7 @@ class Variant(NamedTuple):
         slabs = max(2 * K // 16 + 12, 24)
         inputs = slabs * 32 * K + 2 * CHUNK * K * 2 + logits
         exchanged = 2 * 36 * 256 + warps * 6 * 512 + 4 * K * 4
-        return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + warps * 8 + K * 4 + 2 * 20 + 8
+        return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + warps * 8 + K * 4 + 2 * 24 + 8
 
 
 def variant_for(x: Inputs, arch: int) -> Variant:
@@ -90,8 +90,8 @@ def chunk_rows(x: Inputs) -> int:
 def pack(x: Inputs, saved: Saved, out: TokenGradients, sums: Tensor | None, rows: int) -> bytes:
     """GradientParams. Tensors must be contiguous."""
     tensors = (
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, saved.states, saved.d_states, saved.errors, saved.d_v,
-        saved.d_o, *out, sums,
+        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
+        saved.states, saved.d_states, saved.errors, saved.d_v, saved.d_o, *out, sums,
     )  # fmt: skip
     return PARAMS.pack(
         *(0 if t is None else t.data_ptr() for t in tensors),
@@ -108,17 +108,21 @@ def _kernel(variant: Variant, device: torch.device) -> Kernel:
 
 
 def gradients(x: Inputs, saved: Saved) -> TokenGradients:
-    """Gradients of all inputs but v and the initial state. Tensors must be contiguous and begin at multiples of 16 bytes."""
+    """Gradients of all inputs but v and the initial state.
+
+    Tensors must be contiguous and begin at multiples of 16 bytes.
+    """
     (_, _, H, K), HV = x.q.shape, x.v.shape[2]
     device, rows = x.q.device, chunk_rows(x)
     processors, arch = _device(device.index)
     new = torch.empty if x.cu_seqlens is None else torch.zeros  # packed: rows may be left over
     A_log = None if x.A_log is None else new(rows, HV, dtype=torch.float32, device=device)
     dt_bias = None if x.dt_bias is None else new(rows, HV, K, dtype=torch.float32, device=device)
-    out = TokenGradients(*(torch.empty_like(t) for t in (x.q, x.k, x.g, x.beta)), A_log, dt_bias)
+    q, k, g, beta = (torch.empty_like(t) for t in (x.q, x.k, x.g, x.beta))
+    out = TokenGradients(q, k, g, beta, A_log, dt_bias)
     variant = variant_for(x, arch)
     if rows:
-        blocks, sums = min(rows * H, processors), None
+        blocks, sums = min(rows * H, processors * 128 // K), None  # of K = 64 two fit into a multiprocessor
         if H < HV:  # between the value heads of a group
             sums = torch.empty(blocks, 64, variant.threads, dtype=torch.float32, device=device)
         params = pack(x, saved, out, sums, rows)
@@ -127,5 +131,6 @@ def gradients(x: Inputs, saved: Saved) -> TokenGradients:
             _kernel(variant, device).launch(
                 (blocks, 1, 1), (variant.threads, 1, 1), (1, 1, 1), variant.shared_bytes, stream, params
             )
-    sums = (None if t is None else t.sum(0) for t in (A_log, dt_bias))
-    return TokenGradients(*out[:4], *sums)
+    return out._replace(
+        A_log=None if A_log is None else A_log.sum(0), dt_bias=None if dt_bias is None else dt_bias.sum(0)
+    )

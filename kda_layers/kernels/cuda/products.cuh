@@ -5,7 +5,6 @@
 #include "decays.cuh"
 
 constexpr int GROUPS = WARPS / 4;
-constexpr int STEPS = WARPGROUPS ? V / 16 : 1;  // side by side: single warps have no registers for more fragments
 using Tokens = Octet[CHUNK / 8];  // a warp's channels of all tokens
 
 DEVICE void clear(Tokens& x) {
@@ -34,7 +33,7 @@ DEVICE void multiply_triangles(const GradientParams& p, const Shared& shared, co
         Tokens d;  // here tokens by tokens
         clear(d);
         product_begin();
-        #pragma unroll STEPS
+        #pragma unroll
         for (int s = 0; s < V / 16; s++) multiply_group<Io, CHUNK>(d, operand_at(rows, s * 256), operand_at(errors, s * 256));
         product_commit();
         product_wait<0>();
@@ -76,7 +75,7 @@ struct StateGradients {
         product_begin();
         #pragma unroll
         for (int which = 0; which < 3; which++) {
-            #pragma unroll STEPS
+            #pragma unroll
             for (int s = 0; s < V / 16; s++) {
                 multiply_group<Io, CHUNK, true>(x[which], operand_at(which == WRITERS ? d_state : state, s * K * 32), operand_at(values[which], s * 256));
             }
