@@ -50,6 +50,7 @@ class Inputs(NamedTuple):
     scale: float
     final_state: bool
     checkpoint_every: int
+    recompute: str = "auto"  # "yes", "no"
 
 
 class StepInputs(NamedTuple):

@@ -42,6 +42,7 @@ def kda(
     final_state: bool = False,
     checkpoint_every: int = 0,
     state_dtype: torch.dtype | None = None,
+    recompute: bool | str = "auto",
     backend: str | None = None,
 ) -> KDAOutput:
     """Kimi Delta Attention over whole sequences, differentiable in every tensor.
@@ -69,6 +70,8 @@ def kda(
         checkpoint_every: 0, or 64 to also return the state at every 64-token boundary of each sequence.
         state_dtype: of the returned states, one that initial_state may have; if None, initial_state's, fp32 (fp64)
             without one. They are computed in fp32 (fp64) and rounded once.
+        recompute: True: only the inputs are kept for the backward, which runs the forward again; False: also what the
+            forward has worked out; 'auto': by size. Of no effect where a backend has one way, as all but ours in CUDA.
         backend: name of a backend; None chooses (see `explain`).
 
     Returns:
@@ -83,7 +86,7 @@ def kda(
     x = Inputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
-        _scale(q, scale), bool(final_state), checkpoint_every,
+        _scale(q, scale), bool(final_state), checkpoint_every, _recompute(recompute),
     )  # fmt: skip
     check_chunk(x)
     computed, returned = state_dtypes(q.dtype)[0], check_state_dtype(x, state_dtype)
@@ -160,3 +163,11 @@ def _scale(q: Tensor, scale: float | None) -> float:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     return float(scale)
+
+
+def _recompute(recompute: bool | str) -> str:
+    if recompute not in (True, False, "auto") or (
+        isinstance(recompute, (int, float)) and not isinstance(recompute, bool)
+    ):
+        raise ValueError(f"recompute must be True, False or 'auto', got {recompute!r}")
+    return recompute if isinstance(recompute, str) else "yes" if recompute else "no"

@@ -119,10 +119,40 @@ struct Fp16 {
     }
 };
 
+// mma.m16n8k8: lane 4 g + t holds, in the order of its registers,
+//   A (16 x 8): (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4);  B (8 x 8): (t, g), (t + 4, g);  C as above
+// The products see the upper 19 bits of a number.
+struct Tf32 {
+    static DEVICE float round(float x) {  // to the nearest, ties away from zero
+        return x != x ? x : __uint_as_float((__float_as_uint(x) + 0x1000) & ~0x1fffu);
+    }
+    static DEVICE void mma(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1, CALLED_HERE) {
+        struct Operands { float a[4], b[2]; float* d; } mine = {{a0, a1, a2, a3}, {b0, b1}, d};
+        emulator::begin("mma", site);
+        emulator::together(mine, [](Operands** lanes) {
+            const auto seen = [](float x) { return __uint_as_float(__float_as_uint(x) & ~0x1fffu); };
+            float a[16][8], b[8][8], d[16][8];
+            for (int lane = 0; lane < 32; ++lane) {
+                const int g = lane / 4, t = lane % 4;
+                for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][t + i / 2 * 4] = seen(lanes[lane]->a[i]);
+                for (int i = 0; i < 2; ++i) b[t + 4 * i][g] = seen(lanes[lane]->b[i]);
+                for (int i = 0; i < 2; ++i) memcpy(&d[g + i * 8][2 * t], lanes[lane]->d + 2 * i, 8);
+            }
+            for (int k = 0; k < 8; ++k)
+                for (int row = 0; row < 16; ++row)
+                    for (int column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
+            for (int lane = 0; lane < 32; ++lane)
+                for (int i = 0; i < 2; ++i) memcpy(lanes[lane]->d + 2 * i, &d[lane / 4 + i * 8][2 * (lane % 4)], 8);
+        });
+    }
+};
+
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
 DEVICE float log2_fast(float x) { return std::log2(x); }
 DEVICE float reciprocal(float x) { return 1 / x; }
 DEVICE float rsqrt_fast(float x) { return 1 / std::sqrt(x); }
+
+DEVICE int anew(int x) { return x; }
 
 // ---------------------------------------------------------------- within a warp
 
@@ -134,6 +164,13 @@ template <class T> DEVICE T shuffle_xor(T x, int mask, CALLED_HERE) {
             if (const int other = i ^ lanes[i]->mask; other >= 0 && other < 32) lanes[i]->result = lanes[other]->x;
     });
     return mine.result;
+}
+DEVICE int broadcast(int x, CALLED_HERE) {
+    emulator::begin("broadcast", site);
+    emulator::together(x, [](int** lanes) {
+        for (int i = 1; i < 32; ++i) *lanes[i] = *lanes[0];
+    });
+    return x;
 }
 DEVICE void warp_sync(CALLED_HERE) {
     struct Operands {} mine;

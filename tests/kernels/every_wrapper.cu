@@ -36,11 +36,13 @@ DEVICE float products(const Params& p) {
     multiply_group<Bf16, 16, true>(d, standing_operand(shared_memory() + 1024, 256), b);
     float e[8][4] = {}, f[16][4] = {};
     const u32 held[4] = {p.out[0], p.out[1], p.out[2], p.out[3]};
+    multiply_group<Fp16, 64, true>(e, standing_operand(shared_memory() + 1024, 256), b);
     multiply_held<Fp16, 64>(e, held, b);
     multiply_held<Fp16, 128, true>(f, held, standing_operand(shared_memory() + 1024, 2048));
     product_commit();
     product_wait<0>();
     product_use(d), product_use(e), product_use(f);
+    Tf32::mma(d[0], e[0][0], e[1][0], e[2][0], e[3][3], Tf32::round(e[7][3]), 1.f);
     return d[0][0] + d[1][3] + e[0][0] + f[15][3];
 }
 
@@ -64,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     publish_more(p.out, word);
     write_counter(p.out, word);
     word += read_counter(p.out) + u32(products(p));
+    word += anew(word) + broadcast(word);
     back_off();
     fence_gpu();
 #if MOVABLE_REGISTERS

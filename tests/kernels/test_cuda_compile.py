@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kda_layers.kernels.contract import CHUNK
-from kda_layers.kernels.cuda import build, cache, chunk, reverse, step
+from kda_layers.kernels.cuda import build, cache, chunk, gradients, reverse, step
 from kda_layers.kernels.cuda.backend import MOST_SHARED_BYTES, SHARED_BYTES
 from tests.kernels.cases import BF16, FP16, FP32, Case, make_inputs
 
@@ -100,6 +100,41 @@ def test_reverse(variant: reverse.Variant, arch: str) -> None:
     cubin = build.compile("reverse.cu", variant.defines, arch)
     check_resources(cubin, "kda_reverse", REGISTERS // reverse.THREADS)
     assert "serialized" not in cubin.log  # as ptxas makes products that it takes for ones in need of each other
+
+
+GRADIENTS = [
+    pytest.param(gradients.Variant(K, dtype, gate, g_wide, arch == "sm_90a"), arch, id=f"{K}-{gate}-{arch}")
+    for K, dtype, gate, g_wide in (
+        (128, FP16, "softplus", True),
+        (128, BF16, "lower_bound", False),
+        (64, BF16, "log_decay", True),
+    )
+    for arch in ARCHS
+]
+on_all_gradients = pytest.mark.parametrize(("variant", "arch"), GRADIENTS)
+
+
+@on_all_gradients
+def test_gradients(variant: gradients.Variant, arch: str) -> None:
+    cubin = build.compile("gradients.cu", variant.defines, arch)
+    check_resources(cubin, "kda_gradients", REGISTERS // variant.threads)
+    assert "serialized" not in cubin.log  # as ptxas does with products of a warpgroup that it thinks divergent
+
+
+@on_all_gradients
+def test_constants_of_gradients(variant: gradients.Variant, arch: str, agree: Callable[..., None]) -> None:
+    constants = {
+        "sizeof(GradientParams)": gradients.PARAMS.size,
+        "Shared::BYTES": variant.shared_bytes,
+        "THREADS": variant.threads,
+        "CHUNK": CHUNK,
+    }
+    agree("gradients.cuh", variant.defines, constants, arch)
+
+
+@pytest.mark.parametrize("arch", SERVED)
+def test_every_variant_of_gradients_fits(arch: str) -> None:
+    assert max(v.shared_bytes for v in gradients.variants(ARCHS[arch])) <= SERVED[arch]
 
 
 @pytest.mark.parametrize("arch", SERVED)

@@ -8,20 +8,30 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.contract import Backend, Gradients, Inputs, Problem, StepInputs
-from kda_layers.kernels.cuda import chunk, launch, reverse, step
+from kda_layers.kernels.cuda import chunk, gradients, launch, reverse, step
 
 DTYPES = (torch.bfloat16, torch.float16)
 SHARED_BYTES = {80: 163 * 1024, 87: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}  # of a block, at most
 MOST_SHARED_BYTES = 227 * 1024  # of sm_90, sm_100 and sm_103
+SOURCES = {"chunk.cu": chunk, "reverse.cu": reverse, "gradients.cu": gradients}  # and their launchers
+MOST_SAVED_BYTES = 512 * 2**20  # by one call, where the caller leaves it to us
 
 
-def _shared_bytes(K: int, arch: int) -> int:
-    """What a block of chunk.cu takes at least."""
-    return min(v.shared_bytes for v in chunk.variants(arch) if v.K == K)
+def _shared_bytes(K: int, arch: int, needs_grad: bool) -> int:
+    """What a block of the most demanding kernel takes at least."""
+    launchers = SOURCES.values() if needs_grad else (chunk,)
+    return max(min(v.shared_bytes for v in launcher.variants(arch) if v.K == K) for launcher in launchers)
+
+
+def _recomputes(x: Inputs) -> bool:
+    """Whether the backward runs the forward again instead of reading what that kept."""
+    if x.recompute != "auto":
+        return x.recompute == "yes"
+    return chunk.Saved.nbytes(x) > MOST_SAVED_BYTES
 
 
 class CudaBackend(Backend):
-    """Our kernels on the GPUs of some compute capabilities, forward only."""
+    """Our kernels on the GPUs of some compute capabilities."""
 
     fused = frozenset(("gate", "beta", "qk_l2norm"))
 
@@ -40,13 +50,12 @@ class CudaBackend(Backend):
         if problem.K != problem.V or problem.K not in chunk.WIDTHS:
             reasons.append(f"K is {problem.K} and V is {problem.V}, needs both 128 or both 64")
         elif problem.arch in self.archs and not problem.step:
-            needed, there = _shared_bytes(problem.K, problem.arch), SHARED_BYTES.get(problem.arch, MOST_SHARED_BYTES)
+            needed = _shared_bytes(problem.K, problem.arch, problem.needs_grad)
+            there = SHARED_BYTES.get(problem.arch, MOST_SHARED_BYTES)
             if needed > there:
                 reasons.append(
                     f"K is {problem.K}, needs {needed} bytes of shared memory, a block of sm_{problem.arch} has {there}"
                 )
-        if problem.needs_grad:
-            reasons.append("gradients are asked for, needs torch.no_grad()")
         return reasons or launch.problems()
 
     def variants(self, arch: str) -> Iterable[tuple[str, Mapping[str, str | int]]]:
@@ -55,19 +64,24 @@ class CudaBackend(Backend):
             return
         yield from (("step.cu", v.defines) for v in step.variants(chunk.WIDTHS, DTYPES))
         most = max(SHARED_BYTES.get(a, MOST_SHARED_BYTES) for a in mine)
-        for source, launcher in (("chunk.cu", chunk), ("reverse.cu", reverse)):
+        for source, launcher in SOURCES.items():
             yield from ((source, v.defines) for v in launcher.variants(mine[0]) if v.shared_bytes <= most)
 
     def saved_like(self, x: Inputs) -> list[Tensor]:
-        return []
+        return [] if _recomputes(x) else list(chunk.Saved.like(x))
 
     def chunk(self, x: Inputs, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
-        return *chunk.chunk(x)[:3], []
+        o, final, checkpoints, saved = chunk.chunk(x, save and not _recomputes(x))
+        return o, final, checkpoints, list(saved or ())
 
     def chunk_grad(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
     ) -> Gradients:
-        raise NotImplementedError(f"backend {self.name!r} has no gradients; `unsupported` says so beforehand")
+        x, d_o = chunk.aligned_inputs(x), chunk.aligned(d_o)
+        kept = chunk.Saved(*saved) if saved else chunk.recompute(x)
+        d_v, d_states, d_initial = reverse.reverse(x, kept, d_o, d_final, d_checkpoints)
+        tokens = gradients.gradients(x, gradients.Saved(kept.states, kept.errors, d_states, d_v, d_o))
+        return Gradients(tokens.q, tokens.k, d_v, *tokens[2:], d_initial)
 
     def step(self, x: StepInputs) -> Tensor:
         return step.step(x)

@@ -104,12 +104,24 @@ class Saved(NamedTuple):
 
     @classmethod
     def like(cls, x: Inputs) -> Saved:
-        """Unwritten; the number of rows is at least that of the chunks, which only the GPU knows if packed."""
-        B, T, _, K = x.q.shape
-        HV, V = x.v.shape[2:]
-        rows = B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
+        """Unwritten."""
+        (*_, K), (HV, V) = x.q.shape, x.v.shape[2:]
+        rows = chunk_rows(x)
         prepared = x.q.new_empty(rows, HV, stage_bytes(K), dtype=torch.uint8)
         return cls(prepared, x.q.new_empty(rows, HV, V, K), torch.empty_like(x.v))
+
+    @staticmethod
+    def nbytes(x: Inputs) -> int:
+        """Of all together."""
+        (*_, K), (HV, V) = x.q.shape, x.v.shape[2:]
+        return chunk_rows(x) * HV * (stage_bytes(K) + V * K * 2) + x.v.nbytes
+
+
+def chunk_rows(x: Inputs) -> int:
+    """Rows of what is kept of each chunk, sequence after sequence: at least as many as there are chunks, whose number
+    only the GPU knows if they are packed."""
+    B, T = x.q.shape[:2]
+    return B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
 
 
 def pack(
@@ -155,7 +167,7 @@ def aligned(t: Tensor) -> Tensor:
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
-def _aligned(x: Inputs) -> Inputs:
+def aligned_inputs(x: Inputs) -> Inputs:
     copies: dict[str, Any] = {n: aligned(t) for n, t in zip(x._fields, x, strict=True) if isinstance(t, Tensor)}
     return x._replace(**copies)
 
@@ -170,7 +182,7 @@ def chunk(x: Inputs, save: bool = False) -> tuple[Tensor, Tensor | None, Tensor 
     HV, V = x.v.shape[2:]
     if B * T > MOST_TOKENS:
         raise ValueError(f"B * T must be at most {MOST_TOKENS}, got {B * T}: split the batch")
-    x = _aligned(x)
+    x = aligned_inputs(x)
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     items, (processors, arch) = N * HV, processors_and_arch(x.q.device.index)
     variant = variant_for(x, items, processors, arch, save)
@@ -193,3 +205,10 @@ def chunk(x: Inputs, save: bool = False) -> tuple[Tensor, Tensor | None, Tensor 
             variant.shared_bytes, stream, params,
         )  # fmt: skip
     return o, final, checkpoints, saved
+
+
+def recompute(x: Inputs) -> Saved:
+    """What the forward would have kept, from its inputs."""
+    saved = chunk(x._replace(final_state=False, checkpoint_every=0), save=True)[3]
+    assert saved
+    return saved

@@ -36,3 +36,31 @@ template <int gate> struct Gates {
 DEVICE float write_strength(float logit, int beta) {
     return beta == GIVEN ? logit : (beta == TWICE_SIGMOID ? 2.f : 1.f) * sigmoid(logit);
 }
+
+// ---------------------------------------------------------------- gradients
+
+// sigmoid'(x), which keeps its digits where the sigmoid is near 0 or 1.
+DEVICE float sigmoid_gradient(float x) {
+    float z = exp2_fast(-fabsf(x) * LOG2_E), y = reciprocal(1.f + z);
+    return z * y * y;
+}
+
+// From d_g, the gradient of the log-decay, to that of the logit; and to that of A_log, one token's and channel's part.
+// `x` is the logit with its bias.
+template <int gate> DEVICE float logit_gradient(float& d_A_log, float d_g, float x, float rate, float lower_bound) {
+    float d_x = d_g;
+    d_A_log = 0.f;
+    if constexpr (gate == LOWER_BOUND) d_x = d_g * lower_bound * rate * sigmoid_gradient(rate * x), d_A_log = d_x * x;
+    if constexpr (gate == SOFTPLUS) d_x = d_g * -rate * sigmoid(x), d_A_log = d_g * -rate * softplus(x);
+    return d_x;
+}
+
+// From <bX, V'>, which is beta^2 times the gradient of beta, to that of the logit, or of a given beta that is not faint.
+DEVICE float write_strength_gradient(float product, float logit, int beta) {
+    float strength = write_strength(logit, beta);
+    if (fabsf(strength) < 1e-30f) return 0.f;  // the sigmoid's own gradient is as small
+    return product * reciprocal(strength) * (beta == GIVEN ? reciprocal(strength) : sigmoid(-logit));
+}
+
+// Whether 16-bit numbers that have a given beta as a factor say too little of what it multiplies.
+DEVICE bool is_faint(float logit, int beta) { return beta == GIVEN && fabsf(logit) < 1.f / 1024; }

@@ -53,15 +53,35 @@ struct Fp16 {
     }
 };
 
+// fp32 numbers of which products see 11 bits: what has no bound and must not lose its range.
+struct Tf32 {
+    static DEVICE float round(float x) {
+        u32 r;
+        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+        return __uint_as_float(r);
+    }
+    static DEVICE void mma(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
+              "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+    }
+};
+
 DEVICE float exp2_fast(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 DEVICE float log2_fast(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 DEVICE float reciprocal(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 DEVICE float rsqrt_fast(float x) { float r; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 
+// x, but what the compiler derives from it, it derives here and no earlier: registers are not held for it meanwhile.
+DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
+
 // ---------------------------------------------------------------- within a warp
 
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+// The first lane's x: what the compiler knows to be the same in all.
+DEVICE int broadcast(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 DEVICE void warp_sync() { __syncwarp(); }
 
 // The transpose of an 8 x 8 matrix of 16-bit numbers that the warp holds in mma's accumulator order.
@@ -215,7 +235,7 @@ DEVICE void fence_shared() {
 // An operand in shared memory: rows of 16-bit numbers along the summed dimension, in 8 x 8 blocks of 128 bytes, 8 numbers
 // of a row side by side. Blocks that follow each other along the row are 128 bytes apart, along the rows `stride`.
 // Or its transpose, a `standing` operand: rows of numbers along the other dimension, the summed one down the rows.
-// multiply_group multiplies sixteen numbers of the summed dimension: d[64, N] += a[64, 16] b[N, 16]^T, N 16 or 32 (= if
+// multiply_group multiplies sixteen numbers of the summed dimension: d[64, N] += a[64, 16] b[N, 16]^T, N 16, 32 or 64 (= if
 // it `begins`), where a warp holds 16 rows of d in mma's accumulator order. Asynchronous, from product_begin to product_wait.
 // multiply_held does so with the warp's 16 rows of a in registers, as A of mma, and N 64 or 128; there b may stand.
 
@@ -240,6 +260,12 @@ template <class T, int N, bool a_stands = false, bool begins = false> DEVICE voi
         asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME                                         \
             " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, " ADDS ", 1, 1, %18, 0;"                \
             : SUM4(0), SUM4(1), SUM4(2), SUM4(3) : "l"(a), "l"(b), "n"(STANDS));                                         \
+    }                                                                                                                    \
+    template <> DEVICE void multiply_group<TYPE, 64, STANDS, BEGINS>(float (&d)[8][4], Operand a, Operand b) {                   \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                         \
+            " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"   \
+            "%28,%29,%30,%31}, %32, %33, " ADDS ", 1, 1, %34, 0;"                                                             \
+            : SUM4(0), SUM4(1), SUM4(2), SUM4(3), SUM4(4), SUM4(5), SUM4(6), SUM4(7) : "l"(a), "l"(b), "n"(STANDS));     \
     }
 MULTIPLY_GROUP(Bf16, "bf16", 0, 0, "1")
 MULTIPLY_GROUP(Bf16, "bf16", 0, 1, "0")
