@@ -113,8 +113,8 @@ class Saved(NamedTuple):
     @staticmethod
     def nbytes(x: Inputs) -> int:
         """Of all together."""
-        (*_, K), (HV, V) = x.q.shape, x.v.shape[2:]
-        return chunk_rows(x) * HV * (stage_bytes(K) + V * K * 2) + x.v.nbytes
+        K, (B, T, HV, V) = x.q.shape[3], x.v.shape
+        return chunk_rows(x) * HV * (stage_bytes(K) + V * K * 2) + B * T * HV * V * 2
 
 
 def chunk_rows(x: Inputs) -> int:
