@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -67,6 +66,13 @@ class Kernel:
         )  # fmt: skip
 
 
+def run_emulated(
+    kernel: Kernel, device: int, grid: int, threads: int, cluster: int, shared_bytes: int, params: bytes
+) -> None:
+    """In the place of `launch.run`."""
+    kernel.launch((grid, 1, 1), (threads, 1, 1), (cluster, 1, 1), shared_bytes, 0, params)
+
+
 @contextlib.contextmanager
 def _gpu(
     launcher: Any, source: str, entry: str, *, arch: int = 90, processors: int = 16, seed: int = 0, **plan: Any
@@ -76,10 +82,9 @@ def _gpu(
         "variant_for": lambda *args: choose(*args)._replace(**plan),
         "processors_and_arch": lambda index: (processors, arch),
         "_kernel": lambda variant, device: Kernel.of(source, entry, variant.defines, seed),
+        "run": run_emulated,
     }
-    stream = mock.Mock(return_value=SimpleNamespace(cuda_stream=0))
-    gpu = mock.patch.multiple(torch.cuda, current_stream=stream, device=contextlib.nullcontext)
-    with mock.patch.multiple(launcher, **stand_ins), gpu, GuardedMemory():
+    with mock.patch.multiple(launcher, **stand_ins), GuardedMemory():
         yield
 
 
@@ -127,7 +132,7 @@ def step(x: StepInputs, *, seed: int = 0, busy: bool = False, **shape: int) -> T
 
     def run(plan: step_launcher.Plan, params: bytes) -> None:
         kernel = Kernel.of("step.cu", "kda_step", plan.variant.defines, seed)
-        kernel.launch(plan.grid, plan.block, (1, 1, 1), plan.shared_bytes, 0, params)
+        kernel.launch(plan.grid, (plan.variant.threads, 1, 1), (1, 1, 1), plan.shared_bytes, 0, params)
 
     with mock.patch.object(step_launcher, "run", run), GuardedMemory():
         o = torch.empty_like(x.v, memory_format=torch.contiguous_format)

@@ -6,11 +6,9 @@ saved.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,7 +33,7 @@ from tests.kernels.cases import (
     run,
     to_fp64,
 )
-from tests.kernels.emulated import GuardedMemory, Kernel, _guarded, end_of_memory
+from tests.kernels.emulated import GuardedMemory, Kernel, _guarded, end_of_memory, run_emulated
 from tests.kernels.test_cuda_chunk import softplus_resets
 from tests.kernels.test_hard_inputs import hard_inputs, repeated_token, resets
 
@@ -101,10 +99,9 @@ def gradients(
     stand_ins: dict[str, Any] = {
         "processors_and_arch": lambda index: (processors, arch),
         "_kernel": lambda variant, device: Kernel.of("gradients.cu", "kda_gradients", variant.defines, seed),
+        "run": run_emulated,
     }
-    stream = mock.Mock(return_value=SimpleNamespace(cuda_stream=0))
-    gpu = mock.patch.multiple(torch.cuda, current_stream=stream, device=contextlib.nullcontext)
-    with mock.patch.multiple(launcher, **stand_ins), gpu, GuardedMemory():
+    with mock.patch.multiple(launcher, **stand_ins), GuardedMemory():
         got = launcher.gradients(_guarded(x), launcher.Saved(*(end_of_memory(t) for t in saved)))
     return {f"d_{n}": t for n, t in got._asdict().items() if t is not None}
 

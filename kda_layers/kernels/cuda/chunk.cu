@@ -15,9 +15,14 @@
 enum Role { PREPARE, SCAN, INVERT };
 template <int role> DEVICE void registers() {
 #if MOVABLE_REGISTERS
-    if constexpr (role == PREPARE) registers_more<K == 128 ? 152 : 208>();
-    if constexpr (role == SCAN) registers_fewer<K == 64 ? 128 : WARPGROUPS && !SAVES ? 104 : 120>();
-    if constexpr (role == INVERT) registers_fewer<K == 64 ? 128 : WARPGROUPS && !SAVES ? 104 : 88>();
+    // Of four warpgroups' 512, as many as each form needs to spill nothing.
+    constexpr bool small = WARPGROUPS && BV == 16;
+    constexpr int prepare = K == 64 ? 208 : SAVES && small ? 160 : 152;
+    constexpr int scan = K == 64 ? 128 : WARPGROUPS && !SAVES || small ? 104 : SAVES ? 120 : 128;
+    constexpr int invert = K == 64 ? 128 : 512 - 2 * prepare - scan;
+    if constexpr (role == PREPARE) registers_more<prepare>();
+    if constexpr (role == SCAN) registers_fewer<scan>();
+    if constexpr (role == INVERT) registers_fewer<invert>();
 #endif
 }
 

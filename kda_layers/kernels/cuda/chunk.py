@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.contract import CHUNK, Inputs, checkpoint_count
-from kda_layers.kernels.cuda.launch import Kernel, load, processors_and_arch
+from kda_layers.kernels.cuda.launch import Kernel, load, processors_and_arch, run
 
 PARAMS = struct.Struct("<17Q9i2f4x")  # ChunkParams
 GATES = {"lower_bound": 0, "softplus": 1, "log_decay": 2}
@@ -198,12 +198,8 @@ def chunk(x: Inputs, save: bool = False) -> tuple[Tensor, Tensor | None, Tensor 
     ring = Ring.of(variant, units, x.q.device)
     saved = Saved.like(x) if save else None
     params = pack(x, o, final, checkpoints, ring, saved, items)
-    with torch.cuda.device(x.q.device):
-        stream = torch.cuda.current_stream(x.q.device).cuda_stream
-        _kernel(variant, x.q.device).launch(
-            (units * variant.slices, 1, 1), (variant.threads, 1, 1), (max(variant.cluster, 1), 1, 1),
-            variant.shared_bytes, stream, params,
-        )  # fmt: skip
+    kernel, device = _kernel(variant, x.q.device), x.q.device.index
+    run(kernel, device, units * variant.slices, variant.threads, max(variant.cluster, 1), variant.shared_bytes, params)
     return o, final, checkpoints, saved
 
 

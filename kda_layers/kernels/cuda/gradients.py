@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kda_layers.kernels.contract import CHUNK, Inputs
 from kda_layers.kernels.cuda.chunk import BETAS, GATES, TYPES, WIDTHS, chunk_rows
-from kda_layers.kernels.cuda.launch import Kernel, load, processors_and_arch
+from kda_layers.kernels.cuda.launch import Kernel, load, processors_and_arch, run
 
 PARAMS = struct.Struct("<20Q10i2f")  # GradientParams
 
@@ -118,12 +118,8 @@ def gradients(x: Inputs, saved: Saved) -> TokenGradients:
         blocks, sums = min(rows * H, processors * 128 // K), None  # of K = 64 two fit into a multiprocessor
         if H < HV:  # between the value heads of a group
             sums = torch.empty(blocks, 64, variant.threads, dtype=torch.float32, device=device)
-        params = pack(x, saved, out, sums, rows)
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream(device).cuda_stream
-            _kernel(variant, device).launch(
-                (blocks, 1, 1), (variant.threads, 1, 1), (1, 1, 1), variant.shared_bytes, stream, params
-            )
+        kernel = _kernel(variant, device)
+        run(kernel, device.index, blocks, variant.threads, 1, variant.shared_bytes, pack(x, saved, out, sums, rows))
     return out._replace(
         A_log=None if A_log is None else A_log.sum(0), dt_bias=None if dt_bias is None else dt_bias.sum(0)
     )

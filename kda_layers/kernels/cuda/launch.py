@@ -90,6 +90,21 @@ class Kernel:
             )
 
 
+def run(
+    kernel: Kernel, device: int, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes
+) -> None:
+    """Launch a kernel on the current stream of GPU number `device`; one number is that of blocks in x.
+
+    torch.cuda's own current_stream(device).cuda_stream costs as much as a launch.
+    """
+    if torch._C._cuda_getDevice() != device:
+        with torch.cuda.device(device):
+            return run(kernel, device, grid, threads, cluster, shared_bytes, params)
+    blocks = (grid, 1, 1) if isinstance(grid, int) else grid
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    kernel.launch(blocks, (threads, 1, 1), (cluster, 1, 1), shared_bytes, stream, params)
+
+
 @functools.cache
 def processors_and_arch(device: int) -> tuple[int, int]:
     """The number of multiprocessors of a GPU, and its compute capability times ten."""

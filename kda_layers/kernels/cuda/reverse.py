@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kda_layers.kernels.contract import Inputs
 from kda_layers.kernels.cuda.chunk import TYPES, WIDTHS, Saved, aligned, stage_bytes
-from kda_layers.kernels.cuda.launch import Kernel, load, processors_and_arch
+from kda_layers.kernels.cuda.launch import Kernel, load, processors_and_arch, run
 
 PARAMS = struct.Struct("<8Q4i")  # ReverseParams
 BV = 64  # columns of V a block
@@ -97,10 +97,6 @@ def reverse(x: Inputs, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_chec
         *(0 if t is None else t.data_ptr() for t in (saved.prepared, *given, *out)), x.v.shape[1], HV, items,
         x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
     )  # fmt: skip
-    with torch.cuda.device(x.v.device):
-        stream = torch.cuda.current_stream(x.v.device).cuda_stream
-        _kernel(variant, x.v.device).launch(
-            (units * variant.slices, 1, 1), (THREADS, 1, 1), (max(variant.cluster, 1), 1, 1),
-            variant.shared_bytes, stream, params,
-        )  # fmt: skip
+    kernel, device = _kernel(variant, x.v.device), x.v.device.index
+    run(kernel, device, units * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params)
     return out

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.contract import StepInputs
+from kda_layers.kernels.cuda import launch as cuda_launch
 from kda_layers.kernels.cuda.launch import Dim, Kernel, load
 
 POINTERS = struct.Struct("<12Q")  # StepParams begins with them
@@ -116,10 +117,6 @@ class Plan:
     def index(self) -> int:
         return self.device.index
 
-    @functools.cached_property
-    def block(self) -> Dim:
-        return self.variant.threads, 1, 1
-
 
 def step(x: StepInputs) -> Tensor:
     """o [B, T, HV, V]; `x.state` is updated in place. See `Backend.step`."""
@@ -139,13 +136,7 @@ def launch(x: StepInputs, o: Tensor, variant: Variant | None = None) -> None:
 
 def run(plan: Plan, params: bytes) -> None:
     """Launch on the current stream of the plan's device."""
-    index = plan.index
-    if torch._C._cuda_getDevice() != index:
-        with torch.cuda.device(index):
-            return run(plan, params)
-    # torch.cuda's own current_stream(index).cuda_stream costs as much as a launch.
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    plan.kernel.launch(plan.grid, plan.block, (1, 1, 1), plan.shared_bytes, stream, params)
+    cuda_launch.run(plan.kernel, plan.index, plan.grid, plan.variant.threads, 1, plan.shared_bytes, params)
 
 
 def pack(x: StepInputs, o: Tensor, variant: Variant | None = None) -> tuple[Plan, bytes, StepInputs]:
