@@ -84,6 +84,8 @@ def _gpu(
         "_kernel": lambda variant, device: Kernel.of(source, entry, variant.defines, seed),
         "run": run_emulated,
     }
+    if launcher is chunk_launcher:
+        stand_ins["_plan"] = launcher._plan.__wrapped__  # nothing is remembered
     with mock.patch.multiple(launcher, **stand_ins), GuardedMemory():
         yield
 

@@ -14,13 +14,14 @@ from torch import Tensor
 from kda_layers.kernels.contract import CHUNK, Inputs, checkpoint_count
 from kda_layers.kernels.cuda.launch import Kernel, load, processors_and_arch, run
 
-PARAMS = struct.Struct("<17Q9i2f4x")  # ChunkParams
+POINTERS, REST = struct.Struct("<17Q"), struct.Struct("<9i2f4x")  # ChunkParams
 GATES = {"lower_bound": 0, "softplus": 1, "log_decay": 2}
 BETAS = {"sigmoid": 0, "2sigmoid": 1, "given": 2}
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 WIDTHS = (128, 64)
 STAGES = 2
 MOST_TOKENS = 2**31 - 1
+PLANS = 4096  # remembered
 
 
 def stage_bytes(K: int) -> int:
@@ -64,6 +65,11 @@ class Variant(NamedTuple):
         return stage_bytes(self.K)
 
     @property
+    def ring_bytes(self) -> int:
+        """Of a unit's prepared chunks in global memory."""
+        return 3 * self.slices * self.stage_bytes
+
+    @property
     def shared_bytes(self) -> int:
         """As struct Shared in chunk.cuh adds it up."""
         scan = self.BV * 2 * (self.K + 2 * CHUNK)
@@ -73,11 +79,12 @@ class Variant(NamedTuple):
         return STAGES * self.stage_bytes + scan + exchanged + sums + gates + 8 * (6 * STAGES + 4)
 
 
-def variant_for(x: Inputs, items: int, processors: int, arch: int, saves: bool) -> Variant:
+def variant_for(
+    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, items: int, processors: int, arch: int, saves: bool
+) -> Variant:
     """The variant for `items` pairs of a sequence and a value head, on `processors` multiprocessors of `arch`."""
-    K, g_wide = x.q.shape[3], x.g.dtype == torch.float32
-    wide = arch == 90 and items * (K // 16) > processors and not (x.q.dtype == torch.float16 and g_wide)
-    return _variant(K, 32 if wide else 16, x.q.dtype, x.gate_activation, g_wide, arch, saves)
+    wide = arch == 90 and items * (K // 16) > processors and not (dtype == torch.float16 and g_wide)
+    return _variant(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, saves)
 
 
 def _variant(
@@ -124,22 +131,6 @@ def chunk_rows(x: Inputs) -> int:
     return B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
 
 
-def pack(
-    x: Inputs, o: Tensor, final: Tensor | None, checkpoints: Tensor | None, ring: Ring, saved: Saved | None, items: int
-) -> bytes:
-    """ChunkParams. Tensors must be contiguous."""
-    tensors = (
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, o, final, checkpoints, *ring,
-        *(saved or (None, None, None)),
-    )  # fmt: skip
-    return PARAMS.pack(
-        *(0 if t is None else t.data_ptr() for t in tensors),
-        x.q.shape[1], x.q.shape[2], x.v.shape[2], x.v.shape[2] // x.q.shape[2], items,
-        x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, BETAS[x.beta_activation],
-        x.beta.dtype == torch.float32, x.qk_l2norm, x.lower_bound, x.scale,
-    )  # fmt: skip
-
-
 class Ring(NamedTuple):
     """Where the blocks of a unit exchange prepared chunks."""
 
@@ -153,8 +144,47 @@ class Ring(NamedTuple):
         progress = torch.zeros(units * 64, dtype=torch.int32, device=device)
         if variant.saves:  # every chunk has a place of its own
             return cls(None, progress)
-        places = units * 3 * variant.slices
-        return cls(torch.empty(places * variant.stage_bytes, dtype=torch.uint8, device=device), progress)
+        return cls(torch.empty(units * variant.ring_bytes, dtype=torch.uint8, device=device), progress)
+
+
+class Plan(NamedTuple):
+    """All that a launch needs beside pointers."""
+
+    kernel: Kernel
+    variant: Variant
+    units: int
+    blocks: int
+    cluster: int
+    shared_bytes: int
+    state_shape: tuple[int, int, int, int]
+    rest: bytes  # of the parameters, behind the pointers
+
+
+@functools.lru_cache(PLANS)
+def _plan(
+    device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
+    gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float, saves: bool,
+) -> Plan:  # fmt: skip
+    """The plan for tensors of these shapes and types; `offsets` are how many, and their type."""
+    B, T, H, K = q_shape
+    HV, V = v_shape[2:]
+    if B * T > MOST_TOKENS:
+        raise ValueError(f"B * T must be at most {MOST_TOKENS}, got {B * T}: split the batch")
+    N = B if offsets is None else offsets[0] - 1
+    items, (processors, arch) = N * HV, processors_and_arch(device.index)
+    variant = variant_for(K, dtype, gate_activation, g_dtype == torch.float32, items, processors, arch, saves)
+    units = min(items, processors // variant.slices)  # blocks of a unit wait for each other: all must run at once
+    if not units:
+        raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
+    rest = REST.pack(
+        T, H, HV, HV // H, items, offsets is not None and offsets[1] == torch.int64, BETAS[beta_activation],
+        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
+    )  # fmt: skip
+    return Plan(
+        _kernel(variant, device), variant, units, units * variant.slices, max(variant.cluster, 1),
+        variant.shared_bytes, (N, HV, V, K), rest,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -172,34 +202,44 @@ def aligned_inputs(x: Inputs) -> Inputs:
     return x._replace(**copies)
 
 
+def _addresses(x: Inputs) -> list[int] | None:
+    """Of the tensors, 0 for those that are not there; None if one is not as the kernel reads."""
+    addresses = []
+    for t in (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens):
+        address = 0 if t is None else t.data_ptr()
+        if t is not None and (address & 15 or not t.is_contiguous()):
+            return None
+        addresses.append(address)
+    return addresses
+
+
 def chunk(x: Inputs, save: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None, Saved | None]:
     """(o, final state, checkpoints, if asked for what the backward reads); see `Backend.chunk`.
 
     Raises:
         ValueError: more tokens than 32 bits count, or a GPU (or a part of one) too small for one unit of blocks
     """
-    B, T, _, K = x.q.shape
-    HV, V = x.v.shape[2:]
-    if B * T > MOST_TOKENS:
-        raise ValueError(f"B * T must be at most {MOST_TOKENS}, got {B * T}: split the batch")
-    x = aligned_inputs(x)
-    N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    items, (processors, arch) = N * HV, processors_and_arch(x.q.device.index)
-    variant = variant_for(x, items, processors, arch, save)
-    units = min(items, processors // variant.slices)  # blocks of a unit wait for each other: all must run at once
-    if not units:
-        raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
-    o = torch.empty_like(x.v)
-    final = x.v.new_empty(N, HV, V, K, dtype=torch.float32) if x.final_state else None
+    addresses = _addresses(x)
+    if addresses is None:
+        return chunk(aligned_inputs(x), save)
+    q, v, offsets = x.q, x.v, x.cu_seqlens
+    device = q.device
+    plan = _plan(
+        device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
+        None if offsets is None else (offsets.shape[0], offsets.dtype),
+        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save,
+    )  # fmt: skip
+    o = torch.empty_like(v)
+    final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
     checkpoints = None
     if x.checkpoint_every:
-        new = x.v.new_empty if x.cu_seqlens is None else x.v.new_zeros  # packed: rows may be left over
-        checkpoints = new(B, checkpoint_count(x), HV, V, K, dtype=torch.float32)
-    ring = Ring.of(variant, units, x.q.device)
-    saved = Saved.like(x) if save else None
-    params = pack(x, o, final, checkpoints, ring, saved, items)
-    kernel, device = _kernel(variant, x.q.device), x.q.device.index
-    run(kernel, device, units * variant.slices, variant.threads, max(variant.cluster, 1), variant.shared_bytes, params)
+        new = torch.empty if offsets is None else torch.zeros  # packed: rows may be left over
+        shape = (q.shape[0], checkpoint_count(x), *plan.state_shape[1:])
+        checkpoints = new(shape, dtype=torch.float32, device=device)
+    ring, saved = Ring.of(plan.variant, plan.units, device), Saved.like(x) if save else None
+    outputs = (o, final, checkpoints, *ring, *(saved or (None, None, None)))
+    params = POINTERS.pack(*addresses, *(0 if t is None else t.data_ptr() for t in outputs)) + plan.rest
+    run(plan.kernel, device.index, plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
     return o, final, checkpoints, saved
 
 
