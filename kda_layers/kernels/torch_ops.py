@@ -7,14 +7,14 @@ They are the autograd and torch.compile boundary. Argument lists are spelled onc
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from kda_layers.kernels.checks import refuse_transforms
 from kda_layers.kernels.contract import Gradients, Inputs, StepInputs, checkpoint_count, state_dtype
 from kda_layers.kernels.dispatch import backends
 
@@ -26,7 +26,7 @@ def chunk(x: Inputs, needs_grad: bool, backend: str) -> tuple[Tensor, Tensor | N
     """(o, final state or None, checkpoints or None) of `Backend.chunk`, differentiable."""
     plain = _plain(x)
     if not torch.compiler.is_compiling():  # then the op is asked
-        _refuse_transforms("kda", x)
+        refuse_transforms("kda", x)
     if plain and not needs_grad:
         return _without_autocast(backends()[backend].chunk, x, False)[:3]
     op = _Chunk.apply if plain else torch.ops.kda_layers.chunk.default
@@ -37,7 +37,7 @@ def chunk(x: Inputs, needs_grad: bool, backend: str) -> tuple[Tensor, Tensor | N
 def step(x: StepInputs, backend: str) -> Tensor:
     """o [B, T, HV, V] of `Backend.step`, with x.state updated in place."""
     if not torch.compiler.is_compiling():
-        _refuse_transforms("kda_step", x)
+        refuse_transforms("kda_step", x)
     if not _plain(x):
         return torch.ops.kda_layers.step.default(*x, backend)
     torch.autograd.graph.increment_version(x.state)
@@ -56,22 +56,6 @@ def _plain(x: Inputs | StepInputs) -> bool:
         and not x.q.is_meta
         and PLAIN.issuperset(map(type, x))
     )
-
-
-def _refuse_transforms(name: str, values: Iterable[Any]) -> None:
-    """Raises where torch.func or forward-mode differentiation looks on: kernels would fail obscurely, or take a tensor
-    for a constant."""
-    functorch = torch._C._are_functorch_transforms_active()
-    if (functorch or forward_ad._current_level >= 0) and any(
-        (functorch and (t.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(t)))
-        or forward_ad.unpack_dual(t).tangent is not None
-        for t in values
-        if isinstance(t, Tensor)
-    ):
-        raise RuntimeError(
-            f"{name} has no rules for torch.func's transforms (grad, vmap, jvp, ...) and forward-mode differentiation: "
-            "for gradients use backward() or torch.autograd.grad, for several inputs at once the batch dimension"
-        )
 
 
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float", bool: "bool", int: "int"}
@@ -158,7 +142,7 @@ class _Chunk(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, d_checkpoints: Tensor | None) -> Any:
         options, backend = ctx.options
-        _refuse_transforms("the gradient of kda", (d_o, d_final, d_checkpoints))
+        refuse_transforms("the gradient of kda", (d_o, d_final, d_checkpoints))
         tensors = ctx.saved_tensors
         x = Inputs(*tensors[: TENSORS + 1], *options)
         if d_o is None:
@@ -191,7 +175,7 @@ def _below_autograd(op: str, *args: Any) -> Any:
 
 
 def _chunk_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    _refuse_transforms("kda", args)
+    refuse_transforms("kda", args)
     if args[-2] and torch.is_grad_enabled():
         return *_Chunk.apply(*args), []  # residuals live in the graph alone
     return _below_autograd("chunk", *args)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import kda, kda_step
+from kda_layers.kernels import layer_kernels
 from tests.kernels.cases import BF16, FP16, FP32, FP64, Case, call, make_inputs, options
 
 Arguments = dict[str, Any]
@@ -323,6 +324,7 @@ def test_recompute(bad: Any) -> None:
     )
 
 
+ONES = torch.ones(4, 3)
 TINY = make_inputs(Case(T=5, H=1, K=4, V=4, dtype=FP32, state=True, checkpoints=False))
 
 
@@ -355,6 +357,7 @@ TRANSFORMED: dict[str, Callable[[Tensor], Any]] = {
     "linearize": lambda q: torch.func.linearize(loss, q),
     "forward mode": forward_mode,
     "vmap of a backward": batched_backward,
+    "grad of a layer": torch.func.grad(lambda q: layer_kernels.conv_silu(q.flatten(2), ONES, None, None).sum()),
     "vmap of a step": lambda q: torch.func.vmap(one_step)(torch.stack((q, q))),
 }
 
