@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kda_layers.kernels.contract import (
     CHUNK,
@@ -174,3 +176,19 @@ def _check_is_tensor(name: str, t: Any) -> None:
 
 def _names(dtypes: Any) -> str:
     return " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
+
+
+def refuse_transforms(name: str, values: Iterable[Any]) -> None:
+    """Raises where torch.func or forward-mode differentiation looks on: kernels would fail obscurely, or take a tensor
+    for a constant."""
+    functorch = torch._C._are_functorch_transforms_active()
+    if (functorch or forward_ad._current_level >= 0) and any(
+        (functorch and (t.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(t)))
+        or forward_ad.unpack_dual(t).tangent is not None
+        for t in values
+        if isinstance(t, Tensor)
+    ):
+        raise RuntimeError(
+            f"{name} has no rules for torch.func's transforms (grad, vmap, jvp, ...) and forward-mode differentiation: "
+            "for gradients use backward() or torch.autograd.grad, for several inputs at once the batch dimension"
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_layers.kernels.checks import refuse_transforms
 from kda_layers.kernels.contract import CHUNK
 from kda_layers.kernels.dispatch import constant_to_compile, requested
 from kda_layers.kernels.fla.chunk_table import chunk_table
@@ -54,6 +55,8 @@ def explain(device: str) -> str:
 
 def conv_silu(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """y of `short_conv` without a mask; the gradient does not flow into the state."""
+    if not torch.compiler.is_compiling():
+        refuse_transforms("the short convolution before kda", (x, weight))
     if state is not None and torch.is_grad_enabled():
         state = state.detach().clone()  # the backward reads it, and a cache overwrites it before that
     return _Conv.apply(x, weight, state, cu_seqlens)

@@ -80,6 +80,7 @@ def kda(
 
     Raises:
         TypeError, ValueError: an argument breaks this contract; the message names it, what was expected, what came.
+        RuntimeError: a transform of torch.func (grad, vmap, ...) or forward-mode differentiation goes through the call.
 
     Source: Kimi Linear, arXiv 2510.26692, equation (1).
     """

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from kda_layers.kernels.checks import refuse_transforms
 from kda_layers.kernels.contract import Gradients, Inputs, StepInputs, checkpoint_count, state_dtype
 from kda_layers.kernels.dispatch import backends
 
@@ -24,6 +25,8 @@ PLAIN = {Tensor, Parameter, type(None), str, float, bool, int}  # what fields ar
 def chunk(x: Inputs, needs_grad: bool, backend: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(o, final state or None, checkpoints or None) of `Backend.chunk`, differentiable."""
     plain = _plain(x)
+    if not torch.compiler.is_compiling():  # then the op is asked
+        refuse_transforms("kda", x)
     if plain and not needs_grad:
         return _without_autocast(backends()[backend].chunk, x, False)[:3]
     op = _Chunk.apply if plain else torch.ops.kda_layers.chunk.default
@@ -33,6 +36,8 @@ def chunk(x: Inputs, needs_grad: bool, backend: str) -> tuple[Tensor, Tensor | N
 
 def step(x: StepInputs, backend: str) -> Tensor:
     """o [B, T, HV, V] of `Backend.step`, with x.state updated in place."""
+    if not torch.compiler.is_compiling():
+        refuse_transforms("kda_step", x)
     if not _plain(x):
         return torch.ops.kda_layers.step.default(*x, backend)
     torch.autograd.graph.increment_version(x.state)
@@ -137,6 +142,7 @@ class _Chunk(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, d_checkpoints: Tensor | None) -> Any:
         options, backend = ctx.options
+        refuse_transforms("the gradient of kda", (d_o, d_final, d_checkpoints))
         tensors = ctx.saved_tensors
         x = Inputs(*tensors[: TENSORS + 1], *options)
         if d_o is None:
@@ -169,6 +175,7 @@ def _below_autograd(op: str, *args: Any) -> Any:
 
 
 def _chunk_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    refuse_transforms("kda", args)
     if args[-2] and torch.is_grad_enabled():
         return *_Chunk.apply(*args), []  # residuals live in the graph alone
     return _below_autograd("chunk", *args)

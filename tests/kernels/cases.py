@@ -26,7 +26,6 @@ from kda_layers.kernels.reference import recurrence
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}
-FORWARD_ONLY = {"sm90", "sm100", "sm80", "sm120"}
 FP64_LIMIT = 1e-12  # no wider dtype is at hand to measure the fp64 oracle itself
 
 BEST_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -320,7 +319,7 @@ def serve(backend: str, problem: Problem, required: frozenset[str]) -> Backend:
     if reasons:
         text = f"{backend} cannot serve [{problem}]: " + "; ".join(reasons)
         typical = problem.dtype == BF16 and problem.K == problem.V == 128 and problem.device == BEST_DEVICE
-        typical = typical and not (problem.needs_grad and (problem.checkpoints or backend in FORWARD_ONLY))
+        typical = typical and not (problem.needs_grad and problem.checkpoints)
         if backend in required and typical:
             pytest.fail("KDA_LAYERS_REQUIRE: " + text)
         pytest.skip(text)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kda_layers import kda, kda_step
-from tests.kernels.cases import BF16, FP16, FP32, FP64, Case, make_inputs, options
+from kda_layers.kernels import layer_kernels
+from tests.kernels.cases import BF16, FP16, FP32, FP64, Case, call, make_inputs, options
 
 Arguments = dict[str, Any]
 Bad = tuple[str, Callable[[Arguments], Arguments], type[Exception], str]
@@ -311,3 +312,73 @@ def test_step_has_no_gradient(name: str) -> None:
     check_raises(kda_step, good, give(**wanted), ValueError, "kda_step .*no gradient")
     with torch.no_grad():
         kda_step(**good | wanted)
+
+
+# ---------------------------------------------------------------- the backward, and who differentiates
+
+
+@pytest.mark.parametrize("bad", ["yes", "no", "", None, 0, 1, 1.0, [True], "auto "], ids=repr)
+def test_recompute(bad: Any) -> None:
+    check_raises(
+        kda, arguments(FIXED, False), give(recompute=bad), ValueError, "recompute must be True, False or 'auto', got"
+    )
+
+
+ONES = torch.ones(4, 3)
+TINY = make_inputs(Case(T=5, H=1, K=4, V=4, dtype=FP32, state=True, checkpoints=False))
+
+
+def loss(q: Tensor) -> Tensor:
+    return call(TINY._replace(q=q), "eager").o.square().sum()
+
+
+def one_step(q: Tensor) -> Tensor:
+    x = TINY._replace(q=q)
+    return kda_step(*x[:5], torch.zeros_like(x.initial_state), **options(x), backend="eager")
+
+
+def forward_mode(q: Tensor) -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        return loss(torch.autograd.forward_ad.make_dual(q, q))
+
+
+def batched_backward(q: Tensor) -> Tensor:
+    q = q.clone().requires_grad_()
+    o = call(TINY._replace(q=q), "eager").o
+    return torch.vmap(lambda d: torch.autograd.grad(o, q, d, retain_graph=True)[0])(torch.ones(3, *o.shape))
+
+
+TRANSFORMED: dict[str, Callable[[Tensor], Any]] = {
+    "grad": torch.func.grad(loss),
+    "vmap": lambda q: torch.func.vmap(loss)(torch.stack((q, q))),
+    "vmap of grad": lambda q: torch.func.vmap(torch.func.grad(loss))(torch.stack((q, q))),
+    "jvp": lambda q: torch.func.jvp(loss, (q,), (q,)),
+    "jacrev": torch.func.jacrev(loss),
+    "linearize": lambda q: torch.func.linearize(loss, q),
+    "forward mode": forward_mode,
+    "vmap of a backward": batched_backward,
+    "grad of a layer": torch.func.grad(lambda q: layer_kernels.conv_silu(q.flatten(2), ONES, None, None).sum()),
+    "vmap of a step": lambda q: torch.func.vmap(one_step)(torch.stack((q, q))),
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_transforms_are_refused(how: str) -> None:
+    """By name, with what to use instead; two of them took the result for a constant."""
+    with pytest.raises(RuntimeError, match=r"kda\S* has no rules for torch.func.*use backward\(\)"):
+        TRANSFORMED[how](TINY.q)
+    assert loss(TINY.q).isfinite()
+
+
+@pytest.mark.parametrize("how", ["grad", "jvp"])
+def test_transforms_are_refused_while_compiling(how: str) -> None:
+    """There the gradient was zero."""
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match=r"kda has no rules for torch.func"):
+        torch.compile(TRANSFORMED[how], backend="aot_eager")(TINY.q)
+
+
+def test_a_transform_that_does_not_look_at_the_call_is_fine() -> None:
+    want = loss(TINY.q)
+    got = torch.func.vmap(lambda s: loss(TINY.q) * s)(torch.arange(3.0))
+    torch.testing.assert_close(got, want * torch.arange(3.0))

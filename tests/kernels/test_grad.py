@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kda_layers import kda, kda_step
+from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.contract import Gradients, Inputs
+from kda_layers.kernels.cuda.backend import CudaBackend
 from kda_layers.kernels.dispatch import problem_of
 from tests.kernels.cases import (
     BF16,
@@ -188,6 +189,33 @@ def test_recomputed_forward_gives_the_same_gradients(
         o.square().sum().backward()
         grads.append({n: t.grad for n, t in leaves.items()})
     assert [n for n in grads[0] if not torch.equal(grads[0][n], grads[1][n])] == []
+
+
+@on_every_backend
+@on_every_device
+@pytest.mark.parametrize("lengths", [None, (70, 0, 65, 3)], ids=["fixed", "packed"])
+def test_recompute_changes_no_bit(
+    lengths: tuple[int, ...] | None, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
+    """Kept or worked out again: the same results. A backend that has both ways keeps less with one of them."""
+    case = Case(B=1 if lengths else 2, T=200, lengths=lengths, group=2, slow=True, state=True)
+    x = make_inputs(for_training(case, backend, device), device)
+    chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
+    d_out, results = output_gradients(x), []
+    for recompute in (False, True, "auto"):
+
+        def forward(x: Inputs, recompute: bool | str = recompute) -> KDAOutput:
+            return kda(
+                *x[:5], **options(x), initial_state=x.initial_state, final_state=True, backend=backend,
+                checkpoint_every=x.checkpoint_every, recompute=recompute,
+            )  # fmt: skip
+
+        with poisoned_memory():
+            results.append(run(forward, x, d_out))
+    for other in results[1:]:
+        assert [n for n in results[0] if not torch.equal(results[0][n], other[n])] == []
+    kept = {way: len(chosen.saved_like(x._replace(recompute=way))) for way in ("yes", "no")}
+    assert isinstance(chosen, CudaBackend) == (kept["yes"] < kept["no"])
 
 
 @on_every_backend

@@ -24,11 +24,11 @@ LAYERS = {
     "reference": {"contract"},
     "dispatch": {"contract"},
     "checks": {"contract"},
-    "torch_ops": {"contract", "dispatch"},
+    "torch_ops": {"checks", "contract", "dispatch"},
     "op": {"checks", "contract", "dispatch", "reference", "torch_ops"},
     "fla_api": {"contract", "op"},
     "toolchain": {"dispatch", "cuda.build", "cuda.cache", "cuda.launch"},
-    "layer_kernels": {"contract", "dispatch", "fla.chunk_table", "fla.package"},
+    "layer_kernels": {"checks", "contract", "dispatch", "fla.chunk_table", "fla.package"},
     "short_conv": {"contract", "layer_kernels"},
 }
 

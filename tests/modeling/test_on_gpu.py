@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import CompileConfig, StaticCache
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, kda, kda_step
 from kda_layers.kernels import dispatch
 from kda_layers.kernels.contract import Inputs
-from kda_layers.kernels.dispatch import problem_of
+from kda_layers.kernels.dispatch import default_problem, problem_of
 from tests.kernels.cases import BF16, Case, call, error, make_inputs, on_every_backend, options, serve
 from tests.kernels.test_step import serve_step
 
@@ -123,16 +124,18 @@ def test_whole_sequences_in_a_graph(lengths: tuple[int, ...] | None) -> None:
 # ---------------------------------------------------------------- torch.compile
 
 
+@on_every_backend
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-def test_compiled_layer(train: bool) -> None:
+def test_compiled_layer(train: bool, backend: str, required_backends: frozenset[str]) -> None:
     """One graph for every length; as close to fp64 as the layer without torch.compile, up to a rounding.
 
     B * T is a multiple of 8, as Inductor pads matrices that are not, which takes it another graph. (The backend is
     entered twice for the first length: dynamic=True makes a symbol of the norm's epsilon and then thinks better of it.)
     """
+    serve(backend, replace(default_problem("cuda"), needs_grad=train), required_backends)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layer = KimiDeltaAttention(256, 2, 128).to("cuda", BF16)
+    layer = KimiDeltaAttention(256, 2, 128, backend=backend).to("cuda", BF16)
     exact = KimiDeltaAttention(256, 2, 128).double()
     exact.load_state_dict({n: p.cpu().double() for n, p in layer.state_dict().items()})
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
