@@ -56,7 +56,7 @@ def chunk_kda(
         safe_gate: states that gates are bounded, which needs lower_bound with use_gate_in_kernel; every gate is
             exact here without it.
         lower_bound: in [-5, 0).
-        disable_recompute: a hint to save more in the forward pass; today no backend has two ways.
+        disable_recompute: save more in the forward pass: `recompute` of `kda`.
         return_intermediate_states: also return the state before each 64-token chunk, [B, ceil(T / 64), HV, K, V] in
             the dtype of states (there bf16); only in inference.
         cu_seqlens, cu_seqlens_cpu: [N + 1] offsets of packed sequences; the second is the first on the CPU.
@@ -87,7 +87,7 @@ def chunk_kda(
         q, k, v, g, beta,
         initial_state=state, cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
         final_state=output_final_state, checkpoint_every=CHUNK if return_intermediate_states else 0,
-        backend=backend, **options,
+        recompute=False if disable_recompute else "auto", backend=backend, **options,
     )  # fmt: skip
     final = out.final_state if state_v_first or out.final_state is None else out.final_state.mT.contiguous()
     if not return_intermediate_states:

@@ -18,7 +18,7 @@ template <int role> DEVICE void registers() {
     // Of four warpgroups' 512, as many as each form needs to spill nothing.
     constexpr bool small = WARPGROUPS && BV == 16;
     constexpr int prepare = K == 64 ? 208 : SAVES && small ? 160 : 152;
-    constexpr int scan = K == 64 ? 128 : WARPGROUPS && !SAVES || small ? 104 : SAVES ? 120 : 128;
+    constexpr int scan = K == 64 ? 128 : WARPGROUPS && !SAVES || small ? 104 : 120;
     constexpr int invert = K == 64 ? 128 : 512 - 2 * prepare - scan;
     if constexpr (role == PREPARE) registers_more<prepare>();
     if constexpr (role == SCAN) registers_fewer<scan>();
