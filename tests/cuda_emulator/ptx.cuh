@@ -252,8 +252,6 @@ template <int pending> DEVICE void copy_wait(CALLED_HERE) {
     emulator::finish_copies(pending);
 }
 
-DEVICE uint2 load_now(const void* p, bool valid) { return valid ? *static_cast<const uint2*>(p) : make_uint2(0, 0); }
-
 DEVICE void prefetch(const void*) {}
 
 DEVICE void barrier_sync(int id, int threads, CALLED_HERE) {

@@ -53,7 +53,6 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     u32 r[4], word = Fp16::multiply(__float_as_uint(x), 7) + transpose_8x8(p.out[0]);
     copy_16(shared_memory() + 16, p.floats, threadIdx.x > 3);
     prefetch(p.halves);
-    x += __uint_as_float(load_now(p.halves, x > 0.f).y);
     copy_commit();
     copy_wait<0>();
     warp_sync();

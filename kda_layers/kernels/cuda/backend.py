@@ -79,8 +79,8 @@ class CudaBackend(Backend):
     ) -> Gradients:
         x, d_o = chunk.aligned_inputs(x), chunk.aligned(d_o)
         kept = chunk.Saved(*saved) if saved else chunk.recompute(x)
-        d_v, d_states, d_initial, products = reverse.reverse(x, kept, d_o, d_final, d_checkpoints)
-        tokens = gradients.gradients(x, gradients.Saved(kept.states, kept.errors, d_states, d_v, d_o, products))
+        d_v, d_states, d_initial = reverse.reverse(x, kept, d_o, d_final, d_checkpoints)
+        tokens = gradients.gradients(x, gradients.Saved(kept.states, kept.errors, d_states, d_v, d_o))
         return Gradients(tokens.q, tokens.k, d_v, *tokens[2:], d_initial)
 
     def step(self, x: StepInputs) -> Tensor:

@@ -173,13 +173,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         }
         const int tokens = turn.chunk.tokens;
         load_gates(p, shared, turn.head(p), warp, lane);
-        const BetaGradient beta(p, turn, warp, lane);
         copy_wait<1>();
         fence_shared();
         block_sync();
-        multiply_triangles(p, shared, warp, lane);
-        beta.store(p, turn, warp, lane);
-        lane = anew(lane), warp = anew(warp);
+        multiply_triangles(p, shared, turn, warp, lane);
         if (p.beta_activation == GIVEN) {
             copy_wait<0>();
             block_sync();

@@ -23,7 +23,6 @@ struct GradientParams {
     const void* cu_seqlens;          // [sequences + 1], or null
     const u16 *states, *d_states;    // [rows, HV, V, K]: S before a chunk, dS after it
     const u16 *errors, *d_v, *d_o;   // [B, T, HV, V]
-    const float* products;           // [rows, HV, V / 16, 64]: <bX, V'> of each token over 16 columns
     u16 *d_q, *d_k;                  // like q, k
     void *d_g, *d_beta;              // like g, beta
     float *d_A_log, *d_dt_bias;      // [rows, HV], [rows, HV, K]: each chunk's part
@@ -92,7 +91,6 @@ struct Turn {
     DEVICE i64 key_row(const GradientParams& p) const { return i64(chunk.first) * p.H + key_head; }  // of the first token
     DEVICE i64 row(const GradientParams& p) const { return i64(chunk.first) * p.HV + head(p); }
     DEVICE i64 chunk_row(const GradientParams& p) const { return i64(chunk.row) * p.HV + head(p); }
-    DEVICE const float* products(const GradientParams& p) const { return p.products + chunk_row(p) * (V / 16) * CHUNK; }
 
     static DEVICE Turn of(const GradientParams& p, int item, Finder& finder, int lane) {
         return {item, item % p.H, 0, finder.find(p, item / p.H, lane)};

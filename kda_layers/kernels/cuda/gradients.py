@@ -15,7 +15,7 @@ from kda_layers.kernels.contract import CHUNK, Inputs
 from kda_layers.kernels.cuda.chunk import BETAS, GATES, TYPES, WIDTHS, chunk_rows
 from kda_layers.kernels.cuda.launch import Kernel, load, processors_and_arch, run
 
-PARAMS = struct.Struct("<21Q10i2f")  # GradientParams
+PARAMS = struct.Struct("<20Q10i2f")  # GradientParams
 
 
 class Saved(NamedTuple):
@@ -26,7 +26,6 @@ class Saved(NamedTuple):
     d_states: Tensor  # [rows, HV, V, K] in q's dtype: the gradient of the state after each chunk
     d_v: Tensor  # [B, T, HV, V] in q's dtype: the gradient of v
     d_o: Tensor  # [B, T, HV, V] in q's dtype
-    products: Tensor  # [rows, HV, V // 16, 64] fp32: <d_v, errors> of each token over 16 columns of V
 
 
 class TokenGradients(NamedTuple):
@@ -85,8 +84,7 @@ def pack(x: Inputs, saved: Saved, out: TokenGradients, sums: Tensor | None, rows
     """GradientParams. Tensors must be contiguous."""
     tensors = (
         x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
-        saved.states, saved.d_states, saved.errors, saved.d_v, saved.d_o, saved.products, *out,
-        sums,
+        saved.states, saved.d_states, saved.errors, saved.d_v, saved.d_o, *out, sums,
     )  # fmt: skip
     return PARAMS.pack(
         *(0 if t is None else t.data_ptr() for t in tensors),

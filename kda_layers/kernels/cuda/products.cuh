@@ -21,31 +21,8 @@ DEVICE void store_beta(const GradientParams& p, i64 at, float x) {
     else static_cast<u16*>(p.d_beta)[at] = u16(Io::pack(x, 0.f));
 }
 
-// That of beta, of one token by each of the last CHUNK threads. To be loaded well before it is stored.
-struct BetaGradient {
-    float products[V / 16], logit;
-
-    DEVICE BetaGradient(const GradientParams& p, const Turn& turn, int warp, int lane) : logit(0.f) {
-        const int token = own_token(warp, lane);
-        #pragma unroll
-        for (int i = 0; i < V / 16; i++) products[i] = token >= 0 ? turn.products(p)[i * CHUNK + token] : 0.f;
-        if (valid(turn, token)) logit = load_beta(p, at(p, turn, token));
-    }
-    static DEVICE int own_token(int warp, int lane) { return 32 * (warp - WARPS + 2) + lane; }
-    static DEVICE bool valid(const Turn& turn, int token) { return token >= 0 && token < turn.chunk.tokens; }
-    static DEVICE i64 at(const GradientParams& p, const Turn& turn, int token) { return turn.row(p) + i64(token) * p.HV; }
-    DEVICE void store(const GradientParams& p, const Turn& turn, int warp, int lane) const {
-        const int token = own_token(warp, lane);
-        if (!valid(turn, token) || is_faint(logit, p.beta_activation)) return;
-        float sum = 0.f;
-        #pragma unroll
-        for (int i = 0; i < V / 16; i++) sum += products[i];
-        store_beta(p, at(p, turn, token), write_strength_gradient<Io>(sum, logit, p.beta_activation));
-    }
-};
-
 // The gradients of the triangles. Row r = 8 i + g of 8 x 8 block (i, j) has its numbers 2 t, 2 t + 1 at lane (g, t).
-DEVICE void multiply_triangles(const GradientParams& p, const Shared& shared, int warp, int lane) {
+DEVICE void multiply_triangles(const GradientParams& p, const Shared& shared, const Turn& turn, int warp, int lane) {
     const Operand errors = operand(shared.errors(), V * 16);
     const int w = warp % 4;
     #pragma unroll
@@ -63,7 +40,7 @@ DEVICE void multiply_triangles(const GradientParams& p, const Shared& shared, in
         product_use(d);
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int row = 2 * w + r;
+            int row = 2 * w + r, token = 8 * row + lane / 4;
             float own = 0.f;
             #pragma unroll
             for (int j = 0; j < CHUNK / 8; j++) {
@@ -72,7 +49,13 @@ DEVICE void multiply_triangles(const GradientParams& p, const Shared& shared, in
                 float* to = which ? shared.dL(row, j) : shared.dA(row, j);
                 if (j <= row) *reinterpret_cast<float2*>(to + 2 * lane) = make_float2(Tf32::round(x), Tf32::round(y));
             }
-            if (which == 0 && lane / 8 == lane % 4) shared.diagonal()[8 * row + lane / 4] = own;
+            if (lane / 8 != lane % 4) continue;  // not on the diagonal
+            if (which == 0) shared.diagonal()[token] = own;
+            else if (token < turn.chunk.tokens) {  // -<bX, V'>
+                i64 at = turn.row(p) + i64(token) * p.HV;
+                float logit = load_beta(p, at);
+                if (!is_faint(logit, p.beta_activation)) store_beta(p, at, write_strength_gradient(-own, logit, p.beta_activation));
+            }
         }
     }
 }

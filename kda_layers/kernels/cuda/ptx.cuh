@@ -151,14 +151,6 @@ DEVICE void copy_16(void* to, const void* from, bool valid) {
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int pending> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(pending) : "memory"); }
 
-// 8 bytes of global memory, or zeros. The compiler leaves the load where it stands.
-DEVICE uint2 load_now(const void* p, bool valid) {
-    uint2 r;
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; @p ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];}"
-        : "=&r"(r.x), "=&r"(r.y) : "l"(p), "r"(int(valid)) : "memory");
-    return r;
-}
-
 // Fetch the line of an address into L2.
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 

@@ -1,9 +1,8 @@
 // The reverse scan of the backward, from a sequence's last chunk to its first. With dS the gradient of the state at a
 // chunk's end, and dO' that of the output before it is scaled:
 //     dV' = Aqk^T dO' + Kr dS     bX = T'^T dV'     dS <- gamma dS + Qg^T dO' - Kg^T bX
-// bX is the gradient of v; with it and dS all other gradients are parallel over chunks. That of beta is made of <bX, V'>,
-// which is worked out here, where bX is not rounded yet. Formulas and names: docs/kernels/forward.md, whose prepared
-// chunks this reads.
+// bX is the gradient of v; with it and dS all other gradients are parallel over chunks. Formulas and names:
+// docs/kernels/forward.md, whose prepared chunks this reads.
 //
 // A block has 64 columns of V, which evolve independently, and a warp 16 of them, as rows of every product: what one
 // product gives is, rounded, the first operand of the next, number for number in the same lane. So nothing of the chain
@@ -19,7 +18,6 @@ static_assert(BV == 16 * SCAN_WARPS, "a warp has 16 columns");
 
 struct ReverseParams {
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], NC chunks of all sequences
-    const u16* errors;           // [B, T, HV, V]: V'
     const u16* d_o;              // [B, T, HV, V]
     const float* d_checkpoints;  // [B, T / 64, HV, V, K], or null
     const float* d_final;        // [N, HV, V, K], or null
@@ -27,7 +25,6 @@ struct ReverseParams {
     u16* d_v;                    // [B, T, HV, V]
     u16* d_states;               // [NC, HV, V, K], at each chunk's end
     float* d_initial;            // [N, HV, V, K], or null
-    float* products;             // [NC, HV, V / 16, 64]: <bX, V'> of each token over 16 columns
     int T, HV, items;            // items = N * HV; B * T < 2^31
     int wide_offsets;            // cu_seqlens is int64
 };
@@ -88,7 +85,7 @@ DEVICE void multiply_channels(Sums<CHUNK>& d, const u32 (&a)[K / 16][4], Operand
     product_commit();
 }
 
-// A lane's four columns of tokens lane / 4 + 8 i of dO, V' or the gradient of v: neighbours in memory.
+// A lane's four columns of tokens lane / 4 + 8 i of dO or of the gradient of v: neighbours in memory.
 struct Values {
     uint2 x[CHUNK / 8];
 
@@ -96,12 +93,8 @@ struct Values {
         #pragma unroll
         for (int i = 0; i < CHUNK / 8; i++) {
             int token = lane / 4 + 8 * i;
-            x[i] = load_now(from + token * stride, token < tokens);
+            x[i] = token < tokens ? *reinterpret_cast<const uint2*>(from + token * stride) : make_uint2(0, 0);
         }
-    }
-    DEVICE void transposed(Tokens& to) const {
-        #pragma unroll
-        for (int i = 0; i < CHUNK / 8; i++) to[i / 2][i % 2 * 2] = transpose_8x8(x[i].x), to[i / 2][i % 2 * 2 + 1] = transpose_8x8(x[i].y);
     }
     DEVICE void scaled(Tokens& to, const float* scale, int lane) const {
         #pragma unroll
@@ -123,33 +116,6 @@ DEVICE void store_negated(u16* to, const Tokens& x, i64 stride, int tokens, int 
         if (token < tokens) *reinterpret_cast<u64*>(to + token * stride) = a | u64(b) << 32;  // a uint2 goes in halves
     }
 }
-
-// Inner products of a warp's columns, for each token: lane has those of tokens 2 lane and 2 lane + 1.
-struct Products {
-    float x[CHUNK / 8][2];  // a lane's part, of its tokens of each 8
-
-    DEVICE Products(const Sums<CHUNK>& a, const Tokens& b) {
-        #pragma unroll
-        for (int i = 0; i < CHUNK / 8; i++) {
-            float2 upper = Io::unpack(b[i / 2][i % 2 * 2]), lower = Io::unpack(b[i / 2][i % 2 * 2 + 1]);
-            x[i][0] = a[i][0] * upper.x + a[i][2] * lower.x, x[i][1] = a[i][1] * upper.y + a[i][3] * lower.y;
-        }
-    }
-    // The lanes of the same tokens add up; those with the bit keep the later half.
-    template <int count> DEVICE void fold(int lane) {
-        bool later = lane & 4 * count;
-        #pragma unroll
-        for (int i = 0; i < 2 * count; i++) {
-            float &a = x[i / 2][i % 2], b = x[i / 2 + count][i % 2];
-            float keep = later ? b : a, give = later ? a : b;
-            a = keep + shuffle_xor(give, 4 * count);
-        }
-    }
-    DEVICE float2 fold_all(int lane) {
-        fold<4>(lane), fold<2>(lane), fold<1>(lane);
-        return make_float2(x[0][0], x[0][1]);
-    }
-};
 
 // ---------------------------------------------------------------- the state's gradient
 
@@ -221,11 +187,11 @@ DEVICE void scan(const ReverseParams& p, const Shared& shared, int w, int lane) 
         int chunk = item.chunks() - 1;
         i64 row = i64(chunks_before(p, item.sequence, ALL, lane) + chunk) * p.HV + item.head;  // of what is kept
         const i64 first_checkpoint = i64(chunks_before(p, item.sequence, WHOLE, lane)) * p.HV + item.head;
-        i64 at = item.row(p, chunk * CHUNK) * V + column + lane % 4 * 4;  // in dO, V' and the gradient of v
+        i64 at = item.row(p, chunk * CHUNK) * V + column + lane % 4 * 4;  // in dO and the gradient of v
         Gradient d;
         d.load(p.d_final ? p.d_final + state_at(index, column) : nullptr, lane);
         Values next;
-        Tokens O, next_O, V0, X;  // operands: dO' of this chunk and of the next, dV', -bX
+        Tokens O, V0, X;  // operands: dO', dV', -bX
         if (chunk >= 0) {
             next.load(p.d_o + at, stride, item.length - chunk * CHUNK, lane);
             wait_for(shared, OUTPUT, count);
@@ -265,13 +231,6 @@ DEVICE void scan(const ReverseParams& p, const Shared& shared, int w, int lane) 
             product_begin();
             multiply_tokens<CHUNK>(X1, V0, T);
             multiply_tokens<K, 2, 4>(d.S, O, operand_at(Kg, AT_QG));
-            if (chunk > 0) {
-                wait_for(shared, OUTPUT, count + 1);
-                next.scaled(WARPGROUPS ? next_O : O, shared.stage(count + 1).scale(), lane);
-            }
-            Values errors;
-            errors.load(p.errors + at, stride, item.length - chunk * CHUNK, lane);
-            if (chunk > 1) next.load(p.d_o + at - 2 * CHUNK * stride, stride, CHUNK, lane);
             product_wait<1>();
             product_use(X1);
             as_operand<CHUNK>(X, X1, -1.f);
@@ -280,13 +239,11 @@ DEVICE void scan(const ReverseParams& p, const Shared& shared, int w, int lane) 
             store_negated(p.d_v + at, X, stride, item.length - chunk * CHUNK, lane);
             product_wait<1>();
             release(shared, OUTPUT, count, lane);
-            if (WARPGROUPS && chunk > 0) {
-                #pragma unroll
-                for (int i = 0; i < CHUNK / 4; i++) O[i / 4][i % 4] = next_O[i / 4][i % 4];
+            if (chunk > 0) {
+                wait_for(shared, OUTPUT, count + 1);
+                next.scaled(O, shared.stage(count + 1).scale(), lane);
             }
-            Tokens E;
-            errors.transposed(E);
-            reinterpret_cast<float2*>(p.products)[(row * (V / 16) + column / 16) * (CHUNK / 2) + lane] = Products(X1, E).fold_all(lane);
+            if (chunk > 1) next.load(p.d_o + at - 2 * CHUNK * stride, stride, CHUNK, lane);
             product_wait<0>();
             product_use(d.S);
             release(shared, ERRORS, count, lane);
@@ -317,8 +274,7 @@ DEVICE void fetch_chunks(const ReverseParams& p, const Shared& shared, int lane)
         const int row = chunks_before(p, item.sequence, ALL, lane);
         for (int chunk = item.chunks() - 1; chunk >= 0; chunk--, count++) {
             for (int token = chunk * CHUNK + lane; token < min((chunk + 1) * CHUNK, item.length); token += 32) {
-                i64 at = item.row(p, token) * V + slice() * BV;
-                prefetch(p.d_o + at), prefetch(p.errors + at);
+                prefetch(p.d_o + item.row(p, token) * V + slice() * BV);
             }
             const Stage from{p.prepared + (i64(row + chunk) * p.HV + item.head) * STAGE_BYTES};
             if constexpr (CLUSTER == 0) {

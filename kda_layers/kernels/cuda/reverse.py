@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.contract import CHUNK, Inputs
+from kda_layers.kernels.contract import Inputs
 from kda_layers.kernels.cuda.chunk import TYPES, WIDTHS, Saved, aligned, stage_bytes
 from kda_layers.kernels.cuda.launch import Kernel, load, processors_and_arch, run
 
-PARAMS = struct.Struct("<10Q4i")  # ReverseParams
+PARAMS = struct.Struct("<8Q4i")  # ReverseParams
 BV = 64  # columns of V a block
 THREADS = 160
 
@@ -67,7 +67,6 @@ class Reversed(NamedTuple):
     d_v: Tensor  # [B, T, HV, V], the gradient of v
     d_states: Tensor  # [NC, HV, V, K], of the state at each chunk's end
     d_initial: Tensor | None  # [N, HV, V, K] fp32
-    products: Tensor  # [NC, HV, V // 16, 64] fp32: <d_v, errors> over 16 columns of V, d_v not rounded
 
 
 @functools.cache
@@ -92,12 +91,10 @@ def reverse(x: Inputs, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_chec
     items, (processors, arch) = N * HV, processors_and_arch(x.v.device.index)
     variant = variant_for(x.q.shape[3], x.v.dtype, arch)
     d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, x.q.shape[3], dtype=torch.float32)
-    products = x.v.new_empty(saved.states.shape[0], HV, V // 16, CHUNK, dtype=torch.float32)
-    out = Reversed(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial, products)
+    out = Reversed(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
     units = min(items, max(processors // variant.slices, 1))  # a block takes most of a multiprocessor's shared memory
-    tensors = (saved.prepared, saved.errors, *given, *out)
     params = PARAMS.pack(
-        *(0 if t is None else t.data_ptr() for t in tensors), x.v.shape[1], HV, items,
+        *(0 if t is None else t.data_ptr() for t in (saved.prepared, *given, *out)), x.v.shape[1], HV, items,
         x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
     )  # fmt: skip
     kernel, device = _kernel(variant, x.v.device), x.v.device.index
