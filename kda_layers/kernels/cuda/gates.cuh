@@ -56,10 +56,12 @@ template <int gate> DEVICE float logit_gradient(float& d_A_log, float d_g, float
 }
 
 // From <bX, V'>, which is beta^2 times the gradient of beta, to that of the logit, or of a given beta that is not faint.
-DEVICE float write_strength_gradient(float product, float logit, int beta) {
-    float strength = write_strength(logit, beta);
-    if (fabsf(strength) < 1e-30f) return 0.f;  // the sigmoid's own gradient is as small
-    return product * reciprocal(strength) * (beta == GIVEN ? reciprocal(strength) : sigmoid(-logit));
+// Both have beta as a factor from T', where it is rounded: so what undoes that is rounded, too.
+template <class Io> DEVICE float write_strength_gradient(float product, float logit, int beta) {
+    float strength = write_strength(logit, beta), rounded = Io::unpack(Io::pack(strength, 0.f)).x;
+    if (fabsf(rounded) < 1e-30f) return 0.f;  // the sigmoid's own gradient is as small
+    float undo = reciprocal(rounded);
+    return product * undo * (beta == GIVEN ? undo : undo * strength * sigmoid(-logit));
 }
 
 // Whether 16-bit numbers that have a given beta as a factor say too little of what it multiplies.

@@ -54,7 +54,7 @@ DEVICE void multiply_triangles(const GradientParams& p, const Shared& shared, co
             else if (token < turn.chunk.tokens) {  // -<bX, V'>
                 i64 at = turn.row(p) + i64(token) * p.HV;
                 float logit = load_beta(p, at);
-                if (!is_faint(logit, p.beta_activation)) store_beta(p, at, write_strength_gradient(-own, logit, p.beta_activation));
+                if (!is_faint(logit, p.beta_activation)) store_beta(p, at, write_strength_gradient<Io>(-own, logit, p.beta_activation));
             }
         }
     }
