@@ -1,5 +1,5 @@
 // The gradients of everything but v and the states, parallel over chunks: from what the forward saved (S, V') and what
-// the reverse scan left (dS, bX), to q, k, gates and beta. Formulas: docs/kernels/gradients.md.
+// the reverse scan left (dS, bX), to q, k, gates and beta. Formulas: docs/kernels/backward.md.
 //
 // A block takes one chunk of one key head after the other, and for each the value heads of its group, whose gradients of
 // q and k it sums. A warp has 16 channels of all 64 tokens, so that decays, and sums over tokens, stay within it. What the
