@@ -167,8 +167,8 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 def _recompute(recompute: bool | str) -> str:
-    if recompute not in (True, False, "auto") or (
-        isinstance(recompute, (int, float)) and not isinstance(recompute, bool)
-    ):
+    if isinstance(recompute, bool):
+        return "yes" if recompute else "no"
+    if not isinstance(recompute, str) or recompute != "auto":
         raise ValueError(f"recompute must be True, False or 'auto', got {recompute!r}")
-    return recompute if isinstance(recompute, str) else "yes" if recompute else "no"
+    return recompute
