@@ -13,15 +13,18 @@ reference may end earlier.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import itertools
 import json
 import math
+import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,6 +210,8 @@ def table(data: dict[str, Any]) -> str:
         f"smoothed: the mean of {width} steps. Other rounding: the initial weights differ in their last bit of fp32. "
         "Other data: other excerpts of the same text.",
     ]
+    if data["at_once"] > 1:
+        lines.append(f"{data['at_once']} trainings at a time shared the device: steps/s are not those of one alone.")
     for r in runs:
         if r["status"] != "finished":
             lines.append(f"{r['name']} stopped: {r['status']}.")
@@ -264,6 +269,19 @@ def show(folder: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- all
 
 
+Map = Callable[..., Iterable[Any]]  # as the built-in
+
+
+@contextlib.contextmanager
+def mapping(at_once: int) -> Iterator[Map]:
+    """`map`, or one that runs so many calls at a time, each process with its own interpreter."""
+    if at_once == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
+        yield pool.map
+
+
 def measure(args: argparse.Namespace, s: LMSettings, device: torch.device) -> None:
     """Trains, and writes the JSON after every run."""
     first, *others = args.backends
@@ -273,7 +291,16 @@ def measure(args: argparse.Namespace, s: LMSettings, device: torch.device) -> No
     args.output.mkdir(parents=True, exist_ok=True)
     cache = args.cache or args.output
     corpus = load_corpus(args.data, s.max_mb, s.heldout_kb, None if vocab == BYTES else vocab, s.seq_len, cache)
-    trials = {b: seconds_per_step(Run(b), s, corpus, device) for b in args.backends}
+    with mapping(args.at_once) as map_runs:
+        _measure(args, s, device, runs, corpus, map_runs)
+
+
+def _measure(
+    args: argparse.Namespace, s: LMSettings, device: torch.device, runs: list[Run], corpus: Corpus, map_runs: Map
+) -> None:
+    tried = [Run(b) for b in args.backends]
+    seconds = map_runs(seconds_per_step, tried, *map(itertools.repeat, (s, corpus, device)))
+    trials = dict(zip(args.backends, seconds, strict=True))
     steps = plan_steps(args.steps, args.budget_s, {run: trials[run.backend] for run in runs})
     most = max(steps.values())
     if most < args.steps:
@@ -281,13 +308,13 @@ def measure(args: argparse.Namespace, s: LMSettings, device: torch.device) -> No
     s = dataclasses.replace(s, steps=most)
     settings = dataclasses.asdict(s) | {"config": Path(s.config).name, "asked_steps": args.steps}
     del settings["dtype"], settings["minutes"]
-    parameters = sum(p.numel() for p in build(Run(first), s).parameters())
+    parameters = sum(p.numel() for p in build(runs[0], s).parameters())
     data: dict[str, Any] = {
         "stamp": machine(device, args.commit), "settings": settings, "corpus": corpus.facts, "parameters": parameters,
-        "steps": most, "seconds_per_step_of_trials": trials, "runs": [],
+        "steps": most, "seconds_per_step_of_trials": trials, "at_once": args.at_once, "runs": [],
     }  # fmt: skip
-    for run in runs:
-        data["runs"].append(train(run, s, corpus, device, steps[run]))
+    for result in map_runs(train, runs, *map(itertools.repeat, (s, corpus, device)), [steps[run] for run in runs]):
+        data["runs"].append(result)
         (args.output / f"{NAME}.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
@@ -306,6 +333,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--noise", type=names, default="rounding", help="rounding, data, or both (%(default)s)")
     parser.add_argument("--steps", type=int, default=2000, help="of each run (%(default)s)")
     parser.add_argument("--budget-s", type=float, default=120, metavar="S", help="seconds of each run (%(default)s)")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings in processes of their own (1)")
     parser.add_argument("--tokens", type=tokens, default="1x1024", metavar="BxT", help="of a step (%(default)s)")
     parser.add_argument("--lr", type=float, default=5e-4, help="peak learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data order (%(default)s)")
@@ -321,6 +349,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--backends must name at least one")
     if unknown := set(args.noise) - {"rounding", "data"}:
         parser.error(f"--noise must be of rounding and data, got {', '.join(sorted(unknown))}")
+    if args.at_once < 1:
+        parser.error(f"--at-once must be 1 or more, got {args.at_once}")
     if not args.budget_s > 0:
         parser.error(f"--budget-s must be more than 0, got {args.budget_s:g}")
     return args

@@ -30,7 +30,7 @@ from benchmarks.gpu.peers import softmax_forward, softmax_truth
 from kda_layers import kda
 from kda_layers.kernels import fla_api
 from kda_layers.kernels.dispatch import backends
-from kda_layers.kernels.reference import log_decay
+from kda_layers.kernels.reference import activate, log_decay
 
 
 class WallClock(Machine):
@@ -165,6 +165,24 @@ def test_turning_keys() -> None:
         assert (g[token] == -30).nonzero()[:, 0].tolist() == list(channels)
         assert (g[token] == 30).sum() == 128 - len(channels)
     assert (x["beta"] == 15).all()
+
+
+def test_reflections() -> None:
+    beta = hard("correlated keys, beta 2 x sigmoid")["given_beta"]
+    assert (beta > 1).double().mean().item() == pytest.approx(0.84, abs=0.1)  # P(N(1, 1) > 0)
+    x = cases.hard_inputs("correlated keys, beta 2 x sigmoid", 64, 2, "cpu")
+    assert x.beta_activation == "given"
+    assert torch.equal(x.beta, beta.bfloat16())
+
+
+@pytest.mark.parametrize(("name", "share"), [("gates at the bound", 1.0), ("no decay but for resets", 0.05)])
+def test_gates(name: str, share: float) -> None:
+    """Each token's channels decay alike: nearly by the bound, or hardly."""
+    decay = activate(cases.hard_inputs(name, 512, 4, "cpu")).g
+    reset = decay < -4.95
+    assert (reset | (decay > -0.002)).all()
+    assert (reset.all(-1) == reset.any(-1)).all()
+    assert reset.double().mean().item() == pytest.approx(share, abs=0.02)
 
 
 def test_hard_inputs_have_a_state() -> None:
@@ -393,6 +411,7 @@ def cudnn_stand_in(
         ("forward", Case(1, 66, 2, gate="softplus"), ("cuDNN",)),
         ("training", Case(2, 66, 2), ("cuDNN",)),
         ("training", Case(1, 66, 1, group=2, given=True), ()),
+        ("backward", Case(1, 66, 1, given=True), ()),
     ],
     ids=str,
 )
@@ -405,10 +424,11 @@ def test_peers_get_and_give_what_the_case_says(
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("section", ["decode", "hard"])
+@pytest.mark.parametrize("section", ["decode", "hard", "hard_gradients"])
 def test_peers_with_states(section: str, tmp_path: Path) -> None:
     assert run(tmp_path, section) == 0
-    assert {r["status"] for r in rows_of(tmp_path)} == {"timed" if section == "decode" else "right"}
+    rows = [r for r in rows_of(tmp_path) if (section, r["contender"]) != ("hard_gradients", "cuDNN")]
+    assert {r["status"] for r in rows} == {"timed" if section == "decode" else "right"}
 
 
 # ---------------------------------------------------------------- machine
@@ -546,6 +566,7 @@ def test_crossover_needs_a_time_for_each_T() -> None:
 TINY = Sizes(
     forward=(Case(1, 66, 2), Case(1, 66, 1, "fast", group=2, lengths=(30, 36), checkpoints=True)),
     training=(Case(1, 66, 2), Case(1, 64, 1, given=True)),
+    backward=(Case(1, 64, 1, given=True),),
     decode=(2,),
     decode_heads=2,
     hard=(24, 1),
@@ -576,16 +597,16 @@ def test_a_commit_can_be_given(tmp_path: Path) -> None:
 
 
 def test_sections_of_the_operator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sections = ("forward", "training", "decode", "hard", "context")
+    sections = ("forward", "training", "backward", "decode", "hard", "hard_gradients", "context")
     assert run(tmp_path, ",".join(sections)) == 0
     rows = rows_of(tmp_path)
     ours = [r for r in rows if r["contender"] in ("eager", "softmax attention")]
     assert {(r["section"], r["status"]) for r in ours} == {
-        (s, "right" if s == "hard" else "timed") for s in sections
+        (s, "right" if s.startswith("hard") else "timed") for s in sections
     }  # fmt: skip
     assert {r["contender"] for r in rows if r["section"] == "training"} == {"eager", "FLA", "FLA saving more", "cuDNN"}
     assert all("reason" in r for r in rows if r["status"] not in ("timed", "right"))
-    text = (tmp_path / "gpu-forward-training-decode-hard-context.md").read_text()
+    text = (tmp_path / "gpu-forward-training-backward-decode-hard-hard_gradients-context.md").read_text()
     assert text in capsys.readouterr().out
     for line in ("## forward", "faster than softmax attention", "FLA, refused in all", "CUDA graph"):
         assert line in text

@@ -30,7 +30,7 @@ def data_of(**losses: list[float]) -> dict[str, Any]:
         )  # fmt: skip
     steps = max(map(len, losses.values()))
     settings = dict(batch_size=1, seq_len=8, asked_steps=steps)
-    return dict(stamp={"commit": "abc"}, settings=settings, steps=steps, parameters=5, runs=runs)
+    return dict(stamp={"commit": "abc"}, settings=settings, steps=steps, parameters=5, at_once=1, runs=runs)
 
 
 def test_smoothed() -> None:
@@ -109,6 +109,16 @@ def test_a_run_of_the_eager_backend(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert (folder / "out" / "training_curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_two_at_once_train_as_one_alone(folder: Path) -> None:
+    losses = []
+    for n in (1, 2):
+        assert run(folder, f"--backends eager --steps 20 --budget-s 1000 --at-once {n}") == 0
+        data = json.loads((folder / "out" / "training_curves.json").read_text())
+        losses.append([r["losses"] for r in data["runs"]])
+    assert losses[0] == losses[1]
+    assert "2 trainings at a time" in (folder / "out" / "training_curves.md").read_text()
+
+
 def test_a_small_budget_means_fewer_steps(folder: Path) -> None:
     assert run(folder, "--backends eager --noise= --steps 5000 --budget-s 0.2") == 0
     data = json.loads((folder / "out" / "training_curves.json").read_text())
@@ -122,6 +132,7 @@ def test_a_small_budget_means_fewer_steps(folder: Path) -> None:
         ("--backends eager,none", "unknown backend 'none'"),
         ("--backends sm90 --steps 20", "cannot serve"),
         ("--steps 3 --backends eager", "--steps 3"),
+        ("--at-once 2 --backends sm90 --steps 20", "cannot serve"),
     ],
 )
 def test_what_cannot_be_run_is_explained(

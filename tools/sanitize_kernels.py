@@ -27,9 +27,12 @@ from tests.kernels.cases import (
     make_inputs,
     options,
     oracle,
+    output_gradients,
     outputs,
     to_device,
+    to_fp64,
 )
+from tests.kernels.cases import run as run_training
 
 GROSS = 0.03
 WIDTHS, DTYPES, STATES = (128, 64), (BF16, FP16), (FP32, BF16)
@@ -44,6 +47,12 @@ CHUNKS = [
         for gate in ("softplus", "log_decay")
         for case in (Case(T=130, group=2), replace(PACKED, K=64, V=64, dtype=FP16, H=MANY))
     ),
+]
+
+TRAININGS = [
+    *(replace(PACKED, K=K, V=K, dtype=d) for K, d in itertools.product(WIDTHS, DTYPES)),
+    Case(T=130, gate="softplus"),
+    Case(T=70, group=2, gate="log_decay", g_wide=True, beta="given"),
 ]
 
 # Slots of a pool of states, of which 4 sequences read and write some; the last column is that of the last token.
@@ -72,6 +81,21 @@ def chunk_check(case: Case) -> Check:
     return Check(f"kda {case}", outputs(oracle(x)), run)
 
 
+def training_check(case: Case) -> Check:
+    """A call of `kda` and every gradient."""
+    x = make_inputs(case)
+    d_out = output_gradients(x)
+
+    def run(device: str, backend: str) -> dict[str, Tensor]:
+        with torch.enable_grad():
+            y, d = to_device(x, device), {n: t.to(device) for n, t in d_out.items()}
+            return run_training(lambda z: call(z, backend), y, d)
+
+    with torch.enable_grad():
+        truth = run_training(oracle, to_fp64(x), d_out)
+    return Check(f"gradients {case}", truth, run)
+
+
 def step_check(kind: str, K: int, dtype: torch.dtype, state_dtype: torch.dtype) -> Check:
     """A call of `kda_step` of one of `STEPS`."""
     x = make_inputs(replace(STEPS[kind], K=K, V=K, dtype=dtype))
@@ -98,7 +122,7 @@ def step_check(kind: str, K: int, dtype: torch.dtype, state_dtype: torch.dtype) 
 
 def main(device: str = "cuda", backend: str = "sm90") -> None:
     """Raise a RuntimeError at the first output that is grossly wrong."""
-    checks = [chunk_check(case) for case in CHUNKS]
+    checks = [chunk_check(case) for case in CHUNKS] + [training_check(case) for case in TRAININGS]
     checks += [step_check(*kind) for kind in itertools.product(STEPS, WIDTHS, DTYPES, STATES)]
     for name, truth, run in checks:
         got = run(device, backend)

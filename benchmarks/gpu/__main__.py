@@ -29,8 +29,10 @@ from kda_layers.kernels.dispatch import backends
 SECTIONS: dict[str, Callable[[Setup], list[Job]]] = {
     "forward": operator.forward,
     "training": operator.training,
+    "backward": operator.backward,
     "decode": operator.decode,
     "hard": operator.hard,
+    "hard_gradients": operator.hard_gradients,
     "context": operator.context,
     "overhead": operator.overhead,
     "layer": layer,

@@ -74,6 +74,7 @@ class Sizes:
 
     forward: tuple[Case, ...]
     training: tuple[Case, ...]
+    backward: tuple[Case, ...]
     decode: tuple[int, ...] = (1, 8, 32, 128, 256)  # sequences
     decode_heads: int = 32
     hard: tuple[int, int] = (2048, 8)  # T, H
@@ -107,11 +108,17 @@ FULL = Sizes(
         Case(1, 8192, 64),
         Case(1, 8192, 16, group=2),
     ),
-    training=(*_both(Case(1, 8192, 32), Case(8, 2048, 32)), Case(1, 8192, 32, given=True)),
+    training=(
+        *_both(Case(1, 8192, 32), Case(8, 2048, 32)),
+        Case(1, 8192, 32, given=True),
+        *_both(Case(1, 8192, 96), Case(1, 32768, 32)),
+    ),
+    backward=(Case(1, 8192, 32, "fast", given=True), Case(1, 8192, 32, given=True)),
 )
 QUICK = Sizes(
     forward=_both(Case(1, 8192, 32)),
     training=(Case(1, 8192, 32),),
+    backward=(Case(1, 8192, 32, given=True),),
     decode=(1, 32),
     context=(2048, 8192, 32768),
     decode_batches=(1,),
@@ -226,21 +233,45 @@ def turning_keys(T: int, H: int, device: str) -> dict[str, Tensor]:
     return x | {"k": k, "g": g, "beta": torch.full_like(x["beta"], 15.0), "dt_bias": torch.zeros_like(x["dt_bias"])}
 
 
+def reflections(T: int, H: int, device: str) -> dict[str, Tensor]:
+    """Keys around one direction for each head, beta 2 x sigmoid of 1 + N(0, 1): most writes turn a key around."""
+    draw, x = _hard_base(T, H, device, "reflections")
+    k = 1.5 * draw.normal(1, 1, H, D) + x["k"]
+    return x | {"k": k, "given_beta": 2 * torch.sigmoid(1 + x["beta"])}
+
+
+def at_the_bound(T: int, H: int, device: str) -> dict[str, Tensor]:
+    """Every channel decays by more than e^-4.95 at every token."""
+    draw, x = _hard_base(T, H, device, "at the bound")
+    return x | {"g": 5 + draw.uniform(*x["g"].shape), "dt_bias": torch.zeros_like(x["dt_bias"])}
+
+
+def resets(T: int, H: int, device: str) -> dict[str, Tensor]:
+    """Hardly any decay, but for one token in twenty, at which every channel decays by more than e^-4.95."""
+    draw, x = _hard_base(T, H, device, "resets")
+    g = torch.where(draw.uniform(1, T, H, 1) < 0.05, 5.0, -9.0) + draw.uniform(*x["g"].shape)
+    return x | {"g": g, "dt_bias": torch.zeros_like(x["dt_bias"])}
+
+
 HARD: dict[str, Callable[[int, int, str], dict[str, Tensor]]] = {
     "random keys, slow gates": random_keys,
     "correlated keys, beta 0.9, slow gates": correlated_keys,
     "one token repeated, beta 0.98, no decay": repeated_token,
     "keys turning, the rest decays": turning_keys,
+    "correlated keys, beta 2 x sigmoid": reflections,
+    "gates at the bound": at_the_bound,
+    "no decay but for resets": resets,
 }
 
 
 def hard_inputs(name: str, T: int, H: int, device: str) -> Inputs:
     """The hard inputs of that name in bf16, asking for the final state."""
     x = HARD[name](T, H, device)
-    q, k, v, g, beta = (x[n].bfloat16() for n in ("q", "k", "v", "g", "beta"))
+    given = "given_beta" in x
+    q, k, v, g, beta = (x[n].bfloat16() for n in ("q", "k", "v", "g", "given_beta" if given else "beta"))
     return Inputs(
         q, k, v, g, beta, x["A_log"], x["dt_bias"], x["initial_state"], None,
-        "lower_bound", float(LOWER_BOUND), "sigmoid", True, D**-0.5, True, 0,
+        "lower_bound", float(LOWER_BOUND), "given" if given else "sigmoid", True, D**-0.5, True, 0,
     )  # fmt: skip
 
 

@@ -83,18 +83,13 @@ def ours_forward(backend: str, x: Inputs) -> Contender:
     return Contender(backend, prepare, ours=True)
 
 
-def ours_training(backend: str, x: Inputs, d_o: Tensor) -> Contender:
+def ours_training(backend: str, x: Inputs, d_o: Tensor, backward_alone: bool = False) -> Contender:
     """Forward, and the gradients of every tensor."""
 
     def prepare() -> Prepared:
         require(backend, problem_of(x, needs_grad=True))
         names, leaves = differentiable(x)
-
-        def run() -> Any:
-            o = call(leaves, backend).o
-            return o, torch.autograd.grad(o, [getattr(leaves, n) for n in names], d_o)
-
-        return Prepared(run, lambda out: gradients(names, out))
+        return training(lambda: call(leaves, backend).o, names, leaves, d_o, backward_alone)
 
     return Contender(backend, prepare, ours=True)
 
@@ -114,10 +109,25 @@ def ours_step(backend: str, x: Inputs) -> Contender:
     return Contender(backend, prepare, ours=True)
 
 
-def gradients(names: list[str], out: Any) -> Results:
-    """Results of a call that returned its output and the gradients of tensors of these names."""
-    o, grads = out
-    return {"o": o.detach()} | {f"d_{n}": t for n, t in zip(names, grads, strict=True)}
+def training(
+    forward: Callable[[], Tensor], names: list[str], leaves: Inputs, d_o: Tensor, backward_alone: bool = False
+) -> Prepared:
+    """Of a contender that has computed o from the leaves of these names with `forward`: that and every gradient, or
+    every gradient of one forward that is not timed."""
+    tensors = [getattr(leaves, n) for n in names]
+
+    def both() -> tuple[Tensor, tuple[Tensor, ...]]:
+        o = forward()
+        return o, torch.autograd.grad(o, tensors, d_o)
+
+    def results(out: tuple[Tensor, tuple[Tensor, ...]]) -> Results:
+        o, grads = out
+        return {"o": o.detach()} | {f"d_{n}": t for n, t in zip(names, grads, strict=True)}
+
+    if not backward_alone:
+        return Prepared(both, results)
+    o = forward()
+    return Prepared(lambda: (o, torch.autograd.grad(o, tensors, d_o, retain_graph=True)), results)
 
 
 def put_back(state: Tensor, x: Inputs) -> None:

@@ -1,4 +1,4 @@
-"""Sections of the operator: forward, training, decode, hard, context, overhead."""
+"""Sections of the operator: forward, training, backward, decode, hard, hard_gradients, context, overhead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from benchmarks.gpu.peers import (
     softmax_training,
     softmax_truth,
 )
-from benchmarks.gpu.truth import Heads, forward_truth, oracle, training_truth, upstream
+from benchmarks.gpu.truth import Heads, forward_truth, oracle, oracle_gradients, training_truth, upstream
 
 BASELINE = "fla"  # our backend that runs flash-linear-attention's kernels: what lies between is our overhead
 
@@ -69,6 +69,23 @@ def _training(setup: Setup, case: Case) -> list[Row]:
     )  # fmt: skip
 
 
+def backward(setup: Setup) -> list[Job]:
+    """Every gradient of one forward, which may keep what it likes."""
+    return [Job(case.fields(), partial(_backward, setup, case)) for case in setup.sizes.backward]
+
+
+def _backward(setup: Setup, case: Case) -> list[Row]:
+    x = make_inputs(case, setup.machine.device)
+    heads, d_o = Heads.first_and_last(x), upstream(x)
+    contenders = [
+        *(ours_training(b, x._replace(recompute="no"), d_o, backward_alone=True) for b in setup.backends),
+        fla_training(x, d_o, disable_recompute=True, backward_alone=True),
+        cudnn_training(x, d_o, backward_alone=True),
+    ]
+    truth = training_truth(heads.inputs(x), d_o[:, :, heads.v])
+    return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, memory=True)
+
+
 def decode(setup: Setup) -> list[Job]:
     """One token for each of some sequences, in a CUDA graph and called from Python."""
     H = setup.sizes.decode_heads
@@ -97,6 +114,21 @@ def _hard(setup: Setup, name: str) -> list[Row]:
     x = hard_inputs(name, T, H, setup.machine.device)
     contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x)]
     truth = oracle(x)
+    return [{"input": name, "T": T, "H": H} | admit(c, truth, setup.machine)[1] for c in contenders]
+
+
+def hard_gradients(setup: Setup) -> list[Job]:
+    """Errors of every gradient on the same inputs."""
+    T, H = setup.sizes.hard
+    return [Job({"input": name, "T": T, "H": H}, partial(_hard_gradients, setup, name)) for name in HARD]
+
+
+def _hard_gradients(setup: Setup, name: str) -> list[Row]:
+    T, H = setup.sizes.hard
+    x = hard_inputs(name, T, H, setup.machine.device)._replace(final_state=False)
+    d_o = upstream(x)
+    contenders = [*(ours_training(b, x, d_o) for b in setup.backends), fla_training(x, d_o), cudnn_training(x, d_o)]
+    truth = oracle_gradients(x, d_o)
     return [{"input": name, "T": T, "H": H} | admit(c, truth, setup.machine)[1] for c in contenders]
 
 

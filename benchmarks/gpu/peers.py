@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cases import LOWER_BOUND
-from benchmarks.gpu.contenders import Contender, Prepared, Refusal, gradients, put_back
+from benchmarks.gpu.contenders import Contender, Prepared, Refusal, put_back, training
 from benchmarks.gpu.truth import Results, differentiable
 from kda_layers.kernels.contract import Inputs
 
@@ -64,16 +64,11 @@ def _after_chunks(before: Tensor, final: Tensor) -> Tensor:
     return torch.cat((before[:, 1:].float(), final[:, None]), 1)
 
 
-def fla_training(x: Inputs, d_o: Tensor, disable_recompute: bool = False) -> Contender:
+def fla_training(x: Inputs, d_o: Tensor, disable_recompute: bool = False, backward_alone: bool = False) -> Contender:
     def prepare() -> Prepared:
         names, leaves = differentiable(x)
         forward = _fla_chunk(leaves, disable_recompute=disable_recompute)
-
-        def run() -> Any:
-            o = forward()[0]
-            return o, torch.autograd.grad(o, [getattr(leaves, n) for n in names], d_o)
-
-        return Prepared(run, lambda out: gradients(names, out))
+        return training(lambda: forward()[0], names, leaves, d_o, backward_alone)
 
     return Contender(FLA + (" saving more" if disable_recompute else ""), prepare)
 
@@ -161,16 +156,11 @@ def cudnn_forward(x: Inputs) -> Contender:
     return Contender(CUDNN, prepare)
 
 
-def cudnn_training(x: Inputs, d_o: Tensor) -> Contender:
+def cudnn_training(x: Inputs, d_o: Tensor, backward_alone: bool = False) -> Contender:
     def prepare() -> Prepared:
         names, leaves = differentiable(_wide_gates(x))
-        forward = _cudnn_call(leaves)
-
-        def run() -> Any:
-            o = forward()[0].view_as(x.v)
-            return o, torch.autograd.grad(o, [getattr(leaves, n) for n in names], d_o)
-
-        return Prepared(_cudnn_run(run), lambda out: gradients(names, out))
+        forward = _cudnn_run(_cudnn_call(leaves))
+        return training(lambda: forward()[0].view_as(x.v), names, leaves, d_o, backward_alone)
 
     return Contender(CUDNN, prepare)
 

@@ -15,8 +15,10 @@ from benchmarks.gpu.peers import SOFTMAX
 ABOUT = {
     "forward": "Forward pass of the operator: bf16, K = V = 128, raw logits in, no initial state. ms.",
     "training": "Forward and every gradient of the operator. ms.",
+    "backward": "Every gradient, from a forward that kept what it likes and is not timed. ms.",
     "decode": "One token for each sequence, fp32 states of 128 x 128. ms; the floor reads and writes every state.",
     "hard": "Relative L2 error against the fp64 recurrence where fast kernels have been wrong; nothing is timed.",
+    "hard_gradients": "The same of every gradient, on the same inputs.",
     "context": "The operator with slow gates and torch's causal attention on the same q, k, v. ms.",
     "overhead": "Our operator over flash-linear-attention's kernels against its function: GPU ms, host us per call.",
     "layer": "The layer in bf16: time, and percent of GPU time by what launched the kernels; goal: rest at most 15 %.",
@@ -26,8 +28,10 @@ FLOOR = "byte floor"
 CASE_COLUMNS = {
     "forward": ("B", "T", "H", "what", "gates"),
     "training": ("B", "T", "H", "what", "gates"),
+    "backward": ("B", "T", "H", "what", "gates"),
     "decode": ("sequences", "H"),
     "hard": ("input", "T", "H"),
+    "hard_gradients": ("input", "T", "H"),
     "context": ("pass", "B", "T", "H"),
     "overhead": ("pass", "measure", "B", "T", "H"),
     "layer": ("pass", "mode", "B", "T", "width", "H"),

@@ -83,7 +83,8 @@ def call(x: Inputs, backend: str) -> Any:
         *x[:5], A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens,
         gate_activation=x.gate_activation, lower_bound=x.lower_bound if x.gate_activation == "lower_bound" else None,
         beta_activation=x.beta_activation, qk_l2norm=x.qk_l2norm, scale=x.scale, final_state=x.final_state,
-        checkpoint_every=x.checkpoint_every, backend=backend,
+        checkpoint_every=x.checkpoint_every, recompute={"yes": True, "no": False}.get(x.recompute, x.recompute),
+        backend=backend,
     )  # fmt: skip
 
 
@@ -113,6 +114,14 @@ def oracle(x: Inputs) -> Results:
     with torch.no_grad():
         o, final, _ = recurrence(_cast(x, torch.float64))
     return {"o": o, "final_state": final}
+
+
+def oracle_gradients(x: Inputs, d_o: Tensor) -> Results:
+    """The output and every gradient by the fp64 recurrence."""
+    names, x = differentiable(_cast(x, torch.float64))
+    o = recurrence(x)[0]
+    grads = torch.autograd.grad(o, [getattr(x, n) for n in names], d_o.double())
+    return {"o": o.detach()} | {f"d_{n}": t for n, t in zip(names, grads, strict=True)}
 
 
 def _cast(x: Inputs, dtype: torch.dtype) -> Inputs:

@@ -14,7 +14,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 SHARED_BYTES = {80: 163 * 1024, 87: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}  # of a block, at most
 MOST_SHARED_BYTES = 227 * 1024  # of sm_90, sm_100 and sm_103
 SOURCES = {"chunk.cu": chunk, "reverse.cu": reverse, "gradients.cu": gradients}  # and their launchers
-MOST_SAVED_BYTES = 512 * 2**20  # by one call, where the caller leaves it to us
+MOST_SAVED = 0.01  # of the device's memory, by one call, where the caller leaves it to us
 
 
 def _shared_bytes(K: int, arch: int, needs_grad: bool) -> int:
@@ -27,7 +27,7 @@ def _recomputes(x: Inputs) -> bool:
     """Whether the backward runs the forward again instead of reading what that kept."""
     if x.recompute != "auto":
         return x.recompute == "yes"
-    return chunk.Saved.nbytes(x) > MOST_SAVED_BYTES
+    return chunk.Saved.nbytes(x) > MOST_SAVED * launch.memory_bytes(x.q.device.index)
 
 
 class CudaBackend(Backend):

@@ -112,6 +112,12 @@ def processors_and_arch(device: int) -> tuple[int, int]:
     return properties.multi_processor_count, 10 * properties.major + properties.minor
 
 
+@functools.cache
+def memory_bytes(device: int) -> int:
+    """All the memory of a GPU, free or not."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def load(source: str, entry: str, defines: Mapping[str, str | int], device: torch.device) -> Kernel:
     """A kernel on a GPU, compiled if need be; the same one for the same arguments.
 

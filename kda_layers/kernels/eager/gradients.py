@@ -154,8 +154,7 @@ def _activation_grad(
 
     d_beta = segment.by_token(d_beta, HV)[..., 0]
     if x.beta_activation != "given":
-        y = torch.sigmoid(raw(x.beta))
-        d_beta = d_beta * y * (1 - y) * (2 if x.beta_activation == "2sigmoid" else 1)
+        d_beta = d_beta * _sigmoid_gradient(raw(x.beta)) * (2 if x.beta_activation == "2sigmoid" else 1)
     put(grads.beta, d_beta)
 
     d_g = segment.by_token(d_g, HV)
@@ -163,8 +162,7 @@ def _activation_grad(
         z = raw(x.g) if x.dt_bias is None else raw(x.g) + x.dt_bias
         rate = 1.0 if x.A_log is None else x.A_log.exp()[:, None]
         if x.gate_activation == "lower_bound":
-            y = torch.sigmoid(rate * z)
-            d_g = d_g * (x.lower_bound * rate) * y * (1 - y)
+            d_g = d_g * (x.lower_bound * rate) * _sigmoid_gradient(rate * z)
             d_A = d_g * z
         else:
             d_A = d_g * -rate * torch.nn.functional.softplus(z)
@@ -174,3 +172,8 @@ def _activation_grad(
         if grads.dt_bias is not None:
             grads.dt_bias.add_(d_g.sum(0))
     put(grads.g, d_g)
+
+
+def _sigmoid_gradient(x: Tensor) -> Tensor:
+    """sigmoid(x) (1 - sigmoid(x)), which keeps its digits where the sigmoid is near 1."""
+    return torch.sigmoid(x) * torch.sigmoid(-x)

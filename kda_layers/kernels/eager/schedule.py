@@ -10,14 +10,17 @@ from torch import Tensor
 
 from kda_layers.kernels.contract import CHUNK, Inputs, sequence_offsets, state_dtype
 
-SEGMENT_ELEMENTS = 2**18  # elements of one [.., 64, K] intermediate of a segment: 1 MiB in fp32 stays in L2
+# Of a segment: elements of one [.., 64, K] intermediate at most, and chunks of a sequence. On a CPU 1 MiB in fp32 stays
+# in L2; elsewhere 16 MiB keep the device busy while the next operations are launched.
+CPU_SEGMENT, DEVICE_SEGMENT = (2**18, 8), (2**22, 64)
 
 
 def chunks_per_segment(x: Inputs) -> int:
-    """Chunks of each sequence in a segment, 1 to 8; from shapes alone, so that what is saved has a known size."""
+    """Chunks of each sequence in a segment; from device and shapes alone, so that what is saved has a known size."""
+    elements, most = CPU_SEGMENT if x.q.device.type == "cpu" else DEVICE_SEGMENT
     N = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     per_chunk = N * x.v.shape[2] * CHUNK * max(int(x.q.shape[3]), int(x.v.shape[3]))
-    return torch.sym_max(1, torch.sym_min(8, SEGMENT_ELEMENTS // per_chunk))
+    return torch.sym_max(1, torch.sym_min(most, elements // per_chunk))
 
 
 def with_flat_tokens(x: Inputs) -> Inputs:
