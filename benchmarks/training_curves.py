@@ -7,7 +7,7 @@ bit ("rounding"), and, if asked for, one that sees its batches in another order 
 
 Writes training_curves.json after every run, and then training_curves.md and .png, which `--plot FOLDER` makes again
 from the JSON. Where the budget is too short for all steps, every run makes fewer, as many as the slowest can; the
-reference may end earlier.
+reference may end earlier. `--resume` keeps the runs of the JSON that made all of them, and makes the others again.
 """
 
 from __future__ import annotations
@@ -210,8 +210,9 @@ def table(data: dict[str, Any]) -> str:
         f"smoothed: the mean of {width} steps. Other rounding: the initial weights differ in their last bit of fp32. "
         "Other data: other excerpts of the same text.",
     ]
-    if data["at_once"] > 1:
-        lines.append(f"{data['at_once']} trainings at a time shared the device: steps/s are not those of one alone.")
+    if any(r["at_once"] > 1 for r in runs):
+        shared = " / ".join(r["name"] for r in runs if r["at_once"] > 1)
+        lines.append(f"Of trainings that shared the device ({shared}) steps/s are not those of one alone.")
     for r in runs:
         if r["status"] != "finished":
             lines.append(f"{r['name']} stopped: {r['status']}.")
@@ -219,7 +220,11 @@ def table(data: dict[str, Any]) -> str:
             lines.append(f"{r['name']} made {r['steps']} steps of {data['steps']}, as many as its time allowed.")
     if data["steps"] < s["asked_steps"]:
         lines.append(f"{s['asked_steps']} steps were asked for, and the time allowed {data['steps']}.")
-    lines += ["", ", ".join(f"{k} {v}" for k, v in data["stamp"].items())]
+    stamps: dict[str, list[str]] = {}
+    for r in runs:
+        stamps.setdefault(", ".join(f"{k} {v}" for k, v in r["stamp"].items()), []).append(r["name"])
+    for stamp, names in stamps.items():
+        lines += ["", stamp if len(stamps) == 1 else f"{' / '.join(names)}: {stamp}"]
     return "\n".join(lines) + "\n"
 
 
@@ -269,6 +274,20 @@ def show(folder: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- all
 
 
+def settings_of(args: argparse.Namespace, s: LMSettings) -> dict[str, Any]:
+    """What fixes a training but for the run's own precision."""
+    settings = dataclasses.asdict(s) | {"config": Path(s.config).name, "asked_steps": args.steps}
+    del settings["dtype"], settings["minutes"]
+    return settings
+
+
+def finished_runs(folder: Path, settings: dict[str, Any], steps: int) -> dict[str, dict[str, Any]]:
+    """The runs of the JSON in `folder` with all the steps, by name; none of a training with other settings."""
+    path = folder / f"{NAME}.json"
+    data = json.loads(path.read_text()) if path.exists() else {"settings": None, "runs": []}
+    return {r["name"]: r for r in data["runs"] if data["settings"] == settings and r["steps"] == steps}
+
+
 Map = Callable[..., Iterable[Any]]  # as the built-in
 
 
@@ -298,23 +317,25 @@ def measure(args: argparse.Namespace, s: LMSettings, device: torch.device) -> No
 def _measure(
     args: argparse.Namespace, s: LMSettings, device: torch.device, runs: list[Run], corpus: Corpus, map_runs: Map
 ) -> None:
-    tried = [Run(b) for b in args.backends]
-    seconds = map_runs(seconds_per_step, tried, *map(itertools.repeat, (s, corpus, device)))
-    trials = dict(zip(args.backends, seconds, strict=True))
-    steps = plan_steps(args.steps, args.budget_s, {run: trials[run.backend] for run in runs})
-    most = max(steps.values())
+    kept = finished_runs(args.output, settings_of(args, s), args.steps) if args.resume else {}
+    missing = [run for run in runs if run.name not in kept]
+    tried = list(dict.fromkeys(run.backend for run in missing))
+    seconds = map_runs(seconds_per_step, map(Run, tried), *map(itertools.repeat, (s, corpus, device)))
+    trials = dict(zip(tried, seconds, strict=True))
+    steps = plan_steps(args.steps, args.budget_s, {run: trials[run.backend] for run in missing}) if missing else {}
+    most = args.steps if kept else max(steps.values())
     if most < args.steps:
         print(f"{most} steps instead of {args.steps}: --budget-s {args.budget_s:g} allows no more to the slowest run")
     s = dataclasses.replace(s, steps=most)
-    settings = dataclasses.asdict(s) | {"config": Path(s.config).name, "asked_steps": args.steps}
-    del settings["dtype"], settings["minutes"]
     parameters = sum(p.numel() for p in build(runs[0], s).parameters())
+    facts = {"stamp": machine(device, args.commit), "at_once": args.at_once}
     data: dict[str, Any] = {
-        "stamp": machine(device, args.commit), "settings": settings, "corpus": corpus.facts, "parameters": parameters,
-        "steps": most, "seconds_per_step_of_trials": trials, "at_once": args.at_once, "runs": [],
+        "settings": settings_of(args, s), "corpus": corpus.facts, "parameters": parameters,
+        "steps": most, "seconds_per_step_of_trials": trials, "runs": [],
     }  # fmt: skip
-    for result in map_runs(train, runs, *map(itertools.repeat, (s, corpus, device)), [steps[run] for run in runs]):
-        data["runs"].append(result)
+    made = iter(map_runs(train, missing, *map(itertools.repeat, (s, corpus, device)), [steps[run] for run in missing]))
+    for run in runs:
+        data["runs"].append(kept[run.name] if run.name in kept else next(made) | facts)
         (args.output / f"{NAME}.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
@@ -333,6 +354,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--noise", type=names, default="rounding", help="rounding, data, or both (%(default)s)")
     parser.add_argument("--steps", type=int, default=2000, help="of each run (%(default)s)")
     parser.add_argument("--budget-s", type=float, default=120, metavar="S", help="seconds of each run (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="keep the whole runs that --output has already")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings in processes of their own (1)")
     parser.add_argument("--tokens", type=tokens, default="1x1024", metavar="BxT", help="of a step (%(default)s)")
     parser.add_argument("--lr", type=float, default=5e-4, help="peak learning rate (%(default)s)")

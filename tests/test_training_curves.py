@@ -26,11 +26,11 @@ def data_of(**losses: list[float]) -> dict[str, Any]:
         run = Run(*name.split("_"))
         runs.append(
             dict(name=run.name, backend=run.backend, change=run.change, dtype=run.dtype, steps=len(values),
-                 losses=values, status="finished", steps_per_s=2.0, peak_gib=None)
+                 losses=values, status="finished", steps_per_s=2.0, peak_gib=None, at_once=1, stamp={"commit": "abc"})
         )  # fmt: skip
     steps = max(map(len, losses.values()))
     settings = dict(batch_size=1, seq_len=8, asked_steps=steps)
-    return dict(stamp={"commit": "abc"}, settings=settings, steps=steps, parameters=5, at_once=1, runs=runs)
+    return dict(settings=settings, steps=steps, parameters=5, runs=runs)
 
 
 def test_smoothed() -> None:
@@ -116,7 +116,28 @@ def test_two_at_once_train_as_one_alone(folder: Path) -> None:
         data = json.loads((folder / "out" / "training_curves.json").read_text())
         losses.append([r["losses"] for r in data["runs"]])
     assert losses[0] == losses[1]
-    assert "2 trainings at a time" in (folder / "out" / "training_curves.md").read_text()
+    assert "shared the device (eager / eager, other rounding)" in (folder / "out" / "training_curves.md").read_text()
+
+
+def test_resuming_makes_what_is_missing(folder: Path) -> None:
+    """A run that was cut short is made again; whole ones stay, unless the training is another."""
+    path = folder / "out" / "training_curves.json"
+    options = "--backends eager --steps 20 --budget-s 1000"
+    assert run(folder, options) == 0
+    before = json.loads(path.read_text())
+    cut = json.loads(path.read_text())
+    cut["runs"][0]["stamp"]["commit"] = "kept"
+    cut["runs"][1] |= {"steps": 7, "losses": cut["runs"][1]["losses"][:7]}
+    path.write_text(json.dumps(cut))
+    assert run(folder, f"{options} --resume") == 0
+    after = json.loads(path.read_text())
+    assert [r["losses"] for r in after["runs"]] == [r["losses"] for r in before["runs"]]
+    assert [r["stamp"]["commit"] for r in after["runs"]] == ["kept", "abc"]
+    text = (folder / "out" / "training_curves.md").read_text()
+    assert "eager: " in text
+    assert "commit kept" in text
+    assert run(folder, f"{options} --resume --seed 5") == 0
+    assert [r["stamp"]["commit"] for r in json.loads(path.read_text())["runs"]] == ["abc", "abc"]
 
 
 def test_a_small_budget_means_fewer_steps(folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.contenders import Contender, Prepared, require
 from benchmarks.gpu.harness import Job, Row, Setup, compete, reason
 from benchmarks.gpu.kernel_shares import REST, profile
+from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.truth import Results
 from kda_layers import KimiDeltaAttention
 from kda_layers.kernels.dispatch import default_problem
@@ -61,16 +62,20 @@ def _layer(setup: Setup, pass_: str, mode: str) -> list[Row]:
     contenders = [_contender(made, backend, x, d_o, mode) for backend in setup.backends]
     truth = _truth(made, x, d_o)
 
-    def where_time_goes(c: Contender, prepared: Prepared) -> Row:
-        try:
-            row: Row = profile(setup.machine, prepared.run, c.name)
-        except Exception as problem:
-            return {"reason": f"no shares of GPU time: {reason(problem)}"}
-        return row | {"goal": "met" if row[f"{REST} %"] <= GOAL_REST_PERCENT else "missed"}
+    def more(c: Contender, prepared: Prepared) -> Row:
+        row = where_time_goes(setup.machine, c, prepared)
+        goal = {} if "reason" in row else {"goal": "met" if row[f"{REST} %"] <= GOAL_REST_PERCENT else "missed"}
+        return row | goal
 
-    return compete(
-        _fields(setup, pass_, mode), contenders, truth, setup.machine, memory=True, more=where_time_goes
-    )  # fmt: skip
+    return compete(_fields(setup, pass_, mode), contenders, truth, setup.machine, memory=True, more=more)
+
+
+def where_time_goes(machine: Machine, c: Contender, prepared: Prepared) -> Row:
+    """GPU time of a call and the shares of it, or why they are not known."""
+    try:
+        return profile(machine, prepared.run, c.name)
+    except Exception as problem:
+        return {"reason": f"no shares of GPU time: {reason(problem)}"}
 
 
 def _run(m: Any, x: Tensor, d_o: Tensor | None, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:

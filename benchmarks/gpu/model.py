@@ -20,7 +20,7 @@ from transformers import StaticCache
 from benchmarks.gpu.cases import Sizes
 from benchmarks.gpu.contenders import Contender, Prepared, require
 from benchmarks.gpu.harness import Job, Row, Setup, compete
-from benchmarks.gpu.layer import MODES, to_bf16, to_fp32
+from benchmarks.gpu.layer import MODES, to_bf16, to_fp32, where_time_goes
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.peers import SOFTMAX
 from benchmarks.gpu.truth import Results
@@ -29,6 +29,7 @@ from kda_layers.kernels.dispatch import default_problem
 from kda_layers.modeling.cache import cache_bytes
 
 LIMIT = 0.1  # a whole model in bf16 against fp32: each of its layers rounds, which alone makes about 0.04
+PEAK = 989e12  # flop/s of an H200 in bf16, dense, by its data sheet
 PROMPT = 64  # tokens in a KDA model's states before the step
 NO_MASK = {"full_attention": None, "linear_attention": None}
 GRAPH, REDUCE_OVERHEAD = "CUDA graph", "reduce-overhead"  # ours of the compiled step; inductor's, as generate uses it
@@ -244,8 +245,14 @@ def _whole(setup: Setup, what: str, mode: str) -> list[Row]:
         return make(made, tokens, mode)
 
     contenders = [Contender(b, partial(prepare, b), ours=True) for b in setup.backends]
-    rows = compete(_whole_fields(setup, what, mode), contenders, truth, machine, limit=LIMIT, memory=True)
-    return [_per_second(row, T) for row in rows]
+    train = what != "prefill"
+    more = partial(where_time_goes, machine) if train else None
+    rows = compete(_whole_fields(setup, what, mode), contenders, truth, machine, limit=LIMIT, memory=True, more=more)
+    rows = [_per_second(row, T) for row in rows]
+    if not train:
+        return rows
+    flops = 6 * sum(p.numel() for p in made.parameters()) * T  # without the operator's own, some 5 % more
+    return [r | ({"MFU %": 100 * flops / PEAK / r["time"]["median"] * 1e3} if "time" in r else {}) for r in rows]
 
 
 def _prefill(made: Any, tokens: Tensor, mode: str) -> Prepared:

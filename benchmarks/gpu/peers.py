@@ -160,7 +160,8 @@ def cudnn_training(x: Inputs, d_o: Tensor, backward_alone: bool = False) -> Cont
     def prepare() -> Prepared:
         names, leaves = differentiable(_wide_gates(x))
         forward = _cudnn_run(_cudnn_call(leaves))
-        return training(lambda: forward()[0].view_as(x.v), names, leaves, d_o, backward_alone)
+        prepared = training(lambda: forward()[0].view_as(x.v), names, leaves, d_o, backward_alone)
+        return prepared._replace(run=_cudnn_run(prepared.run))
 
     return Contender(CUDNN, prepare)
 
