@@ -169,6 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         lane = anew(lane), warp = anew(warp);
         if (warp == 0) {
             Finder finder = shared.finder();
+            warp_sync();  // all lanes have read what all of them write
             shared.turn(count + 1) = turn.next(p, finder, lane), shared.finder() = finder;
         }
         const int tokens = turn.chunk.tokens;
