@@ -20,20 +20,28 @@ HEAVY = {"triton", "fla", "cuda", "cupy", "pynvml"}  # only inside functions, an
 
 # kernels.X -> what of kda_layers.kernels it may import at all; a backend's own rule is below
 LAYERS = {
+    "kernels": {"attention.op"},
     "contract": set(),
     "reference": {"contract"},
-    "dispatch": {"contract"},
-    "checks": {"contract"},
-    "torch_ops": {"checks", "contract", "dispatch"},
+    "registry": set(),
+    "library": set(),
+    "dispatch": {"contract", "registry", "attention.contract", "attention.dispatch"},
+    "checks": {"contract", "registry"},
+    "torch_ops": {"checks", "contract", "dispatch", "library"},
     "op": {"checks", "contract", "dispatch", "reference", "torch_ops"},
     "fla_api": {"contract", "op"},
     "toolchain": {"dispatch", "cuda.build", "cuda.cache", "cuda.launch"},
-    "layer_kernels": {"checks", "contract", "dispatch", "fla.chunk_table", "fla.package"},
+    "layer_kernels": {"checks", "contract", "registry", "fla.chunk_table", "fla.package"},
     "short_conv": {"contract", "layer_kernels"},
+    "attention.contract": set(),
+    "attention.dispatch": {"attention.contract", "registry"},
+    "attention.checks": {"attention.contract", "checks", "contract"},
+    "attention.torch_ops": {"attention.contract", "attention.dispatch", "checks", "library"},
+    "attention.op": {*(f"attention.{n}" for n in ("checks", "contract", "dispatch", "torch_ops")), "checks"},
 }
 
 # Who reads the environment: which backend is asked for, and where compiled kernels are kept, which changes no result.
-READERS = {"kda_layers.kernels.dispatch", "kda_layers.kernels.cuda.cache"}
+READERS = {"kda_layers.kernels.registry", "kda_layers.kernels.cuda.cache"}
 
 
 def name_of(file: Path) -> str:
@@ -80,16 +88,21 @@ def test_the_files_are_found() -> None:
 
 @pytest.mark.parametrize("file", KERNELS, ids=name_of)
 def test_kernels_import_downwards(file: Path) -> None:
-    found, folder = of_kernels(file), file.parent.name
+    found, name = of_kernels(file), name_of(file).removeprefix("kda_layers.").removeprefix("kernels.")
     if file in BACKENDS:
-        own = {n for n in found if n.split(".")[0] in (file.stem, "cuda")}
-        assert found - own <= {"contract", "reference"}, "a backend sees the contract and its own kernels"
-    elif folder == "kernels" and file.stem in LAYERS:
-        assert found <= LAYERS[file.stem]
+        operator = name.partition("backends.")[0]  # "attention." or, of KDA, nothing
+        own = {n for n in found if n.removeprefix(operator).split(".")[0] in (file.stem, "cuda")}
+        assert found - own <= {"contract", "reference", f"{operator}contract"}, (
+            "a backend sees contract and own kernels"
+        )
+    elif name in LAYERS:
+        assert found <= LAYERS[name]
     else:  # kernels of one backend, or something new
-        assert {n for n in found if n.split(".")[0] in ("dispatch", "op", "backends", "fla_api")} == set()
-        others = {b.stem for b in BACKENDS} - {folder}
-        assert {n for n in found if n.split(".")[0] in others} == set()
+        parts = {n.removeprefix("attention.").split(".")[0] for n in found}
+        assert (
+            parts & {"dispatch", "op", "backends", "fla_api", *({b.stem for b in BACKENDS} - {file.parent.name})}
+            == set()
+        )
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f not in KERNELS], ids=name_of)
