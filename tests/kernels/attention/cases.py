@@ -20,7 +20,7 @@ from kda_layers.kernels.attention.contract import Backend, Gradients, Inputs, Pr
 from kda_layers.kernels.attention.dispatch import ATTENTION
 from tests.kernels.cases import BEST_DEVICE, BF16, FP64, budget, error
 
-PLACES = sorted({("eager", "cpu"), ("eager", BEST_DEVICE)})
+PLACES = sorted({("eager", "cpu"), ("eager", BEST_DEVICE), ("triton", BEST_DEVICE)})
 on_every_backend = pytest.mark.parametrize(("backend", "device"), PLACES, ids=lambda v: v)
 
 
