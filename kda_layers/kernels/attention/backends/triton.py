@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda_layers.kernels.attention.contract import Backend, Gradients, Inputs, Problem
-from kda_layers.kernels.attention.triton.launches import Launch, launches
+from kda_layers.kernels.attention.triton.launches import Launch, Launches, launches
 from kda_layers.kernels.attention.triton.packing import sequence_numbers, tile_table
 
 MAX_D = 256
@@ -19,7 +20,12 @@ NO_BIAS, PER_KEY, PER_PAIR = range(3)  # as in triton/parts.py
 
 
 class TritonBackend(Backend):
+    """`table` says how kernels are launched; others than the default are for tests and tuning."""
+
     name = "triton"
+
+    def __init__(self, table: Callable[[int, torch.dtype, int], Launches] = launches):
+        self.table = table
 
     @property
     def priority(self) -> int:  # type: ignore[override]
@@ -48,7 +54,7 @@ class TritonBackend(Backend):
         from kda_layers.kernels.attention.triton.forward import forward_kernel
 
         B, T, H, _ = x.q.shape
-        call = _Call(x)
+        call = _Call(x, self.table)
         launch = call.launches["forward"]
         o = x.v.new_empty(x.q.shape)
         lse = x.q.new_empty(B, H, T, dtype=torch.float32)
@@ -64,7 +70,7 @@ class TritonBackend(Backend):
         from kda_layers.kernels.attention.triton.backward import key_kernel, query_kernel
 
         (B, T, H, _), (_, S, H_kv, _) = x.q.shape, x.k.shape
-        call, d_o, delta = _Call(x), d_o.contiguous(), torch.empty_like(lse)
+        call, d_o, delta = _Call(x, self.table), d_o.contiguous(), torch.empty_like(lse)
         dq, dk, dv = (t.new_empty(t.shape) for t in (x.q, x.k, x.v))
         bias = x.bias if x.bias_grad else None
         per_key = bias is not None and call.bias == PER_KEY
@@ -94,7 +100,7 @@ class TritonBackend(Backend):
 class _Call:
     """The arguments that kernels share."""
 
-    def __init__(self, x: Inputs):
+    def __init__(self, x: Inputs, table: Callable[[int, torch.dtype, int], Launches]):
         (_, T, H, D), (_, S, H_kv, _), bias = x.q.shape, x.k.shape, x.bias
         self.x, self.sizes = x, (T, S)
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (x.q, x.k, x.v))
@@ -113,7 +119,7 @@ class _Call:
         if x.q.is_cuda:
             major, minor = torch.cuda.get_device_capability(x.q.device)
             arch = 10 * major + minor
-        self.launches = launches(arch, x.q.dtype, self.block_d)
+        self.launches = table(arch, x.q.dtype, self.block_d)
         self.options: dict[str, Any] = {
             "GROUP": H // H_kv, "BIAS_GROUP": 1 if bias is None else H // bias.shape[1], "CAUSAL": x.causal,
             "PACKED": x.cu_seqlens is not None,

@@ -48,7 +48,10 @@ def load_bias(
     Bias, t_stride, s_stride, row, col, row_end, col_end,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The bias of a tile of scores from (row, col) on, [1, BLOCK_N] PER_KEY or [BLOCK_M, BLOCK_N] PER_PAIR."""
+    """The bias of a tile of scores from (row, col) on, [1, BLOCK_N] PER_KEY or [BLOCK_M, BLOCK_N] PER_PAIR.
+
+    Only PER_KEY has no need of masks in tiles that are not MASKED: whole tiles of keys meet tails of queries.
+    """
     cols = tl.arange(0, BLOCK_N)[None, :]
     at = Bias + tl.cast(col, tl.int64) * s_stride + cols * s_stride
     seen = col + cols < col_end
@@ -56,5 +59,5 @@ def load_bias(
         rows = tl.arange(0, BLOCK_M)[:, None]
         at += tl.cast(row, tl.int64) * t_stride + rows * t_stride
         seen = seen & (row + rows < row_end)
-    bias = tl.load(at, mask=seen, other=0.0) if MASKED else tl.load(at)
+    bias = tl.load(at, mask=seen, other=0.0) if MASKED or KIND == PER_PAIR else tl.load(at)
     return bias.to(tl.float32) * LOG2_E
