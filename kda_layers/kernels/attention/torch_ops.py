@@ -6,7 +6,6 @@ not asked for is an empty tensor, and the callers drop it.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -41,8 +40,9 @@ class _Compact(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, dims: tuple[int, ...]) -> Tensor:
-        ctx.shape, ctx.shares = bias.shape, math.prod(bias.shape[d] for d in dims)
+        ctx.shape, ctx.shares = bias.shape, 1
         for d in dims:
+            ctx.shares *= bias.shape[d]
             bias = bias.narrow(d, 0, 1)
         return bias
 

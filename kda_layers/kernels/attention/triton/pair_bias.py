@@ -55,7 +55,8 @@ def pair_kernel(
             lse = tl.load(Lse + at, mask=row + tl.arange(0, BLOCK_M) < T, other=float("inf"))
             delta = tl.load(Delta + at, mask=row + tl.arange(0, BLOCK_M) < T, other=0.0)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 + bias
-            p = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
-            ds += p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
+            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+            # After the product: a tile may hold tokens of several sequences, and what one does not see may be NaN.
+            ds += tl.where(seen, tl.exp2(s - lse[:, None]) * (dp - delta[:, None]), 0.0)
     at = DBias + slab * T * S + tl.cast(row, tl.int64) * S + (tl.arange(0, BLOCK_M)[:, None] * S + cols)
     tl.store(at, ds.to(DBias.dtype.element_ty), mask=inside)
