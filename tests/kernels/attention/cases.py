@@ -6,6 +6,7 @@ in the working dtype; no backend may be more than twice as wrong as that plus on
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor
 from kda_layers.kernels import biased_attention
 from kda_layers.kernels.attention.contract import Backend, Gradients, Inputs, Problem, wide
 from kda_layers.kernels.attention.dispatch import ATTENTION
-from tests.kernels.cases import BEST_DEVICE, BF16, FP64, budget, error
+from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP64, budget, error
 
 PLACES = sorted({("eager", "cpu"), ("eager", BEST_DEVICE), ("triton", BEST_DEVICE)})
 on_every_backend = pytest.mark.parametrize(("backend", "device"), PLACES, ids=lambda v: v)
@@ -159,9 +160,25 @@ def serve(backend: str, problem: Problem, required: frozenset[str]) -> Backend:
     what it exists for (16 bits on the best device of this machine)."""
     chosen = ATTENTION.backends()[backend]
     reasons = chosen.unsupported(problem)
+    if not reasons and backend == "triton" and problem.device == "cpu":
+        reasons = interpreter_problems()
     if reasons:
         text = f"{backend} cannot serve [{problem}]: " + "; ".join(reasons)
         if backend in required and problem.dtype == BF16 and problem.device == BEST_DEVICE:
             pytest.fail("KDA_LAYERS_REQUIRE: " + text)
         pytest.skip(text)
     return chosen
+
+
+@functools.cache
+def interpreter_problems() -> list[str]:
+    """Why Triton's interpreter cannot run anything here: Triton 3.6 counts loops in a way that numpy 2.4 refuses."""
+    from triton.runtime.errors import InterpreterError
+
+    try:
+        ATTENTION.backends()["triton"].forward(make_inputs(Case(T=1, dtype=FP16)))
+    except InterpreterError as problem:
+        if "only 0-dimensional arrays" in str(problem):
+            return [f"Triton's interpreter fails: {problem}"]
+        raise
+    return []

@@ -13,4 +13,4 @@ from kda_layers.kernels.attention.triton.launches import Launch, launches
 def _large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         names = launches(0, torch.float32, 16)
-        monkeypatch.setattr(triton.BACKEND, "table", lambda *_: dict.fromkeys(names, Launch(64, 32, 4, 1)))
+        monkeypatch.setattr(triton.BACKEND, "table", lambda *_: dict.fromkeys(names, Launch(64, 64, 4, 1)))
