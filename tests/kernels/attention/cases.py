@@ -127,7 +127,9 @@ def dense(x: Inputs) -> Tensor:
         seen = torch.arange(S, device=x.q.device) <= torch.arange(T, device=x.q.device)[:, None] + S - T
         scores = scores.masked_fill(~seen, -torch.inf)
     blind = (scores == -torch.inf).all(-1, keepdim=True)
-    p = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
+    scores = scores.masked_fill(blind, 0)
+    # Not by torch.softmax: what a backward has that keeps no scores is their logsumexp, rounded.
+    p = (scores - scores.logsumexp(-1, keepdim=True)).exp().masked_fill(blind, 0)
     return torch.einsum("bhts,bshd->bthd", p.to(v.dtype), v)
 
 

@@ -29,11 +29,11 @@ def launches(arch: int, dtype: torch.dtype, block_d: int) -> Launches:
         }
     roomy = arch in (80, 87) or 90 <= arch < 120  # 160 KB of shared memory for a block or more, others have 99
     if block_d <= 128 and roomy:
-        warps = 8 if block_d == 128 else 4
+        warps, stages = 8 if block_d == 128 else 4, 3 if arch >= 90 else 2
         return {
             "forward": Launch(128, 64, warps, 3),
-            "query": Launch(128, 64, warps, 3 if arch >= 90 else 2),
-            "key": Launch(64, 128, warps, 3 if arch >= 90 else 2),
+            "query": Launch(128, 64, warps, stages),
+            "key": Launch(64, 128, 8, stages),
             "pair": Launch(64, 64, 4, 2),
         }
     if block_d <= 128:
