@@ -39,6 +39,10 @@ CASES = [
     Case(D=256, T=20, dtype=FP16),
     *(Case(T=70, dtype=dtype, bias_wide=True) for dtype in (BF16, FP16)),
     *(Case(T=40, H_kv=2, group=2, B=2, bias=bias, dtype=FP64) for bias in ("111S", "BKTS", "")),
+    # several tiles of those that a GPU has in 16 bits
+    *(Case(T=300, S=330, H_kv=2, group=2, D=128, bias=bias) for bias in ("1H1S", "1K1S", "1HTS")),
+    Case(T=300, H_kv=2, D=64, bias="111S", causal=False),
+    Case(lengths=(200, 0, 1, 150), group=2, D=128),
     # scales, of which one turns the order of the scores around
     Case(scale=1.0),
     Case(scale=-0.3, dtype=FP32),
