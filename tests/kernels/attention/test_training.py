@@ -110,7 +110,7 @@ def test_empty_inputs(sizes: tuple[int, int, int]) -> None:
 # ---------------------------------------------------------------- torch.compile and the ops
 
 OPS = [
-    Case(T=20, B=2, group=2, bias="1H1S", dtype=FP32),
+    Case(T=20, B=2, H_kv=2, group=2, bias="111S", dtype=FP32),
     Case(T=20, S=30, H_kv=2, bias="11TS", dtype=FP16, causal=False),
     Case(lengths=(12, 0, 5), bias="", dtype=FP16),
 ]
