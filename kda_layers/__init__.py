@@ -15,6 +15,7 @@ from kda_layers.modeling.auto import register_variants
 from kda_layers.modeling.configuration_kda import KDAConfig
 
 if TYPE_CHECKING:
+    from kda_layers.kernels.attention.op import biased_attention
     from kda_layers.modeling.fla_checkpoint import convert_fla_checkpoint
     from kda_layers.modeling.layer import KimiDeltaAttention
     from kda_layers.modeling.modeling_kda import KDAForCausalLM, KDAModel
@@ -33,6 +34,7 @@ __all__ = [
     "KDAModel",
     "KDAOutput",
     "KimiDeltaAttention",
+    "biased_attention",
     "convert_fla_checkpoint",
     "enable_speculative_decoding",
     "explain",
@@ -49,8 +51,10 @@ __all__ = [
 
 register_variants()
 
-# What needs transformers' modelling code, which takes a second to import, is imported when it is first used.
+# What needs transformers' modelling code, which takes a second to import, is imported when it is first used; and so is
+# what only hybrid models need.
 _LAZY = {
+    "biased_attention": "kda_layers.kernels.attention.op",
     "KDAForCausalLM": "kda_layers.modeling.modeling_kda",
     "KDAModel": "kda_layers.modeling.modeling_kda",
     "KimiDeltaAttention": "kda_layers.modeling.layer",

@@ -13,6 +13,7 @@ import transformers
 
 import kda_layers
 from kda_layers.kernels import layer_kernels, toolchain
+from kda_layers.kernels.attention.dispatch import default_problem
 
 
 def main() -> None:
@@ -42,6 +43,7 @@ def describe() -> None:
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"device: {device}")
     print(kda_layers.explain())
+    print(kda_layers.explain(default_problem()))
     where = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"CUDA toolchain: {toolchain.explain()}")
     print(f"short convolution and gated norm: {layer_kernels.explain(where)}")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kda_layers.kernels.dispatch import backends
+from kda_layers.kernels.attention.dispatch import ATTENTION
+from kda_layers.kernels.dispatch import KDA
 
 REQUIRED = frozenset(n.strip() for n in os.environ.get("KDA_LAYERS_REQUIRE", "").split(",") if n.strip())
 
@@ -28,13 +29,16 @@ def take_first_configurations() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which reads it then
     torch.set_num_threads(1)  # tensors are small, and waiting threads spin where cores are shared or xdist runs
     if torch.cuda.is_available() and importlib.util.find_spec("triton"):
         take_first_configurations()
-    missing = sorted(REQUIRED - backends().keys())
+    known = KDA.backends() | ATTENTION.backends()
+    missing = sorted(REQUIRED - known.keys())
     if missing:
         raise pytest.UsageError(
-            f"KDA_LAYERS_REQUIRE names unknown backends {', '.join(missing)}; known: {', '.join(backends())}"
+            f"KDA_LAYERS_REQUIRE names unknown backends {', '.join(missing)}; known: {', '.join(known)}"
         )
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import compare, report
+from benchmarks import biased_attention, compare, report
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import cases, kernel_shares, layer, operator, tables, truth
 from benchmarks.gpu.cases import Case, Sizes
@@ -744,3 +744,26 @@ def test_compare_names_a_bad_file(
     err = capsys.readouterr().err
     assert err.startswith(f"{bad}: ")
     assert expected in err
+
+
+def test_biased_attention_is_compared_before_it_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the eager backend in the place of Triton's; FlexAttention has no backward on a CPU and says so."""
+    shape = biased_attention.Shape(1, 32, 2, 16)
+    arguments = ["--output", str(tmp_path), "--causal", "yes"]
+    assert biased_attention.main(arguments, WallClock(), shape, "eager") == 0
+    rows = json.loads((tmp_path / "gpu-biased-attention.json").read_text())["rows"]
+    mine = [row for row in rows if row["contender"] == "eager"]
+    assert [(row["what"], row["bias"], row["status"]) for row in mine] == [
+        ("forward", "given", "timed"),
+        ("forward", "none", "timed"),
+        ("forward + backward", "given", "timed"),
+        ("forward + backward", "with its gradient", "timed"),
+        ("forward + backward", "none", "timed"),
+    ]
+    assert {n.split()[0] for n in mine[3]["errors"].split(", ")} == {"o", "d_q", "d_k", "d_v", "d_bias"}
+    assert {row["status"] for row in rows if row["contender"] == "SDPA"} == {"timed"}
+    (reason,) = {row["reason"] for row in rows if row["contender"] == "SDPA, expanded bias"}
+    assert "T x T" in reason
+
+    monkeypatch.setattr(biased_attention, "ours", lambda backend: lambda x: torch.zeros_like(x.v))
+    assert biased_attention.main(arguments, WallClock(), shape, "eager") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from kda_layers.kernels.contract import (
     state_dtype,
     state_dtypes,
 )
+from kda_layers.kernels.registry import constant_to_compile
 
 GATE_ACTIVATIONS, BETA_ACTIVATIONS = get_args(GateActivation), get_args(BetaActivation)
 
@@ -67,7 +69,7 @@ def _check_common(x: Inputs | StepInputs) -> tuple[int, int, int, int, int]:
     """Checks that both operators share; returns N, T, HV, V and K."""
     q, v = x.q, x.v
     for name, t in (("q", q), ("v", v)):
-        _check_is_tensor(name, t)
+        check_is_tensor(name, t)
         if t.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(t.shape)}")
     (B, T, H, K), (_, _, HV, V) = q.shape, v.shape
@@ -78,16 +80,16 @@ def _check_common(x: Inputs | StepInputs) -> tuple[int, int, int, int, int]:
         raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
     dtype, wide = q.dtype, state_dtype(q.dtype)
     if dtype not in DTYPES:
-        raise TypeError(f"q must be one of {_names(DTYPES)}, got {dtype}")
+        raise TypeError(f"q must be one of {dtype_names(DTYPES)}, got {dtype}")
     _check_gate(x)
-    _check_tensor("k", x.k, (B, T, H, K), (dtype,), q)
-    _check_tensor("v", v, (B, T, HV, V), (dtype,), q)
-    _check_tensor("g", x.g, (B, T, HV, K), (dtype, wide), q)
-    _check_tensor("beta", x.beta, (B, T, HV), (dtype, wide), q)
+    check_tensor("k", x.k, (B, T, H, K), (dtype,), q)
+    check_tensor("v", v, (B, T, HV, V), (dtype,), q)
+    check_tensor("g", x.g, (B, T, HV, K), (dtype, wide), q)
+    check_tensor("beta", x.beta, (B, T, HV), (dtype, wide), q)
     if x.A_log is not None:
-        _check_tensor("A_log", x.A_log, (HV,), (wide,), q)
+        check_tensor("A_log", x.A_log, (HV,), (wide,), q)
     if x.dt_bias is not None:
-        _check_tensor("dt_bias", x.dt_bias, (HV, K), (wide,), q)
+        check_tensor("dt_bias", x.dt_bias, (HV, K), (wide,), q)
     if x.cu_seqlens is None:
         return B, T, HV, V, K
     check_offsets(x.cu_seqlens, q)
@@ -122,25 +124,39 @@ def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
     return float(lower_bound)
 
 
+def check_scale(q: Any, scale: Any) -> float:
+    """The scale as a float: `scale`, or the last dimension of q ** -0.5 if None."""
+    if scale is None:
+        return _default_scale(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.ndim else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
+    return float(scale)
+
+
+@constant_to_compile  # a symbolic float would be traced twice
+def _default_scale(K: int) -> float:
+    return max(K, 1) ** -0.5
+
+
 def check_state_dtype(x: Inputs, dtype: Any) -> torch.dtype:
     """The dtype of the states that a call returns: `dtype`, or that of the initial state, or the one computed in."""
     if dtype is None:
         return state_dtype(x.q.dtype) if x.initial_state is None else x.initial_state.dtype
     dtypes = state_dtypes(x.q.dtype)
     if dtype not in dtypes:
-        raise TypeError(f"state_dtype must be {_names(dtypes)} with q of {_names([x.q.dtype])}, got {dtype}")
+        raise TypeError(f"state_dtype must be {dtype_names(dtypes)} with q of {dtype_names([x.q.dtype])}, got {dtype}")
     return dtype
 
 
 def _check_state(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> None:
-    _check_is_tensor(name, state)
+    check_is_tensor(name, state)
     if state.shape != shape:
         swapped = tuple(state.shape) == (*shape[:2], shape[3], shape[2])
         hint = "; this is the [K, V] layout, pass state.mT.contiguous()" if swapped else ""
         raise ValueError(f"{name} must have shape [N, HV, V, K] = {list(shape)}, got {list(state.shape)}{hint}")
     dtypes = state_dtypes(q.dtype)
     if state.dtype not in dtypes:
-        raise TypeError(f"{name} must be {_names(dtypes)} with q of {_names([q.dtype])}, got {state.dtype}")
+        raise TypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {state.dtype}")
     if state.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {state.device}")
     strides = state.stride()[2:]
@@ -152,29 +168,32 @@ def _check_state(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> No
 
 
 def _check_index(name: str, t: Any, q: Tensor) -> None:
-    _check_is_tensor(name, t)
+    check_is_tensor(name, t)
     if t.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {t.dtype}")
     if t.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
 
 
-def _check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor) -> None:
-    _check_is_tensor(name, t)
+def check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor) -> None:
+    """Raise unless `t` is a tensor of this shape, of one of these dtypes and on q's device."""
+    check_is_tensor(name, t)
     if t.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
     if t.dtype not in dtypes:
-        raise TypeError(f"{name} must be {_names(dtypes)} with q of {_names([q.dtype])}, got {t.dtype}")
+        raise TypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {t.dtype}")
     if t.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
 
 
-def _check_is_tensor(name: str, t: Any) -> None:
+def check_is_tensor(name: str, t: Any) -> None:
+    """Raise a TypeError unless `t` is a tensor."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
 
 
-def _names(dtypes: Any) -> str:
+def dtype_names(dtypes: Any) -> str:
+    """float32 or bfloat16, as errors say it."""
     return " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
 
 

@@ -1,107 +1,51 @@
-"""Which backend serves a problem: discovery, choice, and the explanation of a choice.
-
-Order of preference: the `backend=` argument, `use_backend`, the environment variable KDA_LAYERS_BACKEND, then
-automatically the highest-priority backend that can serve the problem. Nothing falls back silently: a named backend
-that cannot serve raises with all its reasons, and an automatic choice is logged once per problem.
-"""
+"""Which backend serves a call of KDA: its registry, the problem of a call, and the choice. See `registry`."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
-import logging
 import operator
-import os
-import pkgutil
-import warnings
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from kda_layers.kernels.attention.contract import Problem as AttentionProblem
+from kda_layers.kernels.attention.dispatch import ATTENTION
 from kda_layers.kernels.contract import Backend, Inputs, Problem, StepInputs
+from kda_layers.kernels.registry import (
+    ENVIRONMENT_VARIABLE,
+    Registry,
+    arch_of,
+    constant_to_compile,
+    requested,
+    use_backend,
+)
 
-ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "KDA",
+    "backends",
+    "choose",
+    "constant_to_compile",
+    "default_problem",
+    "explain",
+    "problem_fields",
+    "problem_of",
+    "requested",
+    "select",
+    "use_backend",
+]
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-logger = logging.getLogger("kda_layers")
-_override: ContextVar[str | None] = ContextVar("kda_layers_backend", default=None)
+KDA: Registry[Problem, Backend] = Registry("kda", "kda_layers.kernels.backends")
 
 
-@functools.cache
 def backends() -> dict[str, Backend]:
     """Every backend by name, highest priority first."""
-    package = importlib.import_module("kda_layers.kernels.backends")
-    modules = (importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__))
-    found = sorted((module.BACKEND for module in modules), key=lambda b: -b.priority)
-    return {b.name: b for b in found}
-
-
-@contextlib.contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Within the context every call without a `backend=` argument uses the backend `name`; raises if unknown."""
-    _named(name)
-    token = _override.set(name)
-    try:
-        yield
-    finally:
-        _override.reset(token)
-
-
-def requested(backend: str | None) -> str | None:
-    """The backend that the caller asked for by argument, context or environment; None leaves the choice open."""
-    if backend is not None:
-        return backend
-    return _override.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    return KDA.backends()
 
 
 def select(problem: Problem, backend: str | None = None) -> Backend:
-    """The backend that serves `problem`.
-
-    Raises:
-        ValueError: `backend` is unknown (the message lists the known ones), or cannot serve (all its reasons).
-    """
-    return _select(problem, requested(backend))
-
-
-def _select(problem: Problem, name: str | None) -> Backend:
-    if name is not None:
-        chosen = _named(name)
-        reasons = chosen.unsupported(problem)
-        if reasons:
-            raise ValueError(f"backend {name!r} cannot serve [{problem}]: " + "; ".join(reasons))
-        return chosen
-    refusals: list[str] = []
-    for candidate in backends().values():
-        reasons = candidate.unsupported(problem)
-        if not reasons:
-            logger.info("%s serves [%s]%s", candidate.name, problem, "".join(f"\n  not {r}" for r in refusals))
-            if candidate.name == "eager" and problem.device != "cpu":
-                warnings.warn(
-                    f"plain PyTorch serves [{problem}], which is slow on {problem.device}; "
-                    f"faster backends refused: {'; '.join(refusals) or 'none is installed'}",
-                    stacklevel=4,
-                )
-            return candidate
-        refusals.append(f"{candidate.name}: {'; '.join(reasons)}")
-    raise ValueError(f"no backend can serve [{problem}]: " + "; ".join(refusals))
-
-
-def _named(name: str) -> Backend:
-    if name not in backends():
-        raise ValueError(f"unknown backend {name!r}, known: {', '.join(backends())}")
-    return backends()[name]
-
-
-@functools.cache
-def _arch(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    """The backend that serves `problem`; a ValueError as of `Registry.select`."""
+    return KDA.select(problem, backend)
 
 
 def problem_fields(x: Inputs | StepInputs, needs_grad: bool = False) -> tuple[Any, ...]:
@@ -120,16 +64,7 @@ def problem_fields(x: Inputs | StepInputs, needs_grad: bool = False) -> tuple[An
 
 def problem_of(x: Inputs | StepInputs, needs_grad: bool = False) -> Problem:
     """The problem that a call with these inputs poses."""
-    return Problem(x.q.device.type, _arch(x.q.device), *problem_fields(x, needs_grad))
-
-
-def constant_to_compile(f: F) -> F:
-    """torch.compile calls `f` once, while tracing, and guards on its arguments, which must be constants.
-
-    As torch.compiler.assume_constant_result, which would import torch._dynamo, a second, to set one attribute.
-    """
-    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return f
+    return Problem(x.q.device.type, arch_of(x.q.device), *problem_fields(x, needs_grad))
 
 
 @constant_to_compile
@@ -138,12 +73,12 @@ def choose(backend: str | None, device: torch.device, *fields: Any) -> tuple[str
 
     Constants in, constants out, which is why `problem_fields` turns sizes into plain integers.
     """
-    return _choose(requested(backend), device, *fields)
+    return _choose(KDA.requested(backend), device, *fields)
 
 
 @functools.lru_cache(maxsize=4096)  # by what makes a Problem: to make and hash one costs as much as a launch
 def _choose(name: str | None, device: torch.device, *fields: Any) -> tuple[str, ...]:
-    chosen = _select(Problem(device.type, _arch(device), *fields), name)
+    chosen = KDA.serving(Problem(device.type, arch_of(device), *fields), name)
     return chosen.name, *sorted(chosen.fused)
 
 
@@ -152,7 +87,7 @@ def default_problem(device: str | None = None) -> Problem:
     d = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Problem(
         device=d.type,
-        arch=_arch(d),
+        arch=arch_of(d),
         dtype=torch.bfloat16,
         beta_dtype=torch.bfloat16,
         K=128,
@@ -165,18 +100,12 @@ def default_problem(device: str | None = None) -> Problem:
     )
 
 
-def explain(problem: Problem | None = None) -> str:
-    """For each backend, whether it can serve `problem` (default: `default_problem()`), and every reason why not.
+def explain(problem: Problem | AttentionProblem | None = None) -> str:
+    """For each backend, whether it can serve `problem` of `kda` (default: `default_problem()`) or of
+    `biased_attention`, and every reason why not.
 
     The first line names the problem, the last one the backend that a call would use now.
     """
-    problem = problem or default_problem()
-    lines = [f"problem: {problem}"]
-    for b in backends().values():
-        reasons = b.unsupported(problem)
-        lines.append(f"  {b.name:8} {'can serve it' if not reasons else 'cannot: ' + '; '.join(reasons)}")
-    try:
-        lines.append(f"chosen: {select(problem).name}")
-    except ValueError as error:
-        lines.append(f"chosen: none ({error})")
-    return "\n".join(lines)
+    if isinstance(problem, AttentionProblem):
+        return ATTENTION.explain(problem)
+    return KDA.explain(problem or default_problem())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kda_layers.kernels import torch_ops
-from kda_layers.kernels.checks import check_chunk, check_lower_bound, check_state_dtype, check_step
+from kda_layers.kernels.checks import check_chunk, check_lower_bound, check_scale, check_state_dtype, check_step
 from kda_layers.kernels.contract import Inputs, StepInputs, state_dtypes
-from kda_layers.kernels.dispatch import choose, constant_to_compile, problem_fields
+from kda_layers.kernels.dispatch import choose, problem_fields
 from kda_layers.kernels.reference import activate
 
 
@@ -87,7 +86,7 @@ def kda(
     x = Inputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
-        _scale(q, scale), bool(final_state), checkpoint_every, _recompute(recompute),
+        check_scale(q, scale), bool(final_state), checkpoint_every, _recompute(recompute),
     )  # fmt: skip
     check_chunk(x)
     computed, returned = state_dtypes(q.dtype)[0], check_state_dtype(x, state_dtype)
@@ -144,26 +143,13 @@ def kda_step(
     x = StepInputs(
         q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
-        _scale(q, scale),
+        check_scale(q, scale),
     )  # fmt: skip
     check_step(x)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
         raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
     name, *fused = choose(backend, x.q.device, *problem_fields(x))
     return torch_ops.step(activate(x, fused), name)
-
-
-@constant_to_compile  # a symbolic float would be traced twice
-def _default_scale(K: int) -> float:
-    return max(K, 1) ** -0.5
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    if scale is None:
-        return _default_scale(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.ndim else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    return float(scale)
 
 
 def _recompute(recompute: bool | str) -> str:

@@ -6,29 +6,26 @@ They are the autograd and torch.compile boundary. Argument lists are spelled onc
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from kda_layers.kernels.checks import refuse_transforms
 from kda_layers.kernels.contract import Gradients, Inputs, StepInputs, checkpoint_count, state_dtype
 from kda_layers.kernels.dispatch import backends
+from kda_layers.kernels.library import below_autograd, is_plain, schema, without_autocast
 
 TENSORS = len(Gradients._fields)  # the leading fields of Inputs that have gradients
-PLAIN = {Tensor, Parameter, type(None), str, float, bool, int}  # what fields are where no subclass of Tensor looks on
 
 
 def chunk(x: Inputs, needs_grad: bool, backend: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(o, final state or None, checkpoints or None) of `Backend.chunk`, differentiable."""
-    plain = _plain(x)
+    plain = is_plain(x)
     if not torch.compiler.is_compiling():  # then the op is asked
         refuse_transforms("kda", x)
     if plain and not needs_grad:
-        return _without_autocast(backends()[backend].chunk, x, False)[:3]
+        return without_autocast(backends()[backend].chunk, x, False)[:3]
     op = _Chunk.apply if plain else torch.ops.kda_layers.chunk.default
     o, final, checkpoints, *_ = op(*x, needs_grad, backend)
     return o, final if x.final_state else None, checkpoints if x.checkpoint_every else None
@@ -38,37 +35,13 @@ def step(x: StepInputs, backend: str) -> Tensor:
     """o [B, T, HV, V] of `Backend.step`, with x.state updated in place."""
     if not torch.compiler.is_compiling():
         refuse_transforms("kda_step", x)
-    if not _plain(x):
+    if not is_plain(x):
         return torch.ops.kda_layers.step.default(*x, backend)
     torch.autograd.graph.increment_version(x.state)
-    return _without_autocast(backends()[backend].step, x)
+    return without_autocast(backends()[backend].step, x)
 
 
-def _plain(x: Inputs | StepInputs) -> bool:
-    """Whether nothing looks on: no tracing, no mode, no subclass of Tensor that reacts to operators.
-
-    The ops are then called as the functions that they are: the dispatcher, which would box some 20 arguments for each
-    of its layers, costs as much as all the rest of a call.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not x.q.is_meta
-        and PLAIN.issuperset(map(type, x))
-    )
-
-
-_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float", bool: "bool", int: "int"}
-
-
-def _schema(fields: Any, mutable: str = "") -> str:
-    hints = typing.get_type_hints(fields)
-    return ", ".join(
-        ("Tensor(a!)" if name == mutable else _SCHEMA_TYPES[hints[name]]) + f" {name}" for name in fields._fields
-    )
-
-
-_CHUNK = _schema(Inputs)
+_CHUNK = schema(Inputs)
 _library = torch.library.Library("kda_layers", "DEF")
 _library.define(
     f"chunk({_CHUNK}, bool save, str backend) -> (Tensor o, Tensor final, Tensor checkpoints, Tensor[] saved)"
@@ -77,23 +50,14 @@ _library.define(
     f"chunk_grad({_CHUNK}, str backend, Tensor[] saved, Tensor d_o, Tensor? d_final, Tensor? d_checkpoints) -> "
     + "(" + ", ".join(["Tensor"] * TENSORS) + ")"
 )  # fmt: skip
-_library.define(f"step({_schema(StepInputs, mutable='state')}, str backend) -> Tensor")
+_library.define(f"step({schema(StepInputs, mutable='state')}, str backend) -> Tensor")
 
 # An op cannot return None: what was not asked for is an empty tensor, and the callers above and below drop it.
 
 
-def _without_autocast(f: Callable[..., Any], x: Inputs | StepInputs, *args: Any) -> Any:
-    """f(x, *args), which says itself what it rounds: under autocast its products would run in 16 bits."""
-    device = x.q.device.type
-    if not torch.is_autocast_enabled(device):
-        return f(x, *args)
-    with torch.autocast(device, enabled=False):
-        return f(x, *args)
-
-
 def _chunk(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     x, (save, backend) = Inputs(*args[:-2]), args[-2:]
-    o, final, checkpoints, saved = _without_autocast(backends()[backend].chunk, x, save)
+    o, final, checkpoints, saved = without_autocast(backends()[backend].chunk, x, save)
     return o, _or_empty(final, x), _or_empty(checkpoints, x), saved
 
 
@@ -112,7 +76,7 @@ def _chunk_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 def _chunk_grad(*args: Any) -> tuple[Tensor, ...]:
     n = len(Inputs._fields)
     x, (backend, *rest) = Inputs(*args[:n]), args[n:]
-    return tuple(_or_empty(t, x) for t in _without_autocast(backends()[backend].chunk_grad, x, *rest))
+    return tuple(_or_empty(t, x) for t in without_autocast(backends()[backend].chunk_grad, x, *rest))
 
 
 def _chunk_grad_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -131,7 +95,7 @@ class _Chunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, backend = Inputs(*args[:-2]), args[-1]
-        o, final, checkpoints, saved = _chunk(*args) if _plain(x) else _below_autograd("chunk", *args)
+        o, final, checkpoints, saved = _chunk(*args) if is_plain(x) else below_autograd("chunk", *args)
         replaced = backends()[backend].replaces(x)
         x = x._replace(**dict(zip(replaced, saved, strict=False)))
         ctx.options = x[TENSORS + 1 :], backend
@@ -151,7 +115,7 @@ class _Chunk(torch.autograd.Function):
             *x, backend, list(tensors[TENSORS + 1 :]), d_o,
             d_final if x.final_state else None, d_checkpoints if x.checkpoint_every else None,
         )  # fmt: skip
-        direct = _plain(x) and not torch.is_grad_enabled()
+        direct = is_plain(x) and not torch.is_grad_enabled()
         grads = _chunk_grad(*args) if direct else torch.ops.kda_layers.chunk_grad.default(*args)
         needed = [None if t is None else d for t, d in zip(x, grads, strict=False)]
         return *needed, *[None] * (len(Inputs._fields) - len(needed) + 2)  # + save, backend
@@ -162,31 +126,26 @@ class _ChunkGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        return _below_autograd("chunk_grad", *args)
+        return below_autograd("chunk_grad", *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError("kda has no second derivative: its backward is written by hand and can be taken once")
 
 
-def _below_autograd(op: str, *args: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return getattr(torch.ops.kda_layers, op).default(*args)
-
-
 def _chunk_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     refuse_transforms("kda", args)
     if args[-2] and torch.is_grad_enabled():
         return *_Chunk.apply(*args), []  # residuals live in the graph alone
-    return _below_autograd("chunk", *args)
+    return below_autograd("chunk", *args)
 
 
 def _chunk_grad_autograd(*args: Any) -> tuple[Tensor, ...]:
-    return _ChunkGrad.apply(*args) if torch.is_grad_enabled() else _below_autograd("chunk_grad", *args)
+    return _ChunkGrad.apply(*args) if torch.is_grad_enabled() else below_autograd("chunk_grad", *args)
 
 
 def _step(*args: Any) -> Tensor:
-    return _without_autocast(backends()[args[-1]].step, StepInputs(*args[:-1]))
+    return without_autocast(backends()[args[-1]].step, StepInputs(*args[:-1]))
 
 
 def _step_fake(*args: Any) -> Tensor:

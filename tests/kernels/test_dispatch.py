@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from kda_layers import explain, kda_step, use_backend
 from kda_layers.kernels import backends as folder
-from kda_layers.kernels import dispatch
+from kda_layers.kernels import biased_attention, dispatch
+from kda_layers.kernels.attention.dispatch import ATTENTION
+from kda_layers.kernels.attention.dispatch import default_problem as attention_problem
 from kda_layers.kernels.contract import Backend, Gradients, Inputs, Problem, StepInputs
-from kda_layers.kernels.dispatch import default_problem, problem_of, select
+from kda_layers.kernels.dispatch import ENVIRONMENT_VARIABLE, default_problem, problem_of, select
 from tests.kernels.cases import (
     BF16,
     FP16,
@@ -82,9 +85,8 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
     """Registered before eager, for one test, with no choice remembered from before or after."""
     toy = Toy()
     known = {"toy": toy, "eager": EAGER}
-    monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setattr(dispatch, "backends", lambda: known)
-    monkeypatch.setattr("kda_layers.kernels.torch_ops.backends", lambda: known)
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(dispatch.KDA, "backends", lambda: known)
     dispatch._choose.cache_clear()
     yield toy
     dispatch._choose.cache_clear()
@@ -109,7 +111,7 @@ def test_backends_are_found_in_their_folder(tmp_path: Path, monkeypatch: pytest.
     assert sorted(known) == sorted(p.stem for p in Path(folder.__path__[0]).glob("*.py") if p.stem != "__init__")
     assert [b.name for b in dispatch.backends().values()] == known
     monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
-    assert list(dispatch.backends.__wrapped__()) == ["zzz", *known, "aaa"]
+    assert list(dispatch.KDA.discover()) == ["zzz", *known, "aaa"]
 
 
 def test_automatic_choice_is_the_first_that_can_serve(toy: Toy) -> None:
@@ -133,7 +135,7 @@ def test_a_named_backend_that_refuses_gives_every_reason(toy: Toy) -> None:
 
 
 def test_nobody_can_serve(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "backends", lambda: {"toy": toy})
+    monkeypatch.setattr(dispatch.KDA, "backends", lambda: {"toy": toy})
     with pytest.raises(ValueError, match=r"no backend can serve \[.*\]: toy: K=16, needs at most 8"):
         select(problem(WIDE))
     assert "chosen: none" in explain(problem(WIDE))
@@ -144,9 +146,10 @@ def test_an_unknown_name_lists_the_known_ones(how: str, toy: Toy, monkeypatch: p
     x = make_inputs(SMALL)
     text = "unknown backend 'abacus', known: toy, eager"
     if how == "environment":
-        monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "abacus")
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, "abacus")
     if how == "context":
-        with pytest.raises(ValueError, match=text), use_backend("abacus"):
+        everywhere = "unknown backend 'abacus', known: .*toy, eager of kda"
+        with pytest.raises(ValueError, match=everywhere), use_backend("abacus"):
             pass
     else:
         with pytest.raises(ValueError, match=text):
@@ -159,7 +162,7 @@ def test_precedence(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The argument, then the context, then the environment variable, then the automatic choice."""
     at = problem(SMALL)
     assert select(at) is toy
-    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "eager")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "eager")
     assert select(at) is EAGER
     with use_backend("toy"):
         assert select(at) is toy
@@ -171,13 +174,13 @@ def test_precedence(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="from inside"), use_backend("toy"):
         raise RuntimeError("from inside")
     assert select(at) is EAGER
-    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
     assert select(at) is toy
 
 
 def test_precedence_in_calls(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     x = make_inputs(SMALL)
-    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "eager")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "eager")
     for call_it in (
         lambda backend=None: call(x, backend),
         lambda backend=None: kda_step(*x[:5], x.initial_state.clone(), **options(x), backend=backend),
@@ -192,6 +195,34 @@ def test_precedence_in_calls(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(toy.got) == 2
             call_it(backend="eager")
             assert len(toy.got) == 2
+
+
+@pytest.mark.parametrize("how", ["context", "environment"])
+def test_a_name_of_another_operator_leaves_the_choice_open(how: str, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """use_backend("sm90") must not stop a model that has softmax layers as well; as an argument it is an error."""
+    q = torch.randn(1, 3, 1, 4)
+    with contextlib.ExitStack() as stack:
+        if how == "context":
+            stack.enter_context(use_backend("toy"))
+        else:
+            monkeypatch.setenv(ENVIRONMENT_VARIABLE, "toy")
+        assert ATTENTION.select(attention_problem("cpu")).name == "eager"
+        assert torch.equal(biased_attention(q, q, q), biased_attention(q, q, q, backend="eager"))
+        assert select(problem(SMALL)) is toy
+        with pytest.raises(ValueError, match=r"unknown backend 'toy', known: .*eager"):
+            biased_attention(q, q, q, backend="toy")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "abacus")
+    with pytest.raises(ValueError, match=r"unknown backend 'abacus', known: .*eager"):
+        biased_attention(q, q, q)
+
+
+def test_explain_knows_both_operators() -> None:
+    lines = explain(attention_problem("cpu")).splitlines()
+    assert lines[0] == (
+        "problem: attention, cpu, bfloat16, D=128, H/H_kv=1, bias=per key (bfloat16), causal, needs_grad, bias_grad"
+    )
+    assert [line.split()[0] for line in lines[1:-1]] == list(ATTENTION.backends())
+    assert lines[-1] == "chosen: eager"
 
 
 def test_a_choice_is_logged_once_with_its_refusals(toy: Toy, caplog: pytest.LogCaptureFixture) -> None:
@@ -219,9 +250,9 @@ def test_explain(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert explain(served).endswith("chosen: toy")
     with use_backend("eager"):
         assert explain(served).endswith("chosen: eager")
-    monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "toy")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "toy")
     assert "chosen: none (backend 'toy' cannot serve" in explain(refused)
-    monkeypatch.delenv(dispatch.ENVIRONMENT_VARIABLE)
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE)
     assert explain().startswith(f"problem: {default_problem()}")
 
 

@@ -1,0 +1,174 @@
+"""Backends of an operator: discovery, choice, and the explanation of a choice, the same for every operator.
+
+Order of preference: the `backend=` argument, `use_backend`, the environment variable KDA_LAYERS_BACKEND, then
+automatically the highest-priority backend that can serve the problem. Nothing falls back silently: a named backend
+that cannot serve raises with all its reasons, and an automatic choice is logged once per problem. The context and the
+variable speak to all operators: a name that only another one has leaves the choice open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import pkgutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
+
+logger = logging.getLogger("kda_layers")
+_override: ContextVar[str | None] = ContextVar("kda_layers_backend", default=None)
+_registries: list[Registry[Any, Any]] = []
+
+
+class AnyProblem(Protocol):
+    """What a backend may decide on; its text names it in logs and errors."""
+
+    @property
+    def device(self) -> str: ...
+
+
+class AnyBackend(Protocol):
+    """What a registry asks of a backend."""
+
+    name: str
+    priority: int  # automatic choice takes the highest that serves the problem
+
+    def unsupported(self, problem: Any) -> list[str]: ...
+
+
+P = TypeVar("P", bound=AnyProblem)
+B = TypeVar("B", bound=AnyBackend)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Registry(Generic[P, B]):
+    """The backends of one operator: each file of a package defines one, as `BACKEND`, under the file's name."""
+
+    def __init__(self, operator: str, package: str):
+        self.operator, self.package = operator, package
+        self._found: dict[str, B] | None = None
+        _registries.append(self)
+
+    def backends(self) -> dict[str, B]:
+        """Every backend by name, highest priority first."""
+        if self._found is None:
+            self._found = self.discover()
+        return self._found
+
+    def discover(self) -> dict[str, B]:
+        """`backends`, found anew."""
+        package = importlib.import_module(self.package)
+        modules = (importlib.import_module(f"{self.package}.{m.name}") for m in pkgutil.iter_modules(package.__path__))
+        return {b.name: b for b in sorted((module.BACKEND for module in modules), key=lambda b: -b.priority)}
+
+    def requested(self, backend: str | None) -> str | None:
+        """The backend that the caller asked this operator for by argument, context or environment; None leaves the
+        choice open, as does a name out of the latter two that only another operator knows."""
+        if backend is not None:
+            return backend
+        name = requested(None)
+        others = name is not None and name not in self.backends() and any(name in r.backends() for r in _registries)
+        return None if others else name
+
+    def select(self, problem: P, backend: str | None = None) -> B:
+        """The backend that serves `problem`.
+
+        Raises:
+            ValueError: `backend` is unknown (the message lists the known ones), or cannot serve (all its reasons).
+        """
+        return self.serving(problem, self.requested(backend))
+
+    def serving(self, problem: P, name: str | None) -> B:
+        """`select` by what `requested` has said, whatever context and environment say."""
+        if name is not None:
+            chosen = self._named(name)
+            reasons = chosen.unsupported(problem)
+            if reasons:
+                raise ValueError(f"backend {name!r} cannot serve [{problem}]: " + "; ".join(reasons))
+            return chosen
+        refusals: list[str] = []
+        for candidate in self.backends().values():
+            reasons = candidate.unsupported(problem)
+            if not reasons:
+                logger.info("%s serves [%s]%s", candidate.name, problem, "".join(f"\n  not {r}" for r in refusals))
+                if candidate.name == "eager" and problem.device != "cpu":
+                    warnings.warn(
+                        f"plain PyTorch serves [{problem}], which is slow on {problem.device}; "
+                        f"faster backends refused: {'; '.join(refusals) or 'none is installed'}",
+                        stacklevel=4,
+                    )
+                return candidate
+            refusals.append(f"{candidate.name}: {'; '.join(reasons)}")
+        raise ValueError(f"no backend can serve [{problem}]: " + "; ".join(refusals))
+
+    def _named(self, name: str) -> B:
+        if name not in self.backends():
+            raise ValueError(f"unknown backend {name!r}, known: {', '.join(self.backends())}")
+        return self.backends()[name]
+
+    def explain(self, problem: P) -> str:
+        """For each backend, whether it can serve `problem`, and every reason why not.
+
+        The first line names the problem, the last one the backend that a call would use now.
+        """
+        lines = [f"problem: {problem}"]
+        for b in self.backends().values():
+            reasons = b.unsupported(problem)
+            lines.append(f"  {b.name:8} {'can serve it' if not reasons else 'cannot: ' + '; '.join(reasons)}")
+        try:
+            lines.append(f"chosen: {self.select(problem).name}")
+        except ValueError as error:
+            lines.append(f"chosen: none ({error})")
+        return "\n".join(lines)
+
+
+def requested(backend: str | None) -> str | None:
+    """The name that the caller asked for by argument, context or environment, whatever operator it belongs to."""
+    if backend is not None:
+        return backend
+    return _override.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the context every call without a `backend=` argument uses the backend `name`.
+
+    Operators that have none of this name choose by themselves.
+
+    Raises:
+        ValueError: no operator has a backend of this name.
+    """
+    if not any(name in r.backends() for r in _registries):
+        known = (f"{', '.join(r.backends())} of {r.operator}" for r in _registries)
+        raise ValueError(f"unknown backend {name!r}, known: {'; '.join(known)}")
+    token = _override.set(name)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def constant_to_compile(f: F) -> F:
+    """torch.compile calls `f` once, while tracing, and guards on its arguments, which must be constants.
+
+    As torch.compiler.assume_constant_result, which would import torch._dynamo, a second, to set one attribute.
+    """
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f
+
+
+@functools.cache
+def arch_of(device: torch.device) -> int:
+    """Compute capability times ten (90 for an H200); 0 where there is none."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

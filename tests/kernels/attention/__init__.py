@@ -1,0 +1,1 @@
+"""Tests of kda_layers.kernels; `cases` holds what they share."""

@@ -1,0 +1,74 @@
+"""`python -m tests.kernels.attention.compiled sm forward key ...`: compiles kernels for a GPU that need not be here.
+
+In bf16 at D = 128, causal, with a bias for each key; prints for each one its shared memory, its stack (what registers
+spill to), and how often it has the instruction of the tensor cores that is asked for, as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kda_layers.kernels.attention.triton import backward, forward, pair_bias
+from kda_layers.kernels.attention.triton.launches import launches
+
+KERNELS = {
+    "forward": forward.forward_kernel,
+    "query": backward.query_kernel,
+    "key": backward.key_kernel,
+    "pair": pair_bias.pair_kernel,
+}
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ALIGNED = [["tt.divisibility", 16]]
+FLOATS = {"Lse": "*fp32", "Delta": "*fp32", "DBias": "*fp32", "scale": "fp32", "scale_log2": "fp32"}
+INTEGERS = {"Tiles": "*i32", "Sequences": "*i32", "T": "i32", "S": "i32", "H": "i32", "H_KV": "i32"}
+COUNTS = {"tiles": "i32", "batch": "i32", "heads": "i32"}
+
+
+def compiled(name: str, sm: int) -> dict[str, Any]:
+    launch = launches(sm, torch.bfloat16, 128)[name]
+    constants = {
+        "GROUP": 1, "BIAS_GROUP": 1, "BIAS": 1, "BIAS_GRAD": True, "PER_HEAD": True, "CAUSAL": True, "PACKED": False,
+        "D": 128, "BLOCK_D": 128, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
+    }  # fmt: skip
+    kernel, types, values, hints = KERNELS[name], {}, {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            types[argument], values[(i,)] = "constexpr", constants[argument]
+        elif argument == "bias_strides":
+            types[argument], values[(i, 3)] = ("i32", "i32", "i32", "constexpr"), 1
+            hints |= {(i, j): ALIGNED for j in range(3)}
+        elif argument.endswith("_strides"):
+            types[argument] = ("i32", "i32", "i32")
+            hints |= {(i, j): ALIGNED for j in range(3)}
+        else:
+            types[argument] = (FLOATS | INTEGERS | COUNTS).get(argument, "*bf16")
+            if argument not in COUNTS and not argument.startswith("scale"):
+                hints[(i,)] = ALIGNED
+    done = triton.compile(
+        ASTSource(kernel, types, values, hints),
+        target=GPUTarget("cuda", sm, 32),
+        options={"num_warps": launch.warps, "num_stages": launch.stages},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([BINARIES / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
+    (stack,) = re.findall(r"STACK:(\d+)", usage)
+    instructions = sum(done.asm["ptx"].count(i) for i in ("wgmma.mma_async", "tcgen05.mma", "mma.sync"))
+    return {"kernel": name, "shared": done.metadata.shared, "stack": int(stack), "products": instructions}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        print(json.dumps(compiled(name, int(sys.argv[1]))))

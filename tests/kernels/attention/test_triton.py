@@ -1,0 +1,114 @@
+"""The Triton backend: whom it refuses, tiles of other sizes, tiles of packed sequences, and compiling without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kda_layers.kernels.attention.backends.triton import BACKEND, TritonBackend
+from kda_layers.kernels.attention.dispatch import ATTENTION, default_problem, problem_of
+from kda_layers.kernels.attention.triton.launches import Launch, launches
+from kda_layers.kernels.attention.triton.packing import sequence_numbers, tile_table
+from tests.kernels.attention.cases import Case, call, expected, make_inputs, run, serve
+from tests.kernels.cases import BEST_DEVICE, FP32, FP64, check, ids
+
+GPU = dataclasses.replace(default_problem("cpu"), device="cuda", arch=90)
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+
+
+def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reasons(**changes: object) -> str:
+        return "; ".join(BACKEND.unsupported(dataclasses.replace(GPU, **changes)))
+
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert reasons() == "triton is not installed"
+    assert reasons(arch=75, dtype=FP64, D=512) == (
+        "arch is sm_75, needs sm_80 or newer; dtype is float64, needs bfloat16, float16 or float32; "
+        "D is 512, needs at most 256; triton is not installed"
+    )
+    assert reasons(device="mps", arch=0) == "device is mps, needs cuda"
+    monkeypatch.undo()
+    if importlib.util.find_spec("triton"):
+        assert reasons() == reasons(D=256, dtype=FP32, packed=True, bias="per query and key") == ""
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        assert "device is cpu, needs cuda" in reasons(device="cpu", arch=0)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert reasons(device="cpu", arch=0, dtype=FP32) == ""
+        assert "dtype is bfloat16, which Triton's interpreter" in reasons(device="cpu", arch=0)
+
+
+def test_the_interpreter_is_for_who_asks_by_name() -> None:
+    order = list(ATTENTION.backends())
+    assert order == (["triton", "eager"] if torch.cuda.is_available() else ["eager", "triton"])
+
+
+@pytest.mark.parametrize("offsets", [(0, 40), (0, 0, 1, 33, 33, 65, 65), (0, 0), (0, 16, 32)], ids=str)
+@pytest.mark.parametrize("block", [1, 16, 64])
+def test_tiles_of_packed_sequences(offsets: tuple[int, ...], block: int) -> None:
+    T = offsets[-1]
+    table = tile_table(torch.tensor(offsets), T, block).tolist()
+    want = [[row, a, b] for a, b in itertools.pairwise(offsets) for row in range(a, b, block)]
+    assert table[: len(want)] == want
+    assert all(row >= end for row, _, end in table[len(want) :])
+    numbers = [n for n, (a, b) in enumerate(itertools.pairwise(offsets), 1) for _ in range(a, b)]
+    assert sequence_numbers(torch.tensor(offsets), T).tolist() == numbers
+
+
+TILED = [
+    Case(T=50, S=70, group=2, bias="1H1S", dtype=FP32),
+    Case(T=50, S=40, group=2, bias="1K1S", dtype=FP32, causal=False),
+    Case(T=40, S=50, bias="11TS", dtype=FP32),
+    Case(lengths=(33, 0, 1, 20), bias="111S", dtype=FP32),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("tile", [(16, 32), (64, 16)], ids=str)
+@pytest.mark.parametrize("case", **ids(TILED))
+def test_results_do_not_depend_on_tiles(
+    case: Case, tile: tuple[int, int], required_backends: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = make_inputs(case, BEST_DEVICE)
+    serve("triton", problem_of(x, needs_grad=True), required_backends)
+    names = launches(0, FP32, 16)
+    small = TritonBackend(lambda *_: dict.fromkeys(names, Launch(*tile, 4, 1)))
+    monkeypatch.setattr(ATTENTION, "backends", lambda: {"triton": small})
+    truth, limits = expected(x)
+    check(run(lambda x: call(x, "triton"), x), truth, limits)
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120])
+def test_tiles_are_multiples_of_each_other(arch: int) -> None:
+    """What a mask is needed for is worked out in whole tiles, powers of two."""
+    for dtype, width in itertools.product((torch.bfloat16, torch.float16, FP32), (16, 32, 64, 128, 256)):
+        for launch in launches(arch, dtype, width).values():
+            assert {launch.block_m, launch.block_n} <= {16, 32, 64, 128}
+            assert launch.warps in (4, 8)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("sm", "kernels", "shared", "stack"),
+    [(90, ["forward", "query", "key", "pair"], 232448, 96), (100, ["forward", "key"], 232448, 512)],
+)
+def test_compiles_without_a_gpu(sm: int, kernels: list[str], shared: int, stack: int) -> None:
+    """It fits into shared memory, its products run on tensor cores, and not much is spilled."""
+    environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.attention.compiled", str(sm), *kernels]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        usage = json.loads(line)
+        assert usage["shared"] <= shared, line
+        assert usage["stack"] <= stack, line
+        assert usage["products"] > 0, line
+    assert len(done.stdout.splitlines()) == len(kernels)
