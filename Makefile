@@ -31,7 +31,7 @@ bench-gpu: .venv/gpu
 	.venv/bin/python -m benchmarks.gpu
 
 test-gpu: .venv/gpu
-	KDA_LAYERS_REQUIRE=sm90,fla,eager .venv/bin/python -m pytest -n 8 tests/kernels tests/modeling
+	KDA_LAYERS_REQUIRE=sm90,fla,eager,triton .venv/bin/python -m pytest -n 8 tests/kernels tests/modeling
 
 memcheck: .venv/gpu
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \

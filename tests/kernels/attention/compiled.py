@@ -1,7 +1,8 @@
-"""`python -m tests.kernels.attention.compiled sm forward key ...`: compiles kernels for a GPU that need not be here.
+"""`python -m tests.kernels.attention.compiled sm "per key" forward ...`: compiles kernels for a GPU that is not here.
 
-In bf16 at D = 128, causal, with a bias for each key; prints for each one its shared memory, its stack (what registers
-spill to), and how often it has the instruction of the tensor cores that is asked for, as one line of JSON.
+In bf16 at D = 128, causal, with a bias for each key in bf16, or for each pair in fp32 ("per pair"); prints for each one
+its shared memory, its stack (what registers spill to), and how often it has an instruction of the tensor cores, as one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ INTEGERS = {"Tiles": "*i32", "Sequences": "*i32", "T": "i32", "S": "i32", "H": "
 COUNTS = {"tiles": "i32", "batch": "i32", "heads": "i32"}
 
 
-def compiled(name: str, sm: int) -> dict[str, Any]:
-    launch = launches(sm, torch.bfloat16, 128)[name]
+def compiled(name: str, sm: int, per_pair: bool) -> dict[str, Any]:
+    launch = launches(sm, torch.bfloat16, 128, per_pair)[name]
     constants = {
-        "GROUP": 1, "BIAS_GROUP": 1, "BIAS": 1, "BIAS_GRAD": True, "PER_HEAD": True, "CAUSAL": True, "PACKED": False,
+        "GROUP": 1, "BIAS_GROUP": 1, "BIAS": 1 + per_pair, "BIAS_GRAD": not per_pair, "PER_HEAD": True,
+        "CAUSAL": True, "PACKED": False,
         "D": 128, "BLOCK_D": 128, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
     }  # fmt: skip
     kernel, types, values, hints = KERNELS[name], {}, {}, {}
@@ -52,7 +54,8 @@ def compiled(name: str, sm: int) -> dict[str, Any]:
             types[argument] = ("i32", "i32", "i32")
             hints |= {(i, j): ALIGNED for j in range(3)}
         else:
-            types[argument] = (FLOATS | INTEGERS | COUNTS).get(argument, "*bf16")
+            known = FLOATS | INTEGERS | COUNTS | ({"Bias": "*fp32"} if per_pair else {})
+            types[argument] = known.get(argument, "*bf16")
             if argument not in COUNTS and not argument.startswith("scale"):
                 hints[(i,)] = ALIGNED
     done = triton.compile(
@@ -70,5 +73,6 @@ def compiled(name: str, sm: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        print(json.dumps(compiled(name, int(sys.argv[1]))))
+    sm, bias, *names = sys.argv[1:]
+    for name in names:
+        print(json.dumps(compiled(name, int(sm), bias == "per pair")))

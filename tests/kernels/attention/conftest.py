@@ -14,5 +14,5 @@ from kda_layers.kernels.attention.triton.launches import Launch, launches
 def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "SCORES", 2**10)
     if not torch.cuda.is_available():
-        names = launches(0, torch.float32, 16)
+        names = launches(0, torch.float32, 16, False)
         monkeypatch.setattr(triton.BACKEND, "table", lambda *_: dict.fromkeys(names, Launch(64, 64, 4, 1)))

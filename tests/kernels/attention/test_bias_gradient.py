@@ -36,14 +36,14 @@ def test_every_element_of_1_1_1_4196(
 ) -> None:
     """The known failure is that the last one to write wins: the last batch row, head or tile of queries. All of these
     partial sums are far beyond what is allowed here."""
-    x = make_inputs(Case(T=130, S=4196, B=2, H_kv=1, group=2, bias="111S", dtype=dtype, causal=causal), device)
+    x = make_inputs(Case(T=70, S=4196, B=2, H_kv=1, group=2, bias="111S", dtype=dtype, causal=causal), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     exact = to_fp64(x)
     runs = (run(dense, exact), run(dense, x), run(lambda x: call(x, backend), x))
     truth, yardstick, got = (r["d_bias"].cpu().double() for r in runs)
     limit = 2 * ((yardstick - truth).abs().max() + ROUNDOFF[dtype] * truth.abs().max())
     assert (got - truth).abs().max() <= limit
-    for part in (slice(1, None),), (slice(None), slice(128, None)), (slice(None), slice(None), slice(1, None)):
+    for part in (slice(1, None),), (slice(None), slice(64, None)), (slice(None), slice(None), slice(1, None)):
         d_o = torch.zeros_like(output_gradient(exact))
         d_o[part] = output_gradient(exact)[part]
         assert (run(dense, exact, d_o)["d_bias"] - truth).abs().max() > 5 * limit

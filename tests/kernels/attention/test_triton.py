@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 
+from kda_layers.kernels.attention.backends import triton as triton_backend
 from kda_layers.kernels.attention.backends.triton import BACKEND, TritonBackend
 from kda_layers.kernels.attention.dispatch import ATTENTION, default_problem, problem_of
 from kda_layers.kernels.attention.triton.launches import Launch, launches
@@ -28,7 +29,6 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(**changes: object) -> str:
         return "; ".join(BACKEND.unsupported(dataclasses.replace(GPU, **changes)))
 
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert reasons() == "triton is not installed"
     assert reasons(arch=75, dtype=FP64, D=512) == (
@@ -39,9 +39,9 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     if importlib.util.find_spec("triton"):
         assert reasons() == reasons(D=256, dtype=FP32, packed=True, bias="per query and key") == ""
-        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        monkeypatch.setattr(triton_backend, "_interprets", lambda: False)
         assert "device is cpu, needs cuda" in reasons(device="cpu", arch=0)
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setattr(triton_backend, "_interprets", lambda: True)
         assert reasons(device="cpu", arch=0, dtype=FP32) == ""
         assert "dtype is bfloat16, which Triton's interpreter" in reasons(device="cpu", arch=0)
 
@@ -79,7 +79,7 @@ def test_results_do_not_depend_on_tiles(
 ) -> None:
     x = make_inputs(case, BEST_DEVICE)
     serve("triton", problem_of(x, needs_grad=True), required_backends)
-    names = launches(0, FP32, 16)
+    names = launches(0, FP32, 16, False)
     small = TritonBackend(lambda *_: dict.fromkeys(names, Launch(*tile, 4, 1)))
     monkeypatch.setattr(ATTENTION, "backends", lambda: {"triton": small})
     truth, limits = expected(x)
@@ -89,21 +89,26 @@ def test_results_do_not_depend_on_tiles(
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120])
 def test_tiles_are_multiples_of_each_other(arch: int) -> None:
     """What a mask is needed for is worked out in whole tiles, powers of two."""
-    for dtype, width in itertools.product((torch.bfloat16, torch.float16, FP32), (16, 32, 64, 128, 256)):
-        for launch in launches(arch, dtype, width).values():
+    for problem in itertools.product((torch.bfloat16, torch.float16, FP32), (16, 32, 64, 128, 256), (False, True)):
+        for launch in launches(arch, *problem).values():
             assert {launch.block_m, launch.block_n} <= {16, 32, 64, 128}
             assert launch.warps in (4, 8)
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("sm", "kernels", "shared", "stack"),
-    [(90, ["forward", "query", "key", "pair"], 232448, 96), (100, ["forward", "key"], 232448, 512)],
+    ("sm", "bias", "kernels", "shared", "stack"),
+    [
+        (90, "per key", ["forward", "query", "key"], 232448, 192),
+        (90, "per pair", ["forward", "query", "key", "pair"], 232448, 576),
+        (100, "per key", ["forward", "key"], 232448, 512),
+        (86, "per pair", ["forward", "key"], 101376, 128),
+    ],
 )
-def test_compiles_without_a_gpu(sm: int, kernels: list[str], shared: int, stack: int) -> None:
+def test_compiles_without_a_gpu(sm: int, bias: str, kernels: list[str], shared: int, stack: int) -> None:
     """It fits into shared memory, its products run on tensor cores, and not much is spilled."""
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.attention.compiled", str(sm), *kernels]
+    command = [sys.executable, "-m", "tests.kernels.attention.compiled", str(sm), bias, *kernels]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():

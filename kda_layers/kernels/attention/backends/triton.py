@@ -24,7 +24,7 @@ class TritonBackend(Backend):
 
     name = "triton"
 
-    def __init__(self, table: Callable[[int, torch.dtype, int], Launches] = launches):
+    def __init__(self, table: Callable[[int, torch.dtype, int, bool], Launches] = launches):
         self.table = table
 
     @property
@@ -100,7 +100,7 @@ class TritonBackend(Backend):
 class _Call:
     """The arguments that kernels share."""
 
-    def __init__(self, x: Inputs, table: Callable[[int, torch.dtype, int], Launches]):
+    def __init__(self, x: Inputs, table: Callable[[int, torch.dtype, int, bool], Launches]):
         (_, T, H, D), (_, S, H_kv, _), bias = x.q.shape, x.k.shape, x.bias
         self.x, self.sizes = x, (T, S)
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (x.q, x.k, x.v))
@@ -119,7 +119,7 @@ class _Call:
         if x.q.is_cuda:
             major, minor = torch.cuda.get_device_capability(x.q.device)
             arch = 10 * major + minor
-        self.launches = table(arch, x.q.dtype, self.block_d)
+        self.launches = table(arch, x.q.dtype, self.block_d, self.bias == PER_PAIR)
         self.options: dict[str, Any] = {
             "GROUP": H // H_kv, "BIAS_GROUP": 1 if bias is None else H // bias.shape[1], "CAUSAL": x.causal,
             "PACKED": x.cu_seqlens is not None,

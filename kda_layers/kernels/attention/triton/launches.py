@@ -17,8 +17,9 @@ class Launch(NamedTuple):
 Launches = dict[str, Launch]  # of "forward", "query" (dq), "key" (dk, dv, dbias), "pair" (dbias of [T, S])
 
 
-def launches(arch: int, dtype: torch.dtype, block_d: int) -> Launches:
-    """The launches for head widths up to `block_d`, a power of two."""
+def launches(arch: int, dtype: torch.dtype, block_d: int, per_pair: bool) -> Launches:
+    """The launches for head widths up to `block_d`, a power of two; `per_pair`: the bias is of size [T, S], whose tiles
+    take shared memory, too."""
     if dtype == torch.float32:  # exact products run without tensor cores, on registers
         n = 32 if block_d <= 64 else 16
         return {
@@ -28,7 +29,7 @@ def launches(arch: int, dtype: torch.dtype, block_d: int) -> Launches:
             "pair": Launch(n, 32, 4, 1),
         }
     roomy = arch in (80, 87) or 90 <= arch < 120  # 160 KB of shared memory for a block or more, others have 99
-    if block_d == 128 and 90 <= arch < 120:  # the fastest of those tried on an H200
+    if block_d == 128 and 90 <= arch < 120 and not per_pair:  # the fastest of those tried on an H200
         return {
             "forward": Launch(128, 128, 8, 3),
             "query": Launch(128, 128, 8, 2),
