@@ -1,4 +1,4 @@
-"""Softmax attention whose scores have a bias for each key, computed from the token's values: mask, cache, operator.
+"""Softmax attention whose scores have a bias for each key, computed from the token's values: bias, mask and cache.
 
 Trainable Dynamic Mask Sparse Attention, arXiv 2508.02124, has this bias; `biased_attention` gives its whole gradient.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import pad, softplus
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticLayer
 
-from kda_layers.kernels import biased_attention
 from kda_layers.kernels.attention.contract import wide
 
 
@@ -23,7 +23,9 @@ def key_bias(dt: Tensor, A: Tensor) -> Tensor:
     Rounded once, to the dtype of dt, which is that of the values: a cached bias is then the one that was trained with.
     """
     inner = wide(dt.dtype)
-    return torch.exp(A.to(inner) * softplus(dt.to(inner))).to(dt.dtype)
+    # Not torch's softplus: under torch.compile its backward was seen to return other strides than it had announced.
+    softplus = torch.logaddexp(dt.to(inner), torch.zeros((), dtype=inner, device=dt.device))
+    return torch.exp(A.to(inner) * softplus).to(dt.dtype)
 
 
 def create_key_mask(
@@ -34,7 +36,7 @@ def create_key_mask(
     position_ids: Tensor | None = None,
     layer_idx: int = 0,
 ) -> Tensor | None:
-    """The mask that `attend_with_key_bias` takes, called as transformers' functions that make masks are.
+    """The mask that `with_past` takes, called as transformers' functions that make masks are.
 
     Args:
         inputs_embeds: of which the batch size, the number of queries and the device are read.
@@ -69,46 +71,37 @@ def create_key_mask(
     return pad(mask, (0, slots - mask.shape[1]))[:, None, None]
 
 
-def attend_with_key_bias(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    mask: Tensor | None,
-    cache: Cache | None,
-    layer_idx: int,
-    **options: Any,
-) -> Tensor:
-    """Causal softmax attention over the tokens in the cache and these, whose scores have a bias for each key.
+def with_past(
+    k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, cache: Cache | None, layer_idx: int
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Keys, values and biases of the tokens in the cache and of these, for `biased_attention`.
 
     Args:
-        q: [B, T, H, D].
-        k, v: [B, T, H_kv, D].
+        k, v: [B, T, H_kv, D], of these tokens.
         bias: [B, T, H] or [B, T, H_kv], of these tokens.
         mask: False, or a negative number, where a key is hidden. [1|B, 1, 1, S] says so for all queries, each of which
             sees no later keys either; [1|B, 1, T, S] is the whole mask, and costs memory for T S scores.
         cache: updated; keeps the bias of past keys beside their values.
         layer_idx: of the layer in the cache.
-        **options: scale, cu_seqlens and backend of `biased_attention`.
 
     Returns:
-        [B, T, H, D].
+        k, v [B, S, H_kv, D]; bias [B, H or H_kv, 1|T, S], with the mask; whether the operator must add causality.
     """
-    static = False
+    T, static = k.shape[1], False
     bias = bias.transpose(1, 2)[:, :, None]  # [B, H or H_kv, 1, T]
     if cache is not None:
         k, v, bias = _update(cache, layer_idx, k, v, bias)
         static = isinstance(cache.layers[layer_idx], StaticLayer)
-    causal = mask is None or mask.shape[2] == 1
     if mask is not None:
         bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-    if static and causal and q.shape[1] > 1:
-        # A static cache ends with empty slots, the operator's causality lets the last query see the last key: the
-        # slots are turned until the empty ones, which the mask hides, are in front.
+    causal = mask is None or mask.shape[2] == 1
+    if static and causal and T > 1:
+        # A static cache ends with empty slots, but the operator lets the last query see the last key: the slots are
+        # turned until the empty ones, which the mask hides, are in front.
         slots = torch.arange(k.shape[1], device=k.device)
         order = (slots + cache.get_seq_length(layer_idx)) % k.shape[1]
         k, v, bias = k.index_select(1, order), v.index_select(1, order), bias.index_select(3, order)
-    return biased_attention(q, k, v, bias, causal=causal, **options)
+    return k, v, bias, causal
 
 
 def _update(cache: Cache, layer_idx: int, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,8 +113,7 @@ def _update(cache: Cache, layer_idx: int, k: Tensor, v: Tensor, bias: Tensor) ->
     does, would cost each decoding step the projection dt_proj of the whole past.
     """
     H_kv, D = v.shape[2:]
-    channels = bias.squeeze(2).unflatten(1, (H_kv, -1)).transpose(2, 3)  # [B, H_kv, T, G]
-    values = torch.cat((v.transpose(1, 2), channels), -1)
+    values = torch.cat((v.transpose(1, 2), rearrange(bias, "b (h g) 1 t -> b h t g", h=H_kv)), -1)
     held = getattr(cache.layers[layer_idx], "values", None) if layer_idx < len(cache.layers) else None
     if held is not None and held.numel() and held.shape[-1] != values.shape[-1]:
         raise ValueError(
@@ -129,7 +121,7 @@ def _update(cache: Cache, layer_idx: int, k: Tensor, v: Tensor, bias: Tensor) ->
             f"{values.shape[-1] - D} biases, got {held.shape[-1]}: it was filled by other layers, or initialised early"
         )
     k, values = cache.update(k.transpose(1, 2), values, layer_idx)
-    bias = values[..., D:].transpose(2, 3).flatten(1, 2)[:, :, None]
+    bias = rearrange(values[..., D:], "b h s g -> b (h g) 1 s")
     return k.transpose(1, 2), values[..., :D].transpose(1, 2), bias
 
 

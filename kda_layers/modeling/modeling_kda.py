@@ -13,9 +13,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kda_layers.kernels import biased_attention
 from kda_layers.modeling.configuration_kda import KDAConfig
 from kda_layers.modeling.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
-from kda_layers.modeling.key_bias import attend_with_key_bias, key_bias, refuse_weights
+from kda_layers.modeling.key_bias import key_bias, refuse_weights, with_past
 
 
 class KDASoftmaxAttention(nn.Module):
@@ -71,11 +72,11 @@ class KDABiasedAttention(KDASoftmaxAttention):
     ) -> tuple[Tensor, None]:
         """(output [B, T, D], None); attention_mask as `key_bias.create_key_mask` makes it."""
         refuse_weights(self.config, kwargs)
-        q, k, v = (p(hidden_states).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        q, k, v = (p(hidden_states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
         bias = key_bias(self.dt_proj(v.flatten(2)), self.A)
-        o = attend_with_key_bias(
-            q, k, v, bias, attention_mask, past_key_values, self.layer_idx, scale=self.scaling, cu_seqlens=cu_seqlens
-        )
+        k, v, bias, causal = with_past(k, v, bias, attention_mask, past_key_values, self.layer_idx)
+        o = biased_attention(q, k, v, bias, scale=self.scaling, causal=causal, cu_seqlens=cu_seqlens)
         return self.o_proj(o.flatten(2)), None
 
 

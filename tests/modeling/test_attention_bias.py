@@ -16,8 +16,9 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
 from kda_layers import KDAForCausalLM
-from kda_layers.modeling import key_bias
+from kda_layers.modeling import modeling_kda
 from kda_layers.modeling.hybrid import masks_by_type
+from kda_layers.modeling.key_bias import create_key_mask
 from kda_layers.modeling.modeling_kda import KDABiasedAttention
 from tests.kernels.cases import BF16, FP32, FP64, budget, error
 from tests.modeling.common import same
@@ -244,13 +245,13 @@ def test_a_cache_of_other_layers_is_refused() -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], bool]]:
     """The shape of the bias and whether the operator adds causality, of each of its calls."""
-    found, operator = [], key_bias.biased_attention
+    found, operator = [], modeling_kda.biased_attention
 
     def spy(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, causal: bool, **options: Any) -> Tensor:
         found.append((tuple(bias.shape), causal))
         return operator(q, k, v, bias, causal=causal, **options)
 
-    monkeypatch.setattr(key_bias, "biased_attention", spy)
+    monkeypatch.setattr(modeling_kda, "biased_attention", spy)
     return found
 
 
@@ -302,7 +303,7 @@ def test_wrong_masks(case: str) -> None:
     mask, message = WRONG_MASKS[case]
     config = model("key_bias").config
     with pytest.raises(ValueError, match=message):
-        key_bias.create_key_mask(config, torch.empty(2, T, 0), mask, None)
+        create_key_mask(config, torch.empty(2, T, 0), mask, None)
 
 
 @pytest.mark.parametrize("how", ["call", "config"])
