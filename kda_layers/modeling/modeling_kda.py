@@ -139,7 +139,6 @@ class KDAPreTrainedModel(HybridPreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": KDADecoderLayer, "attentions": KDASoftmaxAttention}  # noqa: RUF012
-    _keep_in_fp32_modules_strict = [*HybridPreTrainedModel._keep_in_fp32_modules_strict, "self_attn.A"]  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -155,6 +154,8 @@ class KDAModel(HybridModel, KDAPreTrainedModel):
 
     def __init__(self, config: KDAConfig):
         super().__init__(config)
+        if config.attention_bias == "key":
+            self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "self_attn.A"]
         self.post_init()
 
     def make_layer(self, layer_idx: int) -> nn.Module:

@@ -124,7 +124,7 @@ def enable_speculative_decoding(model: PreTrainedModel) -> None:
 
 
 def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> PreTrainedModel:
-    """`from_pretrained` for a checkpoint of a model with KDA layers, swapped, with A_log and dt_bias kept in fp32.
+    """`from_pretrained` for a model that `swap_attention` changes in place, swapped; A_log and dt_bias stay in fp32.
 
     transformers rounds these two of a Kimi-Linear to the dtype that a model is loaded in.
 
