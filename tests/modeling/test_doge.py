@@ -17,7 +17,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 
 from kda_layers import enable_speculative_decoding, restore_attention, swap_attention
 from kda_layers.modeling.families import doge
-from tests.kernels.cases import FP32, FP64, budget, error
+from tests.kernels.cases import BF16, FP32, FP64, budget, error
 from tests.modeling.common import same
 from tests.modeling.stock_models import build, swapped_layers_of, with_oracle
 from tests.modeling.test_swap_stock import GREEDY, both, ids, limit, logits
@@ -32,11 +32,13 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doge, "ROWS", 5)
 
 
-def attention(seed: int = 0, queries: int = T, dtype: torch.dtype = FP64) -> list[Tensor]:
-    """q [2, queries, 4, 8], k, v [2, T, 2, 8], bias [2, 2, 1, T]."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((2, queries, 4, 8), (2, T, 2, 8), (2, T, 2, 8), (2, 2, 1, T))
-    return [torch.randn(*s, generator=generator, dtype=FP64).to(dtype).requires_grad_() for s in shapes]
+def attention(queries: int, dtype: torch.dtype) -> list[Tensor]:
+    """q [2, queries, 4, 8], k, v [2, T, 2, 8], bias [2, 2, 1, T], no two of a row equal in any dtype."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, queries, 4, 8), (2, T, 2, 8), (2, T, 2, 8))
+    inputs = [torch.randn(*s, generator=generator, dtype=FP64) for s in shapes]
+    bias = torch.rand(2, 2, 1, T, generator=generator).argsort(-1) / 16
+    return [t.to(dtype).requires_grad_() for t in (*inputs, bias)]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, visible: Tensor, keep: int) -> Tensor:
@@ -45,14 +47,15 @@ def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, visible: Tensor, keep: 
     rank = (lower & visible[..., None, :]).sum(-1)  # [.., query, key]
     seen = visible & (rank < keep)
     scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, 2)) / q.shape[-1] ** 0.5
-    scores = scores + (bias + torch.where(seen, 0.0, -1e30)).repeat_interleave(2, 1)
+    scores = scores + bias.repeat_interleave(2, 1)
+    scores = scores.masked_fill(~seen.repeat_interleave(2, 1), -torch.inf)
     return torch.einsum("bhts,bshd->bthd", torch.softmax(scores, -1), v.repeat_interleave(2, 2))
 
 
 # ---------------------------------------------------------------- the keys of the largest biases
 
 
-@pytest.mark.parametrize("dtype", [FP64, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
 @pytest.mark.parametrize("keep", [2, KEEP, T - 1, T])
 @pytest.mark.parametrize("queries", [1, 4, T - 3, T])
 def test_the_largest_biases_and_every_gradient(queries: int, keep: int, dtype: torch.dtype) -> None:
@@ -64,7 +67,7 @@ def test_the_largest_biases_and_every_gradient(queries: int, keep: int, dtype: t
         o = f(*inputs)
         return [o.detach(), *torch.autograd.grad((o * weight.to(o)).sum(), inputs)]
 
-    inputs = attention(queries=queries, dtype=dtype)
+    inputs = attention(queries, dtype)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     truth, yardstick = (run(lambda *x: dense(*x, visible, keep), x) for x in (exact, inputs))
     got = run(lambda *x: doge.attend_to_largest(*x, True, keep, None), inputs)
@@ -76,6 +79,21 @@ def test_the_largest_biases_and_every_gradient(queries: int, keep: int, dtype: t
     assert error(masked, truth[0]) <= limits[0]
     if keep < T:
         assert error(dense(*exact, visible, T).detach(), truth[0]) > 1e-3, "choosing keys changes nothing"
+
+
+def test_many_lots_are_as_exact_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are not rounded for each lot of queries."""
+    inputs = attention(T, BF16)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    visible = torch.ones(T, T, dtype=torch.bool).tril()[None, None]
+    truth = torch.autograd.grad(dense(*exact, visible, KEEP).square().sum(), exact)
+    errors = []
+    for rows in (T, 1):
+        monkeypatch.setattr(doge, "ROWS", rows)
+        o = doge.attend_to_largest(*inputs, True, KEEP, None)
+        grads = torch.autograd.grad(o.double().square().sum(), inputs)
+        errors.append([error(g, t) for g, t in zip(grads, truth, strict=True)])
+    assert all(many <= 1.3 * one for one, many in zip(*errors, strict=True)), errors
 
 
 def test_logits_loss_and_every_gradient_of_long_sequences() -> None:

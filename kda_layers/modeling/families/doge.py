@@ -81,8 +81,8 @@ def _choose_and_attend(
     with T + S. Of equal biases, as the first layer has for each token that comes again, those are seen that torch.topk
     takes among all S, as in the stock layer.
     """
-    T, S = q.shape[1], k.shape[1]
-    bias = bias.to(wide(bias.dtype))  # its gradient is summed over the parts
+    T, S, dtype = q.shape[1], k.shape[1], q.dtype
+    k, v, bias = (t.to(wide(t.dtype)) for t in (k, v, bias))  # their gradients are summed over the parts
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, start: int) -> Tensor:
         end = S
@@ -92,12 +92,12 @@ def _choose_and_attend(
             bias = bias.masked_fill(slots > slots[end - q.shape[1] : end, None], -torch.inf)
         seen = torch.zeros_like(bias, dtype=torch.bool).scatter_(-1, bias.topk(keep, -1).indices, True)
         bias = bias.masked_fill(~seen, -torch.inf)[..., :end]
-        return biased_attention(q, k[:, :end], v[:, :end], bias, causal=False, **options)
+        return biased_attention(q, k[:, :end].to(dtype), v[:, :end].to(dtype), bias, causal=False, **options)
 
     parts, first = [], 0
     if causal and keep > S - T:
         first = keep - (S - T)
-        before = q[:, :first], k[:, :keep], v[:, :keep], bias[..., :keep]
+        before = q[:, :first], k[:, :keep].to(dtype), v[:, :keep].to(dtype), bias[..., :keep]
         parts.append(biased_attention(*before, causal=True, **options))
     for a in range(first, T, ROWS):
         inputs = q[:, a : a + ROWS], k, v, bias if causal else bias[:, :, a : a + ROWS], a
