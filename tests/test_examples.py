@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -21,6 +22,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import checkpoint  # noqa: E402
 import generate  # noqa: E402
+import hybrid_key_bias  # noqa: E402
 import text_data  # noqa: E402
 import train_tiny_lm as trainer  # noqa: E402
 
@@ -383,3 +385,53 @@ def test_quickstart_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "quickstart.py"))
     assert "operator:  (2, 100, 4, 32)" in capsys.readouterr().out
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 40
+
+
+# ---------------------------------------------------------------- with a bias for each key and without
+
+
+def key_bias(data: Path, *more: str) -> int:
+    size = ["--hidden-size", "32", "--layers", "2", "--heads", "1", "--seq-len", "32", "--batch-size", "2"]
+    return hybrid_key_bias.main([*size, "--device", "cpu", "--data", str(data), *more])
+
+
+def test_both_models_start_equal_and_only_one_has_a_bias(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert key_bias(data, "--steps", "4", "--seeds", "2", "--lr", "0.1") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
+    pattern = r"seed (\d), attention_bias (\w+), +([\d,]+) parameters: .* ([\d.]+) before, ([\d.]+) after 4 steps"
+    found = [re.fullmatch(pattern, line).groups() for line in lines]
+    assert [f[:2] for f in found] == [("0", "none"), ("0", "key"), ("1", "none"), ("1", "key")]
+    assert [int(f[2].replace(",", "")) for f in found[1:2]] == [int(found[0][2].replace(",", "")) + 32 + 1]
+    for none, key in (found[:2], found[2:]):
+        assert none[3] == key[3]
+        assert none[4] != key[4], "the bias has done nothing"
+        assert float(none[4]) < float(none[3])
+    assert found[0][3] != found[2][3]
+
+
+def test_the_unbiased_model_is_any_hybrid(data: Path) -> None:
+    """The comparison is with what the plain configuration gives: the same weights and the same layers."""
+    models = hybrid_key_bias.build_models(hybrid_key_bias.BiasSettings(hidden_size=32, heads=1), CPU)
+    none, key = models["none"].state_dict(), models["key"].state_dict()
+    assert all(torch.equal(key[name], p) for name, p in none.items())
+    assert {name.rsplit("self_attn.")[-1] for name in key.keys() - none.keys()} == {"A", "dt_proj.weight"}
+    assert (models["none"].config.attention_bias, models["key"].config.attention_bias) == ("none", "key")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "1"], "--layers 1: expected at least 2"),
+        (["--seeds", "0"], "--seeds 0: expected at least 1"),
+        (["--data", "/no/such/file"], "--data /no/such/file: expected a readable file"),
+    ],
+    ids=str,
+)
+def test_key_bias_explains_bad_input(
+    arguments: list[str], message: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert key_bias(data, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hybrid_key_bias.py: error: ")
+    assert message in error
+    assert error.count("\n") == 1

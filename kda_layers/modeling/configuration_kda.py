@@ -108,7 +108,10 @@ class KDAConfig(KDAFields):
         layer_types: for each layer "linear_attention" (KDA) or "full_attention".
         num_attention_heads, num_key_value_heads, head_dim: of the softmax layers, which have no position encoding;
             None for num_attention_heads, and for hidden_size // num_attention_heads.
-        attention_dropout: dropout of softmax attention weights while training.
+        attention_bias: of the softmax layers; "none", or "key": the scores get a learned bias for each key and head,
+            exp(A softplus(dt_proj(v))) of the key's values v, see `modeling_kda.KDABiasedAttention`. Such layers run on
+            `kda_layers.biased_attention`, whatever attn_implementation says, and return no attention weights.
+        attention_dropout: dropout of softmax attention weights while training; 0 with attention_bias "key".
         initializer_range: standard deviation of linear and embedding weights.
         rms_norm_eps: epsilon of every RMS norm.
 
@@ -136,6 +139,7 @@ class KDAConfig(KDAFields):
     num_attention_heads: int = 8
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    attention_bias: str = "none"
     attention_dropout: float | int = 0.0
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
@@ -173,6 +177,21 @@ class KDAConfig(KDAFields):
             )
         if self.full_attention_interval < 0:
             raise ValueError(f"full_attention_interval must be 0 or more, got {self.full_attention_interval}")
+        self._validate_attention_bias()
+
+    def _validate_attention_bias(self) -> None:
+        if self.attention_bias not in ("none", "key"):
+            raise ValueError(f"attention_bias must be 'none' or 'key', got {self.attention_bias!r}")
+        if self.attention_bias == "key" and "full_attention" not in self.layer_types:
+            raise ValueError(
+                f"attention_bias must be 'none' without a layer of 'full_attention', got 'key' with layer_types "
+                f"{self.layer_types}"
+            )
+        if self.attention_bias == "key" and self.attention_dropout:
+            raise ValueError(
+                f"attention_dropout must be 0 with attention_bias = 'key', as `biased_attention` has no dropout, "
+                f"got {self.attention_dropout}"
+            )
 
 
 AutoConfig.register(KDAConfig.model_type, KDAConfig, exist_ok=True)

@@ -19,6 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.hub import CardMixin
+from kda_layers.modeling.key_bias import create_key_mask
 from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.packing import packed_offsets, packed_positions
 
@@ -43,8 +44,11 @@ def masks_by_type(
     for one of full attention where other layers have sliding windows.
     """
     kinds = config.layer_types
+    # In a variant's configuration the field says whether projections have biases.
+    biased = getattr(config, "attention_bias", None) == "key"
+    functions = MASKS | ({"full_attention": create_key_mask} if biased else {})
     return {
-        kind: MASKS[kind](
+        kind: functions[kind](
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kda_layers.kernels import biased_attention
 from kda_layers.modeling.configuration_kda import KDAConfig
 from kda_layers.modeling.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
+from kda_layers.modeling.key_bias import key_bias, refuse_weights, with_past
 
 
 class KDASoftmaxAttention(nn.Module):
@@ -42,6 +45,39 @@ class KDASoftmaxAttention(nn.Module):
         dropout = self.config.attention_dropout if self.training else 0.0
         o, weights = attention(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return self.o_proj(o.reshape(*hidden_states.shape[:2], -1)), weights
+
+
+class KDABiasedAttention(KDASoftmaxAttention):
+    """`KDASoftmaxAttention` with a learned bias for each key and head, computed from the key's values.
+
+    The scores of query head h get exp(A_h softplus(dt_proj(v)_h)), v being all value heads of the key's token. The
+    layer runs on `biased_attention`, whatever `attn_implementation` says, and has neither dropout nor attention weights
+    to return.
+    """
+
+    def __init__(self, config: KDAConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        heads = config.num_attention_heads
+        self.dt_proj = nn.Linear(config.num_key_value_heads * self.head_dim, heads, bias=False)
+        # 0 makes all biases equal: the layer begins as one without them.
+        self.A = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """(output [B, T, D], None); attention_mask as `key_bias.create_key_mask` makes it."""
+        refuse_weights(self.config, kwargs)
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        q, k, v = (p(hidden_states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
+        bias = key_bias(self.dt_proj(v.flatten(2)), self.A)
+        k, v, bias, causal = with_past(k, v, bias, attention_mask, past_key_values, self.layer_idx)
+        o = biased_attention(q, k, v, bias, scale=self.scaling, causal=causal, cu_seqlens=cu_seqlens)
+        return self.o_proj(o.flatten(2)), None
 
 
 def eager_attention(
@@ -78,7 +114,8 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = KDAMLP(config)
-        kind = KDAAttention if config.layer_types[layer_idx] == "linear_attention" else KDASoftmaxAttention
+        softmax = KDABiasedAttention if config.attention_bias == "key" else KDASoftmaxAttention
+        kind = KDAAttention if config.layer_types[layer_idx] == "linear_attention" else softmax
         self.self_attn = kind(config, layer_idx)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -103,6 +140,12 @@ class KDAPreTrainedModel(HybridPreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": KDADecoderLayer, "attentions": KDASoftmaxAttention}  # noqa: RUF012
 
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, KDABiasedAttention):
+            init.zeros_(module.A)
+
 
 class KDAModel(HybridModel, KDAPreTrainedModel):
     """Embedding, decoder layers of KDA or softmax attention without positions, final norm."""
@@ -111,6 +154,8 @@ class KDAModel(HybridModel, KDAPreTrainedModel):
 
     def __init__(self, config: KDAConfig):
         super().__init__(config)
+        if config.attention_bias == "key":
+            self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "self_attn.A"]
         self.post_init()
 
     def make_layer(self, layer_idx: int) -> nn.Module:
@@ -121,6 +166,11 @@ class KDAForCausalLM(HybridForCausalLM, KDAPreTrainedModel):
     """`KDAModel` with a language-model head."""
 
     model_class = KDAModel
+
+    def _get_static_cache_init_shape(self) -> Any:
+        # Read where transformers initialises a static cache early: None lets it wait for the values, which are wider
+        # than the configuration says where biases are cached with them.
+        return None if self.config.attention_bias == "key" else super()._get_static_cache_init_shape()
 
 
 AutoModel.register(KDAConfig, KDAModel, exist_ok=True)

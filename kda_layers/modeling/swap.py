@@ -1,26 +1,21 @@
-"""Swapping attention in transformers models: our forward in models with KDA layers, KDA layers in those without."""
+"""Swapping attention in transformers models: our forward in their own layers, or KDA layers in place of these."""
 
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from kda_layers.kernels.checks import check_lower_bound
 from kda_layers.kernels.dispatch import backends
-from kda_layers.modeling.families.stock import StockFamily, gate_options
-
-logger = logging.getLogger("kda_layers")
+from kda_layers.modeling.families.stock import StockFamily
 
 # By transformers' model_type; a family's file is imported when a model of it comes.
-STOCK_FAMILIES = ("bailing_hybrid", "glm5_next", "kimi_linear")
+STOCK_FAMILIES = ("bailing_hybrid", "doge", "glm5_next", "kimi_linear")
 SOFTMAX_FAMILIES = ("llama", "mistral", "qwen3")
 
 
@@ -31,19 +26,19 @@ def swap_attention(
     backend: str | None = None,
     **config: Any,
 ) -> list[str] | PreTrainedModel:
-    """Puts KDA layers of this package into a transformers model.
+    """Puts layers of this package into a transformers model.
 
-    A model with KDA layers (Kimi-Linear, GLM-5.3-Flash, Ling / Ring) is changed in place: its KDA layers compute with
-    our forward over the same parameters, so checkpoints, parameter names and optimizers stay. `restore_attention`
-    undoes it. A softmax decoder (Llama, Qwen3, Mistral) is converted: a new model with KDA in place of some of its
-    attention layers is returned, and the original stays as it is.
+    A model with KDA layers (Kimi-Linear, GLM-5.3-Flash, Ling / Ring) or with biased softmax attention (Doge) is changed
+    in place: these layers compute with our forward over the same parameters, so checkpoints, parameter names and
+    optimizers stay. `restore_attention` undoes it. Another softmax decoder (Llama, Qwen3, Mistral) is converted: a new
+    model with KDA in place of some of its attention layers is returned, and the original stays as it is.
 
     Args:
-        model: the transformers model; for a softmax decoder its ...ForCausalLM.
-        layers: indices of decoder layers. For a model with KDA layers None is all of these; for a softmax decoder
-            indices, "all", or a pattern such as "3:1" (three KDA layers, one softmax layer, and so on).
+        model: the transformers model; for a softmax decoder to be converted its ...ForCausalLM.
+        layers: indices of decoder layers. For a model that is changed in place None is all that can be; for one that is
+            converted indices, "all", or a pattern such as "3:1" (three KDA layers, one softmax layer, and so on).
         backend: name of a kernel backend for these layers; None chooses (see `kda_layers.explain`).
-        **config: for a softmax decoder, fields of its new configuration (linear_num_heads, linear_lower_bound, ...).
+        **config: for a model to be converted, fields of its new configuration (linear_num_heads, ...).
 
     Returns:
         The module paths that were changed, or the converted model.
@@ -51,31 +46,29 @@ def swap_attention(
     Raises:
         TypeError: model is no PreTrainedModel; a keyword that is no field of the configuration.
         ValueError: a model class that is not supported; layers that do not exist, are not of the right kind or are
-            swapped already; a gate, convolution or bias that KDA layers here do not have; an unknown backend. The
-            model is then as it was.
+            swapped already; a gate, convolution, bias, window or dropout that layers here do not have; an unknown
+            backend. The model is then as it was.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
-    if backend is not None and backend not in backends():
-        raise ValueError(f"backend must be one of {', '.join(backends())}, got {backend!r}")
     kind = model.config.model_type
     if kind in SOFTMAX_FAMILIES:
+        _check_backend(backend, backends())
         variant = importlib.import_module("kda_layers.modeling.families.variant")
         return variant.convert(model, layers, backend=backend, **config)
     family = _stock_family(model)
+    _check_backend(backend, family.backends())
     if config:
-        raise TypeError(f"{type(model).__name__} has KDA layers whose shape is given: unexpected {sorted(config)}")
+        raise TypeError(f"{type(model).__name__} keeps its layers' shapes: unexpected {sorted(config)}")
     chosen = _chosen_layers(model, family, layers)
     for path, layer in chosen.items():
-        _check_layer(path, layer, family)
-    gates = next(iter(chosen.values())).forget_gate
-    if gates.A_log.dtype in (torch.bfloat16, torch.float16):
-        logger.warning(
-            "A_log and dt_bias of %s were rounded to %s when it was loaded: kda_layers.load_pretrained keeps fp32",
-            type(model).__name__, str(gates.A_log.dtype).removeprefix("torch."),
-        )  # fmt: skip
+        family.check(path, layer)
+        if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
+            raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
+    family.warn(model, list(chosen.values()))
     for layer in chosen.values():
-        layer.kda_options = gate_options(family.lower_bound(layer)) | dict(backend=backend)
+        for name, value in family.attributes(layer, backend).items():
+            setattr(layer, name, value)
         _set_class(layer, family.layer)
     for base in _base_models(model, family):
         if family.prepare_call not in base._forward_pre_hooks.values():
@@ -84,7 +77,7 @@ def swap_attention(
 
 
 def restore_attention(model: PreTrainedModel) -> list[str]:
-    """Undoes `swap_attention` on a model with KDA layers, and `enable_speculative_decoding`.
+    """Undoes `swap_attention` on a model that it changed in place, and `enable_speculative_decoding`.
 
     Returns:
         The module paths that were changed back.
@@ -98,7 +91,8 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
         raise ValueError(f"{type(model).__name__} must have swapped layers to restore, got none")
     for layer in swapped.values():
         _set_class(layer, family.stock_layer)
-        del layer.kda_options
+        for name in family.attributes(layer, None):
+            delattr(layer, name)
     for base in _base_models(model, family):
         for key, hook in list(base._forward_pre_hooks.items()):
             if hook is family.prepare_call:
@@ -112,23 +106,25 @@ def enable_speculative_decoding(model: PreTrainedModel) -> None:
     """Lets a swapped model's `generate` draft tokens: prompt lookup, or an assistant model (`assistant_model=`).
 
     The tokens are those of greedy decoding: our layers take refused drafts back exactly. transformers refuses such
-    models, as its own layers cannot. Models of this package need no call.
+    models with KDA layers, as its own ones cannot. Models of this package and Doge need no call.
 
     Raises:
         ValueError: a KDA layer of the model is not swapped.
     """
     family = _stock_family(model)
+    if not model._is_stateful:
+        return
     stock = [path for path, m in model.named_modules() if type(m) is family.stock_layer]
     if stock:
         raise ValueError(
-            f"every KDA layer of {type(model).__name__} must be swapped before (kda_layers.swap_attention), "
+            f"every {family.noun} of {type(model).__name__} must be swapped before (kda_layers.swap_attention), "
             f"got stock layers at {', '.join(stock)}: they cannot take tokens back"
         )
     model._is_stateful = False
 
 
 def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> PreTrainedModel:
-    """`from_pretrained` for a checkpoint of a model with KDA layers, swapped, with A_log and dt_bias kept in fp32.
+    """`from_pretrained` for a model that `swap_attention` changes in place, swapped; A_log and dt_bias stay in fp32.
 
     transformers rounds these two of a Kimi-Linear to the dtype that a model is loaded in.
 
@@ -145,14 +141,14 @@ def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> 
             `swap_attention` raises.
     """
     config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
-    _check_family(config.model_type, str(path))
+    family = _family(config.model_type, str(path))
     name = (config.architectures or [None])[0]
     stock = getattr(transformers, name or "", None)
     if stock is None:
         raise ValueError(f"{path} must name a class of transformers in architectures, got {config.architectures}")
     strict = list(stock._keep_in_fp32_modules_strict or [])
     # With the stock class's name and module, by which transformers finds how its checkpoints are named.
-    attributes = dict(__module__=stock.__module__, _keep_in_fp32_modules_strict=[*strict, "A_log", "dt_bias"])
+    attributes = dict(__module__=stock.__module__, _keep_in_fp32_modules_strict=[*strict, *family.kept_in_fp32])
     kept = type(name, (stock,), attributes)
     model = kept.from_pretrained(path, config=config, **kwargs)  # type: ignore[attr-defined]
     model.__class__ = stock
@@ -160,17 +156,22 @@ def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> 
     return model
 
 
-def _check_family(kind: str, what: str) -> None:
+def _family(kind: str, what: str) -> StockFamily:
     if kind not in STOCK_FAMILIES:
         supported = ", ".join(STOCK_FAMILIES) + "; to convert: " + ", ".join(SOFTMAX_FAMILIES)
         ours = " (its KDA layers are of this package already)" if kind.startswith("kda") else ""
         raise ValueError(f"{what} must be of a supported family ({supported}), got model_type {kind!r}{ours}")
+    return importlib.import_module(f"kda_layers.modeling.families.{kind}").FAMILY
 
 
 def _stock_family(model: PreTrainedModel) -> StockFamily:
     kind = model.config.model_type.removesuffix("_text")  # the text part of a vision-language model alone
-    _check_family(kind, type(model).__name__)
-    return importlib.import_module(f"kda_layers.modeling.families.{kind}").FAMILY
+    return _family(kind, type(model).__name__)
+
+
+def _check_backend(backend: str | None, known: Iterable[str]) -> None:
+    if backend is not None and backend not in known:
+        raise ValueError(f"backend must be one of {', '.join(known)}, got {backend!r}")
 
 
 def _base_models(model: nn.Module, family: StockFamily) -> list[Any]:
@@ -178,16 +179,16 @@ def _base_models(model: nn.Module, family: StockFamily) -> list[Any]:
 
 
 def _chosen_layers(model: nn.Module, family: StockFamily, layers: Iterable[int] | str | None) -> dict[str, Any]:
-    """The stock KDA layers that were asked for, by path."""
-    kda = {p: m for p, m in model.named_modules() if isinstance(m, family.stock_layer)}
-    if not kda:
-        raise ValueError(f"{type(model).__name__} must have a KDA layer to swap, got layer_types without one")
+    """The stock layers that were asked for, by path."""
+    found = {p: m for p, m in model.named_modules() if isinstance(m, family.stock_layer)}
+    if not found:
+        raise ValueError(f"{type(model).__name__} must have a {family.noun} to swap, got none")
     if layers is None or layers == "all":
-        chosen = kda
+        chosen = found
     elif isinstance(layers, str):
-        raise ValueError(f"layers must be None, 'all' or indices for a model that has KDA layers, got {layers!r}")
+        raise ValueError(f"layers must be None, 'all' or indices for a {type(model).__name__}, got {layers!r}")
     else:
-        chosen = _by_index(model, family, kda, list(layers))
+        chosen = _by_index(model, family, found, list(layers))
     swapped = [path for path, m in chosen.items() if type(m) is not family.stock_layer]
     if swapped:
         kinds = sorted({type(chosen[path]).__name__ for path in swapped})
@@ -195,39 +196,26 @@ def _chosen_layers(model: nn.Module, family: StockFamily, layers: Iterable[int] 
     return chosen
 
 
-def _by_index(model: nn.Module, family: StockFamily, kda: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-    kinds = _base_models(model, family)[0].config.layer_types
-    by_index = {m.layer_idx: path for path, m in kda.items()}
+def _by_index(model: nn.Module, family: StockFamily, found: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+    config = _base_models(model, family)[0].config
+    total = config.num_hidden_layers
+    by_index = {m.layer_idx: path for path, m in found.items()}
     if not indices:
         raise ValueError("layers must name a layer, got none")
     for i in indices:
         if not isinstance(i, int) or isinstance(i, bool):
             raise TypeError(f"layers must hold integers, got {i!r}")
-        if not -len(kinds) <= i < len(kinds):
-            raise ValueError(f"layers must be in [{-len(kinds)}, {len(kinds) - 1}], got {i}")
-        if i % len(kinds) not in by_index:
+        if not -total <= i < total:
+            raise ValueError(f"layers must be in [{-total}, {total - 1}], got {i}")
+        if i % total not in by_index:
             raise ValueError(
-                f"layers must be KDA layers here, {sorted(by_index)}, got {i}, which is of {kinds[i]}: in models that "
-                "have KDA layers only these are swapped"
+                f"layers must be of a {family.noun} each, {sorted(by_index)}, got {i}, which is of "
+                f"{config.layer_types[i]}: in a {type(model).__name__} only these are swapped"
             )
-    paths = [by_index[i % len(kinds)] for i in indices]
+    paths = [by_index[i % total] for i in indices]
     if len(set(paths)) != len(paths):
         raise ValueError(f"layers must name each layer once, got {indices}")
-    return {path: kda[path] for path in paths}
-
-
-def _check_layer(path: str, layer: Any, family: StockFamily) -> None:
-    if layer.activation not in ("silu", "swish"):
-        raise ValueError(f"{path}: the convolution's activation must be 'silu', got {layer.activation!r}")
-    if layer.conv1d.bias is not None:
-        raise ValueError(f"{path}: conv1d must have no bias")
-    bound = family.lower_bound(layer)
-    try:
-        check_lower_bound("softplus" if bound is None else "lower_bound", bound)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
-        raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
+    return {path: found[path] for path in paths}
 
 
 def _set_class(layer: Any, cls: type[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers' own families that have KDA layers, and their KDA layer written out in a loop."""
+"""Tiny random models of the families that `swap_attention` changes in place, and their layers from their definition."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ KDA_LAYERS = {
 }
 FAMILIES = [f for f in KDA_LAYERS if f != "bailing_hybrid" or hasattr(transformers, "BailingHybridConfig")]
 every_family = pytest.mark.parametrize("family", FAMILIES)
+IN_PLACE = [*FAMILIES, "doge"]
+every_family_in_place = pytest.mark.parametrize("family", IN_PLACE)
 
 
 def build(
@@ -30,7 +32,7 @@ def build(
     seed: int = 0,
     **fields: Any,
 ) -> Any:
-    """A model with every parameter of its KDA layers at a value that matters; dense: without a router's jumps."""
+    """A model with every parameter of its layers at a value that matters; dense: without a router's jumps."""
     common: dict[str, Any] = dict(
         vocab_size=97, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_attention_heads=2,
         num_key_value_heads=2, num_experts_per_tok=2, kv_lora_rank=16, v_head_dim=16, pad_token_id=0, bos_token_id=1,
@@ -47,6 +49,13 @@ def build(
         common.setdefault("layer_types", ["linear_attention", "full_attention", "linear_attention"])
         fields = common | linear | dict(num_hidden_layers=layers, num_local_experts=4, qk_rope_head_dim=8) | fields
         model = transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**fields))
+    elif family == "doge":
+        own = ("hidden_size", "vocab_size", "intermediate_size", "initializer_range", "max_position_embeddings")
+        tokens = ("pad_token_id", "bos_token_id", "eos_token_id")
+        special = dict(num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2)
+        config = transformers.DogeConfig(**{n: common[n] for n in own + tokens} | special | fields)
+        model = transformers.DogeForCausalLM(config)
+        model.set_attn_implementation("eager")  # with sdpa that of transformers 5.17 is not causal
     elif family == "bailing_hybrid":
         special = dict(
             num_hidden_layers=layers, layer_group_size=3, qk_rope_head_dim=8, head_dim=16, n_group=2, topk_group=1,
@@ -73,8 +82,10 @@ def build(
         model = transformers.Glm5NextForConditionalGeneration(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.endswith(("A_log", "dt_bias", "o_norm.weight")):
+            if name.endswith(("A_log", "dt_bias", "o_norm.weight", "q_norm.weight", "k_norm.weight")):
                 p.copy_(torch.rand_like(p) + 0.5)
+            elif name.endswith("self_attn.A"):
+                p.copy_(torch.randn_like(p) / 2)
     return model.eval()
 
 
@@ -86,19 +97,46 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def kda_layers_of(model: torch.nn.Module) -> dict[str, Any]:
-    """KDA layers by path, swapped or not."""
-    names = KDA_LAYERS.values()
+def swapped_layers_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The layers that `swap_attention` changes, by path, swapped or not."""
+    names = (*KDA_LAYERS.values(), "DogeAttention")
     return {p: m for p, m in model.named_modules() if any(c.__name__ in names for c in type(m).__mro__)}
 
 
 def with_oracle(model: Any) -> Any:
-    """A copy in fp64 whose KDA layers compute token by token."""
+    """A copy in fp64 whose layers compute token by token, or score by score."""
     exact = copy.deepcopy(model).double()
-    exact.set_experts_implementation("eager")  # the other ones have no fp64
-    for layer in kda_layers_of(exact).values():
-        layer.forward = MethodType(oracle, layer)
+    if model.config.model_type != "doge":
+        exact.set_experts_implementation("eager")  # the other ones have no fp64
+    for layer in swapped_layers_of(exact).values():
+        layer.forward = MethodType(doge_oracle if model.config.model_type == "doge" else oracle, layer)
     return exact
+
+
+def doge_oracle(
+    layer: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+) -> tuple[Tensor, None]:
+    """Doge's attention on whole rows [B, T, D], from its parameters alone, with the keys that a query keeps."""
+    w, x = dict(layer.named_parameters()), hidden_states
+    T, d = x.shape[1], layer.head_dim
+
+    def normed(name: str) -> Tensor:
+        t = (x @ w[f"{name}_proj.weight"].T).unflatten(-1, (-1, d))
+        t = t / torch.sqrt((t * t).mean(-1, keepdim=True) + layer.q_norm.variance_epsilon) * w[f"{name}_norm.weight"]
+        cos, sin = (p[:, :, None] for p in position_embeddings)
+        return (t * cos + torch.cat((-t[..., d // 2 :], t[..., : d // 2]), -1) * sin).transpose(1, 2)
+
+    q, k, v = normed("q"), normed("k"), x @ w["v_proj.weight"].T
+    bias = torch.exp(w["A"] * softplus(v @ w["dt_proj.weight"].T)).mT[:, :, None].expand(-1, -1, T, -1)
+    hidden = ~torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
+    bias = bias.masked_fill(hidden, -torch.inf)
+    least = bias.sort(-1, descending=True).values[..., min(layer.keep_window_size, T) - 1, None]
+    bias = bias.masked_fill(bias < least, -torch.inf)
+    k, v, bias = (
+        t.repeat_interleave(layer.num_key_value_groups, 1) for t in (k, v.unflatten(-1, (-1, d)).transpose(1, 2), bias)
+    )
+    o = torch.softmax(q @ k.mT / d**0.5 + bias, -1) @ v
+    return o.transpose(1, 2).flatten(2) @ w["o_proj.weight"].T, None
 
 
 def oracle(layer: Any, hidden_states: Tensor, **_: Any) -> Tensor:

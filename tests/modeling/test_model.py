@@ -53,16 +53,21 @@ MODELS: dict[str, dict[str, Any]] = {
         linear_num_value_heads=4, linear_value_head_dim=12, linear_conv_kernel_dim=3, linear_allow_neg_eigval=True,
         layer_types=["full_attention", "linear_attention"],
     ),
+    "key_bias": dict(attention_bias="key", full_attention_interval=2),
 }  # fmt: skip
 every_model = pytest.mark.parametrize("name", MODELS)
 kda_and_hybrid = pytest.mark.parametrize("name", ["kda", "hybrid"])
 every_attention = pytest.mark.parametrize("attention", ["sdpa", "eager"])
-HYBRIDS = ("hybrid", "grouped")
+HYBRIDS = ("hybrid", "grouped", "key_bias")
 
 
 def build(name: str, dtype: torch.dtype = FP64, seed: int = 1, **fields: Any) -> KDAForCausalLM:
     torch.manual_seed(seed)
-    return KDAForCausalLM(KDAConfig(**(TINY | MODELS[name] | fields))).to(dtype).eval()
+    m = KDAForCausalLM(KDAConfig(**(TINY | MODELS[name] | fields))).to(dtype).eval()
+    for n, p in m.named_parameters():
+        if n.endswith(".A"):  # it starts at 0, where biases do nothing
+            torch.nn.init.normal_(p, std=0.3)
+    return m
 
 
 @functools.cache
@@ -341,7 +346,7 @@ def test_logits_to_keep(name: str) -> None:
         same((m(tokens, logits_to_keep=kept).logits,), (want[:, index],))
 
 
-@every_model
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "key_bias"])  # whose layers have no weights to record
 def test_recorded_outputs(name: str) -> None:
     """The input of every layer and the output of the model; the attention weights of the softmax layers."""
     m, tokens, B, T = model(name, "eager"), ids(2, 7), 2, 7
@@ -360,7 +365,7 @@ def test_recorded_outputs(name: str) -> None:
     assert isinstance(m(tokens, return_dict=False), tuple)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", ["hybrid", "grouped"])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_eager_attention_is_sdpa(name: str, padding: int) -> None:
     """Eager's logits are as right as those of sdpa, and the generated tokens are the same. In fp32: with fp64 inputs
@@ -585,7 +590,7 @@ def test_bf16_load_keeps_the_gate_in_fp32(name: str, tmp_path: pathlib.Path) -> 
     m.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
     for n, p in loaded.named_parameters():
-        in_fp32 = n.endswith(("A_log", "dt_bias"))
+        in_fp32 = n.endswith(("A_log", "dt_bias", ".A"))
         assert p.dtype == (FP32 if in_fp32 else BF16), n
         assert not in_fp32 or torch.equal(p, m.state_dict()[n])
     truth = copy.deepcopy(loaded).double()(tokens).logits.detach()
@@ -620,13 +625,17 @@ def test_loaded_gates_keep_the_optimizers_mark(tmp_path: pathlib.Path) -> None:
 @every_model
 def test_initialisation(name: str) -> None:
     """Linear and embedding weights of the configured spread, norms at one, the padding row at zero, gates as the
-    layer's own; building it again from the config, also through the meta device, is the same model."""
-    m = build(name, FP32)
+    layer's own, biases that are equal; building it again from the config, also through the meta device, is the same
+    model."""
+    torch.manual_seed(1)
+    m = KDAForCausalLM(KDAConfig(**(TINY | MODELS[name])))
     for n, p in m.named_parameters():
         if n.endswith(("_proj.weight", "embed_tokens.weight", "lm_head.weight")) and p.numel() > 500:
             assert abs(p.std() / 0.4 - 1) < 5 / math.sqrt(2 * p.numel()) + 0.02, n  # 5 sigma, and the zero row
         elif "norm" in n:
             assert (p == 1).all(), n
+        elif n.endswith(".A"):
+            assert (p == 0).all(), n
     assert (m.model.embed_tokens.weight[0] == 0).all()
     for layer in m.modules():
         if isinstance(layer, KimiDeltaAttention):
@@ -696,11 +705,18 @@ BAD_FIELDS = [
     (dict(linear_gate_activation="softplus"), "linear_lower_bound must be None with .*softplus"),
     (dict(linear_lower_bound=None), "linear_lower_bound must be given"),
     (dict(linear_lower_bound=-6.0), r"linear_lower_bound must be in \[-5, 0\), got -6"),
+    (dict(attention_bias="value"), "attention_bias must be 'none' or 'key', got 'value'"),
+    (dict(attention_bias="key"), "attention_bias must be 'none' without a layer of 'full_attention', got 'key'"),
+    (
+        dict(attention_bias="key", full_attention_interval=2, attention_dropout=0.1),
+        "attention_dropout must be 0 with attention_bias = 'key', .* got 0.1",
+    ),
 ]
 WRONG_TYPES = [
     dict(vocab_size=2.5), dict(hidden_size="32"), dict(use_cache="no"), dict(linear_gate_activation=3),
     dict(num_attention_heads=True), dict(linear_allow_neg_eigval="yes"), dict(linear_head_dim=None),
     dict(full_attention_interval=2.0), dict(layer_types="linear_attention"), dict(rms_norm_eps="small"),
+    dict(attention_bias=True),
 ]  # fmt: skip
 
 
@@ -808,7 +824,10 @@ def test_compiled_layer(case: str, counter: CompileCounterWithBackend) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("name", "case"), [("kda", "plain"), ("hybrid", "padded"), ("hybrid", "packed")])
+COMPILED = [("kda", "plain"), *((name, case) for name in ("hybrid", "key_bias") for case in ("padded", "packed"))]
+
+
+@pytest.mark.parametrize(("name", "case"), COMPILED)
 def test_compiled_model(name: str, case: str, counter: CompileCounterWithBackend) -> None:
     m = model(name)
     compiled = torch.compile(m, backend=counter, fullgraph=True, dynamic=True)
@@ -828,7 +847,7 @@ def test_compiled_model(name: str, case: str, counter: CompileCounterWithBackend
     assert counter.frame_count == 1
 
 
-@kda_and_hybrid
+@pytest.mark.parametrize("name", ["kda", "hybrid", "key_bias"])
 def test_compiled_generation(name: str, counter: CompileCounterWithBackend) -> None:
     """With a static cache transformers compiles the decoding step once: neither tokens nor later calls do so anew."""
     m = build(name)

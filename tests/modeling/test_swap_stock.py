@@ -1,4 +1,4 @@
-"""Models of transformers with KDA layers after `swap_attention`: the same, and right where the stock layers are not."""
+"""Models of transformers that `swap_attention` changes in place: the same, and right where the stock layers are not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,16 @@ from kda_layers import (
 )
 from kda_layers.modeling.families.stock import StockMixer
 from tests.kernels.cases import BF16, FP32, budget, error
-from tests.modeling.stock_models import FAMILIES, build, cast, every_family, kda_layers_of, with_oracle
+from tests.modeling.stock_models import (
+    FAMILIES,
+    IN_PLACE,
+    build,
+    cast,
+    every_family,
+    every_family_in_place,
+    swapped_layers_of,
+    with_oracle,
+)
 
 ROOT = Path(__file__).parents[2]
 GREEDY = dict(max_new_tokens=12, do_sample=False)
@@ -82,8 +91,7 @@ def _limit(family: str, device: torch.device) -> float:
 # ---------------------------------------------------------------- equal
 
 
-@every_family
-@pytest.mark.parametrize("softplus", [False, True], ids=["", "softplus"])
+@pytest.mark.parametrize(("family", "softplus"), [*((f, s) for f in FAMILIES for s in (False, True)), ("doge", False)])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_logits_loss_and_every_gradient(family: str, dtype: torch.dtype, softplus: bool) -> None:
     errors: dict[str, list[tuple[float, float]]] = {}  # of stock and swapped, for each model
@@ -95,7 +103,7 @@ def test_logits_loss_and_every_gradient(family: str, dtype: torch.dtype, softplu
         assert stock_results.keys() == swapped_results.keys() == truth.keys()
         for name, t in truth.items():
             errors.setdefault(name, []).append((error(stock_results[name], t), error(swapped_results[name], t)))
-        gates = [n for n in truth if n.endswith(("A_log", "dt_bias"))]
+        gates = [n for n in truth if n.endswith(("A_log", "dt_bias", "self_attn.A", "dt_proj.weight"))]
         assert len(gates) == 2
         assert all(truth[n].abs().max() > 0 for n in gates)
     typical = {n: [statistics.median(each) for each in zip(*pairs, strict=True)] for n, pairs in errors.items()}
@@ -129,7 +137,7 @@ GENERATION = {
 }
 
 
-@every_family
+@every_family_in_place
 @pytest.mark.parametrize("how", GENERATION)
 @pytest.mark.parametrize("padded", [False, True], ids=["", "left padding"])
 def test_generation(family: str, how: str, padded: bool) -> None:
@@ -145,7 +153,7 @@ def test_generation(family: str, how: str, padded: bool) -> None:
     assert torch.equal(*out)
 
 
-@every_family
+@every_family_in_place
 def test_continued_returned_caches(family: str) -> None:
     """Several turns, a copy of the returned cache, and token by token equal one pass."""
     _, swapped = both(family)
@@ -161,7 +169,7 @@ def test_continued_returned_caches(family: str) -> None:
             assert error(torch.cat(got, 1), want) < limit(family)
 
 
-@every_family
+@every_family_in_place
 @pytest.mark.parametrize("n", [1, 4, 8])
 def test_cropped_returned_caches(family: str, n: int) -> None:
     """A returned cache records when told to, gives tokens back, and goes on with others."""
@@ -177,7 +185,7 @@ def test_cropped_returned_caches(family: str, n: int) -> None:
     assert error(got, want) < limit(family)
 
 
-@every_family
+@every_family_in_place
 def test_save_pretrained_is_that_of_stock(family: str, tmp_path: Path, device: torch.device) -> None:
     stock, swapped = both(family)
     for name, model in (("stock", stock), ("swapped", swapped)):
@@ -188,7 +196,10 @@ def test_save_pretrained_is_that_of_stock(family: str, tmp_path: Path, device: t
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("stock", "swapped")]
     assert configs[0] == configs[1]
     again = type(stock).from_pretrained(tmp_path / "swapped").to(device).eval()
-    assert all(type(m).__name__.startswith(("Kimi", "Glm", "Bailing")) for m in kda_layers_of(again).values())
+    again.set_attn_implementation(stock.config._attn_implementation)
+    assert all(
+        type(m).__name__.startswith(("Kimi", "Glm", "Bailing", "Doge")) for m in swapped_layers_of(again).values()
+    )
     assert torch.equal(logits(again, ids(2, 9)), logits(stock, ids(2, 9)))
 
 
@@ -212,7 +223,7 @@ def test_copies_stay_swapped(family: str, how: str) -> None:
     stock, swapped = both(family)
     enable_speculative_decoding(swapped)
     other = COPIES[how](swapped)
-    paths = list(kda_layers_of(stock))
+    paths = list(swapped_layers_of(stock))
     assert torch.equal(logits(other, ids(2, 9)), logits(swapped, ids(2, 9)))
     lookup = dict(prompt_lookup_num_tokens=3, **GREEDY)
     prompt = ids(1, 20, high=6)
@@ -224,7 +235,7 @@ def test_copies_stay_swapped(family: str, how: str) -> None:
     swapped.generate(prompt, **lookup)  # the copy was restored, not the original
 
 
-@every_family
+@every_family_in_place
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     _, swapped = both(family)
@@ -240,7 +251,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     assert all(torch.equal(grads[0][n], grads[1][n]) for n in grads[0])
 
 
-@every_family
+@every_family_in_place
 @pytest.mark.parametrize("kind", ["cpu", "disk"])
 @pytest.mark.parametrize("first", ["swap", "offload"])
 def test_accelerate_offload(family: str, kind: str, first: str, tmp_path: Path, device: torch.device) -> None:
@@ -262,8 +273,8 @@ def test_accelerate_offload(family: str, kind: str, first: str, tmp_path: Path, 
     else:
         offload()
         swap_attention(model)
-    assert any(p.device.type == "meta" for layer in kda_layers_of(model).values() for p in layer.parameters())
-    calls = [type(m).__name__ for m in kda_layers_of(model).values()]
+    assert any(p.device.type == "meta" for layer in swapped_layers_of(model).values() for p in layer.parameters())
+    calls = [type(m).__name__ for m in swapped_layers_of(model).values()]
     assert all(name.startswith("Fast") for name in calls)
     for _ in range(2):
         got = logits(model, tokens)
@@ -289,19 +300,22 @@ def test_hooked_layers_run_our_forward(family: str, device: torch.device, monkey
     mix = KDAMixer.mix
     monkeypatch.setattr(KDAMixer, "mix", lambda self, *args: seen.append(self) or mix(self, *args))
     logits(model, ids(1, 4))
-    assert seen == list(kda_layers_of(model).values())
+    assert seen == list(swapped_layers_of(model).values())
 
 
-TWO_LAYERS: dict[str, dict[str, Any]] = {  # one KDA layer and one of another kind: compiling takes seconds a layer
+# One KDA layer and one of another kind: compiling takes seconds a layer.
+TWO_LAYERS: dict[str, dict[str, Any]] = {
     "kimi_linear": dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
     "glm5_next": dict(num_hidden_layers=2, layer_types=["linear_attention", "indexed_attention"]),
     "bailing_hybrid": dict(num_hidden_layers=2, layer_group_size=2),
+    "doge": dict(num_hidden_layers=1),
 }
 
 
-@every_family
+@every_family_in_place
 def test_compile_fullgraph(family: str) -> None:
-    _, swapped = both(family, **TWO_LAYERS[family], mlp_layer_types=["dense", "dense"])
+    dense = {} if family == "doge" else dict(mlp_layer_types=["dense", "dense"])
+    _, swapped = both(family, **TWO_LAYERS[family], **dense)
     torch._dynamo.reset()
     compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
     tokens, results = ids(2, 70), []
@@ -338,7 +352,7 @@ def test_the_gate_is_not_materialised_outside(family: str) -> None:
 
     counts = []
     for model in both(family, BF16, dense=True):
-        layer = next(iter(kda_layers_of(model).values()))
+        layer = next(iter(swapped_layers_of(model).values()))
         x = torch.randn(1, 64, 32, dtype=BF16, requires_grad=True)
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -569,13 +583,13 @@ def test_gates_of_a_bf16_load(family: str, tmp_path: Path, device: torch.device)
         else:
             assert (q.dtype, p.dtype) == (BF16, BF16)
             assert torch.equal(p, q)
-    assert len(names) == 2 * len(kda_layers_of(model))
-    assert all(type(m).__name__.startswith("Fast") for m in kda_layers_of(ours).values())
+    assert len(names) == 2 * len(swapped_layers_of(model))
+    assert all(type(m).__name__.startswith("Fast") for m in swapped_layers_of(ours).values())
     assert logits(ours, ids(2, 9)).isfinite().all()
 
 
 def test_load_pretrained_of_other_families(tmp_path: Path, device: torch.device) -> None:
-    for family in FAMILIES:
+    for family in IN_PLACE:
         model = build(family)
         model.save_pretrained(tmp_path / family)
         ours = load_pretrained(tmp_path / family, dtype=FP32).to(device).eval()
@@ -632,27 +646,28 @@ def _has_fla() -> bool:
 # ---------------------------------------------------------------- what is changed, and undone
 
 
-@every_family
+@every_family_in_place
 def test_paths_subsets_and_restoring(family: str) -> None:
     stock = build(family)
-    model, kda = copy.deepcopy(stock), list(kda_layers_of(stock))
+    model, paths = copy.deepcopy(stock), list(swapped_layers_of(stock))
     before = {p: type(m) for p, m in model.named_modules()}
     attributes = {p: set(vars(m)) for p, m in model.named_modules()}
     parameters = dict(model.named_parameters())
-    first = next(iter(kda_layers_of(model).values())).layer_idx
-    assert swap_attention(model, [first]) == kda[:1]
-    assert {p for p, m in model.named_modules() if type(m) is not before[p]} == set(kda[:1])
+    first = next(iter(swapped_layers_of(model).values())).layer_idx
+    assert swap_attention(model, [first]) == paths[:1]
+    assert {p for p, m in model.named_modules() if type(m) is not before[p]} == set(paths[:1])
     assert error(logits(model, ids(2, 9)), logits(stock, ids(2, 9))) < limit(family)
-    with pytest.raises(ValueError, match=r"every KDA layer .* must be swapped before"):
-        enable_speculative_decoding(model)
+    if family in FAMILIES:  # transformers lets Doge draft as it is
+        with pytest.raises(ValueError, match=r"every KDA layer .* must be swapped before"):
+            enable_speculative_decoding(model)
     with pytest.raises(ValueError, match="swapped already"):
         swap_attention(model)
-    assert swap_attention(model, [kda_layers_of(model)[p].layer_idx for p in kda[1:]]) == kda[1:]
+    assert swap_attention(model, [swapped_layers_of(model)[p].layer_idx for p in paths[1:]]) == paths[1:]
     enable_speculative_decoding(model)
-    assert {p for p, m in model.named_modules() if type(m) is not before[p]} == set(kda)
+    assert {p for p, m in model.named_modules() if type(m) is not before[p]} == set(paths)
     assert all(isinstance(m, before[p]) for p, m in model.named_modules())
     assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
-    assert restore_attention(model) == kda
+    assert restore_attention(model) == paths
     assert {p: type(m) for p, m in model.named_modules()} == before
     assert {p: set(vars(m)) for p, m in model.named_modules()} == attributes
     assert not any(m._forward_pre_hooks or m._forward_pre_hooks_with_kwargs for m in model.modules())
@@ -664,15 +679,15 @@ def test_paths_subsets_and_restoring(family: str) -> None:
 def test_other_models_are_not_touched() -> None:
     stock, swapped = both("kimi_linear")
     fresh = build("kimi_linear")
-    assert {type(m).__name__ for m in kda_layers_of(fresh).values()} == {"KimiLinearDeltaAttention"}
-    assert {type(m).__name__ for m in kda_layers_of(stock).values()} == {"KimiLinearDeltaAttention"}
-    assert {type(m).__name__ for m in kda_layers_of(swapped).values()} == {"FastKimiLinearDeltaAttention"}
+    assert {type(m).__name__ for m in swapped_layers_of(fresh).values()} == {"KimiLinearDeltaAttention"}
+    assert {type(m).__name__ for m in swapped_layers_of(stock).values()} == {"KimiLinearDeltaAttention"}
+    assert {type(m).__name__ for m in swapped_layers_of(swapped).values()} == {"FastKimiLinearDeltaAttention"}
 
 
 def test_the_backend_is_passed_on() -> None:
     model = build("kimi_linear")
     swap_attention(model, backend="eager")
-    assert {m.kda_options["backend"] for m in kda_layers_of(model).values()} == {"eager"}
+    assert {m.kda_options["backend"] for m in swapped_layers_of(model).values()} == {"eager"}
 
 
 @pytest.mark.parametrize("family", ["kimi_linear"])
@@ -682,7 +697,7 @@ def test_a_base_model_and_all_kda_models(family: str) -> None:
     tokens = ids(2, 9)
     with pytest.raises(ValueError, match="LinearAttention layers"):
         model(tokens[:, :5], use_cache=True)
-    assert swap_attention(model.model) == [p.removeprefix("model.") for p in kda_layers_of(model)]
+    assert swap_attention(model.model) == [p.removeprefix("model.") for p in swapped_layers_of(model)]
     want = logits(model, tokens, use_cache=False)
     with torch.no_grad():
         first = model(tokens[:, :5], use_cache=True)
@@ -692,14 +707,14 @@ def test_a_base_model_and_all_kda_models(family: str) -> None:
 
 def hooked() -> PreTrainedModel:
     model = build("kimi_linear")
-    layer = next(iter(kda_layers_of(model).values()))
+    layer = next(iter(swapped_layers_of(model).values()))
     layer.forward = lambda *args, **kwargs: None
     return model
 
 
 def changed(**attributes: Any) -> PreTrainedModel:
     model = build("glm5_next")
-    layer = next(iter(kda_layers_of(model).values()))
+    layer = next(iter(swapped_layers_of(model).values()))
     for name, value in attributes.items():
         setattr(layer if hasattr(layer, name) else layer.forget_gate, name, value)
     return model

@@ -17,7 +17,7 @@ from kda_layers import KimiDeltaAttention
 from kda_layers.modeling.weights import export_kda_weights, kda_layer_options, load_kda_weights
 from tests.kernels.cases import BF16, FP32, FP64, budget, error
 from tests.modeling.common import same
-from tests.modeling.stock_models import build, every_family, kda_layers_of, oracle
+from tests.modeling.stock_models import build, every_family, oracle, swapped_layers_of
 
 D = 20
 SOFTPLUS = dict(gate_activation="softplus", lower_bound=None)
@@ -176,7 +176,7 @@ def ours_of(source: Any, stock: Any, dtype: torch.dtype = FP32, **where: Any) ->
 @every_family
 @torch.no_grad()
 def test_outputs_are_those_of_the_stock_layer(family: str) -> None:
-    stock = next(iter(kda_layers_of(stock_model(family)).values()))
+    stock = next(iter(swapped_layers_of(stock_model(family)).values()))
     ours, exact = (ours_of(stock.state_dict(), stock, dtype, family=family) for dtype in (FP32, FP64))
     x = torch.randn(2, 75, stock.q_proj.in_features, generator=torch.Generator().manual_seed(1))
     mask = torch.ones(2, 75, dtype=torch.long)
@@ -200,7 +200,7 @@ def test_files_that_transformers_writes(family: str, shards: bool, tmp_path: Pat
     on_disk = {n: t for file in files for n, t in file.items()}
     prefixes = sorted(n.removesuffix("A_log") for n in on_disk if n.endswith("A_log"))
     source = folder if shards else folder / "model.safetensors"
-    for prefix, stock in zip(prefixes, kda_layers_of(model).values(), strict=True):
+    for prefix, stock in zip(prefixes, swapped_layers_of(model).values(), strict=True):
         layer = ours_of(source, stock, family=family, prefix=prefix)
         exported = export_kda_weights(layer, family)
         assert equal(exported, dict(stock.state_dict()))

@@ -55,11 +55,19 @@ SIZES: dict[str, Any] = dict(
     num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 HYBRID = dict(layer_types=["linear_attention", "full_attention"])
+NO_WEIGHTS = dict.fromkeys(
+    (
+        "test_attention_outputs", "test_capture_outputs_decorator", "test_model_outputs_equivalence",
+        "test_retain_grad_hidden_states_attentions",
+    ),
+    "attention with a bias for each key has no weights to return, and refuses to be asked",
+)  # fmt: skip
 KDA = SIZES | dict(linear_num_heads=2, linear_head_dim=16)
 
 CASES = [
     Case("KDA", KDAConfig, KDA, (KDAModel, KDAForCausalLM)),
     Case("KDAHybrid", KDAConfig, KDA | HYBRID, (KDAModel, KDAForCausalLM)),
+    Case("KDAKeyBias", KDAConfig, KDA | HYBRID | dict(attention_bias="key"), (KDAModel, KDAForCausalLM), NO_WEIGHTS),
     Case("KDALlama", KDALlamaConfig, SIZES | HYBRID, (KDALlamaModel, KDALlamaForCausalLM)),
     Case("KDAQwen3", KDAQwen3Config, SIZES | HYBRID | dict(head_dim=8), (KDAQwen3Model, KDAQwen3ForCausalLM)),
     Case(

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention, BailingHybridModel
 
-from kda_layers.modeling.families.stock import StockFamily, StockMixer
+from kda_layers.modeling.families.stock import KDAFamily, StockMixer
 
 
 class FastBailingHybridDeltaAttention(StockMixer, BailingHybridDeltaAttention):
@@ -18,7 +18,7 @@ class FastBailingHybridDeltaAttention(StockMixer, BailingHybridDeltaAttention):
         return self.g_proj(x)
 
 
-FAMILY = StockFamily(
+FAMILY = KDAFamily(
     base_model=BailingHybridModel,
     stock_layer=BailingHybridDeltaAttention,
     layer=FastBailingHybridDeltaAttention,

@@ -8,7 +8,7 @@ import torch
 from transformers.masking_utils import create_recurrent_attention_mask
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention, Glm5NextTextModel
 
-from kda_layers.modeling.families.stock import LowRankMixer, StockFamily, prepare_call
+from kda_layers.modeling.families.stock import KDAFamily, LowRankMixer, prepare_call
 
 
 class FastGlm5NextTextLinearAttention(LowRankMixer, Glm5NextTextLinearAttention):
@@ -34,7 +34,7 @@ def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return (), kwargs | {"attention_mask": masks}
 
 
-FAMILY = StockFamily(
+FAMILY = KDAFamily(
     base_model=Glm5NextTextModel,
     stock_layer=Glm5NextTextLinearAttention,
     layer=FastGlm5NextTextLinearAttention,

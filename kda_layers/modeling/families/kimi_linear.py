@@ -2,14 +2,14 @@
 
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention, KimiLinearModel
 
-from kda_layers.modeling.families.stock import LowRankMixer, StockFamily
+from kda_layers.modeling.families.stock import KDAFamily, LowRankMixer
 
 
 class FastKimiLinearDeltaAttention(LowRankMixer, KimiLinearDeltaAttention):
     """`KimiLinearDeltaAttention` with our forward."""
 
 
-FAMILY = StockFamily(
+FAMILY = KDAFamily(
     base_model=KimiLinearModel,
     stock_layer=KimiLinearDeltaAttention,
     layer=FastKimiLinearDeltaAttention,

@@ -1,18 +1,25 @@
-"""What the families whose models have KDA layers share: their parameters under our computation."""
+"""What the families whose own layers compute with our forward share: their parameters under our computation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from kda_layers.kernels.checks import check_lower_bound
+from kda_layers.kernels.dispatch import backends
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.mixer import KDAMixer
 from kda_layers.modeling.packing import packed_offsets, packed_positions
+
+logger = logging.getLogger("kda_layers")
 
 
 class StockMixer(KDAMixer):
@@ -71,12 +78,6 @@ class LowRankMixer(StockMixer):
         return self.g_b_proj(self.g_a_proj(x))
 
 
-def gate_options(lower_bound: float | None) -> dict[str, Any]:
-    """The options of `kda_layers.kda` that say how the log-decay and beta are activated."""
-    gate = "softplus" if lower_bound is None else "lower_bound"
-    return dict(gate_activation=gate, lower_bound=lower_bound, beta_activation="sigmoid")
-
-
 PACKING = ("position_ids", "attention_mask", "cu_seq_lens_q", "seq_idx")
 POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 
@@ -93,12 +94,12 @@ def prepare_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     kwargs = dict(zip(POSITIONAL, args, strict=False)) | kwargs
     cache = kwargs.get("past_key_values")
-    cu_seqlens = packed_offsets(cache=cache, **{n: kwargs.get(n) for n in PACKING})
-    if cu_seqlens is not None:
-        _check_packed(model, cu_seqlens, kwargs)
-        tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-        positions = packed_positions(cu_seqlens, tokens.shape[1])
-        return (), kwargs | dict(cu_seq_lens_q=cu_seqlens, position_ids=positions, use_cache=False)
+    packed = packed_call(
+        model, kwargs, "KDA layer", lambda m: hasattr(m, "forget_gate") and not isinstance(m, StockMixer)
+    )
+    if packed is not None:
+        _check_types(model, packed["cu_seq_lens_q"])
+        return (), packed
     if cache is None and _uses_cache(model, kwargs.get("use_cache")):
         cache = DynamicCache(config=model.config)
     if cache is not None:
@@ -106,33 +107,108 @@ def prepare_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return (), kwargs
 
 
-class StockFamily(NamedTuple):
-    """A family of transformers models with KDA layers."""
+def packed_call(
+    model: Any, kwargs: dict[str, Any], noun: str, is_stock: Callable[[Any], bool]
+) -> dict[str, Any] | None:
+    """The arguments of a base model's call with packed sequences, as swapped layers need them; None if unpacked.
 
-    base_model: type[nn.Module]  # the module that calls the decoder layers
-    stock_layer: type[nn.Module]
-    layer: type[StockMixer]  # a subclass of stock_layer
-    lower_bound: Callable[[Any], float | None]  # of a KDA layer's gate; None for softplus
-    prepare_call: Callable[..., Any] = prepare_call  # forward pre-hook of base_model
+    Args:
+        kwargs: as the caller gave them; positions that restart, cu_seq_lens_q or seq_idx say that sequences are packed.
+        noun, is_stock: the layers that must all be swapped, and which modules are ones that are not.
 
-
-def _check_packed(model: Any, cu_seqlens: Tensor, kwargs: dict[str, Any]) -> None:
+    Raises:
+        ValueError: packed sequences with a mask, a cache or a stock layer.
+    """
+    cu_seqlens = packed_offsets(cache=kwargs.get("past_key_values"), **{n: kwargs.get(n) for n in PACKING})
+    if cu_seqlens is None:
+        return None
     N = cu_seqlens.shape[0] - 1
     if kwargs.get("attention_mask") is not None:
         raise ValueError(f"attention_mask must be None with {N} packed sequences: they have no padding")
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError(f"past_key_values must be None and use_cache unset or False with {N} packed sequences")
-    stock = [path for path, m in model.named_modules() if hasattr(m, "forget_gate") and not isinstance(m, StockMixer)]
+    stock = [path for path, m in model.named_modules() if is_stock(m)]
     if stock:
         raise ValueError(
-            f"every KDA layer of {type(model).__name__} must be swapped for {N} packed sequences, got stock layers at "
+            f"every {noun} of {type(model).__name__} must be swapped for {N} packed sequences, got stock layers at "
             f"{', '.join(stock)}: they would read one sequence after the other"
         )
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    positions = packed_positions(cu_seqlens, tokens.shape[1])
+    return kwargs | dict(cu_seq_lens_q=cu_seqlens, position_ids=positions, use_cache=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockFamily:
+    """A family of transformers models with layers that `swap_attention` changes in place."""
+
+    base_model: type[nn.Module]  # the module that calls the decoder layers
+    stock_layer: type[nn.Module]
+    layer: type[nn.Module]  # a subclass of stock_layer
+    prepare_call: Callable[..., Any]  # forward pre-hook of base_model
+    noun: ClassVar[str]  # what its layers are called in messages
+    kept_in_fp32: ClassVar[tuple[str, ...]] = ()  # parameters that `load_pretrained` does not round
+
+    def backends(self) -> Iterable[str]:
+        """Names of the backends that `backend=` may ask for."""
+        raise NotImplementedError
+
+    def check(self, path: str, layer: Any) -> None:
+        """Raises a ValueError, which names the path, if the layer is not one that ours can compute."""
+        raise NotImplementedError
+
+    def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
+        """What a swapped layer has besides what the stock one has."""
+        raise NotImplementedError
+
+    def warn(self, model: nn.Module, layers: list[Any]) -> None:
+        """Logs what is wrong with layers that are about to be swapped, but cannot be helped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDAFamily(StockFamily):
+    """A family whose models have KDA layers."""
+
+    lower_bound: Callable[[Any], float | None]  # of a KDA layer's gate; None for softplus
+    prepare_call: Callable[..., Any] = prepare_call
+    noun = "KDA layer"
+    kept_in_fp32 = ("A_log", "dt_bias")
+
+    def backends(self) -> Iterable[str]:
+        return backends()
+
+    def check(self, path: str, layer: Any) -> None:
+        if layer.activation not in ("silu", "swish"):
+            raise ValueError(f"{path}: the convolution's activation must be 'silu', got {layer.activation!r}")
+        if layer.conv1d.bias is not None:
+            raise ValueError(f"{path}: conv1d must have no bias")
+        bound = self.lower_bound(layer)
+        try:
+            check_lower_bound("softplus" if bound is None else "lower_bound", bound)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
+        bound = self.lower_bound(layer)
+        gate = "softplus" if bound is None else "lower_bound"
+        options = dict(gate_activation=gate, lower_bound=bound, beta_activation="sigmoid", backend=backend)
+        return dict(kda_options=options)
+
+    def warn(self, model: nn.Module, layers: list[Any]) -> None:
+        dtype = layers[0].forget_gate.A_log.dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            logger.warning(
+                "A_log and dt_bias of %s were rounded to %s when it was loaded: kda_layers.load_pretrained keeps fp32",
+                type(model).__name__, str(dtype).removeprefix("torch."),
+            )  # fmt: skip
+
+
+def _check_types(model: Any, cu_seqlens: Tensor) -> None:
     mixing = sorted(set(model.config.layer_types) - {"linear_attention", "full_attention"})
     if mixing:
         raise ValueError(
-            f"{type(model).__name__} must get one sequence in each row, got {N} packed ones: its KDA layers keep them "
-            f"apart, but its {mixing[0]} layers do not"
+            f"{type(model).__name__} must get one sequence in each row, got {cu_seqlens.shape[0] - 1} packed ones: its "
+            f"KDA layers keep them apart, but its {mixing[0]} layers do not"
         )
 
 

@@ -1,0 +1,162 @@
+"""Doge: softmax attention with a bias for each key, of which a query sees the keys of the largest biases."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
+from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, apply_rotary_pos_emb
+
+from kda_layers.kernels import biased_attention
+from kda_layers.kernels.attention.contract import wide
+from kda_layers.kernels.attention.dispatch import ATTENTION
+from kda_layers.kernels.contract import sequence_offsets
+from kda_layers.modeling.families.stock import POSITIONAL, StockFamily, packed_call
+from kda_layers.modeling.key_bias import create_key_mask, key_bias, refuse_weights, with_past
+
+ROWS = 128  # queries whose keys are chosen at once
+
+
+class FastDogeAttention(DogeAttention):
+    """`DogeAttention` on `biased_attention`: no tensor of the size of all scores, forward or backward."""
+
+    backend: str | None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """(output [B, T, D], None), called as the stock layer is; attention_mask as `key_bias.with_past` takes it."""
+        refuse_weights(self.config, kwargs)
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        q, k, v = (p(hidden_states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), *position_embeddings, unsqueeze_dim=2)
+        bias = key_bias(self.dt_proj(v.flatten(2)), self.A)
+        k, v, bias, causal = with_past(k, v, bias, attention_mask, past_key_values, self.layer_idx)
+        o = attend_to_largest(
+            q, k, v, bias, causal, self.keep_window_size, kwargs.get("cu_seq_lens_q"),
+            scale=self.scaling, backend=self.backend,
+        )  # fmt: skip
+        return self.o_proj(o.flatten(2)), None
+
+
+def attend_to_largest(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool, keep: int, cu_seqlens: Tensor | None, **options: Any
+) -> Tensor:
+    """`biased_attention` in which a query sees, of the keys that it otherwise would, the `keep` of the largest bias.
+
+    Args:
+        q, k, v, bias, causal, cu_seqlens: as in `biased_attention`.
+        **options: scale and backend of it.
+    """
+    S = k.shape[1]
+    if keep >= S:
+        return biased_attention(q, k, v, bias, causal=causal, cu_seqlens=cu_seqlens, **options)
+    if cu_seqlens is None:
+        return _choose_and_attend(q, k, v, bias, causal, keep, **options)
+    documents = (
+        attend_to_largest(q[:, a:b], k[:, a:b], v[:, a:b], bias[..., a:b], causal, keep, None, **options)
+        for a, b in itertools.pairwise(sequence_offsets(cu_seqlens, S))
+    )
+    return torch.cat(list(documents), 1)
+
+
+def _choose_and_attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool, keep: int, **options: Any
+) -> Tensor:
+    """`attend_to_largest` with more keys than `keep`.
+
+    The keys that a query sees are then no broadcast bias any more. Queries that see no more than `keep` are still one
+    call; of the others some at a time get a bias of their own, and the backward chooses their keys again: memory grows
+    with T + S. Of equal biases, as the first layer has for each token that comes again, those are seen that torch.topk
+    takes among all S, as in the stock layer.
+    """
+    T, S, dtype = q.shape[1], k.shape[1], q.dtype
+    k, v, bias = (t.to(wide(t.dtype)) for t in (k, v, bias))  # their gradients are summed over the parts
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, start: int) -> Tensor:
+        end = S
+        if causal:
+            end = S - T + start + q.shape[1]
+            slots = torch.arange(S, device=q.device)
+            bias = bias.masked_fill(slots > slots[end - q.shape[1] : end, None], -torch.inf)
+        seen = torch.zeros_like(bias, dtype=torch.bool).scatter_(-1, bias.topk(keep, -1).indices, True)
+        bias = bias.masked_fill(~seen, -torch.inf)[..., :end]
+        return biased_attention(q, k[:, :end].to(dtype), v[:, :end].to(dtype), bias, causal=False, **options)
+
+    parts, first = [], 0
+    if causal and keep > S - T:
+        first = keep - (S - T)
+        before = q[:, :first], k[:, :keep].to(dtype), v[:, :keep].to(dtype), bias[..., :keep]
+        parts.append(biased_attention(*before, causal=True, **options))
+    for a in range(first, T, ROWS):
+        inputs = q[:, a : a + ROWS], k, v, bias if causal else bias[:, :, a : a + ROWS], a
+        parts.append(checkpoint(attend, *inputs, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(parts, 1)
+
+
+def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """Forward pre-hook of the base model: masks of keys alone, where the stock forward makes ones of all scores.
+
+    It takes a mask of four dimensions as it comes. Packed sequences, however described, become cu_seq_lens_q and
+    positions that restart.
+
+    Raises:
+        ValueError: packed sequences with a mask or a cache, or next to stock layers; a mask of a wrong size.
+    """
+    kwargs = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    if tokens is None:
+        return (), kwargs
+    nothing_hidden = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    packed = packed_call(model, kwargs, "attention layer", _is_stock)
+    if packed is not None:
+        return (), packed | dict(attention_mask=nothing_hidden)
+    if any(_is_stock(layer.self_attn) for layer in model.layers):
+        return (), kwargs  # they need the mask of all scores, which ours can read, too
+    mask = create_key_mask(model.config, tokens, kwargs.get("attention_mask"), kwargs.get("past_key_values"))
+    return (), kwargs | dict(attention_mask=nothing_hidden if mask is None else mask)
+
+
+def _is_stock(module: Any) -> bool:
+    return isinstance(module, DogeAttention) and not isinstance(module, FastDogeAttention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DogeFamily(StockFamily):
+    """Doge, all of whose layers have biased softmax attention."""
+
+    noun = "attention layer"
+
+    def backends(self) -> Iterable[str]:
+        return ATTENTION.backends()
+
+    def check(self, path: str, layer: Any) -> None:
+        if layer.config.sliding_window is not None:
+            raise ValueError(
+                f"{path}: sliding_window must be None, as `biased_attention` has no window, "
+                f"got {layer.config.sliding_window}"
+            )
+        if layer.attention_dropout:
+            raise ValueError(
+                f"{path}: attention_dropout must be 0, as `biased_attention` has no dropout, "
+                f"got {layer.attention_dropout}"
+            )
+
+    def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
+        return dict(backend=backend)
+
+
+FAMILY = DogeFamily(
+    base_model=DogeModel, stock_layer=DogeAttention, layer=FastDogeAttention, prepare_call=prepare_masks
+)

@@ -1,0 +1,131 @@
+"""Softmax attention whose scores have a bias for each key, computed from the token's values: bias, mask and cache.
+
+Trainable Dynamic Mask Sparse Attention, arXiv 2508.02124, has this bias; `biased_attention` gives its whole gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, StaticLayer
+
+from kda_layers.kernels.attention.contract import wide
+
+
+def key_bias(dt: Tensor, A: Tensor) -> Tensor:
+    """exp(A softplus(dt)) [..., heads] for dt [..., heads] and A [heads].
+
+    Rounded once, to the dtype of dt, which is that of the values: a cached bias is then the one that was trained with.
+    """
+    inner = wide(dt.dtype)
+    # Not torch's softplus: under torch.compile its backward was seen to return other strides than it had announced.
+    softplus = torch.logaddexp(dt.to(inner), torch.zeros((), dtype=inner, device=dt.device))
+    return torch.exp(A.to(inner) * softplus).to(dt.dtype)
+
+
+def create_key_mask(
+    config: PreTrainedConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Cache | None,
+    position_ids: Tensor | None = None,
+    layer_idx: int = 0,
+) -> Tensor | None:
+    """The mask that `with_past` takes, called as transformers' functions that make masks are.
+
+    Args:
+        inputs_embeds: of which the batch size, the number of queries and the device are read.
+        attention_mask: [B, S], nonzero for real tokens, S those in the cache and these; or one with 4 dimensions, which
+            is returned as it is.
+        past_key_values, layer_idx: the cache, before these tokens, and the layer that knows its lengths.
+        config, position_ids: not read.
+
+    Returns:
+        [1|B, 1, 1, S] bool, False for padding and for the empty slots of a static cache; None where nothing is hidden.
+
+    Raises:
+        ValueError: a mask of another rank or size.
+    """
+    if attention_mask is not None and attention_mask.ndim == 4:
+        return attention_mask
+    B, T = inputs_embeds.shape[:2]
+    slots, filled = T, T
+    if past_key_values is not None:
+        slots, filled = past_key_values.get_mask_sizes(T, layer_idx)[0], past_key_values.get_seq_length(layer_idx) + T
+    counted = not isinstance(filled, Tensor)  # a static cache counts on the device
+    if attention_mask is None:
+        if counted and slots == filled:
+            return None
+        return (torch.arange(slots, device=inputs_embeds.device) < filled)[None, None, None]
+    least = filled if counted else T
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < least:
+        raise ValueError(
+            f"attention_mask must have shape [{B}, {least}] or 4 dimensions, got {list(attention_mask.shape)}"
+        )
+    mask = attention_mask.to(device=inputs_embeds.device, dtype=torch.bool)
+    return pad(mask, (0, slots - mask.shape[1]))[:, None, None]
+
+
+def with_past(
+    k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, cache: Cache | None, layer_idx: int
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Keys, values and biases of the tokens in the cache and of these, for `biased_attention`.
+
+    Args:
+        k, v: [B, T, H_kv, D], of these tokens.
+        bias: [B, T, H] or [B, T, H_kv], of these tokens.
+        mask: False, or a negative number, where a key is hidden. [1|B, 1, 1, S] says so for all queries, each of which
+            sees no later keys either; [1|B, 1, T, S] is the whole mask, and costs memory for T S scores.
+        cache: updated; keeps the bias of past keys beside their values.
+        layer_idx: of the layer in the cache.
+
+    Returns:
+        k, v [B, S, H_kv, D]; bias [B, H or H_kv, 1|T, S], with the mask; whether the operator must add causality.
+    """
+    T, static = k.shape[1], False
+    bias = bias.transpose(1, 2)[:, :, None]  # [B, H or H_kv, 1, T]
+    if cache is not None:
+        k, v, bias = _update(cache, layer_idx, k, v, bias)
+        static = isinstance(cache.layers[layer_idx], StaticLayer)
+    if mask is not None:
+        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    causal = mask is None or mask.shape[2] == 1
+    if static and causal and T > 1:
+        # A static cache ends with empty slots, but the operator lets the last query see the last key: the slots are
+        # turned until the empty ones, which the mask hides, are in front.
+        slots = torch.arange(k.shape[1], device=k.device)
+        order = (slots + cache.get_seq_length(layer_idx)) % k.shape[1]
+        k, v, bias = k.index_select(1, order), v.index_select(1, order), bias.index_select(3, order)
+    return k, v, bias, causal
+
+
+def _update(cache: Cache, layer_idx: int, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds k, v [B, T, H_kv, D] and bias [B, H or H_kv, 1, T] to a cache; returns those of all its slots.
+
+    The biases of a key head's queries are further channels of its cached values. So whatever a cache does with values,
+    growing, static buffers, beams, taking tokens back, offloading, is done with the biases, in any class of cache; and
+    they are exact, as they have the values' dtype. Computing them from all cached values again, as transformers' Doge
+    does, would cost each decoding step the projection dt_proj of the whole past.
+    """
+    H_kv, D = v.shape[2:]
+    values = torch.cat((v.transpose(1, 2), rearrange(bias, "b (h g) 1 t -> b h t g", h=H_kv)), -1)
+    held = getattr(cache.layers[layer_idx], "values", None) if layer_idx < len(cache.layers) else None
+    if held is not None and held.numel() and held.shape[-1] != values.shape[-1]:
+        raise ValueError(
+            f"past_key_values must hold values of {values.shape[-1]} channels in layer {layer_idx}, {D} and a key's "
+            f"{values.shape[-1] - D} biases, got {held.shape[-1]}: it was filled by other layers, or initialised early"
+        )
+    k, values = cache.update(k.transpose(1, 2), values, layer_idx)
+    bias = rearrange(values[..., D:], "b h s g -> b (h g) 1 s")
+    return k.transpose(1, 2), values[..., :D].transpose(1, 2), bias
+
+
+def refuse_weights(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
+    """Raises a ValueError where the attention weights are asked for: nothing of their size is ever made."""
+    if kwargs.get("output_attentions") or config.output_attentions:
+        raise ValueError("output_attentions must be False: attention with a bias for each key never has its weights")
