@@ -84,7 +84,8 @@ def test_dependencies_are_the_promised_ones_and_pinned_for_tests():
     extras = project["optional-dependencies"]
     assert names(extras["gpu"]) == {"flash-linear-attention", "cuda-bindings", "nvidia-cuda-nvrtc"}
     pinned = names([line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line])
-    assert names(project["dependencies"]) | names(extras["plot"]) | names(extras["dev"]) <= pinned
+    unpinned = {"triton"}  # PyTorch's CUDA wheels ask for one version of it
+    assert (names(project["dependencies"]) | names(extras["plot"]) | names(extras["dev"])) - unpinned <= pinned
 
 
 def test_an_old_transformers_is_named():
