@@ -112,7 +112,7 @@ def test_a_run_of_the_eager_backend(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_two_at_once_train_as_one_alone(folder: Path) -> None:
     losses = []
     for n in (1, 2):
-        assert run(folder, f"--backends eager --steps 20 --budget-s 1000 --at-once {n}") == 0
+        assert run(folder, f"--backends eager --steps 6 --budget-s 1000 --at-once {n}") == 0
         data = json.loads((folder / "out" / "training_curves.json").read_text())
         losses.append([r["losses"] for r in data["runs"]])
     assert losses[0] == losses[1]
@@ -122,7 +122,7 @@ def test_two_at_once_train_as_one_alone(folder: Path) -> None:
 def test_resuming_makes_what_is_missing(folder: Path) -> None:
     """A run that was cut short is made again; whole ones stay, unless the training is another."""
     path = folder / "out" / "training_curves.json"
-    options = "--backends eager --steps 20 --budget-s 1000"
+    options = "--backends eager --steps 8 --budget-s 1000"
     assert run(folder, options) == 0
     before = json.loads(path.read_text())
     cut = json.loads(path.read_text())
@@ -153,7 +153,6 @@ def test_a_small_budget_means_fewer_steps(folder: Path) -> None:
         ("--backends eager,none", "unknown backend 'none'"),
         ("--backends sm90 --steps 20", "cannot serve"),
         ("--steps 3 --backends eager", "--steps 3"),
-        ("--at-once 2 --backends sm90 --steps 20", "cannot serve"),
     ],
 )
 def test_what_cannot_be_run_is_explained(

@@ -26,6 +26,10 @@ from kda_layers.kernels.registry import constant_to_compile
 GATE_ACTIVATIONS, BETA_ACTIVATIONS = get_args(GateActivation), get_args(BetaActivation)
 
 
+class DtypeError(TypeError, ValueError):
+    """A dtype outside the contract: to some a wrong type, to others a wrong value of a tensor's type."""
+
+
 def check_offsets(cu_seqlens: Tensor, x: Tensor) -> None:
     """Raise unless cu_seqlens has the type and shape of offsets into packed x [1, T, ...]; reads no value."""
     _check_index("cu_seqlens", cu_seqlens, x)
@@ -80,7 +84,7 @@ def _check_common(x: Inputs | StepInputs) -> tuple[int, int, int, int, int]:
         raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
     dtype, wide = q.dtype, state_dtype(q.dtype)
     if dtype not in DTYPES:
-        raise TypeError(f"q must be one of {dtype_names(DTYPES)}, got {dtype}")
+        raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {dtype}")
     _check_gate(x)
     check_tensor("k", x.k, (B, T, H, K), (dtype,), q)
     check_tensor("v", v, (B, T, HV, V), (dtype,), q)
@@ -144,7 +148,7 @@ def check_state_dtype(x: Inputs, dtype: Any) -> torch.dtype:
         return state_dtype(x.q.dtype) if x.initial_state is None else x.initial_state.dtype
     dtypes = state_dtypes(x.q.dtype)
     if dtype not in dtypes:
-        raise TypeError(f"state_dtype must be {dtype_names(dtypes)} with q of {dtype_names([x.q.dtype])}, got {dtype}")
+        raise DtypeError(f"state_dtype must be {dtype_names(dtypes)} with q of {dtype_names([x.q.dtype])}, got {dtype}")
     return dtype
 
 
@@ -156,7 +160,7 @@ def _check_state(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> No
         raise ValueError(f"{name} must have shape [N, HV, V, K] = {list(shape)}, got {list(state.shape)}{hint}")
     dtypes = state_dtypes(q.dtype)
     if state.dtype not in dtypes:
-        raise TypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {state.dtype}")
+        raise DtypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {state.dtype}")
     if state.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {state.device}")
     strides = state.stride()[2:]
@@ -170,7 +174,7 @@ def _check_state(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> No
 def _check_index(name: str, t: Any, q: Tensor) -> None:
     check_is_tensor(name, t)
     if t.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {t.dtype}")
+        raise DtypeError(f"{name} must be int32 or int64, got {t.dtype}")
     if t.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
 
@@ -181,7 +185,7 @@ def check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.
     if t.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
     if t.dtype not in dtypes:
-        raise TypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {t.dtype}")
+        raise DtypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {t.dtype}")
     if t.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
 

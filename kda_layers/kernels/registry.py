@@ -141,7 +141,9 @@ def requested(backend: str | None) -> str | None:
 def use_backend(name: str) -> Iterator[None]:
     """Within the context every call without a `backend=` argument uses the backend `name`.
 
-    Operators that have none of this name choose by themselves.
+    Operators that have none of this name choose by themselves. It holds for the thread that enters it: on a GPU,
+    autograd runs the backward in a thread of its own, where gradient checkpointing calls the forward again and so
+    chooses anew. There name the backend by argument, in the model's layers or in the environment.
 
     Raises:
         ValueError: no operator has a backend of this name.

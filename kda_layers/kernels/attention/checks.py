@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kda_layers.kernels.attention.contract import Inputs, wide
-from kda_layers.kernels.checks import check_is_tensor, check_offsets, check_tensor, dtype_names
+from kda_layers.kernels.checks import DtypeError, check_is_tensor, check_offsets, check_tensor, dtype_names
 from kda_layers.kernels.contract import DTYPES
 
 
@@ -23,7 +23,7 @@ def check(x: Inputs) -> None:
     if H % H_kv != 0:
         raise ValueError(f"q's {H} heads must be a multiple of k's {H_kv} heads (grouped heads)")
     if q.dtype not in DTYPES:
-        raise TypeError(f"q must be one of {dtype_names(DTYPES)}, got {q.dtype}")
+        raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {q.dtype}")
     check_tensor("k", k, (B, S, H_kv, D), (q.dtype,), q)
     check_tensor("v", x.v, (B, S, H_kv, D), (q.dtype,), q)
     if not isinstance(x.causal, bool):
@@ -52,6 +52,6 @@ def _check_bias(bias: Tensor, q: Tensor, sizes: tuple[int, int, int, int, int]) 
         raise ValueError(f"bias must have shape [1|B, 1|H_kv|H, 1|T, S] = [{', '.join(texts)}], got {got}")
     dtypes = (q.dtype, wide(q.dtype))
     if bias.dtype not in dtypes:
-        raise TypeError(f"bias must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {bias.dtype}")
+        raise DtypeError(f"bias must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {bias.dtype}")
     if bias.device != q.device:
         raise ValueError(f"bias must be on q's device {q.device}, got {bias.device}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels import biased_attention
+from kda_layers.kernels.checks import DtypeError  # a TypeError and a ValueError
 from tests.kernels.attention.cases import Case, call, make_inputs
 from tests.kernels.cases import BF16, FP16, FP32, FP64
 
@@ -71,14 +72,14 @@ BAD: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] = 
     ("no heads", cut("q", 2, 0), ValueError, r"H must be at least 1, got 0"),
     ("no key heads", keys(lambda t: t[:, :, :0]), ValueError, r"H_kv must be at least 1, got 0"),
     ("no width", lambda a: {n: a[n][..., :0] for n in "qkv"}, ValueError, r"D must be at least 1, got 0"),
-    ("k dtype", cast("k", BF16), TypeError, r"k" + DTYPE + "bfloat16"),
-    ("v dtype", cast("v", FP64), TypeError, r"v" + DTYPE + "float64"),
-    ("bias dtype", cast("bias", FP16), TypeError, r"bias" + DTYPE + "float16"),
-    ("bias integer", cast("bias", torch.int64), TypeError, r"bias" + DTYPE + "int64"),
-    ("bias boolean", cast("bias", torch.bool), TypeError, r"bias" + DTYPE + "bool"),
-    ("bias wider", lambda a: everything(Tensor.bfloat16)(a) | {"bias": a["bias"].double()}, TypeError,
+    ("k dtype", cast("k", BF16), DtypeError, r"k" + DTYPE + "bfloat16"),
+    ("v dtype", cast("v", FP64), DtypeError, r"v" + DTYPE + "float64"),
+    ("bias dtype", cast("bias", FP16), DtypeError, r"bias" + DTYPE + "float16"),
+    ("bias integer", cast("bias", torch.int64), DtypeError, r"bias" + DTYPE + "int64"),
+    ("bias boolean", cast("bias", torch.bool), DtypeError, r"bias" + DTYPE + "bool"),
+    ("bias wider", lambda a: everything(Tensor.bfloat16)(a) | {"bias": a["bias"].double()}, DtypeError,
      r"bias must be bfloat16 or float32 with q of bfloat16, got \S*float64"),
-    ("integers", everything(Tensor.long), TypeError, r"q must be one of bfloat16 or .*, got \S*int64"),
+    ("integers", everything(Tensor.long), DtypeError, r"q must be one of bfloat16 or .*, got \S*int64"),
     *((f"{n} device", lambda a, n=n: {n: a[n].to("meta")}, ValueError, rf"{n} must be on q's device cpu, got meta")
       for n in ("k", "v", "bias")),
     ("bias of scores alone", bias(5, 7), ValueError, r"bias must have 4 dimensions \[.*\], got shape \[5, 7\]"),
