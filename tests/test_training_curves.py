@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import training_curves as curves
-from benchmarks.training_curves import Run
+from benchmarks.training_curves import LMSettings, Run, load_corpus
 from kda_layers.kernels.dispatch import requested
 
 CONFIG = dict(
@@ -53,6 +55,8 @@ def test_table() -> None:
     assert ["a, other rounding - a", "80", "0.25", "+0.25", "noise"] in rows
     assert ["eager - a", "40", "1.5", "+1", ""] in rows
     assert "eager made 40 steps of 80" in curves.table(data)
+    data["runs"][2]["at_once"] = 3
+    assert "shared the device (eager)" in curves.table(data)
 
 
 def test_the_slowest_decides_but_the_reference_does_not() -> None:
@@ -109,14 +113,16 @@ def test_a_run_of_the_eager_backend(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert (folder / "out" / "training_curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_at_once_train_as_one_alone(folder: Path) -> None:
-    losses = []
-    for n in (1, 2):
-        assert run(folder, f"--backends eager --steps 6 --budget-s 1000 --at-once {n}") == 0
-        data = json.loads((folder / "out" / "training_curves.json").read_text())
-        losses.append([r["losses"] for r in data["runs"]])
-    assert losses[0] == losses[1]
-    assert "shared the device (eager / eager, other rounding)" in (folder / "out" / "training_curves.md").read_text()
+def test_two_at_once(folder: Path) -> None:
+    """What a training is given and gives goes from one process to another, and results come in their order."""
+    s = LMSettings(config=str(folder / "tiny.json"), steps=6)
+    corpus = load_corpus(str(folder / "text.txt"), 1, 1, None, 8, folder)
+    given = (curves.train, Run("eager", "data"), s, corpus, torch.device("cpu"))
+    again = pickle.loads(pickle.dumps(given))
+    assert again[:3] == given[:3]
+    assert torch.equal(again[3].train, corpus.train)
+    with curves.mapping(2) as map_runs:
+        assert list(map_runs(math.sqrt, [4, 1, 9])) == [2, 1, 3]
 
 
 def test_resuming_makes_what_is_missing(folder: Path) -> None:
@@ -136,6 +142,7 @@ def test_resuming_makes_what_is_missing(folder: Path) -> None:
     text = (folder / "out" / "training_curves.md").read_text()
     assert "eager: " in text
     assert "commit kept" in text
+    assert "shared the device" not in text
     assert run(folder, f"{options} --resume --seed 5") == 0
     assert [r["stamp"]["commit"] for r in json.loads(path.read_text())["runs"]] == ["abc", "abc"]
 

@@ -45,7 +45,7 @@ def test_every_element_of_1_1_1_4196(
     partial sums are far beyond what is allowed here."""
     x = make_inputs(Case(T=70, S=4196, B=2, H_kv=1, group=2, bias="111S", dtype=dtype, causal=causal), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
-    if backend == "triton" and device == "cpu":  # wide tiles: the interpreter takes a time for each
+    if backend == "triton" and device == "cpu":  # wide tiles: the interpreter takes its time for each
         wide = dict.fromkeys(BACKEND.table(0, dtype, 16, False), Launch(32, 512, 4, 1))
         monkeypatch.setattr(BACKEND, "table", lambda *_: wide)
     exact = to_fp64(x)
