@@ -201,6 +201,20 @@ def test_experts() -> None:
     same((outs[1].loss, outs[1].aux_loss), (outs[0].loss, outs[0].aux_loss), 1e-5)
 
 
+def test_autocast_trains_as_stock() -> None:
+    """Where the norms of queries and keys return wide numbers. The truth is stock in fp32."""
+    stock, swapped = both("doge")
+    tokens, results = ids(2, 20), []
+    for model, cast in ((stock, False), (stock, True), (swapped, True)):
+        model.zero_grad()
+        with torch.autocast("cpu", BF16, enabled=cast):
+            loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        results.append(torch.cat([loss.detach()[None], *(p.grad.flatten() for p in model.parameters())]))
+    truth, yardstick, got = results
+    assert 0 < error(got, truth) <= budget(error(yardstick, truth), BF16)
+
+
 # ---------------------------------------------------------------- parts, undoing, refusing
 
 

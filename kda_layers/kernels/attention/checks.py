@@ -47,7 +47,8 @@ def _check_bias(bias: Tensor, q: Tensor, sizes: tuple[int, int, int, int, int]) 
     if len(got) != 4:
         raise ValueError(f"bias must have 4 dimensions [1|B, 1|H_kv|H, 1|T, S], got shape {got}")
     allowed = ((1, B), (1, H_kv, H), (1, T), (S,))
-    if any(n not in sizes for n, sizes in zip(got, allowed, strict=True)):
+    # Each with each: torch.compile takes a number for no member of a tuple of symbols.
+    if not all(any(n == size for size in sizes) for n, sizes in zip(got, allowed, strict=True)):
         texts = [" or ".join(map(str, dict.fromkeys(sizes))) for sizes in allowed]
         raise ValueError(f"bias must have shape [1|B, 1|H_kv|H, 1|T, S] = [{', '.join(texts)}], got {got}")
     dtypes = (q.dtype, wide(q.dtype))

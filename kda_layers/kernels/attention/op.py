@@ -44,8 +44,9 @@ def biased_attention(
         o [B, T, H, D] in v's dtype. Where a query sees no key, or only keys with a bias of -inf, it is 0, and so is
         every gradient through it.
 
-    A bias that is itself an expanded leaf of autograd gets an expanded gradient: each of the elements that are one in
-    memory its equal share of the sum.
+    The gradient of an expanded bias goes to the tensor that it is a view of. Where that cannot be (a leaf of autograd
+    that is itself expanded, a view with hooks, inside torch.compile) each of the elements that are one in memory gets
+    its equal share of the sum, which fp16 may be too narrow for: prefer size 1.
 
     Raises:
         TypeError, ValueError: an argument breaks this contract; the message names it, what was expected, what came.

@@ -41,6 +41,7 @@ class FastDogeAttention(DogeAttention):
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = (p(hidden_states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), *position_embeddings, unsqueeze_dim=2)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the norms, whose weights are wide, return wide numbers
         bias = key_bias(self.dt_proj(v.flatten(2)), self.A)
         k, v, bias, causal = with_past(k, v, bias, attention_mask, past_key_values, self.layer_idx)
         o = attend_to_largest(

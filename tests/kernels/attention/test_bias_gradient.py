@@ -152,3 +152,43 @@ def test_a_bias_without_a_gradient_costs_none(backend: str, device: str, require
     chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
     o, lse = chosen.forward(x)
     assert chosen.backward(x, o, lse, torch.ones_like(o)).bias is None
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def test_an_expanded_bias_has_the_gradient_of_a_small_one(dtype: torch.dtype) -> None:
+    """Bit for bit, also where an equal share of it is too small for fp16; and past nobody who looks at the view."""
+    x = make_inputs(Case(T=64, group=2, bias="111S", dtype=dtype))
+    d_o = output_gradient(x) * 1e-3
+
+    def gradient(expand: Any) -> Tensor:
+        leaf = x.bias.detach().clone().requires_grad_()
+        call(x._replace(bias=expand(leaf)), "eager").backward(d_o)
+        return leaf.grad
+
+    shape = (1, x.q.shape[2], 64, 64)
+    small = gradient(lambda b: b)
+    assert small.abs().max() > 0
+    for expand in (lambda b: b.expand(shape), lambda b: (b * 1)[:, :, :1].expand(shape)):
+        assert torch.equal(gradient(expand), small)
+
+    outer = x.bias.detach().clone().requires_grad_()
+    inner = outer.detach().requires_grad_()
+    view = inner.expand(shape)
+    view.retain_grad()
+    call(x._replace(bias=view), "eager").backward(d_o)
+    assert outer.grad is None
+    assert view.grad is not None
+    assert inner.grad is not None
+
+
+@on_every_backend
+def test_the_least_finite_bias_hides_nothing_from_who_sees_nothing_else(
+    backend: str, device: str, required_backends: frozenset[str]
+) -> None:
+    """As in torch's own attention: the mean of all values; -inf gives 0."""
+    x = make_inputs(Case(T=20, causal=False, bias="111S", bias_wide=True, dtype=FP16), device)
+    serve(backend, problem_of(x), required_backends)
+    mean = x.v.float().mean(1, keepdim=True).expand(x.v.shape)
+    for least, want in ((torch.finfo(FP32).min, mean), (-math.inf, 0 * mean)):
+        o = call(x._replace(bias=torch.full_like(x.bias, least)), backend)
+        assert (o.float() - want).abs().max() <= 2 * ROUNDOFF[FP16] * x.v.abs().max()

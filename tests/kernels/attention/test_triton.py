@@ -102,6 +102,7 @@ def test_tiles_are_multiples_of_each_other(arch: int) -> None:
         (90, "per key", ["forward", "query", "key"], 232448, 192),
         (90, "per pair", ["forward", "query", "key", "pair"], 232448, 576),
         (100, "per key", ["forward", "key"], 232448, 512),
+        (100, "per pair", ["query", "key"], 232448, 512),
         (86, "per pair", ["forward"], 101376, 128),
     ],
 )

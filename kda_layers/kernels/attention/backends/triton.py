@@ -103,7 +103,8 @@ class _Call:
     def __init__(self, x: Inputs, table: Callable[[int, torch.dtype, int, bool], Launches]):
         (_, T, H, D), (_, S, H_kv, _), bias = x.q.shape, x.k.shape, x.bias
         self.x, self.sizes = x, (T, S)
-        q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (x.q, x.k, x.v))
+        q, k, v = (t if t.stride(3) == 1 and _is_near(t) else t.contiguous() for t in (x.q, x.k, x.v))
+        bias = bias if bias is None or _is_near(bias) else bias.contiguous()
         self.tensors = (q, k, v, q if bias is None else bias)
         # Where a bias is broadcast its size is 1, and any step keeps it where it is.
         self.strides = (
@@ -163,6 +164,11 @@ def _pairs(call: _Call, bias: Tensor, lse: Tensor, delta: Tensor, d_o: Tensor) -
         B // bias.shape[0], H // bias.shape[1], **options, **call.blocks(launch),
     )  # fmt: skip
     return d_bias
+
+
+def _is_near(t: Tensor) -> bool:
+    """Whether rows and columns of a tile, of at most 128, lie within the range of 32 bits."""
+    return max(t.stride()[1:]) < 2**24
 
 
 def _interprets() -> bool:

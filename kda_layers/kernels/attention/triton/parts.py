@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LEAST = tl.constexpr(-3.0e38)
 NO_BIAS, PER_KEY, PER_PAIR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -60,4 +61,6 @@ def load_bias(
         at += tl.cast(row, tl.int64) * t_stride + rows * t_stride
         seen = seen & (row + rows < row_end)
     bias = tl.load(at, mask=seen, other=0.0) if MASKED or KIND == PER_PAIR else tl.load(at)
-    return bias.to(tl.float32) * LOG2_E
+    bias = bias.to(tl.float32)
+    # The least finite numbers, with which masks hide keys, stay finite: queries that see nothing else see all alike.
+    return tl.where(bias == -float("inf"), bias, tl.maximum(bias * LOG2_E, LEAST))
