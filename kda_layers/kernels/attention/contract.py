@@ -101,5 +101,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def empty_lse(x: Inputs) -> Tensor:
+    """Space for the logsumexp of every query and head, [B, H, T] in `wide`."""
+    B, T, H, _ = x.q.shape
+    return x.q.new_empty(B, H, T, dtype=wide(x.q.dtype))
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.attention.contract import Gradients, Inputs, wide
+from kda_layers.kernels.attention.contract import Gradients, Inputs, empty_lse
 from kda_layers.kernels.attention.dispatch import ATTENTION
 from kda_layers.kernels.checks import refuse_transforms
 from kda_layers.kernels.library import below_autograd, is_plain, schema, without_autocast
@@ -84,7 +84,7 @@ def _is_empty(x: Inputs) -> bool:
 def _attend(*args: Any) -> tuple[Tensor, Tensor]:
     x, (save, backend) = Inputs(*args[:FIELDS]), args[FIELDS:]
     if _is_empty(x):
-        o, lse = x.v.new_zeros(x.q.shape), _lse_like(x)
+        o, lse = x.v.new_zeros(x.q.shape), empty_lse(x)
     else:
         o, lse = without_autocast(ATTENTION.backends()[backend].forward, x)
     return o, lse if save else x.q.new_empty(0)
@@ -92,12 +92,7 @@ def _attend(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _attend_fake(*args: Any) -> tuple[Tensor, Tensor]:
     x, (save, _) = Inputs(*args[:FIELDS]), args[FIELDS:]
-    return x.v.new_empty(x.q.shape), _lse_like(x) if save else x.q.new_empty(0)
-
-
-def _lse_like(x: Inputs) -> Tensor:
-    B, T, H, _ = x.q.shape
-    return x.q.new_empty(B, H, T, dtype=wide(x.q.dtype))
+    return x.v.new_empty(x.q.shape), empty_lse(x) if save else x.q.new_empty(0)
 
 
 def _attend_grad(*args: Any) -> tuple[Tensor, ...]:

@@ -95,15 +95,16 @@ def test_tiles_are_multiples_of_each_other(arch: int) -> None:
             assert launch.warps in (4, 8)
 
 
+# Shared memory: what a block may have. Stack: the most that Triton 3.6 and 3.9 leave, up to the next 64 bytes.
 @needs_triton
 @pytest.mark.parametrize(
     ("sm", "bias", "kernels", "shared", "stack"),
     [
         (90, "per key", ["forward", "query", "key"], 232448, 192),
         (90, "per pair", ["forward", "query", "key", "pair"], 232448, 576),
-        (100, "per key", ["forward", "key"], 232448, 512),
-        (100, "per pair", ["query", "key"], 232448, 512),
-        (86, "per pair", ["forward"], 101376, 128),
+        (100, "per key", ["forward", "key"], 232448, 384),
+        (100, "per pair", ["query", "key"], 232448, 320),
+        (86, "per pair", ["forward"], 101376, 0),
     ],
 )
 def test_compiles_without_a_gpu(sm: int, bias: str, kernels: list[str], shared: int, stack: int) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.attention.contract import Backend, Gradients, Inputs, Problem, wide
+from kda_layers.kernels.attention.contract import Backend, Gradients, Inputs, Problem, empty_lse, wide
 from kda_layers.kernels.contract import sequence_offsets
 
 SCORES = 2**22  # as many scores at once fit into a cache or not far from it
@@ -32,7 +32,7 @@ class EagerBackend(Backend):
         return []
 
     def forward(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        o, lse = x.v.new_empty(x.q.shape), _empty_lse(x)
+        o, lse = x.v.new_empty(x.q.shape), empty_lse(x)
         heads = _Heads(x)
         for tile in _tiles(x):
             scores = heads.scores(tile)
@@ -111,11 +111,6 @@ class _Heads:
         ds = ds.flatten(1, 2) if bias.shape[1] == self.x.q.shape[2] else ds.sum(2)
         dims = [d for d in (0, 1, 2) if bias.shape[d] == 1 < ds.shape[d]]
         return ds.sum(dims, keepdim=True) if dims else ds
-
-
-def _empty_lse(x: Inputs) -> Tensor:
-    B, T, H, _ = x.q.shape
-    return x.q.new_empty(B, H, T, dtype=wide(x.q.dtype))
 
 
 def _tiles(x: Inputs) -> Iterator[Tile]:

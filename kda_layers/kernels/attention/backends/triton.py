@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.attention.contract import Backend, Gradients, Inputs, Problem
+from kda_layers.kernels.attention.contract import Backend, Gradients, Inputs, Problem, empty_lse
 from kda_layers.kernels.attention.triton.launches import Launch, Launches, launches
 from kda_layers.kernels.attention.triton.packing import sequence_numbers, tile_table
 
@@ -57,7 +57,7 @@ class TritonBackend(Backend):
         call = _Call(x, self.table)
         launch = call.launches["forward"]
         o = x.v.new_empty(x.q.shape)
-        lse = x.q.new_empty(B, H, T, dtype=torch.float32)
+        lse = empty_lse(x)
         tiles, table = call.tiles(T, launch.block_m)
         with call.device():
             forward_kernel[(B * H * tiles,)](
