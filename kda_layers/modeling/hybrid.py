@@ -8,23 +8,19 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_recurrent_attention_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from kda_layers.modeling.cache import with_kda_layers
+from kda_layers.modeling.calls import loss_options, refuse_unknown, without_plans
 from kda_layers.modeling.hub import CardMixin
 from kda_layers.modeling.key_bias import create_key_mask
 from kda_layers.modeling.layer import KimiDeltaAttention
-from kda_layers.modeling.packing import packed_offsets, packed_positions
+from kda_layers.modeling.packing import Layout, read_layout
 
 MASKS = {
-    "linear_attention": create_recurrent_attention_mask,
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
 }
@@ -33,12 +29,10 @@ MASKS = {
 def masks_by_type(
     config: PreTrainedConfig,
     inputs_embeds: Tensor,
-    attention_mask: Tensor | None,
+    layout: Layout,
     past_key_values: Cache | None,
-    position_ids: Tensor | None = None,
-    **_: Any,
 ) -> dict[str, Any]:
-    """The mask of each type of layer, from a mask [B, S] or None.
+    """The mask of each type of layer: padding [B, T] or None for KDA layers, transformers' masks for softmax layers.
 
     Each type names the layer whose cache knows the lengths: left to search for it, transformers 5.17 takes a KDA layer
     for one of full attention where other layers have sliding windows.
@@ -47,17 +41,39 @@ def masks_by_type(
     # In a variant's configuration the field says whether projections have biases.
     biased = getattr(config, "attention_bias", None) == "key"
     functions = MASKS | ({"full_attention": create_key_mask} if biased else {})
-    return {
+    return {"linear_attention": layout.padding} | {
         kind: functions[kind](
             config=config,
             inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
+            attention_mask=layout.attention_mask,
             past_key_values=past_key_values,
-            position_ids=position_ids,
+            position_ids=layout.positions,  # None unless packed: transformers would read their values
             layer_idx=kinds.index(kind),
         )
         for kind in dict.fromkeys(kinds)
+        if kind != "linear_attention"
     }
+
+
+def masks_for_generate(
+    config: PreTrainedConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Cache | None,
+    **_: Any,
+) -> dict[str, Any]:
+    """`masks_by_type` as generate calls it, ahead of a compiled forward that cannot read the values of a mask."""
+    layout = read_layout(inputs_embeds, attention_mask, None, past_key_values)
+    if layout.cu_seqlens is not None:
+        raise ValueError("attention_mask must hold one document in each row to generate, got packed documents")
+    return masks_by_type(config, inputs_embeds, layout, past_key_values)
+
+
+def default_positions(x: Tensor, layout: Layout, cache: Cache | None) -> Tensor:
+    """Positions [1, T] of tokens x [B, T, ...]: within each packed sequence, or from the end of the cache on."""
+    if layout.positions is not None:
+        return layout.positions
+    return torch.arange(x.shape[1], device=x.device)[None] + (0 if cache is None else cache.get_seq_length())
 
 
 class KDAAttention(KimiDeltaAttention):
@@ -145,52 +161,60 @@ class HybridModel(HybridPreTrainedModel):
 
         Args:
             input_ids: [B, T] token ids, or inputs_embeds [B, T, D].
-            attention_mask: [B, S], nonzero for real tokens, S the tokens in the cache and these; or a dict of
-                prepared masks by layer type.
-            position_ids: [B or 1, T], for softmax layers that encode positions; where they restart at 0 in a single
-                row, a sequence starts.
+            attention_mask: [B, S], 1 for real tokens and 0 for padding, S the tokens in the cache and these;
+                [1 or B, heads, T, S], bool or additive, which must say that attention is causal within each document;
+                or a dict of prepared masks by layer type.
+            position_ids: [T] or [B or 1, T], for softmax layers that encode positions. Without a cache they start at 0
+                or 1 and go on by 1; a step back or a repeat, in a single row, begins the next packed sequence.
             past_key_values: cache to continue; updated.
             use_cache: return a cache; by default config.use_cache, but not while training or for packed
                 sequences.
             cu_seqlens: [N + 1] offsets of sequences packed along T (then B = 1), int32 or int64; also read from
-                cu_seq_lens_q, seq_idx or position_ids, as transformers' DataCollatorWithFlattening gives them.
+                cu_seq_lens_q, seq_idx, position_ids, as transformers' DataCollatorWithFlattening gives them, or a mask
+                of scores. position_ids that are given as well are the ones that softmax layers encode.
+            **kwargs: keywords of transformers for attention functions and outputs.
 
         Returns:
             BaseModelOutputWithPast: last_hidden_state [B, T, D], past_key_values, and what was asked to be recorded.
 
         Raises:
+            TypeError: a keyword that nothing would read.
             ValueError: not exactly one of input_ids and inputs_embeds; a cache while training with gradient
-                checkpointing, or for packed sequences in a model with softmax layers; what the layers raise.
+                checkpointing, or for packed sequences in a model with softmax layers; masks or positions that the KDA
+                layers cannot follow, see `packing.read_layout`; what the layers raise.
         """
+        refuse_unknown(kwargs, type(self))
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if cu_seqlens is None:
-            cu_seqlens = packed_offsets(position_ids, attention_mask, past_key_values, **kwargs)
+        if past_key_values is not None:
+            with_kda_layers(past_key_values)
+        layout = read_layout(
+            inputs_embeds, attention_mask, position_ids, past_key_values, cu_seqlens=cu_seqlens, **kwargs
+        )
+        packed = layout.cu_seqlens is not None
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and cu_seqlens is None
-        past_key_values = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
-        if cu_seqlens is not None:
-            position_ids = packed_positions(cu_seqlens, inputs_embeds.shape[1])
-        elif position_ids is None:
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
-            position_ids = position_ids + (0 if past_key_values is None else past_key_values.get_seq_length())
+            use_cache = self.config.use_cache and not self.training and not packed
+        past_key_values = self._cache(past_key_values, use_cache, packed)
         masks = attention_mask
         if not isinstance(attention_mask, dict):
-            masks = masks_by_type(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+            masks = masks_by_type(self.config, inputs_embeds, layout, past_key_values)
+        if position_ids is None:
+            position_ids = default_positions(inputs_embeds, layout, past_key_values)
         hidden_states = inputs_embeds
-        positions = self.position_inputs(hidden_states, position_ids)
-        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=masks[kind],
-                past_key_values=past_key_values,
-                cu_seqlens=cu_seqlens,
-                position_ids=position_ids,
-                **positions,
-                **kwargs,
-            )
+        encodings = self.position_inputs(hidden_states, position_ids.view(-1, inputs_embeds.shape[1]))
+        with without_plans(inputs_embeds, past_key_values):
+            for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+                hidden_states = layer(
+                    hidden_states,
+                    attention_mask=masks[kind],
+                    past_key_values=past_key_values,
+                    cu_seqlens=layout.cu_seqlens,
+                    position_ids=position_ids if layout.positions is None else layout.positions,
+                    **encodings,
+                    **kwargs,
+                )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     def _cache(self, cache: Cache | None, use_cache: bool, packed: bool) -> Cache | None:
@@ -219,7 +243,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
     _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
     model_class: ClassVar[type[HybridModel]]
-    create_masks_for_generate = staticmethod(masks_by_type)  # what generate prepares for compiled decoding
+    create_masks_for_generate = staticmethod(masks_for_generate)  # what generate prepares for compiled decoding
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -250,7 +274,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
         Returns:
             CausalLMOutputWithPast: loss (scalar) or None, logits [B, T, vocab_size], past_key_values.
+
+        Raises: as `HybridModel.forward`; a TypeError also for a keyword that the loss function does not name either.
         """
+        for_loss = loss_options(kwargs, self.loss_function)
+        refuse_unknown(kwargs := {name: kwargs[name] for name in kwargs if name not in for_loss}, type(self))
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -266,7 +294,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            vocab_size = self.config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs, **for_loss)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -1,56 +1,172 @@
-"""Packed sequences: from the ways in which transformers describes them to offsets."""
+"""Which sequences a model's call holds: from the ways in which transformers describes them to padding and offsets."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kda_layers.modeling.masks import check_type, offsets_of, read_padding_mask, read_square_mask, readable
 
-def packed_offsets(
-    position_ids: Tensor | None,
-    attention_mask: Tensor | dict[str, Tensor] | None,
-    cache: Cache | None,
+
+class Layout(NamedTuple):
+    """The sequences of a call, for both kinds of layers."""
+
+    cu_seqlens: Tensor | None  # [N + 1] offsets of packed sequences; None for one in each row
+    positions: Tensor | None  # [1, T], restarting at 0 where a packed sequence starts; None for one in each row
+    padding: Tensor | None  # [B, T] nonzero for real tokens, for KDA layers; None where nothing is padded
+    attention_mask: Any  # for softmax layers: as given, or None for a mask [B, S] that hides nothing
+
+
+def read_layout(
+    tokens: Tensor,
+    attention_mask: Tensor | dict[str, Tensor] | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Cache | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
     **_: Any,
-) -> Tensor | None:
-    """Offsets [N + 1] of the packed sequences that transformers' ways of describing them mean, or None if unpacked.
+) -> Layout:
+    """The layout of a model's call from whatever says it; one that the layers would not agree on is an error.
+
+    Positions are read only without a cache. The rule is that of transformers' masks: a row starts at 0 or 1, +1
+    continues a sequence, and a step back or a repeat begins the next one. Values are not readable under torch.compile
+    and graph capture: a mask of scores is an error there, and positions are asserted on the device not to restart.
 
     Args:
-        position_ids: [1, T], restarting at 0 where a sequence starts; not looked at with a mask or a cache, in a
-            batch, or under torch.compile (their number is not known there: pass cu_seqlens).
-        attention_mask, cache: those of the call.
-        cu_seq_lens_q: the offsets themselves.
-        seq_idx: [1, T] the number of each token's sequence, ascending.
+        tokens: [B, T, ...] token ids or embeddings.
+        attention_mask: [B, S] with 1 for real tokens; [1 or B, heads, T, S], see `masks.read_square_mask`; or a dict of
+            prepared masks by layer type, which is not read.
+        position_ids: [T], [1 or B, T], or [axes, B, T] for several axes, which may not restart.
+        past_key_values: the cache before this call.
+        cu_seqlens, cu_seq_lens_q: [N + 1] offsets, where they are known.
+        seq_idx: [1, T] number of each token's sequence.
 
     Raises:
-        ValueError: position_ids that restart in a batch of several rows: packed sequences come in one row.
+        TypeError: another kind of mask.
+        ValueError: packed sequences in more than one row or with padding; positions that jump forward or start beyond
+            1; a mask that KDA layers cannot apply; sequences described in two ways that differ.
     """
-    if cu_seq_lens_q is not None:
-        return cu_seq_lens_q
-    if seq_idx is not None:
-        starts = torch.nn.functional.pad(seq_idx[0].diff() != 0, (1, 0), value=True)
-    elif (
-        position_ids is None
-        or attention_mask is not None
-        or cache is not None
-        or position_ids.ndim != 2
-        or torch.compiler.is_compiling()
-        or not bool((position_ids[:, 1:] == 0).any())
-    ):
-        return None
-    elif position_ids.shape[0] != 1:
+    check_type(attention_mask)
+    B, T = tokens.shape[:2]
+    offsets = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
+    if offsets is None and seq_idx is not None:
+        offsets = _offsets_of_numbers(seq_idx, B, T)
+    padding = documents = None
+    if square := isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+        padding, documents = read_square_mask(attention_mask, B, T, _cached(past_key_values))
+    elif isinstance(attention_mask, Tensor) and (T > 1 or past_key_values is None):
+        mask = read_padding_mask(attention_mask, B, T)
+        padding = None if mask is None else mask[:, -T:].contiguous()
+        if mask is None and (offsets is not None or _hides_nothing(attention_mask, T, past_key_values)):
+            attention_mask = None
+    if offsets is None and position_ids is not None and past_key_values is None:
+        offsets = _offsets_of_positions(position_ids, padding, B)
+    if offsets is None:
+        return _layout(documents, padding, attention_mask, T)
+    if padding is not None:
+        raise ValueError("attention_mask must be None with packed sequences: they have no padding, drop those tokens")
+    if square:
+        in_mask = [0, T] if documents is None else documents.tolist()
+        if set(in_mask) != set(offsets.tolist()):  # empty sequences repeat an offset
+            raise ValueError(
+                f"attention_mask must separate the sequences of the other arguments, at {offsets.tolist()}, "
+                f"got documents at {in_mask}"
+            )
+    return _layout(offsets, None, attention_mask, T)
+
+
+def _layout(offsets: Tensor | None, padding: Tensor | None, attention_mask: Any, T: int) -> Layout:
+    positions = None if offsets is None else packed_positions(offsets, T)
+    return Layout(offsets, positions, padding, attention_mask)
+
+
+def _cached(cache: Cache | None) -> int | Tensor:
+    """The number of tokens in a cache; a static one counts in a tensor on the device."""
+    return 0 if cache is None else cache.get_seq_length()
+
+
+def _hides_nothing(mask: Tensor, T: int, cache: Cache | None) -> bool:
+    """True if a mask [B, S] of ones has a column for each key and no more: a static cache has empty slots to hide."""
+    cached = _cached(cache)
+    return isinstance(cached, int) and mask.shape[1] == cached + T
+
+
+def _offsets_of_numbers(seq_idx: Tensor, B: int, T: int) -> Tensor:
+    if B != 1 or tuple(seq_idx.shape) != (1, T):
         raise ValueError(
-            f"position_ids must restart only in a single row of packed sequences, got {position_ids.shape[0]} rows: "
-            "put all sequences in one row"
+            f"seq_idx must have shape [1, {T}], the sequences of a single row, got {list(seq_idx.shape)} for {B} rows"
         )
-    else:
-        starts = position_ids[0] == 0
-        starts[0] = True
-    return torch.nn.functional.pad(starts.nonzero()[:, 0], (0, 1), value=starts.shape[0])
+    starts = seq_idx[0].diff() != 0
+    return offsets_of(torch.nn.functional.pad(starts, (1, 0), value=True))
+
+
+def _offsets_of_positions(position_ids: Tensor, padding: Tensor | None, B: int) -> Tensor | None:
+    """Offsets of the sequences that positions begin, None for one in each row; one host synchronisation on a GPU."""
+    if position_ids.ndim == 3:
+        _refuse_restarting_axes(position_ids)
+        return None
+    rows = position_ids[None] if position_ids.ndim == 1 else position_ids
+    if rows.ndim != 2 or rows.shape[0] not in (1, B):
+        raise ValueError(f"position_ids must have shape [T], [1, T] or [{B}, T], got {list(position_ids.shape)}")
+    step = rows.diff()
+    if padding is not None:
+        # Positions of padding are free, and so is the step over it.
+        real = padding.bool()
+        restarts = (step < 1) & real[:, 1:] & real[:, :-1]
+        if _any(restarts, "position_ids must not restart in a row with padding"):
+            raise ValueError(
+                "position_ids must not restart in a row with padding, as packed sequences have none: drop the padding "
+                "tokens and the attention_mask, or give each sequence a row"
+            )
+        return None
+    starts = step != 1
+    if not readable(rows):
+        _any(starts, "position_ids must not restart under torch.compile or graph capture: pass cu_seqlens")
+        return None
+    first = rows[:, 0]
+    packed, jumps, least, most = torch.stack((starts.any(), (step > 1).any(), first.min(), first.max())).tolist()
+    if least < 0 or most > 1 or jumps:
+        what = f"a row that starts at {least if least < 0 else most}" if least < 0 or most > 1 else "a jump forward"
+        raise ValueError(
+            f"position_ids must start at 0 or 1 and go on by 1 within a sequence, got {what}: KDA layers would start "
+            "from an empty state without the tokens before. If the sequence was split over ranks (context parallel), "
+            "give each rank whole sequences"
+        )
+    if not packed:
+        return None
+    if B != 1:
+        raise ValueError(
+            f"position_ids must restart only in a single row of packed sequences, got {B} rows: put all sequences in "
+            "one row"
+        )
+    return offsets_of(torch.nn.functional.pad(starts[0], (1, 0), value=True))
+
+
+def _refuse_restarting_axes(position_ids: Tensor) -> None:
+    """Raise if positions [axes, B, T] of several axes restart: images repeat positions, so the rule cannot be +1.
+
+    Within a sequence the first axis, time, never steps back, and all axes are 0 at its first token alone.
+    """
+    restarts = (position_ids[0].diff() < 0) | (position_ids[..., 1:] == 0).all(0)
+    if _any(restarts, "position_ids of several axes must not restart: pass cu_seq_lens_q"):
+        raise ValueError(
+            f"position_ids {list(position_ids.shape)} of several axes must not restart: describe packed sequences by "
+            "cu_seq_lens_q or seq_idx"
+        )
+
+
+def _any(condition: Tensor, message: str) -> bool:
+    """True if the condition holds anywhere; where that is not readable, assert on the device that it does not."""
+    if readable(condition):
+        return bool(condition.any())
+    if not condition.is_meta:
+        torch._assert_async(~condition.any(), message)
+    return False
 
 
 def packed_positions(cu_seqlens: Tensor, T: int) -> Tensor:
@@ -58,3 +174,16 @@ def packed_positions(cu_seqlens: Tensor, T: int) -> Tensor:
     tokens = torch.arange(T, device=cu_seqlens.device)
     starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
     return (tokens - starts)[None]
+
+
+def check_positions(position_ids: Tensor | None, layout: Layout) -> None:
+    """Raise a ValueError unless positions [T] or [1, T] go on by 1 within each packed sequence of the layout."""
+    if position_ids is None or position_ids.ndim > 2:  # layers with positions of several axes encode none
+        return
+    assert layout.positions is not None
+    jumps = (position_ids.view(1, -1).diff() != 1) & (layout.positions[:, 1:] != 0)
+    if _any(jumps, "position_ids must go on by 1 within each packed sequence"):
+        raise ValueError(
+            "position_ids must go on by 1 within each packed sequence of a swapped model, which derives masks and "
+            "encodings from the same positions: leave them out"
+        )

@@ -17,7 +17,7 @@ from transformers import DynamicCache, StaticCache
 
 from kda_layers import KDAForCausalLM
 from kda_layers.modeling import modeling_kda
-from kda_layers.modeling.hybrid import masks_by_type
+from kda_layers.modeling.hybrid import masks_for_generate
 from kda_layers.modeling.key_bias import create_key_mask
 from kda_layers.modeling.modeling_kda import KDABiasedAttention
 from tests.kernels.cases import BF16, FP32, FP64, budget, error
@@ -265,7 +265,7 @@ def test_neither_mask_nor_bias_has_a_size_of_all_scores(kind: str, padded: bool,
     assert len(calls) == 4
     assert all(shape[2] == 1 and causal for shape, causal in calls)
     cache = CACHES[kind](m)
-    masks = masks_by_type(m.config, torch.empty(2, T, 0), mask, cache)
+    masks = masks_for_generate(m.config, torch.empty(2, T, 0), mask, cache)
     slots = T + 5 if kind == "static" else T
     assert torch.equal(masks["full_attention"], pad(mask.bool(), (0, slots - T))[:, None, None])
 

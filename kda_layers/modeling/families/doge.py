@@ -17,7 +17,7 @@ from kda_layers.kernels import biased_attention
 from kda_layers.kernels.attention.contract import wide
 from kda_layers.kernels.attention.dispatch import ATTENTION
 from kda_layers.kernels.contract import sequence_offsets
-from kda_layers.modeling.families.stock import POSITIONAL, StockFamily, packed_call
+from kda_layers.modeling.families.stock import StockFamily, packed_call, read_call
 from kda_layers.modeling.key_bias import create_key_mask, key_bias, refuse_weights, with_past
 
 ROWS = 128  # queries whose keys are chosen at once
@@ -115,17 +115,20 @@ def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Raises:
         ValueError: packed sequences with a mask or a cache, or next to stock layers; a mask of a wrong size.
     """
-    kwargs = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    if tokens is None:
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        return args, kwargs  # a mask of scores: both kinds of layers apply it as it is
+    kwargs, layout = read_call(model, args, kwargs)
+    if layout is None:
         return (), kwargs
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     nothing_hidden = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
-    packed = packed_call(model, kwargs, "attention layer", _is_stock)
-    if packed is not None:
+    if layout.cu_seqlens is not None:
+        packed = packed_call(model, kwargs, layout, "attention layer", _is_stock)
         return (), packed | dict(attention_mask=nothing_hidden)
     if any(_is_stock(layer.self_attn) for layer in model.layers):
         return (), kwargs  # they need the mask of all scores, which ours can read, too
-    mask = create_key_mask(model.config, tokens, kwargs.get("attention_mask"), kwargs.get("past_key_values"))
+    mask = create_key_mask(model.config, tokens, layout.attention_mask, kwargs.get("past_key_values"))
     return (), kwargs | dict(attention_mask=nothing_hidden if mask is None else mask)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.masking_utils import create_recurrent_attention_mask
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention, Glm5NextTextModel
 
-from kda_layers.modeling.families.stock import KDAFamily, LowRankMixer, prepare_call
+from kda_layers.modeling.families.stock import KDAFamily, LowRankMixer, prepare_layout
 
 
 class FastGlm5NextTextLinearAttention(LowRankMixer, Glm5NextTextLinearAttention):
@@ -16,19 +15,16 @@ class FastGlm5NextTextLinearAttention(LowRankMixer, Glm5NextTextLinearAttention)
 
 
 def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """`prepare_call`, and a mask for the KDA layers only where something is padded.
+    """`prepare_layout`, and a mask for the KDA layers only where something is padded.
 
     The stock forward makes one of all tokens for its indexer and hands it to the KDA layers, too, each of which would
-    then move absent padding around. It takes a mask for each type of layer as it comes.
+    then move absent padding around. It takes a mask for each type of layer.
     """
-    _, kwargs = prepare_call(model, args, kwargs)
-    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    given = kwargs.get("attention_mask")
-    if tokens is None or isinstance(given, dict):
+    kwargs, layout = prepare_layout(model, args, kwargs)
+    if layout is None or isinstance(layout.attention_mask, dict):
         return (), kwargs
-    cache = kwargs.get("past_key_values")
-    padding = create_recurrent_attention_mask(model.config, tokens, given, cache)
-    padding = None if padding is None else padding.bool()
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    padding = None if layout.padding is None else layout.padding.bool()
     indexed = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if padding is None else padding
     masks = dict.fromkeys(model.config.layer_types, indexed) | {"linear_attention": padding}
     return (), kwargs | {"attention_mask": masks}

@@ -16,8 +16,9 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from kda_layers.kernels.checks import check_lower_bound
 from kda_layers.kernels.dispatch import backends
 from kda_layers.modeling.cache import with_kda_layers
+from kda_layers.modeling.calls import INPUTS, refuse_unknown
 from kda_layers.modeling.mixer import KDAMixer
-from kda_layers.modeling.packing import packed_offsets, packed_positions
+from kda_layers.modeling.packing import Layout, check_positions, read_layout
 
 logger = logging.getLogger("kda_layers")
 
@@ -47,11 +48,12 @@ class StockMixer(KDAMixer):
         """[B, T, D] to [B, T, D], called as the stock layer is; packed sequences are read from kwargs.
 
         Args: hidden_states, attention_mask as in `KimiDeltaAttention.forward`; cache_params is its past_key_values;
-            of the kwargs, which decoder layers hand on from the model's call, cu_seq_lens_q and seq_idx are read.
+            of the kwargs, which decoder layers hand on from the model's call, cu_seq_lens_q is read, which
+            `prepare_call` sets.
         """
-        cu_seqlens = packed_offsets(None, attention_mask, cache_params, **kwargs)
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is not None:
-            attention_mask = None  # one that the model has made: `prepare_call` refuses a caller's
+            attention_mask = None  # made by the model: `prepare_call` refuses a caller's
         return self.mix(hidden_states, attention_mask, cache_params, cu_seqlens)
 
     def decay_parameters(self) -> tuple[Tensor, Tensor]:
@@ -78,53 +80,79 @@ class LowRankMixer(StockMixer):
         return self.g_b_proj(self.g_a_proj(x))
 
 
-PACKING = ("position_ids", "attention_mask", "cu_seq_lens_q", "seq_idx")
-POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 
 
-def prepare_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
+    """The arguments of a base model's call by name, and what they say of its sequences; None without tokens.
+
+    Raises:
+        TypeError: a keyword that nothing would read.
+        ValueError: masks or positions that KDA layers cannot follow, see `packing.read_layout`.
+    """
+    kwargs = dict(zip(INPUTS, args, strict=False)) | kwargs
+    refuse_unknown(kwargs, type(model))
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    if tokens is None:
+        return kwargs, None  # an error of the stock forward
+    positions = kwargs.get("position_ids")
+    if positions is not None and positions.ndim == 1:
+        kwargs["position_ids"] = positions[None]
+    given = {name: kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values", *PACKING)}
+    return kwargs, read_layout(tokens, **given)
+
+
+def prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Forward pre-hook of a base model: what the stock forward does not tell its KDA layers.
+
+    A mask of scores becomes one for each type of layer; for the rest see `prepare_layout`.
+    """
+    kwargs, layout = prepare_layout(model, args, kwargs)
+    if layout is None:
+        return (), kwargs
+    mask = layout.attention_mask
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        mask = dict.fromkeys(model.config.layer_types, mask) | {"linear_attention": layout.padding}
+    return (), kwargs | {"attention_mask": mask}
+
+
+def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
+    """`read_call` for a model with KDA layers.
 
     Packed sequences, however described, become cu_seq_lens_q and positions that restart (which keep softmax layers
     apart). A cache that is made or still empty gets layers that can take tokens back and, in a model of KDA layers
     only, count them.
 
     Raises:
-        ValueError: packed sequences with a mask or a cache, or in a model whose other layers would mix them.
+        TypeError, ValueError: as `read_call`; packed sequences with padding or a cache, or in a model whose other
+            layers would mix them.
     """
-    kwargs = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-    cache = kwargs.get("past_key_values")
-    packed = packed_call(
-        model, kwargs, "KDA layer", lambda m: hasattr(m, "forget_gate") and not isinstance(m, StockMixer)
-    )
-    if packed is not None:
-        _check_types(model, packed["cu_seq_lens_q"])
-        return (), packed
-    if cache is None and _uses_cache(model, kwargs.get("use_cache")):
-        cache = DynamicCache(config=model.config)
+    cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
     if cache is not None:
-        kwargs["past_key_values"] = with_kda_layers(cache)
-    return (), kwargs
+        with_kda_layers(cache)
+    kwargs, layout = read_call(model, args, kwargs)
+    if layout is not None and layout.cu_seqlens is not None:
+        kwargs = packed_call(model, kwargs, layout, "KDA layer", _is_stock)
+        _check_types(model, layout.cu_seqlens)
+    elif cache is None and _uses_cache(model, kwargs.get("use_cache")):
+        kwargs["past_key_values"] = with_kda_layers(DynamicCache(config=model.config))
+    return kwargs, layout
 
 
 def packed_call(
-    model: Any, kwargs: dict[str, Any], noun: str, is_stock: Callable[[Any], bool]
-) -> dict[str, Any] | None:
-    """The arguments of a base model's call with packed sequences, as swapped layers need them; None if unpacked.
+    model: Any, kwargs: dict[str, Any], layout: Layout, noun: str, is_stock: Callable[[Any], bool]
+) -> dict[str, Any]:
+    """The arguments of a base model's call with packed sequences, as swapped layers need them.
 
     Args:
-        kwargs: as the caller gave them; positions that restart, cu_seq_lens_q or seq_idx say that sequences are packed.
+        kwargs: as the caller gave them.
         noun, is_stock: the layers that must all be swapped, and which modules are ones that are not.
 
     Raises:
-        ValueError: packed sequences with a mask, a cache or a stock layer.
+        ValueError: packed sequences with a cache or a stock layer, or positions that jump within one.
     """
-    cu_seqlens = packed_offsets(cache=kwargs.get("past_key_values"), **{n: kwargs.get(n) for n in PACKING})
-    if cu_seqlens is None:
-        return None
-    N = cu_seqlens.shape[0] - 1
-    if kwargs.get("attention_mask") is not None:
-        raise ValueError(f"attention_mask must be None with {N} packed sequences: they have no padding")
+    assert layout.cu_seqlens is not None
+    N = layout.cu_seqlens.shape[0] - 1
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError(f"past_key_values must be None and use_cache unset or False with {N} packed sequences")
     stock = [path for path, m in model.named_modules() if is_stock(m)]
@@ -133,9 +161,14 @@ def packed_call(
             f"every {noun} of {type(model).__name__} must be swapped for {N} packed sequences, got stock layers at "
             f"{', '.join(stock)}: they would read one sequence after the other"
         )
-    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-    positions = packed_positions(cu_seqlens, tokens.shape[1])
-    return kwargs | dict(cu_seq_lens_q=cu_seqlens, position_ids=positions, use_cache=False)
+    # The stock forward encodes the positions that its masks are made from, so those given must mean the same.
+    check_positions(kwargs.get("position_ids"), layout)
+    kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
+    return kwargs | dict(cu_seq_lens_q=layout.cu_seqlens, position_ids=layout.positions, use_cache=False)
+
+
+def _is_stock(module: Any) -> bool:
+    return hasattr(module, "forget_gate") and not isinstance(module, StockMixer)
 
 
 @dataclass(frozen=True, kw_only=True)

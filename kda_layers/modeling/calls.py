@@ -1,0 +1,61 @@
+"""A model's call: keywords that nothing would read, and the attention kernels of its decode steps."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.cache_utils import Cache
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import TransformersKwargs
+
+# Inputs of a base model, in the order in which its forward takes them.
+INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+# What transformers passes to any model: declared keywords, options of its loss, what tokenizers and generate may add.
+KNOWN = (
+    frozenset(TransformersKwargs.__annotations__)
+    | (inspect.signature(ForCausalLMLoss).parameters.keys() - {"logits", "labels", "vocab_size", "kwargs"})
+    | {*INPUTS, "cu_seqlens", "return_dict", "token_type_ids", "mm_token_type_ids", "cache_position"}
+)
+
+FEW_QUERIES = 16  # tokens of a decode step, drafts included
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def refuse_unknown(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
+    """Raise a TypeError if a call of `model` has keywords that neither its forward nor transformers name."""
+    if not kwargs.keys() - KNOWN:
+        return
+    arguments = inspect.signature(model.forward).parameters.keys() - {"self", "kwargs"}
+    unknown = kwargs.keys() - KNOWN - arguments
+    if not unknown:
+        return
+    name = min(unknown)
+    close = difflib.get_close_matches(name, sorted(arguments | KNOWN), n=1)
+    hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(arguments))}"
+    raise TypeError(f"{name} is not an argument of {model.__name__} and would be ignored: {hint}")
+
+
+def loss_options(kwargs: dict[str, Any], loss: Callable[..., Any]) -> dict[str, Any]:
+    """The keywords of a call that only its loss function names."""
+    if not kwargs.keys() - KNOWN:
+        return {}
+    names = inspect.signature(loss).parameters.keys()
+    return {name: value for name, value in kwargs.items() if name in names and name not in KNOWN}
+
+
+def without_plans(x: Tensor, cache: Cache | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which a decode step [B, T, D] uses attention kernels that need no plan for its number of keys.
+
+    cuDNN attention builds one for each new shape, some 18 ms a layer on an H200, and the number of keys grows with each
+    step. Compiled steps have static shapes and choose for themselves.
+    """
+    if cache is None or x.shape[1] > FEW_QUERIES or not x.is_cuda or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return sdpa_kernel(WITHOUT_PLANS)
