@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from kda_layers.kernels.contract import Inputs
-from kda_layers.kernels.fla_api import chunk_kda, fused_recurrent_kda
-from kda_layers.kernels.reference import recurrence
+from kda_layers.kernels.dispatch import backends
+from kda_layers.kernels.fla_api import chunk_kda, fused_kda_gate, fused_recurrent_kda
+from kda_layers.kernels.reference import log_decay, recurrence
 from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT, budget, error
 
 H, HV, K, V = 2, 4, 6, 10
@@ -185,7 +187,7 @@ def test_positions_are_those_of_fla(function: Callable) -> None:
     if function is chunk_kda:
         o, final, before = function(
             q, k, v, g, beta, 2.0, state, True, True, True, True, True, True, -5.0, False, True, True, None, None,
-            A_log=A_log, dt_bias=dt_bias,
+            None, False, None, A_log=A_log, dt_bias=dt_bias,
         )  # fmt: skip
         same((before[:, 0],), (state,))
     else:
@@ -208,16 +210,127 @@ def test_offsets(dtype: torch.dtype, function: Callable) -> None:
         same(call(function, tensors, options, True, output_final_state=True, **each), want)
 
 
-def test_dt_bias_by_head() -> None:
-    """[HV, K] is accepted as well as [HV * K]."""
+COMMON = (
+    "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
+)  # fmt: skip
+POSITIONAL = {  # of flash-linear-attention 0.6.0, in its order
+    chunk_kda: (
+        *NAMES[:5], *COMMON, "safe_gate", "lower_bound", "disable_recompute", "return_intermediate_states",
+        "state_v_first", "cu_seqlens", "cu_seqlens_cpu", "cp_context", "use_graph", "max_num_seqs",
+    ),
+    fused_recurrent_kda: (*NAMES[:7], *COMMON, "lower_bound", "state_v_first", "cu_seqlens"),
+    fused_kda_gate: ("g", "A_log", "dt_bias", "lower_bound", "output_dtype"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", POSITIONAL, ids=lambda f: f.__name__)
+def test_signature_is_that_of_fla(function: Callable) -> None:
+    """The same positional arguments and defaults; whatever is ours is a keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert tuple(p.name for p in positional) == POSITIONAL[function]
+    given = {p.name: p.default for p in positional if p.default is not p.empty}
+    wanted = {name: given[name] for name in given if given[name] is not None and given[name] is not False}
+    assert wanted == ({"output_dtype": FP32} if function is fused_kda_gate else {})
+    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+
+
+@every_function
+@pytest.mark.parametrize(
+    ("rate", "bias"),
+    [((1, 1, HV, 1), (HV * K,)), ((HV, 1), (HV, K)), ((2, HV // 2), (1, 1, HV, K)), ((HV,), (1, HV * K))],
+    ids=str,
+)
+def test_gate_parameters_of_any_shape(rate: tuple[int, ...], bias: tuple[int, ...], function: Callable) -> None:
+    """A_log with HV elements, dt_bias with HV * K; their gradients have the shapes given."""
+    tensors, options = make("softplus, bias")
+    results = []
+    for shapes in (((HV,), (HV * K,)), (rate, bias)):
+        A_log, dt_bias = (
+            tensors[n].reshape(s).requires_grad_() for n, s in zip(("A_log", "dt_bias"), shapes, strict=True)
+        )
+        o, _ = call(function, tensors | {"A_log": A_log, "dt_bias": dt_bias}, options, True)
+        grads = torch.autograd.grad(o.square().sum(), (A_log, dt_bias))
+        assert tuple(tuple(d.shape) for d in grads) == shapes
+        results.append((o, *(d.flatten() for d in grads)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@every_function
+def test_deprecated_name_of_the_layout(function: Callable) -> None:
+    """`transpose_state_layout` means `state_v_first`, with a warning that names the caller's line."""
     tensors, options = make("all")
-    by_head = tensors | {"dt_bias": tensors["dt_bias"].view(HV, K)}
-    assert torch.equal(
-        chunk_kda(**by_head, **options, state_v_first=True)[0], call(chunk_kda, tensors, options, True)[0]
-    )
+    want = call(function, tensors, options, True, output_final_state=True)
+    with pytest.warns(DeprecationWarning, match="state_v_first") as warned:
+        got = function(**tensors, **options, output_final_state=True, transpose_state_layout=True)
+    assert [w.filename for w in warned] == [__file__]
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    with pytest.raises(ValueError, match="transpose_state_layout is the deprecated name of state_v_first"):
+        function(**tensors, **options, state_v_first=True, transpose_state_layout=True)
+
+
+@every_function
+def test_final_state_is_fp32(function: Callable) -> None:
+    """Also where the initial one is bf16, which is then used as it is and left as it was."""
+    tensors, options = make("all", dtype=BF16)
+    wide = {n: t.to(BF16).to(FP32) if n == "initial_state" else t for n, t in tensors.items()}
+    want = call(function, wide, options, True, output_final_state=True)
+    tensors["initial_state"] = tensors["initial_state"].to(BF16)
+    before = tensors["initial_state"].clone()
+    for v_first in (True, False):
+        o, state = call(function, tensors, options, v_first, output_final_state=True)
+        assert state.dtype == FP32
+        assert torch.equal(o, want[0])
+        assert torch.equal(laid_out(state, v_first), want[1])
+    assert torch.equal(tensors["initial_state"], before)
+
+
+@every_function
+@pytest.mark.parametrize("width", ["K", "V"])
+def test_initial_state_of_width_one_is_left_as_it_was(width: str, function: Callable) -> None:
+    """Where both layouts are the same memory, too."""
+    tensors, _ = make("state")
+    narrow = ("q", "k", "g") if width == "K" else ("v",)
+    tensors |= {n: tensors[n][..., :1].contiguous() for n in narrow}
+    state = tensors.pop("initial_state").mT
+    state = (state[:, :, :1] if width == "K" else state[..., :1]).contiguous()
+    before = state.clone()
+    _, final = function(**tensors, initial_state=state, output_final_state=True)
+    assert torch.equal(state, before)
+    assert not torch.equal(final, before)
+
+
+@every_function
+def test_strided_initial_state(function: Callable) -> None:
+    tensors, options = make("state")
+    want = call(function, tensors, options, True, output_final_state=True)
+    strided = tensors["initial_state"].mT.contiguous().mT
+    got = function(**(tensors | {"initial_state": strided}), state_v_first=True, output_final_state=True)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@every_function
+def test_compiled(function: Callable) -> None:
+    """One graph, with the deprecated name of the layout as well."""
+    tensors, options = make("all", T=3)
+    tensors["A_log"] = tensors["A_log"].view(1, 1, HV, 1)
+    want = call(function, tensors, options, True, output_final_state=True)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for more in (dict(state_v_first=True), dict(transpose_state_layout=True)):
+        same(compiled(**tensors, **options, output_final_state=True, **more), want)
 
 
 # ---------------------------------------------------------------- chunk_kda
+
+
+@every_function
+@pytest.mark.parametrize("name", ["cp_context", "max_num_seqs", "chunk_indices", "use_graph"])
+def test_accepted_at_their_defaults(name: str, function: Callable) -> None:
+    tensors, options = make("all", T=3)
+    more = {name: False if name == "use_graph" else None}
+    want = call(function, tensors, options, False)
+    assert torch.equal(call(function, tensors, options, False, **more)[0], want[0])
 
 
 @pytest.mark.parametrize(
@@ -255,6 +368,62 @@ def test_states_before_chunks(T: int, case: str, v_first: bool) -> None:
             same((laid_out(state, v_first),), (want_final,))
         else:
             assert state is None
+
+
+@both_layouts
+@packed_or_not
+@pytest.mark.parametrize("state", [None, FP32, BF16], ids=str)
+def test_dtype_of_states_before_chunks(state: torch.dtype | None, packed: bool, v_first: bool) -> None:
+    """That of q; fp32 if asked for, of which the former are the rounded values."""
+    tensors, options = make("all", packed, T=130, dtype=BF16)
+    initial = tensors.pop("initial_state")
+    if state is not None:
+        tensors["initial_state"] = initial.to(state)
+    kinds: dict[torch.dtype, dict[str, Any]] = {
+        BF16: dict(),
+        FP32: dict(intermediate_states_dtype=FP32),
+    }
+    before = {}
+    for dtype, kind in kinds.items():
+        *_, before[dtype] = call(
+            chunk_kda, tensors, options, v_first, return_intermediate_states=True,
+            cu_seqlens=offsets() if packed else None, **kind,
+        )  # fmt: skip
+        assert before[dtype].dtype == dtype
+    assert torch.equal(before[FP32].to(BF16), before[BF16])
+    assert not torch.equal(before[FP32], before[BF16].float())
+
+
+@pytest.mark.parametrize(("disable_recompute", "recompute"), [(False, "yes"), (True, "no"), (None, "yes")])
+def test_disable_recompute(disable_recompute: bool | None, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """False, the default, keeps nothing but the inputs."""
+    tensors, options = make("all")
+    tensors["v"].requires_grad_()
+    eager, seen = backends()["eager"], []
+    chunk = eager.chunk
+    monkeypatch.setattr(eager, "chunk", lambda x, save: (seen.append(x.recompute), chunk(x, save))[1])
+    more = {} if disable_recompute is None else dict(disable_recompute=disable_recompute)
+    call(chunk_kda, tensors, options, True, backend="eager", **more)
+    assert seen == [recompute]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: which memory is freed")
+def test_recomputing_frees_memory() -> None:
+    """The default keeps no more than the inputs after the forward, disable_recompute=True more than twice o."""
+    B, T, H, D = 1, 1024, 16, 128
+    q, k, v, g = (torch.randn(B, T, H, D, dtype=BF16, device="cuda", requires_grad=True) for _ in range(4))
+    beta = torch.randn(B, T, H, dtype=BF16, device="cuda")
+    kept = {}
+    for disabled in (False, True):
+        start = torch.cuda.memory_allocated()
+        o, _ = chunk_kda(
+            q, k, v, g, beta, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, lower_bound=-5.0,
+            use_beta_sigmoid_in_kernel=True, disable_recompute=disabled,
+        )  # fmt: skip
+        kept[disabled] = torch.cuda.memory_allocated() - start
+        del o
+    size = v.numel() * v.element_size()
+    assert kept[False] < 1.1 * size < 2 * size < kept[True], kept
 
 
 def states_before(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
@@ -372,6 +541,130 @@ def test_drafted_tokens_are_taken_back(packed: bool, v_first: bool) -> None:
         same((o.flatten(0, 1), laid_out(mine, v_first)), (want_o.flatten(0, 1), pool))
 
 
+# ---------------------------------------------------------------- the gate alone
+
+
+def exact_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    """The formula in fp64, for g [..., HV, K]."""
+    x = g.double() if dt_bias is None else g.double() + dt_bias.double().reshape(g.shape[-2:])
+    rate = 1.0 if A_log is None else A_log.double().reshape(-1, 1).exp()
+    return -rate * softplus(x) if lower_bound is None else lower_bound / (1 + torch.exp(-rate * x))
+
+
+gates = pytest.mark.parametrize(
+    ("rate", "bias", "lower_bound"),
+    [
+        ((HV,), None, None), ((1, 1, HV, 1), (HV * K,), None), ((HV, 1), (1, 1, HV, K), -1.5),
+        (None, (HV, K), -5), (None, None, -5.0),
+    ],
+    ids=str,
+)  # fmt: skip
+
+
+def gate_tensors(rate: Any, bias: Any, dtype: torch.dtype, parameters: torch.dtype) -> list[Tensor | None]:
+    """g [2, 5, HV, K] with logits from -40 to 40, A_log and dt_bias of the shapes given."""
+    generator = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=FP64)
+
+    g = (10 * normal(2, 5, HV, K)).to(dtype)
+    return [
+        g.requires_grad_(),
+        None if rate is None else normal(*rate).to(parameters).requires_grad_(),
+        None if bias is None else normal(*bias).to(parameters).requires_grad_(),
+    ]
+
+
+@gates
+@pytest.mark.parametrize(
+    ("dtype", "parameters"), [(FP64, FP64), (FP32, FP32), (BF16, FP32), (torch.float16, BF16)], ids=str
+)
+def test_gate(dtype: torch.dtype, parameters: torch.dtype, rate: Any, bias: Any, lower_bound: float | None) -> None:
+    """The formula, and the oracle's; gradients have the shapes and dtypes of their tensors. Exact in fp32."""
+    tensors = gate_tensors(rate, bias, dtype, parameters)
+    g, A_log, dt_bias = tensors
+    wide = FP64 if dtype == FP64 else FP32
+    got = fused_kda_gate(g, A_log, dt_bias, lower_bound=lower_bound, output_dtype=wide)
+    want = exact_gate(*tensors, lower_bound)
+    limit = FP64_LIMIT if wide == FP64 else 1e-6  # of a value; 4e-6 of a sum of 60, which may cancel
+    same((got,), (want,), limit)
+    oracle = log_decay(
+        g.to(wide), None if A_log is None else A_log.reshape(HV).to(wide),
+        None if dt_bias is None else dt_bias.reshape(HV, K).to(wide),
+        "softplus" if lower_bound is None else "lower_bound", lower_bound or 0.0,
+    )  # fmt: skip
+    assert torch.equal(got, oracle)
+    weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(3), dtype=FP64)
+    leaves = [t for t in tensors if t is not None]
+    grads = torch.autograd.grad((got * weight.to(wide)).sum(), leaves)
+    exact = torch.autograd.grad((want * weight.to(wide).double()).sum(), leaves)
+    for t, d, e in zip(leaves, grads, exact, strict=True):
+        assert (d.shape, d.dtype) == (t.shape, t.dtype)
+        same((d,), (e,), 4 * limit if t.dtype == wide else 2 * torch.finfo(t.dtype).eps)
+
+
+@gates
+def test_gate_of_the_operator(rate: Any, bias: Any, lower_bound: float | None) -> None:
+    """`use_gate_in_kernel` computes the same."""
+    g, A_log, dt_bias = gate_tensors(rate, bias, FP64, FP64)
+    tensors, _ = make("nothing", T=5)
+    fused = chunk_kda(
+        **(tensors | {"g": g}), use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound
+    )
+    gate = fused_kda_gate(g, A_log, dt_bias, lower_bound, FP64)
+    same((chunk_kda(**(tensors | {"g": gate}))[0],), (fused[0],))
+
+
+@pytest.mark.parametrize(
+    ("asked", "returned"), [({}, FP32), (dict(output_dtype=BF16), BF16), (dict(output_dtype=None), torch.float16)]
+)
+def test_dtype_of_the_gate(asked: dict[str, Any], returned: torch.dtype) -> None:
+    g, A_log, _ = gate_tensors((HV,), None, torch.float16, FP32)
+    got = fused_kda_gate(g, A_log, **asked)
+    assert got.dtype == returned
+    assert torch.equal(got, fused_kda_gate(g, A_log).to(returned))
+
+
+def test_gate_as_called_by_kimi_linear() -> None:
+    """Moonshot's published code: heads not split off, their width as third argument, the bias as `g_bias`."""
+    g, A_log, dt_bias = gate_tensors((1, 1, HV, 1), (HV * K,), BF16, FP32)
+    want = fused_kda_gate(g, A_log, dt_bias)
+    assert torch.equal(fused_kda_gate(g.flatten(-2), A_log, K, g_bias=dt_bias), want)
+    assert torch.equal(fused_kda_gate(g.flatten(-2), A_log, K), fused_kda_gate(g, A_log))
+
+
+def test_compiled_gate() -> None:
+    g, A_log, dt_bias = gate_tensors((1, 1, HV, 1), (HV * K,), FP32, FP32)
+    compiled = torch.compile(fused_kda_gate, fullgraph=True, backend="aot_eager")
+    same((compiled(g, A_log, dt_bias),), (fused_kda_gate(g, A_log, dt_bias),), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (dict(g=[1.0]), TypeError, "g must be a torch.Tensor, got list"),
+        (dict(g=torch.zeros(HV * K)), ValueError, r"g must be \[..., HV, K\] .*got \[24\]"),
+        (dict(g=torch.zeros(2, HV, K, dtype=torch.int64)), ValueError, "g must be .*float dtype, got .*int64"),
+        (dict(A_log=None), ValueError, "A_log must be given for a gate without lower_bound"),
+        (dict(A_log=torch.zeros(H)), ValueError, r"A_log must have 4 elements, .*got shape \[2\]"),
+        (dict(A_log=0.5), TypeError, "A_log must be a torch.Tensor"),
+        (dict(dt_bias=torch.zeros(K, HV)), ValueError, r"dt_bias must have shape \[24\] or \[4, 6\], got \[6, 4\]"),
+        (dict(dt_bias=torch.zeros(HV)), ValueError, r"dt_bias must have shape .*got \[4\]"),
+        (dict(lower_bound=-6.0), ValueError, r"lower_bound must be in .*-6"),
+        (dict(lower_bound=1), ValueError, "lower_bound must be in"),
+        (dict(g_bias=torch.zeros(HV * K)), ValueError, "g_bias needs head_k_dim as the third argument"),
+        (dict(dt_bias=5), ValueError, r"g must have shape \[..., HV \* 5\] with head_k_dim=5, got \[2, 4, 6\]"),
+        (dict(dt_bias=0), ValueError, "head_k_dim=0"),
+        (dict(beta=torch.zeros(HV)), TypeError, "beta"),
+    ],
+    ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
+)
+def test_refused_arguments_of_the_gate(arguments: dict, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        fused_kda_gate(**(dict(g=torch.zeros(2, HV, K), A_log=torch.zeros(HV)) | arguments))
+
+
 # ---------------------------------------------------------------- errors
 
 STATE = torch.zeros(2, HV, K, V, dtype=FP64)
@@ -387,7 +680,7 @@ BOTH_REFUSE = {
         ValueError,
         r"dt_bias must have shape \[24\] or \[4, 6\], got \[4\]",
     ),
-    "rate of a q/k head": (dict(use_gate_in_kernel=True, A_log=torch.zeros(H)), ValueError, r"A_log .*\[4\], .*\[2\]"),
+    "rate of a q/k head": (dict(use_gate_in_kernel=True, A_log=torch.zeros(H)), ValueError, r"A_log must .* 4 .*\[2\]"),
     "state of the other layout": (dict(initial_state=STATE.mT), ValueError, r"initial_state .*\[2, 4, 10, 6\]"),
     "state of the other layout, v first": (
         dict(initial_state=STATE, state_v_first=True),
@@ -398,11 +691,20 @@ BOTH_REFUSE = {
     "state in fp32": (dict(initial_state=STATE.float()), TypeError, "state.* must be .*float64, got .*float32"),
     "batch of packed sequences": (dict(cu_seqlens=torch.tensor([0, 1, 3])), ValueError, "cu_seqlens .*B = 2"),
     "offsets of floats": (dict(cu_seqlens=torch.tensor([0.0, 3.0])), TypeError, "cu_seqlens must be int32 or int64"),
+    "transposed bias": (
+        dict(use_gate_in_kernel=True, A_log=torch.zeros(HV), dt_bias=torch.zeros(K, HV)),
+        ValueError,
+        r"dt_bias must have shape \[24\] or \[4, 6\], got \[6, 4\]",
+    ),
+    "context parallel": (dict(cp_context=object()), ValueError, "cp_context must be None, .*every rank whole"),
+    "graph": (dict(use_graph=True), ValueError, "use_graph must be False, got True: a CUDA graph captures the call"),
+    "number of sequences": (dict(max_num_seqs=4), ValueError, "max_num_seqs must be None, got 4: .*cu_seqlens"),
+    "chunk indices": (dict(chunk_indices=torch.zeros(1, 2)), ValueError, "chunk_indices must be None, .*cu_seqlens"),
     "unknown argument": (dict(head_first=True), TypeError, "head_first"),
     "unknown backend": (dict(backend="abacus"), ValueError, "'abacus'"),
 }  # fmt: skip
 CHUNK_REFUSES = {
-    "chunk size": (dict(chunk_size=16), ValueError, "chunk_size must be 32 or 64, got 16"),
+    "chunk size": (dict(chunk_size=16), ValueError, "`chunk_size` must be either 32 or 64, got 16"),
     "safe gate": (
         dict(use_gate_in_kernel=True, safe_gate=True, A_log=torch.zeros(HV)),
         ValueError,
@@ -418,7 +720,11 @@ CHUNK_REFUSES = {
         ValueError,
         r"cu_seqlens_cpu must have the shape of cu_seqlens \[2\], got \[3\]",
     ),
-    "context parallel": (dict(cp_context=object()), TypeError, "cp_context"),
+    "unknown dtype of states": (
+        dict(intermediate_states_dtype=BF16),
+        ValueError,
+        "intermediate_states_dtype must be float64, got .*bfloat16",
+    ),
 }
 RECURRENT_REFUSES = {
     "nothing in place": (dict(inplace_final_state=True), ValueError, "initial_state must be given"),
