@@ -407,25 +407,6 @@ def test_disable_recompute(disable_recompute: bool | None, recompute: str, monke
     assert seen == [recompute]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: which memory is freed")
-def test_recomputing_frees_memory() -> None:
-    """The default keeps no more than the inputs after the forward, disable_recompute=True more than twice o."""
-    B, T, H, D = 1, 1024, 16, 128
-    q, k, v, g = (torch.randn(B, T, H, D, dtype=BF16, device="cuda", requires_grad=True) for _ in range(4))
-    beta = torch.randn(B, T, H, dtype=BF16, device="cuda")
-    kept = {}
-    for disabled in (False, True):
-        start = torch.cuda.memory_allocated()
-        o, _ = chunk_kda(
-            q, k, v, g, beta, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, lower_bound=-5.0,
-            use_beta_sigmoid_in_kernel=True, disable_recompute=disabled,
-        )  # fmt: skip
-        kept[disabled] = torch.cuda.memory_allocated() - start
-        del o
-    size = v.numel() * v.element_size()
-    assert kept[False] < 1.1 * size < 2 * size < kept[True], kept
-
-
 def states_before(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
     """[B, ceil(T / 64), HV, V, K] of a batch, by the recurrence over every shorter prefix."""
     B, T = tensors["q"].shape[:2]
@@ -437,11 +418,13 @@ def states_before(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor
 
 
 @both_layouts
+@pytest.mark.parametrize("given", [("cu_seqlens",), ("cu_seqlens", "cu_seqlens_cpu")], ids=",".join)
 @pytest.mark.parametrize("case", ["norm", "all"])
-def test_states_before_chunks_of_packed_sequences(case: str, v_first: bool) -> None:
+def test_states_before_chunks_of_packed_sequences(case: str, given: tuple[str, ...], v_first: bool) -> None:
     """One sequence's after the other's; an empty sequence has none."""
     tensors, options = make(case, packed=True)
-    _, _, before = call(chunk_kda, tensors, options, v_first, cu_seqlens=offsets(), return_intermediate_states=True)
+    more: dict[str, Any] = dict.fromkeys(given, offsets())
+    *_, before = call(chunk_kda, tensors, options, v_first, return_intermediate_states=True, **more)
     rows = []
     for n, (a, b) in enumerate(itertools.pairwise(offsets().tolist())):
         part = {name: t[:, a:b] for name, t in tensors.items() if name in ("q", "k", "v", "g", "beta")}
@@ -715,6 +698,7 @@ CHUNK_REFUSES = {
         ValueError,
         "chunk_size must be 64 with return_intermediate_states=True, got 32",
     ),
+    "offsets in a list": (dict(cu_seqlens_cpu=[0, 3]), TypeError, "cu_seqlens_cpu must be a torch.Tensor, got list"),
     "two kinds of offsets": (
         dict(cu_seqlens=torch.tensor([0, 3]), cu_seqlens_cpu=torch.tensor([0, 1, 3])),
         ValueError,

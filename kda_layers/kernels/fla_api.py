@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.checks import dtype_names
+from kda_layers.kernels.checks import check_is_tensor, dtype_names
 from kda_layers.kernels.contract import CHUNK, state_dtype, state_dtypes
 from kda_layers.kernels.fla_gate import activations, fused_kda_gate
 from kda_layers.kernels.op import kda, kda_step
@@ -252,9 +252,13 @@ def _intermediate_dtype(q: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _offsets(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Tensor | None:
-    if cu_seqlens is None and cu_seqlens_cpu is not None:
+    if cu_seqlens_cpu is None:
+        return cu_seqlens
+    check_is_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
+    if cu_seqlens is None:
         return cu_seqlens_cpu.to(q.device)
-    if cu_seqlens is not None and cu_seqlens_cpu is not None and cu_seqlens_cpu.shape != cu_seqlens.shape:
+    check_is_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens_cpu.shape != cu_seqlens.shape:
         raise ValueError(
             f"cu_seqlens_cpu must have the shape of cu_seqlens {list(cu_seqlens.shape)}, "
             f"got {list(cu_seqlens_cpu.shape)}"
