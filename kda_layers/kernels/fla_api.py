@@ -1,7 +1,7 @@
 """`chunk_kda`, `fused_recurrent_kda` and `fused_kda_gate` of flash-linear-attention 0.6: adopting is one import.
 
-Arguments, their positions, defaults and meaning, and the returned dtypes are as there. Refused here, by an error that
-names the argument:
+Arguments, their positions, defaults and meaning, and the returned dtypes are those of that package. Refused here, by
+an error that names the argument:
 
 * what has no effect there: unknown keywords, A_log and dt_bias without use_gate_in_kernel;
 * cp_context, use_graph, max_num_seqs and chunk_indices other than their defaults;
@@ -109,6 +109,8 @@ def chunk_kda(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    check_is_tensor("q", q)
+    check_is_tensor("v", v)
     v_first = _state_v_first(state_v_first, transpose_state_layout)
     _refuse_unsupported(cp_context, use_graph, max_num_seqs, chunk_indices)
     if chunk_size not in (32, CHUNK):
@@ -188,6 +190,8 @@ def fused_recurrent_kda(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    check_is_tensor("q", q)
+    check_is_tensor("v", v)
     v_first = _state_v_first(state_v_first, transpose_state_layout)
     _refuse_unsupported(cp_context, use_graph, max_num_seqs, chunk_indices)
     if inplace_final_state and initial_state is None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.checks import check_is_tensor, check_lower_bound, dtype_names
+from kda_layers.kernels.checks import DtypeError, check_is_tensor, check_lower_bound, dtype_names
 from kda_layers.kernels.contract import state_dtype
 from kda_layers.kernels.reference import log_decay
 
@@ -51,8 +51,8 @@ def fused_kda_gate(
         g, dt_bias = g.unflatten(-1, (-1, dt_bias)), g_bias
     elif g_bias is not None:
         raise ValueError("g_bias needs head_k_dim as the third argument; with g [..., HV, K] pass dt_bias")
-    if g.ndim < 2 or not g.is_floating_point():
-        raise ValueError(f"g must be [..., HV, K] of a float dtype, got {list(g.shape)} of {dtype_names([g.dtype])}")
+    if not g.is_floating_point():
+        raise DtypeError(f"g must be of a float dtype, got {dtype_names([g.dtype])}")
     activation = "softplus" if lower_bound is None else "lower_bound"
     bound, wide = check_lower_bound(activation, lower_bound), state_dtype(g.dtype)
     A_log, dt_bias = _gate_parameters(g, A_log, dt_bias, lower_bound, wide)
@@ -95,6 +95,8 @@ def _gate_parameters(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """A_log [HV] and dt_bias [HV, K] in `dtype` for g [..., HV, K]."""
+    if g.ndim < 2:
+        raise ValueError(f"g must have shape [..., HV, K], got {list(g.shape)}")
     HV, K = g.shape[-2:]
     if A_log is None and lower_bound is None:
         raise ValueError("A_log must be given for a gate without lower_bound, got None")
