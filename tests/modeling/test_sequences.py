@@ -16,8 +16,9 @@ from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 from kda_layers import swap_attention
+from kda_layers.modeling.calls import without_plans
 from tests.kernels.cases import FP64_LIMIT, error
-from tests.modeling import stock_models, test_model, test_variants
+from tests.modeling import stock_models, test_model, test_on_gpu, test_variants
 from tests.modeling.test_model import ids
 
 LENGTHS = (5, 1, 17)
@@ -460,10 +461,32 @@ def test_nothing_is_read_where_nothing_is_given(name: str, monkeypatch: pytest.M
     m(tokens[:, :1], past_key_values=cache)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("interval", [0, 2], ids=["kda", "hybrid"])
+def test_a_gpu_is_not_waited_for(interval: int) -> None:
+    """Training, packed sequences and decoding, under torch's own watch for synchronisation."""
+    m = test_on_gpu.build(interval)
+    tokens, offsets = ids(1, 256, high=97).cuda(), torch.tensor([0, 100, 256], device="cuda")
+
+    def calls() -> None:
+        m(tokens, labels=tokens).loss.backward()
+        m(tokens, cu_seqlens=offsets).logits.sum().backward()
+        with torch.no_grad():
+            cache = m(tokens, use_cache=True).past_key_values
+            m(tokens[:, :1], past_key_values=cache)
+
+    calls()  # compiles, tunes and allocates
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_decode_step_uses_no_attention_kernel_with_plans() -> None:
     x, cache = SimpleNamespace(shape=(1, 1, 8), is_cuda=True), DynamicCache()
-    from kda_layers.modeling.calls import without_plans
-
     before = torch.backends.cuda.cudnn_sdp_enabled()
     with without_plans(x, cache):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
