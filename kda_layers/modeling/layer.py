@@ -163,8 +163,8 @@ class KimiDeltaAttention(KDAMixer):
             [B, T, D] in the dtype of hidden_states.
 
         Raises:
-            ValueError: attention_mask of another rank or size, cu_seqlens with a mask, a cache of another number of
-                sequences; what `kda_layers.kda` raises.
+            ValueError: hidden_states or attention_mask of another rank or size, cu_seqlens with a mask, a cache of
+                another number of sequences, an adapter on conv1d or o_norm; what `kda_layers.kda` raises.
         """
         return self.mix(hidden_states, attention_mask, past_key_values, cu_seqlens)
 

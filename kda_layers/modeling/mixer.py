@@ -14,14 +14,18 @@ from kda_layers.kernels.checks import check_offsets
 from kda_layers.kernels.contract import sequence_offsets, state_dtype
 from kda_layers.kernels.short_conv import short_convs
 from kda_layers.modeling.cache import LayerState
+from kda_layers.modeling.precision import KeepsFP32
 
 
-class KDAMixer(nn.Module):
+class KDAMixer(KeepsFP32):
     """KDA from hidden states to hidden states: projections, short convolution, operator, gated norm.
 
-    A subclass holds the modules q_proj, k_proj, v_proj, conv1d, b_proj, o_norm and o_proj, sets head_dim (K),
-    head_v_dim (V), layer_idx and `kda_options` (options of `kda_layers.kda`), and says how its gates are computed.
+    A subclass holds the modules q_proj, k_proj, v_proj, conv1d, b_proj, o_norm and o_proj, sets hidden_size (D),
+    head_dim (K), head_v_dim (V), layer_idx and `kda_options` (options of `kda_layers.kda`), and says how its gates are
+    computed.
     """
+
+    kept_in_fp32 = ("A_log", "dt_bias")  # the decay is exponential in A_log
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -30,6 +34,7 @@ class KDAMixer(nn.Module):
     b_proj: nn.Module
     o_norm: Any  # with a parameter `weight` [V]
     o_proj: nn.Module
+    hidden_size: int
     head_dim: int
     head_v_dim: int
     layer_idx: int | None
@@ -71,6 +76,7 @@ class KDAMixer(nn.Module):
         self, hidden_states: Tensor, attention_mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None
     ) -> Tensor:
         """[B, T, D] to [B, T, D]; arguments and errors as in `KimiDeltaAttention.forward`."""
+        self._check_call(hidden_states)
         mask = _local_mask(attention_mask, hidden_states, cu_seqlens)
         if cu_seqlens is not None:
             _check_packed(cu_seqlens, hidden_states)
@@ -88,6 +94,8 @@ class KDAMixer(nn.Module):
         g = rearrange(self.decay_logits(x), "b t (h k) -> b t h k", k=self.head_dim)
         beta = self.b_proj(x)
         if mask is not None:  # logits this low mean no decay and no write, exactly
+            if g.dtype == torch.float16:  # whose lowest number times a small exp(A_log) would still be a decay
+                g = g.float()
             g = g.masked_fill(~mask[..., None, None], torch.finfo(g.dtype).min)
             beta = beta.masked_fill(~mask[..., None], torch.finfo(beta.dtype).min)
 
@@ -100,6 +108,20 @@ class KDAMixer(nn.Module):
         state.store_conv(conv_state, qkv, mask)
         gate = rearrange(self.output_gate(x), "b t (h v) -> b t h v", v=self.head_v_dim)
         return self.o_proj(rearrange(self.gated_norm(o, gate), "b t h v -> b t (h v)"))
+
+    def _check_call(self, hidden_states: Tensor) -> None:
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states must have shape [B, T, D = {self.hidden_size}], got {list(hidden_states.shape)}"
+            )
+        for name in ("conv1d", "o_norm"):
+            module = getattr(self, name)
+            if "base_layer" in module._modules:  # as PEFT's layers hold the module that they adapt
+                raise ValueError(
+                    f"{name} must have no adapter, got {type(module).__name__}: its weight is read without calling it, "
+                    f"so an adapter has no effect. Leave {name} out of target_modules, or train its weight itself "
+                    f"with modules_to_save=[{name!r}]"
+                )
 
 
 def _local_mask(mask: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:

@@ -17,6 +17,7 @@ from kda_layers.kernels import biased_attention
 from kda_layers.modeling.configuration_kda import KDAConfig
 from kda_layers.modeling.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.key_bias import key_bias, refuse_weights, with_past
+from kda_layers.modeling.precision import KeepsFP32
 
 
 class KDASoftmaxAttention(nn.Module):
@@ -47,13 +48,15 @@ class KDASoftmaxAttention(nn.Module):
         return self.o_proj(o.reshape(*hidden_states.shape[:2], -1)), weights
 
 
-class KDABiasedAttention(KDASoftmaxAttention):
+class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):
     """`KDASoftmaxAttention` with a learned bias for each key and head, computed from the key's values.
 
     The scores of query head h get exp(A_h softplus(dt_proj(v)_h)), v being all value heads of the key's token. The
     layer runs on `biased_attention`, whatever `attn_implementation` says, and has neither dropout nor attention weights
     to return.
     """
+
+    kept_in_fp32 = ("A",)
 
     def __init__(self, config: KDAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

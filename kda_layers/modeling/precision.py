@@ -1,0 +1,30 @@
+"""Parameters that stay in fp32 when their module is cast to a narrower dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class KeepsFP32(nn.Module):
+    """A module some of whose parameters `to(torch.bfloat16)`, `half()` and the like leave in fp32, with their gradients.
+
+    from_pretrained keeps such parameters by `_keep_in_fp32_modules_strict`; a cast of the module goes through `_apply`.
+    """
+
+    kept_in_fp32: ClassVar[tuple[str, ...]]  # last parts of parameter names
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        kept = [p for name, p in self.named_parameters() if name.rpartition(".")[2] in self.kept_in_fp32]
+        ids = {id(t) for p in kept for t in (p, p.grad)}
+
+        def converted(t: Tensor) -> Tensor:
+            new = fn(t)
+            # A parameter that is narrow already, as in a checkpoint that rounded it, follows the cast.
+            rounded = new.is_floating_point() and new.dtype.itemsize < 4 <= t.dtype.itemsize
+            return t.to(new.device, torch.float32) if rounded and id(t) in ids else new
+
+        return super()._apply(converted, recurse)
