@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any, get_args
@@ -134,6 +135,8 @@ def check_scale(q: Any, scale: Any) -> float:
         return _default_scale(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.ndim else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
+    if not abs(scale) < math.inf:
+        raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
 
 

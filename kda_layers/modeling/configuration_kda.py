@@ -1,14 +1,44 @@
 """Configuration of KDA layers, and of KDA language models: all KDA, or hybrid with softmax attention."""
 
+import difflib
 import importlib
+import logging
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from kda_layers.kernels.checks import check_lower_bound
 from kda_layers.kernels.contract import MIN_LOWER_BOUND
 from kda_layers.modeling import hub
+from kda_layers.modeling.checks import check_epsilon
+
+logger = logging.getLogger("kda_layers")
+
+# Arguments of KimiDeltaAttention whose field has another name; None for those that no configuration holds.
+LAYER_ARGUMENTS: dict[str, str | None] = {
+    "num_heads": "linear_num_heads",
+    "num_v_heads": "linear_num_value_heads",
+    "head_v_dim": "linear_value_head_dim",
+    "conv_size": "linear_conv_kernel_dim",
+    "gate_activation": "linear_gate_activation",
+    "lower_bound": "linear_lower_bound",
+    "allow_neg_eigval": "linear_allow_neg_eigval",
+    "norm_eps": "rms_norm_eps",
+    "gate_rank": "linear_gate_rank",
+    "output_gate_bias": "linear_output_gate_bias",
+    "layer_idx": None,
+    "backend": None,
+}
+# What transformers or this package reads from a configuration without a field for it.
+UNDECLARED = (
+    "attn_implementation", "auto_map", "compression_config", "converted_from", "custom_pipelines",
+    "experts_implementation", "per_layer_config", "quantization_config", "task_specific_params", "tokenizer_class",
+    "transformers_weights",
+)  # fmt: skip
+ROPE = ("rope_theta", "partial_rotary_factor")  # become part of the field rope_parameters, in a family that has it
+_warned: set[str] = set()  # unknown names that were logged already
 
 
 class KDAFields(PreTrainedConfig):
@@ -43,6 +73,10 @@ class KDAFields(PreTrainedConfig):
     linear_gate_rank: int | None = None
     linear_output_gate_bias: bool = False
     layer_types: list[str] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_names(type(self), kwargs)
+        super().__post_init__(**kwargs)
 
     def complete_kda_fields(self) -> None:
         """Gives fields that are still None their defaults, and registers the models.
@@ -81,9 +115,40 @@ class KDAFields(PreTrainedConfig):
             raise type(error)(f"linear_{error}") from error
         if self.linear_gate_rank < 0:
             raise ValueError(f"linear_gate_rank must be 0 (full rank) or more, got {self.linear_gate_rank}")
+        check_epsilon("rms_norm_eps", self.rms_norm_eps)
+        check_epsilon("initializer_range", self.initializer_range)
+        if not 0 <= (self.attention_dropout or 0) <= 1:
+            raise ValueError(f"attention_dropout must be in [0, 1], got {self.attention_dropout}")
         types = ("linear_attention", *self.softmax_types)
         if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(types):
             raise ValueError(f"layer_types must hold {self.num_hidden_layers} of {types}, got {self.layer_types}")
+
+
+def check_names(config: type[PreTrainedConfig], names: Iterable[str]) -> None:
+    """Raises a TypeError for names that are meant for a field of the configuration but are none.
+
+    These are arguments of the layer, names that begin with linear_, and those close to a field's. Other unknown names
+    are kept and logged once, as a checkpoint of another version may hold some.
+    """
+    fields = config.__dataclass_fields__
+    generation = vars(GenerationConfig())  # left in the configurations of old checkpoints
+    known = {*fields, *UNDECLARED, *generation, *(ROPE if "rope_parameters" in fields else ())}
+    wrong = []
+    for name in names:
+        if name in known or hasattr(config, name) or name.startswith("_") or name.endswith("_token_id"):
+            continue
+        if name in LAYER_ARGUMENTS:
+            meant = LAYER_ARGUMENTS[name]
+            wrong.append(f"{name} (use {meant})" if meant else f"{name} (an argument of KimiDeltaAttention only)")
+        elif close := difflib.get_close_matches(name, fields, 1, 0.85):
+            wrong.append(f"{name} (use {close[0]})")
+        elif name.startswith("linear_"):
+            wrong.append(f"{name} (use one of {', '.join(f for f in fields if f.startswith('linear_'))})")
+        elif name not in _warned:
+            _warned.add(name)
+            logger.warning("%s has no field %s: it is kept, but no layer reads it", config.__name__, name)
+    if wrong:
+        raise TypeError(f"{config.__name__} has no field {', '.join(wrong)}")
 
 
 def check_at_least_one(config: Any, names: str) -> None:

@@ -13,6 +13,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 
 from kda_layers.kernels.checks import check_lower_bound
 from kda_layers.kernels.contract import MIN_LOWER_BOUND
+from kda_layers.modeling.checks import as_int, check_epsilon
 from kda_layers.modeling.mixer import KDAMixer
 
 
@@ -37,7 +38,9 @@ class KimiDeltaAttention(KDAMixer):
         backend: name of a kernel backend; None chooses (see `kda_layers.explain`).
 
     Raises:
-        ValueError: num_v_heads not a multiple of num_heads; a size below 1; a bad gate_activation or lower_bound.
+        TypeError: a size, gate_rank or layer_idx that is no integer; norm_eps or lower_bound that is no number.
+        ValueError: num_v_heads not a multiple of num_heads; a size below 1; a bad gate_activation or lower_bound; a
+            negative norm_eps or gate_rank.
     """
 
     def __init__(
@@ -65,19 +68,23 @@ class KimiDeltaAttention(KDAMixer):
             hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, num_v_heads=num_v_heads,
             head_v_dim=head_v_dim, conv_size=conv_size,
         )  # fmt: skip
+        sizes = {name: as_int(name, size) for name, size in sizes.items()}
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
+        hidden_size, num_heads, head_dim, num_v_heads, head_v_dim, conv_size = sizes.values()
         if num_v_heads % num_heads:
             raise ValueError(f"num_v_heads must be a multiple of num_heads = {num_heads}, got {num_v_heads}")
         if gate_activation not in ("lower_bound", "softplus"):
             raise ValueError(f"gate_activation must be 'lower_bound' or 'softplus', got {gate_activation!r}")
         check_lower_bound(gate_activation, lower_bound)
-        gate_rank = head_v_dim if gate_rank is None else gate_rank
+        check_epsilon("norm_eps", norm_eps)
+        gate_rank = head_v_dim if gate_rank is None else as_int("gate_rank", gate_rank)
         if gate_rank < 0:
             raise ValueError(f"gate_rank must be 0 (full rank) or more, got {gate_rank}")
         self.hidden_size, self.head_dim, self.head_v_dim = hidden_size, head_dim, head_v_dim
-        self.num_heads, self.num_v_heads, self.layer_idx = num_heads, num_v_heads, layer_idx
+        self.num_heads, self.num_v_heads = num_heads, num_v_heads
+        self.layer_idx = None if layer_idx is None else as_int("layer_idx", layer_idx)
         self.gate_rank = gate_rank
         q_dim, v_dim, gate_dim = num_heads * head_dim, num_v_heads * head_v_dim, num_v_heads * head_dim
         self.kda_options = dict(

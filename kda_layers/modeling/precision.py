@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 class KeepsFP32(nn.Module):
-    """A module some of whose parameters `to(torch.bfloat16)`, `half()` and the like leave in fp32, with their gradients.
+    """A module some of whose parameters, and their gradients, stay in fp32 under `to(torch.bfloat16)`, `half()` etc.
 
-    from_pretrained keeps such parameters by `_keep_in_fp32_modules_strict`; a cast of the module goes through `_apply`.
+    The counterpart of transformers' `_keep_in_fp32_modules_strict`, which only from_pretrained reads.
     """
 
-    kept_in_fp32: ClassVar[tuple[str, ...]]  # last parts of parameter names
+    kept_in_fp32: ClassVar[tuple[str, ...]]  # the last part of these parameters' names
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         kept = [p for name, p in self.named_parameters() if name.rpartition(".")[2] in self.kept_in_fp32]

@@ -195,8 +195,8 @@ def _variant_config(
         )
     for i in chosen:
         layer_types[i] = "linear_attention"
-    own = ("model_type", "architectures", "layer_types", "transformers_version", "_name_or_path")
-    inherited = {name: value for name, value in stock.to_dict().items() if name not in own}
+    own = ("architectures", "layer_types", "transformers_version")
+    inherited = {f.name: copy.deepcopy(getattr(stock, f.name)) for f in fields(stock) if f.name not in own}
     try:
         config = variant.config_class(**inherited, layer_types=layer_types, **fields_given)
     except StrictDataclassError as error:  # which hides what it is about in its cause
