@@ -5,26 +5,62 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from kda_layers.kernels.dispatch import backends
+from kda_layers.modeling.checks import layer_indices, unwrapped_hint
 from kda_layers.modeling.families.stock import StockFamily
+
+if TYPE_CHECKING:
+    from transformers import (
+        BailingHybridPreTrainedModel,
+        DogePreTrainedModel,
+        Glm5NextPreTrainedModel,
+        KimiLinearPreTrainedModel,
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        Qwen3ForCausalLM,
+    )
+
+    from kda_layers.modeling.families.llama import KDALlamaForCausalLM
+    from kda_layers.modeling.families.mistral import KDAMistralForCausalLM
+    from kda_layers.modeling.families.qwen3 import KDAQwen3ForCausalLM
 
 # By transformers' model_type; a family's file is imported when a model of it comes.
 STOCK_FAMILIES = ("bailing_hybrid", "doge", "glm5_next", "kimi_linear")
 SOFTMAX_FAMILIES = ("llama", "mistral", "qwen3")
 
 
+# mypy ignores transformers' annotations here, not where the package is used: to it, the first three are the same.
+@overload
 def swap_attention(
-    model: PreTrainedModel,
+    model: LlamaForCausalLM, layers: Iterable[int] | str, *, backend: str | None = None, **config: Any
+) -> KDALlamaForCausalLM: ...
+@overload
+def swap_attention(  # type: ignore[overload-cannot-match]
+    model: MistralForCausalLM, layers: Iterable[int] | str, *, backend: str | None = None, **config: Any
+) -> KDAMistralForCausalLM: ...
+@overload
+def swap_attention(  # type: ignore[overload-cannot-match]
+    model: Qwen3ForCausalLM, layers: Iterable[int] | str, *, backend: str | None = None, **config: Any
+) -> KDAQwen3ForCausalLM: ...
+@overload
+def swap_attention(
+    model: BailingHybridPreTrainedModel | DogePreTrainedModel | Glm5NextPreTrainedModel | KimiLinearPreTrainedModel,
     layers: Iterable[int] | str | None = None,
     *,
     backend: str | None = None,
-    **config: Any,
+) -> list[str]: ...
+@overload
+def swap_attention(
+    model: PreTrainedModel, layers: Iterable[int] | str | None = None, *, backend: str | None = None, **config: Any
+) -> list[str] | PreTrainedModel: ...
+def swap_attention(
+    model: PreTrainedModel, layers: Iterable[int] | str | None = None, *, backend: str | None = None, **config: Any
 ) -> list[str] | PreTrainedModel:
     """Puts layers of this package into a transformers model.
 
@@ -44,13 +80,13 @@ def swap_attention(
         The module paths that were changed, or the converted model.
 
     Raises:
-        TypeError: model is no PreTrainedModel; a keyword that is no field of the configuration.
+        TypeError: model is no PreTrainedModel, but a wrapper of one (PEFT, torch.compile), say; layers that are neither
+            text nor integers; a keyword that is no field of the configuration.
         ValueError: a model class that is not supported; layers that do not exist, are not of the right kind or are
             swapped already; a gate, convolution, bias, window or dropout that layers here do not have; an unknown
             backend. The model is then as it was.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    _check_model(model)
     kind = model.config.model_type
     if kind in SOFTMAX_FAMILIES:
         _check_backend(backend, backends())
@@ -83,8 +119,10 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
         The module paths that were changed back.
 
     Raises:
+        TypeError: model is no PreTrainedModel.
         ValueError: no layer is swapped; a converted softmax decoder, whose original was never changed.
     """
+    _check_model(model)
     family = _stock_family(model)
     swapped = {path: m for path, m in model.named_modules() if type(m) is family.layer}
     if not swapped:
@@ -109,8 +147,10 @@ def enable_speculative_decoding(model: PreTrainedModel) -> None:
     models with KDA layers, as its own ones cannot. Models of this package and Doge need no call.
 
     Raises:
+        TypeError: model is no PreTrainedModel.
         ValueError: a KDA layer of the model is not swapped.
     """
+    _check_model(model)
     family = _stock_family(model)
     if not model._is_stateful:
         return
@@ -156,6 +196,13 @@ def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> 
     return model
 
 
+def _check_model(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers PreTrainedModel, got {type(model).__name__}{unwrapped_hint(model)}"
+        )
+
+
 def _family(kind: str, what: str) -> StockFamily:
     if kind not in STOCK_FAMILIES:
         supported = ", ".join(STOCK_FAMILIES) + "; to convert: " + ", ".join(SOFTMAX_FAMILIES)
@@ -183,12 +230,10 @@ def _chosen_layers(model: nn.Module, family: StockFamily, layers: Iterable[int] 
     found = {p: m for p, m in model.named_modules() if isinstance(m, family.stock_layer)}
     if not found:
         raise ValueError(f"{type(model).__name__} must have a {family.noun} to swap, got none")
-    if layers is None or layers == "all":
+    if layers is None or (isinstance(layers, str) and layers == "all"):  # an array compares element by element
         chosen = found
-    elif isinstance(layers, str):
-        raise ValueError(f"layers must be None, 'all' or indices for a {type(model).__name__}, got {layers!r}")
     else:
-        chosen = _by_index(model, family, found, list(layers))
+        chosen = _by_index(model, family, found, layers)
     swapped = [path for path, m in chosen.items() if type(m) is not family.stock_layer]
     if swapped:
         kinds = sorted({type(chosen[path]).__name__ for path in swapped})
@@ -196,26 +241,19 @@ def _chosen_layers(model: nn.Module, family: StockFamily, layers: Iterable[int] 
     return chosen
 
 
-def _by_index(model: nn.Module, family: StockFamily, found: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-    config = _base_models(model, family)[0].config
-    total = config.num_hidden_layers
+def _by_index(
+    model: nn.Module, family: StockFamily, found: dict[str, Any], layers: Iterable[int] | str
+) -> dict[str, Any]:
+    config, name = _base_models(model, family)[0].config, type(model).__name__
     by_index = {m.layer_idx: path for path, m in found.items()}
-    if not indices:
-        raise ValueError("layers must name a layer, got none")
+    indices = layer_indices(layers, config.num_hidden_layers, f"None, 'all' or indices for a {name}")
     for i in indices:
-        if not isinstance(i, int) or isinstance(i, bool):
-            raise TypeError(f"layers must hold integers, got {i!r}")
-        if not -total <= i < total:
-            raise ValueError(f"layers must be in [{-total}, {total - 1}], got {i}")
-        if i % total not in by_index:
+        if i not in by_index:
             raise ValueError(
                 f"layers must be of a {family.noun} each, {sorted(by_index)}, got {i}, which is of "
-                f"{config.layer_types[i]}: in a {type(model).__name__} only these are swapped"
+                f"{config.layer_types[i]}: in a {name} only these are swapped"
             )
-    paths = [by_index[i % total] for i in indices]
-    if len(set(paths)) != len(paths):
-        raise ValueError(f"layers must name each layer once, got {indices}")
-    return {path: found[path] for path in paths}
+    return {by_index[i]: found[by_index[i]] for i in indices}
 
 
 def _set_class(layer: Any, cls: type[nn.Module]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kda_layers.modeling.checks import unwrapped_hint
 from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.safetensors_files import Source, open_weights
 
@@ -111,10 +112,9 @@ def load_kda_weights(
         TypeError: source, layer or one of the tensors is of a wrong type.
         ValueError: another family than the names show, or none given where two fit; no KDA layer at prefix; tensors
             missing, unexpected or of a wrong shape, with the options that would fit; a gate that the family does not
-            have; a layer on the meta device; a file that is not safetensors.
+            have; a layer on the meta device or with adapters; a file that is not safetensors.
     """
-    if not isinstance(layer, KimiDeltaAttention):
-        raise TypeError(f"layer must be a KimiDeltaAttention, got {type(layer).__name__}")
+    _check_layer(layer)
     naming, tensors = _read(source, family, prefix)
     views = naming.views(layer)
     wrong = differences(tensors, views)
@@ -142,10 +142,9 @@ def export_kda_weights(layer: KimiDeltaAttention, family: str, *, on_disk: bool 
 
     Raises:
         TypeError: layer is no KimiDeltaAttention.
-        ValueError: an unknown family; a layer with options that no layer of the family has.
+        ValueError: an unknown family; a layer with options that no layer of the family has, or with adapters.
     """
-    if not isinstance(layer, KimiDeltaAttention):
-        raise TypeError(f"layer must be a KimiDeltaAttention, got {type(layer).__name__}")
+    _check_layer(layer)
     _check_family(family)
     _check_options(family, layer)
     naming = naming_of(family, on_disk)
@@ -202,6 +201,16 @@ def _recognise(tensors: Mapping[str, Tensor], family: str | None) -> Naming:
             f"which are {', '.join(sorted(tensors))}" + ("" if A_log is None else f", A_log {list(A_log.shape)}")
         )
     return next(n for n in near if family in (None, n.family))
+
+
+def _check_layer(layer: Any) -> None:
+    if not isinstance(layer, KimiDeltaAttention):
+        raise TypeError(f"layer must be a KimiDeltaAttention, got {type(layer).__name__}{unwrapped_hint(layer)}")
+    if unknown := [name for name, _ in layer.named_parameters() if name not in NAMINGS[0].names()]:
+        raise ValueError(
+            f"layer must have the parameters of a plain KimiDeltaAttention, got {', '.join(unknown)}: merge adapters "
+            "first (merge_and_unload)"
+        )
 
 
 def _check_family(family: str) -> None:

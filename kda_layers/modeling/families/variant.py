@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kda_layers.modeling.checks import layer_indices
 from kda_layers.modeling.configuration_kda import KDAFields
 from kda_layers.modeling.configuration_variants import stock_layer_types
 from kda_layers.modeling.hybrid import HybridForCausalLM, HybridModel, KDAAttention
@@ -77,9 +78,9 @@ def convert(
 
     Raises:
         TypeError: another kind of layers; a keyword that is no linear_... field.
-        ValueError: another class of model; layers that do not exist, come twice or have a sliding window;
-            projections with biases or of another size than the KDA layers'; a model whose weights are elsewhere
-            (offloaded, on the meta device) or not those of a plain model (adapters, quantised).
+        ValueError: another class of model; layers that do not exist, come twice or have a sliding window; a pattern
+            that leaves no softmax layer; projections with biases or of another size than the KDA layers'; a model whose
+            weights are elsewhere (offloaded, on the meta device) or not those of a plain model (adapters, quantised).
     """
     stock = variants()
     if type(model) not in stock:
@@ -137,27 +138,18 @@ def carried_projections(old: dict[str, Tensor], config: PreTrainedConfig) -> dic
 
 def chosen_layers(layers: Iterable[int] | str, total: int) -> list[int]:
     """Indices in [0, total), ascending, from the ways in which `convert` takes them; raises as `convert` does."""
-    if isinstance(layers, str):
-        pattern = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", layers)
-        if layers != "all" and pattern is None:
-            raise ValueError(
-                f'layers must be indices, "all", or "a:b" with a layers of KDA, then b that stay, got {layers!r}'
-            )
-        a, b = (1, 0) if pattern is None else map(int, pattern.groups())
-        return [i for i in range(total) if i % (a + b) < a]
-    if not isinstance(layers, Iterable):
-        raise TypeError(f'layers must be indices, "all", or a pattern such as "3:1", got {layers!r}')
-    given = list(layers)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in given):
-        raise TypeError(f"layers must hold integers, got {given}")
-    if not given:
-        raise ValueError("layers must hold at least one index, got none")
-    if missing := [i for i in given if not -total <= i < total]:
-        raise ValueError(f"layers must be in [{-total}, {total}) for a model of {total} layers, got {missing}")
-    chosen = sorted(i % total for i in given)
-    if len(set(chosen)) < len(chosen):
-        raise ValueError(f"layers must name each layer once, got {given} for a model of {total} layers")
-    return chosen
+    if isinstance(layers, str) and layers == "all":
+        return list(range(total))
+    if not isinstance(layers, str) or not (pattern := re.fullmatch(r"([1-9]\d*):([1-9]\d*)", layers)):
+        forms = 'indices, "all", or "a:b" with a layers of KDA, then b that stay'
+        return sorted(layer_indices(layers, total, forms))
+    a, b = map(int, pattern.groups())
+    if a >= total:
+        raise ValueError(
+            f'layers must leave a softmax layer where it is a pattern, got "{layers}" for a model of {total} layers: '
+            'write "all" to convert every layer'
+        )
+    return [i for i in range(total) if i % (a + b) < a]
 
 
 def _check_plain(model: PreTrainedModel) -> None:

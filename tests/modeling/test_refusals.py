@@ -1,0 +1,233 @@
+"""Errors of layers, of their weights and of swapping that name the argument and the way out."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from kda_layers import (
+    KDAConfig,
+    KDAForCausalLM,
+    KimiDeltaAttention,
+    enable_speculative_decoding,
+    export_kda_weights,
+    load_kda_weights,
+    restore_attention,
+    swap_attention,
+)
+from kda_layers.modeling.families.variant import chosen_layers, variants
+from tests.modeling.stock_models import IN_PLACE, KDA_LAYERS, build, every_family, swapped_layers_of
+
+D = 16
+
+
+def llama(layers: int = 4) -> Any:
+    sizes = dict(vocab_size=31, hidden_size=D, intermediate_size=24, num_attention_heads=2, head_dim=8)
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=layers, **sizes)).eval()
+
+
+def tiny() -> Any:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=31, hidden_size=D, num_hidden_layers=2, linear_num_heads=2, linear_head_dim=8)
+    return KDAForCausalLM(KDAConfig(**sizes, full_attention_interval=0))
+
+
+# ---------------------------------------------------------------- the layer
+
+
+@pytest.mark.parametrize("shape", [(5, D), (1, 2, 5, D), (2, 5, D + 1), (D,)], ids=str)
+def test_hidden_states_of_another_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"hidden_states must have shape \[B, T, D = {D}\], got \[{shape[0]}"):
+        KimiDeltaAttention(D, 2, 8)(torch.zeros(shape))
+
+
+@every_family
+def test_hidden_states_of_a_swapped_layer(family: str) -> None:
+    model = build(family)
+    swap_attention(model)
+    layer = next(iter(swapped_layers_of(model).values()))
+    with pytest.raises(ValueError, match=r"hidden_states must have shape \[B, T, D = 32\], got \[5, 32\]"):
+        layer(torch.zeros(5, 32))
+
+
+SIZES = ("hidden_size", "num_heads", "head_dim", "num_v_heads", "head_v_dim", "conv_size", "gate_rank", "layer_idx")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_integers(name: str) -> None:
+    """NumPy's too, which become Python's; floats, bools and text are refused by name."""
+    options: dict[str, Any] = dict(hidden_size=D, num_heads=2, head_dim=8)
+    for wrong in (2.0, True, np.True_, "2"):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got "):
+            KimiDeltaAttention(**options | {name: wrong})
+    layer = KimiDeltaAttention(**options | {name: np.int64(2)})
+    assert type(layer.layer_idx if name == "layer_idx" else layer.num_heads * layer.hidden_size) is int
+    x = torch.zeros(1, 3, layer.hidden_size)
+    assert layer(x).shape == x.shape
+
+
+@pytest.mark.parametrize("value", [-1e-6, float("nan"), float("inf"), "1e-6", True, None], ids=str)
+def test_norm_eps(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="norm_eps must be "):
+        KimiDeltaAttention(D, 2, 8, norm_eps=value)
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(**dict(r=2) | options))
+
+
+@pytest.mark.parametrize("made", [tiny, lambda: build("kimi_linear")], ids=["ours", "swapped"])
+def test_lora_on_the_convolution_is_refused(made: Callable[[], Any]) -> None:
+    """It would train nothing: its forward never runs."""
+    model = made()
+    if type(model).__name__.startswith("Kimi"):
+        swap_attention(model)
+    tokens = torch.arange(8)[None]
+    want = model.eval()(tokens).logits
+    model = adapted(model, target_modules=["conv1d"], r=96)  # PEFT wants a multiple of the channels
+    with pytest.raises(ValueError, match=r"conv1d must have no adapter, got Conv1d.*modules_to_save=\['conv1d'\]"):
+        model(tokens)
+    assert torch.equal(model.unload()(tokens).logits, want)
+
+
+def test_norm_tuning_of_the_output_norm_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny(), peft.LNTuningConfig(target_modules=["o_norm"]))
+    with pytest.raises(ValueError, match="o_norm must have no adapter, got LNTuningLayer"):
+        model(torch.arange(8)[None])
+
+
+def test_modules_to_save_train_the_convolution_and_the_norm() -> None:
+    """The way out that the errors name."""
+    model = adapted(tiny(), target_modules=["q_proj"], modules_to_save=["conv1d", "o_norm"])
+    tokens = torch.arange(8)[None]
+    names = [n for n, p in model.named_parameters() if p.requires_grad and ("conv1d" in n or "o_norm" in n)]
+    assert len(names) == 4
+    optimizer = torch.optim.SGD([model.get_parameter(n) for n in names], lr=1.0)
+    before = model(tokens, labels=tokens)
+    before.loss.backward()
+    assert all(model.get_parameter(n).grad.abs().max() > 0 for n in names)
+    optimizer.step()
+    after = model(tokens).logits
+    assert not torch.equal(after, before.logits)
+    torch.testing.assert_close(model.merge_and_unload()(tokens).logits, after)
+
+
+# ---------------------------------------------------------------- wrapped models and layers
+
+WRAPPERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "compiled": (torch.compile, r"got OptimizedModule: pass the module that it wraps, \._orig_mod"),
+    "data parallel": (nn.DataParallel, r"got DataParallel: pass the module that it wraps, \.module"),
+    "adapted": (
+        lambda m: adapted(m, target_modules=["q_proj"]),
+        r"got PeftModel: pass the module that it wraps, \.get_base_model\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "kimi_linear"])
+@pytest.mark.parametrize("call", [swap_attention, restore_attention, enable_speculative_decoding])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrapped_models(wrapper: str, call: Callable[..., Any], family: str) -> None:
+    wrap, message = WRAPPERS[wrapper]
+    model = llama() if family == "llama" else build(family)
+    if family != "llama" and call is not swap_attention:
+        swap_attention(model)
+    wrapped = wrap(model)
+    before = {p: type(m) for p, m in model.named_modules()}
+    with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, " + message):
+        call(wrapped)
+    assert {p: type(m) for p, m in model.named_modules()} == before
+
+
+def test_the_way_into_a_wrapper() -> None:
+    """A Kimi-Linear is swapped under its adapters and its compiled wrapper."""
+    model = adapted(build("kimi_linear"), target_modules=["q_proj"])
+    paths = swap_attention(torch.compile(model)._orig_mod.get_base_model())
+    assert len(paths) == 2
+    assert all(type(model.get_base_model().get_submodule(p)).__name__.startswith("Fast") for p in paths)
+
+
+def test_wrapped_and_adapted_layers_have_no_weights_to_copy() -> None:
+    layer = KimiDeltaAttention(D, 2, 8)
+    weights = export_kda_weights(layer, "kda_layers")
+    message = r"layer must be a KimiDeltaAttention, got OptimizedModule: pass the module that it wraps, \._orig_mod"
+    with pytest.raises(TypeError, match=message):
+        export_kda_weights(torch.compile(layer), "kda_layers")
+    with pytest.raises(TypeError, match=message):
+        load_kda_weights(weights, torch.compile(layer))
+    layer = adapted(tiny(), target_modules=["q_proj"]).get_base_model().model.layers[0].self_attn
+    message = r"parameters of a plain KimiDeltaAttention, got .*q_proj\.base_layer\.weight.*: merge adapters first"
+    with pytest.raises(ValueError, match=message):
+        export_kda_weights(layer, "kda_layers")
+    with pytest.raises(ValueError, match=message):
+        load_kda_weights(weights, layer)
+
+
+# ---------------------------------------------------------------- which layers
+
+
+@pytest.mark.parametrize("family", ["llama", *IN_PLACE])
+@pytest.mark.parametrize("layers", [7, 0.5, True], ids=str)
+def test_layers_that_are_no_list(family: str, layers: Any) -> None:
+    with pytest.raises(TypeError, match=f"layers must be .*indices.*, got {layers}"):
+        swap_attention(llama() if family == "llama" else build(family), layers)
+
+
+@pytest.mark.parametrize("layers", [np.array([0, -2]), [np.int64(0), np.int32(-2)], torch.tensor([0, -2])], ids=type)
+def test_indices_of_numpy(layers: Any) -> None:
+    assert swap_attention(llama(), layers).config.layer_types[:3] == [
+        "linear_attention", "full_attention", "linear_attention",
+    ]  # fmt: skip
+    for family in KDA_LAYERS:
+        model = build(family, linear_only=True)
+        assert len(swap_attention(model, layers)) == 2
+
+
+@pytest.mark.parametrize("layers", ["10:1", "4:1", "4:9"])
+def test_a_pattern_that_leaves_no_softmax_layer(layers: str) -> None:
+    message = f'layers must leave a softmax layer .*got "{layers}" for a model of 4 layers: write "all"'
+    with pytest.raises(ValueError, match=message):
+        swap_attention(llama(4), layers)
+
+
+@pytest.mark.parametrize(("layers", "total", "kda"), [("3:1", 4, 3), ("3:1", 6, 5), ("1:9", 4, 1), ("all", 4, 4)])
+def test_patterns(layers: str, total: int, kda: int) -> None:
+    assert len(chosen_layers(layers, total)) == kda
+
+
+# ---------------------------------------------------------------- static types
+
+
+def test_overloads_of_swap_attention() -> None:
+    """A type checker knows the converted model's class, and that models changed in place give paths."""
+    signatures = [inspect.signature(f) for f in typing.get_overloads(swap_attention)]
+    returns: dict[str, str] = {}
+    for signature in signatures:
+        for name in signature.parameters["model"].annotation.split(" | "):
+            returns[name] = signature.return_annotation
+    converted = {stock.__name__: variant.__name__ for stock, variant in variants().items()}
+    assert converted.items() <= returns.items()
+    in_place = {n for n, r in returns.items() if r == "list[str]"}
+    for family in IN_PLACE:
+        assert in_place & {c.__name__ for c in type(build(family)).__mro__}, family
+    assert not in_place & {c.__name__ for stock in variants() for c in stock.__mro__}
+    assert returns.pop("PreTrainedModel") == inspect.signature(swap_attention).return_annotation
+    actual = inspect.signature(swap_attention).parameters
+    for signature in signatures:
+        assert list(signature.parameters) == [n for n in actual if n in signature.parameters]
+        needed = signature.return_annotation in converted.values()  # converting without layers raises
+        assert (signature.parameters["layers"].default is inspect.Parameter.empty) == needed
