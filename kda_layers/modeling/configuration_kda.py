@@ -181,6 +181,7 @@ class KDAConfig(KDAFields):
         rms_norm_eps: epsilon of every RMS norm.
 
     Raises:
+        TypeError: a name that is meant for a field but is none, see `check_names`.
         StrictDataclassError: of huggingface_hub, with the ValueError or TypeError that names the field as its cause:
             a field of a wrong type, or fields that contradict each other.
     """

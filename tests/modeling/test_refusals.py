@@ -24,7 +24,7 @@ from kda_layers import (
     swap_attention,
 )
 from kda_layers.modeling.families.variant import chosen_layers, variants
-from tests.modeling.stock_models import IN_PLACE, KDA_LAYERS, build, every_family, swapped_layers_of
+from tests.modeling.stock_models import FAMILIES, IN_PLACE, build, every_family, swapped_layers_of
 
 D = 16
 
@@ -192,7 +192,7 @@ def test_indices_of_numpy(layers: Any) -> None:
     assert swap_attention(llama(), layers).config.layer_types[:3] == [
         "linear_attention", "full_attention", "linear_attention",
     ]  # fmt: skip
-    for family in KDA_LAYERS:
+    for family in FAMILIES:
         model = build(family, linear_only=True)
         assert len(swap_attention(model, layers)) == 2
 
