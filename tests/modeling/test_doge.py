@@ -283,7 +283,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
     "dropout": (dict(attention_dropout=0.1), {}, ValueError, r"attention_dropout must be 0, .* got 0\.1"),
     "a backend": ({}, dict(backend="sm90"), ValueError, "backend must be one of .*eager.*, got 'sm90'"),
     "a pattern": ({}, dict(layers="3:1"), ValueError, "layers must be None, 'all' or indices .* got '3:1'"),
-    "beyond": ({}, dict(layers=[3]), ValueError, r"layers must be in \[-3, 2\], got 3"),
+    "beyond": ({}, dict(layers=[3]), ValueError, r"layers must be in \[-3, 3\) for a model of 3 layers, got \[3\]"),
     "configured": ({}, dict(linear_num_heads=2), TypeError, "linear_num_heads"),
 }
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, swap_attention
 from kda_layers.modeling.configuration_variants import KDALlamaConfig
 from kda_layers.modeling.families.llama import KDALlamaForCausalLM
-from tests.modeling.stock_models import build, every_family
+from tests.modeling.stock_models import build, every_family_in_place
 
 D = 20
 GATES = {"lower_bound": {}, "softplus": dict(gate_activation="softplus", lower_bound=None)}
@@ -141,14 +141,14 @@ def test_casts_keep_the_gates_in_fp32(made: str, cast: str, swap: bool, monkeypa
             assert p.dtype == p.grad.dtype != torch.float32, name
 
 
-@every_family
+@every_family_in_place
 def test_casts_keep_the_gates_of_swapped_layers(family: str) -> None:
     model = build(family)
     swap_attention(model)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     model.to(torch.bfloat16)
     dtypes = {n: p.dtype for n, p in model.named_parameters()}
-    gates = [n for n in before if n.endswith(("A_log", "dt_bias"))]
+    gates = [n for n in before if n.endswith(("A_log", "dt_bias", "self_attn.A"))]
     assert gates
     assert {dtypes.pop(n) for n in gates} == {torch.float32}
     assert set(dtypes.values()) == {torch.bfloat16}

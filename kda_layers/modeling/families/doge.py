@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, apply_rotary_pos_emb
@@ -19,13 +19,26 @@ from kda_layers.kernels.attention.dispatch import ATTENTION
 from kda_layers.kernels.contract import sequence_offsets
 from kda_layers.modeling.families.stock import StockFamily, packed_call, read_call
 from kda_layers.modeling.key_bias import create_key_mask, key_bias, refuse_weights, with_past
+from kda_layers.modeling.precision import KeepsFP32
 
 ROWS = 128  # queries whose keys are chosen at once
 
 
-class FastDogeAttention(DogeAttention):
+class FastDogeAttention(KeepsFP32, DogeAttention):
     """`DogeAttention` on `biased_attention`: no tensor of the size of all scores, forward or backward."""
 
+    kept_in_fp32 = ("A",)  # the bias is exponential in it
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    dt_proj: nn.Module
+    A: nn.Parameter
+    head_dim: int
+    keep_window_size: int
+    layer_idx: int
     backend: str | None
 
     def forward(
