@@ -16,6 +16,7 @@ from kda_layers.kernels.registry import (
     Registry,
     arch_of,
     constant_to_compile,
+    keep_backend,
     requested,
     use_backend,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "constant_to_compile",
     "default_problem",
     "explain",
+    "keep_backend",
     "problem_fields",
     "problem_of",
     "requested",

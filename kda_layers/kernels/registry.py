@@ -2,8 +2,8 @@
 
 Order of preference: the `backend=` argument, `use_backend`, the environment variable KDA_LAYERS_BACKEND, then
 automatically the highest-priority backend that can serve the problem. Nothing falls back silently: a named backend
-that cannot serve raises with all its reasons, and an automatic choice is logged once per problem. The context and the
-variable speak to all operators: a name that only another one has leaves the choice open.
+that cannot serve raises with all its reasons, and an automatic choice is logged once per problem. `use_backend` and the
+variable apply to every operator; an operator without a backend of that name chooses automatically.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ import torch
 ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
 
 logger = logging.getLogger("kda_layers")
-_override: ContextVar[str | None] = ContextVar("kda_layers_backend", default=None)
+_override: ContextVar[str | None] = ContextVar("kda_layers_backend", default=None)  # "": no context, explicitly
 _registries: list[Registry[Any, Any]] = []
 
 
@@ -99,7 +99,7 @@ class Registry(Generic[P, B]):
             reasons = candidate.unsupported(problem)
             if not reasons:
                 logger.info("%s serves [%s]%s", candidate.name, problem, "".join(f"\n  not {r}" for r in refusals))
-                if candidate.name == "eager" and problem.device != "cpu":
+                if candidate.name == "eager" and problem.device not in ("cpu", "meta"):
                     warnings.warn(
                         f"plain PyTorch serves [{problem}], which is slow on {problem.device}; "
                         f"faster backends refused: {'; '.join(refusals) or 'none is installed'}",
@@ -134,16 +134,26 @@ def requested(backend: str | None) -> str | None:
     """The name that the caller asked for by argument, context or environment, whatever operator it belongs to."""
     if backend is not None:
         return backend
-    return _override.get() or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    return _context_choice() or os.environ.get(ENVIRONMENT_VARIABLE) or None
+
+
+def _context_choice() -> str | None:
+    """The name that `use_backend` gives to this call; None or "" without one."""
+    name = _override.get()
+    if name is None and torch._C._current_graph_task_id() != -1 and torch._C._is_key_in_tls("context"):
+        # A backward in a thread of autograd's, which has no context variables: torch hands it those of backward().
+        context = torch._C._get_obj_in_tls("context")
+        name = context.get(_override) if isinstance(context, Context) else None
+    return name
 
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Within the context every call without a `backend=` argument uses the backend `name`.
 
-    Operators that have none of this name choose by themselves. It holds for the thread that enters it: on a GPU,
-    autograd runs the backward in a thread of its own, where gradient checkpointing calls the forward again and so
-    chooses anew. There name the backend by argument, in the model's layers or in the environment.
+    Operators without a backend of this name choose automatically. The context reaches what `backward()` recomputes if
+    `backward()` is called within it. Models of this package recompute with the backend of their forward wherever
+    `backward()` is called; for torch.utils.checkpoint of your own, `checkpoint(keep_backend(f), ...)` does the same.
 
     Raises:
         ValueError: no operator has a backend of this name.
@@ -151,11 +161,35 @@ def use_backend(name: str) -> Iterator[None]:
     if not any(name in r.backends() for r in _registries):
         known = (f"{', '.join(r.backends())} of {r.operator}" for r in _registries)
         raise ValueError(f"unknown backend {name!r}, known: {'; '.join(known)}")
+    with _overriding(name):
+        yield
+
+
+@contextlib.contextmanager
+def _overriding(name: str) -> Iterator[None]:
     token = _override.set(name)
     try:
         yield
     finally:
         _override.reset(token)
+
+
+def keep_backend(f: F) -> F:
+    """Return `f` bound to the current `use_backend` choice (or to none), whenever and in whatever thread it is called.
+
+    torch.utils.checkpoint calls its function twice, the second time from the backward: `checkpoint(keep_backend(f), x)`
+    recomputes with the backend of the forward.
+    """
+    if torch.compiler.is_compiling():  # the recomputation is then part of the graph, with the choices of its trace
+        return f
+    name = _context_choice() or ""
+
+    @functools.wraps(f)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with _overriding(name):
+            return f(*args, **kwargs)
+
+    return kept  # type: ignore[return-value]
 
 
 def constant_to_compile(f: F) -> F:

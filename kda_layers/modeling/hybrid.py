@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -13,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from kda_layers.kernels.dispatch import keep_backend
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import loss_options, refuse_unknown, without_plans
 from kda_layers.modeling.hub import CardMixin
@@ -119,6 +122,16 @@ class HybridPreTrainedModel(CardMixin, PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, KimiDeltaAttention):
             module.reset_gate()
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any
+    ) -> None:
+        """As transformers', but layers are recomputed with the backend of their forward (see `use_backend`)."""
+        super()._set_gradient_checkpointing(enable, partial(_checkpoint, gradient_checkpointing_func), **options)
+
+
+def _checkpoint(function: Any, f: Any, *args: Any) -> Any:
+    return function(keep_backend(f), *args)
 
 
 class HybridModel(HybridPreTrainedModel):

@@ -8,14 +8,16 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from kda_layers import explain, kda_step, use_backend
+from kda_layers import KDAConfig, KDAForCausalLM, explain, kda_step, use_backend
 from kda_layers.kernels import backends as folder
 from kda_layers.kernels import biased_attention, dispatch
 from kda_layers.kernels.attention.dispatch import ATTENTION
@@ -272,13 +274,13 @@ def test_eager_on_another_device_is_a_warning(toy: Toy) -> None:
     on_gpu = dataclasses.replace(default_problem("cpu"), device="cuda", arch=90)
     with pytest.warns(UserWarning, match=r"slow on cuda; faster backends refused: toy: K=128, needs at most 8"):
         assert select(on_gpu) is EAGER
-    with pytest.warns(UserWarning, match="slow on meta"):
-        call(make_inputs(WIDE, "meta"))
 
 
 @pytest.mark.filterwarnings("error")
 def test_eager_is_no_warning_on_a_cpu_or_where_it_was_asked_for(toy: Toy) -> None:
+    """Nor on meta tensors, with which nothing is computed."""
     assert select(problem(WIDE)) is EAGER
+    assert call(make_inputs(WIDE, "meta")).o.is_meta
     assert select(dataclasses.replace(default_problem("cpu"), device="cuda", arch=90), "eager") is EAGER
 
 
@@ -353,6 +355,60 @@ def test_unfused_activations_are_compiled_too(toy: Toy) -> None:
         grads.append(torch.autograd.grad(function(*leaves).sum(), leaves))
     assert len(toy.got) >= 2
     assert all(error(a, b) <= budget(0.0, FP64) for a, b in zip(*grads, strict=True))
+
+
+# ---------------------------------------------------------------- gradient checkpointing
+
+
+def in_another_thread(f: Callable[[], None]) -> None:
+    """Call `f` in a thread that has none of this one's context variables, as a backward on a GPU has none."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(f).result()
+
+
+def small_model(reentrant: bool) -> KDAForCausalLM:
+    config = KDAConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=2, linear_num_heads=1, linear_head_dim=8,
+        num_attention_heads=1, bos_token_id=None, eos_token_id=None, use_cache=False,
+    )  # fmt: skip
+    model = KDAForCausalLM(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_models_recompute_with_the_backend_of_their_forward(reentrant: bool, toy: Toy) -> None:
+    """The choice of the forward's context, or that there was none, wherever backward() is called."""
+    model, tokens = small_model(reentrant), torch.ones(1, 5, dtype=torch.long)
+    with use_backend("eager"):
+        loss = model(tokens, labels=tokens).loss
+    in_another_thread(loss.backward)
+    assert toy.got == []
+    loss = model(tokens, labels=tokens).loss
+    assert len(toy.got) == 2
+    with use_backend("eager"):
+        loss.backward()
+    assert len(toy.got) == 4
+
+
+def test_a_checkpoint_of_ones_own_keeps_the_backend(toy: Toy) -> None:
+    x = make_inputs(SMALL)
+    q = x.q.clone().requires_grad_()
+    with use_backend("eager"):
+        o = checkpoint(dispatch.keep_backend(lambda q: call(x._replace(q=q)).o), q, use_reentrant=False)
+        in_another_thread(o.sum().backward)
+    assert toy.got == []
+    assert q.grad is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, where autograd has threads of its own")
+def test_the_context_around_a_backward_reaches_autograds_threads(toy: Toy) -> None:
+    x = make_inputs(SMALL, "cuda")
+    q = x.q.clone().requires_grad_()
+    with use_backend("eager"):
+        checkpoint(lambda q: call(x._replace(q=q)).o, q, use_reentrant=False).sum().backward()
+    assert toy.got == []
+    assert q.grad is not None
 
 
 def run_pytest(required: str) -> subprocess.CompletedProcess[str]:
