@@ -5,26 +5,25 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from kda_layers.kernels.contract import (
+    BETA_ACTIVATIONS,
     CHUNK,
     DTYPES,
+    GATE_ACTIVATIONS,
     MIN_LOWER_BOUND,
-    BetaActivation,
-    GateActivation,
     Inputs,
     StepInputs,
     state_dtype,
     state_dtypes,
 )
+from kda_layers.kernels.library import PLAIN, is_plain
 from kda_layers.kernels.registry import constant_to_compile
-
-GATE_ACTIVATIONS, BETA_ACTIVATIONS = get_args(GateActivation), get_args(BetaActivation)
 
 
 class DtypeError(TypeError, ValueError):
@@ -35,7 +34,8 @@ def check_offsets(cu_seqlens: Tensor, x: Tensor) -> None:
     """Raise unless cu_seqlens has the type and shape of offsets into packed x [1, T, ...]; reads no value."""
     _check_index("cu_seqlens", cu_seqlens, x)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
+        hint = ": pass cu_seqlens[0]" if cu_seqlens.ndim == 2 and cu_seqlens.shape[0] == 1 else ""
+        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}{hint}")
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens needs packed sequences with B = 1, got B = {x.shape[0]}")
 
@@ -54,6 +54,7 @@ def check_step(x: StepInputs) -> None:
     N, T, *state_shape = _check_common(x)
     pooled = x.state_indices is not None and isinstance(x.state, Tensor) and x.state.ndim == 4
     _check_state("state", x.state, x.q, (x.state.shape[0] if pooled else N, *state_shape))
+    _check_writable(x.state)
     if x.state_indices is not None:
         _check_index("state_indices", x.state_indices, x.q)
         shape = tuple(x.state_indices.shape)
@@ -81,6 +82,7 @@ def _check_common(x: Inputs | StepInputs) -> tuple[int, int, int, int, int]:
     for name, dim in (("B", B), ("T", T), ("H", H), ("HV", HV), ("K", K), ("V", V)):
         if dim == 0:
             raise ValueError(f"{name} must be at least 1, got 0 (q {tuple(q.shape)}, v {tuple(v.shape)})")
+    _check_layout(x)
     if HV % H != 0:
         raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
     dtype, wide = q.dtype, state_dtype(q.dtype)
@@ -99,6 +101,17 @@ def _check_common(x: Inputs | StepInputs) -> tuple[int, int, int, int, int]:
         return B, T, HV, V, K
     check_offsets(x.cu_seqlens, q)
     return x.cu_seqlens.shape[0] - 1, T, HV, V, K
+
+
+def _check_layout(x: Inputs | StepInputs) -> None:
+    """Raise if q [B, T, H, K] has its heads before its tokens, as beta [B, T, HV] shows."""
+    check_is_tensor("beta", x.beta)
+    q, beta = x.q.shape, x.beta.shape
+    if len(beta) == 3 and beta[1] != q[1] and beta[1] == q[2] and beta[2] % q[1] == 0:
+        raise ValueError(
+            f"q looks like [B, H, T, D], got {list(q)} with beta [B, T, H] = {list(beta)}: kda takes q, k, v and g as "
+            "[B, T, H, D], pass q.transpose(1, 2)"
+        )
 
 
 def _check_gate(x: Inputs | StepInputs) -> None:
@@ -145,6 +158,26 @@ def _default_scale(K: int) -> float:
     return max(K, 1) ** -0.5
 
 
+def check_values(x: Inputs | StepInputs) -> None:
+    """Raise if a precomputed gate or beta is outside of its domain; NaN passes.
+
+    Only plain CPU tensors are read: elsewhere that would wait for the device or break a trace.
+    """
+    decay, given = x.gate_activation == "log_decay", x.beta_activation == "given"
+    if not (decay or given) or x.q.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if not is_plain(x) or torch._C._are_functorch_transforms_active():
+        return
+    if decay and (x.g > 0).any():
+        raise ValueError(
+            "g must be at most 0 with gate_activation='log_decay' (the natural log of a decay in [0, 1]), "
+            f"got up to {x.g.nan_to_num(-1.0).max():g}"
+        )
+    if given and ((x.beta < 0) | (x.beta > 2)).any():
+        low, high = x.beta.nan_to_num(1.0).aminmax()
+        raise ValueError(f"beta must be in [0, 2] with beta_activation='given', got {low:g} to {high:g}")
+
+
 def check_state_dtype(x: Inputs, dtype: Any) -> torch.dtype:
     """The dtype of the states that a call returns: `dtype`, or that of the initial state, or the one computed in."""
     if dtype is None:
@@ -174,8 +207,24 @@ def _check_state(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> No
         )
 
 
+def _check_writable(state: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if state.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "state must not be an inference tensor outside of torch.inference_mode(), where torch refuses to write to "
+            "one: pass state.clone(), or stay in inference mode"
+        )
+    if 0 in state.stride() and any(
+        stride == 0 and size > 1 for size, stride in zip(state.shape, state.stride(), strict=True)
+    ):
+        raise ValueError(
+            "state must not be expanded, as each sequence and head writes its own: pass state.contiguous()"
+        )
+
+
 def _check_index(name: str, t: Any, q: Tensor) -> None:
-    check_is_tensor(name, t)
+    check_is_tensor(name, t, f": pass torch.tensor({name}, dtype=torch.int32, device={str(q.device)!r})")
     if t.dtype not in (torch.int32, torch.int64):
         raise DtypeError(f"{name} must be int32 or int64, got {t.dtype}")
     if t.device != q.device:
@@ -186,17 +235,31 @@ def check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.
     """Raise unless `t` is a tensor of this shape, of one of these dtypes and on q's device."""
     check_is_tensor(name, t)
     if t.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
+        swapped = t.ndim > 2 and (t.shape[0], t.shape[2], t.shape[1], *t.shape[3:]) == shape
+        hint = f"; {name} looks like [B, H, T, ...], pass {name}.transpose(1, 2)" if swapped else ""
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}{hint}")
     if t.dtype not in dtypes:
         raise DtypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {t.dtype}")
     if t.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
 
 
-def check_is_tensor(name: str, t: Any) -> None:
-    """Raise a TypeError unless `t` is a tensor."""
+def check_is_tensor(name: str, t: Any, instead: str = "") -> None:
+    """Raise a TypeError unless `t` is a dense tensor of this process; `instead` says what to pass."""
     if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}{instead}")
+    if t.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested (jagged) one: pass the sequences packed, "
+            f"{name}.values()[None] and cu_seqlens={name}.offsets()"
+        )
+    if t.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {t.layout}: pass {name}.to_dense()")
+    if type(t) not in PLAIN and hasattr(t, "to_local"):
+        raise TypeError(
+            f"{name} must be a tensor of this process, got {type(t).__name__}: pass {name}.to_local() where it holds "
+            f"whole sequences and heads, else {name}.full_tensor()"
+        )
 
 
 def dtype_names(dtypes: Any) -> str:

@@ -16,18 +16,20 @@ import abc
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 CHUNK = 64  # tokens between two state checkpoints, and the chunk length of every backend that reports them
+NO_SLOT = -1  # in state_indices: where a batch is padded, and for states that are stored nowhere
 # 16 tokens at e^-5 span 2^115: the last bound at which a 16-token block stays inside fp32. An integer, because
 # torch.compile(dynamic=True) takes a float that it finds in a module for a variable, and then traces twice.
 MIN_LOWER_BOUND = -5
 
 GateActivation = Literal["lower_bound", "softplus", "log_decay"]
 BetaActivation = Literal["sigmoid", "2sigmoid", "given"]
+GATE_ACTIVATIONS, BETA_ACTIVATIONS = get_args(GateActivation), get_args(BetaActivation)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -157,7 +159,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def step(self, x: StepInputs) -> Tensor:
-        """o [B, T, HV, V]; `x.state` is updated in place."""
+        """o [B, T, HV, V]; `x.state` is updated in place, but for sequences without a slot (NO_SLOT), whose o is 0."""
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

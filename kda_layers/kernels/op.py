@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels import torch_ops
-from kda_layers.kernels.checks import check_chunk, check_lower_bound, check_scale, check_state_dtype, check_step
+from kda_layers.kernels.checks import (
+    check_chunk,
+    check_lower_bound,
+    check_scale,
+    check_state_dtype,
+    check_step,
+    check_values,
+)
 from kda_layers.kernels.contract import Inputs, StepInputs, state_dtypes
 from kda_layers.kernels.dispatch import choose, problem_fields
 from kda_layers.kernels.reference import activate
@@ -52,8 +59,9 @@ def kda(
     Args:
         q, k: [B, T, H, K], bf16, fp16, fp32 or fp64.
         v: [B, T, HV, V] in q's dtype; HV a multiple of H, value head i reads q/k head i // (HV // H).
-        g: [B, T, HV, K] gate logits, or the log-decay itself (natural log, <= 0); q's dtype or fp32.
-        beta: [B, T, HV] logits, or beta itself (in [0, 2]); q's dtype or fp32.
+        g: [B, T, HV, K] gate logits, or the log-decay itself (natural log, <= 0); q's dtype or fp32. A positive
+            log-decay makes the state grow without bound: it raises on the CPU and is not checked on other devices.
+        beta: [B, T, HV] logits, or beta itself (in [0, 2], checked as g is); q's dtype or fp32.
         A_log: [HV] fp32 (fp64 for fp64 inputs): log of the gate's rate; optional with 'lower_bound' (rate 1).
         dt_bias: [HV, K] fp32, added to the gate logits; optional.
         initial_state: [N, HV, V, K] fp32 (fp64 for fp64 inputs; with 16-bit inputs also bf16), zero if None; N is B, or
@@ -81,6 +89,12 @@ def kda(
         TypeError, ValueError: an argument breaks this contract; the message names it, what was expected, what came.
         RuntimeError: a transform of torch.func (grad, vmap, ...) or forward-mode differentiation goes through the call.
 
+    NaN and inf: at token t of k, v, g or beta they reach the outputs and states of later tokens of the same sequence
+    and, as chunks are computed as matrices, those of earlier tokens of t's chunk of 64 tokens (counted from the start
+    of the sequence); never an earlier chunk or another sequence. So the first bad output does not name the culprit:
+    look at the inputs with torch.isfinite, or run the tokens through `kda_step` or
+    `kda_layers.kernels.reference.recurrence`, which go token by token: their first bad output is at t.
+
     Source: Kimi Linear, arXiv 2510.26692, equation (1).
     """
     x = Inputs(
@@ -89,6 +103,7 @@ def kda(
         check_scale(q, scale), bool(final_state), checkpoint_every, _recompute(recompute),
     )  # fmt: skip
     check_chunk(x)
+    check_values(x)
     computed, returned = state_dtypes(q.dtype)[0], check_state_dtype(x, state_dtype)
     if initial_state is not None and initial_state.dtype != computed:
         x = x._replace(initial_state=initial_state.to(computed))
@@ -128,17 +143,22 @@ def kda_step(
         state: [N, HV, V, K] fp32 (fp64 for fp64 inputs), read and overwritten with the state after the last token.
             With 16-bit inputs also bf16: half of the bytes, rounded at every call; the CUDA backends take it.
             With `state_indices` a pool [slots, HV, V, K], of which other slots stay as they are.
-        state_indices: [N]: each sequence's slot. [N, T]: sequence n reads slot [n, 0] and writes the state after its
-            token t to slot [n, t], so that drafted tokens can be taken back.
-        num_accepted: [N], with state_indices [N, T]: how many of the previous call's tokens were accepted; sequence n
-            then reads slot [n, num_accepted[n] - 1].
+        state_indices: [N] int32 or int64: each sequence's slot. [N, T]: sequence n reads slot [n, 0] and writes the
+            state after its token t to slot [n, t], so that drafted tokens can be taken back. -1 is no slot: a sequence
+            that would read it (a row of padding) gets o = 0 and writes nothing, and a state that would be written to
+            it is stored nowhere. Two sequences must not share a slot: one update would be lost. 'eager', which reads
+            the values, raises on that and on slots outside of the pool; on CUDA, where no value is read by the host,
+            these count as -1, and which update of a shared slot survives is undefined.
+        num_accepted: [N] int32 or int64, with state_indices [N, T]: how many of the previous call's tokens were
+            accepted; sequence n then reads slot [n, num_accepted[n] - 1]. Of no effect in a row that is -1 throughout.
         cu_seqlens: as in `kda`, for sequences of different lengths.
 
     Returns:
         o [B, T, HV, V] in v's dtype.
 
     Raises:
-        TypeError, ValueError: as `kda`; the state is then unchanged.
+        TypeError, ValueError: as `kda`, or a state that cannot be written (expanded, or made under
+            torch.inference_mode() and used outside of it); the state is then unchanged.
     """
     x = StepInputs(
         q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens,
@@ -146,6 +166,7 @@ def kda_step(
         check_scale(q, scale),
     )  # fmt: skip
     check_step(x)
+    check_values(x)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
         raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
     name, *fused = choose(backend, x.q.device, *problem_fields(x))

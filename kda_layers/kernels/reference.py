@@ -12,7 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.contract import CHUNK, AnyInputs, Inputs, checkpoint_count, sequence_offsets, state_dtype
+from kda_layers.kernels.contract import (
+    BETA_ACTIVATIONS,
+    CHUNK,
+    GATE_ACTIVATIONS,
+    AnyInputs,
+    Inputs,
+    checkpoint_count,
+    sequence_offsets,
+    state_dtype,
+)
 
 L2NORM_EPS = 1e-6
 
@@ -32,7 +41,12 @@ def log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activatio
         activation: 'lower_bound' -> lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
             'softplus' -> -exp(A_log) * softplus(g + dt_bias); 'log_decay' -> g.
         lower_bound: in [-5, 0), read with 'lower_bound' only.
+
+    Raises:
+        ValueError: an unknown activation.
     """
+    if activation not in GATE_ACTIVATIONS:
+        raise ValueError(f"activation must be one of {GATE_ACTIVATIONS}, got {activation!r}")
     if activation == "log_decay":
         return g
     x = g if dt_bias is None else g + dt_bias
@@ -43,7 +57,13 @@ def log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activatio
 
 
 def write_strength(beta: Tensor, activation: str) -> Tensor:
-    """beta in [0, 2] from logits [...]: 'sigmoid', '2sigmoid' (allows negative eigenvalues), or 'given' as it is."""
+    """beta in [0, 2] from logits [...]: 'sigmoid', '2sigmoid' (allows negative eigenvalues), or 'given' as it is.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+    if activation not in BETA_ACTIVATIONS:
+        raise ValueError(f"activation must be one of {BETA_ACTIVATIONS}, got {activation!r}")
     if activation == "given":
         return beta
     beta = torch.sigmoid(beta)
@@ -72,6 +92,10 @@ def recurrence(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     Per value head, with S [V, K] and a token's q, k [K], v [V], log-decay g [K] and beta:
 
         S <- S * exp(g);   S <- S + beta (v - S k) k^T;   o = scale * S q
+
+    A NaN or inf in a token's inputs reaches the outputs of that token and of later ones of its sequence alone: the
+    first output that is not finite is at the first token whose inputs are not. `kda` computes in chunks, where it also
+    reaches earlier tokens.
 
     Returns:
         o [B, T, HV, V] in v's dtype, the final state [N, HV, V, K], and the states at every 64-token boundary

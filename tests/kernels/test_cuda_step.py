@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers import kda
+from kda_layers import kda, kda_step
 from kda_layers.kernels.contract import Inputs, StepInputs
 from kda_layers.kernels.cuda.step import STAGE
 from tests import cuda_emulator
@@ -164,6 +164,25 @@ def test_drafts(dtype: torch.dtype) -> None:
             assert torch.equal(pool[slots[n, t]], want[0])
         written[slots[n, :tokens].long()] = True
     assert torch.equal(pool[~written].nan_to_num(7.0), before[~written].nan_to_num(7.0))
+
+
+def test_padding_among_drafts() -> None:
+    """As `eager`: -1 as the slot that is read makes a sequence padding; as one written, the state is not stored."""
+    x = make_inputs(replace(NARROW, B=4, T=3))
+    slots = torch.tensor([[3, -1, 5], [-1, 1, 8], [7, 4, -1], [-1, -1, -1]])
+    accepted = torch.tensor([1, 1, 2, 0])
+    pool = torch.full((9, *x.initial_state.shape[1:]), torch.nan)
+    pool[[3, 4]] = x.initial_state[[0, 2]]
+    plain = pool.clone()
+    o, pool = step(x, pool, state_indices=slots, num_accepted=accepted)
+    want = kda_step(
+        *x[:5], plain, **options(x), state_indices=slots, num_accepted=accepted, backend="eager"
+    )  # fmt: skip
+    assert torch.equal(o == 0, want == 0)
+    torch.testing.assert_close(o, want)
+    torch.testing.assert_close(pool, plain, equal_nan=True)
+    assert pool[[0, 1, 2, 6, 8]].isnan().all()
+    assert not o[[1, 3]].any()
 
 
 def test_a_draft_longer_than_its_slots() -> None:

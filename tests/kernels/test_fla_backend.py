@@ -20,7 +20,8 @@ from kda_layers.kernels.contract import CHUNK, Problem
 from kda_layers.kernels.dispatch import default_problem, select
 from kda_layers.kernels.fla import package
 from kda_layers.kernels.fla.chunk_table import chunk_table
-from tests.kernels.cases import BF16, FP32, FP64, Case, make_inputs
+from kda_layers.kernels.fla.slots import clear_padding, with_padding
+from tests.kernels.cases import BF16, FP32, FP64, Case, make_inputs, step_inputs
 
 GPU = dataclasses.replace(default_problem("cpu"), device="cuda", arch=90)
 
@@ -170,3 +171,41 @@ def test_states_at_boundaries_from_states_before_chunks(T: int, lengths: tuple[i
     got = fla._checkpoints(x, h, final, table)
     assert got.flatten(1).tolist() == want
     assert got.is_contiguous()
+
+
+# ---------------------------------------------------------------- padding in a pool of states
+
+
+@pytest.mark.parametrize("slots_in_pool", [1, 5])
+def test_padding_is_sent_to_a_scratch_slot(slots_in_pool: int) -> None:
+    """Its kernel takes every slot as it is: what has none must point to memory of its own."""
+    pool = torch.zeros(slots_in_pool, 2, 4, 4)
+    x = make_inputs(Case(B=4, T=2, H=2, K=4, V=4, dtype=FP32))
+    indices = torch.tensor([[0, -1], [-1, 0], [-1, -1], [slots_in_pool, 0]], dtype=torch.int32)
+    safe, padding, scratch = with_padding(step_inputs(x, state=pool, state_indices=indices))
+    (scratch_slot,) = set(safe.state_indices.flatten().tolist()) - {0}
+    assert safe.state_indices.tolist() == [[0, scratch_slot]] + [[scratch_slot] * 2] * 3
+    assert padding.tolist() == [False, True, True, True]
+    start = pool.data_ptr() + scratch_slot * safe.state.stride(0) * 4
+    assert scratch.data_ptr() <= start
+    assert start + pool[0].nbytes <= scratch.data_ptr() + scratch.nbytes
+
+
+def test_padding_by_the_accepted_slot() -> None:
+    x = make_inputs(Case(B=3, T=2, H=2, K=4, V=4, dtype=FP32))
+    indices, accepted = torch.tensor([[0, -1], [-1, 1], [2, 3]]), torch.tensor([2, 2, 3])
+    inputs = step_inputs(x, state=torch.zeros(4, 2, 4, 4), state_indices=indices, num_accepted=accepted)
+    safe, padding, _ = with_padding(inputs)
+    assert padding.tolist() == [True, False, True]
+    assert safe.state_indices[1, 1] == 1
+    assert safe.num_accepted.tolist() == [2, 2, 2]
+
+
+def test_outputs_of_padding_are_cleared() -> None:
+    padding, offsets = torch.tensor([True, False, True]), torch.tensor([0, 1, 4, 6])
+    o = torch.full((1, 6, 1, 2), torch.nan)
+    clear_padding(o, padding, offsets)
+    assert o[0, :, 0, 0].isnan().tolist() == [False, True, True, True, False, False]
+    o = torch.full((3, 2, 1, 2), torch.nan)
+    clear_padding(o, padding, None)
+    assert o[:, 0, 0, 0].isnan().tolist() == [False, True, False]

@@ -283,6 +283,61 @@ def test_drafted_tokens_of_different_numbers(
 
 @on_every_backend
 @on_every_device
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_padding(
+    T: int, index_dtype: torch.dtype, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
+    """Sequences of slot -1 get 0 and touch nothing; the others are as without them. Also where all are padding."""
+    x = make_inputs(Case(T=T, B=4, H=1, group=2, state=True), device)
+    serve_step(backend, x, required_backends)
+    slots, real = torch.tensor([5, -1, 0, -1], device=device, dtype=index_dtype), [0, 2]
+    pool = torch.full((7, *x.initial_state.shape[1:]), torch.nan, device=device)
+    pool[[5, 0]] = x.initial_state[real]
+    state = x.initial_state.clone()
+    want = step(x, state, backend)
+    with poisoned_memory():
+        got = step(x, pool, backend, state_indices=slots)
+    assert torch.equal(got[real], want[real])
+    assert not got[[1, 3]].any()
+    assert torch.equal(pool[[5, 0]], state[real])
+    assert pool[[1, 2, 3, 4, 6]].isnan().all()
+    after = pool.clone()
+    with poisoned_memory():
+        assert not step(x, pool, backend, state_indices=torch.full_like(slots, -1)).any()
+    assert torch.equal(pool.nan_to_num(7.0), after.nan_to_num(7.0))
+
+
+@on_every_backend
+@on_every_device
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_padding_among_drafts(packed: bool, device: str, backend: str, required_backends: frozenset[str]) -> None:
+    """-1 as the slot that is read makes a sequence padding; as one that is written, that state is stored nowhere."""
+    x = make_inputs(Case(T=3, B=4, H=1, state=True), device)
+    want = [x.initial_state.clone()]
+    serve_step(backend, x, required_backends)
+    want_o = []
+    for t in range(3):
+        want.append(want[-1].clone())
+        want_o.append(step(part(x, t, t + 1), want[-1], backend))
+    slots = torch.tensor([[3, -1, 5], [-1, 1, 8], [7, 4, -1], [-1, -1, -1]], device=device)
+    accepted = torch.tensor([1, 1, 2, 0], device=device)
+    pool = torch.full((9, *x.initial_state.shape[1:]), torch.nan, device=device)
+    pool[[3, 4]] = x.initial_state[[0, 2]]
+    if packed:
+        flat = {n: getattr(x, n).flatten(0, 1)[None] for n in STEP}
+        x = x._replace(**flat, cu_seqlens=torch.arange(0, 13, 3, device=device, dtype=torch.int32))
+    with poisoned_memory():
+        o = step(x, pool, backend, state_indices=slots, num_accepted=accepted).view(4, 3, *x.v.shape[2:])
+    assert torch.equal(o[[0, 2]], torch.cat(want_o, 1)[[0, 2]])
+    assert not o[[1, 3]].any()
+    for slot, row, t in ((3, 0, 0), (5, 0, 2), (7, 2, 0), (4, 2, 1)):
+        assert torch.equal(pool[slot], want[t + 1][row]), f"slot {slot}"
+    assert pool[[0, 1, 2, 6, 8]].isnan().all()
+
+
+@on_every_backend
+@on_every_device
 @pytest.mark.parametrize("kind", ["every second slot", "some heads of more", "slots and heads swapped"])
 def test_a_state_that_is_a_view(kind: str, device: str, backend: str, required_backends: frozenset[str]) -> None:
     """Only the [V, K] matrices have to be contiguous; what lies between them is left alone."""
@@ -321,3 +376,22 @@ def test_under_inference_mode(device: str, backend: str, required_backends: froz
         assert torch.equal(step(x, again, backend), want_step)
         assert torch.equal(again, state)
         step(part(x, 0, 1), inside, backend)
+
+
+def test_an_inference_state_outside_of_inference_mode_stays_as_it_was() -> None:
+    """torch refuses to write it: an error before anything has changed, with the way out."""
+    x = make_inputs(Case(T=1, B=2, H=1, dtype=FP32, state=True))
+    with torch.inference_mode():
+        state = x.initial_state.clone()
+    with torch.no_grad(), pytest.raises(ValueError, match=r"state must not be an inference tensor.*state.clone\(\)"):
+        step(x, state, "eager")
+    assert torch.equal(state, x.initial_state)
+
+
+def test_an_expanded_state_is_refused() -> None:
+    """Its sequences would overwrite each other's states."""
+    x = make_inputs(Case(T=1, B=2, H=1, dtype=FP32, state=True))
+    state = x.initial_state[:1].clone()
+    with pytest.raises(ValueError, match=r"state must not be expanded"):
+        step(x, state.expand(2, -1, -1, -1), "eager")
+    assert torch.equal(state, x.initial_state[:1])

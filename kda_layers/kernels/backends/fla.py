@@ -19,6 +19,7 @@ from torch import Tensor
 from kda_layers.kernels.contract import CHUNK, Backend, Gradients, Inputs, Problem, StepInputs, checkpoint_count
 from kda_layers.kernels.fla.chunk_table import chunk_table, table_rows
 from kda_layers.kernels.fla.package import operator_stages, problems
+from kda_layers.kernels.fla.slots import clear_padding, with_padding
 
 LOG2_E = 1 / math.log(2)
 MIN_K, MAX_K = 9, 256  # its blocks of K are the next power of two, 16 at least, and its state is at most 256 wide
@@ -119,21 +120,22 @@ class FLABackend(Backend):
     def step(self, x: StepInputs) -> Tensor:
         _check_rows(x)
         with torch.cuda.device(x.q.device):
-            indices, T = x.state_indices, x.q.shape[1]
-            if indices is not None and indices.ndim == 1 and T > 1:
-                indices = indices[:, None].expand(-1, T)  # its kernel reads one slot for each token
-            matrices = x.state if indices is None else x.state[:1]  # slots may lie anywhere, their contents may not
+            matrices = x.state if x.state_indices is None else x.state[:1]  # slots may lie anywhere, their contents not
             state = x.state if matrices.is_contiguous() else x.state.contiguous()
-            x = _contiguous(x)
+            inputs, padding = _contiguous(x._replace(state=state)), None
+            if x.state_indices is not None:
+                inputs, padding, _scratch = with_padding(inputs)
             o, _ = operator_stages().fused_recurrent_kda_fwd(
-                q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=_flat(x.dt_bias), scale=x.scale,
-                initial_state=state, inplace_final_state=True, state_v_first=True, cu_seqlens=x.cu_seqlens,
-                ssm_state_indices=None if indices is None else indices.contiguous(),
-                num_accepted_tokens=x.num_accepted, use_qk_l2norm_in_kernel=x.qk_l2norm,
+                q=inputs.q, k=inputs.k, v=inputs.v, g=inputs.g, beta=inputs.beta, A_log=inputs.A_log,
+                dt_bias=_flat(inputs.dt_bias), scale=x.scale, initial_state=inputs.state, inplace_final_state=True,
+                state_v_first=True, cu_seqlens=inputs.cu_seqlens, ssm_state_indices=inputs.state_indices,
+                num_accepted_tokens=inputs.num_accepted, use_qk_l2norm_in_kernel=x.qk_l2norm,
                 use_gate_in_kernel=x.gate_activation != "log_decay", lower_bound=_lower_bound(x),
                 use_beta_sigmoid_in_kernel=x.beta_activation != "given",
-                allow_neg_eigval=x.beta_activation == "2sigmoid", out=torch.empty_like(x.v),
+                allow_neg_eigval=x.beta_activation == "2sigmoid", out=torch.empty_like(inputs.v),
             )  # fmt: skip
+            if padding is not None:
+                clear_padding(o, padding, x.cu_seqlens)
             if state is not x.state:
                 x.state.copy_(state)
         return o

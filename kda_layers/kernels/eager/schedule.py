@@ -93,10 +93,10 @@ class Plan(NamedTuple):
     def of(cls, x: Inputs) -> Plan:
         B, T = x.q.shape[:2]
         if x.cu_seqlens is None:
-            starts, lengths, order = torch.arange(B) * T, torch.full((B,), T), None
-            first = torch.arange(B) * (T // CHUNK)
+            rows, order = torch.arange(B, device="cpu"), None
+            starts, lengths, first = rows * T, torch.full_like(rows, T), rows * (T // CHUNK)
         else:
-            offsets = torch.tensor(sequence_offsets(x.cu_seqlens, T))
+            offsets = torch.tensor(sequence_offsets(x.cu_seqlens, T), device="cpu")
             lengths, by_length = offsets.diff().sort(descending=True, stable=True)
             starts, order = offsets[:-1][by_length], by_length.to(x.q.device)
             counts = offsets.diff() // CHUNK
@@ -104,14 +104,14 @@ class Plan(NamedTuple):
         return cls(starts, lengths, order, first, int(chunks_per_segment(x)), x.q.device)
 
     def segments(self) -> Iterator[Segment]:
-        total = -(-int(self.lengths[0]) // CHUNK)
+        total, place = -(-int(self.lengths[0]) // CHUNK), torch.arange(CHUNK, device="cpu")
         for first in range(0, total, self.chunks_per_segment):
             steps = range(first, min(first + self.chunks_per_segment, total))
             active = [int((self.lengths > c * CHUNK).sum()) for c in steps]
             starts = torch.cat([self.starts[:a] + c * CHUNK for a, c in zip(active, steps, strict=True)])
             left = torch.cat([self.lengths[:a] - c * CHUNK for a, c in zip(active, steps, strict=True)])
-            tokens = (starts[:, None] + torch.arange(CHUNK)).flatten()
-            padding = (torch.arange(CHUNK) >= left[:, None]).flatten()
+            tokens = (starts[:, None] + place).flatten()
+            padding = (place >= left[:, None]).flatten()
             if not padding.any():
                 yield Segment(first, active, tokens.to(self.device), None)
             else:

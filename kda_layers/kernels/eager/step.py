@@ -2,76 +2,107 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.contract import StepInputs, sequence_offsets
+from kda_layers.kernels.contract import NO_SLOT, StepInputs, sequence_offsets
 from kda_layers.kernels.reference import activate
 
 STEP_ELEMENTS = 2**18  # elements of the state updated at a time, so that its three passes stay in L2
 
 
-def step(x: StepInputs) -> Tensor:
-    """Token after token; the sequences of a token side by side.
+class _Sequence(NamedTuple):
+    start: int  # its first row of the flattened [B * T] tokens
+    length: int
+    source: int  # slot of the state before its first token
+    targets: list[int]  # slot of the state after each token; NO_SLOT: stored nowhere
 
-    Sequences of one length need nothing from the host, so that a CUDA graph can capture them.
+
+def step(x: StepInputs) -> Tensor:
+    """o of `Backend.step`: token after token, all sequences at once.
+
+    Sequences of one length without slots need nothing from the host, so that a CUDA graph can capture them.
     """
+    sequences = None if x.cu_seqlens is None and x.state_indices is None else _sequences(x)
     o = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
-    B, T = x.q.shape[:2]
-    offsets = None if x.cu_seqlens is None else torch.tensor(sequence_offsets(x.cu_seqlens, T), device="cpu")
-    longest = T if offsets is None else int(offsets.diff().max())
-    slots = _slots(x, longest)
+    T, wide, out = x.q.shape[1], x.state.dtype, o.view(-1, *o.shape[2:])
     x = activate(x)
-    wide = x.state.dtype
     heads = torch.arange(x.v.shape[2], device=x.q.device) // (x.v.shape[2] // x.q.shape[2])
     q, k = (t.to(wide).flatten(0, 1)[:, heads] for t in (x.q, x.k))
     v, decay, beta = x.v.to(wide).flatten(0, 1), x.g.to(wide).exp().flatten(0, 1), x.beta.to(wide).flatten(0, 1)
-    out = o.view(-1, *o.shape[2:])
-    for t in range(longest):
-        tokens, live, count = (slice(t, None, T), slice(None), B) if offsets is None else _live(offsets, t, o.device)
-        whole = slots is None and count == x.state.shape[0] and x.state.is_contiguous()
-        S = x.state if whole else x.state[_source(x, slots, live, t)].contiguous()
+
+    def recur(S: Tensor, tokens: slice | Tensor) -> None:
         out[tokens] = _recur(S, x.scale, *(y[tokens].contiguous() for y in (q, k, v, decay, beta))).to(o.dtype)
-        if not whole:
-            x.state[live if slots is None else slots[live, t]] = S
+
+    if sequences is None:
+        S = x.state if x.state.is_contiguous() else x.state.contiguous()
+        for t in range(T):
+            recur(S, slice(t, None, T))
+        if S is not x.state:
+            x.state.copy_(S)
+        return o
+
+    def numbers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=o.device)
+
+    sequences.sort(key=lambda s: -s.length)  # those that have a token t are then a prefix
+    sources = [s.source for s in sequences]
+    in_place = x.state_indices is None and x.state.is_contiguous() and sources == list(range(len(x.state)))
+    S = x.state if in_place else x.state[numbers(sources)]
+    for t in range(sequences[0].length if sequences else 0):
+        live = [s for s in sequences if s.length > t]
+        recur(S[: len(live)], numbers([s.start + t for s in live]))
+        stored = [(i, s.targets[t]) for i, s in enumerate(live) if s.targets[t] != NO_SLOT]
+        if stored and not in_place:
+            x.state[numbers([slot for _, slot in stored])] = S[numbers([i for i, _ in stored])]
     return o
 
 
-def _live(offsets: Tensor, t: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Of the packed sequences that have a token t: its place along T, their numbers, and how many they are."""
-    live = (offsets.diff() > t).nonzero()[:, 0]
-    return (offsets[live] + t).to(device), live.to(device), len(live)
+def _sequences(x: StepInputs) -> list[_Sequence]:
+    """Tokens and slots of every sequence as Python integers (host reads), after checking their values."""
+    B, T = x.q.shape[:2]
+    offsets = [n * T for n in range(B + 1)] if x.cu_seqlens is None else sequence_offsets(x.cu_seqlens, T)
+    lengths = [b - a for a, b in itertools.pairwise(offsets)]
+    if x.state_indices is not None and x.state_indices.ndim == 2:
+        targets = x.state_indices.tolist()
+        columns = len(targets[0])
+        if columns < max(lengths):
+            raise ValueError(
+                f"state_indices must have at least {max(lengths)} columns, one for each token, got {columns}"
+            )
+        read = [1] * len(targets) if x.num_accepted is None else x.num_accepted.tolist()
+        read = [1 if set(row) == {NO_SLOT} else m for row, m in zip(targets, read, strict=True)]
+        _check_range("num_accepted", read, 1, columns)
+        _check_range("state_indices", [slot for row in targets for slot in row], NO_SLOT, x.state.shape[0] - 1)
+        sources = [row[m - 1] for row, m in zip(targets, read, strict=True)]
+    else:
+        sources = list(range(len(lengths))) if x.state_indices is None else x.state_indices.tolist()
+        _check_range("state_indices", sources, NO_SLOT, x.state.shape[0] - 1)
+        targets = [[NO_SLOT] * (n - 1) + [slot] for n, slot in zip(lengths, sources, strict=True)]
+    sequences = [_Sequence(*s) for s in zip(offsets, lengths, sources, targets, strict=False)]
+    sequences = [s for s in sequences if s.length and s.source != NO_SLOT]
+    _check_owners(sequences)
+    return sequences
 
 
-def _source(x: StepInputs, slots: Tensor | None, live: Tensor | slice, t: int) -> Tensor | slice:
-    """Slots that hold the states of the sequences `live` before their token t."""
-    if slots is None:
-        return live
-    if t > 0:
-        return slots[live, t - 1]
-    if x.num_accepted is None:
-        return slots[live, 0]
-    return slots[live].gather(1, x.num_accepted.long()[live, None] - 1)[:, 0]
-
-
-def _slots(x: StepInputs, tokens: int) -> Tensor | None:
-    """[N, >= tokens] slot of the state after each token, after checking the values of both index tensors."""
-    slots = x.state_indices
-    if slots is None:
-        return None
-    slots = slots.long() if slots.ndim == 2 else slots.long()[:, None].expand(-1, max(tokens, 1))
-    if slots.shape[1] < tokens:
-        raise ValueError(f"state_indices must have at least {tokens} columns, one for each token, got {slots.shape[1]}")
-    _check_range("state_indices", slots, 0, x.state.shape[0] - 1)
-    if x.num_accepted is not None:
-        _check_range("num_accepted", x.num_accepted, 1, slots.shape[1])
-    return slots
-
-
-def _check_range(name: str, t: Tensor, low: int, high: int) -> None:
-    least, most = int(t.min()), int(t.max())
+def _check_range(name: str, values: list[int], low: int, high: int) -> None:
+    least, most = min(values), max(values)
     if least < low or most > high:
         raise ValueError(f"{name} must be in [{low}, {high}], got {least} to {most}")
+
+
+def _check_owners(sequences: list[_Sequence]) -> None:
+    """Raise if two sequences read or write one slot."""
+    owners: dict[int, int] = {}
+    for s in sequences:
+        for slot in {s.source, *s.targets[: s.length]} - {NO_SLOT}:
+            if owners.setdefault(slot, s.start) != s.start:
+                raise ValueError(
+                    f"state_indices must give each slot to one sequence, got slot {slot} twice: an update would be lost"
+                )
 
 
 def _recur(S: Tensor, scale: float, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
