@@ -8,6 +8,7 @@ take tokens back (speculative decoding), and `KDAOnlyCacheLayer` counts tokens f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ class LayerState:
                 "DynamicCache(config=config), where config.layer_types[layer_idx] is 'linear_attention'"
             )
         self.layer = cache.layers[layer_idx]
+        make_writable(self.layer)
         self.started = self.layer.has_previous_state[0]
         if self.started and self.layer.conv_states[0].shape[0] != sequences:
             raise ValueError(
@@ -134,6 +136,25 @@ class LayerState:
         self.layer.record(_Past(before, states_after, T - head, complete=not head))
 
 
+def make_writable(layer: Any) -> None:
+    """Replace states made under torch.inference_mode by copies outside of it, where torch refuses to write to them."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return
+    for states in (layer.conv_states, layer.recurrent_states):
+        if states[0] is not None and states[0].is_inference():
+            states[0] = _at_a_fixed_address(states[0].clone())
+    seen = getattr(layer, "seen", None)
+    if isinstance(seen, Tensor) and seen.is_inference():
+        layer.seen = _at_a_fixed_address(seen.clone())
+
+
+def _at_a_fixed_address(t: Tensor) -> Tensor:
+    """`t`, whose address torch.compile may rely on, as it does for the states of transformers' layers."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(t)
+    return t
+
+
 def _decodes(q: Tensor) -> bool:
     """Whether a call with queries q [B, T, H, K] and a state can update that in place, as decoding does."""
     return q.shape[1] == 1 and not torch.is_grad_enabled()
@@ -172,13 +193,14 @@ class KDACacheLayer(LinearAttentionLayer):
         finally:
             self.record_past = recording
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last |tokens_to_remove| tokens, and forgets the record; 0 only forgets.
-
-        Raises:
-            RuntimeError: not recording, or more tokens than are recorded; nothing is changed then.
-        """
-        left = abs(int(tokens_to_remove))  # a tensor in transformers 5.17; int() keeps it unchanged
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """Return how many tokens `crop` would take back; raise as it would."""
+        left = -int(tokens_to_remove)  # a tensor in transformers 5.17
+        if left < 0:
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, got {-left}: to keep the first {-left} tokens, pass "
+                f"{-left} - cache.get_seq_length()"
+            )
         if not self.record_past:
             raise RuntimeError("crop needs activate_past_recording() before the tokens that it takes back")
         recorded = 0
@@ -188,6 +210,17 @@ class KDACacheLayer(LinearAttentionLayer):
                 break
         if left > recorded:
             raise RuntimeError(f"crop can take back at most {recorded} recorded tokens here, got {left}")
+        return left
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last -tokens_to_remove tokens, and forget the record; 0 only forgets.
+
+        Raises:
+            ValueError: a positive number; RuntimeError: not recording, or more tokens than are recorded. Nothing is
+                changed then.
+        """
+        left = self.check_crop(tokens_to_remove)
+        make_writable(self)
         while left:
             past = self.past.pop()
             states = past.before if left >= past.tokens else past.states_after(past.tokens - left)
@@ -202,6 +235,7 @@ class KDACacheLayer(LinearAttentionLayer):
         self.past = []
 
     def reset(self) -> None:
+        make_writable(self)
         super().reset()
         self.past = []
 
@@ -234,7 +268,7 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
         return self.seen + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        seen = int(self.seen) - abs(int(tokens_to_remove))
+        seen = int(self.seen) + int(tokens_to_remove)
         super().crop(tokens_to_remove)
         self.reset_count(seen)
 
@@ -256,9 +290,7 @@ class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
 
     def count(self, x: Tensor) -> None:
         if not isinstance(self.seen, Tensor):
-            self.seen = torch.zeros((), dtype=torch.long, device=x.device)
-            if not torch.compiler.is_compiling():
-                torch._dynamo.mark_static_address(self.seen)
+            self.seen = _at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
         self.seen.add_(x.shape[1])
 
     def reset_count(self, seen: int) -> None:
@@ -280,7 +312,18 @@ def with_kda_layers(cache: Cache) -> Cache:
             new = kind(layer.number_of_states)
             new.record_past = layer.record_past
             cache.layers[i] = new
+            if not torch.compiler.is_compiling():
+                vars(cache)["crop"] = partial(_crop, cache.layers)
     return cache
+
+
+def _crop(layers: list[Any], tokens_to_remove: int) -> None:
+    """`Cache.crop` of a cache with these layers, but no layer is cropped unless every KDA layer can be."""
+    for layer in layers:
+        if isinstance(layer, KDACacheLayer):
+            layer.check_crop(tokens_to_remove)
+    for layer in layers:
+        layer.crop(tokens_to_remove)
 
 
 def cache_bytes(cache: Cache) -> int:

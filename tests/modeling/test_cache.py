@@ -141,11 +141,11 @@ def test_crop_of_a_turn(layer: KimiDeltaAttention, n: int, kind: type[KDACacheLa
     feed(layer, x[:, :4], (4,), cache)
     cache.activate_past_recording()
     feed(layer, tokens(5, seed=7), (5,), cache)
-    cache.layers[0].crop(torch.tensor(5))  # all of them; a tensor, as transformers 5.17 gives
+    cache.layers[0].crop(torch.tensor(-5))  # all of them; a tensor, as transformers 5.17 gives
     feed(layer, x[:, 4:9], (3, 2), cache)
-    removed = torch.tensor(n)
+    removed = torch.tensor(-n)
     cache.layers[0].crop(removed)
-    assert removed == n, "crop changed its argument"
+    assert removed == -n, "crop changed its argument"
     kept = torch.cat((x[:, :4], x[:, 4 : 9 - n]), 1)
     feed(layer, x[:, 9:], (1, 1), cache)
     cache.layers[0].crop(-1)
@@ -202,6 +202,51 @@ def test_refused_crops(layer: KimiDeltaAttention, kind: type[KDACacheLayer]) -> 
         cache.layers[0].crop(-1)
     cache.layers[0].crop(0)
     assert_holds(layer, cache, x[:, :-2])
+
+
+@every_kind
+def test_a_positive_crop_is_refused(layer: KimiDeltaAttention, kind: type[KDACacheLayer]) -> None:
+    """Older caches took it as the length to keep; stock linear layers refuse it as well. Nothing changes."""
+    x, cache = tokens(T), new_cache(kind)
+    feed(layer, x, LENGTHS, cache)
+    for n in (1, T - 1, T + 30, torch.tensor(2)):
+        with pytest.raises(ValueError, match=f"minus the number of tokens to remove, got {int(n)}"):
+            cache.crop(n)
+    cache.crop(-2)
+    assert_holds(layer, cache, x[:, :-2])
+
+
+@pytest.mark.parametrize("softmax_first", [False, True], ids=["KDA first", "softmax first"])
+@pytest.mark.parametrize("n", [3, 30, -9], ids=str)
+def test_a_refused_crop_leaves_a_hybrid_as_it_was(n: int, softmax_first: bool) -> None:
+    """No layer is cropped if another one cannot be, whatever their order: -9 is beyond what was recorded."""
+    torch.manual_seed(0)
+    model = KDAForCausalLM(config(full_attention_interval=2)).eval()
+    cache = DynamicCache(config=model.config)
+    if softmax_first:
+        cache.layers.reverse()
+    cache = with_kda_layers(cache)
+    (kda_layer,) = [c for c in cache.layers if isinstance(c, KDACacheLayer)]
+    (softmax_layer,) = [c for c in cache.layers if not isinstance(c, KDACacheLayer)]
+    block = model.model.layers[0].self_attn
+    keys = torch.randn(1, 2, 8, 8)
+    softmax_layer.update(keys, keys)
+    cache.activate_past_recording()
+    alone = new_cache(KDACacheLayer)
+    alone.layers[:] = [kda_layer]
+    with torch.no_grad():
+        block(torch.randn(1, 8, D), past_key_values=alone)
+    before = states(alone)
+    for copied in (False, True):  # a copy must not crop its original
+        victim = copy.deepcopy(cache) if copied else cache
+        with pytest.raises((ValueError, RuntimeError), match="crop"):
+            victim.crop(n)
+        assert victim.get_seq_length(1 - softmax_first) == 8
+    same(states(alone), before)
+    copy.deepcopy(cache).crop(-5)
+    same(states(alone), before)
+    cache.crop(-3)
+    assert cache.get_seq_length(1 - softmax_first) == 5
 
 
 def states_after(layer: KimiDeltaAttention, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,6 +341,51 @@ def test_a_deep_copy_goes_its_own_way(layer: KimiDeltaAttention, kind: type[KDAC
     assert_holds(layer, other, x[:, :3])
     cache.layers[0].crop(-(T - 5))
     assert_holds(layer, cache, x[:, :5])
+
+
+# ---------------------------------------------------------------- inference mode
+
+
+@pytest.mark.parametrize("kind", [LinearAttentionLayer, KDACacheLayer, KDAOnlyCacheLayer, KDAOnlyStaticLayer])
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_a_cache_filled_under_inference_mode_goes_on_outside(
+    layer: KimiDeltaAttention, grad: bool, kind: type[LinearAttentionLayer]
+) -> None:
+    """One token and several, and back inside: as softmax caches, whose tensors are new ones at every call."""
+    x, cache, lengths = tokens(T), new_cache(kind, record=False), (4, 1, 3, 1, T - 9)
+    parts = x.split(lengths, 1)
+    with torch.inference_mode():
+        o = [layer(part, past_key_values=cache) for part in parts[:2]]
+    with torch.set_grad_enabled(grad):
+        o += [layer(part, past_key_values=cache) for part in parts[2:4]]
+    with torch.inference_mode():
+        o.append(layer(parts[4], past_key_values=cache))
+        same((torch.cat(o, 1),), (layer(x),))
+    same(states(cache), states_after(layer, x))
+
+
+@every_kind
+@pytest.mark.parametrize("n", [0, 1, 4, T])
+def test_what_was_recorded_under_inference_mode_can_be_taken_back_outside(
+    layer: KimiDeltaAttention, n: int, kind: type[KDACacheLayer]
+) -> None:
+    x, cache = tokens(T), new_cache(kind)
+    with torch.inference_mode():
+        feed(layer, x, LENGTHS, cache)
+    cache.crop(-n)
+    assert_holds(layer, cache, x[:, : T - n])
+
+
+@every_kind
+def test_a_cache_filled_under_inference_mode_can_be_reset_outside(
+    layer: KimiDeltaAttention, kind: type[KDACacheLayer]
+) -> None:
+    x, cache = tokens(T), new_cache(kind, record=False)
+    with torch.inference_mode():
+        feed(layer, x, LENGTHS, cache)
+    cache.reset()
+    feed(layer, x, (T,), cache)
+    assert_holds(layer, cache, x)
 
 
 @every_kind
