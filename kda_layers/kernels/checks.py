@@ -104,14 +104,15 @@ def _check_common(x: Inputs | StepInputs) -> tuple[int, int, int, int, int]:
 
 
 def _check_layout(x: Inputs | StepInputs) -> None:
-    """Raise if q [B, T, H, K] has its heads before its tokens, as beta [B, T, HV] shows."""
+    """Raise if q or v has its heads before its tokens, as beta [B, T, HV] shows."""
     check_is_tensor("beta", x.beta)
-    q, beta = x.q.shape, x.beta.shape
-    if len(beta) == 3 and beta[1] != q[1] and beta[1] == q[2] and beta[2] % q[1] == 0:
-        raise ValueError(
-            f"q looks like [B, H, T, D], got {list(q)} with beta [B, T, H] = {list(beta)}: kda takes q, k, v and g as "
-            "[B, T, H, D], pass q.transpose(1, 2)"
-        )
+    beta = x.beta.shape
+    for name, t in (("q", x.q.shape), ("v", x.v.shape)):
+        if len(beta) == 3 and beta[1] != t[1] and beta[1] == t[2] and beta[2] % t[1] == 0:
+            raise ValueError(
+                f"{name} looks like [B, H, T, D], got {list(t)} with beta [B, T, H] = {list(beta)}: kda takes q, k, v "
+                f"and g as [B, T, H, D], pass {name}.transpose(1, 2)"
+            )
 
 
 def _check_gate(x: Inputs | StepInputs) -> None:
@@ -236,7 +237,7 @@ def check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.
     check_is_tensor(name, t)
     if t.shape != shape:
         swapped = t.ndim > 2 and (t.shape[0], t.shape[2], t.shape[1], *t.shape[3:]) == shape
-        hint = f"; {name} looks like [B, H, T, ...], pass {name}.transpose(1, 2)" if swapped else ""
+        hint = f"; {name} looks like [B, H, T, D], pass {name}.transpose(1, 2)" if swapped else ""
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}{hint}")
     if t.dtype not in dtypes:
         raise DtypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {t.dtype}")

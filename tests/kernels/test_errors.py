@@ -3,16 +3,19 @@ nothing has been written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
-from kda_layers import kda, kda_step
+from kda_layers import biased_attention, kda, kda_step
 from kda_layers.kernels import layer_kernels
+from kda_layers.kernels.reference import log_decay, write_strength
 from tests.kernels.cases import BF16, FP16, FP32, FP64, Case, call, make_inputs, options
 
 Arguments = dict[str, Any]
@@ -33,11 +36,11 @@ def check_raises(
     function: Callable[..., Any], good: Arguments, change: Callable[[Arguments], Arguments], error: type, text: str
 ) -> None:
     given = good | change(good)
-    tensors = [t for t in given.values() if isinstance(t, Tensor) and t.device.type == "cpu"]
+    tensors = [t for t in given.values() if type(t) is Tensor and t.device.type == "cpu" and not t.is_nested]
     before = [t.clone() for t in tensors]
     with pytest.raises(error, match=text):
         function(**given)
-    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+    assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in zip(before, tensors, strict=True))
 
 
 def cut(name: str, dim: int, size: int) -> Callable[[Arguments], Arguments]:
@@ -82,11 +85,15 @@ INPUTS: list[Bad] = [
     ("beta heads", cut("beta", 2, 2), ValueError, r"beta must have shape \[2, 5, 4\], got \[2, 5, 2\]"),
     ("HV no multiple", cut("v", 2, 3), ValueError, r"v's 3 heads must be a multiple of q's 2 heads"),
     ("HV below H", cut("v", 2, 1), ValueError, r"v's 1 heads must be a multiple of q's 2 heads"),
+    ("heads first", lambda a: {n: a[n].transpose(1, 2) for n in ("q", "k", "v", "g")}, ValueError,
+     r"q looks like \[B, H, T, D\], got \[2, 2, 5, 4\] with beta .* \[2, 5, 4\].*q.transpose\(1, 2\)"),
+    *((f"{n} heads first", lambda a, n=n: {n: a[n].transpose(1, 2)}, ValueError,
+       rf"{n} looks like \[B, H, T, D\].* pass {n}.transpose\(1, 2\)") for n in ("q", "k", "v", "g")),
     ("no tokens", all_of(lambda t: t[:, :0]), ValueError, r"T must be at least 1, got"),
     ("no rows", all_of(lambda t: t[:0]), ValueError, r"B must be at least 1, got 0"),
     ("no width", lambda a: {n: a[n][..., :0] for n in ("q", "k", "g")}, ValueError, r"K must be at least 1, got 0"),
     ("no heads", lambda a: {n: a[n][:, :, :0] for n in ("q", "k")}, ValueError, r"H must be at least 1, got 0"),
-]
+]  # fmt: skip
 
 DTYPES_AND_DEVICES: list[Bad] = [
     ("k dtype", cast("k", BF16), TypeError, r"k must be float32 with q of float32, got \S*bfloat16"),
@@ -101,6 +108,15 @@ DTYPES_AND_DEVICES: list[Bad] = [
     *((f"{n} device", to_meta(n), ValueError, rf"{n} must be on q's device cpu, got meta")
       for n in ("k", "v", "g", "beta", "A_log", "dt_bias")),
     ("q device", to_meta("q"), ValueError, r"k must be on q's device meta, got cpu"),
+]  # fmt: skip
+
+LAYOUTS: list[Bad] = [
+    *((f"{n} sparse", lambda a, n=n: {n: a[n].to_sparse()}, TypeError,
+       rf"{n} must be a dense tensor, got layout torch.sparse_coo: pass {n}.to_dense\(\)")
+      for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")),
+    *((f"{n} {layout}", lambda a, n=n, layout=layout: {n: torch.nested.nested_tensor(list(a[n]), layout=layout)},
+       TypeError, rf"{n} must be a dense tensor, got a nested .*{n}.values\(\)\[None\] and cu_seqlens={n}.offsets\(\)")
+      for n in ("q", "k", "v", "g", "beta") for layout in (torch.jagged, torch.strided)),
 ]  # fmt: skip
 
 GATES: list[Bad] = [
@@ -141,9 +157,36 @@ GATES: list[Bad] = [
 
 
 @pytest.mark.parametrize("function", [kda, kda_step])
-@parametrize(INPUTS + DTYPES_AND_DEVICES + GATES)
+@parametrize(INPUTS + DTYPES_AND_DEVICES + LAYOUTS + GATES)
 def test_both(function: Callable, change: Callable[[Arguments], Arguments], error: type, text: str) -> None:
     check_raises(function, arguments(FIXED, function is kda_step), change, error, text)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """One process that is a mesh."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("function", [kda, kda_step, biased_attention])
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "A_log"])
+def test_tensors_of_several_processes(function: Callable, name: str, mesh: DeviceMesh) -> None:
+    good = arguments(FIXED, function is kda_step)
+    if function is biased_attention:
+        good = dict.fromkeys(("q", "k", "v"), good["q"])
+        name = name if name in good else "q"
+    change = lambda a: {name: distribute_tensor(a[name], mesh)}  # noqa: E731
+    check_raises(function, good, change, TypeError, rf"{name} must be a .*, got DTensor: pass {name}.to_local\(\)")
+
+
+@pytest.mark.parametrize("activation", ["lower-bound", "sigmoid", "", None])
+def test_unknown_activations_of_the_reference(activation: Any) -> None:
+    with pytest.raises(ValueError, match=rf"activation must be one of .*'softplus'.*, got {activation!r}"):
+        log_decay(TINY.g, TINY.A_log, TINY.dt_bias, activation, -5.0)
+    with pytest.raises(ValueError, match=r"activation must be one of .*'2sigmoid'.*, got 'tanh'"):
+        write_strength(TINY.beta, "tanh")
 
 
 def offsets(*values: int, dtype: torch.dtype = torch.int32) -> Callable[[Arguments], Arguments]:
@@ -158,9 +201,11 @@ OFFSETS: list[Bad] = [
     ("lengths", offsets(2, 0, 3, 5), ValueError, r"cu_seqlens must start at 0, got 2"),
     ("float", offsets(0, 2, 2, 5, dtype=FP32), TypeError, r"cu_seqlens must be int32 or int64, got \S*float32"),
     ("int16", offsets(0, 2, 2, 5, dtype=torch.int16), TypeError, r"cu_seqlens must be int32 or int64, got \S*int16"),
-    ("rank", lambda a: {"cu_seqlens": a["cu_seqlens"][None]}, ValueError, r"cu_seqlens must have shape .*, got \(1, 4"),
+    ("rank", lambda a: {"cu_seqlens": a["cu_seqlens"][None]}, ValueError,
+     r"cu_seqlens must have shape \[N \+ 1\] .*, got \(1, 4\): pass cu_seqlens\[0\]"),
     ("no sequence", offsets(0), ValueError, r"cu_seqlens must have shape \[N \+ 1\] with N >= 1, got \(1,\)"),
-    ("list", give(cu_seqlens=[0, 2, 2, 5]), TypeError, r"cu_seqlens must be a torch.Tensor, got list"),
+    ("list", give(cu_seqlens=[0, 2, 2, 5]), TypeError,
+     r"cu_seqlens must be a torch.Tensor, got list: pass torch.tensor\(cu_seqlens, dtype=torch.int32, device='cpu'\)"),
     ("device", to_meta("cu_seqlens"), ValueError, r"cu_seqlens must be on q's device cpu, got meta"),
 ]  # fmt: skip
 
