@@ -182,14 +182,7 @@ def keep_backend(f: F) -> F:
     """
     if torch.compiler.is_compiling():  # the recomputation is then part of the graph, with the choices of its trace
         return f
-    name = _context_choice() or ""
-
-    @functools.wraps(f)
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        with _overriding(name):
-            return f(*args, **kwargs)
-
-    return kept  # type: ignore[return-value]
+    return _overriding(_context_choice() or "")(f)
 
 
 def constant_to_compile(f: F) -> F:

@@ -315,11 +315,11 @@ def slots(*values: Any, dtype: torch.dtype = torch.int64, **more: Any) -> Callab
 
 
 ROWS = ([0, 1, 2, 3, 3], [7, 6, 5, 4, 4])  # for two sequences of five tokens
-RANGE = r"state_indices must be in \[-1, 7\], got"
+RANGE = r"state_indices must be in \[0, 7\], got"
 
 INDICES: list[Bad] = [
     ("too large", slots(0, 8), ValueError, RANGE),
-    ("negative", slots(-2, 3), ValueError, RANGE),
+    ("negative", slots(-2, 3), ValueError, RANGE + " -2 to 3; -1 is no slot"),
     ("twice", slots(3, 3), ValueError, r"state_indices must give each slot to one sequence, got slot 3 twice"),
     ("twice in rows", slots([0, 1, 2, 3, 4], [7, 6, 5, 4, 0]), ValueError, r"state_indices .* one sequence, got slot"),
     ("too large in a row", slots([0, 1, 2, 3, 4], [0, 1, 2, 3, 9]), ValueError, RANGE),

@@ -28,7 +28,7 @@ LAYERS = {
     "registry": set(),
     "library": set(),
     "dispatch": {"contract", "registry", "attention.contract", "attention.dispatch"},
-    "checks": {"contract", "registry"},
+    "checks": {"contract", "library", "registry"},
     "torch_ops": {"checks", "contract", "dispatch", "library"},
     "op": {"checks", "contract", "dispatch", "reference", "torch_ops"},
     "fla_api": {"checks", "contract", "fla_gate", "op"},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput, kda_step
-from kda_layers.kernels.contract import Inputs, StepInputs
+from kda_layers.kernels.contract import Inputs, StepInputs, state_dtype
 from kda_layers.kernels.dispatch import problem_of
 from tests.kernels.cases import (
     BF16,
@@ -49,7 +49,7 @@ def part(x: Inputs, start: int, end: int, rows: slice = slice(None)) -> Inputs:
 
 
 def serve_step(backend: str, x: Inputs, required: frozenset[str]) -> None:
-    state = x.v.new_zeros(1)
+    state = x.v.new_zeros(1, dtype=state_dtype(x.v.dtype))
     fields = {n: getattr(x, n) if n in Inputs._fields else None for n in StepInputs._fields} | {"state": state}
     serve(backend, problem_of(StepInputs(**fields)), required)
 

@@ -75,12 +75,13 @@ def _sequences(x: StepInputs) -> list[_Sequence]:
             )
         read = [1] * len(targets) if x.num_accepted is None else x.num_accepted.tolist()
         read = [1 if set(row) == {NO_SLOT} else m for row, m in zip(targets, read, strict=True)]
-        _check_range("num_accepted", read, 1, columns)
-        _check_range("state_indices", [slot for row in targets for slot in row], NO_SLOT, x.state.shape[0] - 1)
+        if min(read) < 1 or max(read) > columns:
+            raise ValueError(f"num_accepted must be in [1, {columns}], got {min(read)} to {max(read)}")
+        _check_slots([slot for row in targets for slot in row], x.state.shape[0])
         sources = [row[m - 1] for row, m in zip(targets, read, strict=True)]
     else:
         sources = list(range(len(lengths))) if x.state_indices is None else x.state_indices.tolist()
-        _check_range("state_indices", sources, NO_SLOT, x.state.shape[0] - 1)
+        _check_slots(sources, x.state.shape[0])
         targets = [[NO_SLOT] * (n - 1) + [slot] for n, slot in zip(lengths, sources, strict=True)]
     sequences = [_Sequence(*s) for s in zip(offsets, lengths, sources, targets, strict=False)]
     sequences = [s for s in sequences if s.length and s.source != NO_SLOT]
@@ -88,10 +89,11 @@ def _sequences(x: StepInputs) -> list[_Sequence]:
     return sequences
 
 
-def _check_range(name: str, values: list[int], low: int, high: int) -> None:
-    least, most = min(values), max(values)
-    if least < low or most > high:
-        raise ValueError(f"{name} must be in [{low}, {high}], got {least} to {most}")
+def _check_slots(slots: list[int], count: int) -> None:
+    if min(slots) < NO_SLOT or max(slots) >= count:
+        raise ValueError(
+            f"state_indices must be in [0, {count - 1}], got {min(slots)} to {max(slots)}; {NO_SLOT} is no slot"
+        )
 
 
 def _check_owners(sequences: list[_Sequence]) -> None:
