@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from kda_layers.kernels.contract import (
     BETA_ACTIVATIONS,
@@ -22,8 +23,10 @@ from kda_layers.kernels.contract import (
     state_dtype,
     state_dtypes,
 )
-from kda_layers.kernels.library import PLAIN, is_plain
+from kda_layers.kernels.library import is_plain
 from kda_layers.kernels.registry import constant_to_compile
+
+_TENSORS, _STRIDED = frozenset((Tensor, Parameter)), torch.strided
 
 
 class DtypeError(TypeError, ValueError):
@@ -54,7 +57,8 @@ def check_step(x: StepInputs) -> None:
     N, T, *state_shape = _check_common(x)
     pooled = x.state_indices is not None and isinstance(x.state, Tensor) and x.state.ndim == 4
     _check_state("state", x.state, x.q, (x.state.shape[0] if pooled else N, *state_shape))
-    _check_writable(x.state)
+    if not torch.compiler.is_compiling():
+        _check_writable(x.state)
     if x.state_indices is not None:
         _check_index("state_indices", x.state_indices, x.q)
         shape = tuple(x.state_indices.shape)
@@ -82,37 +86,44 @@ def _check_common(x: Inputs | StepInputs) -> tuple[int, int, int, int, int]:
     for name, dim in (("B", B), ("T", T), ("H", H), ("HV", HV), ("K", K), ("V", V)):
         if dim == 0:
             raise ValueError(f"{name} must be at least 1, got 0 (q {tuple(q.shape)}, v {tuple(v.shape)})")
-    _check_layout(x)
-    if HV % H != 0:
-        raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
-    dtype, wide = q.dtype, state_dtype(q.dtype)
-    if dtype not in DTYPES:
-        raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {dtype}")
-    _check_gate(x)
-    check_tensor("k", x.k, (B, T, H, K), (dtype,), q)
-    check_tensor("v", v, (B, T, HV, V), (dtype,), q)
-    check_tensor("g", x.g, (B, T, HV, K), (dtype, wide), q)
-    check_tensor("beta", x.beta, (B, T, HV), (dtype, wide), q)
-    if x.A_log is not None:
-        check_tensor("A_log", x.A_log, (HV,), (wide,), q)
-    if x.dt_bias is not None:
-        check_tensor("dt_bias", x.dt_bias, (HV, K), (wide,), q)
+    try:
+        _check_tokens(x, B, T, H, HV, K, V)
+    except ValueError:
+        _check_layout(x)
+        raise
     if x.cu_seqlens is None:
         return B, T, HV, V, K
     check_offsets(x.cu_seqlens, q)
     return x.cu_seqlens.shape[0] - 1, T, HV, V, K
 
 
+def _check_tokens(x: Inputs | StepInputs, B: int, T: int, H: int, HV: int, K: int, V: int) -> None:
+    """Check every tensor of tokens and the gate's parameters against the sizes of q and v."""
+    if HV % H != 0:
+        raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
+    q, dtype, wide = x.q, x.q.dtype, state_dtype(x.q.dtype)
+    if dtype not in DTYPES:
+        raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {dtype}")
+    _check_gate(x)
+    check_tensor("k", x.k, (B, T, H, K), (dtype,), q)
+    check_tensor("v", x.v, (B, T, HV, V), (dtype,), q)
+    check_tensor("g", x.g, (B, T, HV, K), (dtype, wide), q)
+    check_tensor("beta", x.beta, (B, T, HV), (dtype, wide), q)
+    if x.A_log is not None:
+        check_tensor("A_log", x.A_log, (HV,), (wide,), q)
+    if x.dt_bias is not None:
+        check_tensor("dt_bias", x.dt_bias, (HV, K), (wide,), q)
+
+
 def _check_layout(x: Inputs | StepInputs) -> None:
     """Raise if q or v has its heads before its tokens, as beta [B, T, HV] shows."""
-    check_is_tensor("beta", x.beta)
-    beta = x.beta.shape
+    beta = x.beta.shape if isinstance(x.beta, Tensor) else ()
     for name, t in (("q", x.q.shape), ("v", x.v.shape)):
         if len(beta) == 3 and beta[1] != t[1] and beta[1] == t[2] and beta[2] % t[1] == 0:
             raise ValueError(
                 f"{name} looks like [B, H, T, D], got {list(t)} with beta [B, T, H] = {list(beta)}: kda takes q, k, v "
                 f"and g as [B, T, H, D], pass {name}.transpose(1, 2)"
-            )
+            ) from None
 
 
 def _check_gate(x: Inputs | StepInputs) -> None:
@@ -209,16 +220,13 @@ def _check_state(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> No
 
 
 def _check_writable(state: Tensor) -> None:
-    if torch.compiler.is_compiling():
-        return
     if state.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             "state must not be an inference tensor outside of torch.inference_mode(), where torch refuses to write to "
             "one: pass state.clone(), or stay in inference mode"
         )
-    if 0 in state.stride() and any(
-        stride == 0 and size > 1 for size, stride in zip(state.shape, state.stride(), strict=True)
-    ):
+    strides = state.stride()
+    if (strides[0] == 0 and state.shape[0] > 1) or (strides[1] == 0 and state.shape[1] > 1):
         raise ValueError(
             "state must not be expanded, as each sequence and head writes its own: pass state.contiguous()"
         )
@@ -246,7 +254,9 @@ def check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.
 
 
 def check_is_tensor(name: str, t: Any, instead: str = "") -> None:
-    """Raise a TypeError unless `t` is a dense tensor of this process; `instead` says what to pass."""
+    """Raise a TypeError unless `t` is a dense tensor of this process; `instead` says what to pass for another type."""
+    if type(t) in _TENSORS and t.layout is _STRIDED and not t.is_nested:
+        return
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}{instead}")
     if t.is_nested:
@@ -254,9 +264,9 @@ def check_is_tensor(name: str, t: Any, instead: str = "") -> None:
             f"{name} must be a dense tensor, got a nested (jagged) one: pass the sequences packed, "
             f"{name}.values()[None] and cu_seqlens={name}.offsets()"
         )
-    if t.layout is not torch.strided:
+    if t.layout is not _STRIDED:
         raise TypeError(f"{name} must be a dense tensor, got layout {t.layout}: pass {name}.to_dense()")
-    if type(t) not in PLAIN and hasattr(t, "to_local"):
+    if hasattr(t, "to_local"):
         raise TypeError(
             f"{name} must be a tensor of this process, got {type(t).__name__}: pass {name}.to_local() where it holds "
             f"whole sequences and heads, else {name}.full_tensor()"
