@@ -135,7 +135,7 @@ class FLABackend(Backend):
                 allow_neg_eigval=x.beta_activation == "2sigmoid", out=torch.empty_like(inputs.v),
             )  # fmt: skip
             if padding is not None:
-                clear_padding(o, padding, x.cu_seqlens)
+                clear_padding(o, padding, inputs.cu_seqlens)
             if state is not x.state:
                 x.state.copy_(state)
         return o
