@@ -14,6 +14,7 @@ import transformers
 import kda_layers
 from kda_layers.kernels import layer_kernels, toolchain
 from kda_layers.kernels.attention.dispatch import default_problem
+from kda_layers.kernels.cuda import cache
 
 
 def main() -> None:
@@ -23,6 +24,10 @@ def main() -> None:
         "--arch", nargs="+", choices=toolchain.ARCHS, help="for these instead of the GPUs that are here"
     )
     args = parser.parse_args()
+    try:
+        cache.folder()
+    except ValueError as error:
+        parser.error(str(error))
     if not args.precompile:
         if args.arch:
             parser.error("--arch is for --precompile")
@@ -30,7 +35,10 @@ def main() -> None:
     archs = args.arch or toolchain.archs_here()
     if not archs:
         parser.error(f"there is no GPU here to compile for, --arch names some: {' '.join(toolchain.ARCHS)}")
-    print(toolchain.precompile(archs))
+    try:
+        print(toolchain.precompile(archs))
+    except RuntimeError as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
 
 
 def describe() -> None:

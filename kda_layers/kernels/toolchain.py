@@ -39,7 +39,7 @@ def precompile(archs: Sequence[str]) -> str:
         one line: how many variants of kernels there are, how many had to be compiled, the seconds and the folder
 
     Raises:
-        RuntimeError: the toolchain is not there, or a kernel does not compile
+        RuntimeError: the toolchain is not there, a kernel does not compile, or its cubin cannot be kept
     """
     if build.problems():
         raise RuntimeError(f"kernels cannot be compiled: {'; '.join(build.problems())}")
@@ -47,5 +47,7 @@ def precompile(archs: Sequence[str]) -> str:
     variants = [(arch, *variant) for arch in archs for b in backends().values() for variant in b.variants(arch)]
     for arch, source, defines in tqdm(variants, desc="compiling", unit="variant", disable=not variants):
         build.compile(source, defines, arch)
+        if cache.problems():
+            raise RuntimeError(f"kernels cannot be kept for other processes: {'; '.join(cache.problems())}")
     seconds, new = time.perf_counter() - start, len(cache.entries()) - before
     return f"{len(variants)} variants for {', '.join(archs)}, {new} of them new, {seconds:.1f} s, in {cache.folder()}"

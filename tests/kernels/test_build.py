@@ -5,9 +5,13 @@ All of it runs without a GPU. Launching is in test_launch.py.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import stat
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,7 +211,7 @@ def test_an_unwritable_folder_falls_back_to_memory(
     if obstacle == "folder":  # a file is in its way, which holds back root too
         (tmp_path / "cache").write_text("")
     else:
-        monkeypatch.setattr("os.replace", lambda a, b: (_ for _ in ()).throw(OSError(f"no space for {b}")))
+        monkeypatch.setattr("os.replace", lambda a, b, **_: (_ for _ in ()).throw(OSError(f"no space for {b}")))
     with pytest.warns(UserWarning, match="compiled kernels cannot be kept") as caught:
         cubins = [compiled(source, number) for number in (2, 3, 2)]
     assert cubins[0] == cubins[2] != cubins[1]
@@ -217,6 +221,106 @@ def test_an_unwritable_folder_falls_back_to_memory(
     assert cache.entries() == []
     if obstacle == "write":
         assert list(cache.folder().iterdir()) == [], "no part of an entry is left"
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `path` look like another user's: only root could really give it away."""
+    fstat, inode = os.fstat, path.stat().st_ino
+
+    def fstat_of_another_user(descriptor: int) -> os.stat_result:
+        found = fstat(descriptor)
+        fields = list(found)
+        if found.st_ino == inode:
+            fields[stat.ST_UID] = os.geteuid() + 1
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", fstat_of_another_user)
+
+
+def forge(entry: Path) -> bytes:
+    """Fill an entry with other contents and their checksum, as anyone who knows the public format can."""
+    code = b"log\0forged"
+    entry.write_bytes(hashlib.sha256(code).digest() + code)
+    return b"forged"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o660, 0o602, None], ids=lambda mode: "owner" if mode is None else oct(mode))
+def test_an_entry_that_others_may_have_written_is_rebuilt(
+    mode: int | None, source: str, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compiled(source)
+    (entry,) = cache.entries()
+    assert stat.S_IMODE(entry.stat().st_mode) == 0o600
+    forged = forge(entry)
+    if mode == 0o600:  # what this user wrote is read: the file is forged well enough
+        assert compiled(source).code == forged
+        return
+    if mode is None:
+        give_away(entry, monkeypatch)
+        reason = f"it belongs to user {os.geteuid() + 1}, neither this user"
+    else:
+        entry.chmod(mode)
+        reason = f"it can be written by other users .mode {mode:o}., needs chmod go-w"
+    with pytest.warns(UserWarning, match=f"{entry} is compiled again, not read: {reason}"):
+        assert compiled(source).code == first.code
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiled(source).code == first.code
+    assert len(runs) == 2, "the entry has been replaced"
+
+
+def test_an_entry_is_no_link(source: str, runs: list[str], tmp_path: Path) -> None:
+    first = compiled(source)
+    (entry,) = cache.entries()
+    elsewhere = entry.rename(tmp_path / "elsewhere")
+    forge(elsewhere)
+    forged = elsewhere.read_bytes()
+    entry.symlink_to(elsewhere)
+    assert compiled(source).code == first.code
+    assert len(runs) == 2
+    assert not entry.is_symlink()
+    assert elsewhere.read_bytes() == forged
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o1777, None], ids=lambda mode: "owner" if mode is None else oct(mode))
+def test_a_folder_that_others_may_write_to_is_not_used(
+    mode: int | None, source: str, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compiled(source)
+    (entry,) = cache.entries()
+    forge(entry)
+    forged = entry.read_bytes()
+    if mode is None:
+        give_away(cache.folder(), monkeypatch)
+        reason = f"belongs to user {os.geteuid() + 1}, neither this user"
+    else:
+        cache.folder().chmod(mode)
+        reason = f"can be written by other users .mode {mode:o}., needs chmod go-w"
+    with pytest.warns(UserWarning, match=f"cannot be kept .{cache.folder()}: {reason}.*KDA_LAYERS_CACHE") as caught:
+        assert compiled(source).code == compiled(source).code == first.code
+        compiled(source, 3)
+    assert len(caught) == 1
+    assert len(runs) == 3
+    assert cache.entries() == []
+    assert entry.read_bytes() == forged, "nothing is written there"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o700, 0o555])
+def test_a_folder_that_others_may_read_is_used(mode: int, source: str, runs: list[str]) -> None:
+    compiled(source)
+    cache.folder().chmod(mode)
+    compiled(source)
+    assert len(runs) == 1
+
+
+def test_the_folder_is_private_whatever_the_umask(source: str) -> None:
+    before = os.umask(0)
+    try:
+        compiled(source)
+    finally:
+        os.umask(before)
+    (entry,) = cache.entries()
+    assert (stat.S_IMODE(cache.folder().stat().st_mode), stat.S_IMODE(entry.stat().st_mode)) == (0o700, 0o600)
 
 
 def test_two_processes_at_once(source: str, tmp_path: Path) -> None:
@@ -261,8 +365,25 @@ def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.folder() == Path("/home/someone/kernels")
     monkeypatch.setenv("KDA_LAYERS_CACHE", "")
     assert cache.folder() == Path("/var/caches/kda_layers")
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")  # to be ignored, its specification says
+    assert cache.folder() == Path("/home/someone/.cache/kda_layers")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache.folder() == Path("/home/someone/.cache/kda_layers")
+
+
+def test_a_relative_folder_is_refused(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KDA_LAYERS_CACHE", "kernels")
+    message = "KDA_LAYERS_CACHE must be an absolute path, got 'kernels'"
+    with pytest.raises(ValueError, match=message):
+        compiled(source)
+    with pytest.raises(SystemExit) as stopped:
+        main(monkeypatch)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not Path("kernels").exists()
 
 
 # ---------------------------------------------------------------- what is missing
@@ -353,12 +474,19 @@ def test_an_old_driver_is_a_reason_not_to_launch(
 # ---------------------------------------------------------------- python -m kda_layers
 
 
-def test_precompile_fills_the_cache(source: str, runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def few_variants(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two variants for sm_80 and one for every other arch."""
+
     def variants(arch: str) -> list[tuple[str, dict[str, str | int]]]:
         return [(source, {"NUMBER": n}) for n in range(2 if arch == "sm_80" else 1)]
 
     backends = {"new": SimpleNamespace(variants=variants), "old": SimpleNamespace(variants=lambda arch: ())}
     monkeypatch.setattr(toolchain, "backends", lambda: backends)
+
+
+@pytest.mark.usefixtures("few_variants")
+def test_precompile_fills_the_cache(runs: list[str]) -> None:
     assert toolchain.precompile(["sm_80", "sm_90a"]).startswith("3 variants for sm_80, sm_90a, 3 of them new, ")
     assert runs == [f"number [-DNUMBER={n}] for {arch}" for n, arch in ((0, "sm_80"), (1, "sm_80"), (0, "sm_90a"))]
     line = toolchain.precompile(["sm_80"])
@@ -367,6 +495,23 @@ def test_precompile_fills_the_cache(source: str, runs: list[str], monkeypatch: p
     assert len(runs) == 3
     version = build.dotted(build.nvrtc_version())
     assert toolchain.explain().startswith(f"NVRTC {version}, 3 cubins in {cache.folder()}")
+
+
+@pytest.mark.usefixtures("few_variants")
+@pytest.mark.filterwarnings("ignore:compiled kernels cannot be kept")
+def test_precompile_fails_where_nothing_can_be_kept(
+    runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cache").write_text("")
+    for _ in range(2):  # also if an earlier kernel of the process has used up the warning
+        with pytest.raises(SystemExit) as stopped:
+            main(monkeypatch, "--precompile", "--arch", "sm_80")
+        assert stopped.value.code == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "python -m kda_layers: error: kernels cannot be kept for other processes: " in err
+        assert str(tmp_path / "cache") in err
+    assert len(runs) == 1, "the first one tells"
 
 
 def test_a_backend_without_cuda_kernels_has_no_variants() -> None:

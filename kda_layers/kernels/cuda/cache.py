@@ -1,6 +1,10 @@
 """Results of compiling, kept on disk: each is built once for a machine, whatever the number of processes.
 
-A file holds the checksum of its contents, then the contents, and appears under its name only when it is whole.
+A file holds the checksum of its contents, then the contents, and appears under its name only when it is whole. The
+checksum finds damage and authenticates nothing, so an entry is read only if no user but this one and root can have
+written it: owner and mode of the folder and of the file are checked on the descriptors that are read from, and entries
+are opened relative to the folder's. Whoever can swap the folder itself, from a parent directory, gains nothing by it.
+
 Processes that miss the same entry at once all build it, and the last one's stays: a lock would save their processors
 some seconds, once, and hang where a network's file system implements it badly.
 """
@@ -9,45 +13,66 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+import secrets
+import stat
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 SUFFIX = ".cubin"
 ENVIRONMENT_VARIABLE = "KDA_LAYERS_CACHE"
 DIGEST_BYTES = hashlib.sha256().digest_size
 
-_memory: dict[str, bytes] = {}  # what could not be written
+_memory: dict[str, tuple[bytes, str]] = {}  # entries that could not be written, and why
 
 
 def folder() -> Path:
-    """Where the entries are: $KDA_LAYERS_CACHE, or kda_layers in $XDG_CACHE_HOME or ~/.cache."""
-    named = os.environ.get(ENVIRONMENT_VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kda_layers"
+    """Folder of the entries: $KDA_LAYERS_CACHE, or kda_layers in $XDG_CACHE_HOME or ~/.cache.
+
+    Raises:
+        ValueError: $KDA_LAYERS_CACHE is a relative path, which would be another folder in every working directory
+        RuntimeError: the home directory is needed and unknown
+    """
+    if named := os.environ.get(ENVIRONMENT_VARIABLE):
+        path = Path(named).expanduser()
+        if not path.is_absolute():
+            raise ValueError(f"{ENVIRONMENT_VARIABLE} must be an absolute path, got {named!r}")
+        return path
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # its specification says to ignore a relative one
+    return (base if base.is_absolute() else Path.home() / ".cache") / "kda_layers"
 
 
 def entries() -> list[Path]:
-    """The files of all entries, whole or not; none where the folder cannot be read."""
+    """The files of all entries, whole or not; none if the folder cannot be read or is not trusted."""
     try:
-        return sorted(folder().glob(f"*{SUFFIX}"))
+        with _opened_folder() as home:
+            return sorted(folder() / name for name in os.listdir(home) if name.endswith(SUFFIX))
     except (OSError, RuntimeError):
         return []
 
 
-def fetch(key: str, build: Callable[[], bytes]) -> bytes:
-    """The contents of the entry `key`, from disk if it is there whole, else built and stored.
+def problems() -> list[str]:
+    """Why entries of this process are not on disk; empty if all of them are."""
+    return list(dict.fromkeys(reason for _, reason in _memory.values()))
 
-    Where the folder cannot be written, they stay in this process' memory, and a warning names it once.
+
+def fetch(key: str, build: Callable[[], bytes]) -> bytes:
+    """Return the contents of the entry `key`, from disk if it is there, whole and trusted, else built and stored.
+
+    If the folder is not trusted or cannot be written, they stay in this process's memory, and one warning says why.
 
     Args:
         key: the name of the entry, fit for a file name; other contents must have another key
         build: makes the contents; what it raises is passed on
+
+    Raises:
+        ValueError: $KDA_LAYERS_CACHE is a relative path
     """
-    contents = _memory.get(key) or _read(key)
+    if key in _memory:
+        return _memory[key][0]
+    contents = _read(key)
     if contents is None:
         contents = build()
         try:
@@ -59,13 +84,19 @@ def fetch(key: str, build: Callable[[], bytes]) -> bytes:
                     f"{ENVIRONMENT_VARIABLE} names another folder",
                     stacklevel=2,
                 )
-            _memory[key] = contents
+            _memory[key] = contents, str(error)
     return contents
 
 
 def _read(key: str) -> bytes | None:
     try:
-        data = (folder() / f"{key}{SUFFIX}").read_bytes()
+        path = folder() / f"{key}{SUFFIX}"
+        # O_NONBLOCK: opening a pipe that somebody put there would wait for its writer.
+        with _opened_folder() as home, _open(path.name, "rb", home, os.O_NOFOLLOW | os.O_NONBLOCK) as file:
+            if reason := _distrust(os.fstat(file.fileno())):
+                warnings.warn(f"{path} is compiled again, not read: it {reason}", stacklevel=3)
+                return None
+            data = file.read()
     except (OSError, RuntimeError):
         return None
     checksum, contents = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
@@ -73,13 +104,43 @@ def _read(key: str) -> bytes | None:
 
 
 def _write(key: str, contents: bytes) -> None:
+    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = f"{key}.{secrets.token_hex(8)}"
+    with _opened_folder() as home:
+        try:
+            with _open(name, "xb", home) as file:
+                file.write(hashlib.sha256(contents).digest() + contents)
+            os.replace(name, f"{key}{SUFFIX}", src_dir_fd=home, dst_dir_fd=home)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=home)
+            raise
+
+
+@contextmanager
+def _opened_folder() -> Iterator[int]:
+    """Descriptor of the folder; an OSError, also for what fails inside, names it and says if it is not trusted."""
     home = folder()
-    home.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=home, prefix=f"{key}.")
+    descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(contents).digest() + contents)
-        os.replace(name, home / f"{key}{SUFFIX}")
-    except BaseException:
-        os.unlink(name)
-        raise
+        if reason := _distrust(os.fstat(descriptor)):
+            raise PermissionError(reason)
+        yield descriptor
+    except OSError as error:  # of files opened relative to the descriptor, whose names do not say where
+        raise OSError(f"{home}: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _open(name: str, mode: str, home: int, more_flags: int = 0) -> IO[bytes]:
+    """A file of the folder with the descriptor `home`, for this user alone if it is new."""
+    return open(name, mode, opener=lambda path, flags: os.open(path, flags | more_flags, 0o600, dir_fd=home))
+
+
+def _distrust(found: os.stat_result) -> str | None:
+    """Why users other than this one and root may have written a file or folder; None if they cannot have."""
+    if found.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {found.st_uid}, neither this user ({os.geteuid()}) nor root"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"can be written by other users (mode {stat.S_IMODE(found.st_mode):o}), needs chmod go-w"
+    return None
