@@ -125,7 +125,7 @@ def _plot(rows: list[Row], folder: Path, name: str) -> None:
         for path in tables.plots(rows, folder, name):
             print(f"plot: {path}")
     except ImportError as problem:
-        print(f"no plots: {problem}; pip install 'kda_layers[plot]'", file=sys.stderr)
+        print(f"no plots: {problem}; pip install matplotlib", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def convert_fla_checkpoint(
     Raises:
         FileNotFoundError: no such folder, or no config.json or safetensors in it.
         TypeError: a state dict without config, or tensors that are not floating-point.
-        ValueError: a config of another model_type or with an option that our model has not; tensors missing,
-            unexpected or of a wrong shape.
+        ValueError: a config.json that is no JSON object; a config of another model_type, with an option that our model
+            has not or with a number that none can be; tensors missing, unexpected or of a wrong shape.
         StrictDataclassError: of our KDAConfig, naming the field, for values that it refuses, as a lower_bound below -5.
 
     Source: the layouts of flash-linear-attention 0.6.0, fla/models/kda and fla/layers/kda.py.
@@ -81,11 +81,17 @@ def kda_config_from_fla(config: Mapping[str, Any]) -> KDAConfig:
     """Our configuration of the model that a configuration of flash-linear-attention's KDA describes.
 
     Raises:
-        ValueError: another model_type; an option that our model has not, named.
+        ValueError: another model_type; an option that our model has not, or a number out of its range, named.
     """
     if config.get("model_type", "kda") != "kda":
         raise ValueError(f"config must be of model_type 'kda', flash-linear-attention's, got {config['model_type']!r}")
     fla = DEFAULTS | dict(config)
+    if fla["hidden_ratio"] is None:
+        fla["hidden_ratio"] = DEFAULTS["hidden_ratio"]
+    for name, default in DEFAULTS.items():
+        number = type(default) in (int, float)
+        if number and not (isinstance(fla[name], int | float) and 0 <= fla[name] < math.inf):
+            raise ValueError(f"{name} must be a finite number of at least 0, got {fla[name]!r}")
     for name, (supported, why) in SUPPORTED.items():
         if fla[name] != supported:
             raise ValueError(f"{name} must be {supported!r}, got {fla[name]!r}: {why}")
@@ -116,12 +122,18 @@ def _read_config(source: Any) -> Mapping[str, Any]:
     path = Path(source) / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"source must be a checkpoint folder with a config.json, got {source} without")
-    return json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} must be a JSON object, got: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must be a JSON object, got: {type(config).__name__}")
+    return config
 
 
-def _mlp_width(hidden_size: int, hidden_ratio: int | None) -> int:
+def _mlp_width(hidden_size: int, hidden_ratio: int) -> int:
     """2/3 of hidden_ratio times hidden_size, up to a multiple of 256: three matrices have as much as two had."""
-    width = int(hidden_size * (4 if hidden_ratio is None else hidden_ratio) * 2 / 3)
+    width = int(hidden_size * hidden_ratio * 2 / 3)
     return -(-width // 256) * 256
 
 

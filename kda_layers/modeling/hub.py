@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import secrets
 import sys
+import warnings
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -14,15 +16,22 @@ if TYPE_CHECKING:  # `import kda_layers` imports this module, and none of transf
     from transformers import PreTrainedConfig, PreTrainedModel
 
 CODE, CARD = "modeling_kda_layers.py", "README.md"
+MARK = "written by kda_layers, "
 
-# Absolute imports only: transformers copies the relative ones along with a file, and for a missing package it says
-# what to install. Classes of their own, because transformers marks those that it loads from a checkpoint's folder.
+# Absolute imports only: transformers copies the relative ones along with a file. They are in a try block, because for a
+# missing import elsewhere transformers tells the user to install a package of that name, whoever registers it. Classes
+# of their own, because transformers marks those that it loads from a checkpoint's folder.
 CODE_TEMPLATE = Template('''\
-"""Loads this checkpoint with trust_remote_code=True. All code is in the package: `pip install kda_layers`."""
+"""Loads this checkpoint with trust_remote_code=True. All code is in the package kda_layers."""
 
-from $config_module import $config as PackageConfig
-from $model_module import $base as PackageModel
-from $model_module import $causal_lm as PackageForCausalLM
+try:
+    from $config_module import $config as PackageConfig
+    from $model_module import $base as PackageModel
+    from $model_module import $causal_lm as PackageForCausalLM
+except ModuleNotFoundError as error:
+    if error.name != "kda_layers":
+        raise
+    raise ImportError("this checkpoint needs kda_layers: run `pip install .` in a clone of its repository") from error
 
 
 class $config(PackageConfig):
@@ -41,6 +50,9 @@ class $causal_lm(PackageForCausalLM):
     config_class = $config
 ''')
 
+# The code of version 0.1 begins so and has no digest.
+UNSIGNED = '"""Loads this checkpoint with trust_remote_code=True. All code is in the package: '
+
 CARD_TEMPLATE = Template("""\
 ---
 library_name: transformers
@@ -56,7 +68,7 @@ $facts
 
 ## Loading
 
-`pip install kda_layers`, then
+Install kda_layers with `pip install .` in a clone of its repository, then
 
 ```python
 import kda_layers
@@ -88,10 +100,11 @@ class CardMixin:
 
 
 def write_code(config: PreTrainedConfig, folder: Any) -> None:
-    """Writes the code that loads a checkpoint where kda_layers is installed but not imported; config names it then.
+    """Write the code that loads a checkpoint where kda_layers is installed but not imported; config names it then.
 
     To be called before config.json is written. A configuration that was itself loaded by such code is left to
-    transformers, which copies that code.
+    transformers, which copies that code. A file of this name that someone else wrote or edited stays, with a warning,
+    and so does the auto_map: an error would cost whoever saves a trained model more than the missing code does.
 
     Args:
         config: of a model of this package; its auto_map is set, but for entries that name other code.
@@ -108,7 +121,13 @@ def write_code(config: PreTrainedConfig, folder: Any) -> None:
         config_module=kind.__module__, model_module=causal_lm.__module__,
     )  # fmt: skip
     Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / CODE).write_text(code, encoding="utf-8")
+    if not _write(Path(folder) / CODE, code, "# ", ""):
+        warnings.warn(
+            f"{Path(folder) / CODE} is not as kda_layers writes it and stays as it is, as does the auto_map of config.json;"
+            " give that file another name and save again for one that loads this model with trust_remote_code=True",
+            stacklevel=3,
+        )
+        return
     classes = {"AutoConfig": kind, "AutoModel": base, "AutoModelForCausalLM": causal_lm}
     stem = Path(CODE).stem
     others = {auto: ref for auto, ref in (getattr(config, "auto_map", None) or {}).items() if stem not in str(ref)}
@@ -116,19 +135,15 @@ def write_code(config: PreTrainedConfig, folder: Any) -> None:
 
 
 def write_card(model: PreTrainedModel, folder: Any) -> None:
-    """Writes a model card into the folder of a checkpoint, unless that is not ours to do.
+    """Write a model card into the folder of a checkpoint, unless that is not ours to do.
 
     A card that someone wrote or edited stays: ours ends with a digest of itself, and only an unchanged one is
     replaced. There is none for an adapter's weights, and none in the `checkpoint-...` folders of a Trainer: they are
     to resume from, and the model that it saves in the end has one.
     """
-    path = Path(folder) / CARD
     resumable = re.fullmatch(r"checkpoint-\d+", Path(folder).absolute().name)
-    if resumable or getattr(model, "_hf_peft_config_loaded", False):
-        return
-    if path.exists() and not _is_ours(path.read_text(encoding="utf-8")):
-        return
-    path.write_text(_signed(model_card(model)), encoding="utf-8")
+    if not resumable and not getattr(model, "_hf_peft_config_loaded", False):
+        _write(Path(folder) / CARD, model_card(model), "<!-- ", " -->")
 
 
 def model_card(model: PreTrainedModel) -> str:
@@ -150,7 +165,7 @@ def _facts(model: PreTrainedModel) -> dict[str, str]:
         gate += f" {config.linear_lower_bound:g}"
     facts = {
         "architecture": type(model).__name__,
-        "model type": config.model_type,
+        "model type": type(config).model_type,  # that of the object is whatever config.json says
         "layers": layer_pattern(config.layer_types),
         "KDA heads": f"{config.linear_num_heads} of queries and keys, {config.linear_head_dim} wide; "
         f"{config.linear_num_value_heads} of values, {config.linear_value_head_dim} wide",
@@ -161,7 +176,7 @@ def _facts(model: PreTrainedModel) -> dict[str, str]:
         "dtype": str(model.dtype).removeprefix("torch."),
     }
     if origin := getattr(config, "converted_from", None):
-        facts["converted from"] = str(origin)
+        facts["converted from"] = _repository(str(origin))
     packages = (sys.modules[name] for name in ("kda_layers", "transformers", "torch"))
     facts["saved with"] = ", ".join(f"{package.__name__} {package.__version__}" for package in packages)
     return facts
@@ -181,10 +196,34 @@ def _name(layer_type: str) -> str:
     return "KDA" if layer_type == "linear_attention" else layer_type.replace("_", " ")
 
 
-def _signed(card: str) -> str:
-    return f"{card}\n<!-- written by kda_layers, {hashlib.sha256(card.encode()).hexdigest()[:16]} -->\n"
+def _repository(name: str) -> str:
+    """A name from config.json, which may be anybody's, for the card: as it is only if it holds no markup."""
+    part = "[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
+    return name if re.fullmatch(f"({part}/)?{part}", name) else "what `converted_from` in config.json names"
 
 
-def _is_ours(text: str) -> bool:
-    card, _, _ = text.rpartition("\n<!-- written by kda_layers, ")
-    return text == _signed(card)
+def _write(path: Path, text: str, *comment: str) -> bool:
+    """Write a signed file, unless one is there that this package did not write or that was edited: then False.
+
+    The file is replaced as a whole, and a link in its place is replaced, not followed.
+    """
+    if path.exists() and not _is_ours(path.read_text(encoding="utf-8", errors="replace"), *comment):
+        return False
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with new.open("x", encoding="utf-8") as file:
+            file.write(_signed(text, *comment))
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    return True
+
+
+def _signed(text: str, opening: str, closing: str) -> str:
+    """`text` and its digest, in a comment that `opening` begins and `closing` ends."""
+    return f"{text}\n{opening}{MARK}{hashlib.sha256(text.encode()).hexdigest()[:16]}{closing}\n"
+
+
+def _is_ours(text: str, opening: str, closing: str) -> bool:
+    before, _, _ = text.rpartition(f"\n{opening}{MARK}")
+    return text.startswith(UNSIGNED) or text == _signed(before, opening, closing)

@@ -54,9 +54,13 @@ def _open(path: Path) -> Iterator[Any]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
+        files = dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} must be a JSON object with a weight_map, got: {error!r}") from error
+    for name, file in files.items():
+        if not (isinstance(file, str) and file == Path(file).name and file.endswith(".safetensors")):
+            raise ValueError(f"{index} must name .safetensors files beside it, no paths, got {file!r} for {name}")
+    return files
 
 
 def open_weights(source: Source) -> Mapping[str, Tensor]:

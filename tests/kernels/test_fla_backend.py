@@ -66,7 +66,7 @@ def test_every_reason_is_given() -> None:
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        (None, "fla-core is not installed, needs pip install 'kda_layers[gpu]'"),
+        (None, "fla-core is not installed, needs pip install flash-linear-attention==0.6.0"),
         ("0.5.2", "fla-core is 0.5.2, needs 0.6"),
         ("0.60.0", "fla-core is 0.60.0, needs 0.6"),
         ("0.6.0", "fla-core 0.6.0 cannot be imported (AttributeError: this Triton has no such thing)"),

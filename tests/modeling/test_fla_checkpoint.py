@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,53 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
         convert_fla_checkpoint(tmp_path)
     with pytest.raises(TypeError, match="config must be given with a state dict"):
         convert_fla_checkpoint(fla_weights(CONFIG))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", '"kda"'])
+def test_a_config_that_is_no_object_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"config\.json must be a JSON object, got: ") as caught:
+        convert_fla_checkpoint(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "option", [dict(norm_eps=-1e-5), dict(norm_eps=math.nan), dict(hidden_size="24"), dict(expand_v=math.inf)], ids=str
+)
+def test_a_number_that_none_can_be_is_named(option: dict[str, Any]) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=f"^{name} must be a finite number of at least 0, got {value!r}$"):
+        convert_fla_checkpoint({}, CONFIG | option)
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../model.safetensors", "/etc/model.safetensors", "a/../../b.safetensors", "..", "", "weights.bin", 7, None],
+)
+def test_an_index_names_files_of_its_folder_only(file: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    weights = fla_weights(CONFIG)
+    write(folder, CONFIG, weights, shards=2)
+    save_file(weights, tmp_path / "model.safetensors")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = file
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"must name \.safetensors files beside it") as caught:
+        convert_fla_checkpoint(folder)
+    assert f"{path} " in str(caught.value)
+    assert f"got {file!r} for model.norm.weight" in str(caught.value)
+
+
+def test_a_shard_may_be_a_link_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots"
+    blobs.mkdir(), folder.mkdir()
+    write(blobs, CONFIG, fla_weights(CONFIG), shards=2)
+    for blob in blobs.iterdir():
+        (folder / blob.name).symlink_to(blob)
+    whole = convert_fla_checkpoint(blobs).state_dict()
+    assert all(torch.equal(t, whole[n]) for n, t in convert_fla_checkpoint(folder).state_dict().items())
 
 
 # ---------------------------------------------------------------- flash-linear-attention itself

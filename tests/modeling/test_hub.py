@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,7 +98,8 @@ def test_a_missing_package_and_missing_trust_are_explained(tmp_path: Path) -> No
     path = str(tmp_path / "model")
     missing = fresh(load.format(path, ", trust_remote_code=True"), tmp_path, importable=False)
     assert missing.returncode == 1
-    assert "pip install kda_layers" in missing.stderr
+    assert "ImportError: this checkpoint needs kda_layers: run `pip install .` in a clone" in missing.stderr
+    assert "pip install kda_layers" not in missing.stderr, "transformers names whatever has that name on PyPI"
     untrusted = fresh(load.format(path, ", trust_remote_code=False"), tmp_path)
     assert untrusted.returncode == 1
     assert "trust_remote_code=True" in untrusted.stderr
@@ -136,6 +138,67 @@ def test_entries_of_other_code_stay(tmp_path: Path) -> None:
     assert auto_map["AutoConfig"] == CONFIG
 
 
+def test_no_text_names_a_package_that_anybody_may_register() -> None:
+    """kda_layers is on no index: whoever registers the name would run code wherever such a text is followed."""
+    texts = [path for name in ("kda_layers", "examples", "benchmarks") for path in (ROOT / name).rglob("*.py")]
+    assert len(texts) > 50
+    install = re.compile(r"pip install .{0,9}kda.layers|kda.layers\[")
+    assert not [str(path) for path in texts if install.search(path.read_text(encoding="utf-8"))]
+
+
+# The file of version 0.1, which has no digest.
+UNSIGNED = '''"""Loads this checkpoint with trust_remote_code=True. All code is in the package: `pip install it`."""
+
+from kda_layers.modeling.configuration_kda import KDAConfig as PackageConfig
+'''
+
+
+@pytest.mark.parametrize("before", ["kda_llama", "unsigned"])
+def test_code_of_ours_is_replaced(before: str, tmp_path: Path) -> None:
+    if before == "unsigned":
+        (tmp_path / hub.CODE).write_text(UNSIGNED)
+    else:
+        make(before).save_pretrained(tmp_path)
+    make("kda").save_pretrained(tmp_path)
+    make("kda").save_pretrained(tmp_path / "new")
+    assert (tmp_path / hub.CODE).read_bytes() == (tmp_path / "new" / hub.CODE).read_bytes()
+
+
+@pytest.mark.parametrize("before", [b"import my_own\n", b"", b"# caf\xe9\n", "edited"])
+def test_code_that_is_not_ours_stays(before: bytes | str, tmp_path: Path) -> None:
+    model = make("kda")
+    if isinstance(before, str):
+        model.save_pretrained(tmp_path)
+        before = (tmp_path / hub.CODE).read_bytes().replace(b"That of", b"My own, from")
+    (tmp_path / hub.CODE).write_bytes(before)
+    model.config.auto_map = {"AutoConfig": CONFIG}
+    with pytest.warns(UserWarning, match=f"{hub.CODE} is not as kda_layers writes it and stays as it is") as caught:
+        model.save_pretrained(tmp_path)
+    assert len(caught) == 1
+    assert (tmp_path / hub.CODE).read_bytes() == before
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {"AutoConfig": CONFIG}
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("name", [hub.CODE, hub.CARD])
+def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
+    model, folder, elsewhere = make("kda"), tmp_path / "model", tmp_path / "elsewhere"
+    model.save_pretrained(elsewhere)
+    (elsewhere / name).rename(tmp_path / "target")
+    ours = (tmp_path / "target").read_bytes()
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "target")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    assert not (folder / name).is_symlink()
+    assert (tmp_path / "target").read_bytes() == ours
+    (folder / name).unlink()
+    (folder / name).symlink_to(tmp_path / "nowhere")
+    model.save_pretrained(folder)
+    assert not (folder / name).is_symlink()
+    assert not (tmp_path / "nowhere").exists()
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
 # ---------------------------------------------------------------- the card
 
 
@@ -152,10 +215,29 @@ def test_the_card_says_what_the_model_is(tmp_path: Path) -> None:
     for fact in (
         "pipeline_tag: text-generation", "KDAForCausalLM", "| model type | kda_lm |", f"{parameters:,}",
         "4: 3 KDA, 1 full attention", "lower_bound -5", "| dtype | bfloat16 |", "| converted from | someone/a-llama |",
-        f"torch {torch.__version__}", "pip install kda_layers", "trust_remote_code=True",
+        f"torch {torch.__version__}", "`pip install .` in a clone", "trust_remote_code=True",
     ):  # fmt: skip
         assert fact in card, fact
     assert "$" not in card
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "someone/a |\n\n# Heading", "a/b\n", "[a](https://example.org)", "<img src=x>", "`code`", "a|b", "a/b/c", "",
+        "---\nlicense: mit\n---", {"a": "b"}, "someone/" + "a" * 97, "https://example.org",
+    ],
+    ids=str,
+)  # fmt: skip
+def test_markup_in_the_configuration_does_not_reach_the_card(origin: Any) -> None:
+    model = make("kda")
+    plain = hub.model_card(model)
+    model.config.model_type = "kda_lm |\n\n# Heading"
+    assert hub.model_card(model) == plain
+    model.config.converted_from = origin
+    row = "| converted from | what `converted_from` in config.json names |\n"
+    assert hub.model_card(model).replace(row, "") == plain
+    assert (row in hub.model_card(model)) == bool(origin)
 
 
 def test_a_base_model_generates_no_text(tmp_path: Path) -> None:
@@ -165,15 +247,15 @@ def test_a_base_model_generates_no_text(tmp_path: Path) -> None:
     assert "AutoModel.from_pretrained" in card_of(tmp_path)
 
 
-@pytest.mark.parametrize("before", ["# Mine\n", "", "edited"])
-def test_a_card_that_is_not_ours_stays(before: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [b"# Mine\n", b"", b"# Caf\xe9\n", "edited"])
+def test_a_card_that_is_not_ours_stays(before: bytes | str, tmp_path: Path) -> None:
     model = make("kda")
-    if before == "edited":
+    if isinstance(before, str):
         model.save_pretrained(tmp_path)
-        before = card_of(tmp_path).replace("Not stated", "Trained on a book")
-    (tmp_path / hub.CARD).write_text(before)
+        before = card_of(tmp_path).replace("Not stated", "Trained on a book").encode()
+    (tmp_path / hub.CARD).write_bytes(before)
     model.save_pretrained(tmp_path)
-    assert card_of(tmp_path) == before
+    assert (tmp_path / hub.CARD).read_bytes() == before
 
 
 def test_our_own_card_follows_the_model(tmp_path: Path) -> None:

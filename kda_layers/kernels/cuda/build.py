@@ -57,12 +57,12 @@ def problems() -> list[str]:
     try:
         from cuda.bindings import nvrtc  # noqa: F401
     except ImportError as error:
-        return [f"cuda-bindings cannot be imported ({error}), needs pip install 'kda_layers[gpu]'"]
+        return [f"cuda-bindings cannot be imported ({error}), needs pip install cuda-bindings"]
     try:
         version = nvrtc_version()
     except Exception as error:  # cuda-bindings' own for a library that it does not find, and others by its version
         reason = str(error).partition("\n")[0]
-        return [f"NVRTC cannot be loaded ({reason}), needs pip install 'kda_layers[gpu]'"]
+        return [f"NVRTC cannot be loaded ({reason}), needs pip install nvidia-cuda-nvrtc"]
     if version < OLDEST:
         return [f"NVRTC is {dotted(version)}, needs {dotted(OLDEST)} or newer"]
     return []

@@ -17,7 +17,7 @@ def problems() -> list[str]:
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        return [f"{PACKAGE} is not installed, needs pip install 'kda_layers[gpu]'"]
+        return [f"{PACKAGE} is not installed, needs pip install flash-linear-attention==0.6.0"]
     if version != VERSION and not version.startswith(VERSION + "."):
         return [f"{PACKAGE} is {version}, needs {VERSION}"]
     try:
