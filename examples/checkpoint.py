@@ -6,11 +6,13 @@ import contextlib
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from command import first_line
 from text_data import BYTES, InputError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -98,20 +100,20 @@ def load_state(directory: Path) -> dict[str, Any]:
 
 
 def as_device(name: str) -> torch.device:
-    """The device of that name, if it works here."""
+    """The device of that name, if it works here: a number can be written to it and read back."""
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises each of them
-        raise InputError(f"--device {name}: expected a device that works here, got: {_first_line(error)}") from error
+        torch.ones(1, device=device).item()
+    except Exception as error:  # torch raises many kinds
+        raise InputError(f"--device {name}: expected a device that works here, got: {first_line(error)}") from error
     return device
 
 
 def check_replaceable(directory: Path) -> None:
-    """Raises an InputError unless `save_checkpoint` may take `directory`'s place: it is missing, empty or ours."""
+    """Raise an InputError unless `save_checkpoint` can take `directory`'s place: it is missing, empty or ours."""
+    check_writable(directory.parent)
     try:
         recover(directory)
-        directory.parent.mkdir(parents=True, exist_ok=True)
         if directory.exists() and not (directory / STATE).is_file():
             directory.rmdir()  # fails unless it is an empty directory, and not a mount point, which cannot be renamed
     except OSError as error:
@@ -119,12 +121,21 @@ def check_replaceable(directory: Path) -> None:
             f"--output {directory}: expected a new directory, an empty one or a checkpoint of this script, "
             f"got: {error.strerror}"
         ) from error
-    if not os.access(directory.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--output {directory}: expected a directory to write to, got: no permission")
+
+
+def check_writable(directory: Path, option: str = "--output") -> None:
+    """Make `directory` if it is missing; raise an InputError unless files can be written to it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:  # permissions alone do not tell: file systems refuse too
+            file.write(b"\0")
+    except OSError as error:
+        raise InputError(f"{option} {directory}: expected a directory to write to, got: {error.strerror}") from error
 
 
 def _sibling(directory: Path, suffix: str) -> Path:
-    return directory.with_name(f".{directory.name}.{suffix}")
+    directory = directory.resolve()  # "." has no name to add to
+    return directory.parent / f".{directory.name}.{suffix}"
 
 
 def _flush(path: Path) -> None:
@@ -144,8 +155,4 @@ def _expect_files(directory: Path, names: tuple[str, ...]) -> None:
 
 
 def _not_a_checkpoint(directory: Path, error: Exception) -> InputError:
-    return InputError(f"{directory}: expected a checkpoint of train_tiny_lm.py, got: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return InputError(f"{directory}: expected a checkpoint of train_tiny_lm.py, got: {first_line(error)}")

@@ -14,12 +14,20 @@ the vocabulary is that of bytes.
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import re
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from text_data import BYTES, InputError, load_text
+from checkpoint import check_writable
+from command import exit_status, first_line
+from safetensors import safe_open
+from settings import check_range, flag
+from text_data import BYTES, InputError, Text, load_text
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
@@ -28,10 +36,12 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_callback import ExportableState
+from transformers.utils import is_accelerate_available
 
 import kda_layers
 
@@ -51,20 +61,30 @@ class Excerpts(Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
+class RunRecord(TrainerCallback, ExportableState):
+    """What must stay the same when a run is resumed; the Trainer stores it in the state of each checkpoint."""
+
+    def __init__(self, options: dict[str, Any]):
+        self.options = options
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"options": self.options}, "attributes": {}}
+
+
 def load_model(name: str) -> PreTrainedModel:
     """A new model for the path of a .json configuration, else the checkpoint of that path or name."""
     try:
         if name.endswith(".json"):
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
         return AutoModelForCausalLM.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # damaged files fail in as many ways as there are parsers
+        reason = first_line(error)
         raise InputError(f"--model {name}: expected a checkpoint or a .json configuration, got: {reason}") from error
 
 
 def swap(model: PreTrainedModel, layers: str) -> PreTrainedModel:
     """The model with its attention swapped: itself if it has KDA layers, else a converted one."""
-    indices = layers.replace(",", "").isdigit()
+    indices = layers.replace(",", "").isdecimal()
     chosen: Any = [int(i) for i in layers.split(",") if i] if indices else layers
     try:
         swapped: Any = kda_layers.swap_attention(model, chosen)
@@ -73,9 +93,10 @@ def swap(model: PreTrainedModel, layers: str) -> PreTrainedModel:
     return swapped if isinstance(swapped, PreTrainedModel) else model
 
 
-def load_data(path: str | None, model: PreTrainedModel, name: str, length: int) -> tuple[Excerpts, Excerpts]:
-    """The first nine tenths of the text to train on, and the rest, in the model's tokens."""
-    text = load_text(path, length)
+def load_data(
+    text: Text, path: str | None, model: PreTrainedModel, name: str, length: int
+) -> tuple[Excerpts, Excerpts]:
+    """The part of the text to train on, and the rest, in the model's tokens."""
     parts = [text.train, text.heldout]
     if model.config.get_text_config().vocab_size != BYTES:
         try:
@@ -92,21 +113,68 @@ def load_data(path: str | None, model: PreTrainedModel, name: str, length: int) 
     return train, heldout
 
 
-def last_checkpoint(output: str) -> str:
-    found = get_last_checkpoint(output) if Path(output).is_dir() else None
-    if found is None:
-        raise InputError(f"--resume: expected a run with --save-every in --output {output}, got no checkpoint there")
-    return found
+def last_checkpoint(output: str) -> tuple[str, dict[str, Any]]:
+    """The newest whole checkpoint in `output` and the options of its run; those that are not whole are named."""
+    found = {int(m[1]): path for path in Path(output).glob("*") if (m := re.fullmatch(r"checkpoint-(\d+)", path.name))}
+    for _, path in sorted(found.items(), reverse=True):
+        try:
+            return str(path), options_of(path)
+        except Exception as error:  # damaged files fail in as many ways as there are parsers
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{path} is skipped: it is not a whole checkpoint of this script, {first_line(error)}")
+    raise InputError(f"--resume: expected a run with --save-every in --output {output}, got no whole checkpoint there")
+
+
+def options_of(checkpoint: Path) -> dict[str, Any]:
+    """Options of the run that a checkpoint is of; raises unless each of its files is there and whole."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text())  # the file that the Trainer writes last
+    for pattern in ("*model*", "optimizer*", "scheduler*"):
+        if not any(checkpoint.glob(pattern)):
+            raise FileNotFoundError(f"it has no {pattern}")
+    index = checkpoint / "model.safetensors.index.json"
+    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+    for path in {*checkpoint.glob("*.safetensors"), *(checkpoint / shard for shard in shards)}:
+        with safe_open(path, "pt"):  # fails unless the file has the length that its header promises
+            pass
+    for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")):
+        if not zipfile.is_zipfile(path):  # whose directory is at the end
+            raise ValueError(f"{path.name} is cut short")
+    return state["stateful_callbacks"][RunRecord.__name__]["args"]["options"]
+
+
+def defining_options(args: argparse.Namespace, text: Text) -> dict[str, Any]:
+    """What a run cannot change when it is resumed: the checkpoint holds it, or the loss curve would have a kink."""
+    names = ("swap", "seq_len", "batch_size", "lr", "seed", "bf16")
+    model = str(Path(args.model).resolve()) if Path(args.model).exists() else args.model
+    return {"model": model, "data": text.sha256} | {name: getattr(args, name) for name in names}
+
+
+def check_same(options: dict[str, Any], recorded: dict[str, Any], checkpoint: str, data: str | None) -> None:
+    """Raise an InputError that names the first option which is not as in the run to resume."""
+    if options["data"] != recorded.get("data"):
+        raise InputError(f"--data {data or '(default)'}: expected the text that {checkpoint} was trained on")
+    for name, value in options.items():
+        if value != recorded.get(name):
+            raise InputError(f"{flag(name)} {value}: expected {recorded.get(name)} as in {checkpoint}")
 
 
 def finetune(args: argparse.Namespace) -> Trainer:
     """Trains, saves to --output, and returns the Trainer; called by every process."""
-    checkpoint = last_checkpoint(args.output) if args.resume else None
+    if not is_accelerate_available():
+        raise InputError("the Trainer of transformers needs accelerate: pip install -U accelerate")
+    for name, least in (("steps", 1), ("batch_size", 1), ("seq_len", 2), ("save_every", 0), ("seed", 0), ("lr", 0)):
+        check_range(name, getattr(args, name), least)
+    text, checkpoint = load_text(args.data, args.seq_len), None
+    options = defining_options(args, text)
+    if args.resume:
+        checkpoint, recorded = last_checkpoint(args.output)
+        check_same(options, recorded, checkpoint, args.data)
+    check_writable(Path(args.output))
     set_seed(args.seed)  # the same new weights in every process
     model = load_model(args.model)
     if args.swap is not None:
         model = swap(model, args.swap)
-    train, heldout = load_data(args.data, model, args.model, args.seq_len)
+    train, heldout = load_data(text, args.data, model, args.model, args.seq_len)
     model.config.use_cache = False  # nothing is generated here
     arguments = TrainingArguments(
         output_dir=args.output,
@@ -128,7 +196,7 @@ def finetune(args: argparse.Namespace) -> Trainer:
         eval_on_start=True,  # calling evaluate() before train() would leave the processes' gradients unshared
         report_to=[],
     )
-    trainer = Trainer(model, arguments, train_dataset=train, eval_dataset=heldout)
+    trainer = Trainer(model, arguments, train_dataset=train, eval_dataset=heldout, callbacks=[RunRecord(options)])
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.evaluate()
     before, *_, after = (entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
@@ -157,24 +225,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of new weights and data order (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16, with parameters as they are")
     parser.add_argument("--cpu", action="store_true", help="train on the CPU although there is a GPU")
-    args = parser.parse_args(argv)
-    for name, least in (("steps", 1), ("batch_size", 1), ("seq_len", 2), ("save_every", 0), ("seed", 0), ("lr", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least {least}")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    try:
-        finetune(args)
-    except InputError as error:
-        print(f"finetune.py: error: {error}", file=sys.stderr)
-        return 2
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    return 0
+    def example() -> int:
+        try:
+            finetune(parse(argv))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        return 0
+
+    return exit_status("finetune.py", example)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from checkpoint import as_device, load_model
+from command import exit_status
+from settings import check_range
 from text_data import InputError
 from torch import Tensor
 from transformers.generation import BaseStreamer
@@ -42,30 +44,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def generate(args: argparse.Namespace) -> None:
+def generate(args: argparse.Namespace) -> int:
     prompt = args.prompt.encode("utf-8", "surrogateescape")  # an argument's bytes as they came
     if not prompt:
         raise InputError("prompt: expected at least one character, got none")
-    if args.max_new_tokens < 1:
-        raise InputError(f"--max-new-tokens {args.max_new_tokens}: expected at least 1")
-    if args.temperature < 0 or args.top_k < 0:
-        raise InputError(f"--temperature {args.temperature}, --top-k {args.top_k}: expected 0 or more")
+    for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+        check_range(name, getattr(args, name), least)
     model: Any = load_model(args.checkpoint, as_device(args.device))
     torch.manual_seed(args.seed)
     sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k} if args.temperature else {}
     ids = torch.tensor([list(prompt)], device=model.device)
     model.generate(ids, max_new_tokens=args.max_new_tokens, streamer=ByteStreamer(), **sampling)
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        generate(parse(argv))
-    except InputError as error:
-        print(f"generate.py: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_status("generate.py", lambda: generate(parse(argv)))
 
 
 if __name__ == "__main__":

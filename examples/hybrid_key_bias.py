@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from checkpoint import as_device
+from command import exit_status
 from settings import Settings, flag, option
 from text_data import BYTES, InputError, Text, load_text, training_batch
 from tqdm import tqdm
@@ -130,14 +131,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run_example(parse(argv))
-    except InputError as error:
-        print(f"hybrid_key_bias.py: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    return exit_status("hybrid_key_bias.py", lambda: run_example(parse(argv)))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,8 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            least = self.least.get(name, 1)
-            if not isinstance(value, str) and not least <= value < 2**32:
-                raise InputError(f"{flag(name)} {value}: expected at least {least} and less than 2^32")
+            if not isinstance(value, str):
+                check_range(name, value, self.least.get(name, 1))
 
 
 @dataclass(frozen=True)
@@ -57,3 +56,9 @@ class Run:
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def check_range(name: str, value: float, least: float) -> None:
+    """Raise an InputError that names the option unless its value is in range, which NaN and infinity are not."""
+    if not least <= value < 2**32:
+        raise InputError(f"{flag(name)} {value}: expected at least {least} and less than 2^32")

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint import as_device
+from checkpoint import as_device, check_writable
+from command import exit_status
 from report import plot_phases
 from settings import Settings, flag, option
 from text_data import BYTES, InputError, Text, load_text, training_batch
@@ -169,7 +170,7 @@ def run_example(args: argparse.Namespace) -> int:
     torch.set_num_threads(s.threads)
     device = as_device(args.device)
     text = load_text(args.data, s.seq_len)
-    args.output.mkdir(parents=True, exist_ok=True)
+    check_writable(args.output)
     try:
         original = build_original(s, device)
         swapped(original, s)  # so that a mistake shows now, not after pre-training
@@ -231,14 +232,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run_example(parse(argv))
-    except InputError as error:
-        print(f"swap_llama.py: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    return exit_status("swap_llama.py", lambda: run_example(parse(argv)))
 
 
 if __name__ == "__main__":

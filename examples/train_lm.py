@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint import as_device, check_replaceable, held_signals, save_checkpoint
+from checkpoint import as_device, check_replaceable, check_writable, held_signals, save_checkpoint
+from command import exit_status
 from huggingface_hub.errors import StrictDataclassError
 from lm_data import Corpus, load_corpus
 from lm_training import LMSettings, Training
 from report import plot_comparison, plot_run, run_table
-from settings import flag
+from settings import check_range, flag
 from text_data import BYTES, InputError
 from throughput import machine, peak_tflops
 from transformers import PreTrainedTokenizerFast
@@ -100,11 +101,15 @@ def save_model(training: Training, corpus: Corpus, output: Path) -> None:
 
 def run_example(args: argparse.Namespace) -> int:
     s = LMSettings(**{f.name: getattr(args, f.name) for f in fields(LMSettings)})
+    if args.peak_tflops is not None:
+        check_range("peak_tflops", args.peak_tflops, 1e-3)
     device = as_device(args.device)
     config = load_config(s)
     with chosen_backend(args.backend):
         backend = serving_backend(config, s, device)
         check_replaceable(args.output / "checkpoint")
+        if args.cache is not None:
+            check_writable(args.cache, "--cache")
         print("reading the text ...", flush=True)
         corpus = load_corpus(
             args.data, s.max_mb, s.heldout_kb, None if s.vocab == "byte" else config.vocab_size, s.seq_len,
@@ -145,6 +150,8 @@ def compare(paths: list[Path], output: Path) -> int:
         try:
             report = json.loads(path.read_text())
             run_table(report)
+            for part in ("corpus", "losses", "windows", "unigram_nats_per_token"):
+                report[part]
             reports[str(path.parent if path.name == "run.json" else path.with_suffix(""))] = report
         except OSError as error:
             raise InputError(f"--compare {path}: expected a readable file, got: {error.strerror}") from error
@@ -155,7 +162,7 @@ def compare(paths: list[Path], output: Path) -> int:
         names = [n for n, value in first[part].items() if any(o[part].get(n) != value for o in others)]
         if names:
             print(f"these runs differ in {part}: {', '.join(names)}")
-    output.mkdir(parents=True, exist_ok=True)
+    check_writable(output)
     plot_comparison(reports, output / "comparison.png")
     rows = [run_table(report).splitlines() for report in reports.values()]
     (output / "comparison.md").write_text("\n".join([*rows[0][:2], *(row[2] for row in rows)]) + "\n")
@@ -184,18 +191,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
+    def example() -> int:
         args = parse(argv)
-        return compare(args.compare, args.output) if args.compare else run_example(args)
-    except InputError as error:
-        print(f"train_lm.py: error: {error}", file=sys.stderr)
-        return 2
-    except torch.OutOfMemoryError as error:
-        print(f"train_lm.py: error: a smaller --batch-size may help: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+        try:
+            return compare(args.compare, args.output) if args.compare else run_example(args)
+        except torch.OutOfMemoryError as error:
+            print(f"train_lm.py: error: a smaller --batch-size may help: {str(error).splitlines()[0]}", file=sys.stderr)
+            return 1
+
+    return exit_status("train_lm.py", example)
 
 
 if __name__ == "__main__":

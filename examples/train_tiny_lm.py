@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from checkpoint import as_device, check_replaceable, held_signals, load_model, load_state, save_checkpoint
+from command import exit_status
 from report import plot, sample
 from settings import Run, Settings, TrainingSettings, flag
 from text_data import BYTES, InputError, Text, Trigram, heldout_windows, load_text, training_batch
@@ -194,14 +195,7 @@ def run_example(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run_example(parse(argv))
-    except InputError as error:
-        print(f"train_tiny_lm.py: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    return exit_status("train_tiny_lm.py", lambda: run_example(parse(argv)))
 
 
 if __name__ == "__main__":

@@ -299,7 +299,7 @@ def test_the_tail_begins_with_a_paragraph_or_a_character() -> None:
         ("--minutes 0", "--minutes 0.0: expected at least 0.001"),
         ("--lr nan", "--lr nan: expected at least 0.0"),
         ("--device abacus", "--device abacus: expected a device that works here, got: "),
-        ("--output small.txt", "--output {cwd}/small.txt/checkpoint: expected a new directory"),
+        ("--output small.txt", "--output {cwd}/small.txt: expected a directory to write to, got: File exists"),
         ("--compare missing.json", "--compare missing.json: expected a readable file, got: No such file"),
         ("--compare tiny.json", "--compare tiny.json: expected a run.json of this script, got: "),
     ],

@@ -123,8 +123,8 @@ def write_code(config: PreTrainedConfig, folder: Any) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     if not _write(Path(folder) / CODE, code, "# ", ""):
         warnings.warn(
-            f"{Path(folder) / CODE} is not as kda_layers writes it and stays as it is, as does the auto_map of config.json;"
-            " give that file another name and save again for one that loads this model with trust_remote_code=True",
+            f"{Path(folder) / CODE} is not as kda_layers writes it and stays, as does auto_map in config.json: "
+            "to load this model with trust_remote_code=True, give that file another name and save again",
             stacklevel=3,
         )
         return
