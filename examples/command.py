@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from huggingface_hub.errors import StrictDataclassError
 from text_data import InputError
 
 
@@ -38,7 +39,10 @@ def exit_status(name: str, example: Callable[[], int]) -> int:
         return 1
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """First line of the message; that of the cause for a StrictDataclassError, which says nothing itself."""
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        error = error.__cause__
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

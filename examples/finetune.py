@@ -128,7 +128,7 @@ def last_checkpoint(output: str) -> tuple[str, dict[str, Any]]:
 def options_of(checkpoint: Path) -> dict[str, Any]:
     """Options of the run that a checkpoint is of; raises unless each of its files is there and whole."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())  # the file that the Trainer writes last
-    for pattern in ("*model*", "optimizer*", "scheduler*"):
+    for pattern in ("*model[-._]*", "optimizer*", "scheduler*"):
         if not any(checkpoint.glob(pattern)):
             raise FileNotFoundError(f"it has no {pattern}")
     index = checkpoint / "model.safetensors.index.json"

@@ -48,7 +48,8 @@ def generate(args: argparse.Namespace) -> int:
     prompt = args.prompt.encode("utf-8", "surrogateescape")  # an argument's bytes as they came
     if not prompt:
         raise InputError("prompt: expected at least one character, got none")
-    for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+    coldest = 1e-4 if args.temperature else 0  # logits divided by less overflow; 0 does not divide
+    for name, least in (("max_new_tokens", 1), ("temperature", coldest), ("top_k", 0), ("seed", 0)):
         check_range(name, getattr(args, name), least)
     model: Any = load_model(args.checkpoint, as_device(args.device))
     torch.manual_seed(args.seed)

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from checkpoint import as_device, check_writable
-from command import exit_status
+from command import exit_status, first_line
+from huggingface_hub.errors import StrictDataclassError
 from report import plot_phases
-from settings import Settings, flag, option
+from settings import Settings, check_range, flag, option
 from text_data import BYTES, InputError, Text, load_text, training_batch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
@@ -46,6 +47,11 @@ class SwapSettings(Settings):
     logit_steps: int = option(150, "steps in which the new model learns the original's probabilities")
     contexts: str = option("512,8192", "bytes in the cache when decoding is measured")
     decode: int = option(64, "bytes to decode for that")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for context in numbers(self.contexts, "contexts"):
+            check_range("contexts", context, 1)
 
 
 def numbers(text: str, name: str) -> list[int]:
@@ -174,8 +180,8 @@ def run_example(args: argparse.Namespace) -> int:
     try:
         original = build_original(s, device)
         swapped(original, s)  # so that a mistake shows now, not after pre-training
-    except (TypeError, ValueError) as error:
-        raise InputError(str(error)) from error
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise InputError(first_line(error)) from error
     report: dict[str, Any] = {"settings": asdict(s), "device": str(device), "data_sha256": text.sha256, "losses": {}}
     losses, perplexity = report["losses"], {}
 

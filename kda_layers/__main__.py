@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import signal
 
 import torch
 import transformers
@@ -58,4 +59,5 @@ def describe() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # with `| head` it ends quietly, as other commands do
     main()

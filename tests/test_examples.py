@@ -308,6 +308,11 @@ def test_ctrl_c_saves_and_a_second_one_does_no_harm(data: Path, tmp_path: Path) 
         ("--seed -1", "--seed -1: expected at least 0"),
         ("--lr nan", "--lr nan: expected at least 0.0"),
         ("--device abacus", "--device abacus: expected a device that works here, got: "),
+        ("--device meta", "--device meta: expected a device that works here, got: "),
+        ("--output small.txt/run", "--output {cwd}/small.txt: expected a directory to write to, got: File exists"),
+        ("--output /proc/run", "--output /proc: expected a directory to write to, got: "),  # which root cannot either
+        ("--output /", "--output /: expected a new directory"),
+        ("--resume .", ".: expected a checkpoint of train_tiny_lm.py, got: no config.json"),
     ],
 )
 def test_trainer_explains_bad_input(
@@ -345,6 +350,12 @@ def test_trainer_explains_bad_input(
         (["{trained}", ""], "prompt: expected at least one character"),
         (["{trained}", "Hi", "--max-new-tokens", "0"], "--max-new-tokens 0: expected at least 1"),
         (["{trained}", "Hi", "--temperature", "-1"], "--temperature -1.0"),
+        (["{trained}", "Hi", "--temperature", "nan"], "--temperature nan: expected at least 0.0001"),
+        (["{trained}", "Hi", "--temperature", "1e-40"], "--temperature 1e-40: expected at least 0.0001"),
+        (["{trained}", "Hi", "--seed", "-1"], "--seed -1: expected at least 0"),
+        (["{trained}", "Hi", "--device", "meta"], "--device meta: expected a device that works here"),
+        (["/", "Hi"], "/: expected a checkpoint of train_tiny_lm.py, got: no config.json"),
+        (["", "Hi"], ".: expected a checkpoint of train_tiny_lm.py, got: no config.json"),
     ],
 )
 def test_generate_explains_bad_input(
@@ -368,6 +379,37 @@ def test_generate_continues_the_prompt(trained: Path, capsys: pytest.CaptureFixt
     assert run() == run() != run("--seed", "1")
     assert run("--temperature", "0") == run("--temperature", "0", "--seed", "1")
     assert run("--top-k", "0") != run("--top-k", "1")
+
+
+def generated(trained: Path, stdout: Any, prompt: str = "Hi", **variables: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "generate.py"), str(trained), prompt, "--device", "cpu"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables, stdout=stdout, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(trained: Path) -> None:
+    process = generated(trained, subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(1) == b"H"
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 128 + signal.SIGPIPE)
+
+
+def test_a_full_stdout_is_one_line(trained: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        process = generated(trained, full)
+    error = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 1
+    assert error == "generate.py: error: [Errno 28] No space left on device\n"
+
+
+def test_what_stdout_cannot_encode_is_escaped(trained: Path) -> None:
+    process = generated(trained, subprocess.PIPE, "Hé", PYTHONIOENCODING="ascii")
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, b"")
+    assert out.startswith(b"H\\xe9")
 
 
 def test_characters_are_printed_when_complete(capsys: pytest.CaptureFixture[str]) -> None:
@@ -424,6 +466,7 @@ def test_the_unbiased_model_is_any_hybrid(data: Path) -> None:
         (["--layers", "1"], "--layers 1: expected at least 2"),
         (["--seeds", "0"], "--seeds 0: expected at least 1"),
         (["--data", "/no/such/file"], "--data /no/such/file: expected a readable file"),
+        (["--device", "meta"], "--device meta: expected a device that works here"),
     ],
     ids=str,
 )

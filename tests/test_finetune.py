@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,9 +120,95 @@ def test_a_llama_is_swapped_and_a_run_resumed(tmp_path: Path, capsys: pytest.Cap
     assert "1 processes" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, and the run of two steps whose one checkpoint is of the last."""
+    path = tmp_path_factory.mktemp("interrupted")
+    (path / "text.txt").write_bytes(text_data.python_reference()[:3000])
+    hybrid().config.to_json_file(path / "config.json")
+    assert finetune.main([*resumable(path), "--steps", "2"]) == 0
+    return path
+
+
+def resumable(path: Path) -> list[str]:
+    files = ["--data", str(path / "text.txt"), "--model", str(path / "config.json"), "--output", str(path / "run")]
+    return [*files, "--save-every", "2", *FEW]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda new: (new / "trainer_state.json").unlink(), "trainer_state.json"),
+        (lambda new: cut(new / "trainer_state.json"), "Expecting"),
+        (lambda new: cut(new / "model.safetensors"), "file not fully covered"),
+        (lambda new: (new / "model.safetensors").unlink(), "it has no *model[-._]*"),
+        (lambda new: cut(new / "optimizer.pt"), "optimizer.pt is cut short"),
+        (lambda new: (new / "optimizer.pt").unlink(), "it has no optimizer*"),
+        (lambda new: cut(new / "rng_state.pth"), "rng_state.pth is cut short"),
+    ],
+)
+def test_the_newest_whole_checkpoint_is_resumed(
+    damage: Any, reason: str, interrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "copy"
+    shutil.copytree(interrupted, path)
+    new = path / "run" / "checkpoint-10"
+    shutil.copytree(path / "run" / "checkpoint-2", new)
+    damage(new)
+    same = ["--model", str(interrupted / "config.json")]
+    capsys.readouterr()
+    assert finetune.main([*resumable(path), *same, "--steps", "4", "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"{new} is skipped: it is not a whole checkpoint of this script, .*{re.escape(reason)}", out)
+    state = json.loads((path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [0, 2]  # where each run began
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--model", str(ROOT / "configs" / "tiny.json")], "--model {root}/configs/tiny.json: expected {path}/config."),
+        (["--swap", "all"], "--swap all: expected None as in {path}/run/checkpoint-2"),
+        (["--data", str(ROOT / "README.md")], "--data {root}/README.md: expected the text that {path}/run/checkpoint-"),
+        (["--lr", "1e-3"], "--lr 0.001: expected 0.01 as in {path}/run/checkpoint-2"),
+        (["--batch-size", "3"], "--batch-size 3: expected 4 as in {path}/run/checkpoint-2"),
+        (["--seq-len", "16"], "--seq-len 16: expected 32 as in {path}/run/checkpoint-2"),
+        (["--seed", "1"], "--seed 1: expected 0 as in {path}/run/checkpoint-2"),
+        (["--bf16"], "--bf16 True: expected False as in {path}/run/checkpoint-2"),
+    ],
+)
+def test_another_run_is_not_resumed(
+    options: list[str], message: str, interrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert finetune.main([*resumable(interrupted), "--steps", "3", "--resume", *options]) == 2
+    assert message.format(root=ROOT, path=interrupted) in capsys.readouterr().err
+    assert not (interrupted / "run" / "checkpoint-3").exists()
+
+
+def test_accelerate_is_asked_for_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(finetune, "is_accelerate_available", lambda: False)
+    monkeypatch.setattr(finetune, "load_text", None)
+    assert finetune.main([]) == 2
+    assert capsys.readouterr().err.endswith("the Trainer of transformers needs accelerate: pip install -U accelerate\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lr", "nan"], "--lr nan: expected at least 0"),
+        (["--steps", "0"], "--steps 0: expected at least 1"),
+        (["--seed", "99999999999"], "--seed 99999999999: expected at least 0 and less than 2^32"),
+        (["--output", "/dev/null"], "--output /dev/null: expected a directory to write to, got: File exists"),
+        (["--output", "/dev/null/run"], "--output /dev/null/run: expected a directory to write to, got: Not a dir"),
+        (["--output", "/proc/run"], "--output /proc/run: expected a directory to write to, got: "),
+        (["--swap", "²"], "--swap ²: "),
         (["--data", "nowhere.txt"], "--data nowhere.txt: expected a readable file"),
         (["--model", "./nowhere"], "--model ./nowhere: expected a checkpoint or a .json configuration"),
         (["--swap", "all"], "--swap all: "),

@@ -98,6 +98,12 @@ def test_the_cache_grows_in_one_layer_instead_of_four(output: Path) -> None:
         (dict(layer_steps=0), "--layer-steps 0: expected at least 1"),
         (dict(data="/no/such/file"), "--data /no/such/file: expected a readable file"),
         (dict(device="quantum"), "--device quantum: expected a device that works here"),
+        (dict(device="meta"), "--device meta: expected a device that works here"),
+        (dict(contexts="64,0"), "--contexts 0: expected at least 1"),
+        (dict(hidden_size=66), "hidden size (66) is not a multiple of the number of attention heads (4)"),
+        (dict(output="/proc/run"), "--output /proc/run: expected a directory to write to, got: "),
+        (dict(output="/dev/null"), "--output /dev/null: expected a directory to write to, got: "),
+        (dict(output="/dev/null/run"), "--output /dev/null/run: expected a directory to write to, got: "),
     ],
     ids=str,
 )

@@ -300,15 +300,23 @@ def test_the_tail_begins_with_a_paragraph_or_a_character() -> None:
         ("--lr nan", "--lr nan: expected at least 0.0"),
         ("--device abacus", "--device abacus: expected a device that works here, got: "),
         ("--output small.txt", "--output {cwd}/small.txt: expected a directory to write to, got: File exists"),
+        ("--output /proc/run", "--output /proc/run: expected a directory to write to, got: "),
+        ("--cache small.txt", "--cache small.txt: expected a directory to write to, got: File exists"),
+        ("--device meta", "--device meta: expected a device that works here, got: "),
+        ("--peak-tflops nan", "--peak-tflops nan: expected at least 0.001"),
+        ("--compare part.json", "--compare part.json: expected a run.json of this script, got: KeyError('windows')"),
+        ("--compare run.json --output small.txt", "--output {cwd}/small.txt: expected a directory to write to"),
         ("--compare missing.json", "--compare missing.json: expected a readable file, got: No such file"),
         ("--compare tiny.json", "--compare tiny.json: expected a run.json of this script, got: "),
     ],
 )
 def test_bad_input_is_explained(
-    argv: str, message: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    argv: str, message: str, files: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    Path("run.json").write_text(json.dumps(report_of(trained)))
+    Path("part.json").write_text(json.dumps({n: v for n, v in report_of(trained).items() if n != "windows"}))
     for name in ("tiny.json", "text.txt"):
         Path(name).write_bytes((files / name).read_bytes())
     Path("llama.json").write_text('{"model_type": "llama"}')
