@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -114,19 +115,31 @@ def load_data(
 
 
 def last_checkpoint(output: str) -> tuple[str, dict[str, Any]]:
-    """The newest whole checkpoint in `output` and the options of its run; those that are not whole are named."""
+    """The newest whole checkpoint in `output` and the options of its run.
+
+    Newer ones that an interrupted save left are named and renamed: the Trainer keeps the checkpoint with the highest
+    number where a file system has no exact times.
+    """
     found = {int(m[1]): path for path in Path(output).glob("*") if (m := re.fullmatch(r"checkpoint-(\d+)", path.name))}
     for _, path in sorted(found.items(), reverse=True):
         try:
-            return str(path), options_of(path)
+            state = whole_state(path)
         except Exception as error:  # damaged files fail in as many ways as there are parsers
             if os.environ.get("RANK", "0") == "0":
-                print(f"{path} is skipped: it is not a whole checkpoint of this script, {first_line(error)}")
+                print(f"{path} is skipped and renamed: it is not a whole checkpoint, {first_line(error)}")
+                aside = path.with_name(f"incomplete-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+            continue
+        try:
+            return str(path), state["stateful_callbacks"][RunRecord.__name__]["args"]["options"]
+        except KeyError as error:
+            raise InputError(f"--resume: expected a checkpoint of this version of the script, got {path}") from error
     raise InputError(f"--resume: expected a run with --save-every in --output {output}, got no whole checkpoint there")
 
 
-def options_of(checkpoint: Path) -> dict[str, Any]:
-    """Options of the run that a checkpoint is of; raises unless each of its files is there and whole."""
+def whole_state(checkpoint: Path) -> dict[str, Any]:
+    """The Trainer's state in a checkpoint; raises unless each of its files is there and whole."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())  # the file that the Trainer writes last
     for pattern in ("*model[-._]*", "optimizer*", "scheduler*"):
         if not any(checkpoint.glob(pattern)):
@@ -139,7 +152,7 @@ def options_of(checkpoint: Path) -> dict[str, Any]:
     for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")):
         if not zipfile.is_zipfile(path):  # whose directory is at the end
             raise ValueError(f"{path.name} is cut short")
-    return state["stateful_callbacks"][RunRecord.__name__]["args"]["options"]
+    return state
 
 
 def defining_options(args: argparse.Namespace, text: Text) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def cut(path: Path) -> None:
     ("damage", "reason"),
     [
         (lambda new: (new / "trainer_state.json").unlink(), "trainer_state.json"),
-        (lambda new: cut(new / "trainer_state.json"), "Expecting"),
+        (lambda new: cut(new / "trainer_state.json"), "line "),
         (lambda new: cut(new / "model.safetensors"), "file not fully covered"),
         (lambda new: (new / "model.safetensors").unlink(), "it has no *model[-._]*"),
         (lambda new: cut(new / "optimizer.pt"), "optimizer.pt is cut short"),
@@ -163,7 +163,8 @@ def test_the_newest_whole_checkpoint_is_resumed(
     capsys.readouterr()
     assert finetune.main([*resumable(path), *same, "--steps", "4", "--resume"]) == 0
     out = capsys.readouterr().out
-    assert re.search(rf"{new} is skipped: it is not a whole checkpoint of this script, .*{re.escape(reason)}", out)
+    assert re.search(rf"{new} is skipped and renamed: it is not a whole checkpoint, .*{re.escape(reason)}", out)
+    assert [p.name for p in new.parent.iterdir() if p.name.endswith("-10")] == ["incomplete-checkpoint-10"]
     state = json.loads((path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [0, 2]  # where each run began
 
@@ -188,6 +189,19 @@ def test_another_run_is_not_resumed(
     assert finetune.main([*resumable(interrupted), "--steps", "3", "--resume", *options]) == 2
     assert message.format(root=ROOT, path=interrupted) in capsys.readouterr().err
     assert not (interrupted / "run" / "checkpoint-3").exists()
+
+
+def test_a_checkpoint_without_a_record_is_not_resumed(
+    interrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    del state["stateful_callbacks"]["RunRecord"]
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    assert finetune.main([*resumable(tmp_path), "--steps", "3", "--resume"]) == 2
+    message = f"--resume: expected a checkpoint of this version of the script, got {checkpoint}"
+    assert message in capsys.readouterr().err
 
 
 def test_accelerate_is_asked_for_before_any_work(

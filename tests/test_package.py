@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -60,6 +61,13 @@ def test_main_prints_machine_backends_and_choice():
     assert out.count("chosen: ") == 2
     assert "problem: attention, " in out
     assert "CUDA toolchain: " in out
+
+
+def test_main_ends_quietly_where_its_reader_does():
+    command = [sys.executable, "-m", "kda_layers"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", -signal.SIGPIPE)
 
 
 def test_wheel_is_pure_python_and_complete(tmp_path):
