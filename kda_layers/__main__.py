@@ -27,7 +27,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         cache.folder()
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # RuntimeError: this user has no home
         parser.error(str(error))
     if not args.precompile:
         if args.arch:
