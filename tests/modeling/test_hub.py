@@ -172,7 +172,7 @@ def test_code_that_is_not_ours_stays(before: bytes | str, tmp_path: Path) -> Non
         before = (tmp_path / hub.CODE).read_bytes().replace(b"That of", b"My own, from")
     (tmp_path / hub.CODE).write_bytes(before)
     model.config.auto_map = {"AutoConfig": CONFIG}
-    with pytest.warns(UserWarning, match=f"{hub.CODE} is not as kda_layers writes it and stays as it is") as caught:
+    with pytest.warns(UserWarning, match=f"{hub.CODE} is not as kda_layers writes it and stays, as does") as caught:
         model.save_pretrained(tmp_path)
     assert len(caught) == 1
     assert (tmp_path / hub.CODE).read_bytes() == before
