@@ -16,7 +16,7 @@ import os
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextvars import Context, ContextVar
+from contextvars import ContextVar
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -25,6 +25,9 @@ ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
 
 logger = logging.getLogger("kda_layers")
 _override: ContextVar[str | None] = ContextVar("kda_layers_backend", default=None)  # "": no context, explicitly
+AUTOGRAD_KEY = (
+    "kda_layers_backend"  # torch hands objects of its thread-local storage from backward() to autograd's threads
+)
 _registries: list[Registry[Any, Any]] = []
 
 
@@ -140,10 +143,9 @@ def requested(backend: str | None) -> str | None:
 def _context_choice() -> str | None:
     """The name that `use_backend` gives to this call; None or "" without one."""
     name = _override.get()
-    if name is None and torch._C._current_graph_task_id() != -1 and torch._C._is_key_in_tls("context"):
-        # A backward in a thread of autograd's, which has no context variables: torch hands it those of backward().
-        context = torch._C._get_obj_in_tls("context")
-        name = context.get(_override) if isinstance(context, Context) else None
+    if name is None and torch._C._current_graph_task_id() != -1 and torch._C._is_key_in_tls(AUTOGRAD_KEY):
+        # A backward in a thread of autograd's, which has no context variables.
+        name = torch._C._get_obj_in_tls(AUTOGRAD_KEY)
     return name
 
 
@@ -167,11 +169,13 @@ def use_backend(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _overriding(name: str) -> Iterator[None]:
-    token = _override.set(name)
+    before, token = _override.get(), _override.set(name)
+    torch._C._stash_obj_in_tls(AUTOGRAD_KEY, name)
     try:
         yield
     finally:
         _override.reset(token)
+        torch._C._stash_obj_in_tls(AUTOGRAD_KEY, before)
 
 
 def keep_backend(f: F) -> F:

@@ -30,13 +30,13 @@ WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 def refuse_unknown(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
     """Raise a TypeError if a call of `model` has keywords that neither its forward nor transformers name."""
-    if not kwargs.keys() - KNOWN:
-        return
-    arguments = inspect.signature(model.forward).parameters.keys() - {"self", "kwargs"}
-    unknown = kwargs.keys() - KNOWN - arguments
+    unknown = [name for name in kwargs if name not in KNOWN]  # no set algebra: torch.compile of torch 2.11 has none
     if not unknown:
         return
-    name = min(unknown)
+    arguments = inspect.signature(model.forward).parameters.keys() - {"self", "kwargs"}
+    name = next((name for name in unknown if name not in arguments), None)
+    if name is None:
+        return
     close = difflib.get_close_matches(name, sorted(arguments | KNOWN), n=1)
     hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(arguments))}"
     raise TypeError(f"{name} is not an argument of {model.__name__} and would be ignored: {hint}")
@@ -44,10 +44,11 @@ def refuse_unknown(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
 
 def loss_options(kwargs: dict[str, Any], loss: Callable[..., Any]) -> dict[str, Any]:
     """The keywords of a call that only its loss function names."""
-    if not kwargs.keys() - KNOWN:
+    unknown = [name for name in kwargs if name not in KNOWN]
+    if not unknown:
         return {}
     names = inspect.signature(loss).parameters.keys()
-    return {name: value for name, value in kwargs.items() if name in names and name not in KNOWN}
+    return {name: kwargs[name] for name in unknown if name in names}
 
 
 def without_plans(x: Tensor, cache: Cache | None) -> contextlib.AbstractContextManager[Any]:

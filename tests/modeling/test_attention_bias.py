@@ -227,7 +227,8 @@ def test_chunked_prefill_of_a_static_cache(kind: str) -> None:
     """For which transformers makes the static cache early, as wide as it takes the values to be."""
     if kind == "offloaded_static" and not torch.cuda.is_available():
         pytest.skip("offloads from a GPU")
-    m, tokens = model("key_bias"), ids(2, T)
+    device = "cpu" if kind == "static" else "cuda"
+    m, tokens = copy.deepcopy(model("key_bias")).to(device), ids(2, T).to(device)
     got = generate(m, tokens, cache_implementation=kind, prefill_chunk_size=5)
     assert torch.equal(got, generate(m, tokens))
 

@@ -21,7 +21,8 @@ ARCHS = {
     80: "sm_80", 86: "sm_80", 87: "sm_80", 89: "sm_80", 90: "sm_90a", 100: "sm_100a", 103: "sm_103a", 120: "sm_120a",
 }  # fmt: skip
 OLDEST = (12, 9)  # NVRTC: the first that knows all of them
-OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")  # the last for `resources`
+# The report of -v is for `resources`; a cubin from NVRTC's own cache, which the driver keeps, comes without one.
+OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v", "--no-cache")
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
