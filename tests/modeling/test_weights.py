@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,6 @@ LAYERS: dict[str, dict[str, Any]] = {  # a layer that each family can hold, and 
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 on_disk_or_not = pytest.mark.parametrize("on_disk", [False, True], ids=["in_memory", "on_disk"])
-needs_stock_on_cpu = pytest.mark.skipif(
-    importlib.util.find_spec("fla") is not None, reason="with fla installed transformers' own layers fail on the CPU"
-)
 
 
 def make_layer(name: str, seed: int = 0, dtype: torch.dtype = FP32, **changes: Any) -> KimiDeltaAttention:
@@ -172,7 +168,6 @@ def ours_of(source: Any, stock: Any, dtype: torch.dtype = FP32, **where: Any) ->
     return layer
 
 
-@needs_stock_on_cpu
 @every_family
 @torch.no_grad()
 def test_outputs_are_those_of_the_stock_layer(family: str) -> None:
@@ -189,7 +184,6 @@ def test_outputs_are_those_of_the_stock_layer(family: str) -> None:
     same([exact(x.double())], [oracle(copy.deepcopy(stock).double(), x.double())])
 
 
-@needs_stock_on_cpu
 @every_family
 @pytest.mark.parametrize("shards", [False, True], ids=["one_file", "shards"])
 def test_files_that_transformers_writes(family: str, shards: bool, tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""Stock KDA models run transformers' own PyTorch here, on every device and whatever is installed.
+
+transformers picks flash-linear-attention's kernels when it imports a model, not when it runs one, so that with that
+package installed stock models fail on a CPU. The tests want transformers' definition to compare with; against the
+kernels, stock and swapped models are compared in test_stock_on_gpu.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from tests.modeling.stock_models import FAMILIES
+
+HIDDEN = "fla"
+
+
+@contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Make `import package` raise ImportError."""
+    held: dict[str, ModuleType] = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == package}
+    for name in held:
+        del sys.modules[name]
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+        sys.modules.update(held)
+
+
+def import_stock_models() -> None:
+    for family in FAMILIES:
+        name = f"transformers.models.{family}.modeling_{family}"
+        if name in sys.modules:
+            raise RuntimeError(f"{name} was imported before {HIDDEN} could be hidden from it")
+        with hidden(HIDDEN):
+            importlib.import_module(name)
+
+
+import_stock_models()
