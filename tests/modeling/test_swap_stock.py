@@ -364,6 +364,7 @@ def test_the_gate_is_not_materialised_outside(family: str) -> None:
 
 
 TWO_PROCESSES = """
+import tests.modeling.conftest  # stock models on transformers' own PyTorch
 import copy, os, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
