@@ -3,7 +3,8 @@
 (B, T, H, D) = (1, 8192, 32, 128), bf16, bias [1, 32, 1, 8192], causal and not; forward, and forward + backward, with
 the gradient of the bias and without. Ours; FlexAttention (a score_mod that adds the bias, compiled); torch's scaled dot
 product attention with the bias as an expanded mask, and without a bias. Results are compared with dense attention in
-fp64 on the first and the last head, and what is wrong is not timed. Cold L2; peak memory is beyond the inputs.
+fp64 on the first and the last head, and what is wrong is not timed. Contenders take turns, replayed from CUDA graphs
+where they can be captured, with a cold L2; peak memory is beyond the inputs.
 
 `--tune` instead tries launches of our kernels and prints the fastest.
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import report
-from benchmarks.gpu.contenders import Contender, Prepared, Refusal
+from benchmarks.gpu.contenders import Contender, Prepared, Refusal, graphed
 from benchmarks.gpu.harness import Row, compete, failures
 from benchmarks.gpu.machine import CudaMachine, Machine
 from benchmarks.gpu.truth import Results
@@ -37,7 +38,7 @@ from kda_layers.kernels.attention.triton.launches import Launch, launches
 
 Attention = Callable[["Tensors"], Tensor]
 NAMES = ("d_q", "d_k", "d_v", "d_bias")
-COLUMNS = ["what", "causal", "contender", "bias", "status", "ms", "p10", "p90", "MiB", "errors", "reason"]
+COLUMNS = ["what", "causal", "contender", "bias", "status", "ms", "p10", "p90", "mode", "MiB", "errors", "reason"]
 
 
 class Shape(NamedTuple):
@@ -156,7 +157,7 @@ def rows_of(shape: Shape, causal: bool, backward: bool, machine: Machine, backen
         groups.insert(1, (with_gradients(x, True), biased))
     rows = []
     for y, who in groups:
-        contenders = [contender(name, make_attention, y, backward) for name, make_attention in who.items()]
+        contenders = [graphed(contender(name, f, y, backward), machine) for name, f in who.items()]
         rows += compete(fields, contenders, truth(y, backward), machine, pick=some_heads, memory=True)
         machine.collect()
     return rows

@@ -2,7 +2,8 @@
 
 fp32, K = V = 128, two threads, both gate regimes (docs/performance.md): "slow" gates are those of a fresh or
 long-memory model, "fast" ones forget within some ten tokens. Results are checked against the fp64 oracle first.
-Peak extra memory is that of a fresh process: the highest resident size during the call less that before it.
+Peak extra memory is that of a fresh process: the highest resident size during the call less that before it. Contenders
+take turns (benchmarks/timing.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks import report
+from benchmarks import report, timing
 from kda_layers import kda, kda_step
 from kda_layers.kernels.contract import Inputs
 from kda_layers.kernels.reference import recurrence
@@ -34,6 +35,10 @@ CASES = [  # what, B, T, H, gates
 ]
 SWEEP = [("forward", 1, T, 4, "slow") for T in (512, 2048, 8192)]  # with the forwards above: time and memory against T
 STOCK_MAX_T = 4096  # beyond this the stock path takes gigabytes
+COLUMNS = [
+    "case", "B", "T", "H", "gates", "kda_layers ms", "transformers ms", "times faster", "kda_layers MiB",
+    "transformers MiB", "of its memory", "error",
+]  # fmt: skip
 
 
 def inputs(B: int, T: int, H: int, gates: str) -> list[Tensor]:
@@ -139,7 +144,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--repeats", type=int, default=9, help="timed calls of ours; the stock path gets a third")
+    parser.add_argument("--calls", type=int, default=20, help="timed calls of a decode step in each turn; of others 1")
+    report.add_commit_option(parser)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(2)
@@ -150,12 +156,9 @@ def main() -> None:
     for case in tqdm(CASES + SWEEP, desc="cases"):
         what, B, T, H, gates = case
         row: dict[str, Any] = {"case": what, "B": B, "T": T, "H": H, "gates": gates, "error": check(case)}
-        for name, f in calls(case).items():
-            if name == "transformers" and T > STOCK_MAX_T:
-                continue
-            repeats = args.repeats if name == "kda_layers" else max(args.repeats // 3, 2)
-            row[f"{name} times"] = report.summary(report.times_ms(f, repeats if T > 1 else 10 * args.repeats))
-            row[f"{name} ms"] = row[f"{name} times"]["median"]
+        runs = {n: f for n, f in calls(case).items() if n != "transformers" or T <= STOCK_MAX_T}
+        for name, times in timing.compare_ms(runs, calls=args.calls if T == 1 else 1).items():
+            row[f"{name} times"], row[f"{name} ms"] = times, times["median"]
             if T > 1:
                 row[f"{name} MiB"] = report.in_fresh_process("benchmarks.cpu", "--memory-of", json.dumps([case, name]))
         if "transformers ms" in row:
@@ -163,8 +166,7 @@ def main() -> None:
             if T > 1:
                 row["of its memory"] = row["kda_layers MiB"] / row["transformers MiB"]
         rows.append(row)
-    columns = ["case", "B", "T", "H", "gates", "kda_layers ms", "transformers ms", "times faster"]
-    report.write(args.output, "cpu", rows, [*columns, "kda_layers MiB", "transformers MiB", "of its memory", "error"])
+        report.write(args.output, "cpu", rows, COLUMNS, args.commit, quiet=len(rows) < len(CASES + SWEEP))
     plot(rows, args.output / "cpu.png")
 
 

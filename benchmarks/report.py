@@ -20,17 +20,6 @@ import transformers
 import kda_layers
 
 
-def times_ms(f: Callable[[], Any], repeats: int) -> list[float]:
-    """Wall-clock milliseconds of `repeats` calls after one that warms up."""
-    f()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        f()
-        times.append((time.perf_counter() - start) * 1e3)
-    return times
-
-
 def summary(times: list[float]) -> dict[str, float]:
     """Median, first and last decile, and the lowest and highest, of `times`."""
     if not times:
@@ -89,16 +78,39 @@ def _commit() -> str:
     return described.stdout.strip() or "unknown"
 
 
-def write(folder: Path, name: str, rows: list[dict[str, Any]], columns: list[str], commit: str | None = None) -> None:
-    """Writes name.json and name.md, and prints the table."""
+def write(
+    folder: Path,
+    name: str,
+    rows: list[dict[str, Any]],
+    columns: list[str],
+    commit: str | None = None,
+    quiet: bool = False,
+) -> None:
+    """Write name.json and name.md, and print the table unless `quiet`; below it, what the turns say of the times."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = stamp(commit)
     (folder / f"{name}.json").write_text(json.dumps({"stamp": facts, "rows": rows}, indent=1) + "\n")
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |" for row in rows]
-    text = "\n".join(lines) + "\n\n" + ", ".join(f"{k} {v}" for k, v in facts.items()) + "\n"
+    lines += ["", *turns(rows), ", ".join(f"{k} {v}" for k, v in facts.items())]
+    text = "\n".join(lines) + "\n"
     (folder / f"{name}.md").write_text(text)
-    print(text)
+    if not quiet:
+        print(text)
+
+
+def turns(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines on how far apart one contender entered twice was at most, and on passes that do not agree."""
+    found = [(row, n, v) for row in rows for n, v in row.items() if isinstance(v, dict) and "passes" in v]
+    noise = [abs(v["again"] / v["median"] - 1) for _, _, v in found if "again" in v]
+    lines = [f"One contender entered twice: medians at most {max(noise):.1%} apart.", ""] if noise else []
+    for row, name, v in found:
+        if not v["agree"]:
+            what = ", ".join(str(x) for x in row.values() if isinstance(x, (str, int)) and x != "")
+            medians = " / ".join(f"{m:.3g}" for m in v["passes"])
+            spread = f"{v['p10']:.3g} to {v['p90']:.3g}"
+            lines += [f"Passes differ, {what}, {name}: medians {medians}, first to last decile {spread}.", ""]
+    return lines
 
 
 def _cell(value: Any) -> str:

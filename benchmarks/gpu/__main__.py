@@ -31,6 +31,7 @@ SECTIONS: dict[str, Callable[[Setup], list[Job]]] = {
     "training": operator.training,
     "backward": operator.backward,
     "decode": operator.decode,
+    "host": operator.host,
     "hard": operator.hard,
     "hard_gradients": operator.hard_gradients,
     "context": operator.context,

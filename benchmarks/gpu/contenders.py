@@ -7,13 +7,13 @@ that each gets what it likes best.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.machine import CaptureError, Machine
 from benchmarks.gpu.truth import Results, call, differentiable, outputs
 from kda_layers import kda_step
 from kda_layers.kernels.contract import Inputs, Problem, StepInputs
@@ -31,6 +31,8 @@ class Prepared(NamedTuple):
     results: Callable[[Any], Results]  # what `run` returned, by the truth's names and in its layout; untimed
     restore: Callable[[], None] | None = None  # puts back what `run` changed
     restore_each: bool = False  # before each call, not only before the one that is judged
+    call: Callable[[], Any] | None = None  # the work called from Python, where `run` replays a CUDA graph
+    fields: dict[str, Any] | None = None  # what is known of it once it is prepared
 
     @property
     def before(self) -> Callable[[], None] | None:
@@ -45,22 +47,24 @@ class Contender:
     prepare: Callable[[], Prepared]
     ours: bool = False
     fields: dict[str, Any] = field(default_factory=dict)  # how, where the same contender runs in several ways
+    truth: Results | None = None  # of what it computes, where that is not what the others do
+
+
+GRAPH, CALL = "CUDA graph", "call"
 
 
 def graphed(c: Contender, machine: Machine) -> Contender:
-    """The contender replayed from a CUDA graph."""
+    """The contender replayed from a CUDA graph; called from Python, and marked so, where it cannot be captured."""
 
     def prepare() -> Prepared:
         p = c.prepare()
-        replay = machine.graph(p.run, p.before)
-        return p._replace(run=replay)
+        try:
+            return p._replace(run=machine.graph(p.run, p.before), call=p.run)
+        except CaptureError as problem:
+            text = " ".join(str(problem).split())[:200]
+            return p._replace(fields={"mode": CALL, "note": f"timed without a CUDA graph: {text}"})
 
-    return Contender(c.name, prepare, c.ours, c.fields | {"mode": "CUDA graph"})
-
-
-def eager(c: Contender) -> Contender:
-    """The contender called from Python, and called so in the report."""
-    return Contender(c.name, c.prepare, c.ours, c.fields | {"mode": "call"})
+    return replace(c, prepare=prepare, fields=c.fields | {"mode": GRAPH})
 
 
 # ---------------------------------------------------------------- ours

@@ -1,4 +1,8 @@
-"""The rule of every comparison: right first, timed second; who refuses is listed with the reason, never left out."""
+"""The rule of every comparison: right first, then timed in turns; who refuses is listed with the reason.
+
+All contenders of a case are prepared, and each is warmed up at the very shape, before any is timed
+(benchmarks/timing.py).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from benchmarks import report
+from benchmarks import timing
 from benchmarks.gpu.cases import Sizes
 from benchmarks.gpu.contenders import Contender, Prepared, Refusal
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.truth import Results, error
+from benchmarks.timing import Times
 
 Row = dict[str, Any]
 Pick = Callable[[Results], Results]
@@ -63,7 +68,7 @@ def admit(
 ) -> tuple[Prepared | None, Row]:
     """The contender ready to be timed, or None; and what is known of it: status, errors, reason.
 
-    `pick` chooses from its results what the truth holds.
+    `pick` chooses from its results what the truth holds, unless the contender has a truth of its own.
 
     Raises:
         ContextLost: the device is gone.
@@ -74,7 +79,10 @@ def admit(
         if prepared.restore is not None:
             prepared.restore()
         results = prepared.results(prepared.run())
-        if pick is not None:
+        row |= prepared.fields or {}
+        if c.truth is not None:
+            truth = c.truth
+        elif pick is not None:
             results = pick(results)
         row["errors"] = {n: error(results[n], t) for n, t in truth.items()}
     except Exception as problem:
@@ -88,13 +96,34 @@ def admit(
     return prepared, row | {"status": "right"}
 
 
-def measure(prepared: Prepared, machine: Machine, floor_ms: float | None = None, memory: bool = False) -> Row:
-    """Times of a contender that was admitted, their ratio to the floor, and its peak memory."""
-    row: Row = {"status": "timed", "time": report.summary(machine.times_ms(prepared.run, prepared.before))}
+def take_turns(prepared: dict[int, Prepared], machine: Machine) -> dict[int, Times | Exception]:
+    """The times of contenders that were admitted, or why one has none."""
+    broken: dict[int, Exception] = {}
+    calls: dict[int, int] = {}
+    for i, p in prepared.items():
+        try:
+            calls[i] = machine.warm_up(p.run, p.before)
+        except Exception as problem:
+            broken[i] = problem
+    turns = timing.PASSES * timing.rounds_of(len(calls))
+
+    def turn(i: int) -> Callable[[], list[float]]:
+        return lambda: machine.turn(prepared[i].run, prepared[i].before, -(-calls[i] // turns))
+
+    return broken | timing.in_turns({i: turn(i) for i in calls})
+
+
+def timed(times: Times | Exception, floor_ms: float | None = None) -> Row:
+    """The part of a row that says how long it took, and its ratio to the floor.
+
+    Raises:
+        Exception: what the contender raised while it was timed.
+    """
+    if isinstance(times, Exception):
+        raise times
+    row: Row = {"status": "timed", "time": times.summary()}
     if floor_ms is not None:
         row |= {"floor ms": floor_ms, "times floor": row["time"]["median"] / floor_ms}
-    if memory:
-        row["MiB"] = machine.peak_extra_mib(prepared.run)
     return row
 
 
@@ -111,21 +140,26 @@ def compete(
     more: Callable[[Contender, Prepared], Row] | None = None,
 ) -> list[Row]:
     """A row for each contender: admitted and timed, or why not. `more` adds to the row of one that was timed."""
-    rows = []
-    for c in contenders:
+    rows: list[Row] = []
+    ready: dict[int, tuple[Contender, Prepared]] = {}
+    for i, c in enumerate(contenders):
         prepared, row = admit(c, truth, machine, pick, limit)
-        if prepared is not None:
-            try:
-                row |= measure(prepared, machine, floor_ms, memory)
-                row |= more(c, prepared) if more is not None else {}
-            except Exception as problem:
-                row |= {"status": "failed", "reason": reason(problem)}
-                if not machine.alive():
-                    raise ContextLost(f"{c.name}: {row['reason']}") from problem
         rows.append(fields | row)
-        del prepared
+        if prepared is not None:
+            ready[i] = c, prepared
         if row["status"] == "failed":  # perhaps for want of memory, of which the next one should have all
             machine.collect()
+    for i, times in take_turns({i: p for i, (_, p) in ready.items()}, machine).items():
+        c, prepared = ready[i]
+        try:
+            rows[i] |= timed(times, None if c.truth is not None else floor_ms)
+            if memory:
+                rows[i]["MiB"] = machine.peak_extra_mib(prepared.call or prepared.run)
+            rows[i] |= more(c, prepared) if more is not None else {}
+        except Exception as problem:
+            rows[i] |= {"status": "failed", "reason": reason(problem)}
+            if not machine.alive():
+                raise ContextLost(f"{c.name}: {rows[i]['reason']}") from problem
     return rows
 
 

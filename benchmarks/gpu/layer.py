@@ -59,6 +59,7 @@ def _layer(setup: Setup, pass_: str, mode: str) -> list[Row]:
     made = to_bf16(KimiDeltaAttention(width, heads).to(device))
     x = torch.randn(1, T, width, device=device).bfloat16()
     d_o = torch.randn(1, T, width, device=device).bfloat16() if pass_ != "forward" else None
+    torch._dynamo.reset()
     contenders = [_contender(made, backend, x, d_o, mode) for backend in setup.backends]
     truth = _truth(made, x, d_o)
 
@@ -97,7 +98,6 @@ def _contender(made: KimiDeltaAttention, backend: str, x: Tensor, d_o: Tensor | 
         require(backend, replace(default_problem(x.device.type), needs_grad=d_o is not None))
         m = copy.deepcopy(made)
         m.kda_options["backend"] = backend
-        torch._dynamo.reset()
         called: Any = torch.compile(m, fullgraph=True) if mode == "compiled" else m
         leaf, parameters = x.clone().requires_grad_(d_o is not None), list(m.parameters())
         return Prepared(lambda: _run(called, leaf, d_o, parameters), lambda out: _named(m, out))

@@ -10,9 +10,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
+from benchmarks import report, timing
+from benchmarks.timing import Times
 
 Run = Callable[[], Any]
+
+
+class CaptureError(Exception):
+    """Work that runs cannot be captured in a CUDA graph."""
 
 
 class Machine(abc.ABC):
@@ -21,12 +26,20 @@ class Machine(abc.ABC):
     device: str
 
     @abc.abstractmethod
-    def times_ms(self, run: Run, before: Run | None = None) -> list[float]:
-        """Milliseconds of each of several calls of `run`, after calls that warm up; `before` each, untimed."""
+    def warm_up(self, run: Run, before: Run | None = None) -> int:
+        """Call `run` until it is as fast as it gets, `before` each; the number of calls worth timing."""
+
+    @abc.abstractmethod
+    def turn(self, run: Run, before: Run | None, calls: int) -> list[float]:
+        """Milliseconds of each of `calls` calls of `run` that has been warmed up; `before` each, untimed."""
 
     @abc.abstractmethod
     def graph(self, run: Run, before: Run | None = None) -> Run:
-        """A replay of `run`, returning what it returned; `before` is called, but not captured, before each run."""
+        """A replay of `run`, returning what it returned; `before` is called, but not captured, before each run.
+
+        Raises:
+            CaptureError: it runs, but cannot be captured.
+        """
 
     @abc.abstractmethod
     def peak_extra_mib(self, run: Run) -> float:
@@ -48,24 +61,31 @@ class Machine(abc.ABC):
             return False
         return True
 
-    def host_us(self, runs: dict[str, Run], batches: int = 20, calls: int = 20) -> dict[str, list[float]]:
-        """Host microseconds per call of each of `runs`, one number per batch of calls.
+    def times_ms(self, run: Run, before: Run | None = None) -> list[float]:
+        """Milliseconds of each of several calls of `run`, which is compared with nothing."""
+        return self.turn(run, before, self.warm_up(run, before))
 
-        The device is waited for between batches, and batches of the different runs take turns, so that what else
-        happens on the machine meets all of them. Meant for calls whose work is so short that no queue fills.
+    def host_us(self, runs: dict[str, Run], batches: int = 3, calls: int = 20) -> dict[str, Times | Exception]:
+        """Host microseconds per call of each of `runs`, in turns of `batches` batches of calls.
+
+        The device is waited for between batches only. Meant for calls whose work is so short that no queue fills.
         """
-        times: dict[str, list[float]] = {name: [] for name in runs}
         for run in runs.values():
-            run()
-        for _ in range(batches):
-            for name, run in runs.items():
+            for _ in range(3):
+                run()
+
+        def turn(run: Run) -> list[float]:
+            times = []
+            for _ in range(batches):
                 self.synchronize()
                 start = time.perf_counter()
                 for _ in range(calls):
                     run()
-                times[name].append((time.perf_counter() - start) / calls * 1e6)
-        self.synchronize()
-        return times
+                times.append((time.perf_counter() - start) / calls * 1e6)
+            self.synchronize()
+            return times
+
+        return timing.in_turns({name: (lambda run=run: turn(run)) for name, run in runs.items()})  # type: ignore[misc]
 
     def collect(self) -> None:
         """Gives unused memory back."""
@@ -81,7 +101,7 @@ class CudaMachine(Machine):
         self.warmup_ms, self.measure_ms, self.calls = warmup_ms, measure_ms, calls
         self.flushed = torch.empty(2**28, dtype=torch.int8, device=self.device)  # 256 MB: more than any L2
 
-    def times_ms(self, run: Run, before: Run | None = None) -> list[float]:
+    def warm_up(self, run: Run, before: Run | None = None) -> int:
         run_before = before or (lambda: None)
         fewest, most = self.calls
         for _ in range(2):  # compiles and tunes; then what is left of that
@@ -89,7 +109,10 @@ class CudaMachine(Machine):
             run()
         estimate = max(report.summary(self._events(run, run_before, 3))["median"], 1e-3)
         self._events(run, run_before, max(1, min(most, int(self.warmup_ms / estimate))))
-        return self._events(run, run_before, max(fewest, min(most, int(self.measure_ms / estimate))))
+        return max(fewest, min(most, int(self.measure_ms / estimate)))
+
+    def turn(self, run: Run, before: Run | None, calls: int) -> list[float]:
+        return self._events(run, before or (lambda: None), calls)
 
     def _events(self, run: Run, before: Run, calls: int) -> list[float]:
         pairs = []
@@ -115,8 +138,12 @@ class CudaMachine(Machine):
         torch.cuda.current_stream().wait_stream(stream)
         run_before()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = run()
+        try:
+            with torch.cuda.graph(graph):
+                result = run()
+        except Exception as problem:
+            torch.cuda.synchronize()
+            raise CaptureError(f"{type(problem).__name__}: {problem}") from problem
 
         def replay() -> Any:
             graph.replay()

@@ -7,6 +7,7 @@ depend on the context, so it is measured once for each batch.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,6 +60,13 @@ def build(sizes: Sizes, kind: str, device: str) -> KDAForCausalLM:
     return to_bf16(made).eval()
 
 
+def with_backend(made: Any, backend: str) -> Any:
+    """A copy of the model whose KDA layers run on that backend: contenders take turns."""
+    made = copy.deepcopy(made)
+    use(made, backend)
+    return made
+
+
 def use(made: Any, backend: str) -> None:
     """Sets the kernel backend of every KDA layer."""
     for m in made.modules():
@@ -85,6 +93,8 @@ def _decode(setup: Setup, kind: str, batch: int, context: int, mode: str) -> lis
     made: Any = build(setup.sizes, kind, machine.device)
     prompt = torch.randint(made.config.vocab_size, (batch, PROMPT), device=machine.device)
     facts: Row = {}
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     if kind == SOFTMAX:
         needed, free = _softmax_cache_bytes(made.config, batch, context), machine.free_bytes()
         if needed > 0.9 * free:
@@ -119,8 +129,6 @@ class _Step:
     def __init__(self, made: Any, cache: Any, ids: Tensor, restore_cache: Callable[[], None], mode: str):
         self.first, self.ids, self.restore_cache, self.mode = ids.clone(), ids.clone(), restore_cache, mode
         self.cache = cache
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
 
         def logits(ids: Tensor, cache: Any) -> Tensor:  # the cache as an argument, as generate hands it over
             return made(input_ids=ids, past_key_values=cache, use_cache=True, attention_mask=NO_MASK).logits[:, -1]
@@ -159,7 +167,7 @@ def _first_logits(logits: Tensor) -> Results:
 def _kda_step(made: Any, backend: str, prompt: Tensor, mode: str, machine: Machine, facts: Row) -> Prepared:
     """A step after the prompt, whose last token is the step's."""
     _require(backend, machine.device, needs_grad=False, step=True)
-    use(made, backend)
+    made = with_backend(made, backend)
     cache: Any = StaticCache(config=made.config, max_cache_len=PROMPT)
     with torch.no_grad():
         made(input_ids=prompt[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -238,11 +246,11 @@ def _whole(setup: Setup, what: str, mode: str) -> list[Row]:
     true = make(wide, tokens, "call")
     truth = true.results(true.run())
     del wide, true
+    torch._dynamo.reset()
 
     def prepare(backend: str) -> Prepared:
         _require(backend, machine.device, needs_grad=what != "prefill")
-        use(made, backend)
-        return make(made, tokens, mode)
+        return make(with_backend(made, backend), tokens, mode)
 
     contenders = [Contender(b, partial(prepare, b), ours=True) for b in setup.backends]
     train = what != "prefill"
@@ -268,7 +276,6 @@ def _prefill(made: Any, tokens: Tensor, mode: str) -> Prepared:
 
 def _training_step(made: Any, tokens: Tensor, mode: str) -> Prepared:
     """Loss and every gradient; no optimizer."""
-    torch._dynamo.reset()
     called: Any = torch.compile(made, fullgraph=True) if mode == "compiled" else made
 
     def run() -> Tensor:

@@ -1,10 +1,14 @@
-"""Sections of the operator: forward, training, backward, decode, hard, hard_gradients, context, overhead."""
+"""Sections of the operator: forward, training, backward, decode, host, hard, hard_gradients, context, overhead.
+
+What is timed is replayed from CUDA graphs; what the host does for a call has a section of its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
-from benchmarks import report
 from benchmarks.gpu.cases import (
     HARD,
     Case,
@@ -15,8 +19,8 @@ from benchmarks.gpu.cases import (
     make_inputs,
     training_floor_ms,
 )
-from benchmarks.gpu.contenders import Prepared, eager, graphed, ours_forward, ours_step, ours_training
-from benchmarks.gpu.harness import Job, Row, Setup, admit, compete
+from benchmarks.gpu.contenders import CALL, Contender, graphed, ours_forward, ours_step, ours_training
+from benchmarks.gpu.harness import Job, Pick, Row, Setup, admit, compete, reason, timed
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.peers import (
     cudnn_forward,
@@ -29,9 +33,14 @@ from benchmarks.gpu.peers import (
     softmax_training,
     softmax_truth,
 )
-from benchmarks.gpu.truth import Heads, forward_truth, oracle, oracle_gradients, training_truth, upstream
+from benchmarks.gpu.truth import Heads, Results, forward_truth, oracle, oracle_gradients, training_truth, upstream
+from benchmarks.timing import Times
 
 BASELINE = "fla"  # our backend that runs flash-linear-attention's kernels: what lies between is our overhead
+
+
+def _graphs(contenders: Iterable[Contender], machine: Machine) -> list[Contender]:
+    return [graphed(c, machine) for c in contenders]
 
 
 def forward(setup: Setup) -> list[Job]:
@@ -45,6 +54,7 @@ def _forward(setup: Setup, case: Case) -> list[Row]:
     contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x)]
     truth = forward_truth(heads.inputs(x))
     floor_ms = forward_floor_ms(case)
+    contenders = _graphs(contenders, setup.machine)
     return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, floor_ms=floor_ms, memory=True)
 
 
@@ -64,13 +74,13 @@ def _training(setup: Setup, case: Case) -> list[Row]:
     ]
     truth = training_truth(heads.inputs(x), d_o[:, :, heads.v])
     return compete(
-        case.fields(), contenders, truth, setup.machine,
+        case.fields(), _graphs(contenders, setup.machine), truth, setup.machine,
         pick=heads.results, floor_ms=training_floor_ms(case), memory=True,
     )  # fmt: skip
 
 
 def backward(setup: Setup) -> list[Job]:
-    """Every gradient of one forward, which may keep what it likes."""
+    """Every gradient of one forward, which ran outside: a graph cannot capture what its stream was not part of."""
     return [Job(case.fields(), partial(_backward, setup, case)) for case in setup.sizes.backward]
 
 
@@ -82,12 +92,13 @@ def _backward(setup: Setup, case: Case) -> list[Row]:
         fla_training(x, d_o, disable_recompute=True, backward_alone=True),
         cudnn_training(x, d_o, backward_alone=True),
     ]
+    contenders = [replace(c, fields=c.fields | {"mode": CALL}) for c in contenders]
     truth = training_truth(heads.inputs(x), d_o[:, :, heads.v])
     return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, memory=True)
 
 
 def decode(setup: Setup) -> list[Job]:
-    """One token for each of some sequences, in a CUDA graph and called from Python."""
+    """One token for each of some sequences."""
     H = setup.sizes.decode_heads
     return [Job({"sequences": n, "H": H}, partial(_decode, setup, n)) for n in setup.sizes.decode]
 
@@ -97,10 +108,64 @@ def _decode(setup: Setup, sequences: int) -> list[Row]:
     x = decode_inputs(sequences, H, machine.device)
     heads = Heads.first_and_last(x)
     contenders = [*(ours_step(b, x) for b in setup.backends), fla_step(x), fla_step_in_place(x)]
-    both = [how for c in contenders for how in (graphed(c, machine), eager(c))]
     truth = oracle(heads.inputs(x))
     floor_ms = decode_floor_ms(sequences, H)
-    return compete({"sequences": sequences, "H": H}, both, truth, machine, pick=heads.results, floor_ms=floor_ms)
+    contenders, fields = _graphs(contenders, machine), {"sequences": sequences, "H": H}
+    return compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floor_ms)
+
+
+HOST_PASSES = ("forward", "forward + backward", "decode")
+
+
+def host(setup: Setup) -> list[Job]:
+    """Host time of a call, at a size at which the GPU does not hold the host up."""
+    return [Job(_host_fields(setup, p), partial(_host, setup, p)) for p in HOST_PASSES]
+
+
+def _host_fields(setup: Setup, pass_: str) -> Row:
+    case = setup.sizes.host
+    return {"pass": pass_, "B": case.B, "T": 1 if pass_ == "decode" else case.T, "H": case.H}
+
+
+def _host(setup: Setup, pass_: str) -> list[Row]:
+    machine, case = setup.machine, setup.sizes.host
+    fields = _host_fields(setup, pass_)
+    x = decode_inputs(case.B, case.H, machine.device) if pass_ == "decode" else make_inputs(case, machine.device)
+    heads = Heads.first_and_last(x)
+    if pass_ == "forward":
+        contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x)]
+        truth = forward_truth(heads.inputs(x))
+    elif pass_ == "decode":
+        contenders = [*(ours_step(b, x) for b in setup.backends), fla_step(x), fla_step_in_place(x)]
+        truth = oracle(heads.inputs(x))
+    else:
+        d_o = upstream(x)
+        contenders = [*(ours_training(b, x, d_o) for b in setup.backends), fla_training(x, d_o), cudnn_training(x, d_o)]
+        truth = training_truth(heads.inputs(x), d_o[:, :, heads.v])
+    return _host_times(fields, contenders, truth, machine, heads.results)
+
+
+def _host_times(
+    fields: Row, contenders: Iterable[Contender], truth: Results, machine: Machine, pick: Pick
+) -> list[Row]:
+    """A row for each contender, whose time is in microseconds of the host."""
+    rows, runs = [], {}
+    for c in contenders:
+        prepared, row = admit(c, truth, machine, pick)
+        rows.append(fields | row)
+        if prepared is not None:
+            runs[c.name] = prepared.run
+    return _with_times(rows, machine.host_us(runs))
+
+
+def _with_times(rows: list[Row], times: dict[str, Times | Exception]) -> list[Row]:
+    """The rows, those of contenders with times as timed, or failed."""
+    for row in (r for r in rows if r["contender"] in times):
+        try:
+            row |= timed(times[row["contender"]])
+        except Exception as problem:
+            row |= {"status": "failed", "reason": reason(problem)}
+    return rows
 
 
 def hard(setup: Setup) -> list[Job]:
@@ -152,21 +217,21 @@ def _context_fields(case: Case, pass_: str) -> Row:
 def _context_forward(setup: Setup, case: Case) -> list[Row]:
     x, machine, fields = make_inputs(case, setup.machine.device), setup.machine, _context_fields(case, "forward")
     heads = Heads.first_and_last(x)
-    contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x)]
+    softmax = replace(softmax_forward(x, heads.v), truth=softmax_truth(x, heads.v))
+    contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x), softmax]
     truth, floor_ms = forward_truth(heads.inputs(x)), forward_floor_ms(case)
-    rows = compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floor_ms, memory=True)
-    softmax = [softmax_forward(x, heads.v)]
-    return rows + compete(fields, softmax, softmax_truth(x, heads.v), machine, memory=True)
+    contenders = _graphs(contenders, machine)
+    return compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floor_ms, memory=True)
 
 
 def _context_training(setup: Setup, case: Case) -> list[Row]:
     x, machine = make_inputs(case, setup.machine.device), setup.machine
     fields, heads, d_o = _context_fields(case, "forward + backward"), Heads.first_and_last(x), upstream(x)
-    contenders = [*(ours_training(b, x, d_o) for b in setup.backends), fla_training(x, d_o)]
+    softmax = replace(softmax_training(x, d_o, heads.v), truth=softmax_truth(x, heads.v, d_o))
+    contenders = [*(ours_training(b, x, d_o) for b in setup.backends), fla_training(x, d_o), softmax]
     truth, floor_ms = training_truth(heads.inputs(x), d_o[:, :, heads.v]), training_floor_ms(case)
-    rows = compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floor_ms, memory=True)
-    softmax = [softmax_training(x, d_o, heads.v)]
-    return rows + compete(fields, softmax, softmax_truth(x, heads.v, d_o), machine, memory=True)
+    contenders = _graphs(contenders, machine)
+    return compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floor_ms, memory=True)
 
 
 # ---------------------------------------------------------------- what our operator adds to the kernels below it
@@ -193,28 +258,11 @@ def _overhead(setup: Setup, pass_: str, measure: str, case: Case) -> list[Row]:
         d_o = upstream(x)
         contenders = [ours_training(BASELINE, x, d_o), fla_training(x, d_o)]
         truth = training_truth(heads.inputs(x), d_o[:, :, heads.v])
-    rows, runs = [], {}
-    for c in contenders:
-        prepared, row = admit(c, truth, machine, heads.results)
-        rows.append(fields | row)
-        if prepared is not None:
-            runs[c.name] = prepared
-    times = _in_turns(machine, runs, measure)
-    for row in rows:
-        if row["contender"] in times:
-            row |= {"status": "timed", "time": report.summary(times[row["contender"]])}
-    return rows + _difference(fields, [r for r in rows if r["status"] == "timed"], measure)
-
-
-def _in_turns(machine: Machine, runs: dict[str, Prepared], measure: str, turns: int = 3) -> dict[str, list[float]]:
-    """Times of each, taking turns: what drifts meets both."""
     if measure == "host us":
-        return machine.host_us({name: p.run for name, p in runs.items()})
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(turns):
-        for name, p in runs.items():
-            times[name] += machine.times_ms(p.run)
-    return times
+        rows = _host_times(fields, contenders, truth, machine, heads.results)
+    else:
+        rows = compete(fields, _graphs(contenders, machine), truth, machine, pick=heads.results)
+    return rows + _difference(fields, [r for r in rows if r["status"] == "timed"], measure)
 
 
 def _difference(fields: Row, timed: list[Row], measure: str) -> list[Row]:

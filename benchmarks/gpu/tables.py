@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.contenders import CALL
 from benchmarks.gpu.harness import EVERY_ONE, RESULT, Row
 from benchmarks.gpu.kernel_shares import KINDS
 from benchmarks.gpu.peers import SOFTMAX
+from benchmarks.timing import AGREE
 
 ABOUT = {
     "forward": "Forward pass of the operator: bf16, K = V = 128, raw logits in, no initial state. ms.",
     "training": "Forward and every gradient of the operator. ms.",
     "backward": "Every gradient, from a forward that kept what it likes and is not timed. ms.",
     "decode": "One token for each sequence, fp32 states of 128 x 128. ms; the floor reads and writes every state.",
+    "host": "Host microseconds of a call from Python, at a size at which the GPU does not hold the host up.",
     "hard": "Relative L2 error against the fp64 recurrence where fast kernels have been wrong; nothing is timed.",
     "hard_gradients": "The same of every gradient, on the same inputs.",
     "context": "The operator with slow gates and torch's causal attention on the same q, k, v. ms.",
@@ -31,6 +34,7 @@ CASE_COLUMNS = {
     "training": ("B", "T", "H", "what", "gates"),
     "backward": ("B", "T", "H", "what", "gates"),
     "decode": ("sequences", "H"),
+    "host": ("pass", "B", "T", "H"),
     "hard": ("input", "T", "H"),
     "hard_gradients": ("input", "T", "H"),
     "context": ("pass", "B", "T", "H"),
@@ -49,7 +53,9 @@ def markdown(rows: list[Row], facts: dict[str, str]) -> str:
     parts = ["# Benchmarks on a GPU", "", ", ".join(f"{k} {v}" for k, v in facts.items()), ""]
     parts += [
         "Cells: median (first to last decile of the calls), times the byte floor, peak extra memory. Cold L2. "
-        "Every time is of a result that was right.",
+        "Every time is of a result that was right. Times of the operator are of replayed CUDA graphs, but where a cell "
+        'says "called". Contenders take turns, in rotated order, in two passes; a cell whose passes differ by more '
+        f"than {AGREE:.0%} says so.",
     ]
     for section in dict.fromkeys(r["section"] for r in rows):
         parts += ["", *_section(section, [r for r in rows if r["section"] == section])]
@@ -59,8 +65,9 @@ def markdown(rows: list[Row], facts: dict[str, str]) -> str:
 def _section(section: str, rows: list[Row]) -> list[str]:
     columns = CASE_COLUMNS[section]
     table = _listing(rows, columns, LISTED[section]) if section in LISTED else _pivot(rows, columns)
-    more = crossovers(rows) if section == "context" else []
-    return [f"## {section}", "", ABOUT[section], "", *table, *_list(more + _errors(rows) + _not_timed(rows, columns))]
+    lines = crossovers(rows) if section == "context" else []
+    lines += _noise(rows) + _errors(rows) + _not_timed(rows, columns)
+    return [f"## {section}", "", ABOUT[section], "", *table, *_list(lines)]
 
 
 def _list(lines: list[str]) -> list[str]:
@@ -77,8 +84,8 @@ def _pivot(rows: list[Row], columns: tuple[str, ...]) -> list[str]:
     """A line for each case, a column for each contender."""
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for r in rows:
-        cases.setdefault(tuple(r.get(c, "") for c in columns), {})[_who(r, columns)] = r
-    names = dict.fromkeys(_who(r, columns) for r in rows if r["contender"] != EVERY_ONE)
+        cases.setdefault(tuple(r.get(c, "") for c in columns), {})[label(r)] = r
+    names = dict.fromkeys(label(r) for r in rows if r["contender"] != EVERY_ONE)
     floors = any("floor ms" in r for r in rows)
     body = []
     for case, found in cases.items():
@@ -94,7 +101,7 @@ def _listing(rows: list[Row], columns: tuple[str, ...], values: tuple[str, ...])
         [
             *(str(r.get(c, "")) for c in columns),
             label(r),
-            _cell(r, with_memory=False),
+            _cell(r, in_list=True),
             *(number(r.get(v, "")) for v in values[1:]),
         ]
         for r in rows
@@ -103,17 +110,12 @@ def _listing(rows: list[Row], columns: tuple[str, ...], values: tuple[str, ...])
     return _table([*columns, "contender", *values], body)
 
 
-def _who(r: Row, columns: tuple[str, ...]) -> str:
-    """The contender, and in which mode where that is not part of the case."""
-    return label(r) + (f", {r['mode']}" if "mode" in r and "mode" not in columns else "")
-
-
 def label(r: Row) -> str:
     """The contender's name for readers: ours say so, as one of our backends has nearly a peer's name."""
     return f"kda_layers {r['contender']}" if r["ours"] and r["contender"] != EVERY_ONE else r["contender"]
 
 
-def _cell(r: Row | None, with_memory: bool = True) -> str:
+def _cell(r: Row | None, in_list: bool = False) -> str:
     if r is None:
         return ""
     if r["status"] == "wrong":
@@ -124,8 +126,10 @@ def _cell(r: Row | None, with_memory: bool = True) -> str:
         return _error_values(r) if r["status"] == "right" else r["status"]
     t = r["time"]
     floor = f", {r['times floor']:.3g}x" if "times floor" in r else ""
-    memory = f", {r['MiB']:.0f} MiB" if with_memory and "MiB" in r else ""
-    return f"{number(t['median'])} ({number(t['p10'])} - {number(t['p90'])}){floor}{memory}"
+    memory = f", {r['MiB']:.0f} MiB" if not in_list and "MiB" in r else ""
+    called = ", called" if not in_list and r.get("mode") == CALL else ""
+    passes = "" if t.get("agree", True) else ", **passes differ:** " + " / ".join(number(m) for m in t["passes"])
+    return f"{number(t['median'])} ({number(t['p10'])} - {number(t['p90'])}){floor}{memory}{called}{passes}"
 
 
 def _error_values(r: Row) -> str:
@@ -137,6 +141,12 @@ def number(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _noise(rows: list[Row]) -> list[str]:
+    """How far apart the medians of a contender that took part twice were at most."""
+    apart = [abs(r["time"]["again"] / r["time"]["median"] - 1) for r in rows if "again" in r.get("time", {})]
+    return [f"one contender entered twice: medians at most {max(apart):.1%} apart"] if apart else []
 
 
 def _errors(rows: list[Row]) -> list[str]:
@@ -155,7 +165,7 @@ def _not_timed(rows: list[Row], columns: tuple[str, ...]) -> list[str]:
     cases: dict[tuple[str, str, str], list[str]] = {}
     entered: Counter[str] = Counter()
     for r in rows:
-        who = _who(r, columns)
+        who = label(r)
         entered[who] += 1
         case = "/".join(str(r[c]) for c in columns if r.get(c, "") != "")
         if r["status"] not in RESULT:
