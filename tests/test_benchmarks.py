@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import biased_attention, compare, report
+from benchmarks import biased_attention, compare, decode_lengths, report, swap, timing
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import cases, kernel_shares, layer, operator, tables, truth
 from benchmarks.gpu.cases import Case, Sizes
 from benchmarks.gpu.contenders import Contender, Prepared, Refusal, graphed, ours_forward, ours_step
 from benchmarks.gpu.harness import Budget, ContextLost, Job, compete, failures, run_all, run_job
-from benchmarks.gpu.machine import CudaMachine, Machine
+from benchmarks.gpu.machine import CaptureError, CudaMachine, Machine
 from benchmarks.gpu.peers import softmax_forward, softmax_truth
 from kda_layers import kda
 from kda_layers.kernels import fla_api
@@ -40,25 +40,24 @@ class WallClock(Machine):
 
     def __init__(self) -> None:
         self.timed: list[Callable[[], Any]] = []
+        self.graphs: list[Callable[[], Any]] = []
         self.lives = True
 
-    def times_ms(self, run: Callable[[], Any], before: Callable[[], Any] | None = None) -> list[float]:
+    def warm_up(self, run: Callable[[], Any], before: Callable[[], Any] | None = None) -> int:
         self.timed.append(run)
-        times = []
-        for _ in range(2):
-            if before is not None:
-                before()
-            start = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - start) * 1e3)
-        return times
+        self.turn(run, before, 1)
+        return 1
+
+    def turn(self, run: Callable[[], Any], before: Callable[[], Any] | None, calls: int) -> list[float]:
+        return timing.wall_ms(run, before, calls=calls)
 
     def graph(self, run: Callable[[], Any], before: Callable[[], Any] | None = None) -> Callable[[], Any]:
         for _ in range(2):
             if before is not None:
                 before()
             run()
-        return run
+        self.graphs.append(lambda: run())
+        return self.graphs[-1]
 
     def peak_extra_mib(self, run: Callable[[], Any]) -> float:
         run()
@@ -74,7 +73,7 @@ class WallClock(Machine):
     def collect(self) -> None:
         """Nothing: a test has no memory to give back, and collecting takes a third of a second."""
 
-    def host_us(self, runs: dict[str, Callable[[], Any]], batches: int = 2, calls: int = 2) -> dict[str, list[float]]:
+    def host_us(self, runs: dict[str, Callable[[], Any]], batches: int = 1, calls: int = 1) -> dict[str, Any]:
         return super().host_us(runs, batches, calls)
 
 
@@ -318,6 +317,210 @@ def test_a_wrong_backend_of_ours_fails_the_whole_run(monkeypatch: pytest.MonkeyP
     assert "time" not in row
 
 
+# ---------------------------------------------------------------- in turns
+
+
+def test_the_order_is_rotated_and_reversed() -> None:
+    assert ["".join(timing.order("abc", r, 0)) for r in range(4)] == ["abc", "bca", "cab", "abc"]
+    assert ["".join(timing.order("abc", r, 1)) for r in range(3)] == ["cba", "bac", "acb"]
+    assert timing.order([], 0, 0) == []
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd"])
+def test_everyone_is_equally_often_at_every_place(names: str) -> None:
+    order: list[str] = []
+    results = timing.in_turns({n: (lambda n=n: order.append(n) or [1.0, 2.0]) for n in names})
+    rounds, entries = timing.rounds_of(len(names)), len(names) + 1
+    assert rounds >= 3
+    assert len(order) == 2 * rounds * entries
+    for place in range(entries):
+        for n in names:
+            share = 2 if n == names[0] else 1
+            assert order[place::entries].count(n) == share * 2 * rounds / entries
+    assert [len(p) for p in results[names[-1]].passes] == [2 * rounds] * 2
+    assert len(results[names[0]].again) == 4 * rounds
+    assert all(not results[n].again for n in names[1:])
+
+
+def test_who_fails_in_its_turn_takes_no_further_part() -> None:
+    calls: list[str] = []
+
+    def fail() -> list[float]:
+        calls.append("bad")
+        raise RuntimeError("no")
+
+    results = timing.in_turns({"good": lambda: [1.0], "bad": fail})
+    assert isinstance(results["bad"], RuntimeError)
+    assert results["good"].summary()["median"] == 1.0
+    assert calls == ["bad"]
+    contenders = [Contender(n, lambda f=f: Prepared(f, lambda _: TRUTH)) for n, f in (("a", int), ("b", fail_later()))]
+    rows = compete({}, contenders, TRUTH, WallClock())
+    assert [(r["status"], r.get("reason")) for r in rows] == [("timed", None), ("failed", "RuntimeError: spent")]
+
+
+def fail_later() -> Callable[[], None]:
+    calls: list[int] = []
+
+    def run() -> None:
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("spent")
+
+    return run
+
+
+def test_all_are_warmed_up_before_any_is_timed() -> None:
+    events: list[str] = []
+
+    class Recording(WallClock):
+        def warm_up(self, run: Callable[[], Any], before: Callable[[], Any] | None = None) -> int:
+            events.append("warm")
+            return super().warm_up(run, before)
+
+        def turn(self, run: Callable[[], Any], before: Callable[[], Any] | None, calls: int) -> list[float]:
+            events.append("turn")
+            return super().turn(run, before, calls)
+
+    compete({}, [fake(n, TRUTH["o"]) for n in "abc"], TRUTH, Recording())
+    assert events[:6] == ["warm", "turn"] * 3  # a warm-up of this clock is a turn
+    assert set(events[6:]) == {"turn"}
+    runs: list[str] = []
+    timing.compare_ms({n: (lambda n=n: runs.append(n)) for n in "ab"})
+    assert "".join(runs[:7]) == "aabb" + "aba"
+
+
+def test_passes_that_do_not_agree_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steady, drifting = (timing.Times(p, [1.0]).summary() for p in ([[1.0], [1.04]], [[1.0], [1.5]]))
+    assert (steady["agree"], drifting["agree"]) == (True, False)
+    assert (drifting["passes"], drifting["again"]) == ([1.0, 1.5], 1.0)
+    rows = [{"case": "decode", "B": 1, "ours times": steady, "theirs times": drifting}]
+    report.write(tmp_path, "x", rows, ["case", "B"])
+    text = (tmp_path / "x.md").read_text()
+    assert "Passes differ, decode, 1, theirs times: medians 1 / 1.5, first to last decile" in text
+    assert "ours times" not in text
+    assert "entered twice: medians at most 20.0% apart" in text
+    path = str(tmp_path / "x.json")
+    assert compare.main([path, path]) == 0
+    row = {"section": "forward", "contender": "c", "ours": False, "status": "timed", "time": drifting, "errors": {}}
+    assert "**passes differ:** 1 / 1.5" in tables.markdown([row], {})
+    capsys.readouterr()
+
+
+class Planning:
+    """Softmax attention that takes 100 ms more for a length of the keys that it has not seen in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.seen: set[int] = set()
+        attend = torch.nn.functional.scaled_dot_product_attention
+
+        def planning(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if q.shape[2] == 1 and torch.backends.cuda.cudnn_sdp_enabled() and k.shape[2] not in self.seen:
+                time.sleep(0.1)
+                self.seen.add(k.shape[2])
+            return attend(q, k, *args, **kwargs)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", planning)
+
+
+def test_the_first_to_decode_does_not_plan_for_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both models spend most of a step in the same 'plan', if they make one."""
+    Planning(monkeypatch)
+    layers = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    small = dict(hidden_size=32, intermediate_size=32, linear_num_heads=1, vocab_size=32)
+    monkeypatch.setitem(swap.SIZES, "cpu", small | layers)
+    monkeypatch.setitem(swap.CASES, "cpu", [("decode step", 1, 1)])
+    monkeypatch.setattr(swap, "CONTEXT", 16)
+    monkeypatch.setattr(swap, "memory", lambda *_: 1.0)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(sys, "argv", ["swap", "--output", str(tmp_path)])
+    swap.main()
+    (row,) = json.loads((tmp_path / "swap_cpu.json").read_text())["rows"]
+    assert row["times faster"] < 2
+    assert row["stock times"]["median"] < 90
+
+
+def test_a_swapped_model_is_judged_against_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models as far from fp32 as each other, and further apart; one that is further off than its rounding."""
+    truth, noise = torch.randn(4, 8, 16).double(), torch.randn(2, 4, 8, 16).double()
+
+    class Model:
+        dtype, device, config = torch.bfloat16, torch.device("cpu"), SimpleNamespace(vocab_size=16)
+
+        def __init__(self, error: Tensor):
+            self.error = error
+
+        def __call__(self, tokens: Tensor, use_cache: bool) -> Any:
+            return SimpleNamespace(logits=truth + self.error)
+
+        def float(self) -> Model:
+            return Model(torch.zeros(()).double())
+
+    scaled = 0.0347 * noise / (noise.flatten(1).norm(dim=1)[:, None, None, None] / truth.norm())
+    a, b = Model(scaled[0]), Model(scaled[1])
+    difference = (a.error - b.error).norm() / truth.norm()
+    assert difference > 10 * 2**-8
+    swap.check(a, b)
+    with pytest.raises(RuntimeError, match=r"0\.0416 from fp32 .* stock model 0\.0347"):
+        swap.check(a, Model(1.2 * scaled[1]))
+
+
+def test_steps_at_new_lengths_and_at_the_same_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody finds another one's plan; cuDNN's attention is on again in the end."""
+    planning = Planning(monkeypatch)
+    monkeypatch.setattr(decode_lengths, "STEPS", 3)
+    monkeypatch.setitem(decode_lengths.CONTEXTS, "cpu", (16,))
+    decode_lengths.main(["--device", "cpu", "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "decode_lengths.json").read_text())["rows"]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    planned = {(r["visit"], r["attention"]): [] for r in rows}
+    for r in rows:
+        least = "min" if r["visit"] == "new length" else "median"
+        planned[r["visit"], r["attention"]].append(r["times"][least])
+    new, again = (planned[v, decode_lengths.DEFAULT] for v in decode_lengths.VISITS)
+    assert {len(times) for times in planned.values()} == {4}
+    assert min(new) > 100
+    assert max(again) < 90
+    assert len(planning.seen) >= 4 * 2 * 3
+    columns = (tmp_path / "decode_lengths.md").read_text().splitlines()[0]
+    assert "new length" in (tmp_path / "decode_lengths.md").read_text()
+    assert "visit" in columns
+
+
+@pytest.mark.parametrize("section", ["forward", "training", "decode", "context"])
+def test_the_operator_is_timed_in_graphs(section: str, tmp_path: Path) -> None:
+    machine = WallClock()
+    gpu.main(["--backends", "eager", "--only", section, "--output", str(tmp_path)], machine, TINY)
+    rows = [r for r in rows_of(tmp_path) if r["status"] == "timed"]
+    assert rows
+    assert {r["mode"] for r in rows} == {"CUDA graph"}
+    assert machine.timed
+    assert all(run in machine.graphs for run in machine.timed)
+
+
+def test_what_cannot_be_captured_is_called_and_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise CaptureError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(WallClock, "graph", refuse)
+    assert run(tmp_path, "forward") == 0
+    row = next(r for r in rows_of(tmp_path) if r["status"] == "timed")
+    assert row["mode"] == "call"
+    assert row["note"].endswith("operation not permitted when stream is capturing")
+    text = (tmp_path / "gpu-forward.md").read_text()
+    assert "MiB, called |" in text
+    assert "timed without a CUDA graph" in text
+
+
+def test_host_time_has_a_section_of_its_own(tmp_path: Path) -> None:
+    assert run(tmp_path, "host") == 0
+    rows = [r for r in rows_of(tmp_path) if r["contender"] == "eager"]
+    assert [(r["pass"], r["T"], r["status"]) for r in rows] == [
+        ("forward", 64, "timed"), ("forward + backward", 64, "timed"), ("decode", 1, "timed")
+    ]  # fmt: skip
+    assert all(r["time"]["median"] > 10 for r in rows)  # microseconds
+    assert "Host microseconds of a call" in (tmp_path / "gpu-host.md").read_text()
+
+
 # ---------------------------------------------------------------- truth
 
 
@@ -476,8 +679,9 @@ def test_cuda_times(limits: tuple[int, int], calls: int, monkeypatch: pytest.Mon
 
 def test_host_times_take_turns() -> None:
     order: list[str] = []
-    WallClock().host_us({n: (lambda n=n: order.append(n)) for n in "ab"}, batches=2, calls=2)
-    assert "".join(order) == "ab" + "aabb" * 2
+    WallClock().host_us({n: (lambda n=n: order.append(n)) for n in "ab"}, batches=2, calls=1)
+    turns = "".join(order).removeprefix("aaabbb")
+    assert turns == "".join(2 * n for n in "ababaaaabababaaaab")
 
 
 def test_a_backend_that_does_not_serve_is_refused_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,6 +776,7 @@ TINY = Sizes(
     hard=(24, 1),
     context=(64, 128),
     context_heads=1,
+    host=Case(1, 64, 1),
     overhead=(Case(1, 66, 1), Case(1, 64, 1)),
     layer=(32, 1, 66),
     vocab_size=32,
@@ -608,7 +813,7 @@ def test_sections_of_the_operator(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all("reason" in r for r in rows if r["status"] not in ("timed", "right"))
     text = (tmp_path / "gpu-forward-training-backward-decode-hard-hard_gradients-context.md").read_text()
     assert text in capsys.readouterr().out
-    for line in ("## forward", "faster than softmax attention", "FLA, refused in all", "CUDA graph"):
+    for line in ("## forward", "faster than softmax attention", "FLA, refused in all", "CUDA graph", "entered twice"):
         assert line in text
     assert {p.suffix for p in tmp_path.iterdir()} >= {".json", ".md"}
 
