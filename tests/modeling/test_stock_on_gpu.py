@@ -95,8 +95,9 @@ from tests.modeling import test_stock_on_gpu as tests
 for family in {FAMILIES}:
     tests.compare(tests.wide(family))
 from fla.ops.kda import chunk_kda
-import inspect, transformers
-stock = transformers.models.kimi_linear.modeling_kimi_linear.chunk_kimi_delta_attention
+import inspect
+from transformers.models.kimi_linear import modeling_kimi_linear
+stock = modeling_kimi_linear.chunk_kimi_delta_attention
 assert chunk_kda in inspect.getclosurevars(stock).nonlocals.values(), "transformers did not pick the package's kernel"
 """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
