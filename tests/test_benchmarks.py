@@ -873,8 +873,22 @@ def test_unknown_sections_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_part_does_not_replace_the_results_of_the_whole() -> None:
-    names = [gpu.file_name(gpu.parse(options)) for options in ([], ["--quick"], ["--only", "decode,hard"])]
-    assert names == ["gpu", "gpu-quick", "gpu-decode-hard"]
+    some = ([], ["--quick"], ["--only", "decode,hard"], ["--only", "forward", "--heads", "8,16"])
+    names = [gpu.file_name(gpu.parse(options)) for options in some]
+    assert names == ["gpu", "gpu-quick", "gpu-decode-hard", "gpu-forward-h8-h16"]
+
+
+def test_cases_of_some_heads(tmp_path: Path) -> None:
+    assert run(tmp_path, "forward", "--heads", "1") == 0
+    assert {r["H"] for r in rows_of(tmp_path)} == {1}
+
+
+def test_less_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton looks for its benchmark, which autotuners ask at each tuning."""
+    testing = pytest.importorskip("triton.testing")
+    monkeypatch.setattr(testing, "do_bench", lambda f, warmup=25, rep=100: (f, warmup, rep))
+    gpu.limit_tuning(20)
+    assert testing.do_bench("kernel") == ("kernel", 5, 20)
 
 
 # ---------------------------------------------------------------- comparison

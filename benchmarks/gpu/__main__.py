@@ -6,13 +6,16 @@ Exit code 0; 1 where nothing was timed, or something of ours was wrong or broke;
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -57,6 +60,24 @@ def stamp(commit: str | None = None) -> dict[str, str]:
     return facts
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def limit_tuning(ms: int) -> None:
+    """Let Triton's autotuners, which compile and time every configuration for each kind of problem, time less."""
+    import triton.testing
+
+    triton.testing.do_bench = functools.partial(triton.testing.do_bench, warmup=ms // 4, rep=ms)
+
+
+def with_heads(sizes: Sizes, heads: list[int]) -> Sizes:
+    """The sizes, without cases of the operator that have another number of heads."""
+    sections = ("forward", "training", "backward")
+    chosen: dict[str, Any] = {s: tuple(c for c in getattr(sizes, s) if c.H in heads) for s in sections}
+    return replace(sizes, **chosen)
+
+
 def _first_line(command: list[str]) -> str:
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -71,6 +92,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few cases")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--backends", help="ours, separated by commas; default: all but eager")
+    parser.add_argument("--heads", type=_numbers, help="only cases of the operator with so many heads, as 32,96")
+    parser.add_argument("--tuning-ms", type=int, help="for which Triton's autotuners time each configuration, not 100")
     parser.add_argument("--budget-s", type=float, help="start no case after so many seconds; those left out are listed")
     report.add_commit_option(parser)
     args = parser.parse_args(argv)
@@ -85,7 +108,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def file_name(args: argparse.Namespace) -> str:
     """gpu, or what part of it was run: a part must not replace the results of the whole."""
-    part = [] if args.sections == list(SECTIONS) else args.sections
+    part = [] if args.sections == list(SECTIONS) else list(args.sections)
+    part += [f"h{h}" for h in args.heads or ()]
     return "-".join(["gpu", *part, *(["quick"] if args.quick else [])])
 
 
@@ -98,7 +122,10 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None, size
             return 2
         machine = CudaMachine()
     os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA stands for its own kernels, not for another package's
-    setup = Setup(machine, sizes or (QUICK if args.quick else FULL), args.ours)
+    if args.tuning_ms is not None:
+        limit_tuning(args.tuning_ms)
+    sizes = sizes or (QUICK if args.quick else FULL)
+    setup = Setup(machine, with_heads(sizes, args.heads) if args.heads else sizes, args.ours)
     jobs = [(section, job) for section in args.sections for job in SECTIONS[section](setup)]
     args.output.mkdir(parents=True, exist_ok=True)
     path, facts = args.output / f"{file_name(args)}.json", stamp(args.commit)
