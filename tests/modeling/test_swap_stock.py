@@ -306,7 +306,7 @@ def test_hooked_layers_run_our_forward(family: str, device: torch.device, monkey
 # One KDA layer and one of another kind: compiling takes seconds a layer.
 TWO_LAYERS: dict[str, dict[str, Any]] = {
     "kimi_linear": dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
-    "glm5_next": dict(num_hidden_layers=2, layer_types=["linear_attention", "indexed_attention"]),
+    "glm5_next": dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
     "bailing_hybrid": dict(num_hidden_layers=2, layer_group_size=2),
     "doge": dict(num_hidden_layers=1),
 }
