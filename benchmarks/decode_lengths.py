@@ -95,8 +95,13 @@ def decode(model: Any, attention: str, prompt: int, steps: int, synchronize: Cal
         torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
-def measure(made: dict[str, Any], contexts: Sequence[int], synchronize: Callable[[], None]) -> list[dict[str, Any]]:
-    """A row for each contender, context and visit."""
+def measure(
+    made: dict[str, Any],
+    contexts: Sequence[int],
+    synchronize: Callable[[], None],
+    done: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    """Hand over a row for each contender, context and visit so far, whenever all have had a turn."""
     contenders = [Contender(name, attention) for name in made for attention in (DEFAULT, WITHOUT_CUDNN)]
     for c in contenders:
         decode(made[c.model], c.attention, 2 * STEPS, 3, synchronize)
@@ -109,7 +114,7 @@ def measure(made: dict[str, Any], contexts: Sequence[int], synchronize: Callable
             for visit in VISITS:
                 times = decode(made[c.model], c.attention, prompt, STEPS, synchronize)
                 found.setdefault((c, context, visit), []).append(times)
-    return [row(*key, passes) for key, passes in found.items()]
+        done([row(*key, passes) for key, passes in found.items()])
 
 
 def row(c: Contender, context: int, visit: str, passes: list[list[float]]) -> dict[str, Any]:
@@ -128,13 +133,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", default="decode_lengths", help="of the result files (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     report.add_commit_option(parser)
+    timing.add_tuning_option(parser)
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device, and torch finds none here")
     synchronize: Callable[[], None] = torch.cuda.synchronize if args.device == "cuda" else lambda: None
-    rows = measure(models(args.device), CONTEXTS[args.device], synchronize)
-    rows.sort(key=lambda r: (r["context"], r["model"], r["attention"] != DEFAULT, r["visit"]))
-    report.write(args.output, args.name, rows, COLUMNS, args.commit)
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        rows.sort(key=lambda r: (r["context"], r["model"], r["attention"] != DEFAULT, r["visit"]))
+        report.write(args.output, args.name, rows, COLUMNS, args.commit, quiet=True)
+
+    measure(models(args.device), CONTEXTS[args.device], synchronize, write)
+    print((args.output / f"{args.name}.md").read_text())
 
 
 if __name__ == "__main__":

@@ -180,6 +180,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     report.add_commit_option(parser)
+    timing.add_tuning_option(parser)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

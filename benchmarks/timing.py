@@ -8,6 +8,8 @@ marked. The first contender is entered twice: how far its two medians are apart 
 
 from __future__ import annotations
 
+import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -118,3 +120,16 @@ def compare_ms(
             raise times
         summaries[name] = times.summary()
     return summaries
+
+
+def add_tuning_option(parser: argparse.ArgumentParser) -> None:
+    what = "for which Triton's autotuners time each configuration, not 100"
+    parser.add_argument("--tuning-ms", type=limit_tuning, help=what)
+
+
+def limit_tuning(ms: str) -> int:
+    """Let Triton's autotuners, which compile and time every configuration for each kind of problem, time less."""
+    import triton.testing
+
+    triton.testing.do_bench = functools.partial(triton.testing.do_bench, warmup=int(ms) // 4, rep=int(ms))
+    return int(ms)

@@ -887,7 +887,7 @@ def test_less_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Triton looks for its benchmark, which autotuners ask at each tuning."""
     testing = pytest.importorskip("triton.testing")
     monkeypatch.setattr(testing, "do_bench", lambda f, warmup=25, rep=100: (f, warmup, rep))
-    gpu.limit_tuning(20)
+    assert gpu.parse(["--tuning-ms", "20"]).tuning_ms == 20
     assert testing.do_bench("kernel") == ("kernel", 5, 20)
 
 

@@ -6,7 +6,6 @@ Exit code 0; 1 where nothing was timed, or something of ours was wrong or broke;
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.metadata
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks import report
+from benchmarks import report, timing
 from benchmarks.gpu import operator, tables
 from benchmarks.gpu.cases import FULL, QUICK, Sizes
 from benchmarks.gpu.harness import Budget, Job, Row, Setup, failures, run_all
@@ -64,13 +63,6 @@ def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 
 
-def limit_tuning(ms: int) -> None:
-    """Let Triton's autotuners, which compile and time every configuration for each kind of problem, time less."""
-    import triton.testing
-
-    triton.testing.do_bench = functools.partial(triton.testing.do_bench, warmup=ms // 4, rep=ms)
-
-
 def with_heads(sizes: Sizes, heads: list[int]) -> Sizes:
     """The sizes, without cases of the operator that have another number of heads."""
     sections = ("forward", "training", "backward")
@@ -93,7 +85,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--backends", help="ours, separated by commas; default: all but eager")
     parser.add_argument("--heads", type=_numbers, help="only cases of the operator with so many heads, as 32,96")
-    parser.add_argument("--tuning-ms", type=int, help="for which Triton's autotuners time each configuration, not 100")
+    timing.add_tuning_option(parser)
     parser.add_argument("--budget-s", type=float, help="start no case after so many seconds; those left out are listed")
     report.add_commit_option(parser)
     args = parser.parse_args(argv)
@@ -122,8 +114,6 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None, size
             return 2
         machine = CudaMachine()
     os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA stands for its own kernels, not for another package's
-    if args.tuning_ms is not None:
-        limit_tuning(args.tuning_ms)
     sizes = sizes or (QUICK if args.quick else FULL)
     setup = Setup(machine, with_heads(sizes, args.heads) if args.heads else sizes, args.ours)
     jobs = [(section, job) for section in args.sections for job in SECTIONS[section](setup)]
