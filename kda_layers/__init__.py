@@ -9,7 +9,7 @@ from packaging.version import Version
 if Version(transformers.__version__).release < (5, 17):
     raise ImportError(f"kda_layers needs transformers 5.17 or newer, got {transformers.__version__}")
 
-from kda_layers.kernels.dispatch import explain, use_backend
+from kda_layers.kernels.dispatch import explain, keep_backend, use_backend
 from kda_layers.kernels.op import KDAOutput, kda, kda_step
 from kda_layers.modeling.auto import register_variants
 from kda_layers.modeling.configuration_kda import KDAConfig
@@ -42,6 +42,7 @@ __all__ = [
     "kda",
     "kda_layer_options",
     "kda_step",
+    "keep_backend",
     "load_kda_weights",
     "load_pretrained",
     "restore_attention",
