@@ -15,7 +15,6 @@ import transformers
 import kda_layers
 from kda_layers.kernels import layer_kernels, toolchain
 from kda_layers.kernels.attention.dispatch import default_problem
-from kda_layers.kernels.cuda import cache
 
 
 def main() -> None:
@@ -26,7 +25,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     try:
-        cache.folder()
+        toolchain.cache_folder()
     except (ValueError, RuntimeError) as error:  # RuntimeError: this user has no home
         parser.error(str(error))
     if not args.precompile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -27,6 +28,16 @@ def archs_here() -> list[str]:
     capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     found = (build.ARCHS.get(10 * major + minor) for major, minor in capabilities)
     return list(dict.fromkeys(arch for arch in found if arch))
+
+
+def cache_folder() -> Path:
+    """Folder of compiled kernels.
+
+    Raises:
+        ValueError: $KDA_LAYERS_CACHE is a relative path
+        RuntimeError: the home directory is needed and unknown
+    """
+    return cache.folder()
 
 
 def precompile(archs: Sequence[str]) -> str:

@@ -64,22 +64,27 @@ def test_gradients_of_padding_are_zero(A_log: float, dtype: torch.dtype, gate: s
     """Those of padded tokens, exactly; the parameters' are those of the row without them."""
     layer = layer_with_rate(A_log, gate, dtype)
     exact = copy.deepcopy(layer).double()
-    x, mask = torch.randn(1, 12, D).to(dtype), torch.tensor([[1] * 4 + [0] * 5 + [1] * 3])
+    mask = torch.tensor([[1] * 4 + [0] * 5 + [1] * 3])
     real = mask[0] == 1
-    alone = x[:, real]
-    grads = []
-    for m, rows, padding in ((layer, x, mask), (layer, alone, None), (exact, alone.double(), None)):
-        leaf = rows.clone().requires_grad_()
-        m.zero_grad()
-        o = m(leaf, padding)
-        (o if padding is None else o[:, real]).to(leaf).square().sum().backward()
-        grads.append([leaf.grad, *(p.grad for p in m.parameters())])
-    assert torch.equal(grads[0][0][:, ~real], torch.zeros(1, 5, D, dtype=dtype))
-    grads[0][0] = grads[0][0][:, real]
-    padded, unpadded, truth = grads
-    # The largest, as a gradient of two elements may be exact by chance.
-    limit = budget(max(error(g, t) for g, t in zip(unpadded, truth, strict=True)), dtype)
-    assert max(error(g, t) for g, t in zip(padded, truth, strict=True)) <= limit
+    errors: dict[str, list[float]] = {"padded": [], "alone": []}
+    for _ in range(8):  # one draw's rounding is much luck
+        x = torch.randn(1, 12, D).to(dtype)
+        padded = gradients(layer, x, mask)
+        assert torch.equal(padded[0][:, ~real], torch.zeros(1, 5, D, dtype=dtype))
+        padded[0] = padded[0][:, real]
+        truth = gradients(exact, x[:, real].double(), None)
+        for name, grads in (("padded", padded), ("alone", gradients(layer, x[:, real], None))):
+            errors[name] += [error(g, t) for g, t in zip(grads, truth, strict=True)]
+    assert max(errors["padded"]) <= budget(max(errors["alone"]), dtype)
+
+
+def gradients(layer: nn.Module, x: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
+    """Of x [1, T, D] and of every parameter, for the sum of the squares of real tokens' outputs."""
+    leaf = x.clone().requires_grad_()
+    layer.zero_grad()
+    o = layer(leaf, mask)
+    (o if mask is None else o[:, mask[0] == 1]).to(leaf).square().sum().backward()
+    return [leaf.grad, *(p.grad.clone() for p in layer.parameters())]
 
 
 # ---------------------------------------------------------------- casting
