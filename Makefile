@@ -14,10 +14,9 @@ endif
 RUN = $(VENV)/bin/python
 
 # Ragged shapes, packed sequences, pools of states, drafts and convolutions: what could read or write out of bounds.
-# Kernels are compiled by a run without the tool; torch's own (at::native), which prepare and compare, are not checked.
 MEMCHECKED_STEPS = test_more_slots or test_drafted_tokens_of or (int32 and (test_packed_steps or test_a_pool_of_states))
 MEMCHECKED = (cuda-fla and (test_ragged or $(MEMCHECKED_STEPS))) or (test_layer_kernels and bfloat16)
-MEMCHECK = compute-sanitizer --tool memcheck --kernel-regex-exclude kns=2at6native --error-exitcode 9
+MEMCHECK = compute-sanitizer --tool memcheck --error-exitcode 9
 
 # Asking the driver whether it has a function is no error. racecheck does not follow mbarriers: its report is to be read (docs/gpu.md).
 SANITIZE = compute-sanitizer --report-api-errors no --kernel-regex kns=kda_ --tool
@@ -48,7 +47,6 @@ test-gpu: $(GPU)
 	OMP_NUM_THREADS=1 KDA_LAYERS_REQUIRE=sm90,fla,eager,triton $(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs $(TESTS)
 
 memcheck: $(GPU)
-	$(RUN) -m pytest tests/kernels -k "$(MEMCHECKED)"
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(RUN) -m pytest --durations 5 tests/kernels -k "$(MEMCHECKED)"
 
 sanitize: $(GPU)

@@ -13,7 +13,7 @@ first = kda(q, k, v, g, beta, lower_bound=-5.0, final_state=True)
 second = kda(q, k, v, g, beta, lower_bound=-5.0, initial_state=first.final_state)  # the next 100 tokens
 print("operator: ", tuple(second.o.shape))
 
-# 2. The layer, a drop-in for softmax attention: [batch, tokens, hidden_size] in and out.
+# 2. The layer: [batch, tokens, hidden_size] in and out. In transformers models use swap_attention, below.
 layer = KimiDeltaAttention(hidden_size=256, num_heads=4)
 print("layer:    ", tuple(layer(torch.randn(2, 100, 256)).shape))
 
