@@ -507,7 +507,7 @@ def test_what_cannot_be_captured_is_called_and_marked(tmp_path: Path, monkeypatc
     assert row["mode"] == "call"
     assert row["note"].endswith("operation not permitted when stream is capturing")
     text = (tmp_path / "gpu-forward.md").read_text()
-    assert "MiB, called |" in text
+    assert "MiB, called" in text  # perhaps with a note on passes that differ
     assert "timed without a CUDA graph" in text
 
 
