@@ -222,18 +222,15 @@ def test_a_cache_in_parts_equals_one_pass(kind: str, parts: tuple[int, ...], pad
             same((torch.cat(got, 1)[row, real],), (want,))
 
 
-# transformers' offloading, on an H200 with torch 2.11 and transformers 5.17.
-ABORTS = pytest.mark.xfail(torch.cuda.is_available(), reason="aborts the process, the cause is unknown", run=False)
-
-
-@pytest.mark.parametrize("kind", ["static", pytest.param("offloaded_static", marks=ABORTS)])
+@pytest.mark.parametrize("kind", ["static", "offloaded_static"])
 def test_chunked_prefill_of_a_static_cache(kind: str) -> None:
     """For which transformers makes the static cache early, as wide as it takes the values to be."""
     if kind == "offloaded_static" and not torch.cuda.is_available():
         pytest.skip("offloads from a GPU")
     device = "cpu" if kind == "static" else "cuda"
     m, tokens = copy.deepcopy(model("key_bias")).to(device), ids(2, T).to(device)
-    got = generate(m, tokens, cache_implementation=kind, prefill_chunk_size=5)
+    # generate would compile a cache that moves between devices into CUDA graphs: the process aborted on an H200.
+    got = generate(m, tokens, cache_implementation=kind, prefill_chunk_size=5, disable_compile=device == "cuda")
     assert torch.equal(got, generate(m, tokens))
 
 
