@@ -169,7 +169,8 @@ def use_backend(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _overriding(name: str) -> Iterator[None]:
-    before, token = _override.get(), _override.set(name)
+    token = _override.set(name)
+    before = torch._C._get_obj_in_tls(AUTOGRAD_KEY) if torch._C._is_key_in_tls(AUTOGRAD_KEY) else None
     torch._C._stash_obj_in_tls(AUTOGRAD_KEY, name)
     try:
         yield

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
@@ -24,8 +24,22 @@ KNOWN = (
     | {*INPUTS, "cu_seqlens", "return_dict", "token_type_ids", "mm_token_type_ids", "cache_position"}
 )
 
+SEQUENCES = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids", "attention_mask")  # what describes sequences
+
 FEW_QUERIES = 16  # tokens of a decode step, drafts included
-WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_lock, _inside = threading.Lock(), 0  # calls of `_without_cudnn` that have not returned, of all threads
+
+
+def refuse_misspelt(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
+    """Raise a TypeError if a call of a stock model has keywords that are close to those that describe sequences.
+
+    Others pass: its loss function, which the base model does not know, may read them.
+    """
+    for name in kwargs:
+        if name not in KNOWN and (close := difflib.get_close_matches(name, SEQUENCES, n=1, cutoff=0.75)):
+            raise TypeError(
+                f"{name} is not an argument of {model.__name__} and would be ignored: did you mean {close[0]}?"
+            )
 
 
 def refuse_unknown(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
@@ -59,4 +73,28 @@ def without_plans(x: Tensor, cache: Cache | None) -> contextlib.AbstractContextM
     """
     if cache is None or x.shape[1] > FEW_QUERIES or not x.is_cuda or torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    return sdpa_kernel(WITHOUT_PLANS)
+    return _without_cudnn()
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Leave cuDNN out of torch's choice, if there is another one; what else the user has switched stays.
+
+    The switch is the process's, so the first of several threads turns it off and the last one on again.
+    """
+    global _inside
+    switches = torch.backends.cuda
+    with _lock:
+        others = switches.flash_sdp_enabled() or switches.mem_efficient_sdp_enabled() or switches.math_sdp_enabled()
+        counted = _inside > 0 or (switches.cudnn_sdp_enabled() and others)
+        if counted:
+            _inside += 1
+            switches.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        if counted:
+            with _lock:
+                _inside -= 1
+                if _inside == 0:
+                    switches.enable_cudnn_sdp(True)

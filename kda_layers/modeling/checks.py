@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -43,9 +44,9 @@ def layer_indices(layers: Any, total: int, forms: str) -> list[int]:
 
 def check_epsilon(name: str, value: Any) -> None:
     """Raises a TypeError or ValueError unless the value is a finite number of 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not 0 <= value < math.inf:
+    if not 0 <= float(value) < math.inf:
         raise ValueError(f"{name} must be finite and 0 or more, got {value}")
 
 

@@ -34,8 +34,8 @@ LAYER_ARGUMENTS: dict[str, str | None] = {
 # What transformers or this package reads from a configuration without a field for it.
 UNDECLARED = (
     "attn_implementation", "auto_map", "compression_config", "converted_from", "custom_pipelines",
-    "experts_implementation", "per_layer_config", "quantization_config", "task_specific_params", "tokenizer_class",
-    "transformers_weights",
+    "experts_implementation", "per_layer_config", "quantization_config", "task_specific_params", "tie_encoder_decoder",
+    "tokenizer_class", "transformers_weights",
 )  # fmt: skip
 ROPE = ("rope_theta", "partial_rotary_factor")  # become part of the field rope_parameters, in a family that has it
 _warned: set[str] = set()  # unknown names that were logged already

@@ -43,8 +43,8 @@ def read_padding_mask(mask: Tensor, B: int, T: int) -> Tensor | None:
 def read_square_mask(mask: Tensor, B: int, T: int, cached: int | Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Padding and documents in a mask of scores, which a KDA layer cannot apply; one host synchronisation on a GPU.
 
-    Each real token must see the tokens of its own document up to itself, and no others. A token that does not see
-    itself is padding, and what it sees does not matter.
+    Each real token must see the real tokens of its own document up to itself, and no others. A token that does not see
+    itself, or sees later ones, is padding, which no real token may see; what it sees itself does not matter.
 
     Args:
         mask: [1 or B, heads, T, S]: bool, True where a key is seen, or additive: 0 where it is and at most -1e4 where
@@ -79,20 +79,24 @@ def read_square_mask(mask: Tensor, B: int, T: int, cached: int | Tensor) -> tupl
     seen = seen[:, 0]
 
     keys = torch.arange(mask.shape[3], device=mask.device)
-    last = keys[cached : cached + T]  # each token's own key
-    first = last + 1 - seen.sum(-1)  # the first key that a token sees, if the keys that it sees end with its own
-    is_interval = (seen == ((keys >= first[..., None]) & (keys <= last[:, None]))).all(-1)
-    real = seen.diagonal(cached, 1, 2)
-    begins = real & (first == last)
+    last = keys[cached : cached + T, None]  # each token's own key
+    first = seen.to(torch.uint8).argmax(-1)  # the first key that a token sees
+    real = seen.diagonal(cached, 1, 2) & ~(seen & (keys > last)).any(-1)
+    real_keys = torch.nn.functional.pad(real, (cached, mask.shape[3] - cached - T), value=True)
+    own = (seen == ((keys >= first[..., None]) & (keys <= last) & real_keys[:, None])).all(-1)
+    begins = real & (first == last[:, 0])
     if cached:
-        in_document = is_interval & (first == 0)
+        in_document = real & own & (first == 0)
     else:
+        before = torch.where(real, first, -1).cummax(1).values  # where the document of the last real token begins
         continues = torch.zeros_like(real)
-        continues[:, 1:] = real[:, :-1] & (first[:, 1:] == first[:, :-1])
-        in_document = ~real | (is_interval & (begins | continues))
-    clear = (binary & alike & in_document.all()).long()
-    clear, all_real, documents = torch.stack((clear, real.all().long(), begins.sum(1).max())).tolist()
-    if not clear:
+        continues[:, 1:] = first[:, 1:] == before[:, :-1]
+        in_document = ~real | (own & (begins | continues))
+    gaps = (real[:, 1:] & ~real[:, :-1] & ~begins[:, 1:]).any()  # padding inside a document
+    clear = binary & alike & in_document.all()
+    facts = torch.stack((clear.long(), real.all().long(), gaps.long(), begins.sum(1).max()))
+    clear, all_real, gaps, documents = facts.tolist()
+    if not clear or (gaps and documents > 1):
         raise ValueError(
             f"attention_mask {list(mask.shape)} must let each token see the tokens of its own document up to itself "
             "and no others, alike in all heads: KDA layers can apply no other mask of scores. Pass padding as a mask "

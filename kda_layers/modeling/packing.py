@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kda_layers.kernels.checks import check_is_tensor, check_offsets
 from kda_layers.modeling.masks import check_type, offsets_of, read_padding_mask, read_square_mask, readable
 
 
@@ -54,14 +55,18 @@ def read_layout(
     check_type(attention_mask)
     B, T = tokens.shape[:2]
     offsets = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
-    if offsets is None and seq_idx is not None:
+    if offsets is not None:
+        check_offsets(offsets, tokens)
+    elif seq_idx is not None:
         offsets = _offsets_of_numbers(seq_idx, B, T)
+    if position_ids is not None:
+        check_is_tensor("position_ids", position_ids)
     padding = documents = None
     if square := isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
         padding, documents = read_square_mask(attention_mask, B, T, _cached(past_key_values))
     elif isinstance(attention_mask, Tensor) and (T > 1 or past_key_values is None):
         mask = read_padding_mask(attention_mask, B, T)
-        padding = None if mask is None else mask[:, -T:].contiguous()
+        padding = None if mask is None else _columns(mask, T, _cached(past_key_values))
         if mask is None and (offsets is not None or _hides_nothing(attention_mask, T, past_key_values)):
             attention_mask = None
     if offsets is None and position_ids is not None and past_key_values is None:
@@ -96,7 +101,22 @@ def _hides_nothing(mask: Tensor, T: int, cache: Cache | None) -> bool:
     return isinstance(cached, int) and mask.shape[1] == cached + T
 
 
+def _columns(mask: Tensor, T: int, cached: int | Tensor) -> Tensor:
+    """The columns [B, T] of a mask [B, S] for the tokens after `cached` ones; any after these are for empty slots."""
+    if isinstance(cached, Tensor):  # counted on the device, and not read
+        if mask.shape[1] == T:
+            return mask
+        return mask.index_select(1, torch.arange(T, device=mask.device) + cached.to(mask.device))
+    if mask.shape[1] < cached + T:
+        raise ValueError(
+            f"attention_mask must have a column for each of {cached} cached tokens and of these {T}, "
+            f"got {list(mask.shape)}"
+        )
+    return mask[:, cached : cached + T].contiguous()
+
+
 def _offsets_of_numbers(seq_idx: Tensor, B: int, T: int) -> Tensor:
+    check_is_tensor("seq_idx", seq_idx)
     if B != 1 or tuple(seq_idx.shape) != (1, T):
         raise ValueError(
             f"seq_idx must have shape [1, {T}], the sequences of a single row, got {list(seq_idx.shape)} for {B} rows"
@@ -127,6 +147,7 @@ def _offsets_of_positions(position_ids: Tensor, padding: Tensor | None, B: int) 
     starts = step != 1
     if not readable(rows):
         _any(starts, "position_ids must not restart under torch.compile or graph capture: pass cu_seqlens")
+        _any((rows[:, 0] < 0) | (rows[:, 0] > 1), "position_ids must start at 0 or 1 under torch.compile")
         return None
     first = rows[:, 0]
     packed, jumps, least, most = torch.stack((starts.any(), (step > 1).any(), first.min(), first.max())).tolist()

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAConfig, KDAForCausalLM, explain, kda_step, use_backend
 from kda_layers.kernels import backends as folder
-from kda_layers.kernels import biased_attention, dispatch
+from kda_layers.kernels import biased_attention, dispatch, registry
 from kda_layers.kernels.attention.dispatch import ATTENTION
 from kda_layers.kernels.attention.dispatch import default_problem as attention_problem
 from kda_layers.kernels.contract import Backend, Gradients, Inputs, Problem, StepInputs
@@ -426,3 +427,19 @@ def test_requiring_an_unknown_backend_fails_the_run() -> None:
 def test_requiring_known_backends_does_not() -> None:
     result = run_pytest(" eager ,")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_context_inside_an_autograd_thread_keeps_what_was_handed_over() -> None:
+    """Such a thread has no context variables, only torch's thread-local storage."""
+    seen: list[object] = []
+
+    def thread() -> None:
+        torch._C._stash_obj_in_tls(registry.AUTOGRAD_KEY, "eager")
+        with use_backend("sm90"):
+            seen.append(torch._C._get_obj_in_tls(registry.AUTOGRAD_KEY))
+        seen.append(torch._C._get_obj_in_tls(registry.AUTOGRAD_KEY))
+
+    worker = threading.Thread(target=thread)
+    worker.start()
+    worker.join()
+    assert seen == ["sm90", "eager"]

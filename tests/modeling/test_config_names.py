@@ -83,6 +83,7 @@ def test_other_unknown_fields_are_kept_and_warned_of_once(
 
 # What from_pretrained, from_dict, checkpoints of transformers 4 and quantisers put into a configuration.
 TRANSFORMERS: dict[str, Any] = dict(
+    tie_encoder_decoder=False,
     id2label={0: "a", 1: "b"}, label2id={"a": 0, "b": 1}, num_labels=2, problem_type="regression",
     torch_dtype="bfloat16", architectures=["X"], auto_map={"AutoConfig": "x.Y"}, transformers_version="4.57.0",
     attn_implementation="sdpa", _attn_implementation_autoset=True, _name_or_path="a/b", name_or_path="a/b",

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask
 
 from kda_layers import swap_attention
@@ -148,6 +149,48 @@ def test_a_causal_mask_of_scores_continues_a_cache(name: str) -> None:
     assert error(torch.cat((first, second), 1), logits(m, tokens)) < limit(name)
     with pytest.raises(ValueError, match=r"attention_mask .* must let each token see"):
         logits(m, ids(1, 2), attention_mask=torch.eye(2, 11).bool()[None, None], past_key_values=cache, use_cache=True)
+
+
+@one_of_each
+def test_padding_inside_a_row_of_a_mask_of_scores(name: str) -> None:
+    """As transformers makes it from a mask [B, S], and with rows of padding that see everything."""
+    m, tokens = model(name), ids(1, 9)
+    mask = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 1]])
+    scores = (torch.ones(9, 9).tril().bool() & mask.bool())[None]
+    opened = scores.clone()
+    opened[:, ~mask[0].bool()] = True
+    want = logits(m, tokens, attention_mask=mask)[mask == 1]
+    for given in (scores, opened):
+        assert error(logits(m, tokens, attention_mask=given[None])[mask == 1], want) < limit(name)
+
+
+def test_padding_inside_a_packed_document_is_refused() -> None:
+    mask = DOCUMENTS & (torch.arange(T) != 15)
+    with pytest.raises(ValueError, match=r"attention_mask .* must let each token see"):
+        logits(model("hybrid"), ids(1, T), attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["kda", "hybrid", "llama"])
+@pytest.mark.parametrize("pieces", [(9,), (4, 5), (1, 8)], ids=str)
+def test_a_mask_may_be_as_wide_as_a_static_cache(name: str, pieces: tuple[int, ...]) -> None:
+    """Its columns for slots that are still empty are not those of this call's tokens."""
+    m, tokens, mask = model(name), ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, 4:6] = 0
+    want = logits(m, tokens, attention_mask=mask)[mask == 1]
+    wide, cache = torch.nn.functional.pad(mask, (0, 5)), StaticCache(config=m.config, max_cache_len=14)
+    parts = tokens.split(pieces, 1)
+    got = [logits(m, part, attention_mask=wide, past_key_values=cache, use_cache=True) for part in parts]
+    assert error(torch.cat(got, 1)[mask == 1], want) < limit(name)
+
+
+def test_a_mask_of_the_new_tokens_alone_is_refused() -> None:
+    m, cache = model("kda"), DynamicCache(config=model("kda").config)
+    logits(m, ids(2, 4), past_key_values=cache, use_cache=True)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    with pytest.raises(
+        ValueError, match=r"attention_mask must have a column for each of 4 cached tokens and of these 3"
+    ):
+        logits(m, ids(2, 3), attention_mask=mask, past_key_values=cache, use_cache=True)
 
 
 def band(width: int) -> Tensor:
@@ -390,6 +433,8 @@ def test_compiled_positions_are_asserted_not_to_restart(name: str) -> None:
         assert error(got, logits(m, tokens)) < FP64_LIMIT
         with pytest.raises(RuntimeError, match=r"position_ids must not restart under torch.compile"):
             compiled(tokens, position_ids=restarting()[None], use_cache=False)
+        with pytest.raises(RuntimeError, match=r"position_ids must start at 0 or 1 under torch.compile"):
+            compiled(tokens, position_ids=torch.arange(64, 64 + T)[None], use_cache=False)
 
 
 # ---------------------------------------------------------------- keywords
@@ -406,6 +451,9 @@ def test_compiled_positions_are_asserted_not_to_restart(name: str) -> None:
     ],
 )
 def test_keywords_that_nothing_reads(name: str, keyword: str, meant: str) -> None:
+    if name in SWAPPED and keyword == "frobnicate":
+        logits(model(name), ids(1, T), frobnicate=1)  # as stock: its loss function might read it
+        return
     with pytest.raises(TypeError, match=f"{keyword} is not an argument of .*{meant}"):
         logits(model(name), ids(1, T), **{keyword: OFFSETS})
 
@@ -436,6 +484,27 @@ def test_a_loss_function_has_keywords_of_its_own() -> None:
     )
     with pytest.raises(TypeError, match="weight_of_y is not an argument"):
         m(ids(1, 9), labels=ids(1, 9), weight_of_y=2.0)
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_the_loss_function_of_a_swapped_model_has_keywords_of_its_own(name: str) -> None:
+    m = copy.deepcopy(model(name))
+    m.loss_function = lambda logits, labels, vocab_size, temperature=1.0, **_: (logits / temperature).mean()
+    once, half = (m(ids(1, 9), labels=ids(1, 9), temperature=t).loss for t in (1.0, 2.0))
+    assert error(half.detach(), once.detach() / 2) < FP32_LIMIT
+
+
+@one_of_each
+def test_descriptions_that_are_no_tensors(name: str) -> None:
+    m, tokens = model(name), ids(1, T)
+    for arguments, message in (
+        (dict(cu_seq_lens_q=OFFSETS.tolist()), "cu_seqlens must be a torch.Tensor, got list: pass torch.tensor"),
+        (dict(cu_seqlens=OFFSETS[None]), r"cu_seqlens must have shape .*: pass cu_seqlens\[0\]"),
+        (dict(seq_idx=[0] * T), "seq_idx must be a torch.Tensor, got list"),
+        (dict(position_ids=[0] * T), "position_ids must be a torch.Tensor, got list"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            logits(m, tokens, **arguments)
 
 
 # ---------------------------------------------------------------- host reads and attention kernels
@@ -500,3 +569,23 @@ def test_a_decode_step_uses_no_attention_kernel_with_plans() -> None:
     ):
         with without_plans(other, held):
             assert torch.backends.cuda.cudnn_sdp_enabled() is before
+
+
+def test_a_decode_step_leaves_the_users_switches_alone() -> None:
+    """Of several threads, too, of which the last one to leave switches cuDNN on again."""
+    x, cache, switches = SimpleNamespace(shape=(1, 1, 8), is_cuda=True), DynamicCache(), torch.backends.cuda
+    with sdpa_kernel(SDPBackend.MATH):
+        with without_plans(x, cache):
+            assert not switches.flash_sdp_enabled()
+            assert switches.math_sdp_enabled()
+        assert not switches.cudnn_sdp_enabled()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), without_plans(x, cache):
+        assert switches.cudnn_sdp_enabled()  # nothing else is left
+    before = switches.cudnn_sdp_enabled()
+    first, second = without_plans(x, cache), without_plans(x, cache)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not switches.cudnn_sdp_enabled()
+    second.__exit__(None, None, None)
+    assert switches.cudnn_sdp_enabled() is before

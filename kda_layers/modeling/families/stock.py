@@ -16,7 +16,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from kda_layers.kernels.checks import check_lower_bound
 from kda_layers.kernels.dispatch import backends
 from kda_layers.modeling.cache import with_kda_layers
-from kda_layers.modeling.calls import INPUTS, refuse_unknown
+from kda_layers.modeling.calls import INPUTS, refuse_misspelt
 from kda_layers.modeling.mixer import KDAMixer
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
 
@@ -87,16 +87,16 @@ def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """The arguments of a base model's call by name, and what they say of its sequences; None without tokens.
 
     Raises:
-        TypeError: a keyword that nothing would read.
+        TypeError: a misspelt keyword, which nothing would read.
         ValueError: masks or positions that KDA layers cannot follow, see `packing.read_layout`.
     """
     kwargs = dict(zip(INPUTS, args, strict=False)) | kwargs
-    refuse_unknown(kwargs, type(model))
+    refuse_misspelt(kwargs, type(model))
     tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if tokens is None:
         return kwargs, None  # an error of the stock forward
     positions = kwargs.get("position_ids")
-    if positions is not None and positions.ndim == 1:
+    if isinstance(positions, Tensor) and positions.ndim == 1:
         kwargs["position_ids"] = positions[None]
     given = {name: kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values", *PACKING)}
     return kwargs, read_layout(tokens, **given)
