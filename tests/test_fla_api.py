@@ -374,7 +374,7 @@ def test_states_before_chunks(T: int, case: str, v_first: bool) -> None:
 @packed_or_not
 @pytest.mark.parametrize("state", [None, FP32, BF16], ids=str)
 def test_dtype_of_states_before_chunks(state: torch.dtype | None, packed: bool, v_first: bool) -> None:
-    """That of q; fp32 if asked for, of which the former are the rounded values."""
+    """q's dtype by default, fp32 on request; the default rounds the fp32 values."""
     tensors, options = make("all", packed, T=130, dtype=BF16)
     initial = tensors.pop("initial_state")
     if state is not None:

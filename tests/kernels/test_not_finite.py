@@ -70,7 +70,7 @@ def test_token_by_token_shows_where_it_was(how: str, name: str, value: float) ->
 
 
 def precomputed(value: float, name: str) -> Inputs:
-    """Inputs with a precomputed gate and beta, of which an element is `value`."""
+    """Inputs with a precomputed gate and beta, with one element set to `value`."""
     case = Case(B=2, T=5, H=1, K=4, V=4, dtype=torch.float32, gate="log_decay", beta="given", state=True)
     x = make_inputs(case)
     getattr(x, name)[1, 2, 0] = value

@@ -411,7 +411,7 @@ def test_a_swapped_model_takes_no_other_positions_than_its_masks(name: str) -> N
 
 
 def test_positions_of_several_axes() -> None:
-    """Images repeat positions; a sequence that begins anew is refused, as only offsets say where."""
+    """Images repeat positions, so a restart cannot be told from them and is refused."""
     m = stock_models.build("glm5_next", dense=True)
     swap_attention(m)
     tokens = ids(1, 8)
@@ -572,7 +572,7 @@ def test_a_decode_step_uses_no_attention_kernel_with_plans() -> None:
 
 
 def test_a_decode_step_leaves_the_users_switches_alone() -> None:
-    """Of several threads, too, of which the last one to leave switches cuDNN on again."""
+    """Also with several threads: the last one to leave enables cuDNN again."""
     x, cache, switches = SimpleNamespace(shape=(1, 1, 8), is_cuda=True), DynamicCache(), torch.backends.cuda
     with sdpa_kernel(SDPBackend.MATH):
         with without_plans(x, cache):
