@@ -31,6 +31,9 @@ def take_first_configurations() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which reads it then
+    # torch does not collect garbage before a capture. A graph of an earlier test that the collector frees during a
+    # capture invalidates it. The setting is per thread; tests run in this one.
+    torch.compiler.config.force_cudagraph_gc = True
     torch.set_num_threads(1)  # tensors are small, and waiting threads spin where cores are shared or xdist runs
     if torch.cuda.is_available() and importlib.util.find_spec("triton"):
         take_first_configurations()

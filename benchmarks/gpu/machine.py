@@ -137,6 +137,7 @@ class CudaMachine(Machine):
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         run_before()
+        gc.collect()  # a graph that the collector frees during the capture would invalidate it
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
