@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from benchmarks import report, timing
 from kda_layers import kda, kda_step
-from kda_layers.kernels.contract import Inputs
-from kda_layers.kernels.reference import recurrence
+from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.reference import recurrence
 
 K = 128
 CASES = [  # what, B, T, H, gates

@@ -34,7 +34,7 @@ from throughput import machine, peak_tflops
 from transformers import PreTrainedTokenizerFast
 
 from kda_layers import KDAConfig, KDAForCausalLM, use_backend
-from kda_layers.kernels.dispatch import default_problem, select
+from kda_layers.kernels.kda.dispatch import default_problem, select
 
 
 def load_config(s: LMSettings) -> Any:

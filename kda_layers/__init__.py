@@ -9,13 +9,13 @@ from packaging.version import Version
 if Version(transformers.__version__).release < (5, 17):
     raise ImportError(f"kda_layers needs transformers 5.17 or newer, got {transformers.__version__}")
 
-from kda_layers.kernels.dispatch import explain, keep_backend, use_backend
-from kda_layers.kernels.op import KDAOutput, kda, kda_step
+from kda_layers.kernels.kda.dispatch import explain, keep_backend, use_backend
+from kda_layers.kernels.kda.op import KDAOutput, kda, kda_step
 from kda_layers.modeling.auto import register_variants
 from kda_layers.modeling.configuration_kda import KDAConfig
 
 if TYPE_CHECKING:
-    from kda_layers.kernels.attention.op import biased_attention
+    from kda_layers.kernels.attention_bias.op import biased_attention
     from kda_layers.modeling.fla_checkpoint import convert_fla_checkpoint
     from kda_layers.modeling.layer import KimiDeltaAttention
     from kda_layers.modeling.modeling_kda import KDAForCausalLM, KDAModel
@@ -55,7 +55,7 @@ register_variants()
 # What needs transformers' modelling code, which takes a second to import, is imported when it is first used; and so is
 # what only hybrid models need.
 _LAZY = {
-    "biased_attention": "kda_layers.kernels.attention.op",
+    "biased_attention": "kda_layers.kernels.attention_bias.op",
     "KDAForCausalLM": "kda_layers.modeling.modeling_kda",
     "KDAModel": "kda_layers.modeling.modeling_kda",
     "KimiDeltaAttention": "kda_layers.modeling.layer",

@@ -14,7 +14,7 @@ import transformers
 
 import kda_layers
 from kda_layers.kernels import layer_kernels, toolchain
-from kda_layers.kernels.attention.dispatch import default_problem
+from kda_layers.kernels.attention_bias.dispatch import default_problem
 
 
 def main() -> None:

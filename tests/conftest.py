@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kda_layers.kernels.attention.dispatch import ATTENTION
-from kda_layers.kernels.dispatch import KDA
+from kda_layers.kernels.attention_bias.dispatch import ATTENTION
+from kda_layers.kernels.kda.dispatch import KDA
 
 REQUIRED = frozenset(n.strip() for n in os.environ.get("KDA_LAYERS_REQUIRE", "").split(",") if n.strip())
 

@@ -29,8 +29,8 @@ from benchmarks.gpu.machine import CaptureError, CudaMachine, Machine
 from benchmarks.gpu.peers import softmax_forward, softmax_truth
 from kda_layers import kda
 from kda_layers.kernels import fla_api
-from kda_layers.kernels.dispatch import backends
-from kda_layers.kernels.reference import activate, log_decay
+from kda_layers.kernels.kda.dispatch import backends
+from kda_layers.kernels.kda.reference import activate, log_decay
 
 
 class WallClock(Machine):

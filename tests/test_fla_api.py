@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kda_layers.kernels.contract import Inputs
-from kda_layers.kernels.dispatch import backends
 from kda_layers.kernels.fla_api import chunk_kda, fused_kda_gate, fused_recurrent_kda
-from kda_layers.kernels.reference import log_decay, recurrence
+from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.dispatch import backends
+from kda_layers.kernels.kda.reference import log_decay, recurrence
 from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT, budget, error
 
 H, HV, K, V = 2, 4, 6, 10

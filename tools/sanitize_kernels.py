@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import kda_step
-from kda_layers.kernels.contract import Inputs
+from kda_layers.kernels.kda.contract import Inputs
 from tests.kernels.cases import (
     BF16,
     FP16,

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.contract import CHUNK, Inputs
-from kda_layers.kernels.reference import activate
+from kda_layers.kernels.kda.contract import CHUNK, Inputs
+from kda_layers.kernels.kda.reference import activate
 
 D = 128  # key and value width of every case
 LOWER_BOUND = -5

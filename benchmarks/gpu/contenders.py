@@ -16,8 +16,8 @@ from torch import Tensor
 from benchmarks.gpu.machine import CaptureError, Machine
 from benchmarks.gpu.truth import Results, call, differentiable, outputs
 from kda_layers import kda_step
-from kda_layers.kernels.contract import Inputs, Problem, StepInputs
-from kda_layers.kernels.dispatch import backends, problem_of
+from kda_layers.kernels.kda.contract import Inputs, Problem, StepInputs
+from kda_layers.kernels.kda.dispatch import backends, problem_of
 
 
 class Refusal(Exception):

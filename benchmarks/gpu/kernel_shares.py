@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.machine import Machine
-from kda_layers.kernels.contract import Backend
-from kda_layers.kernels.dispatch import backends
+from kda_layers.kernels.kda.contract import Backend
+from kda_layers.kernels.kda.dispatch import backends
 
 OPERATOR, PROJECTIONS, REST, UNKNOWN = "KDA operator", "projections", "rest", "unknown"
 KINDS = (OPERATOR, PROJECTIONS, REST, UNKNOWN)

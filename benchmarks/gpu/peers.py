@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.cases import LOWER_BOUND
 from benchmarks.gpu.contenders import Contender, Prepared, Refusal, put_back, training
 from benchmarks.gpu.truth import Results, differentiable
-from kda_layers.kernels.contract import Inputs
+from kda_layers.kernels.kda.contract import Inputs
 
 FLA, CUDNN, SOFTMAX = "FLA", "cuDNN", "softmax attention"
 CUDNN_PLAN_SM90 = "kda_hopper_cuda"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kda_layers import kda
-from kda_layers.kernels.contract import Gradients, Inputs
-from kda_layers.kernels.reference import recurrence
+from kda_layers.kernels.kda.contract import Gradients, Inputs
+from kda_layers.kernels.kda.reference import recurrence
 
 Results = dict[str, Tensor]
 

@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kda_layers.kernels.attention.op import biased_attention
+    from .attention_bias.op import biased_attention
 
 __all__ = ["biased_attention"]
 
 
 def __getattr__(name: str) -> Any:  # on first use: every module below imports this one before itself
     if name == "biased_attention":
-        from kda_layers.kernels.attention.op import biased_attention
+        from .attention_bias.op import biased_attention
 
         return biased_attention
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

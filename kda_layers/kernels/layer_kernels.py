@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.checks import refuse_transforms
-from kda_layers.kernels.contract import CHUNK
-from kda_layers.kernels.fla.chunk_table import chunk_table
-from kda_layers.kernels.fla.package import layer_functions, problems
-from kda_layers.kernels.registry import constant_to_compile, requested
+from .fla.chunk_table import chunk_table
+from .fla.package import layer_functions, problems
+from .kda.checks import refuse_transforms
+from .kda.contract import CHUNK
+from .registry import constant_to_compile, requested
 
 MIN_TOKENS = 2 * CHUNK  # below, launching takes longer than computing, and these are slow to launch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

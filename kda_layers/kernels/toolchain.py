@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from kda_layers.kernels.cuda import build, cache, launch
-from kda_layers.kernels.dispatch import backends
+from .cuda import build, cache, launch
+from .kda.dispatch import backends
 
 ARCHS = tuple(dict.fromkeys(build.ARCHS.values()))
 

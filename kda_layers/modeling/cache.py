@@ -21,9 +21,9 @@ from transformers.cache_utils import (
     StaticCache,
 )
 
-from kda_layers.kernels.contract import CHUNK
-from kda_layers.kernels.op import kda, kda_step
-from kda_layers.kernels.short_conv import state_after
+from kda_layers.kernels.kda.contract import CHUNK
+from kda_layers.kernels.kda.op import kda, kda_step
+from kda_layers.kernels.short_conv.op import state_after
 
 
 class LayerState:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticLayer
 
-from kda_layers.kernels.attention.contract import wide
+from kda_layers.kernels.attention_bias.contract import wide
 
 
 def key_bias(dt: Tensor, A: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kda_layers.kernels import layer_kernels
-from kda_layers.kernels.checks import check_offsets
-from kda_layers.kernels.contract import sequence_offsets, state_dtype
-from kda_layers.kernels.short_conv import short_convs
+from kda_layers.kernels.kda.checks import check_offsets
+from kda_layers.kernels.kda.contract import sequence_offsets, state_dtype
+from kda_layers.kernels.short_conv.op import short_convs
 from kda_layers.modeling.cache import LayerState
 from kda_layers.modeling.precision import KeepsFP32
 

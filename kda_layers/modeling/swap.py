@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from kda_layers.kernels.dispatch import backends
+from kda_layers.kernels.kda.dispatch import backends
 from kda_layers.modeling.checks import layer_indices, unwrapped_hint
 from kda_layers.modeling.families.stock import StockFamily
 

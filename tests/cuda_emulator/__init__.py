@@ -133,7 +133,8 @@ def _closure(source: Path) -> dict[str, str]:
         files[path.name] = path.read_text()
         for name in re.findall(r'^\s*#\s*include\s+"(.+)"', files[path.name], re.MULTILINE):
             if name not in files:
-                queue.append(HERE / name if (HERE / name).exists() else path.parent / name)
+                places = (HERE, path.parent, source.parent.parent / "common", KERNELS)
+                queue.append(next(p / name for p in places if (p / name).exists()))
     return files
 
 

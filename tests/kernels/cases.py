@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput, kda
-from kda_layers.kernels.contract import Backend, Gradients, Inputs, Problem, StepInputs, state_dtype
-from kda_layers.kernels.cuda.backend import CudaBackend
-from kda_layers.kernels.dispatch import backends, problem_of
-from kda_layers.kernels.reference import recurrence
+from kda_layers.kernels.kda.contract import Backend, Gradients, Inputs, Problem, StepInputs, state_dtype
+from kda_layers.kernels.kda.cuda.backend import CudaBackend
+from kda_layers.kernels.kda.dispatch import backends, problem_of
+from kda_layers.kernels.kda.reference import recurrence
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_layers import KDAOutput
-from kda_layers.kernels.contract import AnyInputs, Inputs, StepInputs
-from kda_layers.kernels.cuda import chunk as chunk_launcher
-from kda_layers.kernels.cuda import reverse as reverse_launcher
-from kda_layers.kernels.cuda import step as step_launcher
 from kda_layers.kernels.cuda.launch import Dim
+from kda_layers.kernels.kda.contract import AnyInputs, Inputs, StepInputs
+from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse_launcher
+from kda_layers.kernels.kda.cuda.decode import decode as step_launcher
+from kda_layers.kernels.kda.cuda.forward import forward as chunk_launcher
 from tests import cuda_emulator
 
 aten = torch.ops.aten
@@ -75,13 +75,13 @@ def run_emulated(
 
 @contextlib.contextmanager
 def _gpu(
-    launcher: Any, source: str, entry: str, *, arch: int = 90, processors: int = 16, seed: int = 0, **plan: Any
+    launcher: Any, entry: str, *, arch: int = 90, processors: int = 16, seed: int = 0, **plan: Any
 ) -> Iterator[None]:
     choose = launcher.variant_for
     stand_ins: dict[str, Any] = {
         "variant_for": lambda *args: choose(*args)._replace(**plan),
         "processors_and_arch": lambda index: (processors, arch),
-        "_kernel": lambda variant, device: Kernel.of(source, entry, variant.defines, seed),
+        "_kernel": lambda variant, device: Kernel.of(launcher.SOURCE, entry, variant.defines, seed),
         "run": run_emulated,
     }
     if launcher is chunk_launcher:
@@ -99,13 +99,13 @@ def chunk(x: Inputs, **launch: Any) -> KDAOutput:
             GPU, which decide how many blocks there are; seed, which chooses the order in which what is concurrent
             happens; and fields of `chunk.Variant` that replace those of the variant that the launcher chooses.
     """
-    with _gpu(chunk_launcher, "chunk.cu", "kda_chunk", **launch):
+    with _gpu(chunk_launcher, "kda_chunk", **launch):
         return KDAOutput(*chunk_launcher.chunk(_guarded(x))[:3])
 
 
 def chunk_saving(x: Inputs, **launch: Any) -> tuple[KDAOutput, chunk_launcher.Saved]:
     """The same, and what it keeps for the backward."""
-    with _gpu(chunk_launcher, "chunk.cu", "kda_chunk", **launch):
+    with _gpu(chunk_launcher, "kda_chunk", **launch):
         *out, saved = chunk_launcher.chunk(_guarded(x), save=True)
     assert saved
     return KDAOutput(*out), saved
@@ -116,7 +116,7 @@ def reverse(
 ) -> reverse_launcher.Reversed:
     """What reverse.cu makes of the gradients of o, final state and checkpoints; `launch` is as in `chunk`."""
     d_o, d_final, d_checkpoints = map(end_of_memory, gradients)
-    with _gpu(reverse_launcher, "reverse.cu", "kda_reverse", **launch):
+    with _gpu(reverse_launcher, "kda_reverse", **launch):
         return reverse_launcher.reverse(_guarded(x), saved, d_o, d_final, d_checkpoints)
 
 
@@ -133,7 +133,7 @@ def step(x: StepInputs, *, seed: int = 0, busy: bool = False, **shape: int) -> T
     variant = replace(chosen, shape=chosen.shape._replace(**shape))
 
     def run(plan: step_launcher.Plan, params: bytes) -> None:
-        kernel = Kernel.of("step.cu", "kda_step", plan.variant.defines, seed)
+        kernel = Kernel.of(step_launcher.SOURCE, "kda_step", plan.variant.defines, seed)
         kernel.launch(plan.grid, (plan.variant.threads, 1, 1), (1, 1, 1), plan.shared_bytes, 0, params)
 
     with mock.patch.object(step_launcher, "run", run), GuardedMemory():

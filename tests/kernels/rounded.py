@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput
-from kda_layers.kernels.contract import CHUNK, Inputs
-from kda_layers.kernels.reference import activate
+from kda_layers.kernels.kda.contract import CHUNK, Inputs
+from kda_layers.kernels.kda.reference import activate
 
 
 class _RoundedInverse(torch.autograd.Function):

@@ -515,7 +515,7 @@ def test_precompile_fails_where_nothing_can_be_kept(
 
 
 def test_a_backend_without_cuda_kernels_has_no_variants() -> None:
-    from kda_layers.kernels.dispatch import backends
+    from kda_layers.kernels.kda.dispatch import backends
 
     assert list(backends()["eager"].variants("sm_90a")) == []
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 
 from kda_layers import KDAOutput
-from kda_layers.kernels.contract import Inputs
+from kda_layers.kernels.kda.contract import Inputs
 from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import (

@@ -14,9 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from kda_layers.kernels.contract import CHUNK
-from kda_layers.kernels.cuda import build, cache, chunk, gradients, reverse, step
-from kda_layers.kernels.cuda.backend import MOST_SHARED_BYTES, SHARED_BYTES
+from kda_layers.kernels.cuda import build, cache
+from kda_layers.kernels.kda.contract import CHUNK
+from kda_layers.kernels.kda.cuda.backend import MOST_SHARED_BYTES, SHARED_BYTES
+from kda_layers.kernels.kda.cuda.backward import gradients
+from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
+from kda_layers.kernels.kda.cuda.decode import decode as step
+from kda_layers.kernels.kda.cuda.forward import forward as chunk
 from tests.kernels.cases import BF16, FP16, FP32
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
@@ -90,13 +94,13 @@ def check_resources(cubin: build.Cubin, entry: str, most_registers: int, shipped
 def test_chunk(variant: chunk.Variant, arch: str) -> None:
     most = max(SHARED_BYTES.get(a, MOST_SHARED_BYTES) for a, name in build.ARCHS.items() if name == arch)
     shipped = variant.shared_bytes <= most  # else no GPU of the arch can run it, and none is asked to
-    cubin = build.compile("chunk.cu", variant.defines, arch)
+    cubin = build.compile(chunk.SOURCE, variant.defines, arch)
     check_resources(cubin, "kda_chunk", REGISTERS // variant.threads, shipped)
 
 
 @on_every_reverse
 def test_reverse(variant: reverse.Variant, arch: str) -> None:
-    cubin = build.compile("reverse.cu", variant.defines, arch)
+    cubin = build.compile(reverse.SOURCE, variant.defines, arch)
     check_resources(cubin, "kda_reverse", REGISTERS // reverse.THREADS)
     assert "serialized" not in cubin.log  # as ptxas makes products that it takes for ones in need of each other
 
@@ -115,7 +119,7 @@ on_all_gradients = pytest.mark.parametrize(("variant", "arch"), GRADIENTS)
 
 @on_all_gradients
 def test_gradients(variant: gradients.Variant, arch: str) -> None:
-    cubin = build.compile("gradients.cu", variant.defines, arch)
+    cubin = build.compile(gradients.SOURCE, variant.defines, arch)
     check_resources(cubin, "kda_gradients", REGISTERS // variant.threads)
     assert "serialized" not in cubin.log  # as ptxas does with products of a warpgroup that it thinks divergent
 
@@ -128,7 +132,7 @@ def test_constants_of_gradients(variant: gradients.Variant, arch: str, agree: Ca
         "THREADS": variant.threads,
         "CHUNK": CHUNK,
     }
-    agree("gradients.cuh", variant.defines, constants, arch)
+    agree(Path(gradients.SOURCE).with_suffix(".cuh"), variant.defines, constants, arch)
 
 
 @pytest.mark.parametrize("arch", SERVED)
@@ -157,7 +161,7 @@ def test_every_choice_is_a_variant(arch: int) -> None:
 @pytest.mark.parametrize("variant", STEPS)
 def test_step(variant: step.Variant, arch: str) -> None:
     assert variant.shared_bytes(step.STAGE) <= SERVED.get(arch, 2**31)
-    check_resources(build.compile("step.cu", variant.defines, arch), "kda_step", REGISTERS // variant.threads)
+    check_resources(build.compile(step.SOURCE, variant.defines, arch), "kda_step", REGISTERS // variant.threads)
 
 
 @pytest.mark.parametrize("arch", SERVED)
@@ -167,7 +171,7 @@ def test_seconds(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     started = time.process_time()
     variant = chunk_variant(arch, WORST)
     assert variant
-    build.compile("chunk.cu", variant.defines, arch)
+    build.compile(chunk.SOURCE, variant.defines, arch)
     assert time.process_time() - started < MOST_SECONDS
 
 
@@ -178,10 +182,13 @@ def test_seconds(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def agree(tmp_path: Path) -> Callable[..., None]:
     """Fails where a constant of a source is not what Python says, naming it."""
 
-    def agree(source: str, defines: dict[str, str | int], constants: dict[str, Any], arch: str = "sm_90a") -> None:
+    def agree(source: Path, defines: dict[str, str | int], constants: dict[str, Any], arch: str = "sm_90a") -> None:
         asserts = [f'static_assert(({name}) == {int(n)}, "Python has {n}");' for name, n in constants.items()]
+        lines = [f'#include "{source.name}"', *asserts, 'extern "C" __global__ void none() {}', ""]
         path = tmp_path / "constants.cu"
-        path.write_text("\n".join([f'#include "{source}"', *asserts, 'extern "C" __global__ void none() {}', ""]))
+        for header in (*source.parent.glob("*.cu*"), *(source.parents[1] / "common").glob("*.cuh")):
+            (tmp_path / header.name).write_text(header.read_text())
+        path.write_text("\n".join(lines))
         build.compile(str(path), defines, arch)
 
     return agree
@@ -190,7 +197,7 @@ def agree(tmp_path: Path) -> Callable[..., None]:
 @on_every_chunk
 def test_constants_of_chunk(variant: chunk.Variant, arch: str, agree: Callable[..., None]) -> None:
     agree(
-        "chunk.cuh",
+        Path(chunk.SOURCE).with_name("shared.cuh"),
         variant.defines,
         {
             "sizeof(ChunkParams)": chunk.POINTERS.size + chunk.REST.size,
@@ -217,7 +224,7 @@ def test_constants_of_reverse(variant: reverse.Variant, arch: str, agree: Callab
         "STAGES": variant.stages,
         "CHUNK": CHUNK,
     }
-    agree("reverse.cu", variant.defines, constants, arch)
+    agree(Path(reverse.SOURCE), variant.defines, constants, arch)
 
 
 @pytest.mark.parametrize("variant", STEPS)
@@ -229,7 +236,7 @@ def test_constants_of_step(variant: step.Variant, agree: Callable[..., None]) ->
         "sizeof(Shared)": variant.shared_bytes(1),
         "sizeof(Shared) + sizeof(Token)": variant.shared_bytes(2),
     }
-    agree("step.cu", variant.defines, constants | names_of(step))
+    agree(Path(step.SOURCE), variant.defines, constants | names_of(step))
 
 
 def names_of(launcher: Any) -> dict[str, int]:

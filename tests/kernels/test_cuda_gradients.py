@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.contract import CHUNK, Inputs
-from kda_layers.kernels.cuda import gradients as launcher
-from kda_layers.kernels.reference import activate
+from kda_layers.kernels.kda.contract import CHUNK, Inputs
+from kda_layers.kernels.kda.cuda.backward import gradients as launcher
+from kda_layers.kernels.kda.reference import activate
 from tests import cuda_emulator
 from tests.kernels.cases import (
     BF16,
@@ -98,7 +98,7 @@ def gradients(
     """What gradients.cu makes of them, by name."""
     stand_ins: dict[str, Any] = {
         "processors_and_arch": lambda index: (processors, arch),
-        "_kernel": lambda variant, device: Kernel.of("gradients.cu", "kda_gradients", variant.defines, seed),
+        "_kernel": lambda variant, device: Kernel.of(launcher.SOURCE, "kda_gradients", variant.defines, seed),
         "run": run_emulated,
     }
     with mock.patch.multiple(launcher, **stand_ins), GuardedMemory():

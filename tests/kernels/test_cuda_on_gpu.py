@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput, kda, kda_step
-from kda_layers.kernels.contract import Inputs
-from kda_layers.kernels.cuda.backend import CudaBackend
-from kda_layers.kernels.dispatch import backends, problem_of
+from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.cuda.backend import CudaBackend
+from kda_layers.kernels.kda.dispatch import backends, problem_of
 from tests.kernels.cases import Case, call, check, limits_of, make_inputs, options, oracle, outputs, to_fp64
 
 RUNS = 100

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.contract import CHUNK, Inputs
-from kda_layers.kernels.cuda.chunk import Saved
-from kda_layers.kernels.cuda.reverse import Reversed
-from kda_layers.kernels.reference import activate
+from kda_layers.kernels.kda.contract import CHUNK, Inputs
+from kda_layers.kernels.kda.cuda.backward.reverse_scan import Reversed
+from kda_layers.kernels.kda.cuda.forward.forward import Saved
+from kda_layers.kernels.kda.reference import activate
 from tests.kernels import emulated
 from tests.kernels.cases import Case, check, ids, limits_of, make_inputs, output_gradients, sequences, to_fp64
 from tests.kernels.test_cuda_chunk import FORMS, PACKED, SOFTPLUS, WIDE, in_every_form, pytestmark, softplus_resets

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kda_layers import kda, kda_step
-from kda_layers.kernels.contract import Inputs, StepInputs
-from kda_layers.kernels.cuda.step import STAGE
+from kda_layers.kernels.kda.contract import Inputs, StepInputs
+from kda_layers.kernels.kda.cuda.decode.decode import STAGE
 from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import (

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAConfig, KDAForCausalLM, explain, kda_step, use_backend
-from kda_layers.kernels import backends as folder
-from kda_layers.kernels import biased_attention, dispatch, registry
-from kda_layers.kernels.attention.dispatch import ATTENTION
-from kda_layers.kernels.attention.dispatch import default_problem as attention_problem
-from kda_layers.kernels.contract import Backend, Gradients, Inputs, Problem, StepInputs
-from kda_layers.kernels.dispatch import ENVIRONMENT_VARIABLE, default_problem, problem_of, select
+from kda_layers.kernels import biased_attention, registry
+from kda_layers.kernels.attention_bias.dispatch import ATTENTION
+from kda_layers.kernels.attention_bias.dispatch import default_problem as attention_problem
+from kda_layers.kernels.kda import backends as folder
+from kda_layers.kernels.kda import dispatch
+from kda_layers.kernels.kda.contract import Backend, Gradients, Inputs, Problem, StepInputs
+from kda_layers.kernels.kda.dispatch import ENVIRONMENT_VARIABLE, default_problem, problem_of, select
 from tests.kernels.cases import (
     BF16,
     FP16,
@@ -107,7 +108,7 @@ def test_backends_are_found_in_their_folder(tmp_path: Path, monkeypatch: pytest.
     """One file, one backend of that name; the highest priority comes first."""
     for name, priority in (("aaa", -1), ("zzz", 10**9)):
         (tmp_path / f"{name}.py").write_text(
-            "from kda_layers.kernels.backends.eager import EagerBackend\n"
+            "from kda_layers.kernels.kda.backends.eager import EagerBackend\n"
             f"BACKEND = type('Found', (EagerBackend,), {{'name': '{name}', 'priority': {priority}}})()\n"
         )
     known = list(dispatch.backends())

@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from kda_layers import biased_attention, kda, kda_step
 from kda_layers.kernels import layer_kernels
-from kda_layers.kernels.reference import log_decay, write_strength
+from kda_layers.kernels.kda.reference import log_decay, write_strength
 from tests.kernels.cases import BF16, FP16, FP32, FP64, Case, call, make_inputs, options
 
 Arguments = dict[str, Any]

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAOutput, kda, kda_step
-from kda_layers.kernels.contract import Gradients, Inputs
-from kda_layers.kernels.cuda.backend import CudaBackend
-from kda_layers.kernels.dispatch import problem_of
+from kda_layers.kernels.kda.contract import Gradients, Inputs
+from kda_layers.kernels.kda.cuda.backend import CudaBackend
+from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
     BF16,
     FP32,

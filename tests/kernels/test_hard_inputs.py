@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.contract import Inputs
-from kda_layers.kernels.dispatch import problem_of
+from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
     BF16,
     FP16,

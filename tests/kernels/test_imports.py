@@ -20,35 +20,29 @@ HEAVY = {"triton", "fla", "cuda", "cupy", "pynvml"}  # only inside functions, an
 # Triton compiles functions of a module that has imported it: so these modules are only imported inside functions.
 TRITON = [f for f in KERNELS if f.parent.name == "triton" and "@triton.jit" in f.read_text()]
 
-# kernels.X -> what of kda_layers.kernels it may import at all; a backend's own rule is below
-LAYERS = {
-    "kernels": {"attention.op"},
+# A folder for each operator; the rest of kernels serves all of them and knows none.
+OPERATORS = ("kda", "attention_bias", "short_conv", "gated_norm")
+# Inside an operator's folder: X -> what of that folder it may import.
+INSIDE = {
     "contract": set(),
-    "reference": {"contract"},
-    "registry": set(),
-    "library": set(),
-    "dispatch": {"contract", "registry", "attention.contract", "attention.dispatch"},
-    "checks": {"contract", "library", "registry"},
-    "torch_ops": {"checks", "contract", "dispatch", "library"},
+    "activations": set(),
+    "reference": {"activations", "contract"},
+    "checks": {"activations", "contract"},
+    "torch_ops": {"checks", "contract", "dispatch"},
+    "dispatch": {"contract"},
     "op": {"checks", "contract", "dispatch", "reference", "torch_ops"},
-    "fla_api": {"checks", "contract", "fla_gate", "op"},
     "fla_gate": {"checks", "contract", "reference"},
-    "toolchain": {"dispatch", "cuda.build", "cuda.cache", "cuda.launch"},
-    "layer_kernels": {"checks", "contract", "registry", "fla.chunk_table", "fla.package"},
-    "short_conv": {"contract", "layer_kernels"},
-    "attention.contract": set(),
-    "attention.dispatch": {"attention.contract", "registry"},
-    "attention.checks": {"attention.contract", "checks", "contract"},
-    "attention.torch_ops": {"attention.contract", "attention.dispatch", "checks", "library"},
-    "attention.op": {*(f"attention.{n}" for n in ("checks", "contract", "dispatch", "torch_ops")), "checks"},
+    "fla_api": {"checks", "contract", "fla_gate", "op"},
 }
+# Front doors: what users import by these paths.
+DOORS = {"kernels", "kernels.fla_api", "kernels.reference"}
 
 # Who reads the environment: which backend is asked for, and where compiled kernels are kept, which changes no result.
 READERS = {"kda_layers.kernels.registry", "kda_layers.kernels.cuda.cache"}
 
 
 def name_of(file: Path) -> str:
-    """kda_layers.kernels.op for .../kda_layers/kernels/op.py."""
+    """kda_layers.kernels.kda.op for .../kda_layers/kernels/op.py."""
     parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -59,9 +53,11 @@ def imports(tree: ast.AST, file: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file} line {node.lineno}: a relative import"
-            assert node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            module = node.module or ""
+            if node.level:
+                parts = file.relative_to(PACKAGE.parent).parts[: -node.level]
+                module = ".".join([*parts, module] if module else parts)
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def ours(file: Path) -> set[str]:
@@ -77,42 +73,50 @@ def ours(file: Path) -> set[str]:
 
 
 def of_kernels(file: Path) -> set[str]:
-    """What a file below kernels imports from kernels, as contract, eager.chunks, ...; and it imports nothing else."""
+    """What a file below kernels imports from kernels, as kda.contract, cuda.build, ...; and it imports nothing else."""
     found = ours(file)
-    assert [n for n in found if not n.startswith("kernels.")] == [], "kernels import nothing above them"
+    assert [n for n in found if not n.startswith("kernels")] == [], "kernels import nothing above them"
     return {n.removeprefix("kernels.") for n in found}
 
 
 def test_the_files_are_found() -> None:
-    assert {"contract", "op", "reference", "dispatch"} <= {f.stem for f in KERNELS}
+    assert {"contract", "op", "reference", "registry"} <= {f.stem for f in KERNELS}
     assert "eager" in {f.stem for f in BACKENDS}
-    assert "contract" in of_kernels(PACKAGE / "kernels" / "op.py")
+    assert "kda.contract" in of_kernels(PACKAGE / "kernels" / "kda" / "op.py")
     assert {"forward", "backward"} <= {f.stem for f in TRITON}
 
 
 @pytest.mark.parametrize("file", KERNELS, ids=name_of)
+def test_kernels_import_each_other_relatively(file: Path) -> None:
+    """The folder can be moved as a whole."""
+    absolute = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom) and not n.level]
+    assert [n.module for n in absolute if n.module and n.module.startswith("kda_layers")] == []
+
+
+@pytest.mark.parametrize("file", KERNELS, ids=name_of)
 def test_kernels_import_downwards(file: Path) -> None:
-    found, name = of_kernels(file), name_of(file).removeprefix("kda_layers.").removeprefix("kernels.")
+    found, name = of_kernels(file), name_of(file).removeprefix("kda_layers.")
+    if name in DOORS:
+        return
+    folder, *inside = name.removeprefix("kernels.").split(".")
+    if folder not in OPERATORS:
+        return
+    own = {n.removeprefix(f"{folder}.") for n in found if n.startswith(f"{folder}.")}
     if file in BACKENDS:
-        operator = name.partition("backends.")[0]  # "attention." or, of KDA, nothing
-        own = {n for n in found if n.removeprefix(operator).split(".")[0] in (file.stem, "cuda")}
-        assert found - own <= {"contract", "reference", f"{operator}contract"}, (
-            "a backend sees contract and own kernels"
-        )
-    elif name in LAYERS:
-        assert found <= LAYERS[name]
-    else:  # kernels of one backend, or something new
-        parts = {n.removeprefix("attention.").split(".")[0] for n in found}
-        assert (
-            parts & {"dispatch", "op", "backends", "fla_api", *({b.stem for b in BACKENDS} - {file.parent.name})}
-            == set()
-        )
+        parts = {n.split(".")[0] for n in own}
+        assert parts & {"op", "dispatch", "torch_ops", "fla_api", "backends"} == set()
+        others = {b.stem for b in BACKENDS if b.parent == file.parent} - {file.stem}
+        assert parts & others == set(), "a backend knows no other one"
+    elif len(inside) == 1 and inside[0] in INSIDE:
+        assert own <= INSIDE[inside[0]]
+    elif inside:  # kernels of one backend
+        assert {n.split(".")[0] for n in own} & {"op", "dispatch", "torch_ops", "backends", "fla_api"} == set()
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f not in KERNELS], ids=name_of)
 def test_what_is_above_the_kernels_knows_no_backend(file: Path) -> None:
     inside = {"backends", "cuda", "reference", *(b.stem for b in BACKENDS)}
-    assert {n for n in ours(file) if n.startswith("kernels.") and n.split(".")[1] in inside} == set()
+    assert {n for n in ours(file) if n.startswith("kernels.") and set(n.split(".")[1:]) & inside} == set()
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kda_layers import KDAConfig, KimiDeltaAttention
-from kda_layers.kernels import layer_kernels, short_conv
-from kda_layers.kernels.dispatch import use_backend
+from kda_layers.kernels import layer_kernels
 from kda_layers.kernels.fla.package import problems
+from kda_layers.kernels.kda.dispatch import use_backend
+from kda_layers.kernels.short_conv import op as short_conv
 from kda_layers.modeling.cache import with_kda_layers
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.contract import state_dtype
-from kda_layers.kernels.dispatch import problem_of
+from kda_layers.kernels.kda.contract import state_dtype
+from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
     FP16,
     FP32,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput, kda_step
-from kda_layers.kernels.contract import Inputs, StepInputs, state_dtype
-from kda_layers.kernels.dispatch import problem_of
+from kda_layers.kernels.kda.contract import Inputs, StepInputs, state_dtype
+from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
     BF16,
     FP16,

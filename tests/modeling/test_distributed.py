@@ -26,7 +26,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from kda_layers.kernels.dispatch import default_problem
+from kda_layers.kernels.kda.dispatch import default_problem
 from tests.conftest import take_first_configurations
 from tests.kernels.cases import BF16, FP32, FP64, budget, error, on_every_backend, on_every_device, serve
 from tests.modeling.test_training import WIDTH, batch, build_model

@@ -19,7 +19,7 @@ from torch.nn.functional import softplus
 from transformers import DynamicCache
 
 from kda_layers import KDAConfig, KimiDeltaAttention
-from kda_layers.kernels.dispatch import backends
+from kda_layers.kernels.kda.dispatch import backends
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.mixer import KDAMixer
 from tests.kernels.cases import BF16, FP64, budget, error

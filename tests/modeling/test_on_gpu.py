@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import CompileConfig, StaticCache
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, kda, kda_step
-from kda_layers.kernels import dispatch
-from kda_layers.kernels.contract import Inputs
-from kda_layers.kernels.dispatch import default_problem, problem_of
+from kda_layers.kernels.kda import dispatch
+from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.dispatch import default_problem, problem_of
 from tests.kernels.cases import BF16, Case, call, error, make_inputs, on_every_backend, options, serve
 from tests.kernels.test_step import serve_step
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kda_layers.kernels.cuda import cache
+from . import cache
 
 FOLDER = Path(__file__).parent
 # Compute capability times ten -> what is compiled for it. The letter gives instructions of that very arch, which a
@@ -87,7 +87,7 @@ def compile(source: str, defines: Mapping[str, str | int], arch: str) -> Cubin:
     """The cubin of one variant of a source, from the cache if it was compiled before.
 
     Args:
-        source: name of the .cu file in this folder, or the path of one elsewhere
+        source: path of the .cu file; its headers are beside it, in the folder `common` next to its own, or here
         defines: macros; a different value makes a different variant
         arch: one of the values of `ARCHS`
 
@@ -126,12 +126,12 @@ def resources(cubin: Cubin) -> dict[str, Resources]:
 
 def _files(source: str) -> dict[str, str]:
     """The text of a source, first, and of every file of ours that it includes, by the names that they include."""
-    path = FOLDER / source
+    path = Path(source)
     found = {path.name: path.read_text()}
     waiting = [found[path.name]]
     while waiting:
         for name in INCLUDE.findall(waiting.pop()):
-            for header in (path.parent / name, FOLDER / name):
+            for header in (path.parent / name, path.parent.parent / "common" / name, FOLDER / name):
                 if name not in found and header.exists():  # what is nowhere, the compiler will name
                     found[name] = header.read_text()
                     waiting.append(found[name])

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from kda_layers.kernels.cuda import build
-from kda_layers.kernels.cuda.build import dotted
+from . import build
+from .build import dotted
 
 Dim = tuple[int, int, int]
 OLDEST_DRIVER = (12, 4)  # the first that tells the sizes of a kernel's parameters
@@ -124,7 +124,7 @@ def load(source: str, entry: str, defines: Mapping[str, str | int], device: torc
     A CUDA graph may be capturing meanwhile.
 
     Args:
-        source: name of the .cu file in this folder, or the path of one elsewhere
+        source: path of the .cu file
         entry: the kernel's name, which is `extern "C"` and takes one struct by value
         defines: macros of the variant
         device: a CUDA device with its index

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.contract import CHUNK
+from ..kda.contract import CHUNK
 
 
 def table_rows(T: int, N: int) -> int:

@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, apply_rotary_pos_emb
 
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.attention.contract import wide
-from kda_layers.kernels.attention.dispatch import ATTENTION
-from kda_layers.kernels.contract import sequence_offsets
+from kda_layers.kernels.attention_bias.contract import wide
+from kda_layers.kernels.attention_bias.dispatch import ATTENTION
+from kda_layers.kernels.kda.contract import sequence_offsets
 from kda_layers.modeling.families.stock import StockFamily, packed_call, read_call
 from kda_layers.modeling.key_bias import create_key_mask, key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32

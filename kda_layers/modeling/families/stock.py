@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from kda_layers.kernels.checks import check_lower_bound
-from kda_layers.kernels.dispatch import backends
+from kda_layers.kernels.kda.checks import check_lower_bound
+from kda_layers.kernels.kda.dispatch import backends
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import INPUTS, refuse_misspelt
 from kda_layers.modeling.mixer import KDAMixer

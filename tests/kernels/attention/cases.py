@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.attention.contract import Backend, Gradients, Inputs, Problem, wide
-from kda_layers.kernels.attention.dispatch import ATTENTION
+from kda_layers.kernels.attention_bias.contract import Backend, Gradients, Inputs, Problem, wide
+from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP64, budget, error
 
 PLACES = sorted({("eager", "cpu"), ("eager", BEST_DEVICE), ("triton", BEST_DEVICE)})

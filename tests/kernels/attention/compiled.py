@@ -20,8 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kda_layers.kernels.attention.triton import backward, forward, pair_bias
-from kda_layers.kernels.attention.triton.launches import launches
+from kda_layers.kernels.attention_bias.triton import backward, forward, pair_bias
+from kda_layers.kernels.attention_bias.triton.launches import launches
 
 KERNELS = {
     "forward": forward.forward_kernel,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kda_layers.kernels.attention.backends import eager, triton
-from kda_layers.kernels.attention.triton.launches import Launch, launches
+from kda_layers.kernels.attention_bias.backends import eager, triton
+from kda_layers.kernels.attention_bias.triton.launches import Launch, launches
 
 
 @pytest.fixture(autouse=True)

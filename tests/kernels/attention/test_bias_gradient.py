@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kda_layers.kernels.attention.backends import eager
-from kda_layers.kernels.attention.backends.triton import BACKEND
-from kda_layers.kernels.attention.contract import Inputs
-from kda_layers.kernels.attention.dispatch import problem_of
-from kda_layers.kernels.attention.triton.launches import Launch
+from kda_layers.kernels.attention_bias.backends import eager
+from kda_layers.kernels.attention_bias.backends.triton import BACKEND
+from kda_layers.kernels.attention_bias.contract import Inputs
+from kda_layers.kernels.attention_bias.dispatch import problem_of
+from kda_layers.kernels.attention_bias.triton.launches import Launch
 from tests.kernels.attention.cases import (
     Case,
     call,

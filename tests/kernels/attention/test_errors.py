@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.checks import DtypeError  # a TypeError and a ValueError
+from kda_layers.kernels.kda.checks import DtypeError  # a TypeError and a ValueError
 from tests.kernels.attention.cases import Case, call, make_inputs
 from tests.kernels.cases import BF16, FP16, FP32, FP64
 

@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.attention.contract import Inputs
-from kda_layers.kernels.attention.dispatch import problem_of
+from kda_layers.kernels.attention_bias.contract import Inputs
+from kda_layers.kernels.attention_bias.dispatch import problem_of
 from tests.kernels.attention.cases import (
     Case,
     call,

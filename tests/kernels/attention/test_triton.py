@@ -13,11 +13,11 @@ import sys
 import pytest
 import torch
 
-from kda_layers.kernels.attention.backends import triton as triton_backend
-from kda_layers.kernels.attention.backends.triton import BACKEND, TritonBackend
-from kda_layers.kernels.attention.dispatch import ATTENTION, default_problem, problem_of
-from kda_layers.kernels.attention.triton.launches import Launch, launches
-from kda_layers.kernels.attention.triton.packing import sequence_numbers, tile_table
+from kda_layers.kernels.attention_bias.backends import triton as triton_backend
+from kda_layers.kernels.attention_bias.backends.triton import BACKEND, TritonBackend
+from kda_layers.kernels.attention_bias.dispatch import ATTENTION, default_problem, problem_of
+from kda_layers.kernels.attention_bias.triton.launches import Launch, launches
+from kda_layers.kernels.attention_bias.triton.packing import sequence_numbers, tile_table
 from tests.kernels.attention.cases import Case, call, expected, make_inputs, run, serve
 from tests.kernels.cases import BEST_DEVICE, FP32, FP64, check, ids
 

@@ -1,0 +1,66 @@
+"""The public operator `biased_attention`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kda.checks import check_scale, refuse_transforms
+from . import torch_ops
+from .checks import check
+from .contract import Inputs, problem_fields
+from .dispatch import choose
+
+
+def biased_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Softmax attention with an additive bias, differentiable in every tensor, the bias included.
+
+    o_i = sum_j softmax_j(scale q_i . k_j + bias_ij) v_j over the keys j that query i sees. Memory grows with T + S, not
+    with T S: neither scores nor a broadcast bias are ever written out. The gradient of the bias is summed in fp32 over
+    all that it is broadcast in, in an order that depends on nothing but the shapes.
+
+    Args:
+        q: [B, T, H, D], bf16, fp16, fp32 or fp64.
+        k, v: [B, S, H_kv, D] in q's dtype; H a multiple of H_kv, query head h reads key head h // (H // H_kv).
+        bias: [1|B, 1|H_kv|H, 1|T, S], in nats, q's dtype or fp32 (fp64 for fp64 inputs); none if None. It is broadcast
+            where its size is 1 or where it is expanded (stride 0). -inf hides a key.
+        scale: of the scores; D ** -0.5 if None.
+        causal: query i sees the keys j <= i + S - T alone, which needs T <= S.
+        cu_seqlens: [N + 1] int32 or int64, offsets of the sequences packed along both T and S (then B = 1 and T = S);
+            tokens see their own sequence alone. Empty ones allowed.
+        backend: name of a backend; None chooses (see `kda_layers.explain`).
+
+    Returns:
+        o [B, T, H, D] in v's dtype. Where a query sees no key, or only keys with a bias of -inf, it is 0, and so is
+        every gradient through it.
+
+    The gradient of an expanded bias goes to the tensor that it is a view of. Where that cannot be (a leaf of autograd
+    that is itself expanded, a view with hooks, inside torch.compile) each of the elements that are one in memory gets
+    its equal share of the sum, which fp16 may be too narrow for: prefer size 1.
+
+    Raises:
+        TypeError, ValueError: an argument breaks this contract; the message names it, what was expected, what came.
+        RuntimeError: a transform of torch.func (grad, vmap, ...) or forward-mode differentiation goes through the call,
+            or a second derivative is taken.
+
+    Source: FlashAttention-2, arXiv 2307.08691, for the tiles; docs/kernels/biased_attention.md for the bias.
+    """
+    x = Inputs(q, k, v, bias, cu_seqlens, check_scale(q, scale), causal, False)
+    check(x)
+    if not torch.compiler.is_compiling():  # then the op is asked
+        refuse_transforms("biased_attention", x)
+    grads = torch.is_grad_enabled()
+    if bias is not None:
+        x = x._replace(bias=torch_ops.compact(bias), bias_grad=grads and bias.requires_grad)
+    needs_grad = grads and any(t.requires_grad for t in x[:4] if t is not None)
+    return torch_ops.attend(x, needs_grad, choose(backend, q.device, *problem_fields(x, needs_grad)))

@@ -1,0 +1,1 @@
+"""RMSNorm times a sigmoid gate."""

@@ -1,0 +1,113 @@
+"""Chunked KDA in plain PyTorch: any device, any shape, every gate; the backend of CPUs.
+
+Tokens are cut into chunks of 64. A segment of a few chunks is processed at a time, so that intermediates stay in
+cache and peak memory does not depend on T. Within a segment everything is batched over chunks and heads; only the
+state walks from chunk to chunk. The backward saves the state at the start of each segment and recomputes the rest.
+
+With b = beta k (the key as it is written), p_i = prod of decays up to token i of the chunk, s_j = prod of the decays
+after token j, and everything per chunk and value head:
+
+    L_ij = <k_i e^{G_i-G_j}, b_j>  i > j     M_ij = <q_i e^{G_i-G_j}, b_j>  i >= j     R = (I + L)^-1
+    E = R (v - (p k) S)                      o = (p q) S + M E                         S' = p_C S + (s b)^T E
+
+beta sits in the keys, so no row is ever divided by it. The decay between two tokens of a chunk is split at the
+middle of the smallest aligned power-of-two block that holds both (binary anchoring): p_i and s_j within the halves
+are products of decays <= 1, so nothing overflows and no cumulative sums are subtracted, whatever the gates.
+R is built by masked doubling on the same blocks. Derivation and bounds: kda_math.md, sections 1-3 and 5.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..contract import (
+    CHUNK,
+    Backend,
+    Gradients,
+    Inputs,
+    Problem,
+    StepInputs,
+    checkpoint_count,
+    state_dtype,
+)
+from ..eager.chunks import factor, load
+from ..eager.gradients import empty_gradients, segment_grad
+from ..eager.schedule import Plan, chunks_per_segment, with_flat_tokens
+from ..eager.step import step
+
+
+class EagerBackend(Backend):
+    name = "eager"
+    priority = 0
+    fused = frozenset(("gate", "beta", "qk_l2norm"))
+
+    def unsupported(self, problem: Problem) -> list[str]:
+        return ["state is bfloat16, needs float32"] if problem.narrow_state else []
+
+    def saved_like(self, x: Inputs) -> list[Tensor]:
+        B, T, _, K = x.q.shape
+        HV, V = x.v.shape[2:]
+        m = chunks_per_segment(x)
+        if x.cu_seqlens is None:
+            rows = B * ((T + m * CHUNK - 1) // (m * CHUNK))
+        else:  # sum over sequences of ceil(len / (64 m)), bounded without reading the lengths
+            rows = T // (m * CHUNK) + x.cu_seqlens.shape[0] - 1
+        return [x.q.new_empty(rows, HV, V, K, dtype=state_dtype(x.q.dtype))]
+
+    def chunk(self, x: Inputs, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
+        x = with_flat_tokens(x)
+        plan = Plan.of(x)
+        B, _, _, K = x.q.shape
+        HV, V = x.v.shape[2:]
+        state = plan.initial_state(x)
+        saved = self.saved_like(x) if save else []
+        o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+        checkpoints = state.new_zeros(B * checkpoint_count(x), HV, V, K) if x.checkpoint_every else None
+        row = 0
+        for segment in plan.segments():
+            c = load(x, segment)
+            rows, writes = factor(c)
+            if save:
+                saved[0][row : row + segment.active[0]] = state[: segment.active[0]]
+                row += segment.active[0]
+            reads, errors = c.v.new_empty(*rows.shape[:2], V), torch.empty_like(c.v)
+            for i, lanes in segment.lanes(HV):
+                S = state[: segment.active[i]].view(-1, V, K)
+                torch.bmm(rows[lanes], S.mT, out=reads[lanes])
+                torch.bmm(c.R[lanes], c.v[lanes] - reads[lanes, :CHUNK], out=errors[lanes])
+                S.mul_(c.decay[lanes]).baddbmm_(errors[lanes].mT, writes[lanes])
+                if checkpoints is not None:
+                    plan.store_checkpoints(checkpoints, state, segment.first + i)
+            segment.scatter(o, torch.baddbmm(reads[:, CHUNK:], c.M, errors))
+        if save:
+            saved[0][row:] = 0  # packed sequences may need fewer rows than their number bounds
+        if checkpoints is not None:
+            checkpoints = checkpoints.view(B, checkpoint_count(x), HV, V, K)
+        return o, plan.unsort(state) if x.final_state else None, checkpoints, saved
+
+    def chunk_grad(
+        self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
+    ) -> Gradients:
+        x, d_o = with_flat_tokens(x), d_o.contiguous()
+        plan = Plan.of(x)
+        HV, V, K = x.v.shape[2], x.v.shape[3], x.q.shape[3]
+        d_state = plan.sort(d_final) if d_final is not None else torch.zeros_like(plan.initial_state(x))
+        if d_checkpoints is not None:
+            d_checkpoints = d_checkpoints.reshape(-1, HV, V, K)
+        grads = empty_gradients(x)
+        segments = list(plan.segments())
+        row = sum(segment.active[0] for segment in segments)
+        for segment in reversed(segments):
+            row -= segment.active[0]
+            state = saved[0][row : row + segment.active[0]].clone()
+            segment_grad(x, plan, segment, state, d_o, d_state, d_checkpoints, grads)
+        if x.initial_state is not None:
+            grads = grads._replace(initial_state=plan.unsort(d_state))
+        return grads
+
+    def step(self, x: StepInputs) -> Tensor:
+        return step(x)
+
+
+BACKEND = EagerBackend()

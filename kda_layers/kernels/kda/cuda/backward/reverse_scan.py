@@ -1,0 +1,104 @@
+"""Launching reverse_scan.cu: the backward's scan from each sequence's last chunk to its first."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....cuda.launch import Kernel, load, processors_and_arch, run
+from ...contract import Inputs
+from ..forward.forward import TYPES, WIDTHS, Saved, aligned, stage_bytes
+
+PARAMS = struct.Struct("<8Q4i")  # ReverseParams
+SOURCE = str(Path(__file__).with_suffix(".cu"))
+BV = 64  # columns of V a block
+THREADS = 160
+
+
+class Variant(NamedTuple):
+    """What is compiled apart: width, blocks that a chunk is copied to at once (0: no bulk copies), type; and whether
+    the arch has products of a warpgroup."""
+
+    K: int
+    cluster: int
+    dtype: torch.dtype
+    warpgroups: bool
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        return {
+            "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
+            "WARPGROUPS": int(self.warpgroups),
+        }  # fmt: skip
+
+    @property
+    def slices(self) -> int:
+        return self.K // BV
+
+    @property
+    def stages(self) -> int:
+        return 3 if self.cluster else 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """As struct Shared in reverse_scan.cu adds it up."""
+        return self.stages * (stage_bytes(self.K) + 2 * 3 * 8) + BV * self.K * 2
+
+
+def variant_for(K: int, dtype: torch.dtype, arch: int) -> Variant:
+    """The variant for an arch, a compute capability times ten: the slices of a head share the copies of its chunks."""
+    return Variant(K, K // BV if arch >= 90 else 0, dtype, arch == 90)
+
+
+def variants(arch: int) -> Iterable[Variant]:
+    """Everything that `variant_for` may choose on an arch whose blocks have the shared memory."""
+    for K, dtype in itertools.product(WIDTHS, TYPES):
+        yield variant_for(K, dtype, arch)
+
+
+class Reversed(NamedTuple):
+    """What the scan gives. NC as in `Saved`."""
+
+    d_v: Tensor  # [B, T, HV, V], the gradient of v
+    d_states: Tensor  # [NC, HV, V, K], of the state at each chunk's end
+    d_initial: Tensor | None  # [N, HV, V, K] fp32
+
+
+@functools.cache
+def _kernel(variant: Variant, device: torch.device) -> Kernel:
+    return load(SOURCE, "kda_reverse", variant.defines, device)
+
+
+def reverse(x: Inputs, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None) -> Reversed:
+    """The scan.
+
+    Args:
+        x: the forward's inputs, of which only shapes and cu_seqlens are read
+        saved: what the forward kept
+        d_o: gradient of the output, [B, T, HV, V] in the dtype of v
+        d_final: gradient of the final state, [N, HV, V, K] fp32, or None
+        d_checkpoints: gradient of the states at boundaries, [B, T // 64, HV, V, K] fp32, or None; packed sequences'
+            follow each other, and rows may be left over
+    """
+    HV, V = x.v.shape[2:]
+    N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    given = [None if t is None else aligned(t) for t in (d_o, d_checkpoints, d_final, x.cu_seqlens)]
+    items, (processors, arch) = N * HV, processors_and_arch(x.v.device.index)
+    variant = variant_for(x.q.shape[3], x.v.dtype, arch)
+    d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, x.q.shape[3], dtype=torch.float32)
+    out = Reversed(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
+    units = min(items, max(processors // variant.slices, 1))  # a block takes most of a multiprocessor's shared memory
+    params = PARAMS.pack(
+        *(0 if t is None else t.data_ptr() for t in (saved.prepared, *given, *out)), x.v.shape[1], HV, items,
+        x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
+    )  # fmt: skip
+    kernel, device = _kernel(variant, x.v.device), x.v.device.index
+    run(kernel, device, units * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params)
+    return out

@@ -1,0 +1,1 @@
+"""Decoding: one or a few tokens of many sequences."""

@@ -1,0 +1,221 @@
+"""Launching decode.cu: decoding, one or a few tokens of many sequences, in one kernel."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....cuda import launch as cuda_launch
+from ....cuda.launch import Dim, Kernel, load
+from ...contract import StepInputs
+
+SOURCE = str(Path(__file__).with_suffix(".cu"))
+POINTERS = struct.Struct("<12Q")  # StepParams begins with them
+REST = struct.Struct("<" + 8 * "4I" + "Q6I3i2f4x")
+GATES = {"lower_bound": 0, "softplus": 1, "log_decay": 2}
+BETAS = {"sigmoid": 0, "2sigmoid": 1, "given": 2}
+TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+STATES = (torch.float32, torch.bfloat16)
+STAGE = 8  # tokens in shared memory at a time
+MOST_ROWS = 2**16 - 1  # of a grid in y
+FEW = 4  # tokens of a sequence; more keep the processors busier than the memory
+MANY_HEADS = 128  # of all sequences together, about as many as a GPU has processors
+PLANS = 4096  # remembered
+
+Extents = tuple[int, ...]  # a shape or strides
+IndexKey = tuple[Extents, Extents, torch.dtype] | None
+
+
+class Shape(NamedTuple):
+    """How the work is cut. Shapes of the same `lanes` give the same bits."""
+
+    lanes: int  # that share a row of a state
+    rows: int  # in a lane
+    warps: int  # in a block
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is compiled apart, and what follows from it."""
+
+    K: int
+    V: int
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        lanes, rows, warps = self.shape
+        return {
+            "K": self.K, "V": self.V, "IO": TYPES[self.dtype], "STATE_BF16": int(self.state_dtype == torch.bfloat16),
+            "LANES": lanes, "ROWS": rows, "WARPS": warps,
+        }  # fmt: skip
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.shape.warps
+
+    @property
+    def slices(self) -> int:
+        """Blocks of a head."""
+        return self.V // self._block_rows
+
+    def shared_bytes(self, stage: int) -> int:
+        """struct Shared of decode.cu with room for so many tokens."""
+        rows = self._block_rows
+        state, errors, token = rows * self.K * self.state_dtype.itemsize, 8 * rows, 4 * (3 * self.K + rows + 4)
+        return state + errors + stage * token
+
+    @property
+    def _block_rows(self) -> int:
+        return self.shape.rows * (32 // self.shape.lanes) * self.shape.warps
+
+
+@functools.cache
+def variant_for(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, busy: bool = False) -> Variant:
+    """The variant that serves these widths and types.
+
+    Args:
+        busy: for many tokens of many sequences: fewer instructions, but half as many blocks. Results are the same.
+    """
+    lanes = K // 8
+    return Variant(K, V, dtype, state_dtype, Shape(lanes, 8, V // 32) if busy else Shape(lanes, 4, 4))
+
+
+def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:
+    """Every variant for inputs of these types with K = V of these widths."""
+    for width, dtype, state, busy in itertools.product(widths, dtypes, STATES, (False, True)):
+        yield variant_for(width, width, dtype, state, busy)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a launch that does not change with the addresses of tensors."""
+
+    variant: Variant
+    device: torch.device
+    grid: Dim
+    shared_bytes: int
+    rest: bytes  # of the parameters, behind the pointers
+    qk_align: int  # bytes less one
+    g_align: int
+    aligned: bool  # strides of what is read by several channels at once; if not, it is copied
+    state_aligned: bool
+
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        return load(SOURCE, "kda_step", self.variant.defines, self.device)
+
+    @functools.cached_property
+    def index(self) -> int:
+        return self.device.index
+
+
+def step(x: StepInputs) -> Tensor:
+    """o [B, T, HV, V]; `x.state` is updated in place. See `Backend.step`."""
+    v = x.v
+    o = torch.empty_like(v) if v.is_contiguous() else torch.empty_like(v, memory_format=torch.contiguous_format)
+    launch(x, o)
+    return o
+
+
+def launch(x: StepInputs, o: Tensor, variant: Variant | None = None) -> None:
+    """Fill o [B, T, HV, V], contiguous, and update x.state, on the current stream."""
+    plan, params, inputs = pack(x, o, variant)
+    run(plan, params)
+    if inputs.state is not x.state:
+        x.state.copy_(inputs.state)
+
+
+def run(plan: Plan, params: bytes) -> None:
+    """Launch on the current stream of the plan's device."""
+    cuda_launch.run(plan.kernel, plan.index, plan.grid, plan.variant.threads, 1, plan.shared_bytes, params)
+
+
+def pack(x: StepInputs, o: Tensor, variant: Variant | None = None) -> tuple[Plan, bytes, StepInputs]:
+    """What fills o [B, T, HV, V], contiguous, and updates a state.
+
+    Returns:
+        the plan of the launch, its parameters, and the inputs that these point to: x, or copies where x is not aligned,
+        which may be of x.state, too
+    """
+    q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, gate, lower_bound, strength, norm, scale = x
+    plan = _plan(
+        variant, q.device, q.dtype, g.dtype, beta.dtype, state.dtype, q.shape, v.shape, state.shape[0],
+        q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(), state.stride(),
+        A_log is None or A_log.is_contiguous(), dt_bias is None or dt_bias.is_contiguous(),
+        None if slots is None else (slots.shape, slots.stride(), slots.dtype),
+        None if accepted is None else (accepted.shape, accepted.stride(), accepted.dtype),
+        None if offsets is None else (offsets.shape, offsets.stride(), offsets.dtype),
+        gate, lower_bound, strength, norm, scale,
+    )  # fmt: skip
+    q_at, k_at, g_at, state_at = q.data_ptr(), k.data_ptr(), g.data_ptr(), state.data_ptr()
+    bias_at = 0 if dt_bias is None else dt_bias.data_ptr()
+    if not plan.state_aligned or state_at & 15:
+        return pack(x._replace(state=state.clone(memory_format=torch.contiguous_format)), o, variant)
+    if not plan.aligned or (q_at | k_at) & plan.qk_align or g_at & plan.g_align or bias_at & 15:
+        return pack(_copies(x), o, variant)
+    pointers = POINTERS.pack(
+        q_at, k_at, v.data_ptr(), g_at, beta.data_ptr(), state_at, o.data_ptr(),
+        0 if A_log is None else A_log.data_ptr(), bias_at, 0 if slots is None else slots.data_ptr(),
+        0 if accepted is None else accepted.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
+    )  # fmt: skip
+    return plan, pointers + plan.rest, x
+
+
+@functools.lru_cache(PLANS)
+def _plan(
+    variant: Variant | None, device: torch.device,
+    dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype, state_dtype: torch.dtype,
+    q_shape: Extents, v_shape: Extents, slot_count: int,
+    q: Extents, k: Extents, v: Extents, g: Extents, beta: Extents, state: Extents,
+    A_log_contiguous: bool, dt_bias_contiguous: bool, slots: IndexKey, accepted: IndexKey, offsets: IndexKey,
+    gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float,
+) -> Plan:  # fmt: skip
+    """The plan for tensors of these shapes, strides and types."""
+    B, T, H, K = q_shape
+    HV, V = v_shape[2:]
+    N = B if offsets is None else offsets[0][0] - 1
+    tokens = T if offsets is None else T // N
+    variant = variant or variant_for(K, V, dtype, state_dtype, tokens > FEW and N * HV >= MANY_HEADS)
+    stage, piece, channels = min(T, STAGE), 16 // state_dtype.itemsize, K // 32  # channels: what a lane reads at once
+    slices = variant.slices
+    rest = REST.pack(
+        *q[:3], 0, *k[:3], 0, *v[:3], 0, *g[:3], g_dtype is torch.float32, *beta, beta_dtype is torch.float32,
+        *_index(slots), *_index(accepted), *_index(offsets),
+        -(-(2**32) // (HV // H)), state[0] // piece, state[1] // piece, slot_count, N, T, stage,
+        GATES[gate_activation], BETAS[beta_activation], qk_l2norm, lower_bound, scale,
+    )  # fmt: skip
+    contiguous = q[3] == k[3] == v[3] == g[3] == 1 and A_log_contiguous and dt_bias_contiguous
+    return Plan(
+        variant, device, (HV * slices, min(N, MOST_ROWS), -(-N // MOST_ROWS)), variant.shared_bytes(stage), rest,
+        qk_align=channels * dtype.itemsize - 1,
+        g_align=channels * g_dtype.itemsize - 1,
+        aligned=contiguous and all(stride % channels == 0 for strides in (q, k, g) for stride in strides[:3]),
+        state_aligned=state[0] % piece == 0 and state[1] % piece == 0,
+    )  # fmt: skip
+
+
+def _index(key: IndexKey) -> tuple[int, int, int, bool]:
+    """struct Index of [N] or [N, columns]."""
+    if key is None:
+        return 0, 0, 0, False
+    shape, strides, dtype = key
+    row, column = strides if len(shape) == 2 else (strides[0], 0)
+    return row, column, shape[1] if len(shape) == 2 else 0, dtype is torch.int64
+
+
+def _copies(x: StepInputs) -> StepInputs:
+    """`x` with what decode.cu reads by several channels at once where it can."""
+    names = ("q", "k", "v", "g", "A_log", "dt_bias")
+    tensors = {n: t for n in names if (t := getattr(x, n)) is not None}
+    return x._replace(**{n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items()})

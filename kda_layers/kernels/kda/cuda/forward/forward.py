@@ -1,0 +1,252 @@
+"""Launching forward.cu: the forward over whole sequences, in one kernel."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....cuda.launch import Kernel, load, processors_and_arch, run
+from ...contract import CHUNK, Inputs, checkpoint_count
+
+POINTERS, REST = struct.Struct("<17Q"), struct.Struct("<9i2f4x")  # ChunkParams
+GATES = {"lower_bound": 0, "softplus": 1, "log_decay": 2}
+BETAS = {"sigmoid": 0, "2sigmoid": 1, "given": 2}
+TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+SOURCE = str(Path(__file__).with_suffix(".cu"))
+WIDTHS = (128, 64)
+STAGES = 2
+MOST_TOKENS = 2**31 - 1
+PLANS = 4096  # remembered
+
+
+def stage_bytes(K: int) -> int:
+    """Of a prepared chunk: struct Stage in stage.cuh."""
+    return 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (K + CHUNK)
+
+
+class Variant(NamedTuple):
+    """What is compiled apart: width, columns of V a block, blocks that a chunk is copied to at once (0: each prepares
+    for itself), types, gate; what the arch has: products of a warpgroup, registers that move between warpgroups; and
+    whether it keeps what the backward reads."""
+
+    K: int
+    BV: int
+    cluster: int
+    dtype: torch.dtype
+    gate_activation: str
+    g_wide: bool
+    warpgroups: bool
+    movable_registers: bool
+    saves: bool
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        return {
+            "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
+            "GATE": GATES[self.gate_activation], "G_WIDE": int(self.g_wide), "WARPGROUPS": int(self.warpgroups),
+            "MOVABLE_REGISTERS": int(self.movable_registers), "SAVES": int(self.saves),
+        }  # fmt: skip
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.K // 16 + 8)
+
+    @property
+    def slices(self) -> int:
+        return self.K // self.BV
+
+    @property
+    def stage_bytes(self) -> int:
+        return stage_bytes(self.K)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of a unit's prepared chunks in global memory."""
+        return 3 * self.slices * self.stage_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """As struct Shared in chunk.cuh adds it up."""
+        scan = self.BV * 2 * (self.K + 2 * CHUNK)
+        exchanged = 2 * (CHUNK * self.K * 2 + 16 * self.K) + 20 * CHUNK
+        sums = self.K // 64 * 10240 + 6 * 512 + self.K * 16
+        gates = self.K * 16 + (0 if self.g_wide else CHUNK * self.K * 2)
+        return STAGES * self.stage_bytes + scan + exchanged + sums + gates + 8 * (6 * STAGES + 4)
+
+
+def variant_for(
+    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, items: int, processors: int, arch: int, saves: bool
+) -> Variant:
+    """The variant for `items` pairs of a sequence and a value head, on `processors` multiprocessors of `arch`."""
+    wide = arch == 90 and items * (K // 16) > processors and not (dtype == torch.float16 and g_wide)
+    return _variant(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, saves)
+
+
+def _variant(
+    K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool
+) -> Variant:
+    cluster = 0 if arch < 90 else 2 if BV == 32 else 1  # two blocks share a copy where memory is busiest
+    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, arch == 90, arch >= 90, saves)
+
+
+def variants(arch: int) -> Iterable[Variant]:
+    """Everything that `variant_for` may choose on an arch whose blocks have the shared memory."""
+    flags = (False, True)
+    for K, BV, dtype, gate, g_wide, saves in itertools.product(WIDTHS, (16, 32), TYPES, GATES, flags, flags):
+        if BV == 16 or (arch == 90 and not (dtype == torch.float16 and g_wide)):
+            yield _variant(K, BV, dtype, gate, g_wide, arch, saves)
+
+
+class Saved(NamedTuple):
+    """What the backward reads of the forward, of NC chunks of all sequences; packed ones may leave rows over."""
+
+    prepared: Tensor  # [NC, HV, stage_bytes] uint8
+    states: Tensor  # [NC, HV, V, K], at each chunk's start
+    errors: Tensor  # [B, T, HV, V], V'
+
+    @classmethod
+    def like(cls, x: Inputs) -> Saved:
+        """Unwritten."""
+        (*_, K), (HV, V) = x.q.shape, x.v.shape[2:]
+        rows = chunk_rows(x)
+        prepared = x.q.new_empty(rows, HV, stage_bytes(K), dtype=torch.uint8)
+        return cls(prepared, x.q.new_empty(rows, HV, V, K), torch.empty_like(x.v))
+
+    @staticmethod
+    def nbytes(x: Inputs) -> int:
+        """Of all together."""
+        K, (B, T, HV, V) = x.q.shape[3], x.v.shape
+        return chunk_rows(x) * HV * (stage_bytes(K) + V * K * 2) + B * T * HV * V * 2
+
+
+def chunk_rows(x: Inputs) -> int:
+    """Rows of what is kept of each chunk, sequence after sequence: at least as many as there are chunks, whose number
+    only the GPU knows if they are packed."""
+    B, T = x.q.shape[:2]
+    return B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
+
+
+class Ring(NamedTuple):
+    """Where the blocks of a unit exchange prepared chunks."""
+
+    chunks: Tensor | None
+    progress: Tensor | None
+
+    @classmethod
+    def of(cls, variant: Variant, units: int, device: torch.device) -> Ring:
+        if not variant.cluster:
+            return cls(None, None)
+        progress = torch.zeros(units * 64, dtype=torch.int32, device=device)
+        if variant.saves:  # every chunk has a place of its own
+            return cls(None, progress)
+        return cls(torch.empty(units * variant.ring_bytes, dtype=torch.uint8, device=device), progress)
+
+
+class Plan(NamedTuple):
+    """All that a launch needs beside pointers."""
+
+    kernel: Kernel
+    variant: Variant
+    units: int
+    blocks: int
+    cluster: int
+    shared_bytes: int
+    state_shape: tuple[int, int, int, int]
+    rest: bytes  # of the parameters, behind the pointers
+
+
+@functools.lru_cache(PLANS)
+def _plan(
+    device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
+    gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float, saves: bool,
+) -> Plan:  # fmt: skip
+    """The plan for tensors of these shapes and types; `offsets` are how many, and their type."""
+    B, T, H, K = q_shape
+    HV, V = v_shape[2:]
+    if B * T > MOST_TOKENS:
+        raise ValueError(f"B * T must be at most {MOST_TOKENS}, got {B * T}: split the batch")
+    N = B if offsets is None else offsets[0] - 1
+    items, (processors, arch) = N * HV, processors_and_arch(device.index)
+    variant = variant_for(K, dtype, gate_activation, g_dtype == torch.float32, items, processors, arch, saves)
+    units = min(items, processors // variant.slices)  # blocks of a unit wait for each other: all must run at once
+    if not units:
+        raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
+    rest = REST.pack(
+        T, H, HV, HV // H, items, offsets is not None and offsets[1] == torch.int64, BETAS[beta_activation],
+        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
+    )  # fmt: skip
+    return Plan(
+        _kernel(variant, device), variant, units, units * variant.slices, max(variant.cluster, 1),
+        variant.shared_bytes, (N, HV, V, K), rest,
+    )  # fmt: skip
+
+
+@functools.cache
+def _kernel(variant: Variant, device: torch.device) -> Kernel:
+    return load(SOURCE, "kda_chunk", variant.defines, device)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """`t`, or a copy, in one piece from a multiple of 16 bytes on, as the kernels read."""
+    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+def aligned_inputs(x: Inputs) -> Inputs:
+    copies: dict[str, Any] = {n: aligned(t) for n, t in zip(x._fields, x, strict=True) if isinstance(t, Tensor)}
+    return x._replace(**copies)
+
+
+def _addresses(x: Inputs) -> list[int] | None:
+    """Of the tensors, 0 for those that are not there; None if one is not as the kernel reads."""
+    addresses = []
+    for t in (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens):
+        address = 0 if t is None else t.data_ptr()
+        if t is not None and (address & 15 or not t.is_contiguous()):
+            return None
+        addresses.append(address)
+    return addresses
+
+
+def chunk(x: Inputs, save: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None, Saved | None]:
+    """(o, final state, checkpoints, if asked for what the backward reads); see `Backend.chunk`.
+
+    Raises:
+        ValueError: more tokens than 32 bits count, or a GPU (or a part of one) too small for one unit of blocks
+    """
+    addresses = _addresses(x)
+    if addresses is None:
+        return chunk(aligned_inputs(x), save)
+    q, v, offsets = x.q, x.v, x.cu_seqlens
+    device = q.device
+    plan = _plan(
+        device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
+        None if offsets is None else (offsets.shape[0], offsets.dtype),
+        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save,
+    )  # fmt: skip
+    o = torch.empty_like(v)
+    final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
+    checkpoints = None
+    if x.checkpoint_every:
+        new = torch.empty if offsets is None else torch.zeros  # packed: rows may be left over
+        shape = (q.shape[0], checkpoint_count(x), *plan.state_shape[1:])
+        checkpoints = new(shape, dtype=torch.float32, device=device)
+    ring, saved = Ring.of(plan.variant, plan.units, device), Saved.like(x) if save else None
+    outputs = (o, final, checkpoints, *ring, *(saved or (None, None, None)))
+    params = POINTERS.pack(*addresses, *(0 if t is None else t.data_ptr() for t in outputs)) + plan.rest
+    run(plan.kernel, device.index, plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
+    return o, final, checkpoints, saved
+
+
+def recompute(x: Inputs) -> Saved:
+    """What the forward would have kept, from its inputs."""
+    saved = chunk(x._replace(final_state=False, checkpoint_every=0), save=True)[3]
+    assert saved
+    return saved

@@ -1,0 +1,212 @@
+// The inverse of I + N for the lower triangular N = diag(beta) L of a chunk, by three warps: 16 x 16 blocks by masked
+// doubling, then merges of neighbours. Every intermediate is an inverse itself, so all entries stay small and fp16
+// operands are safe (kda_math.md, section 3).
+#pragma once
+#include "shared.cuh"
+
+constexpr int HALVES = K / 64;  // warps that prepare the same 16 tokens, each some channels
+enum Column { T00, T11, T22, T10, Y20, Y21 };  // blocks that warps exchange
+using Tile = float[2][4];  // 16 x 16, two of mma's accumulators side by side
+
+DEVICE void as_rows(u32 (&a)[4], const Tile& x) {  // A fragments
+    a[0] = Fp16::pack(x[0][0], x[0][1]), a[1] = Fp16::pack(x[0][2], x[0][3]);
+    a[2] = Fp16::pack(x[1][0], x[1][1]), a[3] = Fp16::pack(x[1][2], x[1][3]);
+}
+
+DEVICE uint4 as_columns(const Tile& x) {  // B fragments: tile 0, tile 1
+    return make_uint4(transpose_8x8(Fp16::pack(x[0][0], x[0][1])), transpose_8x8(Fp16::pack(x[0][2], x[0][3])),
+                      transpose_8x8(Fp16::pack(x[1][0], x[1][1])), transpose_8x8(Fp16::pack(x[1][2], x[1][3])));
+}
+
+DEVICE void multiply(Tile& c, const u32 (&a)[4], uint4 b) {
+    Fp16::mma(c[0], a[0], a[1], a[2], a[3], b.x, b.y);
+    Fp16::mma(c[1], a[0], a[1], a[2], a[3], b.z, b.w);
+}
+
+// Entries of x whose row and column lie in sibling blocks of `level`.
+DEVICE void between_siblings(Tile& to, const Tile& x, int level, int lane) {
+    #pragma unroll
+    for (int n = 0; n < 2; n++) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + 8 * (i / 2), column = 8 * n + 2 * (lane % 4) + i % 2;
+            bool inside = row > column && (row ^ column) >= level && (row ^ column) < 2 * level;
+            to[n][i] = inside ? x[n][i] : 0.f;
+        }
+    }
+}
+
+DEVICE void negate(Tile& x) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] = -x[i / 4][i % 4];
+}
+
+// (I + N)^-1 for a strictly lower N by masked doubling: every intermediate is an inverse itself, with small entries.
+DEVICE void invert(Tile& T, const Tile& N, int lane) {
+    between_siblings(T, N, 1, lane);
+    negate(T);
+    #pragma unroll
+    for (int i = 0; i < 8; i++) {
+        if (lane / 4 + 8 * (i % 4 / 2) == 8 * (i / 4) + 2 * (lane % 4) + i % 2) T[i / 4][i % 4] = 1.f;
+    }
+    #pragma unroll
+    for (int level = 2; level < 16; level *= 2) {
+        Tile M, P = {};
+        u32 a[4];
+        between_siblings(M, N, level, lane);
+        as_rows(a, T);
+        multiply(P, a, as_columns(M));
+        negate(P);
+        as_rows(a, P);
+        multiply(T, a, as_columns(T));
+    }
+}
+
+// A 16 x 16 block of T or Aqk, to its place.
+DEVICE void store_block(unsigned char* to, const Tile& x, int b, int j, int lane) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32* at = reinterpret_cast<u32*>(to + block_at(2 * b + i / 2, 2 * j + i % 2, CHUNK / 8));
+        at[lane] = Io::pack(x[i % 2][2 * (i / 2)], x[i % 2][2 * (i / 2) + 1]);
+    }
+}
+
+// A row of blocks: what is right of the diagonal is zero.
+DEVICE void store_row(unsigned char* to, const Tile (&left)[3], const Tile& own, int b, int lane) {
+    const Tile zero = {};
+    #pragma unroll
+    for (int j = 0; j < 3; j++) {
+        if (j < b) store_block(to, left[j], b, j, lane);
+        else store_block(to, zero, b, j + 1, lane);
+    }
+    store_block(to, own, b, b, lane);
+}
+
+// x[i][j] *= columns[j], for a block of columns of the chunk's tokens.
+DEVICE void scale_columns(Tile& x, const float* columns, int lane) {
+    #pragma unroll
+    for (int n = 0; n < 2; n++) {
+        float2 c = *reinterpret_cast<const float2*>(columns + 8 * n + 2 * (lane % 4));
+        x[n][0] *= c.x, x[n][1] *= c.y, x[n][2] *= c.x, x[n][3] *= c.y;
+    }
+}
+
+DEVICE void scale_rows(Tile& x, const float (&rows)[2]) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] *= rows[i % 4 / 2];
+}
+
+// One half's sums over its channels.
+DEVICE void send_sums(float4* to, const Tile& x) {
+    #pragma unroll
+    for (int n = 0; n < 2; n++) to[n * 32] = make_float4(x[n][0], x[n][1], x[n][2], x[n][3]);
+}
+
+DEVICE void add_sums(Tile& x, const float4* from) {
+    #pragma unroll
+    for (int n = 0; n < 2; n++) {
+        float4 other = from[n * 32];
+        x[n][0] += other.x, x[n][1] += other.y, x[n][2] += other.z, x[n][3] += other.w;
+    }
+}
+
+// N's block (b, j) from both halves' sums of L.
+DEVICE void load_block(Tile& x, const Shared& shared, const float* beta, int b, int j, int lane) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] = 0.f;
+    #pragma unroll
+    for (int h = 0; h < HALVES; h++) add_sums(x, shared.sums_of_L(h, b, j) + lane);
+    float rows[2] = {beta[16 * b + lane / 4], beta[16 * b + lane / 4 + 8]};
+    scale_rows(x, rows);
+}
+
+// Three warps make T' = (I + N)^-1 beta: each 16 x 16 block's own inverse, then merges of neighbours (kda_math.md,
+// section 3). Warp 0 has the rows of blocks 0 and 1, warp 1 of block 2, warp 2 of block 3; what others need goes through
+// shared memory as columns, that is as B fragments.
+
+DEVICE void invert_upper(const Shared& shared, const Stage& stage, const float* beta, uint4* columns, int lane) {
+    Tile T[3] = {}, own, L;
+    load_block(L, shared, beta, 0, 0, lane);
+    invert(own, L, lane);
+    uint4 t00 = as_columns(own);
+    columns[T00 * 32] = t00;
+    scale_columns(own, beta, lane);
+    store_row(stage.T(), T, own, 0, lane);
+
+    load_block(L, shared, beta, 1, 1, lane);
+    invert(own, L, lane);
+    columns[T11 * 32] = as_columns(own);
+    load_block(L, shared, beta, 1, 0, lane);
+    u32 a[4];
+    Tile P = {};
+    as_rows(a, L);
+    multiply(P, a, t00);
+    negate(P);
+    as_rows(a, own);
+    multiply(T[0], a, as_columns(P));
+    columns[T10 * 32] = as_columns(T[0]);
+    barrier_sync(INVERTING, 32 * INVERTERS);
+    scale_columns(T[0], beta, lane);
+    scale_columns(own, beta + 16, lane);
+    store_row(stage.T(), T, own, 1, lane);
+}
+
+DEVICE void invert_lower(const Shared& shared, const Stage& stage, const float* beta, uint4* columns, int b, int lane) {
+    Tile T[3] = {}, own, L;
+    load_block(L, shared, beta, b, b, lane);
+    invert(own, L, lane);
+    if (b == 2) columns[T22 * 32] = as_columns(own);
+    u32 minus_own[4], minus_t32[4], a[4];
+    negate(own);
+    as_rows(minus_own, own);
+    negate(own);
+    barrier_sync(INVERTING, 32 * INVERTERS);
+    if (b == 3) {
+        Tile P = {};
+        load_block(L, shared, beta, 3, 2, lane);
+        as_rows(a, L);
+        multiply(P, a, columns[T22 * 32]);
+        multiply(T[2], minus_own, as_columns(P));
+        negate(T[2]);
+        as_rows(minus_t32, T[2]);
+        negate(T[2]);
+    }
+    Tile Y0 = {}, Y1 = {};
+    load_block(L, shared, beta, b, 0, lane);
+    as_rows(a, L);
+    multiply(Y0, a, columns[T00 * 32]);
+    load_block(L, shared, beta, b, 1, lane);
+    as_rows(a, L);
+    multiply(Y0, a, columns[T10 * 32]);
+    multiply(Y1, a, columns[T11 * 32]);
+    uint4 y0 = as_columns(Y0), y1 = as_columns(Y1);
+    if (b == 2) columns[Y20 * 32] = y0, columns[Y21 * 32] = y1;
+    multiply(T[0], minus_own, y0);
+    multiply(T[1], minus_own, y1);
+    barrier_sync(MERGING, 64);
+    if (b == 3) {
+        multiply(T[0], minus_t32, columns[Y20 * 32]);
+        multiply(T[1], minus_t32, columns[Y21 * 32]);
+    }
+    #pragma unroll
+    for (int j = 0; j < 3; j++) scale_columns(T[j], beta + 16 * j, lane);
+    scale_columns(own, beta + 16 * b, lane);
+    store_row(stage.T(), T, own, b, lane);
+}
+
+// A chunk's beta, of which each warp has a copy; zeros behind the sequence's end.
+DEVICE void load_write_strengths(float* to, const ChunkParams& p, const Cursor& at, int lane) {
+    #pragma unroll
+    for (int i = lane; i < CHUNK; i += 32) {
+        int token = at.chunk * CHUNK + i;
+        i64 row = at.item.row(p, min(token, at.item.length - 1));
+        float logit = p.beta_wide ? static_cast<const float*>(p.beta)[row] : Io::load(static_cast<const u16*>(p.beta) + row);
+        to[i] = token < at.item.length ? write_strength(logit, p.beta_activation) : 0.f;
+    }
+}
+
+DEVICE void invert_chunk(const Shared& shared, const Stage& stage, const float* beta, int inverter, int lane) {
+    uint4* columns = shared.columns_of_T() + lane;
+    if (inverter == 0) invert_upper(shared, stage, beta, columns, lane);
+    else invert_lower(shared, stage, beta, columns, inverter + 1, lane);
+}

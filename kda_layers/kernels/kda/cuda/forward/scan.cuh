@@ -1,0 +1,265 @@
+// The walk over prepared chunks: four warps share the rows (tokens, then channels) of all BV columns. The state stays in
+// registers in fp32; what the next product multiplies by goes through shared memory, with the columns as rows of the
+// operand. Column n = 8 i + 2 t + {0, 1} of the products is column BV / 4 * t + 2 i + {0, 1} of V: a lane's are neighbours
+// in memory, and the order of columns matters to no product.
+#pragma once
+#include "shared.cuh"
+
+constexpr int TILES = BV / 8;
+using Columns = float[TILES][4];  // 64 rows: of warp w's 16, g and g + 8
+
+// 64 rows of 16-bit numbers, transposed, as blocks (row of columns, `row` + that of rows) of an operand.
+DEVICE void store_columns(unsigned char* to, const u32 (&x)[TILES][2], int row, int columns, int lane) {
+    #pragma unroll
+    for (int i = 0; i < TILES; i += 2) {
+        store_matrices_transposed(to + block_at(i + lane / 16, row + lane / 8 % 2, columns) + 16 * (lane % 8),
+                                  x[i][0], x[i][1], x[i + 1][0], x[i + 1][1]);
+    }
+}
+
+// d += a b^T over `steps` times 16, or d = that if it begins: a [64, .], b [BV, .].
+template <int steps, bool begins> DEVICE void multiply_rows(Columns& d, Operand a, Operand b) {
+    multiply_group<Io, BV, false, begins>(d, a, b);
+    #pragma unroll
+    for (int s = 1; s < steps; s++) multiply_group<Io, BV>(d, operand_at(a, s * 256), operand_at(b, s * 256));
+    product_commit();
+}
+
+// d += a^T b^T over the chunk's tokens: a [64, .] of K numbers a row, b [BV, 64].
+DEVICE void multiply_tokens(Columns& d, Operand a, Operand b) {
+    #pragma unroll
+    for (int s = 0; s < CHUNK / 16; s++) multiply_group<Io, BV, true>(d, operand_at(a, s * K * 32), operand_at(b, s * 256));
+    product_commit();
+}
+
+struct State {
+    Columns S[K / 64];
+
+    // A lane's first number in [BV, K], from which it loads and stores.
+    static DEVICE int place(int w, int lane) { return BV / 4 * (lane % 4) * K + 16 * w + lane / 4; }
+
+    DEVICE void load(const float* from) {
+        each([&](float& x, int at) { x = from ? from[at] : 0.f; });
+    }
+    DEVICE void store(float* to) {
+        each([&](float& x, int at) { to[at] = x; });
+    }
+    template <class F> DEVICE void each(F f) {
+        #pragma unroll
+        for (int m = 0; m < K / 64; m++) {
+            #pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                #pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    f(S[m][i][j], (2 * i + j % 2) * K + 64 * m + 8 * (j / 2));
+                }
+            }
+        }
+    }
+    DEVICE void decay(const float* gamma, int w, int lane) {
+        #pragma unroll
+        for (int m = 0; m < K / 64; m++) {
+            #pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float x = gamma[64 * m + 16 * w + lane / 4 + 8 * r];
+                #pragma unroll
+                for (int i = 0; i < TILES; i++) S[m][i][2 * r] *= x, S[m][i][2 * r + 1] *= x;
+            }
+        }
+    }
+    // As the operand of the next products.
+    DEVICE void publish(unsigned char* to, int w, int lane) {
+        #pragma unroll
+        for (int m = 0; m < K / 64; m++) {
+            u32 x[TILES][2];
+            #pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                x[i][0] = Io::pack(S[m][i][0], S[m][i][1]), x[i][1] = Io::pack(S[m][i][2], S[m][i][3]);
+            }
+            store_columns(to, x, 8 * m + 2 * w, K / 8, lane);
+        }
+    }
+};
+
+// A lane's columns of its two tokens of v or o: neighbours in memory.
+struct Values {
+    u32 x[2][TILES];
+
+    DEVICE void load(const u16* from, int stride, int tokens, int w, int lane) {
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {  // rows behind the end multiply zeros: any finite value will do
+            const u16* at = from + min(16 * w + lane / 4 + 8 * r, tokens - 1) * stride + BV / 4 * (lane % 4);
+            if constexpr (BV == 32) {
+                uint4 v = *reinterpret_cast<const uint4*>(at);
+                x[r][0] = v.x, x[r][1] = v.y, x[r][2] = v.z, x[r][3] = v.w;
+            } else {
+                uint2 v = *reinterpret_cast<const uint2*>(at);
+                x[r][0] = v.x, x[r][1] = v.y;
+            }
+        }
+    }
+    DEVICE void store(u16* to, int stride, int tokens, int w, int lane) const {
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int token = 16 * w + lane / 4 + 8 * r;
+            if (token >= tokens) continue;
+            u16* at = to + token * stride + BV / 4 * (lane % 4);
+            if constexpr (BV == 32) *reinterpret_cast<uint4*>(at) = make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]);
+            else *reinterpret_cast<uint2*>(at) = make_uint2(x[r][0], x[r][1]);
+        }
+    }
+};
+
+// A state as the operand that it is, to memory in its rows' order; by 128 threads.
+DEVICE void save_state(u16* to, const unsigned char* from, int thread) {
+    int row = thread % 8, column = BV / 4 * (row / 2) + row % 2 + thread / K * 2, channel = thread / 8 % (K / 8) * 8;
+    #pragma unroll 2
+    for (int i = 0; i < BV * K / 1024; i++) {  // 128 pieces are 128 / K blocks of 8 rows
+        *reinterpret_cast<uint4*>(to + column * K + channel + 256 * i) = reinterpret_cast<const uint4*>(from)[thread + 128 * i];
+    }
+}
+
+// This block's share of a chunk that each block has prepared for itself; by 128 threads.
+DEVICE void save_slice(unsigned char* to, const Stage& stage, int thread) {
+    for (int piece = slice() * 128 + thread; piece < STAGE_BYTES / 16; piece += SLICES * 128) {
+        reinterpret_cast<uint4*>(to)[piece] = reinterpret_cast<const uint4*>(stage.base)[piece];
+    }
+}
+
+// What four warps have written becomes an operand.
+DEVICE void operand_sync() {
+    fence_shared();
+    barrier_sync(SCANNING, 128);
+}
+
+DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
+    const int stride = p.HV * V;
+    const int column = slice() * BV, place = column * K + State::place(w, lane);
+    const Operand state_operand = operand(shared.state(), K * 16), residuals = operand(shared.residuals(), CHUNK * 16);
+    const Operand errors = operand(shared.errors(), CHUNK * 16);
+    const Operand first_keys = operand(shared.stage(0).base, K * 16), first_tokens = operand(shared.stage(0).base, CHUNK * 16);
+    const Operand first_channels = standing_operand(shared.stage(0).Kr(), K * 16);
+    u32 count = 0;
+    for (int index = unit(); index < p.items; index += units()) {
+        const Item item = item_of(p, index);
+        i64 tokens_at = item.row(p, 0) * V + column;  // of the chunk, in v and o
+        // The chunk's rows among checkpoints and in what is kept.
+        int whole_row = p.checkpoints ? chunks_before(p, item.sequence, WHOLE, lane) : 0;
+        int row = SAVES ? chunks_before(p, item.sequence, ALL, lane) : 0;
+        State state;
+        state.load(p.initial_state ? p.initial_state + state_at(index, 0) + place : nullptr);
+        state.publish(shared.state(), w, lane);
+        operand_sync();
+        Values next;
+        if (item.length > 0) next.load(p.v + tokens_at, stride, item.length, w, lane);
+        for (int left = item.length; left > 0; left -= CHUNK, count++) {
+            const Stage stage = shared.stage(count);
+            Values values = next;
+            if (left > CHUNK) next.load(p.v + tokens_at + CHUNK * stride, stride, left - CHUNK, w, lane);
+
+            // Operands with K and with 64 numbers in a row; and one whose columns are multiplied.
+            const int at = count % STAGES * STAGE_BYTES;
+            const Operand keys = operand_at(first_keys, at), tokens = operand_at(first_tokens, at), channels = operand_at(first_channels, at);
+
+            Columns R, E, O;
+            wait_for(shared, ERRORS, count);
+            product_begin();
+            multiply_rows<K / 16, true>(R, keys, state_operand);
+            product_wait<0>();
+            product_use(R);
+            wait_for(shared, OUTPUT, count);
+            product_begin();
+            multiply_rows<K / 16, true>(O, operand_at(keys, AT_QG), state_operand);  // meanwhile, until V' is there
+            if constexpr (SAVES) {
+                const i64 kept = i64(row++) * p.HV + item.head;
+                save_state(p.states + state_at(kept, column), shared.state(), 32 * w + lane);
+                if (!SHARED_CHUNKS) {
+                    wait_for(shared, UPDATE, count);
+                    save_slice(p.prepared + kept * STAGE_BYTES, stage, 32 * w + lane);
+                }
+            }
+            u32 x[TILES][2];
+            #pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                #pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    float2 value = Io::unpack(values.x[r][i]);
+                    x[i][r] = Io::pack(value.x - R[i][2 * r], value.y - R[i][2 * r + 1]);
+                }
+            }
+            store_columns(shared.residuals(), x, 2 * w, CHUNK / 8, lane);
+            operand_sync();
+
+            product_begin();
+            multiply_rows<4, true>(E, operand_at(tokens, AT_T), residuals);
+            if (p.checkpoints && left < item.length) {  // the state after the chunk before
+                state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + item.head, 0) + place);
+            }
+            wait_for(shared, UPDATE, count);
+            state.decay(stage.gamma(), w, lane);
+            product_wait<0>();
+            product_use(E);
+            #pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                x[i][0] = Io::pack(E[i][0], E[i][1]), x[i][1] = Io::pack(E[i][2], E[i][3]);
+            }
+            store_columns(shared.errors(), x, 2 * w, CHUNK / 8, lane);
+            operand_sync();
+            if (w == 0) release(shared, ERRORS, count, lane);
+
+            product_begin();
+            #pragma unroll
+            for (int m = 0; m < K / 64; m++) multiply_tokens(state.S[m], operand_at(channels, m * 8 * 128), errors);
+            multiply_rows<4, false>(O, operand_at(tokens, AT_AQK), errors);
+            if constexpr (SAVES) {
+                #pragma unroll
+                for (int i = 0; i < 2 * TILES; i++) values.x[i % 2][i / 2] = x[i / 2][i % 2];
+                values.store(p.errors + tokens_at, stride, left, w, lane);
+            }
+            product_wait<1>();
+            #pragma unroll
+            for (int m = 0; m < K / 64; m++) product_use(state.S[m]);
+            state.publish(shared.state(), w, lane);
+            operand_sync();
+            if (w == 0) release(shared, UPDATE, count, lane);
+            product_wait<0>();
+            product_use(O);
+            #pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float scale = stage.scale()[16 * w + lane / 4 + 8 * r];
+                #pragma unroll
+                for (int i = 0; i < TILES; i++) values.x[r][i] = Io::pack(O[i][2 * r] * scale, O[i][2 * r + 1] * scale);
+            }
+            release(shared, OUTPUT, count, lane);
+            values.store(p.o + tokens_at, stride, left, w, lane);
+            tokens_at += CHUNK * stride;
+        }
+        if (p.checkpoints && item.length >= CHUNK && item.length % CHUNK == 0) {
+            state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + item.head, 0) + place);
+        }
+        if (p.final_state) state.store(p.final_state + state_at(index, 0) + place);
+    }
+}
+
+// One warp brings every part of every chunk as its stage becomes free.
+DEVICE void fetch_chunks(const ChunkParams& p, const Shared& shared, int lane) {
+    u32 all = SHARED_CHUNKS ? chunks_of_unit(p) : 0, ready = 0;
+    Cursor at;
+    if constexpr (SAVES) at.start(p, 0, lane);
+    for (u32 count = 0; count < all; count++) {
+        if (ready <= count) ready = wait_for_chunks(p, ready, lane);
+        if (lane == 0) {
+#if __CUDA_ARCH__ >= 900
+            fence_bulk_copies();
+#endif
+            for (int part = 0; part < PARTS; part++) {
+                if (count >= STAGES) wait_for(shared, part, count - STAGES);
+                expect(shared, part, count);
+                fetch(ring_at(p, at, count), shared, part, count);
+            }
+            if (RECYCLES && count >= STAGES) write_counter(landed(p, slice()), count - STAGES + 1);
+        }
+        warp_sync();
+        if constexpr (SAVES) at.skip(p, 1, lane);
+    }
+}

@@ -1,0 +1,142 @@
+"""One segment, forward: activated operands and the matrices inside each chunk (kda_math.md, sections 1 to 3).
+
+Buffers are reused wherever a loop would allocate: on a CPU a fresh megabyte costs more than the pass that fills it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import CHUNK, Inputs, state_dtype
+from ..reference import L2NORM_EPS, log_decay, write_strength
+from .schedule import Segment
+
+
+class Chunks(NamedTuple):
+    """A segment's activated operands and chunk matrices; one row for each chunk and value head, rows in all."""
+
+    q: Tensor  # [rows, 64, K] scaled
+    k: Tensor  # [rows, 64, K]
+    b: Tensor  # [rows, 64, K] beta k
+    v: Tensor  # [rows, 64, V]
+    beta: Tensor  # [rows, 64, 1]
+    token_decay: Tensor  # [rows, 64, K] e^g of each token
+    p: Tensor  # [rows, 64, K] decay from the chunk's start to the token, inclusive
+    s: Tensor  # [rows, 64, K] decay after the token to the chunk's end
+    R: Tensor  # [rows, 64, 64] (I + L)^-1
+    M: Tensor  # [rows, 64, 64]
+
+    @property
+    def decay(self) -> Tensor:
+        """[rows, 1, K] decay of the state over the chunk."""
+        return self.p[:, -1:]
+
+
+def load(x: Inputs, segment: Segment) -> Chunks:
+    """Gathers, activates and factors one segment."""
+    wide, group = state_dtype(x.q.dtype), x.v.shape[2] // x.q.shape[2]
+    g = log_decay(segment.gather(x.g).to(wide), x.A_log, x.dt_bias, x.gate_activation, x.lower_bound)
+    q, k = (segment.gather(t).to(wide) for t in (x.q, x.k))
+    q = segment.by_head(q, x.scale * inverse_norm(q) if x.qk_l2norm else x.scale, group)
+    k = segment.by_head(k, inverse_norm(k) if x.qk_l2norm else 1.0, group)
+    v = segment.by_head(segment.gather(x.v).to(wide))
+    beta = segment.by_head(write_strength(segment.gather(x.beta).to(wide), x.beta_activation)[..., None])
+    token_decay = segment.by_head(g).exp_()
+    b = k * beta
+    return Chunks(q, k, b, v, beta, token_decay, *_chunk_matrices(q, k, b, token_decay))
+
+
+def inverse_norm(x: Tensor) -> Tensor:
+    """The factor of reference.l2norm, [..., 1]."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(L2NORM_EPS).rsqrt_()
+
+
+def _flush_decay(x: Tensor) -> None:
+    """Zeroes decay products below sqrt(the smallest normal number): 1e-19 in fp32, far below its rounding.
+
+    A CPU takes some hundred cycles for each denormal number, and products of two kept factors are none.
+    """
+    torch.threshold_(x, math.sqrt(torch.finfo(x.dtype).tiny), 0.0)
+
+
+def _flush(x: Tensor) -> None:
+    """Zeroes elements of x of either sign that are close to denormal."""
+    torch.hardshrink(x, 2.0**24 * torch.finfo(x.dtype).tiny, out=x)
+
+
+def halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
+    """First and second halves [rows, 64 / 2h, h, D] of the aligned blocks of 2h tokens of x [rows, 64, D]."""
+    x = x.view(x.shape[0], CHUNK // (2 * h), 2, h, x.shape[2])
+    return x[:, :, 0], x[:, :, 1]
+
+
+def levels(token_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(h, p, s) for h = 1, 2, ... 64: p decays from the start of the token's block of h tokens to the token, s from
+    the token to the block's end. Both are updated in place between two yields."""
+    p, s = token_decay.clone(), torch.ones_like(token_decay)
+    h = 1
+    while h < CHUNK:
+        yield h, p, s
+        (p_first, p_second), (s_first, _) = halves(p, h), halves(s, h)
+        first, second = p_first[:, :, -1:].clone(), p_second[:, :, -1:].clone()
+        p_second.mul_(first)
+        s_first.mul_(second)
+        _flush_decay(p)
+        _flush_decay(s)
+        h *= 2
+    yield h, p, s
+
+
+def _chunk_matrices(q: Tensor, k: Tensor, b: Tensor, token_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """p, s, R and M of each chunk, by binary anchoring and masked doubling."""
+    rows, _, K = q.shape
+    reads, writes = torch.empty_like(q), q.new_empty(rows, CHUNK // 2, K)
+    R = torch.ones_like(q[..., :1])  # [blocks, h, h], blocks of h tokens
+    M = (q * b).sum(-1, keepdim=True)
+    for h, p, s in levels(token_decay):
+        if h == CHUNK:
+            break
+        corner = torch.bmm(decayed_reads(q, k, p, h, reads), decayed_writes(b, s, h, writes).mT)
+        _flush(corner)
+        R_first, R_second = R.view(-1, 2, h, h).unbind(1)
+        R_corner = torch.bmm(torch.bmm(R_second, corner[:, :h]), R_first).neg_()
+        _flush(R_corner)
+        R, M = _grow(R, R_corner, h), _grow(M, corner[:, h:], h)
+    return p, s, R.view(rows, CHUNK, CHUNK), M.view(rows, CHUNK, CHUNK)
+
+
+def decayed_reads(q: Tensor, k: Tensor, p: Tensor, h: int, out: Tensor) -> Tensor:
+    """[blocks, 2h, K]: the decayed keys of the second half of each block of 2h tokens, then its decayed queries."""
+    rows, _, K = q.shape
+    decay = halves(p, h)[1]
+    blocks = out.view(rows, CHUNK // (2 * h), 2, h, K)
+    torch.mul(halves(k, h)[1], decay, out=blocks[:, :, 0])
+    torch.mul(halves(q, h)[1], decay, out=blocks[:, :, 1])
+    return out.view(-1, 2 * h, K)
+
+
+def decayed_writes(b: Tensor, s: Tensor, h: int, out: Tensor) -> Tensor:
+    """[blocks, h, K]: the decayed written keys of the first half of each block of 2h tokens."""
+    torch.mul(halves(b, h)[0], halves(s, h)[0], out=out.view(b.shape[0], CHUNK // (2 * h), h, -1))
+    return out.view(-1, h, b.shape[2])
+
+
+def _grow(blocks: Tensor, corner: Tensor, h: int) -> Tensor:
+    """Lower-triangular blocks of 2h from their two diagonal blocks of h and the corner between them."""
+    first, second = blocks.view(-1, 2, h, h).unbind(1)
+    out = blocks.new_zeros(first.shape[0], 2, h, 2, h)
+    out[:, 0, :, 0], out[:, 1, :, 1], out[:, 1, :, 0] = first, second, corner
+    return out.view(-1, 2 * h, 2 * h)
+
+
+def factor(c: Chunks) -> tuple[Tensor, Tensor]:
+    """What reads the state, [rows, 128, K] (keys, then queries), and what writes it, [rows, 64, K]."""
+    reads = c.q.new_empty(c.q.shape[0], 2 * CHUNK, c.q.shape[2])
+    torch.mul(c.k, c.p, out=reads[:, :CHUNK])
+    torch.mul(c.q, c.p, out=reads[:, CHUNK:])
+    return reads, c.b * c.s

@@ -1,0 +1,179 @@
+"""One segment, backward: recompute, walk the state's gradient back, then every gradient at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..contract import CHUNK, Gradients, Inputs, state_dtype
+from .chunks import (
+    Chunks,
+    decayed_reads,
+    decayed_writes,
+    factor,
+    halves,
+    inverse_norm,
+    levels,
+    load,
+)
+from .schedule import Plan, Segment
+
+
+def empty_gradients(x: Inputs) -> Gradients:
+    """Space for the gradients of every segment; those of A_log and dt_bias start at zero and are summed."""
+    inputs = (x.q, x.k, x.v, x.g, x.beta)
+    q, k, v, g, beta = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
+    A_log, dt_bias = (None if t is None else torch.zeros_like(t) for t in (x.A_log, x.dt_bias))
+    return Gradients(q, k, v, g, beta, A_log, dt_bias, None)
+
+
+def segment_grad(
+    x: Inputs,
+    plan: Plan,
+    segment: Segment,
+    state: Tensor,
+    d_o: Tensor,
+    d_state: Tensor,
+    d_checkpoints: Tensor | None,
+    grads: Gradients,
+) -> None:
+    """Adds one segment's gradients to `grads` and carries `d_state` from the segment's end to its start."""
+    HV, V, K = x.v.shape[2], x.v.shape[3], x.q.shape[3]
+    c = load(x, segment)
+    rows, writes = factor(c)
+    R = rows.shape[0]
+    starts, d_ends = c.v.new_empty(R, V, K), c.v.new_empty(R, V, K)
+    errors = torch.empty_like(c.v)
+    for i, lanes in segment.lanes(HV):
+        S = state[: segment.active[i]].view(-1, V, K)
+        starts[lanes] = S
+        torch.bmm(c.R[lanes], torch.baddbmm(c.v[lanes], rows[lanes, :CHUNK], S.mT, alpha=-1), out=errors[lanes])
+        S.mul_(c.decay[lanes]).baddbmm_(errors[lanes].mT, writes[lanes])
+
+    d_o_rows = segment.by_head(segment.gather(d_o).to(c.v.dtype))
+    d_errors = torch.bmm(c.M.mT, d_o_rows)
+    d_reads = torch.cat((torch.empty_like(d_o_rows), d_o_rows), 1)  # of (p k) S, filled below, and of (p q) S
+    for i, lanes in reversed(list(segment.lanes(HV))):
+        dS = d_state[: segment.active[i]]
+        if d_checkpoints is not None:
+            checkpoint_rows = plan.checkpoint_rows(segment.first + i)
+            dS[: len(checkpoint_rows)] += d_checkpoints[checkpoint_rows]
+        dS = dS.view(-1, V, K)
+        d_ends[lanes] = dS
+        d_error = d_errors[lanes].baddbmm_(writes[lanes], dS.mT)
+        torch.bmm(c.R[lanes].mT, d_error, out=d_reads[lanes, :CHUNK]).neg_()
+        dS.mul_(c.decay[lanes]).baddbmm_(d_reads[lanes].mT, rows[lanes])
+
+    d_v = d_reads[:, :CHUNK].neg()
+    d_corner = torch.bmm(d_reads, errors.mT)  # [R, 128, 64]: of L, then of M
+    d_q, d_k, d_b, d_g = _matrix_grad(c, d_corner)
+    d_rows = torch.bmm(d_reads, starts)
+    d_decay = (starts * d_ends).sum(1, keepdim=True).mul_(c.decay)  # from the chunk's start to its end
+    d_g += d_decay
+    _add_reads(d_rows, c.q, c.k, c.p, d_q, d_k, d_g)
+    _add_writes(torch.bmm(errors, d_ends), c.b, c.s, d_b, d_g)
+
+    diagonal = d_corner[:, CHUNK:].diagonal(dim1=1, dim2=2)[..., None]
+    d_q.addcmul_(diagonal, c.b)
+    d_b.addcmul_(diagonal, c.q)
+    d_beta = (c.k * d_b).sum(-1, keepdim=True)
+    d_k.addcmul_(c.beta, d_b)
+    _activation_grad(x, segment, d_q.mul_(x.scale), d_k, d_v, d_g, d_beta, grads)
+
+
+def _matrix_grad(c: Chunks, d_corner: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, b and the log-decay through L and M below their diagonals, with the anchors of the forward."""
+    d_q, d_k, d_b, d_g = (torch.zeros_like(t) for t in (c.q, c.k, c.b, c.q))
+    R, _, K = c.q.shape
+    reads, writes = torch.empty_like(c.q), c.q.new_empty(R, CHUNK // 2, K)
+    for h, p, s in levels(c.token_decay):
+        if h == CHUNK:
+            break
+        n = CHUNK // (2 * h)
+        # [R, 2 (L, M), n, 2, h, n, 2, h] -> second half of the rows, first half of the columns, same block
+        corner = d_corner.view(R, 2, n, 2, h, n, 2, h)[:, :, :, 1, :, :, 0].diagonal(dim1=2, dim2=4)
+        corner = corner.permute(0, 4, 1, 2, 3).reshape(R * n, 2 * h, h)
+        d_reads = torch.bmm(corner, decayed_writes(c.b, s, h, writes)).view(R, n, 2 * h, K)
+        d_writes = torch.bmm(corner.mT, decayed_reads(c.q, c.k, p, h, reads)).view(R, n, h, K)
+        _add_reads(d_reads, *(halves(t, h)[1] for t in (c.q, c.k, p, d_q, d_k, d_g)))
+        _add_writes(d_writes, *(halves(t, h)[0] for t in (c.b, s, d_b, d_g)))
+    return d_q, d_k, d_b, d_g
+
+
+def _add_reads(d_reads: Tensor, q: Tensor, k: Tensor, p: Tensor, d_q: Tensor, d_k: Tensor, d_g: Tensor) -> None:
+    """Adds what d_reads [..., 2h, K], the gradient of (p k, p q), gives to q, k and the log-decays.
+
+    A read by token i from before the block decays through every token t <= i of it. Summing exactly those terms,
+    instead of the usual differences of two cumulative sums, loses no digits where gates are strong.
+    """
+    h = q.shape[-2]
+    d_k_part, d_q_part = p * d_reads[..., :h, :], p * d_reads[..., h:, :]
+    d_k += d_k_part
+    d_q += d_q_part
+    through = d_k_part.mul_(k).addcmul_(d_q_part, q)
+    d_g += torch.matmul(torch.ones(h, h, dtype=q.dtype, device=q.device).triu_(), through)
+
+
+def _add_writes(d_writes: Tensor, b: Tensor, s: Tensor, d_b: Tensor, d_g: Tensor) -> None:
+    """Adds what d_writes [..., h, K], the gradient of s b, gives to b and the log-decays (of the tokens t > j)."""
+    h = b.shape[-2]
+    part = s * d_writes
+    d_b += part
+    d_g += torch.matmul(torch.ones(h, h, dtype=b.dtype, device=b.device).tril_(-1), part.mul_(b))
+
+
+def _activation_grad(
+    x: Inputs,
+    segment: Segment,
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+    d_g: Tensor,
+    d_beta: Tensor,
+    grads: Gradients,
+) -> None:
+    """Through the activations, over the real tokens only, into `grads`."""
+    HV, wide = x.v.shape[2], state_dtype(x.q.dtype)
+    tokens = segment.real_tokens()
+
+    def raw(t: Tensor) -> Tensor:
+        return t.reshape(-1, *t.shape[2:]).index_select(0, tokens).to(wide)
+
+    def put(out: Tensor, value: Tensor) -> None:
+        out.view(-1, *out.shape[2:]).index_copy_(0, tokens, value.to(out.dtype))
+
+    put(grads.v, segment.by_token(d_v, HV))
+    for out, t, d in ((grads.q, x.q, d_q), (grads.k, x.k, d_k)):
+        d = segment.by_token(d, HV).unflatten(1, (x.q.shape[2], -1)).sum(2)
+        if x.qk_l2norm:
+            t = raw(t)
+            r = inverse_norm(t)
+            y = t * r
+            d = r * (d - y * (y * d).sum(-1, keepdim=True))
+        put(out, d)
+
+    d_beta = segment.by_token(d_beta, HV)[..., 0]
+    if x.beta_activation != "given":
+        d_beta = d_beta * _sigmoid_gradient(raw(x.beta)) * (2 if x.beta_activation == "2sigmoid" else 1)
+    put(grads.beta, d_beta)
+
+    d_g = segment.by_token(d_g, HV)
+    if x.gate_activation != "log_decay":
+        z = raw(x.g) if x.dt_bias is None else raw(x.g) + x.dt_bias
+        rate = 1.0 if x.A_log is None else x.A_log.exp()[:, None]
+        if x.gate_activation == "lower_bound":
+            d_g = d_g * (x.lower_bound * rate) * _sigmoid_gradient(rate * z)
+            d_A = d_g * z
+        else:
+            d_A = d_g * -rate * torch.nn.functional.softplus(z)
+            d_g = d_g * -rate * torch.sigmoid(z)
+        if grads.A_log is not None:
+            grads.A_log.add_(d_A.sum((0, 2)))
+        if grads.dt_bias is not None:
+            grads.dt_bias.add_(d_g.sum(0))
+    put(grads.g, d_g)
+
+
+def _sigmoid_gradient(x: Tensor) -> Tensor:
+    """sigmoid(x) (1 - sigmoid(x)), which keeps its digits where the sigmoid is near 1."""
+    return torch.sigmoid(x) * torch.sigmoid(-x)

@@ -1,0 +1,144 @@
+"""How tokens become chunks: which 64 tokens form each chunk, and which chunks are processed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import CHUNK, Inputs, sequence_offsets, state_dtype
+
+# Of a segment: elements of one [.., 64, K] intermediate at most, and chunks of a sequence. On a CPU 1 MiB in fp32 stays
+# in L2; elsewhere 16 MiB keep the device busy while the next operations are launched.
+CPU_SEGMENT, DEVICE_SEGMENT = (2**18, 8), (2**22, 64)
+
+
+def chunks_per_segment(x: Inputs) -> int:
+    """Chunks of each sequence in a segment; from device and shapes alone, so that what is saved has a known size."""
+    elements, most = CPU_SEGMENT if x.q.device.type == "cpu" else DEVICE_SEGMENT
+    N = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    per_chunk = N * x.v.shape[2] * CHUNK * max(int(x.q.shape[3]), int(x.v.shape[3]))
+    return torch.sym_max(1, torch.sym_min(most, elements // per_chunk))
+
+
+def with_flat_tokens(x: Inputs) -> Inputs:
+    """`x` with every [B, T, ...] tensor laid out so that (B, T) flattens without a copy, as slices of one do."""
+
+    def flat(t: Tensor) -> Tensor:
+        return t if t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1) else t.contiguous()
+
+    return x._replace(q=flat(x.q), k=flat(x.k), v=flat(x.v), g=flat(x.g), beta=flat(x.beta))
+
+
+class Segment(NamedTuple):
+    """Chunks `first`, `first + 1`, ... of every sequence long enough, step after step; R = sum(active) * HV rows."""
+
+    first: int
+    active: list[int]  # sequences (longest first) that have chunk first + i
+    tokens: Tensor  # [sum(active) * 64] row of the flattened [B * T] tokens; 0 in padding
+    padding: Tensor | None  # which of them are padding, or None
+
+    def lanes(self, HV: int) -> Iterator[tuple[int, slice]]:
+        """For each step, its number and its rows of the segment's [R, 64, .] tensors."""
+        start = 0
+        for i, a in enumerate(self.active):
+            yield i, slice(start * HV, (start + a) * HV)
+            start += a
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [sum(active), 64, ...], a fresh tensor; padded rows hold token 0."""
+        return x.flatten(0, 1).index_select(0, self.tokens).view(-1, CHUNK, *x.shape[2:])
+
+    def by_head(self, x: Tensor, factor: Tensor | float = 1.0, group: int = 1) -> Tensor:
+        """[sum(active), 64, H, D] -> contiguous [R, 64, D], times `factor`, each head `group` times; 0 in padded rows.
+
+        `factor` is a number or [sum(active), 64, H, 1].
+        """
+        chunks, _, H, D = x.shape
+        if isinstance(factor, Tensor):
+            factor = factor.transpose(1, 2)[:, :, None]
+        out = x.new_empty(chunks, H, group, CHUNK, D)
+        torch.mul(x.transpose(1, 2)[:, :, None].expand(out.shape), factor, out=out)
+        if self.padding is not None:
+            out.masked_fill_(self.padding.view(chunks, 1, 1, CHUNK, 1), 0.0)
+        return out.view(-1, CHUNK, D)
+
+    def by_token(self, x: Tensor, HV: int) -> Tensor:
+        """[R, 64, D] -> [real tokens, HV, D]: the padding is gone."""
+        x = x.view(-1, HV, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
+        return x if self.padding is None else x[~self.padding]
+
+    def real_tokens(self) -> Tensor:
+        return self.tokens if self.padding is None else self.tokens[~self.padding]
+
+    def scatter(self, out: Tensor, x: Tensor) -> None:
+        """Writes [R, 64, D] to the tokens of out [B, T, HV, D]."""
+        values = self.by_token(x, out.shape[2]).to(out.dtype)
+        out.view(-1, *out.shape[2:]).index_copy_(0, self.real_tokens(), values)
+
+
+class Plan(NamedTuple):
+    """Sequences sorted longest first, so that the ones still running are always a prefix of the state."""
+
+    starts: Tensor  # [N] first token, on the CPU
+    lengths: Tensor  # [N] on the CPU, descending
+    order: Tensor | None  # [N] on the device, original index of each sorted sequence; None if equally long
+    checkpoint_starts: Tensor  # [N] first checkpoint row, on the CPU
+    chunks_per_segment: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Inputs) -> Plan:
+        B, T = x.q.shape[:2]
+        if x.cu_seqlens is None:
+            rows, order = torch.arange(B, device="cpu"), None
+            starts, lengths, first = rows * T, torch.full_like(rows, T), rows * (T // CHUNK)
+        else:
+            offsets = torch.tensor(sequence_offsets(x.cu_seqlens, T), device="cpu")
+            lengths, by_length = offsets.diff().sort(descending=True, stable=True)
+            starts, order = offsets[:-1][by_length], by_length.to(x.q.device)
+            counts = offsets.diff() // CHUNK
+            first = (counts.cumsum(0) - counts)[by_length]
+        return cls(starts, lengths, order, first, int(chunks_per_segment(x)), x.q.device)
+
+    def segments(self) -> Iterator[Segment]:
+        total, place = -(-int(self.lengths[0]) // CHUNK), torch.arange(CHUNK, device="cpu")
+        for first in range(0, total, self.chunks_per_segment):
+            steps = range(first, min(first + self.chunks_per_segment, total))
+            active = [int((self.lengths > c * CHUNK).sum()) for c in steps]
+            starts = torch.cat([self.starts[:a] + c * CHUNK for a, c in zip(active, steps, strict=True)])
+            left = torch.cat([self.lengths[:a] - c * CHUNK for a, c in zip(active, steps, strict=True)])
+            tokens = (starts[:, None] + place).flatten()
+            padding = (place >= left[:, None]).flatten()
+            if not padding.any():
+                yield Segment(first, active, tokens.to(self.device), None)
+            else:
+                tokens = tokens.masked_fill(padding, 0)
+                yield Segment(first, active, tokens.to(self.device), padding.to(self.device))
+
+    def sort(self, state: Tensor) -> Tensor:
+        """A contiguous copy in sorted order."""
+        if self.order is None:
+            return state.clone(memory_format=torch.contiguous_format)
+        return state[self.order].contiguous()
+
+    def unsort(self, state: Tensor) -> Tensor:
+        return state if self.order is None else torch.empty_like(state).index_copy_(0, self.order, state)
+
+    def initial_state(self, x: Inputs) -> Tensor:
+        """[N, HV, V, K], a fresh tensor in sorted order."""
+        if x.initial_state is not None:
+            return self.sort(x.initial_state)
+        shape = (len(self.lengths), x.v.shape[2], x.v.shape[3], x.q.shape[3])
+        return x.q.new_zeros(shape, dtype=state_dtype(x.q.dtype))
+
+    def checkpoint_rows(self, chunk: int) -> Tensor:
+        """Checkpoint rows of the sequences (a prefix) for which `chunk` is a whole chunk."""
+        whole = int((self.lengths >= (chunk + 1) * CHUNK).sum())
+        return (self.checkpoint_starts[:whole] + chunk).to(self.device)
+
+    def store_checkpoints(self, checkpoints: Tensor, state: Tensor, chunk: int) -> None:
+        rows = self.checkpoint_rows(chunk)
+        checkpoints.index_copy_(0, rows, state[: len(rows)])

@@ -1,0 +1,124 @@
+"""Decode: one or a few tokens per sequence, the state updated in place."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import NO_SLOT, StepInputs, sequence_offsets
+from ..reference import activate
+
+STEP_ELEMENTS = 2**18  # elements of the state updated at a time, so that its three passes stay in L2
+
+
+class _Sequence(NamedTuple):
+    start: int  # its first row of the flattened [B * T] tokens
+    length: int
+    source: int  # slot of the state before its first token
+    targets: list[int]  # slot of the state after each token; NO_SLOT: stored nowhere
+
+
+def step(x: StepInputs) -> Tensor:
+    """o of `Backend.step`: token after token, all sequences at once.
+
+    Sequences of one length without slots need nothing from the host, so that a CUDA graph can capture them.
+    """
+    sequences = None if x.cu_seqlens is None and x.state_indices is None else _sequences(x)
+    o = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
+    T, wide, out = x.q.shape[1], x.state.dtype, o.view(-1, *o.shape[2:])
+    x = activate(x)
+    heads = torch.arange(x.v.shape[2], device=x.q.device) // (x.v.shape[2] // x.q.shape[2])
+    q, k = (t.to(wide).flatten(0, 1)[:, heads] for t in (x.q, x.k))
+    v, decay, beta = x.v.to(wide).flatten(0, 1), x.g.to(wide).exp().flatten(0, 1), x.beta.to(wide).flatten(0, 1)
+
+    def recur(S: Tensor, tokens: slice | Tensor) -> None:
+        out[tokens] = _recur(S, x.scale, *(y[tokens].contiguous() for y in (q, k, v, decay, beta))).to(o.dtype)
+
+    if sequences is None:
+        S = x.state if x.state.is_contiguous() else x.state.contiguous()
+        for t in range(T):
+            recur(S, slice(t, None, T))
+        if S is not x.state:
+            x.state.copy_(S)
+        return o
+
+    def numbers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=o.device)
+
+    sequences.sort(key=lambda s: -s.length)  # those that have a token t are then a prefix
+    sources = [s.source for s in sequences]
+    in_place = x.state_indices is None and x.state.is_contiguous() and sources == list(range(len(x.state)))
+    S = x.state if in_place else x.state[numbers(sources)]
+    for t in range(sequences[0].length if sequences else 0):
+        live = [s for s in sequences if s.length > t]
+        recur(S[: len(live)], numbers([s.start + t for s in live]))
+        stored = [(i, s.targets[t]) for i, s in enumerate(live) if s.targets[t] != NO_SLOT]
+        if stored and not in_place:
+            x.state[numbers([slot for _, slot in stored])] = S[numbers([i for i, _ in stored])]
+    return o
+
+
+def _sequences(x: StepInputs) -> list[_Sequence]:
+    """Tokens and slots of every sequence as Python integers (host reads), after checking their values."""
+    B, T = x.q.shape[:2]
+    offsets = [n * T for n in range(B + 1)] if x.cu_seqlens is None else sequence_offsets(x.cu_seqlens, T)
+    lengths = [b - a for a, b in itertools.pairwise(offsets)]
+    if x.state_indices is not None and x.state_indices.ndim == 2:
+        targets = x.state_indices.tolist()
+        columns = len(targets[0])
+        if columns < max(lengths):
+            raise ValueError(
+                f"state_indices must have at least {max(lengths)} columns, one for each token, got {columns}"
+            )
+        read = [1] * len(targets) if x.num_accepted is None else x.num_accepted.tolist()
+        read = [1 if set(row) == {NO_SLOT} else m for row, m in zip(targets, read, strict=True)]
+        if min(read) < 1 or max(read) > columns:
+            raise ValueError(f"num_accepted must be in [1, {columns}], got {min(read)} to {max(read)}")
+        _check_slots([slot for row in targets for slot in row], x.state.shape[0])
+        sources = [row[m - 1] for row, m in zip(targets, read, strict=True)]
+    else:
+        sources = list(range(len(lengths))) if x.state_indices is None else x.state_indices.tolist()
+        _check_slots(sources, x.state.shape[0])
+        targets = [[NO_SLOT] * (n - 1) + [slot] for n, slot in zip(lengths, sources, strict=True)]
+    sequences = [_Sequence(*s) for s in zip(offsets, lengths, sources, targets, strict=False)]
+    sequences = [s for s in sequences if s.length and s.source != NO_SLOT]
+    _check_owners(sequences)
+    return sequences
+
+
+def _check_slots(slots: list[int], count: int) -> None:
+    if min(slots) < NO_SLOT or max(slots) >= count:
+        raise ValueError(
+            f"state_indices must be in [0, {count - 1}], got {min(slots)} to {max(slots)}; {NO_SLOT} is no slot"
+        )
+
+
+def _check_owners(sequences: list[_Sequence]) -> None:
+    """Raise if two sequences read or write one slot."""
+    owners: dict[int, int] = {}
+    for s in sequences:
+        for slot in {s.source, *s.targets[: s.length]} - {NO_SLOT}:
+            if owners.setdefault(slot, s.start) != s.start:
+                raise ValueError(
+                    f"state_indices must give each slot to one sequence, got slot {slot} twice: an update would be lost"
+                )
+
+
+def _recur(S: Tensor, scale: float, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """One token for S [n, HV, V, K], updated in place; q, k, decay [n, HV, K], v [n, HV, V], beta [n, HV] -> o."""
+    n, HV, V, K = S.shape
+    reads = torch.stack((k * decay, q * decay), 2).view(n * HV, 2, K)
+    qk = (q * k).sum(-1).view(-1, 1)
+    k, v, decay, beta, rows = k.view(-1, 1, K), v.view(-1, V), decay.view(-1, 1, K), beta.view(-1, 1), S.view(-1, V, K)
+    o = torch.empty_like(v)
+    size = max(1, STEP_ELEMENTS // (V * K))
+    for i in range(0, n * HV, size):
+        part = slice(i, i + size)
+        y = torch.bmm(reads[part], rows[part].mT)
+        error = beta[part] * (v[part] - y[:, 0])
+        torch.addcmul(y[:, 1], qk[part], error, out=o[part]).mul_(scale)
+        rows[part].mul_(decay[part]).baddbmm_(error[..., None], k[part])
+    return o.view(n, HV, V)

@@ -1,0 +1,298 @@
+"""`chunk_kda`, `fused_recurrent_kda` and `fused_kda_gate` of flash-linear-attention 0.6: adopting is one import.
+
+Arguments, their positions, defaults and meaning, and the returned dtypes are those of that package. Refused here, by
+an error that names the argument:
+
+* what has no effect there: unknown keywords, A_log and dt_bias without use_gate_in_kernel;
+* cp_context, use_graph, max_num_seqs and chunk_indices other than their defaults;
+* lower_bound outside [-5, 0), beta of another shape than [B, T, HV], and intermediate states of 32-token chunks.
+
+Beyond what is there: fp64 (computed in fp32 there), a bf16 initial_state of `chunk_kda`, gradients of
+`fused_recurrent_kda`, its states in place and in slots of a pool, and `backend`.
+
+Source of names and meaning: flash-linear-attention 0.6.0, fla.ops.kda.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import check_is_tensor, dtype_names
+from .contract import CHUNK, state_dtype, state_dtypes
+from .fla_gate import activations, fused_kda_gate
+from .op import kda, kda_step
+
+__all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda"]
+
+# Arguments of flash-linear-attention that have no counterpart here: name, default, what to do instead.
+UNSUPPORTED = (
+    ("cp_context", None, "context parallelism is not supported, give every rank whole sequences"),
+    ("use_graph", False, "a CUDA graph captures the call without it, and reads cu_seqlens again at every replay"),
+    ("max_num_seqs", None, "the shape of cu_seqlens says how many sequences there are"),
+    ("chunk_indices", None, "they follow from cu_seqlens"),
+)
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: None = None,
+    use_graph: bool = False,
+    max_num_seqs: None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = CHUNK,
+    chunk_indices: None = None,
+    transpose_state_layout: bool | None = None,
+    intermediate_states_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Kimi Delta Attention over whole sequences, with flash-linear-attention's arguments; see `kda_layers.kda`.
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV, K]. beta: [B, T, HV].
+        scale: K ** -0.5 if None.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; fp32 (fp64 for fp64 inputs), with 16-bit
+            inputs also bf16.
+        output_final_state: also return the final state, in the same layout.
+        use_qk_l2norm_in_kernel: normalise q and k.
+        use_gate_in_kernel: g holds logits: -exp(A_log) softplus(g + dt_bias), or with lower_bound
+            lower_bound sigmoid(exp(A_log) (g + dt_bias)); otherwise g is the log-decay.
+        use_beta_sigmoid_in_kernel, allow_neg_eigval: beta holds logits; the latter doubles their sigmoid.
+        safe_gate: states that gates are bounded, which needs lower_bound with use_gate_in_kernel; every gate is
+            exact here without it.
+        lower_bound: in [-5, 0).
+        disable_recompute: False keeps only the inputs for the backward, which runs the forward again: 18 to 19 % more
+            time with our CUDA kernels. True keeps what their forward has computed, 451 MiB at (1, 8192, 32) in bf16.
+            Respectively `recompute=True` and `recompute=False` of `kda_layers.kda`, whose default chooses by size.
+        return_intermediate_states: also return the state before each 64-token chunk, [B, ceil(T / 64), HV, K, V] in
+            q's dtype, or [1, their number, HV, K, V] of packed sequences, which waits for the GPU unless
+            cu_seqlens_cpu is given; only in inference.
+        state_v_first: states are [V, K].
+        cu_seqlens, cu_seqlens_cpu: [N + 1] offsets of packed sequences; the second is the first on the CPU.
+        cp_context, use_graph, max_num_seqs, chunk_indices: must keep their defaults. A CUDA graph captures the call
+            without use_graph.
+        A_log: HV elements in any shape. dt_bias: [HV * K] or [HV, K], and any dimensions of size 1. Any float dtype.
+            Their gradients have their shapes and dtypes.
+        chunk_size: 64, or 32, which changes no result here.
+        transpose_state_layout: deprecated name of state_v_first.
+        intermediate_states_dtype: of the intermediate states instead of q's: the dtype they are computed in, fp32
+            (fp64 for fp64 inputs). Not in flash-linear-attention.
+        backend: see `kda_layers.kda`.
+
+    Returns:
+        (o [B, T, HV, V] in v's dtype, final state or None), and the intermediate states where asked for. The final
+        state is fp32 (fp64 for fp64 inputs), also after a bf16 initial_state.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    check_is_tensor("q", q)
+    check_is_tensor("v", v)
+    v_first = _state_v_first(state_v_first, transpose_state_layout)
+    _refuse_unsupported(cp_context, use_graph, max_num_seqs, chunk_indices)
+    if chunk_size not in (32, CHUNK):
+        raise ValueError(f"`chunk_size` must be either 32 or {CHUNK}, got {chunk_size}")
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        raise ValueError("lower_bound must be given with safe_gate=True and use_gate_in_kernel=True, got None")
+    if return_intermediate_states and chunk_size != CHUNK:
+        raise ValueError(f"chunk_size must be {CHUNK} with return_intermediate_states=True, got {chunk_size}")
+    if return_intermediate_states and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, g, beta)):
+        raise ValueError("return_intermediate_states=True is for inference: call it under torch.inference_mode()")
+    dtype = _intermediate_dtype(q, intermediate_states_dtype)
+    cu_seqlens = _offsets(q, cu_seqlens, cu_seqlens_cpu)
+    options = activations(
+        q, g, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias
+    )
+    state = None if initial_state is None else _v_first(initial_state, q, v, v_first).contiguous()
+    out = kda(
+        q, k, v, g, beta,
+        initial_state=state, cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
+        final_state=output_final_state, checkpoint_every=CHUNK if return_intermediate_states else 0,
+        state_dtype=state_dtype(q.dtype), recompute=not disable_recompute, backend=backend, **options,
+    )  # fmt: skip
+    final = out.final_state if v_first or out.final_state is None else out.final_state.mT.contiguous()
+    if not return_intermediate_states:
+        return out.o, final
+    assert out.checkpoints is not None
+    offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    before = _states_before_chunks(out.checkpoints.to(dtype), state, q.shape[1], offsets)
+    return out.o, final, before if v_first else before.mT.contiguous()
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    inplace_final_state: bool = False,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cp_context: None = None,
+    use_graph: bool = False,
+    max_num_seqs: None = None,
+    chunk_indices: None = None,
+    transpose_state_layout: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Decoding with flash-linear-attention's arguments; see `kda_layers.kda_step`.
+
+    Where a gradient is wanted (there it has none) and no state is written in place, `chunk_kda` computes the same.
+
+    Args:
+        as `chunk_kda`, and
+        inplace_final_state: write the final state over initial_state (then required), in its dtype, and return it.
+        ssm_state_indices: [N] or [N, T] slots of initial_state, a pool [slots, HV, K, V], as `state_indices` of
+            `kda_layers.kda_step`; needs inplace_final_state=True. With state_v_first=False the pool is copied to the
+            other layout and back.
+        num_accepted_tokens: [N], with ssm_state_indices [N, T].
+
+    Returns:
+        (o [B, T, HV, V] in v's dtype, final state in initial_state's layout or None). Unless written in place, the
+        final state is fp32 (fp64 for fp64 inputs), also after a bf16 initial_state.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    check_is_tensor("q", q)
+    check_is_tensor("v", v)
+    v_first = _state_v_first(state_v_first, transpose_state_layout)
+    _refuse_unsupported(cp_context, use_graph, max_num_seqs, chunk_indices)
+    if inplace_final_state and initial_state is None:
+        raise ValueError("initial_state must be given with inplace_final_state=True, got None")
+    if ssm_state_indices is not None and not inplace_final_state:
+        raise ValueError("inplace_final_state must be True with ssm_state_indices: slots of the pool are overwritten")
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if not inplace_final_state and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        o, final, *_ = chunk_kda(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound=lower_bound, state_v_first=v_first,
+            cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, backend=backend,
+        )  # fmt: skip
+        return o, final
+    options = activations(
+        q, g, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias
+    )
+    wide = state_dtype(q.dtype)
+    if initial_state is None:
+        N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        state = q.new_zeros(N, v.shape[-2], v.shape[-1], q.shape[-1], dtype=wide)
+    elif inplace_final_state and v_first:
+        state = initial_state
+    else:
+        widened = not inplace_final_state and initial_state.dtype in state_dtypes(q.dtype)
+        state = _v_first(initial_state, q, v, v_first).to(
+            wide if widened else initial_state.dtype, copy=True, memory_format=torch.contiguous_format
+        )
+    o = kda_step(
+        q, k, v, g, beta, state,
+        state_indices=ssm_state_indices, num_accepted=num_accepted_tokens, cu_seqlens=cu_seqlens,
+        qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, backend=backend, **options,
+    )  # fmt: skip
+    final = state if v_first else state.mT.contiguous()
+    if inplace_final_state:
+        assert initial_state is not None
+        return o, initial_state if v_first else initial_state.copy_(final)
+    return o, final if output_final_state else None
+
+
+def _state_v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    if transpose_state_layout is None:
+        return state_v_first
+    if state_v_first:
+        raise ValueError("transpose_state_layout is the deprecated name of state_v_first: give only state_v_first")
+    if not torch.compiler.is_compiling():  # a warning would break the graph
+        warnings.warn("transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3)
+    return transpose_state_layout
+
+
+def _refuse_unsupported(*values: Any) -> None:
+    for (name, default, instead), value in zip(UNSUPPORTED, values, strict=True):
+        if value is not default:
+            raise ValueError(f"{name} must be {default}, got {value}: {instead}")
+
+
+def _intermediate_dtype(q: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    dtypes = q.dtype, state_dtype(q.dtype)
+    if dtype is not None and dtype not in dtypes:
+        raise ValueError(f"intermediate_states_dtype must be {dtype_names(dtypes)}, got {dtype}")
+    return dtype or q.dtype
+
+
+def _offsets(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Tensor | None:
+    if cu_seqlens_cpu is None:
+        return cu_seqlens
+    check_is_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
+    if cu_seqlens is None:
+        return cu_seqlens_cpu.to(q.device)
+    check_is_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens_cpu.shape != cu_seqlens.shape:
+        raise ValueError(
+            f"cu_seqlens_cpu must have the shape of cu_seqlens {list(cu_seqlens.shape)}, "
+            f"got {list(cu_seqlens_cpu.shape)}"
+        )
+    return cu_seqlens
+
+
+def _v_first(state: Tensor, q: Tensor, v: Tensor, v_first: bool) -> Tensor:
+    """A view [N, HV, V, K] of a state in the layout of the call."""
+    if v_first:
+        return state
+    K, V = q.shape[-1], v.shape[-1]
+    if state.ndim != 4 or tuple(state.shape[2:]) != (K, V):
+        raise ValueError(
+            f"initial_state must have shape [N, HV, K, V] = [.., {v.shape[-2]}, {K}, {V}] with state_v_first=False, "
+            f"got {list(state.shape)}"
+        )
+    return state.mT
+
+
+def _states_before_chunks(checkpoints: Tensor, initial: Tensor | None, T: int, cu_seqlens: Tensor | None) -> Tensor:
+    """From states after whole chunks [B, T // 64, HV, V, K] to the states before every chunk, whole or not."""
+    B, _, HV, V, K = checkpoints.shape
+    if cu_seqlens is None:
+        first = checkpoints.new_zeros(B, 1, HV, V, K) if initial is None else initial[:, None].to(checkpoints)
+        return torch.cat((first, checkpoints), 1)[:, : -(-T // CHUNK)]
+    rows, offset = [], 0
+    for n, length in enumerate(cu_seqlens.diff().tolist()):
+        first = checkpoints.new_zeros(1, HV, V, K) if initial is None else initial[n : n + 1].to(checkpoints)
+        states = torch.cat((first, checkpoints[0, offset : offset + length // CHUNK]))
+        rows.append(states[: -(-length // CHUNK)])
+        offset += length // CHUNK
+    return torch.cat(rows)[None]

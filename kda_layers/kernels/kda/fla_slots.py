@@ -1,0 +1,45 @@
+"""Slots of a pool of states for flash-linear-attention's decode kernel, which reads and writes any slot it is given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .contract import StepInputs
+
+
+def with_padding(x: StepInputs) -> tuple[StepInputs, Tensor, Tensor]:
+    """`x` with slots that are safe to read and write, from state_indices that may hold -1; no host reads.
+
+    What has no slot is sent to a scratch slot outside of the pool, at a whole number of slots from its start.
+
+    Returns:
+        the inputs, which sequences are padding (bool [N]), and the memory of the scratch slot, to be kept until the
+        kernel is launched
+    """
+    assert x.state_indices is not None
+    pool, slots = x.state, x.state_indices.long()
+    if pool.shape[0] == 1:
+        pool = pool.flatten().view(pool.shape)  # the stride of a single slot may be anything
+    slots = slots if slots.ndim == 2 else slots[:, None].expand(-1, x.q.shape[1])
+    scratch = pool.new_empty(2 * pool.stride(0))
+    first, bytes_per_slot = scratch.data_ptr() - pool.data_ptr(), pool.stride(0) * pool.element_size()
+    scratch_slot = -(-first // bytes_per_slot)
+    there = (slots >= 0) & (slots < pool.shape[0])
+    if x.num_accepted is None:
+        accepted, live = None, there[:, 0]
+    else:
+        accepted = x.num_accepted.long().clamp(1, slots.shape[1])
+        live = there.gather(1, accepted[:, None] - 1)[:, 0] & (accepted == x.num_accepted)
+    slots = torch.where(there & live[:, None], slots, scratch_slot)
+    return x._replace(state=pool, state_indices=slots, num_accepted=accepted), ~live, scratch
+
+
+def clear_padding(o: Tensor, padding: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Zero the outputs o [B, T, HV, V] of the sequences in `padding` [N]."""
+    if cu_seqlens is None:
+        o.masked_fill_(padding[:, None, None, None], 0)
+        return
+    tokens = torch.arange(o.shape[1], device=o.device)
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    o.masked_fill_(padding[sequence][None, :, None, None], 0)

@@ -1,0 +1,181 @@
+"""The public operator: `kda` for whole sequences, `kda_step` for decoding."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import torch_ops
+from .checks import (
+    check_chunk,
+    check_lower_bound,
+    check_scale,
+    check_state_dtype,
+    check_step,
+    check_values,
+)
+from .contract import Inputs, StepInputs, state_dtypes
+from .dispatch import choose, problem_fields
+from .reference import activate
+
+
+class KDAOutput(NamedTuple):
+    """What `kda` returns."""
+
+    o: Tensor  # [B, T, HV, V] in v's dtype
+    final_state: Tensor | None  # [N, HV, V, K] in the states' dtype
+    checkpoints: Tensor | None  # [B, T // 64, HV, V, K] in the states' dtype
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    gate_activation: str = "lower_bound",
+    lower_bound: float | None = None,
+    beta_activation: str = "sigmoid",
+    qk_l2norm: bool = True,
+    scale: float | None = None,
+    final_state: bool = False,
+    checkpoint_every: int = 0,
+    state_dtype: torch.dtype | None = None,
+    recompute: bool | str = "auto",
+    backend: str | None = None,
+) -> KDAOutput:
+    """Kimi Delta Attention over whole sequences, differentiable in every tensor.
+
+    Per value head and token, with log-decay g [K] and the state S [V, K]:
+    S <- S * exp(g);  S <- S + beta (v - S k) k^T;  o = scale * S q.
+
+    Args:
+        q, k: [B, T, H, K], bf16, fp16, fp32 or fp64.
+        v: [B, T, HV, V] in q's dtype; HV a multiple of H, value head i reads q/k head i // (HV // H).
+        g: [B, T, HV, K] gate logits, or the log-decay itself (natural log, <= 0); q's dtype or fp32. A positive
+            log-decay makes the state grow without bound: it raises on the CPU and is not checked on other devices.
+        beta: [B, T, HV] logits, or beta itself (in [0, 2], checked as g is); q's dtype or fp32.
+        A_log: [HV] fp32 (fp64 for fp64 inputs): log of the gate's rate; optional with 'lower_bound' (rate 1).
+        dt_bias: [HV, K] fp32, added to the gate logits; optional.
+        initial_state: [N, HV, V, K] fp32 (fp64 for fp64 inputs; with 16-bit inputs also bf16), zero if None; N is B, or
+            the number of packed sequences.
+        cu_seqlens: [N + 1] int32 or int64, offsets of the sequences packed along T (then B = 1); empty ones allowed.
+        gate_activation: 'lower_bound': lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
+            'softplus': -exp(A_log) * softplus(g + dt_bias); 'log_decay': g as it is.
+        lower_bound: in [-5, 0), in nats per token; given exactly with gate_activation='lower_bound'.
+        beta_activation: 'sigmoid', '2sigmoid' (negative eigenvalues) or 'given'.
+        qk_l2norm: normalise q and k over K: x / sqrt(sum(x^2) + 1e-6).
+        scale: of the output; K ** -0.5 if None.
+        final_state: also return the state after the last token.
+        checkpoint_every: 0, or 64 to also return the state at every 64-token boundary of each sequence.
+        state_dtype: of the returned states, one that initial_state may have; if None, initial_state's, fp32 (fp64)
+            without one. They are computed in fp32 (fp64) and rounded once.
+        recompute: True: only the inputs are kept for the backward, which runs the forward again; False: also what the
+            forward has worked out; 'auto': by size. Of no effect where a backend has one way, as all but ours in CUDA.
+        backend: name of a backend; None chooses (see `explain`).
+
+    Returns:
+        KDAOutput: o [B, T, HV, V] in v's dtype; final_state [N, HV, V, K] or None; checkpoints
+        [B, T // 64, HV, V, K] or None, for packed sequences one sequence's after the other's, unused rows zero.
+
+    Raises:
+        TypeError, ValueError: an argument breaks this contract; the message names it, what was expected, what came.
+        RuntimeError: a transform of torch.func (grad, vmap, ...) or forward-mode differentiation goes through the call.
+
+    NaN and inf: at token t of k, v, g or beta they reach the outputs and states of later tokens of the same sequence
+    and, as chunks are computed as matrices, those of earlier tokens of t's chunk of 64 tokens (counted from the start
+    of the sequence); never an earlier chunk or another sequence. So the first bad output does not name the culprit:
+    look at the inputs with torch.isfinite, or run the tokens through `kda_step` or
+    `kda_layers.kernels.kda.reference.recurrence`, which go token by token: their first bad output is at t.
+
+    Source: Kimi Linear, arXiv 2510.26692, equation (1).
+    """
+    x = Inputs(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
+        gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
+        check_scale(q, scale), bool(final_state), checkpoint_every, _recompute(recompute),
+    )  # fmt: skip
+    check_chunk(x)
+    check_values(x)
+    computed, returned = state_dtypes(q.dtype)[0], check_state_dtype(x, state_dtype)
+    if initial_state is not None and initial_state.dtype != computed:
+        x = x._replace(initial_state=initial_state.to(computed))
+    needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
+    name, *fused = choose(backend, x.q.device, *problem_fields(x, needs_grad))
+    out = KDAOutput(*torch_ops.chunk(activate(x, fused), needs_grad, name))
+    if returned == computed:
+        return out
+    return KDAOutput(out.o, *(None if t is None else t.to(returned) for t in (out.final_state, out.checkpoints)))
+
+
+def kda_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    num_accepted: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    gate_activation: str = "lower_bound",
+    lower_bound: float | None = None,
+    beta_activation: str = "sigmoid",
+    qk_l2norm: bool = True,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Decode one or a few tokens per sequence, updating `state` in place; not differentiable.
+
+    Args:
+        q, k, v, g, beta, A_log, dt_bias, gate_activation, lower_bound, beta_activation, qk_l2norm, scale, backend:
+            as in `kda`; T is the number of new tokens of each sequence, usually 1.
+        state: [N, HV, V, K] fp32 (fp64 for fp64 inputs), read and overwritten with the state after the last token.
+            With 16-bit inputs also bf16: half of the bytes, rounded at every call; the CUDA backends take it.
+            With `state_indices` a pool [slots, HV, V, K], of which other slots stay as they are.
+        state_indices: [N] int32 or int64: each sequence's slot. [N, T]: sequence n reads slot [n, 0] and writes the
+            state after its token t to slot [n, t], so that drafted tokens can be taken back. -1 is no slot: a sequence
+            that would read it (a row of padding) gets o = 0 and writes nothing, and a state that would be written to
+            it is stored nowhere. Two sequences must not share a slot: one update would be lost. 'eager', which reads
+            the values, raises on that and on slots outside of the pool; on CUDA, where no value is read by the host,
+            these count as -1, and which update of a shared slot survives is undefined.
+        num_accepted: [N] int32 or int64, with state_indices [N, T]: how many of the previous call's tokens were
+            accepted; sequence n then reads slot [n, num_accepted[n] - 1]. Of no effect in a row that is -1 throughout.
+        cu_seqlens: as in `kda`, for sequences of different lengths.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype.
+
+    Raises:
+        TypeError, ValueError: as `kda`, or a state that cannot be written (expanded, or made under
+            torch.inference_mode() and used outside of it); the state is then unchanged.
+    """
+    x = StepInputs(
+        q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens,
+        gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
+        check_scale(q, scale),
+    )  # fmt: skip
+    check_step(x)
+    check_values(x)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
+        raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
+    name, *fused = choose(backend, x.q.device, *problem_fields(x))
+    return torch_ops.step(activate(x, fused), name)
+
+
+def _recompute(recompute: bool | str) -> str:
+    if isinstance(recompute, bool):
+        return "yes" if recompute else "no"
+    if not isinstance(recompute, str) or recompute != "auto":
+        raise ValueError(f"recompute must be True, False or 'auto', got {recompute!r}")
+    return recompute

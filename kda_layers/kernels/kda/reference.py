@@ -1,0 +1,133 @@
+"""The definition of KDA in plain, differentiable torch: the activations, and the recurrence token by token.
+
+This is the oracle: nothing here is fast, everything is differentiable by autograd and runs in fp64.
+Source: Kimi Linear, arXiv 2510.26692, equation (1); gates and norms as flash-linear-attention 0.6 defines them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .contract import (
+    BETA_ACTIVATIONS,
+    CHUNK,
+    GATE_ACTIVATIONS,
+    AnyInputs,
+    Inputs,
+    checkpoint_count,
+    sequence_offsets,
+    state_dtype,
+)
+
+L2NORM_EPS = 1e-6
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last dimension; any float dtype, computed in it."""
+    return x * (x.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
+
+
+def log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activation: str, lower_bound: float) -> Tensor:
+    """Log-decay (natural log, <= 0) from gate logits.
+
+    Args:
+        g: [..., HV, K] logits, or the log-decay itself with activation 'log_decay'.
+        A_log: [HV] or None (which means a rate of 1).
+        dt_bias: [HV, K] or None.
+        activation: 'lower_bound' -> lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
+            'softplus' -> -exp(A_log) * softplus(g + dt_bias); 'log_decay' -> g.
+        lower_bound: in [-5, 0), read with 'lower_bound' only.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+    if activation not in GATE_ACTIVATIONS:
+        raise ValueError(f"activation must be one of {GATE_ACTIVATIONS}, got {activation!r}")
+    if activation == "log_decay":
+        return g
+    x = g if dt_bias is None else g + dt_bias
+    rate = 1.0 if A_log is None else A_log.exp()[:, None]
+    if activation == "lower_bound":
+        return lower_bound * torch.sigmoid(rate * x)
+    return -rate * torch.nn.functional.softplus(x)
+
+
+def write_strength(beta: Tensor, activation: str) -> Tensor:
+    """beta in [0, 2] from logits [...]: 'sigmoid', '2sigmoid' (allows negative eigenvalues), or 'given' as it is.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+    if activation not in BETA_ACTIVATIONS:
+        raise ValueError(f"activation must be one of {BETA_ACTIVATIONS}, got {activation!r}")
+    if activation == "given":
+        return beta
+    beta = torch.sigmoid(beta)
+    return 2 * beta if activation == "2sigmoid" else beta
+
+
+def activate(x: AnyInputs, fused: Sequence[str] = ()) -> AnyInputs:
+    """`x` with its activations applied in fp32 (fp64 for fp64) and marked as done, but for those named in `fused`.
+
+    The names are 'gate', 'beta' and 'qk_l2norm'.
+    """
+    wide = state_dtype(x.q.dtype)
+    if "gate" not in fused and x.gate_activation != "log_decay":
+        g = log_decay(x.g.to(wide), x.A_log, x.dt_bias, x.gate_activation, x.lower_bound)
+        x = x._replace(g=g, A_log=None, dt_bias=None, gate_activation="log_decay", lower_bound=0.0)
+    if "beta" not in fused and x.beta_activation != "given":
+        x = x._replace(beta=write_strength(x.beta.to(wide), x.beta_activation), beta_activation="given")
+    if "qk_l2norm" not in fused and x.qk_l2norm:
+        x = x._replace(q=l2norm(x.q.to(wide)), k=l2norm(x.k.to(wide)), qk_l2norm=False)
+    return x
+
+
+def recurrence(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The recurrence, token by token, in fp32 (fp64 for fp64 inputs).
+
+    Per value head, with S [V, K] and a token's q, k [K], v [V], log-decay g [K] and beta:
+
+        S <- S * exp(g);   S <- S + beta (v - S k) k^T;   o = scale * S q
+
+    A NaN or inf in a token's inputs reaches the outputs of that token and of later ones of its sequence alone: the
+    first output that is not finite is at the first token whose inputs are not. `kda` computes in chunks, where it also
+    reaches earlier tokens.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, the final state [N, HV, V, K], and the states at every 64-token boundary
+        [B, T // 64, HV, V, K] (packed: sequence after sequence, unused rows zero).
+    """
+    out_dtype, wide = x.v.dtype, state_dtype(x.v.dtype)
+    x = activate(x)
+    B, T = x.q.shape[:2]
+    HV, V, K = x.v.shape[2], x.v.shape[3], x.q.shape[3]
+    heads = torch.arange(HV, device=x.q.device) // (HV // x.q.shape[2])
+    q, k = (t.to(wide)[:, :, heads] for t in (x.q, x.k))
+    v, decay, beta = x.v.to(wide), x.g.to(wide).exp(), x.beta.to(wide)
+    if x.cu_seqlens is None:
+        spans = [(slice(None), 0, T)]  # every batch row at once
+    else:
+        offsets = sequence_offsets(x.cu_seqlens, T)
+        spans = [(slice(n, n + 1), a, b) for n, (a, b) in enumerate(itertools.pairwise(offsets))]
+    o: list[Tensor] = []
+    finals: list[Tensor] = []
+    checkpoints: list[Tensor] = []
+    for sequences, start, end in spans:
+        S = v.new_zeros(B, HV, V, K) if x.initial_state is None else x.initial_state[sequences]
+        for t in range(start, end):
+            kt, qt = k[:, t, :, None], q[:, t, :, None]  # [B, HV, 1, K]
+            S = S * decay[:, t, :, None]
+            error = v[:, t] - (S * kt).sum(-1)
+            S = S + (beta[:, t, :, None] * error)[..., None] * kt
+            o.append(x.scale * (S * qt).sum(-1))
+            if (t - start + 1) % CHUNK == 0:
+                checkpoints.append(S)
+        finals.append(S)
+    unused = checkpoint_count(x) - len(checkpoints)
+    checkpoints += [v.new_zeros(B, HV, V, K)] * unused
+    boundary = torch.stack(checkpoints, 1) if checkpoints else v.new_zeros(B, 0, HV, V, K)
+    return torch.stack(o, 1).to(out_dtype), torch.cat(finals), boundary
