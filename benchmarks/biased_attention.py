@@ -208,10 +208,10 @@ def tune(shape: Shape, causal: bool, machine: Machine) -> list[Row]:
 def tuned(x: Inputs, d_o: Tensor, kernel: str, launch: Launch) -> Callable[[], object]:
     """The forward or the backward, whichever the kernel is part of."""
     backend = TritonBackend(lambda *problem: launches(*problem) | {kernel: launch})
-    o, lse = backend.forward(x)
+    o, lse = backend.attend(x)
     if kernel == "forward":
-        return lambda: backend.forward(x)
-    return lambda: backend.backward(x, o, lse, d_o)
+        return lambda: backend.attend(x)
+    return lambda: backend.attend_backward(x, o, lse, d_o)
 
 
 def main(

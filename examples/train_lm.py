@@ -34,7 +34,7 @@ from throughput import machine, peak_tflops
 from transformers import PreTrainedTokenizerFast
 
 from kda_layers import KDAConfig, KDAForCausalLM, use_backend
-from kda_layers.kernels.kda.dispatch import default_problem, select
+from kda_layers.kernels.kda.dispatch import KDA, default_problem
 
 
 def load_config(s: LMSettings) -> Any:
@@ -67,7 +67,7 @@ def serving_backend(c: Any, s: LMSettings, device: torch.device) -> str:
         beta_activation="2sigmoid" if c.linear_allow_neg_eigval else "sigmoid",
     )
     try:
-        return select(problem).name
+        return KDA.select(problem).name
     except ValueError as error:
         raise InputError(f"--backend: {' '.join(str(error).split())}") from error
 

@@ -9,8 +9,9 @@ from packaging.version import Version
 if Version(transformers.__version__).release < (5, 17):
     raise ImportError(f"kda_layers needs transformers 5.17 or newer, got {transformers.__version__}")
 
-from kda_layers.kernels.kda.dispatch import explain, keep_backend, use_backend
-from kda_layers.kernels.kda.op import KDAOutput, kda, kda_step
+from kda_layers.kernels.kda.contract import KDAOutput
+from kda_layers.kernels.kda.op import kda, kda_step
+from kda_layers.kernels.registry import explain, keep_backend, use_backend
 from kda_layers.modeling.auto import register_variants
 from kda_layers.modeling.configuration_kda import KDAConfig
 

@@ -13,15 +13,15 @@ import torch
 import transformers
 
 import kda_layers
-from kda_layers.kernels import layer_kernels, toolchain
-from kda_layers.kernels.attention_bias.dispatch import default_problem
+from kda_layers.kernels.cuda import toolchain
+from kda_layers.kernels.registry import registries
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kda_layers", description="What this machine can run, and why.")
     parser.add_argument("--precompile", action="store_true", help="compile all CUDA kernels instead")
     parser.add_argument(
-        "--arch", nargs="+", choices=toolchain.ARCHS, help="for these instead of the GPUs that are here"
+        "--arch", nargs="+", choices=toolchain.TARGETS, help="for these instead of the GPUs that are here"
     )
     args = parser.parse_args()
     try:
@@ -34,7 +34,7 @@ def main() -> None:
         return describe()
     archs = args.arch or toolchain.archs_here()
     if not archs:
-        parser.error(f"there is no GPU here to compile for, --arch names some: {' '.join(toolchain.ARCHS)}")
+        parser.error(f"there is no GPU here to compile for, --arch names some: {' '.join(toolchain.TARGETS)}")
     try:
         print(toolchain.precompile(archs))
     except RuntimeError as error:
@@ -50,11 +50,9 @@ def describe() -> None:
     print(f"kda_layers {kda_layers.__version__}, Python {platform.python_version()}")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"device: {device}")
-    print(kda_layers.explain())
-    print(kda_layers.explain(default_problem()))
-    where = "cuda" if torch.cuda.is_available() else "cpu"
+    for operator in registries():
+        print(operator.explain(operator.default()))
     print(f"CUDA toolchain: {toolchain.explain()}")
-    print(f"short convolution and gated norm: {layer_kernels.explain(where)}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from benchmarks.gpu.machine import CaptureError, CudaMachine, Machine
 from benchmarks.gpu.peers import softmax_forward, softmax_truth
 from kda_layers import kda
 from kda_layers.kernels import fla_api
-from kda_layers.kernels.kda.dispatch import backends
+from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.reference import activate, log_decay
 
 
@@ -307,7 +307,7 @@ def test_what_makes_a_run_fail(status: str, ours: bool, count: int) -> None:
 
 
 def test_a_wrong_backend_of_ours_fails_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    eager = backends()["eager"]
+    eager = KDA.backends()["eager"]
     right = type(eager).chunk
     monkeypatch.setattr(eager, "chunk", lambda x, save: (right(eager, x, save)[0] * (1 + (x.q.dtype != torch.float32)),
                                                          *right(eager, x, save)[1:]))  # fmt: skip
@@ -685,7 +685,7 @@ def test_host_times_take_turns() -> None:
 
 
 def test_a_backend_that_does_not_serve_is_refused_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    eager = backends()["eager"]
+    eager = KDA.backends()["eager"]
     monkeypatch.setattr(eager, "unsupported", lambda problem: ["it is Monday", "needs a GPU"])
     (row,) = compete({}, [ours_forward("eager", cases.make_inputs(Case(1, 8, 1), "cpu"))], TRUTH, WallClock())
     assert row["status"] == "refused"
@@ -739,10 +739,10 @@ def test_without_the_operator_there_are_no_shares() -> None:
 
 def test_the_operator_is_a_range_in_the_trace() -> None:
     x = cases.make_inputs(Case(1, 8, 1), "cpu")
-    with kernel_shares.marked(backends()["eager"]):
+    with kernel_shares.marked(KDA.backends()["eager"]):
         events = kernel_shares.trace(WallClock(), ours_forward("eager", x).prepare().run, calls=2)
     assert sum(e.get("name") == kernel_shares.RANGE and e.get("cat") == "user_annotation" for e in events) == 2
-    assert not vars(backends()["eager"])
+    assert not vars(KDA.backends()["eager"])
 
 
 # ---------------------------------------------------------------- reports

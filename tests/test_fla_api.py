@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 
 from kda_layers.kernels.fla_api import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.dispatch import backends
+from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.reference import log_decay, recurrence
 from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT, budget, error
 
@@ -399,7 +399,7 @@ def test_disable_recompute(disable_recompute: bool | None, recompute: str, monke
     """False, the default, keeps nothing but the inputs."""
     tensors, options = make("all")
     tensors["v"].requires_grad_()
-    eager, seen = backends()["eager"], []
+    eager, seen = KDA.backends()["eager"], []
     chunk = eager.chunk
     monkeypatch.setattr(eager, "chunk", lambda x, save: (seen.append(x.recompute), chunk(x, save))[1])
     more = {} if disable_recompute is None else dict(disable_recompute=disable_recompute)

@@ -26,7 +26,7 @@ from benchmarks.gpu.harness import Budget, Job, Row, Setup, failures, run_all
 from benchmarks.gpu.layer import layer
 from benchmarks.gpu.machine import CudaMachine, Machine
 from benchmarks.gpu.model import model
-from kda_layers.kernels.kda.dispatch import backends
+from kda_layers.kernels.kda.dispatch import KDA
 
 SECTIONS: dict[str, Callable[[Setup], list[Job]]] = {
     "forward": operator.forward,
@@ -90,8 +90,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     report.add_commit_option(parser)
     args = parser.parse_args(argv)
     args.sections = args.only.split(",") if args.only else list(SECTIONS)
-    args.ours = args.backends.split(",") if args.backends else [b for b in backends() if b != "eager"]
-    for name, chosen, known in (("--only", args.sections, SECTIONS), ("--backends", args.ours, backends())):
+    args.ours = args.backends.split(",") if args.backends else [b for b in KDA.backends() if b != "eager"]
+    for name, chosen, known in (("--only", args.sections, SECTIONS), ("--backends", args.ours, KDA.backends())):
         unknown = [n for n in chosen if n not in known]
         if unknown:
             parser.error(f"{name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")

@@ -16,8 +16,8 @@ from torch import Tensor
 from benchmarks.gpu.machine import CaptureError, Machine
 from benchmarks.gpu.truth import Results, call, differentiable, outputs
 from kda_layers import kda_step
-from kda_layers.kernels.kda.contract import Inputs, Problem, StepInputs
-from kda_layers.kernels.kda.dispatch import backends, problem_of
+from kda_layers.kernels.kda.contract import DecodeInputs, Inputs, Problem
+from kda_layers.kernels.kda.dispatch import KDA, problem_of
 
 
 class Refusal(Exception):
@@ -72,9 +72,9 @@ def graphed(c: Contender, machine: Machine) -> Contender:
 
 def require(backend: str, problem: Problem) -> None:
     """Raises a Refusal with every reason unless our backend of that name serves the problem."""
-    if backend not in backends():
-        raise Refusal(f"there is no backend {backend!r}, there are: {', '.join(backends())}")
-    reasons = backends()[backend].unsupported(problem)
+    if backend not in KDA.backends():
+        raise Refusal(f"there is no backend {backend!r}, there are: {', '.join(KDA.backends())}")
+    reasons = KDA.backends()[backend].unsupported(problem)
     if reasons:
         raise Refusal(f"cannot serve [{problem}]: " + "; ".join(reasons))
 
@@ -102,7 +102,7 @@ def ours_step(backend: str, x: Inputs) -> Contender:
     def prepare() -> Prepared:
         assert x.initial_state is not None
         state = x.initial_state.clone()
-        step = StepInputs(
+        step = DecodeInputs(
             *x[:5], state, x.A_log, x.dt_bias, None, None, None,
             x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale,
         )  # fmt: skip

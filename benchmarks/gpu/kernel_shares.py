@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.gpu.machine import Machine
 from kda_layers.kernels.kda.contract import Backend
-from kda_layers.kernels.kda.dispatch import backends
+from kda_layers.kernels.kda.dispatch import KDA
 
 OPERATOR, PROJECTIONS, REST, UNKNOWN = "KDA operator", "projections", "rest", "unknown"
 KINDS = (OPERATOR, PROJECTIONS, REST, UNKNOWN)
@@ -41,7 +41,7 @@ def profile(machine: Machine, run: Callable[[], Any], backend: str, calls: int =
     Raises:
         RuntimeError: no kernel was found below the operator, which any call launches.
     """
-    with marked(backends()[backend]):
+    with marked(KDA.backends()[backend]):
         trace(machine, run, 1)  # the profiler's own start-up loses events
         return shares(trace(machine, run, calls), calls)
 

@@ -74,11 +74,11 @@ def use(made: Any, backend: str) -> None:
             m.kda_options["backend"] = backend
 
 
-def _require(backend: str, device: str, needs_grad: bool, step: bool = False) -> None:
+def _require(backend: str, device: str, needs_grad: bool, decode: bool = False) -> None:
     problem = replace(default_problem(device), needs_grad=needs_grad)
     require(backend, problem)
-    if step:
-        require(backend, replace(problem, step=True, has_state=True))
+    if decode:
+        require(backend, replace(problem, decode=True, has_state=True))
 
 
 # ---------------------------------------------------------------- decoding
@@ -166,7 +166,7 @@ def _first_logits(logits: Tensor) -> Results:
 
 def _kda_step(made: Any, backend: str, prompt: Tensor, mode: str, machine: Machine, facts: Row) -> Prepared:
     """A step after the prompt, whose last token is the step's."""
-    _require(backend, machine.device, needs_grad=False, step=True)
+    _require(backend, machine.device, needs_grad=False, decode=True)
     made = with_backend(made, backend)
     cache: Any = StaticCache(config=made.config, max_cache_len=PROMPT)
     with torch.no_grad():

@@ -1,4 +1,8 @@
-"""Operators and their backends: Kimi Delta Attention, and softmax attention with a bias (`biased_attention`)."""
+"""Operators and their backends: a folder for each operator, and what all of them share.
+
+Kimi Delta Attention (`kda`), softmax attention with a bias (`attention_bias`), and what surrounds them in a layer
+(`short_conv`, `gated_norm`).
+"""
 
 from typing import TYPE_CHECKING, Any
 

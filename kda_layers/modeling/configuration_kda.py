@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
+from kda_layers.kernels.kda.activations import MIN_LOWER_BOUND
 from kda_layers.kernels.kda.checks import check_lower_bound
-from kda_layers.kernels.kda.contract import MIN_LOWER_BOUND
 from kda_layers.modeling import hub
 from kda_layers.modeling.checks import check_epsilon
 

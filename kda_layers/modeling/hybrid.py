@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from kda_layers.kernels.kda.dispatch import keep_backend
+from kda_layers.kernels.registry import keep_backend
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import loss_options, refuse_unknown, without_plans
 from kda_layers.modeling.hub import CardMixin

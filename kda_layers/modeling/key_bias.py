@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticLayer
 
-from kda_layers.kernels.attention_bias.contract import wide
+from kda_layers.kernels.checks import accumulator_dtype
 
 
 def key_bias(dt: Tensor, A: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def key_bias(dt: Tensor, A: Tensor) -> Tensor:
 
     Rounded once, to the dtype of dt, which is that of the values: a cached bias is then the one that was trained with.
     """
-    inner = wide(dt.dtype)
+    inner = accumulator_dtype(dt.dtype)
     # Not torch's softplus: under torch.compile its backward was seen to return other strides than it had announced.
     softplus = torch.logaddexp(dt.to(inner), torch.zeros((), dtype=inner, device=dt.device))
     return torch.exp(A.to(inner) * softplus).to(dt.dtype)

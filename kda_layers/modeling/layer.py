@@ -11,8 +11,8 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from kda_layers.kernels.kda.activations import MIN_LOWER_BOUND
 from kda_layers.kernels.kda.checks import check_lower_bound
-from kda_layers.kernels.kda.contract import MIN_LOWER_BOUND
 from kda_layers.modeling.checks import as_int, check_epsilon
 from kda_layers.modeling.mixer import KDAMixer
 

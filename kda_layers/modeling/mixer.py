@@ -9,9 +9,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kda_layers.kernels import layer_kernels
-from kda_layers.kernels.kda.checks import check_offsets
-from kda_layers.kernels.kda.contract import sequence_offsets, state_dtype
+from kda_layers.kernels.checks import check_offsets, sequence_offsets
+from kda_layers.kernels.gated_norm.op import gated_rms_norm
+from kda_layers.kernels.kda.contract import state_dtype
 from kda_layers.kernels.short_conv.op import short_convs
 from kda_layers.modeling.cache import LayerState
 from kda_layers.modeling.precision import KeepsFP32
@@ -68,9 +68,7 @@ class KDAMixer(KeepsFP32):
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         """As `plain_gated_norm`, by a fused kernel where one serves."""
-        if layer_kernels.norm_refusals(o, self.backend):
-            return self.plain_gated_norm(o, gate)
-        return layer_kernels.gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps)
+        return gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.plain_gated_norm, self.backend)
 
     def mix(
         self, hidden_states: Tensor, attention_mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kda_layers.kernels.kda.checks import check_is_tensor, check_offsets
+from kda_layers.kernels.checks import check_is_tensor, check_offsets
 from kda_layers.modeling.masks import check_type, offsets_of, read_padding_mask, read_square_mask, readable
 
 

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from kda_layers.kernels.kda.dispatch import backends
+from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling.checks import layer_indices, unwrapped_hint
 from kda_layers.modeling.families.stock import StockFamily
 
@@ -89,7 +89,7 @@ def swap_attention(
     _check_model(model)
     kind = model.config.model_type
     if kind in SOFTMAX_FAMILIES:
-        _check_backend(backend, backends())
+        _check_backend(backend, KDA.backends())
         variant = importlib.import_module("kda_layers.modeling.families.variant")
         return variant.convert(model, layers, backend=backend, **config)
     family = _stock_family(model)

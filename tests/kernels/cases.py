@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput, kda
-from kda_layers.kernels.kda.contract import Backend, Gradients, Inputs, Problem, StepInputs, state_dtype
-from kda_layers.kernels.kda.cuda.backend import CudaBackend
-from kda_layers.kernels.kda.dispatch import backends, problem_of
+from kda_layers.kernels.kda.backends.cuda import CudaBackend
+from kda_layers.kernels.kda.contract import Backend, DecodeInputs, Gradients, Inputs, Problem, state_dtype
+from kda_layers.kernels.kda.dispatch import KDA, problem_of
 from kda_layers.kernels.kda.reference import recurrence
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -37,7 +37,7 @@ def _backends_here() -> list[str]:
     the others would refuse every case for the same reason."""
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     arch = 10 * major + minor
-    return [n for n, b in backends().items() if not isinstance(b, CudaBackend) or arch in b.archs]
+    return [n for n, b in KDA.backends().items() if not isinstance(b, CudaBackend) or arch in b.archs]
 
 
 on_every_backend = pytest.mark.parametrize("backend", _backends_here())
@@ -180,10 +180,10 @@ def sequences(x: Inputs) -> list[Inputs]:
     ]
 
 
-def step_inputs(x: Inputs, **more: Tensor) -> StepInputs:
+def step_inputs(x: Inputs, **more: Tensor) -> DecodeInputs:
     """The inputs of `kda_step` for all tokens of `x`: its initial state is the state."""
-    fields = {n: getattr(x, n) if n in Inputs._fields else None for n in StepInputs._fields}
-    return StepInputs(**fields | {"state": x.initial_state} | more)
+    fields = {n: getattr(x, n) if n in Inputs._fields else None for n in DecodeInputs._fields}
+    return DecodeInputs(**fields | {"state": x.initial_state} | more)
 
 
 # ---------------------------------------------------------------- running
@@ -295,7 +295,7 @@ def check_near(got: Tensor, compute: Callable[[Callable[[Inputs], Inputs]], Tens
 def trains_only_without_checkpoints(x: Inputs, backend: str) -> bool:
     """Whether the backend has gradients for `x` without the states at boundaries, but not with them."""
     problems = [problem_of(y, needs_grad=True) for y in (x, x._replace(checkpoint_every=0))]
-    with_reasons, reasons = (backends()[backend].unsupported(p) for p in problems)
+    with_reasons, reasons = (KDA.backends()[backend].unsupported(p) for p in problems)
     return bool(with_reasons) and not reasons
 
 
@@ -314,7 +314,7 @@ def serve(backend: str, problem: Problem, required: frozenset[str]) -> Backend:
     """The backend, or a skip with its reasons for refusing; a failure instead if it is required and the problem is
     what fast backends exist for (bf16, K = V = 128, on the best device of this machine; boundary states, which serve
     prefix caches, without gradients)."""
-    chosen = backends()[backend]
+    chosen = KDA.backends()[backend]
     reasons = chosen.unsupported(problem)
     if reasons:
         text = f"{backend} cannot serve [{problem}]: " + "; ".join(reasons)

@@ -1,14 +1,12 @@
-"""Our CUDA kernels on the CPU, launched by the code that launches them on a GPU.
+"""Our CUDA kernels on the CPU: the launchers that serve a GPU, with the emulator as their machine.
 
-In the GPU's place stand a number of multiprocessors, a kernel that the emulator runs, and memory in which a tensor
-ends where memory ends and holds NaN until it is written.
+The emulator's memory ends where a tensor ends and holds NaN until it is written.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -18,11 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_layers import KDAOutput
-from kda_layers.kernels.cuda.launch import Dim
-from kda_layers.kernels.kda.contract import AnyInputs, Inputs, StepInputs
+from kda_layers.kernels.cuda.machine import Dim, Properties
+from kda_layers.kernels.kda.contract import AnyInputs, DecodeInputs, Inputs
+from kda_layers.kernels.kda.cuda.backward import gradients as gradients_launcher
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse_launcher
-from kda_layers.kernels.kda.cuda.decode import decode as step_launcher
-from kda_layers.kernels.kda.cuda.forward import forward as chunk_launcher
+from kda_layers.kernels.kda.cuda.decode import decode as decode_launcher
+from kda_layers.kernels.kda.cuda.forward import forward as forward_launcher
 from tests import cuda_emulator
 
 aten = torch.ops.aten
@@ -48,98 +47,103 @@ def end_of_memory(t: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Has `launch.Kernel`'s method. All blocks are there at once, as they are on a GPU."""
+    """A `machine.Launchable`. All blocks are resident at once, as they are on a GPU."""
 
     emulated: cuda_emulator.Kernel
     seed: int
 
-    @classmethod
-    def of(cls, source: str, entry: str, defines: Mapping[str, object], seed: int) -> Kernel:
-        return cls(cuda_emulator.compile_kernel(source, entry, defines), seed)
-
-    def launch(self, grid: Dim, block: Dim, cluster: Dim, shared_bytes: int, stream: int, params: bytes) -> None:
-        assert block[1:] == cluster[1:] == (1, 1)
-        assert math.prod(grid) % cluster[0] == 0
+    def launch(self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes) -> None:
+        grid = (grid, 1, 1) if isinstance(grid, int) else grid
+        assert math.prod(grid) % cluster == 0
         self.emulated(
-            grid=grid, block=block[0], cluster=cluster[0], resident=math.prod(grid) // cluster[0],
+            grid=grid, block=threads, cluster=cluster, resident=math.prod(grid) // cluster,
             shared_bytes=shared_bytes, params=params, seed=self.seed,
         )  # fmt: skip
 
 
-def run_emulated(
-    kernel: Kernel, device: int, grid: int, threads: int, cluster: int, shared_bytes: int, params: bytes
-) -> None:
-    """In the place of `launch.run`."""
-    kernel.launch((grid, 1, 1), (threads, 1, 1), (cluster, 1, 1), shared_bytes, 0, params)
+@dataclass(frozen=True, eq=False)  # plans are remembered by machine: each has its own
+class Emulator:
+    """A `machine.Machine` of so many multiprocessors; `seed` chooses the order in which what is concurrent happens."""
+
+    arch: int = 90
+    processors: int = 16
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        reason = cuda_emulator.unavailable()
+        return [reason] if reason else []
+
+    def properties(self, device: torch.device) -> Properties:
+        return Properties(self.processors, self.arch, 2**40)
+
+    def load(self, source: str, entry: str, defines: Mapping[str, str | int], device: torch.device) -> Kernel:
+        return Kernel(cuda_emulator.compile_kernel(source, entry, defines), self.seed)
 
 
-@contextlib.contextmanager
-def _gpu(
-    launcher: Any, entry: str, *, arch: int = 90, processors: int = 16, seed: int = 0, **plan: Any
-) -> Iterator[None]:
+def machine_and_plan(launch: dict[str, Any]) -> tuple[Emulator, dict[str, Any]]:
+    """The machine, and the fields of a variant that replace those of the one that the launcher chooses."""
+    names = ("arch", "processors", "seed")
+    machine = Emulator(**{name: launch[name] for name in names if name in launch})
+    return machine, {name: value for name, value in launch.items() if name not in names}
+
+
+def replaced(launcher: Any, fields: dict[str, Any]) -> Any:
+    """Context in which the launcher's choice of a variant has other fields."""
     choose = launcher.variant_for
-    stand_ins: dict[str, Any] = {
-        "variant_for": lambda *args: choose(*args)._replace(**plan),
-        "processors_and_arch": lambda index: (processors, arch),
-        "_kernel": lambda variant, device: Kernel.of(launcher.SOURCE, entry, variant.defines, seed),
-        "run": run_emulated,
-    }
-    if launcher is chunk_launcher:
-        stand_ins["_plan"] = launcher._plan.__wrapped__  # nothing is remembered
-    with mock.patch.multiple(launcher, **stand_ins), GuardedMemory():
-        yield
+    return mock.patch.object(launcher, "variant_for", lambda *args: choose(*args)._replace(**fields))
 
 
-def chunk(x: Inputs, **launch: Any) -> KDAOutput:
-    """What chunk.cu makes of the inputs.
+def forward(x: Inputs, **launch: Any) -> KDAOutput:
+    """What forward.cu makes of the inputs.
 
     Args:
         x: the inputs.
-        launch: arch, compute capability times ten, which decides between the forms of the kernel; processors of the
-            GPU, which decide how many blocks there are; seed, which chooses the order in which what is concurrent
-            happens; and fields of `chunk.Variant` that replace those of the variant that the launcher chooses.
+        launch: fields of `Emulator`, and fields of `forward.Variant` that replace those of the variant that the
+            launcher chooses.
     """
-    with _gpu(chunk_launcher, "kda_chunk", **launch):
-        return KDAOutput(*chunk_launcher.chunk(_guarded(x))[:3])
+    return forward_saving(x, save=False, **launch)[0]
 
 
-def chunk_saving(x: Inputs, **launch: Any) -> tuple[KDAOutput, chunk_launcher.Saved]:
+def forward_saving(x: Inputs, save: bool = True, **launch: Any) -> tuple[KDAOutput, forward_launcher.Saved]:
     """The same, and what it keeps for the backward."""
-    with _gpu(chunk_launcher, "kda_chunk", **launch):
-        *out, saved = chunk_launcher.chunk(_guarded(x), save=True)
-    assert saved
-    return KDAOutput(*out), saved
+    machine, fields = machine_and_plan(launch)
+    with replaced(forward_launcher, fields), GuardedMemory():
+        out, saved = forward_launcher.forward(_guarded(x), machine, save)
+    return out, saved  # type: ignore[return-value]
 
 
-def reverse(
-    x: Inputs, saved: chunk_launcher.Saved, gradients: tuple[Tensor, Tensor | None, Tensor | None], **launch: Any
-) -> reverse_launcher.Reversed:
-    """What reverse.cu makes of the gradients of o, final state and checkpoints; `launch` is as in `chunk`."""
+def reverse_scan(
+    x: Inputs, saved: forward_launcher.Saved, gradients: tuple[Tensor, Tensor | None, Tensor | None], **launch: Any
+) -> reverse_launcher.Scanned:
+    """What reverse_scan.cu makes of the gradients of o, final state and checkpoints; `launch` as in `forward`."""
+    machine, fields = machine_and_plan(launch)
     d_o, d_final, d_checkpoints = map(end_of_memory, gradients)
-    with _gpu(reverse_launcher, "kda_reverse", **launch):
-        return reverse_launcher.reverse(_guarded(x), saved, d_o, d_final, d_checkpoints)
+    with replaced(reverse_launcher, fields), GuardedMemory():
+        return reverse_launcher.reverse_scan(_guarded(x), machine, saved, d_o, d_final, d_checkpoints)
 
 
-def step(x: StepInputs, *, seed: int = 0, busy: bool = False, **shape: int) -> Tensor:
-    """What step.cu makes of the inputs; `x.state` is updated in place.
+def gradients(
+    x: Inputs, saved: forward_launcher.Saved, scanned: reverse_launcher.Scanned, d_o: Tensor, **launch: Any
+) -> gradients_launcher.TokenGradients:
+    """What gradients.cu makes of what forward and reverse scan left; `launch` as in `forward`."""
+    machine, fields = machine_and_plan(launch)
+    with replaced(gradients_launcher, fields), GuardedMemory():
+        return gradients_launcher.gradients(_guarded(x), machine, saved, scanned, d_o)
+
+
+def decode(x: DecodeInputs, *, seed: int = 0, busy: bool = False, **shape: int) -> Tensor:
+    """What decode.cu makes of the inputs; `x.state` is updated in place.
 
     Args:
         x: the inputs.
         seed: chooses the order in which what is concurrent happens.
-        busy: see `step.variant_for`.
-        shape: fields of `step.Shape` that replace those of that variant.
+        busy: see `decode.variant_for`.
+        shape: fields of `decode.Shape` that replace those of that variant.
     """
-    chosen = step_launcher.variant_for(x.q.shape[3], x.v.shape[3], x.q.dtype, x.state.dtype, busy)
+    chosen = decode_launcher.variant_for(x.q.shape[3], x.v.shape[3], x.q.dtype, x.state.dtype, busy)
     variant = replace(chosen, shape=chosen.shape._replace(**shape))
-
-    def run(plan: step_launcher.Plan, params: bytes) -> None:
-        kernel = Kernel.of(step_launcher.SOURCE, "kda_step", plan.variant.defines, seed)
-        kernel.launch(plan.grid, (plan.variant.threads, 1, 1), (1, 1, 1), plan.shared_bytes, 0, params)
-
-    with mock.patch.object(step_launcher, "run", run), GuardedMemory():
-        o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
-        step_launcher.launch(_guarded(x)._replace(state=x.state), o, variant)
-        return o
+    with GuardedMemory():
+        return decode_launcher.decode(_guarded(x)._replace(state=x.state), Emulator(seed=seed), variant)
 
 
 def _guarded(x: AnyInputs) -> AnyInputs:

@@ -21,13 +21,13 @@ import pytest
 import torch
 
 from kda_layers import __main__
-from kda_layers.kernels import toolchain
-from kda_layers.kernels.cuda import build, cache, launch
+from kda_layers.kernels.cuda import build, cache, gpu, toolchain
+from kda_layers.kernels.cuda.arch import TARGETS
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
 HERE = Path(__file__).parent
-ARCHS = list(dict.fromkeys(build.ARCHS.values()))
+ARCHS = list(TARGETS)
 SOURCE = '#include "part.cuh"\nextern "C" __global__ void kernel(float* x) { x[0] = NUMBER + part(); }\n'
 PART = "__device__ float part() { return 1.0f; }\n"
 
@@ -327,6 +327,7 @@ def test_two_processes_at_once(source: str, tmp_path: Path) -> None:
     code = f"""
 import hashlib, os, time
 from pathlib import Path
+from kda_layers.kernels.cuda.arch import TARGETS
 from kda_layers.kernels.cuda import build
 build.nvrtc_version()
 Path({str(tmp_path)!r}, f"ready{{os.getpid()}}").touch()
@@ -392,7 +393,7 @@ def test_a_relative_folder_is_refused(
 @pytest.fixture
 def asked_again() -> Any:
     """Reasons are found once for a process; here for each test."""
-    caches = (build.problems, launch.problems, build.nvrtc_version)
+    caches = (build.problems, gpu.problems, build.nvrtc_version)
     for f in caches:
         f.cache_clear()
     yield
@@ -410,13 +411,13 @@ def driver_of(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
 def test_with_all_of_it_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     major, _ = build.nvrtc_version()
     driver_of(monkeypatch, 1000 * major)
-    assert build.problems() == launch.problems() == []
+    assert build.problems() == gpu.problems() == []
 
 
 @pytest.mark.usefixtures("asked_again")
 def test_missing_cuda_bindings_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    (reason,) = launch.problems()
+    (reason,) = gpu.problems()
     assert re.fullmatch(r"cuda-bindings cannot be imported \(.+\), needs pip install cuda-bindings", reason)
     assert build.problems() == [reason]
     assert toolchain.explain() == f"cannot: {reason}"
@@ -432,13 +433,13 @@ def test_missing_nvrtc_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no libnvrtc.so.13\n  searched here\n  and there")
 
     monkeypatch.setattr(nvrtc, "nvrtcVersion", raises)
-    assert launch.problems() == ["NVRTC cannot be loaded (no libnvrtc.so.13), needs pip install nvidia-cuda-nvrtc"]
+    assert gpu.problems() == ["NVRTC cannot be loaded (no libnvrtc.so.13), needs pip install nvidia-cuda-nvrtc"]
 
 
 @pytest.mark.usefixtures("asked_again")
 def test_an_old_nvrtc_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "nvrtc_version", lambda: (12, 8))
-    assert launch.problems() == ["NVRTC is 12.8, needs 12.9 or newer"]
+    assert gpu.problems() == ["NVRTC is 12.8, needs 12.9 or newer"]
 
 
 @pytest.mark.usefixtures("asked_again")
@@ -449,7 +450,7 @@ def test_a_missing_driver_is_a_reason_not_to_launch(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("no libcuda.so.1\nanywhere")
 
     monkeypatch.setattr(driver, "cuDriverGetVersion", raises)
-    assert launch.problems() == ["the NVIDIA driver cannot be loaded (no libcuda.so.1), needs one"]
+    assert gpu.problems() == ["the NVIDIA driver cannot be loaded (no libcuda.so.1), needs one"]
     assert build.problems() == []
     assert "; cannot launch: the NVIDIA driver cannot be loaded" in toolchain.explain()
 
@@ -468,7 +469,7 @@ def test_an_old_driver_is_a_reason_not_to_launch(
     reason = (
         f"the NVIDIA driver is of CUDA {has}, needs {needed} or newer for the cubins of NVRTC {build.dotted(nvrtc)}"
     )
-    assert launch.problems() == ([] if needed is None else [reason])
+    assert gpu.problems() == ([] if needed is None else [reason])
 
 
 # ---------------------------------------------------------------- python -m kda_layers
@@ -515,9 +516,9 @@ def test_precompile_fails_where_nothing_can_be_kept(
 
 
 def test_a_backend_without_cuda_kernels_has_no_variants() -> None:
-    from kda_layers.kernels.kda.dispatch import backends
+    from kda_layers.kernels.kda.dispatch import KDA
 
-    assert list(backends()["eager"].variants("sm_90a")) == []
+    assert list(KDA.backends()["eager"].variants("sm_90a")) == []
 
 
 def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

@@ -61,7 +61,7 @@ def test_chunk_op(case: Case, needs_grad: bool, device: str, backend: str, requi
     if needs_grad:
         x = x._replace(**{n: getattr(x, n).requires_grad_() for n in ("q", "k", "v", "g", "beta")})
     with poisoned_memory():  # an op must not return what it has not written: two of its runs would differ
-        torch.library.opcheck(torch.ops.kda_layers.chunk.default, (*x, needs_grad, backend))
+        torch.library.opcheck(torch.ops.kda_layers.kda.default, (*x, needs_grad, backend))
 
 
 @on_every_backend
@@ -73,14 +73,14 @@ def test_chunk_grad_op(case: Case, device: str, backend: str, required_backends:
     chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
     if {"gate", "beta", "qk_l2norm"} - chosen.fused:
         pytest.skip(f"{backend} does not fuse every activation: what its op gets is not these inputs")
-    saved = chosen.chunk(x, save=True)[3]
+    saved = chosen.forward(x, save=True)[1]
     replaced = chosen.replaces(x)
     x, saved = x._replace(**dict(zip(replaced, saved, strict=False))), saved[len(replaced) :]
     d = {n: t.to(device) for n, t in output_gradients(x).items()}
     d_final, d_checkpoints = d["final_state"] if case.final else None, d["checkpoints"] if case.checkpoints else None
     arguments = (*x, backend, saved, d["o"], d_final, d_checkpoints)
     with poisoned_memory():
-        torch.library.opcheck(torch.ops.kda_layers.chunk_grad.default, arguments)
+        torch.library.opcheck(torch.ops.kda_layers.kda_grad.default, arguments)
 
 
 @on_every_backend
@@ -100,7 +100,7 @@ def test_step_op(kind: str, device: str, backend: str, required_backends: frozen
     if {"gate", "beta", "qk_l2norm"} - chosen.fused:
         pytest.skip(f"{backend} does not fuse every activation: what its op gets is not these inputs")
     with poisoned_memory():
-        torch.library.opcheck(torch.ops.kda_layers.step.default, (*inputs, backend))
+        torch.library.opcheck(torch.ops.kda_layers.kda_step.default, (*inputs, backend))
 
 
 # ---------------------------------------------------------------- torch.compile

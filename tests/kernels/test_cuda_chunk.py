@@ -86,7 +86,7 @@ CASES = [
 
 
 def chunk(x: Inputs, form: str, **launch: Any) -> KDAOutput:
-    return emulated.chunk(x, **FORMS[form][x.gate_activation] | launch)
+    return emulated.forward(x, **FORMS[form][x.gate_activation] | launch)
 
 
 def assert_same(got: KDAOutput, want: KDAOutput) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from kda_layers.kernels.cuda import arch as archs
 from kda_layers.kernels.cuda import build, cache
 from kda_layers.kernels.kda.contract import CHUNK
-from kda_layers.kernels.kda.cuda.backend import MOST_SHARED_BYTES, SHARED_BYTES
 from kda_layers.kernels.kda.cuda.backward import gradients
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
 from kda_layers.kernels.kda.cuda.decode import decode as step
@@ -25,7 +25,7 @@ from tests.kernels.cases import BF16, FP16, FP32
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
-ARCHS = {name: arch for arch, name in reversed(build.ARCHS.items())}  # the oldest that each is compiled for
+ARCHS = {a.target: a.capability for a in reversed(archs.ARCHS.values())}  # the oldest that each is compiled for
 SERVED = {"sm_90a": 232448, "sm_100a": 232448, "sm_103a": 232448}  # whatever the width; shared memory of a block
 REGISTERS = 65536  # of a multiprocessor
 MOST_SECONDS = 20  # of compiling one variant
@@ -92,7 +92,7 @@ def check_resources(cubin: build.Cubin, entry: str, most_registers: int, shipped
 
 @on_every_chunk
 def test_chunk(variant: chunk.Variant, arch: str) -> None:
-    most = max(SHARED_BYTES.get(a, MOST_SHARED_BYTES) for a, name in build.ARCHS.items() if name == arch)
+    most = max(a.shared_bytes for a in archs.ARCHS.values() if a.target == arch)
     shipped = variant.shared_bytes <= most  # else no GPU of the arch can run it, and none is asked to
     cubin = build.compile(chunk.SOURCE, variant.defines, arch)
     check_resources(cubin, "kda_chunk", REGISTERS // variant.threads, shipped)
@@ -146,7 +146,7 @@ def test_every_variant_fits(arch: str) -> None:
     assert max(v.shared_bytes for v in variants) <= SERVED[arch]
 
 
-@pytest.mark.parametrize("arch", build.ARCHS)
+@pytest.mark.parametrize("arch", archs.ARCHS)
 def test_every_choice_is_a_variant(arch: int) -> None:
     """What is compiled at first use, `--precompile` has compiled, and nothing else."""
     variants = set(chunk.variants(arch))

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,8 +17,11 @@ from torch import Tensor
 
 from kda_layers.kernels.kda.contract import CHUNK, Inputs
 from kda_layers.kernels.kda.cuda.backward import gradients as launcher
+from kda_layers.kernels.kda.cuda.backward.reverse_scan import Scanned
+from kda_layers.kernels.kda.cuda.forward.forward import Saved
 from kda_layers.kernels.kda.reference import activate
 from tests import cuda_emulator
+from tests.kernels import emulated
 from tests.kernels.cases import (
     BF16,
     FP16,
@@ -33,7 +35,7 @@ from tests.kernels.cases import (
     run,
     to_fp64,
 )
-from tests.kernels.emulated import GuardedMemory, Kernel, _guarded, end_of_memory, run_emulated
+from tests.kernels.emulated import end_of_memory
 from tests.kernels.test_cuda_chunk import softplus_resets
 from tests.kernels.test_hard_inputs import hard_inputs, repeated_token, resets
 
@@ -43,7 +45,15 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 NAMES = launcher.TokenGradients._fields
 
 
-def saved_by(x: Inputs, d_out: dict[str, Tensor]) -> launcher.Saved:
+class Left(NamedTuple):
+    """What forward and reverse scan leave to gradients.cu."""
+
+    saved: Saved
+    scanned: Scanned
+    d_o: Tensor
+
+
+def saved_by(x: Inputs, d_out: dict[str, Tensor]) -> Left:
     """What is saved for gradients.cu, exactly but for its dtype."""
     dtype, rows = x.q.dtype, launcher.chunk_rows(x)
     y = activate(to_fp64(x))
@@ -89,20 +99,14 @@ def saved_by(x: Inputs, d_out: dict[str, Tensor]) -> launcher.Saved:
 
     errors = torch.stack(all_errors).view(B, T, HV, V)
     with torch.no_grad():
-        return launcher.Saved(by_chunk(starts), errors.to(dtype), by_chunk(d_ends), d_v.to(dtype), d_o)
+        saved = Saved(torch.empty(0), by_chunk(starts), errors.to(dtype))
+        return Left(saved, Scanned(d_v.to(dtype), by_chunk(d_ends), None), d_o)
 
 
-def gradients(
-    x: Inputs, saved: launcher.Saved, *, arch: int = 90, processors: int = 3, seed: int = 0
-) -> dict[str, Tensor]:
+def gradients(x: Inputs, left: Left, processors: int = 3, **launch: Any) -> dict[str, Tensor]:
     """What gradients.cu makes of them, by name."""
-    stand_ins: dict[str, Any] = {
-        "processors_and_arch": lambda index: (processors, arch),
-        "_kernel": lambda variant, device: Kernel.of(launcher.SOURCE, "kda_gradients", variant.defines, seed),
-        "run": run_emulated,
-    }
-    with mock.patch.multiple(launcher, **stand_ins), GuardedMemory():
-        got = launcher.gradients(_guarded(x), launcher.Saved(*(end_of_memory(t) for t in saved)))
+    saved, scanned = (type(part)(*map(end_of_memory, part)) for part in left[:2])
+    got = emulated.gradients(x, saved, scanned, end_of_memory(left.d_o), processors=processors, **launch)
     return {f"d_{n}": t for n, t in got._asdict().items() if t is not None}
 
 

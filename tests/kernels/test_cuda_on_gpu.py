@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput, kda, kda_step
+from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.cuda.backend import CudaBackend
-from kda_layers.kernels.kda.dispatch import backends, problem_of
+from kda_layers.kernels.kda.dispatch import KDA, problem_of
 from tests.kernels.cases import Case, call, check, limits_of, make_inputs, options, oracle, outputs, to_fp64
 
 RUNS = 100
@@ -30,7 +30,7 @@ def backend() -> str:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     problem = problem_of(make_inputs(CASES[0], "cuda"))
-    ours = [b for b in backends().values() if isinstance(b, CudaBackend) and not b.unsupported(problem)]
+    ours = [b for b in KDA.backends().values() if isinstance(b, CudaBackend) and not b.unsupported(problem)]
     if not ours:
         pytest.skip(f"no CUDA kernels serve [{problem}]")
     return ours[0].name

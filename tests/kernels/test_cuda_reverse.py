@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.kda.contract import CHUNK, Inputs
-from kda_layers.kernels.kda.cuda.backward.reverse_scan import Reversed
+from kda_layers.kernels.kda.cuda.backward.reverse_scan import Scanned
 from kda_layers.kernels.kda.cuda.forward.forward import Saved
 from kda_layers.kernels.kda.reference import activate
 from tests.kernels import emulated
@@ -50,14 +50,14 @@ def gradients_of(x: Inputs) -> Gradients:
 
 
 def forward(x: Inputs, form: str, **launch: Any) -> Saved:
-    return emulated.chunk_saving(x, **FORMS[form][x.gate_activation] | launch)[1]
+    return emulated.forward_saving(x, **FORMS[form][x.gate_activation] | launch)[1]
 
 
-def reverse(x: Inputs, saved: Saved, d: Gradients, form: str, **launch: Any) -> Reversed:
-    return emulated.reverse(x, saved, d, **{"arch": FORMS[form][x.gate_activation]["arch"]} | launch)
+def reverse(x: Inputs, saved: Saved, d: Gradients, form: str, **launch: Any) -> Scanned:
+    return emulated.reverse_scan(x, saved, d, **{"arch": FORMS[form][x.gate_activation]["arch"]} | launch)
 
 
-def by_name(x: Inputs, saved: Saved, got: Reversed) -> dict[str, Tensor]:
+def by_name(x: Inputs, saved: Saved, got: Scanned) -> dict[str, Tensor]:
     """What is there, of all chunks that there are."""
     lengths = [x.q.shape[1]] * x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.diff().tolist()
     rows = sum(-(-n // CHUNK) for n in lengths)
@@ -144,8 +144,8 @@ def test_resets(form: str) -> None:
 def test_what_is_kept_is_the_same(form: str) -> None:
     """Whatever the order of what is concurrent, the number of blocks and the slices; and the outputs are, too."""
     x = make_inputs(replace(WIDE, lengths=(65, 0, 1, 200)))
-    plain = emulated.chunk(x, **FORMS[form]["lower_bound"])
-    out, want = emulated.chunk_saving(x, **FORMS[form]["lower_bound"])
+    plain = emulated.forward(x, **FORMS[form]["lower_bound"])
+    out, want = emulated.forward_saving(x, **FORMS[form]["lower_bound"])
     assert_same(out, plain)
     plans: list[dict[str, int]] = [{"seed": 1}, {"seed": 2, "processors": 40}]
     if form == "warpgroups":

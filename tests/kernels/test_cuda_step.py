@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import kda, kda_step
-from kda_layers.kernels.kda.contract import Inputs, StepInputs
+from kda_layers.kernels.kda.contract import DecodeInputs, Inputs
 from kda_layers.kernels.kda.cuda.decode.decode import STAGE
 from tests import cuda_emulator
 from tests.kernels import emulated
@@ -55,7 +55,7 @@ CASES = [
 def step(x: Inputs, state: Tensor | None = None, seed: int = 0, **indices: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs, and the states afterwards: by default those after the initial ones, which stay as they are."""
     state = emulated.end_of_memory(x.initial_state.clone() if state is None else state)
-    return emulated.step(step_inputs(x, state=state, **indices), seed=seed), state
+    return emulated.decode(step_inputs(x, state=state, **indices), seed=seed), state
 
 
 def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
@@ -109,7 +109,7 @@ def test_a_prefill_to_a_bf16_state() -> None:
 def test_how_the_work_is_cut(case: Case, shape: dict[str, int]) -> None:
     x = make_inputs(case)
     state = x.initial_state.clone()
-    o = emulated.step(step_inputs(x, state=state), **shape)
+    o = emulated.decode(step_inputs(x, state=state), **shape)
     assert same((o, state), step(x))
 
 
@@ -125,7 +125,7 @@ def test_company() -> None:
     one_by_one = x.initial_state.clone()
     for t in range(9):
         token = x._replace(**{n: getattr(x, n)[:, t : t + 1] for n in STEP})
-        assert torch.equal(emulated.step(step_inputs(token, state=one_by_one)), o[:, t : t + 1])
+        assert torch.equal(emulated.decode(step_inputs(token, state=one_by_one)), o[:, t : t + 1])
     assert torch.equal(one_by_one, state)
 
 
@@ -206,7 +206,7 @@ def test_a_state_that_is_a_view(kind: str) -> None:
         "misaligned": (s := torch.full((4 * 128 * 128 + 1,), 7.0), s[1:].view(2, 2, 128, 128)),
     }[kind]
     view.copy_(x.initial_state)
-    o = emulated.step(step_inputs(x, state=view))
+    o = emulated.decode(step_inputs(x, state=view))
     assert same((o, view), step(x))
     view.fill_(7.0)
     assert (store == 7.0).all()
@@ -217,6 +217,6 @@ def test_misaligned_inputs() -> None:
     x = make_inputs(replace(ONE, T=2))
     moved = {n: torch.cat((t.flatten()[:1], t.flatten()))[1:].view_as(t) for n in "qkg" for t in [getattr(x, n)]}
     state = x.initial_state.clone()
-    inputs: StepInputs = step_inputs(x._replace(**moved), state=state)
+    inputs: DecodeInputs = step_inputs(x._replace(**moved), state=state)
     assert inputs.q.data_ptr() % 4
-    assert same((emulated.step(inputs), state), step(x))
+    assert same((emulated.decode(inputs), state), step(x))

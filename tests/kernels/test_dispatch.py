@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kda_layers import KDAConfig, KDAForCausalLM, explain, kda_step, use_backend
+from kda_layers import KDAConfig, KDAForCausalLM, KDAOutput, explain, kda_step, use_backend
 from kda_layers.kernels import biased_attention, registry
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.attention_bias.dispatch import default_problem as attention_problem
+from kda_layers.kernels.cuda.arch import ARCHS
 from kda_layers.kernels.kda import backends as folder
 from kda_layers.kernels.kda import dispatch
-from kda_layers.kernels.kda.contract import Backend, Gradients, Inputs, Problem, StepInputs
-from kda_layers.kernels.kda.dispatch import ENVIRONMENT_VARIABLE, default_problem, problem_of, select
+from kda_layers.kernels.kda.contract import Backend, DecodeInputs, Gradients, Inputs, Problem
+from kda_layers.kernels.kda.dispatch import KDA, default_problem, problem_of
+from kda_layers.kernels.registry import ENVIRONMENT_VARIABLE, keep_backend
 from tests.kernels.cases import (
     BF16,
     FP16,
@@ -46,7 +48,7 @@ from tests.kernels.cases import (
     to_fp64,
 )
 
-EAGER = dispatch.backends()["eager"]
+EAGER = dispatch.KDA.backends()["eager"]
 
 
 class Toy(Backend):
@@ -57,7 +59,7 @@ class Toy(Backend):
     fused: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
-        self.got: list[Inputs | StepInputs] = []
+        self.got: list[Inputs | DecodeInputs] = []
 
     def unsupported(self, problem: Problem) -> list[str]:
         reasons = []
@@ -70,18 +72,18 @@ class Toy(Backend):
     def saved_like(self, x: Inputs) -> list[Tensor]:
         return []
 
-    def chunk(self, x: Inputs, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
+    def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
         self.got.append(x)
-        return *oracle(x), []
+        return KDAOutput(*oracle(x)), []
 
-    def chunk_grad(
+    def backward(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
     ) -> Gradients:
-        return EAGER.chunk_grad(x, EAGER.chunk(x, save=True)[3], d_o, d_final, d_checkpoints)
+        return EAGER.backward(x, EAGER.forward(x, save=True)[1], d_o, d_final, d_checkpoints)
 
-    def step(self, x: StepInputs) -> Tensor:
+    def decode(self, x: DecodeInputs) -> Tensor:
         self.got.append(x)
-        return EAGER.step(x)
+        return EAGER.decode(x)
 
 
 @pytest.fixture
@@ -91,9 +93,9 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
     known = {"toy": toy, "eager": EAGER}
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(dispatch.KDA, "backends", lambda: known)
-    dispatch._choose.cache_clear()
+    dispatch.KDA._serving.cache_clear()
     yield toy
-    dispatch._choose.cache_clear()
+    dispatch.KDA._serving.cache_clear()
 
 
 SMALL = Case(T=5, H=1, K=4, V=6, dtype=FP32, state=True)
@@ -105,22 +107,24 @@ def problem(case: Case) -> Problem:
 
 
 def test_backends_are_found_in_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file, one backend of that name; the highest priority comes first."""
+    """One file, one backend class; the highest priority comes first."""
     for name, priority in (("aaa", -1), ("zzz", 10**9)):
         (tmp_path / f"{name}.py").write_text(
             "from kda_layers.kernels.kda.backends.eager import EagerBackend\n"
             f"BACKEND = type('Found', (EagerBackend,), {{'name': '{name}', 'priority': {priority}}})()\n"
         )
-    known = list(dispatch.backends())
-    assert sorted(known) == sorted(p.stem for p in Path(folder.__path__[0]).glob("*.py") if p.stem != "__init__")
-    assert [b.name for b in dispatch.backends().values()] == known
+    known = list(dispatch.KDA.backends())
+    files = {p.stem for p in Path(folder.__path__[0]).glob("*.py")} - {"__init__"}
+    ours = {arch.backend for arch in ARCHS.values()}  # one class, a backend for each family of GPUs
+    assert sorted(known) == sorted(files - {"cuda"} | ours)
+    assert [b.name for b in dispatch.KDA.backends().values()] == known
     monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
     assert list(dispatch.KDA.discover()) == ["zzz", *known, "aaa"]
 
 
 def test_automatic_choice_is_the_first_that_can_serve(toy: Toy) -> None:
-    assert select(problem(SMALL)) is toy
-    assert select(problem(WIDE)) is EAGER
+    assert KDA.select(problem(SMALL)) is toy
+    assert KDA.select(problem(WIDE)) is EAGER
     call(make_inputs(SMALL))
     call(make_inputs(WIDE))
     assert len(toy.got) == 1
@@ -141,7 +145,7 @@ def test_a_named_backend_that_refuses_gives_every_reason(toy: Toy) -> None:
 def test_nobody_can_serve(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch.KDA, "backends", lambda: {"toy": toy})
     with pytest.raises(ValueError, match=r"no backend can serve \[.*\]: toy: K=16, needs at most 8"):
-        select(problem(WIDE))
+        KDA.select(problem(WIDE))
     assert "chosen: none" in explain(problem(WIDE))
 
 
@@ -165,21 +169,21 @@ def test_an_unknown_name_lists_the_known_ones(how: str, toy: Toy, monkeypatch: p
 def test_precedence(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The argument, then the context, then the environment variable, then the automatic choice."""
     at = problem(SMALL)
-    assert select(at) is toy
+    assert KDA.select(at) is toy
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "eager")
-    assert select(at) is EAGER
+    assert KDA.select(at) is EAGER
     with use_backend("toy"):
-        assert select(at) is toy
-        assert select(at, "eager") is EAGER
+        assert KDA.select(at) is toy
+        assert KDA.select(at, "eager") is EAGER
         with use_backend("eager"):
-            assert select(at) is EAGER
-            assert select(at, "toy") is toy
-        assert select(at) is toy
+            assert KDA.select(at) is EAGER
+            assert KDA.select(at, "toy") is toy
+        assert KDA.select(at) is toy
     with pytest.raises(RuntimeError, match="from inside"), use_backend("toy"):
         raise RuntimeError("from inside")
-    assert select(at) is EAGER
+    assert KDA.select(at) is EAGER
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
-    assert select(at) is toy
+    assert KDA.select(at) is toy
 
 
 def test_precedence_in_calls(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +216,7 @@ def test_a_name_of_another_operator_leaves_the_choice_open(how: str, toy: Toy, m
             monkeypatch.setenv(ENVIRONMENT_VARIABLE, "toy")
         assert ATTENTION.select(attention_problem("cpu")).name == "eager"
         assert torch.equal(biased_attention(q, q, q), biased_attention(q, q, q, backend="eager"))
-        assert select(problem(SMALL)) is toy
+        assert KDA.select(problem(SMALL)) is toy
         with pytest.raises(ValueError, match=r"unknown backend 'toy', known: .*eager"):
             biased_attention(q, q, q, backend="toy")
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "abacus")
@@ -275,15 +279,15 @@ def test_a_problem_knows_no_length_and_no_batch() -> None:
 def test_eager_on_another_device_is_a_warning(toy: Toy) -> None:
     on_gpu = dataclasses.replace(default_problem("cpu"), device="cuda", arch=90)
     with pytest.warns(UserWarning, match=r"slow on cuda; faster backends refused: toy: K=128, needs at most 8"):
-        assert select(on_gpu) is EAGER
+        assert KDA.select(on_gpu) is EAGER
 
 
 @pytest.mark.filterwarnings("error")
 def test_eager_is_no_warning_on_a_cpu_or_where_it_was_asked_for(toy: Toy) -> None:
     """Nor on meta tensors, with which nothing is computed."""
-    assert select(problem(WIDE)) is EAGER
+    assert KDA.select(problem(WIDE)) is EAGER
     assert call(make_inputs(WIDE, "meta")).o.is_meta
-    assert select(dataclasses.replace(default_problem("cpu"), device="cuda", arch=90), "eager") is EAGER
+    assert KDA.select(dataclasses.replace(default_problem("cpu"), device="cuda", arch=90), "eager") is EAGER
 
 
 UNFUSED = [
@@ -397,7 +401,7 @@ def test_a_checkpoint_of_ones_own_keeps_the_backend(toy: Toy) -> None:
     x = make_inputs(SMALL)
     q = x.q.clone().requires_grad_()
     with use_backend("eager"):
-        o = checkpoint(dispatch.keep_backend(lambda q: call(x._replace(q=q)).o), q, use_reentrant=False)
+        o = checkpoint(keep_backend(lambda q: call(x._replace(q=q)).o), q, use_reentrant=False)
         in_another_thread(o.sum().backward)
     assert toy.got == []
     assert q.grad is not None

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from kda_layers import biased_attention, kda, kda_step
-from kda_layers.kernels import layer_kernels
 from kda_layers.kernels.kda.reference import log_decay, write_strength
+from kda_layers.kernels.short_conv import op as short_conv
+from kda_layers.kernels.short_conv.contract import Inputs as ConvInputs
 from tests.kernels.cases import BF16, FP16, FP32, FP64, Case, call, make_inputs, options
 
 Arguments = dict[str, Any]
@@ -395,6 +396,10 @@ def batched_backward(q: Tensor) -> Tensor:
     return torch.vmap(lambda d: torch.autograd.grad(o, q, d, retain_graph=True)[0])(torch.ones(3, *o.shape))
 
 
+def convolved(q: Tensor) -> Tensor:
+    return short_conv._short_conv(ConvInputs(q.flatten(2), ONES, None, None), True, "fla").y.sum()
+
+
 TRANSFORMED: dict[str, Callable[[Tensor], Any]] = {
     "grad": torch.func.grad(loss),
     "vmap": lambda q: torch.func.vmap(loss)(torch.stack((q, q))),
@@ -404,7 +409,7 @@ TRANSFORMED: dict[str, Callable[[Tensor], Any]] = {
     "linearize": lambda q: torch.func.linearize(loss, q),
     "forward mode": forward_mode,
     "vmap of a backward": batched_backward,
-    "grad of a layer": torch.func.grad(lambda q: layer_kernels.conv_silu(q.flatten(2), ONES, None, None).sum()),
+    "grad of a layer": torch.func.grad(convolved),
     "vmap of a step": lambda q: torch.func.vmap(one_step)(torch.stack((q, q))),
 }
 
@@ -412,7 +417,7 @@ TRANSFORMED: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("how", TRANSFORMED)
 def test_transforms_are_refused(how: str) -> None:
     """By name, with what to use instead; two of them took the result for a constant."""
-    with pytest.raises(RuntimeError, match=r"kda\S* has no rules for torch.func.*use backward\(\)"):
+    with pytest.raises(RuntimeError, match=r"(kda|short_conv)\S* has no rules for torch.func.*use backward\(\)"):
         TRANSFORMED[how](TINY.q)
     assert loss(TINY.q).isfinite()
 

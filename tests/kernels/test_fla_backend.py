@@ -19,7 +19,7 @@ from kda_layers.kernels.fla import package
 from kda_layers.kernels.fla.chunk_table import chunk_table
 from kda_layers.kernels.kda.backends import fla
 from kda_layers.kernels.kda.contract import CHUNK, Problem
-from kda_layers.kernels.kda.dispatch import default_problem, select
+from kda_layers.kernels.kda.dispatch import KDA, default_problem
 from kda_layers.kernels.kda.fla_slots import clear_padding, with_padding
 from tests.kernels.cases import BF16, FP32, FP64, Case, make_inputs, step_inputs
 
@@ -39,13 +39,13 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": "cpu", "arch": 0}, "device is cpu, needs cuda"),
         ({"arch": 75}, "arch is sm_75, needs sm_80 or newer"),
         ({"arch": 120}, None),
-        ({"dtype": FP64}, "dtype is float64, needs bfloat16 or float16 (float32 for decoding)"),
+        ({"dtype": FP64}, "dtype is float64, needs bfloat16, float16 or float32"),
         ({"dtype": FP32}, "dtype is float32, which it multiplies in tf32, needs bfloat16 or float16"),
-        ({"dtype": FP32, "step": True}, None),
+        ({"dtype": FP32, "decode": True}, None),
         ({"K": 8}, "K is 8, needs 9 to 256"),
         ({"K": 257}, "K is 257, needs 9 to 256"),
-        ({"K": 8, "step": True}, None),
-        ({"K": 257, "step": True}, "K is 257, needs at most 256"),
+        ({"K": 8, "decode": True}, None),
+        ({"K": 257, "decode": True}, "K is 257, needs at most 256"),
         ({"V": 1000, "group": 7, "packed": True, "has_state": True}, None),
         ({"gate_activation": "softplus"}, None),
         ({"checkpoints": True}, "checkpoints with gradients, needs checkpoint_every=0 or torch.no_grad()"),
@@ -91,7 +91,7 @@ def test_what_is_installed(version: str | None, reason: str, monkeypatch: pytest
         assert fla.BACKEND.unsupported(GPU) == [reason]
         assert f"fla      cannot: {reason}" in explain(GPU)
         with pytest.raises(ValueError, match="backend 'fla' cannot serve"):
-            select(GPU, "fla")
+            KDA.select(GPU, "fla")
     finally:
         package.problems.cache_clear()
 
@@ -120,14 +120,14 @@ def test_kernels_of_another_package_are_a_reason(enabled: bool, monkeypatch: pyt
 @pytest.mark.usefixtures("importable")
 def test_it_is_chosen_over_eager_on_a_gpu() -> None:
     problem: Problem = dataclasses.replace(GPU, V=999)  # one that no other test asks for: choices are remembered
-    assert select(problem).name == "fla"
+    assert KDA.select(problem).name == "fla"
 
 
 def test_too_many_rows_are_named() -> None:
     x = make_inputs(Case(T=1, B=2, H=1, K=16, V=1, dtype=BF16))
     many = x._replace(v=x.v[:1].expand(2**15, -1, -1, -1).expand(-1, -1, 2, -1))
     with pytest.raises(ValueError, match=r"B \* HV must be at most 65535 for backend 'fla', got 65536"):
-        fla.BACKEND.chunk(many, save=False)
+        fla.BACKEND.forward(many, save=False)
 
 
 @pytest.mark.parametrize(

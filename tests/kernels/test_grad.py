@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAOutput, kda, kda_step
+from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import Gradients, Inputs
-from kda_layers.kernels.kda.cuda.backend import CudaBackend
 from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
     BF16,
@@ -246,14 +246,14 @@ def test_nothing_is_saved_without_gradients(
     x = make_inputs(for_training(Case(H=1), backend, device), device)
     chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
     counts: list[tuple[bool, int]] = []
-    chunk = chosen.chunk
+    forward = chosen.forward
 
     def spy(x: Inputs, save: bool) -> tuple:
-        out = chunk(x, save)
-        counts.append((save, len(out[3])))
+        out = forward(x, save)
+        counts.append((save, len(out[1])))
         return out
 
-    monkeypatch.setattr(chosen, "chunk", spy)
+    monkeypatch.setattr(chosen, "forward", spy)
     call(x, backend)
     leaf = x._replace(v=x.v.clone().requires_grad_())
     with torch.no_grad():
@@ -267,11 +267,11 @@ def test_nothing_is_saved_without_gradients(
 @on_every_backend
 @on_every_device
 def test_saved_tensors_are_as_announced(device: str, backend: str, required_backends: frozenset[str]) -> None:
-    """`saved_like`, which torch.compile relies on, has the shapes and dtypes of what `chunk` saves."""
+    """`saved_like`, which torch.compile relies on, has the shapes and dtypes of what `forward` saves."""
     for lengths in (None, (70, 0, 65, 3), (1, 1)):
         x = make_inputs(for_training(Case(T=200, H=1, lengths=lengths), backend, device), device)
         chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
-        announced, saved = chosen.saved_like(x), chosen.chunk(x, save=True)[3]
+        announced, saved = chosen.saved_like(x), chosen.forward(x, save=True)[1]
         assert [(t.shape, t.dtype, t.stride()) for t in saved] == [(t.shape, t.dtype, t.stride()) for t in announced]
 
 

@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from kda_layers.kernels.cuda import launch
+from kda_layers.kernels import torch_private
+from kda_layers.kernels.cuda import gpu
+from kda_layers.kernels.cuda.arch import arch_for
+from kda_layers.kernels.cuda.machine import Dim
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="launching needs cuda-bindings")
 
 SOURCE = str(Path(__file__).with_name("scale.cu"))
 PARAMS = struct.Struct("@PPqif")  # of scale.cu
 SHARED, BLOCKS, THREADS, N = 100 * 1024, 8, 256, 200
-CLUSTERS = [(1, 1, 1), (4, 1, 1)]
+CLUSTERS = [1, 4]
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +34,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[launch.Kernel, list[Any]]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[gpu.Kernel, list[Any]]:
     """A kernel without a GPU, and what its launches hand to the driver, read as the driver reads it."""
-    kernel, found = launch.Kernel("scale", 7, PARAMS.size, 0), []
-    monkeypatch.setattr(launch, "_thread", SimpleNamespace(has_context=True))
+    kernel, found = gpu.Kernel("scale", 7, PARAMS.size, 0), []
+    monkeypatch.setattr(gpu, "_thread", SimpleNamespace(has_context=True))
+    monkeypatch.setattr(torch_private, "current_device", lambda: 0)
+    monkeypatch.setattr(torch_private, "current_stream", lambda device: 0x1234)
 
     def cuLaunchKernelEx(config: Any, function: int, pointers: int, extra: int) -> tuple[Any]:
         (address,) = struct.unpack("@P", ctypes.string_at(pointers, 8))
@@ -48,38 +53,38 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[launch.Kernel, list[Any]]:
     return kernel, found
 
 
+@pytest.mark.parametrize("grid", [8, (8, 2, 3)])
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_what_the_driver_gets(sent: tuple[launch.Kernel, list[Any]], cluster: launch.Dim) -> None:
+def test_what_the_driver_gets(sent: tuple[gpu.Kernel, list[Any]], cluster: int, grid: int | Dim) -> None:
     kernel, found = sent
     params = PARAMS.pack(1, 2, 3, 4, 5.0)
-    kernel.launch((8, 2, 3), (64, 5, 6), cluster, SHARED, 0x1234, params)
-    attribute = (int(driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION), *cluster)
-    numbers = (8, 2, 3, 64, 5, 6, SHARED, 0x1234)
-    assert found == [(numbers, None if cluster == (1, 1, 1) else attribute, 7, params, 0)]
+    kernel.launch(grid, 64, cluster, SHARED, params)
+    attribute = (int(driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION), cluster, 1, 1)
+    numbers = (*((8, 1, 1) if grid == 8 else (8, 2, 3)), 64, 1, 1, SHARED, 0x1234)
+    assert found == [(numbers, None if cluster == 1 else attribute, 7, params, 0)]
 
 
-def test_a_wrong_struct_is_refused(sent: tuple[launch.Kernel, list[Any]]) -> None:
+def test_a_wrong_struct_is_refused(sent: tuple[gpu.Kernel, list[Any]]) -> None:
     kernel, found = sent
     with pytest.raises(ValueError, match="params of scale must have 32 bytes, got 31"):
-        kernel.launch((1, 1, 1), (32, 1, 1), (1, 1, 1), 0, 0, bytes(31))
+        kernel.launch(1, 32, 1, 0, bytes(31))
     assert found == []
 
 
-def test_what_the_driver_refuses_is_named(sent: tuple[launch.Kernel, list[Any]]) -> None:
+def test_what_the_driver_refuses_is_named(sent: tuple[gpu.Kernel, list[Any]]) -> None:
     kernel, _ = sent
     message = (
-        r"launching scale failed: CUDA_ERROR_INVALID_VALUE with grid \(8, 1, 1\), block \(64, 1, 1\), "
-        r"cluster \(4, 1, 1\), 102401 bytes of dynamic shared memory"
+        r"launching scale failed: CUDA_ERROR_INVALID_VALUE with grid 8, 64 threads, cluster 4, "
+        r"102401 bytes of dynamic shared memory"
     )
     with pytest.raises(RuntimeError, match=message):
-        kernel.launch((8, 1, 1), (64, 1, 1), (4, 1, 1), SHARED + 1, 0, bytes(32))
+        kernel.launch(8, 64, 4, SHARED + 1, bytes(32))
 
 
-def test_an_unknown_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+def test_an_unknown_gpu_is_named() -> None:
     known = "8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 12.0"
     with pytest.raises(ValueError, match=f"compute capability must be one of {known}, got 7.5"):
-        launch.load(SOURCE, "scale", {}, torch.device("cuda", 0))
+        arch_for(75)
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -87,29 +92,28 @@ def test_an_unknown_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def clusters() -> list[launch.Dim]:
+def clusters() -> list[int]:
     return CLUSTERS if torch.cuda.get_device_capability()[0] >= 9 else CLUSTERS[:1]
 
 
-def load(device: torch.device, **defines: int) -> launch.Kernel:
-    return launch.load(SOURCE, "scale", {"SHARED": SHARED, **defines}, device)
+def load(device: torch.device, **defines: int) -> gpu.Kernel:
+    return gpu.GPU().load(SOURCE, "scale", {"SHARED": SHARED, **defines}, device)
 
 
 class Run:
     """One launch of scale.cu on a device, its result and what that should be."""
 
-    def __init__(self, device: torch.device, cluster: launch.Dim, factor: float = 2.5) -> None:
+    def __init__(self, device: torch.device, cluster: int, factor: float = 2.5) -> None:
         self.cluster, self.x = cluster, torch.randn(THREADS, device=device)
         self.y = torch.full((BLOCKS, N), float("nan"), device=device)
         self.params = PARAMS.pack(self.x.data_ptr(), self.y.data_ptr(), N, N, factor)
         self.factor = factor
 
-    def __call__(self, kernel: launch.Kernel) -> None:
-        stream = torch.cuda.current_stream(self.x.device).cuda_stream
-        kernel.launch((BLOCKS, 1, 1), (THREADS, 1, 1), self.cluster, SHARED, stream, self.params)
+    def __call__(self, kernel: gpu.Kernel) -> None:
+        kernel.launch(BLOCKS, THREADS, self.cluster, SHARED, self.params)
 
     def check(self) -> None:
-        rank = torch.arange(BLOCKS, device=self.x.device) % self.cluster[0]
+        rank = torch.arange(BLOCKS, device=self.x.device) % self.cluster
         torch.testing.assert_close(self.y, self.factor * self.x[:N] + rank[:, None], rtol=1e-6, atol=1e-6)
 
 
@@ -153,7 +157,7 @@ def test_capture(loaded_before: bool) -> None:
 def test_threads() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
 
-    def work(index: int) -> launch.Kernel:
+    def work(index: int) -> gpu.Kernel:
         with torch.cuda.stream(torch.cuda.Stream()):
             kernel = load(device, VARIANT=2)
             runs = [Run(device, cluster, float(index)) for cluster in clusters() * 20]
@@ -193,13 +197,13 @@ def test_two_devices() -> None:
 @on_gpu
 def test_refusals_leave_the_gpu_usable(tmp_path: Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    kernel, run = load(device), Run(device, (1, 1, 1))
+    kernel, run = load(device), Run(device, 1)
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE with grid"):
-        kernel.launch((1, 1, 1), (32, 1, 1), (1, 1, 1), 1 << 20, 0, run.params)
+        kernel.launch(1, 32, 1, 1 << 20, run.params)
     with pytest.raises(RuntimeError, match=r"cuModuleGetFunction\(nothing\) failed: CUDA_ERROR_NOT_FOUND"):
-        launch.load(SOURCE, "nothing", {"SHARED": SHARED}, device)
+        gpu.GPU().load(SOURCE, "nothing", {"SHARED": SHARED}, device)
     (tmp_path / "two.cu").write_text('extern "C" __global__ void two(float* x, float* y) { *x = *y; }')
     with pytest.raises(ValueError, match=r"kernel two of .* must take exactly one parameter, a struct"):
-        launch.load(str(tmp_path / "two.cu"), "two", {}, device)
+        gpu.GPU().load(str(tmp_path / "two.cu"), "two", {}, device)
     run(kernel)
     run.check()

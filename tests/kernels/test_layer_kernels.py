@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +16,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kda_layers import KDAConfig, KimiDeltaAttention
-from kda_layers.kernels import layer_kernels
 from kda_layers.kernels.fla.package import problems
-from kda_layers.kernels.kda.dispatch import use_backend
+from kda_layers.kernels.gated_norm.dispatch import GATED_NORM
+from kda_layers.kernels.gated_norm.op import gated_rms_norm
+from kda_layers.kernels.registry import Registry, explain, use_backend
 from kda_layers.kernels.short_conv import op as short_conv
+from kda_layers.kernels.short_conv.backends import fla
+from kda_layers.kernels.short_conv.contract import Inputs
+from kda_layers.kernels.short_conv.dispatch import SHORT_CONV, choose
 from kda_layers.modeling.cache import with_kda_layers
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
@@ -44,44 +50,71 @@ def offsets(lengths: tuple[int, ...] | None) -> Tensor | None:
 
 
 def test_a_cpu_and_fp64_are_refused() -> None:
-    assert layer_kernels.conv_refusals(torch.zeros(1, 128, 2)) == ["device is cpu, needs cuda"]
-    assert layer_kernels.conv_refusals(torch.zeros(1, 1, 2, dtype=FP64)) == [
-        "there are too few tokens, needs B * T of at least 128",
-        "device is cpu, needs cuda",
-        "dtype is torch.float64, needs bfloat16, float16 or float32",
-    ]
+    few = "there are too few tokens, needs B * T of at least 128"
+    fp64 = dataclasses.replace(SHORT_CONV.default("cpu"), dtype=FP64, few_tokens=True)
+    assert SHORT_CONV.backends()["fla"].unsupported(SHORT_CONV.default("cpu")) == ["device is cpu, needs cuda"]
+    for registry, problem in (
+        (SHORT_CONV, fp64),
+        (GATED_NORM, dataclasses.replace(GATED_NORM.default("cpu"), dtype=FP64)),
+    ):
+        reasons = registry.backends()["fla"].unsupported(problem)
+        assert reasons[:2] == ["device is cpu, needs cuda", "dtype is float64, needs bfloat16, float16 or float32"]
+        assert reasons[2:] == ([few] if problem.few_tokens else [])
 
 
-def test_explained() -> None:
-    assert layer_kernels.explain("cpu") == "plain PyTorch: device is cpu, needs cuda"
-
-
-def test_they_are_left_out_where_plain_pytorch_is_asked_for() -> None:
-    with use_backend("eager"):
-        assert "backend 'eager' is asked for" in layer_kernels.conv_refusals(torch.zeros(1, 128, 2))
-    assert "backend 'eager' is asked for" in layer_kernels.conv_refusals(torch.zeros(1, 128, 2), "eager")
-    assert "backend 'eager' is asked for" in layer_kernels.norm_refusals(torch.zeros(1, 128, 2), "eager")
+@pytest.mark.parametrize("registry", [SHORT_CONV, GATED_NORM], ids=lambda r: r.operator)
+def test_explained(registry: Registry) -> None:
+    lines = explain(registry.default("cpu")).splitlines()
+    assert lines[1:] == ["  fla      cannot: device is cpu, needs cuda", "  eager    can serve it", "chosen: eager"]
 
 
 @pytest.fixture
-def played_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """flash-linear-attention's kernels could serve any device; what was chosen before and after is forgotten."""
+    for registry in (SHORT_CONV, GATED_NORM):
+        backend = registry.backends()["fla"]
+        monkeypatch.setattr(backend, "serves", {})
+        monkeypatch.setattr(backend, "problems", list)
+        registry._serving.cache_clear()
+    yield
+    for registry in (SHORT_CONV, GATED_NORM):
+        registry._serving.cache_clear()
+
+
+@pytest.mark.usefixtures("served")
+def test_they_are_left_out_where_plain_pytorch_is_asked_for() -> None:
+    """A name is followed where it can be: of a backend that only the operator next to it has, nothing follows."""
+    problem = torch.device("cpu"), BF16, False, False
+    assert choose(None, *problem) == ("fla", False)
+    assert choose("eager", *problem) == ("eager", True)
+    assert choose("sm90", *problem) == ("fla", False)
+    assert choose("fla", torch.device("cpu"), BF16, True, False) == ("eager", True)
+    with use_backend("eager"):
+        assert choose(None, *problem) == ("eager", True)
+    x, gate, weight = (torch.ones(1, 128, 2) for _ in range(3))
+    for name in ("eager", None):
+        with use_backend("eager") if name is None else contextlib.nullcontext():
+            assert gated_rms_norm(x, gate, weight[0, 0], 1e-5, lambda x, gate: gate * 3, name).unique() == 3
+
+
+@pytest.fixture
+def played_kernel(served: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-linear-attention's two functions played by the plain form, so that what is around them runs on a CPU."""
 
     def forward(x: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, **_: Any) -> tuple:
-        with monkeypatch.context() as m:
-            m.setattr(layer_kernels, "conv_refusals", lambda *_: ["it is the kernel"])
-            return short_conv.short_conv(x, weight, initial_state, cu_seqlens)[0].clone(), None
+        return short_conv.short_conv(x, weight, initial_state, cu_seqlens, backend="eager")[0].clone(), None
 
     def backward(x: Tensor, weight: Tensor, dy: Tensor, **more: Any) -> tuple:
-        with torch.enable_grad():
-            x, weight = (t.detach().requires_grad_() for t in (x, weight))
-            y, _ = forward(x, weight, more["initial_state"], more["cu_seqlens"])
-        return torch.autograd.grad(y, (x, weight), dy)
+        def recorded() -> tuple:
+            leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            return torch.autograd.grad(forward(*leaves, more["initial_state"], more["cu_seqlens"])[0], leaves, dy)
+
+        with ThreadPoolExecutor(1) as other:  # this one may be inside of an op, where nothing is recorded
+            return other.submit(recorded).result()
 
     functions = SimpleNamespace(causal_conv1d_fwd=forward, causal_conv1d_bwd=backward)
-    monkeypatch.setattr(layer_kernels, "layer_functions", lambda: functions)
-    monkeypatch.setattr(layer_kernels, "conv_refusals", lambda *_: [])
-    monkeypatch.setattr(layer_kernels, "norm_refusals", lambda *_: ["not here"])
+    monkeypatch.setattr(fla, "layer_functions", lambda: functions)
+    monkeypatch.setattr(GATED_NORM.backends()["fla"], "problems", lambda: ["not here"])
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)  # a class still: torch asks isinstance of it
 
 
@@ -96,7 +129,6 @@ def test_gradients_with_a_cache_that_moves_on() -> None:
         cache = with_kda_layers(DynamicCache(config=config))
         if not fused:
             layer.kda_options["backend"] = "eager"
-            layer_kernels.conv_refusals = lambda *_: ["not now"]  # undone by the fixture
         layer(x[:, :140], past_key_values=cache)
         y = layer(x[:, 140:], past_key_values=cache)
         grads.append(torch.autograd.grad(y.square().sum(), list(layer.parameters())))
@@ -111,11 +143,13 @@ def test_conv_op(with_state: bool, lengths: tuple[int, ...] | None) -> None:
     x, weight = normal(B, T, 5).requires_grad_(), normal(5, 4, seed=1).requires_grad_()
     state = normal(N, 5, 4, seed=2) if with_state else None
     args = (x, weight, state, offsets(lengths))
-    torch.library.opcheck(torch.ops.kda_layers.conv_silu.default, (x.detach(), weight.detach(), *args[2:]))
-    compiled = torch.compile(layer_kernels.conv_silu, backend="aot_eager", fullgraph=True)
+    for save in (False, True):
+        inputs = (x.detach(), weight.detach(), *args[2:], save, "fla")
+        torch.library.opcheck(torch.ops.kda_layers.short_conv.default, inputs)
+    compiled = torch.compile(short_conv.short_conv, backend="aot_eager", fullgraph=True)
     results = []
-    for f in (layer_kernels.conv_silu, compiled):
-        y = f(*args)
+    for f in (short_conv.short_conv, compiled):
+        y, _ = f(*args)
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -123,6 +157,7 @@ def test_conv_op(with_state: bool, lengths: tuple[int, ...] | None) -> None:
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
 @pytest.mark.parametrize("with_state", [False, True], ids=["fresh", "state"])
 @pytest.mark.parametrize("T", [2, 4, 169])
+@pytest.mark.usefixtures("played_kernel")
 def test_routing(T: int, with_state: bool, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tensor goes its own way through the kernel, here played by the plain form; the states come out as there."""
     B, N = (1, len(LENGTHS)) if lengths else (2, 2)
@@ -131,17 +166,15 @@ def test_routing(T: int, with_state: bool, lengths: tuple[int, ...] | None, monk
     xs = [normal(B, T, w, seed=i) for i, w in enumerate(widths)]
     weight, state = normal(11, 4, seed=9), normal(N, 11, 4, seed=10) if with_state else None
     cu_seqlens = offsets(lengths)
-    plain = short_conv.short_convs(xs, weight, state, cu_seqlens)
-    calls = []
+    plain = short_conv.short_convs(xs, weight, state, cu_seqlens, backend="eager")
+    calls, forward = [], fla.BACKEND.forward
 
-    def kernel(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        calls.append(x.shape[-1])
-        with monkeypatch.context() as m:
-            m.setattr(layer_kernels, "conv_refusals", lambda *_: ["it is the kernel"])
-            return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
+    def counted(x: Inputs, save: bool) -> Any:
+        calls.append(x.x.shape[-1])
+        return forward(x, save)
 
-    monkeypatch.setattr(layer_kernels, "conv_refusals", lambda *_: [])
-    monkeypatch.setattr(layer_kernels, "conv_silu", kernel)
+    monkeypatch.setattr(fla.BACKEND, "forward", counted)
+    monkeypatch.setattr(fla.BACKEND, "features", frozenset(("few_tokens",)))
     fused = short_conv.short_convs(xs, weight, state, cu_seqlens)
     assert calls == list(widths)
     for got, want in zip((*fused[0], fused[1]), (*plain[0], plain[1]), strict=True):
@@ -191,7 +224,7 @@ def test_short_conv(W: int, with_state: bool, lengths: tuple[int, ...] | None, d
         if not fused:
             with use_backend("eager"):
                 return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
-        assert layer_kernels.conv_refusals(x) == []
+        assert choose(None, x.device, x.dtype, False, False) == ("fla", False)
         return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
 
     check_against_fp64(run, tensors, dtype)
@@ -206,7 +239,7 @@ def test_gated_norm(D: int, dtype: torch.dtype) -> None:
 
     def run(fused: bool, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         if fused:
-            return layer_kernels.gated_rms_norm(x, gate, weight, 1e-5)
+            return gated_rms_norm(x, gate, weight, 1e-5)
         return torch.nn.functional.rms_norm(x, (D,), weight, 1e-5) * torch.sigmoid(gate)
 
     check_against_fp64(run, tensors, dtype)

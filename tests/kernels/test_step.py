@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput, kda_step
-from kda_layers.kernels.kda.contract import Inputs, StepInputs, state_dtype
+from kda_layers.kernels.kda.contract import DecodeInputs, Inputs, state_dtype
 from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
     BF16,
@@ -50,8 +50,8 @@ def part(x: Inputs, start: int, end: int, rows: slice = slice(None)) -> Inputs:
 
 def serve_step(backend: str, x: Inputs, required: frozenset[str]) -> None:
     state = x.v.new_zeros(1, dtype=state_dtype(x.v.dtype))
-    fields = {n: getattr(x, n) if n in Inputs._fields else None for n in StepInputs._fields} | {"state": state}
-    serve(backend, problem_of(StepInputs(**fields)), required)
+    fields = {n: getattr(x, n) if n in Inputs._fields else None for n in DecodeInputs._fields} | {"state": state}
+    serve(backend, problem_of(DecodeInputs(**fields)), required)
 
 
 DECODED = [

@@ -19,7 +19,7 @@ from torch.nn.functional import softplus
 from transformers import DynamicCache
 
 from kda_layers import KDAConfig, KimiDeltaAttention
-from kda_layers.kernels.kda.dispatch import backends
+from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.mixer import KDAMixer
 from tests.kernels.cases import BF16, FP64, budget, error
@@ -465,4 +465,4 @@ def test_forward_is_a_short_straight_line() -> None:
     body = function.body[1:] if ast.get_docstring(function) else function.body
     assert body[-1].end_lineno - body[0].lineno + 1 < 50
     assert not any(isinstance(node, ast.For | ast.While) for node in ast.walk(function))
-    assert not [name for name in (*backends(), "fla", "triton", "sm90", "sm100", "cuda") if name in source.lower()]
+    assert not [name for name in (*KDA.backends(), "fla", "triton", "sm90", "sm100", "cuda") if name in source.lower()]

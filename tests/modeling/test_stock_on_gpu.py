@@ -36,7 +36,7 @@ LENGTHS = (70, 9, 41)  # of rows that are padded or packed
 def served(backend: str, required_backends: frozenset[str]) -> str:
     """The backend, where it serves whole sequences and steps of models; else a skip that names the reason."""
     problem = default_problem(DEVICE)
-    for needed in (replace(problem, needs_grad=True), replace(problem, step=True, has_state=True)):
+    for needed in (replace(problem, needs_grad=True), replace(problem, decode=True, has_state=True)):
         serve(backend, needed, required_backends)
     return backend
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..kda.checks import DtypeError, check_is_tensor, check_offsets, check_tensor, dtype_names
-from ..kda.contract import DTYPES
-from .contract import Inputs, wide
+from ..checks import (
+    DTYPES,
+    DtypeError,
+    accumulator_dtype,
+    check_is_tensor,
+    check_offsets,
+    check_tensor,
+    dtype_names,
+)
+from .contract import Inputs
 
 
 def check(x: Inputs) -> None:
@@ -51,7 +58,7 @@ def _check_bias(bias: Tensor, q: Tensor, sizes: tuple[int, int, int, int, int]) 
     if not all(any(n == size for size in sizes) for n, sizes in zip(got, allowed, strict=True)):
         texts = [" or ".join(map(str, dict.fromkeys(sizes))) for sizes in allowed]
         raise ValueError(f"bias must have shape [1|B, 1|H_kv|H, 1|T, S] = [{', '.join(texts)}], got {got}")
-    dtypes = (q.dtype, wide(q.dtype))
+    dtypes = (q.dtype, accumulator_dtype(q.dtype))
     if bias.dtype not in dtypes:
         raise DtypeError(f"bias must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {bias.dtype}")
     if bias.device != q.device:

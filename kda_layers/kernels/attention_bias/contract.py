@@ -11,12 +11,14 @@ A bias [1|B, 1|H_kv|H, 1|T, S] that a backend sees is compact: what it is broadc
 from __future__ import annotations
 
 import abc
-import operator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..checks import accumulator_dtype
+from ..operator import Differentiable
 
 
 class Inputs(NamedTuple):
@@ -57,6 +59,11 @@ class Problem:
     needs_grad: bool = False
     bias_grad: bool = False
 
+    @property
+    def features(self) -> dict[str, str]:
+        """None: every backend serves every form."""
+        return {}
+
     def __str__(self) -> str:
         where = f"{self.device} sm_{self.arch}" if self.arch else self.device
         bias = self.bias if self.bias_dtype is None else f"{self.bias} ({_name(self.bias_dtype)})"
@@ -66,45 +73,57 @@ class Problem:
         )
 
 
-class Backend(abc.ABC):
-    """One implementation of the operator. One file below `backends/` defines one, as `BACKEND`."""
+class Outputs(NamedTuple):
+    """What the operator returns."""
 
-    name: str
-    priority: int  # automatic choice takes the highest that serves the problem
+    o: Tensor  # [B, T, H, D] in v's dtype
+
+
+class Backend(Differentiable):
+    """One implementation of the operator."""
+
+    def forward(self, x: Inputs, save: bool) -> tuple[Outputs, list[Tensor]]:
+        o, logsumexp = (x.v.new_zeros(x.q.shape), empty_lse(x)) if _is_empty(x) else self.attend(x)
+        return Outputs(o), [logsumexp] if save else []
+
+    def backward(self, x: Inputs, saved: list[Tensor], d_o: Tensor) -> Gradients:
+        if _is_empty(x):
+            q, k, v = (t.new_zeros(t.shape) for t in (x.q, x.k, x.v))
+            return Gradients(q, k, v, _zeros_like_bias(x))
+        logsumexp, o = saved
+        return self.attend_backward(x, o, logsumexp, d_o)
+
+    def saved_like(self, x: Inputs) -> list[Tensor]:
+        return [empty_lse(x)]
 
     @abc.abstractmethod
-    def unsupported(self, problem: Problem) -> list[str]:
-        """Every reason why this backend cannot serve `problem`, each 'what it is, what it needs'; empty means yes."""
+    def attend(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """(o [B, T, H, D] in v's dtype, logsumexp [B, H, T] in fp32 or fp64), contiguous; only
+        this backend's `attend_backward` reads the second one. No size of `x` is zero."""
 
     @abc.abstractmethod
-    def forward(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """(o [B, T, H, D] in v's dtype, logsumexp [B, H, T] in `wide`), contiguous; the second one is read by this
-        backend's `backward` alone. No size of `x` is zero."""
-
-    @abc.abstractmethod
-    def backward(self, x: Inputs, o: Tensor, logsumexp: Tensor, d_o: Tensor) -> Gradients:
-        """Gradients of every tensor input, from what the same backend's `forward` returned."""
+    def attend_backward(self, x: Inputs, o: Tensor, logsumexp: Tensor, d_o: Tensor) -> Gradients:
+        """Gradients of every tensor input, from what the same backend's `attend` returned."""
 
 
-def problem_fields(x: Inputs, needs_grad: bool = False) -> tuple[Any, ...]:
-    """The fields of the problem that a call with these inputs poses, after device and arch."""
-    (*_, H, D), H_kv, bias = x.q.shape, x.k.shape[2], x.bias
-    kind = "none" if bias is None else "per key" if bias.shape[2] == 1 else "per query and key"
-    return (
-        x.q.dtype, operator.index(D), operator.index(H) // operator.index(H_kv), kind,
-        None if bias is None else bias.dtype, x.causal, x.cu_seqlens is not None, needs_grad, x.bias_grad,
-    )  # fmt: skip
+def outputs_like(x: Inputs) -> Outputs:
+    """Unwritten outputs."""
+    return Outputs(x.v.new_empty(x.q.shape))
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What inputs of `dtype` are computed and summed in: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _is_empty(x: Inputs) -> bool:
+    """True if there is no query, or none that sees a key: kernels are spared these."""
+    return x.q.numel() == 0 or x.k.shape[1] == 0
+
+
+def _zeros_like_bias(x: Inputs) -> Tensor | None:
+    return None if x.bias is None or not x.bias_grad else x.bias.new_zeros(x.bias.shape)
 
 
 def empty_lse(x: Inputs) -> Tensor:
-    """Space for the logsumexp of every query and head, [B, H, T] in `wide`."""
+    """Space for the logsumexp of every query and head, [B, H, T] in fp32 or fp64."""
     B, T, H, _ = x.q.shape
-    return x.q.new_empty(B, H, T, dtype=wide(x.q.dtype))
+    return x.q.new_empty(B, H, T, dtype=accumulator_dtype(x.q.dtype))
 
 
 def _name(dtype: torch.dtype) -> str:

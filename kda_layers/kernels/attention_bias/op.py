@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kda.checks import check_scale, refuse_transforms
-from . import torch_ops
+from ..checks import check_scale
+from ..operator import Operator
 from .checks import check
-from .contract import Inputs, problem_fields
-from .dispatch import choose
+from .compact import compact
+from .contract import Gradients, Inputs, Outputs, outputs_like
+from .dispatch import ATTENTION, choose, problem_fields
+
+_attention: Operator[Inputs, Outputs] = Operator(
+    "biased_attention", Inputs, Outputs, Gradients, ATTENTION, outputs_like, reads=["o"]
+)
 
 
 def biased_attention(
@@ -57,10 +62,8 @@ def biased_attention(
     """
     x = Inputs(q, k, v, bias, cu_seqlens, check_scale(q, scale), causal, False)
     check(x)
-    if not torch.compiler.is_compiling():  # then the op is asked
-        refuse_transforms("biased_attention", x)
     grads = torch.is_grad_enabled()
     if bias is not None:
-        x = x._replace(bias=torch_ops.compact(bias), bias_grad=grads and bias.requires_grad)
+        x = x._replace(bias=compact(bias), bias_grad=grads and bias.requires_grad)
     needs_grad = grads and any(t.requires_grad for t in x[:4] if t is not None)
-    return torch_ops.attend(x, needs_grad, choose(backend, q.device, *problem_fields(x, needs_grad)))
+    return _attention(x, needs_grad, choose(backend, q.device, *problem_fields(x, needs_grad))).o

@@ -15,11 +15,6 @@ from typing import Any, NamedTuple
 from . import cache
 
 FOLDER = Path(__file__).parent
-# Compute capability times ten -> what is compiled for it. The letter gives instructions of that very arch, which a
-# cubin for 9.0 or 10.0 then needs; one for 8.0 also runs on 8.6, 8.7 and 8.9.
-ARCHS = {
-    80: "sm_80", 86: "sm_80", 87: "sm_80", 89: "sm_80", 90: "sm_90a", 100: "sm_100a", 103: "sm_103a", 120: "sm_120a",
-}  # fmt: skip
 OLDEST = (12, 9)  # NVRTC: the first that knows all of them
 # The report of -v is for `resources`; a cubin from NVRTC's own cache, which the driver keeps, comes without one.
 OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v", "--no-cache")
@@ -89,7 +84,7 @@ def compile(source: str, defines: Mapping[str, str | int], arch: str) -> Cubin:
     Args:
         source: path of the .cu file; its headers are beside it, in the folder `common` next to its own, or here
         defines: macros; a different value makes a different variant
-        arch: one of the values of `ARCHS`
+        arch: a target of `arch.TARGETS`, as "sm_90a"
 
     Raises:
         RuntimeError: the compiler refuses; the message names the variant and holds its log

@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
 
-from ..library import is_plain
-from ..registry import constant_to_compile
-from .contract import (
-    BETA_ACTIVATIONS,
-    CHUNK,
+from .. import torch_private
+from ..checks import (
     DTYPES,
-    GATE_ACTIVATIONS,
-    MIN_LOWER_BOUND,
-    Inputs,
-    StepInputs,
-    state_dtype,
-    state_dtypes,
+    DtypeError,
+    check_index,
+    check_is_tensor,
+    check_offsets,
+    check_tensor,
+    dtype_names,
 )
-
-_TENSORS, _STRIDED = frozenset((Tensor, Parameter)), torch.strided
-
-
-class DtypeError(TypeError, ValueError):
-    """A dtype outside the contract: to some a wrong type, to others a wrong value of a tensor's type."""
+from ..tracing import is_plain
+from .activations import BETA_ACTIVATIONS, GATE_ACTIVATIONS, GATES, GIVEN, LOG_DECAY, MIN_LOWER_BOUND
+from .contract import CHUNK, DecodeInputs, Inputs, state_dtype, state_dtypes
 
 
-def check_offsets(cu_seqlens: Tensor, x: Tensor) -> None:
-    """Raise unless cu_seqlens has the type and shape of offsets into packed x [1, T, ...]; reads no value."""
-    _check_index("cu_seqlens", cu_seqlens, x)
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-        hint = ": pass cu_seqlens[0]" if cu_seqlens.ndim == 2 and cu_seqlens.shape[0] == 1 else ""
-        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}{hint}")
-    if x.shape[0] != 1:
-        raise ValueError(f"cu_seqlens needs packed sequences with B = 1, got B = {x.shape[0]}")
-
-
-def check_chunk(x: Inputs) -> None:
-    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of the chunk operator."""
+def check_whole(x: Inputs) -> None:
+    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of `kda`."""
     N, _, *state_shape = _check_common(x)
     if x.initial_state is not None:
         _check_state("initial_state", x.initial_state, x.q, (N, *state_shape))
@@ -52,21 +31,21 @@ def check_chunk(x: Inputs) -> None:
         raise ValueError(f"checkpoint_every must be 0 or {CHUNK}, got {x.checkpoint_every}")
 
 
-def check_step(x: StepInputs) -> None:
-    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of the decode operator."""
+def check_decode(x: DecodeInputs) -> None:
+    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of `kda_step`."""
     N, T, *state_shape = _check_common(x)
     pooled = x.state_indices is not None and isinstance(x.state, Tensor) and x.state.ndim == 4
     _check_state("state", x.state, x.q, (x.state.shape[0] if pooled else N, *state_shape))
     if not torch.compiler.is_compiling():
         _check_writable(x.state)
     if x.state_indices is not None:
-        _check_index("state_indices", x.state_indices, x.q)
+        check_index("state_indices", x.state_indices, x.q)
         shape = tuple(x.state_indices.shape)
         wide_enough = len(shape) == 2 and (x.cu_seqlens is not None or shape[1] >= T)  # packed: checked by length
         if shape[:1] != (N,) or not (len(shape) == 1 or wide_enough):
             raise ValueError(f"state_indices must have shape [{N}] or [{N}, at least {T}], got {list(shape)}")
     if x.num_accepted is not None:
-        _check_index("num_accepted", x.num_accepted, x.q)
+        check_index("num_accepted", x.num_accepted, x.q)
         if tuple(x.num_accepted.shape) != (N,):
             raise ValueError(f"num_accepted must have shape ({N},), got {tuple(x.num_accepted.shape)}")
         if x.state_indices is None or x.state_indices.ndim != 2:
@@ -75,7 +54,7 @@ def check_step(x: StepInputs) -> None:
             )
 
 
-def _check_common(x: Inputs | StepInputs) -> tuple[int, int, int, int, int]:
+def _check_common(x: Inputs | DecodeInputs) -> tuple[int, int, int, int, int]:
     """Checks that both operators share; returns N, T, HV, V and K."""
     q, v = x.q, x.v
     for name, t in (("q", q), ("v", v)):
@@ -97,7 +76,7 @@ def _check_common(x: Inputs | StepInputs) -> tuple[int, int, int, int, int]:
     return x.cu_seqlens.shape[0] - 1, T, HV, V, K
 
 
-def _check_tokens(x: Inputs | StepInputs, B: int, T: int, H: int, HV: int, K: int, V: int) -> None:
+def _check_tokens(x: Inputs | DecodeInputs, B: int, T: int, H: int, HV: int, K: int, V: int) -> None:
     """Check every tensor of tokens and the gate's parameters against the sizes of q and v."""
     if HV % H != 0:
         raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
@@ -115,7 +94,7 @@ def _check_tokens(x: Inputs | StepInputs, B: int, T: int, H: int, HV: int, K: in
         check_tensor("dt_bias", x.dt_bias, (HV, K), (wide,), q)
 
 
-def _check_layout(x: Inputs | StepInputs) -> None:
+def _check_layout(x: Inputs | DecodeInputs) -> None:
     """Raise if q or v has its heads before its tokens, as beta [B, T, HV] shows."""
     beta = x.beta.shape if isinstance(x.beta, Tensor) else ()
     for name, t in (("q", x.q.shape), ("v", x.v.shape)):
@@ -126,27 +105,27 @@ def _check_layout(x: Inputs | StepInputs) -> None:
             ) from None
 
 
-def _check_gate(x: Inputs | StepInputs) -> None:
+def _check_gate(x: Inputs | DecodeInputs) -> None:
     if x.beta_activation not in BETA_ACTIVATIONS:
         raise ValueError(f"beta_activation must be one of {BETA_ACTIVATIONS}, got {x.beta_activation!r}")
-    if x.gate_activation == "log_decay":
+    if x.gate_activation == LOG_DECAY:
         for name, t in (("A_log", x.A_log), ("dt_bias", x.dt_bias)):
             if t is not None:
                 raise ValueError(f"{name} must be None with gate_activation='log_decay', which uses g as it is")
-    if x.gate_activation == "softplus" and x.A_log is None:
-        raise ValueError("A_log must be given with gate_activation='softplus', got None")
+    elif GATES[x.gate_activation].needs_rate and x.A_log is None:
+        raise ValueError(f"A_log must be given with gate_activation={x.gate_activation!r}, got None")
 
 
 def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
     """The bound as a float (0 for gates that have none), after checking it and the gate that it belongs to."""
     if gate_activation not in GATE_ACTIVATIONS:
         raise ValueError(f"gate_activation must be one of {GATE_ACTIVATIONS}, got {gate_activation!r}")
-    if gate_activation != "lower_bound":
+    if gate_activation == LOG_DECAY or not GATES[gate_activation].bounded:
         if lower_bound is not None:
             raise ValueError(f"lower_bound must be None with gate_activation={gate_activation!r}, got {lower_bound}")
         return 0.0
     if lower_bound is None:
-        raise ValueError("lower_bound must be given with gate_activation='lower_bound', got None")
+        raise ValueError(f"lower_bound must be given with gate_activation={gate_activation!r}, got None")
     if isinstance(lower_bound, bool) or not isinstance(lower_bound, (int, float)):
         raise TypeError(f"lower_bound must be a number, got {type(lower_bound).__name__}")
     if not MIN_LOWER_BOUND <= lower_bound < 0:
@@ -154,31 +133,15 @@ def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
     return float(lower_bound)
 
 
-def check_scale(q: Any, scale: Any) -> float:
-    """The scale as a float: `scale`, or the last dimension of q ** -0.5 if None."""
-    if scale is None:
-        return _default_scale(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.ndim else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    if not abs(scale) < math.inf:
-        raise ValueError(f"scale must be finite, got {scale}")
-    return float(scale)
-
-
-@constant_to_compile  # a symbolic float would be traced twice
-def _default_scale(K: int) -> float:
-    return max(K, 1) ** -0.5
-
-
-def check_values(x: Inputs | StepInputs) -> None:
+def check_values(x: Inputs | DecodeInputs) -> None:
     """Raise if a precomputed gate or beta is outside of its domain; NaN passes.
 
     Only plain CPU tensors are read: elsewhere that would wait for the device or break a trace.
     """
-    decay, given = x.gate_activation == "log_decay", x.beta_activation == "given"
+    decay, given = x.gate_activation == LOG_DECAY, x.beta_activation == GIVEN
     if not (decay or given) or x.q.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    if not is_plain(x) or torch._C._are_functorch_transforms_active():
+    if not is_plain(x) or torch_private.transforms_active():
         return
     if decay and (x.g > 0).any():
         raise ValueError(
@@ -229,66 +192,4 @@ def _check_writable(state: Tensor) -> None:
     if (strides[0] == 0 and state.shape[0] > 1) or (strides[1] == 0 and state.shape[1] > 1):
         raise ValueError(
             "state must not be expanded, as each sequence and head writes its own: pass state.contiguous()"
-        )
-
-
-def _check_index(name: str, t: Any, q: Tensor) -> None:
-    check_is_tensor(name, t, f": pass torch.tensor({name}, dtype=torch.int32, device={str(q.device)!r})")
-    if t.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(f"{name} must be int32 or int64, got {t.dtype}")
-    if t.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
-
-
-def check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor) -> None:
-    """Raise unless `t` is a tensor of this shape, of one of these dtypes and on q's device."""
-    check_is_tensor(name, t)
-    if t.shape != shape:
-        swapped = t.ndim > 2 and (t.shape[0], t.shape[2], t.shape[1], *t.shape[3:]) == shape
-        hint = f"; {name} looks like [B, H, T, D], pass {name}.transpose(1, 2)" if swapped else ""
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}{hint}")
-    if t.dtype not in dtypes:
-        raise DtypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {t.dtype}")
-    if t.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
-
-
-def check_is_tensor(name: str, t: Any, instead: str = "") -> None:
-    """Raise a TypeError unless `t` is a dense tensor of this process; `instead` says what to pass for another type."""
-    if type(t) in _TENSORS and t.layout is _STRIDED and not t.is_nested:
-        return
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}{instead}")
-    if t.is_nested:
-        raise TypeError(
-            f"{name} must be a dense tensor, got a nested (jagged) one: pass the sequences packed, "
-            f"{name}.values()[None] and cu_seqlens={name}.offsets()"
-        )
-    if t.layout is not _STRIDED:
-        raise TypeError(f"{name} must be a dense tensor, got layout {t.layout}: pass {name}.to_dense()")
-    if hasattr(t, "to_local"):
-        raise TypeError(
-            f"{name} must be a tensor of this process, got {type(t).__name__}: pass {name}.to_local() where it holds "
-            f"whole sequences and heads, else {name}.full_tensor()"
-        )
-
-
-def dtype_names(dtypes: Any) -> str:
-    """float32 or bfloat16, as errors say it."""
-    return " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
-
-
-def refuse_transforms(name: str, values: Iterable[Any]) -> None:
-    """Raises where torch.func or forward-mode differentiation looks on: kernels would fail obscurely, or take a tensor
-    for a constant."""
-    functorch = torch._C._are_functorch_transforms_active()
-    if (functorch or forward_ad._current_level >= 0) and any(
-        (functorch and (t.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(t)))
-        or forward_ad.unpack_dual(t).tangent is not None
-        for t in values
-        if isinstance(t, Tensor)
-    ):
-        raise RuntimeError(
-            f"{name} has no rules for torch.func's transforms (grad, vmap, jvp, ...) and forward-mode differentiation: "
-            "for gradients use backward() or torch.autograd.grad, for several inputs at once the batch dimension"
         )

@@ -12,29 +12,23 @@ host read (`sequence_offsets`).
 
 from __future__ import annotations
 
-import abc
-import itertools
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..checks import accumulator_dtype as state_dtype
+from ..operator import Differentiable
+from ..registry import Allowed, one_of
+from .activations import BETA_CODES, GATE_CODES
+
 CHUNK = 64  # tokens between two state checkpoints, and the chunk length of every backend that reports them
 NO_SLOT = -1  # in state_indices: where a batch is padded, and for states that are stored nowhere
-# 16 tokens at e^-5 span 2^115: the last bound at which a 16-token block stays inside fp32. An integer, because
-# torch.compile(dynamic=True) takes a float that it finds in a module for a variable, and then traces twice.
-MIN_LOWER_BOUND = -5
-
-GateActivation = Literal["lower_bound", "softplus", "log_decay"]
-BetaActivation = Literal["sigmoid", "2sigmoid", "given"]
-GATE_ACTIVATIONS, BETA_ACTIVATIONS = get_args(GateActivation), get_args(BetaActivation)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Inputs(NamedTuple):
-    """Everything that one call of the chunk operator reads, in the order in which it flattens into the op."""
+    """Everything that one call of `kda` reads, in the order in which it flattens into the op."""
 
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, H, K]
@@ -55,8 +49,8 @@ class Inputs(NamedTuple):
     recompute: str = "auto"  # "yes", "no"
 
 
-class StepInputs(NamedTuple):
-    """Everything that one call of the decode operator reads; `state` is also written."""
+class DecodeInputs(NamedTuple):
+    """Everything that one call of `kda_step` reads; `state` is also written."""
 
     q: Tensor
     k: Tensor
@@ -76,7 +70,15 @@ class StepInputs(NamedTuple):
     scale: float
 
 
-AnyInputs = TypeVar("AnyInputs", Inputs, StepInputs)
+AnyInputs = TypeVar("AnyInputs", Inputs, DecodeInputs)
+
+
+class KDAOutput(NamedTuple):
+    """What `kda` returns."""
+
+    o: Tensor  # [B, T, HV, V] in v's dtype
+    final_state: Tensor | None  # [N, HV, V, K] in the states' dtype
+    checkpoints: Tensor | None  # [B, T // 64, HV, V, K] in the states' dtype
 
 
 class Gradients(NamedTuple):
@@ -106,65 +108,80 @@ class Problem:
     gate_activation: str
     beta_activation: str
     qk_l2norm: bool
-    step: bool = False
+    decode: bool = False
     packed: bool = False
     needs_grad: bool = False
     has_state: bool = False
     checkpoints: bool = False
-    narrow_state: bool = False  # of a step: bfloat16, rounded at every call
+    bf16_state: bool = False  # of a decode step: rounded at every call
+
+    @property
+    def features(self) -> dict[str, str]:
+        """What a backend must be able to do, and what is said where it is not."""
+        return {name: lack for name, lack in FEATURES.items() if getattr(self, name)}
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.K, self.V
 
     def __str__(self) -> str:
         where = f"{self.device} sm_{self.arch}" if self.arch else self.device
-        names = ("step", "packed", "needs_grad", "has_state", "checkpoints", "narrow_state")
-        flags = [n for n in names if getattr(self, n)]
         return (
             f"{where}, {str(self.dtype).removeprefix('torch.')}, K={self.K}, V={self.V}, HV/H={self.group}, "
-            f"gate={self.gate_activation}, beta={self.beta_activation}" + "".join(f", {f}" for f in flags)
+            f"gate={self.gate_activation}, beta={self.beta_activation}" + "".join(f", {name}" for name in self.features)
         )
 
 
-class Backend(abc.ABC):
-    """One implementation of the operator. One file below `backends/` defines one, as `BACKEND`."""
+FEATURES = {
+    "decode": "decodes, needs whole sequences",
+    "packed": "sequences are packed, needs cu_seqlens=None",
+    "needs_grad": "gradients are needed, needs torch.no_grad()",
+    "has_state": "has an initial state, needs None",
+    "checkpoints": "checkpoints are asked for, needs checkpoint_every=0",
+    "bf16_state": "state is bfloat16, needs float32",
+}
+ALL_FEATURES = frozenset(FEATURES)
 
-    name: str
-    priority: int  # automatic choice takes the highest that serves the problem
+
+class Widths(Allowed):
+    """K = V of some widths."""
+
+    def __init__(self, *values: int):
+        self.values = values
+
+    def refuses(self, value: tuple[int, int]) -> str | None:
+        K, V = value
+        if K == V and K in self.values:
+            return None
+        return f"are K = {K} and V = {V}, needs {one_of([f'both {n}' for n in self.values])}"
+
+
+class Names(Allowed):
+    """Gates or betas by name; one that the table does not have is an error at once."""
+
+    def __init__(self, *names: str):
+        if unknown := set(names) - {*GATE_CODES, *BETA_CODES}:
+            raise ValueError(f"names must be of kda/activations.py, got {', '.join(sorted(unknown))}")
+        self.names = names
+
+    def refuses(self, value: str) -> str | None:
+        return None if value in self.names else f"is {value}, needs {one_of(self.names)}"
+
+
+class Backend(Differentiable):
+    """One implementation of `kda` and `kda_step`; `forward` and `backward` are of `kda`."""
+
     fused: frozenset[str] = frozenset()  # of {"gate", "beta", "qk_l2norm"}: the rest is applied before the call
 
-    @abc.abstractmethod
-    def unsupported(self, problem: Problem) -> list[str]:
-        """Every reason why this backend cannot serve `problem`, each 'what it is, what it needs'; empty means yes."""
-
-    def variants(self, arch: str) -> Iterable[tuple[str, Mapping[str, str | int]]]:
-        """(source, macros) of every CUDA kernel that it may launch on `arch` ("sm_90a"), for compiling beforehand."""
-        return ()
-
-    def replaces(self, x: Inputs) -> tuple[str, ...]:
-        """Names of inputs that `chunk_grad` need not see as they came: the first tensors that `chunk` saves, of the
-        same shapes and dtypes, are handed to it in their place (and not in `saved`), and the inputs are not kept."""
-        return ()
-
-    @abc.abstractmethod
-    def saved_like(self, x: Inputs) -> list[Tensor]:
-        """Empty tensors with the shapes and dtypes of what `chunk(x, save=True)` saves; must not read any value."""
-
-    @abc.abstractmethod
-    def chunk(self, x: Inputs, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
-        """(o, final_state or None, checkpoints or None, saved): the whole forward; `saved` is opaque to the caller."""
-
-    @abc.abstractmethod
-    def chunk_grad(
+    def backward(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
     ) -> Gradients:
-        """Gradients of every tensor input, from what the same backend's `chunk` saved (see `replaces`)."""
+        """See `Differentiable.backward`."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
-    def step(self, x: StepInputs) -> Tensor:
+    def decode(self, x: DecodeInputs) -> Tensor:
         """o [B, T, HV, V]; `x.state` is updated in place, but for sequences without a slot (NO_SLOT), whose o is 0."""
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, A_log and dt_bias for inputs of `dtype`: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        raise NotImplementedError
 
 
 def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -173,19 +190,15 @@ def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     return (wide, torch.bfloat16) if dtype in (torch.bfloat16, torch.float16) else (wide,)
 
 
+def outputs_like(x: Inputs) -> KDAOutput:
+    """Unwritten outputs; reads no value."""
+    B, K, (HV, V) = x.q.shape[0], x.q.shape[3], x.v.shape[2:]
+    N, dtype = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, state_dtype(x.q.dtype)
+    final = x.q.new_empty(N, HV, V, K, dtype=dtype) if x.final_state else None
+    checkpoints = x.q.new_empty(B, checkpoint_count(x), HV, V, K, dtype=dtype) if x.checkpoint_every else None
+    return KDAOutput(x.v.new_empty(x.v.shape), final, checkpoints)
+
+
 def checkpoint_count(x: Inputs) -> int:
     """Rows of checkpoints in a batch row: T // 64, which is also the most that packed sequences can have."""
     return x.q.shape[1] // CHUNK
-
-
-def sequence_offsets(cu_seqlens: Tensor, T: int) -> list[int]:
-    """The offsets of packed sequences as Python integers (a host read), after checking their values."""
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
-    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
-        if b < a:
-            raise ValueError(f"cu_seqlens must not decrease, got {a} then {b} at positions {n} and {n + 1}")
-    if offsets[-1] != T:
-        raise ValueError(f"cu_seqlens must end at T = {T}, got {offsets[-1]}")
-    return offsets

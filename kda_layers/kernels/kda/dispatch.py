@@ -1,70 +1,42 @@
-"""Which backend serves a call of KDA: its registry, the problem of a call, and the choice. See `registry`."""
+"""Which backend serves a call of `kda` or `kda_step`. See `registry`."""
 
 from __future__ import annotations
 
-import functools
 import operator
 from typing import Any
 
 import torch
 
-from ..attention_bias.contract import Problem as AttentionProblem
-from ..attention_bias.dispatch import ATTENTION
-from ..registry import (
-    ENVIRONMENT_VARIABLE,
-    Registry,
-    arch_of,
-    constant_to_compile,
-    keep_backend,
-    requested,
-    use_backend,
-)
-from .contract import Backend, Inputs, Problem, StepInputs
-
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "KDA",
-    "backends",
-    "choose",
-    "constant_to_compile",
-    "default_problem",
-    "explain",
-    "keep_backend",
-    "problem_fields",
-    "problem_of",
-    "requested",
-    "select",
-    "use_backend",
-]
-
-KDA: Registry[Problem, Backend] = Registry("kda", "kda_layers.kernels.kda.backends")
+from ..registry import Registry, arch_of
+from ..torch_private import constant_to_compile
+from .contract import Backend, DecodeInputs, Inputs, Problem
 
 
-def backends() -> dict[str, Backend]:
-    """Every backend by name, highest priority first."""
-    return KDA.backends()
+def default_problem(device: str | None = None) -> Problem:
+    """A training step of a layer of the default configuration in bf16, on `device` or the best one here."""
+    d = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    bf16 = torch.bfloat16
+    return Problem(d.type, arch_of(d), bf16, bf16, 128, 128, 1, "lower_bound", "sigmoid", True, needs_grad=True)
 
 
-def select(problem: Problem, backend: str | None = None) -> Backend:
-    """The backend that serves `problem`; a ValueError as of `Registry.select`."""
-    return KDA.select(problem, backend)
+KDA: Registry[Problem, Backend] = Registry("kda", __package__, Problem, default_problem)
 
 
-def problem_fields(x: Inputs | StepInputs, needs_grad: bool = False) -> tuple[Any, ...]:
+def problem_fields(x: Inputs | DecodeInputs, needs_grad: bool = False) -> tuple[Any, ...]:
     """The fields of the problem that a call with these inputs poses, after device and arch."""
-    if isinstance(x, StepInputs):
-        step, has_state, checkpoints, narrow = True, True, False, x.state.dtype == torch.bfloat16
+    if isinstance(x, DecodeInputs):
+        decode, has_state, checkpoints, bf16_state = True, True, False, x.state.dtype == torch.bfloat16
     else:
-        step, has_state, narrow = False, x.initial_state is not None, False
+        decode, has_state, bf16_state = False, x.initial_state is not None, False
         checkpoints = operator.index(x.checkpoint_every) > 0
     (*_, H, K), (*_, HV, V), index = x.q.shape, x.v.shape, operator.index
     return (
         x.q.dtype, x.beta.dtype, index(K), index(V), index(HV) // index(H), x.gate_activation, x.beta_activation,
-        x.qk_l2norm, step, x.cu_seqlens is not None, needs_grad, has_state, checkpoints, narrow,
+        x.qk_l2norm, decode, x.cu_seqlens is not None, needs_grad, has_state, checkpoints, bf16_state,
     )  # fmt: skip
 
 
-def problem_of(x: Inputs | StepInputs, needs_grad: bool = False) -> Problem:
+def problem_of(x: Inputs | DecodeInputs, needs_grad: bool = False) -> Problem:
     """The problem that a call with these inputs poses."""
     return Problem(x.q.device.type, arch_of(x.q.device), *problem_fields(x, needs_grad))
 
@@ -75,39 +47,5 @@ def choose(backend: str | None, device: torch.device, *fields: Any) -> tuple[str
 
     Constants in, constants out, which is why `problem_fields` turns sizes into plain integers.
     """
-    return _choose(KDA.requested(backend), device, *fields)
-
-
-@functools.lru_cache(maxsize=4096)  # by what makes a Problem: to make and hash one costs as much as a launch
-def _choose(name: str | None, device: torch.device, *fields: Any) -> tuple[str, ...]:
-    chosen = KDA.serving(Problem(device.type, arch_of(device), *fields), name)
+    chosen = KDA.choose(backend, device, *fields)
     return chosen.name, *sorted(chosen.fused)
-
-
-def default_problem(device: str | None = None) -> Problem:
-    """A training step of a layer of the default configuration in bf16, on `device` or the best one here."""
-    d = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return Problem(
-        device=d.type,
-        arch=arch_of(d),
-        dtype=torch.bfloat16,
-        beta_dtype=torch.bfloat16,
-        K=128,
-        V=128,
-        group=1,
-        gate_activation="lower_bound",
-        beta_activation="sigmoid",
-        qk_l2norm=True,
-        needs_grad=True,
-    )
-
-
-def explain(problem: Problem | AttentionProblem | None = None) -> str:
-    """For each backend, whether it can serve `problem` of `kda` (default: `default_problem()`) or of
-    `biased_attention`, and every reason why not.
-
-    The first line names the problem, the last one the backend that a call would use now.
-    """
-    if isinstance(problem, AttentionProblem):
-        return ATTENTION.explain(problem)
-    return KDA.explain(problem or default_problem())

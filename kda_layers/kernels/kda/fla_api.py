@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_is_tensor, dtype_names
+from ..checks import check_is_tensor, dtype_names
 from .contract import CHUNK, state_dtype, state_dtypes
 from .fla_gate import activations, fused_kda_gate
 from .op import kda, kda_step

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import DtypeError, check_is_tensor, check_lower_bound, dtype_names
+from ..checks import DtypeError, check_is_tensor, dtype_names
+from .activations import log_decay
+from .checks import check_lower_bound
 from .contract import state_dtype
-from .reference import log_decay
 
 
 def fused_kda_gate(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .contract import StepInputs
+from .contract import DecodeInputs
 
 
-def with_padding(x: StepInputs) -> tuple[StepInputs, Tensor, Tensor]:
+def with_padding(x: DecodeInputs) -> tuple[DecodeInputs, Tensor, Tensor]:
     """`x` with slots that are safe to read and write, from state_indices that may hold -1; no host reads.
 
     What has no slot is sent to a scratch slot outside of the pool, at a whole number of slots from its start.

@@ -1,32 +1,21 @@
-"""The public operator: `kda` for whole sequences, `kda_step` for decoding."""
+"""The public operators: `kda` for whole sequences, `kda_step` for decoding."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import torch_ops
-from .checks import (
-    check_chunk,
-    check_lower_bound,
-    check_scale,
-    check_state_dtype,
-    check_step,
-    check_values,
-)
-from .contract import Inputs, StepInputs, state_dtypes
-from .dispatch import choose, problem_fields
+from ..checks import check_scale
+from ..operator import InPlaceOperator, Operator
+from .checks import check_decode, check_lower_bound, check_state_dtype, check_values, check_whole
+from .contract import DecodeInputs, Gradients, Inputs, KDAOutput, outputs_like, state_dtypes
+from .dispatch import KDA, choose, problem_fields
 from .reference import activate
 
-
-class KDAOutput(NamedTuple):
-    """What `kda` returns."""
-
-    o: Tensor  # [B, T, HV, V] in v's dtype
-    final_state: Tensor | None  # [N, HV, V, K] in the states' dtype
-    checkpoints: Tensor | None  # [B, T // 64, HV, V, K] in the states' dtype
+_kda: Operator[Inputs, KDAOutput] = Operator("kda", Inputs, KDAOutput, Gradients, KDA, outputs_like)
+_kda_step: InPlaceOperator[DecodeInputs] = InPlaceOperator(
+    "kda_step", DecodeInputs, "state", KDA, "decode", lambda x: x.v.new_empty(x.v.shape)
+)
 
 
 def kda(
@@ -102,14 +91,14 @@ def kda(
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), checkpoint_every, _recompute(recompute),
     )  # fmt: skip
-    check_chunk(x)
+    check_whole(x)
     check_values(x)
     computed, returned = state_dtypes(q.dtype)[0], check_state_dtype(x, state_dtype)
     if initial_state is not None and initial_state.dtype != computed:
         x = x._replace(initial_state=initial_state.to(computed))
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
     name, *fused = choose(backend, x.q.device, *problem_fields(x, needs_grad))
-    out = KDAOutput(*torch_ops.chunk(activate(x, fused), needs_grad, name))
+    out = _kda(activate(x, fused), needs_grad, name)
     if returned == computed:
         return out
     return KDAOutput(out.o, *(None if t is None else t.to(returned) for t in (out.final_state, out.checkpoints)))
@@ -160,17 +149,17 @@ def kda_step(
         TypeError, ValueError: as `kda`, or a state that cannot be written (expanded, or made under
             torch.inference_mode() and used outside of it); the state is then unchanged.
     """
-    x = StepInputs(
+    x = DecodeInputs(
         q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip
-    check_step(x)
+    check_decode(x)
     check_values(x)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
         raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
     name, *fused = choose(backend, x.q.device, *problem_fields(x))
-    return torch_ops.step(activate(x, fused), name)
+    return _kda_step(activate(x, fused), name)
 
 
 def _recompute(recompute: bool | str) -> str:

@@ -12,16 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .contract import (
-    BETA_ACTIVATIONS,
-    CHUNK,
-    GATE_ACTIVATIONS,
-    AnyInputs,
-    Inputs,
-    checkpoint_count,
-    sequence_offsets,
-    state_dtype,
-)
+from ..checks import sequence_offsets
+from .activations import GIVEN, LOG_DECAY, log_decay, write_strength
+from .contract import CHUNK, AnyInputs, Inputs, checkpoint_count, state_dtype
 
 L2NORM_EPS = 1e-6
 
@@ -31,56 +24,17 @@ def l2norm(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
 
 
-def log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activation: str, lower_bound: float) -> Tensor:
-    """Log-decay (natural log, <= 0) from gate logits.
-
-    Args:
-        g: [..., HV, K] logits, or the log-decay itself with activation 'log_decay'.
-        A_log: [HV] or None (which means a rate of 1).
-        dt_bias: [HV, K] or None.
-        activation: 'lower_bound' -> lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
-            'softplus' -> -exp(A_log) * softplus(g + dt_bias); 'log_decay' -> g.
-        lower_bound: in [-5, 0), read with 'lower_bound' only.
-
-    Raises:
-        ValueError: an unknown activation.
-    """
-    if activation not in GATE_ACTIVATIONS:
-        raise ValueError(f"activation must be one of {GATE_ACTIVATIONS}, got {activation!r}")
-    if activation == "log_decay":
-        return g
-    x = g if dt_bias is None else g + dt_bias
-    rate = 1.0 if A_log is None else A_log.exp()[:, None]
-    if activation == "lower_bound":
-        return lower_bound * torch.sigmoid(rate * x)
-    return -rate * torch.nn.functional.softplus(x)
-
-
-def write_strength(beta: Tensor, activation: str) -> Tensor:
-    """beta in [0, 2] from logits [...]: 'sigmoid', '2sigmoid' (allows negative eigenvalues), or 'given' as it is.
-
-    Raises:
-        ValueError: an unknown activation.
-    """
-    if activation not in BETA_ACTIVATIONS:
-        raise ValueError(f"activation must be one of {BETA_ACTIVATIONS}, got {activation!r}")
-    if activation == "given":
-        return beta
-    beta = torch.sigmoid(beta)
-    return 2 * beta if activation == "2sigmoid" else beta
-
-
 def activate(x: AnyInputs, fused: Sequence[str] = ()) -> AnyInputs:
     """`x` with its activations applied in fp32 (fp64 for fp64) and marked as done, but for those named in `fused`.
 
     The names are 'gate', 'beta' and 'qk_l2norm'.
     """
     wide = state_dtype(x.q.dtype)
-    if "gate" not in fused and x.gate_activation != "log_decay":
+    if "gate" not in fused and x.gate_activation != LOG_DECAY:
         g = log_decay(x.g.to(wide), x.A_log, x.dt_bias, x.gate_activation, x.lower_bound)
-        x = x._replace(g=g, A_log=None, dt_bias=None, gate_activation="log_decay", lower_bound=0.0)
-    if "beta" not in fused and x.beta_activation != "given":
-        x = x._replace(beta=write_strength(x.beta.to(wide), x.beta_activation), beta_activation="given")
+        x = x._replace(g=g, A_log=None, dt_bias=None, gate_activation=LOG_DECAY, lower_bound=0.0)
+    if "beta" not in fused and x.beta_activation != GIVEN:
+        x = x._replace(beta=write_strength(x.beta.to(wide), x.beta_activation), beta_activation=GIVEN)
     if "qk_l2norm" not in fused and x.qk_l2norm:
         x = x._replace(q=l2norm(x.q.to(wide)), k=l2norm(x.k.to(wide)), qk_l2norm=False)
     return x

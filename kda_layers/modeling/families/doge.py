@@ -14,9 +14,8 @@ from transformers.cache_utils import Cache
 from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, apply_rotary_pos_emb
 
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.attention_bias.contract import wide
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
-from kda_layers.kernels.kda.contract import sequence_offsets
+from kda_layers.kernels.checks import accumulator_dtype, sequence_offsets
 from kda_layers.modeling.families.stock import StockFamily, packed_call, read_call
 from kda_layers.modeling.key_bias import create_key_mask, key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
@@ -96,7 +95,7 @@ def _choose_and_attend(
     takes among all S, as in the stock layer.
     """
     T, S, dtype = q.shape[1], k.shape[1], q.dtype
-    k, v, bias = (t.to(wide(t.dtype)) for t in (k, v, bias))  # their gradients are summed over the parts
+    k, v, bias = (t.to(accumulator_dtype(t.dtype)) for t in (k, v, bias))  # their gradients are summed over the parts
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, start: int) -> Tensor:
         end = S

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from kda_layers.kernels.kda.checks import check_lower_bound
-from kda_layers.kernels.kda.dispatch import backends
+from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import INPUTS, refuse_misspelt
 from kda_layers.modeling.mixer import KDAMixer
@@ -208,7 +208,7 @@ class KDAFamily(StockFamily):
     kept_in_fp32 = ("A_log", "dt_bias")
 
     def backends(self) -> Iterable[str]:
-        return backends()
+        return KDA.backends()
 
     def check(self, path: str, layer: Any) -> None:
         if layer.activation not in ("silu", "swish"):

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.attention_bias.contract import Backend, Gradients, Inputs, Problem, wide
+from kda_layers.kernels.attention_bias.contract import Backend, Gradients, Inputs, Problem
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
+from kda_layers.kernels.checks import accumulator_dtype
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP64, budget, error
 
 PLACES = sorted({("eager", "cpu"), ("eager", BEST_DEVICE), ("triton", BEST_DEVICE)})
@@ -71,7 +72,7 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
         bias = normal(*(sizes[c] for c in case.bias))
         if case.hidden:
             bias = bias.masked_fill(torch.rand(bias.shape, generator=generator) < case.hidden, -torch.inf)
-        bias = bias.to(wide(case.dtype) if case.bias_wide else case.dtype)
+        bias = bias.to(accumulator_dtype(case.dtype) if case.bias_wide else case.dtype)
         if case.layout != "contiguous":
             bias = bias.mT.contiguous().mT
     offsets = None if case.lengths is None else torch.tensor((0, *case.lengths)).cumsum(0).to(case.offsets_dtype)
@@ -184,7 +185,7 @@ def interpreter_problems() -> list[str]:
     from triton.runtime.errors import InterpreterError
 
     try:
-        ATTENTION.backends()["triton"].forward(make_inputs(Case(T=1, dtype=FP16)))
+        ATTENTION.backends()["triton"].forward(make_inputs(Case(T=1, dtype=FP16)), False)
     except InterpreterError as problem:
         if "only 0-dimensional arrays" in str(problem):
             return [f"Triton's interpreter fails: {problem}"]

@@ -127,8 +127,8 @@ def test_nothing_has_a_number_for_each_query_and_key(bias: str, monkeypatch: pyt
         o.backward(torch.ones_like(o))
     with LargestTensor() as inside:
         backend, y = eager.BACKEND, x._replace(bias_grad=True)
-        o, lse = backend.forward(y)
-        grads = backend.backward(y, o, lse, torch.ones_like(o))
+        o, lse = backend.attend(y)
+        grads = backend.attend_backward(y, o, lse, torch.ones_like(o))
     assert torch.equal(grads.bias, run(call, x, torch.ones_like(o))["d_bias"])
     assert around.numbers <= math.prod(x.q.shape)
     assert inside.numbers <= 2**16  # of 2 * 2 * 512 * 512 scores
@@ -150,8 +150,8 @@ def test_a_bias_without_a_gradient_costs_none(backend: str, device: str, require
     """A mask of size T x T is read, and no gradient of its size is made."""
     x: Inputs = make_inputs(Case(T=33, group=2, bias="11TS", dtype=FP32), device)
     chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
-    o, lse = chosen.forward(x)
-    assert chosen.backward(x, o, lse, torch.ones_like(o)).bias is None
+    o, lse = chosen.attend(x)
+    assert chosen.attend_backward(x, o, lse, torch.ones_like(o)).bias is None
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])

@@ -32,7 +32,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert reasons() == "triton is not installed"
     assert reasons(arch=75, dtype=FP64, D=512) == (
-        "arch is sm_75, needs sm_80 or newer; dtype is float64, needs bfloat16, float16 or float32; "
+        "dtype is float64, needs bfloat16, float16 or float32; arch is sm_75, needs sm_80 or newer; "
         "D is 512, needs at most 256; triton is not installed"
     )
     assert reasons(device="mps", arch=0) == "device is mps, needs cuda"

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kda.contract import sequence_offsets
-from ..contract import Backend, Gradients, Inputs, Problem, empty_lse, wide
+from ...checks import accumulator_dtype, sequence_offsets
+from ..contract import Backend, Gradients, Inputs, empty_lse
 
 SCORES = 2**22  # as many scores at once fit into a cache or not far from it
 MIN_ROWS = 16  # queries of a tile: with fewer, products of matrices are slow
@@ -28,10 +28,7 @@ class EagerBackend(Backend):
     name = "eager"
     priority = 0
 
-    def unsupported(self, problem: Problem) -> list[str]:
-        return []
-
-    def forward(self, x: Inputs) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Inputs) -> tuple[Tensor, Tensor]:
         o, lse = x.v.new_empty(x.q.shape), empty_lse(x)
         heads = _Heads(x)
         for tile in _tiles(x):
@@ -45,7 +42,7 @@ class EagerBackend(Backend):
             lse[:, :, tile.rows] = heads.merge(torch.where(seen, top + total.log(), torch.inf))
         return o, lse
 
-    def backward(self, x: Inputs, o: Tensor, lse: Tensor, d_o: Tensor) -> Gradients:
+    def attend_backward(self, x: Inputs, o: Tensor, lse: Tensor, d_o: Tensor) -> Gradients:
         heads = _Heads(x)
         dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
         dk, dv = torch.zeros_like(heads.k), torch.zeros_like(heads.v)
@@ -72,7 +69,7 @@ class _Heads:
     """Keys and values as [B, H_kv, 1, S, D], and queries brought to them as [B, H_kv, G, rows, D]; in fp32 (fp64)."""
 
     def __init__(self, x: Inputs):
-        self.x, self.dtype = x, wide(x.q.dtype)
+        self.x, self.dtype = x, accumulator_dtype(x.q.dtype)
         self.H_kv = x.k.shape[2]
         self.k, self.v = (t.to(self.dtype).transpose(1, 2).unsqueeze(2).contiguous() for t in (x.k, x.v))
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...registry import OneOf, arch_of
 from ..contract import Backend, Gradients, Inputs, Problem, empty_lse
 from ..triton.launches import Launch, Launches, launches
 from ..triton.packing import sequence_numbers, tile_table
@@ -23,21 +24,20 @@ class TritonBackend(Backend):
     """`table` says how kernels are launched; others than the default are for tests and tuning."""
 
     name = "triton"
+    serves = {"dtype": OneOf(torch.bfloat16, torch.float16, torch.float32)}  # noqa: RUF012
 
     def __init__(self, table: Callable[[int, torch.dtype, int, bool], Launches] = launches):
         self.table = table
 
     @property
     def priority(self) -> int:  # type: ignore[override]
-        """Without a GPU there is but the interpreter, which is for who asks by name."""
+        """Without a GPU only Triton's interpreter is left, which has to be asked for by name."""
         return 10 if torch.cuda.is_available() else -10
 
-    def unsupported(self, problem: Problem) -> list[str]:
+    def more_reasons(self, problem: Problem) -> list[str]:
         reasons = []
         if problem.device == "cuda" and problem.arch < 80:
             reasons.append(f"arch is sm_{problem.arch}, needs sm_80 or newer")
-        if problem.dtype == torch.float64:
-            reasons.append("dtype is float64, needs bfloat16, float16 or float32")
         if problem.device == "cpu" and problem.dtype == torch.bfloat16:
             reasons.append("dtype is bfloat16, which Triton's interpreter multiplies wrongly, needs float16 or float32")
         if problem.D > MAX_D:
@@ -50,7 +50,7 @@ class TritonBackend(Backend):
             reasons.append("device is cpu, needs cuda")
         return reasons
 
-    def forward(self, x: Inputs) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Inputs) -> tuple[Tensor, Tensor]:
         from ..triton.forward import forward_kernel
 
         B, T, H, _ = x.q.shape
@@ -66,7 +66,7 @@ class TritonBackend(Backend):
             )  # fmt: skip
         return o, lse
 
-    def backward(self, x: Inputs, o: Tensor, lse: Tensor, d_o: Tensor) -> Gradients:
+    def attend_backward(self, x: Inputs, o: Tensor, lse: Tensor, d_o: Tensor) -> Gradients:
         from ..triton.backward import key_kernel, query_kernel
 
         (B, T, H, _), (_, S, H_kv, _) = x.q.shape, x.k.shape
@@ -116,11 +116,7 @@ class _Call:
         self.bias = NO_BIAS if bias is None else PER_KEY if bias.shape[2] == 1 else PER_PAIR
         self.scale_log2 = x.scale / math.log(2)
         self.block_d = max(16, 1 << (D - 1).bit_length())
-        arch = 0
-        if x.q.is_cuda:
-            major, minor = torch.cuda.get_device_capability(x.q.device)
-            arch = 10 * major + minor
-        self.launches = table(arch, x.q.dtype, self.block_d, self.bias == PER_PAIR)
+        self.launches = table(arch_of(x.q.device), x.q.dtype, self.block_d, self.bias == PER_PAIR)
         self.options: dict[str, Any] = {
             "GROUP": H // H_kv, "BIAS_GROUP": 1 if bias is None else H // bias.shape[1], "CAUSAL": x.causal,
             "PACKED": x.cu_seqlens is not None,

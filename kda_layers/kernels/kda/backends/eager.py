@@ -22,28 +22,26 @@ import torch
 from torch import Tensor
 
 from ..contract import (
+    ALL_FEATURES,
     CHUNK,
     Backend,
+    DecodeInputs,
     Gradients,
     Inputs,
-    Problem,
-    StepInputs,
+    KDAOutput,
     checkpoint_count,
     state_dtype,
 )
 from ..eager.chunks import factor, load
+from ..eager.decode import decode
 from ..eager.gradients import empty_gradients, segment_grad
 from ..eager.schedule import Plan, chunks_per_segment, with_flat_tokens
-from ..eager.step import step
 
 
 class EagerBackend(Backend):
     name = "eager"
-    priority = 0
+    features = ALL_FEATURES - {"bf16_state"}
     fused = frozenset(("gate", "beta", "qk_l2norm"))
-
-    def unsupported(self, problem: Problem) -> list[str]:
-        return ["state is bfloat16, needs float32"] if problem.narrow_state else []
 
     def saved_like(self, x: Inputs) -> list[Tensor]:
         B, T, _, K = x.q.shape
@@ -55,7 +53,7 @@ class EagerBackend(Backend):
             rows = T // (m * CHUNK) + x.cu_seqlens.shape[0] - 1
         return [x.q.new_empty(rows, HV, V, K, dtype=state_dtype(x.q.dtype))]
 
-    def chunk(self, x: Inputs, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
+    def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
         x = with_flat_tokens(x)
         plan = Plan.of(x)
         B, _, _, K = x.q.shape
@@ -84,9 +82,9 @@ class EagerBackend(Backend):
             saved[0][row:] = 0  # packed sequences may need fewer rows than their number bounds
         if checkpoints is not None:
             checkpoints = checkpoints.view(B, checkpoint_count(x), HV, V, K)
-        return o, plan.unsort(state) if x.final_state else None, checkpoints, saved
+        return KDAOutput(o, plan.unsort(state) if x.final_state else None, checkpoints), saved
 
-    def chunk_grad(
+    def backward(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
     ) -> Gradients:
         x, d_o = with_flat_tokens(x), d_o.contiguous()
@@ -106,8 +104,8 @@ class EagerBackend(Backend):
             grads = grads._replace(initial_state=plan.unsort(d_state))
         return grads
 
-    def step(self, x: StepInputs) -> Tensor:
-        return step(x)
+    def decode(self, x: DecodeInputs) -> Tensor:
+        return decode(x)
 
 
 BACKEND = EagerBackend()

@@ -18,7 +18,20 @@ from torch import Tensor
 
 from ...fla.chunk_table import chunk_table, table_rows
 from ...fla.package import operator_stages, problems
-from ..contract import CHUNK, Backend, Gradients, Inputs, Problem, StepInputs, checkpoint_count
+from ...registry import AtLeast, OneOf
+from ..activations import BETAS, GIVEN, LOG_DECAY, LOWER_BOUND, SOFTPLUS
+from ..contract import (
+    ALL_FEATURES,
+    CHUNK,
+    Backend,
+    DecodeInputs,
+    Gradients,
+    Inputs,
+    KDAOutput,
+    Names,
+    Problem,
+    checkpoint_count,
+)
 from ..fla_slots import clear_padding, with_padding
 
 LOG2_E = 1 / math.log(2)
@@ -29,27 +42,30 @@ MAX_ROWS = 2**16 - 1  # B * HV is the second dimension of its grids
 class FLABackend(Backend):
     name = "fla"
     priority = 10
+    serves = {  # noqa: RUF012
+        "device": OneOf("cuda"),
+        "arch": AtLeast(80, "sm_"),
+        "dtype": OneOf(torch.bfloat16, torch.float16, torch.float32),
+        "gate_activation": Names(LOWER_BOUND.name, SOFTPLUS.name, LOG_DECAY),
+        "beta_activation": Names(*BETAS, GIVEN),
+    }
+    features = ALL_FEATURES - {"bf16_state"}
     fused = frozenset(("gate", "beta", "qk_l2norm"))
 
-    def unsupported(self, problem: Problem) -> list[str]:
+    def more_reasons(self, problem: Problem) -> list[str]:
         reasons = []
-        if problem.device != "cuda":
-            reasons.append(f"device is {problem.device}, needs cuda")
-        elif problem.arch < 80:
-            reasons.append(f"arch is sm_{problem.arch}, needs sm_80 or newer")
-        if problem.dtype == torch.float64:
-            reasons.append("dtype is float64, needs bfloat16 or float16 (float32 for decoding)")
-        elif problem.dtype == torch.float32 and not problem.step:
+        if problem.dtype == torch.float32 and not problem.decode:
             reasons.append("dtype is float32, which it multiplies in tf32, needs bfloat16 or float16")
-        if not problem.step and not MIN_K <= problem.K <= MAX_K:
+        if not problem.decode and not MIN_K <= problem.K <= MAX_K:
             reasons.append(f"K is {problem.K}, needs {MIN_K} to {MAX_K}")
-        if problem.step and problem.K > MAX_K:
+        if problem.decode and problem.K > MAX_K:
             reasons.append(f"K is {problem.K}, needs at most {MAX_K}")
-        if problem.narrow_state:
-            reasons.append("state is bfloat16, needs float32")
         if problem.needs_grad and problem.checkpoints:
             reasons.append("checkpoints with gradients, needs checkpoint_every=0 or torch.no_grad()")
-        return reasons or problems()  # importing takes seconds: only where it decides
+        return reasons
+
+    def problems(self) -> list[str]:
+        return problems()
 
     def replaces(self, x: Inputs) -> tuple[str, ...]:
         return ("q", "k") if x.qk_l2norm else ()
@@ -67,7 +83,7 @@ class FLABackend(Backend):
             saved += [x.cu_seqlens.new_empty(table_rows(T, N), 2), x.cu_seqlens.new_empty(N + 1)]
         return saved
 
-    def chunk(self, x: Inputs, save: bool) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
+    def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
         _check_rows(x)
         with torch.cuda.device(x.q.device):
             x = _contiguous(x)
@@ -88,9 +104,9 @@ class FLABackend(Backend):
             )  # fmt: skip
             checkpoints = _checkpoints(x, h, final, table) if x.checkpoint_every else None
         saved = [*norms, Aqk, Akk, *table] if save else []
-        return o, final if x.final_state else None, checkpoints, saved
+        return KDAOutput(o, final if x.final_state else None, checkpoints), saved
 
-    def chunk_grad(
+    def backward(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
     ) -> Gradients:
         with torch.cuda.device(x.q.device):
@@ -99,7 +115,7 @@ class FLABackend(Backend):
             if x.qk_l2norm:
                 q_rstd, k_rstd, *saved = saved
             Aqk, Akk, *table = saved
-            gated = x.gate_activation != "log_decay"
+            gated = x.gate_activation != LOG_DECAY
             dq, dk, dv, db, dg, d_state, dA, d_bias = fla.chunk_kda_bwd(
                 q=x.q, k=x.k, v=x.v, beta=_beta(x), Aqk=Aqk, Akk=Akk, scale=x.scale,
                 initial_state=_transposed(x.initial_state), do=d_o.contiguous(), dht=_transposed(d_final),
@@ -110,14 +126,14 @@ class FLABackend(Backend):
             )  # fmt: skip
             if x.qk_l2norm:
                 dq, dk = fla.l2norm_bwd(x.q, q_rstd, dq), fla.l2norm_bwd(x.k, k_rstd, dk)
-            if x.beta_activation != "given":
+            if x.beta_activation != GIVEN:
                 db = fla.fused_beta_sigmoid_bwd(x=x.beta, dy=db, scale=_beta_scale(x))
         return Gradients(
             dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype), dg.to(x.g.dtype), db.to(x.beta.dtype), dA,
             None if d_bias is None else d_bias.view_as(x.dt_bias), _transposed(d_state),
         )  # fmt: skip
 
-    def step(self, x: StepInputs) -> Tensor:
+    def decode(self, x: DecodeInputs) -> Tensor:
         _check_rows(x)
         with torch.cuda.device(x.q.device):
             matrices = x.state if x.state_indices is None else x.state[:1]  # slots may lie anywhere, their contents not
@@ -130,9 +146,9 @@ class FLABackend(Backend):
                 dt_bias=_flat(inputs.dt_bias), scale=x.scale, initial_state=inputs.state, inplace_final_state=True,
                 state_v_first=True, cu_seqlens=inputs.cu_seqlens, ssm_state_indices=inputs.state_indices,
                 num_accepted_tokens=inputs.num_accepted, use_qk_l2norm_in_kernel=x.qk_l2norm,
-                use_gate_in_kernel=x.gate_activation != "log_decay", lower_bound=_lower_bound(x),
-                use_beta_sigmoid_in_kernel=x.beta_activation != "given",
-                allow_neg_eigval=x.beta_activation == "2sigmoid", out=torch.empty_like(inputs.v),
+                use_gate_in_kernel=x.gate_activation != LOG_DECAY, lower_bound=_lower_bound(x),
+                use_beta_sigmoid_in_kernel=x.beta_activation != GIVEN,
+                allow_neg_eigval=_beta_scale(x) == 2.0, out=torch.empty_like(inputs.v),
             )  # fmt: skip
             if padding is not None:
                 clear_padding(o, padding, inputs.cu_seqlens)
@@ -141,7 +157,7 @@ class FLABackend(Backend):
         return o
 
 
-def _check_rows(x: Inputs | StepInputs) -> None:
+def _check_rows(x: Inputs | DecodeInputs) -> None:
     rows = x.v.shape[0] * x.v.shape[2]
     if rows > MAX_ROWS:
         raise ValueError(f"B * HV must be at most {MAX_ROWS} for backend 'fla', got {rows}: split the batch")
@@ -164,24 +180,24 @@ def _flat(dt_bias: Tensor | None) -> Tensor | None:
     return None if dt_bias is None else dt_bias.view(-1)
 
 
-def _lower_bound(x: Inputs | StepInputs) -> float | None:
-    return x.lower_bound if x.gate_activation == "lower_bound" else None
+def _lower_bound(x: Inputs | DecodeInputs) -> float | None:
+    return x.lower_bound if x.gate_activation == LOWER_BOUND.name else None
 
 
 def _bounded(x: Inputs) -> bool:
     """Whether its diagonal blocks may be products of matrices, which overflow where 16 tokens decay by over e^-88."""
-    return x.gate_activation == "lower_bound"
+    return x.gate_activation == LOWER_BOUND.name
 
 
-def _beta_scale(x: Inputs) -> float:
-    return 2.0 if x.beta_activation == "2sigmoid" else 1.0
+def _beta_scale(x: Inputs | DecodeInputs) -> float:
+    return BETAS[x.beta_activation].scale if x.beta_activation in BETAS else 1.0
 
 
 def _beta(x: Inputs) -> Tensor:
     """beta in fp32: in 16 bits its kernels would round the product with k once more."""
     return (
         x.beta.float()
-        if x.beta_activation == "given"
+        if x.beta_activation == GIVEN
         else operator_stages().fused_beta_sigmoid_fwd(x.beta, _beta_scale(x))
     )
 
@@ -189,7 +205,7 @@ def _beta(x: Inputs) -> Tensor:
 def _cumulative_log2_decay(x: Inputs, table: list[Tensor]) -> Tensor:
     """[B, T, HV, K] fp32: within each chunk the cumulative sum of the log-decay, to base 2."""
     fla, packed = operator_stages(), _packed(x, table)
-    if x.gate_activation == "log_decay":
+    if x.gate_activation == LOG_DECAY:
         return fla.chunk_local_cumsum(x.g, chunk_size=CHUNK, scale=LOG2_E, **packed)
     return fla.kda_gate_chunk_cumsum(
         x.g, A_log=x.A_log, dt_bias=_flat(x.dt_bias), lower_bound=_lower_bound(x), chunk_size=CHUNK,
@@ -204,7 +220,7 @@ def _packed(x: Inputs, table: list[Tensor]) -> dict[str, Tensor | None]:
 def _scan(
     x: Inputs, kg: Tensor, w: Tensor, u: Tensor, g: Tensor, table: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(states before every chunk, errors, final state): states in fp32 where they are returned, else as it likes."""
+    """(states before every chunk, errors, final state): states in fp32 if returned, otherwise its own choice."""
     fla, first = operator_stages(), table[1] if table else None
     wants_final = x.final_state or x.checkpoint_every > 0
     if not x.checkpoint_every:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..activations import log_decay, write_strength
 from ..contract import CHUNK, Inputs, state_dtype
-from ..reference import L2NORM_EPS, log_decay, write_strength
+from ..reference import L2NORM_EPS
 from .schedule import Segment
 
 

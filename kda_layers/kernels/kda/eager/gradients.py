@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..activations import BETAS, GATES, GIVEN, LOG_DECAY, logits, rates, sigmoid_gradient
 from ..contract import CHUNK, Gradients, Inputs, state_dtype
 from .chunks import (
     Chunks,
@@ -153,27 +154,16 @@ def _activation_grad(
         put(out, d)
 
     d_beta = segment.by_token(d_beta, HV)[..., 0]
-    if x.beta_activation != "given":
-        d_beta = d_beta * _sigmoid_gradient(raw(x.beta)) * (2 if x.beta_activation == "2sigmoid" else 1)
+    if x.beta_activation != GIVEN:
+        d_beta = d_beta * sigmoid_gradient(raw(x.beta)) * BETAS[x.beta_activation].scale
     put(grads.beta, d_beta)
 
     d_g = segment.by_token(d_g, HV)
-    if x.gate_activation != "log_decay":
-        z = raw(x.g) if x.dt_bias is None else raw(x.g) + x.dt_bias
-        rate = 1.0 if x.A_log is None else x.A_log.exp()[:, None]
-        if x.gate_activation == "lower_bound":
-            d_g = d_g * (x.lower_bound * rate) * _sigmoid_gradient(rate * z)
-            d_A = d_g * z
-        else:
-            d_A = d_g * -rate * torch.nn.functional.softplus(z)
-            d_g = d_g * -rate * torch.sigmoid(z)
+    if x.gate_activation != LOG_DECAY:
+        z, rate = logits(raw(x.g), x.dt_bias), rates(x.A_log)
+        d_g, d_A = GATES[x.gate_activation].backward(d_g, z, rate, x.lower_bound)
         if grads.A_log is not None:
             grads.A_log.add_(d_A.sum((0, 2)))
         if grads.dt_bias is not None:
             grads.dt_bias.add_(d_g.sum(0))
     put(grads.g, d_g)
-
-
-def _sigmoid_gradient(x: Tensor) -> Tensor:
-    """sigmoid(x) (1 - sigmoid(x)), which keeps its digits where the sigmoid is near 1."""
-    return torch.sigmoid(x) * torch.sigmoid(-x)

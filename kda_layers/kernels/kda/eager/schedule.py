@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import CHUNK, Inputs, sequence_offsets, state_dtype
+from ...checks import sequence_offsets
+from ..contract import CHUNK, Inputs, state_dtype
 
 # Of a segment: elements of one [.., 64, K] intermediate at most, and chunks of a sequence. On a CPU 1 MiB in fp32 stays
 # in L2; elsewhere 16 MiB keep the device busy while the next operations are launched.

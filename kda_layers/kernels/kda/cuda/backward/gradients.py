@@ -12,22 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....cuda.launch import Kernel, load, processors_and_arch, run
+from ....cuda.arch import ARCHS
+from ....cuda.machine import Launchable, Machine
+from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs
-from ..forward.forward import BETAS, GATES, TYPES, WIDTHS, chunk_rows
+from ..forward.forward import TYPES, WIDTHS, Saved, chunk_rows
+from .reverse_scan import Scanned
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 PARAMS = struct.Struct("<20Q10i2f")  # GradientParams
-
-
-class Saved(NamedTuple):
-    """What the forward and the reverse scan leave. Chunks are numbered from the first sequence on, see `chunk_rows`."""
-
-    states: Tensor  # [rows, HV, V, K] in q's dtype: the state before each chunk
-    errors: Tensor  # [B, T, HV, V] in q's dtype: V', what is written to the state
-    d_states: Tensor  # [rows, HV, V, K] in q's dtype: the gradient of the state after each chunk
-    d_v: Tensor  # [B, T, HV, V] in q's dtype: the gradient of v
-    d_o: Tensor  # [B, T, HV, V] in q's dtype
 
 
 class TokenGradients(NamedTuple):
@@ -53,7 +46,7 @@ class Variant(NamedTuple):
     @property
     def defines(self) -> dict[str, str | int]:
         return {
-            "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "GATE": GATES[self.gate_activation],
+            "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "GATE": GATE_CODES[self.gate_activation],
             "G_WIDE": int(self.g_wide), "WARPGROUPS": int(self.warpgroups),
         }  # fmt: skip
 
@@ -73,43 +66,45 @@ class Variant(NamedTuple):
 
 
 def variant_for(x: Inputs, arch: int) -> Variant:
-    return Variant(x.q.shape[3], x.q.dtype, x.gate_activation, x.g.dtype == torch.float32, arch == 90)
+    return Variant(x.q.shape[3], x.q.dtype, x.gate_activation, x.g.dtype == torch.float32, ARCHS[arch].wgmma)
 
 
 def variants(arch: int) -> Iterable[Variant]:
     """Everything that `variant_for` may choose on an arch whose blocks have the shared memory."""
-    for K, dtype, gate, g_wide in itertools.product(WIDTHS, TYPES, GATES, (False, True)):
-        yield Variant(K, dtype, gate, g_wide, arch == 90)
+    for K, dtype, gate, g_wide in itertools.product(WIDTHS, TYPES, GATE_CODES, (False, True)):
+        yield Variant(K, dtype, gate, g_wide, ARCHS[arch].wgmma)
 
 
-def pack(x: Inputs, saved: Saved, out: TokenGradients, sums: Tensor | None, rows: int) -> bytes:
+def pack(
+    x: Inputs, saved: Saved, scanned: Scanned, d_o: Tensor, out: TokenGradients, sums: Tensor | None, rows: int
+) -> bytes:
     """GradientParams. Tensors must be contiguous."""
     tensors = (
         x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
-        saved.states, saved.d_states, saved.errors, saved.d_v, saved.d_o, *out, sums,
+        saved.states, scanned.d_states, saved.errors, scanned.d_v, d_o, *out, sums,
     )  # fmt: skip
     return PARAMS.pack(
         *(0 if t is None else t.data_ptr() for t in tensors),
         x.q.shape[1], x.q.shape[2], x.v.shape[2], x.v.shape[2] // x.q.shape[2],
         0 if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, rows,
-        x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, BETAS[x.beta_activation],
+        x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, BETA_CODES[x.beta_activation],
         x.beta.dtype == torch.float32, x.qk_l2norm, x.lower_bound, x.scale,
     )  # fmt: skip
 
 
 @functools.cache
-def _kernel(variant: Variant, device: torch.device) -> Kernel:
-    return load(SOURCE, "kda_gradients", variant.defines, device)
+def _kernel(machine: Machine, variant: Variant, device: torch.device) -> Launchable:
+    return machine.load(SOURCE, "kda_gradients", variant.defines, device)
 
 
-def gradients(x: Inputs, saved: Saved) -> TokenGradients:
+def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: Tensor) -> TokenGradients:
     """Gradients of all inputs but v and the initial state.
 
     Tensors must be contiguous and begin at multiples of 16 bytes.
     """
     (_, _, H, K), HV = x.q.shape, x.v.shape[2]
     device, rows = x.q.device, chunk_rows(x)
-    processors, arch = processors_and_arch(device.index)
+    processors, arch, _ = machine.properties(device)
     new = torch.empty if x.cu_seqlens is None else torch.zeros  # packed: rows may be left over
     A_log = None if x.A_log is None else new(rows, HV, dtype=torch.float32, device=device)
     dt_bias = None if x.dt_bias is None else new(rows, HV, K, dtype=torch.float32, device=device)
@@ -120,8 +115,8 @@ def gradients(x: Inputs, saved: Saved) -> TokenGradients:
         blocks, sums = min(rows * H, processors * 128 // K), None  # of K = 64 two fit into a multiprocessor
         if H < HV:  # between the value heads of a group
             sums = torch.empty(blocks, 64, variant.threads, dtype=torch.float32, device=device)
-        kernel = _kernel(variant, device)
-        run(kernel, device.index, blocks, variant.threads, 1, variant.shared_bytes, pack(x, saved, out, sums, rows))
+        kernel = _kernel(machine, variant, device)
+        kernel.launch(blocks, variant.threads, 1, variant.shared_bytes, pack(x, saved, scanned, d_o, out, sums, rows))
     return out._replace(
         A_log=None if A_log is None else A_log.sum(0), dt_bias=None if dt_bias is None else dt_bias.sum(0)
     )

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....cuda.launch import Kernel, load, processors_and_arch, run
+from ....cuda.arch import ARCHS
+from ....cuda.machine import Launchable, Machine
 from ...contract import Inputs
 from ..forward.forward import TYPES, WIDTHS, Saved, aligned, stage_bytes
 
@@ -54,7 +55,7 @@ class Variant(NamedTuple):
 
 def variant_for(K: int, dtype: torch.dtype, arch: int) -> Variant:
     """The variant for an arch, a compute capability times ten: the slices of a head share the copies of its chunks."""
-    return Variant(K, K // BV if arch >= 90 else 0, dtype, arch == 90)
+    return Variant(K, K // BV if ARCHS[arch].bulk_copies else 0, dtype, ARCHS[arch].wgmma)
 
 
 def variants(arch: int) -> Iterable[Variant]:
@@ -63,7 +64,7 @@ def variants(arch: int) -> Iterable[Variant]:
         yield variant_for(K, dtype, arch)
 
 
-class Reversed(NamedTuple):
+class Scanned(NamedTuple):
     """What the scan gives. NC as in `Saved`."""
 
     d_v: Tensor  # [B, T, HV, V], the gradient of v
@@ -72,11 +73,13 @@ class Reversed(NamedTuple):
 
 
 @functools.cache
-def _kernel(variant: Variant, device: torch.device) -> Kernel:
-    return load(SOURCE, "kda_reverse", variant.defines, device)
+def _kernel(machine: Machine, variant: Variant, device: torch.device) -> Launchable:
+    return machine.load(SOURCE, "kda_reverse", variant.defines, device)
 
 
-def reverse(x: Inputs, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None) -> Reversed:
+def reverse_scan(
+    x: Inputs, machine: Machine, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
+) -> Scanned:
     """The scan.
 
     Args:
@@ -90,15 +93,15 @@ def reverse(x: Inputs, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_chec
     HV, V = x.v.shape[2:]
     N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     given = [None if t is None else aligned(t) for t in (d_o, d_checkpoints, d_final, x.cu_seqlens)]
-    items, (processors, arch) = N * HV, processors_and_arch(x.v.device.index)
+    items, (processors, arch, _) = N * HV, machine.properties(x.v.device)
     variant = variant_for(x.q.shape[3], x.v.dtype, arch)
     d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, x.q.shape[3], dtype=torch.float32)
-    out = Reversed(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
+    out = Scanned(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
     units = min(items, max(processors // variant.slices, 1))  # a block takes most of a multiprocessor's shared memory
     params = PARAMS.pack(
         *(0 if t is None else t.data_ptr() for t in (saved.prepared, *given, *out)), x.v.shape[1], HV, items,
         x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
     )  # fmt: skip
-    kernel, device = _kernel(variant, x.v.device), x.v.device.index
-    run(kernel, device, units * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params)
+    kernel = _kernel(machine, variant, x.v.device)
+    kernel.launch(units * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params)
     return out

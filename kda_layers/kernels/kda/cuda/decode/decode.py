@@ -13,15 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....cuda import launch as cuda_launch
-from ....cuda.launch import Dim, Kernel, load
-from ...contract import StepInputs
+from ....cuda.machine import Dim, Launchable, Machine
+from ...activations import BETA_CODES, GATE_CODES
+from ...contract import DecodeInputs
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 POINTERS = struct.Struct("<12Q")  # StepParams begins with them
 REST = struct.Struct("<" + 8 * "4I" + "Q6I3i2f4x")
-GATES = {"lower_bound": 0, "softplus": 1, "log_decay": 2}
-BETAS = {"sigmoid": 0, "2sigmoid": 1, "given": 2}
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 STATES = (torch.float32, torch.bfloat16)
 STAGE = 8  # tokens in shared memory at a time
@@ -101,6 +99,7 @@ def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[V
 class Plan:
     """All of a launch that does not change with the addresses of tensors."""
 
+    machine: Machine
     variant: Variant
     device: torch.device
     grid: Dim
@@ -112,36 +111,24 @@ class Plan:
     state_aligned: bool
 
     @functools.cached_property
-    def kernel(self) -> Kernel:
-        return load(SOURCE, "kda_step", self.variant.defines, self.device)
-
-    @functools.cached_property
-    def index(self) -> int:
-        return self.device.index
+    def kernel(self) -> Launchable:
+        return self.machine.load(SOURCE, "kda_step", self.variant.defines, self.device)
 
 
-def step(x: StepInputs) -> Tensor:
-    """o [B, T, HV, V]; `x.state` is updated in place. See `Backend.step`."""
+def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None) -> Tensor:
+    """o [B, T, HV, V]; `x.state` is updated in place. See `Backend.decode`."""
     v = x.v
     o = torch.empty_like(v) if v.is_contiguous() else torch.empty_like(v, memory_format=torch.contiguous_format)
-    launch(x, o)
+    plan, params, inputs = pack(x, o, machine, variant)
+    plan.kernel.launch(plan.grid, plan.variant.threads, 1, plan.shared_bytes, params)
+    if inputs.state is not x.state:
+        x.state.copy_(inputs.state)
     return o
 
 
-def launch(x: StepInputs, o: Tensor, variant: Variant | None = None) -> None:
-    """Fill o [B, T, HV, V], contiguous, and update x.state, on the current stream."""
-    plan, params, inputs = pack(x, o, variant)
-    run(plan, params)
-    if inputs.state is not x.state:
-        x.state.copy_(inputs.state)
-
-
-def run(plan: Plan, params: bytes) -> None:
-    """Launch on the current stream of the plan's device."""
-    cuda_launch.run(plan.kernel, plan.index, plan.grid, plan.variant.threads, 1, plan.shared_bytes, params)
-
-
-def pack(x: StepInputs, o: Tensor, variant: Variant | None = None) -> tuple[Plan, bytes, StepInputs]:
+def pack(
+    x: DecodeInputs, o: Tensor, machine: Machine, variant: Variant | None = None
+) -> tuple[Plan, bytes, DecodeInputs]:
     """What fills o [B, T, HV, V], contiguous, and updates a state.
 
     Returns:
@@ -150,7 +137,7 @@ def pack(x: StepInputs, o: Tensor, variant: Variant | None = None) -> tuple[Plan
     """
     q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, gate, lower_bound, strength, norm, scale = x
     plan = _plan(
-        variant, q.device, q.dtype, g.dtype, beta.dtype, state.dtype, q.shape, v.shape, state.shape[0],
+        machine, variant, q.device, q.dtype, g.dtype, beta.dtype, state.dtype, q.shape, v.shape, state.shape[0],
         q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(), state.stride(),
         A_log is None or A_log.is_contiguous(), dt_bias is None or dt_bias.is_contiguous(),
         None if slots is None else (slots.shape, slots.stride(), slots.dtype),
@@ -161,9 +148,9 @@ def pack(x: StepInputs, o: Tensor, variant: Variant | None = None) -> tuple[Plan
     q_at, k_at, g_at, state_at = q.data_ptr(), k.data_ptr(), g.data_ptr(), state.data_ptr()
     bias_at = 0 if dt_bias is None else dt_bias.data_ptr()
     if not plan.state_aligned or state_at & 15:
-        return pack(x._replace(state=state.clone(memory_format=torch.contiguous_format)), o, variant)
+        return pack(x._replace(state=state.clone(memory_format=torch.contiguous_format)), o, machine, variant)
     if not plan.aligned or (q_at | k_at) & plan.qk_align or g_at & plan.g_align or bias_at & 15:
-        return pack(_copies(x), o, variant)
+        return pack(_copies(x), o, machine, variant)
     pointers = POINTERS.pack(
         q_at, k_at, v.data_ptr(), g_at, beta.data_ptr(), state_at, o.data_ptr(),
         0 if A_log is None else A_log.data_ptr(), bias_at, 0 if slots is None else slots.data_ptr(),
@@ -174,7 +161,7 @@ def pack(x: StepInputs, o: Tensor, variant: Variant | None = None) -> tuple[Plan
 
 @functools.lru_cache(PLANS)
 def _plan(
-    variant: Variant | None, device: torch.device,
+    machine: Machine, variant: Variant | None, device: torch.device,
     dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype, state_dtype: torch.dtype,
     q_shape: Extents, v_shape: Extents, slot_count: int,
     q: Extents, k: Extents, v: Extents, g: Extents, beta: Extents, state: Extents,
@@ -193,11 +180,12 @@ def _plan(
         *q[:3], 0, *k[:3], 0, *v[:3], 0, *g[:3], g_dtype is torch.float32, *beta, beta_dtype is torch.float32,
         *_index(slots), *_index(accepted), *_index(offsets),
         -(-(2**32) // (HV // H)), state[0] // piece, state[1] // piece, slot_count, N, T, stage,
-        GATES[gate_activation], BETAS[beta_activation], qk_l2norm, lower_bound, scale,
+        GATE_CODES[gate_activation], BETA_CODES[beta_activation], qk_l2norm, lower_bound, scale,
     )  # fmt: skip
     contiguous = q[3] == k[3] == v[3] == g[3] == 1 and A_log_contiguous and dt_bias_contiguous
     return Plan(
-        variant, device, (HV * slices, min(N, MOST_ROWS), -(-N // MOST_ROWS)), variant.shared_bytes(stage), rest,
+        machine, variant, device, (HV * slices, min(N, MOST_ROWS), -(-N // MOST_ROWS)), variant.shared_bytes(stage),
+        rest,
         qk_align=channels * dtype.itemsize - 1,
         g_align=channels * g_dtype.itemsize - 1,
         aligned=contiguous and all(stride % channels == 0 for strides in (q, k, g) for stride in strides[:3]),
@@ -214,7 +202,7 @@ def _index(key: IndexKey) -> tuple[int, int, int, bool]:
     return row, column, shape[1] if len(shape) == 2 else 0, dtype is torch.int64
 
 
-def _copies(x: StepInputs) -> StepInputs:
+def _copies(x: DecodeInputs) -> DecodeInputs:
     """`x` with what decode.cu reads by several channels at once where it can."""
     names = ("q", "k", "v", "g", "A_log", "dt_bias")
     tensors = {n: t for n in names if (t := getattr(x, n)) is not None}

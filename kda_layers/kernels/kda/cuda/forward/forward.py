@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....cuda.launch import Kernel, load, processors_and_arch, run
-from ...contract import CHUNK, Inputs, checkpoint_count
+from ....cuda.arch import ARCHS
+from ....cuda.machine import Launchable, Machine
+from ...activations import BETA_CODES, GATE_CODES
+from ...contract import CHUNK, Inputs, KDAOutput, checkpoint_count
 
 POINTERS, REST = struct.Struct("<17Q"), struct.Struct("<9i2f4x")  # ChunkParams
-GATES = {"lower_bound": 0, "softplus": 1, "log_decay": 2}
-BETAS = {"sigmoid": 0, "2sigmoid": 1, "given": 2}
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 WIDTHS = (128, 64)
@@ -50,7 +50,7 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
-            "GATE": GATES[self.gate_activation], "G_WIDE": int(self.g_wide), "WARPGROUPS": int(self.warpgroups),
+            "GATE": GATE_CODES[self.gate_activation], "G_WIDE": int(self.g_wide), "WARPGROUPS": int(self.warpgroups),
             "MOVABLE_REGISTERS": int(self.movable_registers), "SAVES": int(self.saves),
         }  # fmt: skip
 
@@ -85,22 +85,23 @@ def variant_for(
     K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, items: int, processors: int, arch: int, saves: bool
 ) -> Variant:
     """The variant for `items` pairs of a sequence and a value head, on `processors` multiprocessors of `arch`."""
-    wide = arch == 90 and items * (K // 16) > processors and not (dtype == torch.float16 and g_wide)
+    wide = ARCHS[arch].wgmma and items * (K // 16) > processors and not (dtype == torch.float16 and g_wide)
     return _variant(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, saves)
 
 
 def _variant(
     K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool
 ) -> Variant:
-    cluster = 0 if arch < 90 else 2 if BV == 32 else 1  # two blocks share a copy where memory is busiest
-    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, arch == 90, arch >= 90, saves)
+    has = ARCHS[arch]
+    cluster = 0 if not has.bulk_copies else 2 if BV == 32 else 1  # two blocks share a copy where memory is busiest
+    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, saves)
 
 
 def variants(arch: int) -> Iterable[Variant]:
     """Everything that `variant_for` may choose on an arch whose blocks have the shared memory."""
     flags = (False, True)
-    for K, BV, dtype, gate, g_wide, saves in itertools.product(WIDTHS, (16, 32), TYPES, GATES, flags, flags):
-        if BV == 16 or (arch == 90 and not (dtype == torch.float16 and g_wide)):
+    for K, BV, dtype, gate, g_wide, saves in itertools.product(WIDTHS, (16, 32), TYPES, GATE_CODES, flags, flags):
+        if BV == 16 or (ARCHS[arch].wgmma and not (dtype == torch.float16 and g_wide)):
             yield _variant(K, BV, dtype, gate, g_wide, arch, saves)
 
 
@@ -152,7 +153,7 @@ class Ring(NamedTuple):
 class Plan(NamedTuple):
     """All that a launch needs beside pointers."""
 
-    kernel: Kernel
+    kernel: Launchable
     variant: Variant
     units: int
     blocks: int
@@ -164,7 +165,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(PLANS)
 def _plan(
-    device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
+    machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
     gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float, saves: bool,
 ) -> Plan:  # fmt: skip
@@ -174,24 +175,24 @@ def _plan(
     if B * T > MOST_TOKENS:
         raise ValueError(f"B * T must be at most {MOST_TOKENS}, got {B * T}: split the batch")
     N = B if offsets is None else offsets[0] - 1
-    items, (processors, arch) = N * HV, processors_and_arch(device.index)
+    items, (processors, arch, _) = N * HV, machine.properties(device)
     variant = variant_for(K, dtype, gate_activation, g_dtype == torch.float32, items, processors, arch, saves)
     units = min(items, processors // variant.slices)  # blocks of a unit wait for each other: all must run at once
     if not units:
         raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
     rest = REST.pack(
-        T, H, HV, HV // H, items, offsets is not None and offsets[1] == torch.int64, BETAS[beta_activation],
+        T, H, HV, HV // H, items, offsets is not None and offsets[1] == torch.int64, BETA_CODES[beta_activation],
         beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
     )  # fmt: skip
     return Plan(
-        _kernel(variant, device), variant, units, units * variant.slices, max(variant.cluster, 1),
+        _kernel(machine, variant, device), variant, units, units * variant.slices, max(variant.cluster, 1),
         variant.shared_bytes, (N, HV, V, K), rest,
     )  # fmt: skip
 
 
 @functools.cache
-def _kernel(variant: Variant, device: torch.device) -> Kernel:
-    return load(SOURCE, "kda_chunk", variant.defines, device)
+def _kernel(machine: Machine, variant: Variant, device: torch.device) -> Launchable:
+    return machine.load(SOURCE, "kda_chunk", variant.defines, device)
 
 
 def aligned(t: Tensor) -> Tensor:
@@ -215,19 +216,19 @@ def _addresses(x: Inputs) -> list[int] | None:
     return addresses
 
 
-def chunk(x: Inputs, save: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None, Saved | None]:
-    """(o, final state, checkpoints, if asked for what the backward reads); see `Backend.chunk`.
+def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput, Saved | None]:
+    """(outputs, if asked for what the backward reads); see `Backend.forward`.
 
     Raises:
         ValueError: more tokens than 32 bits count, or a GPU (or a part of one) too small for one unit of blocks
     """
     addresses = _addresses(x)
     if addresses is None:
-        return chunk(aligned_inputs(x), save)
+        return forward(aligned_inputs(x), machine, save)
     q, v, offsets = x.q, x.v, x.cu_seqlens
     device = q.device
     plan = _plan(
-        device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
+        machine, device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
         None if offsets is None else (offsets.shape[0], offsets.dtype),
         x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save,
     )  # fmt: skip
@@ -241,12 +242,12 @@ def chunk(x: Inputs, save: bool = False) -> tuple[Tensor, Tensor | None, Tensor 
     ring, saved = Ring.of(plan.variant, plan.units, device), Saved.like(x) if save else None
     outputs = (o, final, checkpoints, *ring, *(saved or (None, None, None)))
     params = POINTERS.pack(*addresses, *(0 if t is None else t.data_ptr() for t in outputs)) + plan.rest
-    run(plan.kernel, device.index, plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
-    return o, final, checkpoints, saved
+    plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
+    return KDAOutput(o, final, checkpoints), saved
 
 
-def recompute(x: Inputs) -> Saved:
+def recompute(x: Inputs, machine: Machine) -> Saved:
     """What the forward would have kept, from its inputs."""
-    saved = chunk(x._replace(final_state=False, checkpoint_every=0), save=True)[3]
+    _, saved = forward(x._replace(final_state=False, checkpoint_every=0), machine, save=True)
     assert saved
     return saved

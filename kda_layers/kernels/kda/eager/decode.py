@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import NO_SLOT, StepInputs, sequence_offsets
+from ...checks import sequence_offsets
+from ..contract import NO_SLOT, DecodeInputs
 from ..reference import activate
 
 STEP_ELEMENTS = 2**18  # elements of the state updated at a time, so that its three passes stay in L2
@@ -21,8 +22,8 @@ class _Sequence(NamedTuple):
     targets: list[int]  # slot of the state after each token; NO_SLOT: stored nowhere
 
 
-def step(x: StepInputs) -> Tensor:
-    """o of `Backend.step`: token after token, all sequences at once.
+def decode(x: DecodeInputs) -> Tensor:
+    """o of `Backend.decode`: token after token, all sequences at once.
 
     Sequences of one length without slots need nothing from the host, so that a CUDA graph can capture them.
     """
@@ -61,7 +62,7 @@ def step(x: StepInputs) -> Tensor:
     return o
 
 
-def _sequences(x: StepInputs) -> list[_Sequence]:
+def _sequences(x: DecodeInputs) -> list[_Sequence]:
     """Tokens and slots of every sequence as Python integers (host reads), after checking their values."""
     B, T = x.q.shape[:2]
     offsets = [n * T for n in range(B + 1)] if x.cu_seqlens is None else sequence_offsets(x.cu_seqlens, T)

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .cuda import build, cache, launch
-from .kda.dispatch import backends
+from ..registry import registries
+from . import build, cache, gpu
+from .arch import ARCHS, TARGETS
+from .machine import Variant
 
-ARCHS = tuple(dict.fromkeys(build.ARCHS.values()))
+__all__ = ["TARGETS", "archs_here", "cache_folder", "explain", "precompile", "variants_for"]
 
 
 def explain() -> str:
@@ -20,14 +22,14 @@ def explain() -> str:
     if build.problems():
         return f"cannot: {'; '.join(build.problems())}"
     line = f"NVRTC {build.dotted(build.nvrtc_version())}, {len(cache.entries())} cubins in {cache.folder()}"
-    return "; ".join([line, *(f"cannot launch: {reason}" for reason in launch.problems())])
+    return "; ".join([line, *(f"cannot launch: {reason}" for reason in gpu.problems())])
 
 
 def archs_here() -> list[str]:
     """What is compiled for the GPUs of this machine."""
     capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
-    found = (build.ARCHS.get(10 * major + minor) for major, minor in capabilities)
-    return list(dict.fromkeys(arch for arch in found if arch))
+    found = (ARCHS.get(10 * major + minor) for major, minor in capabilities)
+    return list(dict.fromkeys(arch.target for arch in found if arch))
 
 
 def cache_folder() -> Path:
@@ -40,11 +42,16 @@ def cache_folder() -> Path:
     return cache.folder()
 
 
+def variants_for(arch: str) -> list[Variant]:
+    """(source, macros) of every kernel that a backend of any operator may launch on `arch` ("sm_90a")."""
+    return [variant for r in registries() for b in r.backends().values() for variant in b.variants(arch)]
+
+
 def precompile(archs: Sequence[str]) -> str:
     """Compile what the backends may launch on `archs`, so that no first use waits; progress goes to stderr.
 
     Args:
-        archs: of `ARCHS`; neither a GPU nor a driver is needed
+        archs: of `TARGETS`; neither a GPU nor a driver is needed
 
     Returns:
         one line: how many variants of kernels there are, how many had to be compiled, the seconds and the folder
@@ -55,7 +62,7 @@ def precompile(archs: Sequence[str]) -> str:
     if build.problems():
         raise RuntimeError(f"kernels cannot be compiled: {'; '.join(build.problems())}")
     start, before = time.perf_counter(), len(cache.entries())
-    variants = [(arch, *variant) for arch in archs for b in backends().values() for variant in b.variants(arch)]
+    variants = [(arch, *variant) for arch in archs for variant in variants_for(arch)]
     for arch, source, defines in tqdm(variants, desc="compiling", unit="variant", disable=not variants):
         build.compile(source, defines, arch)
         if cache.problems():

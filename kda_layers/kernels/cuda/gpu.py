@@ -1,4 +1,4 @@
-"""Loading and launching compiled kernels, through the driver.
+"""The GPU as a machine: loading and launching compiled kernels, through the driver.
 
 cuda-bindings calls the driver as ctypes would, at the same cost (1.2 us of Python a launch), and knows its structures.
 cuda-core's launch takes no struct by value, and its versions up to 0.6 cannot compile without a driver.
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from .. import torch_private
 from . import build
+from .arch import arch_for
 from .build import dotted
+from .machine import Dim, Properties
 
-Dim = tuple[int, int, int]
 OLDEST_DRIVER = (12, 4)  # the first that tells the sizes of a kernel's parameters
 CONFIGS = 1024  # of launches, remembered
 
@@ -50,7 +52,7 @@ def problems() -> list[str]:
 
 
 class Kernel:
-    """One kernel in the memory of one GPU; `load` makes it."""
+    """One kernel in the memory of one GPU; `GPU.load` makes it."""
 
     def __init__(self, name: str, function: Any, params_bytes: int, device: int) -> None:
         from cuda.bindings import driver
@@ -61,80 +63,55 @@ class Kernel:
         self._function = function
         self._driver = driver  # importing at each launch would cost as much as the rest
 
-    def launch(self, grid: Dim, block: Dim, cluster: Dim, shared_bytes: int, stream: int, params: bytes) -> None:
-        """Launch on a stream of the kernel's device, which must be current; a CUDA graph may capture it.
-
-        Args:
-            grid: number of blocks in x, y and z, multiples of cluster
-            block: number of threads in x, y and z
-            cluster: number of blocks in x, y and z that share their memory; (1, 1, 1) for none, and before sm_90
-            shared_bytes: dynamic shared memory of a block, up to what the GPU has
-            stream: handle of the stream, torch.cuda.current_stream().cuda_stream
-            params: the struct that the kernel takes, with its padding, as struct.pack makes it
+    def launch(self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes) -> None:
+        """Launch on the current stream; see `machine.Launchable`.
 
         Raises:
             ValueError: params has not the size of the struct
             RuntimeError: the driver refuses
         """
+        device = self.device
+        if torch_private.current_device() != device:
+            with torch.cuda.device(device):
+                return self.launch(grid, threads, cluster, shared_bytes, params)
         if len(params) != self.params_bytes:
             raise ValueError(f"params of {self.name} must have {self.params_bytes} bytes, got {len(params)}")
         if not hasattr(_thread, "has_context"):
-            _ensure_context(self.device)
-        config = _config(grid, block, cluster, shared_bytes, stream)
+            _ensure_context(device)
+        config = _config(grid, threads, cluster, shared_bytes, torch_private.current_stream(device))
         pointer = ctypes.c_char_p(params)  # this call's own: threads may launch the same kernel at the same time
         (status,) = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointer), 0)
         if status.value != 0:
             raise RuntimeError(
-                f"launching {self.name} failed: {status.name} with grid {grid}, block {block}, cluster {cluster}, "
+                f"launching {self.name} failed: {status.name} with grid {grid}, {threads} threads, cluster {cluster}, "
                 f"{shared_bytes} bytes of dynamic shared memory"
             )
 
 
-def run(
-    kernel: Kernel, device: int, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes
-) -> None:
-    """Launch a kernel on the current stream of GPU number `device`; one number is that of blocks in x.
+class GPU:
+    """Every GPU of this machine; see `machine.Machine`."""
 
-    torch.cuda's own current_stream(device).cuda_stream costs as much as a launch.
-    """
-    if torch._C._cuda_getDevice() != device:
-        with torch.cuda.device(device):
-            return run(kernel, device, grid, threads, cluster, shared_bytes, params)
-    blocks = (grid, 1, 1) if isinstance(grid, int) else grid
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    kernel.launch(blocks, (threads, 1, 1), (cluster, 1, 1), shared_bytes, stream, params)
+    def problems(self) -> list[str]:
+        return problems()
 
+    def properties(self, device: torch.device) -> Properties:
+        return _properties(device.index)
 
-@functools.cache
-def processors_and_arch(device: int) -> tuple[int, int]:
-    """The number of multiprocessors of a GPU, and its compute capability times ten."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, 10 * properties.major + properties.minor
+    def load(self, source: str, entry: str, defines: Mapping[str, str | int], device: torch.device) -> Kernel:
+        """A kernel that is `extern "C"` and takes one struct by value; a CUDA graph may be capturing.
+
+        Raises:
+            ValueError: no cubins are made for the device's compute capability, or the kernel does not take one struct
+            RuntimeError: the compiler or the driver refuses
+        """
+        with _loading:  # each is compiled and loaded once, also when threads begin together
+            return _load(source, entry, frozenset(defines.items()), device.index)
 
 
 @functools.cache
-def memory_bytes(device: int) -> int:
-    """All the memory of a GPU, free or not."""
-    return torch.cuda.get_device_properties(device).total_memory
-
-
-def load(source: str, entry: str, defines: Mapping[str, str | int], device: torch.device) -> Kernel:
-    """A kernel on a GPU, compiled if need be; the same one for the same arguments.
-
-    A CUDA graph may be capturing meanwhile.
-
-    Args:
-        source: path of the .cu file
-        entry: the kernel's name, which is `extern "C"` and takes one struct by value
-        defines: macros of the variant
-        device: a CUDA device with its index
-
-    Raises:
-        ValueError: no cubins are made for the device's compute capability, or the kernel does not take one struct
-        RuntimeError: the compiler or the driver refuses
-    """
-    with _loading:  # each is compiled and loaded once, also when threads begin together
-        return _load(source, entry, frozenset(defines.items()), device.index)
+def _properties(device: int) -> Properties:
+    found = torch.cuda.get_device_properties(device)
+    return Properties(found.multi_processor_count, 10 * found.major + found.minor, found.total_memory)
 
 
 @functools.cache
@@ -162,12 +139,7 @@ def _load(source: str, entry: str, defines: frozenset[tuple[str, str | int]], de
 def _module(source: str, defines: frozenset[tuple[str, str | int]], device: int) -> Any:
     from cuda.bindings import driver
 
-    major, minor = torch.cuda.get_device_capability(device)
-    arch = build.ARCHS.get(10 * major + minor)
-    if arch is None:
-        known = ", ".join(f"{a / 10}" for a in build.ARCHS)
-        raise ValueError(f"compute capability must be one of {known}, got {major}.{minor}")
-    code = build.compile(source, dict(defines), arch).code
+    code = build.compile(source, dict(defines), arch_for(_properties(device).capability).target).code
     with _context(device):
         return _check("cuModuleLoadData", driver.cuModuleLoadData(code), source)
 
@@ -213,29 +185,29 @@ def _device(index: int) -> Any:
 
 
 @functools.lru_cache(CONFIGS)
-def _config(grid: Dim, block: Dim, cluster: Dim, shared_bytes: int, stream: int) -> Any:
+def _config(grid: int | Dim, threads: int, cluster: int, shared_bytes: int, stream: int) -> Any:
     """What the driver only reads, so that threads may share it; making it costs as much as the launch."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.gridDimX, config.gridDimY, config.gridDimZ = (grid, 1, 1) if isinstance(grid, int) else grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = stream
-    if cluster != (1, 1, 1):
+    if cluster > 1:
         config.attrs = [_cluster_attribute(cluster)]
         config.numAttrs = 1
     return config
 
 
 @functools.cache
-def _cluster_attribute(cluster: Dim) -> Any:
+def _cluster_attribute(cluster: int) -> Any:
     from cuda.bindings import driver
 
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     dim = attribute.value.clusterDim
-    dim.x, dim.y, dim.z = cluster
+    dim.x, dim.y, dim.z = cluster, 1, 1
     return attribute
 
 

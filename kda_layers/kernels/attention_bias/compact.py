@@ -1,0 +1,47 @@
+"""A bias as backends see it: what is expanded has size 1, and its gradient finds the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def compact(bias: Tensor) -> Tensor:
+    """The bias with size 1 in place of every leading dimension that is expanded (stride 0), differentiable."""
+    dims = tuple(d for d in range(3) if bias.shape[d] > 1 and bias.stride(d) == 0)
+    if not dims:
+        return bias
+    base = _base(bias)
+    if base is None:
+        return _Compact.apply(bias, dims)
+    size = [1 if d in dims else n for d, n in enumerate(bias.shape)]
+    return base.as_strided(size, bias.stride(), bias.storage_offset())
+
+
+def _base(bias: Tensor) -> Tensor | None:
+    """What the bias is an expanded view of, if the sum may go to it past the view, as it is: nobody looks at the
+    gradient of the view. The compiler knows no bases."""
+    if torch.compiler.is_compiling() or not bias.requires_grad or bias.is_leaf or not bias._is_view():
+        return None
+    base, looked_at = bias._base, bias.retains_grad or bias._backward_hooks
+    return base if base is not None and not looked_at and base.requires_grad and base.dtype == bias.dtype else None
+
+
+class _Compact(torch.autograd.Function):
+    """Every element of the expanded bias gets an equal share of the sum, as one number with stride 0: whoever expanded
+    it adds the shares up to the sum again, and nothing of the expanded size is ever in memory. In fp16 shares may be
+    too small for the dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, dims: tuple[int, ...]) -> Tensor:
+        ctx.shape, ctx.shares = bias.shape, 1
+        for d in dims:
+            ctx.shares *= bias.shape[d]
+            bias = bias.narrow(d, 0, 1)
+        return bias
+
+    @staticmethod
+    def backward(ctx: Any, d_bias: Tensor) -> Any:
+        return (d_bias / ctx.shares).expand(ctx.shape), None

@@ -1,0 +1,112 @@
+"""Checks of tensors and numbers, for the validator of every operator: an error names the argument and the way out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .torch_private import constant_to_compile
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+_TENSORS, _STRIDED = frozenset((Tensor, Parameter)), torch.strided
+
+
+class DtypeError(TypeError, ValueError):
+    """A dtype outside the contract: to some a wrong type, to others a wrong value of a tensor's type."""
+
+
+def check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor) -> None:
+    """Raise unless `t` is a tensor of this shape, of one of these dtypes and on q's device."""
+    check_is_tensor(name, t)
+    if t.shape != shape:
+        swapped = t.ndim > 2 and (t.shape[0], t.shape[2], t.shape[1], *t.shape[3:]) == shape
+        hint = f"; {name} looks like [B, H, T, D], pass {name}.transpose(1, 2)" if swapped else ""
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}{hint}")
+    if t.dtype not in dtypes:
+        raise DtypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {t.dtype}")
+    if t.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
+
+
+def check_is_tensor(name: str, t: Any, instead: str = "") -> None:
+    """Raise a TypeError unless `t` is a dense tensor of this process; `instead` says what to pass for another type."""
+    if type(t) in _TENSORS and t.layout is _STRIDED and not t.is_nested:
+        return
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}{instead}")
+    if t.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested (jagged) one: pass the sequences packed, "
+            f"{name}.values()[None] and cu_seqlens={name}.offsets()"
+        )
+    if t.layout is not _STRIDED:
+        raise TypeError(f"{name} must be a dense tensor, got layout {t.layout}: pass {name}.to_dense()")
+    if hasattr(t, "to_local"):
+        raise TypeError(
+            f"{name} must be a tensor of this process, got {type(t).__name__}: pass {name}.to_local() where it holds "
+            f"whole sequences and heads, else {name}.full_tensor()"
+        )
+
+
+def check_index(name: str, t: Any, q: Tensor) -> None:
+    check_is_tensor(name, t, f": pass torch.tensor({name}, dtype=torch.int32, device={str(q.device)!r})")
+    if t.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(f"{name} must be int32 or int64, got {t.dtype}")
+    if t.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
+
+
+def check_offsets(cu_seqlens: Tensor, x: Tensor) -> None:
+    """Raise unless cu_seqlens has the type and shape of offsets into packed x [1, T, ...]; reads no value."""
+    check_index("cu_seqlens", cu_seqlens, x)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        hint = ": pass cu_seqlens[0]" if cu_seqlens.ndim == 2 and cu_seqlens.shape[0] == 1 else ""
+        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}{hint}")
+    if x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs packed sequences with B = 1, got B = {x.shape[0]}")
+
+
+def check_scale(q: Any, scale: Any) -> float:
+    """The scale as a float: `scale`, or the last dimension of q ** -0.5 if None."""
+    if scale is None:
+        return _default_scale(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.ndim else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
+    if not abs(scale) < math.inf:
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
+
+
+@constant_to_compile  # a symbolic float would be traced twice
+def _default_scale(K: int) -> float:
+    return max(K, 1) ** -0.5
+
+
+def dtype_names(dtypes: Any) -> str:
+    """float32 or bfloat16, as errors say it."""
+    return " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
+
+
+def sequence_offsets(cu_seqlens: Tensor, T: int) -> list[int]:
+    """The offsets of packed sequences as Python integers (a host read), after checking their values."""
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
+    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
+        if b < a:
+            raise ValueError(f"cu_seqlens must not decrease, got {a} then {b} at positions {n} and {n + 1}")
+    if offsets[-1] != T:
+        raise ValueError(f"cu_seqlens must end at T = {T}, got {offsets[-1]}")
+    return offsets
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that inputs of `dtype` are computed and summed in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,49 @@
+"""The GPUs that kernels are compiled for: one row each. A new one is a row here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Arch:
+    """What a compute capability has."""
+
+    capability: int  # times ten: 90 for an H200
+    target: str  # what is compiled for it; the letter gives instructions of that very arch, which its cubins then need
+    backend: str  # the name that serves it
+    priority: int  # of that backend; flash-linear-attention's is 10
+    shared_bytes: int  # of a block, at most
+    wgmma: bool = False  # MMAs of a warpgroup
+    bulk_copies: bool = False  # cp.async.bulk and clusters
+    setmaxnreg: bool = False  # registers that move between warpgroups
+
+
+ARCHS = {
+    arch.capability: arch
+    for arch in (
+        Arch(80, "sm_80", "sm80", 5, 163 * KIB),
+        Arch(86, "sm_80", "sm80", 5, 99 * KIB),
+        Arch(87, "sm_80", "sm80", 5, 163 * KIB),
+        Arch(89, "sm_80", "sm80", 5, 99 * KIB),
+        Arch(90, "sm_90a", "sm90", 20, 227 * KIB, wgmma=True, bulk_copies=True, setmaxnreg=True),
+        Arch(100, "sm_100a", "sm100", 30, 227 * KIB, bulk_copies=True, setmaxnreg=True),
+        Arch(103, "sm_103a", "sm100", 30, 227 * KIB, bulk_copies=True, setmaxnreg=True),
+        Arch(120, "sm_120a", "sm120", 4, 99 * KIB, bulk_copies=True, setmaxnreg=True),
+    )
+}
+TARGETS = tuple(dict.fromkeys(arch.target for arch in ARCHS.values()))
+
+
+def arch_for(capability: int) -> Arch:
+    """The row of a compute capability times ten.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if capability not in ARCHS:
+        known = ", ".join(f"{a / 10}" for a in ARCHS)
+        raise ValueError(f"compute capability must be one of {known}, got {capability / 10}")
+    return ARCHS[capability]

@@ -1,0 +1,42 @@
+"""RMSNorm times the sigmoid of a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..fla.few_tokens import few_tokens
+from ..torch_private import constant_to_compile
+from .contract import Inputs
+from .dispatch import GATED_NORM
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    plain: Callable[[Tensor, Tensor], Tensor] | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate) over the last dimension, differentiable.
+
+    Args:
+        x, gate: [B, T, ..., D], any float dtype.
+        weight: [D].
+        plain: (x, gate) -> the same in plain PyTorch, for a caller whose own module rounds in places of its own; None
+            computes in fp32 (fp64 for fp64) and rounds once.
+        backend: of the operator next to it, taken here where a backend of that name serves; None chooses.
+
+    Returns:
+        [B, T, ..., D] in x's dtype, or what `plain` returns.
+    """
+    name = _choose(backend, x.device, x.dtype, few_tokens(x), torch.compiler.is_compiling())
+    return GATED_NORM.backends()[name].normalise(Inputs(x, gate, weight, eps, plain))
+
+
+@constant_to_compile
+def _choose(backend: str | None, device: torch.device, dtype: torch.dtype, few_tokens: bool, compiled: bool) -> str:
+    return GATED_NORM.choose(backend, device, dtype, few_tokens, compiled).name

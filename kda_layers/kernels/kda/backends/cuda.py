@@ -1,0 +1,105 @@
+"""Our CUDA kernels: one class, a backend for each family of GPUs; which have run on one says docs/gpu.md.
+
+Those above flash-linear-attention serve by default; select the others with `backend=`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from ...cuda.arch import ARCHS, Arch
+from ...cuda.gpu import GPU
+from ...cuda.machine import Machine
+from ...registry import OneOf
+from ..activations import BETA_CODES, GATE_CODES
+from ..contract import (
+    ALL_FEATURES,
+    Backend,
+    DecodeInputs,
+    Gradients,
+    Inputs,
+    KDAOutput,
+    Names,
+    Problem,
+    Widths,
+)
+from ..cuda.backward.gradients import gradients
+from ..cuda.backward.reverse_scan import reverse_scan
+from ..cuda.decode.decode import decode
+from ..cuda.forward.forward import Saved, aligned, aligned_inputs, forward, recompute
+from ..cuda.kernels import DTYPES, WIDTHS, shared_bytes, variants
+
+MOST_SAVED = 0.01  # of the device's memory, by one call, where the caller leaves it to us
+
+
+class CudaBackend(Backend):
+    """Our kernels on the GPUs of some compute capabilities."""
+
+    features = ALL_FEATURES
+    fused = frozenset(("gate", "beta", "qk_l2norm"))
+
+    def __init__(self, name: str, archs: tuple[Arch, ...], machine: Machine, device: str = "cuda") -> None:
+        """Backend `name` of a machine whose tensors are on `device`."""
+        self.name, self.priority, self.archs, self.machine = name, archs[0].priority, archs, machine
+        self.serves = {
+            "device": OneOf(device),
+            "arch": OneOf(*(arch.capability for arch in archs), prefix="sm_"),
+            "dtype": OneOf(*DTYPES),
+            "widths": Widths(*WIDTHS),
+            "gate_activation": Names(*GATE_CODES),
+            "beta_activation": Names(*BETA_CODES),
+        }
+
+    def more_reasons(self, problem: Problem) -> list[str]:
+        arch = next((a for a in self.archs if a.capability == problem.arch), None)
+        if arch is None or problem.K not in WIDTHS or problem.decode:
+            return []
+        needed = shared_bytes(problem.K, arch.capability, problem.needs_grad)
+        if needed <= arch.shared_bytes:
+            return []
+        return [
+            f"K is {problem.K}, needs {needed} bytes of shared memory, "
+            f"a block of sm_{arch.capability} has {arch.shared_bytes}"
+        ]
+
+    def problems(self) -> list[str]:
+        return self.machine.problems()
+
+    def variants(self, arch: str) -> Iterable[tuple[str, Mapping[str, str | int]]]:
+        mine = [a for a in self.archs if a.target == arch]
+        return variants(mine[0].capability, max(a.shared_bytes for a in mine)) if mine else ()
+
+    def saved_like(self, x: Inputs) -> list[Tensor]:
+        return [] if self._recomputes(x) else list(Saved.like(x))
+
+    def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
+        out, saved = forward(x, self.machine, save and not self._recomputes(x))
+        return out, list(saved or ())
+
+    def backward(
+        self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
+    ) -> Gradients:
+        x, d_o = aligned_inputs(x), aligned(d_o)
+        kept = Saved(*saved) if saved else recompute(x, self.machine)
+        scanned = reverse_scan(x, self.machine, kept, d_o, d_final, d_checkpoints)
+        tokens = gradients(x, self.machine, kept, scanned, d_o)
+        return Gradients(tokens.q, tokens.k, scanned.d_v, *tokens[2:], scanned.d_initial)
+
+    def decode(self, x: DecodeInputs) -> Tensor:
+        return decode(x, self.machine)
+
+    def _recomputes(self, x: Inputs) -> bool:
+        """True if the backward runs the forward again instead of reading what it kept."""
+        if x.recompute != "auto":
+            return x.recompute == "yes"
+        return Saved.nbytes(x) > MOST_SAVED * self.machine.properties(x.q.device).memory_bytes
+
+
+def _families() -> dict[str, tuple[Arch, ...]]:
+    names = dict.fromkeys(arch.backend for arch in ARCHS.values())
+    return {name: tuple(a for a in ARCHS.values() if a.backend == name) for name in names}
+
+
+BACKENDS = tuple(CudaBackend(name, archs, GPU()) for name, archs in _families().items())

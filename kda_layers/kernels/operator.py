@@ -1,0 +1,245 @@
+"""A differentiable operator: torch ops, fakes and autograd, derived from its contract.
+
+An operator is the boundary of autograd and of torch.compile. Its contract is three NamedTuples: `Inputs`, whose leading
+fields have gradients; `Outputs`; and `Gradients`, of those leading fields. Schemas come from their annotations, so that
+argument lists are written once. An op cannot return None: an absent output or gradient is an empty tensor of one
+dimension inside the ops, and None on both sides of them.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import torch_private
+from .registry import Backend, Registry
+from .tracing import is_plain, refuse_transforms, without_autocast
+
+NAMESPACE = "kda_layers"  # of torch.ops
+
+_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float", bool: "bool", int: "int"}
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+class Differentiable(Backend):
+    """A backend of an `Operator`."""
+
+    def forward(self, x: Any, save: bool) -> tuple[Any, list[Tensor]]:
+        """(outputs, saved): the whole forward; without `save` nothing is saved. `saved` is opaque to the caller."""
+        raise NotImplementedError
+
+    # backward(x, saved, *d_outputs): gradients of every tensor input, from what the same backend's `forward` saved (see
+    # `replaces`). Each contract names the gradients of its outputs; all but the first may be None.
+    backward: Callable[..., Any]
+
+    def saved_like(self, x: Any) -> list[Tensor]:
+        """Empty tensors with the shapes and dtypes of what `forward(x, save=True)` saves; must not read any value."""
+        raise NotImplementedError
+
+    def replaces(self, x: Any) -> tuple[str, ...]:
+        """Names of inputs that `backward` need not see as they came: the first tensors that `forward` saves, of the
+        same shapes and dtypes, are handed to it in their place (and not in `saved`), and the inputs are not kept."""
+        return ()
+
+
+X = TypeVar("X", bound=Any)  # NamedTuples
+Out = TypeVar("Out", bound=Any)
+
+
+class Operator(Generic[X, Out]):
+    """`Operator(...)(x, needs_grad, backend)` calls the operator on inputs that its validator has accepted."""
+
+    def __init__(
+        self,
+        name: str,
+        inputs: type[X],
+        outputs: type[Out],
+        gradients: type[Any],
+        registry: Registry[Any, Any],
+        outputs_like: Callable[[Any], Any],
+        reads: Iterable[str] = (),
+    ):
+        """Define torch.ops.<NAMESPACE>.<name> and .<name>_grad.
+
+        Args:
+            name: of the op, and of the operator in errors
+            inputs, outputs, gradients: the NamedTuple classes of the contract; the first output is always there
+            registry: of the backends, each a `Differentiable`
+            outputs_like: unwritten outputs for inputs, whose values it must not read
+            reads: outputs that backends read in the backward: they follow what is saved
+        """
+        self.name, self.inputs, self.outputs, self.registry = name, inputs, outputs, registry
+        self.outputs_like, self.reads = outputs_like, tuple(outputs._fields.index(n) for n in reads)
+        self.fields, self.with_gradient = len(inputs._fields), len(gradients._fields)
+        hints = typing.get_type_hints(inputs)
+        self.tensors = sum(hints[n] in (Tensor, Tensor | None) for n in inputs._fields)  # these fields lead
+        args, results = schema(inputs), ", ".join(f"Tensor {n}" for n in outputs._fields)
+        d_outputs = ", ".join(f"Tensor? d_{n}" for n in outputs._fields)
+        _library.define(f"{name}({args}, bool save, str backend) -> ({results}, Tensor[] saved)")
+        _library.define(
+            f"{name}_grad({args}, str backend, Tensor[] saved, {d_outputs}) -> "
+            f"({', '.join(['Tensor'] * self.with_gradient)})"
+        )
+        self.op = _implement(name, self._run, self._run_fake, self._run_recording)
+        self.grad_op = _implement(f"{name}_grad", self._grad, self._grad_fake, self._grad_recording)
+
+    def __call__(self, x: X, needs_grad: bool, backend: str) -> Out:
+        """The outputs of a backend's `forward`, differentiable; None for those that were not asked for."""
+        plain = is_plain(x)
+        if not torch.compiler.is_compiling():  # then the op is asked
+            refuse_transforms(self.name, x)
+        if plain:
+            if not needs_grad:
+                return without_autocast(self.registry.backends()[backend].forward, x, False)[0]
+            return self.outputs(*_Forward.apply(self, *x, True, backend))
+        *outputs, _ = self.op(*x, needs_grad, backend)
+        return self.outputs(*map(_or_none, outputs))
+
+    def _run(self, *args: Any) -> Any:
+        x, (save, backend) = self.inputs(*args[:-2]), args[-2:]
+        outputs, saved = without_autocast(self.registry.backends()[backend].forward, x, save)
+        return *(_or_empty(t, x) for t in outputs), saved
+
+    def _run_fake(self, *args: Any) -> Any:
+        x, (save, backend) = self.inputs(*args[:-2]), args[-2:]
+        saved = self.registry.backends()[backend].saved_like(x) if save else []
+        return *(_or_empty(t, x) for t in self.outputs_like(x)), saved
+
+    def _run_recording(self, *args: Any) -> Any:
+        refuse_transforms(self.name, args)
+        if args[-2] and torch.is_grad_enabled():
+            x = self.inputs(*args[:-2])
+            return *(_or_empty(t, x) for t in _Forward.apply(self, *args)), []  # residuals live in the graph alone
+        with torch_private.below_autograd():
+            return self.op(*args)
+
+    def _grad(self, *args: Any) -> Any:
+        x, (backend, *rest) = self.inputs(*args[: self.fields]), args[self.fields :]
+        grads = without_autocast(self.registry.backends()[backend].backward, x, *rest)
+        return tuple(_or_empty(t, x) for t in grads)
+
+    def _grad_fake(self, *args: Any) -> Any:
+        x = self.inputs(*args[: self.fields])
+        return tuple(_or_empty(None if t is None else t.new_empty(t.shape), x) for t in x[: self.with_gradient])
+
+    def _grad_recording(self, *args: Any) -> Any:
+        if torch.is_grad_enabled():
+            return _Backward.apply(self, *args)
+        with torch_private.below_autograd():
+            return self.grad_op(*args)
+
+
+class _Forward(torch.autograd.Function):
+    """An operator with its gradient. torch.library.register_autograd would do the same, 200 us a training step later:
+    it sorts through every argument and residual several times."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Operator[Any, Any], *args: Any) -> Any:
+        x, backend = op.inputs(*args[:-2]), args[-1]
+        if is_plain(x):
+            outputs, saved = without_autocast(op.registry.backends()[backend].forward, x, True)
+        else:
+            with torch_private.below_autograd():
+                *outputs, saved = op.op(*args)
+            outputs = [_or_none(t) for t in outputs]
+        replaced = op.registry.backends()[backend].replaces(x)
+        x = x._replace(**dict(zip(replaced, saved, strict=False)))
+        ctx.op, ctx.options, ctx.backend = op, x[op.tensors :], backend
+        ctx.save_for_backward(*x[: op.tensors], *saved[len(replaced) :], *(outputs[i] for i in op.reads))
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Tensor | None) -> Any:
+        op = ctx.op
+        refuse_transforms(f"the gradient of {op.name}", d_outputs)
+        tensors = ctx.saved_tensors
+        x = op.inputs(*tensors[: op.tensors], *ctx.options)
+        if d_outputs[0] is None:
+            d_outputs = torch.zeros_like(op.outputs_like(x)[0]), *d_outputs[1:]
+        args = *x, ctx.backend, list(tensors[op.tensors :]), *d_outputs
+        direct = is_plain(x) and not torch.is_grad_enabled()
+        grads = op._grad(*args) if direct else op.grad_op(*args)
+        needed = [None if t is None else _or_none(d) for t, d in zip(x, grads, strict=False)]
+        return None, *needed, *[None] * (op.fields - len(needed) + 2)  # operator first; then options, save, backend
+
+
+class _Backward(torch.autograd.Function):
+    """The gradient op where its own gradient is recorded: to say that there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Operator[Any, Any], *args: Any) -> Any:
+        ctx.name = op.name
+        with torch_private.below_autograd():
+            return op.grad_op(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"{ctx.name} has no second derivative: its backward is written by hand and can be taken once"
+        )
+
+
+class InPlaceOperator(Generic[X]):
+    """An operator without gradient that writes one of its inputs: `InPlaceOperator(...)(x, backend)`."""
+
+    def __init__(
+        self,
+        name: str,
+        inputs: type[X],
+        writes: str,
+        registry: Registry[Any, Any],
+        method: str,
+        output_like: Callable[[Any], Tensor],
+    ):
+        """Define torch.ops.<NAMESPACE>.<name>, which runs `method` of a backend and returns one tensor.
+
+        Args:
+            writes: the field of `inputs` that is written
+            others: as in `Operator`
+        """
+        self.name, self.inputs, self.writes = name, inputs, writes
+        self.registry, self.method, self.output_like = registry, method, output_like
+        _library.define(f"{name}({schema(inputs, mutable=writes)}, str backend) -> Tensor")
+        self.op = _implement(name, self._run, lambda *args: output_like(inputs(*args[:-1])))
+
+    def __call__(self, x: X, backend: str) -> Tensor:
+        """The output; the written input is updated."""
+        if not torch.compiler.is_compiling():
+            refuse_transforms(self.name, x)
+        if not is_plain(x):
+            return self.op(*x, backend)
+        torch.autograd.graph.increment_version(getattr(x, self.writes))
+        return self._run(*x, backend)
+
+    def _run(self, *args: Any) -> Tensor:
+        return without_autocast(getattr(self.registry.backends()[args[-1]], self.method), self.inputs(*args[:-1]))
+
+
+def _implement(name: str, run: Any, fake: Any, autograd: Any = None) -> Any:
+    """Give the op its functions and return it."""
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    if autograd is not None:
+        _library.impl(name, autograd, "Autograd")
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _or_empty(t: Tensor | None, x: Any) -> Tensor:
+    return x[0].new_empty(0) if t is None else t
+
+
+def _or_none(t: Tensor) -> Tensor | None:
+    return None if t.ndim == 1 and t.shape[0] == 0 else t
+
+
+def schema(fields: Any, mutable: str = "") -> str:
+    """The arguments of an op that takes the fields of a NamedTuple and writes `mutable`."""
+    hints = typing.get_type_hints(fields)
+    return ", ".join(
+        ("Tensor(a!)" if name == mutable else _SCHEMA_TYPES[hints[name]]) + f" {name}" for name in fields._fields
+    )

@@ -1,0 +1,78 @@
+"""The contract between the short convolution and its backends.
+
+B batch    T tokens    N sequences (B, or len(cu_seqlens) - 1 when packed)    D channels    W taps
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fla import few_tokens
+from ..operator import Differentiable
+
+
+class Inputs(NamedTuple):
+    """Everything that one call of a fused kernel reads."""
+
+    x: Tensor  # [B, T, D]
+    weight: Tensor  # [D, W]
+    state: Tensor | None  # [N, D, W]
+    cu_seqlens: Tensor | None  # [N + 1] int32 or int64
+
+
+class Outputs(NamedTuple):
+    """What a fused kernel returns."""
+
+    y: Tensor  # [B, T, D] in x's dtype
+
+
+class Gradients(NamedTuple):
+    """Gradients of the leading fields of `Inputs`."""
+
+    x: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a backend may decide on."""
+
+    device: str
+    arch: int  # CUDA compute capability times ten; 0 on other devices
+    dtype: torch.dtype
+    few_tokens: bool = False
+    masked: bool = False
+
+    @property
+    def features(self) -> dict[str, str]:
+        """What a backend must be able to do, and what is said where it is not."""
+        lacks = {
+            "few_tokens": few_tokens.LACK,
+            "masked": "tokens are masked, needs mask=None",
+        }
+        return {name: lack for name, lack in lacks.items() if getattr(self, name)}
+
+    def __str__(self) -> str:
+        flags = "".join(f", {name}" for name in self.features)
+        return f"short convolution, {self.device}, {str(self.dtype).removeprefix('torch.')}{flags}"
+
+
+class Backend(Differentiable):
+    """One implementation. A transparent one is plain torch, which autograd and torch.compile see through."""
+
+    transparent = False
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What `short_conv` returns, by a transparent backend."""
+        raise NotImplementedError
+
+
+def outputs_like(x: Inputs) -> Outputs:
+    """Unwritten outputs."""
+    return Outputs(x.x.new_empty(x.x.shape))

@@ -1,0 +1,58 @@
+"""Every private name of torch that the kernels use, with its reason. Checked with torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# The number of active dispatch modes; the public way to ask creates objects at every call.
+dispatch_modes = torch._C._len_torch_dispatch_stack
+# Context in which an op called by an autograd.Function records no gradient of its own.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+# Whether torch.func (grad, vmap, ...) is transforming the caller, and whether it wrapped a tensor.
+transforms_active = torch._C._are_functorch_transforms_active
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def forward_ad_active() -> bool:
+    """True inside torch.autograd.forward_ad.dual_level."""
+    return forward_ad._current_level >= 0
+
+
+def in_backward() -> bool:
+    """True if the autograd engine is running in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def thread_object(key: str) -> Any:
+    """The object stored under `key`, which torch hands from the thread that calls backward() to autograd's threads."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def store_thread_object(key: str, value: Any) -> None:
+    """Store what `thread_object` returns."""
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def constant_to_compile(f: F) -> F:
+    """Let torch.compile call `f` once, while tracing, and guard on its arguments, which must be constants.
+
+    As torch.compiler.assume_constant_result, which would import torch._dynamo, a second, to set one attribute.
+    """
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f
+
+
+def current_device() -> int:
+    """Index of the current GPU. torch.cuda.current_device() also initialises CUDA, which costs as much as a launch."""
+    return torch._C._cuda_getDevice()
+
+
+def current_stream(device: int) -> int:
+    """Handle of the current stream of a GPU, without the Stream object of torch.cuda.current_stream()."""
+    return torch._C._cuda_getCurrentRawStream(device)

@@ -1,0 +1,52 @@
+"""Who watches a call: tracing, dispatch modes, transforms of torch.func, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from . import torch_private
+
+PLAIN = {Tensor, Parameter, type(None), str, float, bool, int}
+
+
+def is_plain(x: Any) -> bool:
+    """True if the torch dispatcher can be bypassed for inputs `x`: not tracing, no dispatch mode, no Tensor subclass.
+
+    Boxing some 20 arguments for each of the dispatcher's layers costs as much as all the rest of a call.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch_private.dispatch_modes() == 0
+        and not x[0].is_meta
+        and PLAIN.issuperset(map(type, x))
+    )
+
+
+def without_autocast(f: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """Return f(x, *args) with autocast off, under which its matrix products would run in 16 bits."""
+    device = x[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return f(x, *args)
+    with torch.autocast(device, enabled=False):
+        return f(x, *args)
+
+
+def refuse_transforms(name: str, values: Iterable[Any]) -> None:
+    """Raise if called under a torch.func transform or forward-mode AD, which the kernels do not support."""
+    functorch = torch_private.transforms_active()
+    if (functorch or torch_private.forward_ad_active()) and any(
+        (functorch and (t.requires_grad or torch_private.is_transformed(t)))
+        or forward_ad.unpack_dual(t).tangent is not None
+        for t in values
+        if isinstance(t, Tensor)
+    ):
+        raise RuntimeError(
+            f"{name} has no rules for torch.func's transforms (grad, vmap, jvp, ...) and forward-mode differentiation: "
+            "for gradients use backward() or torch.autograd.grad, for several inputs at once the batch dimension"
+        )
