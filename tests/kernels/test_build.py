@@ -483,7 +483,7 @@ def few_variants(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return [(source, {"NUMBER": n}) for n in range(2 if arch == "sm_80" else 1)]
 
     backends = {"new": SimpleNamespace(variants=variants), "old": SimpleNamespace(variants=lambda arch: ())}
-    monkeypatch.setattr(toolchain, "backends", lambda: backends)
+    monkeypatch.setattr(toolchain, "registries", lambda: [SimpleNamespace(backends=lambda: backends)])
 
 
 @pytest.mark.usefixtures("few_variants")
