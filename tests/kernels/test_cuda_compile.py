@@ -127,7 +127,7 @@ def test_gradients(variant: gradients.Variant, arch: str) -> None:
 @on_all_gradients
 def test_constants_of_gradients(variant: gradients.Variant, arch: str, agree: Callable[..., None]) -> None:
     constants = {
-        "sizeof(GradientParams)": gradients.PARAMS.size,
+        "sizeof(GradientParams)": gradients.PARAMS.nbytes,
         "Shared::BYTES": variant.shared_bytes,
         "THREADS": variant.threads,
         "CHUNK": CHUNK,
@@ -200,7 +200,7 @@ def test_constants_of_chunk(variant: chunk.Variant, arch: str, agree: Callable[.
         Path(chunk.SOURCE).with_name("shared.cuh"),
         variant.defines,
         {
-            "sizeof(ChunkParams)": chunk.POINTERS.size + chunk.REST.size,
+            "sizeof(ChunkParams)": chunk.PARAMS.nbytes,
             "Shared::BYTES": variant.shared_bytes,
             "THREADS": variant.threads,
             "SLICES": variant.slices,
@@ -217,7 +217,7 @@ def test_constants_of_chunk(variant: chunk.Variant, arch: str, agree: Callable[.
 @on_every_reverse
 def test_constants_of_reverse(variant: reverse.Variant, arch: str, agree: Callable[..., None]) -> None:
     constants = {
-        "sizeof(ReverseParams)": reverse.PARAMS.size,
+        "sizeof(ReverseParams)": reverse.PARAMS.nbytes,
         "Shared::BYTES": variant.shared_bytes,
         "THREADS": reverse.THREADS,
         "SLICES": variant.slices,
@@ -230,7 +230,7 @@ def test_constants_of_reverse(variant: reverse.Variant, arch: str, agree: Callab
 @pytest.mark.parametrize("variant", STEPS)
 def test_constants_of_step(variant: step.Variant, agree: Callable[..., None]) -> None:
     constants = {
-        "sizeof(StepParams)": step.POINTERS.size + step.REST.size,
+        "sizeof(StepParams)": step.PARAMS.nbytes,
         "32 * WARPS": variant.threads,
         "SLICES": variant.slices,
         "sizeof(Shared)": variant.shared_bytes(1),

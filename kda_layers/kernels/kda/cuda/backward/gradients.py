@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +13,31 @@ from torch import Tensor
 
 from ....cuda.arch import ARCHS
 from ....cuda.machine import Launchable, Machine
+from ....cuda.params import Params, addresses
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs
 from ..forward.forward import TYPES, WIDTHS, Saved, chunk_rows
 from .reverse_scan import Scanned
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
-PARAMS = struct.Struct("<20Q10i2f")  # GradientParams
+PARAMS = Params("GradientsParams", """
+    const u16 *q, *k;                      // [B, T, H, K]
+    const u16* v;                          // [B, T, HV, V]
+    const void* g;                         // [B, T, HV, K]
+    const void* beta;                      // [B, T, HV]
+    const float *A_log, *dt_bias;          // [HV], [HV, K], or null
+    const void* cu_seqlens;                // [sequences + 1], or null
+    const u16 *states, *d_states;          // [rows, HV, V, K]: S before a chunk, dS after it
+    const u16 *errors, *d_v, *d_o;         // [B, T, HV, V]
+    u16 *d_q, *d_k;                        // like q, k
+    void *d_g, *d_beta;                    // like g, beta
+    float *d_A_log, *d_dt_bias;            // [rows, HV], [rows, HV, K]: each chunk's part
+    float4* sums;                          // [blocks, 16, THREADS], or null where group is 1
+    int T, H, HV, group, sequences, rows;  // group = HV / H; rows: at least the number of chunks
+    int int64_offsets;                     // cu_seqlens is int64
+    int beta_activation, beta_fp32, qk_l2norm;
+    float lower_bound, scale;
+""")  # fmt: skip
 
 
 class TokenGradients(NamedTuple):
@@ -84,7 +101,7 @@ def pack(
         saved.states, scanned.d_states, saved.errors, scanned.d_v, d_o, *out, sums,
     )  # fmt: skip
     return PARAMS.pack(
-        *(0 if t is None else t.data_ptr() for t in tensors),
+        addresses(tensors),
         x.q.shape[1], x.q.shape[2], x.v.shape[2], x.v.shape[2] // x.q.shape[2],
         0 if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, rows,
         x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, BETA_CODES[x.beta_activation],

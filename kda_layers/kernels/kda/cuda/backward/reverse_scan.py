@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,10 +13,22 @@ from torch import Tensor
 
 from ....cuda.arch import ARCHS
 from ....cuda.machine import Launchable, Machine
+from ....cuda.params import Params, addresses
 from ...contract import Inputs
 from ..forward.forward import TYPES, WIDTHS, Saved, aligned, stage_bytes
 
-PARAMS = struct.Struct("<8Q4i")  # ReverseParams
+PARAMS = Params("ReverseScanParams", """
+    unsigned char* prepared;     // [NC, HV, STAGE_BYTES], NC chunks of all sequences
+    const u16* d_o;              // [B, T, HV, V]
+    const float* d_checkpoints;  // [B, T / 64, HV, V, K], or null
+    const float* d_final;        // [N, HV, V, K], or null
+    const void* cu_seqlens;      // [N + 1], or null
+    u16* d_v;                    // [B, T, HV, V]
+    u16* d_states;               // [NC, HV, V, K], at each chunk's end
+    float* d_initial;            // [N, HV, V, K], or null
+    int T, HV, items;            // items = N * HV work tiles; B * T < 2^31
+    int int64_offsets;           // cu_seqlens is int64
+""")  # fmt: skip
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 BV = 64  # columns of V a block
 THREADS = 160
@@ -99,7 +110,7 @@ def reverse_scan(
     out = Scanned(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
     units = min(items, max(processors // variant.slices, 1))  # a block takes most of a multiprocessor's shared memory
     params = PARAMS.pack(
-        *(0 if t is None else t.data_ptr() for t in (saved.prepared, *given, *out)), x.v.shape[1], HV, items,
+        addresses((saved.prepared, *given, *out)), x.v.shape[1], HV, items,
         x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
     )  # fmt: skip
     kernel = _kernel(machine, variant, x.v.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,40 @@ import torch
 from torch import Tensor
 
 from ....cuda.machine import Dim, Launchable, Machine
+from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import DecodeInputs
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
-POINTERS = struct.Struct("<12Q")  # StepParams begins with them
-REST = struct.Struct("<" + 8 * "4I" + "Q6I3i2f4x")
+PARAMS = Params("DecodeParams", """
+    const u16 *q, *k, *v;
+    const void *g, *beta;
+    unsigned char* state;
+    u16* o;                        // [B, T, HV, V], contiguous
+    const float *A_log, *dt_bias;  // [HV] and [HV, K], or null
+    const void* slots;             // null: sequence n has slot n. [N, columns]: a slot for the state after each token
+    const void* accepted;          // null, or [N]: the state of n is in column accepted[n] - 1 of its slots
+    const void* offsets;           // null, or cu_seqlens [N + 1]
+    Rows q_at, k_at, v_at, g_at, beta_at;
+    Index slots_at, accepted_at, offsets_at;
+    u64 group_inverse;                         // 2^32 / (HV / H), rounded up: a multiplication divides by the group
+    u32 slot_stride, head_stride, slot_count;  // strides of the state in 16 bytes
+    u32 sequences, tokens, stage;              // stage: tokens of a sequence that shared memory holds at a time
+    int gate, beta_activation, qk_l2norm;
+    float lower_bound, scale;
+""", """
+struct Rows {  // of a tensor [B, T, heads, ...]: strides in elements; of the last dimension it is 1
+    u32 batch, token, head;
+    u32 fp32;  // not IO
+};
+
+struct Index {  // of a tensor [N] or [N, columns]: strides in elements
+    u32 row, column;
+    u32 columns;  // 0: [N]
+    u32 int64;    // not int32
+};
+
+""")  # fmt: skip
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 STATES = (torch.float32, torch.bfloat16)
 STAGE = 8  # tokens in shared memory at a time
@@ -151,7 +178,7 @@ def pack(
         return pack(x._replace(state=state.clone(memory_format=torch.contiguous_format)), o, machine, variant)
     if not plan.aligned or (q_at | k_at) & plan.qk_align or g_at & plan.g_align or bias_at & 15:
         return pack(_copies(x), o, machine, variant)
-    pointers = POINTERS.pack(
+    pointers = PARAMS.pack_pointers(
         q_at, k_at, v.data_ptr(), g_at, beta.data_ptr(), state_at, o.data_ptr(),
         0 if A_log is None else A_log.data_ptr(), bias_at, 0 if slots is None else slots.data_ptr(),
         0 if accepted is None else accepted.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
@@ -176,7 +203,7 @@ def _plan(
     variant = variant or variant_for(K, V, dtype, state_dtype, tokens > FEW and N * HV >= MANY_HEADS)
     stage, piece, channels = min(T, STAGE), 16 // state_dtype.itemsize, K // 32  # channels: what a lane reads at once
     slices = variant.slices
-    rest = REST.pack(
+    rest = PARAMS.pack_values(
         *q[:3], 0, *k[:3], 0, *v[:3], 0, *g[:3], g_dtype is torch.float32, *beta, beta_dtype is torch.float32,
         *_index(slots), *_index(accepted), *_index(offsets),
         -(-(2**32) // (HV // H)), state[0] // piece, state[1] // piece, slot_count, N, T, stage,

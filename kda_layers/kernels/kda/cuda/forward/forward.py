@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +13,32 @@ from torch import Tensor
 
 from ....cuda.arch import ARCHS
 from ....cuda.machine import Launchable, Machine
+from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput, checkpoint_count
 
-POINTERS, REST = struct.Struct("<17Q"), struct.Struct("<9i2f4x")  # ChunkParams
+PARAMS = Params("ForwardParams", """
+    const u16 *q, *k;               // [B, T, H, K]
+    const u16* v;                   // [B, T, HV, V]
+    const void* g;                  // [B, T, HV, K]
+    const void* beta;               // [B, T, HV]
+    const float *A_log, *dt_bias;   // [HV], [HV, K], or null
+    const float* initial_state;     // [N, HV, V, K], or null
+    const void* cu_seqlens;         // [N + 1], or null
+    u16* o;                         // [B, T, HV, V]
+    float* final_state;             // [N, HV, V, K], or null
+    float* checkpoints;             // [B, T / 64, HV, V, K], or null
+    unsigned char* ring;            // RING * STAGE_BYTES for each CTA group, or null without shared chunks
+    u32* progress;                  // [CTA groups][2][32] zeros, the same
+    // Kept where SAVES; NC chunks of all sequences
+    unsigned char* prepared;        // [NC, HV, STAGE_BYTES], in the place of the ring
+    u16* states;                    // [NC, HV, V, K], at each chunk's start
+    u16* errors;                    // [B, T, HV, V], V'
+    int T, H, HV, group, items;     // group = HV / H, items = N * HV work tiles; B * T < 2^31
+    int int64_offsets;              // cu_seqlens is int64
+    int beta_activation, beta_fp32, qk_l2norm;
+    float lower_bound, scale;
+""")  # fmt: skip
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 WIDTHS = (128, 64)
@@ -180,7 +201,7 @@ def _plan(
     units = min(items, processors // variant.slices)  # blocks of a unit wait for each other: all must run at once
     if not units:
         raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
-    rest = REST.pack(
+    rest = PARAMS.pack_values(
         T, H, HV, HV // H, items, offsets is not None and offsets[1] == torch.int64, BETA_CODES[beta_activation],
         beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
     )  # fmt: skip
@@ -241,7 +262,7 @@ def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput,
         checkpoints = new(shape, dtype=torch.float32, device=device)
     ring, saved = Ring.of(plan.variant, plan.units, device), Saved.like(x) if save else None
     outputs = (o, final, checkpoints, *ring, *(saved or (None, None, None)))
-    params = POINTERS.pack(*addresses, *(0 if t is None else t.data_ptr() for t in outputs)) + plan.rest
+    params = PARAMS.pack_pointers(*addresses, *(0 if t is None else t.data_ptr() for t in outputs)) + plan.rest
     plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
     return KDAOutput(o, final, checkpoints), saved
 

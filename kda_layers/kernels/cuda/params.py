@@ -1,0 +1,65 @@
+"""The struct that a kernel takes by value, described once: the description packs its bytes and is its C++ definition.
+
+A source includes the definition as "<name>.h" ("ForwardParams.h"), which is in no file: like every header, NVRTC gets
+it as a text.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable
+
+from torch import Tensor
+
+CODES = {"int": "i", "u32": "I", "u64": "Q", "float": "f"}
+
+_headers: dict[str, str] = {}
+
+
+class Params:
+    """Pointers first, which change from launch to launch; then values, which seldom do."""
+
+    def __init__(self, name: str, fields: str, structs: str = ""):
+        """Describe the struct `name`.
+
+        Args:
+            fields: its members in C++: pointers, then values of the types `CODES` or of `structs`
+            structs: C++ definitions of structs of u32, which count as that many values
+        """
+        members = {kind: len(_declared(body)) for kind, body in re.findall(r"struct (\w+) \{(.*?)\};", structs, re.S)}
+        declared = _declared(fields)
+        pointers = [name for kind, name in declared if kind == "*"]
+        codes = [CODES.get(kind) or f"{members[kind]}I" for kind, _ in declared[len(pointers) :]]
+        self.name, self.pointers = name, pointers
+        self._pointers = struct.Struct(f"@{len(pointers)}Q")
+        self._values = struct.Struct("@" + "".join(codes) + "0Q")  # padded to a multiple of 8 bytes
+        self.pack_pointers, self.pack_values = self._pointers.pack, self._values.pack
+        self.nbytes = self._pointers.size + self._values.size
+        _headers[f"{name}.h"] = (
+            f'#pragma once\n#include "ptx.cuh"\n{structs}struct {name} {{{fields}}};\n'
+            f'static_assert(sizeof({name}) == {self.nbytes}, "as it is packed");\n'
+        )
+
+    def pack(self, addresses: list[int], *values: object) -> bytes:
+        """The struct's bytes."""
+        return self.pack_pointers(*addresses) + self.pack_values(*values)
+
+
+def header(name: str) -> str | None:
+    """The text of a struct's definition by the name that sources include; None for another name."""
+    return _headers.get(name)
+
+
+def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+    """Data pointers; 0 for None."""
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def _declared(fields: str) -> list[tuple[str, str]]:
+    """(type, name) of each member; the type of a pointer is *."""
+    found = []
+    for declaration in re.sub(r"//[^\n]*", "", fields).split(";"):
+        kind = "*" if "*" in declaration else (declaration.split() or [""])[0]
+        found += [(kind, name) for name in re.findall(r"(\w+)\s*(?:,|$)", declaration)]
+    return found
