@@ -15,6 +15,7 @@ import kda_layers
 PACKAGE = Path(kda_layers.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 KERNELS = [f for f in FILES if f.is_relative_to(PACKAGE / "kernels")]
+TESTING = sorted(PACKAGE.glob("testing/*.py"))  # stands beside the package, and nothing of it imports it
 BACKENDS = [f for f in KERNELS if f.parent.name == "backends" and f.name != "__init__.py"]
 HEAVY = {"triton", "fla", "cuda", "cupy", "pynvml"}  # only inside functions, and only where a backend needs them
 # Triton compiles functions of a module that has imported it: so these modules are only imported inside functions.
@@ -118,11 +119,16 @@ def test_kernels_import_downwards(file: Path) -> None:
         assert {n.split(".")[0] for n in own} & {"op", "dispatch", "backends", "fla_api"} == set()
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f not in KERNELS], ids=name_of)
+@pytest.mark.parametrize("file", [f for f in FILES if f not in KERNELS + TESTING], ids=name_of)
 def test_what_is_above_the_kernels_knows_no_backend(file: Path) -> None:
     inside = {"backends", "cuda", "reference", *(b.stem for b in BACKENDS)}
     found = {n for n in ours(file) if n.startswith("kernels.") and set(n.split(".")[1:]) & inside}
     assert found == ({"kernels.cuda.toolchain"} if file.name == "__main__.py" else set())
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f not in TESTING], ids=name_of)
+def test_the_package_does_not_need_its_testing(file: Path) -> None:
+    assert [n for n in ours(file) if n.startswith("testing")] == []
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
