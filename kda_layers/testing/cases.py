@@ -76,6 +76,8 @@ def make_inputs(case: Case, device: str = "cpu", draw: int = 0) -> Inputs:
 
     small = 1.0 if case.l2norm else 0.7 * K**-0.5  # without a norm |k| must stay below 1
     q, k, v = normal(B, T, H, K) * small, normal(B, T, H, K) * small, normal(B, T, HV, V)
+    A_log: Tensor | None
+    dt_bias: Tensor | None
     g, A_log, dt_bias = normal(B, T, HV, K), uniform(HV), uniform(HV, K)
     if case.slow:
         dt = torch.exp(math.log(1e-3) + uniform(HV, K) * math.log(100))

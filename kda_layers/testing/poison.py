@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch.utils import deterministic
 
 
 @contextlib.contextmanager
@@ -17,7 +18,7 @@ def poisoned_memory(active: bool = True) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         assert torch.empty(3).isnan().all()
         yield
     finally:
