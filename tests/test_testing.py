@@ -27,5 +27,5 @@ def test_a_wrong_one_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         return out._replace(o=out.o * 1.03), saved
 
     monkeypatch.setattr(eager, "forward", wrong)
-    with pytest.raises(AssertionError, match="^o: error 0.0"):
+    with pytest.raises(AssertionError, match=r"^o: error 0\.0"):
         check_backend(CASE, "eager", "cpu")
