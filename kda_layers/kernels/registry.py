@@ -19,7 +19,8 @@ import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -34,14 +35,39 @@ CHOICES = 4096  # remembered, by the fields of a problem: to make and hash one c
 _registries: dict[str, Registry[Any, Any]] = {}
 
 
-class Problem(Protocol):
-    """What a backend may decide on; its text names it in logs and errors."""
+@dataclass(frozen=True)
+class Problem:
+    """What a backend may decide on: no length, no batch size and no tensor, so that a choice can be memoised."""
+
+    device: str
+    arch: int  # CUDA compute capability times ten (90 for an H200); 0 on other devices
+    dtype: torch.dtype
+
+    LACKS: ClassVar[Mapping[str, str]] = {}  # boolean fields that a backend must be able to do; what is said if not
 
     @property
-    def device(self) -> str: ...
+    def features(self) -> dict[str, str]:
+        """Those of LACKS that are set."""
+        return {name: lack for name, lack in self.LACKS.items() if getattr(self, name)}
 
-    @property
-    def features(self) -> Mapping[str, str]: ...  # those that a backend must have, and what lacks of it are told
+    def details(self) -> list[str]:
+        """What the text says between the dtype and the features."""
+        return []
+
+    def __str__(self) -> str:
+        where = f"{self.device} sm_{self.arch}" if self.arch else self.device
+        return ", ".join([where, dtype_name(self.dtype), *self.details(), *self.features])
+
+
+def best_device(device: str | None) -> tuple[str, int]:
+    """(device, arch) of `device`, or of a GPU if there is one."""
+    d = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return d.type, arch_of(d)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """bfloat16 for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Allowed(abc.ABC):

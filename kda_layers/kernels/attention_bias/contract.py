@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ..checks import accumulator_dtype
 from ..operator import Differentiable
+from ..registry import Problem as AnyProblem
+from ..registry import dtype_name
 
 
 class Inputs(NamedTuple):
@@ -44,12 +46,9 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a backend may decide on: no length, no batch size and no tensor, so that a choice can be memoised."""
+class Problem(AnyProblem):
+    """What a backend may decide on; every backend serves every form, so that no flag is a feature."""
 
-    device: str
-    arch: int  # CUDA compute capability times ten (90 for an H200); 0 on other devices
-    dtype: torch.dtype
     D: int
     group: int  # H // H_kv
     bias: str = "none"  # "per key": the same for every query, "per query and key"
@@ -59,18 +58,13 @@ class Problem:
     needs_grad: bool = False
     bias_grad: bool = False
 
-    @property
-    def features(self) -> dict[str, str]:
-        """None: every backend serves every form."""
-        return {}
+    def details(self) -> list[str]:
+        bias = self.bias if self.bias_dtype is None else f"{self.bias} ({dtype_name(self.bias_dtype)})"
+        flags = [n for n in ("causal", "packed", "needs_grad", "bias_grad") if getattr(self, n)]
+        return [f"D={self.D}", f"H/H_kv={self.group}", f"bias={bias}", *flags]
 
     def __str__(self) -> str:
-        where = f"{self.device} sm_{self.arch}" if self.arch else self.device
-        bias = self.bias if self.bias_dtype is None else f"{self.bias} ({_name(self.bias_dtype)})"
-        flags = [n for n in ("causal", "packed", "needs_grad", "bias_grad") if getattr(self, n)]
-        return f"attention, {where}, {_name(self.dtype)}, D={self.D}, H/H_kv={self.group}, bias={bias}" + "".join(
-            f", {f}" for f in flags
-        )
+        return f"attention, {super().__str__()}"
 
 
 class Outputs(NamedTuple):
@@ -124,7 +118,3 @@ def empty_lse(x: Inputs) -> Tensor:
     """Space for the logsumexp of every query and head, [B, H, T] in fp32 or fp64."""
     B, T, H, _ = x.q.shape
     return x.q.new_empty(B, H, T, dtype=accumulator_dtype(x.q.dtype))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

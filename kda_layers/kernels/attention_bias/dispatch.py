@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from ..registry import Registry, arch_of
+from ..registry import Registry, arch_of, best_device
 from ..torch_private import constant_to_compile
 from .contract import Backend, Inputs, Problem
 
 
 def default_problem(device: str | None = None) -> Problem:
     """A training step in bf16 with a learned bias for each key, on `device` or the best one here."""
-    d = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     bf16 = torch.bfloat16
-    return Problem(d.type, arch_of(d), bf16, 128, 1, "per key", bf16, needs_grad=True, bias_grad=True)
+    return Problem(*best_device(device), bf16, 128, 1, "per key", bf16, needs_grad=True, bias_grad=True)
 
 
 ATTENTION: Registry[Problem, Backend] = Registry("biased_attention", __package__, Problem, default_problem)

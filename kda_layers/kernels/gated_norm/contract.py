@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..fla import few_tokens
+from ..fla.layer import FEW_TOKENS
 from ..registry import Backend as AnyBackend
+from ..registry import Problem as AnyProblem
 
 
 class Inputs(NamedTuple):
@@ -28,27 +28,16 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(AnyProblem):
     """What a backend may decide on."""
 
-    device: str
-    arch: int  # CUDA compute capability times ten; 0 on other devices
-    dtype: torch.dtype
     few_tokens: bool = False
     compiled: bool = False
 
-    @property
-    def features(self) -> dict[str, str]:
-        """What a backend must be able to do, and what is said where it is not."""
-        lacks = {
-            "few_tokens": few_tokens.LACK,
-            "compiled": "torch.compile fuses the plain form",
-        }
-        return {name: lack for name, lack in lacks.items() if getattr(self, name)}
+    LACKS = {"few_tokens": FEW_TOKENS, "compiled": "torch.compile fuses the plain form"}  # noqa: RUF012
 
     def __str__(self) -> str:
-        flags = "".join(f", {name}" for name in self.features)
-        return f"gated norm, {self.device}, {str(self.dtype).removeprefix('torch.')}{flags}"
+        return f"gated norm, {super().__str__()}"
 
 
 class Backend(AnyBackend):

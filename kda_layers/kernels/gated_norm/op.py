@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..fla.few_tokens import few_tokens
+from ..fla.layer import few_tokens
 from ..torch_private import constant_to_compile
 from .contract import Inputs
 from .dispatch import GATED_NORM

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..checks import accumulator_dtype as state_dtype
 from ..operator import Differentiable
 from ..registry import Allowed, one_of
+from ..registry import Problem as AnyProblem
 from .activations import BETA_CODES, GATE_CODES
 
 CHUNK = 64  # tokens between two state checkpoints, and the chunk length of every backend that reports them
@@ -95,12 +96,9 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a backend may decide on: no length, no batch size and no tensor, so that a choice can be memoised."""
+class Problem(AnyProblem):
+    """What a backend of `kda` and `kda_step` may decide on."""
 
-    device: str
-    arch: int  # CUDA compute capability times ten (90 for an H200); 0 on other devices
-    dtype: torch.dtype
     beta_dtype: torch.dtype
     K: int
     V: int
@@ -115,32 +113,25 @@ class Problem:
     checkpoints: bool = False
     bf16_state: bool = False  # of a decode step: rounded at every call
 
-    @property
-    def features(self) -> dict[str, str]:
-        """What a backend must be able to do, and what is said where it is not."""
-        return {name: lack for name, lack in FEATURES.items() if getattr(self, name)}
+    LACKS = {  # noqa: RUF012
+        "decode": "decodes, needs whole sequences",
+        "packed": "sequences are packed, needs cu_seqlens=None",
+        "needs_grad": "gradients are needed, needs torch.no_grad()",
+        "has_state": "has an initial state, needs None",
+        "checkpoints": "checkpoints are asked for, needs checkpoint_every=0",
+        "bf16_state": "state is bfloat16, needs float32",
+    }
 
     @property
     def widths(self) -> tuple[int, int]:
         return self.K, self.V
 
-    def __str__(self) -> str:
-        where = f"{self.device} sm_{self.arch}" if self.arch else self.device
-        return (
-            f"{where}, {str(self.dtype).removeprefix('torch.')}, K={self.K}, V={self.V}, HV/H={self.group}, "
-            f"gate={self.gate_activation}, beta={self.beta_activation}" + "".join(f", {name}" for name in self.features)
-        )
+    def details(self) -> list[str]:
+        sizes = f"K={self.K}", f"V={self.V}", f"HV/H={self.group}"
+        return [*sizes, f"gate={self.gate_activation}", f"beta={self.beta_activation}"]
 
 
-FEATURES = {
-    "decode": "decodes, needs whole sequences",
-    "packed": "sequences are packed, needs cu_seqlens=None",
-    "needs_grad": "gradients are needed, needs torch.no_grad()",
-    "has_state": "has an initial state, needs None",
-    "checkpoints": "checkpoints are asked for, needs checkpoint_every=0",
-    "bf16_state": "state is bfloat16, needs float32",
-}
-ALL_FEATURES = frozenset(FEATURES)
+ALL_FEATURES = frozenset(Problem.LACKS)
 
 
 class Widths(Allowed):

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from ..registry import Registry, arch_of
+from ..registry import Registry, arch_of, best_device
 from ..torch_private import constant_to_compile
 from .contract import Backend, DecodeInputs, Inputs, Problem
 
 
 def default_problem(device: str | None = None) -> Problem:
     """A training step of a layer of the default configuration in bf16, on `device` or the best one here."""
-    d = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     bf16 = torch.bfloat16
-    return Problem(d.type, arch_of(d), bf16, bf16, 128, 128, 1, "lower_bound", "sigmoid", True, needs_grad=True)
+    return Problem(*best_device(device), bf16, bf16, 128, 128, 1, "lower_bound", "sigmoid", True, needs_grad=True)
 
 
 KDA: Registry[Problem, Backend] = Registry("kda", __package__, Problem, default_problem)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..fla import few_tokens
+from ..fla.layer import FEW_TOKENS
 from ..operator import Differentiable
+from ..registry import Problem as AnyProblem
 
 
 class Inputs(NamedTuple):
@@ -38,27 +38,16 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(AnyProblem):
     """What a backend may decide on."""
 
-    device: str
-    arch: int  # CUDA compute capability times ten; 0 on other devices
-    dtype: torch.dtype
     few_tokens: bool = False
     masked: bool = False
 
-    @property
-    def features(self) -> dict[str, str]:
-        """What a backend must be able to do, and what is said where it is not."""
-        lacks = {
-            "few_tokens": few_tokens.LACK,
-            "masked": "tokens are masked, needs mask=None",
-        }
-        return {name: lack for name, lack in lacks.items() if getattr(self, name)}
+    LACKS = {"few_tokens": FEW_TOKENS, "masked": "tokens are masked, needs mask=None"}  # noqa: RUF012
 
     def __str__(self) -> str:
-        flags = "".join(f", {name}" for name in self.features)
-        return f"short convolution, {self.device}, {str(self.dtype).removeprefix('torch.')}{flags}"
+        return f"short convolution, {super().__str__()}"
 
 
 class Backend(Differentiable):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..registry import Registry, arch_of
+from ..registry import Registry, best_device
 from ..torch_private import constant_to_compile
 from .contract import Backend, Problem
 
 
 def default_problem(device: str | None = None) -> Problem:
     """A long sequence in bf16 on `device` or the best one here."""
-    d = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return Problem(d.type, arch_of(d), torch.bfloat16)
+    return Problem(*best_device(device), torch.bfloat16)
 
 
 SHORT_CONV: Registry[Problem, Backend] = Registry("short_conv", __package__, Problem, default_problem, advisory=True)

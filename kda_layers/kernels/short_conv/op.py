@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..fla.few_tokens import few_tokens
+from ..fla.layer import few_tokens
 from ..operator import Operator
 from .contract import Gradients, Inputs, Outputs, outputs_like
 from .dispatch import SHORT_CONV, choose

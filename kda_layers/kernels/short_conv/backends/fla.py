@@ -8,22 +8,12 @@ import torch
 from torch import Tensor
 
 from ...fla.chunk_table import chunk_table
-from ...fla.package import layer_functions, problems
-from ...registry import OneOf
+from ...fla.layer import LayerBackend
+from ...fla.package import layer_functions
 from ..contract import Backend, Gradients, Inputs, Outputs
 
 
-class FLABackend(Backend):
-    name = "fla"
-    priority = 10
-    serves = {  # noqa: RUF012
-        "device": OneOf("cuda"),
-        "dtype": OneOf(torch.bfloat16, torch.float16, torch.float32),
-    }
-
-    def problems(self) -> list[str]:
-        return problems()
-
+class FLABackend(LayerBackend, Backend):
     def saved_like(self, x: Inputs) -> list[Tensor]:
         return []
 
