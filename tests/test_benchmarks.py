@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import biased_attention, compare, decode_lengths, report, swap, timing
+from benchmarks import biased_attention, compare, decode_lengths, report, swap, timing, training_curves
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import cases, kernel_shares, layer, operator, tables, truth
 from benchmarks.gpu.cases import Case, Sizes
@@ -756,6 +756,12 @@ def test_results_are_json_of_one_schema() -> None:
     assert {p.suffix for p in RESULTS.iterdir()} == {".json"}
     for path in RESULTS.iterdir():
         assert report.load(path)["rows"], path.name
+
+
+def test_loss_curves_have_the_same_form() -> None:
+    """The benchmark keeps a file of its own, from which it resumes."""
+    there = report.load(RESULTS / "gpu-training-curves.json")
+    assert training_curves.results(there["details"] | {"runs": there["rows"]}) == there
 
 
 @pytest.mark.parametrize(
