@@ -97,7 +97,7 @@ def test_another_time_gives_another_readme() -> None:
     for row in found["gpu-forward-h32"]["rows"]:
         if "time" in row:
             row["time"] = row["time"] | {"median": 2 * row["time"]["median"]}
-    assert docs_tables.filled(README.read_text(), found) != README.read_text()
+    assert docs_tables.filled("README.md", README.read_text(), found) != README.read_text()
 
 
 @pytest.mark.parametrize("path", [README, *(p for p in PAGES if "internals" not in p.parts)], ids=name_of)
@@ -113,8 +113,8 @@ def test_missing_and_ambiguous_rows_are_named() -> None:
         docs_tables.median(found, "gpu-training", contender="sm90", T=3)
     with pytest.raises(ValueError, match="got "):
         docs_tables.median(found, "gpu-training", contender="sm90")
-    with pytest.raises(ValueError, match="expected <!-- figure --> and <!-- /figure --> once"):
-        docs_tables.filled("no markers", found)
+    with pytest.raises(ValueError, match=r"expected <!-- figure --> and <!-- /figure --> once in docs/index\.md"):
+        docs_tables.filled("docs/index.md", "no markers", found)
 
 
 def test_every_result_has_a_page_with_its_figures() -> None:

@@ -1,6 +1,7 @@
 """`python -m tools.docs`: write every generated part of README and docs; `--check`: exit 1 if a committed one differs.
 
-Committed: README's table and caption, docs/assets. Not committed: docs/benchmarks/runs, a page for each result file.
+Committed: README's table, the caption of its figure, docs/assets. Not committed: docs/benchmarks/runs, a page for each
+result file.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ def committed() -> dict[Path, str]:
     """Return {path from the root: text} of each committed file that is generated or holds a generated part."""
     found = docs_tables.results()
     files = {Path(path): figure(found) for path, figure in docs_figures.COMMITTED.items()}
-    readme = Path("README.md")
-    return files | {readme: docs_tables.filled((ROOT / readme).read_text(), found)}
+    return files | {Path(p): docs_tables.filled(p, (ROOT / p).read_text(), found) for p in docs_tables.BLOCKS}
 
 
 def runs() -> dict[Path, str]:

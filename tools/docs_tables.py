@@ -1,4 +1,4 @@
-"""Pages of docs/benchmarks/runs, and what README shows between its markers, from benchmarks/results."""
+"""Pages of docs/benchmarks/runs, and what stands between markers in README and docs, from benchmarks/results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def speed(found: Results) -> str:
     """Return README's table of measured rows."""
     lines = ["| | device | ours, ms | peer | peer, ms | ratio | run |", "|" + " --- |" * 7]
     for row in measured(found):
-        ratio = f"{row.theirs / row.ours:.2g}"
+        ratio = f"{row.theirs / row.ours:.{1 if row.theirs < 10 * row.ours else 0}f}"
         times = (tables.number(row.ours), row.peer, tables.number(row.theirs))
         lines.append("| " + " | ".join((row.what, row.device, *times, ratio, f"`{row.name}`")) + " |")
     return "\n".join(lines)
@@ -108,15 +108,18 @@ def caption(found: Results) -> str:
     )
 
 
-BLOCKS: dict[str, Callable[[Results], str]] = {"figure": caption, "speed": speed}
+BLOCKS: dict[str, dict[str, Callable[[Results], str]]] = {
+    "README.md": {"figure": caption, "speed": speed},
+    "docs/index.md": {"figure": caption},
+}
 
 
-def filled(text: str, found: Results) -> str:
-    """Return `text` with what stands between each pair of markers, <!-- name --> and <!-- /name -->, replaced."""
-    for name, block in BLOCKS.items():
+def filled(path: str, text: str, found: Results) -> str:
+    """Return `text` of the page with what stands between its markers, <!-- name --> and <!-- /name -->, replaced."""
+    for name, block in BLOCKS[path].items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"expected {begin} and {end} once in README.md")
+            raise ValueError(f"expected {begin} and {end} once in {path}")
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n{block(found)}\n{end}{rest.partition(end)[2]}"
     return text
