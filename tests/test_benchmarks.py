@@ -758,6 +758,18 @@ def test_results_are_json_of_one_schema() -> None:
         assert report.load(path)["rows"], path.name
 
 
+def test_no_timed_row_is_missing_from_the_tables() -> None:
+    """Older files have a contender twice in a case, called and in a CUDA graph."""
+    for path in RESULTS.glob("gpu-*.json"):
+        contents = report.load(path)
+        if not contents["columns"]:
+            text = tables.markdown(contents)
+            for row in contents["rows"]:
+                if "time" in row:
+                    cell = f"{tables.number(row['time']['median'])} ({tables.number(row['time']['p10'])} - "
+                    assert cell in text, (path.name, row)
+
+
 def test_loss_curves_have_the_same_form() -> None:
     """The benchmark keeps a file of its own, from which it resumes."""
     there = report.load(RESULTS / "gpu-training-curves.json")

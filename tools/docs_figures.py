@@ -110,9 +110,10 @@ def training_curves(results: Results) -> str:
 
 
 def train_120m(results: Results) -> str:
-    details = results["gpu-train-120m-fla"]["details"]
-    heldout = {e["step"]: e["nats_per_token"] for e in details["heldout"]}
-    lines = [Line("training", smoothed(details["losses"], 20), BLUE, marker=False), Line("held out", heldout, ORANGE)]
+    run = results["gpu-train-120m-fla"]
+    heldout = {e["step"]: e["nats_per_token"] for e in run["rows"]}
+    losses = smoothed(run["details"]["losses"], 20)
+    lines = [Line("training", losses, BLUE, marker=False), Line("held out", heldout, ORANGE)]
     return svg.chart([Panel("five minutes of training", "step", "nats per token", lines, log=False)], "Loss curve")
 
 

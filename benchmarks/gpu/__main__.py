@@ -117,7 +117,8 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None, size
     setup = Setup(machine, with_heads(sizes, args.heads) if args.heads else sizes, args.ours)
     jobs = [(section, job) for section in args.sections for job in SECTIONS[section](setup)]
     name, facts = file_name(args), stamp(args.commit)
-    title = f"Benchmarks on a GPU: {', '.join(args.sections).replace('_', ' ')}"
+    heads = f", {' and '.join(map(str, args.heads))} heads" if args.heads else ""
+    title = f"Benchmarks on a GPU: {', '.join(args.sections).replace('_', ' ')}{heads}"
     rows: list[Row] = []
     results = report.document(name, title, rows, (), facts)
     with tqdm(total=len(jobs), desc="cases") as progress:

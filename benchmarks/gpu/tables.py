@@ -27,6 +27,12 @@ ABOUT = {
     "model": "The language model in bf16. MFU: 6 flop a parameter and token, of 989 Tflop/s. Decoding: one greedy "
     "step; the softmax model's cache is full.",
 }
+IN_TURNS = (
+    'Times of the operator are of replayed CUDA graphs, except where a cell says "called". Contenders take turns, in '
+    f"rotated order, in two passes; a cell whose passes differ by more than {AGREE:.0%} says so."
+)
+# Of runs older than commit d106b2c.
+CALLED_ALONE = "Contenders follow one another, from Python unless a mode says otherwise: short times are host-bound."
 CASE_COLUMNS = {
     "forward": ("B", "T", "H", "what", "gates"),
     "training": ("B", "T", "H", "what", "gates"),
@@ -50,11 +56,12 @@ def markdown(contents: dict[str, Any]) -> str:
     """Return the whole report of a result file's contents (benchmarks/README.md)."""
     rows: list[Row] = contents["rows"]
     parts = [f"# {contents['title']}", "", ", ".join(f"{k} {v}" for k, v in contents["stamp"].items()), ""]
+    how = CALLED_ALONE
+    if any("passes" in r.get("time", {}) for r in rows):
+        how = IN_TURNS
     parts += [
         "Cells: median (first to last decile of the calls), times the byte floor, peak extra memory. Cold L2. "
-        "Every time is of a result that was right. Times of the operator are of replayed CUDA graphs, but where a cell "
-        'says "called". Contenders take turns, in rotated order, in two passes; a cell whose passes differ by more '
-        f"than {AGREE:.0%} says so.",
+        f"Every time is of a result that was right. {how}"
     ]
     for section in dict.fromkeys(r["section"] for r in rows):
         parts += ["", *_section(section, [r for r in rows if r["section"] == section])]
@@ -63,10 +70,16 @@ def markdown(contents: dict[str, Any]) -> str:
 
 def _section(section: str, rows: list[Row]) -> list[str]:
     columns = CASE_COLUMNS[section]
+    if len({(*_case(r, columns), label(r)) for r in rows}) < len(rows):
+        columns += ("mode",)
     table = _listing(rows, columns, LISTED[section]) if section in LISTED else _pivot(rows, columns)
     lines = crossovers(rows) if section == "context" else []
     lines += _noise(rows) + _errors(rows) + _not_timed(rows, columns)
     return [f"## {section}", "", ABOUT[section], "", *table, *_list(lines)]
+
+
+def _case(r: Row, columns: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(r.get(c, "") for c in columns)
 
 
 def _list(lines: list[str]) -> list[str]:
@@ -83,7 +96,7 @@ def _pivot(rows: list[Row], columns: tuple[str, ...]) -> list[str]:
     """A line for each case, a column for each contender."""
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for r in rows:
-        cases.setdefault(tuple(r.get(c, "") for c in columns), {})[label(r)] = r
+        cases.setdefault(_case(r, columns), {})[label(r)] = r
     names = dict.fromkeys(label(r) for r in rows if r["contender"] != EVERY_ONE)
     floors = any("floor ms" in r for r in rows)
     body = []
