@@ -758,6 +758,14 @@ def test_results_are_json_of_one_schema() -> None:
         assert report.load(path)["rows"], path.name
 
 
+def test_superseded_runs_are_dated() -> None:
+    records = RESULTS.parents[1] / "docs" / "internals" / "records"
+    for path in records.iterdir():
+        contents = json.loads(path.read_text())
+        assert path.name == f"{contents['stamp']['date']}-{contents['name']}.json"
+        assert (RESULTS / f"{contents['name']}.json").exists()  # what replaced it
+
+
 def test_no_timed_row_is_missing_from_the_tables() -> None:
     """Older files have a contender twice in a case, called and in a CUDA graph."""
     for path in RESULTS.glob("gpu-*.json"):
