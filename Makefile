@@ -10,6 +10,7 @@ VENV = .venv
 DEMO = .venv/demo
 DEV = .venv/dev
 GPU = .venv/gpu
+DOCS = .venv/docs
 endif
 RUN = $(VENV)/bin/python
 
@@ -21,7 +22,7 @@ MEMCHECK = compute-sanitizer --tool memcheck --error-exitcode 9
 # Asking the driver whether it has a function is no error. racecheck does not follow mbarriers: its report is to be read (docs/gpu.md).
 SANITIZE = compute-sanitizer --report-api-errors no --kernel-regex kns=kda_ --tool
 
-.PHONY: demo test lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers clean
+.PHONY: demo test lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs clean
 
 demo: $(DEMO)
 	$(RUN) examples/train_tiny_lm.py --output runs/demo
@@ -54,6 +55,11 @@ sanitize: $(GPU)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) memcheck --error-exitcode 9 $(RUN) -m tools.sanitize_kernels
 	$(SANITIZE) racecheck $(RUN) -m tools.sanitize_kernels
 
+# Generated tables and figures, then the site in build/site. mkdocs-material prints an advertisement unless told not to.
+docs: $(DOCS)
+	OMP_NUM_THREADS=1 $(RUN) -m tools.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 test-transformers: $(DEV)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 tools/transformers_suite
 
@@ -64,6 +70,10 @@ test-transformers: $(DEV)
 
 .venv/gpu: .venv/dev
 	$(PIP) -e ".[dev,gpu]"
+	touch $@
+
+.venv/docs: .venv/dev
+	$(PIP) -e ".[dev,docs]"
 	touch $@
 
 .venv/dev: pyproject.toml constraints.txt

@@ -38,6 +38,7 @@ from kda_layers.kernels.attention_bias.triton.launches import Launch, launches
 
 Attention = Callable[["Tensors"], Tensor]
 NAMES = ("d_q", "d_k", "d_v", "d_bias")
+TITLE = "Softmax attention with a learned bias beside FlexAttention and SDPA"
 COLUMNS = ["what", "causal", "contender", "bias", "status", "ms", "p10", "p90", "mode", "MiB", "errors", "reason"]
 
 
@@ -244,7 +245,10 @@ def main(
     rows = []
     for backward, causal in tqdm(list(itertools.product((False, True), masks)), desc="cases"):
         rows += [{"section": "attention"} | row for row in rows_of(shape, causal, backward, machine, backend)]
-    report.write(args.output, "gpu-biased-attention", [flat(row) for row in rows], COLUMNS, args.commit)
+    stamp = report.stamp(args.commit)
+    results = report.document("gpu-biased-attention", TITLE, [flat(row) for row in rows], COLUMNS, stamp)
+    report.save(args.output, results)
+    print(report.text(results))
     found = failures(rows)
     for line in found:
         print(f"FAILED: {line}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """`make bench-cpu`: the eager backend against transformers' own PyTorch path for KDA, side by side in one run.
 
-fp32, K = V = 128, two threads, both gate regimes (docs/performance.md): "slow" gates are those of a fresh or
+fp32, K = V = 128, two threads, both gate regimes (docs/glossary.md): "slow" gates are those of a fresh or
 long-memory model, "fast" ones forget within some ten tokens. Results are checked against the fp64 oracle first.
 Peak extra memory is that of a fresh process: the highest resident size during the call less that before it. Contenders
 take turns (benchmarks/timing.py).
@@ -23,6 +23,7 @@ from kda_layers import kda, kda_step
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.reference import recurrence
 
+TITLE = "The eager backend beside transformers' own PyTorch path for KDA"
 K = 128
 CASES = [  # what, B, T, H, gates
     ("forward", 1, 1024, 4, "slow"),
@@ -115,32 +116,6 @@ def _print_memory(case: tuple[str, int, int, int, str], name: str) -> None:
     print(report.peak_extra_mib(calls(case)[name]))
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    for name, marker in (("kda_layers", "o"), ("transformers", "s")):
-        points = sorted(
-            (r["T"], r[f"{name} ms"], r[f"{name} MiB"])
-            for r in rows
-            if r["case"] == "forward" and r["gates"] == "slow" and f"{name} ms" in r
-        )
-        T, ms, mib = zip(*points, strict=True)
-        left.plot(T, ms, marker=marker, label=name)
-        right.plot(T, mib, marker=marker, label=name)
-    for axes, label in ((left, "forward, ms (median)"), (right, "peak extra memory, MiB")):
-        axes.set(xscale="log", yscale="log", xlabel="T (tokens), B = 1, H = 4, K = V = 128, fp32", ylabel=label)
-        axes.set_xticks([512, 1024, 2048, 4096, 8192], ["512", "1024", "2048", "4096", "8192"])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
@@ -166,8 +141,9 @@ def main() -> None:
             if T > 1:
                 row["of its memory"] = row["kda_layers MiB"] / row["transformers MiB"]
         rows.append(row)
-        report.write(args.output, "cpu", rows, COLUMNS, args.commit, quiet=len(rows) < len(CASES + SWEEP))
-    plot(rows, args.output / "cpu.png")
+        results = report.document("cpu-operator", TITLE, rows, COLUMNS, report.stamp(args.commit))
+        report.save(args.output, results)
+    print(report.text(results))
 
 
 if __name__ == "__main__":

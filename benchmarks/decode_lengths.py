@@ -35,6 +35,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 CONTEXTS = {"cpu": (64,), "cuda": (512, 4096)}  # shortest prompts
 STEPS = 8
+TITLE = "An eager decode step of hybrid models at lengths not decoded before"
 VISITS = ("new length", "same length again")
 DEFAULT, WITHOUT_CUDNN = "default", "cuDNN attention off"
 COLUMNS = ["model", "attention", "context", "visit", "ms", "p10", "p90", "first step ms", "passes agree"]
@@ -130,21 +131,22 @@ def row(c: Contender, context: int, visit: str, passes: list[list[float]]) -> di
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--name", default="decode_lengths", help="of the result files (%(default)s)")
+    parser.add_argument("--name", help="of the result file (gpu-decode-lengths, on a CPU cpu-decode-lengths)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     report.add_commit_option(parser)
     timing.add_tuning_option(parser)
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device, and torch finds none here")
+    name = args.name or ("cpu" if args.device == "cpu" else "gpu") + "-decode-lengths"
     synchronize: Callable[[], None] = torch.cuda.synchronize if args.device == "cuda" else lambda: None
 
     def write(rows: list[dict[str, Any]]) -> None:
         rows.sort(key=lambda r: (r["context"], r["model"], r["attention"] != DEFAULT, r["visit"]))
-        report.write(args.output, args.name, rows, COLUMNS, args.commit, quiet=True)
+        report.save(args.output, report.document(name, TITLE, rows, COLUMNS, report.stamp(args.commit)))
 
     measure(models(args.device), CONTEXTS[args.device], synchronize, write)
-    print((args.output / f"{args.name}.md").read_text())
+    print(report.text(report.load(args.output / f"{name}.json")))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from benchmarks.gpu.machine import CudaMachine
 from kda_layers import KDAConfig, KDAForCausalLM
 from kda_layers.modeling.cache import cache_bytes
 
+TITLE = "Memory of a small KDA model while it generates"
 SIZES = dict(
     vocab_size=256, hidden_size=256, num_hidden_layers=4, linear_num_heads=6, linear_head_dim=128, bos_token_id=None,
     eos_token_id=None,
@@ -56,19 +57,6 @@ def measure(tokens: int, every: int) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
-    labels = ("allocated: weights, graph, cache", "cache", "softmax attention's keys and values, computed")
-    for column, style, label in zip(("allocated MiB", "cache MiB", "softmax cache MiB"), "--:", labels, strict=True):
-        axes.plot([r["tokens"] for r in rows], [r[column] for r in rows], style, label=label)
-    axes.set(xlabel="generated tokens", ylabel="MiB", ylim=(0, None), title="Memory while generating")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=100_000)
@@ -81,8 +69,9 @@ def main() -> None:
     if not 0 < args.every <= args.tokens:
         parser.error(f"--every must be from 1 to --tokens {args.tokens}, got {args.every}")
     rows = measure(args.tokens, args.every)
-    report.write(args.output, "long_generation", rows, COLUMNS, args.commit)
-    plot(rows, args.output / "long_generation.png")
+    results = report.document("gpu-long-generation", TITLE, rows, COLUMNS, report.stamp(args.commit))
+    report.save(args.output, results)
+    print(report.text(results))
     if len({(r["allocated MiB"], r["peak MiB"], r["cache MiB"]) for r in rows}) != 1:
         raise SystemExit("memory was not constant")
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing, the stamp of machine and versions, JSON and Markdown."""
+"""What every benchmark shares: summaries, the stamp of machine and versions, result files (benchmarks/README.md)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import ctypes
 import json
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,25 +79,72 @@ def _commit() -> str:
     return described.stdout.strip() or "unknown"
 
 
-def write(
-    folder: Path,
+SCHEMA = 1
+NAME = re.compile(r"(cpu|gpu)(-[a-z0-9]+)*")
+KEYS = {"schema": int, "name": str, "title": str, "stamp": dict, "columns": list, "rows": list}
+
+
+def document(
     name: str,
+    title: str,
     rows: list[dict[str, Any]],
-    columns: list[str],
-    commit: str | None = None,
-    quiet: bool = False,
-) -> None:
-    """Write name.json and name.md, and print the table unless `quiet`; below it, what the turns say of the times."""
+    columns: Sequence[str] = (),
+    facts: dict[str, str] | None = None,
+    details: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return a result file's contents, as benchmarks/README.md describes them.
+
+    Args:
+        name: stem of the file: the device, then what was run, joined by hyphens.
+        title: what was measured, in one line.
+        rows: one object for each measurement.
+        columns: fields that a table shows, in order; none if the rows have sections (benchmarks/gpu/tables.py).
+        facts: the stamp of machine and versions; default: this process's.
+        details: what is no row, such as the settings of a training.
+
+    Raises:
+        ValueError: `name` breaks the rule.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(f"name of results: expected cpu- or gpu-, then words joined by hyphens, got {name!r}")
+    contents = {"schema": SCHEMA, "name": name, "title": title, "stamp": stamp() if facts is None else facts}
+    return contents | {"columns": list(columns), "rows": rows} | ({"details": details} if details else {})
+
+
+def save(folder: Path, contents: dict[str, Any]) -> Path:
+    """Write the document to its file in `folder`, and return the path."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts = stamp(commit)
-    (folder / f"{name}.json").write_text(json.dumps({"stamp": facts, "rows": rows}, indent=1) + "\n")
+    path = folder / f"{contents['name']}.json"
+    path.write_text(json.dumps(contents, indent=1) + "\n")
+    return path
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a result file.
+
+    Raises:
+        ValueError: it does not follow the schema; the text names the file and the first field that is wrong.
+    """
+    contents = json.loads(path.read_text())
+    for key, kind in KEYS.items():
+        if not isinstance(contents.get(key), kind):
+            raise ValueError(f"{path}: expected {key!r} to be {kind.__name__}, got {contents.get(key)!r:.60}")
+    if contents["schema"] != SCHEMA:
+        raise ValueError(f"{path}: expected schema {SCHEMA}, got {contents['schema']}")
+    if contents["name"] != path.stem or not NAME.fullmatch(path.stem):
+        raise ValueError(f"{path}: expected the name to be the file's and to begin with cpu- or gpu-")
+    if unknown := contents.keys() - KEYS.keys() - {"details"}:
+        raise ValueError(f"{path}: unknown fields {', '.join(sorted(unknown))}; what is no row belongs in 'details'")
+    return contents
+
+
+def text(contents: dict[str, Any]) -> str:
+    """Return the document's table in Markdown; below it, how far passes and repeated entries agree."""
+    columns, rows = contents["columns"], contents["rows"]
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |" for row in rows]
-    lines += ["", *turns(rows), ", ".join(f"{k} {v}" for k, v in facts.items())]
-    text = "\n".join(lines) + "\n"
-    (folder / f"{name}.md").write_text(text)
-    if not quiet:
-        print(text)
+    lines += ["", *turns(rows), ", ".join(f"{k} {v}" for k, v in contents["stamp"].items())]
+    return "\n".join(lines) + "\n"
 
 
 def turns(rows: list[dict[str, Any]]) -> list[str]:

@@ -28,6 +28,8 @@ from tqdm import tqdm
 from benchmarks import report, timing
 from kda_layers import swap_attention
 
+TITLE = "A Kimi-Linear of transformers before and after swap_attention"
+NAMES = {"cpu": "cpu-swap", "cuda": "gpu-swap"}
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": dict(num_hidden_layers=4, hidden_size=512, intermediate_size=1024, linear_num_heads=4, vocab_size=1024),
     "cuda": dict(num_hidden_layers=12, hidden_size=2048, intermediate_size=5632, linear_num_heads=16, vocab_size=32000),
@@ -218,7 +220,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         row["of its memory"] = row["swapped MiB"] / max(row["stock MiB"], 1e-9)
         row |= {"swapped error": of_swapped, "stock error": of_stock}
         rows.append(row)
-        report.write(args.output, f"swap_{args.device}", rows, columns, args.commit, quiet=len(rows) < len(cases))
+        results = report.document(NAMES[args.device], TITLE, rows, columns, report.stamp(args.commit))
+        report.save(args.output, results)
+    print(report.text(results))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ parameters in fp32), and by plain PyTorch in fp32 as the reference. What differs
 amplifies; how much it does so in any case, a run of the first backend tells whose initial weights differ in their last
 bit ("rounding"), and, if asked for, one that sees its batches in another order of the text ("data").
 
-Writes training_curves.json after every run, and then training_curves.md and .png, which `--plot FOLDER` makes again
-from the JSON. Where the budget is too short for all steps, every run makes fewer, as many as the slowest can; the
-reference may end earlier. `--resume` keeps the runs of the JSON that made all of them, and makes the others again.
+Writes training_curves.json after every run, from which `--resume` keeps the runs that made all steps; then the same as
+gpu-training-curves.json in the form of benchmarks/results, and training_curves.md and .png, which `--plot FOLDER` makes
+again. Where the budget is too short for all steps, every run makes fewer, as many as the slowest can; the reference may
+end earlier.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ from train_lm import load_config  # noqa: E402
 from train_tiny_lm import build_optimizer, precision  # noqa: E402
 
 NAME = "training_curves"
+TITLE = "One training by several backends"
+COLUMNS = ["name", "dtype", "steps", "steps_per_s", "peak_gib", "status"]
 REFERENCE = "eager"  # in fp32
 FIRST_STEPS, TIMED_STEPS = 5, 15  # of the trial that decides how many steps there are
 WINDOW = 10  # steps between two readings of loss and time, which wait for the device
@@ -268,7 +271,16 @@ def show(folder: Path) -> dict[str, Any]:
     (folder / f"{NAME}.md").write_text(text)
     print(text)
     plot(data, folder / f"{NAME}.png")
+    report.save(folder, results(data))
     return data
+
+
+def results(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the document for benchmarks/results: a row for each run."""
+    stamp = data["runs"][0]["stamp"]
+    name = f"{'gpu' if 'gpu' in stamp else 'cpu'}-training-curves"
+    details = {n: v for n, v in data.items() if n != "runs"}
+    return report.document(name, TITLE, data["runs"], COLUMNS, stamp, details)
 
 
 # ---------------------------------------------------------------- all
@@ -363,7 +375,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-mb", type=float, default=20.0, help="megabytes of text at most (%(default)s)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="where text and tokens are kept (--output)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder (%(default)s)")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / NAME, help="folder (%(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="only make table and picture from the JSON there")
     report.add_commit_option(parser)
     args = parser.parse_args(argv)

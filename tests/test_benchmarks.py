@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import biased_attention, compare, decode_lengths, report, swap, timing
+from benchmarks import biased_attention, compare, decode_lengths, report, swap, timing, training_curves
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import cases, kernel_shares, layer, operator, tables, truth
 from benchmarks.gpu.cases import Case, Sizes
@@ -394,15 +395,14 @@ def test_passes_that_do_not_agree_are_marked(tmp_path: Path, capsys: pytest.Capt
     assert (steady["agree"], drifting["agree"]) == (True, False)
     assert (drifting["passes"], drifting["again"]) == ([1.0, 1.5], 1.0)
     rows = [{"case": "decode", "B": 1, "ours times": steady, "theirs times": drifting}]
-    report.write(tmp_path, "x", rows, ["case", "B"])
-    text = (tmp_path / "x.md").read_text()
+    path = report.save(tmp_path, report.document("cpu-x", "A title", rows, ["case", "B"]))
+    text = report.text(report.load(path))
     assert "Passes differ, decode, 1, theirs times: medians 1 / 1.5, first to last decile" in text
     assert "ours times" not in text
     assert "entered twice: medians at most 20.0% apart" in text
-    path = str(tmp_path / "x.json")
-    assert compare.main([path, path]) == 0
+    assert compare.main([str(path), str(path)]) == 0
     row = {"section": "forward", "contender": "c", "ours": False, "status": "timed", "time": drifting, "errors": {}}
-    assert "**passes differ:** 1 / 1.5" in tables.markdown([row], {})
+    assert "**passes differ:** 1 / 1.5" in tables.markdown(report.document("gpu-x", "A title", [row]))
     capsys.readouterr()
 
 
@@ -434,7 +434,7 @@ def test_the_first_to_decode_does_not_plan_for_the_others(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     monkeypatch.setattr(sys, "argv", ["swap", "--output", str(tmp_path)])
     swap.main()
-    (row,) = json.loads((tmp_path / "swap_cpu.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "cpu-swap.json").read_text())["rows"]
     assert row["times faster"] < 2
     assert row["stock times"]["median"] < 90
 
@@ -464,13 +464,15 @@ def test_a_swapped_model_is_judged_against_fp32(monkeypatch: pytest.MonkeyPatch)
         swap.check(a, Model(1.2 * scaled[1]))
 
 
-def test_steps_at_new_lengths_and_at_the_same_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_steps_at_new_lengths_and_at_the_same_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nobody finds another one's plan; cuDNN's attention is on again in the end."""
     planning = Planning(monkeypatch)
     monkeypatch.setattr(decode_lengths, "STEPS", 3)
     monkeypatch.setitem(decode_lengths.CONTEXTS, "cpu", (16,))
     decode_lengths.main(["--device", "cpu", "--output", str(tmp_path)])
-    rows = json.loads((tmp_path / "decode_lengths.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "cpu-decode-lengths.json").read_text())["rows"]
     assert torch.backends.cuda.cudnn_sdp_enabled()
     planned = {(r["visit"], r["attention"]): [] for r in rows}
     for r in rows:
@@ -481,9 +483,9 @@ def test_steps_at_new_lengths_and_at_the_same_again(monkeypatch: pytest.MonkeyPa
     assert min(new) > 100
     assert max(again) < 90
     assert len(planning.seen) >= 4 * 2 * 3
-    columns = (tmp_path / "decode_lengths.md").read_text().splitlines()[0]
-    assert "new length" in (tmp_path / "decode_lengths.md").read_text()
-    assert "visit" in columns
+    header, *body = capsys.readouterr().out.splitlines()
+    assert "| visit |" in header
+    assert any("| new length |" in line for line in body)
 
 
 @pytest.mark.parametrize("section", ["forward", "training", "decode", "context"])
@@ -506,7 +508,7 @@ def test_what_cannot_be_captured_is_called_and_marked(tmp_path: Path, monkeypatc
     row = next(r for r in rows_of(tmp_path) if r["status"] == "timed")
     assert row["mode"] == "call"
     assert row["note"].endswith("operation not permitted when stream is capturing")
-    text = (tmp_path / "gpu-forward.md").read_text()
+    text = tables.markdown(report.load(tmp_path / "gpu-forward.json"))
     assert "MiB, called" in text  # perhaps with a note on passes that differ
     assert "timed without a CUDA graph" in text
 
@@ -518,7 +520,7 @@ def test_host_time_has_a_section_of_its_own(tmp_path: Path) -> None:
         ("forward", 64, "timed"), ("forward + backward", 64, "timed"), ("decode", 1, "timed")
     ]  # fmt: skip
     assert all(r["time"]["median"] > 10 for r in rows)  # microseconds
-    assert "Host microseconds of a call" in (tmp_path / "gpu-host.md").read_text()
+    assert "Host microseconds of a call" in tables.markdown(report.load(tmp_path / "gpu-host.json"))
 
 
 # ---------------------------------------------------------------- truth
@@ -747,6 +749,65 @@ def test_the_operator_is_a_range_in_the_trace() -> None:
 
 # ---------------------------------------------------------------- reports
 
+RESULTS = Path(report.__file__).parent / "results"
+
+
+def test_results_are_json_of_one_schema() -> None:
+    assert {p.suffix for p in RESULTS.iterdir()} == {".json"}
+    for path in RESULTS.iterdir():
+        assert report.load(path)["rows"], path.name
+
+
+def test_superseded_runs_are_dated() -> None:
+    records = RESULTS.parents[1] / "docs" / "internals" / "records"
+    for path in records.iterdir():
+        contents = json.loads(path.read_text())
+        assert path.name == f"{contents['stamp']['date']}-{contents['name']}.json"
+        assert (RESULTS / f"{contents['name']}.json").exists()  # what replaced it
+
+
+def test_no_timed_row_is_missing_from_the_tables() -> None:
+    """Older files have a contender twice in a case, called and in a CUDA graph."""
+    for path in RESULTS.glob("gpu-*.json"):
+        contents = report.load(path)
+        if not contents["columns"]:
+            text = tables.markdown(contents)
+            for row in contents["rows"]:
+                if "time" in row:
+                    cell = f"{tables.number(row['time']['median'])} ({tables.number(row['time']['p10'])} - "
+                    assert cell in text, (path.name, row)
+
+
+def test_loss_curves_have_the_same_form() -> None:
+    """The benchmark keeps a file of its own, from which it resumes."""
+    there = report.load(RESULTS / "gpu-training-curves.json")
+    assert training_curves.results(there["details"] | {"runs": there["rows"]}) == there
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"schema": 2}, "expected schema 1, got 2"),
+        ({"rows": {}}, "expected 'rows' to be list, got {}"),
+        ({"title": None}, "expected 'title' to be str, got None"),
+        ({"name": "gpu-y"}, "expected the name to be the file's"),
+        ({"losses": [1.0]}, "unknown fields losses; what is no row belongs in 'details'"),
+    ],
+)
+def test_a_file_of_another_form_is_named(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    path = report.save(tmp_path, report.document("gpu-x", "A title", [{"ms": 1.0}], details={"seed": 0}))
+    assert report.load(path)["details"] == {"seed": 0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=re.escape(problem)) as found:
+        report.load(path)
+    assert str(path) in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["operator", "gpu_operator", "gpu-Operator", "gpu-", "h200-operator"])
+def test_names_of_results_follow_the_rule(name: str) -> None:
+    with pytest.raises(ValueError, match="expected cpu- or gpu-, then words joined by hyphens"):
+        report.document(name, "A title", [])
+
 
 @pytest.mark.parametrize(
     ("ours", "other", "expected"),
@@ -811,11 +872,11 @@ def test_sections_of_the_operator(tmp_path: Path, capsys: pytest.CaptureFixture[
     }  # fmt: skip
     assert {r["contender"] for r in rows if r["section"] == "training"} == {"eager", "FLA", "FLA saving more", "cuDNN"}
     assert all("reason" in r for r in rows if r["status"] not in ("timed", "right"))
-    text = (tmp_path / "gpu-forward-training-backward-decode-hard-hard_gradients-context.md").read_text()
-    assert text in capsys.readouterr().out
+    text = capsys.readouterr().out
     for line in ("## forward", "faster than softmax attention", "FLA, refused in all", "CUDA graph", "entered twice"):
         assert line in text
-    assert {p.suffix for p in tmp_path.iterdir()} >= {".json", ".md"}
+    names = [p.name for p in tmp_path.iterdir()]
+    assert names == ["gpu-forward-training-backward-decode-hard-hard-gradients-context.json"]
 
 
 def test_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -848,7 +909,9 @@ def test_layer_and_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         ("layer", "timed"), ("model", "timed")
     }  # fmt: skip
     assert {r["goal"] for r in rows if r["section"] == "layer"} == {"missed"}
-    assert "| GPU ms | KDA operator % | projections % | rest % |" in (tmp_path / "gpu-layer-model.md").read_text()
+    assert "| GPU ms | KDA operator % | projections % | rest % |" in tables.markdown(
+        report.load(tmp_path / "gpu-layer-model.json")
+    )
     softmax = {r["context"]: r for r in rows if r["contender"] == "softmax attention" and r["mode"] == "CUDA graph"}
     assert softmax[16]["status"] == "timed"
     assert softmax[16]["tokens/s"] == pytest.approx(2e3 / softmax[16]["time"]["median"])
@@ -935,7 +998,7 @@ def test_compare_without_deciles_takes_the_whole_range() -> None:
 
 
 def test_compare_reads_the_results_of_the_other_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(Path(report.__file__).parent / "results" / "cpu.json")
+    path = str(Path(report.__file__).parent / "results" / "cpu-operator.json")
     assert compare.main([path, path]) == 0
     out = capsys.readouterr().out
     assert "case forward, B 1, T 1024, H 4, gates slow, time kda_layers times" in out

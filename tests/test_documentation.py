@@ -1,21 +1,47 @@
-"""What the front door says of behaviour, beside that behaviour."""
+"""README and docs beside what they describe: figures, code, public names, behaviour."""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
+import kda_layers
 from kda_layers import KimiDeltaAttention, kda
-from kda_layers.kernels import reference
+from kda_layers.kernels import fla_api, reference
+from tools import docs, docs_tables
 
 ROOT = Path(__file__).parents[1]
-TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "quickstart.py"]
+README = ROOT / "README.md"
+PAGES = sorted(p for p in (ROOT / "docs").rglob("*.md") if docs.RUNS not in p.relative_to(ROOT).parents)
+TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, ROOT / "examples" / "quickstart.py"]
+EXECUTED = [
+    README,
+    *(ROOT / "docs" / f"{name}.md" for name in (
+        "tutorials/tiny_lm", "tutorials/distil_llama", "guides/biased_attention", "guides/fla_users",
+        "internals/binary_anchoring",
+    )),
+]  # fmt: skip
+PUBLIC = {f"kda_layers.{n}" for n in kda_layers.__all__} | {f"kda_layers.kernels.fla_api.{n}" for n in fla_api.__all__}
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+# ---------------------------------------------------------------- promises
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
 def test_no_promise_that_does_not_hold(path: Path) -> None:
     text = " ".join(path.read_text().split())
     assert "drop-in" not in text
@@ -38,3 +64,175 @@ def test_what_a_bad_token_reaches_is_documented() -> None:
     assert "chunk of 64 tokens" in text
     assert "recurrence" in text
     assert "first" in " ".join(str(reference.recurrence.__doc__).split())
+
+
+def test_the_tested_versions_are_those_of_the_tests() -> None:
+    bounds = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pins = (ROOT / "constraints.txt").read_text()
+    ends = {}
+    for package in ("torch", "transformers"):
+        lowest = re.search(rf"'{package}>=([\d.]+)'", str(bounds))
+        newest = re.search(rf"^{package}==(\d+\.\d+)", pins, re.M)
+        assert lowest
+        assert newest
+        ends[package] = f"{package} {lowest[1]} and {newest[1]}"
+    assert f"Tested with {ends['torch']}, {ends['transformers']}." in " ".join(README.read_text().split())
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_readme_takes_two_minutes() -> None:
+    assert len(README.read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("path", docs.committed(), ids=str)
+def test_what_is_generated_is_as_the_script_writes_it(path: Path) -> None:
+    """After a change: `python -m tools.docs`."""
+    assert (ROOT / path).read_text() == docs.committed()[path]
+
+
+def test_another_time_gives_another_readme() -> None:
+    found = docs_tables.results()
+    for row in found["gpu-forward-h32"]["rows"]:
+        if "time" in row:
+            row["time"] = row["time"] | {"median": 2 * row["time"]["median"]}
+    assert docs_tables.filled("README.md", README.read_text(), found) != README.read_text()
+
+
+@pytest.mark.parametrize("path", [README, *(p for p in PAGES if "internals" not in p.parts)], ids=name_of)
+def test_a_text_states_no_measured_figure_of_its_own(path: Path) -> None:
+    """Outside of generated blocks. Internals hold dated records."""
+    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->|```.*?```", "", path.read_text(), flags=re.S)
+    assert not re.findall(r"\d[\d.,]* ?(?:%|x faster|(?:ms|us|s|times|fold|MiB|GiB|MB|tokens/s)\b)", text)
+
+
+def test_missing_and_ambiguous_rows_are_named() -> None:
+    found = docs_tables.results()
+    with pytest.raises(ValueError, match=r"gpu-training: expected one timed row with .*'T': 3.*, got 0"):
+        docs_tables.median(found, "gpu-training", contender="sm90", T=3)
+    with pytest.raises(ValueError, match="got "):
+        docs_tables.median(found, "gpu-training", contender="sm90")
+    with pytest.raises(ValueError, match=r"expected <!-- figure --> and <!-- /figure --> once in docs/index\.md"):
+        docs_tables.filled("docs/index.md", "no markers", found)
+
+
+def test_every_result_has_a_page_with_its_figures() -> None:
+    files = docs.runs()
+    for name, contents in docs_tables.results().items():
+        text = files[docs.RUNS / f"{name}.md"]
+        assert text.startswith(f"# {contents['title']}\n")
+        assert contents["stamp"]["commit"] in text
+        assert f"]({name}.md)" in files[docs.RUNS / "index.md"]
+        assert (f"]({name}.svg)" in text) == (docs.RUNS / f"{name}.svg" in files)
+    assert "| forward | 1 | 1024 | 4 | slow | 17.3 | 291 |" in files[docs.RUNS / "cpu-operator.md"]
+
+
+def test_a_file_that_was_edited_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in docs.committed():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text((ROOT / path).read_text())
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    assert docs.main(["--check"]) == 0
+    readme = tmp_path / "README.md"
+    readme.write_text(readme.read_text().replace("| H200 |", "| H100 |"))
+    assert docs.main(["--check"]) == 1
+    assert capsys.readouterr().err == "README.md: not as generated; run `python -m tools.docs`\n"
+    assert docs.main([]) == 0
+    assert readme.read_text() == README.read_text()
+
+
+# ---------------------------------------------------------------- code
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The paths in README, and folders with tiny models to put there."""
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    size: dict[str, Any] = dict(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
+    )
+    kimi = KimiLinearConfig(
+        **size, linear_num_heads=2, linear_head_dim=16, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8,
+        v_head_dim=8, mlp_layer_types=["dense"] * 4, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    models = {
+        "path/to/kimi-linear": KimiLinearForCausalLM(kimi),
+        "path/to/llama": LlamaForCausalLM(LlamaConfig(**size)),
+    }
+    folders = {}
+    for path, model in models.items():
+        folders[path] = str(tmp_path_factory.mktemp(Path(path).name))
+        model.save_pretrained(folders[path])
+    return folders
+
+
+@pytest.mark.parametrize("path", EXECUTED, ids=name_of)
+def test_code_runs_and_prints_what_it_says(
+    path: Path, checkpoints: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    code = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), re.S))
+    for old, new in checkpoints.items():
+        code = code.replace(old, new)
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        exec(compile(code, str(path), "exec"), {"__name__": "__main__"})
+    said = re.findall(r"^print\(.*\)  # (.*)$", code, re.M)
+    assert len(said) == code.count("print(")
+    for line, expected in zip(capsys.readouterr().out.splitlines(), said, strict=True):
+        assert line.startswith(expected)
+
+
+# ---------------------------------------------------------------- reference and links
+
+
+def test_every_public_name_has_one_entry() -> None:
+    entries = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)]
+    assert sorted(entries) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_described_parameters_exist(name: str) -> None:
+    """One line may describe several, which mkdocstrings cannot check."""
+    module = fla_api if ".fla_api." in name else kda_layers
+    public = getattr(module, name.rsplit(".", 1)[1])
+    assert public.__doc__
+    section = re.search(r"^Args:\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(public.__doc__), re.S | re.M)
+    if section is None or name == "kda_layers.KDAConfig":  # a config's are fields, of its base class too
+        return
+    lines = re.findall(r"^    ((?:[A-Za-z_]\w*)(?:, [A-Za-z_]\w*)*):", section[1], re.M)
+    described = {n for line in lines for n in line.split(", ")}
+    assert described
+    assert described <= set(inspect.signature(public).parameters)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def pages(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [p for part in (entry.values() if isinstance(entry, dict) else entry) for p in pages(part)]
+
+    nav = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    written = [p.relative_to(ROOT / "docs").as_posix() for p in PAGES]
+    assert sorted(nav) == sorted([*written, "benchmarks/runs/index.md"])
+
+
+@pytest.mark.parametrize("path", [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"], ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    """mkdocs checks those of docs."""
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
+        assert (path.parent / link).exists(), link
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: extra `docs`")
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    assert docs.main([]) == 0
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "<code" in (tmp_path / "reference" / "operators" / "index.html").read_text()

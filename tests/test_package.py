@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import kda_layers
 
@@ -70,16 +74,65 @@ def test_main_ends_quietly_where_its_reader_does():
         assert (process.stderr.read(), process.wait(60)) == (b"", -signal.SIGPIPE)
 
 
-def test_wheel_is_pure_python_and_complete(tmp_path):
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(ROOT)]
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository without what earlier builds and runs left in it."""
+    copy = tmp_path_factory.mktemp("tree") / "kda_layers"
+    left_out = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
+    return Path(shutil.copytree(ROOT, copy, ignore=left_out))
+
+
+def sources() -> set[str]:
+    found = (p for suffix in ("py", "cu", "cuh") for p in (ROOT / "kda_layers").rglob(f"*.{suffix}"))
+    return {p.relative_to(ROOT).as_posix() for p in found} | {"kda_layers/py.typed"}
+
+
+def test_wheel_is_pure_python_and_complete(tree: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(tree)]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    sources = (p for suffix in ("py", "cu", "cuh") for p in (ROOT / "kda_layers").rglob(f"*.{suffix}"))
-    assert {p.relative_to(ROOT).as_posix() for p in sources} <= names
-    assert "kda_layers/py.typed" in names
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (n for n in names if n.endswith(".dist-info/METADATA"))
+        (licence,) = (n for n in names if n.endswith(".dist-info/licenses/LICENSE"))
+        assert "License-Expression: Apache-2.0\n" in archive.read(metadata).decode()
+        assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+    assert sources() <= names
     assert {n.split("/")[0] for n in names if not n.split("/")[0].endswith(".dist-info")} == {"kda_layers"}
+
+
+def test_sdist_holds_the_package_and_no_tests(tree: Path, tmp_path: Path) -> None:
+    """Tests need the emulator, result files and examples of the repository: CONTRIBUTING.md says so."""
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(tmp_path / "build")]
+    subprocess.run([*pip, *requires], check=True, capture_output=True)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'build')!r}); import setuptools.build_meta as b; "
+    code += f"b.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tree)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {n.partition("/")[2] for n in archive.getnames()}
+    assert sources() <= names
+    files = {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "pyproject.toml"}
+    assert files <= names
+    made = {"MANIFEST.in", "PKG-INFO", "setup.cfg", ""}
+    assert {n.split("/")[0] for n in names} - files - made == {"kda_layers", "kda_layers.egg-info"}
+
+
+def test_the_licence_is_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert text.split()[:4] == ["Apache", "License", "Version", "2.0,"]
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_versions_agree() -> None:
+    """Of the package, the citation, and the latest release of the changelog."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == kda_layers.__version__
+    assert citation["license"] == "Apache-2.0"
+    releases = re.findall(r"^## (\d\S+) - \d{4}-\d{2}-\d{2}$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert releases[0] == kda_layers.__version__
 
 
 def test_dependencies_are_the_promised_ones_and_pinned_for_tests():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -99,10 +98,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def file_name(args: argparse.Namespace) -> str:
-    """gpu, or what part of it was run: a part must not replace the results of the whole."""
+    """Return gpu, or what part of it was run: a part must not replace the results of the whole."""
     part = [] if args.sections == list(SECTIONS) else list(args.sections)
     part += [f"h{h}" for h in args.heads or ()]
-    return "-".join(["gpu", *part, *(["quick"] if args.quick else [])])
+    return "-".join(["gpu", *part, *(["quick"] if args.quick else [])]).replace("_", "-")
 
 
 def main(argv: Sequence[str] | None = None, machine: Machine | None = None, sizes: Sizes | None = None) -> int:
@@ -117,33 +116,25 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None, size
     sizes = sizes or (QUICK if args.quick else FULL)
     setup = Setup(machine, with_heads(sizes, args.heads) if args.heads else sizes, args.ours)
     jobs = [(section, job) for section in args.sections for job in SECTIONS[section](setup)]
-    args.output.mkdir(parents=True, exist_ok=True)
-    path, facts = args.output / f"{file_name(args)}.json", stamp(args.commit)
+    name, facts = file_name(args), stamp(args.commit)
+    heads = f", {' and '.join(map(str, args.heads))} heads" if args.heads else ""
+    title = f"Benchmarks on a GPU: {', '.join(args.sections).replace('_', ' ')}{heads}"
     rows: list[Row] = []
+    results = report.document(name, title, rows, (), facts)
     with tqdm(total=len(jobs), desc="cases") as progress:
 
         def done(more: list[Row]) -> None:
             rows.extend(more)
-            path.write_text(json.dumps({"stamp": facts, "rows": rows}, indent=1) + "\n")  # a run that is killed
-            path.with_suffix(".md").write_text(tables.markdown(rows, facts))  # leaves what it had
+            report.save(args.output, results)  # a run that is killed leaves what it had
             progress.set_postfix_str(more[0]["section"], refresh=False)
             progress.update()
 
         run_all(jobs, machine, Budget(args.budget_s), done)
-    print(tables.markdown(rows, facts))
-    _plot(rows, args.output, file_name(args))
+    print(tables.markdown(results))
     found = failures(rows)
     for line in found:
         print(f"FAILED: {line}", file=sys.stderr)
     return 1 if found else 0
-
-
-def _plot(rows: list[Row], folder: Path, name: str) -> None:
-    try:
-        for path in tables.plots(rows, folder, name):
-            print(f"plot: {path}")
-    except ImportError as problem:
-        print(f"no plots: {problem}; pip install matplotlib", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""The report that a person reads: a Markdown table for each section, what was not timed and why, and plots."""
+"""The report that a person reads: a Markdown table for each section, and what was not timed and why."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.gpu.contenders import CALL
@@ -28,7 +27,12 @@ ABOUT = {
     "model": "The language model in bf16. MFU: 6 flop a parameter and token, of 989 Tflop/s. Decoding: one greedy "
     "step; the softmax model's cache is full.",
 }
-FLOOR = "byte floor"
+IN_TURNS = (
+    'Times of the operator are of replayed CUDA graphs, except where a cell says "called". Contenders take turns, in '
+    f"rotated order, in two passes; a cell whose passes differ by more than {AGREE:.0%} says so."
+)
+# Of runs older than commit d106b2c.
+CALLED_ALONE = "Contenders follow one another, from Python unless a mode says otherwise: short times are host-bound."
 CASE_COLUMNS = {
     "forward": ("B", "T", "H", "what", "gates"),
     "training": ("B", "T", "H", "what", "gates"),
@@ -48,14 +52,16 @@ LISTED = {  # sections with a row for each contender, and the columns that follo
 }
 
 
-def markdown(rows: list[Row], facts: dict[str, str]) -> str:
-    """The whole report."""
-    parts = ["# Benchmarks on a GPU", "", ", ".join(f"{k} {v}" for k, v in facts.items()), ""]
+def markdown(contents: dict[str, Any]) -> str:
+    """Return the whole report of a result file's contents (benchmarks/README.md)."""
+    rows: list[Row] = contents["rows"]
+    parts = [f"# {contents['title']}", "", ", ".join(f"{k} {v}" for k, v in contents["stamp"].items()), ""]
+    how = CALLED_ALONE
+    if any("passes" in r.get("time", {}) for r in rows):
+        how = IN_TURNS
     parts += [
         "Cells: median (first to last decile of the calls), times the byte floor, peak extra memory. Cold L2. "
-        "Every time is of a result that was right. Times of the operator are of replayed CUDA graphs, but where a cell "
-        'says "called". Contenders take turns, in rotated order, in two passes; a cell whose passes differ by more '
-        f"than {AGREE:.0%} says so.",
+        f"Every time is of a result that was right. {how}"
     ]
     for section in dict.fromkeys(r["section"] for r in rows):
         parts += ["", *_section(section, [r for r in rows if r["section"] == section])]
@@ -64,10 +70,16 @@ def markdown(rows: list[Row], facts: dict[str, str]) -> str:
 
 def _section(section: str, rows: list[Row]) -> list[str]:
     columns = CASE_COLUMNS[section]
+    if len({(*_case(r, columns), label(r)) for r in rows}) < len(rows):
+        columns += ("mode",)
     table = _listing(rows, columns, LISTED[section]) if section in LISTED else _pivot(rows, columns)
     lines = crossovers(rows) if section == "context" else []
     lines += _noise(rows) + _errors(rows) + _not_timed(rows, columns)
     return [f"## {section}", "", ABOUT[section], "", *table, *_list(lines)]
+
+
+def _case(r: Row, columns: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(r.get(c, "") for c in columns)
 
 
 def _list(lines: list[str]) -> list[str]:
@@ -84,7 +96,7 @@ def _pivot(rows: list[Row], columns: tuple[str, ...]) -> list[str]:
     """A line for each case, a column for each contender."""
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for r in rows:
-        cases.setdefault(tuple(r.get(c, "") for c in columns), {})[label(r)] = r
+        cases.setdefault(_case(r, columns), {})[label(r)] = r
     names = dict.fromkeys(label(r) for r in rows if r["contender"] != EVERY_ONE)
     floors = any("floor ms" in r for r in rows)
     body = []
@@ -217,66 +229,10 @@ def crossovers(rows: list[Row]) -> list[str]:
     return lines
 
 
-def medians(rows: list[Row], pass_: str, value: Callable[[Row], float] = lambda r: r["time"]["median"]) -> Any:
-    """{contender: {T: value}} of the context section's timed rows of a pass."""
+def medians(rows: list[Row], pass_: str) -> dict[str, dict[int, float]]:
+    """{contender: {T: median}} of the context section's timed rows of a pass."""
     found: dict[str, dict[int, float]] = {}
     for r in rows:
         if r["section"] == "context" and r["pass"] == pass_ and r["status"] == "timed":
-            found.setdefault(label(r), {})[r["T"]] = value(r)
+            found.setdefault(label(r), {})[r["T"]] = r["time"]["median"]
     return found
-
-
-# ---------------------------------------------------------------- plots
-
-
-def plots(rows: list[Row], folder: Path, name: str) -> list[Path]:
-    """Time and memory against T, from the context section; no file where it was not run."""
-    rows = [r for r in rows if r["section"] == "context" and r["status"] == "timed"]
-    passes = list(dict.fromkeys(r["pass"] for r in rows))
-    if not passes:
-        return []
-    floors = {p: {r["T"]: r["floor ms"] for r in rows if r["pass"] == p and "floor ms" in r} for p in passes}
-    times = {p: medians(rows, p) | {FLOOR: floors[p]} for p in passes}
-    memory = {p: medians(rows, p, lambda r: r["MiB"]) for p in passes}
-    peers = {label(r) for r in rows if not r["ours"]}
-    at = f"T (tokens), B = 1, H = {rows[0]['H']}, K = V = 128, bf16, slow gates"
-    return [
-        _plot(times, peers, at, "ms (median)", folder / f"{name}_time.png"),
-        _plot(memory, peers, at, "peak extra memory, MiB", folder / f"{name}_memory.png"),
-    ]
-
-
-def _plot(
-    panels: dict[str, dict[str, dict[int, float]]], peers: set[str], x_label: str, y_label: str, path: Path
-) -> Path:
-    """A panel for each pass, a line in it for each contender, of one colour in all of them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    figure, all_axes = plt.subplots(
-        1, len(panels), figsize=(5 * len(panels) + 2, 4), squeeze=False, layout="constrained"
-    )
-    handles: dict[str, Any] = {}
-    for axes, (title, lines) in zip(all_axes[0], panels.items(), strict=True):
-        for name, by_T in lines.items():
-            T = sorted(by_T)
-            i = names.index(name)
-            style: dict[str, Any] = {"color": f"C{i}", "marker": "o", "markersize": 4, "zorder": 3}
-            if name == FLOOR:
-                style = {"color": "gray", "linestyle": ":"}
-            elif name in peers:  # hollow markers of their own on dashes: what lies on the same line shows through
-                style |= {"linestyle": "--", "marker": "Dos^v"[i % 5], "markersize": 9, "markerfacecolor": "none"}
-            (handles[name],) = axes.plot(T, [by_T[t] for t in T], **style)
-        ticks = sorted({T for by_T in lines.values() for T in by_T})
-        axes.set(xscale="log", yscale="log", title=title, xlabel=x_label, ylabel=y_label)
-        axes.set_xticks(ticks, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in ticks])
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path

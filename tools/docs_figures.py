@@ -1,0 +1,229 @@
+"""The figures of README and docs: charts of benchmarks/results, and the diagrams of docs/internals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tools import docs_svg as svg
+from tools.docs_svg import BLUE, GREEN, GREY, INK, ORANGE, VIOLET, Line, Panel
+
+Results = Mapping[str, Any]  # name -> contents of a result file
+
+H200 = "tokens (1 sequence, 32 heads of 128, bf16)"
+
+
+def by_length(rows: Sequence[Any], **wanted: Any) -> dict[float, float]:
+    """Return {T: median ms} of the timed rows that have these values."""
+    chosen = [r for r in rows if r["status"] == "timed" and all(r.get(n) == v for n, v in wanted.items())]
+    found: dict[float, float] = {r["T"]: r["time"]["median"] for r in chosen}
+    if not found or len(found) < len(chosen):
+        raise ValueError(f"expected one timed row for each T of {wanted}, got {len(chosen)} for {len(found)} lengths")
+    return found
+
+
+def time_against_length(results: Results) -> str:
+    """README's figure."""
+    forward, training = results["gpu-forward-h32"]["rows"], results["gpu-training"]["rows"]
+    context = results["gpu-operator"]["rows"]
+    case = dict(B=1, H=32, what="", gates="slow")
+    softmax = dict(section="context", contender="softmax attention")
+    given = dict(section="training", contender="cuDNN", B=1, H=32, what="activations given", gates="slow")
+    lines = {
+        "kda_layers": (BLUE, "", dict(contender="sm90")),
+        "flash-linear-attention": (ORANGE, "", dict(contender="FLA")),
+        "cuDNN": (GREEN, "5 3", dict(contender="cuDNN")),
+    }
+    one = [Line(n, by_length(forward, **case, **who), c, d) for n, (c, d, who) in lines.items()]
+    two = [
+        Line(n, by_length(training, section="training", **case, **who), c, d)
+        for n, (c, d, who) in lines.items()
+        if n != "cuDNN"
+    ]
+    two.append(Line("cuDNN", by_length(training, **given), GREEN, "5 3"))
+    one.append(Line("softmax attention", by_length(context, **softmax, **{"pass": "forward"}), GREY, "2 3"))
+    two.append(Line("softmax attention", by_length(context, **softmax, **{"pass": "forward + backward"}), GREY, "2 3"))
+    panels = [Panel("forward", H200, "ms", one), Panel("forward + backward", H200, "ms", two)]
+    return svg.chart(panels, "Time against length on an H200")
+
+
+def cpu_operator(results: Results) -> str:
+    rows = [r for r in results["cpu-operator"]["rows"] if r["case"] == "forward" and r["gates"] == "slow"]
+
+    def lines(unit: str) -> list[Line]:
+        return [
+            Line(name, {r["T"]: r[f"{name} {unit}"] for r in rows if f"{name} {unit}" in r}, color)
+            for name, color in (("kda_layers", BLUE), ("transformers", ORANGE))
+        ]
+
+    x = "tokens (1 sequence, 4 heads of 128, fp32)"
+    panels = [Panel("forward", x, "ms", lines("ms")), Panel("peak extra memory", x, "MiB", lines("MiB"))]
+    return svg.chart(panels, "Time and memory against length on a CPU")
+
+
+def gpu_operator(results: Results) -> str:
+    rows = [r for r in results["gpu-operator"]["rows"] if r["section"] == "context"]
+    who = {"fla": ("kda_layers fla", BLUE, ""), "FLA": ("flash-linear-attention", ORANGE, "6 3")}
+    who |= {"cuDNN": ("cuDNN", GREEN, "5 3"), "softmax attention": ("softmax attention", GREY, "2 3")}
+
+    def panel(title: str) -> Panel:
+        there = {r["contender"] for r in rows if r["pass"] == title}
+        lines = [
+            Line(label, by_length(rows, contender=name, **{"pass": title}), color, dash)
+            for name, (label, color, dash) in who.items()
+            if name in there
+        ]
+        return Panel(title, H200, "ms", lines)
+
+    return svg.chart([panel("forward"), panel("forward + backward")], "Time against length through fla on an H200")
+
+
+def long_generation(results: Results) -> str:
+    rows = results["gpu-long-generation"]["rows"]
+    columns = {"allocated MiB": ("allocated: weights, graph, cache", BLUE), "cache MiB": ("cache", GREEN)}
+    columns |= {"softmax cache MiB": ("keys and values of softmax attention, computed", GREY)}
+    lines = [
+        Line(label, {r["tokens"]: r[column] for r in rows}, color, marker=False)
+        for column, (label, color) in columns.items()
+    ]
+    panel = Panel("memory while generating", "generated tokens", "MiB", lines, log=False)
+    return svg.chart([panel], "Memory while generating")
+
+
+def training_curves(results: Results) -> str:
+    """Smoothed losses, and their differences from the first run's over the steps that both made."""
+    base, *others = results["gpu-training-curves"]["rows"]
+    width = max(1, max(r["steps"] for r in (base, *others)) // 40)
+    of = {r["name"]: smoothed(r["losses"], width) for r in (base, *others)}
+    colors = dict(zip(of, (BLUE, VIOLET, ORANGE, GREEN), strict=True))
+    losses = [Line(name, points, colors[name], marker=False) for name, points in of.items()]
+    apart = [
+        Line(r["name"], {n: y - of[base["name"]][n] for n, y in of[r["name"]].items()}, colors[r["name"]], marker=False)
+        for r in others
+    ]
+    panels = [
+        Panel("training loss", "step", f"nats per token, mean of {width} steps", losses, log=False),
+        Panel(f"difference from {base['name']}", "step", "nats per token", apart, log=False),
+    ]
+    return svg.chart(panels, "Loss curves of one training by three backends")
+
+
+def train_120m(results: Results) -> str:
+    run = results["gpu-train-120m-fla"]
+    heldout = {e["step"]: e["nats_per_token"] for e in run["rows"]}
+    losses = smoothed(run["details"]["losses"], 20)
+    lines = [Line("training", losses, BLUE, marker=False), Line("held out", heldout, ORANGE)]
+    return svg.chart([Panel("five minutes of training", "step", "nats per token", lines, log=False)], "Loss curve")
+
+
+def smoothed(losses: Sequence[float], width: int) -> dict[float, float]:
+    """Return {step: mean of the `width` losses up to it}, for every tenth step."""
+    return {n: sum(losses[n - width : n]) / width for n in range(width, len(losses) + 1) if n % 10 == 0}
+
+
+# ---------------------------------------------------------------- diagrams
+
+LEVELS = {8: "#cfe3fb", 4: "#d6f0dd", 2: "#fbe2cf", 1: "#e9dcfb"}
+
+
+def binary_anchoring(_: Results) -> str:
+    """The pairs (i, j) of 16 tokens by the level that handles them, and one block's two factors."""
+    n, cell, x0, y0 = 16, 20.0, 70.0, 74.0
+    parts = [svg.text(x0, 26, "which anchor serves the pair (i, j)", 14, font_weight="bold")]
+    parts.append(svg.text(x0 + n * cell / 2, y0 - 22, "writing token j", 12, "middle", GREY))
+    parts.append(svg.text(x0 - 30, y0 + n * cell / 2, "reading token i", 12, "middle", GREY,
+                          transform=f"rotate(-90 {x0 - 30:.1f} {y0 + n * cell / 2:.1f})"))  # fmt: skip
+    for i, j in itertools.product(range(n), range(n)):
+        half = 1 << ((i ^ j).bit_length() - 1) if i > j else 0
+        fill = LEVELS[half] if half else "#f6f8fa" if i < j else "#ffffff"
+        parts.append(svg.rect(x0 + j * cell, y0 + i * cell, cell, cell, fill, svg.GRID))
+    for half in LEVELS:
+        for start in range(0, n, 2 * half):
+            x, y = x0 + start * cell, y0 + (start + half) * cell
+            parts.append(svg.rect(x, y, half * cell, half * cell, "none", INK))
+            if half > 1:
+                parts.append(svg.text(x + half * cell / 2, y + half * cell / 2 + 4, f"{start + half}", 11 + half / 2,
+                                      "middle"))  # fmt: skip
+    for i in range(0, n, 4):
+        parts.append(svg.text(x0 + (i + 0.5) * cell, y0 - 6, str(i), 10, "middle", GREY))
+        parts.append(svg.text(x0 - 6, y0 + (i + 0.7) * cell, str(i), 10, "end", GREY))
+    y = y0 + n * cell + 28
+    for k, half in enumerate(LEVELS):
+        parts.append(svg.rect(x0 + k * 88, y - 11, 14, 14, LEVELS[half], INK))
+        parts.append(svg.text(x0 + k * 88 + 20, y, f"h = {half}", 12))
+    return svg.figure(900, 460, [*parts, *_two_factors(480.0)], "Binary anchoring")
+
+
+def _two_factors(x0: float) -> list[str]:
+    """One pair, j = 2 and i = 13, at its anchor 8: both factors decay away from the write and towards the read."""
+    n, cell, y0, anchor, j, i = 16, 23.0, 176.0, 8, 2, 13
+    middle = lambda token: x0 + (token + 0.5) * cell  # noqa: E731
+    parts = [svg.text(x0, 26, "one pair, j = 2 and i = 13, meets at anchor 8", 14, font_weight="bold")]
+    for t in range(n):
+        parts.append(svg.rect(x0 + t * cell, y0, cell, cell, LEVELS[8] if j < t <= i else "#ffffff", svg.GRID))
+        parts.append(svg.text(middle(t), y0 + 16, str(t), 11, "middle", INK if t in (i, j) else GREY))
+    edge = x0 + anchor * cell
+    parts.append(svg.path([(edge, y0 - 60), (edge, y0 + cell + 60)], INK, 1.4, "4 3"))
+    parts.append(svg.text(edge, y0 - 68, "anchor", 12, "middle"))
+    parts.append(svg.path([(middle(j), y0 - 18), (edge - 4, y0 - 18)], GREY, 2, arrow=True))
+    parts.append(svg.text(edge - 8, y0 - 28, "writer: decays of 3 .. 7", 12, "end"))
+    parts.append(svg.path([(edge + 4, y0 + cell + 18), (middle(i), y0 + cell + 18)], GREY, 2, arrow=True))
+    parts.append(svg.text(edge + 8, y0 + cell + 38, "reader: decays of 8 .. 13", 12))
+    notes = (
+        "Each factor is a product of decays, so it lies in [0, 1].",
+        "No exponent is ever positive: nothing overflows.",
+        "No sums are subtracted: nothing cancels.",
+        "A token has one factor for each level: 16 tokens, 4 levels.",
+    )
+    return parts + [svg.text(x0, y0 + cell + 88 + 22 * k, note, 12.5) for k, note in enumerate(notes)]
+
+
+def architecture(_: Results) -> str:
+    """Boxes from a model's call down to a kernel's launch."""
+    parts: list[str] = []
+
+    def box(x: float, y: float, w: float, title: str, lines: Sequence[str], fill: str) -> None:
+        parts.append(svg.rect(x, y, w, 26 + 17 * len(lines), fill, GREY, 5))
+        parts.append(svg.text(x + 12, y + 19, title, 13, font_weight="bold"))
+        parts.extend(svg.text(x + 12, y + 37 + 17 * k, line, 12) for k, line in enumerate(lines))
+
+    def down(x: float, y: float, to: float, label: str = "") -> None:
+        parts.append(svg.path([(x, y), (x, to - 2)], GREY, 1.6, arrow=True))
+        if label:
+            parts.append(svg.text(x + 8, (y + to) / 2 + 4, label, 11.5, color=GREY))
+
+    blue, green, orange = "#eaf3fe", "#eaf7ee", "#fdf1e7"
+    box(20, 16, 270, "your model", ("KDAForCausalLM, converted Llama, ...",), blue)
+    box(310, 16, 270, "a stock transformers model", ("swap_attention: Kimi-Linear, GLM, ...",), blue)
+    box(600, 16, 270, "your own code", ("kda(), kda_step(), fla_api",), blue)
+    box(20, 112, 560, "layer", ("projections, short convolution, operator, gated norm, output projection",), blue)
+    down(155, 59, 112)
+    down(445, 59, 112)
+    down(300, 155, 208, "q, k, v, gate and beta logits")
+    down(735, 59, 208)
+    box(20, 208, 850, "operator", (
+        "validate every argument once; errors name argument, expected, got",
+        "Problem -> registry: first backend that serves it, memoised; explain() lists every reason",
+        "torch op: boundary of autograd and torch.compile; residuals are opaque to everyone but the backend",
+    ), green)  # fmt: skip
+    for x, label in ((155, "any device"), (445, "CUDA"), (735, "CUDA")):
+        down(x, 285, 330, label)
+    box(20, 330, 270, "eager", ("PyTorch, chunks of 64", "any dtype, any widths"), orange)
+    box(310, 330, 270, "fla", ("flash-linear-attention's", "Triton kernels"), orange)
+    box(600, 330, 270, "cuda: sm90, sm100, sm80, sm120", ("forward, backward, decode", "CUDA C++ by NVRTC"), orange)
+    return svg.figure(890, 410, parts, "From a model's call to a kernel")
+
+
+COMMITTED: dict[str, Callable[[Results], str]] = {
+    "docs/assets/time.svg": time_against_length,
+    "docs/assets/architecture.svg": architecture,
+    "docs/assets/binary_anchoring.svg": binary_anchoring,
+}
+RUNS: dict[str, Callable[[Results], str]] = {  # beside the page of the result file
+    "cpu-operator": cpu_operator,
+    "gpu-operator": gpu_operator,
+    "gpu-long-generation": long_generation,
+    "gpu-training-curves": training_curves,
+    "gpu-train-120m-fla": train_120m,
+}

@@ -1,0 +1,125 @@
+"""Pages of docs/benchmarks/runs, and what stands between markers in README and docs, from benchmarks/results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import report
+from benchmarks.gpu import tables
+from tools.docs_figures import RUNS
+
+ROOT = Path(__file__).parents[1]
+Results = Mapping[str, Any]
+
+
+def results(folder: Path = ROOT / "benchmarks" / "results") -> dict[str, Any]:
+    """Return the contents of every result file by name."""
+    return {path.stem: report.load(path) for path in sorted(folder.iterdir())}
+
+
+# ---------------------------------------------------------------- pages
+
+
+def page(contents: dict[str, Any]) -> str:
+    """Return the page of a result file: figure, table, stamp."""
+    name = contents["name"]
+    source = f"Generated from `benchmarks/results/{name}.json`."
+    figure = f"\n![{contents['title']}]({name}.svg)\n" if name in RUNS else ""
+    if not contents["columns"]:
+        head, _, body = tables.markdown(contents).partition("\n")
+        return f"{head}\n\n{source}\n{figure}{body}"
+    return f"# {contents['title']}\n\n{source}\n{figure}\n{report.text(contents)}"
+
+
+def index(found: Results) -> str:
+    """Return the page that lists all result files."""
+    lines = ["# All runs", "", "| run | what was measured | device | date | commit |", "|" + " --- |" * 5]
+    for name, contents in found.items():
+        stamp = contents["stamp"]
+        device = stamp.get("gpu") or stamp["cpu"]
+        cells = (f"[{name}]({name}.md)", contents["title"], device, stamp["date"][:10], f"`{stamp['commit']}`")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------- README
+
+
+class Measured(NamedTuple):
+    """A row of README's table: two medians in ms of one result file."""
+
+    what: str
+    device: str
+    ours: float
+    peer: str
+    theirs: float
+    name: str
+
+
+def median(found: Results, name: str, **wanted: Any) -> float:
+    """Return the median of the only timed row of result file `name` with these values."""
+    rows = [r for r in found[name]["rows"] if r["status"] == "timed" and all(r.get(n) == v for n, v in wanted.items())]
+    if len(rows) != 1:
+        raise ValueError(f"{name}: expected one timed row with {wanted}, got {len(rows)}")
+    return float(rows[0]["time"]["median"])
+
+
+def measured(found: Results) -> list[Measured]:
+    """Return README's rows."""
+    fla, case = "flash-linear-attention", dict(B=1, T=8192, H=32, what="", gates="slow")
+
+    def operator(title: str, name: str, **wanted: Any) -> Measured:
+        times = [median(found, name, contender=c, **wanted) for c in ("sm90", "FLA")]
+        return Measured(title, "H200", times[0], fla, times[1], name)
+
+    prefill = next(r for r in found["gpu-swap"]["rows"] if r["case"] == "prefill")
+    cpu = next(r for r in found["cpu-operator"]["rows"] if (r["case"], r["T"], r["gates"]) == ("forward", 4096, "slow"))
+    return [
+        operator("forward, 8192 tokens, 32 heads", "gpu-forward-h32", **case),
+        operator("forward + backward, the same", "gpu-training-h32", **case),
+        operator("decode step, 32 sequences, 32 heads", "gpu-decode-host", section="decode", sequences=32),
+        Measured(f"Kimi-Linear, prefill of {prefill['T']} tokens, before and after the swap", "H200",
+                 prefill["swapped ms"], f"stock on {fla}", prefill["stock ms"], "gpu-swap"),
+        Measured(f"forward, {cpu['T']} tokens, {cpu['H']} heads, fp32", "2 CPU threads", cpu["kda_layers ms"],
+                 "transformers' PyTorch", cpu["transformers ms"], "cpu-operator"),
+    ]  # fmt: skip
+
+
+def speed(found: Results) -> str:
+    """Return README's table of measured rows."""
+    lines = ["| | device | ours, ms | peer | peer, ms | ratio | run |", "|" + " --- |" * 7]
+    for row in measured(found):
+        ratio = f"{row.theirs / row.ours:.{1 if row.theirs < 10 * row.ours else 0}f}"
+        times = (tables.number(row.ours), row.peer, tables.number(row.theirs))
+        lines.append("| " + " | ".join((row.what, row.device, *times, ratio, f"`{row.name}`")) + " |")
+    return "\n".join(lines)
+
+
+def caption(found: Results) -> str:
+    """Return the conditions of README's figure."""
+    dates = {name: found[name]["stamp"]["date"] for name in ("gpu-forward-h32", "gpu-training", "gpu-operator")}
+    return (
+        "One H200, bf16, slow-decay gates, medians with a cold L2 cache; a dot is a measured length. KDA forward in "
+        f"CUDA graphs ({dates['gpu-forward-h32']}), forward + backward launched from Python ({dates['gpu-training']}), "
+        f"softmax attention is torch's, causal, launched from Python ({dates['gpu-operator']}). cuDNN's backward takes "
+        "activated inputs only: its dot is of these."
+    )
+
+
+BLOCKS: dict[str, dict[str, Callable[[Results], str]]] = {
+    "README.md": {"figure": caption, "speed": speed},
+    "docs/index.md": {"figure": caption},
+}
+
+
+def filled(path: str, text: str, found: Results) -> str:
+    """Return `text` of the page with what stands between its markers, <!-- name --> and <!-- /name -->, replaced."""
+    for name, block in BLOCKS[path].items():
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"expected {begin} and {end} once in {path}")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{block(found)}\n{end}{rest.partition(end)[2]}"
+    return text
