@@ -62,7 +62,7 @@ def test_main_prints_machine_backends_and_choice():
     assert f"torch {torch.__version__}" in out
     assert "eager" in out
     assert "can serve it" in out
-    assert out.count("chosen: ") == 2
+    assert out.count("chosen: ") == 4  # one for each operator
     assert "problem: attention, " in out
     assert "CUDA toolchain: " in out
 
