@@ -1,5 +1,5 @@
-// A small kernel for each fence, for test_order.py, which numbers them: `test` chooses. Valid CUDA in variant 0; the others
-// leave out, or misplace, what the test's table says.
+// A small kernel for each fence, for test_order.py, which numbers them: `test` chooses. Valid CUDA in variant 0; the
+// others leave out, or misplace, what the test's table says.
 #include "ptx.cuh"
 
 struct Params {
@@ -46,7 +46,8 @@ DEVICE void shared_to_wgmma(const Params& p) {
 
 // The same by cp.async, whose writes are ordinary ones.
 DEVICE void copies_to_wgmma(const Params& p) {
-    for (int i = threadIdx.x; i < (A_WORDS + B_WORDS) / 4; i += 128) copy_16(shared_memory() + 16 * i, p.in + 4 * i, true);
+    for (int i = threadIdx.x; i < (A_WORDS + B_WORDS) / 4; i += 128)
+        copy_16(shared_memory() + 16 * i, p.in + 4 * i, true);
     copy_commit();
     if (p.variant == 1) fence_shared();  // too early
     copy_wait<0>();
@@ -106,7 +107,7 @@ DEVICE void initialize_for_cluster(const Params& p) {
     p.out[blockIdx.x * 32 + threadIdx.x] = p.in[threadIdx.x];
 }
 
-// Block 0 writes, block 1 reads, and a counter says when: by a releasing addition, or by an ordinary write behind a fence.
+// Block 0 writes, block 1 reads, and a counter says when: by a releasing addition, or by a relaxed write after a fence.
 DEVICE void hand_over(const Params& p) {
     u32* counter = p.out + 64;
     if (blockIdx.x == 0) {

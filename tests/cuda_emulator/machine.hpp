@@ -2,8 +2,8 @@
 //
 // It is meant to be an adversary: the order of warps, lanes and bulk copies is random (seeded), and what a copy or a
 // product has not yet delivered reads as NaN. README.md lists which undefined behavior it finds and which it does not.
-// Here is its state and how it switches between threads, in operations.hpp what the threads do, in order.hpp what orders
-// their accesses, in scheduler.hpp who goes on and when.
+// Here is its state and how it switches between threads, in operations.hpp what the threads do, in order.hpp what
+// orders their accesses, in scheduler.hpp who goes on and when.
 #pragma once
 
 #include <csetjmp>
@@ -45,8 +45,8 @@ using Call = Site;
 #endif
 #define CALLED_HERE ::emulator::Call site = {__builtin_FILE(), __builtin_LINE()}
 
-// An mbarrier's 64 bits; poisoned and zeroed memory do not look initialized. LOCAL: other blocks and bulk copies may not
-// use it before mbarrier_init_fence.
+// An mbarrier's 64 bits; poisoned and zeroed memory do not look initialized. LOCAL: other blocks and bulk copies may
+// not use it before mbarrier_init_fence.
 enum Initialized { LOCAL = 1, VISIBLE = 2 };
 struct Mbarrier {
     u64 initialized : 2, phase : 1, count : 20, pending : 20;
@@ -62,14 +62,14 @@ struct AsyncCopy {  // 16 bytes of one thread
 };
 
 struct Warp;
-struct Knowledge;
-using Known = std::__shared_ptr<Knowledge, __gnu_cxx::_S_single>;  // counts without atomics
+struct VectorClock;
+using SharedClocks = std::__shared_ptr<VectorClock, __gnu_cxx::_S_single>;  // counts without atomics
 
 enum Space { SHARED, GLOBAL };
 
 struct LaneOrder {  // see order.hpp
     u32 clock = 1, fenced[2] = {};  // by space: its own accesses up to this clock are fenced
-    Known known, observed, released;
+    SharedClocks clocks, observed, released;
     u32 epoch = 1, begun = 0;  // of register accesses; the epoch that the last product_begin began
 };
 

@@ -246,7 +246,8 @@ inline void deliver(const BulkCopy& copy) {
 // ---------------------------------------------------------------- products of a warpgroup
 
 // Row i of an operand, whose rows of blocks are `stride` bytes apart; a standing one is stored transposed.
-inline void load_row(float (&row)[16], const Product& product, const unsigned char* operand, int stride, bool stands, int i) {
+inline void load_row(float (&row)[16], const Product& product, const unsigned char* operand, int stride, bool stands,
+                     int i) {
     for (int k = 0; k < 16; ++k) {
         const int line = stands ? k : i, place = stands ? i : k;
         const unsigned char* at = operand + (line / 8) * stride + (place / 8) * 128 + (line % 8) * 16 + (place % 8) * 2;
@@ -294,7 +295,8 @@ inline Accumulator& take_registers(Warp& warp, const Product& product) {
 }
 
 // The 16-byte pieces of a product's operands that this warp reads: 16 rows of a, all of b, 16 numbers of each.
-template <class F> inline void each_piece(const unsigned char* operand, int stride, bool stands, int first, int count, F f) {
+template <class F>
+inline void each_piece(const unsigned char* operand, int stride, bool stands, int first, int count, F f) {
     for (int line = stands ? 0 : first; line < (stands ? 16 : first + count); ++line)
         for (int place = stands ? first : 0; place < (stands ? first + count : 16); place += 8)
             f(operand + line / 8 * stride + place / 8 * 128 + line % 8 * 16);
@@ -305,11 +307,11 @@ template <class F> inline void each_piece(const Warp& warp, const Product& produ
 }
 
 inline void check_operands(const Warp& warp, const Product& product) {
-    const Knowledge* last = nullptr;
+    const VectorClock* last = nullptr;
     for (int i = 0; i < 32; ++i) {
         const Lane& lane = warp.lanes[i];
-        if (i && lane.order.known.get() == last) continue;  // lanes that know the same
-        last = lane.order.known.get();
+        if (i && lane.order.clocks.get() == last) continue;  // lanes that share it
+        last = lane.order.clocks.get();
         each_piece(warp, product, [&](const void* p) { check_async(lane, "wgmma reads", p, 16, SHARED); });
     }
     each_piece(warp, product, [&](const void* p) { start_reading(warp.lanes[0], p, 16); });
@@ -337,15 +339,16 @@ inline void start_product(Product product) {
 inline void multiply(const Warp& warp, const Product& product, Accumulator& accumulator) {
     float a[16][16], b[16];
     for (int row = 0; row < 16; ++row) {
-        if (product.a) load_row(a[row], product, product.a, product.a_stride, product.a_stands, 16 * (warp.index % 4) + row);
+        const int line = 16 * (warp.index % 4) + row;
+        if (product.a) load_row(a[row], product, product.a, product.a_stride, product.a_stands, line);
         else load_held_row(a[row], product, row);
     }
     for (int column = 0; column < product.columns; ++column) {
         load_row(b, product, product.b, product.b_stride, product.b_stands, column);
         for (int row = 0; row < 16; ++row) {
-            float sum = 0;
+            const int lane = 4 * (row % 8) + column % 8 / 2, place = 4 * (column / 8) + 2 * (row / 8) + column % 2;
+            float sum = 0, &d = accumulator.values[lane][place];
             for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k];
-            float& d = accumulator.values[4 * (row % 8) + column % 8 / 2][4 * (column / 8) + 2 * (row / 8) + column % 2];
             d = product.begins ? sum : d + sum;
         }
     }
@@ -383,7 +386,9 @@ inline void use_product(float* d) {
     memcpy(d, accumulator->values[i], bytes);
     lane.begun = false;
     accumulator->taken &= ~bit(lane);
-    if (!accumulator->taken) warp.accumulators.erase(warp.accumulators.begin() + (accumulator - warp.accumulators.data()));
+    if (accumulator->taken) return;
+    *accumulator = warp.accumulators.back();
+    warp.accumulators.pop_back();
 }
 
 // ---------------------------------------------------------------- counters in global memory

@@ -1,15 +1,18 @@
 // Which accesses to memory are ordered, and visible to asynchronous operations: checked where CHECK_ORDER is 1.
 //
-// The rule is that of Triton's ConSan, at the grain of a 4-byte word and a thread. Every thread has a clock, which
-// advances when it releases or fences. A plain write (generic proxy) stamps the word with the writer and its clock. What
-// a thread knows is, for every other thread, up to which clock it has `seen` that thread's writes, and up to which clock
-// a proxy fence has made them visible to wgmma and bulk copies (async proxy), separately for shared and global memory:
+// Happens-before by vector clocks, at the grain of a thread and a 4-byte word; the rule for fences is that of Triton's
+// ConSan. Every thread has a clock, which advances when it releases or fences. An access by the generic proxy (a plain
+// load or store, ldmatrix, stmatrix, cp.async) stamps the word with the thread and its clock. A thread's vector clock
+// has, for every other thread, the clock up to which its accesses happened before, and the one up to which a proxy
+// fence has made its writes visible to the async proxy (wgmma, bulk copies), of shared and of global memory:
 //
-// * An arrive, a release or a barrier hands on what a thread knows; a wait or an acquire takes it over.
-// * fence_shared and fence_bulk_copies make all that the thread has seen so far visible, and nothing that it sees later.
-// * A plain read needs to have seen the write of the word: otherwise the two race, or fence_gpu is missing. In shared
-//   memory a write needs to have seen the last read and the last write.
-// * A wgmma or a bulk copy needs a fence between the write of the word and itself.
+// * An arrive, a release or a barrier joins the thread's vector clock to the barrier's or counter's; a wait or an
+//   acquire joins that one to the thread's.
+// * fence_shared and fence_bulk_copies make visible all that happened before the fence, by any thread, and nothing that
+//   the thread synchronizes with later.
+// * The write of a word must happen before a plain read of it: otherwise the two race, or fence_gpu is missing. In
+//   shared memory the last read and the last write must happen before a write.
+// * The write of a word must be visible to the wgmma or bulk copy that touches it.
 //
 // None of this depends on the schedule: a missing fence fails for every seed that gets as far.
 //
@@ -37,16 +40,20 @@ struct Stamp {  // of an access
 };
 constexpr u32 under_way = ~0u;  // in the place of the clock, of a wgmma's reads
 
-// By space and thread; row 2 is what has been seen.
-constexpr int SEEN = 2;
-struct Knowledge {
+// By space the clocks up to which writes are fenced; in row 2 those up to which accesses happened before.
+constexpr int BEFORE = 2;
+struct VectorClock {
     std::vector<u32> clocks;
-    Knowledge() : clocks(3 * machine.lanes.size()) {}
+    VectorClock() : clocks(3 * machine.lanes.size()) {}
     UNCHECKED u32* row(int which) { return clocks.data() + which * machine.lanes.size(); }
 };
 
+template <class... Original> UNCHECKED inline SharedClocks new_clocks(const Original&... original) {
+    return std::__make_shared<VectorClock, __gnu_cxx::_S_single>(original...);
+}
+
 struct Phases {  // of an mbarrier
-    Known arrived, completed;
+    SharedClocks arrived, completed;
 };
 
 struct RegisterStamp { u32 read, written; };
@@ -59,15 +66,15 @@ struct Order {
     std::unordered_map<u64, std::unique_ptr<Page>> global;
     struct { u64 number; Page* page; } recent[1024];
     std::unordered_map<const u64*, Phases> mbarriers;
-    std::unordered_map<const u32*, Known> counters;
+    std::unordered_map<const u32*, SharedClocks> counters;
     RegisterStamp* registers = nullptr;
-    Known joined[3], fenced[2][2];  // the last union and its two parts; by space, the last fence's result and argument
+    SharedClocks joined[3], fenced[2][2];  // last results, followed by their arguments: of join; by space, of a fence
 
     size_t register_bytes() const { return machine.stacks.whole() * 2; }
 };
 static Order order;
 
-// ---------------------------------------------------------------- what threads know
+// ---------------------------------------------------------------- vector clocks
 
 inline u32 number_of(const Lane& lane) { return u32(&lane - machine.lanes.data()); }
 
@@ -81,70 +88,70 @@ FAST inline bool take_larger(u32* to, const u32* from, size_t n) {
     return changed;
 }
 
-// `to` becomes the union of both. Lanes of a warp mostly know the same: the last union is remembered.
-UNCHECKED inline void join(Known& to, const Known& from) {
+// `to` becomes the maximum of both. The last one is remembered: lanes of a warp mostly have the same.
+UNCHECKED inline void join(SharedClocks& to, const SharedClocks& from) {
     if (!from || to == from) return;
     if (!to) {
         to = from;
         return;
     }
-    Known* last = order.joined;
+    SharedClocks* last = order.joined;
     if (last[1] == to && last[2] == from) {
         to = last[0];
         return;
     }
-    auto both = std::__make_shared<Knowledge, __gnu_cxx::_S_single>(*to);
+    auto both = new_clocks(*to);
     last[1] = to, last[2] = from;
     if (take_larger(both->clocks.data(), from->clocks.data(), both->clocks.size())) to = both;
     last[0] = to;
 }
 
-// `to` becomes the union of both, in place; nobody else has `to` then.
-UNCHECKED inline void add(Known& to, const Known& from) {
+// The same, in place; nothing else shares `to` then.
+UNCHECKED inline void add(SharedClocks& to, const SharedClocks& from) {
     const bool more = from && from != to;
-    if (!to) to = more ? std::__make_shared<Knowledge, __gnu_cxx::_S_single>(*from) : std::__make_shared<Knowledge, __gnu_cxx::_S_single>();
-    else if (to.use_count() > 1) to = std::__make_shared<Knowledge, __gnu_cxx::_S_single>(*to);
+    if (!to) to = more ? new_clocks(*from) : new_clocks();
+    else if (to.use_count() > 1) to = new_clocks(*to);
     if (more) take_larger(to->clocks.data(), from->clocks.data(), to->clocks.size());
 }
 
-// Adds what a lane has done itself; its later writes are not part of that.
-UNCHECKED inline void add_own(Known& to, Lane& lane) {
+// Adds a lane's own accesses up to now.
+UNCHECKED inline void add_own(SharedClocks& to, Lane& lane) {
     const u32 i = number_of(lane);
-    for (int space : {SHARED, GLOBAL}) to->row(space)[i] = lane.order.fenced[space];
-    to->row(SEEN)[i] = lane.order.clock++;
+    for (int space : {SHARED, GLOBAL}) take_larger(&to->row(space)[i], &lane.order.fenced[space], 1);
+    to->row(BEFORE)[i] = lane.order.clock++;
 }
 
-UNCHECKED inline void release(Lane& lane, Known& to) {
-    add(to, lane.order.known);
+UNCHECKED inline void release(Lane& lane, SharedClocks& to) {
+    add(to, lane.order.clocks);
     add_own(to, lane);
 }
 
 // All lanes of some warps release and then acquire.
 template <class Warps> UNCHECKED inline void synchronize(const Warps& warps) {
     if (!check_order) return;
-    Known all, last;
+    SharedClocks all, last;
     for (const Warp* warp : warps)
         for (int i = 0; i < 32; ++i) {
             Lane& lane = warp->lanes[i];
-            if (!all || lane.order.known != last) add(all, last = lane.order.known);
+            if (!all || lane.order.clocks != last) add(all, last = lane.order.clocks);
             add_own(all, lane);
         }
     for (const Warp* warp : warps)
-        for (int i = 0; i < 32; ++i) warp->lanes[i].order.known = all;
+        for (int i = 0; i < 32; ++i) warp->lanes[i].order.clocks = all;
 }
 
 UNCHECKED inline void fence_proxy(Lane& lane, Space space) {
     if (!check_order) return;
     lane.order.fenced[space] = lane.order.clock++;
-    Known& known = lane.order.known;
-    if (!known) return;
-    Known(&last)[2] = order.fenced[space];
-    if (last[1] != known) {
-        last[1] = known;
-        last[0] = std::__make_shared<Knowledge, __gnu_cxx::_S_single>(*known);
-        take_larger(last[0]->row(space), last[0]->row(SEEN), machine.lanes.size());
+    SharedClocks& clocks = lane.order.clocks;
+    if (!clocks) return;
+    SharedClocks(&last)[2] = order.fenced[space];
+    if (last[1] != clocks) {
+        last[1] = clocks;
+        last[0] = new_clocks(*clocks);
+        take_larger(last[0]->row(space), last[0]->row(BEFORE), machine.lanes.size());
     }
-    known = last[0];
+    clocks = last[0];
 }
 
 UNCHECKED inline void release_to_mbarrier(const u64* barrier) {
@@ -156,11 +163,11 @@ UNCHECKED inline void complete_phase(const u64* barrier) {
     phases.completed = phases.arrived;
 }
 UNCHECKED inline void acquire_from_mbarrier(const u64* barrier) {
-    if (check_order) join(current->order.known, order.mbarriers[barrier].completed);
+    if (check_order) join(current->order.clocks, order.mbarriers[barrier].completed);
 }
 
-// Counters in global memory. A release that adds leaves in place what others have released before; a relaxed write hands
-// on what the thread knew at its last fence_gpu. A relaxed read counts from the next fence_gpu on.
+// Counters in global memory. An addition that releases continues what others have released; a relaxed write releases
+// what happened before the thread's last fence_gpu. A relaxed read acquires at the next fence_gpu.
 UNCHECKED inline void release_to_counter(const u32* counter) {
     if (check_order) release(*current, order.counters[counter]);
 }
@@ -173,7 +180,7 @@ UNCHECKED inline void read_relaxed(const u32* counter) {
 UNCHECKED inline void fence_scope_gpu() {
     if (!check_order) return;
     LaneOrder& mine = current->order;
-    join(mine.known, mine.observed);
+    join(mine.clocks, mine.observed);
     mine.released = nullptr;
     release(*current, mine.released);
 }
@@ -240,16 +247,16 @@ UNCHECKED inline void report_access(const char* what, const Stamp& stamp) {
     else report_address(reinterpret_cast<u64>(stamp.file));
 }
 
-UNCHECKED inline bool has_seen(const Lane& lane, const Stamp& stamp) {
+UNCHECKED inline bool happened_before(const Lane& lane, const Stamp& stamp) {
     const u32 mine = number_of(lane);
     return !stamp.clock || stamp.thread == mine ||
-           (lane.order.known && lane.order.known->row(SEEN)[stamp.thread] >= stamp.clock);
+           (lane.order.clocks && lane.order.clocks->row(BEFORE)[stamp.thread] >= stamp.clock);
 }
 
 UNCHECKED inline bool is_fenced(const Lane& lane, const Stamp& stamp, Space space) {
     if (!stamp.clock) return true;
-    if (stamp.thread == number_of(lane)) return lane.order.fenced[space] >= stamp.clock;
-    return lane.order.known && lane.order.known->row(space)[stamp.thread] >= stamp.clock;
+    if (stamp.thread == number_of(lane) && lane.order.fenced[space] >= stamp.clock) return true;
+    return lane.order.clocks && lane.order.clocks->row(space)[stamp.thread] >= stamp.clock;
 }
 
 [[noreturn]] UNCHECKED inline void fail_in_race(const Lane& lane, const char* does, u64 word, const void* where,
@@ -273,20 +280,19 @@ UNCHECKED inline Stamp stamp_by(const Lane& lane, const void* where) {
 UNCHECKED inline void on_read(const Lane& lane, u64 address, u32 bytes, const void* where) {
     for (u64 word = address & ~3ull; word < address + bytes; word += 4) {
         const Stamp* stamp = stamp_of(word, false);
-        if (stamp && !has_seen(lane, *stamp)) fail_in_race(lane, "reads", word, where, "written", *stamp);
+        if (stamp && !happened_before(lane, *stamp)) fail_in_race(lane, "reads", word, where, "written", *stamp);
         if (Stamp* read = stamp_of_read(word)) *read = stamp_by(lane, where);
     }
 }
 
-// Before a write to shared memory: the last read must be known, and the last write unless it is the same warp's, whose
-// lanes may write the same together.
+// Before a write to shared memory. Lanes of a warp may write the same word together.
 UNCHECKED inline void check_overwritten(const Lane& lane, u64 word, const void* where) {
     const Stamp* read = stamp_of_read(word);
     if (!read) return;
-    if (read->clock == under_way || !has_seen(lane, *read))
+    if (read->clock == under_way || !happened_before(lane, *read))
         fail_in_race(lane, "writes", word, where, read->clock == under_way ? "being read" : "read", *read);
     const Stamp& written = *stamp_of(word, true);
-    if (!has_seen(lane, written) && machine.lanes[written.thread].warp != lane.warp)
+    if (!happened_before(lane, written) && machine.lanes[written.thread].warp != lane.warp)
         fail_in_race(lane, "writes", word, where, "written", written);
 }
 
@@ -316,7 +322,8 @@ UNCHECKED inline void check_async(const Lane& lane, const char* what, const void
         report("%s ", what);
         report_place(word);
         report_access("written", *stamp);
-        report(has_seen(lane, *stamp) ? ", without %s in between; in " : ", and nothing orders the two (%s); in ",
+        const bool ordered = happened_before(lane, *stamp);
+        report(ordered ? ", without %s in between; in " : ", and nothing orders the two (%s); in ",
                space == SHARED ? "fence_shared" : "fence_bulk_copies");
         report_operation(lane);
         fail_plainly();
@@ -333,7 +340,7 @@ UNCHECKED inline void overwrite(const Lane& lane, const void* p, u32 bytes) {
     }
 }
 
-// A wgmma reads from its launch to the wait for it, where all lanes of the warp know that it is done.
+// A wgmma reads from its launch to the wait for it; then it counts as a read of the warp's first lane.
 UNCHECKED inline void start_reading(const Lane& lane, const void* p, u32 bytes) {
     const u64 first = reinterpret_cast<u64>(p);
     for (u64 word = first; word < first + bytes; word += 4)
@@ -377,7 +384,8 @@ UNCHECKED inline void reset_order(size_t block_count) {
     memset(order.recent, 0, sizeof order.recent);
     order.mbarriers.clear();
     order.counters.clear();
-    void* p = mmap(nullptr, order.register_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* p = mmap(nullptr, order.register_bytes(), PROT_READ | PROT_WRITE, flags, -1, 0);
     if (p == MAP_FAILED) {
         report("no memory for the stamps of registers");
         fail_plainly();
@@ -395,7 +403,7 @@ UNCHECKED inline void start_order() {
 UNCHECKED inline void end_order() {
     if (order.registers) munmap(order.registers, order.register_bytes());
     order.registers = nullptr;
-    for (Known& known : order.joined) known = nullptr;
+    for (SharedClocks& clocks : order.joined) clocks = nullptr;
     for (auto& space : order.fenced) space[0] = space[1] = nullptr;
 }
 
