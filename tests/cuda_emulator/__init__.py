@@ -142,14 +142,8 @@ def compile_kernel(source: str | Path, entry: str, defines: Mapping[str, object]
     source = KERNELS / source
     files = _closure(source)
     macros = {"KERNEL_SOURCE": f'"{source.name}"', "KERNEL_ENTRY": entry, **(defines or {})}
-    command = [
-        "g++",
-        *FLAGS,
-        *_more_flags.get(),
-        *(f"-D{name}={value}" for name, value in macros.items()),
-        "-c",
-        "launch.cpp",
-    ]
+    defined = (f"-D{name}={value}" for name, value in macros.items())
+    command = ["g++", *FLAGS, *_more_flags.get(), *defined, "-c", "launch.cpp"]
     key = hashlib.sha256(repr((command, sorted(files.items()))).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"cuda_emulator_{os.getuid()}"
     library = folder / f"{source.stem}_{entry}_{key}.so"
@@ -158,13 +152,7 @@ def compile_kernel(source: str | Path, entry: str, defines: Mapping[str, object]
         with tempfile.TemporaryDirectory(dir=folder) as build:  # the kernels' ptx.cuh is not in it
             for name, text in files.items():
                 Path(build, name).write_text(text)
-            link = [
-                "g++",
-                "-shared",
-                "launch.o",
-                "-o",
-                "kernel.so",
-            ]  # apart, as -fsanitize=thread would link its runtime
+            link = ["g++", "-shared", "launch.o", "-o", "kernel.so"]  # apart, as -fsanitize=thread links its runtime
             for step in ([*command, "-o", "launch.o"], link):
                 run = subprocess.run(step, cwd=build, capture_output=True, text=True)
                 if run.returncode:

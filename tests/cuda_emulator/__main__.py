@@ -8,10 +8,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tests import cuda_emulator
 
 PROGRAM = "python -m tests.cuda_emulator"
+PACKAGE = Path(__file__).parents[2] / "kda_layers"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,7 +109,9 @@ def run_in_gdb(arguments: list[str]) -> int:
             f"gdb is not installed; install it, or attach another debugger to: {shlex.join(program)}", file=sys.stderr
         )
         return 2
-    sources = f"directory {cuda_emulator.HERE} {cuda_emulator.KERNELS}"  # they were compiled in a folder that is gone
+    # The folder in which the sources were compiled is gone.
+    folders = sorted({path.parent for path in PACKAGE.rglob("*.cu*")})
+    sources = f"directory {shlex.join(map(str, (cuda_emulator.HERE, *folders)))}"
     stops = [sources, "set breakpoint pending on", "break emulator::fail_plainly", "run"]
     os.execvp("gdb", ["gdb", "-quiet", *(word for stop in stops for word in ("-ex", stop)), "--args", *program])
 

@@ -11,8 +11,8 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.contract import BetaActivation, GateActivation, Inputs
-from kda_layers.kernels.cuda import gradients as gradients_launcher
+from kda_layers.kernels.kda.contract import BetaActivation, GateActivation, Inputs
+from kda_layers.kernels.kda.cuda.backward import gradients as gradients_launcher
 from tests.kernels import emulated
 from tests.kernels.cases import (
     BF16,

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 SMALL = ("--K", "64", "--H", "1")
 PACKED = ("--lengths", "70,0,200", "--group", "2", "--state", "--processors", "4")
 
-# wait_for_chunks of chunk.cuh: each lane acquires the counter that it has read, and lane 0 then starts the bulk copies;
-# without warp_sync after fence_gpu nothing orders what the other lanes have acquired before them.
+# wait_for_chunks of shared.cuh: each lane acquires the counter that it has read, and lane 0 then starts the bulk
+# copies; without warp_sync after fence_gpu nothing orders what the other lanes have acquired before them.
 UNORDERED = pytest.mark.xfail(reason="wait_for_chunks lacks warp_sync after fence_gpu", strict=True)
 
 
@@ -51,19 +51,16 @@ def test_every_result_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.fixture
-def without_fences(tmp_path: Path) -> Path:
-    """The kernels' sources, of which the walk forgets fence_shared."""
-    for path in cuda_emulator.KERNELS.iterdir():
-        if path.suffix in (".cu", ".cuh"):
-            text = path.read_text()
-            (tmp_path / path.name).write_text(text.replace("fence_shared();", ""))
-    return tmp_path
+def test_a_failure_says_how_to_replay_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """The walk forgets fence_shared."""
+    read = cuda_emulator._closure
 
+    def forgetful(source: Path) -> dict[str, str]:
+        files = read(source)
+        return files | {"scan.cuh": files["scan.cuh"].replace("fence_shared();", "")}
 
-def test_a_failure_says_how_to_replay_it(without_fences: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["forward", *SMALL, "--T", "70", "--order", "--seed=5", "--seeds", "3"]
-    with mock.patch.object(cuda_emulator, "KERNELS", without_fences):
+    with mock.patch.object(cuda_emulator, "_closure", forgetful):
         assert main(arguments) == 1
     out = capsys.readouterr().out
     assert "without fence_shared in between" in out
