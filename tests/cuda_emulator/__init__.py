@@ -46,7 +46,7 @@ class EmulatorError(RuntimeError):
 def order_checked(active: bool = True) -> Iterator[None]:
     """Kernels compiled in this context check that a barrier or a fence orders every two accesses that need one.
 
-    Such a kernel takes three to six times as long. README.md says what it finds.
+    Such a kernel takes five to seven times as long. README.md says what it finds.
     """
     with _compiled_with(ORDER_FLAGS if active else ()):
         yield
