@@ -6,13 +6,14 @@ The one module of this folder that knows the kernels and the tests' cases.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.kda.contract import BetaActivation, GateActivation, Inputs
-from kda_layers.kernels.kda.cuda.backward import gradients as gradients_launcher
+from kda_layers.kernels.kda.activations import BETA_ACTIVATIONS as BETAS
+from kda_layers.kernels.kda.activations import GATE_ACTIVATIONS as GATES
+from kda_layers.kernels.kda.contract import Inputs
 from tests.kernels import emulated
 from tests.kernels.cases import (
     BF16,
@@ -28,11 +29,9 @@ from tests.kernels.cases import (
     step_inputs,
     to_fp64,
 )
-from tests.kernels.test_cuda_gradients import gradients
 
-__all__ = ["Case", "Judged", "Trial"]
+__all__ = ["ARCHS", "BETAS", "DTYPES", "GATES", "Case", "Judged", "Trial"]
 
-GATES, BETAS = get_args(GateActivation), get_args(BetaActivation)
 DTYPES = {"bf16": BF16, "fp16": FP16}
 ARCHS = (80, 90, 100, 120)
 DRAWS = {"forward": 1, "backward": 4, "decode": 1}  # a few heads' gradient of A_log is one small sum for each
@@ -88,7 +87,7 @@ Cast = Callable[[Inputs], Inputs]
 
 
 def _forward(x: Inputs, seed: int, arch: int, processors: int) -> Results:
-    return outputs(emulated.chunk(x, seed=seed, arch=arch, processors=processors))
+    return outputs(emulated.forward(x, seed=seed, arch=arch, processors=processors))
 
 
 def _forward_truth(x: Inputs, cast: Cast) -> Results:
@@ -100,11 +99,12 @@ def _backward(x: Inputs, seed: int, arch: int, processors: int) -> Results:
     d = output_gradients(x)
     d_final = d["final_state"] if x.final_state else None
     d_checkpoints = d["checkpoints"] if x.checkpoint_every else None
-    out, kept = emulated.chunk_saving(x, seed=seed, arch=arch, processors=processors)
-    back = emulated.reverse(x, kept, (d["o"], d_final, d_checkpoints), seed=seed, arch=arch, processors=processors)
-    saved = gradients_launcher.Saved(kept.states, kept.errors, back.d_states, back.d_v, d["o"])
-    results = outputs(out) | gradients(x, saved, seed=seed, arch=arch, processors=processors) | {"d_v": back.d_v}
-    return results if back.d_initial is None else results | {"d_initial_state": back.d_initial}
+    launch = {"seed": seed, "arch": arch, "processors": processors}
+    out, kept = emulated.forward_saving(x, **launch)
+    back = emulated.reverse_scan(x, kept, (d["o"], d_final, d_checkpoints), **launch)
+    tokens = emulated.gradients(x, kept, back, emulated.end_of_memory(d["o"]), **launch)
+    grads = tokens._asdict() | {"v": back.d_v, "initial_state": back.d_initial}
+    return outputs(out) | {f"d_{n}": t for n, t in grads.items() if t is not None}
 
 
 def _backward_truth(x: Inputs, cast: Cast) -> Results:
@@ -113,7 +113,7 @@ def _backward_truth(x: Inputs, cast: Cast) -> Results:
 
 def _decode(x: Inputs, seed: int, arch: int, processors: int) -> Results:
     state = emulated.end_of_memory(x.initial_state.clone())
-    o = emulated.step(step_inputs(x, state=state), seed=seed)
+    o = emulated.decode(step_inputs(x, state=state), seed=seed)
     return {"o": o, "state": state}
 
 
