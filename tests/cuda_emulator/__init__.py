@@ -109,7 +109,7 @@ class Kernel:
             seed: chooses the order of warps, lanes and copies.
 
         Raises:
-            EmulatorError: where lanes diverge, nothing can go on, an access is out of range ...
+            EmulatorError: if the kernel does what README.md lists under "What fails".
         """
         data = bytes(params)
         message = self.library.launch(data, len(data), *grid, block, cluster, resident, shared_bytes, seed)
@@ -132,7 +132,7 @@ def compile_kernel(source: str | Path, entry: str, defines: Mapping[str, object]
     """Compile a kernel for the host, or take it from the cache in the folder of temporary files.
 
     Args:
-        source: a `.cu` file, relative to the package's folder of kernels.
+        source: a `.cu` file; relative paths start at KERNELS.
         entry: the kernel's name.
         defines: macros and their values.
 

@@ -11,27 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.kda.activations import BETA_ACTIVATIONS as BETAS
-from kda_layers.kernels.kda.activations import GATE_ACTIVATIONS as GATES
+from kda_layers.kernels.kda.activations import BETA_ACTIVATIONS, GATE_ACTIVATIONS
 from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.testing.budgets import BF16, FP16, error, limits_of
+from kda_layers.testing.cases import Case, make_inputs, step_inputs, to_fp64
+from kda_layers.testing.oracle import oracle, output_gradients, outputs, run
 from tests.kernels import emulated
-from tests.kernels.cases import (
-    BF16,
-    FP16,
-    Case,
-    error,
-    limits_of,
-    make_inputs,
-    oracle,
-    output_gradients,
-    outputs,
-    run,
-    step_inputs,
-    to_fp64,
-)
 
 __all__ = ["ARCHS", "BETAS", "DTYPES", "GATES", "Case", "Judged", "Trial"]
 
+GATES, BETAS = GATE_ACTIVATIONS, BETA_ACTIVATIONS
 DTYPES = {"bf16": BF16, "fp16": FP16}
 ARCHS = (80, 90, 100, 120)
 DRAWS = {"forward": 1, "backward": 4, "decode": 1}  # a few heads' gradient of A_log is one small sum for each
@@ -51,7 +40,7 @@ class Judged(NamedTuple):
 
 
 class Trial:
-    """One case of forward, backward or decode, to be run with several seeds; see `tests.kernels.cases` for budgets."""
+    """One case of forward, backward or decode, to be run with several seeds; `kda_layers.testing.budgets` judges it."""
 
     def __init__(self, kernel: str, case: Case, draws: int | None = None) -> None:
         """
@@ -74,7 +63,7 @@ class Trial:
         Raises:
             EmulatorError: if the emulator refuses what a kernel does.
         """
-        got = _stack(self.compute(x, seed, arch, processors) for x in self.draws)
+        got = _stack(self.compute(x, seed=seed, arch=arch, processors=processors) for x in self.draws)
         return {n: Judged(error(got[n], t), self.budgets[n]) for n, t in self.truth.items()}
 
 
@@ -86,8 +75,8 @@ def _stack(results: object) -> Results:
 Cast = Callable[[Inputs], Inputs]
 
 
-def _forward(x: Inputs, seed: int, arch: int, processors: int) -> Results:
-    return outputs(emulated.forward(x, seed=seed, arch=arch, processors=processors))
+def _forward(x: Inputs, **machine: int) -> Results:
+    return outputs(emulated.forward(x, **machine))
 
 
 def _forward_truth(x: Inputs, cast: Cast) -> Results:
@@ -95,23 +84,22 @@ def _forward_truth(x: Inputs, cast: Cast) -> Results:
         return outputs(oracle(cast(x)))
 
 
-def _backward(x: Inputs, seed: int, arch: int, processors: int) -> Results:
+def _backward(x: Inputs, **machine: int) -> Results:
     d = output_gradients(x)
     d_final = d["final_state"] if x.final_state else None
     d_checkpoints = d["checkpoints"] if x.checkpoint_every else None
-    launch = {"seed": seed, "arch": arch, "processors": processors}
-    out, kept = emulated.forward_saving(x, **launch)
-    back = emulated.reverse_scan(x, kept, (d["o"], d_final, d_checkpoints), **launch)
-    tokens = emulated.gradients(x, kept, back, emulated.end_of_memory(d["o"]), **launch)
-    grads = tokens._asdict() | {"v": back.d_v, "initial_state": back.d_initial}
-    return outputs(out) | {f"d_{n}": t for n, t in grads.items() if t is not None}
+    out, saved = emulated.forward_saving(x, **machine)
+    scanned = emulated.reverse_scan(x, saved, (d["o"], d_final, d_checkpoints), **machine)
+    tokens = emulated.gradients(x, saved, scanned, d["o"], **machine)
+    back = tokens._asdict() | {"v": scanned.d_v, "initial_state": scanned.d_initial}
+    return outputs(out) | {f"d_{n}": t for n, t in back.items() if t is not None}
 
 
 def _backward_truth(x: Inputs, cast: Cast) -> Results:
     return run(oracle, cast(x), output_gradients(x))
 
 
-def _decode(x: Inputs, seed: int, arch: int, processors: int) -> Results:
+def _decode(x: Inputs, seed: int, **_: int) -> Results:
     state = emulated.end_of_memory(x.initial_state.clone())
     o = emulated.decode(step_inputs(x, state=state), seed=seed)
     return {"o": o, "state": state}
