@@ -5,7 +5,7 @@ The one module of this folder that knows the kernels and the tests' cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -67,8 +67,8 @@ class Trial:
         return {n: Judged(error(got[n], t), self.budgets[n]) for n, t in self.truth.items()}
 
 
-def _stack(results: object) -> Results:
-    every: list[Results] = list(results)  # type: ignore[call-overload]
+def _stack(results: Iterable[Results]) -> Results:
+    every = list(results)
     return {n: torch.stack([r[n] for r in every]) for n in every[0]}
 
 
