@@ -26,12 +26,12 @@ from transformers import CompileConfig, DataCollatorWithFlattening, DynamicCache
 from kda_layers import (
     KDAConfig,
     KDAForCausalLM,
+    KimiDeltaAttention,
     enable_speculative_decoding,
     load_pretrained,
     restore_attention,
     swap_attention,
 )
-from kda_layers.modeling.families.stock import StockMixer
 from tests.kernels.cases import BF16, FP32, budget, error
 from tests.modeling.stock_models import (
     FAMILIES,
@@ -295,10 +295,8 @@ def test_hooked_layers_run_our_forward(family: str, device: torch.device, monkey
     cpu_offload(model, execution_device=device)
     swap_attention(model)
     seen = []
-    from kda_layers.modeling.mixer import KDAMixer
-
-    mix = KDAMixer.mix
-    monkeypatch.setattr(KDAMixer, "mix", lambda self, *args: seen.append(self) or mix(self, *args))
+    forward = KimiDeltaAttention.forward
+    monkeypatch.setattr(KimiDeltaAttention, "forward", lambda self, *args: seen.append(self) or forward(self, *args))
     logits(model, ids(1, 4))
     assert seen == list(swapped_layers_of(model).values())
 
@@ -463,13 +461,13 @@ def test_what_cannot_be_packed_is_refused(case: str) -> None:
 def test_glm_masks_its_kda_layers_only_where_something_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stock forward hands every layer a mask, which costs our layers time where nothing is padded."""
     _, swapped = both("glm5_next")
-    masks, mix = [], StockMixer.mix
+    masks, forward = [], KimiDeltaAttention.forward
 
     def spy(self: Any, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         masks.append(mask)
-        return mix(self, x, mask, *rest)
+        return forward(self, x, mask, *rest)
 
-    monkeypatch.setattr(StockMixer, "mix", spy)
+    monkeypatch.setattr(KimiDeltaAttention, "forward", spy)
     tokens, ones = ids(2, 9), torch.ones(2, 9, dtype=torch.long)
     swapped.generate(tokens, attention_mask=ones, max_new_tokens=3, do_sample=False)
     swapped(inputs_embeds=swapped.get_input_embeddings()(tokens))

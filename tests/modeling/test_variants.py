@@ -41,9 +41,11 @@ from transformers import (
 
 import kda_layers
 from kda_layers import KimiDeltaAttention
+from kda_layers import swap_attention as convert
 from kda_layers.modeling.cache import KDACacheLayer, KDAOnlyCacheLayer
-from kda_layers.modeling.configuration_variants import KDALlamaConfig, KDAMistralConfig, KDAQwen3Config
-from kda_layers.modeling.families.variant import convert
+from kda_layers.modeling.families.kda_llama import KDALlamaConfig
+from kda_layers.modeling.families.kda_mistral import KDAMistralConfig
+from kda_layers.modeling.families.kda_qwen3 import KDAQwen3Config
 from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT
 from tests.modeling import test_model
 from tests.modeling.common import same
@@ -636,9 +638,10 @@ def test_refused_conversions(
 def test_refused_models(tmp_path: pathlib.Path) -> None:
     """Other classes, also those near; weights that are not here, or not the class's own."""
     m = stock("llama", FP32)
-    for other in (m.model, build("llama", FP32)):
-        with pytest.raises(ValueError, match=f"model must be one of LlamaForCausalLM, .*got {type(other).__name__}"):
-            convert(other, "all")
+    with pytest.raises(ValueError, match="model must be a LlamaForCausalLM to be converted, got a LlamaModel"):
+        convert(m.model, "all")
+    with pytest.raises(ValueError, match=r"KDALlamaForCausalLM must be of a supported family .* this package already"):
+        convert(build("llama", FP32), "all")
     with torch.device("meta"):
         empty = LlamaForCausalLM(m.config)
     with pytest.raises(ValueError, match="LlamaForCausalLM on the meta device or dispatched by accelerate"):

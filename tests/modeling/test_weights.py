@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kda_layers import KimiDeltaAttention
-from kda_layers.modeling.weights import export_kda_weights, kda_layer_options, load_kda_weights
+from kda_layers.modeling.checkpoints.weights import export_kda_weights, kda_layer_options, load_kda_weights
 from tests.kernels.cases import BF16, FP32, FP64, budget, error
 from tests.modeling.common import same
 from tests.modeling.stock_models import build, every_family, oracle, swapped_layers_of
