@@ -99,13 +99,13 @@ def chunk(x: Inputs, **launch: Any) -> KDAOutput:
             GPU, which decide how many blocks there are; seed, which chooses the order in which what is concurrent
             happens; and fields of `chunk.Variant` that replace those of the variant that the launcher chooses.
     """
-    with _gpu(chunk_launcher, "kda_chunk", **launch):
+    with _gpu(chunk_launcher, "kda_forward", **launch):
         return KDAOutput(*chunk_launcher.chunk(_guarded(x))[:3])
 
 
 def chunk_saving(x: Inputs, **launch: Any) -> tuple[KDAOutput, chunk_launcher.Saved]:
     """The same, and what it keeps for the backward."""
-    with _gpu(chunk_launcher, "kda_chunk", **launch):
+    with _gpu(chunk_launcher, "kda_forward", **launch):
         *out, saved = chunk_launcher.chunk(_guarded(x), save=True)
     assert saved
     return KDAOutput(*out), saved
@@ -116,7 +116,7 @@ def reverse(
 ) -> reverse_launcher.Reversed:
     """What reverse.cu makes of the gradients of o, final state and checkpoints; `launch` is as in `chunk`."""
     d_o, d_final, d_checkpoints = map(end_of_memory, gradients)
-    with _gpu(reverse_launcher, "kda_reverse", **launch):
+    with _gpu(reverse_launcher, "kda_reverse_scan", **launch):
         return reverse_launcher.reverse(_guarded(x), saved, d_o, d_final, d_checkpoints)
 
 
@@ -133,7 +133,7 @@ def step(x: StepInputs, *, seed: int = 0, busy: bool = False, **shape: int) -> T
     variant = replace(chosen, shape=chosen.shape._replace(**shape))
 
     def run(plan: step_launcher.Plan, params: bytes) -> None:
-        kernel = Kernel.of(step_launcher.SOURCE, "kda_step", plan.variant.defines, seed)
+        kernel = Kernel.of(step_launcher.SOURCE, "kda_decode", plan.variant.defines, seed)
         kernel.launch(plan.grid, (plan.variant.threads, 1, 1), (1, 1, 1), plan.shared_bytes, 0, params)
 
     with mock.patch.object(step_launcher, "run", run), GuardedMemory():

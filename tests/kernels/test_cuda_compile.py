@@ -95,13 +95,13 @@ def test_chunk(variant: chunk.Variant, arch: str) -> None:
     most = max(SHARED_BYTES.get(a, MOST_SHARED_BYTES) for a, name in build.ARCHS.items() if name == arch)
     shipped = variant.shared_bytes <= most  # else no GPU of the arch can run it, and none is asked to
     cubin = build.compile(chunk.SOURCE, variant.defines, arch)
-    check_resources(cubin, "kda_chunk", REGISTERS // variant.threads, shipped)
+    check_resources(cubin, "kda_forward", REGISTERS // variant.threads, shipped)
 
 
 @on_every_reverse
 def test_reverse(variant: reverse.Variant, arch: str) -> None:
     cubin = build.compile(reverse.SOURCE, variant.defines, arch)
-    check_resources(cubin, "kda_reverse", REGISTERS // reverse.THREADS)
+    check_resources(cubin, "kda_reverse_scan", REGISTERS // reverse.THREADS)
     assert "serialized" not in cubin.log  # as ptxas makes products that it takes for ones in need of each other
 
 
@@ -127,7 +127,7 @@ def test_gradients(variant: gradients.Variant, arch: str) -> None:
 @on_all_gradients
 def test_constants_of_gradients(variant: gradients.Variant, arch: str, agree: Callable[..., None]) -> None:
     constants = {
-        "sizeof(GradientParams)": gradients.PARAMS.size,
+        "sizeof(GradientsParams)": gradients.PARAMS.size,
         "Shared::BYTES": variant.shared_bytes,
         "THREADS": variant.threads,
         "CHUNK": CHUNK,
@@ -161,7 +161,7 @@ def test_every_choice_is_a_variant(arch: int) -> None:
 @pytest.mark.parametrize("variant", STEPS)
 def test_step(variant: step.Variant, arch: str) -> None:
     assert variant.shared_bytes(step.STAGE) <= SERVED.get(arch, 2**31)
-    check_resources(build.compile(step.SOURCE, variant.defines, arch), "kda_step", REGISTERS // variant.threads)
+    check_resources(build.compile(step.SOURCE, variant.defines, arch), "kda_decode", REGISTERS // variant.threads)
 
 
 @pytest.mark.parametrize("arch", SERVED)
@@ -200,7 +200,7 @@ def test_constants_of_chunk(variant: chunk.Variant, arch: str, agree: Callable[.
         Path(chunk.SOURCE).with_name("shared.cuh"),
         variant.defines,
         {
-            "sizeof(ChunkParams)": chunk.POINTERS.size + chunk.REST.size,
+            "sizeof(ForwardParams)": chunk.POINTERS.size + chunk.REST.size,
             "Shared::BYTES": variant.shared_bytes,
             "THREADS": variant.threads,
             "SLICES": variant.slices,
@@ -217,7 +217,7 @@ def test_constants_of_chunk(variant: chunk.Variant, arch: str, agree: Callable[.
 @on_every_reverse
 def test_constants_of_reverse(variant: reverse.Variant, arch: str, agree: Callable[..., None]) -> None:
     constants = {
-        "sizeof(ReverseParams)": reverse.PARAMS.size,
+        "sizeof(ReverseScanParams)": reverse.PARAMS.size,
         "Shared::BYTES": variant.shared_bytes,
         "THREADS": reverse.THREADS,
         "SLICES": variant.slices,
@@ -230,7 +230,7 @@ def test_constants_of_reverse(variant: reverse.Variant, arch: str, agree: Callab
 @pytest.mark.parametrize("variant", STEPS)
 def test_constants_of_step(variant: step.Variant, agree: Callable[..., None]) -> None:
     constants = {
-        "sizeof(StepParams)": step.POINTERS.size + step.REST.size,
+        "sizeof(DecodeParams)": step.POINTERS.size + step.REST.size,
         "32 * WARPS": variant.threads,
         "SLICES": variant.slices,
         "sizeof(Shared)": variant.shared_bytes(1),
@@ -241,5 +241,5 @@ def test_constants_of_step(variant: step.Variant, agree: Callable[..., None]) ->
 
 def names_of(launcher: Any) -> dict[str, int]:
     """How C++ names the numbers of activations."""
-    betas = {"sigmoid": "SIGMOID", "2sigmoid": "TWICE_SIGMOID", "given": "GIVEN"}
+    betas = {"sigmoid": "SIGMOID", "2sigmoid": "TWICE_SIGMOID", "given": "PRECOMPUTED"}
     return {n.upper(): i for n, i in launcher.GATES.items()} | {betas[n]: i for n, i in launcher.BETAS.items()}

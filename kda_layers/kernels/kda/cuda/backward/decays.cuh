@@ -6,16 +6,16 @@
 #pragma once
 #include "gradients.cuh"
 
-using Octet = float[4];  // 16 channels x 8 tokens: [2 * (channel g, g + 8) + (token 2 t, 2 t + 1)]
+using Fragment = float[4];  // 16 channels x 8 tokens: [2 * (channel g, g + 8) + (token 2 t, 2 t + 1)]
 
 DEVICE int channel_of(int c, int warp, int lane) { return 16 * warp + lane / 4 + 8 * c; }
 
 // Where the rows of a warp's part of block b lie, for the loads and stores of matrices.
 DEVICE int rows_at(int b, int warp, int lane) { return block_at(2 * b + lane / 16, 2 * warp + lane / 8 % 2, K / 8) + 16 * (lane % 8); }
 
-DEVICE void load_block(Octet (&x)[2], const unsigned char* matrix, int b, int warp, int lane) {
+DEVICE void load_block(Fragment (&x)[2], const unsigned char* matrix, int b, int warp, int lane) {
     u32 r[4];
-    load_matrices_transposed(r, matrix + rows_at(b, warp, lane));
+    ldmatrix_x4_trans(r, matrix + rows_at(b, warp, lane));
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         float2 pair = Io::unpack(r[i]);
@@ -23,13 +23,13 @@ DEVICE void load_block(Octet (&x)[2], const unsigned char* matrix, int b, int wa
     }
 }
 
-DEVICE void store_block(unsigned char* matrix, const Octet (&x)[2], int b, int warp, int lane) {
-    store_matrices_transposed(matrix + rows_at(b, warp, lane), Io::pack(x[0][0], x[0][1]), Io::pack(x[0][2], x[0][3]),
+DEVICE void store_block(unsigned char* matrix, const Fragment (&x)[2], int b, int warp, int lane) {
+    stmatrix_x4_trans(matrix + rows_at(b, warp, lane), Io::pack(x[0][0], x[0][1]), Io::pack(x[0][2], x[0][3]),
                               Io::pack(x[1][0], x[1][1]), Io::pack(x[1][2], x[1][3]));
 }
 
 // q or k of block b, of unit length where the operator makes them so.
-DEVICE void load_vectors(Octet (&x)[2], const unsigned char* matrix, const float* norms, int b, int warp, int lane) {
+DEVICE void load_vectors(Fragment (&x)[2], const unsigned char* matrix, const float* norms, int b, int warp, int lane) {
     load_block(x, matrix, b, warp, lane);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
@@ -41,7 +41,7 @@ DEVICE void load_vectors(Octet (&x)[2], const unsigned char* matrix, const float
 // ---------------------------------------------------------------- gates
 
 // Parameters of a warp's channels, for this warp only.
-DEVICE void load_gates(const GradientParams& p, const Shared& shared, int head, int warp, int lane) {
+DEVICE void load_gates(const GradientsParams& p, const Shared& shared, int head, int warp, int lane) {
     *shared.rate(warp) = exp2_fast((p.A_log ? p.A_log[head] : 0.f) * LOG2_E);
     int channel = 16 * warp + lane % 16;
     shared.bias()[channel] = p.dt_bias ? p.dt_bias[head * K + channel] : 0.f;
@@ -51,19 +51,19 @@ DEVICE void load_gates(const GradientParams& p, const Shared& shared, int head, 
 DEVICE int token_of(int b, int o, int i, int lane) { return 16 * b + 8 * o + 2 * (lane % 4) + i % 2; }
 
 // Gate logits of block b, biases included.
-DEVICE void load_logits(Octet (&x)[2], const Shared& shared, int b, int warp, int lane) {
-    if constexpr (!G_WIDE) load_block(x, shared.g(), b, warp, lane);
+DEVICE void load_logits(Fragment (&x)[2], const Shared& shared, int b, int warp, int lane) {
+    if constexpr (!G_FP32) load_block(x, shared.g(), b, warp, lane);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            if constexpr (G_WIDE) x[o][i] = reinterpret_cast<const float*>(shared.g())[token_of(b, o, i, lane) * WIDE_ROW + channel_of(i / 2, warp, lane)];
+            if constexpr (G_FP32) x[o][i] = reinterpret_cast<const float*>(shared.g())[token_of(b, o, i, lane) * WIDE_ROW + channel_of(i / 2, warp, lane)];
             x[o][i] += shared.bias()[channel_of(i / 2, warp, lane)];
         }
     }
 }
 
-DEVICE void decays_of(Octet (&e)[2], const Octet (&logits)[2], const GradientParams& p, float rate, int tokens, int b, int lane) {
+DEVICE void decays_of(Fragment (&e)[2], const Fragment (&logits)[2], const GradientsParams& p, float rate, int tokens, int b, int lane) {
     const Gates<GATE> gates(rate, p.lower_bound);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
@@ -75,10 +75,10 @@ DEVICE void decays_of(Octet (&e)[2], const Octet (&logits)[2], const GradientPar
 // A token's decays within its aligned block of 1, 2, 4, 8, 16 tokens: from the block's start, with its own, and behind it
 // to the block's end. They are products, never quotients or differences of sums: exact for any gates.
 struct Decays {
-    Octet before, after;
+    Fragment before, after;
     float all[2];  // of the whole block, for each channel; of 8 tokens where the block is 16
 
-    DEVICE void start(const Octet& e) {
+    DEVICE void start(const Fragment& e) {
         #pragma unroll
         for (int i = 0; i < 4; i++) before[i] = e[i], after[i] = 1.f;
     }
@@ -101,7 +101,7 @@ struct Decays {
         }
     }
     // To the start or to the end.
-    DEVICE void towards(Octet& near, bool start) const {
+    DEVICE void towards(Fragment& near, bool start) const {
         #pragma unroll
         for (int i = 0; i < 4; i++) near[i] = start ? before[i] : after[i];
     }
@@ -112,12 +112,12 @@ DEVICE void to_16(Decays (&d)[2]) {
     for (int i = 0; i < 4; i++) d[1].before[i] *= d[0].all[i / 2], d[0].after[i] *= d[1].all[i / 2];
 }
 
-DEVICE uint4 as_pairs(const Octet& x, const Octet& y) {
+DEVICE uint4 as_pairs(const Fragment& x, const Fragment& y) {
     return make_uint4(Fp16::pack(x[0], x[1]), Fp16::pack(x[2], x[3]), Fp16::pack(y[0], y[1]), Fp16::pack(y[2], y[3]));
 }
 
 // x times decays as `as_pairs` gives them.
-DEVICE void decay_by(Octet (&x)[2], uint4 pairs) {
+DEVICE void decay_by(Fragment (&x)[2], uint4 pairs) {
     u32 words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
     #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -127,10 +127,10 @@ DEVICE void decay_by(Octet (&x)[2], uint4 pairs) {
 }
 
 // Decays of every block to and from its ends, and over it, for the products between blocks.
-DEVICE void exchange_decays(const GradientParams& p, const Shared& shared, int tokens, int warp, int lane) {
+DEVICE void exchange_decays(const GradientsParams& p, const Shared& shared, int tokens, int warp, int lane) {
     #pragma unroll 1
     for (int b = 0; b < BLOCKS; b++) {
-        Octet e[2];
+        Fragment e[2];
         load_logits(e, shared, b, warp, lane);
         decays_of(e, e, p, *shared.rate(warp), tokens, b, lane);
         Decays d[2];

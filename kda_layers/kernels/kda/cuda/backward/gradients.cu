@@ -30,12 +30,12 @@ struct Inner {
 };
 
 // From the gradients of q and k to those of what came in, in their places in shared memory.
-DEVICE void finish_vectors(const GradientParams& p, const Shared& shared, VectorGradients (&d)[BLOCKS], int warp, int lane) {
+DEVICE void finish_vectors(const GradientsParams& p, const Shared& shared, VectorGradients (&d)[BLOCKS], int warp, int lane) {
     if (p.qk_l2norm) {
         Inner inner;
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-            Octet q[2], k[2];
+            Fragment q[2], k[2];
             load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane);
             #pragma unroll
             for (int o = 0; o < 2; o++) {
@@ -61,7 +61,7 @@ DEVICE void finish_vectors(const GradientParams& p, const Shared& shared, Vector
     #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
         if (p.qk_l2norm) {
-            Octet q[2], k[2];
+            Fragment q[2], k[2];
             load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane);
             #pragma unroll
             for (int o = 0; o < 2; o++) {
@@ -81,7 +81,7 @@ DEVICE void finish_vectors(const GradientParams& p, const Shared& shared, Vector
 }
 
 // What makes q and k unit vectors: four threads for a token of q, or of k, where there are so many.
-DEVICE void find_norms(const GradientParams& p, const Shared& shared) {
+DEVICE void find_norms(const GradientsParams& p, const Shared& shared) {
     constexpr int PARTS = K / 32;
     for (int i = thread(); i < CHUNK * PARTS; i += THREADS) {
         int lane = i % 32, token = i / (8 * PARTS) * 8 + lane % 8, part = i / 8 % PARTS;
@@ -109,9 +109,9 @@ DEVICE void find_norms(const GradientParams& p, const Shared& shared) {
 }
 
 // From the gradients of log-decays to those of logits, in the logits' places, and this lane's parts of d_A_log and d_dt_bias.
-DEVICE void finish_logits(float& d_A_log, float (&d_bias)[2], Octet (&g)[2], const GradientParams& p, const Shared& shared, int tokens,
+DEVICE void finish_logits(float& d_A_log, float (&d_bias)[2], Fragment (&g)[2], const GradientsParams& p, const Shared& shared, int tokens,
                           int b, int warp, int lane) {
-    Octet logits[2];
+    Fragment logits[2];
     warp_sync();  // no earlier, as registers are few
     load_logits(logits, shared, b, warp, lane);
     warp_sync();
@@ -123,35 +123,35 @@ DEVICE void finish_logits(float& d_A_log, float (&d_bias)[2], Octet (&g)[2], con
             bool valid = token_of(b, o, i, lane) < tokens;
             d_A_log += valid ? part : 0.f, d_bias[i / 2] += valid ? x : 0.f;
             g[o][i] = x;
-            if constexpr (G_WIDE) reinterpret_cast<float*>(shared.g())[token_of(b, o, i, lane) * WIDE_ROW + channel_of(i / 2, warp, lane)] = x;
+            if constexpr (G_FP32) reinterpret_cast<float*>(shared.g())[token_of(b, o, i, lane) * WIDE_ROW + channel_of(i / 2, warp, lane)] = x;
         }
     }
-    if constexpr (!G_WIDE) store_block(shared.g(), g, b, warp, lane);
+    if constexpr (!G_FP32) store_block(shared.g(), g, b, warp, lane);
 }
 
 // Sums over the value heads of a group, of a thread's numbers of block b: from one to the next they lie in global memory,
 // where only this thread looks, as all registers are in use.
-DEVICE float4* sums_of(const GradientParams& p, int b, int i) { return p.sums + ((i64(blockIdx.x) * BLOCKS + b) * 4 + i) * THREADS + thread(); }
+DEVICE float4* sums_of(const GradientsParams& p, int b, int i) { return p.sums + ((i64(blockIdx.x) * BLOCKS + b) * 4 + i) * THREADS + thread(); }
 
-DEVICE void start_sums(VectorGradients& d, const GradientParams& p, const Turn& turn, int b) {
+DEVICE void start_sums(VectorGradients& d, const GradientsParams& p, const Turn& turn, int b) {
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-        Octet& to = i < 2 ? d.q[i] : d.k[i - 2];
+        Fragment& to = i < 2 ? d.q[i] : d.k[i - 2];
         float4 x = turn.first() ? make_float4(0.f, 0.f, 0.f, 0.f) : *sums_of(p, b, i);
         to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
 }
 
-DEVICE void keep_sums(const VectorGradients& d, const GradientParams& p, const Turn& turn, int b) {
+DEVICE void keep_sums(const VectorGradients& d, const GradientsParams& p, const Turn& turn, int b) {
     if (turn.last(p)) return;
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const Octet& x = i < 2 ? d.q[i] : d.k[i - 2];
+        const Fragment& x = i < 2 ? d.q[i] : d.k[i - 2];
         *sums_of(p, b, i) = make_float4(x[0], x[1], x[2], x[3]);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __grid_constant__ GradientParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __grid_constant__ GradientsParams p) {
     const Shared shared{shared_memory()};
     int warp = broadcast(threadIdx.x / 32);
     int lane = threadIdx.x % 32;
@@ -161,12 +161,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
     }
     block_sync();
     if (shared.turn(0).valid()) {
-        copy_inputs(p, shared, shared.turn(0), 0, INPUT_SLABS), copy_commit();
-        copy_tokens(p, shared, shared.turn(0)), copy_commit();
+        copy_inputs(p, shared, shared.turn(0), 0, INPUT_ROW_TILES), cp_async_commit();
+        copy_tokens(p, shared, shared.turn(0)), cp_async_commit();
     }
     for (int count = 0; broadcast(shared.turn(count).valid()); count++) {
         const Turn &turn = shared.turn(count), &next = shared.turn(count + 1);
-        lane = anew(lane), warp = anew(warp);
+        lane = opt_barrier(lane), warp = opt_barrier(warp);
         if (warp == 0) {
             Finder finder = shared.finder();
             warp_sync();  // all lanes have read what all of them write
@@ -174,22 +174,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         }
         const int tokens = turn.chunk.tokens;
         load_gates(p, shared, turn.head(p), warp, lane);
-        copy_wait<1>();
-        fence_shared();
+        cp_async_wait<1>();
+        fence_proxy_async_shared();
         block_sync();
         multiply_triangles(p, shared, turn, warp, lane);
-        if (p.beta_activation == GIVEN) {
-            copy_wait<0>();
+        if (p.beta_activation == PRECOMPUTED) {
+            cp_async_wait<0>();
             block_sync();
-            find_faint_betas(p, shared, turn, warp, lane);
+            near_zero_beta_gradients(p, shared, turn, warp, lane);
         }
         float states[2];
         multiply_states(states, shared, warp, lane);
         {
             StateGradients by_state;
-            lane = anew(lane), warp = anew(warp);
+            lane = opt_barrier(lane), warp = opt_barrier(warp);
             by_state.multiply(shared, warp);
-            copy_wait<0>();
+            cp_async_wait<0>();
             block_sync();
             if (turn.first()) find_norms(p, shared);
             exchange_decays(p, shared, tokens, warp, lane);
@@ -197,16 +197,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
             block_sync();
             by_state.store(shared, p.scale, warp, lane);
         }
-        if (next.valid()) copy_inputs(p, shared, next, BLOCKS * BLOCK_SLABS, INPUT_SLABS);
-        lane = anew(lane), warp = anew(warp);
+        if (next.valid()) copy_inputs(p, shared, next, BLOCKS * BLOCK_ROW_TILES, INPUT_ROW_TILES);
+        lane = opt_barrier(lane), warp = opt_barrier(warp);
         between_blocks(shared, states, warp, lane);
-        lane = anew(lane), warp = anew(warp);
+        lane = opt_barrier(lane), warp = opt_barrier(warp);
         VectorGradients d[BLOCKS];
         float d_A_log = 0.f, d_bias[2] = {};
         #pragma unroll 1
         for (int b = 0; b < BLOCKS; b++) {
-            lane = anew(lane), warp = anew(warp);
-            Octet e[2], d_g[2];
+            lane = opt_barrier(lane), warp = opt_barrier(warp);
+            Fragment e[2], d_g[2];
             load_logits(e, shared, b, warp, lane);
             decays_of(e, e, p, *shared.rate(warp), tokens, b, lane);
             start_sums(d[0], p, turn, b);
@@ -217,11 +217,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
             #pragma unroll
             for (int i = 0; i < BLOCKS - 1; i++) d[i] = d[i + 1];
             d[BLOCKS - 1] = first;
-            lane = anew(lane), warp = anew(warp);
+            lane = opt_barrier(lane), warp = opt_barrier(warp);
             block_sync();
-            if (next.valid()) copy_inputs(p, shared, next, b * BLOCK_SLABS, min((b + 1) * BLOCK_SLABS, INPUT_SLABS));
+            if (next.valid()) copy_inputs(p, shared, next, b * BLOCK_ROW_TILES, min((b + 1) * BLOCK_ROW_TILES, INPUT_ROW_TILES));
         }
-        copy_commit();
+        cp_async_commit();
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             d_bias[c] = over_tokens(d_bias[c]);
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         }
         for (int mask = 1; mask < 32; mask *= 2) d_A_log += shuffle_xor(d_A_log, mask);
         if (lane == 0) shared.d_rates()[warp] = d_A_log;
-        lane = anew(lane), warp = anew(warp);
+        lane = opt_barrier(lane), warp = opt_barrier(warp);
         if (turn.last(p)) finish_vectors(p, shared, d, warp, lane);
         block_sync();
         if (p.d_A_log && threadIdx.x == 0) {
@@ -245,6 +245,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         }
         block_sync();
         if (next.valid()) copy_tokens(p, shared, next);
-        copy_commit();
+        cp_async_commit();
     }
 }

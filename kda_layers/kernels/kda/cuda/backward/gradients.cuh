@@ -2,10 +2,10 @@
 #pragma once
 #include "gates.cuh"
 
-// Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), GATE (see gates.cuh), G_WIDE (1 where gate logits are fp32),
-// WARPGROUPS (1: products of a warpgroup, on sm_90a).
+// Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), GATE (see gates.cuh), G_FP32 (1 where gate logits are fp32),
+// HAS_WGMMA (1: products of a warpgroup, on sm_90a).
 using Io = IO;
-#if G_WIDE
+#if G_FP32
 using Logit = float;
 #else
 using Logit = u16;
@@ -14,7 +14,7 @@ constexpr int CHUNK = 64, BLOCKS = CHUNK / 16;
 constexpr int WARPS = K / 16, THREADS = 32 * WARPS;  // a warp has 16 channels
 static_assert(K == V, "states are square");
 
-struct GradientParams {
+struct GradientsParams {
     const u16 *q, *k;                // [B, T, H, K]
     const u16* v;                    // [B, T, HV, V]
     const void* g;                   // [B, T, HV, K]
@@ -28,8 +28,8 @@ struct GradientParams {
     float *d_A_log, *d_dt_bias;      // [rows, HV], [rows, HV, K]: each chunk's part
     float4* sums;                    // [blocks, 16, THREADS], or null where group is 1
     int T, H, HV, group, sequences, rows;  // group = HV / H; rows: at least the number of chunks
-    int wide_offsets;                // cu_seqlens is int64
-    int beta_activation, beta_wide, qk_l2norm;
+    int int64_offsets;                // cu_seqlens is int64
+    int beta_activation, beta_fp32, qk_l2norm;
     float lower_bound, scale;
 };
 
@@ -40,8 +40,8 @@ struct Chunk {
     int row, first, tokens;
 };
 
-DEVICE int offset_of(const GradientParams& p, int sequence) {
-    return p.wide_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence]) : static_cast<const int*>(p.cu_seqlens)[sequence];
+DEVICE int offset_of(const GradientsParams& p, int sequence) {
+    return p.int64_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence]) : static_cast<const int*>(p.cu_seqlens)[sequence];
 }
 
 // Sum over the lanes of a warp.
@@ -54,7 +54,7 @@ DEVICE int warp_sum(int x) {
 struct Finder {
     int sequence, rows;  // of packed sequences: those before `sequence` have `rows` chunks
 
-    DEVICE Chunk find(const GradientParams& p, int row, int lane) {  // by a whole warp
+    DEVICE Chunk find(const GradientsParams& p, int row, int lane) {  // by a whole warp
         if (!p.cu_seqlens) {
             int each = (p.T + CHUNK - 1) / CHUNK, at = row % each * CHUNK;
             return {row, row / each * p.T + at, row < p.rows ? min(CHUNK, p.T - at) : 0};
@@ -85,17 +85,17 @@ struct Turn {
     Chunk chunk;
 
     DEVICE bool valid() const { return chunk.tokens > 0; }
-    DEVICE int head(const GradientParams& p) const { return key_head * p.group + of_group; }
+    DEVICE int head(const GradientsParams& p) const { return key_head * p.group + of_group; }
     DEVICE bool first() const { return of_group == 0; }
-    DEVICE bool last(const GradientParams& p) const { return of_group == p.group - 1; }
-    DEVICE i64 key_row(const GradientParams& p) const { return i64(chunk.first) * p.H + key_head; }  // of the first token
-    DEVICE i64 row(const GradientParams& p) const { return i64(chunk.first) * p.HV + head(p); }
-    DEVICE i64 chunk_row(const GradientParams& p) const { return i64(chunk.row) * p.HV + head(p); }
+    DEVICE bool last(const GradientsParams& p) const { return of_group == p.group - 1; }
+    DEVICE i64 key_row(const GradientsParams& p) const { return i64(chunk.first) * p.H + key_head; }  // of the first token
+    DEVICE i64 row(const GradientsParams& p) const { return i64(chunk.first) * p.HV + head(p); }
+    DEVICE i64 chunk_row(const GradientsParams& p) const { return i64(chunk.row) * p.HV + head(p); }
 
-    static DEVICE Turn of(const GradientParams& p, int item, Finder& finder, int lane) {
+    static DEVICE Turn of(const GradientsParams& p, int item, Finder& finder, int lane) {
         return {item, item % p.H, 0, finder.find(p, item / p.H, lane)};
     }
-    DEVICE Turn next(const GradientParams& p, Finder& finder, int lane) const {
+    DEVICE Turn next(const GradientsParams& p, Finder& finder, int lane) const {
         if (!last(p)) return {item, key_head, of_group + 1, chunk};
         return of(p, item + int(gridDim.x), finder, lane);
     }
@@ -108,14 +108,14 @@ struct Turn {
 DEVICE constexpr int block_at(int i, int j, int columns) { return (i * columns + j) * 128; }
 
 // Matrices are copied in slabs of 16 rows, 16 bytes for each thread.
-constexpr int SLAB = 16 * K * 2;  // bytes
+constexpr int ROW_TILE_BYTES = 16 * K * 2;  // bytes
 constexpr int KEYS = CHUNK * K * 2, VALUES = CHUNK * V * 2, STATE = V * K * 2;
-constexpr int STATE_SLABS = V / 16, TOKEN_SLABS = CHUNK / 16;
-constexpr int INPUT_SLABS = 2 * STATE_SLABS + 3 * TOKEN_SLABS;  // of what the products read
-constexpr int BLOCK_SLABS = 6;  // what they give for 16 tokens takes the place of so many
-constexpr int INPUTS = (INPUT_SLABS > BLOCKS * BLOCK_SLABS ? INPUT_SLABS : BLOCKS * BLOCK_SLABS) * SLAB;
+constexpr int STATE_ROW_TILES = V / 16, TOKEN_ROW_TILES = CHUNK / 16;
+constexpr int INPUT_ROW_TILES = 2 * STATE_ROW_TILES + 3 * TOKEN_ROW_TILES;  // of what the products read
+constexpr int BLOCK_ROW_TILES = 6;  // what they give for 16 tokens takes the place of so many
+constexpr int INPUTS = (INPUT_ROW_TILES > BLOCKS * BLOCK_ROW_TILES ? INPUT_ROW_TILES : BLOCKS * BLOCK_ROW_TILES) * ROW_TILE_BYTES;
 constexpr int WIDE_ROW = K + 4;  // of fp32 logits, so that tokens lie in different banks
-constexpr int LOGITS = G_WIDE ? CHUNK * WIDE_ROW * 4 : KEYS;
+constexpr int LOGITS = G_FP32 ? CHUNK * WIDE_ROW * 4 : KEYS;
 constexpr int TRIANGLE = 36 * 256;  // of a lower triangle's 8 x 8 blocks of fp32
 
 struct Shared {
@@ -157,8 +157,8 @@ struct Shared {
     DEVICE uint4* rise(int b, int warp) const { return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b - 1) * 32; }
     DEVICE uint4* fall(int b, int warp) const { return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b + 3) * 32; }
     // In the place of the products' inputs: see StateGradients. Those of 8 tokens and a warp's channels, [lane]
-    DEVICE float4* by_state(int which, int octet, int warp) const {
-        return reinterpret_cast<float4*>(base + octet / 2 * BLOCK_SLABS * SLAB) + ((which * WARPS + warp) * 2 + octet % 2) * 32;
+    DEVICE float4* by_state(int which, int fragment, int warp) const {
+        return reinterpret_cast<float4*>(base + fragment / 2 * BLOCK_ROW_TILES * ROW_TILE_BYTES) + ((which * WARPS + warp) * 2 + fragment % 2) * 32;
     }
     DEVICE float* totals(int b) const { return numbers(AT_TOTALS) + b * K; }         // [K] decays of whole blocks
     DEVICE float* diagonal() const { return numbers(AT_DIAGONAL); }                  // of dAqk: [64]
@@ -179,18 +179,18 @@ struct Shared {
 DEVICE void block_sync() { barrier_sync(0, THREADS); }
 
 // What a copy derives from it, it shall derive then: there are no registers to keep it in.
-DEVICE int thread() { return anew(threadIdx.x); }
+DEVICE int thread() { return opt_barrier(threadIdx.x); }
 
 // A slab: rows of 16-bit numbers, `stride` apart, into 8 x 8 blocks; those from `valid` on are zeros.
-DEVICE void copy_slab(unsigned char* to, const u16* from, i64 stride, int valid) {
+DEVICE void copy_row_tile(unsigned char* to, const u16* from, i64 stride, int valid) {
     int at = thread(), row = at / K * 8 + at % 8;
-    copy_16(to + 16 * at, from + row * stride + at / 8 % (K / 8) * 8, row < valid);
+    cp_async_16(to + 16 * at, from + row * stride + at / 8 % (K / 8) * 8, row < valid);
 }
 
 // A matrix of a chunk's tokens.
 DEVICE void copy_rows(unsigned char* to, const u16* from, i64 stride, int valid) {
     #pragma unroll
-    for (int i = 0; i < TOKEN_SLABS; i++) copy_slab(to + i * SLAB, from + 16 * i * stride, stride, valid - 16 * i);
+    for (int i = 0; i < TOKEN_ROW_TILES; i++) copy_row_tile(to + i * ROW_TILE_BYTES, from + 16 * i * stride, stride, valid - 16 * i);
 }
 
 // And back.
@@ -198,28 +198,28 @@ DEVICE void store_rows(u16* to, const unsigned char* from, i64 stride, int valid
     int at = thread(), row = at / K * 8 + at % 8;
     to += row * stride + at / 8 % (K / 8) * 8, from += 16 * at;
     #pragma unroll
-    for (int i = 0; i < TOKEN_SLABS; i++) {
-        if (row + 16 * i < valid) *reinterpret_cast<uint4*>(to + 16 * i * stride) = *reinterpret_cast<const uint4*>(from + i * SLAB);
+    for (int i = 0; i < TOKEN_ROW_TILES; i++) {
+        if (row + 16 * i < valid) *reinterpret_cast<uint4*>(to + 16 * i * stride) = *reinterpret_cast<const uint4*>(from + i * ROW_TILE_BYTES);
     }
 }
 
 // What the products read, from slab `first` up to `end`: S, dS, bX, dO, V'.
-DEVICE void copy_inputs(const GradientParams& p, const Shared& shared, const Turn& turn, int first, int end) {
-    constexpr int STATES = 2 * STATE_SLABS;
+DEVICE void copy_inputs(const GradientsParams& p, const Shared& shared, const Turn& turn, int first, int end) {
+    constexpr int STATES = 2 * STATE_ROW_TILES;
     const int at = thread(), row = at / K * 8 + at % 8, column = at / 8 % (K / 8) * 8, tokens = turn.chunk.tokens - row;
     const i64 stride = i64(p.HV) * V, states = turn.chunk_row(p) * V * K + row * K + column, values = turn.row(p) * V + row * stride + column;
     unsigned char* to = shared.base + 16 * at;
     for (int slab = first; slab < min(end, STATES); slab++) {
-        copy_16(to + slab * SLAB, (slab < STATE_SLABS ? p.states : p.d_states) + states + slab % STATE_SLABS * 16 * K, true);
+        cp_async_16(to + slab * ROW_TILE_BYTES, (slab < STATE_ROW_TILES ? p.states : p.d_states) + states + slab % STATE_ROW_TILES * 16 * K, true);
     }
     for (int slab = max(first, STATES); slab < end; slab++) {
-        int which = (slab - STATES) / TOKEN_SLABS, i = slab % TOKEN_SLABS * 16;
-        copy_16(to + slab * SLAB, (which == 0 ? p.d_v : which == 1 ? p.d_o : p.errors) + values + i * stride, i < tokens);
+        int which = (slab - STATES) / TOKEN_ROW_TILES, i = slab % TOKEN_ROW_TILES * 16;
+        cp_async_16(to + slab * ROW_TILE_BYTES, (which == 0 ? p.d_v : which == 1 ? p.d_o : p.errors) + values + i * stride, i < tokens);
     }
 }
 
 // The rest: q and k of a key head come with its first value head.
-DEVICE void copy_tokens(const GradientParams& p, const Shared& shared, const Turn& turn) {
+DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const Turn& turn) {
     int tokens = turn.chunk.tokens;
     if (turn.first()) {
         i64 keys = turn.key_row(p) * K, stride = i64(p.H) * K;
@@ -228,21 +228,21 @@ DEVICE void copy_tokens(const GradientParams& p, const Shared& shared, const Tur
     }
     const Logit* g = static_cast<const Logit*>(p.g) + turn.row(p) * K;
     i64 stride = i64(p.HV) * K;
-    if constexpr (G_WIDE) {
+    if constexpr (G_FP32) {
         #pragma unroll
         for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
             int at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
-            copy_16(shared.g() + (row * WIDE_ROW + column) * 4, g + row * stride + column, row < tokens);
+            cp_async_16(shared.g() + (row * WIDE_ROW + column) * 4, g + row * stride + column, row < tokens);
         }
     } else {
         copy_rows(shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
     }
 }
 
-DEVICE void store_logits(const GradientParams& p, const Shared& shared, const Turn& turn) {
+DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const Turn& turn) {
     Logit* d_g = static_cast<Logit*>(p.d_g) + turn.row(p) * K;
     i64 stride = i64(p.HV) * K;
-    if constexpr (G_WIDE) {
+    if constexpr (G_FP32) {
         #pragma unroll
         for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
             int at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;

@@ -17,7 +17,7 @@ from ...contract import CHUNK, Inputs
 from ..forward.forward import BETAS, GATES, TYPES, WIDTHS, chunk_rows
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
-PARAMS = struct.Struct("<20Q10i2f")  # GradientParams
+PARAMS = struct.Struct("<20Q10i2f")  # GradientsParams
 
 
 class Saved(NamedTuple):
@@ -54,7 +54,7 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "GATE": GATES[self.gate_activation],
-            "G_WIDE": int(self.g_wide), "WARPGROUPS": int(self.warpgroups),
+            "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.warpgroups),
         }  # fmt: skip
 
     @property
@@ -83,7 +83,7 @@ def variants(arch: int) -> Iterable[Variant]:
 
 
 def pack(x: Inputs, saved: Saved, out: TokenGradients, sums: Tensor | None, rows: int) -> bytes:
-    """GradientParams. Tensors must be contiguous."""
+    """GradientsParams. Tensors must be contiguous."""
     tensors = (
         x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
         saved.states, saved.d_states, saved.errors, saved.d_v, saved.d_o, *out, sums,

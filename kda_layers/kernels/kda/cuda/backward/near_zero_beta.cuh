@@ -46,26 +46,26 @@ DEVICE void add_state(Vector& to, float factor, const unsigned char* state, cons
 }
 
 // A token's vector, of unit length where the operator makes it so.
-DEVICE void load_unit(Vector& x, const GradientParams& p, const unsigned char* matrix, int token, int lane) {
+DEVICE void load_unit(Vector& x, const GradientsParams& p, const unsigned char* matrix, int token, int lane) {
     load_row(x, matrix, token, lane);
     float norm = p.qk_l2norm ? rsqrt_fast(inner_product(x, x) + 1e-6f) : 1.f;
     #pragma unroll
     for (int i = 0; i < NUMBERS; i++) x[i] *= norm;
 }
 
-DEVICE void decay_over(Vector& x, const GradientParams& p, const Shared& shared, int token, int lane) {
+DEVICE void decay_over(Vector& x, const GradientsParams& p, const Shared& shared, int token, int lane) {
     const Gates<GATE> gates(*shared.rate(0), p.lower_bound);
     Vector logits;
-    if constexpr (!G_WIDE) load_row(logits, shared.g(), token, lane);
+    if constexpr (!G_FP32) load_row(logits, shared.g(), token, lane);
     #pragma unroll
     for (int i = 0; i < NUMBERS; i++) {
         int channel = lane + 32 * i;
-        if constexpr (G_WIDE) logits[i] = reinterpret_cast<const float*>(shared.g())[token * WIDE_ROW + channel];
+        if constexpr (G_FP32) logits[i] = reinterpret_cast<const float*>(shared.g())[token * WIDE_ROW + channel];
         x[i] *= gates.decay(logits[i], gates.bias(shared.bias()[channel]), true);
     }
 }
 
-DEVICE float faint_gradient(const GradientParams& p, const Shared& shared, const Turn& turn, int token, int warp, int lane) {
+DEVICE float near_zero_beta_gradient(const GradientsParams& p, const Shared& shared, const Turn& turn, int token, int warp, int lane) {
     Vector key, y, e, x = {};
     const u16* v = p.v + (turn.row(p) + i64(token) * p.HV) * V;
     #pragma unroll
@@ -95,11 +95,11 @@ DEVICE float faint_gradient(const GradientParams& p, const Shared& shared, const
     return inner_product(x, e);
 }
 
-DEVICE void find_faint_betas(const GradientParams& p, const Shared& shared, const Turn& turn, int warp, int lane) {
+DEVICE void near_zero_beta_gradients(const GradientsParams& p, const Shared& shared, const Turn& turn, int warp, int lane) {
     for (int token = warp; token < turn.chunk.tokens; token += WARPS) {
         i64 at = turn.row(p) + i64(token) * p.HV;
-        if (!is_faint(load_beta(p, at), p.beta_activation)) continue;
-        float x = faint_gradient(p, shared, turn, token, warp, lane);
+        if (!is_near_zero(load_beta(p, at), p.beta_activation)) continue;
+        float x = near_zero_beta_gradient(p, shared, turn, token, warp, lane);
         if (lane == 0) store_beta(p, at, x);
     }
 }

@@ -9,7 +9,7 @@
 #include "products.cuh"
 
 // d += a b: 16 channels by 8 tokens by 8 tokens; b as `rows_of` and `columns_of` give it.
-DEVICE void multiply(Octet& d, const Octet& a, float2 b) { Tf32::mma(d, a[0], a[2], a[1], a[3], b.x, b.y); }
+DEVICE void multiply(Fragment& d, const Fragment& a, float2 b) { Tf32::mma(d, a[0], a[2], a[1], a[3], b.x, b.y); }
 
 // An 8 x 8 block of a triangle's gradient as b: summed over its columns (the writing tokens), over its rows.
 DEVICE float2 rows_of(const float* block, int lane) { return reinterpret_cast<const float2*>(block)[lane]; }
@@ -39,14 +39,14 @@ DEVICE void between_blocks(const Shared& shared, const float (&states)[2], int w
     }
     #pragma unroll
     for (int b = BLOCKS - 1; b > 0; b--) {
-        Octet k[2], q[2], queries[2], readers[2];
+        Fragment k[2], q[2], queries[2], readers[2];
         uint4 rise = shared.rise(b, warp)[lane];
         load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane), decay_by(k, rise);
         load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), decay_by(q, rise);
         load_gradients(queries, shared, QUERIES, b, warp, lane), load_gradients(readers, shared, READERS, b, warp, lane);
         #pragma unroll
         for (int j = 0; j < b; j++) {
-            Octet writer[2], writers[2];
+            Fragment writer[2], writers[2];
             load_vectors(writer, shared.k(), shared.k_norms(), j, warp, lane), decay_by(writer, shared.fall(j, warp)[lane]);
             load_gradients(writers, shared, WRITERS, j, warp, lane);
             float read[2] = {}, to_end[2] = {};
@@ -104,15 +104,15 @@ DEVICE void between_blocks(const Shared& shared, const float (&states)[2], int w
 
 // Gradients of q and k of 16 tokens.
 struct VectorGradients {
-    Octet q[2], k[2];
+    Fragment q[2], k[2];
 };
 
 // The gradients of the triangles among 8 tokens: of L for both sides of a pair at once, as a token is on one side only.
 struct Corner {
     float2 both, rows, columns;
 
-    DEVICE Corner(const Shared& shared, int octet, int lane) {
-        const float *dL = shared.dL(octet, octet), *dA = shared.dA(octet, octet);
+    DEVICE Corner(const Shared& shared, int fragment, int lane) {
+        const float *dL = shared.dL(fragment, fragment), *dA = shared.dA(fragment, fragment);
         float2 row = rows_of(dL, lane), column = columns_of(dL, lane);
         int g = lane / 4, m = lane % 4 * 2;
         both = make_float2(g > m ? row.x : column.x, g > m + 1 ? row.y : column.y);
@@ -130,7 +130,7 @@ struct Corner {
 // Sums along a lane's two tokens of each channel and the lanes that have their neighbours, from each token on or, without
 // it, of those before it, within aligned blocks of `size` tokens: added to g. In the upper block of a pair of blocks the
 // terms are those that a token reads, in the lower one those that it has written.
-template <int size> DEVICE void add_terms(Octet& g, const Octet& terms, bool upper, int lane) {
+template <int size> DEVICE void add_terms(Fragment& g, const Fragment& terms, bool upper, int lane) {
     #pragma unroll
     for (int c = 0; c < 4; c += 2) {
         float both = terms[c] + terms[c + 1], others = 0.f;
@@ -150,8 +150,8 @@ template <int size> DEVICE void add_terms(Octet& g, const Octet& terms, bool upp
 // One level of anchoring among 8 tokens: those in upper blocks of `level` tokens read what those in lower ones have
 // written. `near` is a token's decay towards the other block of its pair.
 template <int level>
-DEVICE void anchor(Octet& d_g, Octet& d_q, Octet& d_k, const Octet& near, const Octet& q, const Octet& k, const Corner& corner, int lane) {
-    Octet near_q, near_k, terms, by_q = {}, by_k = {};
+DEVICE void anchor(Fragment& d_g, Fragment& d_q, Fragment& d_k, const Fragment& near, const Fragment& q, const Fragment& k, const Corner& corner, int lane) {
+    Fragment near_q, near_k, terms, by_q = {}, by_k = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) near_q[i] = near[i] * q[i], near_k[i] = near[i] * k[i];
     multiply(by_k, near_k, Corner::at<level>(corner.both, lane));
@@ -167,8 +167,8 @@ DEVICE void anchor(Octet& d_g, Octet& d_q, Octet& d_k, const Octet& near, const 
 }
 
 // Level 8: the upper 8 tokens read, the lower 8 have written.
-DEVICE void anchor_8(Octet (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Octet (&q)[2], const Octet (&k)[2], const float* dL, const float* dA, int lane) {
-    Octet reader_q, reader_k, writer, by_q = {}, by_k = {}, by_writer = {};
+DEVICE void anchor_8(Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Fragment (&q)[2], const Fragment (&k)[2], const float* dL, const float* dA, int lane) {
+    Fragment reader_q, reader_k, writer, by_q = {}, by_k = {}, by_writer = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         writer[i] = decays[0].after[i] * k[0][i];
@@ -188,14 +188,14 @@ DEVICE void anchor_8(Octet (&d_g)[2], VectorGradients& to, const Decays (&decays
 }
 
 // Reads from before the block, and writes that are read behind it.
-DEVICE void to_other_blocks(Octet (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Octet (&q)[2], const Octet (&k)[2], const Shared& shared, int b,
+DEVICE void to_other_blocks(Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b,
                             int warp, int lane) {
-    Octet queries[2], readers[2], writers[2];
+    Fragment queries[2], readers[2], writers[2];
     load_gradients(queries, shared, QUERIES, b, warp, lane), load_gradients(readers, shared, READERS, b, warp, lane);
     load_gradients(writers, shared, WRITERS, b, warp, lane);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
-        Octet reads, writes;
+        Fragment reads, writes;
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             float by_q = decays[o].before[i] * queries[o][i], by_k = decays[o].before[i] * readers[o][i], by_writer = decays[o].after[i] * writers[o][i];
@@ -212,8 +212,8 @@ DEVICE void to_other_blocks(Octet (&d_g)[2], VectorGradients& to, const Decays (
 }
 
 // `e`: the tokens' decays; `d_g` becomes the gradient of their logarithms, the gradients of q and k are added to.
-DEVICE void within_block(Octet (&d_g)[2], VectorGradients& to, const Octet (&e)[2], const Shared& shared, int b, int warp, int lane) {
-    Octet q[2], k[2];
+DEVICE void within_block(Fragment (&d_g)[2], VectorGradients& to, const Fragment (&e)[2], const Shared& shared, int b, int warp, int lane) {
+    Fragment q[2], k[2];
     load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane);
     Decays decays[2];
     #pragma unroll
@@ -229,10 +229,10 @@ DEVICE void within_block(Octet (&d_g)[2], VectorGradients& to, const Octet (&e)[
         }
         const Corner corner(shared, 2 * b + o, lane);
         d.start(e[o]);
-        const Octet own = {1.f, e[o][1], 1.f, e[o][3]};
+        const Fragment own = {1.f, e[o][1], 1.f, e[o][3]};
         anchor<1>(d_g[o], to.q[o], to.k[o], own, q[o], k[o], corner, lane);
         d.to_2();
-        Octet near;
+        Fragment near;
         d.towards(near, lane & 1);
         anchor<2>(d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner, lane);
         d.to_twice<1>(lane);

@@ -16,7 +16,7 @@ constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // what fits into shared memory
 constexpr int SCAN_WARPS = 4, THREADS = 32 * (SCAN_WARPS + 1);
 static_assert(BV == 16 * SCAN_WARPS, "a warp has 16 columns");
 
-struct ReverseParams {
+struct ReverseScanParams {
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], NC chunks of all sequences
     const u16* d_o;              // [B, T, HV, V]
     const float* d_checkpoints;  // [B, T / 64, HV, V, K], or null
@@ -26,7 +26,7 @@ struct ReverseParams {
     u16* d_states;               // [NC, HV, V, K], at each chunk's end
     float* d_initial;            // [N, HV, V, K], or null
     int T, HV, items;            // items = N * HV; B * T < 2^31
-    int wide_offsets;            // cu_seqlens is int64
+    int int64_offsets;            // cu_seqlens is int64
 };
 
 struct Shared {
@@ -51,7 +51,7 @@ struct Shared {
             }
         }
 #if __CUDA_ARCH__ >= 900
-        mbarrier_init_fence();
+        fence_mbarrier_init();
 #endif
     }
 };
@@ -74,15 +74,15 @@ template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, 
 // d += a b over the tokens 16 first to 16 last, b [64, N].
 template <int N, int first = 0, int last = CHUNK / 16> DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
     #pragma unroll
-    for (int s = first; s < last; s++) multiply_held<Io, N, true>(d, a[s], operand_at(b, s * N * 32));
-    product_commit();
+    for (int s = first; s < last; s++) wgmma_rs<Io, N, true>(d, a[s], operand_at(b, s * N * 32));
+    wgmma_commit();
 }
 
 // d += a b^T over the channels, b [64, K].
 DEVICE void multiply_channels(Sums<CHUNK>& d, const u32 (&a)[K / 16][4], Operand b) {
     #pragma unroll
-    for (int s = 0; s < K / 16; s++) multiply_held<Io, CHUNK>(d, a[s], operand_at(b, s * 256));
-    product_commit();
+    for (int s = 0; s < K / 16; s++) wgmma_rs<Io, CHUNK>(d, a[s], operand_at(b, s * 256));
+    wgmma_commit();
 }
 
 // A lane's four columns of tokens lane / 4 + 8 i of dO or of the gradient of v: neighbours in memory.
@@ -163,7 +163,7 @@ DEVICE void store_rows(u16* to, unsigned char* rows, const u32 (&x)[K / 16][4], 
     #pragma unroll
     for (int s = 0; s < K / 16; s++) {
         int m = lane % 16, piece = 2 * s + lane / 16;
-        store_matrices(rows + (m * PIECES + (piece ^ m % 8)) * 16, x[s]);
+        stmatrix_x4(rows + (m * PIECES + (piece ^ m % 8)) * 16, x[s]);
     }
     warp_sync();
     #pragma unroll
@@ -175,15 +175,15 @@ DEVICE void store_rows(u16* to, unsigned char* rows, const u32 (&x)[K / 16][4], 
 
 // ---------------------------------------------------------------- the walk
 
-DEVICE void scan(const ReverseParams& p, const Shared& shared, int w, int lane) {
+DEVICE void scan(const ReverseScanParams& p, const Shared& shared, int w, int lane) {
     const i64 stride = i64(p.HV) * V;
     const int column = slice() * BV + 16 * w;
     const Stage first = shared.stage(0);
     const Operand first_Kr = operand(first.Kr(), K * 16);
-    const Operand first_Kg = standing_operand(first.Kg(), K * 16), first_T = standing_operand(first.T(), CHUNK * 16);
+    const Operand first_Kg = mn_major_operand(first.Kg(), K * 16), first_T = mn_major_operand(first.T(), CHUNK * 16);
     u32 count = 0;
-    for (int index = unit(); index < p.items; index += units()) {
-        const Item item = item_of(p, index);
+    for (int index = cta_group(); index < p.items; index += cta_groups()) {
+        const WorkTile item = work_tile(p, index);
         int chunk = item.chunks() - 1;
         i64 row = i64(chunks_before(p, item.sequence, ALL, lane) + chunk) * p.HV + item.head;  // of what is kept
         const i64 first_checkpoint = i64(chunks_before(p, item.sequence, WHOLE, lane)) * p.HV + item.head;
@@ -209,43 +209,43 @@ DEVICE void scan(const ReverseParams& p, const Shared& shared, int w, int lane) 
             if (p.d_checkpoints && (chunk + 1) * CHUNK <= item.length) {
                 d.add(p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column), lane);
             }
-            product_begin();
+            wgmma_fence();
             multiply_tokens<CHUNK>(V1, O, operand_at(T, AT_AQK - AT_T));
-            product_wait<1>();  // waits for nothing, but without it the compiler serializes all products
-            product_use(d.S);
+            wgmma_wait<1>();  // waits for nothing, but without it the compiler serializes all products
+            fence_operand(d.S);
             as_operand<K>(S, d.S, 1.f);
             wait_for(shared, UPDATE, count);
-            product_begin();
+            wgmma_fence();
             multiply_channels(V1, S, operand_at(first_Kr, stage_at));
 
             // Products that no other waits for fill the gaps between those of the chain.
             d.decay(stage.gamma(), lane);
-            product_begin();
+            wgmma_fence();
             multiply_tokens<K, 0, 2>(d.S, O, operand_at(Kg, AT_QG));
             store_rows(p.d_states + state_at(row, column), shared.rows(w), S, lane);
-            product_wait<1>();
-            product_use(V1);
+            wgmma_wait<1>();
+            fence_operand(V1);
             release(shared, UPDATE, count, lane);
             as_operand<CHUNK>(V0, V1, 1.f);
             wait_for(shared, ERRORS, count);
-            product_begin();
+            wgmma_fence();
             multiply_tokens<CHUNK>(X1, V0, T);
             multiply_tokens<K, 2, 4>(d.S, O, operand_at(Kg, AT_QG));
-            product_wait<1>();
-            product_use(X1);
+            wgmma_wait<1>();
+            fence_operand(X1);
             as_operand<CHUNK>(X, X1, -1.f);
-            product_begin();
+            wgmma_fence();
             multiply_tokens<K>(d.S, X, Kg);
             store_negated(p.d_v + at, X, stride, item.length - chunk * CHUNK, lane);
-            product_wait<1>();
+            wgmma_wait<1>();
             release(shared, OUTPUT, count, lane);
             if (chunk > 0) {
                 wait_for(shared, OUTPUT, count + 1);
                 next.scaled(O, shared.stage(count + 1).scale(), lane);
             }
             if (chunk > 1) next.load(p.d_o + at - 2 * CHUNK * stride, stride, CHUNK, lane);
-            product_wait<0>();
-            product_use(d.S);
+            wgmma_wait<0>();
+            fence_operand(d.S);
             release(shared, ERRORS, count, lane);
         }
         if (p.d_initial) d.store(p.d_initial + state_at(index, column), lane);
@@ -258,19 +258,19 @@ DEVICE void scan(const ReverseParams& p, const Shared& shared, int w, int lane) 
 DEVICE void copy_parts(const Stage& from, const Shared& shared, u32 count, int lane) {
     for (int part : {UPDATE, OUTPUT, ERRORS}) {
         wait_for_release(shared, part, count);
-        for (int i = part_at(part) + 16 * lane; i < part_at(part + 1); i += 512) copy_16(shared.stage(count).base + i, from.base + i, true);
+        for (int i = part_at(part) + 16 * lane; i < part_at(part + 1); i += 512) cp_async_16(shared.stage(count).base + i, from.base + i, true);
     }
-    copy_commit();
-    copy_wait<0>();
+    cp_async_commit();
+    cp_async_wait<0>();
     warp_sync();
     if (lane != 0) return;
     for (int part = 0; part < PARTS; part++) mbarrier_arrive(shared.full(part, count));
 }
 
-DEVICE void fetch_chunks(const ReverseParams& p, const Shared& shared, int lane) {
+DEVICE void fetch_chunks(const ReverseScanParams& p, const Shared& shared, int lane) {
     u32 count = 0;
-    for (int index = unit(); index < p.items; index += units()) {
-        const Item item = item_of(p, index);
+    for (int index = cta_group(); index < p.items; index += cta_groups()) {
+        const WorkTile item = work_tile(p, index);
         const int row = chunks_before(p, item.sequence, ALL, lane);
         for (int chunk = item.chunks() - 1; chunk >= 0; chunk--, count++) {
             for (int token = chunk * CHUNK + lane; token < min((chunk + 1) * CHUNK, item.length); token += 32) {
@@ -291,7 +291,7 @@ DEVICE void fetch_chunks(const ReverseParams& p, const Shared& shared, int lane)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse(const __grid_constant__ ReverseParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const __grid_constant__ ReverseScanParams p) {
     const Shared shared{shared_memory()};
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) shared.init_barriers();

@@ -16,7 +16,7 @@ from ....cuda.launch import Kernel, load, processors_and_arch, run
 from ...contract import Inputs
 from ..forward.forward import TYPES, WIDTHS, Saved, aligned, stage_bytes
 
-PARAMS = struct.Struct("<8Q4i")  # ReverseParams
+PARAMS = struct.Struct("<8Q4i")  # ReverseScanParams
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 BV = 64  # columns of V a block
 THREADS = 160
@@ -35,7 +35,7 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
-            "WARPGROUPS": int(self.warpgroups),
+            "HAS_WGMMA": int(self.warpgroups),
         }  # fmt: skip
 
     @property
@@ -73,7 +73,7 @@ class Reversed(NamedTuple):
 
 @functools.cache
 def _kernel(variant: Variant, device: torch.device) -> Kernel:
-    return load(SOURCE, "kda_reverse", variant.defines, device)
+    return load(SOURCE, "kda_reverse_scan", variant.defines, device)
 
 
 def reverse(x: Inputs, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None) -> Reversed:

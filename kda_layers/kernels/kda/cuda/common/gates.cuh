@@ -5,7 +5,7 @@
 constexpr float LOG2_E = 1.4426950408889634f;
 
 enum Gate { LOWER_BOUND = 0, SOFTPLUS = 1, LOG_DECAY = 2 };
-enum Beta { SIGMOID = 0, TWICE_SIGMOID = 1, GIVEN = 2 };
+enum Beta { SIGMOID = 0, TWICE_SIGMOID = 1, PRECOMPUTED = 2 };
 
 // log(1 + e^x): near zero 1 + z would lose z's digits, and with them a part of every decay over a long sequence.
 DEVICE float softplus(float x) {
@@ -34,7 +34,7 @@ template <int gate> struct Gates {
 };
 
 DEVICE float write_strength(float logit, int beta) {
-    return beta == GIVEN ? logit : (beta == TWICE_SIGMOID ? 2.f : 1.f) * sigmoid(logit);
+    return beta == PRECOMPUTED ? logit : (beta == TWICE_SIGMOID ? 2.f : 1.f) * sigmoid(logit);
 }
 
 // ---------------------------------------------------------------- gradients
@@ -61,8 +61,8 @@ template <class Io> DEVICE float write_strength_gradient(float product, float lo
     float strength = write_strength(logit, beta), rounded = Io::unpack(Io::pack(strength, 0.f)).x;
     if (fabsf(rounded) < 1e-30f) return 0.f;  // the sigmoid's own gradient is as small
     float undo = reciprocal(rounded);
-    return product * undo * (beta == GIVEN ? undo : undo * strength * sigmoid(-logit));
+    return product * undo * (beta == PRECOMPUTED ? undo : undo * strength * sigmoid(-logit));
 }
 
 // Whether 16-bit numbers that have a given beta as a factor say too little of what it multiplies.
-DEVICE bool is_faint(float logit, int beta) { return beta == GIVEN && fabsf(logit) < 1.f / 1024; }
+DEVICE bool is_near_zero(float logit, int beta) { return beta == PRECOMPUTED && fabsf(logit) < 1.f / 1024; }

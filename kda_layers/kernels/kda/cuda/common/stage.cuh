@@ -3,7 +3,7 @@
 #include "ptx.cuh"
 
 // Chosen by the build: K, V (128 or 64), BV (columns of V a block), CLUSTER (blocks that a prepared chunk is copied to at
-// once, a divisor of V / BV; 0: no bulk copies), IO (Bf16 or Fp16), WARPGROUPS (1: products of a warpgroup, on sm_90a).
+// once, a divisor of V / BV; 0: no bulk copies), IO (Bf16 or Fp16), HAS_WGMMA (1: products of a warpgroup, on sm_90a).
 using Io = IO;
 constexpr int CHUNK = 64;
 constexpr int SLICES = V / BV;
@@ -14,11 +14,11 @@ static_assert(SLICES % RANKS == 0, "blocks of a cluster have one head");
 
 // A unit is SLICES blocks, which together serve one item after the other.
 DEVICE int slice() { return blockIdx.x % SLICES; }
-DEVICE int unit() { return blockIdx.x / SLICES; }
-DEVICE int units() { return gridDim.x / SLICES; }
+DEVICE int cta_group() { return blockIdx.x / SLICES; }
+DEVICE int cta_groups() { return gridDim.x / SLICES; }
 
 // One (sequence, value head).
-struct Item {
+struct WorkTile {
     int first;        // its first token among B * T
     int length;       // tokens
     int sequence, head;
@@ -31,11 +31,11 @@ struct Item {
 DEVICE i64 state_at(i64 index, int column) { return (index * V + column) * K; }
 
 template <class Params> DEVICE int offset_of(const Params& p, int sequence) {
-    return p.wide_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence]) : static_cast<const int*>(p.cu_seqlens)[sequence];
+    return p.int64_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence]) : static_cast<const int*>(p.cu_seqlens)[sequence];
 }
 
-template <class Params> DEVICE Item item_of(const Params& p, int index) {
-    Item item;
+template <class Params> DEVICE WorkTile work_tile(const Params& p, int index) {
+    WorkTile item;
     item.sequence = index / p.HV, item.head = index % p.HV;
     item.first = item.sequence * p.T, item.length = p.T;
     if (p.cu_seqlens) {
@@ -95,7 +95,7 @@ struct Stage {
 // Announce a copy; by one thread of each block, for the chunk whose copy follows the last that came.
 template <class Shared> DEVICE void expect(const Shared& shared, int part, u32 count) {
 #if __CUDA_ARCH__ >= 900
-    mbarrier_arrive_expecting(shared.full(part, count), part_bytes(part));
+    mbarrier_arrive_expect_tx(shared.full(part, count), part_bytes(part));
 #endif
 }
 
@@ -109,7 +109,7 @@ template <class Shared> DEVICE void release(const Shared& shared, int part, u32 
     if (lane != 0) return;
 #if __CUDA_ARCH__ >= 900
     if constexpr (RANKS > 1) {
-        mbarrier_arrive_at(shared.empty(part, count), (count + Shared::STAGES) % RANKS);
+        mbarrier_arrive_cluster(shared.empty(part, count), (count + Shared::STAGES) % RANKS);
         return;
     }
 #endif
@@ -128,7 +128,7 @@ template <class Shared> DEVICE void fetch(const Stage& from, const Shared& share
 #if __CUDA_ARCH__ >= 900
     if (int(count % RANKS) != slice() % RANKS) return;
     wait_for_release(shared, part, count);
-    bulk_copy_to_cluster(shared.stage(count).base + part_at(part), from.base + part_at(part), part_bytes(part),
+    cp_async_bulk_multicast(shared.stage(count).base + part_at(part), from.base + part_at(part), part_bytes(part),
                          shared.full(part, count), (1 << RANKS) - 1);
 #endif
 }

@@ -48,7 +48,7 @@ struct Index {  // of a tensor [N] or [N, columns]: strides in elements
     }
 };
 
-struct StepParams {
+struct DecodeParams {
     const u16 *q, *k, *v;
     const void *g, *beta;
     unsigned char* state;
@@ -99,7 +99,7 @@ template <int words> DEVICE void load_words(u32* to, const void* from) {
     }
 }
 
-DEVICE void fetch(Raw& raw, const StepParams& p, u32 batch, u32 token, u32 head, u32 first_row, u32 lane) {
+DEVICE void fetch(Raw& raw, const DecodeParams& p, u32 batch, u32 token, u32 head, u32 first_row, u32 lane) {
     const u32 qk_head = u32(head * p.group_inverse >> 32), channel = lane * PER_LANE;
     load_words<PER_LANE / 2>(raw.q, p.q + p.q_at.start(batch, token, qk_head) + channel);
     load_words<PER_LANE / 2>(raw.k, p.k + p.k_at.start(batch, token, qk_head) + channel);
@@ -119,7 +119,6 @@ DEVICE void fetch(Raw& raw, const StepParams& p, u32 batch, u32 token, u32 head,
 
 // x, of which the compiler then knows nothing: what is computed from it stays where it is, and takes no registers
 // elsewhere.
-DEVICE u32 opaque(u32 x) { asm volatile("" : "+r"(x)); return x; }
 
 // The number in 32 bits, or in the lower (0) or upper (1) half of them.
 DEVICE float number(u32 bits) { return __uint_as_float(bits); }
@@ -136,13 +135,13 @@ DEVICE void put_words(float* to, const float (&x)[PER_LANE]) {
     else *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
 }
 
-template <int gate> DEVICE void decays(float (&g)[PER_LANE], const Raw& raw, const StepParams& p) {
+template <int gate> DEVICE void decays(float (&g)[PER_LANE], const Raw& raw, const DecodeParams& p) {
     const Gates<gate> gates(exp2_fast(raw.rate * LOG2_E), p.lower_bound);
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) g[i] = gates.decay(g[i], gates.bias(number(raw.bias[i])), true);
 }
 
-DEVICE void put(Token& to, const Raw& raw, const StepParams& p, u32 lane) {
+DEVICE void put(Token& to, const Raw& raw, const DecodeParams& p, u32 lane) {
     float q[PER_LANE], k[PER_LANE], g[PER_LANE], qq = 0, kk = 0, qk = 0;
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
@@ -182,12 +181,12 @@ struct State {
         #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             #pragma unroll
-            for (int i = 0; i < PIECES; i++) copy_16(&to[r * PIECES + i][threadIdx.x % 32], from + piece_offset(r, i), true);
+            for (int i = 0; i < PIECES; i++) cp_async_16(&to[r * PIECES + i][threadIdx.x % 32], from + piece_offset(r, i), true);
         }
-        copy_commit();
+        cp_async_commit();
     }
     DEVICE void take(const uint4 (*from)[32]) {
-        copy_wait<0>();
+        cp_async_wait<0>();
         #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             #pragma unroll
@@ -295,7 +294,7 @@ DEVICE float advance(State& S, const Token& t, float* errors, u32 row, u32 lane,
 // ---------------------------------------------------------------- the kernel
 
 // Where the state of sequence n is read: false where that is no slot.
-DEVICE bool source_of(const StepParams& p, u32 n, u32& slot) {
+DEVICE bool source_of(const DecodeParams& p, u32 n, u32& slot) {
     slot = n;
     if (!p.slots) return true;
     u64 column = 0;
@@ -311,7 +310,7 @@ DEVICE bool source_of(const StepParams& p, u32 n, u32& slot) {
 // Grid: x = HV * SLICES, y z >= sequences. Block: 32 WARPS threads. Dynamic shared memory: Shared with p.stage tokens.
 // A sequence without tokens changes nothing. Neither does one whose slot or number of accepted tokens is out of
 // range, such as -1 where a batch is padded; its outputs are 0.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) kda_step(const __grid_constant__ StepParams p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) kda_decode(const __grid_constant__ DecodeParams p) {
     const u32 n = blockIdx.z * gridDim.y + blockIdx.y;
     if (n >= p.sequences) return;
     const u32 head = blockIdx.x / SLICES, heads = gridDim.x / SLICES, block_row = blockIdx.x % SLICES * BLOCK_ROWS;
@@ -350,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) kda_s
         #pragma unroll 1
         for (u32 t = first ? warp : warp + WARPS; t < count; t += WARPS) {
             Raw more;
-            fetch(more, p, opaque(batch), start + first + t, opaque(head), opaque(block_row), whole);
+            fetch(more, p, opt_barrier(batch), start + first + t, opt_barrier(head), opt_barrier(block_row), whole);
             put(shared.tokens[t], more, p, whole);
         }
         barrier_sync(0, 32 * WARPS);

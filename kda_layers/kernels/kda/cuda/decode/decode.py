@@ -18,7 +18,7 @@ from ....cuda.launch import Dim, Kernel, load
 from ...contract import StepInputs
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
-POINTERS = struct.Struct("<12Q")  # StepParams begins with them
+POINTERS = struct.Struct("<12Q")  # DecodeParams begins with them
 REST = struct.Struct("<" + 8 * "4I" + "Q6I3i2f4x")
 GATES = {"lower_bound": 0, "softplus": 1, "log_decay": 2}
 BETAS = {"sigmoid": 0, "2sigmoid": 1, "given": 2}
@@ -113,7 +113,7 @@ class Plan:
 
     @functools.cached_property
     def kernel(self) -> Kernel:
-        return load(SOURCE, "kda_step", self.variant.defines, self.device)
+        return load(SOURCE, "kda_decode", self.variant.defines, self.device)
 
     @functools.cached_property
     def index(self) -> int:

@@ -14,19 +14,19 @@
 // have at most, which is too few to prepare.
 enum Role { PREPARE, SCAN, INVERT };
 template <int role> DEVICE void registers() {
-#if MOVABLE_REGISTERS
+#if HAS_SETMAXNREG
     // Of four warpgroups' 512, as many as each form needs to spill nothing.
-    constexpr bool small = WARPGROUPS && BV == 16;
+    constexpr bool small = HAS_WGMMA && BV == 16;
     constexpr int prepare = K == 64 ? 208 : SAVES && small ? 160 : 152;
-    constexpr int scan = K == 64 ? 128 : WARPGROUPS && !SAVES || small ? 104 : 120;
+    constexpr int scan = K == 64 ? 128 : HAS_WGMMA && !SAVES || small ? 104 : 120;
     constexpr int invert = K == 64 ? 128 : 512 - 2 * prepare - scan;
-    if constexpr (role == PREPARE) registers_more<prepare>();
-    if constexpr (role == SCAN) registers_fewer<scan>();
-    if constexpr (role == INVERT) registers_fewer<invert>();
+    if constexpr (role == PREPARE) setmaxnreg_inc<prepare>();
+    if constexpr (role == SCAN) setmaxnreg_dec<scan>();
+    if constexpr (role == INVERT) setmaxnreg_dec<invert>();
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_chunk(const __grid_constant__ ChunkParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_forward(const __grid_constant__ ForwardParams p) {
     const Shared shared{shared_memory()};
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) shared.init_barriers();

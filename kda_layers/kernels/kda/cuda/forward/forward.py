@@ -15,7 +15,7 @@ from torch import Tensor
 from ....cuda.launch import Kernel, load, processors_and_arch, run
 from ...contract import CHUNK, Inputs, checkpoint_count
 
-POINTERS, REST = struct.Struct("<17Q"), struct.Struct("<9i2f4x")  # ChunkParams
+POINTERS, REST = struct.Struct("<17Q"), struct.Struct("<9i2f4x")  # ForwardParams
 GATES = {"lower_bound": 0, "softplus": 1, "log_decay": 2}
 BETAS = {"sigmoid": 0, "2sigmoid": 1, "given": 2}
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
@@ -50,8 +50,8 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
-            "GATE": GATES[self.gate_activation], "G_WIDE": int(self.g_wide), "WARPGROUPS": int(self.warpgroups),
-            "MOVABLE_REGISTERS": int(self.movable_registers), "SAVES": int(self.saves),
+            "GATE": GATES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.warpgroups),
+            "HAS_SETMAXNREG": int(self.movable_registers), "SAVES": int(self.saves),
         }  # fmt: skip
 
     @property
@@ -191,7 +191,7 @@ def _plan(
 
 @functools.cache
 def _kernel(variant: Variant, device: torch.device) -> Kernel:
-    return load(SOURCE, "kda_chunk", variant.defines, device)
+    return load(SOURCE, "kda_forward", variant.defines, device)
 
 
 def aligned(t: Tensor) -> Tensor:

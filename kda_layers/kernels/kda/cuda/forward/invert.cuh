@@ -195,12 +195,12 @@ DEVICE void invert_lower(const Shared& shared, const Stage& stage, const float* 
 }
 
 // A chunk's beta, of which each warp has a copy; zeros behind the sequence's end.
-DEVICE void load_write_strengths(float* to, const ChunkParams& p, const Cursor& at, int lane) {
+DEVICE void load_write_strengths(float* to, const ForwardParams& p, const Cursor& at, int lane) {
     #pragma unroll
     for (int i = lane; i < CHUNK; i += 32) {
         int token = at.chunk * CHUNK + i;
         i64 row = at.item.row(p, min(token, at.item.length - 1));
-        float logit = p.beta_wide ? static_cast<const float*>(p.beta)[row] : Io::load(static_cast<const u16*>(p.beta) + row);
+        float logit = p.beta_fp32 ? static_cast<const float*>(p.beta)[row] : Io::load(static_cast<const u16*>(p.beta) + row);
         to[i] = token < at.item.length ? write_strength(logit, p.beta_activation) : 0.f;
     }
 }

@@ -18,8 +18,8 @@ DEVICE int token_of(const Cursor& at, int r, int warp, int lane) { return at.chu
 DEVICE int row_of(const Cursor& at, int r, int warp, int lane) { return min(token_of(at, r, warp, lane), at.item.length - 1); }
 DEVICE int channel_of(int warp, int lane) { return 64 * (warp % HALVES) + 8 * (lane % 4); }  // the first of a lane's
 
-DEVICE i64 key_at(const ChunkParams& p, const Cursor& at, int row) { return at.keys + i64(row) * (p.H * K); }
-DEVICE const Logit* logits_at(const ChunkParams& p, const Cursor& at, int row) {
+DEVICE i64 key_at(const ForwardParams& p, const Cursor& at, int row) { return at.keys + i64(row) * (p.H * K); }
+DEVICE const Logit* logits_at(const ForwardParams& p, const Cursor& at, int row) {
     return static_cast<const Logit*>(p.g) + at.item.row(p, row) * K;
 }
 
@@ -29,9 +29,9 @@ struct Raw {
 };
 
 // Those of the next chunk are sent for before this one is done, where registers allow.
-constexpr bool LOADS_AHEAD = WARPGROUPS && !SAVES;
+constexpr bool LOADS_AHEAD = HAS_WGMMA && !SAVES;
 
-DEVICE void load_raw(Raw& raw, const ChunkParams& p, const Cursor& at, int warp, int lane) {
+DEVICE void load_raw(Raw& raw, const ForwardParams& p, const Cursor& at, int warp, int lane) {
     int channel = channel_of(warp, lane);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -46,25 +46,25 @@ DEVICE void load_raw(Raw& raw, const ChunkParams& p, const Cursor& at, int warp,
 }
 
 // Brings what load_raw will read into L2.
-DEVICE void prefetch_raw(const ChunkParams& p, const Cursor& at, int warp, int lane) {
+DEVICE void prefetch_raw(const ForwardParams& p, const Cursor& at, int warp, int lane) {
     if (lane % 4 > 1) return;
     int row = row_of(at, lane % 4, warp, lane), channel = 64 * (warp % HALVES);
     i64 key = key_at(p, at, row) + channel;
     prefetch(p.q + key), prefetch(p.k + key);
     const Logit* g = logits_at(p, at, row) + channel;
-    if (G_WIDE) prefetch(g), prefetch(g + 32);
+    if (G_FP32) prefetch(g), prefetch(g + 32);
 }
 
 // Gate logits in 16 bits come a chunk ahead, by way of shared memory, so that there is work while q and k are on their
 // way; those in 32 have no room there. Each lane brings what it reads itself.
-DEVICE void fetch_logits(const ChunkParams& p, const Shared& shared, const Cursor& at, int warp, int lane) {
+DEVICE void fetch_logits(const ForwardParams& p, const Shared& shared, const Cursor& at, int warp, int lane) {
     #pragma unroll
-    for (int r = 0; r < (G_WIDE ? 0 : 2); r++) {
+    for (int r = 0; r < (G_FP32 ? 0 : 2); r++) {
         const Logit* g = logits_at(p, at, row_of(at, r, warp, lane)) + channel_of(warp, lane);
         #pragma unroll
-        for (int c = 0; c < 2; c++) copy_16(shared.logits(warp) + (2 * r + c) * 32 + lane, g + 32 * c, true);
+        for (int c = 0; c < 2; c++) cp_async_16(shared.logits(warp) + (2 * r + c) * 32 + lane, g + 32 * c, true);
     }
-    copy_commit();
+    cp_async_commit();
 }
 
 DEVICE void unpack_8(float (&to)[8], uint4 w) {
@@ -79,7 +79,7 @@ DEVICE void load_8(float (&to)[8], const float* from) {
 DEVICE void load_8(float (&to)[8], const u16* from) { unpack_8(to, *reinterpret_cast<const uint4*>(from)); }
 
 // What gates need of an item.
-DEVICE Gates<GATE> load_gates(const ChunkParams& p, const Shared& shared, const Item& item, int warp, int lane) {
+DEVICE Gates<GATE> load_gates(const ForwardParams& p, const Shared& shared, const WorkTile& item, int warp, int lane) {
     const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[item.head] * LOG2_E) : 1.f, p.lower_bound);
     const float* from = p.dt_bias + item.head * K + 64 * (warp % HALVES);
     float* to = shared.bias(warp);
@@ -91,13 +91,13 @@ DEVICE Gates<GATE> load_gates(const ChunkParams& p, const Shared& shared, const 
 }
 
 // Decays of 8 channels from 32 c on of a lane's tokens.
-DEVICE void load_decays(float (&d)[2][8], int c, const Gates<GATE>& gates, const ChunkParams& p, const Shared& shared, const Cursor& at,
+DEVICE void load_decays(float (&d)[2][8], int c, const Gates<GATE>& gates, const ForwardParams& p, const Shared& shared, const Cursor& at,
                         int warp, int lane) {
     float bias[8];
     load_8(bias, shared.bias(warp) + 32 * c + 8 * (lane % 4));
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const Logit* from = G_WIDE ? logits_at(p, at, row_of(at, r, warp, lane)) + channel_of(warp, lane) + 32 * c
+        const Logit* from = G_FP32 ? logits_at(p, at, row_of(at, r, warp, lane)) + channel_of(warp, lane) + 32 * c
                                    : reinterpret_cast<const Logit*>(shared.logits(warp) + (2 * r + c) * 32 + lane);
         float x[8];
         load_8(x, from);
@@ -138,7 +138,7 @@ DEVICE void sum_squares(const Raw& raw, const Shared& shared, int warp, int lane
     }
 }
 
-DEVICE void normalize(Directions& d, const Raw& raw, const ChunkParams& p, const Shared& shared, const Cursor& at, u32 turn, int warp, int lane) {
+DEVICE void normalize(Directions& d, const Raw& raw, const ForwardParams& p, const Shared& shared, const Cursor& at, u32 turn, int warp, int lane) {
     int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
     sum_squares(raw, shared, warp, lane);
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
@@ -251,7 +251,7 @@ DEVICE u32 as_io(u32 x) {
 
 constexpr int STRIDE = SHARED_CHUNKS ? SLICES : 1;
 
-DEVICE Stage place_of(const ChunkParams& p, const Shared& shared, const Cursor& at, u32 count) {
+DEVICE Stage place_of(const ForwardParams& p, const Shared& shared, const Cursor& at, u32 count) {
     return SHARED_CHUNKS ? ring_at(p, at, count) : shared.stage(count);
 }
 
@@ -275,12 +275,12 @@ DEVICE void store_block_decays(float* to, float (&x)[16], int lane) {
 }
 
 // Prepares the chunk under the cursor, whose q and k are on their way in `raw`, and sends for what the next one needs.
-DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw, const Cursor& at,
+DEVICE void prepare_chunk(const ForwardParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw, const Cursor& at,
                           const Cursor& next, u32 count, u32 turn, int warp, int lane) {
     int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
     Pairs near, far;
     float* decays = shared.decays(turn) + 64 * h + 8 * t;
-    copy_wait<0>();
+    cp_async_wait<0>();
     float block[16];  // decays over the block's tokens
     #pragma unroll
     for (int c = 0; c < 2; c++) {
@@ -433,7 +433,7 @@ DEVICE void wrote(const Shared& shared, int lane) {
     if (lane == 0) mbarrier_arrive(shared.written());
 }
 
-DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int lane) {
+DEVICE void prepare(const ForwardParams& p, const Shared& shared, int warp, int lane) {
     Cursor at;
     at.start(p, slice() % STRIDE, lane);
     if (!at.valid(p)) return;
@@ -454,7 +454,7 @@ DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int la
 }
 
 // Wait until a chunk may be written to its place; by a whole warp.
-DEVICE void make_room(const ChunkParams& p, const Shared& shared, u32 count, int lane) {
+DEVICE void make_room(const ForwardParams& p, const Shared& shared, u32 count, int lane) {
     if (RECYCLES && count >= RING) wait_for_place(p, count, lane);
     if (!SHARED_CHUNKS) {
         for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
@@ -464,7 +464,7 @@ DEVICE void make_room(const ChunkParams& p, const Shared& shared, u32 count, int
 
 // The warps that invert. The first, which is done first, sees to it that the next chunk has room; the last publishes
 // each, for all: one warp waits for what was written to arrive where other blocks see it.
-DEVICE void invert_chunks(const ChunkParams& p, const Shared& shared, int inverter, int lane) {
+DEVICE void invert_chunks(const ForwardParams& p, const Shared& shared, int inverter, int lane) {
     const bool last = inverter == INVERTERS - 1;
     float* beta = shared.beta(inverter);
     Cursor at;
@@ -483,7 +483,7 @@ DEVICE void invert_chunks(const ChunkParams& p, const Shared& shared, int invert
         if (!last) continue;
         mbarrier_wait(shared.written(), turn & 1);
         if (lane == 0) {
-            if (SHARED_CHUNKS) publish_more(prepared(p, slice()), 1);
+            if (SHARED_CHUNKS) red_add_release(prepared(p, slice()), 1);
             for (int part = 0; !SHARED_CHUNKS && part < PARTS; part++) mbarrier_arrive(shared.full(part, count));
         }
         warp_sync();

@@ -12,24 +12,24 @@ using Columns = float[TILES][4];  // 64 rows: of warp w's 16, g and g + 8
 DEVICE void store_columns(unsigned char* to, const u32 (&x)[TILES][2], int row, int columns, int lane) {
     #pragma unroll
     for (int i = 0; i < TILES; i += 2) {
-        store_matrices_transposed(to + block_at(i + lane / 16, row + lane / 8 % 2, columns) + 16 * (lane % 8),
+        stmatrix_x4_trans(to + block_at(i + lane / 16, row + lane / 8 % 2, columns) + 16 * (lane % 8),
                                   x[i][0], x[i][1], x[i + 1][0], x[i + 1][1]);
     }
 }
 
 // d += a b^T over `steps` times 16, or d = that if it begins: a [64, .], b [BV, .].
 template <int steps, bool begins> DEVICE void multiply_rows(Columns& d, Operand a, Operand b) {
-    multiply_group<Io, BV, false, begins>(d, a, b);
+    wgmma_ss<Io, BV, false, begins>(d, a, b);
     #pragma unroll
-    for (int s = 1; s < steps; s++) multiply_group<Io, BV>(d, operand_at(a, s * 256), operand_at(b, s * 256));
-    product_commit();
+    for (int s = 1; s < steps; s++) wgmma_ss<Io, BV>(d, operand_at(a, s * 256), operand_at(b, s * 256));
+    wgmma_commit();
 }
 
 // d += a^T b^T over the chunk's tokens: a [64, .] of K numbers a row, b [BV, 64].
 DEVICE void multiply_tokens(Columns& d, Operand a, Operand b) {
     #pragma unroll
-    for (int s = 0; s < CHUNK / 16; s++) multiply_group<Io, BV, true>(d, operand_at(a, s * K * 32), operand_at(b, s * 256));
-    product_commit();
+    for (int s = 0; s < CHUNK / 16; s++) wgmma_ss<Io, BV, true>(d, operand_at(a, s * K * 32), operand_at(b, s * 256));
+    wgmma_commit();
 }
 
 struct State {
@@ -128,20 +128,20 @@ DEVICE void save_slice(unsigned char* to, const Stage& stage, int thread) {
 
 // What four warps have written becomes an operand.
 DEVICE void operand_sync() {
-    fence_shared();
+    fence_proxy_async_shared();
     barrier_sync(SCANNING, 128);
 }
 
-DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
+DEVICE void scan(const ForwardParams& p, const Shared& shared, int w, int lane) {
     const int stride = p.HV * V;
     const int column = slice() * BV, place = column * K + State::place(w, lane);
     const Operand state_operand = operand(shared.state(), K * 16), residuals = operand(shared.residuals(), CHUNK * 16);
     const Operand errors = operand(shared.errors(), CHUNK * 16);
     const Operand first_keys = operand(shared.stage(0).base, K * 16), first_tokens = operand(shared.stage(0).base, CHUNK * 16);
-    const Operand first_channels = standing_operand(shared.stage(0).Kr(), K * 16);
+    const Operand first_channels = mn_major_operand(shared.stage(0).Kr(), K * 16);
     u32 count = 0;
-    for (int index = unit(); index < p.items; index += units()) {
-        const Item item = item_of(p, index);
+    for (int index = cta_group(); index < p.items; index += cta_groups()) {
+        const WorkTile item = work_tile(p, index);
         i64 tokens_at = item.row(p, 0) * V + column;  // of the chunk, in v and o
         // The chunk's rows among checkpoints and in what is kept.
         int whole_row = p.checkpoints ? chunks_before(p, item.sequence, WHOLE, lane) : 0;
@@ -163,12 +163,12 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
 
             Columns R, E, O;
             wait_for(shared, ERRORS, count);
-            product_begin();
+            wgmma_fence();
             multiply_rows<K / 16, true>(R, keys, state_operand);
-            product_wait<0>();
-            product_use(R);
+            wgmma_wait<0>();
+            fence_operand(R);
             wait_for(shared, OUTPUT, count);
-            product_begin();
+            wgmma_fence();
             multiply_rows<K / 16, true>(O, operand_at(keys, AT_QG), state_operand);  // meanwhile, until V' is there
             if constexpr (SAVES) {
                 const i64 kept = i64(row++) * p.HV + item.head;
@@ -190,15 +190,15 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             store_columns(shared.residuals(), x, 2 * w, CHUNK / 8, lane);
             operand_sync();
 
-            product_begin();
+            wgmma_fence();
             multiply_rows<4, true>(E, operand_at(tokens, AT_T), residuals);
             if (p.checkpoints && left < item.length) {  // the state after the chunk before
                 state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + item.head, 0) + place);
             }
             wait_for(shared, UPDATE, count);
             state.decay(stage.gamma(), w, lane);
-            product_wait<0>();
-            product_use(E);
+            wgmma_wait<0>();
+            fence_operand(E);
             #pragma unroll
             for (int i = 0; i < TILES; i++) {
                 x[i][0] = Io::pack(E[i][0], E[i][1]), x[i][1] = Io::pack(E[i][2], E[i][3]);
@@ -207,7 +207,7 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
             operand_sync();
             if (w == 0) release(shared, ERRORS, count, lane);
 
-            product_begin();
+            wgmma_fence();
             #pragma unroll
             for (int m = 0; m < K / 64; m++) multiply_tokens(state.S[m], operand_at(channels, m * 8 * 128), errors);
             multiply_rows<4, false>(O, operand_at(tokens, AT_AQK), errors);
@@ -216,14 +216,14 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
                 for (int i = 0; i < 2 * TILES; i++) values.x[i % 2][i / 2] = x[i / 2][i % 2];
                 values.store(p.errors + tokens_at, stride, left, w, lane);
             }
-            product_wait<1>();
+            wgmma_wait<1>();
             #pragma unroll
-            for (int m = 0; m < K / 64; m++) product_use(state.S[m]);
+            for (int m = 0; m < K / 64; m++) fence_operand(state.S[m]);
             state.publish(shared.state(), w, lane);
             operand_sync();
             if (w == 0) release(shared, UPDATE, count, lane);
-            product_wait<0>();
-            product_use(O);
+            wgmma_wait<0>();
+            fence_operand(O);
             #pragma unroll
             for (int r = 0; r < 2; r++) {
                 float scale = stage.scale()[16 * w + lane / 4 + 8 * r];
@@ -242,15 +242,15 @@ DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
 }
 
 // One warp brings every part of every chunk as its stage becomes free.
-DEVICE void fetch_chunks(const ChunkParams& p, const Shared& shared, int lane) {
-    u32 all = SHARED_CHUNKS ? chunks_of_unit(p) : 0, ready = 0;
+DEVICE void fetch_chunks(const ForwardParams& p, const Shared& shared, int lane) {
+    u32 all = SHARED_CHUNKS ? chunks_of_cta_group(p) : 0, ready = 0;
     Cursor at;
     if constexpr (SAVES) at.start(p, 0, lane);
     for (u32 count = 0; count < all; count++) {
         if (ready <= count) ready = wait_for_chunks(p, ready, lane);
         if (lane == 0) {
 #if __CUDA_ARCH__ >= 900
-            fence_bulk_copies();
+            fence_proxy_async_global();
 #endif
             for (int part = 0; part < PARTS; part++) {
                 if (count >= STAGES) wait_for(shared, part, count - STAGES);

@@ -3,9 +3,9 @@
 #include "gates.cuh"
 #include "stage.cuh"
 
-// Chosen by the build, beside what stage.cuh names: GATE (see gates.cuh), G_WIDE (1 where gate logits are fp32), SAVES (1:
+// Chosen by the build, beside what stage.cuh names: GATE (see gates.cuh), G_FP32 (1 where gate logits are fp32), SAVES (1:
 // keep what the backward reads). Without CLUSTER each block prepares for itself.
-#if G_WIDE
+#if G_FP32
 using Logit = float;
 #else
 using Logit = u16;
@@ -17,7 +17,7 @@ constexpr bool SHARED_CHUNKS = CLUSTER > 0;
 constexpr u32 RING = 3 * SLICES;  // prepared chunks in global memory, for each unit
 constexpr bool RECYCLES = SHARED_CHUNKS && !SAVES;  // places in global memory
 
-struct ChunkParams {
+struct ForwardParams {
     const u16 *q, *k;           // [B, T, H, K]
     const u16* v;               // [B, T, HV, V]
     const void* g;              // [B, T, HV, K]
@@ -35,8 +35,8 @@ struct ChunkParams {
     u16* states;                // [NC, HV, V, K], at each chunk's start
     u16* errors;                // [B, T, HV, V], V'
     int T, H, HV, group, items; // group = HV / H, items = N * HV; B * T < 2^31
-    int wide_offsets;           // cu_seqlens is int64
-    int beta_activation, beta_wide, qk_l2norm;
+    int int64_offsets;           // cu_seqlens is int64
+    int beta_activation, beta_fp32, qk_l2norm;
     float lower_bound, scale;
 };
 
@@ -47,35 +47,35 @@ enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS 
 // A chunk of an item of this unit; for a whole warp.
 struct Cursor {
     int index, chunk;
-    Item item;
+    WorkTile item;
     i64 keys;       // where the item's first token's q and k begin
     int first_row;  // of the item's chunks, where they are kept
 
-    DEVICE bool valid(const ChunkParams& p) const { return index < p.items; }
-    DEVICE void start(const ChunkParams& p, int first, int lane) {
-        index = unit(), chunk = first;
+    DEVICE bool valid(const ForwardParams& p) const { return index < p.items; }
+    DEVICE void start(const ForwardParams& p, int first, int lane) {
+        index = cta_group(), chunk = first;
         if (valid(p)) enter(p, lane);
         skip(p, 0, lane);
     }
     // Forward, from item to item.
-    DEVICE void skip(const ChunkParams& p, int chunks, int lane) {
+    DEVICE void skip(const ForwardParams& p, int chunks, int lane) {
         chunk += chunks;
         while (valid(p) && chunk >= item.chunks()) {
-            chunk -= item.chunks(), index += units();
+            chunk -= item.chunks(), index += cta_groups();
             if (valid(p)) enter(p, lane);
         }
     }
-    DEVICE void enter(const ChunkParams& p, int lane) {
-        item = item_of(p, index);
+    DEVICE void enter(const ForwardParams& p, int lane) {
+        item = work_tile(p, index);
         keys = (i64(item.first) * p.H + item.head / p.group) * K;
         if constexpr (SAVES) first_row = chunks_before(p, item.sequence, ALL, lane);
     }
 };
 
 // The number of chunks that this unit has to walk.
-DEVICE u32 chunks_of_unit(const ChunkParams& p) {
+DEVICE u32 chunks_of_cta_group(const ForwardParams& p) {
     u32 all = 0;
-    for (int index = unit(); index < p.items; index += units()) {
+    for (int index = cta_group(); index < p.items; index += cta_groups()) {
         int length = p.T;
         if (p.cu_seqlens) length = offset_of(p, index / p.HV + 1) - offset_of(p, index / p.HV);
         all += (length + CHUNK - 1) / CHUNK;
@@ -101,7 +101,7 @@ struct Shared {
     static constexpr int AT_COLUMNS_OF_T = AT_SUMS_OF_L + K / 64 * TRIANGLE;
     static constexpr int AT_SUMS = AT_COLUMNS_OF_T + 6 * 512;
     static constexpr int AT_LOGITS = AT_SUMS + PREPARE_WARPS * 16 * 16;
-    static constexpr int AT_BIAS = AT_LOGITS + (G_WIDE ? 0 : CHUNK * K * 2);
+    static constexpr int AT_BIAS = AT_LOGITS + (G_FP32 ? 0 : CHUNK * K * 2);
     static constexpr int AT_BARRIERS = AT_BIAS + PREPARE_WARPS * 256;
     static constexpr int BYTES = AT_BARRIERS + (2 * PARTS * STAGES + 4) * 8;
 
@@ -148,7 +148,7 @@ struct Shared {
         mbarrier_init(written(), PREPARE_WARPS + INVERTERS);
         mbarrier_init(placed(), 1);
 #if __CUDA_ARCH__ >= 900
-        mbarrier_init_fence();
+        fence_mbarrier_init();
 #endif
     }
 };
@@ -157,17 +157,17 @@ struct Shared {
 
 // Chunk number `count` of a unit is prepared by its block count % SLICES, into place count % RING of the unit's ring, or
 // into its own place where all are kept, and goes from there to every block (stage.cuh).
-DEVICE Stage ring_at(const ChunkParams& p, const Cursor& at, u32 count) {
+DEVICE Stage ring_at(const ForwardParams& p, const Cursor& at, u32 count) {
     if constexpr (SAVES) return {p.prepared + (i64(at.first_row + at.chunk) * p.HV + at.item.head) * STAGE_BYTES};
-    return {p.ring + (i64(unit()) * RING + count % RING) * STAGE_BYTES};
+    return {p.ring + (i64(cta_group()) * RING + count % RING) * STAGE_BYTES};
 }
 // Counters of a block: chunks that it has prepared; chunks that have arrived in its shared memory.
 // Those that are waited for together share a line, others do not.
-DEVICE u32* prepared(const ChunkParams& p, int slice) { return p.progress + unit() * 64 + slice; }
-DEVICE u32* landed(const ChunkParams& p, int slice) { return prepared(p, slice) + 32; }
+DEVICE u32* prepared(const ForwardParams& p, int slice) { return p.progress + cta_group() * 64 + slice; }
+DEVICE u32* landed(const ForwardParams& p, int slice) { return prepared(p, slice) + 32; }
 
 // Wait until the chunk that was in the ring's place before has arrived everywhere; by a whole warp.
-DEVICE void wait_for_place(const ChunkParams& p, u32 count, int lane) {
+DEVICE void wait_for_place(const ForwardParams& p, u32 count, int lane) {
     if (lane < SLICES) {
         while (read_counter(landed(p, lane)) <= count - RING) back_off();
     }
@@ -175,7 +175,7 @@ DEVICE void wait_for_place(const ChunkParams& p, u32 count, int lane) {
 }
 
 // Wait until more than `ready` chunks, from the first, have been prepared; their number. By a whole warp.
-DEVICE u32 wait_for_chunks(const ChunkParams& p, u32 ready, int lane) {
+DEVICE u32 wait_for_chunks(const ForwardParams& p, u32 ready, int lane) {
     for (;;) {
         u32 next = lane < SLICES ? read_counter(prepared(p, lane)) * SLICES + lane : ~0u;  // first one missing
         for (int mask = 1; mask < 32; mask *= 2) next = min(next, shuffle_xor(next, mask));
