@@ -12,8 +12,8 @@ struct Inner {
     float x[CHUNK / 8][4];  // of its tokens 2 t, 2 t + 1 of each 8: q's, k's
 
     // The lanes of the same tokens add up; lane (g, t) keeps the sums of the 8 tokens g.
-    template <int count> DEVICE void fold(int lane) {
-        bool upper = lane & 4 * count;
+    template <int count> DEVICE void fold(Lane lane) {
+        bool upper = lane.id & 4 * count;
         #pragma unroll
         for (int o = 0; o < count; o++) {
             #pragma unroll
@@ -23,20 +23,20 @@ struct Inner {
             }
         }
     }
-    DEVICE float4 fold_all(int lane) {
+    DEVICE float4 fold_all(Lane lane) {
         fold<4>(lane), fold<2>(lane), fold<1>(lane);
         return make_float4(x[0][0], x[0][1], x[0][2], x[0][3]);
     }
 };
 
 // From the gradients of q and k to those of what came in, in their places in shared memory.
-DEVICE void finish_vectors(const GradientsParams& p, const Shared& shared, VectorGradients (&d)[BLOCKS], int warp, int lane) {
+DEVICE void finish_vectors(Lane lane, const GradientsParams& p, const Shared& shared, VectorGradients (&d)[BLOCKS]) {
     if (p.qk_l2norm) {
         Inner inner;
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
             Fragment q[2], k[2];
-            load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane);
+            load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
             #pragma unroll
             for (int o = 0; o < 2; o++) {
                 #pragma unroll
@@ -46,15 +46,15 @@ DEVICE void finish_vectors(const GradientsParams& p, const Shared& shared, Vecto
                 }
             }
         }
-        shared.parts(warp)[lane] = inner.fold_all(lane);
+        shared.parts(lane.warp)[lane.id] = inner.fold_all(lane);
         block_sync();
-        if (warp == 0) {
-            float4 sum = shared.parts(0)[lane];
+        if (lane.warp == 0) {
+            float4 sum = shared.parts(0)[lane.id];
             for (int w = 1; w < WARPS; w++) {
-                float4 x = shared.parts(w)[lane];
+                float4 x = shared.parts(w)[lane.id];
                 sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
             }
-            shared.inner()[lane] = sum;
+            shared.inner()[lane.id] = sum;
         }
         block_sync();
     }
@@ -62,10 +62,10 @@ DEVICE void finish_vectors(const GradientsParams& p, const Shared& shared, Vecto
     for (int b = 0; b < BLOCKS; b++) {
         if (p.qk_l2norm) {
             Fragment q[2], k[2];
-            load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane);
+            load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
             #pragma unroll
             for (int o = 0; o < 2; o++) {
-                int tokens = 16 * b + 8 * o + 2 * (lane % 4);
+                int tokens = 16 * b + 8 * o + 2 * (lane.id % 4);
                 float4 inner = shared.inner()[tokens / 2];
                 float2 q_norm = *reinterpret_cast<const float2*>(shared.q_norms() + tokens), k_norm = *reinterpret_cast<const float2*>(shared.k_norms() + tokens);
                 #pragma unroll
@@ -76,7 +76,7 @@ DEVICE void finish_vectors(const GradientsParams& p, const Shared& shared, Vecto
             }
         }
         warp_sync();
-        store_block(shared.q(), d[b].q, b, warp, lane), store_block(shared.k(), d[b].k, b, warp, lane);
+        store_block(lane, shared.q(), d[b].q, b), store_block(lane, shared.k(), d[b].k, b);
     }
 }
 
@@ -84,7 +84,7 @@ DEVICE void finish_vectors(const GradientsParams& p, const Shared& shared, Vecto
 DEVICE void find_norms(const GradientsParams& p, const Shared& shared) {
     constexpr int PARTS = K / 32;
     for (int i = thread(); i < CHUNK * PARTS; i += THREADS) {
-        int lane = i % 32, token = i / (8 * PARTS) * 8 + lane % 8, part = i / 8 % PARTS;
+        int id = i % 32, token = i / (8 * PARTS) * 8 + id % 8, part = i / 8 % PARTS;
         float sums[2] = {};
         #pragma unroll
         for (int which = 0; which < 2; which++) {
@@ -109,24 +109,23 @@ DEVICE void find_norms(const GradientsParams& p, const Shared& shared) {
 }
 
 // From the gradients of log-decays to those of logits, in the logits' places, and this lane's parts of d_A_log and d_dt_bias.
-DEVICE void finish_logits(float& d_A_log, float (&d_bias)[2], Fragment (&g)[2], const GradientsParams& p, const Shared& shared, int tokens,
-                          int b, int warp, int lane) {
+DEVICE void finish_logits(Lane lane, float& d_A_log, float (&d_bias)[2], Fragment (&g)[2], const GradientsParams& p, const Shared& shared, int tokens, int b) {
     Fragment logits[2];
     warp_sync();  // no earlier, as registers are few
-    load_logits(logits, shared, b, warp, lane);
+    load_logits(lane, logits, shared, b);
     warp_sync();
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float part, x = logit_gradient<GATE>(part, g[o][i], logits[o][i], *shared.rate(warp), p.lower_bound);
-            bool valid = token_of(b, o, i, lane) < tokens;
+            float part, x = logit_gradient<GATE>(part, g[o][i], logits[o][i], *shared.rate(lane.warp), p.lower_bound);
+            bool valid = token_of(lane, b, o, i) < tokens;
             d_A_log += valid ? part : 0.f, d_bias[i / 2] += valid ? x : 0.f;
             g[o][i] = x;
-            if constexpr (G_FP32) reinterpret_cast<float*>(shared.g())[token_of(b, o, i, lane) * WIDE_ROW + channel_of(i / 2, warp, lane)] = x;
+            if constexpr (G_FP32) reinterpret_cast<float*>(shared.g())[token_of(lane, b, o, i) * WIDE_ROW + channel_of(lane, i / 2)] = x;
         }
     }
-    if constexpr (!G_FP32) store_block(shared.g(), g, b, warp, lane);
+    if constexpr (!G_FP32) store_block(lane, shared.g(), g, b);
 }
 
 // Sums over the value heads of a group, of a thread's numbers of block b: from one to the next they lie in global memory,
@@ -153,11 +152,10 @@ DEVICE void keep_sums(const VectorGradients& d, const GradientsParams& p, const 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __grid_constant__ GradientsParams p) {
     const Shared shared{shared_memory()};
-    int warp = broadcast(threadIdx.x / 32);
-    int lane = threadIdx.x % 32;
-    if (warp == 0) {
+    Lane lane = {broadcast(threadIdx.x / 32), int(threadIdx.x % 32)};
+    if (lane.warp == 0) {
         Finder finder = {0, 0};
-        shared.turn(0) = Turn::of(p, blockIdx.x, finder, lane), shared.finder() = finder;
+        shared.turn(0) = Turn::of(lane, p, blockIdx.x, finder), shared.finder() = finder;
     }
     block_sync();
     if (shared.turn(0).valid()) {
@@ -166,58 +164,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
     }
     for (int count = 0; broadcast(shared.turn(count).valid()); count++) {
         const Turn &turn = shared.turn(count), &next = shared.turn(count + 1);
-        lane = opt_barrier(lane), warp = opt_barrier(warp);
-        if (warp == 0) {
+        lane.opt_barrier();
+        if (lane.warp == 0) {
             Finder finder = shared.finder();
             warp_sync();  // all lanes have read what all of them write
-            shared.turn(count + 1) = turn.next(p, finder, lane), shared.finder() = finder;
+            shared.turn(count + 1) = turn.next(lane, p, finder), shared.finder() = finder;
         }
         const int tokens = turn.chunk.tokens;
-        load_gates(p, shared, turn.head(p), warp, lane);
+        load_gates(lane, p, shared, turn.head(p));
         cp_async_wait<1>();
         fence_proxy_async_shared();
         block_sync();
-        multiply_triangles(p, shared, turn, warp, lane);
+        multiply_triangles(lane, p, shared, turn);
         if (p.beta_activation == PRECOMPUTED) {
             cp_async_wait<0>();
             block_sync();
-            near_zero_beta_gradients(p, shared, turn, warp, lane);
+            near_zero_beta_gradients(lane, p, shared, turn);
         }
         float states[2];
-        multiply_states(states, shared, warp, lane);
+        multiply_states(lane, states, shared);
         {
             StateGradients by_state;
-            lane = opt_barrier(lane), warp = opt_barrier(warp);
-            by_state.multiply(shared, warp);
+            lane.opt_barrier();
+            by_state.multiply(lane, shared);
             cp_async_wait<0>();
             block_sync();
             if (turn.first()) find_norms(p, shared);
-            exchange_decays(p, shared, tokens, warp, lane);
+            exchange_decays(lane, p, shared, tokens);
             by_state.wait();
             block_sync();
-            by_state.store(shared, p.scale, warp, lane);
+            by_state.store(lane, shared, p.scale);
         }
         if (next.valid()) copy_inputs(p, shared, next, BLOCKS * BLOCK_ROW_TILES, INPUT_ROW_TILES);
-        lane = opt_barrier(lane), warp = opt_barrier(warp);
-        between_blocks(shared, states, warp, lane);
-        lane = opt_barrier(lane), warp = opt_barrier(warp);
+        lane.opt_barrier();
+        between_blocks(lane, shared, states);
+        lane.opt_barrier();
         VectorGradients d[BLOCKS];
         float d_A_log = 0.f, d_bias[2] = {};
         #pragma unroll 1
         for (int b = 0; b < BLOCKS; b++) {
-            lane = opt_barrier(lane), warp = opt_barrier(warp);
+            lane.opt_barrier();
             Fragment e[2], d_g[2];
-            load_logits(e, shared, b, warp, lane);
-            decays_of(e, e, p, *shared.rate(warp), tokens, b, lane);
+            load_logits(lane, e, shared, b);
+            decays_of(lane, e, e, p, *shared.rate(lane.warp), tokens, b);
             start_sums(d[0], p, turn, b);
-            within_block(d_g, d[0], e, shared, b, warp, lane);
-            finish_logits(d_A_log, d_bias, d_g, p, shared, tokens, b, warp, lane);
+            within_block(lane, d_g, d[0], e, shared, b);
+            finish_logits(lane, d_A_log, d_bias, d_g, p, shared, tokens, b);
             keep_sums(d[0], p, turn, b);
             VectorGradients first = d[0];  // the next block's become the first: registers have no index
             #pragma unroll
             for (int i = 0; i < BLOCKS - 1; i++) d[i] = d[i + 1];
             d[BLOCKS - 1] = first;
-            lane = opt_barrier(lane), warp = opt_barrier(warp);
+            lane.opt_barrier();
             block_sync();
             if (next.valid()) copy_inputs(p, shared, next, b * BLOCK_ROW_TILES, min((b + 1) * BLOCK_ROW_TILES, INPUT_ROW_TILES));
         }
@@ -225,12 +223,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             d_bias[c] = over_tokens(d_bias[c]);
-            if (p.d_dt_bias && lane % 4 == 0) p.d_dt_bias[turn.chunk_row(p) * K + channel_of(c, warp, lane)] = d_bias[c];
+            if (p.d_dt_bias && lane.id % 4 == 0) p.d_dt_bias[turn.chunk_row(p) * K + channel_of(lane, c)] = d_bias[c];
         }
         for (int mask = 1; mask < 32; mask *= 2) d_A_log += shuffle_xor(d_A_log, mask);
-        if (lane == 0) shared.d_rates()[warp] = d_A_log;
-        lane = opt_barrier(lane), warp = opt_barrier(warp);
-        if (turn.last(p)) finish_vectors(p, shared, d, warp, lane);
+        if (lane.id == 0) shared.d_rates()[lane.warp] = d_A_log;
+        lane.opt_barrier();
+        if (turn.last(p)) finish_vectors(lane, p, shared, d);
         block_sync();
         if (p.d_A_log && threadIdx.x == 0) {
             float sum = 0.f;

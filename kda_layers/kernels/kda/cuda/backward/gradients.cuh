@@ -1,6 +1,7 @@
 // What the parts of gradients.cu share: parameters, work items, the plan of shared memory, copies.
 #pragma once
 #include "gates.cuh"
+#include "lane.cuh"
 
 // Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), GATE (see gates.cuh), G_FP32 (1 where gate logits are fp32),
 // HAS_WGMMA (1: products of a warpgroup, on sm_90a).
@@ -54,18 +55,18 @@ DEVICE int warp_sum(int x) {
 struct Finder {
     int sequence, rows;  // of packed sequences: those before `sequence` have `rows` chunks
 
-    DEVICE Chunk find(const GradientsParams& p, int row, int lane) {  // by a whole warp
+    DEVICE Chunk find(Lane lane, const GradientsParams& p, int row) {  // by a whole warp
         if (!p.cu_seqlens) {
             int each = (p.T + CHUNK - 1) / CHUNK, at = row % each * CHUNK;
             return {row, row / each * p.T + at, row < p.rows ? min(CHUNK, p.T - at) : 0};
         }
         for (; sequence < p.sequences; sequence += 32) {  // a lane has one of the next 32
-            int mine = sequence + lane, first = 0, length = 0;
+            int mine = sequence + lane.id, first = 0, length = 0;
             if (mine < p.sequences) first = offset_of(p, mine), length = offset_of(p, mine + 1) - first;
             int chunks = (length + CHUNK - 1) / CHUNK, before = rows, all = chunks;
             for (int mask = 1; mask < 32; mask *= 2) {
                 int others = int(shuffle_xor(u32(all), mask));
-                if (lane & mask) before += others;
+                if (lane.id & mask) before += others;
                 all += others;
             }
             if (row < rows + all) {
@@ -92,12 +93,12 @@ struct Turn {
     DEVICE i64 row(const GradientsParams& p) const { return i64(chunk.first) * p.HV + head(p); }
     DEVICE i64 chunk_row(const GradientsParams& p) const { return i64(chunk.row) * p.HV + head(p); }
 
-    static DEVICE Turn of(const GradientsParams& p, int item, Finder& finder, int lane) {
-        return {item, item % p.H, 0, finder.find(p, item / p.H, lane)};
+    static DEVICE Turn of(Lane lane, const GradientsParams& p, int item, Finder& finder) {
+        return {item, item % p.H, 0, finder.find(lane, p, item / p.H)};
     }
-    DEVICE Turn next(const GradientsParams& p, Finder& finder, int lane) const {
+    DEVICE Turn next(Lane lane, const GradientsParams& p, Finder& finder) const {
         if (!last(p)) return {item, key_head, of_group + 1, chunk};
-        return of(p, item + int(gridDim.x), finder, lane);
+        return of(lane, p, item + int(gridDim.x), finder);
     }
 };
 

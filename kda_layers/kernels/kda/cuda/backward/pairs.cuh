@@ -12,9 +12,9 @@
 DEVICE void multiply(Fragment& d, const Fragment& a, float2 b) { Tf32::mma(d, a[0], a[2], a[1], a[3], b.x, b.y); }
 
 // An 8 x 8 block of a triangle's gradient as b: summed over its columns (the writing tokens), over its rows.
-DEVICE float2 rows_of(const float* block, int lane) { return reinterpret_cast<const float2*>(block)[lane]; }
-DEVICE float2 columns_of(const float* block, int lane) {
-    const float* at = block + lane % 4 * 16 + lane / 4;
+DEVICE float2 rows_of(Lane lane, const float* block) { return reinterpret_cast<const float2*>(block)[lane.id]; }
+DEVICE float2 columns_of(Lane lane, const float* block) {
+    const float* at = block + lane.id % 4 * 16 + lane.id / 4;
     return make_float2(at[0], at[8]);
 }
 
@@ -27,12 +27,12 @@ DEVICE float over_tokens(float x) {  // of the lanes that have the same channels
 
 // Adds the products between blocks to the gradients as the state sees them; what passes through whole blocks takes the
 // place of their decays. Coming in, `states` is this lane's part of the sum over V of S dS, for its two channels.
-DEVICE void between_blocks(const Shared& shared, const float (&states)[2], int warp, int lane) {
+DEVICE void between_blocks(Lane lane, const Shared& shared, const float (&states)[2]) {
     float total[BLOCKS][2], through[BLOCKS][2];
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) total[b][c] = shared.totals(b)[channel_of(c, warp, lane)];
+        for (int b = 0; b < BLOCKS; b++) total[b][c] = shared.totals(b)[channel_of(lane, c)];
         float all = states[c] * (total[0][c] * total[1][c]) * (total[2][c] * total[3][c]);
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++) through[b][c] = all;
@@ -40,15 +40,15 @@ DEVICE void between_blocks(const Shared& shared, const float (&states)[2], int w
     #pragma unroll
     for (int b = BLOCKS - 1; b > 0; b--) {
         Fragment k[2], q[2], queries[2], readers[2];
-        uint4 rise = shared.rise(b, warp)[lane];
-        load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane), decay_by(k, rise);
-        load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), decay_by(q, rise);
-        load_gradients(queries, shared, QUERIES, b, warp, lane), load_gradients(readers, shared, READERS, b, warp, lane);
+        uint4 rise = shared.rise(b, lane.warp)[lane.id];
+        load_vectors(lane, k, shared.k(), shared.k_norms(), b), decay_by(k, rise);
+        load_vectors(lane, q, shared.q(), shared.q_norms(), b), decay_by(q, rise);
+        load_gradients(lane, queries, shared, QUERIES, b), load_gradients(lane, readers, shared, READERS, b);
         #pragma unroll
         for (int j = 0; j < b; j++) {
             Fragment writer[2], writers[2];
-            load_vectors(writer, shared.k(), shared.k_norms(), j, warp, lane), decay_by(writer, shared.fall(j, warp)[lane]);
-            load_gradients(writers, shared, WRITERS, j, warp, lane);
+            load_vectors(lane, writer, shared.k(), shared.k_norms(), j), decay_by(writer, shared.fall(j, lane.warp)[lane.id]);
+            load_gradients(lane, writers, shared, WRITERS, j);
             float read[2] = {}, to_end[2] = {};
             #pragma unroll
             for (int o = 0; o < 2; o++) {
@@ -78,15 +78,15 @@ DEVICE void between_blocks(const Shared& shared, const float (&states)[2], int w
                 #pragma unroll
                 for (int x = 0; x < 2; x++) {  // 8 tokens 2 b + o, and 2 j + x
                     const float *dL = shared.dL(2 * b + o, 2 * j + x), *dA = shared.dA(2 * b + o, 2 * j + x);
-                    multiply(queries[o], writer[x], rows_of(dA, lane));
-                    multiply(readers[o], writer[x], rows_of(dL, lane));
-                    multiply(writers[x], k[o], columns_of(dL, lane));
-                    multiply(writers[x], q[o], columns_of(dA, lane));
+                    multiply(queries[o], writer[x], rows_of(lane, dA));
+                    multiply(readers[o], writer[x], rows_of(lane, dL));
+                    multiply(writers[x], k[o], columns_of(lane, dL));
+                    multiply(writers[x], q[o], columns_of(lane, dA));
                 }
             }
-            store_gradients(shared, writers, WRITERS, j, warp, lane);
+            store_gradients(lane, shared, writers, WRITERS, j);
         }
-        store_gradients(shared, queries, QUERIES, b, warp, lane), store_gradients(shared, readers, READERS, b, warp, lane);
+        store_gradients(lane, shared, queries, QUERIES, b), store_gradients(lane, shared, readers, READERS, b);
         warp_sync();  // the next block's loads come no earlier, which would take more registers than there are
     }
     #pragma unroll
@@ -94,7 +94,7 @@ DEVICE void between_blocks(const Shared& shared, const float (&states)[2], int w
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
             through[b][c] = over_tokens(through[b][c]);
-            if (lane % 4 == 0) shared.totals(b)[channel_of(c, warp, lane)] = through[b][c];
+            if (lane.id % 4 == 0) shared.totals(b)[channel_of(lane, c)] = through[b][c];
         }
     }
     warp_sync();
@@ -111,18 +111,18 @@ struct VectorGradients {
 struct Corner {
     float2 both, rows, columns;
 
-    DEVICE Corner(const Shared& shared, int fragment, int lane) {
+    DEVICE Corner(Lane lane, const Shared& shared, int fragment) {
         const float *dL = shared.dL(fragment, fragment), *dA = shared.dA(fragment, fragment);
-        float2 row = rows_of(dL, lane), column = columns_of(dL, lane);
-        int g = lane / 4, m = lane % 4 * 2;
+        float2 row = rows_of(lane, dL), column = columns_of(lane, dL);
+        int g = lane.id / 4, m = lane.id % 4 * 2;
         both = make_float2(g > m ? row.x : column.x, g > m + 1 ? row.y : column.y);
-        rows = rows_of(dA, lane), columns = columns_of(dA, lane);
+        rows = rows_of(lane, dA), columns = columns_of(lane, dA);
         rows = make_float2(g > m ? rows.x : 0.f, g > m + 1 ? rows.y : 0.f);
         columns = make_float2(g < m ? columns.x : 0.f, g < m + 1 ? columns.y : 0.f);
     }
     // Of pairs whose numbers first differ in bit `level`.
-    template <int level> static DEVICE float2 at(float2 x, int lane) {
-        int first = lane / 4 ^ lane % 4 * 2, second = first ^ 1;
+    template <int level> static DEVICE float2 at(Lane lane, float2 x) {
+        int first = lane.id / 4 ^ lane.id % 4 * 2, second = first ^ 1;
         return make_float2(first >= level && first < 2 * level ? x.x : 0.f, second >= level && second < 2 * level ? x.y : 0.f);
     }
 };
@@ -130,16 +130,16 @@ struct Corner {
 // Sums along a lane's two tokens of each channel and the lanes that have their neighbours, from each token on or, without
 // it, of those before it, within aligned blocks of `size` tokens: added to g. In the upper block of a pair of blocks the
 // terms are those that a token reads, in the lower one those that it has written.
-template <int size> DEVICE void add_terms(Fragment& g, const Fragment& terms, bool upper, int lane) {
+template <int size> DEVICE void add_terms(Lane lane, Fragment& g, const Fragment& terms, bool upper) {
     #pragma unroll
     for (int c = 0; c < 4; c += 2) {
         float both = terms[c] + terms[c + 1], others = 0.f;
         if constexpr (size >= 4) {
             float x = shuffle_xor(both, 1);
-            others += upper != bool(lane & 1) ? x : 0.f;
+            others += upper != bool(lane.id & 1) ? x : 0.f;
             if constexpr (size >= 8) {
                 float y = shuffle_xor(both + x, 2);
-                others += upper != bool(lane & 2) ? y : 0.f;
+                others += upper != bool(lane.id & 2) ? y : 0.f;
             }
         }
         g[c] += others + (upper ? both : 0.f);
@@ -150,49 +150,48 @@ template <int size> DEVICE void add_terms(Fragment& g, const Fragment& terms, bo
 // One level of anchoring among 8 tokens: those in upper blocks of `level` tokens read what those in lower ones have
 // written. `near` is a token's decay towards the other block of its pair.
 template <int level>
-DEVICE void anchor(Fragment& d_g, Fragment& d_q, Fragment& d_k, const Fragment& near, const Fragment& q, const Fragment& k, const Corner& corner, int lane) {
+DEVICE void anchor(Lane lane, Fragment& d_g, Fragment& d_q, Fragment& d_k, const Fragment& near, const Fragment& q, const Fragment& k, const Corner& corner) {
     Fragment near_q, near_k, terms, by_q = {}, by_k = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) near_q[i] = near[i] * q[i], near_k[i] = near[i] * k[i];
-    multiply(by_k, near_k, Corner::at<level>(corner.both, lane));
-    multiply(by_k, near_q, Corner::at<level>(corner.columns, lane));
-    multiply(by_q, near_k, Corner::at<level>(corner.rows, lane));
+    multiply(by_k, near_k, Corner::at<level>(lane, corner.both));
+    multiply(by_k, near_q, Corner::at<level>(lane, corner.columns));
+    multiply(by_q, near_k, Corner::at<level>(lane, corner.rows));
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         terms[i] = near_q[i] * by_q[i] + near_k[i] * by_k[i];
         d_q[i] += near[i] * by_q[i], d_k[i] += near[i] * by_k[i];
     }
     if constexpr (level == 1) d_g[1] += terms[1], d_g[3] += terms[3];
-    else add_terms<level>(d_g, terms, lane & level / 2, lane);
+    else add_terms<level>(lane, d_g, terms, lane.id & level / 2);
 }
 
 // Level 8: the upper 8 tokens read, the lower 8 have written.
-DEVICE void anchor_8(Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Fragment (&q)[2], const Fragment (&k)[2], const float* dL, const float* dA, int lane) {
+DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Fragment (&q)[2], const Fragment (&k)[2], const float* dL, const float* dA) {
     Fragment reader_q, reader_k, writer, by_q = {}, by_k = {}, by_writer = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         writer[i] = decays[0].after[i] * k[0][i];
         reader_q[i] = decays[1].before[i] * q[1][i], reader_k[i] = decays[1].before[i] * k[1][i];
     }
-    multiply(by_q, writer, rows_of(dA, lane));
-    multiply(by_k, writer, rows_of(dL, lane));
-    multiply(by_writer, reader_k, columns_of(dL, lane));
-    multiply(by_writer, reader_q, columns_of(dA, lane));
+    multiply(by_q, writer, rows_of(lane, dA));
+    multiply(by_k, writer, rows_of(lane, dL));
+    multiply(by_writer, reader_k, columns_of(lane, dL));
+    multiply(by_writer, reader_q, columns_of(lane, dA));
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         to.q[1][i] += decays[1].before[i] * by_q[i], to.k[1][i] += decays[1].before[i] * by_k[i];
         to.k[0][i] += decays[0].after[i] * by_writer[i];
         by_q[i] = reader_q[i] * by_q[i] + reader_k[i] * by_k[i], by_writer[i] *= writer[i];
     }
-    add_terms<8>(d_g[1], by_q, true, lane), add_terms<8>(d_g[0], by_writer, false, lane);
+    add_terms<8>(lane, d_g[1], by_q, true), add_terms<8>(lane, d_g[0], by_writer, false);
 }
 
 // Reads from before the block, and writes that are read behind it.
-DEVICE void to_other_blocks(Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b,
-                            int warp, int lane) {
+DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b) {
     Fragment queries[2], readers[2], writers[2];
-    load_gradients(queries, shared, QUERIES, b, warp, lane), load_gradients(readers, shared, READERS, b, warp, lane);
-    load_gradients(writers, shared, WRITERS, b, warp, lane);
+    load_gradients(lane, queries, shared, QUERIES, b), load_gradients(lane, readers, shared, READERS, b);
+    load_gradients(lane, writers, shared, WRITERS, b);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         Fragment reads, writes;
@@ -202,7 +201,7 @@ DEVICE void to_other_blocks(Fragment (&d_g)[2], VectorGradients& to, const Decay
             to.q[o][i] += by_q, to.k[o][i] += by_k + by_writer;
             reads[i] = q[o][i] * by_q + k[o][i] * by_k, writes[i] = k[o][i] * by_writer;
         }
-        add_terms<8>(d_g[o], reads, true, lane), add_terms<8>(d_g[o], writes, false, lane);
+        add_terms<8>(lane, d_g[o], reads, true), add_terms<8>(lane, d_g[o], writes, false);
         #pragma unroll
         for (int c = 0; c < 4; c += 2) {  // through all of the other 8
             float x = over_tokens(o ? reads[c] + reads[c + 1] : writes[c] + writes[c + 1]);
@@ -212,37 +211,37 @@ DEVICE void to_other_blocks(Fragment (&d_g)[2], VectorGradients& to, const Decay
 }
 
 // `e`: the tokens' decays; `d_g` becomes the gradient of their logarithms, the gradients of q and k are added to.
-DEVICE void within_block(Fragment (&d_g)[2], VectorGradients& to, const Fragment (&e)[2], const Shared& shared, int b, int warp, int lane) {
+DEVICE void within_block(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Fragment (&e)[2], const Shared& shared, int b) {
     Fragment q[2], k[2];
-    load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane);
+    load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
     Decays decays[2];
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         Decays& d = decays[o];
-        float2 diagonal = *reinterpret_cast<const float2*>(shared.diagonal() + 16 * b + 8 * o + 2 * (lane % 4));
-        const float* through = shared.totals(b) + channel_of(0, warp, lane);
+        float2 diagonal = *reinterpret_cast<const float2*>(shared.diagonal() + 16 * b + 8 * o + 2 * (lane.id % 4));
+        const float* through = shared.totals(b) + channel_of(lane, 0);
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             float x = i % 2 ? diagonal.y : diagonal.x;  // a query reads what its own token has just written
             to.q[o][i] += x * k[o][i], to.k[o][i] += x * q[o][i];
             d_g[o][i] = through[i / 2 * 8];
         }
-        const Corner corner(shared, 2 * b + o, lane);
+        const Corner corner(lane, shared, 2 * b + o);
         d.start(e[o]);
         const Fragment own = {1.f, e[o][1], 1.f, e[o][3]};
-        anchor<1>(d_g[o], to.q[o], to.k[o], own, q[o], k[o], corner, lane);
+        anchor<1>(lane, d_g[o], to.q[o], to.k[o], own, q[o], k[o], corner);
         d.to_2();
         Fragment near;
-        d.towards(near, lane & 1);
-        anchor<2>(d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner, lane);
+        d.towards(near, lane.id & 1);
+        anchor<2>(lane, d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner);
         d.to_twice<1>(lane);
-        d.towards(near, lane & 2);
-        anchor<4>(d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner, lane);
+        d.towards(near, lane.id & 2);
+        anchor<4>(lane, d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner);
         d.to_twice<2>(lane);
         warp_sync();  // as above
     }
-    anchor_8(d_g, to, decays, q, k, shared.dL(2 * b + 1, 2 * b), shared.dA(2 * b + 1, 2 * b), lane);
+    anchor_8(lane, d_g, to, decays, q, k, shared.dL(2 * b + 1, 2 * b), shared.dA(2 * b + 1, 2 * b));
     to_16(decays);
     warp_sync();
-    to_other_blocks(d_g, to, decays, q, k, shared, b, warp, lane);
+    to_other_blocks(lane, d_g, to, decays, q, k, shared, b);
 }

@@ -22,12 +22,12 @@ DEVICE void store_beta(const GradientsParams& p, i64 at, float x) {
 }
 
 // The gradients of the triangles. Row r = 8 i + g of 8 x 8 block (i, j) has its numbers 2 t, 2 t + 1 at lane (g, t).
-DEVICE void multiply_triangles(const GradientsParams& p, const Shared& shared, const Turn& turn, int warp, int lane) {
+DEVICE void multiply_triangles(Lane lane, const GradientsParams& p, const Shared& shared, const Turn& turn) {
     const Operand errors = operand(shared.errors(), V * 16);
-    const int w = warp % 4;
+    const int w = lane.warp % 4;
     #pragma unroll
     for (int i = 0; i < 2 / GROUPS; i++) {
-        const int which = GROUPS == 2 ? warp / 4 : i;  // dAqk, dL
+        const int which = GROUPS == 2 ? lane.warp / 4 : i;  // dAqk, dL
         const Operand rows = operand(which ? shared.d_v() : shared.d_o(), V * 16);
         const float factor = which ? -1.f : p.scale;
         Tokens d;  // here tokens by tokens
@@ -40,16 +40,16 @@ DEVICE void multiply_triangles(const GradientsParams& p, const Shared& shared, c
         fence_operand(d);
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int row = 2 * w + r, token = 8 * row + lane / 4;
+            int row = 2 * w + r, token = 8 * row + lane.id / 4;
             float own = 0.f;
             #pragma unroll
             for (int j = 0; j < CHUNK / 8; j++) {
                 float x = d[j][2 * r] * factor, y = d[j][2 * r + 1] * factor;
-                if (j == row) own = lane / 4 % 2 ? y : x;
+                if (j == row) own = lane.id / 4 % 2 ? y : x;
                 float* to = which ? shared.dL(row, j) : shared.dA(row, j);
-                if (j <= row) *reinterpret_cast<float2*>(to + 2 * lane) = make_float2(Tf32::round(x), Tf32::round(y));
+                if (j <= row) *reinterpret_cast<float2*>(to + 2 * lane.id) = make_float2(Tf32::round(x), Tf32::round(y));
             }
-            if (lane / 8 != lane % 4) continue;  // not on the diagonal
+            if (lane.id / 8 != lane.id % 4) continue;  // not on the diagonal
             if (which == 0) shared.diagonal()[token] = own;
             else if (token < turn.chunk.tokens) {  // -<bX, V'>
                 i64 at = turn.row(p) + i64(token) * p.HV;
@@ -67,8 +67,8 @@ struct StateGradients {
     Tokens x[3];
 
     // To be waited for.
-    DEVICE void multiply(const Shared& shared, int warp) {
-        const int at = warp / 4 * 8 * 128;
+    DEVICE void multiply(Lane lane, const Shared& shared) {
+        const int at = lane.warp / 4 * 8 * 128;
         const Operand state = operand_at(mn_major_operand(shared.state(), K * 16), at), d_state = operand_at(mn_major_operand(shared.d_state(), K * 16), at);
         const Operand values[3] = {operand(shared.d_o(), V * 16), operand(shared.d_v(), V * 16), operand(shared.errors(), V * 16)};
         clear(x[0]), clear(x[1]), clear(x[2]);
@@ -87,40 +87,40 @@ struct StateGradients {
         fence_operand(x[0]), fence_operand(x[1]), fence_operand(x[2]);
     }
     // In the place of what they were made of.
-    DEVICE void store(const Shared& shared, float scale, int warp, int lane) const {
+    DEVICE void store(Lane lane, const Shared& shared, float scale) const {
         #pragma unroll
         for (int which = 0; which < 3; which++) {
             const float factor = which == QUERIES ? scale : which == READERS ? -1.f : 1.f;
             #pragma unroll
             for (int o = 0; o < CHUNK / 8; o++) {
                 const Fragment& y = x[which][o];
-                shared.by_state(which, o, warp)[lane] = make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
+                shared.by_state(which, o, lane.warp)[lane.id] = make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
             }
         }
     }
 };
 
-DEVICE void load_gradients(Fragment (&x)[2], const Shared& shared, int which, int b, int warp, int lane) {
+DEVICE void load_gradients(Lane lane, Fragment (&x)[2], const Shared& shared, int which, int b) {
     #pragma unroll
     for (int o = 0; o < 2; o++) {
-        float4 y = shared.by_state(which, 2 * b + o, warp)[lane];
+        float4 y = shared.by_state(which, 2 * b + o, lane.warp)[lane.id];
         x[o][0] = y.x, x[o][1] = y.y, x[o][2] = y.z, x[o][3] = y.w;
     }
 }
 
-DEVICE void store_gradients(const Shared& shared, const Fragment (&x)[2], int which, int b, int warp, int lane) {
+DEVICE void store_gradients(Lane lane, const Shared& shared, const Fragment (&x)[2], int which, int b) {
     #pragma unroll
-    for (int o = 0; o < 2; o++) shared.by_state(which, 2 * b + o, warp)[lane] = make_float4(x[o][0], x[o][1], x[o][2], x[o][3]);
+    for (int o = 0; o < 2; o++) shared.by_state(which, 2 * b + o, lane.warp)[lane.id] = make_float4(x[o][0], x[o][1], x[o][2], x[o][3]);
 }
 
 // Sum over V of S dS, this lane's part of it, for its two channels.
-DEVICE void multiply_states(float (&sum)[2], const Shared& shared, int warp, int lane) {
+DEVICE void multiply_states(Lane lane, float (&sum)[2], const Shared& shared) {
     sum[0] = sum[1] = 0.f;
     #pragma unroll 2
     for (int v = 0; v < V / 8; v += 2) {
         Fragment s[2], d[2];
-        load_block(s, shared.state(), v / 2, warp, lane);
-        load_block(d, shared.d_state(), v / 2, warp, lane);
+        load_block(lane, s, shared.state(), v / 2);
+        load_block(lane, d, shared.d_state(), v / 2);
         #pragma unroll
         for (int x = 0; x < 8; x++) sum[x % 4 / 2] += s[x / 4][x % 4] * d[x / 4][x % 4];
     }

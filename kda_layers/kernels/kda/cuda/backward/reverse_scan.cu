@@ -89,17 +89,17 @@ DEVICE void multiply_channels(Sums<CHUNK>& d, const u32 (&a)[K / 16][4], Operand
 struct Values {
     uint2 x[CHUNK / 8];
 
-    DEVICE void load(const u16* from, i64 stride, int tokens, int lane) {
+    DEVICE void load(Lane lane, const u16* from, i64 stride, int tokens) {
         #pragma unroll
         for (int i = 0; i < CHUNK / 8; i++) {
-            int token = lane / 4 + 8 * i;
+            int token = lane.id / 4 + 8 * i;
             x[i] = token < tokens ? *reinterpret_cast<const uint2*>(from + token * stride) : make_uint2(0, 0);
         }
     }
-    DEVICE void scaled(Tokens& to, const float* scale, int lane) const {
+    DEVICE void scaled(Lane lane, Tokens& to, const float* scale) const {
         #pragma unroll
         for (int i = 0; i < CHUNK / 8; i++) {
-            float by = scale[lane / 4 + 8 * i];
+            float by = scale[lane.id / 4 + 8 * i];
             float2 a = Io::unpack(x[i].x), b = Io::unpack(x[i].y);
             to[i / 2][i % 2 * 2] = transpose_8x8(Io::pack(a.x * by, a.y * by));
             to[i / 2][i % 2 * 2 + 1] = transpose_8x8(Io::pack(b.x * by, b.y * by));
@@ -107,12 +107,12 @@ struct Values {
     }
 };
 
-DEVICE void store_negated(u16* to, const Tokens& x, i64 stride, int tokens, int lane) {
+DEVICE void store_negated(Lane lane, u16* to, const Tokens& x, i64 stride, int tokens) {
     constexpr u32 SIGNS = 0x80008000u;
     #pragma unroll
     for (int i = 0; i < CHUNK / 8; i++) {
         u32 a = transpose_8x8(x[i / 2][i % 2 * 2] ^ SIGNS), b = transpose_8x8(x[i / 2][i % 2 * 2 + 1] ^ SIGNS);
-        int token = lane / 4 + 8 * i;
+        int token = lane.id / 4 + 8 * i;
         if (token < tokens) *reinterpret_cast<u64*>(to + token * stride) = a | u64(b) << 32;  // a uint2 goes in halves
     }
 }
@@ -123,33 +123,33 @@ struct Gradient {
     Sums<K> S;  // its transpose: columns of V by K
 
     // Pairs of neighbours, with their places in the warp's [16, K].
-    template <class F> DEVICE void each(int lane, F f) {
+    template <class F> DEVICE void each(Lane lane, F f) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int column = lane / 8 * 4 + 2 * r + lane / 4 % 2;
+            int column = lane.id / 8 * 4 + 2 * r + lane.id / 4 % 2;
             #pragma unroll
-            for (int i = 0; i < K / 8; i++) f(S[i][2 * r], S[i][2 * r + 1], column * K + 8 * i + lane % 4 * 2);
+            for (int i = 0; i < K / 8; i++) f(S[i][2 * r], S[i][2 * r + 1], column * K + 8 * i + lane.id % 4 * 2);
         }
     }
-    DEVICE void load(const float* from, int lane) {
+    DEVICE void load(Lane lane, const float* from) {
         each(lane, [&](float& a, float& b, int at) {
             float2 x = from ? *reinterpret_cast<const float2*>(from + at) : make_float2(0.f, 0.f);
             a = x.x, b = x.y;
         });
     }
-    DEVICE void add(const float* from, int lane) {
+    DEVICE void add(Lane lane, const float* from) {
         each(lane, [&](float& a, float& b, int at) {
             float2 x = *reinterpret_cast<const float2*>(from + at);
             a += x.x, b += x.y;
         });
     }
-    DEVICE void store(float* to, int lane) {
+    DEVICE void store(Lane lane, float* to) {
         each(lane, [&](float& a, float& b, int at) { *reinterpret_cast<float2*>(to + at) = make_float2(a, b); });
     }
-    DEVICE void decay(const float* gamma, int lane) {
+    DEVICE void decay(Lane lane, const float* gamma) {
         #pragma unroll
         for (int i = 0; i < K / 8; i++) {
-            float2 x = *reinterpret_cast<const float2*>(gamma + 8 * i + lane % 4 * 2);
+            float2 x = *reinterpret_cast<const float2*>(gamma + 8 * i + lane.id % 4 * 2);
             S[i][0] *= x.x, S[i][1] *= x.y, S[i][2] *= x.x, S[i][3] *= x.y;
         }
     }
@@ -157,27 +157,27 @@ struct Gradient {
 
 // A warp's 16 columns of dS as an operand, to memory in 16 bytes at a time. In shared memory the pieces of row m are
 // permuted by m % 8, so that eight of one row and eight of one place both lie in different banks.
-DEVICE void store_rows(u16* to, unsigned char* rows, const u32 (&x)[K / 16][4], int lane) {
+DEVICE void store_rows(Lane lane, u16* to, unsigned char* rows, const u32 (&x)[K / 16][4]) {
     constexpr int PIECES = K / 8;  // of a row
     warp_sync();  // the last chunk's have been read
     #pragma unroll
     for (int s = 0; s < K / 16; s++) {
-        int m = lane % 16, piece = 2 * s + lane / 16;
+        int m = lane.id % 16, piece = 2 * s + lane.id / 16;
         stmatrix_x4(rows + (m * PIECES + (piece ^ m % 8)) * 16, x[s]);
     }
     warp_sync();
     #pragma unroll
     for (int i = 0; i < PIECES / 2; i++) {
-        int m = (32 * i + lane) / PIECES, piece = lane % PIECES, column = m % 8 / 2 * 4 + m / 8 * 2 + m % 2;
+        int m = (32 * i + lane.id) / PIECES, piece = lane.id % PIECES, column = m % 8 / 2 * 4 + m / 8 * 2 + m % 2;
         *reinterpret_cast<uint4*>(to + column * K + 8 * piece) = *reinterpret_cast<const uint4*>(rows + (m * PIECES + (piece ^ m % 8)) * 16);
     }
 }
 
 // ---------------------------------------------------------------- the walk
 
-DEVICE void scan(const ReverseScanParams& p, const Shared& shared, int w, int lane) {
+DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     const i64 stride = i64(p.HV) * V;
-    const int column = slice() * BV + 16 * w;
+    const int column = slice() * BV + 16 * lane.warp;
     const Stage first = shared.stage(0);
     const Operand first_Kr = operand(first.Kr(), K * 16);
     const Operand first_Kg = mn_major_operand(first.Kg(), K * 16), first_T = mn_major_operand(first.T(), CHUNK * 16);
@@ -185,18 +185,18 @@ DEVICE void scan(const ReverseScanParams& p, const Shared& shared, int w, int la
     for (int index = cta_group(); index < p.items; index += cta_groups()) {
         const WorkTile item = work_tile(p, index);
         int chunk = item.chunks() - 1;
-        i64 row = i64(chunks_before(p, item.sequence, ALL, lane) + chunk) * p.HV + item.head;  // of what is kept
-        const i64 first_checkpoint = i64(chunks_before(p, item.sequence, WHOLE, lane)) * p.HV + item.head;
-        i64 at = item.row(p, chunk * CHUNK) * V + column + lane % 4 * 4;  // in dO and the gradient of v
+        i64 row = i64(chunks_before(lane, p, item.sequence, ALL) + chunk) * p.HV + item.head;  // of what is kept
+        const i64 first_checkpoint = i64(chunks_before(lane, p, item.sequence, WHOLE)) * p.HV + item.head;
+        i64 at = item.row(p, chunk * CHUNK) * V + column + lane.id % 4 * 4;  // in dO and the gradient of v
         Gradient d;
-        d.load(p.d_final ? p.d_final + state_at(index, column) : nullptr, lane);
+        d.load(lane, p.d_final ? p.d_final + state_at(index, column) : nullptr);
         Values next;
         Tokens O, V0, X;  // operands: dO', dV', -bX
         if (chunk >= 0) {
-            next.load(p.d_o + at, stride, item.length - chunk * CHUNK, lane);
+            next.load(lane, p.d_o + at, stride, item.length - chunk * CHUNK);
             wait_for(shared, OUTPUT, count);
-            next.scaled(O, shared.stage(count).scale(), lane);
-            if (chunk > 0) next.load(p.d_o + at - CHUNK * stride, stride, CHUNK, lane);
+            next.scaled(lane, O, shared.stage(count).scale());
+            if (chunk > 0) next.load(lane, p.d_o + at - CHUNK * stride, stride, CHUNK);
         }
         for (; chunk >= 0; chunk--, count++, row -= p.HV, at -= CHUNK * stride) {
             const Stage stage = shared.stage(count);
@@ -207,7 +207,7 @@ DEVICE void scan(const ReverseScanParams& p, const Shared& shared, int w, int la
             u32 S[K / 16][4];
             clear<CHUNK>(V1), clear<CHUNK>(X1);
             if (p.d_checkpoints && (chunk + 1) * CHUNK <= item.length) {
-                d.add(p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column), lane);
+                d.add(lane, p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column));
             }
             wgmma_fence();
             multiply_tokens<CHUNK>(V1, O, operand_at(T, AT_AQK - AT_T));
@@ -219,13 +219,13 @@ DEVICE void scan(const ReverseScanParams& p, const Shared& shared, int w, int la
             multiply_channels(V1, S, operand_at(first_Kr, stage_at));
 
             // Products that no other waits for fill the gaps between those of the chain.
-            d.decay(stage.gamma(), lane);
+            d.decay(lane, stage.gamma());
             wgmma_fence();
             multiply_tokens<K, 0, 2>(d.S, O, operand_at(Kg, AT_QG));
-            store_rows(p.d_states + state_at(row, column), shared.rows(w), S, lane);
+            store_rows(lane, p.d_states + state_at(row, column), shared.rows(lane.warp), S);
             wgmma_wait<1>();
             fence_operand(V1);
-            release(shared, UPDATE, count, lane);
+            release(lane, shared, UPDATE, count);
             as_operand<CHUNK>(V0, V1, 1.f);
             wait_for(shared, ERRORS, count);
             wgmma_fence();
@@ -236,50 +236,50 @@ DEVICE void scan(const ReverseScanParams& p, const Shared& shared, int w, int la
             as_operand<CHUNK>(X, X1, -1.f);
             wgmma_fence();
             multiply_tokens<K>(d.S, X, Kg);
-            store_negated(p.d_v + at, X, stride, item.length - chunk * CHUNK, lane);
+            store_negated(lane, p.d_v + at, X, stride, item.length - chunk * CHUNK);
             wgmma_wait<1>();
-            release(shared, OUTPUT, count, lane);
+            release(lane, shared, OUTPUT, count);
             if (chunk > 0) {
                 wait_for(shared, OUTPUT, count + 1);
-                next.scaled(O, shared.stage(count + 1).scale(), lane);
+                next.scaled(lane, O, shared.stage(count + 1).scale());
             }
-            if (chunk > 1) next.load(p.d_o + at - 2 * CHUNK * stride, stride, CHUNK, lane);
+            if (chunk > 1) next.load(lane, p.d_o + at - 2 * CHUNK * stride, stride, CHUNK);
             wgmma_wait<0>();
             fence_operand(d.S);
-            release(shared, ERRORS, count, lane);
+            release(lane, shared, ERRORS, count);
         }
-        if (p.d_initial) d.store(p.d_initial + state_at(index, column), lane);
+        if (p.d_initial) d.store(lane, p.d_initial + state_at(index, column));
     }
 }
 
 // ---------------------------------------------------------------- the warp that brings chunks
 
 // Where there are no bulk copies.
-DEVICE void copy_parts(const Stage& from, const Shared& shared, u32 count, int lane) {
+DEVICE void copy_parts(Lane lane, const Stage& from, const Shared& shared, u32 count) {
     for (int part : {UPDATE, OUTPUT, ERRORS}) {
         wait_for_release(shared, part, count);
-        for (int i = part_at(part) + 16 * lane; i < part_at(part + 1); i += 512) cp_async_16(shared.stage(count).base + i, from.base + i, true);
+        for (int i = part_at(part) + 16 * lane.id; i < part_at(part + 1); i += 512) cp_async_16(shared.stage(count).base + i, from.base + i, true);
     }
     cp_async_commit();
     cp_async_wait<0>();
     warp_sync();
-    if (lane != 0) return;
+    if (lane.id != 0) return;
     for (int part = 0; part < PARTS; part++) mbarrier_arrive(shared.full(part, count));
 }
 
-DEVICE void fetch_chunks(const ReverseScanParams& p, const Shared& shared, int lane) {
+DEVICE void fetch_chunks(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     u32 count = 0;
     for (int index = cta_group(); index < p.items; index += cta_groups()) {
         const WorkTile item = work_tile(p, index);
-        const int row = chunks_before(p, item.sequence, ALL, lane);
+        const int row = chunks_before(lane, p, item.sequence, ALL);
         for (int chunk = item.chunks() - 1; chunk >= 0; chunk--, count++) {
-            for (int token = chunk * CHUNK + lane; token < min((chunk + 1) * CHUNK, item.length); token += 32) {
+            for (int token = chunk * CHUNK + lane.id; token < min((chunk + 1) * CHUNK, item.length); token += 32) {
                 prefetch(p.d_o + item.row(p, token) * V + slice() * BV);
             }
             const Stage from{p.prepared + (i64(row + chunk) * p.HV + item.head) * STAGE_BYTES};
             if constexpr (CLUSTER == 0) {
-                copy_parts(from, shared, count, lane);
-            } else if (lane == 0) {
+                copy_parts(lane, from, shared, count);
+            } else if (lane.id == 0) {
                 for (int part : {UPDATE, OUTPUT, ERRORS}) {  // in the order of their release
                     if (count >= STAGES) wait_for(shared, part, count - STAGES);
                     expect(shared, part, count);
@@ -293,10 +293,10 @@ DEVICE void fetch_chunks(const ReverseScanParams& p, const Shared& shared, int l
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const __grid_constant__ ReverseScanParams p) {
     const Shared shared{shared_memory()};
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     if (threadIdx.x == 0) shared.init_barriers();
     block_or_cluster_sync(THREADS);
-    if (warp < SCAN_WARPS) scan(p, shared, warp, lane);
-    else fetch_chunks(p, shared, lane);
+    if (lane.warp < SCAN_WARPS) scan(lane, p, shared);
+    else fetch_chunks(lane, p, shared);
     block_or_cluster_sync(THREADS);
 }

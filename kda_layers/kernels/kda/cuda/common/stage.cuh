@@ -1,6 +1,6 @@
 // What the kernels over chunks share: their work, a prepared chunk, and its way into shared memory.
 #pragma once
-#include "ptx.cuh"
+#include "lane.cuh"
 
 // Chosen by the build: K, V (128 or 64), BV (columns of V a block), CLUSTER (blocks that a prepared chunk is copied to at
 // once, a divisor of V / BV; 0: no bulk copies), IO (Bf16 or Fp16), HAS_WGMMA (1: products of a warpgroup, on sm_90a).
@@ -48,12 +48,12 @@ template <class Params> DEVICE WorkTile work_tile(const Params& p, int index) {
 // The number of chunks before a sequence's first, which is its row in what is kept of chunks; of all, or, as checkpoints
 // are, only of whole ones. By a whole warp.
 enum Chunks { WHOLE, ALL };
-template <class Params> DEVICE int chunks_before(const Params& p, int sequence, Chunks which, int lane) {
+template <class Params> DEVICE int chunks_before(Lane lane, const Params& p, int sequence, Chunks which) {
     const int more = which == ALL ? CHUNK - 1 : 0;
     if (!p.cu_seqlens) return sequence * ((p.T + more) / CHUNK);
     u32 sum = 0;
     #pragma unroll 1
-    for (int i = lane; i < sequence; i += 32) sum += (offset_of(p, i + 1) - offset_of(p, i) + more) / CHUNK;
+    for (int i = lane.id; i < sequence; i += 32) sum += (offset_of(p, i + 1) - offset_of(p, i) + more) / CHUNK;
     for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
     return sum;
 }
@@ -104,9 +104,9 @@ template <class Shared> DEVICE void wait_for(const Shared& shared, int part, u32
 }
 
 // A warp is done with a part of chunk `count`: tell who brings the stage's next chunk.
-template <class Shared> DEVICE void release(const Shared& shared, int part, u32 count, int lane) {
+template <class Shared> DEVICE void release(Lane lane, const Shared& shared, int part, u32 count) {
     warp_sync();
-    if (lane != 0) return;
+    if (lane.id != 0) return;
 #if __CUDA_ARCH__ >= 900
     if constexpr (RANKS > 1) {
         mbarrier_arrive_cluster(shared.empty(part, count), (count + Shared::STAGES) % RANKS);

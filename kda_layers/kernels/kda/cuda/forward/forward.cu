@@ -28,21 +28,21 @@ template <int role> DEVICE void registers() {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_forward(const __grid_constant__ ForwardParams p) {
     const Shared shared{shared_memory()};
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     if (threadIdx.x == 0) shared.init_barriers();
     block_or_cluster_sync(THREADS);
-    if (warp < PREPARE_WARPS) {
+    if (lane.warp < PREPARE_WARPS) {
         registers<PREPARE>();
         // Later tokens have more blocks before them: those of a multiprocessor's quarter get the same work together.
-        int pair = warp / HALVES;
-        prepare(p, shared, (pair ^ pair / 2) * HALVES + warp % HALVES, lane);
-    } else if (warp < PREPARE_WARPS + 4) {
+        int pair = lane.warp / HALVES;
+        prepare({(pair ^ pair / 2) * HALVES + lane.warp % HALVES, lane.id}, p, shared);
+    } else if (lane.warp < PREPARE_WARPS + 4) {
         registers<SCAN>();
-        scan(p, shared, warp - PREPARE_WARPS, lane);
+        scan({lane.warp - PREPARE_WARPS, lane.id}, p, shared);
     } else {
         registers<INVERT>();
-        if (warp < PREPARE_WARPS + 4 + INVERTERS) invert_chunks(p, shared, warp - PREPARE_WARPS - 4, lane);
-        else fetch_chunks(p, shared, lane);
+        if (lane.warp < PREPARE_WARPS + 4 + INVERTERS) invert_chunks({lane.warp - PREPARE_WARPS - 4, lane.id}, p, shared);
+        else fetch_chunks(lane, p, shared);
     }
     block_or_cluster_sync(THREADS);
 }

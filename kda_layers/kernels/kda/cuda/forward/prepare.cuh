@@ -14,9 +14,9 @@
 // ---------------------------------------------------------------- loading
 
 // A lane's tokens g and g + 8 of a chunk; rows behind the sequence's end read its last token.
-DEVICE int token_of(const Cursor& at, int r, int warp, int lane) { return at.chunk * CHUNK + 16 * (warp / HALVES) + lane / 4 + 8 * r; }
-DEVICE int row_of(const Cursor& at, int r, int warp, int lane) { return min(token_of(at, r, warp, lane), at.item.length - 1); }
-DEVICE int channel_of(int warp, int lane) { return 64 * (warp % HALVES) + 8 * (lane % 4); }  // the first of a lane's
+DEVICE int token_of(Lane lane, const Cursor& at, int r) { return at.chunk * CHUNK + 16 * (lane.warp / HALVES) + lane.id / 4 + 8 * r; }
+DEVICE int row_of(int warp, int id, const Cursor& at, int r) { return min(token_of({warp, id}, at, r), at.item.length - 1); }
+DEVICE int channel_of(Lane lane) { return 64 * (lane.warp % HALVES) + 8 * (lane.id % 4); }  // the first of a lane's
 
 DEVICE i64 key_at(const ForwardParams& p, const Cursor& at, int row) { return at.keys + i64(row) * (p.H * K); }
 DEVICE const Logit* logits_at(const ForwardParams& p, const Cursor& at, int row) {
@@ -31,11 +31,11 @@ struct Raw {
 // Those of the next chunk are sent for before this one is done, where registers allow.
 constexpr bool LOADS_AHEAD = HAS_WGMMA && !SAVES;
 
-DEVICE void load_raw(Raw& raw, const ForwardParams& p, const Cursor& at, int warp, int lane) {
-    int channel = channel_of(warp, lane);
+DEVICE void load_raw(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& at) {
+    int channel = channel_of(lane);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-        int row = row_of(at, r, warp, lane);
+        int row = row_of(lane.warp, lane.id, at, r);
         i64 key = key_at(p, at, row) + channel;
         #pragma unroll
         for (int c = 0; c < 2; c++) {
@@ -45,10 +45,10 @@ DEVICE void load_raw(Raw& raw, const ForwardParams& p, const Cursor& at, int war
     }
 }
 
-// Brings what load_raw will read into L2.
-DEVICE void prefetch_raw(const ForwardParams& p, const Cursor& at, int warp, int lane) {
-    if (lane % 4 > 1) return;
-    int row = row_of(at, lane % 4, warp, lane), channel = 64 * (warp % HALVES);
+// Bring what load_raw will read into L2. Two integers, not a Lane: it keeps the SASS of every arch.
+DEVICE void prefetch_raw(int warp, int id, const ForwardParams& p, const Cursor& at) {
+    if (id % 4 > 1) return;
+    int row = row_of(warp, id, at, id % 4), channel = 64 * (warp % HALVES);
     i64 key = key_at(p, at, row) + channel;
     prefetch(p.q + key), prefetch(p.k + key);
     const Logit* g = logits_at(p, at, row) + channel;
@@ -57,12 +57,12 @@ DEVICE void prefetch_raw(const ForwardParams& p, const Cursor& at, int warp, int
 
 // Gate logits in 16 bits come a chunk ahead, by way of shared memory, so that there is work while q and k are on their
 // way; those in 32 have no room there. Each lane brings what it reads itself.
-DEVICE void fetch_logits(const ForwardParams& p, const Shared& shared, const Cursor& at, int warp, int lane) {
+DEVICE void fetch_logits(Lane lane, const ForwardParams& p, const Shared& shared, const Cursor& at) {
     #pragma unroll
     for (int r = 0; r < (G_FP32 ? 0 : 2); r++) {
-        const Logit* g = logits_at(p, at, row_of(at, r, warp, lane)) + channel_of(warp, lane);
+        const Logit* g = logits_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane);
         #pragma unroll
-        for (int c = 0; c < 2; c++) cp_async_16(shared.logits(warp) + (2 * r + c) * 32 + lane, g + 32 * c, true);
+        for (int c = 0; c < 2; c++) cp_async_16(shared.logits(lane.warp) + (2 * r + c) * 32 + lane.id, g + 32 * c, true);
     }
     cp_async_commit();
 }
@@ -79,29 +79,28 @@ DEVICE void load_8(float (&to)[8], const float* from) {
 DEVICE void load_8(float (&to)[8], const u16* from) { unpack_8(to, *reinterpret_cast<const uint4*>(from)); }
 
 // What gates need of an item.
-DEVICE Gates<GATE> load_gates(const ForwardParams& p, const Shared& shared, const WorkTile& item, int warp, int lane) {
+DEVICE Gates<GATE> load_gates(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& item) {
     const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[item.head] * LOG2_E) : 1.f, p.lower_bound);
-    const float* from = p.dt_bias + item.head * K + 64 * (warp % HALVES);
-    float* to = shared.bias(warp);
+    const float* from = p.dt_bias + item.head * K + 64 * (lane.warp % HALVES);
+    float* to = shared.bias(lane.warp);
     warp_sync();
     #pragma unroll
-    for (int i = lane; i < 64; i += 32) to[i] = p.dt_bias ? gates.bias(from[i]) : 0.f;
+    for (int i = lane.id; i < 64; i += 32) to[i] = p.dt_bias ? gates.bias(from[i]) : 0.f;
     warp_sync();
     return gates;
 }
 
 // Decays of 8 channels from 32 c on of a lane's tokens.
-DEVICE void load_decays(float (&d)[2][8], int c, const Gates<GATE>& gates, const ForwardParams& p, const Shared& shared, const Cursor& at,
-                        int warp, int lane) {
+DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& gates, const ForwardParams& p, const Shared& shared, const Cursor& at) {
     float bias[8];
-    load_8(bias, shared.bias(warp) + 32 * c + 8 * (lane % 4));
+    load_8(bias, shared.bias(lane.warp) + 32 * c + 8 * (lane.id % 4));
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const Logit* from = G_FP32 ? logits_at(p, at, row_of(at, r, warp, lane)) + channel_of(warp, lane) + 32 * c
-                                   : reinterpret_cast<const Logit*>(shared.logits(warp) + (2 * r + c) * 32 + lane);
+        const Logit* from = G_FP32 ? logits_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane) + 32 * c
+                                   : reinterpret_cast<const Logit*>(shared.logits(lane.warp) + (2 * r + c) * 32 + lane.id);
         float x[8];
         load_8(x, from);
-        bool valid = token_of(at, r, warp, lane) < at.item.length;
+        bool valid = token_of(lane, at, r) < at.item.length;
         #pragma unroll
         for (int i = 0; i < 8; i++) d[r][i] = gates.decay(x[i], bias[i], valid);
     }
@@ -119,8 +118,8 @@ struct Directions {
 DEVICE u32 word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
 // <k, k>, <q, k> and <q, q> of each token over a warp's channels: diagonals of products.
-DEVICE void sum_squares(const Raw& raw, const Shared& shared, int warp, int lane) {
-    int g = lane / 4, t = lane % 4;
+DEVICE void sum_squares(Lane lane, const Raw& raw, const Shared& shared) {
+    int g = lane.id / 4, t = lane.id % 4;
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         float with_k[4] = {}, with_q[4] = {};  // rows: 8 tokens of k, 8 of q
@@ -133,14 +132,14 @@ DEVICE void sum_squares(const Raw& raw, const Shared& shared, int warp, int lane
         }
         if (t == g / 2) {
             bool odd = g % 2;
-            shared.sums()[warp * 16 + g + 8 * r] = make_float4(odd ? with_q[3] : with_q[2], odd ? with_k[1] : with_k[0], odd ? with_k[3] : with_k[2], 0.f);
+            shared.sums()[lane.warp * 16 + g + 8 * r] = make_float4(odd ? with_q[3] : with_q[2], odd ? with_k[1] : with_k[0], odd ? with_k[3] : with_k[2], 0.f);
         }
     }
 }
 
-DEVICE void normalize(Directions& d, const Raw& raw, const ForwardParams& p, const Shared& shared, const Cursor& at, u32 turn, int warp, int lane) {
-    int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
-    sum_squares(raw, shared, warp, lane);
+DEVICE void normalize(Lane lane, Directions& d, const Raw& raw, const ForwardParams& p, const Shared& shared, const Cursor& at, u32 turn) {
+    int b = lane.warp / HALVES, h = lane.warp % HALVES, g = lane.id / 4, t = lane.id % 4;
+    sum_squares(lane, raw, shared);
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
     else warp_sync();
     #pragma unroll
@@ -150,7 +149,7 @@ DEVICE void normalize(Directions& d, const Raw& raw, const ForwardParams& p, con
             float4 other = shared.sums()[(b * HALVES + 1) * 16 + g + 8 * r];
             sums.x += other.x, sums.y += other.y, sums.z += other.z;
         }
-        bool valid = token_of(at, r, warp, lane) < at.item.length;  // rows behind the end are zeros
+        bool valid = token_of(lane, at, r) < at.item.length;  // rows behind the end are zeros
         float q_scale = rsqrt_fast(sums.x + (p.qk_l2norm ? 1e-6f : 1e-37f));
         float k_scale = p.qk_l2norm ? rsqrt_fast(sums.y + 1e-6f) : 1.f;
         float o_scale = p.qk_l2norm ? p.scale : p.scale * sums.x * q_scale;
@@ -191,8 +190,8 @@ using Pairs = Pair[2][8];  // of a lane's two tokens
 // `near` is a token's decay towards the other half of its block of 2 * level (with the token itself in the upper half,
 // behind the token in the lower one), `far` towards the outside; going out, they are those of the next level.
 template <int level>
-DEVICE void anchor(Tile& L, Tile& A, Pairs& near, Pairs& far, const Directions& d, int lane) {
-    int g = lane / 4, t = lane % 4;
+DEVICE void anchor(Lane lane, Tile& L, Tile& A, Pairs& near, Pairs& far, const Directions& d) {
+    int g = lane.id / 4, t = lane.id % 4;
     bool turns = ((g / level) ^ (g / (2 * level))) & 1;  // in the next block the other side is near
     float low[4] = {}, high[4] = {};
     #pragma unroll
@@ -256,8 +255,8 @@ DEVICE Stage place_of(const ForwardParams& p, const Shared& shared, const Cursor
 }
 
 // Multiplies with the lane whose number differs in one bit; each of the two keeps half of 2 n numbers.
-template <int n> DEVICE void multiply_halves(float (&x)[16], int lane) {
-    bool upper = lane & 2 * n;
+template <int n> DEVICE void multiply_halves(Lane lane, float (&x)[16]) {
+    bool upper = lane.id & 2 * n;
     #pragma unroll
     for (int i = 0; i < n; i++) {
         float others = upper ? x[i] : x[n + i];
@@ -266,18 +265,17 @@ template <int n> DEVICE void multiply_halves(float (&x)[16], int lane) {
 }
 
 // The products over the eight lanes that have the same channels: two channels a lane.
-DEVICE void store_block_decays(float* to, float (&x)[16], int lane) {
-    multiply_halves<8>(x, lane);
-    multiply_halves<4>(x, lane);
-    multiply_halves<2>(x, lane);
-    int first = (lane & 16 ? 32 : 0) + (lane & 8 ? 4 : 0) + (lane & 4 ? 2 : 0);
+DEVICE void store_block_decays(Lane lane, float* to, float (&x)[16]) {
+    multiply_halves<8>(lane, x);
+    multiply_halves<4>(lane, x);
+    multiply_halves<2>(lane, x);
+    int first = (lane.id & 16 ? 32 : 0) + (lane.id & 8 ? 4 : 0) + (lane.id & 4 ? 2 : 0);
     *reinterpret_cast<float2*>(to + first) = make_float2(x[0], x[1]);
 }
 
 // Prepares the chunk under the cursor, whose q and k are on their way in `raw`, and sends for what the next one needs.
-DEVICE void prepare_chunk(const ForwardParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw, const Cursor& at,
-                          const Cursor& next, u32 count, u32 turn, int warp, int lane) {
-    int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
+DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw, const Cursor& at, const Cursor& next, u32 count, u32 turn) {
+    int b = lane.warp / HALVES, h = lane.warp % HALVES, g = lane.id / 4, t = lane.id % 4;
     Pairs near, far;
     float* decays = shared.decays(turn) + 64 * h + 8 * t;
     cp_async_wait<0>();
@@ -285,7 +283,7 @@ DEVICE void prepare_chunk(const ForwardParams& p, const Shared& shared, const Ga
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         float e[2][8];
-        load_decays(e, c, gates, p, shared, at, warp, lane);
+        load_decays(lane, e, c, gates, p, shared, at);
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             #pragma unroll
@@ -297,14 +295,14 @@ DEVICE void prepare_chunk(const ForwardParams& p, const Shared& shared, const Ga
         #pragma unroll
         for (int i = 0; i < 8; i++) block[8 * c + i] = e[0][i] * e[1][i];
     }
-    store_block_decays(decays + b * K, block, lane);
+    store_block_decays(lane, decays + b * K, block);
     Directions d;
-    normalize(d, raw, p, shared, at, turn, warp, lane);
+    normalize(lane, d, raw, p, shared, at, turn);
     Tile L = {}, own = {};  // diagonal blocks of L and Aqk
-    anchor<1>(L, own, near, far, d, lane);
-    if (next.valid(p)) fetch_logits(p, shared, next, warp, lane), prefetch_raw(p, next, warp, lane);
-    anchor<2>(L, own, near, far, d, lane);
-    anchor<4>(L, own, near, far, d, lane);
+    anchor<1>(lane, L, own, near, far, d);
+    if (next.valid(p)) fetch_logits(lane, p, shared, next), prefetch_raw(lane.warp, lane.id, p, next);
+    anchor<2>(lane, L, own, near, far, d);
+    anchor<4>(lane, L, own, near, far, d);
     Pairs &after = near, &before = far;  // as g / 8 is even, as if all 8 tokens were a lower half
     anchor_8(L, own, before, after, d);
     #pragma unroll
@@ -313,7 +311,7 @@ DEVICE void prepare_chunk(const ForwardParams& p, const Shared& shared, const Ga
     }
     bool gives = HALVES > 1 && h == turn % 2;  // its sums of Aqk to the block's other warp
     if (turn > 0) mbarrier_wait(shared.inverted(), (turn - 1) & 1);
-    send_sums(shared.sums_of_L(h, b, b) + lane, L);
+    send_sums(shared.sums_of_L(h, b, b) + lane.id, L);
     // Columns for later blocks are keys decayed to this block's end, rows are decayed from its start.
     u32 k_fall[2][8], k_rise[2][8], q_rise[2][8];
     #pragma unroll
@@ -326,13 +324,13 @@ DEVICE void prepare_chunk(const ForwardParams& p, const Shared& shared, const Ga
     }
     #pragma unroll
     for (int s = 0; s < 4; s++) {
-        shared.columns(turn)[(warp * 4 + s) * 32 + lane] = make_uint4(k_fall[0][2 * s], k_fall[0][2 * s + 1], k_fall[1][2 * s], k_fall[1][2 * s + 1]);
+        shared.columns(turn)[(lane.warp * 4 + s) * 32 + lane.id] = make_uint4(k_fall[0][2 * s], k_fall[0][2 * s + 1], k_fall[1][2 * s], k_fall[1][2 * s + 1]);
     }
     barrier_sync(PREPARED, 32 * PREPARE_WARPS);
     mbarrier_wait(shared.placed(), turn & 1);
     const Stage stage = place_of(p, shared, at, count);
-    if (gives) send_sums(shared.sums_of_A(turn, b, b) + lane, own);
-    if (warp == 0) stage.scale()[lane] = shared.scale(turn)[lane], stage.scale()[lane + 32] = shared.scale(turn)[lane + 32];
+    if (gives) send_sums(shared.sums_of_A(turn, b, b) + lane.id, own);
+    if (lane.warp == 0) stage.scale()[lane.id] = shared.scale(turn)[lane.id], stage.scale()[lane.id + 32] = shared.scale(turn)[lane.id + 32];
 
     // Kr: decayed on to the chunk's end; and the decay of the whole chunk.
     #pragma unroll
@@ -375,7 +373,7 @@ DEVICE void prepare_chunk(const ForwardParams& p, const Shared& shared, const Ga
         for (int i = 0; i < 8; i++) L[i / 4][i % 4] = 0.f;
         #pragma unroll
         for (int s = 0; s < 4; s++) {
-            uint4 columns = shared.columns(turn)[((j * HALVES + h) * 4 + s) * 32 + lane];
+            uint4 columns = shared.columns(turn)[((j * HALVES + h) * 4 + s) * 32 + lane.id];
             u32 low = Fp16::pack(between[4 * s], between[4 * s + 1]), high = Fp16::pack(between[4 * s + 2], between[4 * s + 3]);
             columns.x = Fp16::multiply(columns.x, low), columns.z = Fp16::multiply(columns.z, low);
             columns.y = Fp16::multiply(columns.y, high), columns.w = Fp16::multiply(columns.w, high);
@@ -384,8 +382,8 @@ DEVICE void prepare_chunk(const ForwardParams& p, const Shared& shared, const Ga
             multiply(L, k, columns);
             multiply(A[j], q, columns);
         }
-        send_sums(shared.sums_of_L(h, b, j) + lane, L);
-        if (gives) send_sums(shared.sums_of_A(turn, b, j) + lane, A[j]);
+        send_sums(shared.sums_of_L(h, b, j) + lane.id, L);
+        if (gives) send_sums(shared.sums_of_A(turn, b, j) + lane.id, A[j]);
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             float x[8];
@@ -395,7 +393,7 @@ DEVICE void prepare_chunk(const ForwardParams& p, const Shared& shared, const Ga
         }
     }
     warp_sync();
-    if (lane == 0) mbarrier_arrive(shared.summed());
+    if (lane.id == 0) mbarrier_arrive(shared.summed());
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         #pragma unroll
@@ -412,77 +410,77 @@ DEVICE void prepare_chunk(const ForwardParams& p, const Shared& shared, const Ga
             *reinterpret_cast<uint4*>(stage.Qg() + at) = make_uint4(q[0], q[1], q[2], q[3]);
         }
     }
-    if (LOADS_AHEAD && next.valid(p)) load_raw(raw, p, next, warp, lane);
+    if (LOADS_AHEAD && next.valid(p)) load_raw(lane, raw, p, next);
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
     if (gives) return;
     if (HALVES > 1) {
         #pragma unroll
         for (int j = 0; j < 3; j++) {
-            if (j < b) add_sums(A[j], shared.sums_of_A(turn, b, j) + lane);
+            if (j < b) add_sums(A[j], shared.sums_of_A(turn, b, j) + lane.id);
         }
-        add_sums(own, shared.sums_of_A(turn, b, b) + lane);
+        add_sums(own, shared.sums_of_A(turn, b, b) + lane.id);
     }
-    store_row(stage.Aqk(), A, own, b, lane);
+    store_row(lane, stage.Aqk(), A, own, b);
 }
 
 // ---------------------------------------------------------------- the warps that prepare
 
 // A warp has written its part of a chunk.
-DEVICE void wrote(const Shared& shared, int lane) {
+DEVICE void wrote(Lane lane, const Shared& shared) {
     warp_sync();
-    if (lane == 0) mbarrier_arrive(shared.written());
+    if (lane.id == 0) mbarrier_arrive(shared.written());
 }
 
-DEVICE void prepare(const ForwardParams& p, const Shared& shared, int warp, int lane) {
+DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     Cursor at;
-    at.start(p, slice() % STRIDE, lane);
+    at.start(lane, p, slice() % STRIDE);
     if (!at.valid(p)) return;
-    fetch_logits(p, shared, at, warp, lane);
-    Gates<GATE> gates = load_gates(p, shared, at.item, warp, lane);
+    fetch_logits(lane, p, shared, at);
+    Gates<GATE> gates = load_gates(lane, p, shared, at.item);
     Raw raw;
-    if (LOADS_AHEAD) load_raw(raw, p, at, warp, lane);
+    if (LOADS_AHEAD) load_raw(lane, raw, p, at);
     u32 turn = 0;
     for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++) {
         Cursor next = at;
-        next.skip(p, STRIDE, lane);
-        if (!LOADS_AHEAD) load_raw(raw, p, at, warp, lane);
-        prepare_chunk(p, shared, gates, raw, at, next, count, turn, warp, lane);
-        wrote(shared, lane);
-        if (next.valid(p) && next.index != at.index) gates = load_gates(p, shared, next.item, warp, lane);
+        next.skip(lane, p, STRIDE);
+        if (!LOADS_AHEAD) load_raw(lane, raw, p, at);
+        prepare_chunk(lane, p, shared, gates, raw, at, next, count, turn);
+        wrote(lane, shared);
+        if (next.valid(p) && next.index != at.index) gates = load_gates(lane, p, shared, next.item);
         at = next;
     }
 }
 
 // Wait until a chunk may be written to its place; by a whole warp.
-DEVICE void make_room(const ForwardParams& p, const Shared& shared, u32 count, int lane) {
-    if (RECYCLES && count >= RING) wait_for_place(p, count, lane);
+DEVICE void make_room(Lane lane, const ForwardParams& p, const Shared& shared, u32 count) {
+    if (RECYCLES && count >= RING) wait_for_place(lane, p, count);
     if (!SHARED_CHUNKS) {
         for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
     }
-    if (lane == 0) mbarrier_arrive(shared.placed());
+    if (lane.id == 0) mbarrier_arrive(shared.placed());
 }
 
 // The warps that invert. The first, which is done first, sees to it that the next chunk has room; the last publishes
 // each, for all: one warp waits for what was written to arrive where other blocks see it.
-DEVICE void invert_chunks(const ForwardParams& p, const Shared& shared, int inverter, int lane) {
-    const bool last = inverter == INVERTERS - 1;
-    float* beta = shared.beta(inverter);
+DEVICE void invert_chunks(Lane lane, const ForwardParams& p, const Shared& shared) {
+    const bool last = lane.warp == INVERTERS - 1;
+    float* beta = shared.beta(lane.warp);
     Cursor at;
-    at.start(p, slice() % STRIDE, lane);
+    at.start(lane, p, slice() % STRIDE);
     u32 turn = 0;
-    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++, at.skip(p, STRIDE, lane)) {
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++, at.skip(lane, p, STRIDE)) {
         warp_sync();
-        load_write_strengths(beta, p, at, lane);
-        if (inverter == 0) make_room(p, shared, count, lane);
+        load_write_strengths(lane, beta, p, at);
+        if (lane.warp == 0) make_room(lane, p, shared, count);
         mbarrier_wait(shared.summed(), turn & 1);
         warp_sync();
-        invert_chunk(shared, place_of(p, shared, at, count), beta, inverter, lane);
+        invert_chunk(lane, shared, place_of(p, shared, at, count), beta);
         warp_sync();
-        if (lane == 0) mbarrier_arrive(shared.inverted());
-        wrote(shared, lane);
+        if (lane.id == 0) mbarrier_arrive(shared.inverted());
+        wrote(lane, shared);
         if (!last) continue;
         mbarrier_wait(shared.written(), turn & 1);
-        if (lane == 0) {
+        if (lane.id == 0) {
             if (SHARED_CHUNKS) red_add_release(prepared(p, slice()), 1);
             for (int part = 0; !SHARED_CHUNKS && part < PARTS; part++) mbarrier_arrive(shared.full(part, count));
         }

@@ -9,10 +9,10 @@ constexpr int TILES = BV / 8;
 using Columns = float[TILES][4];  // 64 rows: of warp w's 16, g and g + 8
 
 // 64 rows of 16-bit numbers, transposed, as blocks (row of columns, `row` + that of rows) of an operand.
-DEVICE void store_columns(unsigned char* to, const u32 (&x)[TILES][2], int row, int columns, int lane) {
+DEVICE void store_columns(Lane lane, unsigned char* to, const u32 (&x)[TILES][2], int row, int columns) {
     #pragma unroll
     for (int i = 0; i < TILES; i += 2) {
-        stmatrix_x4_trans(to + block_at(i + lane / 16, row + lane / 8 % 2, columns) + 16 * (lane % 8),
+        stmatrix_x4_trans(to + block_at(i + lane.id / 16, row + lane.id / 8 % 2, columns) + 16 * (lane.id % 8),
                                   x[i][0], x[i][1], x[i + 1][0], x[i + 1][1]);
     }
 }
@@ -36,7 +36,7 @@ struct State {
     Columns S[K / 64];
 
     // A lane's first number in [BV, K], from which it loads and stores.
-    static DEVICE int place(int w, int lane) { return BV / 4 * (lane % 4) * K + 16 * w + lane / 4; }
+    static DEVICE int place(Lane lane) { return BV / 4 * (lane.id % 4) * K + 16 * lane.warp + lane.id / 4; }
 
     DEVICE void load(const float* from) {
         each([&](float& x, int at) { x = from ? from[at] : 0.f; });
@@ -56,19 +56,19 @@ struct State {
             }
         }
     }
-    DEVICE void decay(const float* gamma, int w, int lane) {
+    DEVICE void decay(Lane lane, const float* gamma) {
         #pragma unroll
         for (int m = 0; m < K / 64; m++) {
             #pragma unroll
             for (int r = 0; r < 2; r++) {
-                float x = gamma[64 * m + 16 * w + lane / 4 + 8 * r];
+                float x = gamma[64 * m + 16 * lane.warp + lane.id / 4 + 8 * r];
                 #pragma unroll
                 for (int i = 0; i < TILES; i++) S[m][i][2 * r] *= x, S[m][i][2 * r + 1] *= x;
             }
         }
     }
     // As the operand of the next products.
-    DEVICE void publish(unsigned char* to, int w, int lane) {
+    DEVICE void publish(Lane lane, unsigned char* to) {
         #pragma unroll
         for (int m = 0; m < K / 64; m++) {
             u32 x[TILES][2];
@@ -76,7 +76,7 @@ struct State {
             for (int i = 0; i < TILES; i++) {
                 x[i][0] = Io::pack(S[m][i][0], S[m][i][1]), x[i][1] = Io::pack(S[m][i][2], S[m][i][3]);
             }
-            store_columns(to, x, 8 * m + 2 * w, K / 8, lane);
+            store_columns(lane, to, x, 8 * m + 2 * lane.warp, K / 8);
         }
     }
 };
@@ -85,10 +85,10 @@ struct State {
 struct Values {
     u32 x[2][TILES];
 
-    DEVICE void load(const u16* from, int stride, int tokens, int w, int lane) {
+    DEVICE void load(Lane lane, const u16* from, int stride, int tokens) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {  // rows behind the end multiply zeros: any finite value will do
-            const u16* at = from + min(16 * w + lane / 4 + 8 * r, tokens - 1) * stride + BV / 4 * (lane % 4);
+            const u16* at = from + min(16 * lane.warp + lane.id / 4 + 8 * r, tokens - 1) * stride + BV / 4 * (lane.id % 4);
             if constexpr (BV == 32) {
                 uint4 v = *reinterpret_cast<const uint4*>(at);
                 x[r][0] = v.x, x[r][1] = v.y, x[r][2] = v.z, x[r][3] = v.w;
@@ -98,12 +98,12 @@ struct Values {
             }
         }
     }
-    DEVICE void store(u16* to, int stride, int tokens, int w, int lane) const {
+    DEVICE void store(Lane lane, u16* to, int stride, int tokens) const {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int token = 16 * w + lane / 4 + 8 * r;
+            int token = 16 * lane.warp + lane.id / 4 + 8 * r;
             if (token >= tokens) continue;
-            u16* at = to + token * stride + BV / 4 * (lane % 4);
+            u16* at = to + token * stride + BV / 4 * (lane.id % 4);
             if constexpr (BV == 32) *reinterpret_cast<uint4*>(at) = make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]);
             else *reinterpret_cast<uint2*>(at) = make_uint2(x[r][0], x[r][1]);
         }
@@ -132,9 +132,9 @@ DEVICE void operand_sync() {
     barrier_sync(SCANNING, 128);
 }
 
-DEVICE void scan(const ForwardParams& p, const Shared& shared, int w, int lane) {
+DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     const int stride = p.HV * V;
-    const int column = slice() * BV, place = column * K + State::place(w, lane);
+    const int column = slice() * BV, place = column * K + State::place(lane);
     const Operand state_operand = operand(shared.state(), K * 16), residuals = operand(shared.residuals(), CHUNK * 16);
     const Operand errors = operand(shared.errors(), CHUNK * 16);
     const Operand first_keys = operand(shared.stage(0).base, K * 16), first_tokens = operand(shared.stage(0).base, CHUNK * 16);
@@ -144,18 +144,18 @@ DEVICE void scan(const ForwardParams& p, const Shared& shared, int w, int lane) 
         const WorkTile item = work_tile(p, index);
         i64 tokens_at = item.row(p, 0) * V + column;  // of the chunk, in v and o
         // The chunk's rows among checkpoints and in what is kept.
-        int whole_row = p.checkpoints ? chunks_before(p, item.sequence, WHOLE, lane) : 0;
-        int row = SAVES ? chunks_before(p, item.sequence, ALL, lane) : 0;
+        int whole_row = p.checkpoints ? chunks_before(lane, p, item.sequence, WHOLE) : 0;
+        int row = SAVES ? chunks_before(lane, p, item.sequence, ALL) : 0;
         State state;
         state.load(p.initial_state ? p.initial_state + state_at(index, 0) + place : nullptr);
-        state.publish(shared.state(), w, lane);
+        state.publish(lane, shared.state());
         operand_sync();
         Values next;
-        if (item.length > 0) next.load(p.v + tokens_at, stride, item.length, w, lane);
+        if (item.length > 0) next.load(lane, p.v + tokens_at, stride, item.length);
         for (int left = item.length; left > 0; left -= CHUNK, count++) {
             const Stage stage = shared.stage(count);
             Values values = next;
-            if (left > CHUNK) next.load(p.v + tokens_at + CHUNK * stride, stride, left - CHUNK, w, lane);
+            if (left > CHUNK) next.load(lane, p.v + tokens_at + CHUNK * stride, stride, left - CHUNK);
 
             // Operands with K and with 64 numbers in a row; and one whose columns are multiplied.
             const int at = count % STAGES * STAGE_BYTES;
@@ -172,10 +172,10 @@ DEVICE void scan(const ForwardParams& p, const Shared& shared, int w, int lane) 
             multiply_rows<K / 16, true>(O, operand_at(keys, AT_QG), state_operand);  // meanwhile, until V' is there
             if constexpr (SAVES) {
                 const i64 kept = i64(row++) * p.HV + item.head;
-                save_state(p.states + state_at(kept, column), shared.state(), 32 * w + lane);
+                save_state(p.states + state_at(kept, column), shared.state(), 32 * lane.warp + lane.id);
                 if (!SHARED_CHUNKS) {
                     wait_for(shared, UPDATE, count);
-                    save_slice(p.prepared + kept * STAGE_BYTES, stage, 32 * w + lane);
+                    save_slice(p.prepared + kept * STAGE_BYTES, stage, 32 * lane.warp + lane.id);
                 }
             }
             u32 x[TILES][2];
@@ -187,7 +187,7 @@ DEVICE void scan(const ForwardParams& p, const Shared& shared, int w, int lane) 
                     x[i][r] = Io::pack(value.x - R[i][2 * r], value.y - R[i][2 * r + 1]);
                 }
             }
-            store_columns(shared.residuals(), x, 2 * w, CHUNK / 8, lane);
+            store_columns(lane, shared.residuals(), x, 2 * lane.warp, CHUNK / 8);
             operand_sync();
 
             wgmma_fence();
@@ -196,16 +196,16 @@ DEVICE void scan(const ForwardParams& p, const Shared& shared, int w, int lane) 
                 state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + item.head, 0) + place);
             }
             wait_for(shared, UPDATE, count);
-            state.decay(stage.gamma(), w, lane);
+            state.decay(lane, stage.gamma());
             wgmma_wait<0>();
             fence_operand(E);
             #pragma unroll
             for (int i = 0; i < TILES; i++) {
                 x[i][0] = Io::pack(E[i][0], E[i][1]), x[i][1] = Io::pack(E[i][2], E[i][3]);
             }
-            store_columns(shared.errors(), x, 2 * w, CHUNK / 8, lane);
+            store_columns(lane, shared.errors(), x, 2 * lane.warp, CHUNK / 8);
             operand_sync();
-            if (w == 0) release(shared, ERRORS, count, lane);
+            if (lane.warp == 0) release(lane, shared, ERRORS, count);
 
             wgmma_fence();
             #pragma unroll
@@ -214,24 +214,24 @@ DEVICE void scan(const ForwardParams& p, const Shared& shared, int w, int lane) 
             if constexpr (SAVES) {
                 #pragma unroll
                 for (int i = 0; i < 2 * TILES; i++) values.x[i % 2][i / 2] = x[i / 2][i % 2];
-                values.store(p.errors + tokens_at, stride, left, w, lane);
+                values.store(lane, p.errors + tokens_at, stride, left);
             }
             wgmma_wait<1>();
             #pragma unroll
             for (int m = 0; m < K / 64; m++) fence_operand(state.S[m]);
-            state.publish(shared.state(), w, lane);
+            state.publish(lane, shared.state());
             operand_sync();
-            if (w == 0) release(shared, UPDATE, count, lane);
+            if (lane.warp == 0) release(lane, shared, UPDATE, count);
             wgmma_wait<0>();
             fence_operand(O);
             #pragma unroll
             for (int r = 0; r < 2; r++) {
-                float scale = stage.scale()[16 * w + lane / 4 + 8 * r];
+                float scale = stage.scale()[16 * lane.warp + lane.id / 4 + 8 * r];
                 #pragma unroll
                 for (int i = 0; i < TILES; i++) values.x[r][i] = Io::pack(O[i][2 * r] * scale, O[i][2 * r + 1] * scale);
             }
-            release(shared, OUTPUT, count, lane);
-            values.store(p.o + tokens_at, stride, left, w, lane);
+            release(lane, shared, OUTPUT, count);
+            values.store(lane, p.o + tokens_at, stride, left);
             tokens_at += CHUNK * stride;
         }
         if (p.checkpoints && item.length >= CHUNK && item.length % CHUNK == 0) {
@@ -242,13 +242,13 @@ DEVICE void scan(const ForwardParams& p, const Shared& shared, int w, int lane) 
 }
 
 // One warp brings every part of every chunk as its stage becomes free.
-DEVICE void fetch_chunks(const ForwardParams& p, const Shared& shared, int lane) {
+DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const Shared& shared) {
     u32 all = SHARED_CHUNKS ? chunks_of_cta_group(p) : 0, ready = 0;
     Cursor at;
-    if constexpr (SAVES) at.start(p, 0, lane);
+    if constexpr (SAVES) at.start(lane, p, 0);
     for (u32 count = 0; count < all; count++) {
-        if (ready <= count) ready = wait_for_chunks(p, ready, lane);
-        if (lane == 0) {
+        if (ready <= count) ready = wait_for_chunks(lane, p, ready);
+        if (lane.id == 0) {
 #if __CUDA_ARCH__ >= 900
             fence_proxy_async_global();
 #endif
@@ -260,6 +260,6 @@ DEVICE void fetch_chunks(const ForwardParams& p, const Shared& shared, int lane)
             if (RECYCLES && count >= STAGES) write_counter(landed(p, slice()), count - STAGES + 1);
         }
         warp_sync();
-        if constexpr (SAVES) at.skip(p, 1, lane);
+        if constexpr (SAVES) at.skip(lane, p, 1);
     }
 }

@@ -52,23 +52,23 @@ struct Cursor {
     int first_row;  // of the item's chunks, where they are kept
 
     DEVICE bool valid(const ForwardParams& p) const { return index < p.items; }
-    DEVICE void start(const ForwardParams& p, int first, int lane) {
+    DEVICE void start(Lane lane, const ForwardParams& p, int first) {
         index = cta_group(), chunk = first;
-        if (valid(p)) enter(p, lane);
-        skip(p, 0, lane);
+        if (valid(p)) enter(lane, p);
+        skip(lane, p, 0);
     }
     // Forward, from item to item.
-    DEVICE void skip(const ForwardParams& p, int chunks, int lane) {
+    DEVICE void skip(Lane lane, const ForwardParams& p, int chunks) {
         chunk += chunks;
         while (valid(p) && chunk >= item.chunks()) {
             chunk -= item.chunks(), index += cta_groups();
-            if (valid(p)) enter(p, lane);
+            if (valid(p)) enter(lane, p);
         }
     }
-    DEVICE void enter(const ForwardParams& p, int lane) {
+    DEVICE void enter(Lane lane, const ForwardParams& p) {
         item = work_tile(p, index);
         keys = (i64(item.first) * p.H + item.head / p.group) * K;
-        if constexpr (SAVES) first_row = chunks_before(p, item.sequence, ALL, lane);
+        if constexpr (SAVES) first_row = chunks_before(lane, p, item.sequence, ALL);
     }
 };
 
@@ -167,17 +167,17 @@ DEVICE u32* prepared(const ForwardParams& p, int slice) { return p.progress + ct
 DEVICE u32* landed(const ForwardParams& p, int slice) { return prepared(p, slice) + 32; }
 
 // Wait until the chunk that was in the ring's place before has arrived everywhere; by a whole warp.
-DEVICE void wait_for_place(const ForwardParams& p, u32 count, int lane) {
-    if (lane < SLICES) {
-        while (read_counter(landed(p, lane)) <= count - RING) back_off();
+DEVICE void wait_for_place(Lane lane, const ForwardParams& p, u32 count) {
+    if (lane.id < SLICES) {
+        while (read_counter(landed(p, lane.id)) <= count - RING) back_off();
     }
     warp_sync();
 }
 
 // Wait until more than `ready` chunks, from the first, have been prepared; their number. By a whole warp.
-DEVICE u32 wait_for_chunks(const ForwardParams& p, u32 ready, int lane) {
+DEVICE u32 wait_for_chunks(Lane lane, const ForwardParams& p, u32 ready) {
     for (;;) {
-        u32 next = lane < SLICES ? read_counter(prepared(p, lane)) * SLICES + lane : ~0u;  // first one missing
+        u32 next = lane.id < SLICES ? read_counter(prepared(p, lane.id)) * SLICES + lane.id : ~0u;  // first one missing
         for (int mask = 1; mask < 32; mask *= 2) next = min(next, shuffle_xor(next, mask));
         if (next > ready) {
             fence_gpu();
