@@ -32,6 +32,13 @@ DEVICE void multiply_tokens(Columns& d, Operand a, Operand b) {
     wgmma_commit();
 }
 
+DEVICE void round_columns(u32 (&x)[TILES][2], const Columns& d) {
+    #pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        x[i][0] = Io::pack(d[i][0], d[i][1]), x[i][1] = Io::pack(d[i][2], d[i][3]);
+    }
+}
+
 struct State {
     Columns S[K / 64];
 
@@ -98,6 +105,18 @@ struct Values {
             }
         }
     }
+    DEVICE void take(const u32 (&from)[TILES][2]) {
+        #pragma unroll
+        for (int i = 0; i < 2 * TILES; i++) x[i % 2][i / 2] = from[i / 2][i % 2];
+    }
+    DEVICE void take_scaled(Lane lane, const Columns& O, const float* scale) {
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float factor = scale[16 * lane.warp + lane.id / 4 + 8 * r];
+            #pragma unroll
+            for (int i = 0; i < TILES; i++) x[r][i] = Io::pack(O[i][2 * r] * factor, O[i][2 * r + 1] * factor);
+        }
+    }
     DEVICE void store(Lane lane, u16* to, int stride, int tokens) const {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -130,6 +149,18 @@ DEVICE void save_slice(unsigned char* to, const Stage& stage, int thread) {
 DEVICE void operand_sync() {
     fence_proxy_async_shared();
     barrier_sync(SCANNING, 128);
+}
+
+// v - Kg S, rounded.
+DEVICE void subtract(u32 (&x)[TILES][2], const Values& v, const Columns& R) {
+    #pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float2 value = Io::unpack(v.x[r][i]);
+            x[i][r] = Io::pack(value.x - R[i][2 * r], value.y - R[i][2 * r + 1]);
+        }
+    }
 }
 
 DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
@@ -179,14 +210,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
                 }
             }
             u32 x[TILES][2];
-            #pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                #pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    float2 value = Io::unpack(values.x[r][i]);
-                    x[i][r] = Io::pack(value.x - R[i][2 * r], value.y - R[i][2 * r + 1]);
-                }
-            }
+            subtract(x, values, R);
             store_columns(lane, shared.residuals(), x, 2 * lane.warp, CHUNK / 8);
             operand_sync();
 
@@ -199,10 +223,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             state.decay(lane, stage.gamma());
             wgmma_wait<0>();
             fence_operand(E);
-            #pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                x[i][0] = Io::pack(E[i][0], E[i][1]), x[i][1] = Io::pack(E[i][2], E[i][3]);
-            }
+            round_columns(x, E);
             store_columns(lane, shared.errors(), x, 2 * lane.warp, CHUNK / 8);
             operand_sync();
             if (lane.warp == 0) release(lane, shared, ERRORS, count);
@@ -212,8 +233,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             for (int m = 0; m < K / 64; m++) multiply_tokens(state.S[m], operand_at(channels, m * 8 * 128), errors);
             multiply_rows<4, false>(O, operand_at(tokens, AT_AQK), errors);
             if constexpr (SAVES) {
-                #pragma unroll
-                for (int i = 0; i < 2 * TILES; i++) values.x[i % 2][i / 2] = x[i / 2][i % 2];
+                values.take(x);
                 values.store(lane, p.errors + tokens_at, stride, left);
             }
             wgmma_wait<1>();
@@ -224,12 +244,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             if (lane.warp == 0) release(lane, shared, UPDATE, count);
             wgmma_wait<0>();
             fence_operand(O);
-            #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float scale = stage.scale()[16 * lane.warp + lane.id / 4 + 8 * r];
-                #pragma unroll
-                for (int i = 0; i < TILES; i++) values.x[r][i] = Io::pack(O[i][2 * r] * scale, O[i][2 * r + 1] * scale);
-            }
+            values.take_scaled(lane, O, stage.scale());
             release(lane, shared, OUTPUT, count);
             values.store(lane, p.o + tokens_at, stride, left);
             tokens_at += CHUNK * stride;
