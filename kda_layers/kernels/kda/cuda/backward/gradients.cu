@@ -150,6 +150,74 @@ DEVICE void keep_sums(const VectorGradients& d, const GradientsParams& p, const 
     }
 }
 
+// d_A_log, d_g and, after a group's last value head, d_q and d_k, from shared memory.
+DEVICE void store_outputs(const GradientsParams& p, const Shared& shared, const Turn& turn, int tokens) {
+    if (p.d_A_log && threadIdx.x == 0) {
+        float sum = 0.f;
+        for (int w = 0; w < WARPS; w++) sum += shared.d_rates()[w];
+        p.d_A_log[turn.chunk_row(p)] = sum;
+    }
+    store_logits(p, shared, turn);
+    if (turn.last(p)) {
+        i64 keys = turn.key_row(p) * K, stride = i64(p.H) * K;
+        store_rows(p.d_q + keys, shared.q(), stride, tokens);
+        store_rows(p.d_k + keys, shared.k(), stride, tokens);
+    }
+}
+
+// Sums over the chunk's tokens: d_dt_bias to memory, a warp's part of d_A_log to shared memory.
+DEVICE void reduce_gate_gradients(Lane lane, const GradientsParams& p, const Shared& shared, const Turn& turn, float& d_A_log,
+                                  float (&d_bias)[2]) {
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+        d_bias[c] = over_tokens(d_bias[c]);
+        if (p.d_dt_bias && lane.id % 4 == 0) p.d_dt_bias[turn.chunk_row(p) * K + channel_of(lane, c)] = d_bias[c];
+    }
+    for (int mask = 1; mask < 32; mask *= 2) d_A_log += shuffle_xor(d_A_log, mask);
+    if (lane.id == 0) shared.d_rates()[lane.warp] = d_A_log;
+}
+
+// Gradients as the state sees them; norms and decays are computed while the MMAs run.
+DEVICE void state_gradients(Lane& lane, const GradientsParams& p, const Shared& shared, const Turn& turn, int tokens) {
+    StateGradients by_state;
+    lane.opt_barrier();
+    by_state.multiply(lane, shared);
+    cp_async_wait<0>();
+    block_sync();
+    if (turn.first()) find_norms(p, shared);
+    exchange_decays(lane, p, shared, tokens);
+    by_state.wait();
+    block_sync();
+    by_state.store(lane, shared, p.scale);
+}
+
+// By one warp.
+DEVICE void find_next(Lane lane, const GradientsParams& p, const Shared& shared, int count) {
+    Finder finder = shared.finder();
+    warp_sync();  // all lanes have read what all of them write
+    shared.turn(count + 1) = shared.turn(count).next(lane, p, finder), shared.finder() = finder;
+}
+
+// The gradients of block b's q, k and gate logits.
+DEVICE void block_gradients(Lane lane, VectorGradients& d, float& d_A_log, float (&d_bias)[2], const GradientsParams& p,
+                            const Shared& shared, const Turn& turn, int tokens, int b) {
+    Fragment e[2], d_g[2];
+    load_logits(lane, e, shared, b);
+    decays_of(lane, e, e, p, *shared.rate(lane.warp), tokens, b);
+    start_sums(d, p, turn, b);
+    within_block(lane, d_g, d, e, shared, b);
+    finish_logits(lane, d_A_log, d_bias, d_g, p, shared, tokens, b);
+    keep_sums(d, p, turn, b);
+}
+
+// The next block's become the first: registers have no index.
+DEVICE void rotate(VectorGradients (&d)[BLOCKS]) {
+    VectorGradients first = d[0];
+    #pragma unroll
+    for (int i = 0; i < BLOCKS - 1; i++) d[i] = d[i + 1];
+    d[BLOCKS - 1] = first;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __grid_constant__ GradientsParams p) {
     const Shared shared{shared_memory()};
     Lane lane = {broadcast(threadIdx.x / 32), int(threadIdx.x % 32)};
@@ -166,9 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         const Turn &turn = shared.turn(count), &next = shared.turn(count + 1);
         lane.opt_barrier();
         if (lane.warp == 0) {
-            Finder finder = shared.finder();
-            warp_sync();  // all lanes have read what all of them write
-            shared.turn(count + 1) = turn.next(lane, p, finder), shared.finder() = finder;
+            find_next(lane, p, shared, count);
         }
         const int tokens = turn.chunk.tokens;
         load_gates(lane, p, shared, turn.head(p));
@@ -183,18 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         }
         float states[2];
         multiply_states(lane, states, shared);
-        {
-            StateGradients by_state;
-            lane.opt_barrier();
-            by_state.multiply(lane, shared);
-            cp_async_wait<0>();
-            block_sync();
-            if (turn.first()) find_norms(p, shared);
-            exchange_decays(lane, p, shared, tokens);
-            by_state.wait();
-            block_sync();
-            by_state.store(lane, shared, p.scale);
-        }
+        state_gradients(lane, p, shared, turn, tokens);
         if (next.valid()) copy_inputs(p, shared, next, BLOCKS * BLOCK_ROW_TILES, INPUT_ROW_TILES);
         lane.opt_barrier();
         between_blocks(lane, shared, states);
@@ -204,43 +259,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         #pragma unroll 1
         for (int b = 0; b < BLOCKS; b++) {
             lane.opt_barrier();
-            Fragment e[2], d_g[2];
-            load_logits(lane, e, shared, b);
-            decays_of(lane, e, e, p, *shared.rate(lane.warp), tokens, b);
-            start_sums(d[0], p, turn, b);
-            within_block(lane, d_g, d[0], e, shared, b);
-            finish_logits(lane, d_A_log, d_bias, d_g, p, shared, tokens, b);
-            keep_sums(d[0], p, turn, b);
-            VectorGradients first = d[0];  // the next block's become the first: registers have no index
-            #pragma unroll
-            for (int i = 0; i < BLOCKS - 1; i++) d[i] = d[i + 1];
-            d[BLOCKS - 1] = first;
+            block_gradients(lane, d[0], d_A_log, d_bias, p, shared, turn, tokens, b);
+            rotate(d);
             lane.opt_barrier();
             block_sync();
             if (next.valid()) copy_inputs(p, shared, next, b * BLOCK_ROW_TILES, min((b + 1) * BLOCK_ROW_TILES, INPUT_ROW_TILES));
         }
         cp_async_commit();
-        #pragma unroll
-        for (int c = 0; c < 2; c++) {
-            d_bias[c] = over_tokens(d_bias[c]);
-            if (p.d_dt_bias && lane.id % 4 == 0) p.d_dt_bias[turn.chunk_row(p) * K + channel_of(lane, c)] = d_bias[c];
-        }
-        for (int mask = 1; mask < 32; mask *= 2) d_A_log += shuffle_xor(d_A_log, mask);
-        if (lane.id == 0) shared.d_rates()[lane.warp] = d_A_log;
+        reduce_gate_gradients(lane, p, shared, turn, d_A_log, d_bias);
         lane.opt_barrier();
         if (turn.last(p)) finish_vectors(lane, p, shared, d);
         block_sync();
-        if (p.d_A_log && threadIdx.x == 0) {
-            float sum = 0.f;
-            for (int w = 0; w < WARPS; w++) sum += shared.d_rates()[w];
-            p.d_A_log[turn.chunk_row(p)] = sum;
-        }
-        store_logits(p, shared, turn);
-        if (turn.last(p)) {
-            i64 keys = turn.key_row(p) * K, stride = i64(p.H) * K;
-            store_rows(p.d_q + keys, shared.q(), stride, tokens);
-            store_rows(p.d_k + keys, shared.k(), stride, tokens);
-        }
+        store_outputs(p, shared, turn, tokens);
         block_sync();
         if (next.valid()) copy_tokens(p, shared, next);
         cp_async_commit();
