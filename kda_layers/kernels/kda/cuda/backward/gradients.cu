@@ -29,54 +29,64 @@ struct Inner {
     }
 };
 
-// From the gradients of q and k to those of what came in, in their places in shared memory.
-DEVICE void finish_vectors(Lane lane, const GradientsParams& p, const Shared& shared, VectorGradients (&d)[BLOCKS]) {
-    if (p.qk_l2norm) {
-        Inner inner;
-        #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-            Fragment q[2], k[2];
-            load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
-            #pragma unroll
-            for (int o = 0; o < 2; o++) {
-                #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    inner.x[2 * b + o][i] = q[o][i] * d[b].q[o][i] + q[o][i + 2] * d[b].q[o][i + 2];
-                    inner.x[2 * b + o][i + 2] = k[o][i] * d[b].k[o][i] + k[o][i + 2] * d[b].k[o][i + 2];
-                }
-            }
-        }
-        shared.parts(lane.warp)[lane.id] = inner.fold_all(lane);
-        block_sync();
-        if (lane.warp == 0) {
-            float4 sum = shared.parts(0)[lane.id];
-            for (int w = 1; w < WARPS; w++) {
-                float4 x = shared.parts(w)[lane.id];
-                sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-            }
-            shared.inner()[lane.id] = sum;
-        }
-        block_sync();
-    }
+// <q, dq> and <k, dk> of every token over all channels, to shared memory.
+DEVICE void sum_inner(Lane lane, const Shared& shared, const VectorGradients (&d)[BLOCKS]) {
+    Inner inner;
     #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-        if (p.qk_l2norm) {
-            Fragment q[2], k[2];
-            load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
+        Fragment q[2], k[2];
+        load_vectors(lane, q, shared.q(), shared.q_norms(), b);
+        load_vectors(lane, k, shared.k(), shared.k_norms(), b);
+        #pragma unroll
+        for (int o = 0; o < 2; o++) {
             #pragma unroll
-            for (int o = 0; o < 2; o++) {
-                int tokens = 16 * b + 8 * o + 2 * (lane.id % 4);
-                float4 inner = shared.inner()[tokens / 2];
-                float2 q_norm = *reinterpret_cast<const float2*>(shared.q_norms() + tokens), k_norm = *reinterpret_cast<const float2*>(shared.k_norms() + tokens);
-                #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    d[b].q[o][i] = (i % 2 ? q_norm.y : q_norm.x) * (d[b].q[o][i] - q[o][i] * (i % 2 ? inner.y : inner.x));
-                    d[b].k[o][i] = (i % 2 ? k_norm.y : k_norm.x) * (d[b].k[o][i] - k[o][i] * (i % 2 ? inner.w : inner.z));
-                }
+            for (int i = 0; i < 2; i++) {
+                inner.x[2 * b + o][i] = q[o][i] * d[b].q[o][i] + q[o][i + 2] * d[b].q[o][i + 2];
+                inner.x[2 * b + o][i + 2] = k[o][i] * d[b].k[o][i] + k[o][i + 2] * d[b].k[o][i + 2];
             }
         }
+    }
+    shared.parts(lane.warp)[lane.id] = inner.fold_all(lane);
+    block_sync();
+    if (lane.warp == 0) {
+        float4 sum = shared.parts(0)[lane.id];
+        for (int w = 1; w < WARPS; w++) {
+            float4 x = shared.parts(w)[lane.id];
+            sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+        }
+        shared.inner()[lane.id] = sum;
+    }
+    block_sync();
+}
+
+// Through the norms of block b: dq <- |q|^-1 (dq - q <q, dq>), and so dk.
+DEVICE void through_norms(Lane lane, const Shared& shared, VectorGradients& d, int b) {
+    Fragment q[2], k[2];
+    load_vectors(lane, q, shared.q(), shared.q_norms(), b);
+    load_vectors(lane, k, shared.k(), shared.k_norms(), b);
+    #pragma unroll
+    for (int o = 0; o < 2; o++) {
+        int tokens = 16 * b + 8 * o + 2 * (lane.id % 4);
+        float4 inner = shared.inner()[tokens / 2];
+        float2 q_norm = *reinterpret_cast<const float2*>(shared.q_norms() + tokens);
+        float2 k_norm = *reinterpret_cast<const float2*>(shared.k_norms() + tokens);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            d.q[o][i] = (i % 2 ? q_norm.y : q_norm.x) * (d.q[o][i] - q[o][i] * (i % 2 ? inner.y : inner.x));
+            d.k[o][i] = (i % 2 ? k_norm.y : k_norm.x) * (d.k[o][i] - k[o][i] * (i % 2 ? inner.w : inner.z));
+        }
+    }
+}
+
+// From the gradients of the unit vectors q and k to those of the inputs, in the inputs' places in shared memory.
+DEVICE void finish_vectors(Lane lane, const GradientsParams& p, const Shared& shared, VectorGradients (&d)[BLOCKS]) {
+    if (p.qk_l2norm) sum_inner(lane, shared, d);
+    #pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+        if (p.qk_l2norm) through_norms(lane, shared, d[b], b);
         warp_sync();
-        store_block(lane, shared.q(), d[b].q, b), store_block(lane, shared.k(), d[b].k, b);
+        store_block(lane, shared.q(), d[b].q, b);
+        store_block(lane, shared.k(), d[b].k, b);
     }
 }
 

@@ -25,10 +25,10 @@ DEVICE float over_tokens(float x) {  // of the lanes that have the same channels
 
 // ---------------------------------------------------------------- between blocks
 
-// Adds the products between blocks to the gradients as the state sees them; what passes through whole blocks takes the
-// place of their decays. Coming in, `states` is this lane's part of the sum over V of S dS, for its two channels.
-DEVICE void between_blocks(Lane lane, const Shared& shared, const float (&states)[2]) {
-    float total[BLOCKS][2], through[BLOCKS][2];
+using PerBlock = float[BLOCKS][2];  // of a lane's two channels
+
+// total: decays of whole blocks; through: what passes through each, from the state before the chunk to the one after it.
+DEVICE void start_through(Lane lane, const Shared& shared, PerBlock& total, PerBlock& through, const float (&states)[2]) {
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         #pragma unroll
@@ -37,6 +37,72 @@ DEVICE void between_blocks(Lane lane, const Shared& shared, const float (&states
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++) through[b][c] = all;
     }
+}
+
+DEVICE void store_through(Lane lane, const Shared& shared, PerBlock& through) {
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+        #pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            through[b][c] = over_tokens(through[b][c]);
+            if (lane.id % 4 == 0) shared.totals(b)[channel_of(lane, c)] = through[b][c];
+        }
+    }
+    warp_sync();
+}
+
+// Decay the gradients of block b's readers over block j, and those of block j's writers over block b; add to `through`
+// what is read in b from before j, and what j has written and b has not read, up to the chunk's end.
+DEVICE void pass_through(PerBlock& through, Fragment (&queries)[2], Fragment (&readers)[2], Fragment (&writers)[2],
+                         const Fragment (&q)[2], const Fragment (&k)[2], const Fragment (&writer)[2], const PerBlock& total, int b,
+                         int j) {
+    float read[2] = {}, to_end[2] = {};
+    #pragma unroll
+    for (int o = 0; o < 2; o++) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int c = i / 2;
+            // What was there before block j, decayed over it, is read in block b; then comes what j writes.
+            queries[o][i] *= total[j][c], readers[o][i] *= total[j][c];
+            read[c] += q[o][i] * queries[o][i] + k[o][i] * readers[o][i];
+            to_end[c] += writer[o][i] * writers[o][i];
+            writers[o][i] *= total[b][c];
+        }
+    }
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+        #pragma unroll
+        for (int between = j + 1; between < b; between++) read[c] *= total[between][c];
+        through[j][c] += read[c];
+        if (b < BLOCKS - 1) continue;  // from block j to the chunk's end
+        #pragma unroll
+        for (int later = j + 1; later < BLOCKS; later++) to_end[c] *= total[later][c];
+        #pragma unroll
+        for (int later = j + 1; later < BLOCKS; later++) through[later][c] += to_end[c];
+    }
+}
+
+// Products of the 16 tokens of blocks b (readers) and j (writers).
+DEVICE void multiply_pair(Lane lane, const Shared& shared, Fragment (&queries)[2], Fragment (&readers)[2], Fragment (&writers)[2],
+                          const Fragment (&q)[2], const Fragment (&k)[2], const Fragment (&writer)[2], int b, int j) {
+    #pragma unroll
+    for (int o = 0; o < 2; o++) {
+        #pragma unroll
+        for (int x = 0; x < 2; x++) {  // 8 tokens 2 b + o, and 2 j + x
+            const float *dL = shared.dL(2 * b + o, 2 * j + x), *dA = shared.dA(2 * b + o, 2 * j + x);
+            multiply(queries[o], writer[x], rows_of(lane, dA));
+            multiply(readers[o], writer[x], rows_of(lane, dL));
+            multiply(writers[x], k[o], columns_of(lane, dL));
+            multiply(writers[x], q[o], columns_of(lane, dA));
+        }
+    }
+}
+
+// Adds the products between blocks to the gradients as the state sees them; what passes through whole blocks takes the
+// place of their decays. Coming in, `states` is this lane's part of the sum over V of S dS, for its two channels.
+DEVICE void between_blocks(Lane lane, const Shared& shared, const float (&states)[2]) {
+    float total[BLOCKS][2], through[BLOCKS][2];
+    start_through(lane, shared, total, through, states);
     #pragma unroll
     for (int b = BLOCKS - 1; b > 0; b--) {
         Fragment k[2], q[2], queries[2], readers[2];
@@ -49,55 +115,14 @@ DEVICE void between_blocks(Lane lane, const Shared& shared, const float (&states
             Fragment writer[2], writers[2];
             load_vectors(lane, writer, shared.k(), shared.k_norms(), j), decay_by(writer, shared.fall(j, lane.warp)[lane.id]);
             load_gradients(lane, writers, shared, WRITERS, j);
-            float read[2] = {}, to_end[2] = {};
-            #pragma unroll
-            for (int o = 0; o < 2; o++) {
-                #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    int c = i / 2;
-                    // What was there before block j, decayed over it, is read in block b; then comes what j writes.
-                    queries[o][i] *= total[j][c], readers[o][i] *= total[j][c];
-                    read[c] += q[o][i] * queries[o][i] + k[o][i] * readers[o][i];
-                    to_end[c] += writer[o][i] * writers[o][i];
-                    writers[o][i] *= total[b][c];
-                }
-            }
-            #pragma unroll
-            for (int c = 0; c < 2; c++) {
-                #pragma unroll
-                for (int between = j + 1; between < b; between++) read[c] *= total[between][c];
-                through[j][c] += read[c];
-                if (b < BLOCKS - 1) continue;  // from block j to the chunk's end
-                #pragma unroll
-                for (int later = j + 1; later < BLOCKS; later++) to_end[c] *= total[later][c];
-                #pragma unroll
-                for (int later = j + 1; later < BLOCKS; later++) through[later][c] += to_end[c];
-            }
-            #pragma unroll
-            for (int o = 0; o < 2; o++) {
-                #pragma unroll
-                for (int x = 0; x < 2; x++) {  // 8 tokens 2 b + o, and 2 j + x
-                    const float *dL = shared.dL(2 * b + o, 2 * j + x), *dA = shared.dA(2 * b + o, 2 * j + x);
-                    multiply(queries[o], writer[x], rows_of(lane, dA));
-                    multiply(readers[o], writer[x], rows_of(lane, dL));
-                    multiply(writers[x], k[o], columns_of(lane, dL));
-                    multiply(writers[x], q[o], columns_of(lane, dA));
-                }
-            }
+            pass_through(through, queries, readers, writers, q, k, writer, total, b, j);
+            multiply_pair(lane, shared, queries, readers, writers, q, k, writer, b, j);
             store_gradients(lane, shared, writers, WRITERS, j);
         }
         store_gradients(lane, shared, queries, QUERIES, b), store_gradients(lane, shared, readers, READERS, b);
         warp_sync();  // the next block's loads come no earlier, which would take more registers than there are
     }
-    #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-            through[b][c] = over_tokens(through[b][c]);
-            if (lane.id % 4 == 0) shared.totals(b)[channel_of(lane, c)] = through[b][c];
-        }
-    }
-    warp_sync();
+    store_through(lane, shared, through);
 }
 
 // ---------------------------------------------------------------- within a block
