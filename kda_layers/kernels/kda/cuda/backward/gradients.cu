@@ -3,7 +3,7 @@
 //
 // A block takes one chunk of one key head after the other, and for each the value heads of its group, whose gradients of
 // q and k it sums. A warp has 16 channels of all 64 tokens, so that decays, and sums over tokens, stay within it. What the
-// next turn's products read is on its way while the rest of this turn is computed.
+// next tile's products read is on its way while the rest of this tile is computed.
 #include "near_zero_beta.cuh"
 #include "pairs.cuh"
 
@@ -142,17 +142,17 @@ DEVICE void finish_logits(Lane lane, float& d_A_log, float (&d_bias)[2], Fragmen
 // where only this thread looks, as all registers are in use.
 DEVICE float4* sums_of(const GradientsParams& p, int b, int i) { return p.sums + ((i64(blockIdx.x) * BLOCKS + b) * 4 + i) * THREADS + thread(); }
 
-DEVICE void start_sums(VectorGradients& d, const GradientsParams& p, const Turn& turn, int b) {
+DEVICE void start_sums(VectorGradients& d, const GradientsParams& p, const WorkTile& tile, int b) {
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         Fragment& to = i < 2 ? d.q[i] : d.k[i - 2];
-        float4 x = turn.first() ? make_float4(0.f, 0.f, 0.f, 0.f) : *sums_of(p, b, i);
+        float4 x = tile.first() ? make_float4(0.f, 0.f, 0.f, 0.f) : *sums_of(p, b, i);
         to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
 }
 
-DEVICE void keep_sums(const VectorGradients& d, const GradientsParams& p, const Turn& turn, int b) {
-    if (turn.last(p)) return;
+DEVICE void keep_sums(const VectorGradients& d, const GradientsParams& p, const WorkTile& tile, int b) {
+    if (tile.last(p)) return;
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         const Fragment& x = i < 2 ? d.q[i] : d.k[i - 2];
@@ -161,40 +161,40 @@ DEVICE void keep_sums(const VectorGradients& d, const GradientsParams& p, const 
 }
 
 // d_A_log, d_g and, after a group's last value head, d_q and d_k, from shared memory.
-DEVICE void store_outputs(const GradientsParams& p, const Shared& shared, const Turn& turn, int tokens) {
+DEVICE void store_outputs(const GradientsParams& p, const Shared& shared, const WorkTile& tile, int tokens) {
     if (p.d_A_log && threadIdx.x == 0) {
         float sum = 0.f;
         for (int w = 0; w < WARPS; w++) sum += shared.d_rates()[w];
-        p.d_A_log[turn.chunk_row(p)] = sum;
+        p.d_A_log[tile.chunk_row(p)] = sum;
     }
-    store_logits(p, shared, turn);
-    if (turn.last(p)) {
-        i64 keys = turn.key_row(p) * K, stride = i64(p.H) * K;
+    store_logits(p, shared, tile);
+    if (tile.last(p)) {
+        i64 keys = tile.key_row(p) * K, stride = i64(p.H) * K;
         store_rows(p.d_q + keys, shared.q(), stride, tokens);
         store_rows(p.d_k + keys, shared.k(), stride, tokens);
     }
 }
 
 // Sums over the chunk's tokens: d_dt_bias to memory, a warp's part of d_A_log to shared memory.
-DEVICE void reduce_gate_gradients(Lane lane, const GradientsParams& p, const Shared& shared, const Turn& turn, float& d_A_log,
+DEVICE void reduce_gate_gradients(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile, float& d_A_log,
                                   float (&d_bias)[2]) {
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         d_bias[c] = over_tokens(d_bias[c]);
-        if (p.d_dt_bias && lane.id % 4 == 0) p.d_dt_bias[turn.chunk_row(p) * K + channel_of(lane, c)] = d_bias[c];
+        if (p.d_dt_bias && lane.id % 4 == 0) p.d_dt_bias[tile.chunk_row(p) * K + channel_of(lane, c)] = d_bias[c];
     }
     for (int mask = 1; mask < 32; mask *= 2) d_A_log += shuffle_xor(d_A_log, mask);
     if (lane.id == 0) shared.d_rates()[lane.warp] = d_A_log;
 }
 
 // Gradients as the state sees them; norms and decays are computed while the MMAs run.
-DEVICE void state_gradients(Lane& lane, const GradientsParams& p, const Shared& shared, const Turn& turn, int tokens) {
+DEVICE void state_gradients(Lane& lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile, int tokens) {
     StateGradients by_state;
     lane.opt_barrier();
     by_state.multiply(lane, shared);
     cp_async_wait<0>();
     block_sync();
-    if (turn.first()) find_norms(p, shared);
+    if (tile.first()) find_norms(p, shared);
     exchange_decays(lane, p, shared, tokens);
     by_state.wait();
     block_sync();
@@ -203,21 +203,21 @@ DEVICE void state_gradients(Lane& lane, const GradientsParams& p, const Shared& 
 
 // By one warp.
 DEVICE void find_next(Lane lane, const GradientsParams& p, const Shared& shared, int count) {
-    Finder finder = shared.finder();
+    ChunkFinder finder = shared.finder();
     warp_sync();  // all lanes have read what all of them write
-    shared.turn(count + 1) = shared.turn(count).next(lane, p, finder), shared.finder() = finder;
+    shared.tile(count + 1) = shared.tile(count).next(lane, p, finder), shared.finder() = finder;
 }
 
 // The gradients of block b's q, k and gate logits.
 DEVICE void block_gradients(Lane lane, VectorGradients& d, float& d_A_log, float (&d_bias)[2], const GradientsParams& p,
-                            const Shared& shared, const Turn& turn, int tokens, int b) {
+                            const Shared& shared, const WorkTile& tile, int tokens, int b) {
     Fragment e[2], d_g[2];
     load_logits(lane, e, shared, b);
     decays_of(lane, e, e, p, *shared.rate(lane.warp), tokens, b);
-    start_sums(d, p, turn, b);
+    start_sums(d, p, tile, b);
     within_block(lane, d_g, d, e, shared, b);
     finish_logits(lane, d_A_log, d_bias, d_g, p, shared, tokens, b);
-    keep_sums(d, p, turn, b);
+    keep_sums(d, p, tile, b);
 }
 
 // The next block's become the first: registers have no index.
@@ -232,34 +232,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
     const Shared shared{shared_memory()};
     Lane lane = {broadcast(threadIdx.x / 32), int(threadIdx.x % 32)};
     if (lane.warp == 0) {
-        Finder finder = {0, 0};
-        shared.turn(0) = Turn::of(lane, p, blockIdx.x, finder), shared.finder() = finder;
+        ChunkFinder finder = {0, 0};
+        shared.tile(0) = WorkTile::of(lane, p, blockIdx.x, finder), shared.finder() = finder;
     }
     block_sync();
-    if (shared.turn(0).valid()) {
-        copy_inputs(p, shared, shared.turn(0), 0, INPUT_ROW_TILES), cp_async_commit();
-        copy_tokens(p, shared, shared.turn(0)), cp_async_commit();
+    if (shared.tile(0).valid()) {
+        copy_inputs(p, shared, shared.tile(0), 0, INPUT_ROW_TILES), cp_async_commit();
+        copy_tokens(p, shared, shared.tile(0)), cp_async_commit();
     }
-    for (int count = 0; broadcast(shared.turn(count).valid()); count++) {
-        const Turn &turn = shared.turn(count), &next = shared.turn(count + 1);
+    for (int count = 0; broadcast(shared.tile(count).valid()); count++) {
+        const WorkTile &tile = shared.tile(count), &next = shared.tile(count + 1);
         lane.opt_barrier();
         if (lane.warp == 0) {
             find_next(lane, p, shared, count);
         }
-        const int tokens = turn.chunk.tokens;
-        load_gates(lane, p, shared, turn.head(p));
+        const int tokens = tile.chunk.tokens;
+        load_gates(lane, p, shared, tile.head(p));
         cp_async_wait<1>();
         fence_proxy_async_shared();
         block_sync();
-        multiply_triangles(lane, p, shared, turn);
+        multiply_triangles(lane, p, shared, tile);
         if (p.beta_activation == PRECOMPUTED) {
             cp_async_wait<0>();
             block_sync();
-            near_zero_beta_gradients(lane, p, shared, turn);
+            near_zero_beta_gradients(lane, p, shared, tile);
         }
         float states[2];
         multiply_states(lane, states, shared);
-        state_gradients(lane, p, shared, turn, tokens);
+        state_gradients(lane, p, shared, tile, tokens);
         if (next.valid()) copy_inputs(p, shared, next, BLOCKS * BLOCK_ROW_TILES, INPUT_ROW_TILES);
         lane.opt_barrier();
         between_blocks(lane, shared, states);
@@ -269,18 +269,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         #pragma unroll 1
         for (int b = 0; b < BLOCKS; b++) {
             lane.opt_barrier();
-            block_gradients(lane, d[0], d_A_log, d_bias, p, shared, turn, tokens, b);
+            block_gradients(lane, d[0], d_A_log, d_bias, p, shared, tile, tokens, b);
             rotate(d);
             lane.opt_barrier();
             block_sync();
             if (next.valid()) copy_inputs(p, shared, next, b * BLOCK_ROW_TILES, min((b + 1) * BLOCK_ROW_TILES, INPUT_ROW_TILES));
         }
         cp_async_commit();
-        reduce_gate_gradients(lane, p, shared, turn, d_A_log, d_bias);
+        reduce_gate_gradients(lane, p, shared, tile, d_A_log, d_bias);
         lane.opt_barrier();
-        if (turn.last(p)) finish_vectors(lane, p, shared, d);
+        if (tile.last(p)) finish_vectors(lane, p, shared, d);
         block_sync();
-        store_outputs(p, shared, turn, tokens);
+        store_outputs(p, shared, tile, tokens);
         block_sync();
         if (next.valid()) copy_tokens(p, shared, next);
         cp_async_commit();

@@ -1,17 +1,16 @@
 // What the parts of gradients.cu share: parameters, work items, the plan of shared memory, copies.
 #pragma once
+#include "chunk.cuh"
 #include "gates.cuh"
-#include "lane.cuh"
 
 // Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), GATE (see gates.cuh), G_FP32 (1 where gate logits are fp32),
 // HAS_WGMMA (1: products of a warpgroup, on sm_90a).
-using Io = IO;
 #if G_FP32
 using Logit = float;
 #else
 using Logit = u16;
 #endif
-constexpr int CHUNK = 64, BLOCKS = CHUNK / 16;
+constexpr int BLOCKS = CHUNK / 16;
 constexpr int WARPS = K / 16, THREADS = 32 * WARPS;  // a warp has 16 channels
 static_assert(K == V, "states are square");
 
@@ -41,10 +40,6 @@ struct Chunk {
     int row, first, tokens;
 };
 
-DEVICE int offset_of(const GradientsParams& p, int sequence) {
-    return p.int64_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence]) : static_cast<const int*>(p.cu_seqlens)[sequence];
-}
-
 // Sum over the lanes of a warp.
 DEVICE int warp_sum(int x) {
     for (int mask = 1; mask < 32; mask *= 2) x += int(shuffle_xor(u32(x), mask));
@@ -52,7 +47,7 @@ DEVICE int warp_sum(int x) {
 }
 
 // Finds chunks by their row, which may not decrease from one to the next.
-struct Finder {
+struct ChunkFinder {
     int sequence, rows;  // of packed sequences: those before `sequence` have `rows` chunks
 
     DEVICE Chunk find(Lane lane, const GradientsParams& p, int row) {  // by a whole warp
@@ -81,8 +76,8 @@ struct Finder {
 };
 
 // A block's next piece of work: a chunk of one value head. Those of one key head follow each other.
-struct Turn {
-    int item, key_head, of_group;  // item: chunk and key head
+struct WorkTile {
+    int index, key_head, of_group;  // index: chunk and key head
     Chunk chunk;
 
     DEVICE bool valid() const { return chunk.tokens > 0; }
@@ -93,20 +88,16 @@ struct Turn {
     DEVICE i64 row(const GradientsParams& p) const { return i64(chunk.first) * p.HV + head(p); }
     DEVICE i64 chunk_row(const GradientsParams& p) const { return i64(chunk.row) * p.HV + head(p); }
 
-    static DEVICE Turn of(Lane lane, const GradientsParams& p, int item, Finder& finder) {
-        return {item, item % p.H, 0, finder.find(lane, p, item / p.H)};
+    static DEVICE WorkTile of(Lane lane, const GradientsParams& p, int index, ChunkFinder& finder) {
+        return {index, index % p.H, 0, finder.find(lane, p, index / p.H)};
     }
-    DEVICE Turn next(Lane lane, const GradientsParams& p, Finder& finder) const {
-        if (!last(p)) return {item, key_head, of_group + 1, chunk};
-        return of(lane, p, item + int(gridDim.x), finder);
+    DEVICE WorkTile next(Lane lane, const GradientsParams& p, ChunkFinder& finder) const {
+        if (!last(p)) return {index, key_head, of_group + 1, chunk};
+        return of(lane, p, index + int(gridDim.x), finder);
     }
 };
 
 // ---------------------------------------------------------------- shared memory
-
-// Matrices of 16-bit numbers lie in 8 x 8 blocks of 128 bytes, 8 numbers of a row side by side: block (i, j) of a matrix
-// with `columns` blocks side by side.
-DEVICE constexpr int block_at(int i, int j, int columns) { return (i * columns + j) * 128; }
 
 // Matrices are copied in slabs of 16 rows, 16 bytes for each thread.
 constexpr int ROW_TILE_BYTES = 16 * K * 2;  // bytes
@@ -138,9 +129,9 @@ struct Shared {
     static constexpr int AT_SUMS = AT_PARTS + WARPS * CHUNK * 8;
     static constexpr int AT_RATES = AT_SUMS + CHUNK * 8;
     static constexpr int AT_BIAS = AT_RATES + 2 * WARPS * 4;
-    static constexpr int AT_TURNS = AT_BIAS + K * 4;
-    static constexpr int AT_FINDER = AT_TURNS + 2 * sizeof(Turn);
-    static constexpr int BYTES = AT_FINDER + sizeof(Finder);
+    static constexpr int AT_TILES = AT_BIAS + K * 4;
+    static constexpr int AT_FINDER = AT_TILES + 2 * sizeof(WorkTile);
+    static constexpr int BYTES = AT_FINDER + sizeof(ChunkFinder);
 
     DEVICE unsigned char* state() const { return base; }                   // S: [V, K]
     DEVICE unsigned char* d_state() const { return base + AT_D_STATE; }    // dS
@@ -150,9 +141,9 @@ struct Shared {
     DEVICE unsigned char* q() const { return base + AT_Q; }                // [64, K], as they come; later their gradients
     DEVICE unsigned char* k() const { return base + AT_K; }
     DEVICE unsigned char* g() const { return base + AT_G; }                // the same, where wide in rows of WIDE_ROW
-    DEVICE float* numbers(int at) const { return reinterpret_cast<float*>(base + at); }
+    DEVICE float* floats(int at) const { return reinterpret_cast<float*>(base + at); }
     // 8 x 8 blocks of dL or dAqk
-    DEVICE float* dL(int i, int j) const { return numbers(AT_TRIANGLES) + (i * (i + 1) / 2 + j) * 64; }
+    DEVICE float* dL(int i, int j) const { return floats(AT_TRIANGLES) + (i * (i + 1) / 2 + j) * 64; }
     DEVICE float* dA(int i, int j) const { return dL(i, j) + TRIANGLE / 4; }
     // Decays of a warp's channels in fp16 pairs: of block b from its start, b > 0, and to its end, b < 3
     DEVICE uint4* rise(int b, int warp) const { return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b - 1) * 32; }
@@ -161,19 +152,23 @@ struct Shared {
     DEVICE float4* by_state(int which, int fragment, int warp) const {
         return reinterpret_cast<float4*>(base + fragment / 2 * BLOCK_ROW_TILES * ROW_TILE_BYTES) + ((which * WARPS + warp) * 2 + fragment % 2) * 32;
     }
-    DEVICE float* totals(int b) const { return numbers(AT_TOTALS) + b * K; }         // [K] decays of whole blocks
-    DEVICE float* diagonal() const { return numbers(AT_DIAGONAL); }                  // of dAqk: [64]
-    DEVICE float* q_norms() const { return numbers(AT_NORMS); }                      // what makes q a unit vector: [64]
+    DEVICE float* totals(int b) const { return floats(AT_TOTALS) + b * K; }         // [K] decays of whole blocks
+    DEVICE float* diagonal() const { return floats(AT_DIAGONAL); }                  // of dAqk: [64]
+    DEVICE float* q_norms() const { return floats(AT_NORMS); }                      // what makes q a unit vector: [64]
     DEVICE float* k_norms() const { return q_norms() + CHUNK; }
     DEVICE float4* parts(int warp) const { return reinterpret_cast<float4*>(base + AT_PARTS) + warp * 32; }  // see store_inner
     DEVICE float4* inner() const { return reinterpret_cast<float4*>(base + AT_SUMS); }
-    DEVICE float* d_rates() const { return numbers(AT_RATES); }                      // [warp]
+    DEVICE float* d_rates() const { return floats(AT_RATES); }                      // [warp]
     // Here, as all registers are in use.
     DEVICE float* rate(int warp) const { return d_rates() + WARPS + warp; }          // of the gates
-    DEVICE float* bias() const { return numbers(AT_BIAS); }                          // [K]
-    DEVICE Turn& turn(int count) const { return reinterpret_cast<Turn*>(base + AT_TURNS)[count % 2]; }
-    DEVICE Finder& finder() const { return *reinterpret_cast<Finder*>(base + AT_FINDER); }
+    DEVICE float* bias() const { return floats(AT_BIAS); }                          // [K]
+    DEVICE WorkTile& tile(int count) const { return reinterpret_cast<WorkTile*>(base + AT_TILES)[count % 2]; }
+    DEVICE ChunkFinder& finder() const { return *reinterpret_cast<ChunkFinder*>(base + AT_FINDER); }
 };
+
+#ifdef SHARED_BYTES
+static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
+#endif
 
 // ---------------------------------------------------------------- copies
 
@@ -205,10 +200,10 @@ DEVICE void store_rows(u16* to, const unsigned char* from, i64 stride, int valid
 }
 
 // What the products read, from slab `first` up to `end`: S, dS, bX, dO, V'.
-DEVICE void copy_inputs(const GradientsParams& p, const Shared& shared, const Turn& turn, int first, int end) {
+DEVICE void copy_inputs(const GradientsParams& p, const Shared& shared, const WorkTile& tile, int first, int end) {
     constexpr int STATES = 2 * STATE_ROW_TILES;
-    const int at = thread(), row = at / K * 8 + at % 8, column = at / 8 % (K / 8) * 8, tokens = turn.chunk.tokens - row;
-    const i64 stride = i64(p.HV) * V, states = turn.chunk_row(p) * V * K + row * K + column, values = turn.row(p) * V + row * stride + column;
+    const int at = thread(), row = at / K * 8 + at % 8, column = at / 8 % (K / 8) * 8, tokens = tile.chunk.tokens - row;
+    const i64 stride = i64(p.HV) * V, states = tile.chunk_row(p) * V * K + row * K + column, values = tile.row(p) * V + row * stride + column;
     unsigned char* to = shared.base + 16 * at;
     for (int slab = first; slab < min(end, STATES); slab++) {
         cp_async_16(to + slab * ROW_TILE_BYTES, (slab < STATE_ROW_TILES ? p.states : p.d_states) + states + slab % STATE_ROW_TILES * 16 * K, true);
@@ -220,14 +215,14 @@ DEVICE void copy_inputs(const GradientsParams& p, const Shared& shared, const Tu
 }
 
 // The rest: q and k of a key head come with its first value head.
-DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const Turn& turn) {
-    int tokens = turn.chunk.tokens;
-    if (turn.first()) {
-        i64 keys = turn.key_row(p) * K, stride = i64(p.H) * K;
+DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    int tokens = tile.chunk.tokens;
+    if (tile.first()) {
+        i64 keys = tile.key_row(p) * K, stride = i64(p.H) * K;
         copy_rows(shared.q(), p.q + keys, stride, tokens);
         copy_rows(shared.k(), p.k + keys, stride, tokens);
     }
-    const Logit* g = static_cast<const Logit*>(p.g) + turn.row(p) * K;
+    const Logit* g = static_cast<const Logit*>(p.g) + tile.row(p) * K;
     i64 stride = i64(p.HV) * K;
     if constexpr (G_FP32) {
         #pragma unroll
@@ -240,18 +235,18 @@ DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const Tu
     }
 }
 
-DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const Turn& turn) {
-    Logit* d_g = static_cast<Logit*>(p.d_g) + turn.row(p) * K;
+DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    Logit* d_g = static_cast<Logit*>(p.d_g) + tile.row(p) * K;
     i64 stride = i64(p.HV) * K;
     if constexpr (G_FP32) {
         #pragma unroll
         for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
             int at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
-            if (row < turn.chunk.tokens) {
+            if (row < tile.chunk.tokens) {
                 *reinterpret_cast<float4*>(d_g + row * stride + column) = *reinterpret_cast<const float4*>(shared.g() + (row * WIDE_ROW + column) * 4);
             }
         }
     } else {
-        store_rows(reinterpret_cast<u16*>(d_g), shared.g(), stride, turn.chunk.tokens);
+        store_rows(reinterpret_cast<u16*>(d_g), shared.g(), stride, tile.chunk.tokens);
     }
 }

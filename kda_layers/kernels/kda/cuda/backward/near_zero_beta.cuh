@@ -4,13 +4,13 @@
 #pragma once
 #include "products.cuh"
 
-constexpr int NUMBERS = K / 32;
-using Vector = float[NUMBERS];  // a lane has numbers lane + 32 i
+constexpr int ELEMENTS = K / 32;
+using Vector = float[ELEMENTS];  // a lane has numbers lane + 32 i
 
 // Row `row` of a matrix in 8 x 8 blocks.
 DEVICE void load_row(Lane lane, Vector& x, const unsigned char* matrix, int row) {
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) {
+    for (int i = 0; i < ELEMENTS; i++) {
         int column = lane.id + 32 * i;
         x[i] = Io::load(reinterpret_cast<const u16*>(matrix + block_at(row / 8, column / 8, K / 8) + row % 8 * 16) + column % 8);
     }
@@ -19,25 +19,25 @@ DEVICE void load_row(Lane lane, Vector& x, const unsigned char* matrix, int row)
 DEVICE float inner_product(const Vector& x, const Vector& y) {
     float sum = 0.f;
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) sum += x[i] * y[i];
+    for (int i = 0; i < ELEMENTS; i++) sum += x[i] * y[i];
     for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
     return sum;
 }
 
 DEVICE void add(Vector& to, float factor, const Vector& x) {
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) to[i] += factor * x[i];
+    for (int i = 0; i < ELEMENTS; i++) to[i] += factor * x[i];
 }
 
 // Adds `factor` times the state [V, K] times x.
 DEVICE void add_state(Lane lane, Vector& to, float factor, const unsigned char* state, const Vector& x, const Shared& shared) {
     float* whole = reinterpret_cast<float*>(shared.parts(lane.warp));
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) whole[lane.id + 32 * i] = x[i];
+    for (int i = 0; i < ELEMENTS; i++) whole[lane.id + 32 * i] = x[i];
     warp_sync();
     for (int c = 0; c < K; c++) {
         #pragma unroll
-        for (int i = 0; i < NUMBERS; i++) {
+        for (int i = 0; i < ELEMENTS; i++) {
             int v = lane.id + 32 * i;
             to[i] += factor * whole[c] * Io::load(reinterpret_cast<const u16*>(state + block_at(v / 8, c / 8, K / 8) + v % 8 * 16) + c % 8);
         }
@@ -50,7 +50,7 @@ DEVICE void load_unit(Lane lane, Vector& x, const GradientsParams& p, const unsi
     load_row(lane, x, matrix, token);
     float norm = p.qk_l2norm ? rsqrt_fast(inner_product(x, x) + 1e-6f) : 1.f;
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) x[i] *= norm;
+    for (int i = 0; i < ELEMENTS; i++) x[i] *= norm;
 }
 
 DEVICE void decay_over(Lane lane, Vector& x, const GradientsParams& p, const Shared& shared, int token) {
@@ -58,18 +58,18 @@ DEVICE void decay_over(Lane lane, Vector& x, const GradientsParams& p, const Sha
     Vector logits;
     if constexpr (!G_FP32) load_row(lane, logits, shared.g(), token);
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) {
+    for (int i = 0; i < ELEMENTS; i++) {
         int channel = lane.id + 32 * i;
         if constexpr (G_FP32) logits[i] = reinterpret_cast<const float*>(shared.g())[token * WIDE_ROW + channel];
         x[i] *= gates.decay(logits[i], gates.bias(shared.bias()[channel]), true);
     }
 }
 
-DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const Shared& shared, const Turn& turn, int token) {
+DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile, int token) {
     Vector key, y, e, x = {};
-    const u16* v = p.v + (turn.row(p) + i64(token) * p.HV) * V;
+    const u16* v = p.v + (tile.row(p) + i64(token) * p.HV) * V;
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) e[i] = Io::load(v + lane.id + 32 * i);
+    for (int i = 0; i < ELEMENTS; i++) e[i] = Io::load(v + lane.id + 32 * i);
     load_unit(lane, key, p, shared.k(), token);
     for (int t = token; t > 0; t--) {  // what the token reads
         decay_over(lane, key, p, shared, t);
@@ -80,7 +80,7 @@ DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const 
     decay_over(lane, key, p, shared, 0);
     add_state(lane, e, -1.f, shared.state(), key, shared);
     load_unit(lane, key, p, shared.k(), token);
-    for (int t = token; t < turn.chunk.tokens; t++) {  // what reads it
+    for (int t = token; t < tile.chunk.tokens; t++) {  // what reads it
         if (t > token) {
             decay_over(lane, key, p, shared, t);
             load_unit(lane, y, p, shared.k(), t);
@@ -95,11 +95,11 @@ DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const 
     return inner_product(x, e);
 }
 
-DEVICE void near_zero_beta_gradients(Lane lane, const GradientsParams& p, const Shared& shared, const Turn& turn) {
-    for (int token = lane.warp; token < turn.chunk.tokens; token += WARPS) {
-        i64 at = turn.row(p) + i64(token) * p.HV;
+DEVICE void near_zero_beta_gradients(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    for (int token = lane.warp; token < tile.chunk.tokens; token += WARPS) {
+        i64 at = tile.row(p) + i64(token) * p.HV;
         if (!is_near_zero(load_beta(p, at), p.beta_activation)) continue;
-        float x = near_zero_beta_gradient(lane, p, shared, turn, token);
+        float x = near_zero_beta_gradient(lane, p, shared, tile, token);
         if (lane.id == 0) store_beta(p, at, x);
     }
 }

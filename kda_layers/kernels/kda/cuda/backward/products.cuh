@@ -22,7 +22,7 @@ DEVICE void store_beta(const GradientsParams& p, i64 at, float x) {
 }
 
 // The gradients of the triangles. Row r = 8 i + g of 8 x 8 block (i, j) has its numbers 2 t, 2 t + 1 at lane (g, t).
-DEVICE void multiply_triangles(Lane lane, const GradientsParams& p, const Shared& shared, const Turn& turn) {
+DEVICE void multiply_triangles(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     const Operand errors = operand(shared.errors(), V * 16);
     const int w = lane.warp % 4;
     #pragma unroll
@@ -51,8 +51,8 @@ DEVICE void multiply_triangles(Lane lane, const GradientsParams& p, const Shared
             }
             if (lane.id / 8 != lane.id % 4) continue;  // not on the diagonal
             if (which == 0) shared.diagonal()[token] = own;
-            else if (token < turn.chunk.tokens) {  // -<bX, V'>
-                i64 at = turn.row(p) + i64(token) * p.HV;
+            else if (token < tile.chunk.tokens) {  // -<bX, V'>
+                i64 at = tile.row(p) + i64(token) * p.HV;
                 float logit = load_beta(p, at);
                 if (!is_near_zero(logit, p.beta_activation)) store_beta(p, at, write_strength_gradient<Io>(-own, logit, p.beta_activation));
             }

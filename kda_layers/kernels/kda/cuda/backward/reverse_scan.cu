@@ -25,7 +25,7 @@ struct ReverseScanParams {
     u16* d_v;                    // [B, T, HV, V]
     u16* d_states;               // [NC, HV, V, K], at each chunk's end
     float* d_initial;            // [N, HV, V, K], or null
-    int T, HV, items;            // items = N * HV; B * T < 2^31
+    int T, HV, tiles;            // tiles = N * HV; B * T < 2^31
     int int64_offsets;            // cu_seqlens is int64
 };
 
@@ -55,6 +55,10 @@ struct Shared {
 #endif
     }
 };
+
+#ifdef SHARED_BYTES
+static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
+#endif
 
 // ---------------------------------------------------------------- operands
 
@@ -182,18 +186,18 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     const Operand first_Kr = operand(first.Kr(), K * 16);
     const Operand first_Kg = mn_major_operand(first.Kg(), K * 16), first_T = mn_major_operand(first.T(), CHUNK * 16);
     u32 count = 0;
-    for (int index = cta_group(); index < p.items; index += cta_groups()) {
-        const WorkTile item = work_tile(p, index);
-        int chunk = item.chunks() - 1;
-        i64 row = i64(chunks_before(lane, p, item.sequence, ALL) + chunk) * p.HV + item.head;  // of what is kept
-        const i64 first_checkpoint = i64(chunks_before(lane, p, item.sequence, WHOLE)) * p.HV + item.head;
-        i64 at = item.row(p, chunk * CHUNK) * V + column + lane.id % 4 * 4;  // in dO and the gradient of v
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
+        const WorkTile tile = work_tile(p, index);
+        int chunk = tile.chunks() - 1;
+        i64 row = i64(chunks_before(lane, p, tile.sequence, ALL) + chunk) * p.HV + tile.head;  // of what is kept
+        const i64 first_checkpoint = i64(chunks_before(lane, p, tile.sequence, WHOLE)) * p.HV + tile.head;
+        i64 at = tile.row(p, chunk * CHUNK) * V + column + lane.id % 4 * 4;  // in dO and the gradient of v
         Gradient d;
         d.load(lane, p.d_final ? p.d_final + state_at(index, column) : nullptr);
         Values next;
         Tokens O, V0, X;  // operands: dO', dV', -bX
         if (chunk >= 0) {
-            next.load(lane, p.d_o + at, stride, item.length - chunk * CHUNK);
+            next.load(lane, p.d_o + at, stride, tile.length - chunk * CHUNK);
             wait_for(shared, OUTPUT, count);
             next.scaled(lane, O, shared.stage(count).scale());
             if (chunk > 0) next.load(lane, p.d_o + at - CHUNK * stride, stride, CHUNK);
@@ -206,7 +210,7 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             Sums<CHUNK> V1, X1;
             u32 S[K / 16][4];
             clear<CHUNK>(V1), clear<CHUNK>(X1);
-            if (p.d_checkpoints && (chunk + 1) * CHUNK <= item.length) {
+            if (p.d_checkpoints && (chunk + 1) * CHUNK <= tile.length) {
                 d.add(lane, p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column));
             }
             wgmma_fence();
@@ -236,7 +240,7 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             as_operand<CHUNK>(X, X1, -1.f);
             wgmma_fence();
             multiply_tokens<K>(d.S, X, Kg);
-            store_negated(lane, p.d_v + at, X, stride, item.length - chunk * CHUNK);
+            store_negated(lane, p.d_v + at, X, stride, tile.length - chunk * CHUNK);
             wgmma_wait<1>();
             release(lane, shared, OUTPUT, count);
             if (chunk > 0) {
@@ -269,14 +273,14 @@ DEVICE void copy_parts(Lane lane, const Stage& from, const Shared& shared, u32 c
 
 DEVICE void fetch_chunks(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     u32 count = 0;
-    for (int index = cta_group(); index < p.items; index += cta_groups()) {
-        const WorkTile item = work_tile(p, index);
-        const int row = chunks_before(lane, p, item.sequence, ALL);
-        for (int chunk = item.chunks() - 1; chunk >= 0; chunk--, count++) {
-            for (int token = chunk * CHUNK + lane.id; token < min((chunk + 1) * CHUNK, item.length); token += 32) {
-                prefetch(p.d_o + item.row(p, token) * V + slice() * BV);
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
+        const WorkTile tile = work_tile(p, index);
+        const int row = chunks_before(lane, p, tile.sequence, ALL);
+        for (int chunk = tile.chunks() - 1; chunk >= 0; chunk--, count++) {
+            for (int token = chunk * CHUNK + lane.id; token < min((chunk + 1) * CHUNK, tile.length); token += 32) {
+                prefetch(p.d_o + tile.row(p, token) * V + slice() * BV);
             }
-            const Stage from{p.prepared + (i64(row + chunk) * p.HV + item.head) * STAGE_BYTES};
+            const Stage from{p.prepared + (i64(row + chunk) * p.HV + tile.head) * STAGE_BYTES};
             if constexpr (CLUSTER == 0) {
                 copy_parts(lane, from, shared, count);
             } else if (lane.id == 0) {

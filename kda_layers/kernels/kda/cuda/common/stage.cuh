@@ -1,18 +1,16 @@
 // What the kernels over chunks share: their work, a prepared chunk, and its way into shared memory.
 #pragma once
-#include "lane.cuh"
+#include "chunk.cuh"
 
 // Chosen by the build: K, V (128 or 64), BV (columns of V a block), CLUSTER (blocks that a prepared chunk is copied to at
 // once, a divisor of V / BV; 0: no bulk copies), IO (Bf16 or Fp16), HAS_WGMMA (1: products of a warpgroup, on sm_90a).
-using Io = IO;
-constexpr int CHUNK = 64;
 constexpr int SLICES = V / BV;
 constexpr int RANKS = CLUSTER > 0 ? CLUSTER : 1;
 static_assert(SLICES % RANKS == 0, "blocks of a cluster have one head");
 
 // ---------------------------------------------------------------- work
 
-// A unit is SLICES blocks, which together serve one item after the other.
+// A unit is SLICES blocks, which together serve one tile after the other.
 DEVICE int slice() { return blockIdx.x % SLICES; }
 DEVICE int cta_group() { return blockIdx.x / SLICES; }
 DEVICE int cta_groups() { return gridDim.x / SLICES; }
@@ -27,22 +25,18 @@ struct WorkTile {
     template <class Params> DEVICE i64 row(const Params& p, int token) const { return i64(first + token) * p.HV + head; }
 };
 
-// A column of V of matrix number `index` in [., V, K]: an item's state has the item's number.
+// A column of V of matrix number `index` in [., V, K]: an tile's state has the tile's number.
 DEVICE i64 state_at(i64 index, int column) { return (index * V + column) * K; }
 
-template <class Params> DEVICE int offset_of(const Params& p, int sequence) {
-    return p.int64_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence]) : static_cast<const int*>(p.cu_seqlens)[sequence];
-}
-
 template <class Params> DEVICE WorkTile work_tile(const Params& p, int index) {
-    WorkTile item;
-    item.sequence = index / p.HV, item.head = index % p.HV;
-    item.first = item.sequence * p.T, item.length = p.T;
+    WorkTile tile;
+    tile.sequence = index / p.HV, tile.head = index % p.HV;
+    tile.first = tile.sequence * p.T, tile.length = p.T;
     if (p.cu_seqlens) {
-        item.first = offset_of(p, item.sequence);
-        item.length = offset_of(p, item.sequence + 1) - item.first;
+        tile.first = offset_of(p, tile.sequence);
+        tile.length = offset_of(p, tile.sequence + 1) - tile.first;
     }
-    return item;
+    return tile;
 }
 
 // The number of chunks before a sequence's first, which is its row in what is kept of chunks; of all, or, as checkpoints
@@ -59,10 +53,6 @@ template <class Params> DEVICE int chunks_before(Lane lane, const Params& p, int
 }
 
 // ---------------------------------------------------------------- a prepared chunk
-
-// Matrices of 16-bit numbers lie in 8 x 8 blocks of 128 bytes, 8 numbers of a row side by side: block (i, j) of a matrix
-// with `columns` blocks side by side.
-DEVICE constexpr int block_at(int i, int j, int columns) { return (i * columns + j) * 128; }
 
 // In three parts that come and go by themselves: what V' is made of, what the state is updated with, what the output
 // is made of.

@@ -81,6 +81,10 @@ struct Shared {
     Token tokens[1];                    // p.stage of them
 };
 
+#ifdef SHARED_BYTES  // with room for one token
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host's plan of shared memory");
+#endif
+
 struct Raw {  // of a token what one lane prepares, as it lies in memory
     u32 q[PER_LANE / 2], k[PER_LANE / 2], g[PER_LANE], bias[PER_LANE], v[(BLOCK_ROWS + 31) / 32], beta;
     float rate;  // its logarithm
@@ -121,8 +125,8 @@ DEVICE void fetch(Raw& raw, const DecodeParams& p, u32 batch, u32 token, u32 hea
 // elsewhere.
 
 // The number in 32 bits, or in the lower (0) or upper (1) half of them.
-DEVICE float number(u32 bits) { return __uint_as_float(bits); }
-DEVICE float number(u32 bits, int half) { const float2 x = IO::unpack(bits); return half ? x.y : x.x; }
+DEVICE float element(u32 bits) { return __uint_as_float(bits); }
+DEVICE float element(u32 bits, int half) { const float2 x = IO::unpack(bits); return half ? x.y : x.x; }
 
 DEVICE float sum_over_warp(float x) {
     #pragma unroll
@@ -138,15 +142,15 @@ DEVICE void put_words(float* to, const float (&x)[PER_LANE]) {
 template <int gate> DEVICE void decays(float (&g)[PER_LANE], const Raw& raw, const DecodeParams& p) {
     const Gates<gate> gates(exp2_fast(raw.rate * LOG2_E), p.lower_bound);
     #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) g[i] = gates.decay(g[i], gates.bias(number(raw.bias[i])), true);
+    for (int i = 0; i < PER_LANE; i++) g[i] = gates.decay(g[i], gates.bias(element(raw.bias[i])), true);
 }
 
 DEVICE void put(Token& to, const Raw& raw, const DecodeParams& p, u32 lane) {
     float q[PER_LANE], k[PER_LANE], g[PER_LANE], qq = 0, kk = 0, qk = 0;
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
-        q[i] = number(raw.q[i / 2], i % 2), k[i] = number(raw.k[i / 2], i % 2);
-        g[i] = p.g_at.wide ? number(raw.g[i]) : number(raw.g[i / 2], i % 2);
+        q[i] = element(raw.q[i / 2], i % 2), k[i] = element(raw.k[i / 2], i % 2);
+        g[i] = p.g_at.wide ? element(raw.g[i]) : element(raw.g[i / 2], i % 2);
         qq += q[i] * q[i], kk += k[i] * k[i], qk += q[i] * k[i];
     }
     qq = sum_over_warp(qq), kk = sum_over_warp(kk), qk = sum_over_warp(qk);
@@ -162,10 +166,10 @@ DEVICE void put(Token& to, const Raw& raw, const DecodeParams& p, u32 lane) {
     put_words(to.decay + lane * PER_LANE, g);
     #pragma unroll
     for (int i = 0; i < BLOCK_ROWS; i += 32) {
-        if (i + lane < BLOCK_ROWS) to.v[i + lane] = number(raw.v[i / 32], 0);
+        if (i + lane < BLOCK_ROWS) to.v[i + lane] = element(raw.v[i / 32], 0);
     }
     if (lane == 0) {
-        to.beta = write_strength(p.beta_at.wide ? number(raw.beta) : number(raw.beta, 0), p.beta_activation);
+        to.beta = write_strength(p.beta_at.wide ? element(raw.beta) : element(raw.beta, 0), p.beta_activation);
         to.qk = qk * q_factor * k_factor;
     }
 }
@@ -307,6 +311,20 @@ DEVICE bool source_of(const DecodeParams& p, u32 n, u32& slot) {
     return s < p.slot_count;
 }
 
+// The slot of the state after a token: false if that state is not kept, or if there is no such slot.
+DEVICE bool destination_of(const DecodeParams& p, u32 n, u32 token, u32 tokens, u32& slot) {
+    bool kept = token + 1 == tokens;
+    if (p.slots_at.columns) {
+        kept = token < p.slots_at.columns;
+        if (kept) {
+            const u64 s = u64(p.slots_at.at(p.slots, n, token));
+            slot = u32(s);
+            kept = s < p.slot_count;
+        }
+    }
+    return kept;
+}
+
 // Grid: x = HV * SLICES, y z >= sequences. Block: 32 WARPS threads. Dynamic shared memory: Shared with p.stage tokens.
 // A sequence without tokens changes nothing. Neither does one whose slot or number of accepted tokens is out of
 // range, such as -1 where a batch is padded; its outputs are 0.
@@ -358,15 +376,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) kda_d
         #pragma unroll 1
         for (u32 t = 0; t < count; t++) {
             const u32 token = first + t;
-            bool kept = token + 1 == tokens;
-            if (p.slots_at.columns) {
-                kept = token < p.slots_at.columns;
-                if (kept) {
-                    const u64 s = u64(p.slots_at.at(p.slots, n, token));
-                    slot = u32(s);
-                    kept = s < p.slot_count;
-                }
-            }
+            const bool kept = destination_of(p, n, token, tokens, slot);
             const float y = advance(S, shared.tokens[t], shared.errors[t % 2][warp], row, lane, group);
             if (lane % COPIES == 0) o[u64(token) * heads * V] = u16(IO::pack(y, 0.f));
             if (kept) S.store(states + 16 * (u64(slot) * p.slot_stride));

@@ -1,7 +1,7 @@
 // The forward over whole sequences: chunks of 64 tokens, prepared in parallel, walked in order.
 //
 // SLICES blocks serve one (sequence, value head) at a time, each block BV columns of V, whose states evolve
-// independently. Some warps of a block prepare every SLICES-th chunk: they turn q, k, g and beta into what the walk
+// independently. Some warps of a block prepare every SLICES-th chunk: they iteration q, k, g and beta into what the walk
 // multiplies by (prepare.cuh). The result goes to a ring in global memory that stays in L2, and from there by bulk copies
 // into every block's shared memory, where other warps walk: per chunk
 //     V' = T' (v - Kg S)     O = scale (Qg S + Aqk V')     S = gamma S + Kr^T V'

@@ -15,12 +15,12 @@
 
 // A lane's tokens g and g + 8 of a chunk; rows behind the sequence's end read its last token.
 DEVICE int token_of(Lane lane, const Cursor& at, int r) { return at.chunk * CHUNK + 16 * (lane.warp / HALVES) + lane.id / 4 + 8 * r; }
-DEVICE int row_of(int warp, int id, const Cursor& at, int r) { return min(token_of({warp, id}, at, r), at.item.length - 1); }
+DEVICE int row_of(int warp, int id, const Cursor& at, int r) { return min(token_of({warp, id}, at, r), at.tile.length - 1); }
 DEVICE int channel_of(Lane lane) { return 64 * (lane.warp % HALVES) + 8 * (lane.id % 4); }  // the first of a lane's
 
 DEVICE i64 key_at(const ForwardParams& p, const Cursor& at, int row) { return at.keys + i64(row) * (p.H * K); }
 DEVICE const Logit* logits_at(const ForwardParams& p, const Cursor& at, int row) {
-    return static_cast<const Logit*>(p.g) + at.item.row(p, row) * K;
+    return static_cast<const Logit*>(p.g) + at.tile.row(p, row) * K;
 }
 
 // A lane's q and k as they come.
@@ -78,10 +78,10 @@ DEVICE void load_8(float (&to)[8], const float* from) {
 }
 DEVICE void load_8(float (&to)[8], const u16* from) { unpack_8(to, *reinterpret_cast<const uint4*>(from)); }
 
-// What gates need of an item.
-DEVICE Gates<GATE> load_gates(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& item) {
-    const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[item.head] * LOG2_E) : 1.f, p.lower_bound);
-    const float* from = p.dt_bias + item.head * K + 64 * (lane.warp % HALVES);
+// What gates need of an tile.
+DEVICE Gates<GATE> load_gates(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& tile) {
+    const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[tile.head] * LOG2_E) : 1.f, p.lower_bound);
+    const float* from = p.dt_bias + tile.head * K + 64 * (lane.warp % HALVES);
     float* to = shared.bias(lane.warp);
     warp_sync();
     #pragma unroll
@@ -100,7 +100,7 @@ DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& g
                                    : reinterpret_cast<const Logit*>(shared.logits(lane.warp) + (2 * r + c) * 32 + lane.id);
         float x[8];
         load_8(x, from);
-        bool valid = token_of(lane, at, r) < at.item.length;
+        bool valid = token_of(lane, at, r) < at.tile.length;
         #pragma unroll
         for (int i = 0; i < 8; i++) d[r][i] = gates.decay(x[i], bias[i], valid);
     }
@@ -137,7 +137,7 @@ DEVICE void sum_squares(Lane lane, const Raw& raw, const Shared& shared) {
     }
 }
 
-DEVICE void normalize(Lane lane, Directions& d, const Raw& raw, const ForwardParams& p, const Shared& shared, const Cursor& at, u32 turn) {
+DEVICE void normalize(Lane lane, Directions& d, const Raw& raw, const ForwardParams& p, const Shared& shared, const Cursor& at, u32 iteration) {
     int b = lane.warp / HALVES, h = lane.warp % HALVES, g = lane.id / 4, t = lane.id % 4;
     sum_squares(lane, raw, shared);
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
@@ -149,7 +149,7 @@ DEVICE void normalize(Lane lane, Directions& d, const Raw& raw, const ForwardPar
             float4 other = shared.sums()[(b * HALVES + 1) * 16 + g + 8 * r];
             sums.x += other.x, sums.y += other.y, sums.z += other.z;
         }
-        bool valid = token_of(lane, at, r) < at.item.length;  // rows behind the end are zeros
+        bool valid = token_of(lane, at, r) < at.tile.length;  // rows behind the end are zeros
         float q_scale = rsqrt_fast(sums.x + (p.qk_l2norm ? 1e-6f : 1e-37f));
         float k_scale = p.qk_l2norm ? rsqrt_fast(sums.y + 1e-6f) : 1.f;
         float o_scale = p.qk_l2norm ? p.scale : p.scale * sums.x * q_scale;
@@ -165,7 +165,7 @@ DEVICE void normalize(Lane lane, Directions& d, const Raw& raw, const ForwardPar
                 d.k[r][4 * c + i] = Fp16::pack(k[2 * i] * k_scale, k[2 * i + 1] * k_scale);
             }
         }
-        if (h == 0 && t == 0) shared.scale(turn)[16 * b + g + 8 * r] = o_scale;
+        if (h == 0 && t == 0) shared.scale(iteration)[16 * b + g + 8 * r] = o_scale;
     }
 }
 
@@ -274,10 +274,10 @@ DEVICE void store_block_decays(Lane lane, float* to, float (&x)[16]) {
 }
 
 // Prepares the chunk under the cursor, whose q and k are on their way in `raw`, and sends for what the next one needs.
-DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw, const Cursor& at, const Cursor& next, u32 count, u32 turn) {
+DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw, const Cursor& at, const Cursor& next, u32 count, u32 iteration) {
     int b = lane.warp / HALVES, h = lane.warp % HALVES, g = lane.id / 4, t = lane.id % 4;
     Pairs near, far;
-    float* decays = shared.decays(turn) + 64 * h + 8 * t;
+    float* decays = shared.decays(iteration) + 64 * h + 8 * t;
     cp_async_wait<0>();
     float block[16];  // decays over the block's tokens
     #pragma unroll
@@ -297,7 +297,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     }
     store_block_decays(lane, decays + b * K, block);
     Directions d;
-    normalize(lane, d, raw, p, shared, at, turn);
+    normalize(lane, d, raw, p, shared, at, iteration);
     Tile L = {}, own = {};  // diagonal blocks of L and Aqk
     anchor<1>(lane, L, own, near, far, d);
     if (next.valid(p)) fetch_logits(lane, p, shared, next), prefetch_raw(lane.warp, lane.id, p, next);
@@ -309,8 +309,8 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     for (int x = 0; x < 2; x++) {
         if (h == 0 && g == 2 * t + x) own[0][x] = d.qk[0], own[1][2 + x] = d.qk[1];
     }
-    bool gives = HALVES > 1 && h == turn % 2;  // its sums of Aqk to the block's other warp
-    if (turn > 0) mbarrier_wait(shared.inverted(), (turn - 1) & 1);
+    bool gives = HALVES > 1 && h == iteration % 2;  // its sums of Aqk to the block's other warp
+    if (iteration > 0) mbarrier_wait(shared.inverted(), (iteration - 1) & 1);
     send_sums(shared.sums_of_L(h, b, b) + lane.id, L);
     // Columns for later blocks are keys decayed to this block's end, rows are decayed from its start.
     u32 k_fall[2][8], k_rise[2][8], q_rise[2][8];
@@ -324,13 +324,13 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     }
     #pragma unroll
     for (int s = 0; s < 4; s++) {
-        shared.columns(turn)[(lane.warp * 4 + s) * 32 + lane.id] = make_uint4(k_fall[0][2 * s], k_fall[0][2 * s + 1], k_fall[1][2 * s], k_fall[1][2 * s + 1]);
+        shared.columns(iteration)[(lane.warp * 4 + s) * 32 + lane.id] = make_uint4(k_fall[0][2 * s], k_fall[0][2 * s + 1], k_fall[1][2 * s], k_fall[1][2 * s + 1]);
     }
     barrier_sync(PREPARED, 32 * PREPARE_WARPS);
-    mbarrier_wait(shared.placed(), turn & 1);
+    mbarrier_wait(shared.placed(), iteration & 1);
     const Stage stage = place_of(p, shared, at, count);
-    if (gives) send_sums(shared.sums_of_A(turn, b, b) + lane.id, own);
-    if (lane.warp == 0) stage.scale()[lane.id] = shared.scale(turn)[lane.id], stage.scale()[lane.id + 32] = shared.scale(turn)[lane.id + 32];
+    if (gives) send_sums(shared.sums_of_A(iteration, b, b) + lane.id, own);
+    if (lane.warp == 0) stage.scale()[lane.id] = shared.scale(iteration)[lane.id], stage.scale()[lane.id + 32] = shared.scale(iteration)[lane.id + 32];
 
     // Kr: decayed on to the chunk's end; and the decay of the whole chunk.
     #pragma unroll
@@ -373,7 +373,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
         for (int i = 0; i < 8; i++) L[i / 4][i % 4] = 0.f;
         #pragma unroll
         for (int s = 0; s < 4; s++) {
-            uint4 columns = shared.columns(turn)[((j * HALVES + h) * 4 + s) * 32 + lane.id];
+            uint4 columns = shared.columns(iteration)[((j * HALVES + h) * 4 + s) * 32 + lane.id];
             u32 low = Fp16::pack(between[4 * s], between[4 * s + 1]), high = Fp16::pack(between[4 * s + 2], between[4 * s + 3]);
             columns.x = Fp16::multiply(columns.x, low), columns.z = Fp16::multiply(columns.z, low);
             columns.y = Fp16::multiply(columns.y, high), columns.w = Fp16::multiply(columns.w, high);
@@ -383,7 +383,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
             multiply(A[j], q, columns);
         }
         send_sums(shared.sums_of_L(h, b, j) + lane.id, L);
-        if (gives) send_sums(shared.sums_of_A(turn, b, j) + lane.id, A[j]);
+        if (gives) send_sums(shared.sums_of_A(iteration, b, j) + lane.id, A[j]);
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             float x[8];
@@ -416,9 +416,9 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     if (HALVES > 1) {
         #pragma unroll
         for (int j = 0; j < 3; j++) {
-            if (j < b) add_sums(A[j], shared.sums_of_A(turn, b, j) + lane.id);
+            if (j < b) add_sums(A[j], shared.sums_of_A(iteration, b, j) + lane.id);
         }
-        add_sums(own, shared.sums_of_A(turn, b, b) + lane.id);
+        add_sums(own, shared.sums_of_A(iteration, b, b) + lane.id);
     }
     store_row(lane, stage.Aqk(), A, own, b);
 }
@@ -436,17 +436,17 @@ DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     at.start(lane, p, slice() % STRIDE);
     if (!at.valid(p)) return;
     fetch_logits(lane, p, shared, at);
-    Gates<GATE> gates = load_gates(lane, p, shared, at.item);
+    Gates<GATE> gates = load_gates(lane, p, shared, at.tile);
     Raw raw;
     if (LOADS_AHEAD) load_raw(lane, raw, p, at);
-    u32 turn = 0;
-    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++) {
+    u32 iteration = 0;
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, iteration++) {
         Cursor next = at;
         next.skip(lane, p, STRIDE);
         if (!LOADS_AHEAD) load_raw(lane, raw, p, at);
-        prepare_chunk(lane, p, shared, gates, raw, at, next, count, turn);
+        prepare_chunk(lane, p, shared, gates, raw, at, next, count, iteration);
         wrote(lane, shared);
-        if (next.valid(p) && next.index != at.index) gates = load_gates(lane, p, shared, next.item);
+        if (next.valid(p) && next.index != at.index) gates = load_gates(lane, p, shared, next.tile);
         at = next;
     }
 }
@@ -467,19 +467,19 @@ DEVICE void invert_chunks(Lane lane, const ForwardParams& p, const Shared& share
     float* beta = shared.beta(lane.warp);
     Cursor at;
     at.start(lane, p, slice() % STRIDE);
-    u32 turn = 0;
-    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++, at.skip(lane, p, STRIDE)) {
+    u32 iteration = 0;
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, iteration++, at.skip(lane, p, STRIDE)) {
         warp_sync();
         load_write_strengths(lane, beta, p, at);
         if (lane.warp == 0) make_room(lane, p, shared, count);
-        mbarrier_wait(shared.summed(), turn & 1);
+        mbarrier_wait(shared.summed(), iteration & 1);
         warp_sync();
         invert_chunk(lane, shared, place_of(p, shared, at, count), beta);
         warp_sync();
         if (lane.id == 0) mbarrier_arrive(shared.inverted());
         wrote(lane, shared);
         if (!last) continue;
-        mbarrier_wait(shared.written(), turn & 1);
+        mbarrier_wait(shared.written(), iteration & 1);
         if (lane.id == 0) {
             if (SHARED_CHUNKS) red_add_release(prepared(p, slice()), 1);
             for (int part = 0; !SHARED_CHUNKS && part < PARTS; part++) mbarrier_arrive(shared.full(part, count));

@@ -171,19 +171,19 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     const Operand first_keys = operand(shared.stage(0).base, K * 16), first_tokens = operand(shared.stage(0).base, CHUNK * 16);
     const Operand first_channels = mn_major_operand(shared.stage(0).Kr(), K * 16);
     u32 count = 0;
-    for (int index = cta_group(); index < p.items; index += cta_groups()) {
-        const WorkTile item = work_tile(p, index);
-        i64 tokens_at = item.row(p, 0) * V + column;  // of the chunk, in v and o
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
+        const WorkTile tile = work_tile(p, index);
+        i64 tokens_at = tile.row(p, 0) * V + column;  // of the chunk, in v and o
         // The chunk's rows among checkpoints and in what is kept.
-        int whole_row = p.checkpoints ? chunks_before(lane, p, item.sequence, WHOLE) : 0;
-        int row = SAVES ? chunks_before(lane, p, item.sequence, ALL) : 0;
+        int whole_row = p.checkpoints ? chunks_before(lane, p, tile.sequence, WHOLE) : 0;
+        int row = SAVES ? chunks_before(lane, p, tile.sequence, ALL) : 0;
         State state;
         state.load(p.initial_state ? p.initial_state + state_at(index, 0) + place : nullptr);
         state.publish(lane, shared.state());
         operand_sync();
         Values next;
-        if (item.length > 0) next.load(lane, p.v + tokens_at, stride, item.length);
-        for (int left = item.length; left > 0; left -= CHUNK, count++) {
+        if (tile.length > 0) next.load(lane, p.v + tokens_at, stride, tile.length);
+        for (int left = tile.length; left > 0; left -= CHUNK, count++) {
             const Stage stage = shared.stage(count);
             Values values = next;
             if (left > CHUNK) next.load(lane, p.v + tokens_at + CHUNK * stride, stride, left - CHUNK);
@@ -202,7 +202,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             wgmma_fence();
             multiply_rows<K / 16, true>(O, operand_at(keys, AT_QG), state_operand);  // meanwhile, until V' is there
             if constexpr (SAVES) {
-                const i64 kept = i64(row++) * p.HV + item.head;
+                const i64 kept = i64(row++) * p.HV + tile.head;
                 save_state(p.states + state_at(kept, column), shared.state(), 32 * lane.warp + lane.id);
                 if (!SHARED_CHUNKS) {
                     wait_for(shared, UPDATE, count);
@@ -216,8 +216,8 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
 
             wgmma_fence();
             multiply_rows<4, true>(E, operand_at(tokens, AT_T), residuals);
-            if (p.checkpoints && left < item.length) {  // the state after the chunk before
-                state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + item.head, 0) + place);
+            if (p.checkpoints && left < tile.length) {  // the state after the chunk before
+                state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + tile.head, 0) + place);
             }
             wait_for(shared, UPDATE, count);
             state.decay(lane, stage.gamma());
@@ -249,8 +249,8 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             values.store(lane, p.o + tokens_at, stride, left);
             tokens_at += CHUNK * stride;
         }
-        if (p.checkpoints && item.length >= CHUNK && item.length % CHUNK == 0) {
-            state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + item.head, 0) + place);
+        if (p.checkpoints && tile.length >= CHUNK && tile.length % CHUNK == 0) {
+            state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + tile.head, 0) + place);
         }
         if (p.final_state) state.store(p.final_state + state_at(index, 0) + place);
     }

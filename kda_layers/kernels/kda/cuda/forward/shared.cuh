@@ -34,7 +34,7 @@ struct ForwardParams {
     unsigned char* prepared;    // [NC, HV, STAGE_BYTES], in the place of the ring
     u16* states;                // [NC, HV, V, K], at each chunk's start
     u16* errors;                // [B, T, HV, V], V'
-    int T, H, HV, group, items; // group = HV / H, items = N * HV; B * T < 2^31
+    int T, H, HV, group, tiles; // group = HV / H, tiles = N * HV; B * T < 2^31
     int int64_offsets;           // cu_seqlens is int64
     int beta_activation, beta_fp32, qk_l2norm;
     float lower_bound, scale;
@@ -44,38 +44,38 @@ enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS 
 
 // ---------------------------------------------------------------- work
 
-// A chunk of an item of this unit; for a whole warp.
+// A chunk of an tile of this unit; for a whole warp.
 struct Cursor {
     int index, chunk;
-    WorkTile item;
-    i64 keys;       // where the item's first token's q and k begin
-    int first_row;  // of the item's chunks, where they are kept
+    WorkTile tile;
+    i64 keys;       // where the tile's first token's q and k begin
+    int first_row;  // of the tile's chunks, where they are kept
 
-    DEVICE bool valid(const ForwardParams& p) const { return index < p.items; }
+    DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
     DEVICE void start(Lane lane, const ForwardParams& p, int first) {
         index = cta_group(), chunk = first;
         if (valid(p)) enter(lane, p);
         skip(lane, p, 0);
     }
-    // Forward, from item to item.
+    // Forward, from tile to tile.
     DEVICE void skip(Lane lane, const ForwardParams& p, int chunks) {
         chunk += chunks;
-        while (valid(p) && chunk >= item.chunks()) {
-            chunk -= item.chunks(), index += cta_groups();
+        while (valid(p) && chunk >= tile.chunks()) {
+            chunk -= tile.chunks(), index += cta_groups();
             if (valid(p)) enter(lane, p);
         }
     }
     DEVICE void enter(Lane lane, const ForwardParams& p) {
-        item = work_tile(p, index);
-        keys = (i64(item.first) * p.H + item.head / p.group) * K;
-        if constexpr (SAVES) first_row = chunks_before(lane, p, item.sequence, ALL);
+        tile = work_tile(p, index);
+        keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
+        if constexpr (SAVES) first_row = chunks_before(lane, p, tile.sequence, ALL);
     }
 };
 
 // The number of chunks that this unit has to walk.
 DEVICE u32 chunks_of_cta_group(const ForwardParams& p) {
     u32 all = 0;
-    for (int index = cta_group(); index < p.items; index += cta_groups()) {
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         int length = p.T;
         if (p.cu_seqlens) length = offset_of(p, index / p.HV + 1) - offset_of(p, index / p.HV);
         all += (length + CHUNK - 1) / CHUNK;
@@ -110,13 +110,13 @@ struct Shared {
     DEVICE unsigned char* residuals() const { return base + AT_RESIDUALS; }  // v - Kg S: [BV, 64]
     DEVICE unsigned char* errors() const { return base + AT_ERRORS; }        // V': [BV, 64]
     // of two chunks, so that warps may be one apart
-    DEVICE uint4* columns(u32 turn) const { return reinterpret_cast<uint4*>(base + AT_COLUMNS + turn % 2 * CHUNK * K * 2); }  // [warp][4][32]
-    DEVICE float* decays(u32 turn) const { return reinterpret_cast<float*>(base + AT_DECAYS + turn % 2 * 4 * K * 4); }        // [4 blocks][K]
-    DEVICE float* scale(u32 turn) const { return reinterpret_cast<float*>(base + AT_SCALES + turn % 2 * CHUNK * 4); }        // [64], of outputs
+    DEVICE uint4* columns(u32 iteration) const { return reinterpret_cast<uint4*>(base + AT_COLUMNS + iteration % 2 * CHUNK * K * 2); }  // [warp][4][32]
+    DEVICE float* decays(u32 iteration) const { return reinterpret_cast<float*>(base + AT_DECAYS + iteration % 2 * 4 * K * 4); }        // [4 blocks][K]
+    DEVICE float* scale(u32 iteration) const { return reinterpret_cast<float*>(base + AT_SCALES + iteration % 2 * CHUNK * 4); }        // [64], of outputs
     DEVICE float* beta(int inverter) const { return reinterpret_cast<float*>(base + AT_BETA + inverter * CHUNK * 4); }        // [64]
     DEVICE float4* sums_of_L(int half, int row, int column) const { return in_triangle(AT_SUMS_OF_L + half * TRIANGLE, row, column); }
     // Where the same two warps have put their columns of the chunk before, which are of no more use.
-    DEVICE float4* sums_of_A(u32 turn, int row, int column) const { return reinterpret_cast<float4*>(columns(turn + 1)) + (4 * row + column) * 64; }
+    DEVICE float4* sums_of_A(u32 iteration, int row, int column) const { return reinterpret_cast<float4*>(columns(iteration + 1)) + (4 * row + column) * 64; }
     DEVICE float4* in_triangle(int at, int row, int column) const {
         return reinterpret_cast<float4*>(base + at) + (row * (row + 1) / 2 + column) * 64;
     }
@@ -153,12 +153,16 @@ struct Shared {
     }
 };
 
-// ---------------------------------------------------------------- the way of a prepared chunk
+#ifdef SHARED_BYTES
+static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
+#endif
+
+// ---------------------------------------------------------------- the ring of prepared chunks
 
 // Chunk number `count` of a unit is prepared by its block count % SLICES, into place count % RING of the unit's ring, or
 // into its own place where all are kept, and goes from there to every block (stage.cuh).
 DEVICE Stage ring_at(const ForwardParams& p, const Cursor& at, u32 count) {
-    if constexpr (SAVES) return {p.prepared + (i64(at.first_row + at.chunk) * p.HV + at.item.head) * STAGE_BYTES};
+    if constexpr (SAVES) return {p.prepared + (i64(at.first_row + at.chunk) * p.HV + at.tile.head) * STAGE_BYTES};
     return {p.ring + (i64(cta_group()) * RING + count % RING) * STAGE_BYTES};
 }
 // Counters of a block: chunks that it has prepared; chunks that have arrived in its shared memory.
