@@ -7,10 +7,10 @@ struct Params {
     u32* out;
 };
 
-template <class Number> DEVICE float numbers(const Params& p) {
-    float d[4] = {Number::load(p.halves), 0.f, 0.f, 0.f};
-    const float2 pair = Number::unpack(Number::pack(p.floats[1], p.floats[2]));
-    Number::mma(d, 1, 2, 3, 4, 5, 6);
+template <class Element> DEVICE float elements(const Params& p) {
+    float d[4] = {Element::load(p.halves), 0.f, 0.f, 0.f};
+    const float2 pair = Element::unpack(Element::pack(p.floats[1], p.floats[2]));
+    Element::mma(d, 1, 2, 3, 4, 5, 6);
     return d[0] + d[3] + pair.x + pair.y;
 }
 
@@ -48,7 +48,7 @@ DEVICE float products(const Params& p) {
 
 extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_constant__ Params p) {
     u64* barrier = reinterpret_cast<u64*>(shared_memory());
-    float x = numbers<Bf16>(p) + numbers<Fp16>(p);
+    float x = elements<Bf16>(p) + elements<Fp16>(p);
     x += exp2_fast(x) + log2_fast(x) + reciprocal(x) + rsqrt_fast(x) + shuffle_xor(x, 1);
     u32 r[4], word = Fp16::multiply(__float_as_uint(x), 7) + transpose_8x8(p.out[0]);
     cp_async_16(shared_memory() + 16, p.floats, threadIdx.x > 3);

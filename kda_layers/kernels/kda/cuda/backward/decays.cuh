@@ -1,8 +1,8 @@
 // A warp's 16 channels of a block of 16 tokens, and their decays.
 //
-// Lane (g, t) = (lane / 4, lane % 4) has channels g and g + 8 of tokens 2 t and 2 t + 1 of each 8 tokens: the order of
-// mma's accumulators, with channels as rows, and of its A operand. A product of channels and tokens by tokens and tokens
-// takes and gives this order: nothing is ever transposed.
+// Lane (g, t) = (id / 4, id % 4) has channels g and g + 8 of tokens 2 t and 2 t + 1 of each 8 tokens: the order of
+// mma's accumulators, with channels as rows, and of its A operand. A product of channels and tokens by tokens and
+// tokens reads and writes this order, so that nothing is transposed.
 #pragma once
 #include "gradients.cuh"
 
@@ -10,8 +10,10 @@ using Fragment = float[4];  // 16 channels x 8 tokens: [2 * (channel g, g + 8) +
 
 DEVICE int channel_of(Lane lane, int c) { return 16 * lane.warp + lane.id / 4 + 8 * c; }
 
-// Where the rows of a warp's part of block b lie, for the loads and stores of matrices.
-DEVICE int rows_at(Lane lane, int b) { return block_at(2 * b + lane.id / 16, 2 * lane.warp + lane.id / 8 % 2, K / 8) + 16 * (lane.id % 8); }
+// Offset of a warp's part of block b, for ldmatrix and stmatrix.
+DEVICE int rows_at(Lane lane, int b) {
+    return block_at(2 * b + lane.id / 16, 2 * lane.warp + lane.id / 8 % 2, K / 8) + 16 * (lane.id % 8);
+}
 
 DEVICE void load_block(Lane lane, Fragment (&x)[2], const unsigned char* matrix, int b) {
     u32 r[4];
@@ -25,10 +27,10 @@ DEVICE void load_block(Lane lane, Fragment (&x)[2], const unsigned char* matrix,
 
 DEVICE void store_block(Lane lane, unsigned char* matrix, const Fragment (&x)[2], int b) {
     stmatrix_x4_trans(matrix + rows_at(lane, b), Io::pack(x[0][0], x[0][1]), Io::pack(x[0][2], x[0][3]),
-                              Io::pack(x[1][0], x[1][1]), Io::pack(x[1][2], x[1][3]));
+                      Io::pack(x[1][0], x[1][1]), Io::pack(x[1][2], x[1][3]));
 }
 
-// q or k of block b, of unit length where the operator makes them so.
+// q or k of block b, normalised with qk_l2norm.
 DEVICE void load_vectors(Lane lane, Fragment (&x)[2], const unsigned char* matrix, const float* norms, int b) {
     load_block(lane, x, matrix, b);
     #pragma unroll
@@ -40,7 +42,7 @@ DEVICE void load_vectors(Lane lane, Fragment (&x)[2], const unsigned char* matri
 
 // ---------------------------------------------------------------- gates
 
-// Parameters of a warp's channels, for this warp only.
+// Gate parameters of a warp's channels, read by this warp only.
 DEVICE void load_gates(Lane lane, const GradientsParams& p, const Shared& shared, int head) {
     *shared.rate(lane.warp) = exp2_fast((p.A_log ? p.A_log[head] : 0.f) * LOG2_E);
     int channel = 16 * lane.warp + lane.id % 16;
@@ -50,20 +52,23 @@ DEVICE void load_gates(Lane lane, const GradientsParams& p, const Shared& shared
 
 DEVICE int token_of(Lane lane, int b, int o, int i) { return 16 * b + 8 * o + 2 * (lane.id % 4) + i % 2; }
 
-// Gate logits of block b, biases included.
+// Gate logits of block b plus bias.
 DEVICE void load_logits(Lane lane, Fragment (&x)[2], const Shared& shared, int b) {
     if constexpr (!G_FP32) load_block(lane, x, shared.g(), b);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            if constexpr (G_FP32) x[o][i] = reinterpret_cast<const float*>(shared.g())[token_of(lane, b, o, i) * WIDE_ROW + channel_of(lane, i / 2)];
+            if constexpr (G_FP32)
+                x[o][i] = reinterpret_cast<const float*>(
+                    shared.g())[token_of(lane, b, o, i) * WIDE_ROW + channel_of(lane, i / 2)];
             x[o][i] += shared.bias()[channel_of(lane, i / 2)];
         }
     }
 }
 
-DEVICE void decays_of(Lane lane, Fragment (&e)[2], const Fragment (&logits)[2], const GradientsParams& p, float rate, int tokens, int b) {
+DEVICE void decays_of(Lane lane, Fragment (&e)[2], const Fragment (&logits)[2], const GradientsParams& p, float rate,
+                      int tokens, int b) {
     const Gates<GATE> gates(rate, p.lower_bound);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
@@ -72,11 +77,11 @@ DEVICE void decays_of(Lane lane, Fragment (&e)[2], const Fragment (&logits)[2], 
     }
 }
 
-// A token's decays within its aligned block of 1, 2, 4, 8, 16 tokens: from the block's start, with its own, and behind it
-// to the block's end. They are products, never quotients or differences of sums: exact for any gates.
+// A token's decays within its aligned block of 1, 2, 4, 8, 16 tokens: from the block's start (own decay included), and
+// from after the token to the block's end. Products, never quotients or differences of sums: exact for any gates.
 struct Decays {
     Fragment before, after;
-    float all[2];  // of the whole block, for each channel; of 8 tokens where the block is 16
+    float all[2];  // over the block, per channel (over 8 tokens if the block is 16)
 
     DEVICE void start(const Fragment& e) {
         #pragma unroll
@@ -100,7 +105,7 @@ struct Decays {
             for (int i = 2 * c; i < 2 * c + 2; i++) before[i] *= from_start, after[i] *= to_end;
         }
     }
-    // To the start or to the end.
+    // The decay to the block's start or to its end.
     DEVICE void towards(Fragment& near, bool start) const {
         #pragma unroll
         for (int i = 0; i < 4; i++) near[i] = start ? before[i] : after[i];
@@ -116,7 +121,7 @@ DEVICE uint4 as_pairs(const Fragment& x, const Fragment& y) {
     return make_uint4(Fp16::pack(x[0], x[1]), Fp16::pack(x[2], x[3]), Fp16::pack(y[0], y[1]), Fp16::pack(y[2], y[3]));
 }
 
-// x times decays as `as_pairs` gives them.
+// x *= decays packed by `as_pairs`.
 DEVICE void decay_by(Fragment (&x)[2], uint4 pairs) {
     u32 words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
     #pragma unroll
@@ -126,7 +131,7 @@ DEVICE void decay_by(Fragment (&x)[2], uint4 pairs) {
     }
 }
 
-// Decays of every block to and from its ends, and over it, for the products between blocks.
+// Store every block's decays from its start, to its end and over it, for the products between blocks.
 DEVICE void exchange_decays(Lane lane, const GradientsParams& p, const Shared& shared, int tokens) {
     #pragma unroll 1
     for (int b = 0; b < BLOCKS; b++) {

@@ -1,17 +1,17 @@
 // The gradients of everything but v and the states, parallel over chunks: from what the forward saved (S, V') and what
 // the reverse scan left (dS, bX), to q, k, gates and beta. Formulas: docs/kernels/backward.md.
 //
-// A block takes one chunk of one key head after the other, and for each the value heads of its group, whose gradients of
-// q and k it sums. A warp has 16 channels of all 64 tokens, so that decays, and sums over tokens, stay within it. What the
-// next tile's products read is on its way while the rest of this tile is computed.
+// A CTA processes chunks of one key head, and for each the value heads of its group, whose gradients of q and k it
+// sums. A warp has 16 channels of all 64 tokens, so that decays and sums over tokens stay within it. The next work
+// tile's operands are copied while this one is computed.
 #include "near_zero_beta.cuh"
 #include "pairs.cuh"
 
-// Sums over channels of <y, dy> for the norms' gradients: a lane's part, then a warp's, then all.
+// <q, dq> and <k, dk> of every token, for the gradients of the norms: a lane's partial sums.
 struct Inner {
-    float x[CHUNK / 8][4];  // of its tokens 2 t, 2 t + 1 of each 8: q's, k's
+    float x[CHUNK / 8][4];  // of tokens 2 t, 2 t + 1 of each 8: q's, k's
 
-    // The lanes of the same tokens add up; lane (g, t) keeps the sums of the 8 tokens g.
+    // Reduce over the lanes of the same tokens; lane (g, t) keeps the sums of 8 tokens.
     template <int count> DEVICE void fold(Lane lane) {
         bool upper = lane.id & 4 * count;
         #pragma unroll
@@ -90,7 +90,7 @@ DEVICE void finish_vectors(Lane lane, const GradientsParams& p, const Shared& sh
     }
 }
 
-// What makes q and k unit vectors: four threads for a token of q, or of k, where there are so many.
+// 1 / |q| and 1 / |k|, or 1 without qk_l2norm: K / 32 threads per token.
 DEVICE void find_norms(const GradientsParams& p, const Shared& shared) {
     constexpr int PARTS = K / 32;
     for (int i = thread(); i < CHUNK * PARTS; i += THREADS) {
@@ -100,7 +100,8 @@ DEVICE void find_norms(const GradientsParams& p, const Shared& shared) {
         for (int which = 0; which < 2; which++) {
             #pragma unroll
             for (int c = 0; c < 4; c++) {
-                uint4 x = *reinterpret_cast<const uint4*>((which ? shared.k() : shared.q()) + block_at(token / 8, part * 4 + c, K / 8) + token % 8 * 16);
+                uint4 x = *reinterpret_cast<const uint4*>((which ? shared.k() : shared.q()) +
+                                                          block_at(token / 8, part * 4 + c, K / 8) + token % 8 * 16);
                 u32 words[4] = {x.x, x.y, x.z, x.w};
                 #pragma unroll
                 for (int j = 0; j < 4; j++) {
@@ -118,10 +119,12 @@ DEVICE void find_norms(const GradientsParams& p, const Shared& shared) {
     }
 }
 
-// From the gradients of log-decays to those of logits, in the logits' places, and this lane's parts of d_A_log and d_dt_bias.
-DEVICE void finish_logits(Lane lane, float& d_A_log, float (&d_bias)[2], Fragment (&g)[2], const GradientsParams& p, const Shared& shared, int tokens, int b) {
+// From the gradients of log-decays to those of logits, which replace the logits, and this lane's sums for d_A_log and
+// d_dt_bias.
+DEVICE void finish_logits(Lane lane, float& d_A_log, float (&d_bias)[2], Fragment (&g)[2], const GradientsParams& p,
+                          const Shared& shared, int tokens, int b) {
     Fragment logits[2];
-    warp_sync();  // no earlier, as registers are few
+    warp_sync();  // keeps the loads from being hoisted: registers are few
     load_logits(lane, logits, shared, b);
     warp_sync();
     #pragma unroll
@@ -132,15 +135,18 @@ DEVICE void finish_logits(Lane lane, float& d_A_log, float (&d_bias)[2], Fragmen
             bool valid = token_of(lane, b, o, i) < tokens;
             d_A_log += valid ? part : 0.f, d_bias[i / 2] += valid ? x : 0.f;
             g[o][i] = x;
-            if constexpr (G_FP32) reinterpret_cast<float*>(shared.g())[token_of(lane, b, o, i) * WIDE_ROW + channel_of(lane, i / 2)] = x;
+            if constexpr (G_FP32)
+                reinterpret_cast<float*>(shared.g())[token_of(lane, b, o, i) * WIDE_ROW + channel_of(lane, i / 2)] = x;
         }
     }
     if constexpr (!G_FP32) store_block(lane, shared.g(), g, b);
 }
 
-// Sums over the value heads of a group, of a thread's numbers of block b: from one to the next they lie in global memory,
-// where only this thread looks, as all registers are in use.
-DEVICE float4* sums_of(const GradientsParams& p, int b, int i) { return p.sums + ((i64(blockIdx.x) * BLOCKS + b) * 4 + i) * THREADS + thread(); }
+// A thread's sums over the value heads of a group, of block b: in global memory, as all registers are in use, and
+// private to the thread.
+DEVICE float4* sums_of(const GradientsParams& p, int b, int i) {
+    return p.sums + ((i64(blockIdx.x) * BLOCKS + b) * 4 + i) * THREADS + thread();
+}
 
 DEVICE void start_sums(VectorGradients& d, const GradientsParams& p, const WorkTile& tile, int b) {
     #pragma unroll
@@ -176,8 +182,8 @@ DEVICE void store_outputs(const GradientsParams& p, const Shared& shared, const 
 }
 
 // Sums over the chunk's tokens: d_dt_bias to memory, a warp's part of d_A_log to shared memory.
-DEVICE void reduce_gate_gradients(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile, float& d_A_log,
-                                  float (&d_bias)[2]) {
+DEVICE void reduce_gate_gradients(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
+                                  float& d_A_log, float (&d_bias)[2]) {
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         d_bias[c] = over_tokens(d_bias[c]);
@@ -188,7 +194,8 @@ DEVICE void reduce_gate_gradients(Lane lane, const GradientsParams& p, const Sha
 }
 
 // Gradients as the state sees them; norms and decays are computed while the MMAs run.
-DEVICE void state_gradients(Lane& lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile, int tokens) {
+DEVICE void state_gradients(Lane& lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
+                            int tokens) {
     StateGradients by_state;
     lane.opt_barrier();
     by_state.multiply(lane, shared);
@@ -201,7 +208,7 @@ DEVICE void state_gradients(Lane& lane, const GradientsParams& p, const Shared& 
     by_state.store(lane, shared, p.scale);
 }
 
-// By one warp.
+// Find the next work tile; by one warp.
 DEVICE void find_next(Lane lane, const GradientsParams& p, const Shared& shared, int count) {
     ChunkFinder finder = shared.finder();
     warp_sync();  // all lanes have read what all of them write
@@ -220,7 +227,7 @@ DEVICE void block_gradients(Lane lane, VectorGradients& d, float& d_A_log, float
     keep_sums(d, p, tile, b);
 }
 
-// The next block's become the first: registers have no index.
+// Rotate, so that the loop over blocks indexes registers by constants.
 DEVICE void rotate(VectorGradients (&d)[BLOCKS]) {
     VectorGradients first = d[0];
     #pragma unroll
@@ -273,7 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
             rotate(d);
             lane.opt_barrier();
             block_sync();
-            if (next.valid()) copy_inputs(p, shared, next, b * BLOCK_ROW_TILES, min((b + 1) * BLOCK_ROW_TILES, INPUT_ROW_TILES));
+            if (next.valid())
+                copy_inputs(p, shared, next, b * BLOCK_ROW_TILES, min((b + 1) * BLOCK_ROW_TILES, INPUT_ROW_TILES));
         }
         cp_async_commit();
         reduce_gate_gradients(lane, p, shared, tile, d_A_log, d_bias);

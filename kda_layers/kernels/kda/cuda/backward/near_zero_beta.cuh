@@ -1,18 +1,20 @@
-// Gradients of given betas near zero, where <bX, V'> / beta^2 has no digits left, or is 0 / 0. They are <X, e> with
+// Gradients of precomputed betas near zero, for which <bX, V'> / beta^2 has no accurate digits, or is 0 / 0: <X, e>
+// with
 //     e = v - Kg S - L V'     X = Aqk^T dO' + Kr dS - L^T bX
-// of one token, by one warp, walking from the token to both ends of the chunk. Slow: such betas are rare.
+// by one warp per token, from the token to both ends of the chunk. Slow, as such betas are rare.
 #pragma once
 #include "products.cuh"
 
 constexpr int ELEMENTS = K / 32;
-using Vector = float[ELEMENTS];  // a lane has numbers lane + 32 i
+using Vector = float[ELEMENTS];  // elements id + 32 i
 
 // Row `row` of a matrix in 8 x 8 blocks.
 DEVICE void load_row(Lane lane, Vector& x, const unsigned char* matrix, int row) {
     #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) {
         int column = lane.id + 32 * i;
-        x[i] = Io::load(reinterpret_cast<const u16*>(matrix + block_at(row / 8, column / 8, K / 8) + row % 8 * 16) + column % 8);
+        x[i] = Io::load(reinterpret_cast<const u16*>(matrix + block_at(row / 8, column / 8, K / 8) + row % 8 * 16) +
+                        column % 8);
     }
 }
 
@@ -29,8 +31,9 @@ DEVICE void add(Vector& to, float factor, const Vector& x) {
     for (int i = 0; i < ELEMENTS; i++) to[i] += factor * x[i];
 }
 
-// Adds `factor` times the state [V, K] times x.
-DEVICE void add_state(Lane lane, Vector& to, float factor, const unsigned char* state, const Vector& x, const Shared& shared) {
+// to += factor * state [V, K] * x
+DEVICE void add_state(Lane lane, Vector& to, float factor, const unsigned char* state, const Vector& x,
+                      const Shared& shared) {
     float* whole = reinterpret_cast<float*>(shared.parts(lane.warp));
     #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) whole[lane.id + 32 * i] = x[i];
@@ -39,13 +42,14 @@ DEVICE void add_state(Lane lane, Vector& to, float factor, const unsigned char* 
         #pragma unroll
         for (int i = 0; i < ELEMENTS; i++) {
             int v = lane.id + 32 * i;
-            to[i] += factor * whole[c] * Io::load(reinterpret_cast<const u16*>(state + block_at(v / 8, c / 8, K / 8) + v % 8 * 16) + c % 8);
+            to[i] += factor * whole[c] *
+                     Io::load(reinterpret_cast<const u16*>(state + block_at(v / 8, c / 8, K / 8) + v % 8 * 16) + c % 8);
         }
     }
     warp_sync();
 }
 
-// A token's vector, of unit length where the operator makes it so.
+// A token's q or k, normalised with qk_l2norm.
 DEVICE void load_unit(Lane lane, Vector& x, const GradientsParams& p, const unsigned char* matrix, int token) {
     load_row(lane, x, matrix, token);
     float norm = p.qk_l2norm ? rsqrt_fast(inner_product(x, x) + 1e-6f) : 1.f;
@@ -65,7 +69,8 @@ DEVICE void decay_over(Lane lane, Vector& x, const GradientsParams& p, const Sha
     }
 }
 
-DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile, int token) {
+DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
+                                     int token) {
     Vector key, y, e, x = {};
     const u16* v = p.v + (tile.row(p) + i64(token) * p.HV) * V;
     #pragma unroll
@@ -80,7 +85,7 @@ DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const 
     decay_over(lane, key, p, shared, 0);
     add_state(lane, e, -1.f, shared.state(), key, shared);
     load_unit(lane, key, p, shared.k(), token);
-    for (int t = token; t < tile.chunk.tokens; t++) {  // what reads it
+    for (int t = token; t < tile.chunk.tokens; t++) {  // what reads the token
         if (t > token) {
             decay_over(lane, key, p, shared, t);
             load_unit(lane, y, p, shared.k(), t);

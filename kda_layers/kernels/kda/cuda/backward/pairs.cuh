@@ -1,10 +1,10 @@
-// Gradients through pairs of a chunk's tokens, and what of them each token's decay has.
+// Gradients through pairs of a chunk's tokens, and of the decays between them.
 //
-// Between blocks of 16 tokens the decay is a product of three: from the later block's start, of whole blocks between, to
-// the earlier block's end. Within 16 tokens it is split at the middle of the smallest aligned block of 2, 4, 8 or 16 that
-// holds both, as in prepare.cuh. The gradient of a token's log-decay is the sum of the terms that pass through it, and of
-// no others: differences of sums would leave the rounding of terms that cancel. Terms that end in a read pass through the
-// tokens up to it, terms that begin with a write through those behind it.
+// Between blocks of 16 tokens the decay is a product of three: from the later block's start, of whole blocks between,
+// to the earlier block's end. Within 16 tokens it is split at the middle of the smallest aligned block of 2, 4, 8 or 16
+// that holds both, as in prepare.cuh. The gradient of a token's log-decay is the sum of the terms that pass through it,
+// and of no others: differences of sums would leave the rounding of terms that cancel. Terms that end in a read pass
+// through the tokens up to it, terms that begin with a write through the tokens after it.
 #pragma once
 #include "products.cuh"
 
@@ -18,7 +18,7 @@ DEVICE float2 columns_of(Lane lane, const float* block) {
     return make_float2(at[0], at[8]);
 }
 
-DEVICE float over_tokens(float x) {  // of the lanes that have the same channels
+DEVICE float over_tokens(float x) {  // sum over the lanes that have the same channels
     x += shuffle_xor(x, 1);
     return x + shuffle_xor(x, 2);
 }
@@ -27,8 +27,10 @@ DEVICE float over_tokens(float x) {  // of the lanes that have the same channels
 
 using PerBlock = float[BLOCKS][2];  // of a lane's two channels
 
-// total: decays of whole blocks; through: what passes through each, from the state before the chunk to the one after it.
-DEVICE void start_through(Lane lane, const Shared& shared, PerBlock& total, PerBlock& through, const float (&states)[2]) {
+// total: decays of whole blocks; through: what passes through each, from the state before the chunk to the one after
+// it.
+DEVICE void start_through(Lane lane, const Shared& shared, PerBlock& total, PerBlock& through,
+                          const float (&states)[2]) {
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         #pragma unroll
@@ -54,15 +56,15 @@ DEVICE void store_through(Lane lane, const Shared& shared, PerBlock& through) {
 // Decay the gradients of block b's readers over block j, and those of block j's writers over block b; add to `through`
 // what is read in b from before j, and what j has written and b has not read, up to the chunk's end.
 DEVICE void pass_through(PerBlock& through, Fragment (&queries)[2], Fragment (&readers)[2], Fragment (&writers)[2],
-                         const Fragment (&q)[2], const Fragment (&k)[2], const Fragment (&writer)[2], const PerBlock& total, int b,
-                         int j) {
+                         const Fragment (&q)[2], const Fragment (&k)[2], const Fragment (&writer)[2],
+                         const PerBlock& total, int b, int j) {
     float read[2] = {}, to_end[2] = {};
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             int c = i / 2;
-            // What was there before block j, decayed over it, is read in block b; then comes what j writes.
+            // Block b reads what was written before block j, decayed over j.
             queries[o][i] *= total[j][c], readers[o][i] *= total[j][c];
             read[c] += q[o][i] * queries[o][i] + k[o][i] * readers[o][i];
             to_end[c] += writer[o][i] * writers[o][i];
@@ -83,8 +85,9 @@ DEVICE void pass_through(PerBlock& through, Fragment (&queries)[2], Fragment (&r
 }
 
 // Products of the 16 tokens of blocks b (readers) and j (writers).
-DEVICE void multiply_pair(Lane lane, const Shared& shared, Fragment (&queries)[2], Fragment (&readers)[2], Fragment (&writers)[2],
-                          const Fragment (&q)[2], const Fragment (&k)[2], const Fragment (&writer)[2], int b, int j) {
+DEVICE void multiply_pair(Lane lane, const Shared& shared, Fragment (&queries)[2], Fragment (&readers)[2],
+                          Fragment (&writers)[2], const Fragment (&q)[2], const Fragment (&k)[2],
+                          const Fragment (&writer)[2], int b, int j) {
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
@@ -98,8 +101,8 @@ DEVICE void multiply_pair(Lane lane, const Shared& shared, Fragment (&queries)[2
     }
 }
 
-// Adds the products between blocks to the gradients as the state sees them; what passes through whole blocks takes the
-// place of their decays. Coming in, `states` is this lane's part of the sum over V of S dS, for its two channels.
+// Add the products between blocks to the StateGradients; the sums that pass through whole blocks replace the blocks'
+// decays. On entry `states` is this lane's part of the sum over V of S dS, for its two channels.
 DEVICE void between_blocks(Lane lane, const Shared& shared, const float (&states)[2]) {
     float total[BLOCKS][2], through[BLOCKS][2];
     start_through(lane, shared, total, through, states);
@@ -113,14 +116,15 @@ DEVICE void between_blocks(Lane lane, const Shared& shared, const float (&states
         #pragma unroll
         for (int j = 0; j < b; j++) {
             Fragment writer[2], writers[2];
-            load_vectors(lane, writer, shared.k(), shared.k_norms(), j), decay_by(writer, shared.fall(j, lane.warp)[lane.id]);
+            load_vectors(lane, writer, shared.k(), shared.k_norms(), j),
+                decay_by(writer, shared.fall(j, lane.warp)[lane.id]);
             load_gradients(lane, writers, shared, WRITERS, j);
             pass_through(through, queries, readers, writers, q, k, writer, total, b, j);
             multiply_pair(lane, shared, queries, readers, writers, q, k, writer, b, j);
             store_gradients(lane, shared, writers, WRITERS, j);
         }
         store_gradients(lane, shared, queries, QUERIES, b), store_gradients(lane, shared, readers, READERS, b);
-        warp_sync();  // the next block's loads come no earlier, which would take more registers than there are
+        warp_sync();  // keeps the next block's loads from being hoisted, which would spill
     }
     store_through(lane, shared, through);
 }
@@ -145,16 +149,17 @@ struct Corner {
         rows = make_float2(g > m ? rows.x : 0.f, g > m + 1 ? rows.y : 0.f);
         columns = make_float2(g < m ? columns.x : 0.f, g < m + 1 ? columns.y : 0.f);
     }
-    // Of pairs whose numbers first differ in bit `level`.
+    // Only pairs of tokens whose indices first differ in bit `level`.
     template <int level> static DEVICE float2 at(Lane lane, float2 x) {
         int first = lane.id / 4 ^ lane.id % 4 * 2, second = first ^ 1;
-        return make_float2(first >= level && first < 2 * level ? x.x : 0.f, second >= level && second < 2 * level ? x.y : 0.f);
+        return make_float2(first >= level && first < 2 * level ? x.x : 0.f,
+                           second >= level && second < 2 * level ? x.y : 0.f);
     }
 };
 
-// Sums along a lane's two tokens of each channel and the lanes that have their neighbours, from each token on or, without
-// it, of those before it, within aligned blocks of `size` tokens: added to g. In the upper block of a pair of blocks the
-// terms are those that a token reads, in the lower one those that it has written.
+// Sums along a lane's two tokens of each channel and the lanes that have their neighbours, from each token on or,
+// without it, of those before it, within aligned blocks of `size` tokens: added to g. Terms are of reads in the upper
+// block of a pair, of writes in the lower one.
 template <int size> DEVICE void add_terms(Lane lane, Fragment& g, const Fragment& terms, bool upper) {
     #pragma unroll
     for (int c = 0; c < 4; c += 2) {
@@ -174,8 +179,8 @@ template <int size> DEVICE void add_terms(Lane lane, Fragment& g, const Fragment
 
 // One level of anchoring among 8 tokens: those in upper blocks of `level` tokens read what those in lower ones have
 // written. `near` is a token's decay towards the other block of its pair.
-template <int level>
-DEVICE void anchor(Lane lane, Fragment& d_g, Fragment& d_q, Fragment& d_k, const Fragment& near, const Fragment& q, const Fragment& k, const Corner& corner) {
+template <int level> DEVICE void anchor(Lane lane, Fragment& d_g, Fragment& d_q, Fragment& d_k, const Fragment& near,
+                                        const Fragment& q, const Fragment& k, const Corner& corner) {
     Fragment near_q, near_k, terms, by_q = {}, by_k = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) near_q[i] = near[i] * q[i], near_k[i] = near[i] * k[i];
@@ -192,7 +197,8 @@ DEVICE void anchor(Lane lane, Fragment& d_g, Fragment& d_q, Fragment& d_k, const
 }
 
 // Level 8: the upper 8 tokens read, the lower 8 have written.
-DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Fragment (&q)[2], const Fragment (&k)[2], const float* dL, const float* dA) {
+DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2],
+                     const Fragment (&q)[2], const Fragment (&k)[2], const float* dL, const float* dA) {
     Fragment reader_q, reader_k, writer, by_q = {}, by_k = {}, by_writer = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -212,8 +218,9 @@ DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const D
     add_terms<8>(lane, d_g[1], by_q, true), add_terms<8>(lane, d_g[0], by_writer, false);
 }
 
-// Reads from before the block, and writes that are read behind it.
-DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b) {
+// Reads from before the block, and writes that are read after it.
+DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2],
+                            const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b) {
     Fragment queries[2], readers[2], writers[2];
     load_gradients(lane, queries, shared, QUERIES, b), load_gradients(lane, readers, shared, READERS, b);
     load_gradients(lane, writers, shared, WRITERS, b);
@@ -222,13 +229,14 @@ DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], VectorGradients& to, 
         Fragment reads, writes;
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float by_q = decays[o].before[i] * queries[o][i], by_k = decays[o].before[i] * readers[o][i], by_writer = decays[o].after[i] * writers[o][i];
+            float by_q = decays[o].before[i] * queries[o][i], by_k = decays[o].before[i] * readers[o][i],
+                  by_writer = decays[o].after[i] * writers[o][i];
             to.q[o][i] += by_q, to.k[o][i] += by_k + by_writer;
             reads[i] = q[o][i] * by_q + k[o][i] * by_k, writes[i] = k[o][i] * by_writer;
         }
         add_terms<8>(lane, d_g[o], reads, true), add_terms<8>(lane, d_g[o], writes, false);
         #pragma unroll
-        for (int c = 0; c < 4; c += 2) {  // through all of the other 8
+        for (int c = 0; c < 4; c += 2) {  // through all of the other 8 tokens
             float x = over_tokens(o ? reads[c] + reads[c + 1] : writes[c] + writes[c + 1]);
             d_g[1 - o][c] += x, d_g[1 - o][c + 1] += x;
         }
@@ -236,7 +244,8 @@ DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], VectorGradients& to, 
 }
 
 // `e`: the tokens' decays; `d_g` becomes the gradient of their logarithms, the gradients of q and k are added to.
-DEVICE void within_block(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Fragment (&e)[2], const Shared& shared, int b) {
+DEVICE void within_block(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Fragment (&e)[2],
+                         const Shared& shared, int b) {
     Fragment q[2], k[2];
     load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
     Decays decays[2];
@@ -247,7 +256,7 @@ DEVICE void within_block(Lane lane, Fragment (&d_g)[2], VectorGradients& to, con
         const float* through = shared.totals(b) + channel_of(lane, 0);
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float x = i % 2 ? diagonal.y : diagonal.x;  // a query reads what its own token has just written
+            float x = i % 2 ? diagonal.y : diagonal.x;  // a query reads its own token's write
             to.q[o][i] += x * k[o][i], to.k[o][i] += x * q[o][i];
             d_g[o][i] = through[i / 2 * 8];
         }
@@ -263,7 +272,7 @@ DEVICE void within_block(Lane lane, Fragment (&d_g)[2], VectorGradients& to, con
         d.towards(near, lane.id & 2);
         anchor<4>(lane, d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner);
         d.to_twice<2>(lane);
-        warp_sync();  // as above
+        warp_sync();  // keeps registers free, as above
     }
     anchor_8(lane, d_g, to, decays, q, k, shared.dL(2 * b + 1, 2 * b), shared.dA(2 * b + 1, 2 * b));
     to_16(decays);

@@ -1,6 +1,6 @@
-// Products of a whole chunk, by the four warps of each 64 channels:
+// MMAs over a chunk, by four warps for each 64 channels:
 //     dAqk = tril(dO' V'^T)   dL = -tril(bX V'^T)   dQg = dO' S^T   dKg = -bX S^T   dKr = V' dS^T
-// the last three transposed, channels by tokens, which is the order that everything after them is in. dO' = scale dO.
+// the last three transposed, channels by tokens, the order of all that follows. dO' = scale dO.
 #pragma once
 #include "decays.cuh"
 
@@ -21,7 +21,7 @@ DEVICE void store_beta(const GradientsParams& p, i64 at, float x) {
     else static_cast<u16*>(p.d_beta)[at] = u16(Io::pack(x, 0.f));
 }
 
-// The gradients of the triangles. Row r = 8 i + g of 8 x 8 block (i, j) has its numbers 2 t, 2 t + 1 at lane (g, t).
+// dAqk and dL. Lane (g, t) stores elements 2 t and 2 t + 1 of row g of 8 x 8 block (i, j).
 DEVICE void multiply_triangles(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     const Operand errors = operand(shared.errors(), V * 16);
     const int w = lane.warp % 4;
@@ -47,37 +47,42 @@ DEVICE void multiply_triangles(Lane lane, const GradientsParams& p, const Shared
                 float x = d[j][2 * r] * factor, y = d[j][2 * r + 1] * factor;
                 if (j == row) own = lane.id / 4 % 2 ? y : x;
                 float* to = which ? shared.dL(row, j) : shared.dA(row, j);
-                if (j <= row) *reinterpret_cast<float2*>(to + 2 * lane.id) = make_float2(Tf32::round(x), Tf32::round(y));
+                if (j <= row)
+                    *reinterpret_cast<float2*>(to + 2 * lane.id) = make_float2(Tf32::round(x), Tf32::round(y));
             }
             if (lane.id / 8 != lane.id % 4) continue;  // not on the diagonal
             if (which == 0) shared.diagonal()[token] = own;
             else if (token < tile.chunk.tokens) {  // -<bX, V'>
                 i64 at = tile.row(p) + i64(token) * p.HV;
                 float logit = load_beta(p, at);
-                if (!is_near_zero(logit, p.beta_activation)) store_beta(p, at, write_strength_gradient<Io>(-own, logit, p.beta_activation));
+                if (!is_near_zero(logit, p.beta_activation))
+                    store_beta(p, at, write_strength_gradient<Io>(-own, logit, p.beta_activation));
             }
         }
     }
 }
 
-// Gradients of a warp's channels, as the state sees them at the ends of each block of 16 tokens: of the queries and the
-// keys that read, from the block's start; of the keys that write, to its end.
+// Gradients of a warp's channels through the state, at the ends of each block of 16 tokens: of queries and of keys that
+// read, decayed from the block's start; of keys that write, decayed to its end.
 enum Which { QUERIES, READERS, WRITERS };
 struct StateGradients {
     Tokens x[3];
 
-    // To be waited for.
+    // Asynchronous; see wait().
     DEVICE void multiply(Lane lane, const Shared& shared) {
         const int at = lane.warp / 4 * 8 * 128;
-        const Operand state = operand_at(mn_major_operand(shared.state(), K * 16), at), d_state = operand_at(mn_major_operand(shared.d_state(), K * 16), at);
-        const Operand values[3] = {operand(shared.d_o(), V * 16), operand(shared.d_v(), V * 16), operand(shared.errors(), V * 16)};
+        const Operand state = operand_at(mn_major_operand(shared.state(), K * 16), at),
+                      d_state = operand_at(mn_major_operand(shared.d_state(), K * 16), at);
+        const Operand values[3] = {operand(shared.d_o(), V * 16), operand(shared.d_v(), V * 16),
+                                   operand(shared.errors(), V * 16)};
         clear(x[0]), clear(x[1]), clear(x[2]);
         wgmma_fence();
         #pragma unroll
         for (int which = 0; which < 3; which++) {
             #pragma unroll
             for (int s = 0; s < V / 16; s++) {
-                wgmma_ss<Io, CHUNK, true>(x[which], operand_at(which == WRITERS ? d_state : state, s * K * 32), operand_at(values[which], s * 256));
+                wgmma_ss<Io, CHUNK, true>(x[which], operand_at(which == WRITERS ? d_state : state, s * K * 32),
+                                          operand_at(values[which], s * 256));
             }
         }
         wgmma_commit();
@@ -86,7 +91,7 @@ struct StateGradients {
         wgmma_wait<0>();
         fence_operand(x[0]), fence_operand(x[1]), fence_operand(x[2]);
     }
-    // In the place of what they were made of.
+    // Replaces the MMAs' operands.
     DEVICE void store(Lane lane, const Shared& shared, float scale) const {
         #pragma unroll
         for (int which = 0; which < 3; which++) {
@@ -94,7 +99,8 @@ struct StateGradients {
             #pragma unroll
             for (int o = 0; o < CHUNK / 8; o++) {
                 const Fragment& y = x[which][o];
-                shared.by_state(which, o, lane.warp)[lane.id] = make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
+                shared.by_state(which, o, lane.warp)[lane.id] =
+                    make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
             }
         }
     }
@@ -110,10 +116,11 @@ DEVICE void load_gradients(Lane lane, Fragment (&x)[2], const Shared& shared, in
 
 DEVICE void store_gradients(Lane lane, const Shared& shared, const Fragment (&x)[2], int which, int b) {
     #pragma unroll
-    for (int o = 0; o < 2; o++) shared.by_state(which, 2 * b + o, lane.warp)[lane.id] = make_float4(x[o][0], x[o][1], x[o][2], x[o][3]);
+    for (int o = 0; o < 2; o++)
+        shared.by_state(which, 2 * b + o, lane.warp)[lane.id] = make_float4(x[o][0], x[o][1], x[o][2], x[o][3]);
 }
 
-// Sum over V of S dS, this lane's part of it, for its two channels.
+// This lane's partial sums of S dS over V, for its two channels.
 DEVICE void multiply_states(Lane lane, float (&sum)[2], const Shared& shared) {
     sum[0] = sum[1] = 0.f;
     #pragma unroll 2

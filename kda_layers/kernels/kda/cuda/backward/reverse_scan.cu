@@ -1,18 +1,18 @@
 // The reverse scan of the backward, from a sequence's last chunk to its first. With dS the gradient of the state at a
-// chunk's end, and dO' that of the output before it is scaled:
+// chunk's end, and dO' = scale dO:
 //     dV' = Aqk^T dO' + Kr dS     bX = T'^T dV'     dS <- gamma dS + Qg^T dO' - Kg^T bX
 // bX is the gradient of v; with it and dS all other gradients are parallel over chunks. Formulas and names:
 // docs/kernels/forward.md, whose prepared chunks this reads.
 //
-// A block has 64 columns of V, which evolve independently, and a warp 16 of them, as rows of every product: what one
-// product gives is, rounded, the first operand of the next, number for number in the same lane. So nothing of the chain
-// from chunk to chunk goes through shared memory, and no warp waits for another. One more warp brings the chunks.
+// A CTA has 64 columns of V, which are independent, and a warp 16 of them, as rows of every MMA: the result of one MMA,
+// rounded, is operand A of the next in the same lane. So the chain from chunk to chunk does not pass through shared
+// memory, and no warp waits for another. One more warp copies the chunks.
 //
-// Row 8 r + c of a warp's 16 is its column 4 (c / 2) + 2 r + c % 2: then those of a lane with one token are neighbours
+// Row 8 r + c of a warp's 16 is its column 4 (c / 2) + 2 r + c % 2: then a lane's columns of one token are contiguous
 // in memory.
 #include "stage.cuh"
 
-constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // what fits into shared memory
+constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // as many as fit into shared memory
 constexpr int SCAN_WARPS = 4, THREADS = 32 * (SCAN_WARPS + 1);
 static_assert(BV == 16 * SCAN_WARPS, "a warp has 16 columns");
 
@@ -26,7 +26,7 @@ struct ReverseScanParams {
     u16* d_states;               // [NC, HV, V, K], at each chunk's end
     float* d_initial;            // [N, HV, V, K], or null
     int T, HV, tiles;            // tiles = N * HV; B * T < 2^31
-    int int64_offsets;            // cu_seqlens is int64
+    int int64_offsets;           // cu_seqlens is int64
 };
 
 struct Shared {
@@ -37,7 +37,9 @@ struct Shared {
     static constexpr int BYTES = AT_BARRIERS + 2 * PARTS * STAGES * 8;
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
-    DEVICE unsigned char* rows(int w) const { return base + AT_ROWS + w * 16 * K * 2; }  // of dS: [16, K], each warp's own
+    DEVICE unsigned char* rows(int w) const {
+        return base + AT_ROWS + w * 16 * K * 2;
+    }  // of dS: [16, K], each warp's own
     DEVICE u64* full(int part, u32 count) const {
         return reinterpret_cast<u64*>(base + AT_BARRIERS) + part * STAGES + count % STAGES;
     }
@@ -62,7 +64,7 @@ static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory")
 
 // ---------------------------------------------------------------- operands
 
-using Tokens = u32[CHUNK / 16][4];  // 16 columns by the chunk's tokens, rounded, as first operands
+using Tokens = u32[CHUNK / 16][4];              // 16 columns by the chunk's tokens, rounded, as operand A
 template <int N> using Sums = float[N / 8][4];  // 16 columns by N, in mma's accumulator order
 
 template <int N> DEVICE void clear(Sums<N>& x) {
@@ -72,11 +74,13 @@ template <int N> DEVICE void clear(Sums<N>& x) {
 
 template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, float sign) {
     #pragma unroll
-    for (int i = 0; i < N / 4; i++) to[i / 4][i % 4] = Io::pack(sign * x[i / 2][i % 2 * 2], sign * x[i / 2][i % 2 * 2 + 1]);
+    for (int i = 0; i < N / 4; i++)
+        to[i / 4][i % 4] = Io::pack(sign * x[i / 2][i % 2 * 2], sign * x[i / 2][i % 2 * 2 + 1]);
 }
 
 // d += a b over the tokens 16 first to 16 last, b [64, N].
-template <int N, int first = 0, int last = CHUNK / 16> DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
+template <int N, int first = 0, int last = CHUNK / 16>
+DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
     #pragma unroll
     for (int s = first; s < last; s++) wgmma_rs<Io, N, true>(d, a[s], operand_at(b, s * N * 32));
     wgmma_commit();
@@ -89,7 +93,7 @@ DEVICE void multiply_channels(Sums<CHUNK>& d, const u32 (&a)[K / 16][4], Operand
     wgmma_commit();
 }
 
-// A lane's four columns of tokens lane / 4 + 8 i of dO or of the gradient of v: neighbours in memory.
+// A lane's four columns of tokens id / 4 + 8 i of dO or of the gradient of v, contiguous in memory.
 struct Values {
     uint2 x[CHUNK / 8];
 
@@ -117,7 +121,8 @@ DEVICE void store_negated(Lane lane, u16* to, const Tokens& x, i64 stride, int t
     for (int i = 0; i < CHUNK / 8; i++) {
         u32 a = transpose_8x8(x[i / 2][i % 2 * 2] ^ SIGNS), b = transpose_8x8(x[i / 2][i % 2 * 2 + 1] ^ SIGNS);
         int token = lane.id / 4 + 8 * i;
-        if (token < tokens) *reinterpret_cast<u64*>(to + token * stride) = a | u64(b) << 32;  // a uint2 goes in halves
+        if (token < tokens)
+            *reinterpret_cast<u64*>(to + token * stride) = a | u64(b) << 32;  // ptxas splits the store of a uint2
     }
 }
 
@@ -126,7 +131,7 @@ DEVICE void store_negated(Lane lane, u16* to, const Tokens& x, i64 stride, int t
 struct Gradient {
     Sums<K> S;  // its transpose: columns of V by K
 
-    // Pairs of neighbours, with their places in the warp's [16, K].
+    // Call f with each pair of neighbours and its offset in the warp's [16, K].
     template <class F> DEVICE void each(Lane lane, F f) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -159,11 +164,11 @@ struct Gradient {
     }
 };
 
-// A warp's 16 columns of dS as an operand, to memory in 16 bytes at a time. In shared memory the pieces of row m are
-// permuted by m % 8, so that eight of one row and eight of one place both lie in different banks.
+// Store a warp's 16 columns of dS, an operand, 16 bytes at a time. In shared memory the pieces of row m are permuted by
+// m % 8: neither the stores nor the loads have bank conflicts.
 DEVICE void store_rows(Lane lane, u16* to, unsigned char* rows, const u32 (&x)[K / 16][4]) {
     constexpr int PIECES = K / 8;  // of a row
-    warp_sync();  // the last chunk's have been read
+    warp_sync();                   // the previous chunk's have been read
     #pragma unroll
     for (int s = 0; s < K / 16; s++) {
         int m = lane.id % 16, piece = 2 * s + lane.id / 16;
@@ -173,11 +178,12 @@ DEVICE void store_rows(Lane lane, u16* to, unsigned char* rows, const u32 (&x)[K
     #pragma unroll
     for (int i = 0; i < PIECES / 2; i++) {
         int m = (32 * i + lane.id) / PIECES, piece = lane.id % PIECES, column = m % 8 / 2 * 4 + m / 8 * 2 + m % 2;
-        *reinterpret_cast<uint4*>(to + column * K + 8 * piece) = *reinterpret_cast<const uint4*>(rows + (m * PIECES + (piece ^ m % 8)) * 16);
+        *reinterpret_cast<uint4*>(to + column * K + 8 * piece) =
+            *reinterpret_cast<const uint4*>(rows + (m * PIECES + (piece ^ m % 8)) * 16);
     }
 }
 
-// ---------------------------------------------------------------- the walk
+// ---------------------------------------------------------------- the scan
 
 DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     const i64 stride = i64(p.HV) * V;
@@ -189,9 +195,9 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
         int chunk = tile.chunks() - 1;
-        i64 row = i64(chunks_before(lane, p, tile.sequence, ALL) + chunk) * p.HV + tile.head;  // of what is kept
+        i64 row = i64(chunks_before(lane, p, tile.sequence, ALL) + chunk) * p.HV + tile.head;  // in per-chunk tensors
         const i64 first_checkpoint = i64(chunks_before(lane, p, tile.sequence, WHOLE)) * p.HV + tile.head;
-        i64 at = tile.row(p, chunk * CHUNK) * V + column + lane.id % 4 * 4;  // in dO and the gradient of v
+        i64 at = tile.row(p, chunk * CHUNK) * V + column + lane.id % 4 * 4;  // offset in dO and d_v
         Gradient d;
         d.load(lane, p.d_final ? p.d_final + state_at(index, column) : nullptr);
         Values next;
@@ -215,14 +221,14 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             }
             wgmma_fence();
             multiply_tokens<CHUNK>(V1, O, operand_at(T, AT_AQK - AT_T));
-            wgmma_wait<1>();  // waits for nothing, but without it the compiler serializes all products
+            wgmma_wait<1>();  // does not wait, but without it ptxas serializes all wgmma
             fence_operand(d.S);
             as_operand<K>(S, d.S, 1.f);
             wait_for(shared, UPDATE, count);
             wgmma_fence();
             multiply_channels(V1, S, operand_at(first_Kr, stage_at));
 
-            // Products that no other waits for fill the gaps between those of the chain.
+            // MMAs outside of the dependency chain fill its gaps.
             d.decay(lane, stage.gamma());
             wgmma_fence();
             multiply_tokens<K, 0, 2>(d.S, O, operand_at(Kg, AT_QG));
@@ -256,13 +262,14 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     }
 }
 
-// ---------------------------------------------------------------- the warp that brings chunks
+// ---------------------------------------------------------------- the warp that copies chunks
 
-// Where there are no bulk copies.
+// Without bulk copies.
 DEVICE void copy_parts(Lane lane, const Stage& from, const Shared& shared, u32 count) {
     for (int part : {UPDATE, OUTPUT, ERRORS}) {
         wait_for_release(shared, part, count);
-        for (int i = part_at(part) + 16 * lane.id; i < part_at(part + 1); i += 512) cp_async_16(shared.stage(count).base + i, from.base + i, true);
+        for (int i = part_at(part) + 16 * lane.id; i < part_at(part + 1); i += 512)
+            cp_async_16(shared.stage(count).base + i, from.base + i, true);
     }
     cp_async_commit();
     cp_async_wait<0>();

@@ -7,9 +7,10 @@ constexpr int CHUNK = 64;
 
 // Where a packed sequence begins among all tokens.
 template <class Params> DEVICE int offset_of(const Params& p, int sequence) {
-    return p.int64_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence]) : static_cast<const int*>(p.cu_seqlens)[sequence];
+    return p.int64_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence])
+                           : static_cast<const int*>(p.cu_seqlens)[sequence];
 }
 
-// Matrices of 16-bit elements are stored in 8 x 8 blocks of 128 bytes, 8 elements of a row side by side: the byte of block
-// (i, j) of a matrix with `columns` blocks side by side.
+// Matrices of 16-bit elements are stored in 8 x 8 blocks of 128 bytes, 8 elements of a row side by side: the byte of
+// block (i, j) of a matrix with `columns` blocks side by side.
 DEVICE constexpr int block_at(int i, int j, int columns) { return (i * columns + j) * 128; }

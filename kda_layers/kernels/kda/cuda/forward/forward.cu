@@ -1,21 +1,20 @@
-// The forward over whole sequences: chunks of 64 tokens, prepared in parallel, walked in order.
+// Forward over whole sequences: chunks of 64 tokens, prepared in parallel, scanned in order.
 //
-// SLICES blocks serve one (sequence, value head) at a time, each block BV columns of V, whose states evolve
-// independently. Some warps of a block prepare every SLICES-th chunk: they iteration q, k, g and beta into what the walk
-// multiplies by (prepare.cuh). The result goes to a ring in global memory that stays in L2, and from there by bulk copies
-// into every block's shared memory, where other warps walk: per chunk
+// A CTA group of SLICES CTAs serves one (sequence, value head) at a time, each CTA BV columns of V, whose states are
+// independent. The preparing warps of a CTA turn q, k, g and beta of every SLICES-th chunk into the operands of the
+// scan (prepare.cuh). Bulk copies bring them, through a ring in global memory that stays in L2, to the shared memory of
+// every CTA of the group, where the scanning warps compute per chunk
 //     V' = T' (v - Kg S)     O = scale (Qg S + Aqk V')     S = gamma S + Kr^T V'
-// in products of a warpgroup where the arch has them, else by mma.sync (scan.cuh). Formulas and names:
-// docs/kernels/forward.md.
+// by wgmma where the arch has it, else by mma.sync (scan.cuh). Formulas and names: docs/kernels/forward.md.
 #include "prepare.cuh"
 #include "scan.cuh"
 
-// Registers of a thread by role, where the arch can move them between warpgroups. All start with what THREADS threads can
-// have at most, which is too few to prepare.
+// Registers per thread by role, where the arch has setmaxnreg. At launch all roles have the same number, which is too
+// few for preparing.
 enum Role { PREPARE, SCAN, INVERT };
 template <int role> DEVICE void registers() {
 #if HAS_SETMAXNREG
-    // Of four warpgroups' 512, as many as each form needs to spill nothing.
+    // The four warpgroups share 512; each form gets what it needs to avoid spills.
     constexpr bool small = HAS_WGMMA && BV == 16;
     constexpr int prepare = K == 64 ? 208 : SAVES && small ? 160 : 152;
     constexpr int scan = K == 64 ? 128 : HAS_WGMMA && !SAVES || small ? 104 : 120;
@@ -33,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_forward(const __gri
     block_or_cluster_sync(THREADS);
     if (lane.warp < PREPARE_WARPS) {
         registers<PREPARE>();
-        // Later tokens have more blocks before them: those of a multiprocessor's quarter get the same work together.
+        // Later tokens have more earlier blocks to multiply with: balances the work of the SM's four sub-partitions.
         int pair = lane.warp / HALVES;
         prepare({(pair ^ pair / 2) * HALVES + lane.warp % HALVES, lane.id}, p, shared);
     } else if (lane.warp < PREPARE_WARPS + 4) {
@@ -41,7 +40,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_forward(const __gri
         scan({lane.warp - PREPARE_WARPS, lane.id}, p, shared);
     } else {
         registers<INVERT>();
-        if (lane.warp < PREPARE_WARPS + 4 + INVERTERS) invert_chunks({lane.warp - PREPARE_WARPS - 4, lane.id}, p, shared);
+        if (lane.warp < PREPARE_WARPS + 4 + INVERTERS)
+            invert_chunks({lane.warp - PREPARE_WARPS - 4, lane.id}, p, shared);
         else fetch_chunks(lane, p, shared);
     }
     block_or_cluster_sync(THREADS);

@@ -1,12 +1,12 @@
-// The inverse of I + N for the lower triangular N = diag(beta) L of a chunk, by three warps: 16 x 16 blocks by masked
-// doubling, then merges of neighbours. Every intermediate is an inverse itself, so all entries stay small and fp16
-// operands are safe (kda_math.md, section 3).
+// T' = (I + N)^-1 beta for the lower triangular N = diag(beta) L of a chunk, by three warps: 16 x 16 blocks by masked
+// doubling, then merges of neighbours. Every intermediate is itself an inverse, so that entries stay small enough for
+// fp16 operands (kda_math.md, section 3).
 #pragma once
 #include "shared.cuh"
 
-constexpr int HALVES = K / 64;  // warps that prepare the same 16 tokens, each some channels
+constexpr int HALVES = K / 64;                 // warps that share 16 tokens, 64 channels each
 enum Column { T00, T11, T22, T10, Y20, Y21 };  // blocks that warps exchange
-using Tile = float[2][4];  // 16 x 16, two of mma's accumulators side by side
+using Tile = float[2][4];                      // 16 x 16, two of mma's accumulators side by side
 
 DEVICE void as_rows(u32 (&a)[4], const Tile& x) {  // A fragments
     a[0] = Fp16::pack(x[0][0], x[0][1]), a[1] = Fp16::pack(x[0][2], x[0][3]);
@@ -41,7 +41,7 @@ DEVICE void negate(Tile& x) {
     for (int i = 0; i < 8; i++) x[i / 4][i % 4] = -x[i / 4][i % 4];
 }
 
-// (I + N)^-1 for a strictly lower N by masked doubling: every intermediate is an inverse itself, with small entries.
+// (I + N)^-1 for a strictly lower triangular N by masked doubling.
 DEVICE void invert(Lane lane, Tile& T, const Tile& N) {
     between_siblings(lane, T, N, 1);
     negate(T);
@@ -62,7 +62,7 @@ DEVICE void invert(Lane lane, Tile& T, const Tile& N) {
     }
 }
 
-// A 16 x 16 block of T or Aqk, to its place.
+// Store a 16 x 16 block of T or Aqk.
 DEVICE void store_block(Lane lane, unsigned char* to, const Tile& x, int b, int j) {
     #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -71,7 +71,7 @@ DEVICE void store_block(Lane lane, unsigned char* to, const Tile& x, int b, int 
     }
 }
 
-// A row of blocks: what is right of the diagonal is zero.
+// Store a row of blocks, zeros right of the diagonal.
 DEVICE void store_row(Lane lane, unsigned char* to, const Tile (&left)[3], const Tile& own, int b) {
     const Tile zero = {};
     #pragma unroll
@@ -82,7 +82,7 @@ DEVICE void store_row(Lane lane, unsigned char* to, const Tile (&left)[3], const
     store_block(lane, to, own, b, b);
 }
 
-// x[i][j] *= columns[j], for a block of columns of the chunk's tokens.
+// x[i][j] *= columns[j]
 DEVICE void scale_columns(Lane lane, Tile& x, const float* columns) {
     #pragma unroll
     for (int n = 0; n < 2; n++) {
@@ -96,7 +96,7 @@ DEVICE void scale_rows(Tile& x, const float (&rows)[2]) {
     for (int i = 0; i < 8; i++) x[i / 4][i % 4] *= rows[i % 4 / 2];
 }
 
-// One half's sums over its channels.
+// Partial sums over one half of the channels.
 DEVICE void send_sums(float4* to, const Tile& x) {
     #pragma unroll
     for (int n = 0; n < 2; n++) to[n * 32] = make_float4(x[n][0], x[n][1], x[n][2], x[n][3]);
@@ -110,7 +110,7 @@ DEVICE void add_sums(Tile& x, const float4* from) {
     }
 }
 
-// N's block (b, j) from both halves' sums of L.
+// Block (b, j) of N from the partial sums of L.
 DEVICE void load_block(Lane lane, Tile& x, const Shared& shared, const float* beta, int b, int j) {
     #pragma unroll
     for (int i = 0; i < 8; i++) x[i / 4][i % 4] = 0.f;
@@ -120,9 +120,8 @@ DEVICE void load_block(Lane lane, Tile& x, const Shared& shared, const float* be
     scale_rows(x, rows);
 }
 
-// Three warps make T' = (I + N)^-1 beta: each 16 x 16 block's own inverse, then merges of neighbours (kda_math.md,
-// section 3). Warp 0 has the rows of blocks 0 and 1, warp 1 of block 2, warp 2 of block 3; what others need goes through
-// shared memory as columns, that is as B fragments.
+// Warp 0 has the rows of blocks 0 and 1, warp 1 of block 2, warp 2 of block 3; they exchange blocks through shared
+// memory as B fragments.
 
 DEVICE void invert_upper(Lane lane, const Shared& shared, const Stage& stage, const float* beta, uint4* columns) {
     Tile T[3] = {}, own, L;
@@ -151,7 +150,8 @@ DEVICE void invert_upper(Lane lane, const Shared& shared, const Stage& stage, co
     store_row(lane, stage.T(), T, own, 1);
 }
 
-DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, const float* beta, uint4* columns, int b) {
+DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, const float* beta, uint4* columns,
+                         int b) {
     Tile T[3] = {}, own, L;
     load_block(lane, L, shared, beta, b, b);
     invert(lane, own, L);
@@ -194,13 +194,14 @@ DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, co
     store_row(lane, stage.T(), T, own, b);
 }
 
-// A chunk's beta, of which each warp has a copy; zeros behind the sequence's end.
+// Betas of a chunk, one copy per warp; zeros after the sequence's end.
 DEVICE void load_write_strengths(Lane lane, float* to, const ForwardParams& p, const Cursor& at) {
     #pragma unroll
     for (int i = lane.id; i < CHUNK; i += 32) {
         int token = at.chunk * CHUNK + i;
         i64 row = at.tile.row(p, min(token, at.tile.length - 1));
-        float logit = p.beta_fp32 ? static_cast<const float*>(p.beta)[row] : Io::load(static_cast<const u16*>(p.beta) + row);
+        float logit =
+            p.beta_fp32 ? static_cast<const float*>(p.beta)[row] : Io::load(static_cast<const u16*>(p.beta) + row);
         to[i] = token < at.tile.length ? write_strength(logit, p.beta_activation) : 0.f;
     }
 }

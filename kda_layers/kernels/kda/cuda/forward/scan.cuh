@@ -1,31 +1,32 @@
-// The walk over prepared chunks: four warps share the rows (tokens, then channels) of all BV columns. The state stays in
-// registers in fp32; what the next product multiplies by goes through shared memory, with the columns as rows of the
-// operand. Column n = 8 i + 2 t + {0, 1} of the products is column BV / 4 * t + 2 i + {0, 1} of V: a lane's are neighbours
-// in memory, and the order of columns matters to no product.
+// The scan over prepared chunks, by four warps. Per chunk
+//     R = Kg S     V' = T' (v - R)     O = scale (Qg S + Aqk V')     S = gamma S + Kr^T V'
+// The state S stays in registers in fp32; S, v - R and V' pass through shared memory, rounded, as operands whose rows
+// are columns of V. Column n = 8 i + 2 t + {0, 1} of the MMAs is column BV / 4 * t + 2 i + {0, 1} of V, so that a
+// lane's columns are contiguous in memory.
 #pragma once
 #include "shared.cuh"
 
 constexpr int TILES = BV / 8;
-using Columns = float[TILES][4];  // 64 rows: of warp w's 16, g and g + 8
+using Columns = float[TILES][4];  // rows g and g + 8 of the warp's 16, by BV columns
 
-// 64 rows of 16-bit numbers, transposed, as blocks (row of columns, `row` + that of rows) of an operand.
+// Store 64 rows of 16-bit elements, transposed, as blocks (., row), (., row + 1) of an operand.
 DEVICE void store_columns(Lane lane, unsigned char* to, const u32 (&x)[TILES][2], int row, int columns) {
     #pragma unroll
     for (int i = 0; i < TILES; i += 2) {
-        stmatrix_x4_trans(to + block_at(i + lane.id / 16, row + lane.id / 8 % 2, columns) + 16 * (lane.id % 8),
-                                  x[i][0], x[i][1], x[i + 1][0], x[i + 1][1]);
+        stmatrix_x4_trans(to + block_at(i + lane.id / 16, row + lane.id / 8 % 2, columns) + 16 * (lane.id % 8), x[i][0],
+                          x[i][1], x[i + 1][0], x[i + 1][1]);
     }
 }
 
-// d += a b^T over `steps` times 16, or d = that if it begins: a [64, .], b [BV, .].
-template <int steps, bool begins> DEVICE void multiply_rows(Columns& d, Operand a, Operand b) {
-    wgmma_ss<Io, BV, false, begins>(d, a, b);
+// d += a b^T over K = 16 steps (= instead of += if `overwrites`): a [64, K], b [BV, K].
+template <int steps, bool overwrites> DEVICE void multiply_rows(Columns& d, Operand a, Operand b) {
+    wgmma_ss<Io, BV, false, overwrites>(d, a, b);
     #pragma unroll
     for (int s = 1; s < steps; s++) wgmma_ss<Io, BV>(d, operand_at(a, s * 256), operand_at(b, s * 256));
     wgmma_commit();
 }
 
-// d += a^T b^T over the chunk's tokens: a [64, .] of K numbers a row, b [BV, 64].
+// d += a^T b^T over the chunk's tokens: a [64, K], b [BV, 64].
 DEVICE void multiply_tokens(Columns& d, Operand a, Operand b) {
     #pragma unroll
     for (int s = 0; s < CHUNK / 16; s++) wgmma_ss<Io, BV, true>(d, operand_at(a, s * K * 32), operand_at(b, s * 256));
@@ -42,7 +43,7 @@ DEVICE void round_columns(u32 (&x)[TILES][2], const Columns& d) {
 struct State {
     Columns S[K / 64];
 
-    // A lane's first number in [BV, K], from which it loads and stores.
+    // Offset of a lane's first element in [BV, K].
     static DEVICE int place(Lane lane) { return BV / 4 * (lane.id % 4) * K + 16 * lane.warp + lane.id / 4; }
 
     DEVICE void load(const float* from) {
@@ -74,7 +75,7 @@ struct State {
             }
         }
     }
-    // As the operand of the next products.
+    // Store S, rounded, as an operand.
     DEVICE void publish(Lane lane, unsigned char* to) {
         #pragma unroll
         for (int m = 0; m < K / 64; m++) {
@@ -88,14 +89,15 @@ struct State {
     }
 };
 
-// A lane's columns of its two tokens of v or o: neighbours in memory.
+// A lane's columns of its two tokens of v or o, contiguous in memory.
 struct Values {
     u32 x[2][TILES];
 
     DEVICE void load(Lane lane, const u16* from, int stride, int tokens) {
         #pragma unroll
-        for (int r = 0; r < 2; r++) {  // rows behind the end multiply zeros: any finite value will do
-            const u16* at = from + min(16 * lane.warp + lane.id / 4 + 8 * r, tokens - 1) * stride + BV / 4 * (lane.id % 4);
+        for (int r = 0; r < 2; r++) {  // rows after the end multiply zeros: any finite value will do
+            const u16* at =
+                from + min(16 * lane.warp + lane.id / 4 + 8 * r, tokens - 1) * stride + BV / 4 * (lane.id % 4);
             if constexpr (BV == 32) {
                 uint4 v = *reinterpret_cast<const uint4*>(at);
                 x[r][0] = v.x, x[r][1] = v.y, x[r][2] = v.z, x[r][3] = v.w;
@@ -129,23 +131,24 @@ struct Values {
     }
 };
 
-// A state as the operand that it is, to memory in its rows' order; by 128 threads.
+// Store a state, an operand in shared memory, to [V, K] in global memory; by 128 threads.
 DEVICE void save_state(u16* to, const unsigned char* from, int thread) {
     int row = thread % 8, column = BV / 4 * (row / 2) + row % 2 + thread / K * 2, channel = thread / 8 % (K / 8) * 8;
     #pragma unroll 2
-    for (int i = 0; i < BV * K / 1024; i++) {  // 128 pieces are 128 / K blocks of 8 rows
-        *reinterpret_cast<uint4*>(to + column * K + channel + 256 * i) = reinterpret_cast<const uint4*>(from)[thread + 128 * i];
+    for (int i = 0; i < BV * K / 1024; i++) {  // 128 pieces of 16 bytes are 128 / K blocks of 8 rows
+        *reinterpret_cast<uint4*>(to + column * K + channel + 256 * i) =
+            reinterpret_cast<const uint4*>(from)[thread + 128 * i];
     }
 }
 
-// This block's share of a chunk that each block has prepared for itself; by 128 threads.
+// Save this CTA's share of a chunk that every CTA has prepared for itself; by 128 threads.
 DEVICE void save_slice(unsigned char* to, const Stage& stage, int thread) {
     for (int piece = slice() * 128 + thread; piece < STAGE_BYTES / 16; piece += SLICES * 128) {
         reinterpret_cast<uint4*>(to)[piece] = reinterpret_cast<const uint4*>(stage.base)[piece];
     }
 }
 
-// What four warps have written becomes an operand.
+// Make what the four warps have written readable as an operand.
 DEVICE void operand_sync() {
     fence_proxy_async_shared();
     barrier_sync(SCANNING, 128);
@@ -168,13 +171,14 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     const int column = slice() * BV, place = column * K + State::place(lane);
     const Operand state_operand = operand(shared.state(), K * 16), residuals = operand(shared.residuals(), CHUNK * 16);
     const Operand errors = operand(shared.errors(), CHUNK * 16);
-    const Operand first_keys = operand(shared.stage(0).base, K * 16), first_tokens = operand(shared.stage(0).base, CHUNK * 16);
+    const Operand first_keys = operand(shared.stage(0).base, K * 16),
+                  first_tokens = operand(shared.stage(0).base, CHUNK * 16);
     const Operand first_channels = mn_major_operand(shared.stage(0).Kr(), K * 16);
     u32 count = 0;
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
-        i64 tokens_at = tile.row(p, 0) * V + column;  // of the chunk, in v and o
-        // The chunk's rows among checkpoints and in what is kept.
+        i64 tokens_at = tile.row(p, 0) * V + column;  // offset of the chunk in v and o
+        // The chunk's rows in checkpoints and in per-chunk tensors.
         int whole_row = p.checkpoints ? chunks_before(lane, p, tile.sequence, WHOLE) : 0;
         int row = SAVES ? chunks_before(lane, p, tile.sequence, ALL) : 0;
         State state;
@@ -188,9 +192,10 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             Values values = next;
             if (left > CHUNK) next.load(lane, p.v + tokens_at + CHUNK * stride, stride, left - CHUNK);
 
-            // Operands with K and with 64 numbers in a row; and one whose columns are multiplied.
+            // Operands with K and with 64 elements in a row, and Kr, MN-major.
             const int at = count % STAGES * STAGE_BYTES;
-            const Operand keys = operand_at(first_keys, at), tokens = operand_at(first_tokens, at), channels = operand_at(first_channels, at);
+            const Operand keys = operand_at(first_keys, at), tokens = operand_at(first_tokens, at),
+                          channels = operand_at(first_channels, at);
 
             Columns R, E, O;
             wait_for(shared, ERRORS, count);
@@ -200,7 +205,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             fence_operand(R);
             wait_for(shared, OUTPUT, count);
             wgmma_fence();
-            multiply_rows<K / 16, true>(O, operand_at(keys, AT_QG), state_operand);  // meanwhile, until V' is there
+            multiply_rows<K / 16, true>(O, operand_at(keys, AT_QG), state_operand);  // overlaps with V'
             if constexpr (SAVES) {
                 const i64 kept = i64(row++) * p.HV + tile.head;
                 save_state(p.states + state_at(kept, column), shared.state(), 32 * lane.warp + lane.id);
@@ -216,7 +221,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
 
             wgmma_fence();
             multiply_rows<4, true>(E, operand_at(tokens, AT_T), residuals);
-            if (p.checkpoints && left < tile.length) {  // the state after the chunk before
+            if (p.checkpoints && left < tile.length) {  // the state at this chunk's start
                 state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + tile.head, 0) + place);
             }
             wait_for(shared, UPDATE, count);
@@ -256,7 +261,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     }
 }
 
-// One warp brings every part of every chunk as its stage becomes free.
+// One warp copies every part of every chunk as soon as its stage is free.
 DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const Shared& shared) {
     u32 all = SHARED_CHUNKS ? chunks_of_cta_group(p) : 0, ready = 0;
     Cursor at;
