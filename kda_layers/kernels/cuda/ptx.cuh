@@ -292,8 +292,8 @@ DEVICE void fence_proxy_async_shared() {
 // bytes apart, neighbours along M or N `stride` bytes apart. The rows of a block run along K (K-major), or along M or N
 // if the operand is MN-major (transposed).
 //
-// wgmma_ss: d[64, N] += a[64, 16] b[N, 16]^T for N of 16, 32 or 64 (= instead of += if `overwrites`); a warp has 16 rows
-// of d in the order of mma's accumulators. Asynchronous, from wgmma_fence to wgmma_wait.
+// wgmma_ss: d[64, N] += a[64, 16] b[N, 16]^T for N of 16, 32 or 64 (= instead of += if `overwrites`), 16 rows
+// of d per warp, in the order of mma's accumulators. Asynchronous, from wgmma_fence to wgmma_wait.
 // wgmma_rs: the same with the warp's 16 rows of a in registers, as mma's A, and N of 64 or 128; b may be MN-major.
 
 #if HAS_WGMMA

@@ -5,11 +5,6 @@
 
 // Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), GATE (see gates.cuh), G_FP32 (1: gate logits are fp32),
 // HAS_WGMMA (1 on sm_90a).
-#if G_FP32
-using Logit = float;
-#else
-using Logit = u16;
-#endif
 constexpr int BLOCKS = CHUNK / 16;
 constexpr int WARPS = K / 16, THREADS = 32 * WARPS;  // a warp has 16 channels
 static_assert(K == V, "states are square");

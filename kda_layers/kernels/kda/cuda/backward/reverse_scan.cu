@@ -45,13 +45,10 @@ struct Shared {
     }
     DEVICE u64* empty(int part, u32 count) const { return full(part, count) + PARTS * STAGES; }
 
+    static DEVICE constexpr int releases(int) { return SCAN_WARPS; }  // warps of a CTA that release a part
+
     DEVICE void init_barriers() const {
-        for (int part = 0; part < PARTS; part++) {
-            for (u32 i = 0; i < STAGES; i++) {
-                mbarrier_init(full(part, i), 1);
-                mbarrier_init(empty(part, i), RANKS * SCAN_WARPS);
-            }
-        }
+        init_part_barriers(*this);
 #if __CUDA_ARCH__ >= 900
         fence_mbarrier_init();
 #endif
@@ -213,6 +210,7 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             const int stage_at = count % STAGES * STAGE_BYTES;
             const Operand Kg = operand_at(first_Kg, stage_at), T = operand_at(first_T, stage_at);
 
+            // ---- dV' = Aqk^T dO' + Kr dS
             Sums<CHUNK> V1, X1;
             u32 S[K / 16][4];
             clear<CHUNK>(V1), clear<CHUNK>(X1);
@@ -228,7 +226,7 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             wgmma_fence();
             multiply_channels(V1, S, operand_at(first_Kr, stage_at));
 
-            // MMAs outside of the dependency chain fill its gaps.
+            // ---- dS <- gamma dS + Qg^T dO', in two halves: MMAs outside of the dependency chain fill its gaps
             d.decay(lane, stage.gamma());
             wgmma_fence();
             multiply_tokens<K, 0, 2>(d.S, O, operand_at(Kg, AT_QG));
@@ -236,6 +234,7 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             wgmma_wait<1>();
             fence_operand(V1);
             release(lane, shared, UPDATE, count);
+            // ---- bX = T'^T dV'
             as_operand<CHUNK>(V0, V1, 1.f);
             wait_for(shared, ERRORS, count);
             wgmma_fence();
@@ -243,12 +242,14 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             multiply_tokens<K, 2, 4>(d.S, O, operand_at(Kg, AT_QG));
             wgmma_wait<1>();
             fence_operand(X1);
+            // ---- dS <- dS - Kg^T bX
             as_operand<CHUNK>(X, X1, -1.f);
             wgmma_fence();
             multiply_tokens<K>(d.S, X, Kg);
             store_negated(lane, p.d_v + at, X, stride, tile.length - chunk * CHUNK);
             wgmma_wait<1>();
             release(lane, shared, OUTPUT, count);
+            // ---- the next chunk's dO'
             if (chunk > 0) {
                 wait_for(shared, OUTPUT, count + 1);
                 next.scaled(lane, O, shared.stage(count + 1).scale());

@@ -5,6 +5,12 @@
 using Io = IO;  // chosen by the build: Bf16 or Fp16
 constexpr int CHUNK = 64;
 
+#if G_FP32  // chosen by the build, where a kernel reads gate logits
+using Logit = float;
+#else
+using Logit = u16;
+#endif
+
 // Where a packed sequence begins among all tokens.
 template <class Params> DEVICE int offset_of(const Params& p, int sequence) {
     return p.int64_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence])

@@ -86,6 +86,15 @@ struct Stage {
 // CTAs of the cluster. A kernel's Shared has the stages and, for each part of a stage, the mbarriers `full` and
 // `empty`.
 
+template <class Shared> DEVICE void init_part_barriers(const Shared& shared) {
+    for (int part = 0; part < PARTS; part++) {
+        for (u32 i = 0; i < Shared::STAGES; i++) {
+            mbarrier_init(shared.full(part, i), 1);
+            mbarrier_init(shared.empty(part, i), RANKS * Shared::releases(part));
+        }
+    }
+}
+
 // Expect the bytes of a part; by one thread of each CTA, after the stage's previous copy has completed.
 template <class Shared> DEVICE void expect(const Shared& shared, int part, u32 count) {
 #if __CUDA_ARCH__ >= 900

@@ -197,6 +197,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             const Operand keys = operand_at(first_keys, at), tokens = operand_at(first_tokens, at),
                           channels = operand_at(first_channels, at);
 
+            // ---- R = Kg S, O = Qg S
             Columns R, E, O;
             wait_for(shared, ERRORS, count);
             wgmma_fence();
@@ -214,6 +215,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
                     save_slice(p.prepared + kept * STAGE_BYTES, stage, 32 * lane.warp + lane.id);
                 }
             }
+            // ---- V' = T' (v - R)
             u32 x[TILES][2];
             subtract(x, values, R);
             store_columns(lane, shared.residuals(), x, 2 * lane.warp, CHUNK / 8);
@@ -233,6 +235,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             operand_sync();
             if (lane.warp == 0) release(lane, shared, ERRORS, count);
 
+            // ---- S += Kr^T V', O += Aqk V'
             wgmma_fence();
             #pragma unroll
             for (int m = 0; m < K / 64; m++) multiply_tokens(state.S[m], operand_at(channels, m * 8 * 128), errors);

@@ -5,11 +5,6 @@
 
 // Chosen by the build, in addition to stage.cuh's: GATE (see gates.cuh), G_FP32 (1: gate logits are fp32), SAVES (1:
 // save what the backward reads). If CLUSTER is 0, each CTA prepares all chunks for itself.
-#if G_FP32
-using Logit = float;
-#else
-using Logit = u16;
-#endif
 constexpr int STAGES = 2;
 constexpr int PREPARE_WARPS = K / 16, INVERTERS = 3;
 constexpr int THREADS = 32 * (PREPARE_WARPS + 4 + 1 + INVERTERS);  // 4 warps scan, 1 fetches
@@ -149,12 +144,7 @@ struct Shared {
     static DEVICE constexpr int releases(int part) { return part == OUTPUT ? 4 : 1; }
 
     DEVICE void init_barriers() const {
-        for (int part = 0; part < PARTS; part++) {
-            for (u32 i = 0; i < STAGES; i++) {
-                mbarrier_init(full(part, i), 1);
-                mbarrier_init(empty(part, i), RANKS * releases(part));
-            }
-        }
+        init_part_barriers(*this);
         mbarrier_init(summed(), PREPARE_WARPS);
         mbarrier_init(inverted(), INVERTERS);
         mbarrier_init(written(), PREPARE_WARPS + INVERTERS);
