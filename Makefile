@@ -13,6 +13,7 @@ GPU = .venv/gpu
 DOCS = .venv/docs
 endif
 RUN = $(VENV)/bin/python
+CUDA_SOURCES = $(wildcard kda_layers/kernels/cuda/*.cuh kda_layers/kernels/*/cuda/*/*.cu* tests/kernels/*.cu)
 
 # Ragged shapes, packed sequences, pools of states, drafts and convolutions: what could read or write out of bounds.
 MEMCHECKED_STEPS = test_more_slots or test_drafted_tokens_of or (int32 and (test_packed_steps or test_a_pool_of_states))
@@ -36,6 +37,7 @@ lint: $(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(CUDA_SOURCES)
 
 bench-cpu: $(DEV)
 	$(RUN) -m benchmarks.cpu

@@ -26,32 +26,32 @@ DEVICE Operand b_operand() { return operand(shared_memory() + 4 * A_WORDS, STRID
 
 DEVICE void multiply(const Params& p) {
     Sums d;
-    product_begin();
-    multiply_group<Bf16, N, false, true>(d, a_operand(), b_operand());
-    product_commit();
-    product_wait<0>();
-    product_use(d);
+    wgmma_fence();
+    wgmma_ss<Bf16, N, false, true>(d, a_operand(), b_operand());
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(d);
     store(p, d);
 }
 
 // From ordinary writes to wgmma: who has written fences before the barrier, or who multiplies behind it.
 DEVICE void shared_to_wgmma(const Params& p) {
-    if (p.variant == 2) fence_shared();
+    if (p.variant == 2) fence_proxy_async_shared();
     write_operands(p);
-    if (p.variant == 0 || (p.variant == 3 && threadIdx.x == 0)) fence_shared();
+    if (p.variant == 0 || (p.variant == 3 && threadIdx.x == 0)) fence_proxy_async_shared();
     if (p.variant != 4) barrier_sync(0, 128);
-    if (p.variant == 5) fence_shared();
+    if (p.variant == 5) fence_proxy_async_shared();
     multiply(p);
 }
 
 // The same by cp.async, whose writes are ordinary ones.
 DEVICE void copies_to_wgmma(const Params& p) {
     for (int i = threadIdx.x; i < (A_WORDS + B_WORDS) / 4; i += 128)
-        copy_16(shared_memory() + 16 * i, p.in + 4 * i, true);
-    copy_commit();
-    if (p.variant == 1) fence_shared();  // too early
-    copy_wait<0>();
-    if (p.variant == 0) fence_shared();
+        cp_async_16(shared_memory() + 16 * i, p.in + 4 * i, true);
+    cp_async_commit();
+    if (p.variant == 1) fence_proxy_async_shared();  // too early
+    cp_async_wait<0>();
+    if (p.variant == 0) fence_proxy_async_shared();
     barrier_sync(0, 128);
     multiply(p);
 }
@@ -61,16 +61,16 @@ DEVICE void global_to_bulk_copy(const Params& p) {
     u64* barrier = reinterpret_cast<u64*>(shared_memory() + 512);
     if (threadIdx.x == 0) {
         mbarrier_init(barrier, 1);
-        if (p.variant != 4) mbarrier_init_fence();
+        if (p.variant != 4) fence_mbarrier_init();
     }
     p.out[threadIdx.x] = p.in[threadIdx.x];
-    if (p.variant == 1) fence_shared();  // the wrong one
-    if (p.variant == 2 && threadIdx.x == 0) fence_bulk_copies();  // before it knows of the others' writes
+    if (p.variant == 1) fence_proxy_async_shared();  // the wrong one
+    if (p.variant == 2 && threadIdx.x == 0) fence_proxy_async_global();  // before it knows of the others' writes
     barrier_sync(0, 128);
     if (threadIdx.x == 0) {
-        if (p.variant == 0 || p.variant == 4) fence_bulk_copies();
-        mbarrier_arrive_expecting(barrier, 512);
-        bulk_copy_to_cluster(shared_memory(), p.out, 512, barrier, 1);
+        if (p.variant == 0 || p.variant == 4) fence_proxy_async_global();
+        mbarrier_arrive_expect_tx(barrier, 512);
+        cp_async_bulk_multicast(shared_memory(), p.out, 512, barrier, 1);
     }
     mbarrier_wait(barrier, 0);
     p.out[128 + threadIdx.x] = reinterpret_cast<u32*>(shared_memory())[127 - threadIdx.x];
@@ -80,13 +80,13 @@ DEVICE void global_to_bulk_copy(const Params& p) {
 DEVICE void shared_to_bulk_copy(const Params& p) {
     u64* barrier = reinterpret_cast<u64*>(shared_memory() + 512);
     u32* shared = reinterpret_cast<u32*>(shared_memory());
-    if (threadIdx.x == 0) mbarrier_init(barrier, 1), mbarrier_init_fence();
+    if (threadIdx.x == 0) mbarrier_init(barrier, 1), fence_mbarrier_init();
     shared[threadIdx.x] = 1;
-    if (p.variant == 0) fence_shared();
+    if (p.variant == 0) fence_proxy_async_shared();
     barrier_sync(0, 128);
     if (threadIdx.x == 0) {
-        mbarrier_arrive_expecting(barrier, 512);
-        bulk_copy_to_cluster(shared, p.in, 512, barrier, 1);
+        mbarrier_arrive_expect_tx(barrier, 512);
+        cp_async_bulk_multicast(shared, p.in, 512, barrier, 1);
     }
     mbarrier_wait(barrier, 0);
     p.out[threadIdx.x] = shared[threadIdx.x];
@@ -96,12 +96,12 @@ DEVICE void shared_to_bulk_copy(const Params& p) {
 DEVICE void initialize_for_cluster(const Params& p) {
     u64* barrier = reinterpret_cast<u64*>(shared_memory());
     if (threadIdx.x == 0) {
-        if (p.variant == 2) mbarrier_init_fence();
+        if (p.variant == 2) fence_mbarrier_init();
         mbarrier_init(barrier, 1);
-        if (p.variant == 0) mbarrier_init_fence();
+        if (p.variant == 0) fence_mbarrier_init();
     }
     cluster_sync();
-    if (threadIdx.x == 0) mbarrier_arrive_at(barrier, 1 - cluster_rank());
+    if (threadIdx.x == 0) mbarrier_arrive_cluster(barrier, 1 - cluster_rank());
     mbarrier_wait(barrier, 0);
     cluster_sync();
     p.out[blockIdx.x * 32 + threadIdx.x] = p.in[threadIdx.x];
@@ -116,7 +116,7 @@ DEVICE void hand_over(const Params& p) {
         if (threadIdx.x) return;
         if (p.variant == 3) fence_gpu();
         if (p.variant == 3 || p.variant == 4) write_counter(counter, 1);
-        else publish_more(counter, 1);
+        else red_add_release(counter, 1);
     } else {
         while (threadIdx.x == 0 && !read_counter(counter)) back_off();
         if (p.variant != 1) fence_gpu();
@@ -129,26 +129,26 @@ DEVICE void hand_over(const Params& p) {
 // One product after the other to the same registers, which are scaled in between; read what a wait has delivered.
 DEVICE void registers_to_wgmma(const Params& p) {
     write_operands(p);
-    fence_shared();
+    fence_proxy_async_shared();
     barrier_sync(0, 128);
     Sums d = {};
-    if (p.variant != 1) product_begin();
-    multiply_group<Bf16, N>(d, a_operand(), b_operand());
-    multiply_group<Bf16, N>(d, a_operand(), b_operand());  // the next to the same registers needs no fence
-    product_commit();
+    if (p.variant != 1) wgmma_fence();
+    wgmma_ss<Bf16, N>(d, a_operand(), b_operand());
+    wgmma_ss<Bf16, N>(d, a_operand(), b_operand());  // the next to the same registers needs no fence
+    wgmma_commit();
     if (p.variant == 2) d[0][0] *= 2.f;
     if (p.variant == 8) d[0][0] = 2.f;
     if (p.variant == 3) p.out[threadIdx.x] = __float_as_uint(d[0][0]);
     if (p.variant == 9) reinterpret_cast<u32*>(shared_memory())[4 * threadIdx.x] = 0;  // of the warp's rows of a
-    if (p.variant != 4) product_wait<0>();
-    if (p.variant != 5) product_use(d);
-    if (p.variant == 6) product_begin();
+    if (p.variant != 4) wgmma_wait<0>();
+    if (p.variant != 5) fence_operand(d);
+    if (p.variant == 6) wgmma_fence();
     for (int i = 0; i < N / 2; i++) d[i / 4][i % 4] *= 0.5f;
-    if (p.variant != 6 && p.variant != 7) product_begin();
-    multiply_group<Bf16, N>(d, a_operand(), b_operand());
-    product_commit();
-    product_wait<0>();
-    product_use(d);
+    if (p.variant != 6 && p.variant != 7) wgmma_fence();
+    wgmma_ss<Bf16, N>(d, a_operand(), b_operand());
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(d);
     store(p, d);
 }
 
@@ -157,18 +157,18 @@ DEVICE void held_to_wgmma(const Params& p) {
     constexpr int WIDE = 64;
     u32* shared = reinterpret_cast<u32*>(shared_memory());
     for (int i = threadIdx.x; i < WIDE * 16 / 2; i += 128) shared[i] = p.in[A_WORDS + i];
-    fence_shared();
+    fence_proxy_async_shared();
     barrier_sync(0, 128);
     float d[WIDE / 8][4] = {};
     u32 a[4];
-    if (p.variant == 1) product_begin();
+    if (p.variant == 1) wgmma_fence();
     for (int i = 0; i < 4; i++) a[i] = p.in[threadIdx.x * 4 + i];
-    if (p.variant == 0 || p.variant == 3) product_begin();
-    multiply_held<Bf16, WIDE>(d, a, operand(shared_memory(), STRIDE));
-    product_commit();
+    if (p.variant == 0 || p.variant == 3) wgmma_fence();
+    wgmma_rs<Bf16, WIDE>(d, a, operand(shared_memory(), STRIDE));
+    wgmma_commit();
     if (p.variant == 3) a[p.in[0] % 4] = 0;
-    product_wait<0>();
-    product_use(d);
+    wgmma_wait<0>();
+    fence_operand(d);
     for (int i = 0; i < WIDE / 2; i++) p.out[threadIdx.x * WIDE / 2 + i] = __float_as_uint(d[i / 4][i % 4]);
     if (p.variant == 3) p.out[0] = a[1];
 }
@@ -199,11 +199,11 @@ DEVICE void overwrite(const Params& p) {
     if (threadIdx.x >= 32) p.out[lane] = shared[lane];
     if (p.variant == 0) barrier_sync(0, 64);
     if (threadIdx.x < 32) {
-        if (p.variant == 2) copy_16(shared + 4 * (lane % 8), p.in, true);
+        if (p.variant == 2) cp_async_16(shared + 4 * (lane % 8), p.in, true);
         else shared[lane] = 0;
     }
     if (p.variant == 3 && threadIdx.x >= 32) shared[lane] = 1;
-    if (p.variant == 2) copy_wait<0>();
+    if (p.variant == 2) cp_async_wait<0>();
 }
 
 extern "C" __global__ void fences(const __grid_constant__ Params p) {

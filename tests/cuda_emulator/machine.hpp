@@ -46,7 +46,7 @@ using Call = Site;
 #define CALLED_HERE ::emulator::Call site = {__builtin_FILE(), __builtin_LINE()}
 
 // An mbarrier's 64 bits; poisoned and zeroed memory do not look initialized. LOCAL: other blocks and bulk copies may
-// not use it before mbarrier_init_fence.
+// not use it before fence_mbarrier_init.
 enum Initialized { LOCAL = 1, VISIBLE = 2 };
 struct Mbarrier {
     u64 initialized : 2, phase : 1, count : 20, pending : 20;
@@ -70,7 +70,7 @@ enum Space { SHARED, GLOBAL };
 struct LaneOrder {  // see order.hpp
     u32 clock = 1, fenced[2] = {};  // by space: its own accesses up to this clock are fenced
     SharedClocks clocks, observed, released;
-    u32 epoch = 1, begun = 0;  // of register accesses; the epoch that the last product_begin began
+    u32 epoch = 1, begun = 0;  // of register accesses; the epoch that the last wgmma_fence began
 };
 
 struct Lane {  // a CUDA thread
@@ -84,8 +84,8 @@ struct Lane {  // a CUDA thread
     u64* barrier;    // the mbarrier it waits for
     std::vector<AsyncCopy> copies;
     u32 groups;  // committed
-    std::vector<u64*> local_barriers;  // initialized since its last mbarrier_init_fence
-    bool begun;                        // product_begin came after its last product_use
+    std::vector<u64*> local_barriers;  // initialized since its last fence_mbarrier_init
+    bool begun;                        // wgmma_fence came after its last fence_operand
     LaneOrder order;
 };
 
@@ -94,7 +94,7 @@ struct Block;
 struct Product {  // of a warpgroup, this warp's 16 rows; without operands: the end of a committed group
     const unsigned char *a, *b;  // without a: its rows are held by the lanes
     int a_stride, b_stride, columns;
-    bool a_stands, b_stands, begins;
+    bool a_mn_major, b_mn_major, begins;
     float (*load)(const u16*);
     float* d[32];
     u32 held[32][4];  // by lane, as A of mma
@@ -102,11 +102,11 @@ struct Product {  // of a warpgroup, this warp's 16 rows; without operands: the 
     u32 epoch[32];  // of the lanes' register accesses, from the launch on
 };
 
-// Registers that products write: poisoned from the first launch until product_use after the wait for the last.
+// Registers that products write: poisoned from the first launch until fence_operand after the wait for the last.
 struct Accumulator {
     float* d[32];
     int count, under_way;  // registers of a lane; products
-    u32 taken;             // lanes that wait for product_use
+    u32 taken;             // lanes that wait for fence_operand
     u32 epoch[32];
     float values[32][64];
 };

@@ -150,7 +150,7 @@ inline Mbarrier& checked(u64* barrier) {
 
 // For other blocks and for bulk copies.
 inline void check_visible(u64* barrier) {
-    if (checked(barrier).initialized == LOCAL) fail("no mbarrier_init_fence since the mbarrier was initialized");
+    if (checked(barrier).initialized == LOCAL) fail("no fence_mbarrier_init since the mbarrier was initialized");
 }
 
 inline void initialize(u64* barrier, int count) {
@@ -275,7 +275,7 @@ inline Accumulator* find_accumulator(Warp& warp, int lane, const float* d) {
     return nullptr;
 }
 
-// The lanes give the registers of a product away, until product_use.
+// The lanes give the registers of a product away, until fence_operand.
 inline Accumulator& take_registers(Warp& warp, const Product& product) {
     Accumulator accumulator;
     accumulator.count = product.columns / 2;
@@ -284,7 +284,7 @@ inline Accumulator& take_registers(Warp& warp, const Product& product) {
     for (int i = 0; i < 32; ++i) {
         Lane& lane = warp.lanes[i];
         if (accessed_since(lane.order.begun, product.d[i], accumulator.count, true) >= 0)
-            fail("the accumulator's registers were accessed after the last product_begin");
+            fail("the accumulator's registers were accessed after the last wgmma_fence");
         accumulator.d[i] = product.d[i];
         accumulator.epoch[i] = ++lane.order.epoch;
         memcpy(accumulator.values[i], product.d[i], accumulator.count * sizeof(float));
@@ -302,8 +302,8 @@ inline void each_piece(const unsigned char* operand, int stride, bool stands, in
             f(operand + line / 8 * stride + place / 8 * 128 + line % 8 * 16);
 }
 template <class F> inline void each_piece(const Warp& warp, const Product& product, F f) {
-    if (product.a) each_piece(product.a, product.a_stride, product.a_stands, 16 * (warp.index % 4), 16, f);
-    each_piece(product.b, product.b_stride, product.b_stands, 0, product.columns, f);
+    if (product.a) each_piece(product.a, product.a_stride, product.a_mn_major, 16 * (warp.index % 4), 16, f);
+    each_piece(product.b, product.b_stride, product.b_mn_major, 0, product.columns, f);
 }
 
 inline void check_operands(const Warp& warp, const Product& product) {
@@ -324,10 +324,10 @@ inline void start_product(Product product) {
     for (int i = 0; i < 32; ++i) {
         Lane& lane = warp.lanes[i];
         if (!lane.begun && (!accumulator || !product.a))
-            fail("no product_begin since thread %u had the registers of this product", lane.thread.x);
+            fail("no wgmma_fence since thread %u had the registers of this product", lane.thread.x);
         if (product.a) continue;
         if (accessed_since(lane.order.begun, product.held_at[i], 4, false) >= 0)
-            fail("the registers of its first operand were written after the last product_begin");
+            fail("the registers of its first operand were written after the last wgmma_fence");
         product.epoch[i] = ++lane.order.epoch;
     }
     if (!accumulator) accumulator = &take_registers(warp, product);
@@ -340,11 +340,11 @@ inline void multiply(const Warp& warp, const Product& product, Accumulator& accu
     float a[16][16], b[16];
     for (int row = 0; row < 16; ++row) {
         const int line = 16 * (warp.index % 4) + row;
-        if (product.a) load_row(a[row], product, product.a, product.a_stride, product.a_stands, line);
+        if (product.a) load_row(a[row], product, product.a, product.a_stride, product.a_mn_major, line);
         else load_held_row(a[row], product, row);
     }
     for (int column = 0; column < product.columns; ++column) {
-        load_row(b, product, product.b, product.b_stride, product.b_stands, column);
+        load_row(b, product, product.b, product.b_stride, product.b_mn_major, column);
         for (int row = 0; row < 16; ++row) {
             const int lane = 4 * (row % 8) + column % 8 / 2, place = 4 * (column / 8) + 2 * (row / 8) + column % 2;
             float sum = 0, &d = accumulator.values[lane][place];
@@ -382,7 +382,7 @@ inline void use_product(float* d) {
     if (!accumulator || accumulator->under_way || !(accumulator->taken >> i & 1)) return;
     const size_t bytes = accumulator->count * sizeof(float);
     if (!is_poisoned(d, bytes) || accessed_since(accumulator->epoch[i], d, accumulator->count, true) >= 0)
-        fail("the accumulator's registers were accessed before product_wait and product_use");
+        fail("the accumulator's registers were accessed before wgmma_wait and fence_operand");
     memcpy(d, accumulator->values[i], bytes);
     lane.begun = false;
     accumulator->taken &= ~bit(lane);

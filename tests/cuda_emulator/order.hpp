@@ -8,7 +8,7 @@
 //
 // * An arrive, a release or a barrier joins the thread's vector clock to the barrier's or counter's; a wait or an
 //   acquire joins that one to the thread's.
-// * fence_shared and fence_bulk_copies make visible all that happened before the fence, by any thread, and nothing that
+// * fence_proxy_async_shared and fence_proxy_async_global make visible all that happened before the fence, by any thread, and nothing that
 //   the thread synchronizes with later.
 // * The write of a word must happen before a plain read of it: otherwise the two race, or fence_gpu is missing. In
 //   shared memory the last read and the last write must happen before a write.
@@ -16,8 +16,8 @@
 //
 // None of this depends on the schedule: a missing fence fails for every seed that gets as far.
 //
-// Registers are the words of a lane's own stack. product_begin begins a new epoch of a lane's accesses to them: those
-// that wgmma takes may not have been accessed in the epoch of the launch, nor until product_use.
+// Registers are the words of a lane's own stack. wgmma_fence begins a new epoch of a lane's accesses to them: those
+// that wgmma takes may not have been accessed in the epoch of the launch, nor until fence_operand.
 //
 // Plain loads and stores come from g++ -fsanitize=thread, whose callbacks stand below; its runtime is not linked. The
 // machine's own accesses come from there, too: they are ignored, as `in_kernel` is false.
@@ -324,7 +324,7 @@ UNCHECKED inline void check_async(const Lane& lane, const char* what, const void
         report_access("written", *stamp);
         const bool ordered = happened_before(lane, *stamp);
         report(ordered ? ", without %s in between; in " : ", and nothing orders the two (%s); in ",
-               space == SHARED ? "fence_shared" : "fence_bulk_copies");
+               space == SHARED ? "fence_proxy_async_shared" : "fence_proxy_async_global");
         report_operation(lane);
         fail_plainly();
     }

@@ -153,7 +153,7 @@ DEVICE float log2_fast(float x) { return std::log2(x); }
 DEVICE float reciprocal(float x) { return 1 / x; }
 DEVICE float rsqrt_fast(float x) { return 1 / std::sqrt(x); }
 
-DEVICE int anew(int x) { return x; }
+template <class T> DEVICE T opt_barrier(T x) { return x; }
 
 // ---------------------------------------------------------------- within a warp
 
@@ -212,18 +212,18 @@ DEVICE u32 transpose_8x8(u32 x, CALLED_HERE) {
 
 DEVICE u32 shared_address(const void* p) { return emulator::shared_offset(p, 0, 1); }
 
-DEVICE void load_matrices(u32 (&r)[4], const void* row, CALLED_HERE) {
-    emulator::begin_shared("load_matrices(byte %d)", site, row, 16, 16);
+DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row, CALLED_HERE) {
+    emulator::begin_shared("ldmatrix_x4(byte %d)", site, row, 16, 16);
     emulator::load_four_matrices(r, row, false);
 }
 
-DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row, CALLED_HERE) {
-    emulator::begin_shared("load_matrices_transposed(byte %d)", site, row, 16, 16);
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row, CALLED_HERE) {
+    emulator::begin_shared("ldmatrix_x4_trans(byte %d)", site, row, 16, 16);
     emulator::load_four_matrices(r, row, true);
 }
 
-DEVICE void store_matrices(void* row, const u32 (&x)[4], CALLED_HERE) {
-    emulator::begin_shared("store_matrices(byte %d)", site, row, 16, 16);
+DEVICE void stmatrix_x4(void* row, const u32 (&x)[4], CALLED_HERE) {
+    emulator::begin_shared("stmatrix_x4(byte %d)", site, row, 16, 16);
     struct Operands { void* row; const u32* x; } mine = {row, x};
     emulator::together(mine, [](Operands** lanes) {
         for (int i = 0; i < 32; ++i) {  // lane i has row i % 8 of matrix i / 8, whose numbers four lanes hold
@@ -233,8 +233,8 @@ DEVICE void store_matrices(void* row, const u32 (&x)[4], CALLED_HERE) {
     });
 }
 
-DEVICE void store_matrices_transposed(void* row, u32 a, u32 b, u32 c, u32 d, CALLED_HERE) {
-    emulator::begin_shared("store_matrices_transposed(byte %d)", site, row, 16, 16);
+DEVICE void stmatrix_x4_trans(void* row, u32 a, u32 b, u32 c, u32 d, CALLED_HERE) {
+    emulator::begin_shared("stmatrix_x4_trans(byte %d)", site, row, 16, 16);
     struct Operands { void* row; u32 x[4]; } mine = {row, {a, b, c, d}};
     emulator::together(mine, [](Operands** lanes) {
         for (int i = 0; i < 32; ++i) {  // lane i has row i % 8 of what is stored of matrix i / 8: a column of its numbers
@@ -249,13 +249,13 @@ DEVICE void store_matrices_transposed(void* row, u32 a, u32 b, u32 c, u32 d, CAL
 
 DEVICE unsigned char* shared_memory() { return emulator::own_block().shared; }
 
-DEVICE void copy_16(void* to, const void* from, bool valid, CALLED_HERE) {
-    emulator::begin_shared("copy_16(byte %d)", site, to, 16, 16);
+DEVICE void cp_async_16(void* to, const void* from, bool valid, CALLED_HERE) {
+    emulator::begin_shared("cp_async_16(byte %d)", site, to, 16, 16);
     emulator::start_copy(to, from, valid);
 }
-DEVICE void copy_commit() { ++emulator::current->groups; }
-template <int pending> DEVICE void copy_wait(CALLED_HERE) {
-    emulator::begin("copy_wait<%d>", site, pending);
+DEVICE void cp_async_commit() { ++emulator::current->groups; }
+template <int pending> DEVICE void cp_async_wait(CALLED_HERE) {
+    emulator::begin("cp_async_wait<%d>", site, pending);
     emulator::finish_copies(pending);
 }
 
@@ -274,8 +274,8 @@ DEVICE void mbarrier_arrive(u64* barrier, CALLED_HERE) {
     emulator::begin_shared("mbarrier_arrive(byte %d)", site, barrier, 8, 8);
     emulator::arrive(emulator::own_block(), barrier);
 }
-DEVICE bool mbarrier_done(u64* barrier, u32 parity, CALLED_HERE) {
-    emulator::begin_shared("mbarrier_done(byte %d, parity %d)", site, barrier, 8, 8, parity);
+DEVICE bool mbarrier_try_wait(u64* barrier, u32 parity, CALLED_HERE) {
+    emulator::begin_shared("mbarrier_try_wait(byte %d, parity %d)", site, barrier, 8, 8, parity);
     return emulator::poll(barrier, parity);
 }
 DEVICE void mbarrier_wait(u64* barrier, u32 parity, CALLED_HERE) {
@@ -283,8 +283,8 @@ DEVICE void mbarrier_wait(u64* barrier, u32 parity, CALLED_HERE) {
     emulator::wait_for_phase(barrier, parity);
 }
 
-DEVICE void publish_more(u32* counter, u32 more, CALLED_HERE) {
-    emulator::begin("publish_more(%d)", site, more);
+DEVICE void red_add_release(u32* counter, u32 more, CALLED_HERE) {
+    emulator::begin("red_add_release(%d)", site, more);
     emulator::add_to_counter(counter, more);
 }
 DEVICE void write_counter(u32* counter, u32 value, CALLED_HERE) {
@@ -309,40 +309,40 @@ DEVICE void cluster_sync(CALLED_HERE) {
     emulator::begin("cluster_sync", site);
     emulator::wait_at_cluster_barrier();
 }
-DEVICE void mbarrier_init_fence(CALLED_HERE) {
-    emulator::begin("mbarrier_init_fence", site);
+DEVICE void fence_mbarrier_init(CALLED_HERE) {
+    emulator::begin("fence_mbarrier_init", site);
     emulator::fence_initializations();
 }
-DEVICE void mbarrier_arrive_expecting(u64* barrier, u32 bytes, CALLED_HERE) {
-    emulator::begin_shared("mbarrier_arrive_expecting(byte %d, %d bytes)", site, barrier, 8, 8, bytes);
+DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes, CALLED_HERE) {
+    emulator::begin_shared("mbarrier_arrive_expect_tx(byte %d, %d bytes)", site, barrier, 8, 8, bytes);
     emulator::add_bytes(barrier, bytes);
     emulator::arrive(emulator::own_block(), barrier);
 }
-DEVICE void mbarrier_arrive_at(u64* barrier, u32 rank, CALLED_HERE) {
-    emulator::begin_shared("mbarrier_arrive_at(byte %d, rank %d)", site, barrier, 8, 8, rank);
+DEVICE void mbarrier_arrive_cluster(u64* barrier, u32 rank, CALLED_HERE) {
+    emulator::begin_shared("mbarrier_arrive_cluster(byte %d, rank %d)", site, barrier, 8, 8, rank);
     emulator::Block& block = emulator::block_of_rank(rank);
     if (&block != &emulator::own_block()) emulator::check_visible(emulator::same_place(barrier, block));
     emulator::arrive(block, emulator::same_place(barrier, block));
 }
-DEVICE void fence_bulk_copies(CALLED_HERE) {
-    emulator::begin("fence_bulk_copies", site);
+DEVICE void fence_proxy_async_global(CALLED_HERE) {
+    emulator::begin("fence_proxy_async_global", site);
     emulator::fence_proxy(*emulator::current, emulator::GLOBAL);
 }
-DEVICE void bulk_copy_to_cluster(void* to, const void* from, u32 bytes, u64* barrier, u16 ranks, CALLED_HERE) {
-    emulator::begin_shared("bulk_copy_to_cluster(byte %d, %d bytes)", site, to, bytes, 16, bytes);
+DEVICE void cp_async_bulk_multicast(void* to, const void* from, u32 bytes, u64* barrier, u16 ranks, CALLED_HERE) {
+    emulator::begin_shared("cp_async_bulk_multicast(byte %d, %d bytes)", site, to, bytes, 16, bytes);
     emulator::start_bulk_copies(to, from, bytes, barrier, ranks);
 }
 #endif
 
 // ---------------------------------------------------------------- products of four warps
 
-#if WARPGROUPS
-DEVICE void fence_shared(CALLED_HERE) {
-    emulator::begin("fence_shared", site);
+#if HAS_WGMMA
+DEVICE void fence_proxy_async_shared(CALLED_HERE) {
+    emulator::begin("fence_proxy_async_shared", site);
     emulator::fence_proxy(*emulator::current, emulator::SHARED);
 }
 #else
-DEVICE void fence_shared() {}
+DEVICE void fence_proxy_async_shared() {}
 #endif
 
 struct Operand {
@@ -350,26 +350,26 @@ struct Operand {
     int stride;
 };
 DEVICE Operand operand(const void* p, int stride) { return {static_cast<const unsigned char*>(p), stride}; }
-DEVICE Operand standing_operand(const void* p, int stride) { return operand(p, stride); }
+DEVICE Operand mn_major_operand(const void* p, int stride) { return operand(p, stride); }
 DEVICE Operand operand_at(Operand operand, int bytes) { return {operand.p + bytes, operand.stride}; }
 
-#if WARPGROUPS
-template <class T, int N, bool a_stands = false, bool begins = false>
-DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b, CALLED_HERE) {
+#if HAS_WGMMA
+template <class T, int N, bool a_mn_major = false, bool begins = false>
+DEVICE void wgmma_ss(float (&d)[N / 8][4], Operand a, Operand b, CALLED_HERE) {
     struct Operands { float* d; } mine = {d[0]};
-    emulator::begin("multiply_group", site);
+    emulator::begin("wgmma_ss", site);
     emulator::together(mine, [a, b](Operands** lanes) {
-        emulator::Product product{a.p, b.p, a.stride, b.stride, N, a_stands, false, begins, T::load, {}, {}, {}, {}};
+        emulator::Product product{a.p, b.p, a.stride, b.stride, N, a_mn_major, false, begins, T::load, {}, {}, {}, {}};
         for (int i = 0; i < 32; ++i) product.d[i] = lanes[i]->d;
         emulator::start_product(product);
     });
 }
-template <class T, int N, bool b_stands = false>
-DEVICE void multiply_held(float (&d)[N / 8][4], const u32 (&a)[4], Operand b, CALLED_HERE) {
+template <class T, int N, bool b_mn_major = false>
+DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b, CALLED_HERE) {
     struct Operands { float* d; const u32* a; } mine = {d[0], a};
-    emulator::begin("multiply_held", site);
+    emulator::begin("wgmma_rs", site);
     emulator::together(mine, [b](Operands** lanes) {
-        emulator::Product product{nullptr, b.p, 0, b.stride, N, false, b_stands, false, T::load, {}, {}, {}, {}};
+        emulator::Product product{nullptr, b.p, 0, b.stride, N, false, b_mn_major, false, T::load, {}, {}, {}, {}};
         for (int i = 0; i < 32; ++i) {
             product.d[i] = lanes[i]->d, product.held_at[i] = lanes[i]->a;
             memcpy(product.held[i], lanes[i]->a, sizeof product.held[i]);
@@ -377,57 +377,57 @@ DEVICE void multiply_held(float (&d)[N / 8][4], const u32 (&a)[4], Operand b, CA
         emulator::start_product(product);
     });
 }
-DEVICE void product_begin(CALLED_HERE) {
-    emulator::begin("product_begin", site);
+DEVICE void wgmma_fence(CALLED_HERE) {
+    emulator::begin("wgmma_fence", site);
     emulator::fence_registers(*emulator::current);
 }
-DEVICE void product_commit(CALLED_HERE) {
+DEVICE void wgmma_commit(CALLED_HERE) {
     struct Operands {} mine;
-    emulator::begin("product_commit", site);
+    emulator::begin("wgmma_commit", site);
     emulator::together(mine, [](Operands**) { emulator::current->warp->products.push_back({}); });
 }
-template <int pending> DEVICE void product_wait(CALLED_HERE) {
+template <int pending> DEVICE void wgmma_wait(CALLED_HERE) {
     struct Operands {} mine;
-    emulator::begin("product_wait<%d>", site, pending);
+    emulator::begin("wgmma_wait<%d>", site, pending);
     emulator::together(mine, [](Operands**) { emulator::finish_products(*emulator::current->warp, pending); });
 }
-template <int N> DEVICE void product_use(float (&d)[N][4], CALLED_HERE) {
-    emulator::begin("product_use", site);
+template <int N> DEVICE void fence_operand(float (&d)[N][4], CALLED_HERE) {
+    emulator::begin("fence_operand", site);
     emulator::use_product(d[0]);
 }
 #else
-template <class T, int N, bool a_stands = false, bool begins = false>
-DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
+template <class T, int N, bool a_mn_major = false, bool begins = false>
+DEVICE void wgmma_ss(float (&d)[N / 8][4], Operand a, Operand b) {
     for (int i = 0; begins && i < N / 2; i++) d[i / 4][i % 4] = 0.f;
     int lane = threadIdx.x % 32, w = threadIdx.x / 32 % 4;
     u32 x[4], y[4];
     int row = 2 * w + lane / 8 % 2, step = lane / 16, line = 16 * (lane % 8);
-    if constexpr (a_stands) load_matrices_transposed(x, a.p + step * a.stride + row * 128 + line);
-    else load_matrices(x, a.p + row * a.stride + step * 128 + line);
+    if constexpr (a_mn_major) ldmatrix_x4_trans(x, a.p + step * a.stride + row * 128 + line);
+    else ldmatrix_x4(x, a.p + row * a.stride + step * 128 + line);
     for (int i = 0; i < N / 8; i += 2) {
-        load_matrices(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));
+        ldmatrix_x4(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));
         T::mma(d[i], x[0], x[1], x[2], x[3], y[0], y[1]);
         T::mma(d[i + 1], x[0], x[1], x[2], x[3], y[2], y[3]);
     }
 }
-template <class T, int N, bool b_stands = false>
-DEVICE void multiply_held(float (&d)[N / 8][4], const u32 (&a)[4], Operand b) {
+template <class T, int N, bool b_mn_major = false>
+DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b) {
     int lane = threadIdx.x % 32, row = lane / 16, step = lane / 8 % 2, line = 16 * (lane % 8);
     u32 y[4];
     for (int i = 0; i < N / 8; i += 2) {
-        if constexpr (b_stands) load_matrices_transposed(y, b.p + step * b.stride + (i + row) * 128 + line);
-        else load_matrices(y, b.p + (i + row) * b.stride + step * 128 + line);
+        if constexpr (b_mn_major) ldmatrix_x4_trans(y, b.p + step * b.stride + (i + row) * 128 + line);
+        else ldmatrix_x4(y, b.p + (i + row) * b.stride + step * 128 + line);
         T::mma(d[i], a[0], a[1], a[2], a[3], y[0], y[1]);
         T::mma(d[i + 1], a[0], a[1], a[2], a[3], y[2], y[3]);
     }
 }
-DEVICE void product_begin() {}
-DEVICE void product_commit() {}
-template <int pending> DEVICE void product_wait() {}
-template <int N> DEVICE void product_use(float (&)[N][4]) {}
+DEVICE void wgmma_fence() {}
+DEVICE void wgmma_commit() {}
+template <int pending> DEVICE void wgmma_wait() {}
+template <int N> DEVICE void fence_operand(float (&)[N][4]) {}
 #endif
 
-#if MOVABLE_REGISTERS
-template <int n> DEVICE void registers_more() {}
-template <int n> DEVICE void registers_fewer() {}
+#if HAS_SETMAXNREG
+template <int n> DEVICE void setmaxnreg_inc() {}
+template <int n> DEVICE void setmaxnreg_dec() {}
 #endif

@@ -34,13 +34,13 @@ DEVICE void load(const Params& p) {
     warp_sync();
     u32 r[4];
     u32* row = shared + threadIdx.x * 4;
-    if (p.variant == 2) load_matrices_transposed(r, row);
-    else load_matrices(r, row);
+    if (p.variant == 2) ldmatrix_x4_trans(r, row);
+    else ldmatrix_x4(r, row);
     if (p.variant == 1) {  // stored transposed, and loaded again
         warp_sync();
-        store_matrices_transposed(row, r[0], r[1], r[2], r[3]);
+        stmatrix_x4_trans(row, r[0], r[1], r[2], r[3]);
         warp_sync();
-        load_matrices(r, row);
+        ldmatrix_x4(r, row);
     }
     for (int i = 0; i < 4; ++i) p.out[threadIdx.x * 4 + i] = r[i];
 }
@@ -66,12 +66,12 @@ DEVICE void hand_over(const Params& p) {
 
 DEVICE void copy(const Params& p) {
     u32* shared = reinterpret_cast<u32*>(shared_memory()) + threadIdx.x * 8;
-    copy_16(shared, p.in + threadIdx.x * 8, true);
-    copy_commit();
-    copy_16(shared + 4, p.in + threadIdx.x * 8 + 4, threadIdx.x % 2);
-    copy_commit();
-    if (p.variant == 1) copy_wait<1>();
-    if (p.variant == 0) copy_wait<0>();
+    cp_async_16(shared, p.in + threadIdx.x * 8, true);
+    cp_async_commit();
+    cp_async_16(shared + 4, p.in + threadIdx.x * 8 + 4, threadIdx.x % 2);
+    cp_async_commit();
+    if (p.variant == 1) cp_async_wait<1>();
+    if (p.variant == 0) cp_async_wait<0>();
     for (int i = 0; i < 8; ++i) p.out[threadIdx.x * 8 + i] = shared[i];
 }
 
@@ -88,16 +88,16 @@ DEVICE void multicast(const Params& p) {
             mbarrier_init(full + s, 1);
             mbarrier_init(empty + s, ranks * 2);
         }
-        mbarrier_init_fence();
+        fence_mbarrier_init();
     }
     cluster_sync();
     if (threadIdx.x < 32) {
         for (int tile = 0; threadIdx.x == 0 && tile < tiles; ++tile) {
             const int s = tile % stages;
             if (tile >= stages && p.variant != 1) mbarrier_wait(empty + s, tile / stages % 2 ^ 1);
-            mbarrier_arrive_expecting(full + s, words * 4);
+            mbarrier_arrive_expect_tx(full + s, words * 4);
             if (rank) continue;
-            bulk_copy_to_cluster(shared + s * words * 4, p.in + tile * words, words * 4, full + s, (1 << ranks) - 1);
+            cp_async_bulk_multicast(shared + s * words * 4, p.in + tile * words, words * 4, full + s, (1 << ranks) - 1);
         }
     } else {
         for (int tile = 0; tile < tiles; ++tile) {
@@ -108,7 +108,7 @@ DEVICE void multicast(const Params& p) {
             warp_sync();
             // Every block's leader waits for all readers of the stage, as rank 0's copies write to all blocks.
             if (i % 32 == 0)
-                for (u32 r = 0; r < ranks; ++r) mbarrier_arrive_at(empty + s, r);
+                for (u32 r = 0; r < ranks; ++r) mbarrier_arrive_cluster(empty + s, r);
         }
     }
     cluster_sync();
@@ -155,29 +155,29 @@ DEVICE void broken(const Params& p) {
         case 4:  // the same, polled
             if (threadIdx.x == 0) mbarrier_init(barrier, 2);
             barrier_sync(0, 64);
-            while (!mbarrier_done(barrier, 0)) {}
+            while (!mbarrier_try_wait(barrier, 0)) {}
             break;
         case 5: mbarrier_arrive(barrier); break;
-        case 6: copy_16(shared + 1016, p.in, true); break;
-        case 7: copy_16(shared + 8, p.in, true); break;
+        case 6: cp_async_16(shared + 1016, p.in, true); break;
+        case 7: cp_async_16(shared + 8, p.in, true); break;
         case 8: shared[4096 + threadIdx.x] = 1; break;
         case 9: shared[992 + threadIdx.x] = 1; break;
         case 10: p.out[threadIdx.x] = *reinterpret_cast<u32*>(shared + p.variant - 8); break;
         case 11: array[index] = 1; break;
         case 12: p.out[threadIdx.x] = p.in[1 + threadIdx.x]; break;
-        case 13: mbarrier_arrive_at(barrier, 2); break;
+        case 13: mbarrier_arrive_cluster(barrier, 2); break;
         case 14:  // more arrivals than the phase has
             if (threadIdx.x) break;
             mbarrier_init(barrier, 1);
-            mbarrier_arrive_expecting(barrier, 16);
+            mbarrier_arrive_expect_tx(barrier, 16);
             mbarrier_arrive(barrier);
             break;
         case 15:  // nobody waits for the copy
             if (threadIdx.x) break;
             mbarrier_init(barrier, 1);
-            mbarrier_init_fence();
-            mbarrier_arrive_expecting(barrier, 16);
-            bulk_copy_to_cluster(shared + 16, p.in, 16, barrier, 1);
+            fence_mbarrier_init();
+            mbarrier_arrive_expect_tx(barrier, 16);
+            cp_async_bulk_multicast(shared + 16, p.in, 16, barrier, 1);
             break;
         case 16: p.out[threadIdx.x] = deep(threadIdx.x); break;
     }

@@ -52,18 +52,18 @@ def test_every_result_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failure_says_how_to_replay_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """The walk forgets fence_shared."""
+    """The walk forgets fence_proxy_async_shared."""
     read = cuda_emulator._closure
 
     def forgetful(source: Path) -> dict[str, str]:
         files = read(source)
-        return files | {"scan.cuh": files["scan.cuh"].replace("fence_shared();", "")}
+        return files | {"scan.cuh": files["scan.cuh"].replace("fence_proxy_async_shared();", "")}
 
     arguments = ["forward", *SMALL, "--T", "70", "--order", "--seed=5", "--seeds", "3"]
     with mock.patch.object(cuda_emulator, "_closure", forgetful):
         assert main(arguments) == 1
     out = capsys.readouterr().out
-    assert "without fence_shared in between" in out
+    assert "without fence_proxy_async_shared in between" in out
     assert "replay: python -m tests.cuda_emulator forward --K 64 --H 1 --T 70 --order --seed 5\n" in out
 
 

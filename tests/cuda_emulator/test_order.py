@@ -55,34 +55,46 @@ LAUNCHES = {
     "overwrite": Launch(64, 32),
 }
 FORGOTTEN = {
-    ("shared_to_wgmma", 1): f"{UNFENCED}, without fence_shared in between",
-    ("shared_to_wgmma", 2): f"{UNFENCED}, without fence_shared in between",  # before the writes
-    ("shared_to_wgmma", 3): f"{UNFENCED}, without fence_shared in between",  # one thread's, for others' writes
-    ("shared_to_wgmma", 4): f"{UNFENCED}, (without fence_shared|and nothing orders the two)",  # no barrier
-    ("copies_to_wgmma", 1): f"{UNFENCED}, without fence_shared in between",  # before the wait
-    ("copies_to_wgmma", 2): f"{UNFENCED}, without fence_shared in between",
-    ("global_to_bulk_copy", 1): f"{UNFENCED_BULK}, without fence_bulk_copies in between",
-    ("global_to_bulk_copy", 2): f"{UNFENCED_BULK}, without fence_bulk_copies in between",  # before the barrier
-    ("global_to_bulk_copy", 3): f"{UNFENCED_BULK}, without fence_bulk_copies in between",
-    ("global_to_bulk_copy", 4): "no mbarrier_init_fence since the mbarrier was initialized; in bulk_copy_to_cluster",
-    ("shared_to_bulk_copy", 1): "a bulk copy writes byte .*, written by .*, without fence_shared in between",
-    ("initialize_for_cluster", 1): "no mbarrier_init_fence since the mbarrier was initialized; in mbarrier_arrive_at",
-    ("initialize_for_cluster", 2): "no mbarrier_init_fence since the mbarrier was initialized; in mbarrier_arrive_at",
+    ("shared_to_wgmma", 1): f"{UNFENCED}, without fence_proxy_async_shared in between",
+    ("shared_to_wgmma", 2): f"{UNFENCED}, without fence_proxy_async_shared in between",  # before the writes
+    (
+        "shared_to_wgmma",
+        3,
+    ): f"{UNFENCED}, without fence_proxy_async_shared in between",  # of another thread
+    ("shared_to_wgmma", 4): f"{UNFENCED}, (without fence_proxy_async_shared|and nothing orders the two)",  # no barrier
+    ("copies_to_wgmma", 1): f"{UNFENCED}, without fence_proxy_async_shared in between",  # before the wait
+    ("copies_to_wgmma", 2): f"{UNFENCED}, without fence_proxy_async_shared in between",
+    ("global_to_bulk_copy", 1): f"{UNFENCED_BULK}, without fence_proxy_async_global in between",
+    ("global_to_bulk_copy", 2): f"{UNFENCED_BULK}, without fence_proxy_async_global in between",  # before the barrier
+    ("global_to_bulk_copy", 3): f"{UNFENCED_BULK}, without fence_proxy_async_global in between",
+    ("global_to_bulk_copy", 4): "no fence_mbarrier_init since the mbarrier was initialized; in cp_async_bulk_multicast",
+    (
+        "shared_to_bulk_copy",
+        1,
+    ): "a bulk copy writes byte .*, written by .*, without fence_proxy_async_shared",
+    (
+        "initialize_for_cluster",
+        1,
+    ): "no fence_mbarrier_init since the mbarrier was initialized; in mbarrier_arrive",
+    (
+        "initialize_for_cluster",
+        2,
+    ): "no fence_mbarrier_init since the mbarrier was initialized; in mbarrier_arrive",
     ("hand_over", 1): RACE,  # no acquire
     ("hand_over", 2): RACE,  # the release is one lane's, without a barrier of the warp
     ("hand_over", 4): RACE,  # no release
     ("hand_over", 5): RACE,  # the acquire is one lane's
-    ("registers_to_wgmma", 1): r"no product_begin since thread \d+ had the registers",
-    ("registers_to_wgmma", 2): "registers were accessed before product_wait and product_use",
-    ("registers_to_wgmma", 3): "registers were accessed before product_wait and product_use",
-    ("registers_to_wgmma", 4): "registers were accessed before product_wait and product_use",
-    ("registers_to_wgmma", 5): "registers were accessed before product_wait and product_use",
-    ("registers_to_wgmma", 6): "the accumulator's registers were accessed after the last product_begin",
-    ("registers_to_wgmma", 7): r"no product_begin since thread \d+ had the registers",
-    ("registers_to_wgmma", 8): "registers were accessed before product_wait and product_use",
+    ("registers_to_wgmma", 1): r"no wgmma_fence since thread \d+ had the registers",
+    ("registers_to_wgmma", 2): "registers were accessed before wgmma_wait and fence_operand",
+    ("registers_to_wgmma", 3): "registers were accessed before wgmma_wait and fence_operand",
+    ("registers_to_wgmma", 4): "registers were accessed before wgmma_wait and fence_operand",
+    ("registers_to_wgmma", 5): "registers were accessed before wgmma_wait and fence_operand",
+    ("registers_to_wgmma", 6): "the accumulator's registers were accessed after the last wgmma_fence",
+    ("registers_to_wgmma", 7): r"no wgmma_fence since thread \d+ had the registers",
+    ("registers_to_wgmma", 8): "registers were accessed before wgmma_wait and fence_operand",
     ("registers_to_wgmma", 9): "race: writes byte .* at fences.cu:.*, being read by block .* at fences.cu:.*",
-    ("held_to_wgmma", 1): "the registers of its first operand were written after the last product_begin",
-    ("held_to_wgmma", 2): r"no product_begin since thread \d+ had the registers",
+    ("held_to_wgmma", 1): "the registers of its first operand were written after the last wgmma_fence",
+    ("held_to_wgmma", 2): r"no wgmma_fence since thread \d+ had the registers",
     ("held_to_wgmma", 3): "first operand were written while it was under way",
     ("race", 1): RACE,
     ("race", 2): RACE,
@@ -101,7 +113,7 @@ ALWAYS_FOUND = [
 def run(name: str, variant: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """The words that a kernel reads and writes."""
     launch, numbers_of = LAUNCHES[name], {name.upper(): i for i, name in enumerate(LAUNCHES)}
-    kernel = compile_kernel(HERE / "fences.cu", "fences", {"WARPGROUPS": 1, **numbers_of})
+    kernel = compile_kernel(HERE / "fences.cu", "fences", {"HAS_WGMMA": 1, **numbers_of})
     numbers = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16()
     x, out = guarded(numbers.view(torch.int32)), guarded(torch.zeros(launch.words, dtype=torch.int32))
     kernel(

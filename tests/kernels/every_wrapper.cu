@@ -7,21 +7,21 @@ struct Params {
     u32* out;
 };
 
-template <class Number> DEVICE float numbers(const Params& p) {
-    float d[4] = {Number::load(p.halves), 0.f, 0.f, 0.f};
-    const float2 pair = Number::unpack(Number::pack(p.floats[1], p.floats[2]));
-    Number::mma(d, 1, 2, 3, 4, 5, 6);
+template <class Element> DEVICE float elements(const Params& p) {
+    float d[4] = {Element::load(p.halves), 0.f, 0.f, 0.f};
+    const float2 pair = Element::unpack(Element::pack(p.floats[1], p.floats[2]));
+    Element::mma(d, 1, 2, 3, 4, 5, 6);
     return d[0] + d[3] + pair.x + pair.y;
 }
 
 #if __CUDA_ARCH__ >= 900
 DEVICE void clusters(const Params& p, u64* barrier) {
-    mbarrier_init_fence();
+    fence_mbarrier_init();
     cluster_sync();
-    mbarrier_arrive_expecting(barrier, 16);
-    mbarrier_arrive_at(barrier, cluster_rank());
-    fence_bulk_copies();
-    bulk_copy_to_cluster(shared_memory() + 16, p.floats, 16, barrier, u16(1));
+    mbarrier_arrive_expect_tx(barrier, 16);
+    mbarrier_arrive_cluster(barrier, cluster_rank());
+    fence_proxy_async_global();
+    cp_async_bulk_multicast(shared_memory() + 16, p.floats, 16, barrier, u16(1));
 }
 #endif
 
@@ -29,54 +29,54 @@ DEVICE void clusters(const Params& p, u64* barrier) {
 DEVICE float products(const Params& p) {
     float d[2][4] = {};
     const Operand a = operand(shared_memory() + 1024, 256), b = operand_at(a, 1024);
-    fence_shared();
-    product_begin();
-    multiply_group<Bf16, 16, false, true>(d, a, b);
-    multiply_group<Bf16, 16>(d, a, b);
-    multiply_group<Bf16, 16, true>(d, standing_operand(shared_memory() + 1024, 256), b);
+    fence_proxy_async_shared();
+    wgmma_fence();
+    wgmma_ss<Bf16, 16, false, true>(d, a, b);
+    wgmma_ss<Bf16, 16>(d, a, b);
+    wgmma_ss<Bf16, 16, true>(d, mn_major_operand(shared_memory() + 1024, 256), b);
     float e[8][4] = {}, f[16][4] = {};
     const u32 held[4] = {p.out[0], p.out[1], p.out[2], p.out[3]};
-    multiply_group<Fp16, 64, true>(e, standing_operand(shared_memory() + 1024, 256), b);
-    multiply_held<Fp16, 64>(e, held, b);
-    multiply_held<Fp16, 128, true>(f, held, standing_operand(shared_memory() + 1024, 2048));
-    product_commit();
-    product_wait<0>();
-    product_use(d), product_use(e), product_use(f);
+    wgmma_ss<Fp16, 64, true>(e, mn_major_operand(shared_memory() + 1024, 256), b);
+    wgmma_rs<Fp16, 64>(e, held, b);
+    wgmma_rs<Fp16, 128, true>(f, held, mn_major_operand(shared_memory() + 1024, 2048));
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(d), fence_operand(e), fence_operand(f);
     Tf32::mma(d[0], e[0][0], e[1][0], e[2][0], e[3][3], Tf32::round(e[7][3]), 1.f);
     return d[0][0] + d[1][3] + e[0][0] + f[15][3];
 }
 
 extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_constant__ Params p) {
     u64* barrier = reinterpret_cast<u64*>(shared_memory());
-    float x = numbers<Bf16>(p) + numbers<Fp16>(p);
+    float x = elements<Bf16>(p) + elements<Fp16>(p);
     x += exp2_fast(x) + log2_fast(x) + reciprocal(x) + rsqrt_fast(x) + shuffle_xor(x, 1);
     u32 r[4], word = Fp16::multiply(__float_as_uint(x), 7) + transpose_8x8(p.out[0]);
-    copy_16(shared_memory() + 16, p.floats, threadIdx.x > 3);
+    cp_async_16(shared_memory() + 16, p.floats, threadIdx.x > 3);
     prefetch(p.halves);
-    copy_commit();
-    copy_wait<0>();
+    cp_async_commit();
+    cp_async_wait<0>();
     warp_sync();
-    load_matrices(r, shared_memory() + 16);
+    ldmatrix_x4(r, shared_memory() + 16);
     word += r[0] + r[1] + r[2] + r[3];
-    load_matrices_transposed(r, shared_memory() + 16);
+    ldmatrix_x4_trans(r, shared_memory() + 16);
     word += r[0] + r[1] + r[2] + r[3];
     word += shared_address(barrier);
-    store_matrices_transposed(shared_memory() + 512 + 16 * (threadIdx.x % 32), r[0], r[1], r[2], r[3]);
-    store_matrices(shared_memory() + 512 + 16 * (threadIdx.x % 32), r);
-    publish_more(p.out, word);
+    stmatrix_x4_trans(shared_memory() + 512 + 16 * (threadIdx.x % 32), r[0], r[1], r[2], r[3]);
+    stmatrix_x4(shared_memory() + 512 + 16 * (threadIdx.x % 32), r);
+    red_add_release(p.out, word);
     write_counter(p.out, word);
     word += read_counter(p.out) + u32(products(p));
-    word += anew(word) + broadcast(word);
+    word += opt_barrier(word) + broadcast(word);
     back_off();
     fence_gpu();
-#if MOVABLE_REGISTERS
-    registers_fewer<64>();
-    registers_more<72>();
+#if HAS_SETMAXNREG
+    setmaxnreg_dec<64>();
+    setmaxnreg_inc<72>();
 #endif
     if (threadIdx.x == 0) mbarrier_init(barrier, 2);
     barrier_sync(1, 64);
     mbarrier_arrive(barrier);
-    word += mbarrier_done(barrier, 0);
+    word += mbarrier_try_wait(barrier, 0);
     mbarrier_wait(barrier, 0);
 #if __CUDA_ARCH__ >= 900
     clusters(p, barrier);

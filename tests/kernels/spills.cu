@@ -1,4 +1,4 @@
-// Keeps 80 numbers a thread: more than the 64 registers that are left to each of 1024 threads.
+// Keeps 80 floats per thread: more than the 64 registers that are left to each of 1024 threads.
 extern "C" __global__ void __launch_bounds__(THREADS) spills(float* x) {
     __shared__ float shared[100];
     float a[80];

@@ -68,14 +68,14 @@ def compiled(source: str, number: int = 2, arch: str = "sm_90a") -> build.Cubin:
 def test_every_wrapper_is_called() -> None:
     header = (build.FOLDER / "ptx.cuh").read_text()
     wrappers = set(re.findall(r"\bDEVICE\s+\w+\s+(\w+)\(", header))
-    assert {"mma", "copy_wait", "bulk_copy_to_cluster"} <= wrappers
+    assert {"mma", "cp_async_wait", "cp_async_bulk_multicast"} <= wrappers
     calls = set(re.findall(r"(\w+)(?:<[^>]*>)?\(", (HERE / "every_wrapper.cu").read_text()))
     assert wrappers - calls == set(), "functions of ptx.cuh that every_wrapper.cu does not call"
 
 
 # what the arch has beyond the others
 FEATURES = [(arch, ()) for arch in ARCHS] + [
-    ("sm_90a", ("WARPGROUPS", "MOVABLE_REGISTERS")), ("sm_100a", ("MOVABLE_REGISTERS",)),
+    ("sm_90a", ("HAS_WGMMA", "HAS_SETMAXNREG")), ("sm_100a", ("HAS_SETMAXNREG",)),
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import torch
 
 from kda_layers.kernels.cuda import arch as archs
 from kda_layers.kernels.cuda import build, cache
+from kda_layers.kernels.kda.activations import BETA_CODES, GATE_CODES
 from kda_layers.kernels.kda.contract import CHUNK
 from kda_layers.kernels.kda.cuda.backward import gradients
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
@@ -95,13 +96,13 @@ def test_chunk(variant: chunk.Variant, arch: str) -> None:
     most = max(a.shared_bytes for a in archs.ARCHS.values() if a.target == arch)
     shipped = variant.shared_bytes <= most  # else no GPU of the arch can run it, and none is asked to
     cubin = build.compile(chunk.SOURCE, variant.defines, arch)
-    check_resources(cubin, "kda_chunk", REGISTERS // variant.threads, shipped)
+    check_resources(cubin, "kda_forward", REGISTERS // variant.threads, shipped)
 
 
 @on_every_reverse
 def test_reverse(variant: reverse.Variant, arch: str) -> None:
     cubin = build.compile(reverse.SOURCE, variant.defines, arch)
-    check_resources(cubin, "kda_reverse", REGISTERS // reverse.THREADS)
+    check_resources(cubin, "kda_reverse_scan", REGISTERS // reverse.THREADS)
     assert "serialized" not in cubin.log  # as ptxas makes products that it takes for ones in need of each other
 
 
@@ -127,7 +128,7 @@ def test_gradients(variant: gradients.Variant, arch: str) -> None:
 @on_all_gradients
 def test_constants_of_gradients(variant: gradients.Variant, arch: str, agree: Callable[..., None]) -> None:
     constants = {
-        "sizeof(GradientParams)": gradients.PARAMS.nbytes,
+        "sizeof(GradientsParams)": gradients.PARAMS.nbytes,
         "Shared::BYTES": variant.shared_bytes,
         "THREADS": variant.threads,
         "CHUNK": CHUNK,
@@ -161,7 +162,7 @@ def test_every_choice_is_a_variant(arch: int) -> None:
 @pytest.mark.parametrize("variant", STEPS)
 def test_step(variant: step.Variant, arch: str) -> None:
     assert variant.shared_bytes(step.STAGE) <= SERVED.get(arch, 2**31)
-    check_resources(build.compile(step.SOURCE, variant.defines, arch), "kda_step", REGISTERS // variant.threads)
+    check_resources(build.compile(step.SOURCE, variant.defines, arch), "kda_decode", REGISTERS // variant.threads)
 
 
 @pytest.mark.parametrize("arch", SERVED)
@@ -200,7 +201,7 @@ def test_constants_of_chunk(variant: chunk.Variant, arch: str, agree: Callable[.
         Path(chunk.SOURCE).with_name("shared.cuh"),
         variant.defines,
         {
-            "sizeof(ChunkParams)": chunk.PARAMS.nbytes,
+            "sizeof(ForwardParams)": chunk.PARAMS.nbytes,
             "Shared::BYTES": variant.shared_bytes,
             "THREADS": variant.threads,
             "SLICES": variant.slices,
@@ -208,7 +209,7 @@ def test_constants_of_chunk(variant: chunk.Variant, arch: str, agree: Callable[.
             "STAGE_BYTES": variant.stage_bytes,
             "CHUNK": CHUNK,
             "RING * STAGE_BYTES": variant.ring_bytes,
-            **names_of(chunk),
+            **names_of_activations(),
         },
         arch,
     )
@@ -217,7 +218,7 @@ def test_constants_of_chunk(variant: chunk.Variant, arch: str, agree: Callable[.
 @on_every_reverse
 def test_constants_of_reverse(variant: reverse.Variant, arch: str, agree: Callable[..., None]) -> None:
     constants = {
-        "sizeof(ReverseParams)": reverse.PARAMS.nbytes,
+        "sizeof(ReverseScanParams)": reverse.PARAMS.nbytes,
         "Shared::BYTES": variant.shared_bytes,
         "THREADS": reverse.THREADS,
         "SLICES": variant.slices,
@@ -230,16 +231,16 @@ def test_constants_of_reverse(variant: reverse.Variant, arch: str, agree: Callab
 @pytest.mark.parametrize("variant", STEPS)
 def test_constants_of_step(variant: step.Variant, agree: Callable[..., None]) -> None:
     constants = {
-        "sizeof(StepParams)": step.PARAMS.nbytes,
+        "sizeof(DecodeParams)": step.PARAMS.nbytes,
         "32 * WARPS": variant.threads,
         "SLICES": variant.slices,
         "sizeof(Shared)": variant.shared_bytes(1),
         "sizeof(Shared) + sizeof(Token)": variant.shared_bytes(2),
     }
-    agree(Path(step.SOURCE), variant.defines, constants | names_of(step))
+    agree(Path(step.SOURCE), variant.defines, constants | names_of_activations())
 
 
-def names_of(launcher: Any) -> dict[str, int]:
+def names_of_activations() -> dict[str, int]:
     """How C++ names the numbers of activations."""
-    betas = {"sigmoid": "SIGMOID", "2sigmoid": "TWICE_SIGMOID", "given": "GIVEN"}
-    return {n.upper(): i for n, i in launcher.GATES.items()} | {betas[n]: i for n, i in launcher.BETAS.items()}
+    betas = {"sigmoid": "SIGMOID", "2sigmoid": "TWICE_SIGMOID", "given": "PRECOMPUTED"}
+    return {n.upper(): i for n, i in GATE_CODES.items()} | {betas[n]: i for n, i in BETA_CODES.items()}

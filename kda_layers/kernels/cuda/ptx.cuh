@@ -1,5 +1,5 @@
-// Thin names for the PTX that the kernels use: everything that is not plain C++ lives here.
-// 16-bit pairs travel as one 32-bit word, the lower index in the lower half.
+// Wrappers of the PTX that the kernels use. All inline assembly is in this file.
+// A pair of 16-bit elements is one 32-bit word, the lower index in the lower half.
 #pragma once
 
 using u16 = unsigned short;
@@ -9,20 +9,24 @@ using i64 = long long;
 
 #define DEVICE __device__ __forceinline__
 
-// ---------------------------------------------------------------- numbers
+// ---------------------------------------------------------------- elements
 
-// The 16-bit type of the tensors: what the tensor cores multiply.
+// The 16-bit types of the tensors, operands of MMAs.
 struct Bf16 {
     static DEVICE u32 pack(float low, float high) {
         u32 r;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
         return r;
     }
-    static DEVICE float2 unpack(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
+    static DEVICE float2 unpack(u32 x) {
+        return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+    }
     static DEVICE float load(const u16* p) { return __uint_as_float(u32(*p) << 16); }
     static DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     }
 };
 
@@ -34,7 +38,9 @@ struct Fp16 {
     }
     static DEVICE float2 unpack(u32 x) {
         float2 r;
-        asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(r.x), "=f"(r.y) : "r"(x));
+        asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+            : "=f"(r.x), "=f"(r.y)
+            : "r"(x));
         return r;
     }
     static DEVICE float load(const u16* p) {
@@ -48,12 +54,14 @@ struct Fp16 {
         return r;
     }
     static DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     }
 };
 
-// fp32 numbers of which products see 11 bits: what has no bound and must not lose its range.
+// fp32 of which MMAs read 11 bits of mantissa: for operands that need the range of fp32.
 struct Tf32 {
     static DEVICE float round(float x) {
         u32 r;
@@ -61,30 +69,50 @@ struct Tf32 {
         return __uint_as_float(r);
     }
     static DEVICE void mma(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
-        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        asm volatile(
+            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
               "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
     }
 };
 
-DEVICE float exp2_fast(float x) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
-DEVICE float log2_fast(float x) { float r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
-DEVICE float reciprocal(float x) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
-DEVICE float rsqrt_fast(float x) { float r; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+DEVICE float exp2_fast(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+DEVICE float log2_fast(float x) {
+    float r;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+DEVICE float reciprocal(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+DEVICE float rsqrt_fast(float x) {
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
 
-// x, but what the compiler derives from it, it derives here and no earlier: registers are not held for it meanwhile.
-DEVICE int anew(int x) { asm volatile("" : "+r"(x)); return x; }
+// Optimisation barrier: keeps values derived from x from being hoisted, which would cost registers.
+template <class T> DEVICE T opt_barrier(T x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 
 // ---------------------------------------------------------------- within a warp
 
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-// The first lane's x: what the compiler knows to be the same in all.
+// The first lane's x, which the compiler then knows to be uniform.
 DEVICE int broadcast(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 DEVICE void warp_sync() { __syncwarp(); }
 
-// The transpose of an 8 x 8 matrix of 16-bit numbers that the warp holds in mma's accumulator order.
+// Transpose an 8 x 8 matrix of 16-bit elements in the order of mma's accumulators.
 DEVICE u32 transpose_8x8(u32 x) {
     u32 r;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
@@ -93,46 +121,52 @@ DEVICE u32 transpose_8x8(u32 x) {
 
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-// Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
-DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+// Load four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
 }
 
-// The same, each transposed.
-DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
+// The same, transposing each matrix.
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
 }
 
-// Store four 8 x 8 matrices that the warp holds in mma's accumulator order; lane i gives the address of row i % 8 of
-// matrix i / 8.
-DEVICE void store_matrices(void* row, const u32 (&x)[4]) {
+// Store four 8 x 8 matrices in the order of mma's accumulators; lane i gives the address of row i % 8 of matrix i / 8.
+DEVICE void stmatrix_x4(void* row, const u32 (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
-        :: "r"(shared_address(row)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+                 :
+                 : "r"(shared_address(row)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
 #else
     u32 lane = threadIdx.x % 32;
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 to = __shfl_sync(0xffffffffu, shared_address(row), 8 * i + lane / 4) + 4 * (lane % 4);
-        asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(x[i]) : "memory");
+        asm volatile("st.shared.u32 [%0], %1;" : : "r"(to), "r"(x[i]) : "memory");
     }
 #endif
 }
 
-// Store four 8 x 8 matrices that the warp holds in mma's accumulator order, transposed; lane i gives the address of row
-// i % 8 of matrix i / 8. Each matrix is 128 bytes, its rows following each other.
-DEVICE void store_matrices_transposed(void* row, u32 a, u32 b, u32 c, u32 d) {
+// The same, transposing each matrix, whose rows must be consecutive: 128 bytes.
+DEVICE void stmatrix_x4_trans(void* row, u32 a, u32 b, u32 c, u32 d) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
-        :: "r"(shared_address(row)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+                 :
+                 : "r"(shared_address(row)), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
 #else
     u32 x[4] = {transpose_8x8(a), transpose_8x8(b), transpose_8x8(c), transpose_8x8(d)}, lane = threadIdx.x % 32;
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 to = __shfl_sync(0xffffffffu, shared_address(row), 8 * i) + 4 * lane;
-        asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(x[i]) : "memory");
+        asm volatile("st.shared.u32 [%0], %1;" : : "r"(to), "r"(x[i]) : "memory");
     }
 #endif
 }
@@ -144,171 +178,205 @@ DEVICE unsigned char* shared_memory() {
     return memory;
 }
 
-// 16 bytes from global to shared memory, or 16 zeros; asynchronous until the thread waits for its groups.
-DEVICE void copy_16(void* to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+// Copy 16 bytes from global to shared memory, or store zeros if not valid; complete after cp_async_wait.
+DEVICE void cp_async_16(void* to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
 }
-DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int pending> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(pending) : "memory"); }
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+template <int pending> DEVICE void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" : : "n"(pending) : "memory");
+}
 
-// Fetch the line of an address into L2.
-DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+// Prefetch a cache line into L2.
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
 
 // A barrier among `threads` threads of a block, a multiple of 32; id 0 is __syncthreads'.
-DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory"); }
 
-// mbarriers in shared memory: a phase ends once `count` arrivals (and all announced bytes) have come.
+// mbarriers in shared memory: a phase completes after `count` arrivals and all expected bytes.
 DEVICE void mbarrier_init(u64* barrier, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(count) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" : : "r"(shared_address(barrier)), "r"(count) : "memory");
 }
 DEVICE void mbarrier_arrive(u64* barrier) {
-    asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" :: "r"(shared_address(barrier)) : "memory");
+    asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" : : "r"(shared_address(barrier)) : "memory");
 }
-DEVICE bool mbarrier_done(u64* barrier, u32 parity) {
+DEVICE bool mbarrier_try_wait(u64* barrier, u32 parity) {
     u32 done;
 #if __CUDA_ARCH__ >= 900
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-        : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
 #else
     asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-        : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
 #endif
     return done;
 }
-// Wait for the end of the phase of this parity: the first phase has parity 0.
+// Wait for the phase of this parity to complete; the first phase has parity 0.
 DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
-    while (!mbarrier_done(barrier, parity)) {}
+    while (!mbarrier_try_wait(barrier, parity)) {}
 }
 
-// Counters in global memory. `publish_more` comes after everything written before it; who has seen the new count and
-// then passed `fence_gpu` sees that, too. The others order nothing.
-DEVICE void publish_more(u32* counter, u32 more) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(more) : "memory");
+// Counters in global memory. `red_add_release` releases earlier writes of the thread; a thread that reads the new count
+// and then executes `fence_gpu` acquires them. The others are relaxed.
+DEVICE void red_add_release(u32* counter, u32 more) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" : : "l"(counter), "r"(more) : "memory");
 }
 DEVICE void write_counter(u32* counter, u32 value) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(counter), "r"(value) : "memory");
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" : : "l"(counter), "r"(value) : "memory");
 }
 DEVICE u32 read_counter(const u32* counter) {
     u32 value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
     return value;
 }
-// Between two looks at a counter, so that those who wait do not slow down those who count.
+// Called between two polls of a counter, to leave memory bandwidth to the CTAs that increment it.
 DEVICE void back_off() { asm volatile("nanosleep.u32 50;"); }
-DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" : : : "memory"); }
 
-// ---------------------------------------------------------------- clusters of blocks (sm_90 and newer)
+// ---------------------------------------------------------------- clusters (sm_90 and newer)
 
 #if __CUDA_ARCH__ >= 900
-DEVICE u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+DEVICE u32 cluster_rank() {
+    u32 r;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
 DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" : : : "memory");
 }
-DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void mbarrier_arrive_expecting(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory"); }
+DEVICE void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                 :
+                 : "r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
 }
-// Arrive at the same barrier in the shared memory of the cluster's block `rank`.
-DEVICE void mbarrier_arrive_at(u64* barrier, u32 rank) {
+// Arrive at the same barrier in the shared memory of CTA `rank` of the cluster.
+DEVICE void mbarrier_arrive_cluster(u64* barrier, u32 rank) {
     asm volatile("{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [a];}"
-        :: "r"(shared_address(barrier)), "r"(rank) : "memory");
+                 :
+                 : "r"(shared_address(barrier)), "r"(rank)
+                 : "memory");
 }
-// Ordinary writes to global memory before it are seen by bulk copies after it (and after a barrier).
-DEVICE void fence_bulk_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-// `bytes` from global memory into the same place of the shared memory of every block in `ranks`, announced to the
-// same barrier of each.
-DEVICE void bulk_copy_to_cluster(void* to, const void* from, u32 bytes, u64* barrier, u16 ranks) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-        :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(ranks) : "memory");
+// Makes earlier generic-proxy writes to global memory visible to bulk copies issued after it.
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" : : : "memory"); }
+// Copy from global memory to the same address in the shared memory of every CTA in `ranks`; completes on the same
+// barrier of each.
+DEVICE void cp_async_bulk_multicast(void* to, const void* from, u32 bytes, u64* barrier, u16 ranks) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1], %2, [%3], %4;"
+        :
+        : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(ranks)
+        : "memory");
 }
 #endif
 
-// ---------------------------------------------------------------- products of four warps
+// ---------------------------------------------------------------- wgmma, or mma.sync by four warps
 
-// Ordinary writes to shared memory before it are seen by products after it (and after a barrier).
-DEVICE void fence_shared() {
-#if WARPGROUPS
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+// Makes earlier generic-proxy writes to shared memory visible to wgmma issued after it (and after a barrier).
+DEVICE void fence_proxy_async_shared() {
+#if HAS_WGMMA
+    asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 #endif
 }
 
-// An operand in shared memory: rows of 16-bit numbers along the summed dimension, in 8 x 8 blocks of 128 bytes, 8 numbers
-// of a row side by side. Blocks that follow each other along the row are 128 bytes apart, along the rows `stride`.
-// Or its transpose, a `standing` operand: rows of numbers along the other dimension, the summed one down the rows.
-// multiply_group multiplies sixteen numbers of the summed dimension: d[64, N] += a[64, 16] b[N, 16]^T, N 16, 32 or 64 (= if
-// it `begins`), where a warp holds 16 rows of d in mma's accumulator order. Asynchronous, from product_begin to product_wait.
-// multiply_held does so with the warp's 16 rows of a in registers, as A of mma, and N 64 or 128; there b may stand.
+// An operand in shared memory, without swizzle: 8 x 8 blocks of 16-bit elements, 128 bytes each, neighbours along K 128
+// bytes apart, neighbours along M or N `stride` bytes apart. The rows of a block run along K (K-major), or along M or N
+// if the operand is MN-major (transposed).
+//
+// wgmma_ss: d[64, N] += a[64, 16] b[N, 16]^T for N of 16, 32 or 64 (= instead of += if `overwrites`), 16 rows
+// of d per warp, in the order of mma's accumulators. Asynchronous, from wgmma_fence to wgmma_wait.
+// wgmma_rs: the same with the warp's 16 rows of a in registers, as mma's A, and N of 64 or 128; b may be MN-major.
 
-#if WARPGROUPS
+#if HAS_WGMMA
 using Operand = u64;
 DEVICE Operand operand(const void* p, int stride) {
     return u64((shared_address(p) & 0x3ffff) >> 4) | u64(128 >> 4) << 16 | u64(stride >> 4) << 32;
 }
-DEVICE Operand standing_operand(const void* p, int stride) {
+DEVICE Operand mn_major_operand(const void* p, int stride) {
     return u64((shared_address(p) & 0x3ffff) >> 4) | u64(stride >> 4) << 16 | u64(128 >> 4) << 32;
 }
 DEVICE Operand operand_at(Operand operand, int bytes) { return operand + u64(bytes >> 4); }
 
-template <class T, int N, bool a_stands = false, bool begins = false> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b);
+template <class T, int N, bool a_mn_major = false, bool overwrites = false>
+DEVICE void wgmma_ss(float (&d)[N / 8][4], Operand a, Operand b);
 #define SUM4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define MULTIPLY_GROUP(TYPE, NAME, STANDS, BEGINS, ADDS)                                                                 \
-    template <> DEVICE void multiply_group<TYPE, 16, STANDS, BEGINS>(float (&d)[2][4], Operand a, Operand b) {           \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." NAME "." NAME                                         \
-            " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, " ADDS ", 1, 1, %10, 0;" : SUM4(0), SUM4(1) : "l"(a), "l"(b), "n"(STANDS)); \
-    }                                                                                                                    \
-    template <> DEVICE void multiply_group<TYPE, 32, STANDS, BEGINS>(float (&d)[4][4], Operand a, Operand b) {           \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME                                         \
-            " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, " ADDS ", 1, 1, %18, 0;"                \
-            : SUM4(0), SUM4(1), SUM4(2), SUM4(3) : "l"(a), "l"(b), "n"(STANDS));                                         \
-    }                                                                                                                    \
-    template <> DEVICE void multiply_group<TYPE, 64, STANDS, BEGINS>(float (&d)[8][4], Operand a, Operand b) {                   \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                         \
-            " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"   \
-            "%28,%29,%30,%31}, %32, %33, " ADDS ", 1, 1, %34, 0;"                                                             \
-            : SUM4(0), SUM4(1), SUM4(2), SUM4(3), SUM4(4), SUM4(5), SUM4(6), SUM4(7) : "l"(a), "l"(b), "n"(STANDS));     \
+#define WGMMA_SS(TYPE, NAME, MN_MAJOR, OVERWRITES, SCALE_D)                                                            \
+    template <> DEVICE void wgmma_ss<TYPE, 16, MN_MAJOR, OVERWRITES>(float (&d)[2][4], Operand a, Operand b) {         \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." NAME "." NAME                                       \
+                     " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, " SCALE_D ", 1, 1, %10, 0;"                                  \
+                     : SUM4(0), SUM4(1)                                                                                \
+                     : "l"(a), "l"(b), "n"(MN_MAJOR));                                                                 \
+    }                                                                                                                  \
+    template <> DEVICE void wgmma_ss<TYPE, 32, MN_MAJOR, OVERWRITES>(float (&d)[4][4], Operand a, Operand b) {         \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME                                       \
+                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, " SCALE_D ", 1, 1, %18, 0;"  \
+                     : SUM4(0), SUM4(1), SUM4(2), SUM4(3)                                                              \
+                     : "l"(a), "l"(b), "n"(MN_MAJOR));                                                                 \
+    }                                                                                                                  \
+    template <> DEVICE void wgmma_ss<TYPE, 64, MN_MAJOR, OVERWRITES>(float (&d)[8][4], Operand a, Operand b) {         \
+        asm volatile(                                                                                                  \
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                                \
+            " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27," \
+            "%28,%29,%30,%31}, %32, %33, " SCALE_D ", 1, 1, %34, 0;"                                                   \
+            : SUM4(0), SUM4(1), SUM4(2), SUM4(3), SUM4(4), SUM4(5), SUM4(6), SUM4(7)                                   \
+            : "l"(a), "l"(b), "n"(MN_MAJOR));                                                                          \
     }
-MULTIPLY_GROUP(Bf16, "bf16", 0, 0, "1")
-MULTIPLY_GROUP(Bf16, "bf16", 0, 1, "0")
-MULTIPLY_GROUP(Bf16, "bf16", 1, 0, "1")
-MULTIPLY_GROUP(Fp16, "f16", 0, 0, "1")
-MULTIPLY_GROUP(Fp16, "f16", 0, 1, "0")
-MULTIPLY_GROUP(Fp16, "f16", 1, 0, "1")
-#undef MULTIPLY_GROUP
+WGMMA_SS(Bf16, "bf16", 0, 0, "1")
+WGMMA_SS(Bf16, "bf16", 0, 1, "0")
+WGMMA_SS(Bf16, "bf16", 1, 0, "1")
+WGMMA_SS(Fp16, "f16", 0, 0, "1")
+WGMMA_SS(Fp16, "f16", 0, 1, "0")
+WGMMA_SS(Fp16, "f16", 1, 0, "1")
+#undef WGMMA_SS
 
-template <class T, int N, bool b_stands = false> DEVICE void multiply_held(float (&d)[N / 8][4], const u32 (&a)[4], Operand b);
-#define MULTIPLY_HELD(TYPE, NAME, STANDS)                                                                             \
-    template <> DEVICE void multiply_held<TYPE, 64, STANDS>(float (&d)[8][4], const u32 (&a)[4], Operand b) {         \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                      \
+template <class T, int N, bool b_mn_major = false>
+DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b);
+#define WGMMA_RS(TYPE, NAME, MN_MAJOR)                                                                                \
+    template <> DEVICE void wgmma_rs<TYPE, 64, MN_MAJOR>(float (&d)[8][4], const u32(&a)[4], Operand b) {             \
+        asm volatile(                                                                                                 \
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                               \
             " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                \
             "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, %37;" \
             : SUM4(0), SUM4(1), SUM4(2), SUM4(3), SUM4(4), SUM4(5), SUM4(6), SUM4(7)                                  \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(STANDS));                                       \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(MN_MAJOR));                                     \
     }                                                                                                                 \
-    template <> DEVICE void multiply_held<TYPE, 128, STANDS>(float (&d)[16][4], const u32 (&a)[4], Operand b) {       \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME                                     \
+    template <> DEVICE void wgmma_rs<TYPE, 128, MN_MAJOR>(float (&d)[16][4], const u32(&a)[4], Operand b) {           \
+        asm volatile(                                                                                                 \
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME                                              \
             " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                \
             "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"                                        \
             "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"                                        \
             "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, 1, 1, 1, %69;" \
-            : SUM4(0), SUM4(1), SUM4(2), SUM4(3), SUM4(4), SUM4(5), SUM4(6), SUM4(7),                                 \
-              SUM4(8), SUM4(9), SUM4(10), SUM4(11), SUM4(12), SUM4(13), SUM4(14), SUM4(15)                            \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(STANDS));                                       \
+            : SUM4(0), SUM4(1), SUM4(2), SUM4(3), SUM4(4), SUM4(5), SUM4(6), SUM4(7), SUM4(8), SUM4(9), SUM4(10),     \
+              SUM4(11), SUM4(12), SUM4(13), SUM4(14), SUM4(15)                                                        \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(MN_MAJOR));                                     \
     }
-MULTIPLY_HELD(Bf16, "bf16", 0)
-MULTIPLY_HELD(Bf16, "bf16", 1)
-MULTIPLY_HELD(Fp16, "f16", 0)
-MULTIPLY_HELD(Fp16, "f16", 1)
-#undef MULTIPLY_HELD
+WGMMA_RS(Bf16, "bf16", 0)
+WGMMA_RS(Bf16, "bf16", 1)
+WGMMA_RS(Fp16, "f16", 0)
+WGMMA_RS(Fp16, "f16", 1)
+#undef WGMMA_RS
 #undef SUM4
 
-DEVICE void product_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Wait until at most `pending` committed groups are under way.
-template <int pending> DEVICE void product_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(pending) : "memory"); }
-// The compiler may not touch `d` before a wait that precedes this.
-template <int N> DEVICE void product_use(float (&d)[N][4]) {
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
+// Wait until at most `pending` committed groups are in flight.
+template <int pending> DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(pending) : "memory");
+}
+// Keeps the compiler from moving accesses to `d` before the preceding wait.
+template <int N> DEVICE void fence_operand(float (&d)[N][4]) {
     #pragma unroll
-    for (int i = 0; i < 4 * N; i++) asm volatile("" : "+f"(d[i / 4][i % 4]) :: "memory");
+    for (int i = 0; i < 4 * N; i++) asm volatile("" : "+f"(d[i / 4][i % 4]) : : "memory");
 }
 #else
 struct Operand {
@@ -316,43 +384,45 @@ struct Operand {
     int stride;
 };
 DEVICE Operand operand(const void* p, int stride) { return {static_cast<const unsigned char*>(p), stride}; }
-DEVICE Operand standing_operand(const void* p, int stride) { return operand(p, stride); }
+DEVICE Operand mn_major_operand(const void* p, int stride) { return operand(p, stride); }
 DEVICE Operand operand_at(Operand operand, int bytes) { return {operand.p + bytes, operand.stride}; }
 
-template <class T, int N, bool a_stands = false, bool begins = false> DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b) {
+template <class T, int N, bool a_mn_major = false, bool overwrites = false>
+DEVICE void wgmma_ss(float (&d)[N / 8][4], Operand a, Operand b) {
     #pragma unroll
-    for (int i = 0; begins && i < N / 2; i++) d[i / 4][i % 4] = 0.f;
+    for (int i = 0; overwrites && i < N / 2; i++) d[i / 4][i % 4] = 0.f;
     int lane = threadIdx.x % 32, w = threadIdx.x / 32 % 4;
     u32 x[4], y[4];
     int row = 2 * w + lane / 8 % 2, step = lane / 16, line = 16 * (lane % 8);
-    if constexpr (a_stands) load_matrices_transposed(x, a.p + step * a.stride + row * 128 + line);
-    else load_matrices(x, a.p + row * a.stride + step * 128 + line);
+    if constexpr (a_mn_major) ldmatrix_x4_trans(x, a.p + step * a.stride + row * 128 + line);
+    else ldmatrix_x4(x, a.p + row * a.stride + step * 128 + line);
     #pragma unroll
     for (int i = 0; i < N / 8; i += 2) {
-        load_matrices(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));
+        ldmatrix_x4(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));
         T::mma(d[i], x[0], x[1], x[2], x[3], y[0], y[1]);
         T::mma(d[i + 1], x[0], x[1], x[2], x[3], y[2], y[3]);
     }
 }
-template <class T, int N, bool b_stands = false> DEVICE void multiply_held(float (&d)[N / 8][4], const u32 (&a)[4], Operand b) {
+template <class T, int N, bool b_mn_major = false>
+DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b) {
     int lane = threadIdx.x % 32, row = lane / 16, step = lane / 8 % 2, line = 16 * (lane % 8);
     u32 y[4];
     #pragma unroll
     for (int i = 0; i < N / 8; i += 2) {
-        if constexpr (b_stands) load_matrices_transposed(y, b.p + step * b.stride + (i + row) * 128 + line);
-        else load_matrices(y, b.p + (i + row) * b.stride + step * 128 + line);
+        if constexpr (b_mn_major) ldmatrix_x4_trans(y, b.p + step * b.stride + (i + row) * 128 + line);
+        else ldmatrix_x4(y, b.p + (i + row) * b.stride + step * 128 + line);
         T::mma(d[i], a[0], a[1], a[2], a[3], y[0], y[1]);
         T::mma(d[i + 1], a[0], a[1], a[2], a[3], y[2], y[3]);
     }
 }
-DEVICE void product_begin() {}
-DEVICE void product_commit() {}
-template <int pending> DEVICE void product_wait() {}
-template <int N> DEVICE void product_use(float (&)[N][4]) {}
+DEVICE void wgmma_fence() {}
+DEVICE void wgmma_commit() {}
+template <int pending> DEVICE void wgmma_wait() {}
+template <int N> DEVICE void fence_operand(float (&)[N][4]) {}
 #endif
 
-// Registers of each thread of this warpgroup from here on.
-#if MOVABLE_REGISTERS
-template <int n> DEVICE void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(n)); }
-template <int n> DEVICE void registers_fewer() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(n)); }
+// Change the number of registers of each thread of the warpgroup.
+#if HAS_SETMAXNREG
+template <int n> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(n)); }
+template <int n> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(n)); }
 #endif

@@ -1,21 +1,23 @@
 // A warp's 16 channels of a block of 16 tokens, and their decays.
 //
-// Lane (g, t) = (lane / 4, lane % 4) has channels g and g + 8 of tokens 2 t and 2 t + 1 of each 8 tokens: the order of
-// mma's accumulators, with channels as rows, and of its A operand. A product of channels and tokens by tokens and tokens
-// takes and gives this order: nothing is ever transposed.
+// Lane (g, t) = (id / 4, id % 4) has channels g and g + 8 of tokens 2 t and 2 t + 1 of each 8 tokens: the order of
+// mma's accumulators, with channels as rows, and of its A operand. A product of channels and tokens by tokens and
+// tokens reads and writes this order, so that nothing is transposed.
 #pragma once
 #include "gradients.cuh"
 
-using Octet = float[4];  // 16 channels x 8 tokens: [2 * (channel g, g + 8) + (token 2 t, 2 t + 1)]
+using Fragment = float[4];  // 16 channels x 8 tokens: [2 * (channel g, g + 8) + (token 2 t, 2 t + 1)]
 
-DEVICE int channel_of(int c, int warp, int lane) { return 16 * warp + lane / 4 + 8 * c; }
+DEVICE int channel_of(Lane lane, int c) { return 16 * lane.warp + lane.id / 4 + 8 * c; }
 
-// Where the rows of a warp's part of block b lie, for the loads and stores of matrices.
-DEVICE int rows_at(int b, int warp, int lane) { return block_at(2 * b + lane / 16, 2 * warp + lane / 8 % 2, K / 8) + 16 * (lane % 8); }
+// Offset of a warp's part of block b, for ldmatrix and stmatrix.
+DEVICE int rows_at(Lane lane, int b) {
+    return block_at(2 * b + lane.id / 16, 2 * lane.warp + lane.id / 8 % 2, K / 8) + 16 * (lane.id % 8);
+}
 
-DEVICE void load_block(Octet (&x)[2], const unsigned char* matrix, int b, int warp, int lane) {
+DEVICE void load_block(Lane lane, Fragment (&x)[2], const unsigned char* matrix, int b) {
     u32 r[4];
-    load_matrices_transposed(r, matrix + rows_at(b, warp, lane));
+    ldmatrix_x4_trans(r, matrix + rows_at(lane, b));
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         float2 pair = Io::unpack(r[i]);
@@ -23,62 +25,65 @@ DEVICE void load_block(Octet (&x)[2], const unsigned char* matrix, int b, int wa
     }
 }
 
-DEVICE void store_block(unsigned char* matrix, const Octet (&x)[2], int b, int warp, int lane) {
-    store_matrices_transposed(matrix + rows_at(b, warp, lane), Io::pack(x[0][0], x[0][1]), Io::pack(x[0][2], x[0][3]),
-                              Io::pack(x[1][0], x[1][1]), Io::pack(x[1][2], x[1][3]));
+DEVICE void store_block(Lane lane, unsigned char* matrix, const Fragment (&x)[2], int b) {
+    stmatrix_x4_trans(matrix + rows_at(lane, b), Io::pack(x[0][0], x[0][1]), Io::pack(x[0][2], x[0][3]),
+                      Io::pack(x[1][0], x[1][1]), Io::pack(x[1][2], x[1][3]));
 }
 
-// q or k of block b, of unit length where the operator makes them so.
-DEVICE void load_vectors(Octet (&x)[2], const unsigned char* matrix, const float* norms, int b, int warp, int lane) {
-    load_block(x, matrix, b, warp, lane);
+// q or k of block b, normalised with qk_l2norm.
+DEVICE void load_vectors(Lane lane, Fragment (&x)[2], const unsigned char* matrix, const float* norms, int b) {
+    load_block(lane, x, matrix, b);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
-        float2 norm = *reinterpret_cast<const float2*>(norms + 16 * b + 8 * o + 2 * (lane % 4));
+        float2 norm = *reinterpret_cast<const float2*>(norms + 16 * b + 8 * o + 2 * (lane.id % 4));
         x[o][0] *= norm.x, x[o][1] *= norm.y, x[o][2] *= norm.x, x[o][3] *= norm.y;
     }
 }
 
 // ---------------------------------------------------------------- gates
 
-// Parameters of a warp's channels, for this warp only.
-DEVICE void load_gates(const GradientParams& p, const Shared& shared, int head, int warp, int lane) {
-    *shared.rate(warp) = exp2_fast((p.A_log ? p.A_log[head] : 0.f) * LOG2_E);
-    int channel = 16 * warp + lane % 16;
+// Gate parameters of a warp's channels, read by this warp only.
+DEVICE void load_gates(Lane lane, const GradientsParams& p, const Shared& shared, int head) {
+    *shared.rate(lane.warp) = exp2_fast((p.A_log ? p.A_log[head] : 0.f) * LOG2_E);
+    int channel = 16 * lane.warp + lane.id % 16;
     shared.bias()[channel] = p.dt_bias ? p.dt_bias[head * K + channel] : 0.f;
     warp_sync();
 }
 
-DEVICE int token_of(int b, int o, int i, int lane) { return 16 * b + 8 * o + 2 * (lane % 4) + i % 2; }
+DEVICE int token_of(Lane lane, int b, int o, int i) { return 16 * b + 8 * o + 2 * (lane.id % 4) + i % 2; }
 
-// Gate logits of block b, biases included.
-DEVICE void load_logits(Octet (&x)[2], const Shared& shared, int b, int warp, int lane) {
-    if constexpr (!G_WIDE) load_block(x, shared.g(), b, warp, lane);
+// Gate logits of block b plus bias.
+DEVICE void load_logits(Lane lane, Fragment (&x)[2], const Shared& shared, int b) {
+    if constexpr (!G_FP32) load_block(lane, x, shared.g(), b);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            if constexpr (G_WIDE) x[o][i] = reinterpret_cast<const float*>(shared.g())[token_of(b, o, i, lane) * WIDE_ROW + channel_of(i / 2, warp, lane)];
-            x[o][i] += shared.bias()[channel_of(i / 2, warp, lane)];
+            if constexpr (G_FP32)
+                x[o][i] = reinterpret_cast<const float*>(
+                    shared.g())[token_of(lane, b, o, i) * WIDE_ROW + channel_of(lane, i / 2)];
+            x[o][i] += shared.bias()[channel_of(lane, i / 2)];
         }
     }
 }
 
-DEVICE void decays_of(Octet (&e)[2], const Octet (&logits)[2], const GradientParams& p, float rate, int tokens, int b, int lane) {
+DEVICE void decays_of(Lane lane, Fragment (&e)[2], const Fragment (&logits)[2], const GradientsParams& p, float rate,
+                      int tokens, int b) {
     const Gates<GATE> gates(rate, p.lower_bound);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
-        for (int i = 0; i < 4; i++) e[o][i] = gates.decay(logits[o][i], 0.f, token_of(b, o, i, lane) < tokens);
+        for (int i = 0; i < 4; i++) e[o][i] = gates.decay(logits[o][i], 0.f, token_of(lane, b, o, i) < tokens);
     }
 }
 
-// A token's decays within its aligned block of 1, 2, 4, 8, 16 tokens: from the block's start, with its own, and behind it
-// to the block's end. They are products, never quotients or differences of sums: exact for any gates.
+// A token's decays within its aligned block of 1, 2, 4, 8, 16 tokens: from the block's start (own decay included), and
+// from after the token to the block's end. Products, never quotients or differences of sums: exact for any gates.
 struct Decays {
-    Octet before, after;
-    float all[2];  // of the whole block, for each channel; of 8 tokens where the block is 16
+    Fragment before, after;
+    float all[2];  // over the block, per channel (over 8 tokens if the block is 16)
 
-    DEVICE void start(const Octet& e) {
+    DEVICE void start(const Fragment& e) {
         #pragma unroll
         for (int i = 0; i < 4; i++) before[i] = e[i], after[i] = 1.f;
     }
@@ -90,18 +95,18 @@ struct Decays {
         }
     }
     // From 2 to 4 tokens by mask 1, to 8 by mask 2.
-    template <int mask> DEVICE void to_twice(int lane) {
+    template <int mask> DEVICE void to_twice(Lane lane) {
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             float other = shuffle_xor(all[c], mask);
-            float from_start = lane & mask ? other : 1.f, to_end = lane & mask ? 1.f : other;
+            float from_start = lane.id & mask ? other : 1.f, to_end = lane.id & mask ? 1.f : other;
             all[c] *= other;
             #pragma unroll
             for (int i = 2 * c; i < 2 * c + 2; i++) before[i] *= from_start, after[i] *= to_end;
         }
     }
-    // To the start or to the end.
-    DEVICE void towards(Octet& near, bool start) const {
+    // The decay to the block's start or to its end.
+    DEVICE void towards(Fragment& near, bool start) const {
         #pragma unroll
         for (int i = 0; i < 4; i++) near[i] = start ? before[i] : after[i];
     }
@@ -112,12 +117,12 @@ DEVICE void to_16(Decays (&d)[2]) {
     for (int i = 0; i < 4; i++) d[1].before[i] *= d[0].all[i / 2], d[0].after[i] *= d[1].all[i / 2];
 }
 
-DEVICE uint4 as_pairs(const Octet& x, const Octet& y) {
+DEVICE uint4 as_pairs(const Fragment& x, const Fragment& y) {
     return make_uint4(Fp16::pack(x[0], x[1]), Fp16::pack(x[2], x[3]), Fp16::pack(y[0], y[1]), Fp16::pack(y[2], y[3]));
 }
 
-// x times decays as `as_pairs` gives them.
-DEVICE void decay_by(Octet (&x)[2], uint4 pairs) {
+// x *= decays packed by `as_pairs`.
+DEVICE void decay_by(Fragment (&x)[2], uint4 pairs) {
     u32 words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
     #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -126,22 +131,22 @@ DEVICE void decay_by(Octet (&x)[2], uint4 pairs) {
     }
 }
 
-// Decays of every block to and from its ends, and over it, for the products between blocks.
-DEVICE void exchange_decays(const GradientParams& p, const Shared& shared, int tokens, int warp, int lane) {
+// Store every block's decays from its start, to its end and over it, for the products between blocks.
+DEVICE void exchange_decays(Lane lane, const GradientsParams& p, const Shared& shared, int tokens) {
     #pragma unroll 1
     for (int b = 0; b < BLOCKS; b++) {
-        Octet e[2];
-        load_logits(e, shared, b, warp, lane);
-        decays_of(e, e, p, *shared.rate(warp), tokens, b, lane);
+        Fragment e[2];
+        load_logits(lane, e, shared, b);
+        decays_of(lane, e, e, p, *shared.rate(lane.warp), tokens, b);
         Decays d[2];
         #pragma unroll
         for (int o = 0; o < 2; o++) d[o].start(e[o]), d[o].to_2(), d[o].to_twice<1>(lane), d[o].to_twice<2>(lane);
         to_16(d);
-        if (b > 0) shared.rise(b, warp)[lane] = as_pairs(d[0].before, d[1].before);
-        if (b < BLOCKS - 1) shared.fall(b, warp)[lane] = as_pairs(d[0].after, d[1].after);
+        if (b > 0) shared.rise(b, lane.warp)[lane.id] = as_pairs(d[0].before, d[1].before);
+        if (b < BLOCKS - 1) shared.fall(b, lane.warp)[lane.id] = as_pairs(d[0].after, d[1].after);
         #pragma unroll
         for (int c = 0; c < 2; c++) {
-            if (lane % 4 == 0) shared.totals(b)[channel_of(c, warp, lane)] = d[0].all[c] * d[1].all[c];
+            if (lane.id % 4 == 0) shared.totals(b)[channel_of(lane, c)] = d[0].all[c] * d[1].all[c];
         }
     }
     warp_sync();

@@ -1,48 +1,39 @@
-// What the parts of gradients.cu share: parameters, work items, the plan of shared memory, copies.
+// Shared by the parts of gradients.cu: parameters, work tiles, the plan of shared memory, copies.
 #pragma once
+#include "chunk.cuh"
 #include "gates.cuh"
 
-// Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), GATE (see gates.cuh), G_WIDE (1 where gate logits are fp32),
-// WARPGROUPS (1: products of a warpgroup, on sm_90a).
-using Io = IO;
-#if G_WIDE
-using Logit = float;
-#else
-using Logit = u16;
-#endif
-constexpr int CHUNK = 64, BLOCKS = CHUNK / 16;
+// Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), GATE (see gates.cuh), G_FP32 (1: gate logits are fp32),
+// HAS_WGMMA (1 on sm_90a).
+constexpr int BLOCKS = CHUNK / 16;
 constexpr int WARPS = K / 16, THREADS = 32 * WARPS;  // a warp has 16 channels
 static_assert(K == V, "states are square");
 
-struct GradientParams {
-    const u16 *q, *k;                // [B, T, H, K]
-    const u16* v;                    // [B, T, HV, V]
-    const void* g;                   // [B, T, HV, K]
-    const void* beta;                // [B, T, HV]
-    const float *A_log, *dt_bias;    // [HV], [HV, K], or null
-    const void* cu_seqlens;          // [sequences + 1], or null
-    const u16 *states, *d_states;    // [rows, HV, V, K]: S before a chunk, dS after it
-    const u16 *errors, *d_v, *d_o;   // [B, T, HV, V]
-    u16 *d_q, *d_k;                  // like q, k
-    void *d_g, *d_beta;              // like g, beta
-    float *d_A_log, *d_dt_bias;      // [rows, HV], [rows, HV, K]: each chunk's part
-    float4* sums;                    // [blocks, 16, THREADS], or null where group is 1
+struct GradientsParams {
+    const u16 *q, *k;                      // [B, T, H, K]
+    const u16* v;                          // [B, T, HV, V]
+    const void* g;                         // [B, T, HV, K]
+    const void* beta;                      // [B, T, HV]
+    const float *A_log, *dt_bias;          // [HV], [HV, K], or null
+    const void* cu_seqlens;                // [sequences + 1], or null
+    const u16 *states, *d_states;          // [rows, HV, V, K]: S before a chunk, dS after it
+    const u16 *errors, *d_v, *d_o;         // [B, T, HV, V]
+    u16 *d_q, *d_k;                        // like q, k
+    void *d_g, *d_beta;                    // like g, beta
+    float *d_A_log, *d_dt_bias;            // [rows, HV], [rows, HV, K]: each chunk's sum
+    float4* sums;                          // [blocks, 16, THREADS], or null where group is 1
     int T, H, HV, group, sequences, rows;  // group = HV / H; rows: at least the number of chunks
-    int wide_offsets;                // cu_seqlens is int64
-    int beta_activation, beta_wide, qk_l2norm;
+    int int64_offsets;                     // cu_seqlens is int64
+    int beta_activation, beta_fp32, qk_l2norm;
     float lower_bound, scale;
 };
 
 // ---------------------------------------------------------------- work
 
-// A chunk: its tokens, from `first` among all B * T; none behind the last chunk.
+// A chunk: its row in per-chunk tensors, its first token among B * T, and how many it has: 0 after the last chunk.
 struct Chunk {
     int row, first, tokens;
 };
-
-DEVICE int offset_of(const GradientParams& p, int sequence) {
-    return p.wide_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence]) : static_cast<const int*>(p.cu_seqlens)[sequence];
-}
 
 // Sum over the lanes of a warp.
 DEVICE int warp_sum(int x) {
@@ -50,22 +41,22 @@ DEVICE int warp_sum(int x) {
     return x;
 }
 
-// Finds chunks by their row, which may not decrease from one to the next.
-struct Finder {
-    int sequence, rows;  // of packed sequences: those before `sequence` have `rows` chunks
+// Finds chunks by row; rows must not decrease from call to call.
+struct ChunkFinder {
+    int sequence, rows;  // packed: the sequences before `sequence` have `rows` chunks
 
-    DEVICE Chunk find(const GradientParams& p, int row, int lane) {  // by a whole warp
+    DEVICE Chunk find(Lane lane, const GradientsParams& p, int row) {  // executed by a full warp
         if (!p.cu_seqlens) {
             int each = (p.T + CHUNK - 1) / CHUNK, at = row % each * CHUNK;
             return {row, row / each * p.T + at, row < p.rows ? min(CHUNK, p.T - at) : 0};
         }
-        for (; sequence < p.sequences; sequence += 32) {  // a lane has one of the next 32
-            int mine = sequence + lane, first = 0, length = 0;
+        for (; sequence < p.sequences; sequence += 32) {  // one sequence per lane
+            int mine = sequence + lane.id, first = 0, length = 0;
             if (mine < p.sequences) first = offset_of(p, mine), length = offset_of(p, mine + 1) - first;
             int chunks = (length + CHUNK - 1) / CHUNK, before = rows, all = chunks;
             for (int mask = 1; mask < 32; mask *= 2) {
                 int others = int(shuffle_xor(u32(all), mask));
-                if (lane & mask) before += others;
+                if (lane.id & mask) before += others;
                 all += others;
             }
             if (row < rows + all) {
@@ -79,48 +70,47 @@ struct Finder {
     }
 };
 
-// A block's next piece of work: a chunk of one value head. Those of one key head follow each other.
-struct Turn {
-    int item, key_head, of_group;  // item: chunk and key head
+// A chunk of one value head. The value heads of one key head are consecutive.
+struct WorkTile {
+    int index, key_head, of_group;  // index: of chunk and key head
     Chunk chunk;
 
     DEVICE bool valid() const { return chunk.tokens > 0; }
-    DEVICE int head(const GradientParams& p) const { return key_head * p.group + of_group; }
+    DEVICE int head(const GradientsParams& p) const { return key_head * p.group + of_group; }
     DEVICE bool first() const { return of_group == 0; }
-    DEVICE bool last(const GradientParams& p) const { return of_group == p.group - 1; }
-    DEVICE i64 key_row(const GradientParams& p) const { return i64(chunk.first) * p.H + key_head; }  // of the first token
-    DEVICE i64 row(const GradientParams& p) const { return i64(chunk.first) * p.HV + head(p); }
-    DEVICE i64 chunk_row(const GradientParams& p) const { return i64(chunk.row) * p.HV + head(p); }
+    DEVICE bool last(const GradientsParams& p) const { return of_group == p.group - 1; }
+    DEVICE i64 key_row(const GradientsParams& p) const {
+        return i64(chunk.first) * p.H + key_head;
+    }  // of the first token
+    DEVICE i64 row(const GradientsParams& p) const { return i64(chunk.first) * p.HV + head(p); }
+    DEVICE i64 chunk_row(const GradientsParams& p) const { return i64(chunk.row) * p.HV + head(p); }
 
-    static DEVICE Turn of(const GradientParams& p, int item, Finder& finder, int lane) {
-        return {item, item % p.H, 0, finder.find(p, item / p.H, lane)};
+    static DEVICE WorkTile of(Lane lane, const GradientsParams& p, int index, ChunkFinder& finder) {
+        return {index, index % p.H, 0, finder.find(lane, p, index / p.H)};
     }
-    DEVICE Turn next(const GradientParams& p, Finder& finder, int lane) const {
-        if (!last(p)) return {item, key_head, of_group + 1, chunk};
-        return of(p, item + int(gridDim.x), finder, lane);
+    DEVICE WorkTile next(Lane lane, const GradientsParams& p, ChunkFinder& finder) const {
+        if (!last(p)) return {index, key_head, of_group + 1, chunk};
+        return of(lane, p, index + int(gridDim.x), finder);
     }
 };
 
 // ---------------------------------------------------------------- shared memory
 
-// Matrices of 16-bit numbers lie in 8 x 8 blocks of 128 bytes, 8 numbers of a row side by side: block (i, j) of a matrix
-// with `columns` blocks side by side.
-DEVICE constexpr int block_at(int i, int j, int columns) { return (i * columns + j) * 128; }
-
-// Matrices are copied in slabs of 16 rows, 16 bytes for each thread.
-constexpr int SLAB = 16 * K * 2;  // bytes
+// Matrices are copied in row tiles of 16 rows, 16 bytes per thread.
+constexpr int ROW_TILE_BYTES = 16 * K * 2;  // bytes
 constexpr int KEYS = CHUNK * K * 2, VALUES = CHUNK * V * 2, STATE = V * K * 2;
-constexpr int STATE_SLABS = V / 16, TOKEN_SLABS = CHUNK / 16;
-constexpr int INPUT_SLABS = 2 * STATE_SLABS + 3 * TOKEN_SLABS;  // of what the products read
-constexpr int BLOCK_SLABS = 6;  // what they give for 16 tokens takes the place of so many
-constexpr int INPUTS = (INPUT_SLABS > BLOCKS * BLOCK_SLABS ? INPUT_SLABS : BLOCKS * BLOCK_SLABS) * SLAB;
-constexpr int WIDE_ROW = K + 4;  // of fp32 logits, so that tokens lie in different banks
-constexpr int LOGITS = G_WIDE ? CHUNK * WIDE_ROW * 4 : KEYS;
-constexpr int TRIANGLE = 36 * 256;  // of a lower triangle's 8 x 8 blocks of fp32
+constexpr int STATE_ROW_TILES = V / 16, TOKEN_ROW_TILES = CHUNK / 16;
+constexpr int INPUT_ROW_TILES = 2 * STATE_ROW_TILES + 3 * TOKEN_ROW_TILES;  // operands of the MMAs
+constexpr int BLOCK_ROW_TILES = 6;  // their results for 16 tokens replace this many
+constexpr int INPUTS =
+    (INPUT_ROW_TILES > BLOCKS * BLOCK_ROW_TILES ? INPUT_ROW_TILES : BLOCKS * BLOCK_ROW_TILES) * ROW_TILE_BYTES;
+constexpr int WIDE_ROW = K + 4;  // fp32 logits, padded against bank conflicts
+constexpr int LOGITS = G_FP32 ? CHUNK * WIDE_ROW * 4 : KEYS;
+constexpr int TRIANGLE = 36 * 256;  // 8 x 8 blocks of fp32 of a lower triangle
 
 struct Shared {
     unsigned char* base;
-    // inputs of the products; inputs of the rest; what the warps exchange
+    // operands of the MMAs; other inputs; what the warps exchange
     static constexpr int AT_D_STATE = STATE;
     static constexpr int AT_D_V = AT_D_STATE + STATE;
     static constexpr int AT_D_O = AT_D_V + VALUES;
@@ -137,120 +127,142 @@ struct Shared {
     static constexpr int AT_SUMS = AT_PARTS + WARPS * CHUNK * 8;
     static constexpr int AT_RATES = AT_SUMS + CHUNK * 8;
     static constexpr int AT_BIAS = AT_RATES + 2 * WARPS * 4;
-    static constexpr int AT_TURNS = AT_BIAS + K * 4;
-    static constexpr int AT_FINDER = AT_TURNS + 2 * sizeof(Turn);
-    static constexpr int BYTES = AT_FINDER + sizeof(Finder);
+    static constexpr int AT_TILES = AT_BIAS + K * 4;
+    static constexpr int AT_FINDER = AT_TILES + 2 * sizeof(WorkTile);
+    static constexpr int BYTES = AT_FINDER + sizeof(ChunkFinder);
 
-    DEVICE unsigned char* state() const { return base; }                   // S: [V, K]
-    DEVICE unsigned char* d_state() const { return base + AT_D_STATE; }    // dS
-    DEVICE unsigned char* errors() const { return base + AT_ERRORS; }      // V': [64, V]
+    DEVICE unsigned char* state() const { return base; }                 // S: [V, K]
+    DEVICE unsigned char* d_state() const { return base + AT_D_STATE; }  // dS
+    DEVICE unsigned char* errors() const { return base + AT_ERRORS; }    // V': [64, V]
     DEVICE unsigned char* d_v() const { return base + AT_D_V; }
     DEVICE unsigned char* d_o() const { return base + AT_D_O; }
-    DEVICE unsigned char* q() const { return base + AT_Q; }                // [64, K], as they come; later their gradients
+    DEVICE unsigned char* q() const { return base + AT_Q; }  // [64, K] inputs, later their gradients
     DEVICE unsigned char* k() const { return base + AT_K; }
-    DEVICE unsigned char* g() const { return base + AT_G; }                // the same, where wide in rows of WIDE_ROW
-    DEVICE float* numbers(int at) const { return reinterpret_cast<float*>(base + at); }
+    DEVICE unsigned char* g() const { return base + AT_G; }  // likewise; if fp32, in rows of WIDE_ROW
+    DEVICE float* floats(int at) const { return reinterpret_cast<float*>(base + at); }
     // 8 x 8 blocks of dL or dAqk
-    DEVICE float* dL(int i, int j) const { return numbers(AT_TRIANGLES) + (i * (i + 1) / 2 + j) * 64; }
+    DEVICE float* dL(int i, int j) const { return floats(AT_TRIANGLES) + (i * (i + 1) / 2 + j) * 64; }
     DEVICE float* dA(int i, int j) const { return dL(i, j) + TRIANGLE / 4; }
     // Decays of a warp's channels in fp16 pairs: of block b from its start, b > 0, and to its end, b < 3
-    DEVICE uint4* rise(int b, int warp) const { return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b - 1) * 32; }
-    DEVICE uint4* fall(int b, int warp) const { return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b + 3) * 32; }
-    // In the place of the products' inputs: see StateGradients. Those of 8 tokens and a warp's channels, [lane]
-    DEVICE float4* by_state(int which, int octet, int warp) const {
-        return reinterpret_cast<float4*>(base + octet / 2 * BLOCK_SLABS * SLAB) + ((which * WARPS + warp) * 2 + octet % 2) * 32;
+    DEVICE uint4* rise(int b, int warp) const {
+        return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b - 1) * 32;
     }
-    DEVICE float* totals(int b) const { return numbers(AT_TOTALS) + b * K; }         // [K] decays of whole blocks
-    DEVICE float* diagonal() const { return numbers(AT_DIAGONAL); }                  // of dAqk: [64]
-    DEVICE float* q_norms() const { return numbers(AT_NORMS); }                      // what makes q a unit vector: [64]
+    DEVICE uint4* fall(int b, int warp) const {
+        return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b + 3) * 32;
+    }
+    // StateGradients of 8 tokens and a warp's channels, [lane]; they replace the MMAs' operands
+    DEVICE float4* by_state(int which, int fragment, int warp) const {
+        return reinterpret_cast<float4*>(base + fragment / 2 * BLOCK_ROW_TILES * ROW_TILE_BYTES) +
+               ((which * WARPS + warp) * 2 + fragment % 2) * 32;
+    }
+    DEVICE float* totals(int b) const { return floats(AT_TOTALS) + b * K; }  // [K] decays of whole blocks
+    DEVICE float* diagonal() const { return floats(AT_DIAGONAL); }           // of dAqk: [64]
+    DEVICE float* q_norms() const { return floats(AT_NORMS); }               // 1 / |q|: [64]
     DEVICE float* k_norms() const { return q_norms() + CHUNK; }
-    DEVICE float4* parts(int warp) const { return reinterpret_cast<float4*>(base + AT_PARTS) + warp * 32; }  // see store_inner
+    DEVICE float4* parts(int warp) const {
+        return reinterpret_cast<float4*>(base + AT_PARTS) + warp * 32;
+    }  // see sum_inner
     DEVICE float4* inner() const { return reinterpret_cast<float4*>(base + AT_SUMS); }
-    DEVICE float* d_rates() const { return numbers(AT_RATES); }                      // [warp]
-    // Here, as all registers are in use.
-    DEVICE float* rate(int warp) const { return d_rates() + WARPS + warp; }          // of the gates
-    DEVICE float* bias() const { return numbers(AT_BIAS); }                          // [K]
-    DEVICE Turn& turn(int count) const { return reinterpret_cast<Turn*>(base + AT_TURNS)[count % 2]; }
-    DEVICE Finder& finder() const { return *reinterpret_cast<Finder*>(base + AT_FINDER); }
+    DEVICE float* d_rates() const { return floats(AT_RATES); }  // [warp]
+    // In shared memory, as all registers are in use.
+    DEVICE float* rate(int warp) const { return d_rates() + WARPS + warp; }  // of the gates
+    DEVICE float* bias() const { return floats(AT_BIAS); }                   // [K]
+    DEVICE WorkTile& tile(int count) const { return reinterpret_cast<WorkTile*>(base + AT_TILES)[count % 2]; }
+    DEVICE ChunkFinder& finder() const { return *reinterpret_cast<ChunkFinder*>(base + AT_FINDER); }
 };
+
+#ifdef SHARED_BYTES
+static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
+#endif
 
 // ---------------------------------------------------------------- copies
 
 DEVICE void block_sync() { barrier_sync(0, THREADS); }
 
-// What a copy derives from it, it shall derive then: there are no registers to keep it in.
-DEVICE int thread() { return anew(threadIdx.x); }
+// Keeps addresses of copies from being held in registers.
+DEVICE int thread() { return opt_barrier(threadIdx.x); }
 
-// A slab: rows of 16-bit numbers, `stride` apart, into 8 x 8 blocks; those from `valid` on are zeros.
-DEVICE void copy_slab(unsigned char* to, const u16* from, i64 stride, int valid) {
+// Copy a row tile, rows `stride` elements apart, into 8 x 8 blocks; rows from `valid` on become zeros.
+DEVICE void copy_row_tile(unsigned char* to, const u16* from, i64 stride, int valid) {
     int at = thread(), row = at / K * 8 + at % 8;
-    copy_16(to + 16 * at, from + row * stride + at / 8 % (K / 8) * 8, row < valid);
+    cp_async_16(to + 16 * at, from + row * stride + at / 8 % (K / 8) * 8, row < valid);
 }
 
 // A matrix of a chunk's tokens.
 DEVICE void copy_rows(unsigned char* to, const u16* from, i64 stride, int valid) {
     #pragma unroll
-    for (int i = 0; i < TOKEN_SLABS; i++) copy_slab(to + i * SLAB, from + 16 * i * stride, stride, valid - 16 * i);
+    for (int i = 0; i < TOKEN_ROW_TILES; i++)
+        copy_row_tile(to + i * ROW_TILE_BYTES, from + 16 * i * stride, stride, valid - 16 * i);
 }
 
-// And back.
+// The inverse of copy_rows.
 DEVICE void store_rows(u16* to, const unsigned char* from, i64 stride, int valid) {
     int at = thread(), row = at / K * 8 + at % 8;
     to += row * stride + at / 8 % (K / 8) * 8, from += 16 * at;
     #pragma unroll
-    for (int i = 0; i < TOKEN_SLABS; i++) {
-        if (row + 16 * i < valid) *reinterpret_cast<uint4*>(to + 16 * i * stride) = *reinterpret_cast<const uint4*>(from + i * SLAB);
+    for (int i = 0; i < TOKEN_ROW_TILES; i++) {
+        if (row + 16 * i < valid)
+            *reinterpret_cast<uint4*>(to + 16 * i * stride) =
+                *reinterpret_cast<const uint4*>(from + i * ROW_TILE_BYTES);
     }
 }
 
-// What the products read, from slab `first` up to `end`: S, dS, bX, dO, V'.
-DEVICE void copy_inputs(const GradientParams& p, const Shared& shared, const Turn& turn, int first, int end) {
-    constexpr int STATES = 2 * STATE_SLABS;
-    const int at = thread(), row = at / K * 8 + at % 8, column = at / 8 % (K / 8) * 8, tokens = turn.chunk.tokens - row;
-    const i64 stride = i64(p.HV) * V, states = turn.chunk_row(p) * V * K + row * K + column, values = turn.row(p) * V + row * stride + column;
+// Copy the MMAs' operands S, dS, bX, dO, V': row tiles `first` to `end`.
+DEVICE void copy_inputs(const GradientsParams& p, const Shared& shared, const WorkTile& tile, int first, int end) {
+    constexpr int STATES = 2 * STATE_ROW_TILES;
+    const int at = thread(), row = at / K * 8 + at % 8, column = at / 8 % (K / 8) * 8, tokens = tile.chunk.tokens - row;
+    const i64 stride = i64(p.HV) * V, states = tile.chunk_row(p) * V * K + row * K + column,
+              values = tile.row(p) * V + row * stride + column;
     unsigned char* to = shared.base + 16 * at;
-    for (int slab = first; slab < min(end, STATES); slab++) {
-        copy_16(to + slab * SLAB, (slab < STATE_SLABS ? p.states : p.d_states) + states + slab % STATE_SLABS * 16 * K, true);
+    for (int i = first; i < min(end, STATES); i++) {
+        cp_async_16(to + i * ROW_TILE_BYTES,
+                    (i < STATE_ROW_TILES ? p.states : p.d_states) + states + i % STATE_ROW_TILES * 16 * K, true);
     }
-    for (int slab = max(first, STATES); slab < end; slab++) {
-        int which = (slab - STATES) / TOKEN_SLABS, i = slab % TOKEN_SLABS * 16;
-        copy_16(to + slab * SLAB, (which == 0 ? p.d_v : which == 1 ? p.d_o : p.errors) + values + i * stride, i < tokens);
+    for (int row_tile = max(first, STATES); row_tile < end; row_tile++) {
+        int which = (row_tile - STATES) / TOKEN_ROW_TILES, i = row_tile % TOKEN_ROW_TILES * 16;
+        cp_async_16(to + row_tile * ROW_TILE_BYTES,
+                    (which == 0   ? p.d_v
+                     : which == 1 ? p.d_o
+                                  : p.errors) +
+                        values + i * stride,
+                    i < tokens);
     }
 }
 
-// The rest: q and k of a key head come with its first value head.
-DEVICE void copy_tokens(const GradientParams& p, const Shared& shared, const Turn& turn) {
-    int tokens = turn.chunk.tokens;
-    if (turn.first()) {
-        i64 keys = turn.key_row(p) * K, stride = i64(p.H) * K;
+// Copy the gate logits and, with a key head's first value head, q and k.
+DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    int tokens = tile.chunk.tokens;
+    if (tile.first()) {
+        i64 keys = tile.key_row(p) * K, stride = i64(p.H) * K;
         copy_rows(shared.q(), p.q + keys, stride, tokens);
         copy_rows(shared.k(), p.k + keys, stride, tokens);
     }
-    const Logit* g = static_cast<const Logit*>(p.g) + turn.row(p) * K;
+    const Logit* g = static_cast<const Logit*>(p.g) + tile.row(p) * K;
     i64 stride = i64(p.HV) * K;
-    if constexpr (G_WIDE) {
+    if constexpr (G_FP32) {
         #pragma unroll
         for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
             int at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
-            copy_16(shared.g() + (row * WIDE_ROW + column) * 4, g + row * stride + column, row < tokens);
+            cp_async_16(shared.g() + (row * WIDE_ROW + column) * 4, g + row * stride + column, row < tokens);
         }
     } else {
         copy_rows(shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
     }
 }
 
-DEVICE void store_logits(const GradientParams& p, const Shared& shared, const Turn& turn) {
-    Logit* d_g = static_cast<Logit*>(p.d_g) + turn.row(p) * K;
+DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    Logit* d_g = static_cast<Logit*>(p.d_g) + tile.row(p) * K;
     i64 stride = i64(p.HV) * K;
-    if constexpr (G_WIDE) {
+    if constexpr (G_FP32) {
         #pragma unroll
         for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
             int at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
-            if (row < turn.chunk.tokens) {
-                *reinterpret_cast<float4*>(d_g + row * stride + column) = *reinterpret_cast<const float4*>(shared.g() + (row * WIDE_ROW + column) * 4);
+            if (row < tile.chunk.tokens) {
+                *reinterpret_cast<float4*>(d_g + row * stride + column) =
+                    *reinterpret_cast<const float4*>(shared.g() + (row * WIDE_ROW + column) * 4);
             }
         }
     } else {
-        store_rows(reinterpret_cast<u16*>(d_g), shared.g(), stride, turn.chunk.tokens);
+        store_rows(reinterpret_cast<u16*>(d_g), shared.g(), stride, tile.chunk.tokens);
     }
 }

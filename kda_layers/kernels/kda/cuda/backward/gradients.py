@@ -64,7 +64,7 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "GATE": GATE_CODES[self.gate_activation],
-            "G_WIDE": int(self.g_wide), "WARPGROUPS": int(self.warpgroups),
+            "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.warpgroups),
         }  # fmt: skip
 
     @property
@@ -95,7 +95,7 @@ def variants(arch: int) -> Iterable[Variant]:
 def pack(
     x: Inputs, saved: Saved, scanned: Scanned, d_o: Tensor, out: TokenGradients, sums: Tensor | None, rows: int
 ) -> bytes:
-    """GradientParams. Tensors must be contiguous."""
+    """GradientsParams. Tensors must be contiguous."""
     tensors = (
         x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
         saved.states, scanned.d_states, saved.errors, scanned.d_v, d_o, *out, sums,

@@ -1,105 +1,110 @@
-// Gradients of given betas near zero, where <bX, V'> / beta^2 has no digits left, or is 0 / 0. They are <X, e> with
+// Gradients of precomputed betas near zero, for which <bX, V'> / beta^2 has no accurate digits, or is 0 / 0: <X, e>
+// with
 //     e = v - Kg S - L V'     X = Aqk^T dO' + Kr dS - L^T bX
-// of one token, by one warp, walking from the token to both ends of the chunk. Slow: such betas are rare.
+// by one warp per token, from the token to both ends of the chunk. Slow, as such betas are rare.
 #pragma once
 #include "products.cuh"
 
-constexpr int NUMBERS = K / 32;
-using Vector = float[NUMBERS];  // a lane has numbers lane + 32 i
+constexpr int ELEMENTS = K / 32;
+using Vector = float[ELEMENTS];  // elements id + 32 i
 
 // Row `row` of a matrix in 8 x 8 blocks.
-DEVICE void load_row(Vector& x, const unsigned char* matrix, int row, int lane) {
+DEVICE void load_row(Lane lane, Vector& x, const unsigned char* matrix, int row) {
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) {
-        int column = lane + 32 * i;
-        x[i] = Io::load(reinterpret_cast<const u16*>(matrix + block_at(row / 8, column / 8, K / 8) + row % 8 * 16) + column % 8);
+    for (int i = 0; i < ELEMENTS; i++) {
+        int column = lane.id + 32 * i;
+        x[i] = Io::load(reinterpret_cast<const u16*>(matrix + block_at(row / 8, column / 8, K / 8) + row % 8 * 16) +
+                        column % 8);
     }
 }
 
 DEVICE float inner_product(const Vector& x, const Vector& y) {
     float sum = 0.f;
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) sum += x[i] * y[i];
+    for (int i = 0; i < ELEMENTS; i++) sum += x[i] * y[i];
     for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
     return sum;
 }
 
 DEVICE void add(Vector& to, float factor, const Vector& x) {
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) to[i] += factor * x[i];
+    for (int i = 0; i < ELEMENTS; i++) to[i] += factor * x[i];
 }
 
-// Adds `factor` times the state [V, K] times x.
-DEVICE void add_state(Vector& to, float factor, const unsigned char* state, const Vector& x, const Shared& shared, int warp, int lane) {
-    float* whole = reinterpret_cast<float*>(shared.parts(warp));
+// to += factor * state [V, K] * x
+DEVICE void add_state(Lane lane, Vector& to, float factor, const unsigned char* state, const Vector& x,
+                      const Shared& shared) {
+    float* whole = reinterpret_cast<float*>(shared.parts(lane.warp));
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) whole[lane + 32 * i] = x[i];
+    for (int i = 0; i < ELEMENTS; i++) whole[lane.id + 32 * i] = x[i];
     warp_sync();
     for (int c = 0; c < K; c++) {
         #pragma unroll
-        for (int i = 0; i < NUMBERS; i++) {
-            int v = lane + 32 * i;
-            to[i] += factor * whole[c] * Io::load(reinterpret_cast<const u16*>(state + block_at(v / 8, c / 8, K / 8) + v % 8 * 16) + c % 8);
+        for (int i = 0; i < ELEMENTS; i++) {
+            int v = lane.id + 32 * i;
+            to[i] += factor * whole[c] *
+                     Io::load(reinterpret_cast<const u16*>(state + block_at(v / 8, c / 8, K / 8) + v % 8 * 16) + c % 8);
         }
     }
     warp_sync();
 }
 
-// A token's vector, of unit length where the operator makes it so.
-DEVICE void load_unit(Vector& x, const GradientParams& p, const unsigned char* matrix, int token, int lane) {
-    load_row(x, matrix, token, lane);
+// A token's q or k, normalised with qk_l2norm.
+DEVICE void load_unit(Lane lane, Vector& x, const GradientsParams& p, const unsigned char* matrix, int token) {
+    load_row(lane, x, matrix, token);
     float norm = p.qk_l2norm ? rsqrt_fast(inner_product(x, x) + 1e-6f) : 1.f;
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) x[i] *= norm;
+    for (int i = 0; i < ELEMENTS; i++) x[i] *= norm;
 }
 
-DEVICE void decay_over(Vector& x, const GradientParams& p, const Shared& shared, int token, int lane) {
+DEVICE void decay_over(Lane lane, Vector& x, const GradientsParams& p, const Shared& shared, int token) {
     const Gates<GATE> gates(*shared.rate(0), p.lower_bound);
     Vector logits;
-    if constexpr (!G_WIDE) load_row(logits, shared.g(), token, lane);
+    if constexpr (!G_FP32) load_row(lane, logits, shared.g(), token);
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) {
-        int channel = lane + 32 * i;
-        if constexpr (G_WIDE) logits[i] = reinterpret_cast<const float*>(shared.g())[token * WIDE_ROW + channel];
+    for (int i = 0; i < ELEMENTS; i++) {
+        int channel = lane.id + 32 * i;
+        if constexpr (G_FP32) logits[i] = reinterpret_cast<const float*>(shared.g())[token * WIDE_ROW + channel];
         x[i] *= gates.decay(logits[i], gates.bias(shared.bias()[channel]), true);
     }
 }
 
-DEVICE float faint_gradient(const GradientParams& p, const Shared& shared, const Turn& turn, int token, int warp, int lane) {
+DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
+                                     int token) {
     Vector key, y, e, x = {};
-    const u16* v = p.v + (turn.row(p) + i64(token) * p.HV) * V;
+    const u16* v = p.v + (tile.row(p) + i64(token) * p.HV) * V;
     #pragma unroll
-    for (int i = 0; i < NUMBERS; i++) e[i] = Io::load(v + lane + 32 * i);
-    load_unit(key, p, shared.k(), token, lane);
+    for (int i = 0; i < ELEMENTS; i++) e[i] = Io::load(v + lane.id + 32 * i);
+    load_unit(lane, key, p, shared.k(), token);
     for (int t = token; t > 0; t--) {  // what the token reads
-        decay_over(key, p, shared, t, lane);
-        load_unit(y, p, shared.k(), t - 1, lane);
+        decay_over(lane, key, p, shared, t);
+        load_unit(lane, y, p, shared.k(), t - 1);
         float L = inner_product(key, y);
-        load_row(y, shared.errors(), t - 1, lane), add(e, -L, y);
+        load_row(lane, y, shared.errors(), t - 1), add(e, -L, y);
     }
-    decay_over(key, p, shared, 0, lane);
-    add_state(e, -1.f, shared.state(), key, shared, warp, lane);
-    load_unit(key, p, shared.k(), token, lane);
-    for (int t = token; t < turn.chunk.tokens; t++) {  // what reads it
+    decay_over(lane, key, p, shared, 0);
+    add_state(lane, e, -1.f, shared.state(), key, shared);
+    load_unit(lane, key, p, shared.k(), token);
+    for (int t = token; t < tile.chunk.tokens; t++) {  // what reads the token
         if (t > token) {
-            decay_over(key, p, shared, t, lane);
-            load_unit(y, p, shared.k(), t, lane);
+            decay_over(lane, key, p, shared, t);
+            load_unit(lane, y, p, shared.k(), t);
             float L = inner_product(key, y);
-            load_row(y, shared.d_v(), t, lane), add(x, -L, y);
+            load_row(lane, y, shared.d_v(), t), add(x, -L, y);
         }
-        load_unit(y, p, shared.q(), t, lane);
+        load_unit(lane, y, p, shared.q(), t);
         float A = inner_product(key, y);
-        load_row(y, shared.d_o(), t, lane), add(x, p.scale * A, y);
+        load_row(lane, y, shared.d_o(), t), add(x, p.scale * A, y);
     }
-    add_state(x, 1.f, shared.d_state(), key, shared, warp, lane);
+    add_state(lane, x, 1.f, shared.d_state(), key, shared);
     return inner_product(x, e);
 }
 
-DEVICE void find_faint_betas(const GradientParams& p, const Shared& shared, const Turn& turn, int warp, int lane) {
-    for (int token = warp; token < turn.chunk.tokens; token += WARPS) {
-        i64 at = turn.row(p) + i64(token) * p.HV;
-        if (!is_faint(load_beta(p, at), p.beta_activation)) continue;
-        float x = faint_gradient(p, shared, turn, token, warp, lane);
-        if (lane == 0) store_beta(p, at, x);
+DEVICE void near_zero_beta_gradients(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    for (int token = lane.warp; token < tile.chunk.tokens; token += WARPS) {
+        i64 at = tile.row(p) + i64(token) * p.HV;
+        if (!is_near_zero(load_beta(p, at), p.beta_activation)) continue;
+        float x = near_zero_beta_gradient(lane, p, shared, tile, token);
+        if (lane.id == 0) store_beta(p, at, x);
     }
 }

@@ -1,145 +1,175 @@
-// Gradients through pairs of a chunk's tokens, and what of them each token's decay has.
+// Gradients through pairs of a chunk's tokens, and of the decays between them.
 //
-// Between blocks of 16 tokens the decay is a product of three: from the later block's start, of whole blocks between, to
-// the earlier block's end. Within 16 tokens it is split at the middle of the smallest aligned block of 2, 4, 8 or 16 that
-// holds both, as in prepare.cuh. The gradient of a token's log-decay is the sum of the terms that pass through it, and of
-// no others: differences of sums would leave the rounding of terms that cancel. Terms that end in a read pass through the
-// tokens up to it, terms that begin with a write through those behind it.
+// Between blocks of 16 tokens the decay is a product of three: from the later block's start, of whole blocks between,
+// to the earlier block's end. Within 16 tokens it is split at the middle of the smallest aligned block of 2, 4, 8 or 16
+// that holds both, as in prepare.cuh. The gradient of a token's log-decay is the sum of the terms that pass through it,
+// and of no others: differences of sums would leave the rounding of terms that cancel. Terms that end in a read pass
+// through the tokens up to it, terms that begin with a write through the tokens after it.
 #pragma once
 #include "products.cuh"
 
 // d += a b: 16 channels by 8 tokens by 8 tokens; b as `rows_of` and `columns_of` give it.
-DEVICE void multiply(Octet& d, const Octet& a, float2 b) { Tf32::mma(d, a[0], a[2], a[1], a[3], b.x, b.y); }
+DEVICE void multiply(Fragment& d, const Fragment& a, float2 b) { Tf32::mma(d, a[0], a[2], a[1], a[3], b.x, b.y); }
 
 // An 8 x 8 block of a triangle's gradient as b: summed over its columns (the writing tokens), over its rows.
-DEVICE float2 rows_of(const float* block, int lane) { return reinterpret_cast<const float2*>(block)[lane]; }
-DEVICE float2 columns_of(const float* block, int lane) {
-    const float* at = block + lane % 4 * 16 + lane / 4;
+DEVICE float2 rows_of(Lane lane, const float* block) { return reinterpret_cast<const float2*>(block)[lane.id]; }
+DEVICE float2 columns_of(Lane lane, const float* block) {
+    const float* at = block + lane.id % 4 * 16 + lane.id / 4;
     return make_float2(at[0], at[8]);
 }
 
-DEVICE float over_tokens(float x) {  // of the lanes that have the same channels
+DEVICE float over_tokens(float x) {  // sum over the lanes that have the same channels
     x += shuffle_xor(x, 1);
     return x + shuffle_xor(x, 2);
 }
 
 // ---------------------------------------------------------------- between blocks
 
-// Adds the products between blocks to the gradients as the state sees them; what passes through whole blocks takes the
-// place of their decays. Coming in, `states` is this lane's part of the sum over V of S dS, for its two channels.
-DEVICE void between_blocks(const Shared& shared, const float (&states)[2], int warp, int lane) {
-    float total[BLOCKS][2], through[BLOCKS][2];
+using PerBlock = float[BLOCKS][2];  // of a lane's two channels
+
+// total: decays of whole blocks; through: what passes through each, from the state before the chunk to the one after
+// it.
+DEVICE void start_through(Lane lane, const Shared& shared, PerBlock& total, PerBlock& through,
+                          const float (&states)[2]) {
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) total[b][c] = shared.totals(b)[channel_of(c, warp, lane)];
+        for (int b = 0; b < BLOCKS; b++) total[b][c] = shared.totals(b)[channel_of(lane, c)];
         float all = states[c] * (total[0][c] * total[1][c]) * (total[2][c] * total[3][c]);
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++) through[b][c] = all;
     }
-    #pragma unroll
-    for (int b = BLOCKS - 1; b > 0; b--) {
-        Octet k[2], q[2], queries[2], readers[2];
-        uint4 rise = shared.rise(b, warp)[lane];
-        load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane), decay_by(k, rise);
-        load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), decay_by(q, rise);
-        load_gradients(queries, shared, QUERIES, b, warp, lane), load_gradients(readers, shared, READERS, b, warp, lane);
-        #pragma unroll
-        for (int j = 0; j < b; j++) {
-            Octet writer[2], writers[2];
-            load_vectors(writer, shared.k(), shared.k_norms(), j, warp, lane), decay_by(writer, shared.fall(j, warp)[lane]);
-            load_gradients(writers, shared, WRITERS, j, warp, lane);
-            float read[2] = {}, to_end[2] = {};
-            #pragma unroll
-            for (int o = 0; o < 2; o++) {
-                #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    int c = i / 2;
-                    // What was there before block j, decayed over it, is read in block b; then comes what j writes.
-                    queries[o][i] *= total[j][c], readers[o][i] *= total[j][c];
-                    read[c] += q[o][i] * queries[o][i] + k[o][i] * readers[o][i];
-                    to_end[c] += writer[o][i] * writers[o][i];
-                    writers[o][i] *= total[b][c];
-                }
-            }
-            #pragma unroll
-            for (int c = 0; c < 2; c++) {
-                #pragma unroll
-                for (int between = j + 1; between < b; between++) read[c] *= total[between][c];
-                through[j][c] += read[c];
-                if (b < BLOCKS - 1) continue;  // from block j to the chunk's end
-                #pragma unroll
-                for (int later = j + 1; later < BLOCKS; later++) to_end[c] *= total[later][c];
-                #pragma unroll
-                for (int later = j + 1; later < BLOCKS; later++) through[later][c] += to_end[c];
-            }
-            #pragma unroll
-            for (int o = 0; o < 2; o++) {
-                #pragma unroll
-                for (int x = 0; x < 2; x++) {  // 8 tokens 2 b + o, and 2 j + x
-                    const float *dL = shared.dL(2 * b + o, 2 * j + x), *dA = shared.dA(2 * b + o, 2 * j + x);
-                    multiply(queries[o], writer[x], rows_of(dA, lane));
-                    multiply(readers[o], writer[x], rows_of(dL, lane));
-                    multiply(writers[x], k[o], columns_of(dL, lane));
-                    multiply(writers[x], q[o], columns_of(dA, lane));
-                }
-            }
-            store_gradients(shared, writers, WRITERS, j, warp, lane);
-        }
-        store_gradients(shared, queries, QUERIES, b, warp, lane), store_gradients(shared, readers, READERS, b, warp, lane);
-        warp_sync();  // the next block's loads come no earlier, which would take more registers than there are
-    }
+}
+
+DEVICE void store_through(Lane lane, const Shared& shared, PerBlock& through) {
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
             through[b][c] = over_tokens(through[b][c]);
-            if (lane % 4 == 0) shared.totals(b)[channel_of(c, warp, lane)] = through[b][c];
+            if (lane.id % 4 == 0) shared.totals(b)[channel_of(lane, c)] = through[b][c];
         }
     }
     warp_sync();
+}
+
+// Decay the gradients of block b's readers over block j, and those of block j's writers over block b; add to `through`
+// what is read in b from before j, and what j has written and b has not read, up to the chunk's end.
+DEVICE void pass_through(PerBlock& through, Fragment (&queries)[2], Fragment (&readers)[2], Fragment (&writers)[2],
+                         const Fragment (&q)[2], const Fragment (&k)[2], const Fragment (&writer)[2],
+                         const PerBlock& total, int b, int j) {
+    float read[2] = {}, to_end[2] = {};
+    #pragma unroll
+    for (int o = 0; o < 2; o++) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int c = i / 2;
+            // Block b reads what was written before block j, decayed over j.
+            queries[o][i] *= total[j][c], readers[o][i] *= total[j][c];
+            read[c] += q[o][i] * queries[o][i] + k[o][i] * readers[o][i];
+            to_end[c] += writer[o][i] * writers[o][i];
+            writers[o][i] *= total[b][c];
+        }
+    }
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+        #pragma unroll
+        for (int between = j + 1; between < b; between++) read[c] *= total[between][c];
+        through[j][c] += read[c];
+        if (b < BLOCKS - 1) continue;  // from block j to the chunk's end
+        #pragma unroll
+        for (int later = j + 1; later < BLOCKS; later++) to_end[c] *= total[later][c];
+        #pragma unroll
+        for (int later = j + 1; later < BLOCKS; later++) through[later][c] += to_end[c];
+    }
+}
+
+// Products of the 16 tokens of blocks b (readers) and j (writers).
+DEVICE void multiply_pair(Lane lane, const Shared& shared, Fragment (&queries)[2], Fragment (&readers)[2],
+                          Fragment (&writers)[2], const Fragment (&q)[2], const Fragment (&k)[2],
+                          const Fragment (&writer)[2], int b, int j) {
+    #pragma unroll
+    for (int o = 0; o < 2; o++) {
+        #pragma unroll
+        for (int x = 0; x < 2; x++) {  // 8 tokens 2 b + o, and 2 j + x
+            const float *dL = shared.dL(2 * b + o, 2 * j + x), *dA = shared.dA(2 * b + o, 2 * j + x);
+            multiply(queries[o], writer[x], rows_of(lane, dA));
+            multiply(readers[o], writer[x], rows_of(lane, dL));
+            multiply(writers[x], k[o], columns_of(lane, dL));
+            multiply(writers[x], q[o], columns_of(lane, dA));
+        }
+    }
+}
+
+// Add the products between blocks to the StateGradients; the sums that pass through whole blocks replace the blocks'
+// decays. On entry `states` is this lane's part of the sum over V of S dS, for its two channels.
+DEVICE void between_blocks(Lane lane, const Shared& shared, const float (&states)[2]) {
+    float total[BLOCKS][2], through[BLOCKS][2];
+    start_through(lane, shared, total, through, states);
+    #pragma unroll
+    for (int b = BLOCKS - 1; b > 0; b--) {
+        Fragment k[2], q[2], queries[2], readers[2];
+        uint4 rise = shared.rise(b, lane.warp)[lane.id];
+        load_vectors(lane, k, shared.k(), shared.k_norms(), b), decay_by(k, rise);
+        load_vectors(lane, q, shared.q(), shared.q_norms(), b), decay_by(q, rise);
+        load_gradients(lane, queries, shared, QUERIES, b), load_gradients(lane, readers, shared, READERS, b);
+        #pragma unroll
+        for (int j = 0; j < b; j++) {
+            Fragment writer[2], writers[2];
+            load_vectors(lane, writer, shared.k(), shared.k_norms(), j),
+                decay_by(writer, shared.fall(j, lane.warp)[lane.id]);
+            load_gradients(lane, writers, shared, WRITERS, j);
+            pass_through(through, queries, readers, writers, q, k, writer, total, b, j);
+            multiply_pair(lane, shared, queries, readers, writers, q, k, writer, b, j);
+            store_gradients(lane, shared, writers, WRITERS, j);
+        }
+        store_gradients(lane, shared, queries, QUERIES, b), store_gradients(lane, shared, readers, READERS, b);
+        warp_sync();  // keeps the next block's loads from being hoisted, which would spill
+    }
+    store_through(lane, shared, through);
 }
 
 // ---------------------------------------------------------------- within a block
 
 // Gradients of q and k of 16 tokens.
 struct VectorGradients {
-    Octet q[2], k[2];
+    Fragment q[2], k[2];
 };
 
 // The gradients of the triangles among 8 tokens: of L for both sides of a pair at once, as a token is on one side only.
 struct Corner {
     float2 both, rows, columns;
 
-    DEVICE Corner(const Shared& shared, int octet, int lane) {
-        const float *dL = shared.dL(octet, octet), *dA = shared.dA(octet, octet);
-        float2 row = rows_of(dL, lane), column = columns_of(dL, lane);
-        int g = lane / 4, m = lane % 4 * 2;
+    DEVICE Corner(Lane lane, const Shared& shared, int fragment) {
+        const float *dL = shared.dL(fragment, fragment), *dA = shared.dA(fragment, fragment);
+        float2 row = rows_of(lane, dL), column = columns_of(lane, dL);
+        int g = lane.id / 4, m = lane.id % 4 * 2;
         both = make_float2(g > m ? row.x : column.x, g > m + 1 ? row.y : column.y);
-        rows = rows_of(dA, lane), columns = columns_of(dA, lane);
+        rows = rows_of(lane, dA), columns = columns_of(lane, dA);
         rows = make_float2(g > m ? rows.x : 0.f, g > m + 1 ? rows.y : 0.f);
         columns = make_float2(g < m ? columns.x : 0.f, g < m + 1 ? columns.y : 0.f);
     }
-    // Of pairs whose numbers first differ in bit `level`.
-    template <int level> static DEVICE float2 at(float2 x, int lane) {
-        int first = lane / 4 ^ lane % 4 * 2, second = first ^ 1;
-        return make_float2(first >= level && first < 2 * level ? x.x : 0.f, second >= level && second < 2 * level ? x.y : 0.f);
+    // Only pairs of tokens whose indices first differ in bit `level`.
+    template <int level> static DEVICE float2 at(Lane lane, float2 x) {
+        int first = lane.id / 4 ^ lane.id % 4 * 2, second = first ^ 1;
+        return make_float2(first >= level && first < 2 * level ? x.x : 0.f,
+                           second >= level && second < 2 * level ? x.y : 0.f);
     }
 };
 
-// Sums along a lane's two tokens of each channel and the lanes that have their neighbours, from each token on or, without
-// it, of those before it, within aligned blocks of `size` tokens: added to g. In the upper block of a pair of blocks the
-// terms are those that a token reads, in the lower one those that it has written.
-template <int size> DEVICE void add_terms(Octet& g, const Octet& terms, bool upper, int lane) {
+// Sums along a lane's two tokens of each channel and the lanes that have their neighbours, from each token on or,
+// without it, of those before it, within aligned blocks of `size` tokens: added to g. Terms are of reads in the upper
+// block of a pair, of writes in the lower one.
+template <int size> DEVICE void add_terms(Lane lane, Fragment& g, const Fragment& terms, bool upper) {
     #pragma unroll
     for (int c = 0; c < 4; c += 2) {
         float both = terms[c] + terms[c + 1], others = 0.f;
         if constexpr (size >= 4) {
             float x = shuffle_xor(both, 1);
-            others += upper != bool(lane & 1) ? x : 0.f;
+            others += upper != bool(lane.id & 1) ? x : 0.f;
             if constexpr (size >= 8) {
                 float y = shuffle_xor(both + x, 2);
-                others += upper != bool(lane & 2) ? y : 0.f;
+                others += upper != bool(lane.id & 2) ? y : 0.f;
             }
         }
         g[c] += others + (upper ? both : 0.f);
@@ -149,62 +179,64 @@ template <int size> DEVICE void add_terms(Octet& g, const Octet& terms, bool upp
 
 // One level of anchoring among 8 tokens: those in upper blocks of `level` tokens read what those in lower ones have
 // written. `near` is a token's decay towards the other block of its pair.
-template <int level>
-DEVICE void anchor(Octet& d_g, Octet& d_q, Octet& d_k, const Octet& near, const Octet& q, const Octet& k, const Corner& corner, int lane) {
-    Octet near_q, near_k, terms, by_q = {}, by_k = {};
+template <int level> DEVICE void anchor(Lane lane, Fragment& d_g, Fragment& d_q, Fragment& d_k, const Fragment& near,
+                                        const Fragment& q, const Fragment& k, const Corner& corner) {
+    Fragment near_q, near_k, terms, by_q = {}, by_k = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) near_q[i] = near[i] * q[i], near_k[i] = near[i] * k[i];
-    multiply(by_k, near_k, Corner::at<level>(corner.both, lane));
-    multiply(by_k, near_q, Corner::at<level>(corner.columns, lane));
-    multiply(by_q, near_k, Corner::at<level>(corner.rows, lane));
+    multiply(by_k, near_k, Corner::at<level>(lane, corner.both));
+    multiply(by_k, near_q, Corner::at<level>(lane, corner.columns));
+    multiply(by_q, near_k, Corner::at<level>(lane, corner.rows));
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         terms[i] = near_q[i] * by_q[i] + near_k[i] * by_k[i];
         d_q[i] += near[i] * by_q[i], d_k[i] += near[i] * by_k[i];
     }
     if constexpr (level == 1) d_g[1] += terms[1], d_g[3] += terms[3];
-    else add_terms<level>(d_g, terms, lane & level / 2, lane);
+    else add_terms<level>(lane, d_g, terms, lane.id & level / 2);
 }
 
 // Level 8: the upper 8 tokens read, the lower 8 have written.
-DEVICE void anchor_8(Octet (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Octet (&q)[2], const Octet (&k)[2], const float* dL, const float* dA, int lane) {
-    Octet reader_q, reader_k, writer, by_q = {}, by_k = {}, by_writer = {};
+DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2],
+                     const Fragment (&q)[2], const Fragment (&k)[2], const float* dL, const float* dA) {
+    Fragment reader_q, reader_k, writer, by_q = {}, by_k = {}, by_writer = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         writer[i] = decays[0].after[i] * k[0][i];
         reader_q[i] = decays[1].before[i] * q[1][i], reader_k[i] = decays[1].before[i] * k[1][i];
     }
-    multiply(by_q, writer, rows_of(dA, lane));
-    multiply(by_k, writer, rows_of(dL, lane));
-    multiply(by_writer, reader_k, columns_of(dL, lane));
-    multiply(by_writer, reader_q, columns_of(dA, lane));
+    multiply(by_q, writer, rows_of(lane, dA));
+    multiply(by_k, writer, rows_of(lane, dL));
+    multiply(by_writer, reader_k, columns_of(lane, dL));
+    multiply(by_writer, reader_q, columns_of(lane, dA));
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         to.q[1][i] += decays[1].before[i] * by_q[i], to.k[1][i] += decays[1].before[i] * by_k[i];
         to.k[0][i] += decays[0].after[i] * by_writer[i];
         by_q[i] = reader_q[i] * by_q[i] + reader_k[i] * by_k[i], by_writer[i] *= writer[i];
     }
-    add_terms<8>(d_g[1], by_q, true, lane), add_terms<8>(d_g[0], by_writer, false, lane);
+    add_terms<8>(lane, d_g[1], by_q, true), add_terms<8>(lane, d_g[0], by_writer, false);
 }
 
-// Reads from before the block, and writes that are read behind it.
-DEVICE void to_other_blocks(Octet (&d_g)[2], VectorGradients& to, const Decays (&decays)[2], const Octet (&q)[2], const Octet (&k)[2], const Shared& shared, int b,
-                            int warp, int lane) {
-    Octet queries[2], readers[2], writers[2];
-    load_gradients(queries, shared, QUERIES, b, warp, lane), load_gradients(readers, shared, READERS, b, warp, lane);
-    load_gradients(writers, shared, WRITERS, b, warp, lane);
+// Reads from before the block, and writes that are read after it.
+DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2],
+                            const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b) {
+    Fragment queries[2], readers[2], writers[2];
+    load_gradients(lane, queries, shared, QUERIES, b), load_gradients(lane, readers, shared, READERS, b);
+    load_gradients(lane, writers, shared, WRITERS, b);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
-        Octet reads, writes;
+        Fragment reads, writes;
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float by_q = decays[o].before[i] * queries[o][i], by_k = decays[o].before[i] * readers[o][i], by_writer = decays[o].after[i] * writers[o][i];
+            float by_q = decays[o].before[i] * queries[o][i], by_k = decays[o].before[i] * readers[o][i],
+                  by_writer = decays[o].after[i] * writers[o][i];
             to.q[o][i] += by_q, to.k[o][i] += by_k + by_writer;
             reads[i] = q[o][i] * by_q + k[o][i] * by_k, writes[i] = k[o][i] * by_writer;
         }
-        add_terms<8>(d_g[o], reads, true, lane), add_terms<8>(d_g[o], writes, false, lane);
+        add_terms<8>(lane, d_g[o], reads, true), add_terms<8>(lane, d_g[o], writes, false);
         #pragma unroll
-        for (int c = 0; c < 4; c += 2) {  // through all of the other 8
+        for (int c = 0; c < 4; c += 2) {  // through all of the other 8 tokens
             float x = over_tokens(o ? reads[c] + reads[c + 1] : writes[c] + writes[c + 1]);
             d_g[1 - o][c] += x, d_g[1 - o][c + 1] += x;
         }
@@ -212,37 +244,38 @@ DEVICE void to_other_blocks(Octet (&d_g)[2], VectorGradients& to, const Decays (
 }
 
 // `e`: the tokens' decays; `d_g` becomes the gradient of their logarithms, the gradients of q and k are added to.
-DEVICE void within_block(Octet (&d_g)[2], VectorGradients& to, const Octet (&e)[2], const Shared& shared, int b, int warp, int lane) {
-    Octet q[2], k[2];
-    load_vectors(q, shared.q(), shared.q_norms(), b, warp, lane), load_vectors(k, shared.k(), shared.k_norms(), b, warp, lane);
+DEVICE void within_block(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Fragment (&e)[2],
+                         const Shared& shared, int b) {
+    Fragment q[2], k[2];
+    load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
     Decays decays[2];
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         Decays& d = decays[o];
-        float2 diagonal = *reinterpret_cast<const float2*>(shared.diagonal() + 16 * b + 8 * o + 2 * (lane % 4));
-        const float* through = shared.totals(b) + channel_of(0, warp, lane);
+        float2 diagonal = *reinterpret_cast<const float2*>(shared.diagonal() + 16 * b + 8 * o + 2 * (lane.id % 4));
+        const float* through = shared.totals(b) + channel_of(lane, 0);
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float x = i % 2 ? diagonal.y : diagonal.x;  // a query reads what its own token has just written
+            float x = i % 2 ? diagonal.y : diagonal.x;  // a query reads its own token's write
             to.q[o][i] += x * k[o][i], to.k[o][i] += x * q[o][i];
             d_g[o][i] = through[i / 2 * 8];
         }
-        const Corner corner(shared, 2 * b + o, lane);
+        const Corner corner(lane, shared, 2 * b + o);
         d.start(e[o]);
-        const Octet own = {1.f, e[o][1], 1.f, e[o][3]};
-        anchor<1>(d_g[o], to.q[o], to.k[o], own, q[o], k[o], corner, lane);
+        const Fragment own = {1.f, e[o][1], 1.f, e[o][3]};
+        anchor<1>(lane, d_g[o], to.q[o], to.k[o], own, q[o], k[o], corner);
         d.to_2();
-        Octet near;
-        d.towards(near, lane & 1);
-        anchor<2>(d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner, lane);
+        Fragment near;
+        d.towards(near, lane.id & 1);
+        anchor<2>(lane, d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner);
         d.to_twice<1>(lane);
-        d.towards(near, lane & 2);
-        anchor<4>(d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner, lane);
+        d.towards(near, lane.id & 2);
+        anchor<4>(lane, d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner);
         d.to_twice<2>(lane);
-        warp_sync();  // as above
+        warp_sync();  // keeps registers free, as above
     }
-    anchor_8(d_g, to, decays, q, k, shared.dL(2 * b + 1, 2 * b), shared.dA(2 * b + 1, 2 * b), lane);
+    anchor_8(lane, d_g, to, decays, q, k, shared.dL(2 * b + 1, 2 * b), shared.dA(2 * b + 1, 2 * b));
     to_16(decays);
     warp_sync();
-    to_other_blocks(d_g, to, decays, q, k, shared, b, warp, lane);
+    to_other_blocks(lane, d_g, to, decays, q, k, shared, b);
 }

@@ -1,22 +1,22 @@
 // The reverse scan of the backward, from a sequence's last chunk to its first. With dS the gradient of the state at a
-// chunk's end, and dO' that of the output before it is scaled:
+// chunk's end, and dO' = scale dO:
 //     dV' = Aqk^T dO' + Kr dS     bX = T'^T dV'     dS <- gamma dS + Qg^T dO' - Kg^T bX
 // bX is the gradient of v; with it and dS all other gradients are parallel over chunks. Formulas and names:
 // docs/kernels/forward.md, whose prepared chunks this reads.
 //
-// A block has 64 columns of V, which evolve independently, and a warp 16 of them, as rows of every product: what one
-// product gives is, rounded, the first operand of the next, number for number in the same lane. So nothing of the chain
-// from chunk to chunk goes through shared memory, and no warp waits for another. One more warp brings the chunks.
+// A CTA has 64 columns of V, which are independent, and a warp 16 of them, as rows of every MMA: the result of one MMA,
+// rounded, is operand A of the next in the same lane. So the chain from chunk to chunk does not pass through shared
+// memory, and no warp waits for another. One more warp copies the chunks.
 //
-// Row 8 r + c of a warp's 16 is its column 4 (c / 2) + 2 r + c % 2: then those of a lane with one token are neighbours
+// Row 8 r + c of a warp's 16 is its column 4 (c / 2) + 2 r + c % 2: then a lane's columns of one token are contiguous
 // in memory.
 #include "stage.cuh"
 
-constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // what fits into shared memory
+constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // as many as fit into shared memory
 constexpr int SCAN_WARPS = 4, THREADS = 32 * (SCAN_WARPS + 1);
 static_assert(BV == 16 * SCAN_WARPS, "a warp has 16 columns");
 
-struct ReverseParams {
+struct ReverseScanParams {
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], NC chunks of all sequences
     const u16* d_o;              // [B, T, HV, V]
     const float* d_checkpoints;  // [B, T / 64, HV, V, K], or null
@@ -25,8 +25,8 @@ struct ReverseParams {
     u16* d_v;                    // [B, T, HV, V]
     u16* d_states;               // [NC, HV, V, K], at each chunk's end
     float* d_initial;            // [N, HV, V, K], or null
-    int T, HV, items;            // items = N * HV; B * T < 2^31
-    int wide_offsets;            // cu_seqlens is int64
+    int T, HV, tiles;            // tiles = N * HV; B * T < 2^31
+    int int64_offsets;           // cu_seqlens is int64
 };
 
 struct Shared {
@@ -37,28 +37,31 @@ struct Shared {
     static constexpr int BYTES = AT_BARRIERS + 2 * PARTS * STAGES * 8;
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
-    DEVICE unsigned char* rows(int w) const { return base + AT_ROWS + w * 16 * K * 2; }  // of dS: [16, K], each warp's own
+    DEVICE unsigned char* rows(int w) const {
+        return base + AT_ROWS + w * 16 * K * 2;
+    }  // of dS: [16, K], each warp's own
     DEVICE u64* full(int part, u32 count) const {
         return reinterpret_cast<u64*>(base + AT_BARRIERS) + part * STAGES + count % STAGES;
     }
     DEVICE u64* empty(int part, u32 count) const { return full(part, count) + PARTS * STAGES; }
 
+    static DEVICE constexpr int releases(int) { return SCAN_WARPS; }  // warps of a CTA that release a part
+
     DEVICE void init_barriers() const {
-        for (int part = 0; part < PARTS; part++) {
-            for (u32 i = 0; i < STAGES; i++) {
-                mbarrier_init(full(part, i), 1);
-                mbarrier_init(empty(part, i), RANKS * SCAN_WARPS);
-            }
-        }
+        init_part_barriers(*this);
 #if __CUDA_ARCH__ >= 900
-        mbarrier_init_fence();
+        fence_mbarrier_init();
 #endif
     }
 };
 
+#ifdef SHARED_BYTES
+static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
+#endif
+
 // ---------------------------------------------------------------- operands
 
-using Tokens = u32[CHUNK / 16][4];  // 16 columns by the chunk's tokens, rounded, as first operands
+using Tokens = u32[CHUNK / 16][4];              // 16 columns by the chunk's tokens, rounded, as operand A
 template <int N> using Sums = float[N / 8][4];  // 16 columns by N, in mma's accumulator order
 
 template <int N> DEVICE void clear(Sums<N>& x) {
@@ -68,38 +71,40 @@ template <int N> DEVICE void clear(Sums<N>& x) {
 
 template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, float sign) {
     #pragma unroll
-    for (int i = 0; i < N / 4; i++) to[i / 4][i % 4] = Io::pack(sign * x[i / 2][i % 2 * 2], sign * x[i / 2][i % 2 * 2 + 1]);
+    for (int i = 0; i < N / 4; i++)
+        to[i / 4][i % 4] = Io::pack(sign * x[i / 2][i % 2 * 2], sign * x[i / 2][i % 2 * 2 + 1]);
 }
 
 // d += a b over the tokens 16 first to 16 last, b [64, N].
-template <int N, int first = 0, int last = CHUNK / 16> DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
+template <int N, int first = 0, int last = CHUNK / 16>
+DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
     #pragma unroll
-    for (int s = first; s < last; s++) multiply_held<Io, N, true>(d, a[s], operand_at(b, s * N * 32));
-    product_commit();
+    for (int s = first; s < last; s++) wgmma_rs<Io, N, true>(d, a[s], operand_at(b, s * N * 32));
+    wgmma_commit();
 }
 
 // d += a b^T over the channels, b [64, K].
 DEVICE void multiply_channels(Sums<CHUNK>& d, const u32 (&a)[K / 16][4], Operand b) {
     #pragma unroll
-    for (int s = 0; s < K / 16; s++) multiply_held<Io, CHUNK>(d, a[s], operand_at(b, s * 256));
-    product_commit();
+    for (int s = 0; s < K / 16; s++) wgmma_rs<Io, CHUNK>(d, a[s], operand_at(b, s * 256));
+    wgmma_commit();
 }
 
-// A lane's four columns of tokens lane / 4 + 8 i of dO or of the gradient of v: neighbours in memory.
+// A lane's four columns of tokens id / 4 + 8 i of dO or of the gradient of v, contiguous in memory.
 struct Values {
     uint2 x[CHUNK / 8];
 
-    DEVICE void load(const u16* from, i64 stride, int tokens, int lane) {
+    DEVICE void load(Lane lane, const u16* from, i64 stride, int tokens) {
         #pragma unroll
         for (int i = 0; i < CHUNK / 8; i++) {
-            int token = lane / 4 + 8 * i;
+            int token = lane.id / 4 + 8 * i;
             x[i] = token < tokens ? *reinterpret_cast<const uint2*>(from + token * stride) : make_uint2(0, 0);
         }
     }
-    DEVICE void scaled(Tokens& to, const float* scale, int lane) const {
+    DEVICE void scaled(Lane lane, Tokens& to, const float* scale) const {
         #pragma unroll
         for (int i = 0; i < CHUNK / 8; i++) {
-            float by = scale[lane / 4 + 8 * i];
+            float by = scale[lane.id / 4 + 8 * i];
             float2 a = Io::unpack(x[i].x), b = Io::unpack(x[i].y);
             to[i / 2][i % 2 * 2] = transpose_8x8(Io::pack(a.x * by, a.y * by));
             to[i / 2][i % 2 * 2 + 1] = transpose_8x8(Io::pack(b.x * by, b.y * by));
@@ -107,13 +112,14 @@ struct Values {
     }
 };
 
-DEVICE void store_negated(u16* to, const Tokens& x, i64 stride, int tokens, int lane) {
+DEVICE void store_negated(Lane lane, u16* to, const Tokens& x, i64 stride, int tokens) {
     constexpr u32 SIGNS = 0x80008000u;
     #pragma unroll
     for (int i = 0; i < CHUNK / 8; i++) {
         u32 a = transpose_8x8(x[i / 2][i % 2 * 2] ^ SIGNS), b = transpose_8x8(x[i / 2][i % 2 * 2 + 1] ^ SIGNS);
-        int token = lane / 4 + 8 * i;
-        if (token < tokens) *reinterpret_cast<u64*>(to + token * stride) = a | u64(b) << 32;  // a uint2 goes in halves
+        int token = lane.id / 4 + 8 * i;
+        if (token < tokens)
+            *reinterpret_cast<u64*>(to + token * stride) = a | u64(b) << 32;  // ptxas splits the store of a uint2
     }
 }
 
@@ -122,164 +128,170 @@ DEVICE void store_negated(u16* to, const Tokens& x, i64 stride, int tokens, int 
 struct Gradient {
     Sums<K> S;  // its transpose: columns of V by K
 
-    // Pairs of neighbours, with their places in the warp's [16, K].
-    template <class F> DEVICE void each(int lane, F f) {
+    // Call f with each pair of neighbours and its offset in the warp's [16, K].
+    template <class F> DEVICE void each(Lane lane, F f) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int column = lane / 8 * 4 + 2 * r + lane / 4 % 2;
+            int column = lane.id / 8 * 4 + 2 * r + lane.id / 4 % 2;
             #pragma unroll
-            for (int i = 0; i < K / 8; i++) f(S[i][2 * r], S[i][2 * r + 1], column * K + 8 * i + lane % 4 * 2);
+            for (int i = 0; i < K / 8; i++) f(S[i][2 * r], S[i][2 * r + 1], column * K + 8 * i + lane.id % 4 * 2);
         }
     }
-    DEVICE void load(const float* from, int lane) {
+    DEVICE void load(Lane lane, const float* from) {
         each(lane, [&](float& a, float& b, int at) {
             float2 x = from ? *reinterpret_cast<const float2*>(from + at) : make_float2(0.f, 0.f);
             a = x.x, b = x.y;
         });
     }
-    DEVICE void add(const float* from, int lane) {
+    DEVICE void add(Lane lane, const float* from) {
         each(lane, [&](float& a, float& b, int at) {
             float2 x = *reinterpret_cast<const float2*>(from + at);
             a += x.x, b += x.y;
         });
     }
-    DEVICE void store(float* to, int lane) {
+    DEVICE void store(Lane lane, float* to) {
         each(lane, [&](float& a, float& b, int at) { *reinterpret_cast<float2*>(to + at) = make_float2(a, b); });
     }
-    DEVICE void decay(const float* gamma, int lane) {
+    DEVICE void decay(Lane lane, const float* gamma) {
         #pragma unroll
         for (int i = 0; i < K / 8; i++) {
-            float2 x = *reinterpret_cast<const float2*>(gamma + 8 * i + lane % 4 * 2);
+            float2 x = *reinterpret_cast<const float2*>(gamma + 8 * i + lane.id % 4 * 2);
             S[i][0] *= x.x, S[i][1] *= x.y, S[i][2] *= x.x, S[i][3] *= x.y;
         }
     }
 };
 
-// A warp's 16 columns of dS as an operand, to memory in 16 bytes at a time. In shared memory the pieces of row m are
-// permuted by m % 8, so that eight of one row and eight of one place both lie in different banks.
-DEVICE void store_rows(u16* to, unsigned char* rows, const u32 (&x)[K / 16][4], int lane) {
+// Store a warp's 16 columns of dS, an operand, 16 bytes at a time. In shared memory the pieces of row m are permuted by
+// m % 8: neither the stores nor the loads have bank conflicts.
+DEVICE void store_rows(Lane lane, u16* to, unsigned char* rows, const u32 (&x)[K / 16][4]) {
     constexpr int PIECES = K / 8;  // of a row
-    warp_sync();  // the last chunk's have been read
+    warp_sync();                   // the previous chunk's have been read
     #pragma unroll
     for (int s = 0; s < K / 16; s++) {
-        int m = lane % 16, piece = 2 * s + lane / 16;
-        store_matrices(rows + (m * PIECES + (piece ^ m % 8)) * 16, x[s]);
+        int m = lane.id % 16, piece = 2 * s + lane.id / 16;
+        stmatrix_x4(rows + (m * PIECES + (piece ^ m % 8)) * 16, x[s]);
     }
     warp_sync();
     #pragma unroll
     for (int i = 0; i < PIECES / 2; i++) {
-        int m = (32 * i + lane) / PIECES, piece = lane % PIECES, column = m % 8 / 2 * 4 + m / 8 * 2 + m % 2;
-        *reinterpret_cast<uint4*>(to + column * K + 8 * piece) = *reinterpret_cast<const uint4*>(rows + (m * PIECES + (piece ^ m % 8)) * 16);
+        int m = (32 * i + lane.id) / PIECES, piece = lane.id % PIECES, column = m % 8 / 2 * 4 + m / 8 * 2 + m % 2;
+        *reinterpret_cast<uint4*>(to + column * K + 8 * piece) =
+            *reinterpret_cast<const uint4*>(rows + (m * PIECES + (piece ^ m % 8)) * 16);
     }
 }
 
-// ---------------------------------------------------------------- the walk
+// ---------------------------------------------------------------- the scan
 
-DEVICE void scan(const ReverseParams& p, const Shared& shared, int w, int lane) {
+DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     const i64 stride = i64(p.HV) * V;
-    const int column = slice() * BV + 16 * w;
+    const int column = slice() * BV + 16 * lane.warp;
     const Stage first = shared.stage(0);
     const Operand first_Kr = operand(first.Kr(), K * 16);
-    const Operand first_Kg = standing_operand(first.Kg(), K * 16), first_T = standing_operand(first.T(), CHUNK * 16);
+    const Operand first_Kg = mn_major_operand(first.Kg(), K * 16), first_T = mn_major_operand(first.T(), CHUNK * 16);
     u32 count = 0;
-    for (int index = unit(); index < p.items; index += units()) {
-        const Item item = item_of(p, index);
-        int chunk = item.chunks() - 1;
-        i64 row = i64(chunks_before(p, item.sequence, ALL, lane) + chunk) * p.HV + item.head;  // of what is kept
-        const i64 first_checkpoint = i64(chunks_before(p, item.sequence, WHOLE, lane)) * p.HV + item.head;
-        i64 at = item.row(p, chunk * CHUNK) * V + column + lane % 4 * 4;  // in dO and the gradient of v
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
+        const WorkTile tile = work_tile(p, index);
+        int chunk = tile.chunks() - 1;
+        i64 row = i64(chunks_before(lane, p, tile.sequence, ALL) + chunk) * p.HV + tile.head;  // in per-chunk tensors
+        const i64 first_checkpoint = i64(chunks_before(lane, p, tile.sequence, WHOLE)) * p.HV + tile.head;
+        i64 at = tile.row(p, chunk * CHUNK) * V + column + lane.id % 4 * 4;  // offset in dO and d_v
         Gradient d;
-        d.load(p.d_final ? p.d_final + state_at(index, column) : nullptr, lane);
+        d.load(lane, p.d_final ? p.d_final + state_at(index, column) : nullptr);
         Values next;
         Tokens O, V0, X;  // operands: dO', dV', -bX
         if (chunk >= 0) {
-            next.load(p.d_o + at, stride, item.length - chunk * CHUNK, lane);
+            next.load(lane, p.d_o + at, stride, tile.length - chunk * CHUNK);
             wait_for(shared, OUTPUT, count);
-            next.scaled(O, shared.stage(count).scale(), lane);
-            if (chunk > 0) next.load(p.d_o + at - CHUNK * stride, stride, CHUNK, lane);
+            next.scaled(lane, O, shared.stage(count).scale());
+            if (chunk > 0) next.load(lane, p.d_o + at - CHUNK * stride, stride, CHUNK);
         }
         for (; chunk >= 0; chunk--, count++, row -= p.HV, at -= CHUNK * stride) {
             const Stage stage = shared.stage(count);
             const int stage_at = count % STAGES * STAGE_BYTES;
             const Operand Kg = operand_at(first_Kg, stage_at), T = operand_at(first_T, stage_at);
 
+            // ---- dV' = Aqk^T dO' + Kr dS
             Sums<CHUNK> V1, X1;
             u32 S[K / 16][4];
             clear<CHUNK>(V1), clear<CHUNK>(X1);
-            if (p.d_checkpoints && (chunk + 1) * CHUNK <= item.length) {
-                d.add(p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column), lane);
+            if (p.d_checkpoints && (chunk + 1) * CHUNK <= tile.length) {
+                d.add(lane, p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column));
             }
-            product_begin();
+            wgmma_fence();
             multiply_tokens<CHUNK>(V1, O, operand_at(T, AT_AQK - AT_T));
-            product_wait<1>();  // waits for nothing, but without it the compiler serializes all products
-            product_use(d.S);
+            wgmma_wait<1>();  // does not wait, but without it ptxas serializes all wgmma
+            fence_operand(d.S);
             as_operand<K>(S, d.S, 1.f);
             wait_for(shared, UPDATE, count);
-            product_begin();
+            wgmma_fence();
             multiply_channels(V1, S, operand_at(first_Kr, stage_at));
 
-            // Products that no other waits for fill the gaps between those of the chain.
-            d.decay(stage.gamma(), lane);
-            product_begin();
+            // ---- dS <- gamma dS + Qg^T dO', in two halves: MMAs outside of the dependency chain fill its gaps
+            d.decay(lane, stage.gamma());
+            wgmma_fence();
             multiply_tokens<K, 0, 2>(d.S, O, operand_at(Kg, AT_QG));
-            store_rows(p.d_states + state_at(row, column), shared.rows(w), S, lane);
-            product_wait<1>();
-            product_use(V1);
-            release(shared, UPDATE, count, lane);
+            store_rows(lane, p.d_states + state_at(row, column), shared.rows(lane.warp), S);
+            wgmma_wait<1>();
+            fence_operand(V1);
+            release(lane, shared, UPDATE, count);
+            // ---- bX = T'^T dV'
             as_operand<CHUNK>(V0, V1, 1.f);
             wait_for(shared, ERRORS, count);
-            product_begin();
+            wgmma_fence();
             multiply_tokens<CHUNK>(X1, V0, T);
             multiply_tokens<K, 2, 4>(d.S, O, operand_at(Kg, AT_QG));
-            product_wait<1>();
-            product_use(X1);
+            wgmma_wait<1>();
+            fence_operand(X1);
+            // ---- dS <- dS - Kg^T bX
             as_operand<CHUNK>(X, X1, -1.f);
-            product_begin();
+            wgmma_fence();
             multiply_tokens<K>(d.S, X, Kg);
-            store_negated(p.d_v + at, X, stride, item.length - chunk * CHUNK, lane);
-            product_wait<1>();
-            release(shared, OUTPUT, count, lane);
+            store_negated(lane, p.d_v + at, X, stride, tile.length - chunk * CHUNK);
+            wgmma_wait<1>();
+            release(lane, shared, OUTPUT, count);
+            // ---- the next chunk's dO'
             if (chunk > 0) {
                 wait_for(shared, OUTPUT, count + 1);
-                next.scaled(O, shared.stage(count + 1).scale(), lane);
+                next.scaled(lane, O, shared.stage(count + 1).scale());
             }
-            if (chunk > 1) next.load(p.d_o + at - 2 * CHUNK * stride, stride, CHUNK, lane);
-            product_wait<0>();
-            product_use(d.S);
-            release(shared, ERRORS, count, lane);
+            if (chunk > 1) next.load(lane, p.d_o + at - 2 * CHUNK * stride, stride, CHUNK);
+            wgmma_wait<0>();
+            fence_operand(d.S);
+            release(lane, shared, ERRORS, count);
         }
-        if (p.d_initial) d.store(p.d_initial + state_at(index, column), lane);
+        if (p.d_initial) d.store(lane, p.d_initial + state_at(index, column));
     }
 }
 
-// ---------------------------------------------------------------- the warp that brings chunks
+// ---------------------------------------------------------------- the warp that copies chunks
 
-// Where there are no bulk copies.
-DEVICE void copy_parts(const Stage& from, const Shared& shared, u32 count, int lane) {
+// Without bulk copies.
+DEVICE void copy_parts(Lane lane, const Stage& from, const Shared& shared, u32 count) {
     for (int part : {UPDATE, OUTPUT, ERRORS}) {
         wait_for_release(shared, part, count);
-        for (int i = part_at(part) + 16 * lane; i < part_at(part + 1); i += 512) copy_16(shared.stage(count).base + i, from.base + i, true);
+        for (int i = part_at(part) + 16 * lane.id; i < part_at(part + 1); i += 512)
+            cp_async_16(shared.stage(count).base + i, from.base + i, true);
     }
-    copy_commit();
-    copy_wait<0>();
+    cp_async_commit();
+    cp_async_wait<0>();
     warp_sync();
-    if (lane != 0) return;
+    if (lane.id != 0) return;
     for (int part = 0; part < PARTS; part++) mbarrier_arrive(shared.full(part, count));
 }
 
-DEVICE void fetch_chunks(const ReverseParams& p, const Shared& shared, int lane) {
+DEVICE void fetch_chunks(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     u32 count = 0;
-    for (int index = unit(); index < p.items; index += units()) {
-        const Item item = item_of(p, index);
-        const int row = chunks_before(p, item.sequence, ALL, lane);
-        for (int chunk = item.chunks() - 1; chunk >= 0; chunk--, count++) {
-            for (int token = chunk * CHUNK + lane; token < min((chunk + 1) * CHUNK, item.length); token += 32) {
-                prefetch(p.d_o + item.row(p, token) * V + slice() * BV);
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
+        const WorkTile tile = work_tile(p, index);
+        const int row = chunks_before(lane, p, tile.sequence, ALL);
+        for (int chunk = tile.chunks() - 1; chunk >= 0; chunk--, count++) {
+            for (int token = chunk * CHUNK + lane.id; token < min((chunk + 1) * CHUNK, tile.length); token += 32) {
+                prefetch(p.d_o + tile.row(p, token) * V + slice() * BV);
             }
-            const Stage from{p.prepared + (i64(row + chunk) * p.HV + item.head) * STAGE_BYTES};
+            const Stage from{p.prepared + (i64(row + chunk) * p.HV + tile.head) * STAGE_BYTES};
             if constexpr (CLUSTER == 0) {
-                copy_parts(from, shared, count, lane);
-            } else if (lane == 0) {
+                copy_parts(lane, from, shared, count);
+            } else if (lane.id == 0) {
                 for (int part : {UPDATE, OUTPUT, ERRORS}) {  // in the order of their release
                     if (count >= STAGES) wait_for(shared, part, count - STAGES);
                     expect(shared, part, count);
@@ -291,12 +303,12 @@ DEVICE void fetch_chunks(const ReverseParams& p, const Shared& shared, int lane)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse(const __grid_constant__ ReverseParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const __grid_constant__ ReverseScanParams p) {
     const Shared shared{shared_memory()};
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     if (threadIdx.x == 0) shared.init_barriers();
     block_or_cluster_sync(THREADS);
-    if (warp < SCAN_WARPS) scan(p, shared, warp, lane);
-    else fetch_chunks(p, shared, lane);
+    if (lane.warp < SCAN_WARPS) scan(lane, p, shared);
+    else fetch_chunks(lane, p, shared);
     block_or_cluster_sync(THREADS);
 }

@@ -47,7 +47,7 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
-            "WARPGROUPS": int(self.warpgroups),
+            "HAS_WGMMA": int(self.warpgroups),
         }  # fmt: skip
 
     @property
@@ -85,7 +85,7 @@ class Scanned(NamedTuple):
 
 @functools.cache
 def _kernel(machine: Machine, variant: Variant, device: torch.device) -> Launchable:
-    return machine.load(SOURCE, "kda_reverse", variant.defines, device)
+    return machine.load(SOURCE, "kda_reverse_scan", variant.defines, device)
 
 
 def reverse_scan(

@@ -1,13 +1,13 @@
-// Activations of the logits, one number at a time. Decays are e^g, always in (0, 1].
+// Activations of gate and beta logits, element by element. Decays are e^g, always in (0, 1].
 #pragma once
 #include "ptx.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
 enum Gate { LOWER_BOUND = 0, SOFTPLUS = 1, LOG_DECAY = 2 };
-enum Beta { SIGMOID = 0, TWICE_SIGMOID = 1, GIVEN = 2 };
+enum Beta { SIGMOID = 0, TWICE_SIGMOID = 1, PRECOMPUTED = 2 };
 
-// log(1 + e^x): near zero 1 + z would lose z's digits, and with them a part of every decay over a long sequence.
+// log(1 + e^x) by series for small z = e^-|x|: rounding 1 + z would accumulate over a long sequence.
 DEVICE float softplus(float x) {
     float z = exp2_fast(-fabsf(x) * LOG2_E);
     float series = z * (1.f + z * (-1.f / 2 + z * (1.f / 3 + z * (-1.f / 4 + z * (1.f / 5)))));
@@ -16,25 +16,26 @@ DEVICE float softplus(float x) {
 
 DEVICE float sigmoid(float x) { return reciprocal(1.f + exp2_fast(-x * LOG2_E)); }
 
-// Decays of one head's tokens: what does not change from token to token is worked out once.
+// Decays of one head; the factors that do not depend on the token are computed once.
 template <int gate> struct Gates {
-    float in, out;  // the factor of logits, and that of the activated, to the base 2
+    float in, out;  // factors of the logit and of the activation, base 2
 
     DEVICE Gates(float rate, float lower_bound) {
         in = gate == LOWER_BOUND ? -rate * LOG2_E : 1.f;
         out = (gate == LOWER_BOUND ? lower_bound : gate == SOFTPLUS ? -rate : 1.f) * LOG2_E;
     }
-    DEVICE float bias(float x) const { return in * x; }  // as decay() takes it
-    // One channel of a token; a token that is not there decays nothing.
+    DEVICE float bias(float x) const { return in * x; }  // scaled for decay()
+    // Decay of one channel of a token; 1 if the token is not valid.
     DEVICE float decay(float logit, float bias, bool valid) const {
-        if constexpr (gate == LOWER_BOUND) return exp2_fast((valid ? out : 0.f) * reciprocal(1.f + exp2_fast(in * logit + bias)));
+        if constexpr (gate == LOWER_BOUND)
+            return exp2_fast((valid ? out : 0.f) * reciprocal(1.f + exp2_fast(in * logit + bias)));
         float x = gate == SOFTPLUS ? softplus(logit + bias) : logit;  // may be infinite
         return exp2_fast(valid ? out * x : 0.f);
     }
 };
 
 DEVICE float write_strength(float logit, int beta) {
-    return beta == GIVEN ? logit : (beta == TWICE_SIGMOID ? 2.f : 1.f) * sigmoid(logit);
+    return beta == PRECOMPUTED ? logit : (beta == TWICE_SIGMOID ? 2.f : 1.f) * sigmoid(logit);
 }
 
 // ---------------------------------------------------------------- gradients
@@ -45,8 +46,8 @@ DEVICE float sigmoid_gradient(float x) {
     return z * y * y;
 }
 
-// From d_g, the gradient of the log-decay, to that of the logit; and to that of A_log, one token's and channel's part.
-// `x` is the logit with its bias.
+// Gradient of the logit from d_g, the gradient of the log-decay; d_A_log is the element's contribution to the gradient
+// of A_log. `x` is the logit plus bias.
 template <int gate> DEVICE float logit_gradient(float& d_A_log, float d_g, float x, float rate, float lower_bound) {
     float d_x = d_g;
     d_A_log = 0.f;
@@ -55,14 +56,14 @@ template <int gate> DEVICE float logit_gradient(float& d_A_log, float d_g, float
     return d_x;
 }
 
-// From <bX, V'>, which is beta^2 times the gradient of beta, to that of the logit, or of a given beta that is not faint.
-// Both have beta as a factor from T', where it is rounded: so what undoes that is rounded, too.
+// Gradient of the beta logit, or of a precomputed beta that is not near zero, from `product` = <bX, V'> = beta^2
+// d_beta. bX and V' contain beta as rounded in T', so the division uses the rounded beta.
 template <class Io> DEVICE float write_strength_gradient(float product, float logit, int beta) {
     float strength = write_strength(logit, beta), rounded = Io::unpack(Io::pack(strength, 0.f)).x;
-    if (fabsf(rounded) < 1e-30f) return 0.f;  // the sigmoid's own gradient is as small
+    if (fabsf(rounded) < 1e-30f) return 0.f;  // sigmoid'(logit) is as small
     float undo = reciprocal(rounded);
-    return product * undo * (beta == GIVEN ? undo : undo * strength * sigmoid(-logit));
+    return product * undo * (beta == PRECOMPUTED ? undo : undo * strength * sigmoid(-logit));
 }
 
-// Whether 16-bit numbers that have a given beta as a factor say too little of what it multiplies.
-DEVICE bool is_faint(float logit, int beta) { return beta == GIVEN && fabsf(logit) < 1.f / 1024; }
+// True if a precomputed beta is so near zero that 16-bit bX and V', which contain it as a factor, are too inaccurate.
+DEVICE bool is_near_zero(float logit, int beta) { return beta == PRECOMPUTED && fabsf(logit) < 1.f / 1024; }

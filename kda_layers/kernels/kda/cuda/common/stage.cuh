@@ -1,78 +1,72 @@
-// What the kernels over chunks share: their work, a prepared chunk, and its way into shared memory.
+// Shared by the forward and the reverse scan: work tiles, the layout of a prepared chunk, and its copy to shared
+// memory.
 #pragma once
-#include "ptx.cuh"
+#include "chunk.cuh"
 
-// Chosen by the build: K, V (128 or 64), BV (columns of V a block), CLUSTER (blocks that a prepared chunk is copied to at
-// once, a divisor of V / BV; 0: no bulk copies), IO (Bf16 or Fp16), WARPGROUPS (1: products of a warpgroup, on sm_90a).
-using Io = IO;
-constexpr int CHUNK = 64;
+// Chosen by the build: K, V (128 or 64), BV (columns of V per CTA), CLUSTER (CTAs that one multicast of a prepared
+// chunk reaches, a divisor of V / BV; 0: no bulk copies), IO (Bf16 or Fp16), HAS_WGMMA (1 on sm_90a).
 constexpr int SLICES = V / BV;
 constexpr int RANKS = CLUSTER > 0 ? CLUSTER : 1;
-static_assert(SLICES % RANKS == 0, "blocks of a cluster have one head");
+static_assert(SLICES % RANKS == 0, "the CTAs of a cluster must serve one head");
 
 // ---------------------------------------------------------------- work
 
-// A unit is SLICES blocks, which together serve one item after the other.
+// A CTA group is SLICES CTAs that process the same work tiles, each its slice of V.
 DEVICE int slice() { return blockIdx.x % SLICES; }
-DEVICE int unit() { return blockIdx.x / SLICES; }
-DEVICE int units() { return gridDim.x / SLICES; }
+DEVICE int cta_group() { return blockIdx.x / SLICES; }
+DEVICE int cta_groups() { return gridDim.x / SLICES; }
 
 // One (sequence, value head).
-struct Item {
-    int first;        // its first token among B * T
-    int length;       // tokens
+struct WorkTile {
+    int first;   // index of its first token among B * T
+    int length;  // tokens
     int sequence, head;
 
     DEVICE int chunks() const { return (length + CHUNK - 1) / CHUNK; }
-    template <class Params> DEVICE i64 row(const Params& p, int token) const { return i64(first + token) * p.HV + head; }
+    template <class Params> DEVICE i64 row(const Params& p, int token) const {
+        return i64(first + token) * p.HV + head;
+    }
 };
 
-// A column of V of matrix number `index` in [., V, K]: an item's state has the item's number.
+// Offset of a column of V of matrix `index` in [., V, K]; a work tile's state has the tile's index.
 DEVICE i64 state_at(i64 index, int column) { return (index * V + column) * K; }
 
-template <class Params> DEVICE int offset_of(const Params& p, int sequence) {
-    return p.wide_offsets ? int(static_cast<const i64*>(p.cu_seqlens)[sequence]) : static_cast<const int*>(p.cu_seqlens)[sequence];
-}
-
-template <class Params> DEVICE Item item_of(const Params& p, int index) {
-    Item item;
-    item.sequence = index / p.HV, item.head = index % p.HV;
-    item.first = item.sequence * p.T, item.length = p.T;
+template <class Params> DEVICE WorkTile work_tile(const Params& p, int index) {
+    WorkTile tile;
+    tile.sequence = index / p.HV, tile.head = index % p.HV;
+    tile.first = tile.sequence * p.T, tile.length = p.T;
     if (p.cu_seqlens) {
-        item.first = offset_of(p, item.sequence);
-        item.length = offset_of(p, item.sequence + 1) - item.first;
+        tile.first = offset_of(p, tile.sequence);
+        tile.length = offset_of(p, tile.sequence + 1) - tile.first;
     }
-    return item;
+    return tile;
 }
 
-// The number of chunks before a sequence's first, which is its row in what is kept of chunks; of all, or, as checkpoints
-// are, only of whole ones. By a whole warp.
+// Number of chunks in earlier sequences, the sequence's first row in per-chunk tensors: ALL chunks, or only WHOLE ones,
+// as in checkpoints. Executed by a full warp.
 enum Chunks { WHOLE, ALL };
-template <class Params> DEVICE int chunks_before(const Params& p, int sequence, Chunks which, int lane) {
+template <class Params> DEVICE int chunks_before(Lane lane, const Params& p, int sequence, Chunks which) {
     const int more = which == ALL ? CHUNK - 1 : 0;
     if (!p.cu_seqlens) return sequence * ((p.T + more) / CHUNK);
     u32 sum = 0;
     #pragma unroll 1
-    for (int i = lane; i < sequence; i += 32) sum += (offset_of(p, i + 1) - offset_of(p, i) + more) / CHUNK;
+    for (int i = lane.id; i < sequence; i += 32) sum += (offset_of(p, i + 1) - offset_of(p, i) + more) / CHUNK;
     for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
     return sum;
 }
 
 // ---------------------------------------------------------------- a prepared chunk
 
-// Matrices of 16-bit numbers lie in 8 x 8 blocks of 128 bytes, 8 numbers of a row side by side: block (i, j) of a matrix
-// with `columns` blocks side by side.
-DEVICE constexpr int block_at(int i, int j, int columns) { return (i * columns + j) * 128; }
-
-// In three parts that come and go by themselves: what V' is made of, what the state is updated with, what the output
-// is made of.
+// Three independently pipelined parts: operands of V', of the state's update, and of the output.
 enum Part { ERRORS, UPDATE, OUTPUT, PARTS };
 
 constexpr int MATRIX = CHUNK * K * 2, SQUARE = CHUNK * CHUNK * 2;  // bytes
 constexpr int AT_T = MATRIX, AT_KR = AT_T + SQUARE, AT_GAMMA = AT_KR + MATRIX;
 constexpr int AT_QG = AT_GAMMA + K * 4, AT_AQK = AT_QG + MATRIX, AT_SCALE = AT_AQK + SQUARE;
 constexpr int STAGE_BYTES = AT_SCALE + CHUNK * 4;
-DEVICE constexpr int part_at(int part) { return part == ERRORS ? 0 : part == UPDATE ? AT_KR : part == OUTPUT ? AT_QG : STAGE_BYTES; }
+DEVICE constexpr int part_at(int part) {
+    return part == ERRORS ? 0 : part == UPDATE ? AT_KR : part == OUTPUT ? AT_QG : STAGE_BYTES;
+}
 DEVICE constexpr int part_bytes(int part) { return part_at(part + 1) - part_at(part); }
 
 struct Stage {
@@ -86,16 +80,25 @@ struct Stage {
     DEVICE float* scale() const { return reinterpret_cast<float*>(base + AT_SCALE); }  // of each token's output: [64]
 };
 
-// ---------------------------------------------------------------- the way into shared memory
+// ---------------------------------------------------------------- copies to shared memory
 
-// Chunk number `count` of a unit is copied, part by part, by block count % RANKS of every cluster to stage count % STAGES
-// of the cluster's blocks. A kernel's Shared has STAGES, the stages and, for each part of one, the mbarriers full and
-// empty.
+// CTA count % RANKS of a cluster copies chunk `count` of its CTA group, part by part, to stage count % STAGES of all
+// CTAs of the cluster. A kernel's Shared has the stages and, for each part of a stage, the mbarriers `full` and
+// `empty`.
 
-// Announce a copy; by one thread of each block, for the chunk whose copy follows the last that came.
+template <class Shared> DEVICE void init_part_barriers(const Shared& shared) {
+    for (int part = 0; part < PARTS; part++) {
+        for (u32 i = 0; i < Shared::STAGES; i++) {
+            mbarrier_init(shared.full(part, i), 1);
+            mbarrier_init(shared.empty(part, i), RANKS * Shared::releases(part));
+        }
+    }
+}
+
+// Expect the bytes of a part; by one thread of each CTA, after the stage's previous copy has completed.
 template <class Shared> DEVICE void expect(const Shared& shared, int part, u32 count) {
 #if __CUDA_ARCH__ >= 900
-    mbarrier_arrive_expecting(shared.full(part, count), part_bytes(part));
+    mbarrier_arrive_expect_tx(shared.full(part, count), part_bytes(part));
 #endif
 }
 
@@ -103,37 +106,40 @@ template <class Shared> DEVICE void wait_for(const Shared& shared, int part, u32
     mbarrier_wait(shared.full(part, count), (count / Shared::STAGES) & 1);
 }
 
-// A warp is done with a part of chunk `count`: tell who brings the stage's next chunk.
-template <class Shared> DEVICE void release(const Shared& shared, int part, u32 count, int lane) {
+// Release a part of chunk `count` to the CTA that copies the stage's next chunk.
+template <class Shared> DEVICE void release(Lane lane, const Shared& shared, int part, u32 count) {
     warp_sync();
-    if (lane != 0) return;
+    if (lane.id != 0) return;
 #if __CUDA_ARCH__ >= 900
     if constexpr (RANKS > 1) {
-        mbarrier_arrive_at(shared.empty(part, count), (count + Shared::STAGES) % RANKS);
+        mbarrier_arrive_cluster(shared.empty(part, count), (count + Shared::STAGES) % RANKS);
         return;
     }
 #endif
     mbarrier_arrive(shared.empty(part, count));
 }
 
-// Wait until all have released the stage that a part of chunk `count` goes to.
+// Wait until all warps have released the stage that a part of chunk `count` is copied to.
 template <class Shared> DEVICE void wait_for_release(const Shared& shared, int part, u32 count) {
-    // Between two chunks that one block brings to one stage: both numbers divide it.
-    constexpr u32 STAGES = Shared::STAGES, PERIOD = STAGES % RANKS == 0 ? STAGES : RANKS % STAGES == 0 ? RANKS : STAGES * RANKS;
-    if (count >= STAGES) mbarrier_wait(shared.empty(part, count), (count / PERIOD - (count % PERIOD < STAGES ? 1 : 0)) & 1);
+    // Chunks between two copies by one CTA to one stage: the least common multiple of STAGES and RANKS.
+    constexpr u32 STAGES = Shared::STAGES, PERIOD = STAGES % RANKS == 0   ? STAGES
+                                                    : RANKS % STAGES == 0 ? RANKS
+                                                                          : STAGES * RANKS;
+    if (count >= STAGES)
+        mbarrier_wait(shared.empty(part, count), (count / PERIOD - (count % PERIOD < STAGES ? 1 : 0)) & 1);
 }
 
-// Copy a part of a prepared chunk if it is this block's turn; by one thread of each block, for every chunk in turn.
+// Copy a part of a prepared chunk if this CTA is the one to do so; by one thread of each CTA, for every chunk in order.
 template <class Shared> DEVICE void fetch(const Stage& from, const Shared& shared, int part, u32 count) {
 #if __CUDA_ARCH__ >= 900
     if (int(count % RANKS) != slice() % RANKS) return;
     wait_for_release(shared, part, count);
-    bulk_copy_to_cluster(shared.stage(count).base + part_at(part), from.base + part_at(part), part_bytes(part),
-                         shared.full(part, count), (1 << RANKS) - 1);
+    cp_async_bulk_multicast(shared.stage(count).base + part_at(part), from.base + part_at(part), part_bytes(part),
+                            shared.full(part, count), (1 << RANKS) - 1);
 #endif
 }
 
-// At the start, when barriers are there, and at the end: no block leaves while another may still arrive at its barriers.
+// After mbarriers are initialised, and before exit, as another CTA may still arrive at this one's barriers.
 DEVICE void block_or_cluster_sync(int threads) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (RANKS > 1) {

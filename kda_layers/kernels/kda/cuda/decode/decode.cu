@@ -5,34 +5,34 @@
 //     S <- S d        y_k = S k, y_q = S q         (one pass over the state, which is in registers)
 //     e = beta (v - y_k)        o = scale (y_q + (q.k) e)        S <- S + e k^T
 //
-// The rows of S are independent. A block serves BLOCK_ROWS of them, a warp WARP_ROWS: it reads them once, takes them
-// through all tokens of the sequence, and writes them once, or after each token where each has a slot of its own.
-// LANES lanes share a row, in pieces of 16 bytes. A lane reads back from shared memory the pieces that it copied there
-// itself: they cost no registers while they are under way. Meanwhile one warp for each token turns its logits, q and k
-// into what all warps read. Beyond a few tokens instructions take longer than the memory, and more rows in a lane need
-// fewer of them. A bf16 state is rounded where it is written, and after every p.stage tokens.
+// The rows of S are independent. A CTA has BLOCK_ROWS of them, a warp WARP_ROWS: it loads them once, updates them for
+// all tokens of the sequence, and stores them once, or after each token if each has a slot. LANES lanes share a row, in
+// pieces of 16 bytes, which a lane copies to shared memory and reads back itself: in flight they take no registers.
+// Until they arrive, one warp per token computes the decays and normalises q and k. With more than a few tokens the
+// kernel is bound by instructions, which more rows per lane reduce. A bf16_state is rounded when stored, and after
+// every p.stage tokens.
 //
 // Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), STATE_BF16 (1 where the state is bf16, not fp32), and the
-// shape of the work, ROWS (of a lane), WARPS and LANES, of which only LANES changes a bit of any result.
+// shape of the work: ROWS (per lane), WARPS and LANES. Only LANES affects the bits of results.
 #include "gates.cuh"
 
-constexpr int PIECE = STATE_BF16 ? 8 : 4;        // numbers in 16 bytes of the state
-constexpr int PIECES = K / (LANES * PIECE);      // of a row in a lane
-constexpr int WIDTH = PIECES * PIECE;            // numbers of a row in a lane
-constexpr int GROUPS = 32 / LANES;               // rows side by side in a warp
+constexpr int PIECE = STATE_BF16 ? 8 : 4;    // elements in 16 bytes of the state
+constexpr int PIECES = K / (LANES * PIECE);  // of a row in a lane
+constexpr int WIDTH = PIECES * PIECE;        // elements of a row in a lane
+constexpr int GROUPS = 32 / LANES;           // rows side by side in a warp
 constexpr int WARP_ROWS = ROWS * GROUPS;
 constexpr int BLOCK_ROWS = WARP_ROWS * WARPS;
-constexpr int SLICES = V / BLOCK_ROWS;           // blocks of a head
-constexpr int COPIES = LANES / ROWS;             // lanes that hold the same sum after `reduce`
-constexpr int PER_LANE = K / 32;                 // numbers of q, k and g in a lane that prepares a token
-// Warps of a multiprocessor that the registers must suffice for: as many as need no spills.
+constexpr int SLICES = V / BLOCK_ROWS;  // CTAs of a head
+constexpr int COPIES = LANES / ROWS;    // lanes that hold the same sum after `reduce`
+constexpr int PER_LANE = K / 32;        // elements of q, k and g in a lane that prepares a token
+// Resident warps per SM that registers are limited for: as many as are possible without spills.
 constexpr int RESIDENT = ROWS * WIDTH > 32 ? 16 : K == 64 || __CUDA_ARCH__ < 900 ? 24 : __CUDA_ARCH__ == 900 ? 32 : 28;
 static_assert(LANES <= 32 && WIDTH * LANES == K, "LANES must split a row into pieces of 16 bytes");
 static_assert(ROWS % 4 == 0 && COPIES >= 1 && SLICES * BLOCK_ROWS == V, "ROWS and WARPS must split V");
 
 struct Rows {  // of a tensor [B, T, heads, ...]: strides in elements; of the last dimension it is 1
     u32 batch, token, head;
-    u32 wide;  // fp32, not IO
+    u32 fp32;  // 1: fp32, 0: IO
 
     DEVICE u64 start(u32 b, u32 t, u32 h) const { return u64(b) * batch + u64(t) * token + u64(h) * head; }
 };
@@ -40,27 +40,27 @@ struct Rows {  // of a tensor [B, T, heads, ...]: strides in elements; of the la
 struct Index {  // of a tensor [N] or [N, columns]: strides in elements
     u32 row, column;
     u32 columns;  // 0: [N]
-    u32 wide;     // int64, not int32
+    u32 int64;    // 1: int64, 0: int32
 
     DEVICE i64 at(const void* data, u32 n, u32 c) const {
         const u64 i = u64(n) * row + u64(c) * column;
-        return wide ? static_cast<const i64*>(data)[i] : static_cast<const int*>(data)[i];
+        return int64 ? static_cast<const i64*>(data)[i] : static_cast<const int*>(data)[i];
     }
 };
 
-struct StepParams {
+struct DecodeParams {
     const u16 *q, *k, *v;
     const void *g, *beta;
     unsigned char* state;
     u16* o;                        // [B, T, HV, V], contiguous
     const float *A_log, *dt_bias;  // [HV] and [HV, K], or null
-    const void* slots;     // null: sequence n has slot n. [N, columns]: a slot for the state after each token
-    const void* accepted;  // null, or [N]: the state of sequence n is in column accepted[n] - 1 of its slots
-    const void* offsets;   // null, or cu_seqlens [N + 1]
-    // All above are pointers, which change from launch to launch; what is below seldom does.
+    const void* slots;             // null: sequence n has slot n. [N, columns]: a slot for the state after each token
+    const void* accepted;          // null, or [N]: the state of sequence n is in column accepted[n] - 1 of its slots
+    const void* offsets;           // null, or cu_seqlens [N + 1]
+    // Above are pointers, packed at every launch; below, what a launch plan remembers.
     Rows q_at, k_at, v_at, g_at, beta_at;
     Index slots_at, accepted_at, offsets_at;
-    u64 group_inverse;  // 2^32 / (HV / H), rounded up: a multiplication divides by the group
+    u64 group_inverse;                         // 2^32 / (HV / H), rounded up: a multiplication divides by the group
     u32 slot_stride, head_stride, slot_count;  // strides of the state in 16 bytes
     u32 sequences, tokens, stage;  // tokens of each sequence; how many of them shared memory holds at a time
     int gate, beta_activation, qk_l2norm;
@@ -69,7 +69,7 @@ struct StepParams {
 
 // ---------------------------------------------------------------- a token's operands
 
-struct Token {  // in shared memory
+struct Token {                   // in shared memory
     float k[K], q[K], decay[K];  // q scaled
     float v[BLOCK_ROWS];
     float beta, qk, unused[2];
@@ -77,16 +77,20 @@ struct Token {  // in shared memory
 
 struct Shared {
     uint4 state[WARPS][ROWS * PIECES][32];
-    float errors[2][WARPS][WARP_ROWS];  // e of this token and the last
+    float errors[2][WARPS][WARP_ROWS];  // e of this token and of the previous one
     Token tokens[1];                    // p.stage of them
 };
 
-struct Raw {  // of a token what one lane prepares, as it lies in memory
+#ifdef SHARED_BYTES  // with room for one token
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host's plan of shared memory");
+#endif
+
+struct Raw {  // a lane's part of a token, as loaded
     u32 q[PER_LANE / 2], k[PER_LANE / 2], g[PER_LANE], bias[PER_LANE], v[(BLOCK_ROWS + 31) / 32], beta;
     float rate;  // its logarithm
 };
 
-// `words` words at a multiple of their size.
+// Load `words` words from an address aligned to their size.
 template <int words> DEVICE void load_words(u32* to, const void* from) {
     if constexpr (words == 4) {
         const uint4 x = *static_cast<const uint4*>(from);
@@ -99,31 +103,31 @@ template <int words> DEVICE void load_words(u32* to, const void* from) {
     }
 }
 
-DEVICE void fetch(Raw& raw, const StepParams& p, u32 batch, u32 token, u32 head, u32 first_row, u32 lane) {
+DEVICE void fetch(Raw& raw, const DecodeParams& p, u32 batch, u32 token, u32 head, u32 first_row, u32 lane) {
     const u32 qk_head = u32(head * p.group_inverse >> 32), channel = lane * PER_LANE;
     load_words<PER_LANE / 2>(raw.q, p.q + p.q_at.start(batch, token, qk_head) + channel);
     load_words<PER_LANE / 2>(raw.k, p.k + p.k_at.start(batch, token, qk_head) + channel);
     const u64 g = p.g_at.start(batch, token, head) + channel;
-    if (p.g_at.wide) load_words<PER_LANE>(raw.g, static_cast<const u32*>(p.g) + g);
+    if (p.g_at.fp32) load_words<PER_LANE>(raw.g, static_cast<const u32*>(p.g) + g);
     else load_words<PER_LANE / 2>(raw.g, static_cast<const u16*>(p.g) + g);
     const u16* v = p.v + p.v_at.start(batch, token, head) + first_row + lane;
     #pragma unroll
     for (int i = 0; i < BLOCK_ROWS; i += 32) raw.v[i / 32] = i + lane < BLOCK_ROWS ? v[i] : 0;
     const u64 beta = p.beta_at.start(batch, token, head);
-    if (p.beta_at.wide) raw.beta = static_cast<const u32*>(p.beta)[beta];
+    if (p.beta_at.fp32) raw.beta = static_cast<const u32*>(p.beta)[beta];
     else raw.beta = static_cast<const u16*>(p.beta)[beta];
     raw.rate = p.A_log ? p.A_log[head] : 0.f;
     if (p.dt_bias) load_words<PER_LANE>(raw.bias, p.dt_bias + head * K + channel);
-    else for (int i = 0; i < PER_LANE; i++) raw.bias[i] = 0;
+    else
+        for (int i = 0; i < PER_LANE; i++) raw.bias[i] = 0;
 }
 
-// x, of which the compiler then knows nothing: what is computed from it stays where it is, and takes no registers
-// elsewhere.
-DEVICE u32 opaque(u32 x) { asm volatile("" : "+r"(x)); return x; }
-
-// The number in 32 bits, or in the lower (0) or upper (1) half of them.
-DEVICE float number(u32 bits) { return __uint_as_float(bits); }
-DEVICE float number(u32 bits, int half) { const float2 x = IO::unpack(bits); return half ? x.y : x.x; }
+// The fp32 element in 32 bits, or the 16-bit one in their lower (0) or upper (1) half.
+DEVICE float element(u32 bits) { return __uint_as_float(bits); }
+DEVICE float element(u32 bits, int half) {
+    const float2 x = IO::unpack(bits);
+    return half ? x.y : x.x;
+}
 
 DEVICE float sum_over_warp(float x) {
     #pragma unroll
@@ -136,18 +140,18 @@ DEVICE void put_words(float* to, const float (&x)[PER_LANE]) {
     else *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
 }
 
-template <int gate> DEVICE void decays(float (&g)[PER_LANE], const Raw& raw, const StepParams& p) {
+template <int gate> DEVICE void decays(float (&g)[PER_LANE], const Raw& raw, const DecodeParams& p) {
     const Gates<gate> gates(exp2_fast(raw.rate * LOG2_E), p.lower_bound);
     #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) g[i] = gates.decay(g[i], gates.bias(number(raw.bias[i])), true);
+    for (int i = 0; i < PER_LANE; i++) g[i] = gates.decay(g[i], gates.bias(element(raw.bias[i])), true);
 }
 
-DEVICE void put(Token& to, const Raw& raw, const StepParams& p, u32 lane) {
+DEVICE void prepare_token(Token& to, const Raw& raw, const DecodeParams& p, u32 lane) {
     float q[PER_LANE], k[PER_LANE], g[PER_LANE], qq = 0, kk = 0, qk = 0;
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
-        q[i] = number(raw.q[i / 2], i % 2), k[i] = number(raw.k[i / 2], i % 2);
-        g[i] = p.g_at.wide ? number(raw.g[i]) : number(raw.g[i / 2], i % 2);
+        q[i] = element(raw.q[i / 2], i % 2), k[i] = element(raw.k[i / 2], i % 2);
+        g[i] = p.g_at.fp32 ? element(raw.g[i]) : element(raw.g[i / 2], i % 2);
         qq += q[i] * q[i], kk += k[i] * k[i], qk += q[i] * k[i];
     }
     qq = sum_over_warp(qq), kk = sum_over_warp(kk), qk = sum_over_warp(qk);
@@ -163,10 +167,10 @@ DEVICE void put(Token& to, const Raw& raw, const StepParams& p, u32 lane) {
     put_words(to.decay + lane * PER_LANE, g);
     #pragma unroll
     for (int i = 0; i < BLOCK_ROWS; i += 32) {
-        if (i + lane < BLOCK_ROWS) to.v[i + lane] = number(raw.v[i / 32], 0);
+        if (i + lane < BLOCK_ROWS) to.v[i + lane] = element(raw.v[i / 32], 0);
     }
     if (lane == 0) {
-        to.beta = write_strength(p.beta_at.wide ? number(raw.beta) : number(raw.beta, 0), p.beta_activation);
+        to.beta = write_strength(p.beta_at.fp32 ? element(raw.beta) : element(raw.beta, 0), p.beta_activation);
         to.qk = qk * q_factor * k_factor;
     }
 }
@@ -182,12 +186,13 @@ struct State {
         #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             #pragma unroll
-            for (int i = 0; i < PIECES; i++) copy_16(&to[r * PIECES + i][threadIdx.x % 32], from + piece_offset(r, i), true);
+            for (int i = 0; i < PIECES; i++)
+                cp_async_16(&to[r * PIECES + i][threadIdx.x % 32], from + piece_offset(r, i), true);
         }
-        copy_commit();
+        cp_async_commit();
     }
     DEVICE void take(const uint4 (*from)[32]) {
-        copy_wait<0>();
+        cp_async_wait<0>();
         #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             #pragma unroll
@@ -205,17 +210,20 @@ struct State {
         #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             #pragma unroll
-            for (int i = 0; i < PIECES; i++) *reinterpret_cast<uint4*>(to + piece_offset(r, i)) = pack(x[r] + i * PIECE);
+            for (int i = 0; i < PIECES; i++)
+                *reinterpret_cast<uint4*>(to + piece_offset(r, i)) = pack(x[r] + i * PIECE);
         }
     }
 
 #if STATE_BF16
     static DEVICE void unpack(float* y, uint4 words) {
-        const float2 a = Bf16::unpack(words.x), b = Bf16::unpack(words.y), c = Bf16::unpack(words.z), d = Bf16::unpack(words.w);
+        const float2 a = Bf16::unpack(words.x), b = Bf16::unpack(words.y), c = Bf16::unpack(words.z),
+                     d = Bf16::unpack(words.w);
         y[0] = a.x, y[1] = a.y, y[2] = b.x, y[3] = b.y, y[4] = c.x, y[5] = c.y, y[6] = d.x, y[7] = d.y;
     }
     static DEVICE uint4 pack(const float* y) {
-        return make_uint4(Bf16::pack(y[0], y[1]), Bf16::pack(y[2], y[3]), Bf16::pack(y[4], y[5]), Bf16::pack(y[6], y[7]));
+        return make_uint4(Bf16::pack(y[0], y[1]), Bf16::pack(y[2], y[3]), Bf16::pack(y[4], y[5]),
+                          Bf16::pack(y[6], y[7]));
     }
 #else
     static DEVICE void unpack(float* y, uint4 words) {
@@ -228,8 +236,8 @@ struct State {
 #endif
 };
 
-// Of x[0..count), sums over the lanes of a row, this lane gets that of lane / (LANES / count). In every step a lane
-// gives away the half of its sums that its partner keeps. The order of additions depends on LANES alone.
+// Sums of x[0..count) over the lanes of a row; this lane returns that of index lane / (LANES / count). In every step a
+// lane sends half of its sums to its partner. The order of additions depends on LANES only.
 template <int count, int mask = LANES / 2> DEVICE float reduce(float* x, u32 lane) {
     if constexpr (mask == 0) {
         return x[0];
@@ -247,7 +255,7 @@ template <int count, int mask = LANES / 2> DEVICE float reduce(float* x, u32 lan
     }
 }
 
-// The WIDTH numbers of this lane.
+// This lane's WIDTH elements.
 DEVICE void spread(float (&to)[WIDTH], const float* from, u32 lane) {
     #pragma unroll
     for (int i = 0; i < WIDTH; i += 4) {
@@ -256,7 +264,7 @@ DEVICE void spread(float (&to)[WIDTH], const float* from, u32 lane) {
     }
 }
 
-// One token: the output of row lane / COPIES of the lane's group. `row`: that row in the block.
+// Advance the state by one token; return the output of row lane / COPIES of the lane's group, row `row` of the CTA.
 DEVICE float advance(State& S, const Token& t, float* errors, u32 row, u32 lane, u32 group) {
     float k[WIDTH], y_k[ROWS], y_q[ROWS];
     spread(k, t.k, lane);
@@ -294,8 +302,8 @@ DEVICE float advance(State& S, const Token& t, float* errors, u32 row, u32 lane,
 
 // ---------------------------------------------------------------- the kernel
 
-// Where the state of sequence n is read: false where that is no slot.
-DEVICE bool source_of(const StepParams& p, u32 n, u32& slot) {
+// The slot of the initial state of sequence n; false if there is none.
+DEVICE bool source_of(const DecodeParams& p, u32 n, u32& slot) {
     slot = n;
     if (!p.slots) return true;
     u64 column = 0;
@@ -308,10 +316,25 @@ DEVICE bool source_of(const StepParams& p, u32 n, u32& slot) {
     return s < p.slot_count;
 }
 
-// Grid: x = HV * SLICES, y z >= sequences. Block: 32 WARPS threads. Dynamic shared memory: Shared with p.stage tokens.
+// The slot of the state after a token: false if that state is not kept, or if there is no such slot.
+DEVICE bool destination_of(const DecodeParams& p, u32 n, u32 token, u32 tokens, u32& slot) {
+    bool kept = token + 1 == tokens;
+    if (p.slots_at.columns) {
+        kept = token < p.slots_at.columns;
+        if (kept) {
+            const u64 s = u64(p.slots_at.at(p.slots, n, token));
+            slot = u32(s);
+            kept = s < p.slot_count;
+        }
+    }
+    return kept;
+}
+
+// Grid: x = HV * SLICES, y z >= sequences. CTA: 32 WARPS threads. Dynamic shared memory: Shared with p.stage tokens.
 // A sequence without tokens changes nothing. Neither does one whose slot or number of accepted tokens is out of
 // range, such as -1 where a batch is padded; its outputs are 0.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) kda_step(const __grid_constant__ StepParams p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
+    kda_decode(const __grid_constant__ DecodeParams p) {
     const u32 n = blockIdx.z * gridDim.y + blockIdx.y;
     if (n >= p.sequences) return;
     const u32 head = blockIdx.x / SLICES, heads = gridDim.x / SLICES, block_row = blockIdx.x % SLICES * BLOCK_ROWS;
@@ -329,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) kda_s
     }
     u16* o = p.o + (output * heads + head) * V + block_row + row;
 
-    // The first tokens are asked for before the states, which keep the memory busy: there is more to do with them.
+    // Load the first tokens before the states: they need more work after they arrive.
     const u32 whole = threadIdx.x % 32;
     const bool prepares = warp < min(p.stage, tokens);
     Raw raw;
@@ -344,14 +367,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) kda_s
     const u32 first_row = block_row + warp * WARP_ROWS + group;
     unsigned char* states = p.state + 16 * (u64(head) * p.head_stride + first_row * (K / PIECE) + lane);
     State::copy(shared.state[warp], states + 16 * (u64(slot) * p.slot_stride));
-    if (prepares) put(shared.tokens[warp], raw, p, whole);
+    if (prepares) prepare_token(shared.tokens[warp], raw, p, whole);
     for (u32 first = 0; first < tokens; first += p.stage) {
         const u32 count = min(p.stage, tokens - first);
         #pragma unroll 1
         for (u32 t = first ? warp : warp + WARPS; t < count; t += WARPS) {
             Raw more;
-            fetch(more, p, opaque(batch), start + first + t, opaque(head), opaque(block_row), whole);
-            put(shared.tokens[t], more, p, whole);
+            fetch(more, p, opt_barrier(batch), start + first + t, opt_barrier(head), opt_barrier(block_row), whole);
+            prepare_token(shared.tokens[t], more, p, whole);
         }
         barrier_sync(0, 32 * WARPS);
         State S;
@@ -359,15 +382,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS) kda_s
         #pragma unroll 1
         for (u32 t = 0; t < count; t++) {
             const u32 token = first + t;
-            bool kept = token + 1 == tokens;
-            if (p.slots_at.columns) {
-                kept = token < p.slots_at.columns;
-                if (kept) {
-                    const u64 s = u64(p.slots_at.at(p.slots, n, token));
-                    slot = u32(s);
-                    kept = s < p.slot_count;
-                }
-            }
+            const bool kept = destination_of(p, n, token, tokens, slot);
             const float y = advance(S, shared.tokens[t], shared.errors[t % 2][warp], row, lane, group);
             if (lane % COPIES == 0) o[u64(token) * heads * V] = u16(IO::pack(y, 0.f));
             if (kept) S.store(states + 16 * (u64(slot) * p.slot_stride));

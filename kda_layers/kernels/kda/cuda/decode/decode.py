@@ -139,7 +139,7 @@ class Plan:
 
     @functools.cached_property
     def kernel(self) -> Launchable:
-        return self.machine.load(SOURCE, "kda_step", self.variant.defines, self.device)
+        return self.machine.load(SOURCE, "kda_decode", self.variant.defines, self.device)
 
 
 def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None) -> Tensor:

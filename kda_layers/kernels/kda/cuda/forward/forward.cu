@@ -1,48 +1,48 @@
-// The forward over whole sequences: chunks of 64 tokens, prepared in parallel, walked in order.
+// Forward over whole sequences: chunks of 64 tokens, prepared in parallel, scanned in order.
 //
-// SLICES blocks serve one (sequence, value head) at a time, each block BV columns of V, whose states evolve
-// independently. Some warps of a block prepare every SLICES-th chunk: they turn q, k, g and beta into what the walk
-// multiplies by (prepare.cuh). The result goes to a ring in global memory that stays in L2, and from there by bulk copies
-// into every block's shared memory, where other warps walk: per chunk
+// A CTA group of SLICES CTAs serves one (sequence, value head) at a time, each CTA BV columns of V, whose states are
+// independent. The preparing warps of a CTA turn q, k, g and beta of every SLICES-th chunk into the operands of the
+// scan (prepare.cuh). Bulk copies bring them, through a ring in global memory that stays in L2, to the shared memory of
+// every CTA of the group, where the scanning warps compute per chunk
 //     V' = T' (v - Kg S)     O = scale (Qg S + Aqk V')     S = gamma S + Kr^T V'
-// in products of a warpgroup where the arch has them, else by mma.sync (scan.cuh). Formulas and names:
-// docs/kernels/forward.md.
+// by wgmma where the arch has it, else by mma.sync (scan.cuh). Formulas and names: docs/kernels/forward.md.
 #include "prepare.cuh"
 #include "scan.cuh"
 
-// Registers of a thread by role, where the arch can move them between warpgroups. All start with what THREADS threads can
-// have at most, which is too few to prepare.
+// Registers per thread by role, where the arch has setmaxnreg. At launch all roles have the same number, which is too
+// few for preparing.
 enum Role { PREPARE, SCAN, INVERT };
 template <int role> DEVICE void registers() {
-#if MOVABLE_REGISTERS
-    // Of four warpgroups' 512, as many as each form needs to spill nothing.
-    constexpr bool small = WARPGROUPS && BV == 16;
+#if HAS_SETMAXNREG
+    // The four warpgroups share 512; each form gets what it needs to avoid spills.
+    constexpr bool small = HAS_WGMMA && BV == 16;
     constexpr int prepare = K == 64 ? 208 : SAVES && small ? 160 : 152;
-    constexpr int scan = K == 64 ? 128 : WARPGROUPS && !SAVES || small ? 104 : 120;
+    constexpr int scan = K == 64 ? 128 : HAS_WGMMA && !SAVES || small ? 104 : 120;
     constexpr int invert = K == 64 ? 128 : 512 - 2 * prepare - scan;
-    if constexpr (role == PREPARE) registers_more<prepare>();
-    if constexpr (role == SCAN) registers_fewer<scan>();
-    if constexpr (role == INVERT) registers_fewer<invert>();
+    if constexpr (role == PREPARE) setmaxnreg_inc<prepare>();
+    if constexpr (role == SCAN) setmaxnreg_dec<scan>();
+    if constexpr (role == INVERT) setmaxnreg_dec<invert>();
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_chunk(const __grid_constant__ ChunkParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_forward(const __grid_constant__ ForwardParams p) {
     const Shared shared{shared_memory()};
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     if (threadIdx.x == 0) shared.init_barriers();
     block_or_cluster_sync(THREADS);
-    if (warp < PREPARE_WARPS) {
+    if (lane.warp < PREPARE_WARPS) {
         registers<PREPARE>();
-        // Later tokens have more blocks before them: those of a multiprocessor's quarter get the same work together.
-        int pair = warp / HALVES;
-        prepare(p, shared, (pair ^ pair / 2) * HALVES + warp % HALVES, lane);
-    } else if (warp < PREPARE_WARPS + 4) {
+        // Later tokens have more earlier blocks to multiply with: balances the work of the SM's four sub-partitions.
+        int pair = lane.warp / HALVES;
+        prepare({(pair ^ pair / 2) * HALVES + lane.warp % HALVES, lane.id}, p, shared);
+    } else if (lane.warp < PREPARE_WARPS + 4) {
         registers<SCAN>();
-        scan(p, shared, warp - PREPARE_WARPS, lane);
+        scan({lane.warp - PREPARE_WARPS, lane.id}, p, shared);
     } else {
         registers<INVERT>();
-        if (warp < PREPARE_WARPS + 4 + INVERTERS) invert_chunks(p, shared, warp - PREPARE_WARPS - 4, lane);
-        else fetch_chunks(p, shared, lane);
+        if (lane.warp < PREPARE_WARPS + 4 + INVERTERS)
+            invert_chunks({lane.warp - PREPARE_WARPS - 4, lane.id}, p, shared);
+        else fetch_chunks(lane, p, shared);
     }
     block_or_cluster_sync(THREADS);
 }

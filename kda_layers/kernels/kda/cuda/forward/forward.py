@@ -71,8 +71,8 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
-            "GATE": GATE_CODES[self.gate_activation], "G_WIDE": int(self.g_wide), "WARPGROUPS": int(self.warpgroups),
-            "MOVABLE_REGISTERS": int(self.movable_registers), "SAVES": int(self.saves),
+            "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.warpgroups),
+            "HAS_SETMAXNREG": int(self.movable_registers), "SAVES": int(self.saves),
         }  # fmt: skip
 
     @property
@@ -213,7 +213,7 @@ def _plan(
 
 @functools.cache
 def _kernel(machine: Machine, variant: Variant, device: torch.device) -> Launchable:
-    return machine.load(SOURCE, "kda_chunk", variant.defines, device)
+    return machine.load(SOURCE, "kda_forward", variant.defines, device)
 
 
 def aligned(t: Tensor) -> Tensor:

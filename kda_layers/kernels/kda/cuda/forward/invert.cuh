@@ -1,12 +1,12 @@
-// The inverse of I + N for the lower triangular N = diag(beta) L of a chunk, by three warps: 16 x 16 blocks by masked
-// doubling, then merges of neighbours. Every intermediate is an inverse itself, so all entries stay small and fp16
-// operands are safe (kda_math.md, section 3).
+// T' = (I + N)^-1 beta for the lower triangular N = diag(beta) L of a chunk, by three warps: 16 x 16 blocks by masked
+// doubling, then merges of neighbours. Every intermediate is itself an inverse, so that entries stay small enough for
+// fp16 operands (kda_math.md, section 3).
 #pragma once
 #include "shared.cuh"
 
-constexpr int HALVES = K / 64;  // warps that prepare the same 16 tokens, each some channels
+constexpr int HALVES = K / 64;                 // warps that share 16 tokens, 64 channels each
 enum Column { T00, T11, T22, T10, Y20, Y21 };  // blocks that warps exchange
-using Tile = float[2][4];  // 16 x 16, two of mma's accumulators side by side
+using Tile = float[2][4];                      // 16 x 16, two of mma's accumulators side by side
 
 DEVICE void as_rows(u32 (&a)[4], const Tile& x) {  // A fragments
     a[0] = Fp16::pack(x[0][0], x[0][1]), a[1] = Fp16::pack(x[0][2], x[0][3]);
@@ -24,12 +24,12 @@ DEVICE void multiply(Tile& c, const u32 (&a)[4], uint4 b) {
 }
 
 // Entries of x whose row and column lie in sibling blocks of `level`.
-DEVICE void between_siblings(Tile& to, const Tile& x, int level, int lane) {
+DEVICE void between_siblings(Lane lane, Tile& to, const Tile& x, int level) {
     #pragma unroll
     for (int n = 0; n < 2; n++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            int row = lane / 4 + 8 * (i / 2), column = 8 * n + 2 * (lane % 4) + i % 2;
+            int row = lane.id / 4 + 8 * (i / 2), column = 8 * n + 2 * (lane.id % 4) + i % 2;
             bool inside = row > column && (row ^ column) >= level && (row ^ column) < 2 * level;
             to[n][i] = inside ? x[n][i] : 0.f;
         }
@@ -41,19 +41,19 @@ DEVICE void negate(Tile& x) {
     for (int i = 0; i < 8; i++) x[i / 4][i % 4] = -x[i / 4][i % 4];
 }
 
-// (I + N)^-1 for a strictly lower N by masked doubling: every intermediate is an inverse itself, with small entries.
-DEVICE void invert(Tile& T, const Tile& N, int lane) {
-    between_siblings(T, N, 1, lane);
+// (I + N)^-1 for a strictly lower triangular N by masked doubling.
+DEVICE void invert(Lane lane, Tile& T, const Tile& N) {
+    between_siblings(lane, T, N, 1);
     negate(T);
     #pragma unroll
     for (int i = 0; i < 8; i++) {
-        if (lane / 4 + 8 * (i % 4 / 2) == 8 * (i / 4) + 2 * (lane % 4) + i % 2) T[i / 4][i % 4] = 1.f;
+        if (lane.id / 4 + 8 * (i % 4 / 2) == 8 * (i / 4) + 2 * (lane.id % 4) + i % 2) T[i / 4][i % 4] = 1.f;
     }
     #pragma unroll
     for (int level = 2; level < 16; level *= 2) {
         Tile M, P = {};
         u32 a[4];
-        between_siblings(M, N, level, lane);
+        between_siblings(lane, M, N, level);
         as_rows(a, T);
         multiply(P, a, as_columns(M));
         negate(P);
@@ -62,31 +62,31 @@ DEVICE void invert(Tile& T, const Tile& N, int lane) {
     }
 }
 
-// A 16 x 16 block of T or Aqk, to its place.
-DEVICE void store_block(unsigned char* to, const Tile& x, int b, int j, int lane) {
+// Store a 16 x 16 block of T or Aqk.
+DEVICE void store_block(Lane lane, unsigned char* to, const Tile& x, int b, int j) {
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32* at = reinterpret_cast<u32*>(to + block_at(2 * b + i / 2, 2 * j + i % 2, CHUNK / 8));
-        at[lane] = Io::pack(x[i % 2][2 * (i / 2)], x[i % 2][2 * (i / 2) + 1]);
+        at[lane.id] = Io::pack(x[i % 2][2 * (i / 2)], x[i % 2][2 * (i / 2) + 1]);
     }
 }
 
-// A row of blocks: what is right of the diagonal is zero.
-DEVICE void store_row(unsigned char* to, const Tile (&left)[3], const Tile& own, int b, int lane) {
+// Store a row of blocks, zeros right of the diagonal.
+DEVICE void store_row(Lane lane, unsigned char* to, const Tile (&left)[3], const Tile& own, int b) {
     const Tile zero = {};
     #pragma unroll
     for (int j = 0; j < 3; j++) {
-        if (j < b) store_block(to, left[j], b, j, lane);
-        else store_block(to, zero, b, j + 1, lane);
+        if (j < b) store_block(lane, to, left[j], b, j);
+        else store_block(lane, to, zero, b, j + 1);
     }
-    store_block(to, own, b, b, lane);
+    store_block(lane, to, own, b, b);
 }
 
-// x[i][j] *= columns[j], for a block of columns of the chunk's tokens.
-DEVICE void scale_columns(Tile& x, const float* columns, int lane) {
+// x[i][j] *= columns[j]
+DEVICE void scale_columns(Lane lane, Tile& x, const float* columns) {
     #pragma unroll
     for (int n = 0; n < 2; n++) {
-        float2 c = *reinterpret_cast<const float2*>(columns + 8 * n + 2 * (lane % 4));
+        float2 c = *reinterpret_cast<const float2*>(columns + 8 * n + 2 * (lane.id % 4));
         x[n][0] *= c.x, x[n][1] *= c.y, x[n][2] *= c.x, x[n][3] *= c.y;
     }
 }
@@ -96,7 +96,7 @@ DEVICE void scale_rows(Tile& x, const float (&rows)[2]) {
     for (int i = 0; i < 8; i++) x[i / 4][i % 4] *= rows[i % 4 / 2];
 }
 
-// One half's sums over its channels.
+// Partial sums over one half of the channels.
 DEVICE void send_sums(float4* to, const Tile& x) {
     #pragma unroll
     for (int n = 0; n < 2; n++) to[n * 32] = make_float4(x[n][0], x[n][1], x[n][2], x[n][3]);
@@ -110,33 +110,32 @@ DEVICE void add_sums(Tile& x, const float4* from) {
     }
 }
 
-// N's block (b, j) from both halves' sums of L.
-DEVICE void load_block(Tile& x, const Shared& shared, const float* beta, int b, int j, int lane) {
+// Block (b, j) of N from the partial sums of L.
+DEVICE void load_block(Lane lane, Tile& x, const Shared& shared, const float* beta, int b, int j) {
     #pragma unroll
     for (int i = 0; i < 8; i++) x[i / 4][i % 4] = 0.f;
     #pragma unroll
-    for (int h = 0; h < HALVES; h++) add_sums(x, shared.sums_of_L(h, b, j) + lane);
-    float rows[2] = {beta[16 * b + lane / 4], beta[16 * b + lane / 4 + 8]};
+    for (int h = 0; h < HALVES; h++) add_sums(x, shared.sums_of_L(h, b, j) + lane.id);
+    float rows[2] = {beta[16 * b + lane.id / 4], beta[16 * b + lane.id / 4 + 8]};
     scale_rows(x, rows);
 }
 
-// Three warps make T' = (I + N)^-1 beta: each 16 x 16 block's own inverse, then merges of neighbours (kda_math.md,
-// section 3). Warp 0 has the rows of blocks 0 and 1, warp 1 of block 2, warp 2 of block 3; what others need goes through
-// shared memory as columns, that is as B fragments.
+// Warp 0 has the rows of blocks 0 and 1, warp 1 of block 2, warp 2 of block 3; they exchange blocks through shared
+// memory as B fragments.
 
-DEVICE void invert_upper(const Shared& shared, const Stage& stage, const float* beta, uint4* columns, int lane) {
+DEVICE void invert_upper(Lane lane, const Shared& shared, const Stage& stage, const float* beta, uint4* columns) {
     Tile T[3] = {}, own, L;
-    load_block(L, shared, beta, 0, 0, lane);
-    invert(own, L, lane);
+    load_block(lane, L, shared, beta, 0, 0);
+    invert(lane, own, L);
     uint4 t00 = as_columns(own);
     columns[T00 * 32] = t00;
-    scale_columns(own, beta, lane);
-    store_row(stage.T(), T, own, 0, lane);
+    scale_columns(lane, own, beta);
+    store_row(lane, stage.T(), T, own, 0);
 
-    load_block(L, shared, beta, 1, 1, lane);
-    invert(own, L, lane);
+    load_block(lane, L, shared, beta, 1, 1);
+    invert(lane, own, L);
     columns[T11 * 32] = as_columns(own);
-    load_block(L, shared, beta, 1, 0, lane);
+    load_block(lane, L, shared, beta, 1, 0);
     u32 a[4];
     Tile P = {};
     as_rows(a, L);
@@ -146,15 +145,16 @@ DEVICE void invert_upper(const Shared& shared, const Stage& stage, const float* 
     multiply(T[0], a, as_columns(P));
     columns[T10 * 32] = as_columns(T[0]);
     barrier_sync(INVERTING, 32 * INVERTERS);
-    scale_columns(T[0], beta, lane);
-    scale_columns(own, beta + 16, lane);
-    store_row(stage.T(), T, own, 1, lane);
+    scale_columns(lane, T[0], beta);
+    scale_columns(lane, own, beta + 16);
+    store_row(lane, stage.T(), T, own, 1);
 }
 
-DEVICE void invert_lower(const Shared& shared, const Stage& stage, const float* beta, uint4* columns, int b, int lane) {
+DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, const float* beta, uint4* columns,
+                         int b) {
     Tile T[3] = {}, own, L;
-    load_block(L, shared, beta, b, b, lane);
-    invert(own, L, lane);
+    load_block(lane, L, shared, beta, b, b);
+    invert(lane, own, L);
     if (b == 2) columns[T22 * 32] = as_columns(own);
     u32 minus_own[4], minus_t32[4], a[4];
     negate(own);
@@ -163,7 +163,7 @@ DEVICE void invert_lower(const Shared& shared, const Stage& stage, const float* 
     barrier_sync(INVERTING, 32 * INVERTERS);
     if (b == 3) {
         Tile P = {};
-        load_block(L, shared, beta, 3, 2, lane);
+        load_block(lane, L, shared, beta, 3, 2);
         as_rows(a, L);
         multiply(P, a, columns[T22 * 32]);
         multiply(T[2], minus_own, as_columns(P));
@@ -172,10 +172,10 @@ DEVICE void invert_lower(const Shared& shared, const Stage& stage, const float* 
         negate(T[2]);
     }
     Tile Y0 = {}, Y1 = {};
-    load_block(L, shared, beta, b, 0, lane);
+    load_block(lane, L, shared, beta, b, 0);
     as_rows(a, L);
     multiply(Y0, a, columns[T00 * 32]);
-    load_block(L, shared, beta, b, 1, lane);
+    load_block(lane, L, shared, beta, b, 1);
     as_rows(a, L);
     multiply(Y0, a, columns[T10 * 32]);
     multiply(Y1, a, columns[T11 * 32]);
@@ -189,24 +189,25 @@ DEVICE void invert_lower(const Shared& shared, const Stage& stage, const float* 
         multiply(T[1], minus_t32, columns[Y21 * 32]);
     }
     #pragma unroll
-    for (int j = 0; j < 3; j++) scale_columns(T[j], beta + 16 * j, lane);
-    scale_columns(own, beta + 16 * b, lane);
-    store_row(stage.T(), T, own, b, lane);
+    for (int j = 0; j < 3; j++) scale_columns(lane, T[j], beta + 16 * j);
+    scale_columns(lane, own, beta + 16 * b);
+    store_row(lane, stage.T(), T, own, b);
 }
 
-// A chunk's beta, of which each warp has a copy; zeros behind the sequence's end.
-DEVICE void load_write_strengths(float* to, const ChunkParams& p, const Cursor& at, int lane) {
+// Betas of a chunk, one copy per warp; zeros after the sequence's end.
+DEVICE void load_write_strengths(Lane lane, float* to, const ForwardParams& p, const Cursor& at) {
     #pragma unroll
-    for (int i = lane; i < CHUNK; i += 32) {
+    for (int i = lane.id; i < CHUNK; i += 32) {
         int token = at.chunk * CHUNK + i;
-        i64 row = at.item.row(p, min(token, at.item.length - 1));
-        float logit = p.beta_wide ? static_cast<const float*>(p.beta)[row] : Io::load(static_cast<const u16*>(p.beta) + row);
-        to[i] = token < at.item.length ? write_strength(logit, p.beta_activation) : 0.f;
+        i64 row = at.tile.row(p, min(token, at.tile.length - 1));
+        float logit =
+            p.beta_fp32 ? static_cast<const float*>(p.beta)[row] : Io::load(static_cast<const u16*>(p.beta) + row);
+        to[i] = token < at.tile.length ? write_strength(logit, p.beta_activation) : 0.f;
     }
 }
 
-DEVICE void invert_chunk(const Shared& shared, const Stage& stage, const float* beta, int inverter, int lane) {
-    uint4* columns = shared.columns_of_T() + lane;
-    if (inverter == 0) invert_upper(shared, stage, beta, columns, lane);
-    else invert_lower(shared, stage, beta, columns, inverter + 1, lane);
+DEVICE void invert_chunk(Lane lane, const Shared& shared, const Stage& stage, const float* beta) {
+    uint4* columns = shared.columns_of_T() + lane.id;
+    if (lane.warp == 0) invert_upper(lane, shared, stage, beta, columns);
+    else invert_lower(lane, shared, stage, beta, columns, lane.warp + 1);
 }

@@ -1,41 +1,45 @@
-// Prepares one chunk: the decays, the triangles L and Aqk, and the keys and queries scaled by decays that the scan
-// multiplies the state by; invert.cuh makes the inverse.
+// Prepare one chunk: the decays, the triangles L and Aqk, and the decayed keys and queries Kg, Kr and Qg; invert.cuh
+// computes the inverse.
 //
-// Warp w holds 16 tokens (block b = w / HALVES) by 64 channels (half h) in registers: lane (g, t) = (lane / 4, lane % 4)
+// Warp w holds 16 tokens (block b = w / HALVES) by 64 channels (half h) in registers: lane (g, t) = (id / 4, id % 4)
 // has tokens g and g + 8 and 16 channels, in the order of mma's fragments, so that one register serves as A and as B.
-// The decay between two tokens is never a difference of sums. Within 16 tokens it is split at the middle of the smallest
-// aligned block of 2, 4, 8 or 16 that holds both (binary anchoring, kda_math.md section 2): its two factors are
-// products of decays, at most 1, so fp16 operands are exact to their rounding for any gates. Between blocks of 16 the
-// factors are the products up to a block's end and from a block's start, times whole blocks' decays, which are fp32:
-// they alone decay the state.
+// The decay between two tokens is never a difference of sums. Within 16 tokens it is split at the middle of the
+// smallest aligned block of 2, 4, 8 or 16 that holds both (binary anchoring, kda_math.md section 2): its two factors
+// are products of decays, at most 1, so fp16 operands are exact to their rounding for any gates. Between blocks of 16
+// the factors are the products up to a block's end and from a block's start, times whole blocks' decays, which are
+// fp32: they alone decay the state.
 #pragma once
 #include "invert.cuh"
 
 // ---------------------------------------------------------------- loading
 
-// A lane's tokens g and g + 8 of a chunk; rows behind the sequence's end read its last token.
-DEVICE int token_of(const Cursor& at, int r, int warp, int lane) { return at.chunk * CHUNK + 16 * (warp / HALVES) + lane / 4 + 8 * r; }
-DEVICE int row_of(const Cursor& at, int r, int warp, int lane) { return min(token_of(at, r, warp, lane), at.item.length - 1); }
-DEVICE int channel_of(int warp, int lane) { return 64 * (warp % HALVES) + 8 * (lane % 4); }  // the first of a lane's
+// A lane's tokens g and g + 8 of a chunk; rows after the sequence's end read its last token.
+DEVICE int token_of(Lane lane, const Cursor& at, int r) {
+    return at.chunk * CHUNK + 16 * (lane.warp / HALVES) + lane.id / 4 + 8 * r;
+}
+DEVICE int row_of(int warp, int id, const Cursor& at, int r) {
+    return min(token_of({warp, id}, at, r), at.tile.length - 1);
+}
+DEVICE int channel_of(Lane lane) { return 64 * (lane.warp % HALVES) + 8 * (lane.id % 4); }  // a lane's first
 
-DEVICE i64 key_at(const ChunkParams& p, const Cursor& at, int row) { return at.keys + i64(row) * (p.H * K); }
-DEVICE const Logit* logits_at(const ChunkParams& p, const Cursor& at, int row) {
-    return static_cast<const Logit*>(p.g) + at.item.row(p, row) * K;
+DEVICE i64 key_at(const ForwardParams& p, const Cursor& at, int row) { return at.keys + i64(row) * (p.H * K); }
+DEVICE const Logit* logits_at(const ForwardParams& p, const Cursor& at, int row) {
+    return static_cast<const Logit*>(p.g) + at.tile.row(p, row) * K;
 }
 
-// A lane's q and k as they come.
+// A lane's q and k as loaded.
 struct Raw {
     uint4 q[2][2], k[2][2];  // [token][8 channels]
 };
 
-// Those of the next chunk are sent for before this one is done, where registers allow.
-constexpr bool LOADS_AHEAD = WARPGROUPS && !SAVES;
+// Prefetch the next chunk's q and k where registers allow.
+constexpr bool LOADS_AHEAD = HAS_WGMMA && !SAVES;
 
-DEVICE void load_raw(Raw& raw, const ChunkParams& p, const Cursor& at, int warp, int lane) {
-    int channel = channel_of(warp, lane);
+DEVICE void load_raw(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& at) {
+    int channel = channel_of(lane);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-        int row = row_of(at, r, warp, lane);
+        int row = row_of(lane.warp, lane.id, at, r);
         i64 key = key_at(p, at, row) + channel;
         #pragma unroll
         for (int c = 0; c < 2; c++) {
@@ -45,26 +49,27 @@ DEVICE void load_raw(Raw& raw, const ChunkParams& p, const Cursor& at, int warp,
     }
 }
 
-// Brings what load_raw will read into L2.
-DEVICE void prefetch_raw(const ChunkParams& p, const Cursor& at, int warp, int lane) {
-    if (lane % 4 > 1) return;
-    int row = row_of(at, lane % 4, warp, lane), channel = 64 * (warp % HALVES);
+// Bring what load_raw will read into L2. Two integers, not a Lane: it keeps the SASS of every arch.
+DEVICE void prefetch_raw(int warp, int id, const ForwardParams& p, const Cursor& at) {
+    if (id % 4 > 1) return;
+    int row = row_of(warp, id, at, id % 4), channel = 64 * (warp % HALVES);
     i64 key = key_at(p, at, row) + channel;
     prefetch(p.q + key), prefetch(p.k + key);
     const Logit* g = logits_at(p, at, row) + channel;
-    if (G_WIDE) prefetch(g), prefetch(g + 32);
+    if (G_FP32) prefetch(g), prefetch(g + 32);
 }
 
-// Gate logits in 16 bits come a chunk ahead, by way of shared memory, so that there is work while q and k are on their
-// way; those in 32 have no room there. Each lane brings what it reads itself.
-DEVICE void fetch_logits(const ChunkParams& p, const Shared& shared, const Cursor& at, int warp, int lane) {
+// Prefetch 16-bit gate logits one chunk ahead through shared memory, to hide the latency of q and k; fp32 logits do not
+// fit. Each lane copies what it reads itself.
+DEVICE void fetch_logits(Lane lane, const ForwardParams& p, const Shared& shared, const Cursor& at) {
     #pragma unroll
-    for (int r = 0; r < (G_WIDE ? 0 : 2); r++) {
-        const Logit* g = logits_at(p, at, row_of(at, r, warp, lane)) + channel_of(warp, lane);
+    for (int r = 0; r < (G_FP32 ? 0 : 2); r++) {
+        const Logit* g = logits_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane);
         #pragma unroll
-        for (int c = 0; c < 2; c++) copy_16(shared.logits(warp) + (2 * r + c) * 32 + lane, g + 32 * c, true);
+        for (int c = 0; c < 2; c++)
+            cp_async_16(shared.logits(lane.warp) + (2 * r + c) * 32 + lane.id, g + 32 * c, true);
     }
-    copy_commit();
+    cp_async_commit();
 }
 
 DEVICE void unpack_8(float (&to)[8], uint4 w) {
@@ -78,30 +83,31 @@ DEVICE void load_8(float (&to)[8], const float* from) {
 }
 DEVICE void load_8(float (&to)[8], const u16* from) { unpack_8(to, *reinterpret_cast<const uint4*>(from)); }
 
-// What gates need of an item.
-DEVICE Gates<GATE> load_gates(const ChunkParams& p, const Shared& shared, const Item& item, int warp, int lane) {
-    const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[item.head] * LOG2_E) : 1.f, p.lower_bound);
-    const float* from = p.dt_bias + item.head * K + 64 * (warp % HALVES);
-    float* to = shared.bias(warp);
+// The gates of a work tile's head.
+DEVICE Gates<GATE> load_gates(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& tile) {
+    const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[tile.head] * LOG2_E) : 1.f, p.lower_bound);
+    const float* from = p.dt_bias + tile.head * K + 64 * (lane.warp % HALVES);
+    float* to = shared.bias(lane.warp);
     warp_sync();
     #pragma unroll
-    for (int i = lane; i < 64; i += 32) to[i] = p.dt_bias ? gates.bias(from[i]) : 0.f;
+    for (int i = lane.id; i < 64; i += 32) to[i] = p.dt_bias ? gates.bias(from[i]) : 0.f;
     warp_sync();
     return gates;
 }
 
 // Decays of 8 channels from 32 c on of a lane's tokens.
-DEVICE void load_decays(float (&d)[2][8], int c, const Gates<GATE>& gates, const ChunkParams& p, const Shared& shared, const Cursor& at,
-                        int warp, int lane) {
+DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& gates, const ForwardParams& p,
+                        const Shared& shared, const Cursor& at) {
     float bias[8];
-    load_8(bias, shared.bias(warp) + 32 * c + 8 * (lane % 4));
+    load_8(bias, shared.bias(lane.warp) + 32 * c + 8 * (lane.id % 4));
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const Logit* from = G_WIDE ? logits_at(p, at, row_of(at, r, warp, lane)) + channel_of(warp, lane) + 32 * c
-                                   : reinterpret_cast<const Logit*>(shared.logits(warp) + (2 * r + c) * 32 + lane);
+        const Logit* from = G_FP32
+                                ? logits_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane) + 32 * c
+                                : reinterpret_cast<const Logit*>(shared.logits(lane.warp) + (2 * r + c) * 32 + lane.id);
         float x[8];
         load_8(x, from);
-        bool valid = token_of(at, r, warp, lane) < at.item.length;
+        bool valid = token_of(lane, at, r) < at.tile.length;
         #pragma unroll
         for (int i = 0; i < 8; i++) d[r][i] = gates.decay(x[i], bias[i], valid);
     }
@@ -109,8 +115,8 @@ DEVICE void load_decays(float (&d)[2][8], int c, const Gates<GATE>& gates, const
 
 // ---------------------------------------------------------------- directions
 
-// q and k as fp16 pairs. q is a unit vector, its length, where the operator keeps it, a factor of the output; k is at
-// most one long anyway (kda_math.md, the fact used everywhere).
+// q and k as fp16 pairs. q is normalised; without qk_l2norm its length is a factor of the output. The length of k is at
+// most 1 (kda_math.md).
 struct Directions {
     u32 q[2][8], k[2][8];  // [token g, g + 8][pairs of channels]
     float qk[2];           // <q, k> of one token: the diagonal of Aqk
@@ -118,9 +124,9 @@ struct Directions {
 
 DEVICE u32 word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
-// <k, k>, <q, k> and <q, q> of each token over a warp's channels: diagonals of products.
-DEVICE void sum_squares(const Raw& raw, const Shared& shared, int warp, int lane) {
-    int g = lane / 4, t = lane % 4;
+// <k, k>, <q, k> and <q, q> of each token over a warp's channels, as diagonals of MMAs.
+DEVICE void sum_squares(Lane lane, const Raw& raw, const Shared& shared) {
+    int g = lane.id / 4, t = lane.id % 4;
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         float with_k[4] = {}, with_q[4] = {};  // rows: 8 tokens of k, 8 of q
@@ -133,14 +139,16 @@ DEVICE void sum_squares(const Raw& raw, const Shared& shared, int warp, int lane
         }
         if (t == g / 2) {
             bool odd = g % 2;
-            shared.sums()[warp * 16 + g + 8 * r] = make_float4(odd ? with_q[3] : with_q[2], odd ? with_k[1] : with_k[0], odd ? with_k[3] : with_k[2], 0.f);
+            shared.sums()[lane.warp * 16 + g + 8 * r] =
+                make_float4(odd ? with_q[3] : with_q[2], odd ? with_k[1] : with_k[0], odd ? with_k[3] : with_k[2], 0.f);
         }
     }
 }
 
-DEVICE void normalize(Directions& d, const Raw& raw, const ChunkParams& p, const Shared& shared, const Cursor& at, u32 turn, int warp, int lane) {
-    int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
-    sum_squares(raw, shared, warp, lane);
+DEVICE void normalize(Lane lane, Directions& d, const Raw& raw, const ForwardParams& p, const Shared& shared,
+                      const Cursor& at, u32 iteration) {
+    int b = lane.warp / HALVES, h = lane.warp % HALVES, g = lane.id / 4, t = lane.id % 4;
+    sum_squares(lane, raw, shared);
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
     else warp_sync();
     #pragma unroll
@@ -150,7 +158,7 @@ DEVICE void normalize(Directions& d, const Raw& raw, const ChunkParams& p, const
             float4 other = shared.sums()[(b * HALVES + 1) * 16 + g + 8 * r];
             sums.x += other.x, sums.y += other.y, sums.z += other.z;
         }
-        bool valid = token_of(at, r, warp, lane) < at.item.length;  // rows behind the end are zeros
+        bool valid = token_of(lane, at, r) < at.tile.length;  // rows after the end are zeros
         float q_scale = rsqrt_fast(sums.x + (p.qk_l2norm ? 1e-6f : 1e-37f));
         float k_scale = p.qk_l2norm ? rsqrt_fast(sums.y + 1e-6f) : 1.f;
         float o_scale = p.qk_l2norm ? p.scale : p.scale * sums.x * q_scale;
@@ -166,19 +174,18 @@ DEVICE void normalize(Directions& d, const Raw& raw, const ChunkParams& p, const
                 d.k[r][4 * c + i] = Fp16::pack(k[2 * i] * k_scale, k[2 * i + 1] * k_scale);
             }
         }
-        if (h == 0 && t == 0) shared.scale(turn)[16 * b + g + 8 * r] = o_scale;
+        if (h == 0 && t == 0) shared.scale(iteration)[16 * b + g + 8 * r] = o_scale;
     }
 }
 
 // ---------------------------------------------------------------- triangles
 
-// Adds the products of 16 channels (fragments i = 0, 1 of them) within the lower and within the upper 8 tokens:
-// rows 0-7 of the accumulator are k's (L), rows 8-15 are q's (Aqk).
+// Add the products over 16 channels: rows 0-7 of the accumulator are k's (L), rows 8-15 are q's (Aqk).
 DEVICE void multiply_8(float (&acc)[4], const u32* k_rows, const u32* q_rows, const u32* k_columns) {
     Fp16::mma(acc, k_rows[0], q_rows[0], k_rows[1], q_rows[1], k_columns[0], k_columns[1]);
 }
 
-// Decays of two channels in fp16: as exact as the operands that they become factors of.
+// Decays of two channels in fp16, as accurate as the operands that they scale.
 struct Pair {
     u32 x;
     static DEVICE Pair of(float a, float b) { return {Fp16::pack(a, b)}; }
@@ -187,12 +194,11 @@ struct Pair {
 };
 using Pairs = Pair[2][8];  // of a lane's two tokens
 
-// One level of binary anchoring within 8 tokens: pairs of tokens whose numbers first differ in bit `level`. Coming in,
+// One level of binary anchoring within 8 tokens: pairs of tokens whose indices first differ in bit `level`. On entry
 // `near` is a token's decay towards the other half of its block of 2 * level (with the token itself in the upper half,
-// behind the token in the lower one), `far` towards the outside; going out, they are those of the next level.
-template <int level>
-DEVICE void anchor(Tile& L, Tile& A, Pairs& near, Pairs& far, const Directions& d, int lane) {
-    int g = lane / 4, t = lane % 4;
+// after the token in the lower one), `far` towards the outside; on exit they are those of the next level.
+template <int level> DEVICE void anchor(Lane lane, Tile& L, Tile& A, Pairs& near, Pairs& far, const Directions& d) {
+    int g = lane.id / 4, t = lane.id % 4;
     bool turns = ((g / level) ^ (g / (2 * level))) & 1;  // in the next block the other side is near
     float low[4] = {}, high[4] = {};
     #pragma unroll
@@ -221,7 +227,7 @@ DEVICE void anchor(Tile& L, Tile& A, Pairs& near, Pairs& far, const Directions& 
 }
 
 // Level 8: rows are the upper 8 tokens, columns the lower 8. `before` is a token's decay from its block's start, with
-// itself, `after` the one behind it; first of the 8 tokens, then of the 16.
+// itself, `after` the one after it; on entry of the 8 tokens, on exit of the 16.
 DEVICE void anchor_8(Tile& L, Tile& A, Pairs& before, Pairs& after, const Directions& d) {
     float acc[4] = {};
     #pragma unroll
@@ -243,7 +249,7 @@ DEVICE void anchor_8(Tile& L, Tile& A, Pairs& before, Pairs& after, const Direct
 
 // ---------------------------------------------------------------- the chunk
 
-// fp16 pairs as the scan multiplies them.
+// fp16 pairs in the type of the scan's operands.
 DEVICE u32 as_io(u32 x) {
     float2 f = Fp16::unpack(x);
     return Io::pack(f.x, f.y);
@@ -251,13 +257,13 @@ DEVICE u32 as_io(u32 x) {
 
 constexpr int STRIDE = SHARED_CHUNKS ? SLICES : 1;
 
-DEVICE Stage place_of(const ChunkParams& p, const Shared& shared, const Cursor& at, u32 count) {
+DEVICE Stage place_of(const ForwardParams& p, const Shared& shared, const Cursor& at, u32 count) {
     return SHARED_CHUNKS ? ring_at(p, at, count) : shared.stage(count);
 }
 
-// Multiplies with the lane whose number differs in one bit; each of the two keeps half of 2 n numbers.
-template <int n> DEVICE void multiply_halves(float (&x)[16], int lane) {
-    bool upper = lane & 2 * n;
+// Multiply with the lane whose index differs in one bit; each of the two keeps half of 2 n elements.
+template <int n> DEVICE void multiply_halves(Lane lane, float (&x)[16]) {
+    bool upper = lane.id & 2 * n;
     #pragma unroll
     for (int i = 0; i < n; i++) {
         float others = upper ? x[i] : x[n + i];
@@ -265,27 +271,29 @@ template <int n> DEVICE void multiply_halves(float (&x)[16], int lane) {
     }
 }
 
-// The products over the eight lanes that have the same channels: two channels a lane.
-DEVICE void store_block_decays(float* to, float (&x)[16], int lane) {
-    multiply_halves<8>(x, lane);
-    multiply_halves<4>(x, lane);
-    multiply_halves<2>(x, lane);
-    int first = (lane & 16 ? 32 : 0) + (lane & 8 ? 4 : 0) + (lane & 4 ? 2 : 0);
+// Store the products over the eight lanes that have the same channels, two channels per lane.
+DEVICE void store_block_decays(Lane lane, float* to, float (&x)[16]) {
+    multiply_halves<8>(lane, x);
+    multiply_halves<4>(lane, x);
+    multiply_halves<2>(lane, x);
+    int first = (lane.id & 16 ? 32 : 0) + (lane.id & 8 ? 4 : 0) + (lane.id & 4 ? 2 : 0);
     *reinterpret_cast<float2*>(to + first) = make_float2(x[0], x[1]);
 }
 
-// Prepares the chunk under the cursor, whose q and k are on their way in `raw`, and sends for what the next one needs.
-DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw, const Cursor& at,
-                          const Cursor& next, u32 count, u32 turn, int warp, int lane) {
-    int b = warp / HALVES, h = warp % HALVES, g = lane / 4, t = lane % 4;
+// Prepare the chunk at the cursor, whose q and k are loaded to `raw`, and prefetch the next one. In one body, divided
+// by comments: as separate functions ptxas schedules the steps otherwise, and spills on some archs.
+DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw,
+                          const Cursor& at, const Cursor& next, u32 count, u32 iteration) {
+    int b = lane.warp / HALVES, h = lane.warp % HALVES, g = lane.id / 4, t = lane.id % 4;
+    // ---- decays of the lane's tokens and of the block
     Pairs near, far;
-    float* decays = shared.decays(turn) + 64 * h + 8 * t;
-    copy_wait<0>();
+    float* decays = shared.decays(iteration) + 64 * h + 8 * t;
+    cp_async_wait<0>();
     float block[16];  // decays over the block's tokens
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         float e[2][8];
-        load_decays(e, c, gates, p, shared, at, warp, lane);
+        load_decays(lane, e, c, gates, p, shared, at);
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             #pragma unroll
@@ -297,44 +305,50 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Gate
         #pragma unroll
         for (int i = 0; i < 8; i++) block[8 * c + i] = e[0][i] * e[1][i];
     }
-    store_block_decays(decays + b * K, block, lane);
+    store_block_decays(lane, decays + b * K, block);
+    // ---- L and Aqk among the block's 16 tokens: binary anchoring
     Directions d;
-    normalize(d, raw, p, shared, at, turn, warp, lane);
+    normalize(lane, d, raw, p, shared, at, iteration);
     Tile L = {}, own = {};  // diagonal blocks of L and Aqk
-    anchor<1>(L, own, near, far, d, lane);
-    if (next.valid(p)) fetch_logits(p, shared, next, warp, lane), prefetch_raw(p, next, warp, lane);
-    anchor<2>(L, own, near, far, d, lane);
-    anchor<4>(L, own, near, far, d, lane);
+    anchor<1>(lane, L, own, near, far, d);
+    if (next.valid(p)) fetch_logits(lane, p, shared, next), prefetch_raw(lane.warp, lane.id, p, next);
+    anchor<2>(lane, L, own, near, far, d);
+    anchor<4>(lane, L, own, near, far, d);
     Pairs &after = near, &before = far;  // as g / 8 is even, as if all 8 tokens were a lower half
     anchor_8(L, own, before, after, d);
     #pragma unroll
     for (int x = 0; x < 2; x++) {
         if (h == 0 && g == 2 * t + x) own[0][x] = d.qk[0], own[1][2 + x] = d.qk[1];
     }
-    bool gives = HALVES > 1 && h == turn % 2;  // its sums of Aqk to the block's other warp
-    if (turn > 0) mbarrier_wait(shared.inverted(), (turn - 1) & 1);
-    send_sums(shared.sums_of_L(h, b, b) + lane, L);
-    // Columns for later blocks are keys decayed to this block's end, rows are decayed from its start.
+    // ---- exchange: decayed keys to the warps of later blocks, sums of Aqk between the halves of the channels
+    bool gives = HALVES > 1 && h == iteration % 2;  // this warp sends its sums of Aqk to the other half
+    if (iteration > 0) mbarrier_wait(shared.inverted(), (iteration - 1) & 1);
+    send_sums(shared.sums_of_L(h, b, b) + lane.id, L);
+    // Columns for later blocks are keys decayed to this block's end; rows are decayed from its start.
     u32 k_fall[2][8], k_rise[2][8], q_rise[2][8];
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         #pragma unroll
         for (int i = 0; i < 8; i++) {
             k_fall[r][i] = Fp16::multiply(d.k[r][i], after[r][i].x);
-            k_rise[r][i] = Fp16::multiply(d.k[r][i], before[r][i].x), q_rise[r][i] = Fp16::multiply(d.q[r][i], before[r][i].x);
+            k_rise[r][i] = Fp16::multiply(d.k[r][i], before[r][i].x),
+            q_rise[r][i] = Fp16::multiply(d.q[r][i], before[r][i].x);
         }
     }
     #pragma unroll
     for (int s = 0; s < 4; s++) {
-        shared.columns(turn)[(warp * 4 + s) * 32 + lane] = make_uint4(k_fall[0][2 * s], k_fall[0][2 * s + 1], k_fall[1][2 * s], k_fall[1][2 * s + 1]);
+        shared.columns(iteration)[(lane.warp * 4 + s) * 32 + lane.id] =
+            make_uint4(k_fall[0][2 * s], k_fall[0][2 * s + 1], k_fall[1][2 * s], k_fall[1][2 * s + 1]);
     }
     barrier_sync(PREPARED, 32 * PREPARE_WARPS);
-    mbarrier_wait(shared.placed(), turn & 1);
+    mbarrier_wait(shared.placed(), iteration & 1);
     const Stage stage = place_of(p, shared, at, count);
-    if (gives) send_sums(shared.sums_of_A(turn, b, b) + lane, own);
-    if (warp == 0) stage.scale()[lane] = shared.scale(turn)[lane], stage.scale()[lane + 32] = shared.scale(turn)[lane + 32];
+    if (gives) send_sums(shared.sums_of_A(iteration, b, b) + lane.id, own);
+    if (lane.warp == 0)
+        stage.scale()[lane.id] = shared.scale(iteration)[lane.id],
+        stage.scale()[lane.id + 32] = shared.scale(iteration)[lane.id + 32];
 
-    // Kr: decayed on to the chunk's end; and the decay of the whole chunk.
+    // ---- Kr, keys decayed to the chunk's end, and gamma, the decay over the chunk
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         float rest[8];
@@ -352,20 +366,24 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Gate
         for (int r = 0; r < 2; r++) {
             u32 k[4];
             #pragma unroll
-            for (int i = 0; i < 4; i++) k[i] = as_io(Fp16::multiply(k_fall[r][4 * c + i], Fp16::pack(rest[2 * i], rest[2 * i + 1])));
-            *reinterpret_cast<uint4*>(stage.Kr() + block_at(2 * b + r, 8 * h + 4 * c + t, K / 8) + 16 * g) = make_uint4(k[0], k[1], k[2], k[3]);
+            for (int i = 0; i < 4; i++)
+                k[i] = as_io(Fp16::multiply(k_fall[r][4 * c + i], Fp16::pack(rest[2 * i], rest[2 * i + 1])));
+            *reinterpret_cast<uint4*>(stage.Kr() + block_at(2 * b + r, 8 * h + 4 * c + t, K / 8) + 16 * g) =
+                make_uint4(k[0], k[1], k[2], k[3]);
         }
         if (b == 0 && g == 0) {
             float* gamma = stage.gamma() + 64 * h + 32 * c + 8 * t;
             float x[8];
             load_8(x, decays + 32 * c);
-            *reinterpret_cast<float4*>(gamma) = make_float4(x[0] * rest[0], x[1] * rest[1], x[2] * rest[2], x[3] * rest[3]);
-            *reinterpret_cast<float4*>(gamma + 4) = make_float4(x[4] * rest[4], x[5] * rest[5], x[6] * rest[6], x[7] * rest[7]);
+            *reinterpret_cast<float4*>(gamma) =
+                make_float4(x[0] * rest[0], x[1] * rest[1], x[2] * rest[2], x[3] * rest[3]);
+            *reinterpret_cast<float4*>(gamma + 4) =
+                make_float4(x[4] * rest[4], x[5] * rest[5], x[6] * rest[6], x[7] * rest[7]);
         }
     }
-    // Products with the columns of earlier blocks; then Kg and Qg, decayed from the chunk's start.
+    // ---- L and Aqk left of the diagonal block
     Tile A[3] = {};
-    float between[16];  // decay of the blocks between
+    float between[16];  // decay over the blocks in between
     #pragma unroll
     for (int x = 0; x < 16; x++) between[x] = 1.f;
     #pragma unroll
@@ -375,8 +393,9 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Gate
         for (int i = 0; i < 8; i++) L[i / 4][i % 4] = 0.f;
         #pragma unroll
         for (int s = 0; s < 4; s++) {
-            uint4 columns = shared.columns(turn)[((j * HALVES + h) * 4 + s) * 32 + lane];
-            u32 low = Fp16::pack(between[4 * s], between[4 * s + 1]), high = Fp16::pack(between[4 * s + 2], between[4 * s + 3]);
+            uint4 columns = shared.columns(iteration)[((j * HALVES + h) * 4 + s) * 32 + lane.id];
+            u32 low = Fp16::pack(between[4 * s], between[4 * s + 1]),
+                high = Fp16::pack(between[4 * s + 2], between[4 * s + 3]);
             columns.x = Fp16::multiply(columns.x, low), columns.z = Fp16::multiply(columns.z, low);
             columns.y = Fp16::multiply(columns.y, high), columns.w = Fp16::multiply(columns.w, high);
             u32 k[4] = {k_rise[0][2 * s], k_rise[1][2 * s], k_rise[0][2 * s + 1], k_rise[1][2 * s + 1]};
@@ -384,8 +403,8 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Gate
             multiply(L, k, columns);
             multiply(A[j], q, columns);
         }
-        send_sums(shared.sums_of_L(h, b, j) + lane, L);
-        if (gives) send_sums(shared.sums_of_A(turn, b, j) + lane, A[j]);
+        send_sums(shared.sums_of_L(h, b, j) + lane.id, L);
+        if (gives) send_sums(shared.sums_of_A(iteration, b, j) + lane.id, A[j]);
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             float x[8];
@@ -395,7 +414,8 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Gate
         }
     }
     warp_sync();
-    if (lane == 0) mbarrier_arrive(shared.summed());
+    if (lane.id == 0) mbarrier_arrive(shared.summed());
+    // ---- Kg and Qg, decayed from the chunk's start
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         #pragma unroll
@@ -412,78 +432,79 @@ DEVICE void prepare_chunk(const ChunkParams& p, const Shared& shared, const Gate
             *reinterpret_cast<uint4*>(stage.Qg() + at) = make_uint4(q[0], q[1], q[2], q[3]);
         }
     }
-    if (LOADS_AHEAD && next.valid(p)) load_raw(raw, p, next, warp, lane);
+    if (LOADS_AHEAD && next.valid(p)) load_raw(lane, raw, p, next);
+    // ---- Aqk, with the other half's sums
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
     if (gives) return;
     if (HALVES > 1) {
         #pragma unroll
         for (int j = 0; j < 3; j++) {
-            if (j < b) add_sums(A[j], shared.sums_of_A(turn, b, j) + lane);
+            if (j < b) add_sums(A[j], shared.sums_of_A(iteration, b, j) + lane.id);
         }
-        add_sums(own, shared.sums_of_A(turn, b, b) + lane);
+        add_sums(own, shared.sums_of_A(iteration, b, b) + lane.id);
     }
-    store_row(stage.Aqk(), A, own, b, lane);
+    store_row(lane, stage.Aqk(), A, own, b);
 }
 
 // ---------------------------------------------------------------- the warps that prepare
 
-// A warp has written its part of a chunk.
-DEVICE void wrote(const Shared& shared, int lane) {
+// Signal that a warp has written its part of a chunk.
+DEVICE void wrote(Lane lane, const Shared& shared) {
     warp_sync();
-    if (lane == 0) mbarrier_arrive(shared.written());
+    if (lane.id == 0) mbarrier_arrive(shared.written());
 }
 
-DEVICE void prepare(const ChunkParams& p, const Shared& shared, int warp, int lane) {
+DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     Cursor at;
-    at.start(p, slice() % STRIDE, lane);
+    at.start(lane, p, slice() % STRIDE);
     if (!at.valid(p)) return;
-    fetch_logits(p, shared, at, warp, lane);
-    Gates<GATE> gates = load_gates(p, shared, at.item, warp, lane);
+    fetch_logits(lane, p, shared, at);
+    Gates<GATE> gates = load_gates(lane, p, shared, at.tile);
     Raw raw;
-    if (LOADS_AHEAD) load_raw(raw, p, at, warp, lane);
-    u32 turn = 0;
-    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++) {
+    if (LOADS_AHEAD) load_raw(lane, raw, p, at);
+    u32 iteration = 0;
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, iteration++) {
         Cursor next = at;
-        next.skip(p, STRIDE, lane);
-        if (!LOADS_AHEAD) load_raw(raw, p, at, warp, lane);
-        prepare_chunk(p, shared, gates, raw, at, next, count, turn, warp, lane);
-        wrote(shared, lane);
-        if (next.valid(p) && next.index != at.index) gates = load_gates(p, shared, next.item, warp, lane);
+        next.skip(lane, p, STRIDE);
+        if (!LOADS_AHEAD) load_raw(lane, raw, p, at);
+        prepare_chunk(lane, p, shared, gates, raw, at, next, count, iteration);
+        wrote(lane, shared);
+        if (next.valid(p) && next.index != at.index) gates = load_gates(lane, p, shared, next.tile);
         at = next;
     }
 }
 
-// Wait until a chunk may be written to its place; by a whole warp.
-DEVICE void make_room(const ChunkParams& p, const Shared& shared, u32 count, int lane) {
-    if (RECYCLES && count >= RING) wait_for_place(p, count, lane);
+// Wait until the chunk's slot is free. Executed by a full warp.
+DEVICE void make_room(Lane lane, const ForwardParams& p, const Shared& shared, u32 count) {
+    if (RECYCLES && count >= RING) wait_for_place(lane, p, count);
     if (!SHARED_CHUNKS) {
         for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
     }
-    if (lane == 0) mbarrier_arrive(shared.placed());
+    if (lane.id == 0) mbarrier_arrive(shared.placed());
 }
 
-// The warps that invert. The first, which is done first, sees to it that the next chunk has room; the last publishes
-// each, for all: one warp waits for what was written to arrive where other blocks see it.
-DEVICE void invert_chunks(const ChunkParams& p, const Shared& shared, int inverter, int lane) {
-    const bool last = inverter == INVERTERS - 1;
-    float* beta = shared.beta(inverter);
+// The warps that invert. Inverter 0 finishes first and reserves the next slot; the last inverter publishes the chunk,
+// so that only one warp waits for the writes to become visible.
+DEVICE void invert_chunks(Lane lane, const ForwardParams& p, const Shared& shared) {
+    const bool last = lane.warp == INVERTERS - 1;
+    float* beta = shared.beta(lane.warp);
     Cursor at;
-    at.start(p, slice() % STRIDE, lane);
-    u32 turn = 0;
-    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, turn++, at.skip(p, STRIDE, lane)) {
+    at.start(lane, p, slice() % STRIDE);
+    u32 iteration = 0;
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, iteration++, at.skip(lane, p, STRIDE)) {
         warp_sync();
-        load_write_strengths(beta, p, at, lane);
-        if (inverter == 0) make_room(p, shared, count, lane);
-        mbarrier_wait(shared.summed(), turn & 1);
+        load_write_strengths(lane, beta, p, at);
+        if (lane.warp == 0) make_room(lane, p, shared, count);
+        mbarrier_wait(shared.summed(), iteration & 1);
         warp_sync();
-        invert_chunk(shared, place_of(p, shared, at, count), beta, inverter, lane);
+        invert_chunk(lane, shared, place_of(p, shared, at, count), beta);
         warp_sync();
-        if (lane == 0) mbarrier_arrive(shared.inverted());
-        wrote(shared, lane);
+        if (lane.id == 0) mbarrier_arrive(shared.inverted());
+        wrote(lane, shared);
         if (!last) continue;
-        mbarrier_wait(shared.written(), turn & 1);
-        if (lane == 0) {
-            if (SHARED_CHUNKS) publish_more(prepared(p, slice()), 1);
+        mbarrier_wait(shared.written(), iteration & 1);
+        if (lane.id == 0) {
+            if (SHARED_CHUNKS) red_add_release(prepared(p, slice()), 1);
             for (int part = 0; !SHARED_CHUNKS && part < PARTS; part++) mbarrier_arrive(shared.full(part, count));
         }
         warp_sync();

@@ -1,42 +1,50 @@
-// The walk over prepared chunks: four warps share the rows (tokens, then channels) of all BV columns. The state stays in
-// registers in fp32; what the next product multiplies by goes through shared memory, with the columns as rows of the
-// operand. Column n = 8 i + 2 t + {0, 1} of the products is column BV / 4 * t + 2 i + {0, 1} of V: a lane's are neighbours
-// in memory, and the order of columns matters to no product.
+// The scan over prepared chunks, by four warps. Per chunk
+//     R = Kg S     V' = T' (v - R)     O = scale (Qg S + Aqk V')     S = gamma S + Kr^T V'
+// The state S stays in registers in fp32; S, v - R and V' pass through shared memory, rounded, as operands whose rows
+// are columns of V. Column n = 8 i + 2 t + {0, 1} of the MMAs is column BV / 4 * t + 2 i + {0, 1} of V, so that a
+// lane's columns are contiguous in memory.
 #pragma once
 #include "shared.cuh"
 
 constexpr int TILES = BV / 8;
-using Columns = float[TILES][4];  // 64 rows: of warp w's 16, g and g + 8
+using Columns = float[TILES][4];  // rows g and g + 8 of the warp's 16, by BV columns
 
-// 64 rows of 16-bit numbers, transposed, as blocks (row of columns, `row` + that of rows) of an operand.
-DEVICE void store_columns(unsigned char* to, const u32 (&x)[TILES][2], int row, int columns, int lane) {
+// Store 64 rows of 16-bit elements, transposed, as blocks (., row), (., row + 1) of an operand.
+DEVICE void store_columns(Lane lane, unsigned char* to, const u32 (&x)[TILES][2], int row, int columns) {
     #pragma unroll
     for (int i = 0; i < TILES; i += 2) {
-        store_matrices_transposed(to + block_at(i + lane / 16, row + lane / 8 % 2, columns) + 16 * (lane % 8),
-                                  x[i][0], x[i][1], x[i + 1][0], x[i + 1][1]);
+        stmatrix_x4_trans(to + block_at(i + lane.id / 16, row + lane.id / 8 % 2, columns) + 16 * (lane.id % 8), x[i][0],
+                          x[i][1], x[i + 1][0], x[i + 1][1]);
     }
 }
 
-// d += a b^T over `steps` times 16, or d = that if it begins: a [64, .], b [BV, .].
-template <int steps, bool begins> DEVICE void multiply_rows(Columns& d, Operand a, Operand b) {
-    multiply_group<Io, BV, false, begins>(d, a, b);
+// d += a b^T over K = 16 steps (= instead of += if `overwrites`): a [64, K], b [BV, K].
+template <int steps, bool overwrites> DEVICE void multiply_rows(Columns& d, Operand a, Operand b) {
+    wgmma_ss<Io, BV, false, overwrites>(d, a, b);
     #pragma unroll
-    for (int s = 1; s < steps; s++) multiply_group<Io, BV>(d, operand_at(a, s * 256), operand_at(b, s * 256));
-    product_commit();
+    for (int s = 1; s < steps; s++) wgmma_ss<Io, BV>(d, operand_at(a, s * 256), operand_at(b, s * 256));
+    wgmma_commit();
 }
 
-// d += a^T b^T over the chunk's tokens: a [64, .] of K numbers a row, b [BV, 64].
+// d += a^T b^T over the chunk's tokens: a [64, K], b [BV, 64].
 DEVICE void multiply_tokens(Columns& d, Operand a, Operand b) {
     #pragma unroll
-    for (int s = 0; s < CHUNK / 16; s++) multiply_group<Io, BV, true>(d, operand_at(a, s * K * 32), operand_at(b, s * 256));
-    product_commit();
+    for (int s = 0; s < CHUNK / 16; s++) wgmma_ss<Io, BV, true>(d, operand_at(a, s * K * 32), operand_at(b, s * 256));
+    wgmma_commit();
+}
+
+DEVICE void round_columns(u32 (&x)[TILES][2], const Columns& d) {
+    #pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        x[i][0] = Io::pack(d[i][0], d[i][1]), x[i][1] = Io::pack(d[i][2], d[i][3]);
+    }
 }
 
 struct State {
     Columns S[K / 64];
 
-    // A lane's first number in [BV, K], from which it loads and stores.
-    static DEVICE int place(int w, int lane) { return BV / 4 * (lane % 4) * K + 16 * w + lane / 4; }
+    // Offset of a lane's first element in [BV, K].
+    static DEVICE int place(Lane lane) { return BV / 4 * (lane.id % 4) * K + 16 * lane.warp + lane.id / 4; }
 
     DEVICE void load(const float* from) {
         each([&](float& x, int at) { x = from ? from[at] : 0.f; });
@@ -56,19 +64,19 @@ struct State {
             }
         }
     }
-    DEVICE void decay(const float* gamma, int w, int lane) {
+    DEVICE void decay(Lane lane, const float* gamma) {
         #pragma unroll
         for (int m = 0; m < K / 64; m++) {
             #pragma unroll
             for (int r = 0; r < 2; r++) {
-                float x = gamma[64 * m + 16 * w + lane / 4 + 8 * r];
+                float x = gamma[64 * m + 16 * lane.warp + lane.id / 4 + 8 * r];
                 #pragma unroll
                 for (int i = 0; i < TILES; i++) S[m][i][2 * r] *= x, S[m][i][2 * r + 1] *= x;
             }
         }
     }
-    // As the operand of the next products.
-    DEVICE void publish(unsigned char* to, int w, int lane) {
+    // Store S, rounded, as an operand.
+    DEVICE void publish(Lane lane, unsigned char* to) {
         #pragma unroll
         for (int m = 0; m < K / 64; m++) {
             u32 x[TILES][2];
@@ -76,19 +84,20 @@ struct State {
             for (int i = 0; i < TILES; i++) {
                 x[i][0] = Io::pack(S[m][i][0], S[m][i][1]), x[i][1] = Io::pack(S[m][i][2], S[m][i][3]);
             }
-            store_columns(to, x, 8 * m + 2 * w, K / 8, lane);
+            store_columns(lane, to, x, 8 * m + 2 * lane.warp, K / 8);
         }
     }
 };
 
-// A lane's columns of its two tokens of v or o: neighbours in memory.
+// A lane's columns of its two tokens of v or o, contiguous in memory.
 struct Values {
     u32 x[2][TILES];
 
-    DEVICE void load(const u16* from, int stride, int tokens, int w, int lane) {
+    DEVICE void load(Lane lane, const u16* from, int stride, int tokens) {
         #pragma unroll
-        for (int r = 0; r < 2; r++) {  // rows behind the end multiply zeros: any finite value will do
-            const u16* at = from + min(16 * w + lane / 4 + 8 * r, tokens - 1) * stride + BV / 4 * (lane % 4);
+        for (int r = 0; r < 2; r++) {  // rows after the end multiply zeros: any finite value will do
+            const u16* at =
+                from + min(16 * lane.warp + lane.id / 4 + 8 * r, tokens - 1) * stride + BV / 4 * (lane.id % 4);
             if constexpr (BV == 32) {
                 uint4 v = *reinterpret_cast<const uint4*>(at);
                 x[r][0] = v.x, x[r][1] = v.y, x[r][2] = v.z, x[r][3] = v.w;
@@ -98,159 +107,173 @@ struct Values {
             }
         }
     }
-    DEVICE void store(u16* to, int stride, int tokens, int w, int lane) const {
+    DEVICE void take(const u32 (&from)[TILES][2]) {
+        #pragma unroll
+        for (int i = 0; i < 2 * TILES; i++) x[i % 2][i / 2] = from[i / 2][i % 2];
+    }
+    DEVICE void take_scaled(Lane lane, const Columns& O, const float* scale) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int token = 16 * w + lane / 4 + 8 * r;
+            float factor = scale[16 * lane.warp + lane.id / 4 + 8 * r];
+            #pragma unroll
+            for (int i = 0; i < TILES; i++) x[r][i] = Io::pack(O[i][2 * r] * factor, O[i][2 * r + 1] * factor);
+        }
+    }
+    DEVICE void store(Lane lane, u16* to, int stride, int tokens) const {
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int token = 16 * lane.warp + lane.id / 4 + 8 * r;
             if (token >= tokens) continue;
-            u16* at = to + token * stride + BV / 4 * (lane % 4);
+            u16* at = to + token * stride + BV / 4 * (lane.id % 4);
             if constexpr (BV == 32) *reinterpret_cast<uint4*>(at) = make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]);
             else *reinterpret_cast<uint2*>(at) = make_uint2(x[r][0], x[r][1]);
         }
     }
 };
 
-// A state as the operand that it is, to memory in its rows' order; by 128 threads.
+// Store a state, an operand in shared memory, to [V, K] in global memory; by 128 threads.
 DEVICE void save_state(u16* to, const unsigned char* from, int thread) {
     int row = thread % 8, column = BV / 4 * (row / 2) + row % 2 + thread / K * 2, channel = thread / 8 % (K / 8) * 8;
     #pragma unroll 2
-    for (int i = 0; i < BV * K / 1024; i++) {  // 128 pieces are 128 / K blocks of 8 rows
-        *reinterpret_cast<uint4*>(to + column * K + channel + 256 * i) = reinterpret_cast<const uint4*>(from)[thread + 128 * i];
+    for (int i = 0; i < BV * K / 1024; i++) {  // 128 pieces of 16 bytes are 128 / K blocks of 8 rows
+        *reinterpret_cast<uint4*>(to + column * K + channel + 256 * i) =
+            reinterpret_cast<const uint4*>(from)[thread + 128 * i];
     }
 }
 
-// This block's share of a chunk that each block has prepared for itself; by 128 threads.
+// Save this CTA's share of a chunk that every CTA has prepared for itself; by 128 threads.
 DEVICE void save_slice(unsigned char* to, const Stage& stage, int thread) {
     for (int piece = slice() * 128 + thread; piece < STAGE_BYTES / 16; piece += SLICES * 128) {
         reinterpret_cast<uint4*>(to)[piece] = reinterpret_cast<const uint4*>(stage.base)[piece];
     }
 }
 
-// What four warps have written becomes an operand.
+// Make what the four warps have written readable as an operand.
 DEVICE void operand_sync() {
-    fence_shared();
+    fence_proxy_async_shared();
     barrier_sync(SCANNING, 128);
 }
 
-DEVICE void scan(const ChunkParams& p, const Shared& shared, int w, int lane) {
+// v - Kg S, rounded.
+DEVICE void subtract(u32 (&x)[TILES][2], const Values& v, const Columns& R) {
+    #pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float2 value = Io::unpack(v.x[r][i]);
+            x[i][r] = Io::pack(value.x - R[i][2 * r], value.y - R[i][2 * r + 1]);
+        }
+    }
+}
+
+DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     const int stride = p.HV * V;
-    const int column = slice() * BV, place = column * K + State::place(w, lane);
+    const int column = slice() * BV, place = column * K + State::place(lane);
     const Operand state_operand = operand(shared.state(), K * 16), residuals = operand(shared.residuals(), CHUNK * 16);
     const Operand errors = operand(shared.errors(), CHUNK * 16);
-    const Operand first_keys = operand(shared.stage(0).base, K * 16), first_tokens = operand(shared.stage(0).base, CHUNK * 16);
-    const Operand first_channels = standing_operand(shared.stage(0).Kr(), K * 16);
+    const Operand first_keys = operand(shared.stage(0).base, K * 16),
+                  first_tokens = operand(shared.stage(0).base, CHUNK * 16);
+    const Operand first_channels = mn_major_operand(shared.stage(0).Kr(), K * 16);
     u32 count = 0;
-    for (int index = unit(); index < p.items; index += units()) {
-        const Item item = item_of(p, index);
-        i64 tokens_at = item.row(p, 0) * V + column;  // of the chunk, in v and o
-        // The chunk's rows among checkpoints and in what is kept.
-        int whole_row = p.checkpoints ? chunks_before(p, item.sequence, WHOLE, lane) : 0;
-        int row = SAVES ? chunks_before(p, item.sequence, ALL, lane) : 0;
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
+        const WorkTile tile = work_tile(p, index);
+        i64 tokens_at = tile.row(p, 0) * V + column;  // offset of the chunk in v and o
+        // The chunk's rows in checkpoints and in per-chunk tensors.
+        int whole_row = p.checkpoints ? chunks_before(lane, p, tile.sequence, WHOLE) : 0;
+        int row = SAVES ? chunks_before(lane, p, tile.sequence, ALL) : 0;
         State state;
         state.load(p.initial_state ? p.initial_state + state_at(index, 0) + place : nullptr);
-        state.publish(shared.state(), w, lane);
+        state.publish(lane, shared.state());
         operand_sync();
         Values next;
-        if (item.length > 0) next.load(p.v + tokens_at, stride, item.length, w, lane);
-        for (int left = item.length; left > 0; left -= CHUNK, count++) {
+        if (tile.length > 0) next.load(lane, p.v + tokens_at, stride, tile.length);
+        for (int left = tile.length; left > 0; left -= CHUNK, count++) {
             const Stage stage = shared.stage(count);
             Values values = next;
-            if (left > CHUNK) next.load(p.v + tokens_at + CHUNK * stride, stride, left - CHUNK, w, lane);
+            if (left > CHUNK) next.load(lane, p.v + tokens_at + CHUNK * stride, stride, left - CHUNK);
 
-            // Operands with K and with 64 numbers in a row; and one whose columns are multiplied.
+            // Operands with K and with 64 elements in a row, and Kr, MN-major.
             const int at = count % STAGES * STAGE_BYTES;
-            const Operand keys = operand_at(first_keys, at), tokens = operand_at(first_tokens, at), channels = operand_at(first_channels, at);
+            const Operand keys = operand_at(first_keys, at), tokens = operand_at(first_tokens, at),
+                          channels = operand_at(first_channels, at);
 
+            // ---- R = Kg S, O = Qg S
             Columns R, E, O;
             wait_for(shared, ERRORS, count);
-            product_begin();
+            wgmma_fence();
             multiply_rows<K / 16, true>(R, keys, state_operand);
-            product_wait<0>();
-            product_use(R);
+            wgmma_wait<0>();
+            fence_operand(R);
             wait_for(shared, OUTPUT, count);
-            product_begin();
-            multiply_rows<K / 16, true>(O, operand_at(keys, AT_QG), state_operand);  // meanwhile, until V' is there
+            wgmma_fence();
+            multiply_rows<K / 16, true>(O, operand_at(keys, AT_QG), state_operand);  // overlaps with V'
             if constexpr (SAVES) {
-                const i64 kept = i64(row++) * p.HV + item.head;
-                save_state(p.states + state_at(kept, column), shared.state(), 32 * w + lane);
+                const i64 kept = i64(row++) * p.HV + tile.head;
+                save_state(p.states + state_at(kept, column), shared.state(), 32 * lane.warp + lane.id);
                 if (!SHARED_CHUNKS) {
                     wait_for(shared, UPDATE, count);
-                    save_slice(p.prepared + kept * STAGE_BYTES, stage, 32 * w + lane);
+                    save_slice(p.prepared + kept * STAGE_BYTES, stage, 32 * lane.warp + lane.id);
                 }
             }
+            // ---- V' = T' (v - R)
             u32 x[TILES][2];
-            #pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                #pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    float2 value = Io::unpack(values.x[r][i]);
-                    x[i][r] = Io::pack(value.x - R[i][2 * r], value.y - R[i][2 * r + 1]);
-                }
-            }
-            store_columns(shared.residuals(), x, 2 * w, CHUNK / 8, lane);
+            subtract(x, values, R);
+            store_columns(lane, shared.residuals(), x, 2 * lane.warp, CHUNK / 8);
             operand_sync();
 
-            product_begin();
+            wgmma_fence();
             multiply_rows<4, true>(E, operand_at(tokens, AT_T), residuals);
-            if (p.checkpoints && left < item.length) {  // the state after the chunk before
-                state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + item.head, 0) + place);
+            if (p.checkpoints && left < tile.length) {  // the state at this chunk's start
+                state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + tile.head, 0) + place);
             }
             wait_for(shared, UPDATE, count);
-            state.decay(stage.gamma(), w, lane);
-            product_wait<0>();
-            product_use(E);
-            #pragma unroll
-            for (int i = 0; i < TILES; i++) {
-                x[i][0] = Io::pack(E[i][0], E[i][1]), x[i][1] = Io::pack(E[i][2], E[i][3]);
-            }
-            store_columns(shared.errors(), x, 2 * w, CHUNK / 8, lane);
+            state.decay(lane, stage.gamma());
+            wgmma_wait<0>();
+            fence_operand(E);
+            round_columns(x, E);
+            store_columns(lane, shared.errors(), x, 2 * lane.warp, CHUNK / 8);
             operand_sync();
-            if (w == 0) release(shared, ERRORS, count, lane);
+            if (lane.warp == 0) release(lane, shared, ERRORS, count);
 
-            product_begin();
+            // ---- S += Kr^T V', O += Aqk V'
+            wgmma_fence();
             #pragma unroll
             for (int m = 0; m < K / 64; m++) multiply_tokens(state.S[m], operand_at(channels, m * 8 * 128), errors);
             multiply_rows<4, false>(O, operand_at(tokens, AT_AQK), errors);
             if constexpr (SAVES) {
-                #pragma unroll
-                for (int i = 0; i < 2 * TILES; i++) values.x[i % 2][i / 2] = x[i / 2][i % 2];
-                values.store(p.errors + tokens_at, stride, left, w, lane);
+                values.take(x);
+                values.store(lane, p.errors + tokens_at, stride, left);
             }
-            product_wait<1>();
+            wgmma_wait<1>();
             #pragma unroll
-            for (int m = 0; m < K / 64; m++) product_use(state.S[m]);
-            state.publish(shared.state(), w, lane);
+            for (int m = 0; m < K / 64; m++) fence_operand(state.S[m]);
+            state.publish(lane, shared.state());
             operand_sync();
-            if (w == 0) release(shared, UPDATE, count, lane);
-            product_wait<0>();
-            product_use(O);
-            #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float scale = stage.scale()[16 * w + lane / 4 + 8 * r];
-                #pragma unroll
-                for (int i = 0; i < TILES; i++) values.x[r][i] = Io::pack(O[i][2 * r] * scale, O[i][2 * r + 1] * scale);
-            }
-            release(shared, OUTPUT, count, lane);
-            values.store(p.o + tokens_at, stride, left, w, lane);
+            if (lane.warp == 0) release(lane, shared, UPDATE, count);
+            wgmma_wait<0>();
+            fence_operand(O);
+            values.take_scaled(lane, O, stage.scale());
+            release(lane, shared, OUTPUT, count);
+            values.store(lane, p.o + tokens_at, stride, left);
             tokens_at += CHUNK * stride;
         }
-        if (p.checkpoints && item.length >= CHUNK && item.length % CHUNK == 0) {
-            state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + item.head, 0) + place);
+        if (p.checkpoints && tile.length >= CHUNK && tile.length % CHUNK == 0) {
+            state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + tile.head, 0) + place);
         }
         if (p.final_state) state.store(p.final_state + state_at(index, 0) + place);
     }
 }
 
-// One warp brings every part of every chunk as its stage becomes free.
-DEVICE void fetch_chunks(const ChunkParams& p, const Shared& shared, int lane) {
-    u32 all = SHARED_CHUNKS ? chunks_of_unit(p) : 0, ready = 0;
+// One warp copies every part of every chunk as soon as its stage is free.
+DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const Shared& shared) {
+    u32 all = SHARED_CHUNKS ? chunks_of_cta_group(p) : 0, ready = 0;
     Cursor at;
-    if constexpr (SAVES) at.start(p, 0, lane);
+    if constexpr (SAVES) at.start(lane, p, 0);
     for (u32 count = 0; count < all; count++) {
-        if (ready <= count) ready = wait_for_chunks(p, ready, lane);
-        if (lane == 0) {
+        if (ready <= count) ready = wait_for_chunks(lane, p, ready);
+        if (lane.id == 0) {
 #if __CUDA_ARCH__ >= 900
-            fence_bulk_copies();
+            fence_proxy_async_global();
 #endif
             for (int part = 0; part < PARTS; part++) {
                 if (count >= STAGES) wait_for(shared, part, count - STAGES);
@@ -260,6 +283,6 @@ DEVICE void fetch_chunks(const ChunkParams& p, const Shared& shared, int lane) {
             if (RECYCLES && count >= STAGES) write_counter(landed(p, slice()), count - STAGES + 1);
         }
         warp_sync();
-        if constexpr (SAVES) at.skip(p, 1, lane);
+        if constexpr (SAVES) at.skip(lane, p, 1);
     }
 }

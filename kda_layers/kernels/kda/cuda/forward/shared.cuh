@@ -1,42 +1,37 @@
-// What the parts of forward.cu share: parameters, the order of chunks, and the plan of shared memory.
+// Shared by the roles of forward.cu: parameters, the order of chunks, and the plan of shared memory.
 #pragma once
 #include "gates.cuh"
 #include "stage.cuh"
 
-// Chosen by the build, beside what stage.cuh names: GATE (see gates.cuh), G_WIDE (1 where gate logits are fp32), SAVES (1:
-// keep what the backward reads). Without CLUSTER each block prepares for itself.
-#if G_WIDE
-using Logit = float;
-#else
-using Logit = u16;
-#endif
+// Chosen by the build, in addition to stage.cuh's: GATE (see gates.cuh), G_FP32 (1: gate logits are fp32), SAVES (1:
+// save what the backward reads). If CLUSTER is 0, each CTA prepares all chunks for itself.
 constexpr int STAGES = 2;
 constexpr int PREPARE_WARPS = K / 16, INVERTERS = 3;
-constexpr int THREADS = 32 * (PREPARE_WARPS + 4 + 1 + INVERTERS);  // 4 scan, 1 fetches
+constexpr int THREADS = 32 * (PREPARE_WARPS + 4 + 1 + INVERTERS);  // 4 warps scan, 1 fetches
 constexpr bool SHARED_CHUNKS = CLUSTER > 0;
-constexpr u32 RING = 3 * SLICES;  // prepared chunks in global memory, for each unit
-constexpr bool RECYCLES = SHARED_CHUNKS && !SAVES;  // places in global memory
+constexpr u32 RING = 3 * SLICES;                    // prepared chunks in global memory, per CTA group
+constexpr bool RECYCLES = SHARED_CHUNKS && !SAVES;  // slots of the ring
 
-struct ChunkParams {
-    const u16 *q, *k;           // [B, T, H, K]
-    const u16* v;               // [B, T, HV, V]
-    const void* g;              // [B, T, HV, K]
-    const void* beta;           // [B, T, HV]
+struct ForwardParams {
+    const u16 *q, *k;              // [B, T, H, K]
+    const u16* v;                  // [B, T, HV, V]
+    const void* g;                 // [B, T, HV, K]
+    const void* beta;              // [B, T, HV]
     const float *A_log, *dt_bias;  // [HV], [HV, K], or null
-    const float* initial_state; // [N, HV, V, K], or null
-    const void* cu_seqlens;     // [N + 1], or null
-    u16* o;                     // [B, T, HV, V]
-    float* final_state;         // [N, HV, V, K], or null
-    float* checkpoints;         // [B, T / 64, HV, V, K], or null
-    unsigned char* ring;        // RING * STAGE_BYTES for each unit, or null without shared chunks
-    u32* progress;              // [units][2][32] zeros, the same
-    // Kept where SAVES; NC chunks of all sequences
-    unsigned char* prepared;    // [NC, HV, STAGE_BYTES], in the place of the ring
-    u16* states;                // [NC, HV, V, K], at each chunk's start
-    u16* errors;                // [B, T, HV, V], V'
-    int T, H, HV, group, items; // group = HV / H, items = N * HV; B * T < 2^31
-    int wide_offsets;           // cu_seqlens is int64
-    int beta_activation, beta_wide, qk_l2norm;
+    const float* initial_state;    // [N, HV, V, K], or null
+    const void* cu_seqlens;        // [N + 1], or null
+    u16* o;                        // [B, T, HV, V]
+    float* final_state;            // [N, HV, V, K], or null
+    float* checkpoints;            // [B, T / 64, HV, V, K], or null
+    unsigned char* ring;           // RING * STAGE_BYTES per CTA group, or null without shared chunks
+    u32* progress;                 // [CTA groups][2][32] zeros, or null likewise
+    // Saved if SAVES; NC chunks of all sequences
+    unsigned char* prepared;     // [NC, HV, STAGE_BYTES], replaces the ring
+    u16* states;                 // [NC, HV, V, K], at each chunk's start
+    u16* errors;                 // [B, T, HV, V], V'
+    int T, H, HV, group, tiles;  // group = HV / H, tiles = N * HV; B * T < 2^31
+    int int64_offsets;           // cu_seqlens is int64
+    int beta_activation, beta_fp32, qk_l2norm;
     float lower_bound, scale;
 };
 
@@ -44,38 +39,38 @@ enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS 
 
 // ---------------------------------------------------------------- work
 
-// A chunk of an item of this unit; for a whole warp.
+// A chunk of a work tile of this CTA group; uniform in a warp.
 struct Cursor {
     int index, chunk;
-    Item item;
-    i64 keys;       // where the item's first token's q and k begin
-    int first_row;  // of the item's chunks, where they are kept
+    WorkTile tile;
+    i64 keys;       // offset of the tile's first token in q and k
+    int first_row;  // the tile's first row in per-chunk tensors
 
-    DEVICE bool valid(const ChunkParams& p) const { return index < p.items; }
-    DEVICE void start(const ChunkParams& p, int first, int lane) {
-        index = unit(), chunk = first;
-        if (valid(p)) enter(p, lane);
-        skip(p, 0, lane);
+    DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
+    DEVICE void start(Lane lane, const ForwardParams& p, int first) {
+        index = cta_group(), chunk = first;
+        if (valid(p)) enter(lane, p);
+        skip(lane, p, 0);
     }
-    // Forward, from item to item.
-    DEVICE void skip(const ChunkParams& p, int chunks, int lane) {
+    // Advance, to the next tile where this one ends.
+    DEVICE void skip(Lane lane, const ForwardParams& p, int chunks) {
         chunk += chunks;
-        while (valid(p) && chunk >= item.chunks()) {
-            chunk -= item.chunks(), index += units();
-            if (valid(p)) enter(p, lane);
+        while (valid(p) && chunk >= tile.chunks()) {
+            chunk -= tile.chunks(), index += cta_groups();
+            if (valid(p)) enter(lane, p);
         }
     }
-    DEVICE void enter(const ChunkParams& p, int lane) {
-        item = item_of(p, index);
-        keys = (i64(item.first) * p.H + item.head / p.group) * K;
-        if constexpr (SAVES) first_row = chunks_before(p, item.sequence, ALL, lane);
+    DEVICE void enter(Lane lane, const ForwardParams& p) {
+        tile = work_tile(p, index);
+        keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
+        if constexpr (SAVES) first_row = chunks_before(lane, p, tile.sequence, ALL);
     }
 };
 
-// The number of chunks that this unit has to walk.
-DEVICE u32 chunks_of_unit(const ChunkParams& p) {
+// Number of chunks of all work tiles of this CTA group.
+DEVICE u32 chunks_of_cta_group(const ForwardParams& p) {
     u32 all = 0;
-    for (int index = unit(); index < p.items; index += units()) {
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         int length = p.T;
         if (p.cu_seqlens) length = offset_of(p, index / p.HV + 1) - offset_of(p, index / p.HV);
         all += (length + CHUNK - 1) / CHUNK;
@@ -96,12 +91,12 @@ struct Shared {
     static constexpr int AT_DECAYS = AT_COLUMNS + 2 * CHUNK * K * 2;
     static constexpr int AT_SCALES = AT_DECAYS + 2 * 4 * K * 4;
     static constexpr int AT_BETA = AT_SCALES + 2 * CHUNK * 4;
-    static constexpr int TRIANGLE = 10 * 1024;  // 16 x 16 blocks, [2][32] lanes of four numbers each
+    static constexpr int TRIANGLE = 10 * 1024;  // 16 x 16 blocks, [2][32] lanes, four elements each
     static constexpr int AT_SUMS_OF_L = AT_BETA + INVERTERS * CHUNK * 4;
     static constexpr int AT_COLUMNS_OF_T = AT_SUMS_OF_L + K / 64 * TRIANGLE;
     static constexpr int AT_SUMS = AT_COLUMNS_OF_T + 6 * 512;
     static constexpr int AT_LOGITS = AT_SUMS + PREPARE_WARPS * 16 * 16;
-    static constexpr int AT_BIAS = AT_LOGITS + (G_WIDE ? 0 : CHUNK * K * 2);
+    static constexpr int AT_BIAS = AT_LOGITS + (G_FP32 ? 0 : CHUNK * K * 2);
     static constexpr int AT_BARRIERS = AT_BIAS + PREPARE_WARPS * 256;
     static constexpr int BYTES = AT_BARRIERS + (2 * PARTS * STAGES + 4) * 8;
 
@@ -109,21 +104,33 @@ struct Shared {
     DEVICE unsigned char* state() const { return base + AT_STATE; }          // S: [BV, K]
     DEVICE unsigned char* residuals() const { return base + AT_RESIDUALS; }  // v - Kg S: [BV, 64]
     DEVICE unsigned char* errors() const { return base + AT_ERRORS; }        // V': [BV, 64]
-    // of two chunks, so that warps may be one apart
-    DEVICE uint4* columns(u32 turn) const { return reinterpret_cast<uint4*>(base + AT_COLUMNS + turn % 2 * CHUNK * K * 2); }  // [warp][4][32]
-    DEVICE float* decays(u32 turn) const { return reinterpret_cast<float*>(base + AT_DECAYS + turn % 2 * 4 * K * 4); }        // [4 blocks][K]
-    DEVICE float* scale(u32 turn) const { return reinterpret_cast<float*>(base + AT_SCALES + turn % 2 * CHUNK * 4); }        // [64], of outputs
-    DEVICE float* beta(int inverter) const { return reinterpret_cast<float*>(base + AT_BETA + inverter * CHUNK * 4); }        // [64]
-    DEVICE float4* sums_of_L(int half, int row, int column) const { return in_triangle(AT_SUMS_OF_L + half * TRIANGLE, row, column); }
-    // Where the same two warps have put their columns of the chunk before, which are of no more use.
-    DEVICE float4* sums_of_A(u32 turn, int row, int column) const { return reinterpret_cast<float4*>(columns(turn + 1)) + (4 * row + column) * 64; }
+    // Double-buffered, so that warps may be one chunk apart
+    DEVICE uint4* columns(u32 iteration) const {
+        return reinterpret_cast<uint4*>(base + AT_COLUMNS + iteration % 2 * CHUNK * K * 2);
+    }  // [warp][4][32]
+    DEVICE float* decays(u32 iteration) const {
+        return reinterpret_cast<float*>(base + AT_DECAYS + iteration % 2 * 4 * K * 4);
+    }  // [4 blocks][K]
+    DEVICE float* scale(u32 iteration) const {
+        return reinterpret_cast<float*>(base + AT_SCALES + iteration % 2 * CHUNK * 4);
+    }  // [64], of outputs
+    DEVICE float* beta(int inverter) const {
+        return reinterpret_cast<float*>(base + AT_BETA + inverter * CHUNK * 4);
+    }  // [64]
+    DEVICE float4* sums_of_L(int half, int row, int column) const {
+        return in_triangle(AT_SUMS_OF_L + half * TRIANGLE, row, column);
+    }
+    // Reuses the columns that the same two warps wrote for the previous chunk.
+    DEVICE float4* sums_of_A(u32 iteration, int row, int column) const {
+        return reinterpret_cast<float4*>(columns(iteration + 1)) + (4 * row + column) * 64;
+    }
     DEVICE float4* in_triangle(int at, int row, int column) const {
         return reinterpret_cast<float4*>(base + at) + (row * (row + 1) / 2 + column) * 64;
     }
-    DEVICE uint4* columns_of_T() const { return reinterpret_cast<uint4*>(base + AT_COLUMNS_OF_T); }  // [6][32]
+    DEVICE uint4* columns_of_T() const { return reinterpret_cast<uint4*>(base + AT_COLUMNS_OF_T); }           // [6][32]
     DEVICE uint4* logits(int warp) const { return reinterpret_cast<uint4*>(base + AT_LOGITS) + warp * 128; }  // [4][32]
     DEVICE float* bias(int warp) const { return reinterpret_cast<float*>(base + AT_BIAS) + warp * 64; }
-    DEVICE float4* sums() const { return reinterpret_cast<float4*>(base + AT_SUMS); }                // [warp][16 tokens]
+    DEVICE float4* sums() const { return reinterpret_cast<float4*>(base + AT_SUMS); }  // [warp][16 tokens]
 
     DEVICE u64* barriers() const { return reinterpret_cast<u64*>(base + AT_BARRIERS); }
     DEVICE u64* full(int part, u32 count) const { return barriers() + part * STAGES + count % STAGES; }
@@ -131,53 +138,53 @@ struct Shared {
     DEVICE u64* summed() const { return barriers() + 2 * PARTS * STAGES; }  // L of a chunk
     DEVICE u64* inverted() const { return summed() + 1; }
     DEVICE u64* written() const { return summed() + 2; }
-    DEVICE u64* placed() const { return summed() + 3; }  // there is room for a chunk
+    DEVICE u64* placed() const { return summed() + 3; }  // the chunk's slot is free
 
-    // warps of a block that release a part
+    // warps of a CTA that release a part
     static DEVICE constexpr int releases(int part) { return part == OUTPUT ? 4 : 1; }
 
     DEVICE void init_barriers() const {
-        for (int part = 0; part < PARTS; part++) {
-            for (u32 i = 0; i < STAGES; i++) {
-                mbarrier_init(full(part, i), 1);
-                mbarrier_init(empty(part, i), RANKS * releases(part));
-            }
-        }
+        init_part_barriers(*this);
         mbarrier_init(summed(), PREPARE_WARPS);
         mbarrier_init(inverted(), INVERTERS);
         mbarrier_init(written(), PREPARE_WARPS + INVERTERS);
         mbarrier_init(placed(), 1);
 #if __CUDA_ARCH__ >= 900
-        mbarrier_init_fence();
+        fence_mbarrier_init();
 #endif
     }
 };
 
-// ---------------------------------------------------------------- the way of a prepared chunk
+#ifdef SHARED_BYTES
+static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
+#endif
 
-// Chunk number `count` of a unit is prepared by its block count % SLICES, into place count % RING of the unit's ring, or
-// into its own place where all are kept, and goes from there to every block (stage.cuh).
-DEVICE Stage ring_at(const ChunkParams& p, const Cursor& at, u32 count) {
-    if constexpr (SAVES) return {p.prepared + (i64(at.first_row + at.chunk) * p.HV + at.item.head) * STAGE_BYTES};
-    return {p.ring + (i64(unit()) * RING + count % RING) * STAGE_BYTES};
+// ---------------------------------------------------------------- the ring of prepared chunks
+
+// CTA count % SLICES of a CTA group prepares chunk `count`, into slot count % RING of the group's ring, or, if all
+// chunks are saved, into the chunk's own row; every CTA copies it from there (stage.cuh).
+DEVICE Stage ring_at(const ForwardParams& p, const Cursor& at, u32 count) {
+    if constexpr (SAVES) return {p.prepared + (i64(at.first_row + at.chunk) * p.HV + at.tile.head) * STAGE_BYTES};
+    return {p.ring + (i64(cta_group()) * RING + count % RING) * STAGE_BYTES};
 }
-// Counters of a block: chunks that it has prepared; chunks that have arrived in its shared memory.
-// Those that are waited for together share a line, others do not.
-DEVICE u32* prepared(const ChunkParams& p, int slice) { return p.progress + unit() * 64 + slice; }
-DEVICE u32* landed(const ChunkParams& p, int slice) { return prepared(p, slice) + 32; }
+// Counters of a CTA: chunks that it has prepared, and chunks that have arrived in its shared memory. Counters that are
+// polled together share a cache line.
+DEVICE u32* prepared(const ForwardParams& p, int slice) { return p.progress + cta_group() * 64 + slice; }
+DEVICE u32* landed(const ForwardParams& p, int slice) { return prepared(p, slice) + 32; }
 
-// Wait until the chunk that was in the ring's place before has arrived everywhere; by a whole warp.
-DEVICE void wait_for_place(const ChunkParams& p, u32 count, int lane) {
-    if (lane < SLICES) {
-        while (read_counter(landed(p, lane)) <= count - RING) back_off();
+// Wait until the previous chunk in the ring's slot has arrived in every CTA. Executed by a full warp.
+DEVICE void wait_for_place(Lane lane, const ForwardParams& p, u32 count) {
+    if (lane.id < SLICES) {
+        while (read_counter(landed(p, lane.id)) <= count - RING) back_off();
     }
     warp_sync();
 }
 
-// Wait until more than `ready` chunks, from the first, have been prepared; their number. By a whole warp.
-DEVICE u32 wait_for_chunks(const ChunkParams& p, u32 ready, int lane) {
+// Wait until more than `ready` consecutive chunks have been prepared; return their number. Executed by a full warp.
+DEVICE u32 wait_for_chunks(Lane lane, const ForwardParams& p, u32 ready) {
     for (;;) {
-        u32 next = lane < SLICES ? read_counter(prepared(p, lane)) * SLICES + lane : ~0u;  // first one missing
+        u32 next = lane.id < SLICES ? read_counter(prepared(p, lane.id)) * SLICES + lane.id
+                                    : ~0u;  // the CTA's first missing chunk
         for (int mask = 1; mask < 32; mask *= 2) next = min(next, shuffle_xor(next, mask));
         if (next > ready) {
             fence_gpu();
