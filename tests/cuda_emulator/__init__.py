@@ -19,8 +19,10 @@ from pathlib import Path
 
 import torch
 
+from kda_layers.kernels.cuda import build
+
 HERE = Path(__file__).parent
-KERNELS = HERE.parents[1] / "kda_layers" / "kernels" / "cuda"
+KERNELS = build.FOLDER
 FLAGS = (
     *("-std=c++17", "-O1", "-march=native", "-g1", "-fPIC", "-fno-exceptions", "-U_FORTIFY_SOURCE"),
     *("-fvisibility=hidden", "-fno-gnu-unique"),  # libraries share nothing
@@ -167,15 +169,15 @@ def compile_kernel(source: str | Path, entry: str, defines: Mapping[str, object]
 
 def _closure(source: Path) -> dict[str, str]:
     """The texts, by name, of a kernel's source and all it includes in quotes, with this folder's `ptx.cuh`."""
-    files: dict[str, str] = {}
-    queue = [HERE / "launch.cpp", source]
-    while queue:
-        path = queue.pop()
-        files[path.name] = path.read_text()
-        for name in re.findall(r'^\s*#\s*include\s+"(.+)"', files[path.name], re.MULTILINE):
+    files = {name.name: name.read_text() for name in (HERE / "launch.cpp", source)}
+    waiting = list(files.values())
+    while waiting:
+        for name in re.findall(r'^\s*#\s*include\s+"(.+)"', waiting.pop(), re.MULTILINE):
             if name not in files:
-                places = (HERE, path.parent, source.parent.parent / "common", KERNELS)
-                queue.append(next(p / name for p in places if (p / name).exists()))
+                text = (HERE / name).read_text() if (HERE / name).exists() else build.header(name, source)
+                assert text is not None, f"{name}, included by {source.name} or a header of it, is nowhere"
+                files[name] = text
+                waiting.append(text)
     return files
 
 

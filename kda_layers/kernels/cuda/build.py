@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import cache
+from . import cache, params
 
 FOLDER = Path(__file__).parent
 OLDEST = (12, 9)  # NVRTC: the first that knows all of them
@@ -126,11 +126,19 @@ def _files(source: str) -> dict[str, str]:
     waiting = [found[path.name]]
     while waiting:
         for name in INCLUDE.findall(waiting.pop()):
-            for header in (path.parent / name, path.parent.parent / "common" / name, FOLDER / name):
-                if name not in found and header.exists():  # what is nowhere, the compiler will name
-                    found[name] = header.read_text()
-                    waiting.append(found[name])
+            text = header(name, path)
+            if name not in found and text is not None:  # what is nowhere, the compiler will name
+                found[name] = text
+                waiting.append(text)
     return found
+
+
+def header(name: str, source: Path) -> str | None:
+    """The text that `source` includes by `name`: of its own folder, of the folder `common` beside that, of this one, or
+    the definition of a parameter struct; None if it is nowhere."""
+    places = source.parent, source.parent.parent / "common", FOLDER
+    found = next((place / name for place in places if (place / name).exists()), None)
+    return params.header(name) if found is None else found.read_text()
 
 
 def _run_nvrtc(variant: str, files: dict[str, str], options: list[str]) -> tuple[bytes, str]:

@@ -1,5 +1,6 @@
 // Shared by the parts of gradients.cu: parameters, work tiles, the plan of shared memory, copies.
 #pragma once
+#include "GradientsParams.h"
 #include "chunk.cuh"
 #include "gates.cuh"
 
@@ -8,25 +9,6 @@
 constexpr int BLOCKS = CHUNK / 16;
 constexpr int WARPS = K / 16, THREADS = 32 * WARPS;  // a warp has 16 channels
 static_assert(K == V, "states are square");
-
-struct GradientsParams {
-    const u16 *q, *k;                      // [B, T, H, K]
-    const u16* v;                          // [B, T, HV, V]
-    const void* g;                         // [B, T, HV, K]
-    const void* beta;                      // [B, T, HV]
-    const float *A_log, *dt_bias;          // [HV], [HV, K], or null
-    const void* cu_seqlens;                // [sequences + 1], or null
-    const u16 *states, *d_states;          // [rows, HV, V, K]: S before a chunk, dS after it
-    const u16 *errors, *d_v, *d_o;         // [B, T, HV, V]
-    u16 *d_q, *d_k;                        // like q, k
-    void *d_g, *d_beta;                    // like g, beta
-    float *d_A_log, *d_dt_bias;            // [rows, HV], [rows, HV, K]: each chunk's sum
-    float4* sums;                          // [blocks, 16, THREADS], or null where group is 1
-    int T, H, HV, group, sequences, rows;  // group = HV / H; rows: at least the number of chunks
-    int int64_offsets;                     // cu_seqlens is int64
-    int beta_activation, beta_fp32, qk_l2norm;
-    float lower_bound, scale;
-};
 
 // ---------------------------------------------------------------- work
 

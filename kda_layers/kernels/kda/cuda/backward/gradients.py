@@ -31,7 +31,7 @@ PARAMS = Params("GradientsParams", """
     const u16 *errors, *d_v, *d_o;         // [B, T, HV, V]
     u16 *d_q, *d_k;                        // like q, k
     void *d_g, *d_beta;                    // like g, beta
-    float *d_A_log, *d_dt_bias;            // [rows, HV], [rows, HV, K]: each chunk's part
+    float *d_A_log, *d_dt_bias;            // [rows, HV], [rows, HV, K]: each chunk's sum
     float4* sums;                          // [blocks, 16, THREADS], or null where group is 1
     int T, H, HV, group, sequences, rows;  // group = HV / H; rows: at least the number of chunks
     int int64_offsets;                     // cu_seqlens is int64

@@ -10,24 +10,12 @@
 //
 // Row 8 r + c of a warp's 16 is its column 4 (c / 2) + 2 r + c % 2: then a lane's columns of one token are contiguous
 // in memory.
+#include "ReverseScanParams.h"
 #include "stage.cuh"
 
 constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // as many as fit into shared memory
 constexpr int SCAN_WARPS = 4, THREADS = 32 * (SCAN_WARPS + 1);
 static_assert(BV == 16 * SCAN_WARPS, "a warp has 16 columns");
-
-struct ReverseScanParams {
-    unsigned char* prepared;     // [NC, HV, STAGE_BYTES], NC chunks of all sequences
-    const u16* d_o;              // [B, T, HV, V]
-    const float* d_checkpoints;  // [B, T / 64, HV, V, K], or null
-    const float* d_final;        // [N, HV, V, K], or null
-    const void* cu_seqlens;      // [N + 1], or null
-    u16* d_v;                    // [B, T, HV, V]
-    u16* d_states;               // [NC, HV, V, K], at each chunk's end
-    float* d_initial;            // [N, HV, V, K], or null
-    int T, HV, tiles;            // tiles = N * HV; B * T < 2^31
-    int int64_offsets;           // cu_seqlens is int64
-};
 
 struct Shared {
     static constexpr int STAGES = ::STAGES;

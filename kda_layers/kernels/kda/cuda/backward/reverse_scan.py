@@ -26,7 +26,7 @@ PARAMS = Params("ReverseScanParams", """
     u16* d_v;                    // [B, T, HV, V]
     u16* d_states;               // [NC, HV, V, K], at each chunk's end
     float* d_initial;            // [N, HV, V, K], or null
-    int T, HV, items;            // items = N * HV work tiles; B * T < 2^31
+    int T, HV, tiles;            // tiles = N * HV; B * T < 2^31
     int int64_offsets;           // cu_seqlens is int64
 """)  # fmt: skip
 SOURCE = str(Path(__file__).with_suffix(".cu"))

@@ -14,6 +14,7 @@
 //
 // Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), STATE_BF16 (1 where the state is bf16, not fp32), and the
 // shape of the work: ROWS (per lane), WARPS and LANES. Only LANES affects the bits of results.
+#include "DecodeParams.h"
 #include "gates.cuh"
 
 constexpr int PIECE = STATE_BF16 ? 8 : 4;    // elements in 16 bytes of the state
@@ -30,42 +31,15 @@ constexpr int RESIDENT = ROWS * WIDTH > 32 ? 16 : K == 64 || __CUDA_ARCH__ < 900
 static_assert(LANES <= 32 && WIDTH * LANES == K, "LANES must split a row into pieces of 16 bytes");
 static_assert(ROWS % 4 == 0 && COPIES >= 1 && SLICES * BLOCK_ROWS == V, "ROWS and WARPS must split V");
 
-struct Rows {  // of a tensor [B, T, heads, ...]: strides in elements; of the last dimension it is 1
-    u32 batch, token, head;
-    u32 fp32;  // 1: fp32, 0: IO
+// Offset of a token's head in a tensor.
+DEVICE u64 start(const Rows& at, u32 b, u32 t, u32 h) {
+    return u64(b) * at.batch + u64(t) * at.token + u64(h) * at.head;
+}
 
-    DEVICE u64 start(u32 b, u32 t, u32 h) const { return u64(b) * batch + u64(t) * token + u64(h) * head; }
-};
-
-struct Index {  // of a tensor [N] or [N, columns]: strides in elements
-    u32 row, column;
-    u32 columns;  // 0: [N]
-    u32 int64;    // 1: int64, 0: int32
-
-    DEVICE i64 at(const void* data, u32 n, u32 c) const {
-        const u64 i = u64(n) * row + u64(c) * column;
-        return int64 ? static_cast<const i64*>(data)[i] : static_cast<const int*>(data)[i];
-    }
-};
-
-struct DecodeParams {
-    const u16 *q, *k, *v;
-    const void *g, *beta;
-    unsigned char* state;
-    u16* o;                        // [B, T, HV, V], contiguous
-    const float *A_log, *dt_bias;  // [HV] and [HV, K], or null
-    const void* slots;             // null: sequence n has slot n. [N, columns]: a slot for the state after each token
-    const void* accepted;          // null, or [N]: the state of sequence n is in column accepted[n] - 1 of its slots
-    const void* offsets;           // null, or cu_seqlens [N + 1]
-    // Above are pointers, packed at every launch; below, what a launch plan remembers.
-    Rows q_at, k_at, v_at, g_at, beta_at;
-    Index slots_at, accepted_at, offsets_at;
-    u64 group_inverse;                         // 2^32 / (HV / H), rounded up: a multiplication divides by the group
-    u32 slot_stride, head_stride, slot_count;  // strides of the state in 16 bytes
-    u32 sequences, tokens, stage;  // tokens of each sequence; how many of them shared memory holds at a time
-    int gate, beta_activation, qk_l2norm;
-    float lower_bound, scale;
-};
+DEVICE i64 element(const Index& at, const void* data, u32 n, u32 c) {
+    const u64 i = u64(n) * at.row + u64(c) * at.column;
+    return at.int64 ? static_cast<const i64*>(data)[i] : static_cast<const int*>(data)[i];
+}
 
 // ---------------------------------------------------------------- a token's operands
 
@@ -105,15 +79,15 @@ template <int words> DEVICE void load_words(u32* to, const void* from) {
 
 DEVICE void fetch(Raw& raw, const DecodeParams& p, u32 batch, u32 token, u32 head, u32 first_row, u32 lane) {
     const u32 qk_head = u32(head * p.group_inverse >> 32), channel = lane * PER_LANE;
-    load_words<PER_LANE / 2>(raw.q, p.q + p.q_at.start(batch, token, qk_head) + channel);
-    load_words<PER_LANE / 2>(raw.k, p.k + p.k_at.start(batch, token, qk_head) + channel);
-    const u64 g = p.g_at.start(batch, token, head) + channel;
+    load_words<PER_LANE / 2>(raw.q, p.q + start(p.q_at, batch, token, qk_head) + channel);
+    load_words<PER_LANE / 2>(raw.k, p.k + start(p.k_at, batch, token, qk_head) + channel);
+    const u64 g = start(p.g_at, batch, token, head) + channel;
     if (p.g_at.fp32) load_words<PER_LANE>(raw.g, static_cast<const u32*>(p.g) + g);
     else load_words<PER_LANE / 2>(raw.g, static_cast<const u16*>(p.g) + g);
-    const u16* v = p.v + p.v_at.start(batch, token, head) + first_row + lane;
+    const u16* v = p.v + start(p.v_at, batch, token, head) + first_row + lane;
     #pragma unroll
     for (int i = 0; i < BLOCK_ROWS; i += 32) raw.v[i / 32] = i + lane < BLOCK_ROWS ? v[i] : 0;
-    const u64 beta = p.beta_at.start(batch, token, head);
+    const u64 beta = start(p.beta_at, batch, token, head);
     if (p.beta_at.fp32) raw.beta = static_cast<const u32*>(p.beta)[beta];
     else raw.beta = static_cast<const u16*>(p.beta)[beta];
     raw.rate = p.A_log ? p.A_log[head] : 0.f;
@@ -308,10 +282,10 @@ DEVICE bool source_of(const DecodeParams& p, u32 n, u32& slot) {
     if (!p.slots) return true;
     u64 column = 0;
     if (p.accepted) {
-        column = u64(p.accepted_at.at(p.accepted, n, 0) - 1);
+        column = u64(element(p.accepted_at, p.accepted, n, 0) - 1);
         if (column >= p.slots_at.columns) return false;
     }
-    const u64 s = u64(p.slots_at.at(p.slots, n, u32(column)));
+    const u64 s = u64(element(p.slots_at, p.slots, n, u32(column)));
     slot = u32(s);
     return s < p.slot_count;
 }
@@ -322,7 +296,7 @@ DEVICE bool destination_of(const DecodeParams& p, u32 n, u32 token, u32 tokens, 
     if (p.slots_at.columns) {
         kept = token < p.slots_at.columns;
         if (kept) {
-            const u64 s = u64(p.slots_at.at(p.slots, n, token));
+            const u64 s = u64(element(p.slots_at, p.slots, n, token));
             slot = u32(s);
             kept = s < p.slot_count;
         }
@@ -345,8 +319,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     u32 batch = n, start = 0, tokens = p.tokens;
     u64 output = u64(n) * tokens;
     if (p.offsets) {
-        start = u32(p.offsets_at.at(p.offsets, n, 0));
-        const int length = int(u32(p.offsets_at.at(p.offsets, n + 1, 0)) - start);
+        start = u32(element(p.offsets_at, p.offsets, n, 0));
+        const int length = int(u32(element(p.offsets_at, p.offsets, n + 1, 0)) - start);
         if (length <= 0) return;
         batch = 0, output = start, tokens = length;
     }

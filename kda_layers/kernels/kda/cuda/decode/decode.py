@@ -25,25 +25,26 @@ PARAMS = Params("DecodeParams", """
     u16* o;                        // [B, T, HV, V], contiguous
     const float *A_log, *dt_bias;  // [HV] and [HV, K], or null
     const void* slots;             // null: sequence n has slot n. [N, columns]: a slot for the state after each token
-    const void* accepted;          // null, or [N]: the state of n is in column accepted[n] - 1 of its slots
+    const void* accepted;          // null, or [N]: the state of sequence n is in column accepted[n] - 1 of its slots
     const void* offsets;           // null, or cu_seqlens [N + 1]
+    // Above are pointers, packed at every launch; below, what a launch plan remembers.
     Rows q_at, k_at, v_at, g_at, beta_at;
     Index slots_at, accepted_at, offsets_at;
     u64 group_inverse;                         // 2^32 / (HV / H), rounded up: a multiplication divides by the group
     u32 slot_stride, head_stride, slot_count;  // strides of the state in 16 bytes
-    u32 sequences, tokens, stage;              // stage: tokens of a sequence that shared memory holds at a time
+    u32 sequences, tokens, stage;  // tokens of each sequence; how many of them shared memory holds at a time
     int gate, beta_activation, qk_l2norm;
     float lower_bound, scale;
 """, """
 struct Rows {  // of a tensor [B, T, heads, ...]: strides in elements; of the last dimension it is 1
     u32 batch, token, head;
-    u32 fp32;  // not IO
+    u32 fp32;  // 1: fp32, 0: IO
 };
 
 struct Index {  // of a tensor [N] or [N, columns]: strides in elements
     u32 row, column;
     u32 columns;  // 0: [N]
-    u32 int64;    // not int32
+    u32 int64;    // 1: int64, 0: int32
 };
 
 """)  # fmt: skip

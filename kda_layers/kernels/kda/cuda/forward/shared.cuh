@@ -1,5 +1,6 @@
 // Shared by the roles of forward.cu: parameters, the order of chunks, and the plan of shared memory.
 #pragma once
+#include "ForwardParams.h"
 #include "gates.cuh"
 #include "stage.cuh"
 
@@ -11,29 +12,6 @@ constexpr int THREADS = 32 * (PREPARE_WARPS + 4 + 1 + INVERTERS);  // 4 warps sc
 constexpr bool SHARED_CHUNKS = CLUSTER > 0;
 constexpr u32 RING = 3 * SLICES;                    // prepared chunks in global memory, per CTA group
 constexpr bool RECYCLES = SHARED_CHUNKS && !SAVES;  // slots of the ring
-
-struct ForwardParams {
-    const u16 *q, *k;              // [B, T, H, K]
-    const u16* v;                  // [B, T, HV, V]
-    const void* g;                 // [B, T, HV, K]
-    const void* beta;              // [B, T, HV]
-    const float *A_log, *dt_bias;  // [HV], [HV, K], or null
-    const float* initial_state;    // [N, HV, V, K], or null
-    const void* cu_seqlens;        // [N + 1], or null
-    u16* o;                        // [B, T, HV, V]
-    float* final_state;            // [N, HV, V, K], or null
-    float* checkpoints;            // [B, T / 64, HV, V, K], or null
-    unsigned char* ring;           // RING * STAGE_BYTES per CTA group, or null without shared chunks
-    u32* progress;                 // [CTA groups][2][32] zeros, or null likewise
-    // Saved if SAVES; NC chunks of all sequences
-    unsigned char* prepared;     // [NC, HV, STAGE_BYTES], replaces the ring
-    u16* states;                 // [NC, HV, V, K], at each chunk's start
-    u16* errors;                 // [B, T, HV, V], V'
-    int T, H, HV, group, tiles;  // group = HV / H, tiles = N * HV; B * T < 2^31
-    int int64_offsets;           // cu_seqlens is int64
-    int beta_activation, beta_fp32, qk_l2norm;
-    float lower_bound, scale;
-};
 
 enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS + b: the warps of 16 tokens
 
