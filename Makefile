@@ -25,7 +25,7 @@ SANITIZE = compute-sanitizer --report-api-errors no --kernel-regex kns=kda_ --to
 .PHONY: demo test lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs clean
 
 demo: $(DEMO)
-	$(RUN) examples/train_tiny_lm.py --output runs/demo
+	$(RUN) examples/train_lm.py --output runs/demo
 
 test: lint
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
