@@ -26,10 +26,12 @@ MEMCHECKED_STEPS = test_more_slots or test_drafted_tokens_of or (int32 and (test
 MEMCHECKED = (cuda-fla and (test_ragged or $(MEMCHECKED_STEPS))) or (test_layer_kernels and bfloat16)
 MEMCHECK = compute-sanitizer --tool memcheck --error-exitcode 9
 
-# Asking the driver whether it has a function is no error. racecheck does not follow mbarriers: its report is to be read (docs/gpu.md).
+# Asking the driver whether it has a function is no error. racecheck does not follow mbarriers: its report is to be read (docs/internals/lab_notes.md).
 SANITIZE = compute-sanitizer --report-api-errors no --kernel-regex kns=kda_ --tool
 
-.PHONY: demo test lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs clean
+CASE ?= 1,8192,32
+
+.PHONY: profile demo test lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs clean
 
 demo: $(DEMO)
 	$(RUN) examples/train_lm.py --output runs/demo
@@ -53,6 +55,12 @@ bench-gpu: $(GPU)
 
 test-gpu: $(GPU)
 	OMP_NUM_THREADS=1 KDA_LAYERS_REQUIRE=sm90,fla,eager,triton $(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs $(TESTS)
+
+# One forward and backward under ncu with line information; look at it with ncu-ui.
+profile: $(GPU)
+	mkdir -p runs
+	ncu --clock-control none --set full --import-source yes --kernel-name regex:kda_ --launch-skip 3 \
+		--force-overwrite -o runs/profile_$(CASE) $(RUN) -m tools.profile_case $(CASE)
 
 memcheck: $(GPU)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(RUN) -m pytest --durations 5 tests/kernels -k "$(MEMCHECKED)"

@@ -9,69 +9,67 @@ from packaging.version import Version
 if Version(transformers.__version__).release < (5, 17):
     raise ImportError(f"kda_layers needs transformers 5.17 or newer, got {transformers.__version__}")
 
-from kda_layers.kernels.kda.contract import KDAOutput
-from kda_layers.kernels.kda.op import kda, kda_step
-from kda_layers.kernels.registry import explain, keep_backend, use_backend
-from kda_layers.modeling.auto import register_variants
-from kda_layers.modeling.configuration_kda import KDAConfig
-
+# For type checkers; at run time _PUBLIC says the same.
 if TYPE_CHECKING:
-    from kda_layers.kernels.attention_bias.op import biased_attention
-    from kda_layers.modeling.fla_checkpoint import convert_fla_checkpoint
-    from kda_layers.modeling.layer import KimiDeltaAttention
-    from kda_layers.modeling.modeling_kda import KDAForCausalLM, KDAModel
-    from kda_layers.modeling.swap import (
-        enable_speculative_decoding,
-        load_pretrained,
-        restore_attention,
-        swap_attention,
-    )
-    from kda_layers.modeling.weights import export_kda_weights, kda_layer_options, load_kda_weights
+    from kda_layers.kernels.attention_bias.op import biased_attention as biased_attention
+    from kda_layers.kernels.kda.contract import KDAOutput as KDAOutput
+    from kda_layers.kernels.kda.op import kda as kda
+    from kda_layers.kernels.kda.op import kda_step as kda_step
+    from kda_layers.kernels.registry import explain as explain
+    from kda_layers.kernels.registry import keep_backend as keep_backend
+    from kda_layers.kernels.registry import use_backend as use_backend
+    from kda_layers.modeling.checkpoints.fla_checkpoint import convert_fla_checkpoint as convert_fla_checkpoint
+    from kda_layers.modeling.checkpoints.weights import export_kda_weights as export_kda_weights
+    from kda_layers.modeling.checkpoints.weights import kda_layer_options as kda_layer_options
+    from kda_layers.modeling.checkpoints.weights import load_kda_weights as load_kda_weights
+    from kda_layers.modeling.layer import KimiDeltaAttention as KimiDeltaAttention
+    from kda_layers.modeling.models.configuration_kda import KDAConfig as KDAConfig
+    from kda_layers.modeling.models.modeling_kda import KDAForCausalLM as KDAForCausalLM
+    from kda_layers.modeling.models.modeling_kda import KDAModel as KDAModel
+    from kda_layers.modeling.swap import enable_speculative_decoding as enable_speculative_decoding
+    from kda_layers.modeling.swap import load_pretrained as load_pretrained
+    from kda_layers.modeling.swap import restore_attention as restore_attention
+    from kda_layers.modeling.swap import swap_attention as swap_attention
 
 __version__ = "0.1.0"
-__all__ = [
-    "KDAConfig",
-    "KDAForCausalLM",
-    "KDAModel",
-    "KDAOutput",
-    "KimiDeltaAttention",
-    "biased_attention",
-    "convert_fla_checkpoint",
-    "enable_speculative_decoding",
-    "explain",
-    "export_kda_weights",
-    "kda",
-    "kda_layer_options",
-    "kda_step",
-    "keep_backend",
-    "load_kda_weights",
-    "load_pretrained",
-    "restore_attention",
-    "swap_attention",
-    "use_backend",
-]
 
-register_variants()
-
-# What needs transformers' modelling code, which takes a second to import, is imported when it is first used; and so is
-# what only hybrid models need.
-_LAZY = {
-    "biased_attention": "kda_layers.kernels.attention_bias.op",
-    "KDAForCausalLM": "kda_layers.modeling.modeling_kda",
-    "KDAModel": "kda_layers.modeling.modeling_kda",
-    "KimiDeltaAttention": "kda_layers.modeling.layer",
-    "convert_fla_checkpoint": "kda_layers.modeling.fla_checkpoint",
-    "export_kda_weights": "kda_layers.modeling.weights",
-    "kda_layer_options": "kda_layers.modeling.weights",
-    "load_kda_weights": "kda_layers.modeling.weights",
-    "enable_speculative_decoding": "kda_layers.modeling.swap",
-    "load_pretrained": "kda_layers.modeling.swap",
-    "restore_attention": "kda_layers.modeling.swap",
-    "swap_attention": "kda_layers.modeling.swap",
+# The public names and their modules, imported on first use: transformers' modelling code takes a second.
+_PUBLIC = {
+    "KDAConfig": "modeling.models.configuration_kda",
+    "KDAForCausalLM": "modeling.models.modeling_kda",
+    "KDAModel": "modeling.models.modeling_kda",
+    "KDAOutput": "kernels.kda.contract",
+    "KimiDeltaAttention": "modeling.layer",
+    "biased_attention": "kernels.attention_bias.op",
+    "convert_fla_checkpoint": "modeling.checkpoints.fla_checkpoint",
+    "enable_speculative_decoding": "modeling.swap",
+    "explain": "kernels.registry",
+    "export_kda_weights": "modeling.checkpoints.weights",
+    "kda": "kernels.kda.op",
+    "kda_layer_options": "modeling.checkpoints.weights",
+    "kda_step": "kernels.kda.op",
+    "keep_backend": "kernels.registry",
+    "load_kda_weights": "modeling.checkpoints.weights",
+    "load_pretrained": "modeling.swap",
+    "restore_attention": "modeling.swap",
+    "swap_attention": "modeling.swap",
+    "use_backend": "kernels.registry",
 }
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _PUBLIC:
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# The operator registers itself with torch, and configurations with transformers' AutoConfig.
+importlib.import_module(f"{__name__}.{_PUBLIC['kda']}")
+importlib.import_module(f"{__name__}.{_PUBLIC['KDAConfig']}")
+importlib.import_module(f"{__name__}.modeling.families").register_configs()

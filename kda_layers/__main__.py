@@ -1,6 +1,7 @@
 """`python -m kda_layers`: this machine, and for each backend whether it can serve the default problem or why not.
 
-`python -m kda_layers --precompile` compiles all CUDA kernels for this machine's GPUs, which else each first use does.
+`python -m kda_layers --precompile` compiles all CUDA kernels for this machine's GPUs, which else each first use does;
+`--resources` lists what each of them takes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from kda_layers.kernels.registry import registries
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kda_layers", description="What this machine can run, and why.")
-    parser.add_argument("--precompile", action="store_true", help="compile all CUDA kernels instead")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--precompile", action="store_true", help="compile all CUDA kernels instead")
+    what.add_argument("--resources", action="store_true", help="list registers and memory of all CUDA kernels instead")
     parser.add_argument(
         "--arch", nargs="+", choices=toolchain.TARGETS, help="for these instead of the GPUs that are here"
     )
@@ -28,15 +31,15 @@ def main() -> None:
         toolchain.cache_folder()
     except (ValueError, RuntimeError) as error:  # RuntimeError: this user has no home
         parser.error(str(error))
-    if not args.precompile:
+    if not (args.precompile or args.resources):
         if args.arch:
-            parser.error("--arch is for --precompile")
+            parser.error("--arch is for --precompile and --resources")
         return describe()
     archs = args.arch or toolchain.archs_here()
     if not archs:
         parser.error(f"there is no GPU here to compile for, --arch names some: {' '.join(toolchain.TARGETS)}")
     try:
-        print(toolchain.precompile(archs))
+        print((toolchain.precompile if args.precompile else toolchain.resources)(archs))
     except RuntimeError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
 

@@ -28,8 +28,9 @@ from benchmarks.gpu.contenders import Contender, Prepared, Refusal, graphed, our
 from benchmarks.gpu.harness import Budget, ContextLost, Job, compete, failures, run_all, run_job
 from benchmarks.gpu.machine import CaptureError, CudaMachine, Machine
 from benchmarks.gpu.peers import softmax_forward, softmax_truth
-from kda_layers import kda
+from kda_layers import KDAOutput, kda
 from kda_layers.kernels import fla_api
+from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.reference import activate, log_decay
 
@@ -309,9 +310,13 @@ def test_what_makes_a_run_fail(status: str, ours: bool, count: int) -> None:
 
 def test_a_wrong_backend_of_ours_fails_the_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     eager = KDA.backends()["eager"]
-    right = type(eager).chunk
-    monkeypatch.setattr(eager, "chunk", lambda x, save: (right(eager, x, save)[0] * (1 + (x.q.dtype != torch.float32)),
-                                                         *right(eager, x, save)[1:]))  # fmt: skip
+    right = eager.forward
+
+    def wrong(x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
+        out, saved = right(x, save)
+        return out._replace(o=out.o * (1 + (x.q.dtype != torch.float32))), saved
+
+    monkeypatch.setattr(eager, "forward", wrong)
     assert run(tmp_path, "forward") == 1
     (row,) = [r for r in rows_of(tmp_path) if r["contender"] == "eager"][:1]
     assert row["status"] == "wrong"

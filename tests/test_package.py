@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -55,6 +56,18 @@ def test_every_public_name_is_there_and_others_are_not():
         kda_layers.no_such_name  # noqa: B018
 
 
+def test_the_table_of_public_names_is_whole() -> None:
+    """What `dir` shows, what a type checker reads and what is imported are the same names."""
+    assert set(kda_layers.__all__) <= set(dir(kda_layers))
+    (block,) = (node for node in ast.parse(Path(kda_layers.__file__).read_text()).body if is_type_checking(node))
+    typed = {alias.asname: f"{node.module}.{alias.name}" for node in block.body for alias in node.names}
+    assert typed == {name: f"kda_layers.{module}.{name}" for name, module in kda_layers._PUBLIC.items()}
+
+
+def is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 def test_main_prints_machine_backends_and_choice():
     out = subprocess.run([sys.executable, "-m", "kda_layers"], capture_output=True, text=True, check=True).stdout
     import torch
@@ -62,7 +75,7 @@ def test_main_prints_machine_backends_and_choice():
     assert f"torch {torch.__version__}" in out
     assert "eager" in out
     assert "can serve it" in out
-    assert out.count("chosen: ") == 2
+    assert out.count("chosen: ") == 4  # one for each operator
     assert "problem: attention, " in out
     assert "CUDA toolchain: " in out
 
@@ -83,14 +96,20 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sources() -> set[str]:
-    found = (p for suffix in ("py", "cu", "cuh") for p in (ROOT / "kda_layers").rglob(f"*.{suffix}"))
+    found = (p for suffix in ("py", "cu", "cuh", "json") for p in (ROOT / "kda_layers").rglob(f"*.{suffix}"))
     return {p.relative_to(ROOT).as_posix() for p in found} | {"kda_layers/py.typed"}
 
 
-def test_wheel_is_pure_python_and_complete(tree: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(tree)]
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(folder), str(tree)]
     subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_wheel_is_pure_python_and_complete(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -100,6 +119,31 @@ def test_wheel_is_pure_python_and_complete(tree: Path, tmp_path: Path) -> None:
         assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
     assert sources() <= names
     assert {n.split("/")[0] for n in names if not n.split("/")[0].endswith(".dist-info")} == {"kda_layers"}
+
+
+def test_presets_of_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q", "-t", str(tmp_path), str(wheel)]
+    subprocess.run(command, check=True, capture_output=True)
+    code = """
+import kda_layers
+from pathlib import Path
+assert Path(kda_layers.__file__).parents[1] == Path.cwd(), kda_layers.__file__
+for name in ("tiny", "reference", "120m", "1.3b"):
+    config = kda_layers.KDAConfig.preset(name)
+    print(name, config.hidden_size, config.layer_types.count("full_attention"))
+try:
+    kda_layers.KDAConfig.preset("13b")
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == [
+        "tiny 128 0",
+        "reference 512 2",
+        "120m 768 0",
+        "1.3b 2048 6",
+        "name must be one of 1.3b, 120m, reference, tiny, got '13b'",
+    ]
 
 
 def test_sdist_holds_the_package_and_no_tests(tree: Path, tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import report
 from benchmarks.gpu import tables
+from kda_layers.kernels.kda.contract import Backend, Problem
+from kda_layers.kernels.kda.dispatch import KDA, default_problem
 from tools.docs_figures import RUNS
 
 ROOT = Path(__file__).parents[1]
@@ -108,8 +111,43 @@ def caption(found: Results) -> str:
     )
 
 
+WIDTHS = (16, 64, 100, 128, 256, 512)  # K = V that the table asks for
+STAR = r"\*"  # in Markdown
+
+
+def backends(_: Results) -> str:
+    """Return README's table of backends, from what they declare."""
+    lines = ["| backend | device | forward | training | decode |", "|" + " --- |" * 5]
+    for backend in KDA.backends().values():
+        archs = getattr(backend, "archs", ())
+        problems = [default_problem("cpu")]
+        if "device" in backend.serves:
+            capabilities = [a.capability for a in archs] or [90]
+            problems = [replace(problems[0], device="cuda", arch=c) for c in capabilities]
+        device = "any" if "device" not in backend.serves else "NVIDIA GPUs from compute capability 8.0 on"
+        if archs:
+            device = ", ".join(a.gpus for a in archs) + ("" if all(a.run for a in archs) else "; compiled, never run")
+        uses = (dict(needs_grad=False), dict(needs_grad=True), dict(needs_grad=False, decode=True, has_state=True))
+        cells = (f"`{backend.name}`", device, *(widths(backend, problems, use) for use in uses))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def widths(backend: Backend, problems: list[Problem], use: dict[str, Any]) -> str:
+    """Return the widths K = V of which a backend serves some problem, "any" or "no"; a star: not on all its GPUs."""
+    served = {K: [not backend.refusals(replace(p, K=K, V=K, **use)) for p in problems] for K in WIDTHS}
+    texts = [str(K) + ("" if all(on) else STAR) for K, on in served.items() if any(on)]
+    if len(texts) > 2:
+        return (
+            "any width"
+            if len(texts) == len(WIDTHS)
+            else f"K and V up to {max(K for K, on in served.items() if any(on))}"
+        )
+    return f"K = V = {', '.join(texts)}" if texts else "no"
+
+
 BLOCKS: dict[str, dict[str, Callable[[Results], str]]] = {
-    "README.md": {"figure": caption, "speed": speed},
+    "README.md": {"figure": caption, "backends": backends, "speed": speed},
     "docs/index.md": {"figure": caption},
 }
 

@@ -83,7 +83,7 @@ class Sizes:
     host: Case = Case(1, 64, 32)  # so short that no queue fills
     overhead: tuple[Case, Case] = (Case(1, 8192, 32), Case(1, 64, 32))  # for GPU time; so short that no queue fills
     layer: tuple[int, int, int] = (4096, 32, 8192)  # hidden size, heads, T
-    config: Path = Path(__file__).parents[2] / "configs" / "120m.json"
+    config: Path = Path(__file__).parents[2] / "kda_layers" / "configs" / "120m.json"
     vocab_size: int | None = None  # None for that of the configuration
     decode_batches: tuple[int, ...] = (1, 64)
     contexts: tuple[int, ...] = (1024, 16384, 131072)

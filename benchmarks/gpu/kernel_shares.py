@@ -62,7 +62,7 @@ def shares(events: list[Event], calls: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def marked(backend: Backend) -> Iterator[None]:
     """Within the context every call of the backend's methods is a range in the profiler's trace."""
-    names = ("chunk", "chunk_grad", "step")
+    names = ("forward", "backward", "decode")
     for name in names:
         setattr(backend, name, _ranged(getattr(backend, name)))  # on the instance, in front of the class's
     try:

@@ -115,13 +115,17 @@ class Backend(abc.ABC):
     features: frozenset[str] = frozenset()  # of those that the operator's problems know
 
     def unsupported(self, problem: Any) -> list[str]:
-        """Every reason why this backend cannot serve `problem`, each 'what it is, what it needs'; empty means yes."""
+        """Every reason why this backend cannot serve `problem` here, each 'what it is, what it needs'; empty: yes."""
+        return self.refusals(problem) or self.problems()
+
+    def refusals(self, problem: Any) -> list[str]:
+        """Every reason that lies in the problem, whatever is installed."""
         refused = {field: allowed.refuses(getattr(problem, field)) for field, allowed in self.serves.items()}
         if refused.get("device"):
             refused.pop("arch", None)  # another device has none
         reasons = [f"{field} {why}" for field, why in refused.items() if why]
         reasons += [lack for feature, lack in problem.features.items() if feature not in self.features]
-        return [*reasons, *self.more_reasons(problem)] or self.problems()
+        return [*reasons, *self.more_reasons(problem)]
 
     def more_reasons(self, problem: Any) -> list[str]:
         """Reasons that are no set of values: combinations, shared memory."""

@@ -1,13 +1,13 @@
-"""What a KDA layer keeps in transformers' own `Cache`, and the cache layers that add what the stock ones lack.
+"""transformers' cache layers for KDA: what the stock linear-attention layer lacks.
 
-A KDA layer stores, per sequence, the last W inputs of its short convolution [N, D, W] and the recurrent state
-[N, HV, V, K] in fp32: constant in length. transformers' `LinearAttentionLayer` holds both. `KDACacheLayer` can also
-take tokens back (speculative decoding), and `KDAOnlyCacheLayer` counts tokens for models without softmax layers.
+`LinearAttentionLayer` holds the state of the short convolution [N, D, W] and the recurrent state [N, HV, V, K], of
+constant length. `KDACacheLayer` can also take tokens back (speculative decoding), and `KDAOnlyCacheLayer` counts tokens
+for models without softmax layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,128 +16,15 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
     StaticCache,
 )
 
 from kda_layers.kernels.kda.contract import CHUNK
-from kda_layers.kernels.kda.op import kda, kda_step
-from kda_layers.kernels.short_conv.op import state_after
-
-
-class LayerState:
-    """One layer's view of a cache (or of none) during one forward call."""
-
-    def __init__(self, cache: Cache | None, layer_idx: int | None, sequences: int):
-        self.layer: Any = None
-        self.started = False
-        if cache is None:
-            return
-        if layer_idx is None:
-            raise ValueError("layer_idx must be given to use past_key_values, got None")
-        if layer_idx >= len(cache.layers) or not isinstance(cache.layers[layer_idx], LinearAttentionCacheLayerMixin):
-            kind = type(cache.layers[layer_idx]).__name__ if layer_idx < len(cache.layers) else "no layer"
-            raise ValueError(
-                f"past_key_values must have a linear-attention layer at index {layer_idx}, got {kind}: make it with "
-                "DynamicCache(config=config), where config.layer_types[layer_idx] is 'linear_attention'"
-            )
-        self.layer = cache.layers[layer_idx]
-        make_writable(self.layer)
-        self.started = self.layer.has_previous_state[0]
-        if self.started and self.layer.conv_states[0].shape[0] != sequences:
-            raise ValueError(
-                f"past_key_values must hold as many sequences as the call, {sequences}, "
-                f"got {self.layer.conv_states[0].shape[0]}"
-            )
-
-    @property
-    def conv(self) -> Tensor | None:
-        """[N, D, W] inputs of the short convolution before this call, or None at the start."""
-        return self.layer.conv_states[0] if self.started else None
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Tensor:
-        """Output [B, T, HV, V] of the operator from the cached state on; the cache then holds the state after it.
-
-        The gradient does not flow into or out of a cache.
-        """
-        if self.layer is None:
-            return kda(q, k, v, g, beta, **options).o
-        before = self.layer.recurrent_states[0] if self.started else None
-        if self.layer.record_past:
-            return self._attend_recorded(before, q, k, v, g, beta, **options)
-        if before is not None and options["cu_seqlens"] is None and _decodes(q):
-            return kda_step(q, k, v, g, beta, before, **options)
-        # A copy, as autograd may keep the initial state, which the cache then overwrites.
-        initial = before.clone() if before is not None and torch.is_grad_enabled() else before
-        out = kda(q, k, v, g, beta, initial_state=initial, final_state=True, **options)
-        self.layer.update_recurrent_state(out.final_state.detach())
-        return out.o
-
-    def _attend_recorded(
-        self, before: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
-    ) -> Tensor:
-        """As `attend`, keeping what `KDACacheLayer.crop` needs to recompute the state after fewer tokens.
-
-        Only the last 64 to 127 tokens of a long call are kept: far more than any drafting takes back.
-        """
-        if not isinstance(self.layer, KDACacheLayer):
-            raise ValueError(
-                "past_key_values records its past, which KDA layers can take back only in a KDACacheLayer: "
-                "pass the cache through kda_layers.modeling.cache.with_kda_layers while it is empty"
-            )
-        if options["cu_seqlens"] is not None:
-            raise ValueError("cu_seqlens must be None with a cache that records its past")
-        inputs, head = (q, k, v, g, beta), max(q.shape[1] // CHUNK - 1, 0) * CHUNK
-        outputs, state = [], None if before is None else before.clone()
-        if head:
-            first = kda(*(t[:, :head] for t in inputs), initial_state=state, final_state=True, **options)
-            outputs, state = [first.o], first.final_state.detach()
-        if before is not None and _decodes(q):
-            outputs.append(kda_step(q, k, v, g, beta, before, **options))  # in place; `state` is its copy
-        else:
-            out = kda(*(t[:, head:] for t in inputs), initial_state=state, final_state=True, **options)
-            self.layer.update_recurrent_state(out.final_state.detach())
-            outputs.append(out.o)
-
-        # Copies: a view would keep all of a long prompt alive.
-        tail = [t[:, head:].detach().clone() for t in inputs]
-        options = {n: t.detach() if isinstance(t, Tensor) else t for n, t in options.items()}
-        self.head, self.recurrent_before_tail = head, state
-        self.replay = lambda tokens: (
-            kda(*(t[:, :tokens] for t in tail), initial_state=state, final_state=True, **options).final_state
-        )
-        return torch.cat(outputs, 1)
-
-    def store_conv(self, conv_state: Tensor | None, inputs: Sequence[Tensor], mask: Tensor | None) -> None:
-        """Keeps the convolution's new state [N, D, W] after inputs [B, T, D_i], of which those in mask [B, T] count."""
-        if self.layer is None:
-            return
-        assert conv_state is not None
-        if self.layer.record_past:
-            self._record(torch.cat(tuple(inputs), -1).detach(), conv_state.shape[-1], mask)
-        self.layer.update_conv_state(conv_state.detach())
-        if isinstance(self.layer, KDAOnlyCacheLayer):
-            self.layer.count(inputs[0])
-
-    def _record(self, x: Tensor, W: int, mask: Tensor | None) -> None:
-        replay, head, T = self.replay, self.head, x.shape[1]
-        before_head, tail_mask = (None, None) if mask is None else (mask[:, :head], mask[:, head:])
-        conv = None if self.conv is None else self.conv.clone()
-        if head:
-            conv = state_after(x[:, :head], W, conv, before_head).clone()
-        tail = x[:, head:].clone()
-
-        def states_after(tokens: int) -> tuple[Tensor, Tensor]:
-            kept = None if tail_mask is None else tail_mask[:, :tokens]
-            return replay(tokens), state_after(tail[:, :tokens], W, conv, kept)
-
-        before = None if conv is None else (self.recurrent_before_tail, conv)
-        self.layer.record(_Past(before, states_after, T - head, complete=not head))
 
 
 def make_writable(layer: Any) -> None:
-    """Replace states made under torch.inference_mode by copies outside of it, where torch refuses to write to them."""
+    """Replace states made under torch.inference_mode by copies made outside, which torch lets a call write to."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return
     for states in (layer.conv_states, layer.recurrent_states):
@@ -149,43 +36,38 @@ def make_writable(layer: Any) -> None:
 
 
 def _at_a_fixed_address(t: Tensor) -> Tensor:
-    """`t`, whose address torch.compile may rely on, as it does for the states of transformers' layers."""
+    """Return `t` marked as a tensor whose address torch.compile may rely on, as transformers marks its states."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(t)
     return t
 
 
-def _decodes(q: Tensor) -> bool:
-    """Whether a call with queries q [B, T, H, K] and a state can update that in place, as decoding does."""
-    return q.shape[1] == 1 and not torch.is_grad_enabled()
+class Past(NamedTuple):
+    """One recorded call: the states before its recorded tokens, and a way to those after the first m of them."""
 
-
-class _Past(NamedTuple):
-    """One recorded call: the states before its recorded tokens, and those after the first m of them."""
-
-    before: tuple[Tensor, Tensor] | None  # recurrent, of the convolution; None at the start
-    states_after: Callable[[int], tuple[Tensor, Tensor]]
+    before: tuple[Tensor, Tensor] | None  # recurrent, convolution; None at the start
+    states_after: Callable[[int], tuple[Tensor, Tensor]]  # of the first m recorded tokens
     tokens: int
-    complete: bool  # whether `tokens` are all tokens of the call
+    complete: bool  # True if `tokens` are all tokens of the call
 
 
 class KDACacheLayer(LinearAttentionLayer):
-    """A linear-attention cache layer that can take tokens back exactly, after `activate_past_recording()`."""
+    """A linear-attention cache layer that can take tokens back exactly after `activate_past_recording()`."""
 
     is_croppable = True  # a class attribute, which wins over the stock property
 
     def __init__(self, number_of_states: int = 1, **kwargs: Any):
         super().__init__(number_of_states, **kwargs)
-        self.past: list[_Past] = []
+        self.past: list[Past] = []
 
-    def record(self, past: _Past) -> None:
-        """Adds a call to the record, of which only the last 128 tokens or a little more are kept."""
+    def record(self, past: Past) -> None:
+        """Add a call to the record, which keeps the last 128 tokens or a little more."""
         self.past.append(past)
         while sum(p.tokens for p in self.past[1:]) >= 2 * CHUNK:
             del self.past[0]
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """As the stock layer, but the record of the past is in `past`, so that the state never grows."""
+        """Update as the stock layer does; the past is recorded in `past`, so that the state never grows."""
         recording = self.record_past  # type: ignore[has-type]
         self.record_past = False
         try:
@@ -216,8 +98,8 @@ class KDACacheLayer(LinearAttentionLayer):
         """Take back the last -tokens_to_remove tokens, and forget the record; 0 only forgets.
 
         Raises:
-            ValueError: a positive number; RuntimeError: not recording, or more tokens than are recorded. Nothing is
-                changed then.
+            ValueError: a positive number.
+            RuntimeError: not recording, or more tokens than are recorded. Nothing is changed then.
         """
         left = self.check_crop(tokens_to_remove)
         make_writable(self)
@@ -245,7 +127,7 @@ class KDACacheLayer(LinearAttentionLayer):
 
 
 class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
-    """A KDACacheLayer that also counts tokens, for models in which no softmax layer does."""
+    """A `KDACacheLayer` that also counts tokens, for models without a softmax layer to count them."""
 
     is_sliding = False
 
@@ -255,7 +137,7 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
         self.seen: Any = 0
 
     def count(self, x: Tensor) -> None:
-        """Counts the tokens of x [B, T, ...]."""
+        """Count the tokens of x [B, T, ...]."""
         self.seen += x.shape[1]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -283,9 +165,9 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
 
 
 class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
-    """A KDAOnlyCacheLayer of a static cache: it counts in a tensor on the device, as transformers' static layers do.
+    """A `KDAOnlyCacheLayer` of a static cache, which counts in a device tensor as transformers' static layers do.
 
-    A compiled decode step then has neither a new graph for a new count nor a count that stays as it was traced.
+    A compiled decode step is then neither compiled again for each count nor fixed to the count it was traced with.
     """
 
     def count(self, x: Tensor) -> None:
@@ -299,7 +181,7 @@ class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
 
 
 def with_kda_layers(cache: Cache) -> Cache:
-    """`cache` with its stock linear-attention layers replaced, in place, by ones that can crop (and count).
+    """Replace the stock linear-attention layers of `cache` by ones that can crop (and count); return it.
 
     Layers that hold a state already stay as they are. The counting kind is used only where no other layer counts:
     next to softmax layers transformers would size masks by it.
@@ -318,7 +200,7 @@ def with_kda_layers(cache: Cache) -> Cache:
 
 
 def _crop(layers: list[Any], tokens_to_remove: int) -> None:
-    """`Cache.crop` of a cache with these layers, but no layer is cropped unless every KDA layer can be."""
+    """Crop every layer of a cache, or none if a KDA layer cannot be cropped; replaces `Cache.crop`."""
     for layer in layers:
         if isinstance(layer, KDACacheLayer):
             layer.check_crop(tokens_to_remove)
@@ -327,7 +209,7 @@ def _crop(layers: list[Any], tokens_to_remove: int) -> None:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of every tensor that a cache holds."""
+    """Return the size in bytes of all tensors in a cache."""
     total = 0
     for layer in cache.layers:
         tensors = [getattr(layer, "keys", None), getattr(layer, "values", None)]

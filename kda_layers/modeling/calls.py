@@ -1,4 +1,4 @@
-"""A model's call: keywords that nothing would read, and the attention kernels of its decode steps."""
+"""A model's call: refuse keywords that would be ignored, choose the attention kernels of decode steps."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import TransformersKwargs
 
-# Inputs of a base model, in the order in which its forward takes them.
+# Inputs of a base model, in the order of its forward.
 INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
-# What transformers passes to any model: declared keywords, options of its loss, what tokenizers and generate may add.
+# Keywords that transformers passes to any model: declared ones, options of its loss, those of tokenizers and generate.
 KNOWN = (
     frozenset(TransformersKwargs.__annotations__)
     | (inspect.signature(ForCausalLMLoss).parameters.keys() - {"logits", "labels", "vocab_size", "kwargs"})
     | {*INPUTS, "cu_seqlens", "return_dict", "token_type_ids", "mm_token_type_ids", "cache_position"}
 )
 
-SEQUENCES = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids", "attention_mask")  # what describes sequences
+SEQUENCES = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids", "attention_mask")  # describe sequences
 
 FEW_QUERIES = 16  # tokens of a decode step, drafts included
-_lock, _inside = threading.Lock(), 0  # calls of `_without_cudnn` that have not returned, of all threads
+_lock, _inside = threading.Lock(), 0  # calls of `_without_cudnn` in progress, in all threads
 
 
 def refuse_misspelt(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
@@ -57,7 +57,7 @@ def refuse_unknown(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
 
 
 def loss_options(kwargs: dict[str, Any], loss: Callable[..., Any]) -> dict[str, Any]:
-    """The keywords of a call that only its loss function names."""
+    """Return the keywords of a call that only its loss function names."""
     unknown = [name for name in kwargs if name not in KNOWN]
     if not unknown:
         return {}
@@ -66,7 +66,7 @@ def loss_options(kwargs: dict[str, Any], loss: Callable[..., Any]) -> dict[str, 
 
 
 def without_plans(x: Tensor, cache: Cache | None) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a decode step [B, T, D] uses attention kernels that need no plan for its number of keys.
+    """Return a context in which a decode step [B, T, D] uses attention kernels that need no plan per number of keys.
 
     cuDNN attention builds one for each new shape, some 18 ms a layer on an H200, and the number of keys grows with each
     step. Compiled steps have static shapes and choose for themselves.
@@ -78,7 +78,7 @@ def without_plans(x: Tensor, cache: Cache | None) -> contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Leave cuDNN out of torch's choice, if there is another one; what else the user has switched stays.
+    """Leave cuDNN out of torch's choice if there is another kernel; the user's other switches stay.
 
     The switch is the process's, so the first of several threads turns it off and the last one on again.
     """

@@ -1,4 +1,4 @@
-"""Checks of arguments that layers, configurations and `swap_attention` share."""
+"""Argument checks shared by layers, configurations and `swap_attention`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
 
 def as_int(name: str, value: Any) -> int:
-    """The value as an int; raises a TypeError for all but integers of Python or NumPy."""
+    """Return the value as an int; raise a TypeError unless it is an integer of Python or NumPy."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -20,14 +22,15 @@ def as_int(name: str, value: Any) -> int:
 
 
 def layer_indices(layers: Any, total: int, forms: str) -> list[int]:
-    """Indices of layers, in [0, total) and in the given order.
+    """Return indices of layers in [0, total), in the given order.
 
     Args:
-        layers: integers in [-total, total), the negative ones from the end.
-        forms: what `layers` may be, as the error says it.
+        layers: integers in [-total, total); negative ones count from the end.
+        total: number of layers of the model.
+        forms: what `layers` may be, for the error message.
 
     Raises:
-        TypeError: no iterable; what is no integer.
+        TypeError: not an iterable of integers.
         ValueError: no index, one out of range, or two of the same layer.
     """
     if isinstance(layers, str) or not isinstance(layers, Iterable):
@@ -43,7 +46,7 @@ def layer_indices(layers: Any, total: int, forms: str) -> list[int]:
 
 
 def check_epsilon(name: str, value: Any) -> None:
-    """Raises a TypeError or ValueError unless the value is a finite number of 0 or more."""
+    """Raise a TypeError or ValueError unless the value is a finite number, 0 or more."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not 0 <= float(value) < math.inf:
@@ -51,8 +54,20 @@ def check_epsilon(name: str, value: Any) -> None:
 
 
 def unwrapped_hint(module: Any) -> str:
-    """The end of an error: the way to the module inside a wrapper of torch.compile, PEFT or data parallelism."""
+    """Return the hint that names the module inside a wrapper of torch.compile, PEFT or data parallelism, or ''."""
     for attribute, way in (("_orig_mod", "._orig_mod"), ("get_base_model", ".get_base_model()"), ("module", ".module")):
         if hasattr(module, attribute):
             return f": pass the module that it wraps, {way}"
     return ""
+
+
+def check_no_adapter(layer: nn.Module, names: Iterable[str]) -> None:
+    """Raise a ValueError if a submodule whose weight the layer reads without calling it has an adapter."""
+    for name in names:
+        module = getattr(layer, name)
+        if "base_layer" in module._modules:  # as PEFT's layers hold the module that they adapt
+            raise ValueError(
+                f"{name} must have no adapter, got {type(module).__name__}: its weight is read without calling it, "
+                f"so an adapter has no effect. Leave {name} out of target_modules, or train its weight itself "
+                f"with modules_to_save=[{name!r}]"
+            )

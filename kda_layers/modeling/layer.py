@@ -1,23 +1,32 @@
-"""The KDA layer as a module of its own."""
+"""The KDA layer."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 
+from kda_layers.kernels.checks import check_offsets, sequence_offsets
+from kda_layers.kernels.gated_norm.op import gated_rms_norm
 from kda_layers.kernels.kda.activations import MIN_LOWER_BOUND
 from kda_layers.kernels.kda.checks import check_lower_bound
-from kda_layers.modeling.checks import as_int, check_epsilon
-from kda_layers.modeling.mixer import KDAMixer
+from kda_layers.kernels.kda.contract import CHUNK, state_dtype
+from kda_layers.kernels.kda.op import kda, kda_step
+from kda_layers.kernels.short_conv.op import short_convs, state_after
+from kda_layers.modeling.cache import Past
+from kda_layers.modeling.checks import as_int, check_epsilon, check_no_adapter
+from kda_layers.modeling.precision import KeepsFP32
+from kda_layers.modeling.state import LayerState
 
 
-class KimiDeltaAttention(KDAMixer):
+class KimiDeltaAttention(KeepsFP32):
     """Kimi Delta Attention layer (Kimi Linear, arXiv 2510.26692, section 4).
 
     Args:
@@ -31,17 +40,19 @@ class KimiDeltaAttention(KDAMixer):
         lower_bound: in [-5, 0) nats per token with "lower_bound"; None with "softplus".
         allow_neg_eigval: beta in (0, 2) instead of (0, 1).
         norm_eps: epsilon of the output norm.
-        gate_rank: rank of the projections of the log-decay and of the output gate; None for head_v_dim, as Kimi Linear
-            and GLM-5.3-Flash have it; 0 for full rank, as Ling / Ring.
-        output_gate_bias: whether the output gate has a bias, as in flash-linear-attention.
-        layer_idx: this layer's index in a cache; needed only to use one.
+        gate_rank: rank of the projections of the log-decay and of the output gate; None for head_v_dim, as in Kimi
+            Linear and GLM-5.3-Flash; 0 for full rank, as in Ling / Ring.
+        output_gate_bias: True for an output gate with a bias, as in flash-linear-attention.
+        layer_idx: index of this layer in a cache; needed only to use one.
         backend: name of a kernel backend; None chooses (see `kda_layers.explain`).
 
     Raises:
-        TypeError: a size, gate_rank or layer_idx that is no integer; norm_eps or lower_bound that is no number.
+        TypeError: a size, gate_rank or layer_idx that is not an integer; norm_eps or lower_bound that is not a number.
         ValueError: num_v_heads not a multiple of num_heads; a size below 1; a bad gate_activation or lower_bound; a
             negative norm_eps or gate_rank.
     """
+
+    kept_in_fp32 = ("A_log", "dt_bias")  # the decay is exponential in A_log
 
     def __init__(
         self,
@@ -79,15 +90,14 @@ class KimiDeltaAttention(KDAMixer):
             raise ValueError(f"gate_activation must be 'lower_bound' or 'softplus', got {gate_activation!r}")
         check_lower_bound(gate_activation, lower_bound)
         check_epsilon("norm_eps", norm_eps)
-        gate_rank = head_v_dim if gate_rank is None else as_int("gate_rank", gate_rank)
+        self.gate_rank = gate_rank = head_v_dim if gate_rank is None else as_int("gate_rank", gate_rank)
         if gate_rank < 0:
             raise ValueError(f"gate_rank must be 0 (full rank) or more, got {gate_rank}")
         self.hidden_size, self.head_dim, self.head_v_dim = hidden_size, head_dim, head_v_dim
         self.num_heads, self.num_v_heads = num_heads, num_v_heads
         self.layer_idx = None if layer_idx is None else as_int("layer_idx", layer_idx)
-        self.gate_rank = gate_rank
         q_dim, v_dim, gate_dim = num_heads * head_dim, num_v_heads * head_v_dim, num_v_heads * head_dim
-        self.kda_options = dict(
+        self.kda_options: dict[str, Any] = dict(
             gate_activation=gate_activation,
             lower_bound=lower_bound,
             beta_activation="2sigmoid" if allow_neg_eigval else "sigmoid",
@@ -115,7 +125,7 @@ class KimiDeltaAttention(KDAMixer):
         self.reset_gate()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        super().register_parameter(name, param)  # from_pretrained replaces parameters through this, too
+        super().register_parameter(name, param)  # from_pretrained replaces parameters through this
         self._mark_no_weight_decay()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,7 +138,7 @@ class KimiDeltaAttention(KDAMixer):
         return self
 
     def _mark_no_weight_decay(self) -> None:
-        """Marks A_log and dt_bias as those who build parameter groups for optimizers look for it."""
+        """Set the attribute of A_log and dt_bias by which builders of optimizer parameter groups recognise them."""
         for name in ("A_log", "dt_bias"):
             p = self._parameters.get(name)
             if p is not None:
@@ -136,10 +146,10 @@ class KimiDeltaAttention(KDAMixer):
 
     @torch.no_grad()
     def reset_gate(self) -> None:
-        """Initialises A_log and dt_bias, from dt log-uniform in [1e-3, 1e-1] for each channel.
+        """Initialise A_log and dt_bias from dt log-uniform in [1e-3, 1e-1] per channel.
 
-        softplus, as Kimi Linear: log-decay -exp(A_log) dt, with rates exp(A_log) uniform in [1, 16].
-        lower_bound, as GLM-5.3-Flash: log-decay lower_bound (1 - exp(-dt)), with rate 1.
+        softplus, as in Kimi Linear: log-decay -exp(A_log) dt, with rates exp(A_log) uniform in [1, 16].
+        lower_bound, as in GLM-5.3-Flash: log-decay lower_bound (1 - exp(-dt)), with rate 1.
         """
         if self.kda_options["gate_activation"] == "softplus":
             init.copy_(self.A_log, init.uniform_(self.A_log, a=1.0, b=16.0).log())
@@ -156,13 +166,14 @@ class KimiDeltaAttention(KDAMixer):
         past_key_values: Cache | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Attention output.
+        """Return the attention output.
 
         Args:
             hidden_states: [B, T, D].
             attention_mask: [B, S] with S >= T, nonzero for real tokens; the last T columns count. Padding may stand
                 anywhere: it neither writes nor decays the state, and the convolution skips it.
-            past_key_values: a transformers cache whose layer `layer_idx` is of linear attention; read and updated.
+            past_key_values: a transformers cache whose layer `layer_idx` is a linear-attention layer; read and updated.
+                No gradient flows into or out of it.
             cu_seqlens: [N + 1] int32 or int64 offsets of the sequences packed along T (then B = 1); the cache then
                 has N rows. Not with attention_mask.
 
@@ -170,25 +181,52 @@ class KimiDeltaAttention(KDAMixer):
             [B, T, D] in the dtype of hidden_states.
 
         Raises:
-            ValueError: hidden_states or attention_mask of another rank or size, cu_seqlens with a mask, a cache of
+            ValueError: hidden_states or attention_mask of a wrong rank or size, cu_seqlens with a mask, a cache of
                 another number of sequences, an adapter on conv1d or o_norm; what `kda_layers.kda` raises.
         """
-        return self.mix(hidden_states, attention_mask, past_key_values, cu_seqlens)
+        check_no_adapter(self, ("conv1d", "o_norm"))
+        mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
+        state = LayerState(past_key_values, self.layer_idx, sequences)
+        x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
+        backend = self.kda_options.get("backend")
 
-    def decay_logits(self, x: Tensor) -> Tensor:
-        return self.f_b_proj(self.f_a_proj(x)) if self.gate_rank else self.f_proj(x)
+        qkv = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        taps = self.conv1d.weight[:, 0]
+        (q, k, v), conv_state = short_convs(qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend)
+        q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
+        v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
 
-    def decay_parameters(self) -> tuple[Tensor, Tensor]:
-        return self.A_log, self.dt_bias
+        g = self.f_b_proj(self.f_a_proj(x)) if self.gate_rank else self.f_proj(x)
+        g = rearrange(g, "b t (h k) -> b t h k", k=self.head_dim)
+        beta = self.b_proj(x)
+        if mask is not None:  # logits this low mean exactly no decay and no write
+            if g.dtype == torch.float16:  # its lowest number times a small exp(A_log) would still be a decay
+                g = g.float()
+            g = g.masked_fill(~mask[..., None, None], torch.finfo(g.dtype).min)
+            beta = beta.masked_fill(~mask[..., None], torch.finfo(beta.dtype).min)
 
-    def output_gate(self, x: Tensor) -> Tensor:
-        return self.g_b_proj(self.g_a_proj(x)) if self.gate_rank else self.g_proj(x)
+        wide = state_dtype(q.dtype)
+        A_log, dt_bias = self.A_log.to(wide), self.dt_bias.to(wide).view(-1, self.head_dim)
+        options = dict(cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **self.kda_options)
+        if state.recording:
+            o = _attend_and_record(state, (q, k, v, g, beta), options, torch.cat(qkv, -1), taps.shape[-1], mask)
+        else:
+            o = _attend(state, (q, k, v, g, beta), options)
+        if state.cached:
+            state.write_conv(conv_state, x)
 
-    def plain_gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        gate = self.g_b_proj(self.g_a_proj(x)) if self.gate_rank else self.g_proj(x)
+        gate = rearrange(gate, "b t (h v) -> b t h v", v=self.head_v_dim)
+        o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.gated_norm, backend)
+        return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))
+
+    def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        """Return o [B, T, HV, V] normalised over V, times the sigmoid of gate [B, T, HV, V], in plain PyTorch."""
         return self.o_norm(o.to(self.o_norm.weight.dtype)) * torch.sigmoid(gate)
 
     @property
     def norm_eps(self) -> float:
+        """Epsilon of the output norm."""
         return self.o_norm.eps
 
     def extra_repr(self) -> str:
@@ -196,3 +234,78 @@ class KimiDeltaAttention(KDAMixer):
             f"heads={self.num_heads}, v_heads={self.num_v_heads}, K={self.head_dim}, V={self.head_v_dim}, "
             + ", ".join(f"{name}={value}" for name, value in self.kda_options.items())
         )
+
+
+def _read_call(x: Tensor, D: int, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int]:
+    """Check a call before any work; return the mask of its own tokens, [B, T] bool, and its number of sequences."""
+    if x.ndim != 3 or x.shape[-1] != D:
+        raise ValueError(f"hidden_states must have shape [B, T, D = {D}], got {list(x.shape)}")
+    B, T = x.shape[:2]
+    if cu_seqlens is not None:
+        if mask is not None:
+            raise ValueError("attention_mask must be None with cu_seqlens: packed sequences have no padding")
+        check_offsets(cu_seqlens, x)
+        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # no wait for a device
+            sequence_offsets(cu_seqlens, T)
+        return None, cu_seqlens.shape[0] - 1
+    if mask is None:
+        return None, B
+    if mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask must have 2 dimensions [B, S], nonzero for real tokens, got shape {tuple(mask.shape)}"
+        )
+    if mask.shape[0] != B or mask.shape[1] < T:
+        raise ValueError(f"attention_mask must have shape [{B}, at least {T}], got {list(mask.shape)}")
+    return mask[:, -T:] != 0, B
+
+
+def _attend(state: LayerState, inputs: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
+    """Run the operator on q, k, v, g, beta from the cached state on; return o [B, T, HV, V], store the new state."""
+    if not state.cached:
+        return kda(*inputs, **options).o
+    before, grads = state.recurrent, torch.is_grad_enabled()
+    if before is not None and inputs[0].shape[1] == 1 and options["cu_seqlens"] is None and not grads:
+        q, k, v, g, beta = inputs
+        return kda_step(q, k, v, g, beta, before, **options)  # updates the state in place
+    # A copy, as autograd may keep the initial state, which the cache then overwrites.
+    initial = before.clone() if before is not None and grads else before
+    out = kda(*inputs, initial_state=initial, final_state=True, **options)
+    state.write_recurrent(out.final_state)
+    return out.o
+
+
+def _attend_and_record(
+    state: LayerState, inputs: Sequence[Tensor], options: dict[str, Any], x: Tensor, W: int, mask: Tensor | None
+) -> Tensor:
+    """`_attend`, recording what a cache needs to recompute the states after fewer of these tokens.
+
+    Only the last 64 to 127 tokens of a long call are recorded: far more than drafting takes back.
+
+    Args:
+        x: [B, T, D] inputs of the short convolution, which has W taps.
+        mask: [B, T] bool, True for real tokens; None without padding.
+    """
+    state.check_can_record(options["cu_seqlens"])
+    x, T = x.detach(), x.shape[1]
+    head = max(T // CHUNK - 1, 0) * CHUNK
+    conv = None if state.conv is None else state.conv.clone()
+    outputs = []
+    if head:
+        outputs.append(_attend(state, [t[:, :head] for t in inputs], options))
+        conv = state_after(x[:, :head], W, conv, None if mask is None else mask[:, :head]).clone()
+    recurrent = None if state.recurrent is None else state.recurrent.clone()
+    outputs.append(_attend(state, [t[:, head:] for t in inputs], options))
+
+    # Copies: a view would keep all of a long prompt alive.
+    tail, x_tail = [t[:, head:].detach().clone() for t in inputs], x[:, head:].clone()
+    mask_tail = None if mask is None else mask[:, head:]
+    options = {n: t.detach() if isinstance(t, Tensor) else t for n, t in options.items()}
+
+    def states_after(tokens: int) -> tuple[Tensor, Tensor]:
+        out = kda(*(t[:, :tokens] for t in tail), initial_state=recurrent, final_state=True, **options)
+        kept = None if mask_tail is None else mask_tail[:, :tokens]
+        return out.final_state, state_after(x_tail[:, :tokens], W, conv, kept)
+
+    before = None if conv is None else (recurrent, conv)
+    state.record(Past(before, states_after, T - head, complete=not head))
+    return torch.cat(outputs, 1)

@@ -1,4 +1,4 @@
-"""Attention masks: what a caller's mask says to KDA layers, which need padding and documents instead of scores."""
+"""Read padding and documents, which KDA layers need, out of a caller's attention mask."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
-# An additive mask may hide a score with any number that leaves nothing of it after the softmax.
+# An additive mask may hide a score with any number that makes it 0 after the softmax.
 HIDDEN = -1e4
 
 
 def readable(t: Tensor) -> bool:
-    """True if the values of `t` can be read: not tracing, compiling or capturing a graph, not on the meta device."""
+    """Return False if values of `t` cannot be read: tracing, compiling, capturing a graph, on the meta device."""
     return not (t.is_meta or is_tracing(t))
 
 
 def read_padding_mask(mask: Tensor, B: int, T: int) -> Tensor | None:
-    """The mask [B, S], or None if it marks every token as real; costs one host synchronisation on a GPU.
+    """Return the mask [B, S], or None if it marks every token as real; one host synchronisation on a GPU.
 
     Args:
         mask: [B, S] with S >= T: 1 (or True) for real tokens, 0 for padding.
@@ -41,7 +41,7 @@ def read_padding_mask(mask: Tensor, B: int, T: int) -> Tensor | None:
 
 
 def read_square_mask(mask: Tensor, B: int, T: int, cached: int | Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Padding and documents in a mask of scores, which a KDA layer cannot apply; one host synchronisation on a GPU.
+    """Return padding and documents of a mask of scores, which KDA cannot apply; one host synchronisation on a GPU.
 
     Each real token must see the real tokens of its own document up to itself, and no others. A token that does not see
     itself, or sees later ones, is padding, which no real token may see; what it sees itself does not matter.
@@ -115,7 +115,7 @@ def read_square_mask(mask: Tensor, B: int, T: int, cached: int | Tensor) -> tupl
 
 
 def offsets_of(starts: Tensor) -> Tensor:
-    """Offsets [N + 1] int64 of the sequences that start where `starts` [T] is True."""
+    """Return the offsets [N + 1] int64 of the sequences that start where `starts` [T] is True."""
     return torch.nn.functional.pad(starts.nonzero()[:, 0], (0, 1), value=starts.shape[0])
 
 

@@ -1,4 +1,4 @@
-"""Which sequences a model's call holds: from the ways in which transformers describes them to padding and offsets."""
+"""The sequences of a model's call: padding and offsets from each of the ways transformers describes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_layout(
     seq_idx: Tensor | None = None,
     **_: Any,
 ) -> Layout:
-    """The layout of a model's call from whatever says it; one that the layers would not agree on is an error.
+    """Return the layout of a model's call; raise if its layers would read the arguments differently.
 
     Positions are read only without a cache. The rule is that of transformers' masks: a row starts at 0 or 1, +1
     continues a sequence, and a step back or a repeat begins the next one. Values are not readable under torch.compile
@@ -91,19 +91,19 @@ def _layout(offsets: Tensor | None, padding: Tensor | None, attention_mask: Any,
 
 
 def _cached(cache: Cache | None) -> int | Tensor:
-    """The number of tokens in a cache; a static one counts in a tensor on the device."""
+    """Return the number of tokens in a cache; a static one counts in a device tensor."""
     return 0 if cache is None else cache.get_seq_length()
 
 
 def _hides_nothing(mask: Tensor, T: int, cache: Cache | None) -> bool:
-    """True if a mask [B, S] of ones has a column for each key and no more: a static cache has empty slots to hide."""
+    """Return True if a mask [B, S] of ones has one column per key: a static cache has empty slots to hide."""
     cached = _cached(cache)
     return isinstance(cached, int) and mask.shape[1] == cached + T
 
 
 def _columns(mask: Tensor, T: int, cached: int | Tensor) -> Tensor:
-    """The columns [B, T] of a mask [B, S] for the tokens after `cached` ones; any after these are for empty slots."""
-    if isinstance(cached, Tensor):  # counted on the device, and not read
+    """Return the columns [B, T] of a mask [B, S] for the tokens after `cached` ones; later ones are empty slots."""
+    if isinstance(cached, Tensor):  # counted on the device, where it is not read
         if mask.shape[1] == T:
             return mask
         return mask.index_select(1, torch.arange(T, device=mask.device) + cached.to(mask.device))
@@ -126,7 +126,7 @@ def _offsets_of_numbers(seq_idx: Tensor, B: int, T: int) -> Tensor:
 
 
 def _offsets_of_positions(position_ids: Tensor, padding: Tensor | None, B: int) -> Tensor | None:
-    """Offsets of the sequences that positions begin, None for one in each row; one host synchronisation on a GPU."""
+    """Return offsets of the sequences that positions begin, None for one per row; one host synchronisation on a GPU."""
     if position_ids.ndim == 3:
         _refuse_restarting_axes(position_ids)
         return None
@@ -135,7 +135,7 @@ def _offsets_of_positions(position_ids: Tensor, padding: Tensor | None, B: int) 
         raise ValueError(f"position_ids must have shape [T], [1, T] or [{B}, T], got {list(position_ids.shape)}")
     step = rows.diff()
     if padding is not None:
-        # Positions of padding are free, and so is the step over it.
+        # Positions of padding are arbitrary, and so is the step over it.
         real = padding.bool()
         restarts = (step < 1) & real[:, 1:] & real[:, :-1]
         if _any(restarts, "position_ids must not restart in a row with padding"):
@@ -182,7 +182,7 @@ def _refuse_restarting_axes(position_ids: Tensor) -> None:
 
 
 def _any(condition: Tensor, message: str) -> bool:
-    """True if the condition holds anywhere; where that is not readable, assert on the device that it does not."""
+    """Return True if the condition holds anywhere; if that is not readable, assert on the device that it does not."""
     if readable(condition):
         return bool(condition.any())
     if not condition.is_meta:
@@ -191,7 +191,7 @@ def _any(condition: Tensor, message: str) -> bool:
 
 
 def packed_positions(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Positions [1, T] that restart at 0 where a sequence starts; they keep sequences apart in softmax layers."""
+    """Return positions [1, T] that restart at 0 where a sequence starts, which separate them in softmax layers."""
     tokens = torch.arange(T, device=cu_seqlens.device)
     starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
     return (tokens - starts)[None]

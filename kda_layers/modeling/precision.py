@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 class KeepsFP32(nn.Module):
-    """A module some of whose parameters, and their gradients, stay in fp32 under `to(torch.bfloat16)`, `half()` etc.
+    """A module that keeps some parameters and their gradients in fp32 under `to(torch.bfloat16)`, `half()` etc.
 
     The counterpart of transformers' `_keep_in_fp32_modules_strict`, which only from_pretrained reads.
     """
 
-    kept_in_fp32: ClassVar[tuple[str, ...]]  # the last part of these parameters' names
+    kept_in_fp32: ClassVar[tuple[str, ...]]  # last part of the parameters' names
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         kept = [p for name, p in self.named_parameters() if name.rpartition(".")[2] in self.kept_in_fp32]
@@ -23,7 +23,7 @@ class KeepsFP32(nn.Module):
 
         def converted(t: Tensor) -> Tensor:
             new = fn(t)
-            # A parameter that is narrow already, as in a checkpoint that rounded it, follows the cast.
+            # A parameter that is 16-bit already, as in a checkpoint that rounded it, follows the cast.
             rounded = new.is_floating_point() and new.dtype.itemsize < 4 <= t.dtype.itemsize
             return t.to(new.device, torch.float32) if rounded and id(t) in ids else new
 

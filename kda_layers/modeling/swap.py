@@ -1,68 +1,32 @@
-"""Swapping attention in transformers models: our forward in their own layers, or KDA layers in place of these."""
+"""Swap attention in transformers models: our forward in their own layers, or KDA layers in place of them."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from types import MethodType
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.modeling import families
 from kda_layers.modeling.checks import layer_indices, unwrapped_hint
-from kda_layers.modeling.families.stock import StockFamily
-
-if TYPE_CHECKING:
-    from transformers import (
-        BailingHybridPreTrainedModel,
-        DogePreTrainedModel,
-        Glm5NextPreTrainedModel,
-        KimiLinearPreTrainedModel,
-        LlamaForCausalLM,
-        MistralForCausalLM,
-        Qwen3ForCausalLM,
-    )
-
-    from kda_layers.modeling.families.llama import KDALlamaForCausalLM
-    from kda_layers.modeling.families.mistral import KDAMistralForCausalLM
-    from kda_layers.modeling.families.qwen3 import KDAQwen3ForCausalLM
-
-# By transformers' model_type; a family's file is imported when a model of it comes.
-STOCK_FAMILIES = ("bailing_hybrid", "doge", "glm5_next", "kimi_linear")
-SOFTMAX_FAMILIES = ("llama", "mistral", "qwen3")
+from kda_layers.modeling.convert import convert
+from kda_layers.modeling.in_place import StockFamily
 
 
-# mypy ignores transformers' annotations here, not where the package is used: to it, the first three are the same.
+@overload
+def swap_attention(model: PreTrainedModel, layers: None = None, *, backend: str | None = None) -> list[str]: ...
 @overload
 def swap_attention(
-    model: LlamaForCausalLM, layers: Iterable[int] | str, *, backend: str | None = None, **config: Any
-) -> KDALlamaForCausalLM: ...
-@overload
-def swap_attention(  # type: ignore[overload-cannot-match]
-    model: MistralForCausalLM, layers: Iterable[int] | str, *, backend: str | None = None, **config: Any
-) -> KDAMistralForCausalLM: ...
-@overload
-def swap_attention(  # type: ignore[overload-cannot-match]
-    model: Qwen3ForCausalLM, layers: Iterable[int] | str, *, backend: str | None = None, **config: Any
-) -> KDAQwen3ForCausalLM: ...
-@overload
-def swap_attention(
-    model: BailingHybridPreTrainedModel | DogePreTrainedModel | Glm5NextPreTrainedModel | KimiLinearPreTrainedModel,
-    layers: Iterable[int] | str | None = None,
-    *,
-    backend: str | None = None,
-) -> list[str]: ...
-@overload
+    model: PreTrainedModel, layers: Iterable[int] | str | None, *, backend: str | None = None, **config: Any
+) -> Any: ...
 def swap_attention(
     model: PreTrainedModel, layers: Iterable[int] | str | None = None, *, backend: str | None = None, **config: Any
-) -> list[str] | PreTrainedModel: ...
-def swap_attention(
-    model: PreTrainedModel, layers: Iterable[int] | str | None = None, *, backend: str | None = None, **config: Any
-) -> list[str] | PreTrainedModel:
-    """Puts layers of this package into a transformers model.
+) -> Any:
+    """Put layers of this package into a transformers model.
 
     A model with KDA layers (Kimi-Linear, GLM-5.3-Flash, Ling / Ring) or with biased softmax attention (Doge) is changed
     in place: these layers compute with our forward over the same parameters, so checkpoints, parameter names and
@@ -71,27 +35,27 @@ def swap_attention(
 
     Args:
         model: the transformers model; for a softmax decoder to be converted its ...ForCausalLM.
-        layers: indices of decoder layers. For a model that is changed in place None is all that can be; for one that is
-            converted indices, "all", or a pattern such as "3:1" (three KDA layers, one softmax layer, and so on).
+        layers: indices of decoder layers. For a model that is changed in place None means all that can be swapped; for
+            one that is converted indices, "all", or a pattern such as "3:1" (three KDA layers, one softmax layer,
+            repeated).
         backend: name of a kernel backend for these layers; None chooses (see `kda_layers.explain`).
         **config: for a model to be converted, fields of its new configuration (linear_num_heads, ...).
 
     Returns:
-        The module paths that were changed, or the converted model.
+        list[str], the module paths that were changed; or the converted model, of the family's KDA...ForCausalLM.
 
     Raises:
-        TypeError: model is no PreTrainedModel, but a wrapper of one (PEFT, torch.compile), say; layers that are neither
-            text nor integers; a keyword that is no field of the configuration.
+        TypeError: model is not a PreTrainedModel but, for instance, a wrapper of one (PEFT, torch.compile); layers that
+            are neither text nor integers; a keyword that is not a field of the configuration.
         ValueError: a model class that is not supported; layers that do not exist, are not of the right kind or are
             swapped already; a gate, convolution, bias, window or dropout that layers here do not have; an unknown
-            backend. The model is then as it was.
+            backend. The model is unchanged then.
     """
     _check_model(model)
     kind = model.config.model_type
-    if kind in SOFTMAX_FAMILIES:
+    if kind in families.CONVERTED:
         _check_backend(backend, KDA.backends())
-        variant = importlib.import_module("kda_layers.modeling.families.variant")
-        return variant.convert(model, layers, backend=backend, **config)
+        return convert(model, layers, families.load(f"kda_{kind}"), backend, **config)
     family = _stock_family(model)
     _check_backend(backend, family.backends())
     if config:
@@ -113,13 +77,13 @@ def swap_attention(
 
 
 def restore_attention(model: PreTrainedModel) -> list[str]:
-    """Undoes `swap_attention` on a model that it changed in place, and `enable_speculative_decoding`.
+    """Undo `swap_attention` on a model that it changed in place, and `enable_speculative_decoding`.
 
     Returns:
         The module paths that were changed back.
 
     Raises:
-        TypeError: model is no PreTrainedModel.
+        TypeError: model is not a PreTrainedModel.
         ValueError: no layer is swapped; a converted softmax decoder, whose original was never changed.
     """
     _check_model(model)
@@ -141,13 +105,13 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
 
 
 def enable_speculative_decoding(model: PreTrainedModel) -> None:
-    """Lets a swapped model's `generate` draft tokens: prompt lookup, or an assistant model (`assistant_model=`).
+    """Let a swapped model's `generate` draft tokens: by prompt lookup, or by an assistant model (`assistant_model=`).
 
-    The tokens are those of greedy decoding: our layers take refused drafts back exactly. transformers refuses such
-    models with KDA layers, as its own ones cannot. Models of this package and Doge need no call.
+    The tokens are those of greedy decoding: our layers take refused drafts back exactly. transformers refuses models
+    with KDA layers, as its own layers cannot. Models of this package and Doge need no call.
 
     Raises:
-        TypeError: model is no PreTrainedModel.
+        TypeError: model is not a PreTrainedModel.
         ValueError: a KDA layer of the model is not swapped.
     """
     _check_model(model)
@@ -164,14 +128,14 @@ def enable_speculative_decoding(model: PreTrainedModel) -> None:
 
 
 def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> PreTrainedModel:
-    """`from_pretrained` for a model that `swap_attention` changes in place, swapped; A_log and dt_bias stay in fp32.
+    """Load a model that `swap_attention` changes in place, and swap it; A_log and dt_bias stay in fp32.
 
-    transformers rounds these two of a Kimi-Linear to the dtype that a model is loaded in.
+    transformers rounds these two of a Kimi-Linear to the dtype that the model is loaded in.
 
     Args:
         path: checkpoint folder or Hub name.
         backend: as in `swap_attention`.
-        **kwargs: of the stock class's from_pretrained (dtype, device_map, ...).
+        **kwargs: arguments of the stock class's from_pretrained (dtype, device_map, ...).
 
     Returns:
         The model, of the stock class.
@@ -204,11 +168,11 @@ def _check_model(model: Any) -> None:
 
 
 def _family(kind: str, what: str) -> StockFamily:
-    if kind not in STOCK_FAMILIES:
-        supported = ", ".join(STOCK_FAMILIES) + "; to convert: " + ", ".join(SOFTMAX_FAMILIES)
+    if kind not in families.IN_PLACE:
+        supported = ", ".join(families.IN_PLACE) + "; to convert: " + ", ".join(families.CONVERTED)
         ours = " (its KDA layers are of this package already)" if kind.startswith("kda") else ""
         raise ValueError(f"{what} must be of a supported family ({supported}), got model_type {kind!r}{ours}")
-    return importlib.import_module(f"kda_layers.modeling.families.{kind}").FAMILY
+    return families.load(kind)
 
 
 def _stock_family(model: PreTrainedModel) -> StockFamily:
@@ -226,11 +190,11 @@ def _base_models(model: nn.Module, family: StockFamily) -> list[Any]:
 
 
 def _chosen_layers(model: nn.Module, family: StockFamily, layers: Iterable[int] | str | None) -> dict[str, Any]:
-    """The stock layers that were asked for, by path."""
+    """Return the requested stock layers by path."""
     found = {p: m for p, m in model.named_modules() if isinstance(m, family.stock_layer)}
     if not found:
         raise ValueError(f"{type(model).__name__} must have a {family.noun} to swap, got none")
-    if layers is None or (isinstance(layers, str) and layers == "all"):  # an array compares element by element
+    if layers is None or (isinstance(layers, str) and layers == "all"):  # an array would compare element by element
         chosen = found
     else:
         chosen = _by_index(model, family, found, layers)
@@ -258,5 +222,5 @@ def _by_index(
 
 def _set_class(layer: Any, cls: type[nn.Module]) -> None:
     layer.__class__ = cls
-    if "_old_forward" in layer.__dict__:  # accelerate's hooks call the forward that was there when they came
+    if "_old_forward" in layer.__dict__:  # accelerate's hooks call the forward that they found
         layer._old_forward = MethodType(cls.forward, layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import mmap
@@ -11,7 +12,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,17 +22,50 @@ import torch
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kda_layers" / "kernels" / "cuda"
 FLAGS = (
-    *("-std=c++17", "-O1", "-march=native", "-g1", "-shared", "-fPIC", "-fno-exceptions", "-U_FORTIFY_SOURCE"),
+    *("-std=c++17", "-O1", "-march=native", "-g1", "-fPIC", "-fno-exceptions", "-U_FORTIFY_SOURCE"),
     *("-fvisibility=hidden", "-fno-gnu-unique"),  # libraries share nothing
     "-fno-strict-aliasing",  # kernels look at shared memory as several types
     # A misaligned access and an index outside an array trap.
     *("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error"),
     "-ftrivial-auto-var-init=pattern",  # what is not initialized is a large number
 )
+# Loads and stores call functions of order.hpp. Local variables do not share the stack, on which registers are emulated.
+ORDER_FLAGS = (
+    *("-DCHECK_ORDER=1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"),
+    "-fstack-reuse=none",
+)
+DEBUG_FLAGS = ("-Og", "-g3")
+_more_flags: ContextVar[tuple[str, ...]] = ContextVar("more_flags", default=())
 
 
 class EmulatorError(RuntimeError):
-    """The kernel does not compile, or did what is undefined or never ends."""
+    """The kernel does not compile, never ends, or does what the emulator knows to be undefined (see README.md)."""
+
+
+@contextlib.contextmanager
+def order_checked(active: bool = True) -> Iterator[None]:
+    """Kernels compiled in this context check that a barrier or a fence orders every two accesses that need one.
+
+    Such a kernel takes five to seven times as long. README.md says what it finds.
+    """
+    with _compiled_with(ORDER_FLAGS if active else ()):
+        yield
+
+
+@contextlib.contextmanager
+def debuggable(active: bool = True) -> Iterator[None]:
+    """Kernels compiled in this context can be followed in gdb, with their variables."""
+    with _compiled_with(DEBUG_FLAGS if active else ()):
+        yield
+
+
+@contextlib.contextmanager
+def _compiled_with(flags: tuple[str, ...]) -> Iterator[None]:
+    token = _more_flags.set((*_more_flags.get(), *flags))
+    try:
+        yield
+    finally:
+        _more_flags.reset(token)
 
 
 def unavailable() -> str:
@@ -74,27 +109,30 @@ class Kernel:
             seed: chooses the order of warps, lanes and copies.
 
         Raises:
-            EmulatorError: where lanes diverge, nothing can go on, an access is out of range ...
+            EmulatorError: if the kernel does what README.md lists under "What fails".
         """
         data = bytes(params)
         message = self.library.launch(data, len(data), *grid, block, cluster, resident, shared_bytes, seed)
         if message is not None:
-            raise EmulatorError(f"{self.entry}, seed {seed}: {message.decode()}{self._fault()}")
+            text = re.sub(r"\[\+(0x[0-9a-f]+)\]", lambda m: self._lines(int(m[1], 16) - 1), message.decode())
+            fault = self.library.fault_offset()
+            trapped = f"; trapped at {self._lines(fault)}" if fault else ""
+            raise EmulatorError(f"{self.entry}, seed {seed}: {text}{trapped}")
 
-    def _fault(self) -> str:
-        """The source lines of the instruction that trapped, innermost first."""
-        offset = self.library.fault_offset()
-        if not offset or not shutil.which("addr2line"):
-            return ""
+    def _lines(self, offset: int) -> str:
+        """The source lines of the instruction at an offset in the library, innermost first."""
+        if not shutil.which("addr2line"):
+            return hex(offset)
         lines = subprocess.run(["addr2line", "-i", "-e", self.path, hex(offset)], capture_output=True, text=True).stdout
-        return "; trapped at " + ", from ".join(Path(line).name for line in lines.split())
+        places = (Path(line.split(" ")[0]).name for line in lines.splitlines())
+        return ", from ".join(places)
 
 
 def compile_kernel(source: str | Path, entry: str, defines: Mapping[str, object] | None = None) -> Kernel:
     """Compile a kernel for the host, or take it from the cache in the folder of temporary files.
 
     Args:
-        source: a `.cu` file, relative to the package's folder of kernels.
+        source: a `.cu` file; relative paths start at KERNELS.
         entry: the kernel's name.
         defines: macros and their values.
 
@@ -104,7 +142,8 @@ def compile_kernel(source: str | Path, entry: str, defines: Mapping[str, object]
     source = KERNELS / source
     files = _closure(source)
     macros = {"KERNEL_SOURCE": f'"{source.name}"', "KERNEL_ENTRY": entry, **(defines or {})}
-    command = ["g++", *FLAGS, *(f"-D{name}={value}" for name, value in macros.items()), "launch.cpp"]
+    defined = (f"-D{name}={value}" for name, value in macros.items())
+    command = ["g++", *FLAGS, *_more_flags.get(), *defined, "-c", "launch.cpp"]
     key = hashlib.sha256(repr((command, sorted(files.items()))).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"cuda_emulator_{os.getuid()}"
     library = folder / f"{source.stem}_{entry}_{key}.so"
@@ -113,9 +152,11 @@ def compile_kernel(source: str | Path, entry: str, defines: Mapping[str, object]
         with tempfile.TemporaryDirectory(dir=folder) as build:  # the kernels' ptx.cuh is not in it
             for name, text in files.items():
                 Path(build, name).write_text(text)
-            run = subprocess.run([*command, "-o", "kernel.so"], cwd=build, capture_output=True, text=True)
-            if run.returncode:
-                raise EmulatorError(f"{source.name} {dict(defines or {})} does not compile:\n{run.stderr}")
+            link = ["g++", "-shared", "launch.o", "-o", "kernel.so"]  # apart, as -fsanitize=thread links its runtime
+            for step in ([*command, "-o", "launch.o"], link):
+                run = subprocess.run(step, cwd=build, capture_output=True, text=True)
+                if run.returncode:
+                    raise EmulatorError(f"{source.name} {dict(defines or {})} does not compile:\n{run.stderr}")
             Path(build, "kernel.so").replace(library)  # at once: other processes may compile it too
     loaded = ctypes.PyDLL(str(library))  # keeps the GIL: the machine is global
     loaded.launch.argtypes = [ctypes.c_char_p, ctypes.c_size_t, *[ctypes.c_uint32] * 7, ctypes.c_uint64]

@@ -1,14 +1,16 @@
 // The machine that runs a kernel on the host: some clusters of blocks at a time, every CUDA thread a fiber of its own.
 //
-// It is meant to be an adversary: the order of warps, lanes and bulk copies is random (seeded), what a copy has not yet
-// delivered reads as NaN, and what PTX leaves undefined fails with a message. Here is its state and how it switches
-// between threads, in operations.hpp what the threads do, in scheduler.hpp who goes on and when.
+// It is meant to be an adversary: the order of warps, lanes and bulk copies is random (seeded), and what a copy or a
+// product has not yet delivered reads as NaN. README.md lists which undefined behavior it finds and which it does not.
+// Here is its state and how it switches between threads, in operations.hpp what the threads do, in order.hpp what
+// orders their accesses, in scheduler.hpp who goes on and when.
 #pragma once
 
 #include <csetjmp>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <sys/mman.h>
 #include <vector>
 
@@ -25,15 +27,27 @@ constexpr u32 all_lanes = 0xffffffffu;
 constexpr size_t page = 4096, stack_bytes = 32 * page;
 constexpr u32 most_idle_polls = 1000000;
 
+#ifndef CHECK_ORDER
+#define CHECK_ORDER 0  // 1: see order.hpp
+#endif
+constexpr bool check_order = CHECK_ORDER;
+
 // Where the kernel calls an operation: every operation takes one as its last argument, by default.
 struct Site {
     const char* file;
     int line;
     bool operator==(const Site& other) const { return line == other.line && file == other.file; }
 };
-#define CALLED_HERE ::emulator::Site site = {__builtin_FILE(), __builtin_LINE()}
+#if CHECK_ORDER
+struct Call : Site { ~Call(); };  // the operation ends where the argument is destroyed
+#else
+using Call = Site;
+#endif
+#define CALLED_HERE ::emulator::Call site = {__builtin_FILE(), __builtin_LINE()}
 
-// An mbarrier's 64 bits; poisoned and zeroed memory do not look initialized.
+// An mbarrier's 64 bits; poisoned and zeroed memory do not look initialized. LOCAL: other blocks and bulk copies may
+// not use it before mbarrier_init_fence.
+enum Initialized { LOCAL = 1, VISIBLE = 2 };
 struct Mbarrier {
     u64 initialized : 2, phase : 1, count : 20, pending : 20;
     i64 bytes : 21;
@@ -48,6 +62,16 @@ struct AsyncCopy {  // 16 bytes of one thread
 };
 
 struct Warp;
+struct VectorClock;
+using SharedClocks = std::__shared_ptr<VectorClock, __gnu_cxx::_S_single>;  // counts without atomics
+
+enum Space { SHARED, GLOBAL };
+
+struct LaneOrder {  // see order.hpp
+    u32 clock = 1, fenced[2] = {};  // by space: its own accesses up to this clock are fenced
+    SharedClocks clocks, observed, released;
+    u32 epoch = 1, begun = 0;  // of register accesses; the epoch that the last product_begin began
+};
 
 struct Lane {  // a CUDA thread
     void* stack_pointer;
@@ -60,6 +84,9 @@ struct Lane {  // a CUDA thread
     u64* barrier;    // the mbarrier it waits for
     std::vector<AsyncCopy> copies;
     u32 groups;  // committed
+    std::vector<u64*> local_barriers;  // initialized since its last mbarrier_init_fence
+    bool begun;                        // product_begin came after its last product_use
+    LaneOrder order;
 };
 
 struct Block;
@@ -71,6 +98,17 @@ struct Product {  // of a warpgroup, this warp's 16 rows; without operands: the 
     float (*load)(const u16*);
     float* d[32];
     u32 held[32][4];  // by lane, as A of mma
+    const u32* held_at[32];
+    u32 epoch[32];  // of the lanes' register accesses, from the launch on
+};
+
+// Registers that products write: poisoned from the first launch until product_use after the wait for the last.
+struct Accumulator {
+    float* d[32];
+    int count, under_way;  // registers of a lane; products
+    u32 taken;             // lanes that wait for product_use
+    u32 epoch[32];
+    float values[32][64];
 };
 
 struct Warp {
@@ -80,6 +118,7 @@ struct Warp {
     Lane* lanes;
     u64 asleep_until;
     std::vector<Product> products;  // under way
+    std::vector<Accumulator> accumulators;
 };
 
 struct NamedBarrier {
@@ -149,13 +188,15 @@ struct Machine {
     jmp_buf give_up;
     char message[1 << 14];
     void* fault;  // the instruction that trapped
+    char* library;  // where the kernel's library is loaded
 };
 static Machine machine;
 static Lane* current;
+static bool in_kernel;  // the kernel's own code runs, not an operation of the machine
 
 // ---------------------------------------------------------------- failures
 
-[[noreturn]] inline void fail_plainly() { longjmp(machine.give_up, 1); }
+[[noreturn]] __attribute__((noinline)) inline void fail_plainly() { longjmp(machine.give_up, 1); }
 
 inline void report(const char* format, ...) {
     const size_t used = strlen(machine.message);
@@ -249,7 +290,12 @@ inline void maybe_interrupt() {
     suspend();
 }
 
+#if CHECK_ORDER
+inline Call::~Call() { in_kernel = true; }
+#endif
+
 inline void begin(const char* operation, Site site, int argument_0 = 0, int argument_1 = 0) {
+    in_kernel = false;
     current->operation = operation;
     current->site = site;
     current->arguments[0] = argument_0;

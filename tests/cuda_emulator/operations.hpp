@@ -1,7 +1,7 @@
 // What a thread may do beyond plain C++; ptx.cuh gives it its names.
 #pragma once
 
-#include "machine.hpp"
+#include "order.hpp"
 
 namespace emulator {
 
@@ -46,6 +46,7 @@ inline void together(Operands& mine, Compute compute) {
 }
 
 inline void wake(std::vector<Warp*>& warps) {
+    synchronize(warps);
     for (Warp* warp : warps) warp->ready = all_lanes;
     warps.clear();
     machine.idle_polls = 0;
@@ -107,16 +108,21 @@ inline void poison(void* p, size_t bytes) { memset(p, 0xff, bytes); }  // NaN in
 
 // The bytes of a copy come as late as they may: when the thread waits for them.
 inline void start_copy(void* to, const void* from, bool valid) {
-    if (valid) check_global(from, 16, 16);
+    if (valid) {
+        check_global(from, 16, 16);
+        operation_reads(*current, from, 16);
+    }
+    operation_writes(*current, to, 16);
     poison(to, 16);
     current->copies.push_back({to, valid ? from : nullptr, current->groups});
 }
 inline void finish_copies(u32 pending) {
     std::vector<AsyncCopy>& copies = current->copies;
-    size_t done = 0;
+    size_t done = 0;  // they are plain writes of this thread
     for (; done < copies.size() && copies[done].group + pending < current->groups; ++done) {
         if (copies[done].from) memcpy(copies[done].to, copies[done].from, 16);
         else memset(copies[done].to, 0, 16);
+        operation_writes(*current, copies[done].to, 16);
     }
     copies.erase(copies.begin(), copies.begin() + done);
     maybe_interrupt();
@@ -138,13 +144,24 @@ template <class T> inline T* same_place(T* p, const Block& block) {
 
 inline Mbarrier& checked(u64* barrier) {
     Mbarrier& state = *reinterpret_cast<Mbarrier*>(barrier);
-    if (state.initialized != 1) fail("the mbarrier is not initialized");
+    if (state.initialized != LOCAL && state.initialized != VISIBLE) fail("the mbarrier is not initialized");
     return state;
+}
+
+// For other blocks and for bulk copies.
+inline void check_visible(u64* barrier) {
+    if (checked(barrier).initialized == LOCAL) fail("no mbarrier_init_fence since the mbarrier was initialized");
 }
 
 inline void initialize(u64* barrier, int count) {
     if (count <= 0 || count > most_arrivals) fail("%d arrivals", count);
-    *reinterpret_cast<Mbarrier*>(barrier) = {1, 0, u64(count), u64(count), 0};
+    *reinterpret_cast<Mbarrier*>(barrier) = {LOCAL, 0, u64(count), u64(count), 0};
+    current->local_barriers.push_back(barrier);
+}
+
+inline void fence_initializations() {
+    for (u64* barrier : current->local_barriers) reinterpret_cast<Mbarrier*>(barrier)->initialized = VISIBLE;
+    current->local_barriers.clear();
 }
 
 inline bool phase_done(u64* barrier, u32 parity) { return checked(barrier).phase != (parity & 1); }
@@ -152,6 +169,7 @@ inline bool phase_done(u64* barrier, u32 parity) { return checked(barrier).phase
 inline void end_phase_if_complete(Block& block, u64* barrier) {
     Mbarrier& state = checked(barrier);
     if (state.pending || state.bytes) return;
+    complete_phase(barrier);
     state.phase ^= 1;
     state.pending = state.count;
     machine.idle_polls = 0;
@@ -170,6 +188,7 @@ inline void add_bytes(u64* barrier, i64 bytes) {
 inline void arrive(Block& block, u64* barrier) {
     Mbarrier& state = checked(barrier);
     if (!state.pending) fail("more than %u arrivals in a phase of an mbarrier", u32(state.count));
+    release_to_mbarrier(barrier);
     --state.pending;
     end_phase_if_complete(block, barrier);
     maybe_interrupt();
@@ -183,14 +202,18 @@ inline void wait_for_phase(u64* barrier, u32 parity) {
         suspend();
         current->barrier = nullptr;
     }
+    acquire_from_mbarrier(barrier);
 }
 
 inline bool poll(u64* barrier, u32 parity) {
-    if (phase_done(barrier, parity)) return true;
-    ++machine.idle_polls;
-    machine.interrupted = true;
-    suspend();
-    return phase_done(barrier, parity);
+    if (!phase_done(barrier, parity)) {
+        ++machine.idle_polls;
+        machine.interrupted = true;
+        suspend();
+        if (!phase_done(barrier, parity)) return false;
+    }
+    acquire_from_mbarrier(barrier);
+    return true;
 }
 
 inline void start_bulk_copies(void* to, const void* from, u32 bytes, u64* barrier, u16 ranks) {
@@ -198,9 +221,13 @@ inline void start_bulk_copies(void* to, const void* from, u32 bytes, u64* barrie
     if (!bytes || bytes % 16) fail("%u bytes are not a positive multiple of 16", bytes);
     if (!ranks) fail("no ranks to copy to");
     check_global(from, bytes, 16);
+    check_async(*current, "a bulk copy reads", from, bytes, GLOBAL);
     for (u32 rank = 0; rank < 16; ++rank) {
         if (!(ranks >> rank & 1)) continue;
         Block& block = block_of_rank(rank);
+        check_visible(same_place(barrier, block));
+        check_async(*current, "a bulk copy writes", same_place(to, block), bytes, SHARED);
+        overwrite(*current, same_place(to, block), bytes);
         poison(same_place(to, block), bytes);
         machine.bulk_copies.push_back({current, same_place(to, block), from, bytes, &block, same_place(barrier, block),
                                        machine.now + random_duration()});
@@ -219,7 +246,8 @@ inline void deliver(const BulkCopy& copy) {
 // ---------------------------------------------------------------- products of a warpgroup
 
 // Row i of an operand, whose rows of blocks are `stride` bytes apart; a standing one is stored transposed.
-inline void load_row(float (&row)[16], const Product& product, const unsigned char* operand, int stride, bool stands, int i) {
+inline void load_row(float (&row)[16], const Product& product, const unsigned char* operand, int stride, bool stands,
+                     int i) {
     for (int k = 0; k < 16; ++k) {
         const int line = stands ? k : i, place = stands ? i : k;
         const unsigned char* at = operand + (line / 8) * stride + (place / 8) * 128 + (line % 8) * 16 + (place % 8) * 2;
@@ -236,6 +264,96 @@ inline void load_held_row(float (&row)[16], const Product& product, int i) {
     }
 }
 
+inline bool is_poisoned(const void* p, size_t bytes) {
+    const auto first = static_cast<const unsigned char*>(p);
+    return first[0] == 0xff && !memcmp(first, first + 1, bytes - 1);
+}
+
+inline Accumulator* find_accumulator(Warp& warp, int lane, const float* d) {
+    for (Accumulator& accumulator : warp.accumulators)
+        if (accumulator.d[lane] == d) return &accumulator;
+    return nullptr;
+}
+
+// The lanes give the registers of a product away, until product_use.
+inline Accumulator& take_registers(Warp& warp, const Product& product) {
+    Accumulator accumulator;
+    accumulator.count = product.columns / 2;
+    accumulator.under_way = 0;
+    accumulator.taken = all_lanes;
+    for (int i = 0; i < 32; ++i) {
+        Lane& lane = warp.lanes[i];
+        if (accessed_since(lane.order.begun, product.d[i], accumulator.count, true) >= 0)
+            fail("the accumulator's registers were accessed after the last product_begin");
+        accumulator.d[i] = product.d[i];
+        accumulator.epoch[i] = ++lane.order.epoch;
+        memcpy(accumulator.values[i], product.d[i], accumulator.count * sizeof(float));
+        poison(product.d[i], accumulator.count * sizeof(float));
+    }
+    warp.accumulators.push_back(accumulator);
+    return warp.accumulators.back();
+}
+
+// The 16-byte pieces of a product's operands that this warp reads: 16 rows of a, all of b, 16 numbers of each.
+template <class F>
+inline void each_piece(const unsigned char* operand, int stride, bool stands, int first, int count, F f) {
+    for (int line = stands ? 0 : first; line < (stands ? 16 : first + count); ++line)
+        for (int place = stands ? first : 0; place < (stands ? first + count : 16); place += 8)
+            f(operand + line / 8 * stride + place / 8 * 128 + line % 8 * 16);
+}
+template <class F> inline void each_piece(const Warp& warp, const Product& product, F f) {
+    if (product.a) each_piece(product.a, product.a_stride, product.a_stands, 16 * (warp.index % 4), 16, f);
+    each_piece(product.b, product.b_stride, product.b_stands, 0, product.columns, f);
+}
+
+inline void check_operands(const Warp& warp, const Product& product) {
+    const VectorClock* last = nullptr;
+    for (int i = 0; i < 32; ++i) {
+        const Lane& lane = warp.lanes[i];
+        if (i && lane.order.clocks.get() == last) continue;  // lanes that share it
+        last = lane.order.clocks.get();
+        each_piece(warp, product, [&](const void* p) { check_async(lane, "wgmma reads", p, 16, SHARED); });
+    }
+    each_piece(warp, product, [&](const void* p) { start_reading(warp.lanes[0], p, 16); });
+}
+
+// By a whole warp, whose last lane acts for all.
+inline void start_product(Product product) {
+    Warp& warp = *current->warp;
+    Accumulator* accumulator = find_accumulator(warp, 0, product.d[0]);
+    for (int i = 0; i < 32; ++i) {
+        Lane& lane = warp.lanes[i];
+        if (!lane.begun && (!accumulator || !product.a))
+            fail("no product_begin since thread %u had the registers of this product", lane.thread.x);
+        if (product.a) continue;
+        if (accessed_since(lane.order.begun, product.held_at[i], 4, false) >= 0)
+            fail("the registers of its first operand were written after the last product_begin");
+        product.epoch[i] = ++lane.order.epoch;
+    }
+    if (!accumulator) accumulator = &take_registers(warp, product);
+    ++accumulator->under_way;
+    if (check_order) check_operands(warp, product);
+    warp.products.push_back(product);
+}
+
+inline void multiply(const Warp& warp, const Product& product, Accumulator& accumulator) {
+    float a[16][16], b[16];
+    for (int row = 0; row < 16; ++row) {
+        const int line = 16 * (warp.index % 4) + row;
+        if (product.a) load_row(a[row], product, product.a, product.a_stride, product.a_stands, line);
+        else load_held_row(a[row], product, row);
+    }
+    for (int column = 0; column < product.columns; ++column) {
+        load_row(b, product, product.b, product.b_stride, product.b_stands, column);
+        for (int row = 0; row < 16; ++row) {
+            const int lane = 4 * (row % 8) + column % 8 / 2, place = 4 * (column / 8) + 2 * (row / 8) + column % 2;
+            float sum = 0, &d = accumulator.values[lane][place];
+            for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k];
+            d = product.begins ? sum : d + sum;
+        }
+    }
+}
+
 // Products come as late as they may: when the warp waits for them.
 inline void finish_products(Warp& warp, int pending) {
     size_t groups = 0, end = 0;
@@ -243,28 +361,48 @@ inline void finish_products(Warp& warp, int pending) {
     for (; int(groups) > pending; ++end) groups -= !warp.products[end].columns;
     for (size_t n = 0; n < end; ++n) {
         const Product& product = warp.products[n];
-        float a[16][16], b[16];
-        for (int row = 0; row < (product.columns ? 16 : 0); ++row) {
-            if (product.a) load_row(a[row], product, product.a, product.a_stride, product.a_stands, 16 * (warp.index % 4) + row);
-            else load_held_row(a[row], product, row);
-        }
-        for (int column = 0; column < product.columns; ++column) {
-            load_row(b, product, product.b, product.b_stride, product.b_stands, column);
-            for (int row = 0; row < 16; ++row) {
-                float sum = 0;
-                for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k];
-                float& d = product.d[4 * (row % 8) + column % 8 / 2][4 * (column / 8) + 2 * (row / 8) + column % 2];
-                d = product.begins ? sum : d + sum;
-            }
-        }
+        if (!product.columns) continue;
+        for (int i = 0; !product.a && i < 32; ++i)
+            if (accessed_since(product.epoch[i], product.held_at[i], 4, false) >= 0)
+                fail("the registers of a product's first operand were written while it was under way");
+        Accumulator& accumulator = *find_accumulator(warp, 0, product.d[0]);
+        multiply(warp, product, accumulator);
+        if (check_order) each_piece(warp, product, [&](const void* p) { finish_reading(warp.lanes[0], p, 16); });
+        --accumulator.under_way;
     }
     warp.products.erase(warp.products.begin(), warp.products.begin() + end);
+}
+
+// The lane has its registers back, if their products are done.
+inline void use_product(float* d) {
+    Lane& lane = *current;
+    Warp& warp = *lane.warp;
+    const u32 i = lane.thread.x % 32;
+    Accumulator* accumulator = find_accumulator(warp, i, d);
+    if (!accumulator || accumulator->under_way || !(accumulator->taken >> i & 1)) return;
+    const size_t bytes = accumulator->count * sizeof(float);
+    if (!is_poisoned(d, bytes) || accessed_since(accumulator->epoch[i], d, accumulator->count, true) >= 0)
+        fail("the accumulator's registers were accessed before product_wait and product_use");
+    memcpy(d, accumulator->values[i], bytes);
+    lane.begun = false;
+    accumulator->taken &= ~bit(lane);
+    if (accumulator->taken) return;
+    *accumulator = warp.accumulators.back();
+    warp.accumulators.pop_back();
 }
 
 // ---------------------------------------------------------------- counters in global memory
 
 inline void write_counter(u32* counter, u32 value) {
+    write_relaxed(counter);
     *counter = value;
+    machine.idle_polls = 0;
+    maybe_interrupt();
+}
+
+inline void add_to_counter(u32* counter, u32 more) {  // no other lane runs in between
+    release_to_counter(counter);
+    *counter += more;
     machine.idle_polls = 0;
     maybe_interrupt();
 }
@@ -273,6 +411,7 @@ inline u32 read_counter(const u32* counter) {  // who reads one waits for anothe
     ++machine.idle_polls;
     machine.interrupted = true;
     suspend();
+    read_relaxed(counter);
     return *counter;
 }
 

@@ -1,6 +1,7 @@
 // The names of kda_layers/kernels/cuda/ptx.cuh for the emulated machine, and what else of CUDA C++ the kernels use.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <type_traits>
 
@@ -175,7 +176,7 @@ DEVICE int broadcast(int x, CALLED_HERE) {
 DEVICE void warp_sync(CALLED_HERE) {
     struct Operands {} mine;
     emulator::begin("warp_sync", site);
-    emulator::together(mine, [](Operands**) {});
+    emulator::together(mine, [](Operands**) { emulator::synchronize(std::array{emulator::current->warp}); });
 }
 
 namespace emulator {
@@ -189,7 +190,10 @@ inline void load_four_matrices(u32* r, const void* row, bool transposed) {
     struct Operands { const void* row; u32* r; } mine = {row, r};
     together(mine, [transposed](Operands** lanes) {
         u16 matrices[4][8][8];
-        for (int i = 0; i < 32; ++i) memcpy(matrices[i / 8][i % 8], lanes[i]->row, 16);
+        for (int i = 0; i < 32; ++i) {
+            operation_reads(current->warp->lanes[i], lanes[i]->row, 16);
+            memcpy(matrices[i / 8][i % 8], lanes[i]->row, 16);
+        }
         for (int i = 0; i < 32; ++i)
             for (int m = 0; m < 4; ++m) lanes[i]->r[m] = matrix_pair(matrices[m], i, transposed);
     });
@@ -222,8 +226,10 @@ DEVICE void store_matrices(void* row, const u32 (&x)[4], CALLED_HERE) {
     emulator::begin_shared("store_matrices(byte %d)", site, row, 16, 16);
     struct Operands { void* row; const u32* x; } mine = {row, x};
     emulator::together(mine, [](Operands** lanes) {
-        for (int i = 0; i < 32; ++i)  // lane i has row i % 8 of matrix i / 8, whose numbers four lanes hold
+        for (int i = 0; i < 32; ++i) {  // lane i has row i % 8 of matrix i / 8, whose numbers four lanes hold
+            emulator::operation_writes(emulator::current->warp->lanes[i], lanes[i]->row, 16);
             for (int j = 0; j < 4; ++j) static_cast<u32*>(lanes[i]->row)[j] = lanes[4 * (i % 8) + j]->x[i / 8];
+        }
     });
 }
 
@@ -233,6 +239,7 @@ DEVICE void store_matrices_transposed(void* row, u32 a, u32 b, u32 c, u32 d, CAL
     emulator::together(mine, [](Operands** lanes) {
         for (int i = 0; i < 32; ++i) {  // lane i has row i % 8 of what is stored of matrix i / 8: a column of its numbers
             u16* to = static_cast<u16*>(lanes[i]->row);
+            emulator::operation_writes(emulator::current->warp->lanes[i], to, 16);
             for (int j = 0; j < 8; ++j) to[j] = u16(lanes[4 * j + i % 8 / 2]->x[i / 8] >> 16 * (i % 2));
         }
     });
@@ -278,7 +285,7 @@ DEVICE void mbarrier_wait(u64* barrier, u32 parity, CALLED_HERE) {
 
 DEVICE void publish_more(u32* counter, u32 more, CALLED_HERE) {
     emulator::begin("publish_more(%d)", site, more);
-    emulator::write_counter(counter, *counter + more);  // no other lane runs in between
+    emulator::add_to_counter(counter, more);
 }
 DEVICE void write_counter(u32* counter, u32 value, CALLED_HERE) {
     emulator::begin("write_counter(%d)", site, value);
@@ -289,7 +296,10 @@ DEVICE u32 read_counter(const u32* counter, CALLED_HERE) {
     return emulator::read_counter(counter);
 }
 DEVICE void back_off() {}
-DEVICE void fence_gpu() {}
+DEVICE void fence_gpu(CALLED_HERE) {
+    emulator::begin("fence_gpu", site);
+    emulator::fence_scope_gpu();
+}
 
 // ---------------------------------------------------------------- clusters of blocks (sm_90 and newer)
 
@@ -299,7 +309,10 @@ DEVICE void cluster_sync(CALLED_HERE) {
     emulator::begin("cluster_sync", site);
     emulator::wait_at_cluster_barrier();
 }
-DEVICE void mbarrier_init_fence() {}
+DEVICE void mbarrier_init_fence(CALLED_HERE) {
+    emulator::begin("mbarrier_init_fence", site);
+    emulator::fence_initializations();
+}
 DEVICE void mbarrier_arrive_expecting(u64* barrier, u32 bytes, CALLED_HERE) {
     emulator::begin_shared("mbarrier_arrive_expecting(byte %d, %d bytes)", site, barrier, 8, 8, bytes);
     emulator::add_bytes(barrier, bytes);
@@ -308,9 +321,13 @@ DEVICE void mbarrier_arrive_expecting(u64* barrier, u32 bytes, CALLED_HERE) {
 DEVICE void mbarrier_arrive_at(u64* barrier, u32 rank, CALLED_HERE) {
     emulator::begin_shared("mbarrier_arrive_at(byte %d, rank %d)", site, barrier, 8, 8, rank);
     emulator::Block& block = emulator::block_of_rank(rank);
+    if (&block != &emulator::own_block()) emulator::check_visible(emulator::same_place(barrier, block));
     emulator::arrive(block, emulator::same_place(barrier, block));
 }
-DEVICE void fence_bulk_copies() {}
+DEVICE void fence_bulk_copies(CALLED_HERE) {
+    emulator::begin("fence_bulk_copies", site);
+    emulator::fence_proxy(*emulator::current, emulator::GLOBAL);
+}
 DEVICE void bulk_copy_to_cluster(void* to, const void* from, u32 bytes, u64* barrier, u16 ranks, CALLED_HERE) {
     emulator::begin_shared("bulk_copy_to_cluster(byte %d, %d bytes)", site, to, bytes, 16, bytes);
     emulator::start_bulk_copies(to, from, bytes, barrier, ranks);
@@ -319,7 +336,14 @@ DEVICE void bulk_copy_to_cluster(void* to, const void* from, u32 bytes, u64* bar
 
 // ---------------------------------------------------------------- products of four warps
 
+#if WARPGROUPS
+DEVICE void fence_shared(CALLED_HERE) {
+    emulator::begin("fence_shared", site);
+    emulator::fence_proxy(*emulator::current, emulator::SHARED);
+}
+#else
 DEVICE void fence_shared() {}
+#endif
 
 struct Operand {
     const unsigned char* p;
@@ -335,9 +359,9 @@ DEVICE void multiply_group(float (&d)[N / 8][4], Operand a, Operand b, CALLED_HE
     struct Operands { float* d; } mine = {d[0]};
     emulator::begin("multiply_group", site);
     emulator::together(mine, [a, b](Operands** lanes) {
-        emulator::Product product{a.p, b.p, a.stride, b.stride, N, a_stands, false, begins, T::load, {}, {}};
+        emulator::Product product{a.p, b.p, a.stride, b.stride, N, a_stands, false, begins, T::load, {}, {}, {}, {}};
         for (int i = 0; i < 32; ++i) product.d[i] = lanes[i]->d;
-        emulator::current->warp->products.push_back(product);
+        emulator::start_product(product);
     });
 }
 template <class T, int N, bool b_stands = false>
@@ -345,12 +369,18 @@ DEVICE void multiply_held(float (&d)[N / 8][4], const u32 (&a)[4], Operand b, CA
     struct Operands { float* d; const u32* a; } mine = {d[0], a};
     emulator::begin("multiply_held", site);
     emulator::together(mine, [b](Operands** lanes) {
-        emulator::Product product{nullptr, b.p, 0, b.stride, N, false, b_stands, false, T::load, {}, {}};
-        for (int i = 0; i < 32; ++i) product.d[i] = lanes[i]->d, memcpy(product.held[i], lanes[i]->a, sizeof product.held[i]);
-        emulator::current->warp->products.push_back(product);
+        emulator::Product product{nullptr, b.p, 0, b.stride, N, false, b_stands, false, T::load, {}, {}, {}, {}};
+        for (int i = 0; i < 32; ++i) {
+            product.d[i] = lanes[i]->d, product.held_at[i] = lanes[i]->a;
+            memcpy(product.held[i], lanes[i]->a, sizeof product.held[i]);
+        }
+        emulator::start_product(product);
     });
 }
-DEVICE void product_begin() {}
+DEVICE void product_begin(CALLED_HERE) {
+    emulator::begin("product_begin", site);
+    emulator::fence_registers(*emulator::current);
+}
 DEVICE void product_commit(CALLED_HERE) {
     struct Operands {} mine;
     emulator::begin("product_commit", site);
@@ -360,6 +390,10 @@ template <int pending> DEVICE void product_wait(CALLED_HERE) {
     struct Operands {} mine;
     emulator::begin("product_wait<%d>", site, pending);
     emulator::together(mine, [](Operands**) { emulator::finish_products(*emulator::current->warp, pending); });
+}
+template <int N> DEVICE void product_use(float (&d)[N][4], CALLED_HERE) {
+    emulator::begin("product_use", site);
+    emulator::use_product(d[0]);
 }
 #else
 template <class T, int N, bool a_stands = false, bool begins = false>
@@ -390,8 +424,8 @@ DEVICE void multiply_held(float (&d)[N / 8][4], const u32 (&a)[4], Operand b) {
 DEVICE void product_begin() {}
 DEVICE void product_commit() {}
 template <int pending> DEVICE void product_wait() {}
-#endif
 template <int N> DEVICE void product_use(float (&)[N][4]) {}
+#endif
 
 #if MOVABLE_REGISTERS
 template <int n> DEVICE void registers_more() {}

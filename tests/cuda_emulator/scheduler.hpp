@@ -10,6 +10,7 @@
 namespace emulator {
 
 inline void run_lane() {
+    in_kernel = true;
     machine.kernel();
     Lane& lane = *current;
     Warp& warp = *lane.warp;
@@ -91,11 +92,13 @@ inline void start_block(u32 number, uint3 index) {
         const u32 lane_number = number * machine.threads + t;
         Lane& lane = machine.lanes[lane_number];
         Warp& warp = block.warps[t / 32];
-        if (t % 32 == 0) warp = {&block, t / 32, all_lanes, 0, 0, nullptr, &lane, 0, {}};
+        if (t % 32 == 0) warp = {&block, t / 32, all_lanes, 0, 0, nullptr, &lane, 0, {}, {}};
         // Stack tops differ modulo a page, or 32 lanes would compete for the same lines of the cache.
         const auto top = reinterpret_cast<void**>(machine.stacks.end(lane_number) - t % 32 * 128);
         top[-2] = reinterpret_cast<void*>(run_lane);  // where switch_stack returns to, below it six registers
-        lane = {top - 8, &warp, {t, 0, 0}, "start", {}, {"", 0}, nullptr, nullptr, {}, 0};
+        const u32 clock = lane.order.clock;  // of the lane's number in an earlier block
+        lane = {top - 8, &warp, {t, 0, 0}, "start", {}, {"", 0}, nullptr, nullptr, {}, 0, {}, false, {}};
+        lane.order.clock = clock;
     }
 }
 
@@ -174,7 +177,7 @@ inline void prepare_machine(u32 block_count) {
     machine.shared_capacity = (machine.shared_bytes + 1023) / 1024 * 1024;
     if (machine.stacks.map(machine.lanes.size(), stack_bytes) &&
         machine.shared.map(block_count, (machine.shared_capacity + page - 1) / page * page))
-        return;
+        return reset_order(block_count);
     report("no memory for %zu threads", machine.lanes.size());
     fail_plainly();
 }
@@ -186,6 +189,7 @@ inline void run_grid() {
     prepare_machine(room < all ? room : all);
     for (u32 first = 0; first < all; first += room) {
         if (all - first < room) machine.blocks.resize(all - first);
+        start_order();
         for (u32 i = 0; i < machine.blocks.size(); ++i) {
             const u32 block = first + i;
             start_block(i, {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y});
@@ -226,6 +230,9 @@ inline const char* launch(void (*kernel)(), uint3 grid, u32 threads, u32 cluster
     machine.shared_bytes = shared_bytes;
     machine.random_state = (seed + 1) * 0x9e3779b97f4a7c15ull;
     machine.fault = nullptr;
+    in_kernel = false;
+    Dl_info mine;
+    machine.library = dladdr(&machine, &mine) ? static_cast<char*>(mine.dli_fbase) : nullptr;
 
     // Signals need a stack of their own: a lane's may be what overflowed.
     static char signal_stack[1 << 16];
@@ -241,16 +248,16 @@ inline const char* launch(void (*kernel)(), uint3 grid, u32 threads, u32 cluster
     if (!setjmp(machine.give_up)) run_grid();
     for (int i = 0; i < 4; ++i) sigaction(signals[i], &previous[i], nullptr);
     sigaltstack(&previous_stack, nullptr);
+    end_order();
     machine.stacks.unmap();
     machine.shared.unmap();
     return machine.message[0] ? machine.message : nullptr;
 }
 
 inline u64 fault_offset() {
-    Dl_info mine, trapped;
-    dladdr(&machine, &mine);
-    const bool here = machine.fault && dladdr(machine.fault, &trapped) && trapped.dli_fbase == mine.dli_fbase;
-    return here ? static_cast<char*>(machine.fault) - static_cast<char*>(mine.dli_fbase) : 0;
+    Dl_info trapped;
+    const bool here = machine.fault && dladdr(machine.fault, &trapped) && trapped.dli_fbase == machine.library;
+    return here ? static_cast<char*>(machine.fault) - machine.library : 0;
 }
 
 }  // namespace emulator

@@ -122,7 +122,9 @@ DEVICE void relay(const Params& p) {
     const u32 before = gridDim.x - 1 - blockIdx.x;  // blocks whose turn is earlier
     if (threadIdx.x) return;
     while (read_counter(turn) < before) back_off();
+    fence_gpu();
     *sum = *sum * 3 + blockIdx.x;
+    fence_gpu();
     write_counter(turn, before + 1);
 }
 
@@ -173,6 +175,7 @@ DEVICE void broken(const Params& p) {
         case 15:  // nobody waits for the copy
             if (threadIdx.x) break;
             mbarrier_init(barrier, 1);
+            mbarrier_init_fence();
             mbarrier_arrive_expecting(barrier, 16);
             bulk_copy_to_cluster(shared + 16, p.in, 16, barrier, 1);
             break;

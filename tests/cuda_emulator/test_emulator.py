@@ -1,4 +1,4 @@
-"""The emulated machine does what PTX says, shows races, and refuses what PTX leaves undefined."""
+"""The emulated machine does what PTX says, shows races, and refuses the broken kernels that README.md lists."""
 
 from __future__ import annotations
 

@@ -526,6 +526,17 @@ def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     __main__.main()
 
 
+@pytest.mark.usefixtures("few_variants")
+def test_main_lists_resources(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    main(monkeypatch, "--resources", "--arch", "sm_80")
+    header, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert header == ["arch", "kernel", "registers", "shared", "stack", "spilled", "macros"]
+    assert [(line[0], line[1], line[3:]) for line in lines] == [
+        ("sm_80", "kernel", ["0", "0", "0", f"NUMBER={n}"]) for n in range(2)
+    ]
+    assert all(0 < int(line[2]) < 64 for line in lines)
+
+
 def test_main_precompiles(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(toolchain, "precompile", lambda archs: f"for {archs}")
     monkeypatch.setattr(toolchain, "archs_here", lambda: ["sm_90a"])
@@ -537,7 +548,7 @@ def test_main_precompiles(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--arch", "sm_90a"], "--arch is for --precompile"),
+        (["--arch", "sm_90a"], "--arch is for --precompile and --resources"),
         (["--precompile", "--arch", "sm_70"], "invalid choice: 'sm_70'"),
         (["--precompile"], "there is no GPU here to compile for, --arch names some: sm_80 sm_90a"),
     ],

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, sigmoid, silu, softplus
 
 from kda_layers import KDAForCausalLM
-from kda_layers.modeling.fla_checkpoint import convert_fla_checkpoint, kda_config_from_fla
+from kda_layers.modeling.checkpoints.fla_checkpoint import convert_fla_checkpoint, kda_config_from_fla
 from tests.kernels.cases import BF16, FP32, budget, error
 from tests.modeling.common import same
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -15,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from kda_layers import KDAConfig, KDAForCausalLM, KDAModel
-from kda_layers.modeling import hub
-from kda_layers.modeling.configuration_variants import KDALlamaConfig
-from kda_layers.modeling.families.llama import KDALlamaForCausalLM
+from kda_layers.modeling import old_paths
+from kda_layers.modeling.families.kda_llama import KDALlamaConfig, KDALlamaForCausalLM
+from kda_layers.modeling.models import hub
 
 ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = dict(
@@ -90,6 +91,42 @@ def test_a_process_without_the_import_loads_it_with_trust_remote_code(kind: str,
     assert type(again) is type(model)
     assert torch.equal(again(IDS).logits, logits)
     assert (Path(out) / hub.CODE).read_text() == (Path(path) / hub.CODE).read_text()
+
+
+# Modules that the code of version 0.1 imports: configuration, models.
+PATHS_OF_0_1 = {
+    "kda": ("configuration_kda", "modeling_kda"),
+    "kda_llama": ("configuration_variants", "families.llama"),
+}
+
+
+@pytest.mark.parametrize("kind", PATHS_OF_0_1)
+def test_code_of_version_0_1_still_loads(kind: str, tmp_path: Path) -> None:
+    model, path, out = make(kind), tmp_path / "model", tmp_path / "again"
+    model.save_pretrained(path)
+    code = (path / hub.CODE).read_text()
+    for new, old in zip((type(model.config).__module__, type(model).__module__), PATHS_OF_0_1[kind], strict=True):
+        code = code.replace(f"from {new} import", f"from kda_layers.modeling.{old} import", 1)
+    assert all(f"from kda_layers.modeling.{old} import" in code for old in PATHS_OF_0_1[kind])
+    (path / hub.CODE).write_text(code)
+    run = fresh(LOAD.format(path=str(path), out=str(out)), tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert torch.equal(torch.load(out / "results.pt")[0], model(IDS).logits)
+
+
+def test_every_old_path_leads_to_modules_that_exist() -> None:
+    """Imported, and by name as pickles import classes; what neither path has is an error."""
+    for old, new in old_paths.MOVED.items():
+        moved = importlib.import_module(f"kda_layers.modeling.{old}")
+        for path in new:
+            module = importlib.import_module(f"kda_layers.modeling.{path}")
+            names = [
+                name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+            ]
+            assert names
+            assert all(hasattr(moved, name) for name in names)
+        with pytest.raises(AttributeError, match="no_such_name"):
+            moved.no_such_name  # noqa: B018
 
 
 def test_a_missing_package_and_missing_trust_are_explained(tmp_path: Path) -> None:

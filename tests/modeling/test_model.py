@@ -39,7 +39,7 @@ from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT, budget, error
 from tests.modeling.common import same
 
 ROOT = pathlib.Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.json"))
+CONFIGS = sorted((ROOT / "kda_layers" / "configs").glob("*.json"))
 TINY = dict(
     vocab_size=29, hidden_size=32, intermediate_size=48, num_hidden_layers=2, linear_num_heads=2, linear_head_dim=8,
     num_attention_heads=4, num_key_value_heads=2, initializer_range=0.4, bos_token_id=None, eos_token_id=None,

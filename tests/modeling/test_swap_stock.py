@@ -26,12 +26,12 @@ from transformers import CompileConfig, DataCollatorWithFlattening, DynamicCache
 from kda_layers import (
     KDAConfig,
     KDAForCausalLM,
+    KimiDeltaAttention,
     enable_speculative_decoding,
     load_pretrained,
     restore_attention,
     swap_attention,
 )
-from kda_layers.modeling.families.stock import StockMixer
 from tests.kernels.cases import BF16, FP32, budget, error
 from tests.modeling.stock_models import (
     FAMILIES,
@@ -295,10 +295,8 @@ def test_hooked_layers_run_our_forward(family: str, device: torch.device, monkey
     cpu_offload(model, execution_device=device)
     swap_attention(model)
     seen = []
-    from kda_layers.modeling.mixer import KDAMixer
-
-    mix = KDAMixer.mix
-    monkeypatch.setattr(KDAMixer, "mix", lambda self, *args: seen.append(self) or mix(self, *args))
+    forward = KimiDeltaAttention.forward
+    monkeypatch.setattr(KimiDeltaAttention, "forward", lambda self, *args: seen.append(self) or forward(self, *args))
     logits(model, ids(1, 4))
     assert seen == list(swapped_layers_of(model).values())
 
@@ -342,7 +340,7 @@ def test_compiled_generation(family: str) -> None:
 
 
 @every_family
-def test_the_gate_is_not_materialised_outside(family: str) -> None:
+def test_the_gate_is_not_materialised_outside(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock's gate keeps fp32 tensors of its size for the backward before the operator has seen it; ours none."""
     kept, size = [], 64 * 2 * 16  # tokens, heads, channels
 
@@ -350,13 +348,27 @@ def test_the_gate_is_not_materialised_outside(family: str) -> None:
         kept.append(t.dtype == FP32 and t.numel() == size)
         return t
 
+    class Reached(Exception):
+        pass
+
+    def operator(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Any, **__: Any) -> None:
+        raise Reached(g)
+
+    def gate(layer: Any, x: Tensor) -> Tensor:
+        if type(layer).__module__.startswith("transformers."):
+            return layer.forget_gate(x)
+        with pytest.raises(Reached) as reached:
+            layer(x)
+        return reached.value.args[0]
+
+    monkeypatch.setattr("kda_layers.modeling.layer.kda", operator)
     counts = []
     for model in both(family, BF16, dense=True):
         layer = next(iter(swapped_layers_of(model).values()))
         x = torch.randn(1, 64, 32, dtype=BF16, requires_grad=True)
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            g = layer.decay_logits(x) if hasattr(layer, "decay_logits") else layer.forget_gate(x)
+            g = gate(layer, x)
         assert g.numel() == size
         counts.append(sum(kept))
     assert counts[0] > 0
@@ -463,13 +475,13 @@ def test_what_cannot_be_packed_is_refused(case: str) -> None:
 def test_glm_masks_its_kda_layers_only_where_something_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stock forward hands every layer a mask, which costs our layers time where nothing is padded."""
     _, swapped = both("glm5_next")
-    masks, mix = [], StockMixer.mix
+    masks, forward = [], KimiDeltaAttention.forward
 
     def spy(self: Any, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         masks.append(mask)
-        return mix(self, x, mask, *rest)
+        return forward(self, x, mask, *rest)
 
-    monkeypatch.setattr(StockMixer, "mix", spy)
+    monkeypatch.setattr(KimiDeltaAttention, "forward", spy)
     tokens, ones = ids(2, 9), torch.ones(2, 9, dtype=torch.long)
     swapped.generate(tokens, attention_mask=ones, max_new_tokens=3, do_sample=False)
     swapped(inputs_embeds=swapped.get_input_embeddings()(tokens))

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -41,9 +42,11 @@ from transformers import (
 
 import kda_layers
 from kda_layers import KimiDeltaAttention
+from kda_layers import swap_attention as convert
 from kda_layers.modeling.cache import KDACacheLayer, KDAOnlyCacheLayer
-from kda_layers.modeling.configuration_variants import KDALlamaConfig, KDAMistralConfig, KDAQwen3Config
-from kda_layers.modeling.families.variant import convert
+from kda_layers.modeling.families.kda_llama import KDALlamaConfig
+from kda_layers.modeling.families.kda_mistral import KDAMistralConfig
+from kda_layers.modeling.families.kda_qwen3 import KDAQwen3Config
 from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT
 from tests.modeling import test_model
 from tests.modeling.common import same
@@ -636,9 +639,10 @@ def test_refused_conversions(
 def test_refused_models(tmp_path: pathlib.Path) -> None:
     """Other classes, also those near; weights that are not here, or not the class's own."""
     m = stock("llama", FP32)
-    for other in (m.model, build("llama", FP32)):
-        with pytest.raises(ValueError, match=f"model must be one of LlamaForCausalLM, .*got {type(other).__name__}"):
-            convert(other, "all")
+    with pytest.raises(ValueError, match="model must be a LlamaForCausalLM to be converted, got a LlamaModel"):
+        convert(m.model, "all")
+    with pytest.raises(ValueError, match=r"KDALlamaForCausalLM must be of a supported family .* this package already"):
+        convert(build("llama", FP32), "all")
     with torch.device("meta"):
         empty = LlamaForCausalLM(m.config)
     with pytest.raises(ValueError, match="LlamaForCausalLM on the meta device or dispatched by accelerate"):
@@ -750,3 +754,28 @@ def test_compiled_generation(family: str, counter: CompileCounterWithBackend) ->
         assert torch.equal(got, generate(m, tokens, **call))
         graphs.append(counter.frame_count)
     assert 0 < graphs[0] == graphs[1]
+
+
+NEW_FAMILY = """
+import torch, kda_layers
+from transformers import ArceeConfig, ArceeForCausalLM, AutoModelForCausalLM
+sizes = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_attention_heads=2, head_dim=8)
+stock = ArceeForCausalLM(ArceeConfig(num_hidden_layers=4, **sizes))
+model = kda_layers.swap_attention(stock, "3:1")
+model.save_pretrained("saved")
+ids = torch.arange(1, 21).view(2, 10)
+assert torch.equal(AutoModelForCausalLM.from_pretrained("saved")(ids).logits, model.eval()(ids).logits)
+print(type(model).__name__, model.config.layer_types.count("linear_attention"))
+"""
+
+
+def test_a_new_family_is_one_file(tmp_path: pathlib.Path) -> None:
+    """In a copy of the package with the file of Arcee, which is Llama's under other names."""
+    package = pathlib.Path(kda_layers.__file__).parent
+    shutil.copytree(package, tmp_path / "kda_layers", ignore=shutil.ignore_patterns("__pycache__"))
+    families = tmp_path / "kda_layers" / "modeling" / "families"
+    text = (families / "kda_llama.py").read_text()
+    (families / "kda_arcee.py").write_text(text.replace("Llama", "Arcee").replace("llama", "arcee"))
+    done = subprocess.run([sys.executable, "-c", NEW_FAMILY], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["KDAArceeForCausalLM", "3"]

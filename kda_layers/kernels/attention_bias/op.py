@@ -58,7 +58,7 @@ def biased_attention(
         RuntimeError: a transform of torch.func (grad, vmap, ...) or forward-mode differentiation goes through the call,
             or a second derivative is taken.
 
-    Source: FlashAttention-2, arXiv 2307.08691, for the tiles; docs/kernels/biased_attention.md for the bias.
+    Source: FlashAttention-2, arXiv 2307.08691, for the tiles; docs/internals/kernels/biased_attention.md for the bias.
     """
     x = Inputs(q, k, v, bias, cu_seqlens, check_scale(q, scale), causal, False)
     check(x)

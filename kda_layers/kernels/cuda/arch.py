@@ -16,6 +16,8 @@ class Arch:
     backend: str  # the name that serves it
     priority: int  # of that backend; flash-linear-attention's is 10
     shared_bytes: int  # of a block, at most
+    gpus: str  # that have it
+    run: bool = False  # kernels have run on one, not only been compiled
     wgmma: bool = False  # MMAs of a warpgroup
     bulk_copies: bool = False  # cp.async.bulk and clusters
     setmaxnreg: bool = False  # registers that move between warpgroups
@@ -24,14 +26,16 @@ class Arch:
 ARCHS = {
     arch.capability: arch
     for arch in (
-        Arch(80, "sm_80", "sm80", 5, 163 * KIB),
-        Arch(86, "sm_80", "sm80", 5, 99 * KIB),
-        Arch(87, "sm_80", "sm80", 5, 163 * KIB),
-        Arch(89, "sm_80", "sm80", 5, 99 * KIB),
-        Arch(90, "sm_90a", "sm90", 20, 227 * KIB, wgmma=True, bulk_copies=True, setmaxnreg=True),
-        Arch(100, "sm_100a", "sm100", 30, 227 * KIB, bulk_copies=True, setmaxnreg=True),
-        Arch(103, "sm_103a", "sm100", 30, 227 * KIB, bulk_copies=True, setmaxnreg=True),
-        Arch(120, "sm_120a", "sm120", 4, 99 * KIB, bulk_copies=True, setmaxnreg=True),
+        Arch(80, "sm_80", "sm80", 5, 163 * KIB, "A100"),
+        Arch(86, "sm_80", "sm80", 5, 99 * KIB, "RTX 30, A10"),
+        Arch(87, "sm_80", "sm80", 5, 163 * KIB, "Orin"),
+        Arch(89, "sm_80", "sm80", 5, 99 * KIB, "RTX 40, L4, L40"),
+        Arch(
+            90, "sm_90a", "sm90", 20, 227 * KIB, "H100, H200", run=True, wgmma=True, bulk_copies=True, setmaxnreg=True
+        ),
+        Arch(100, "sm_100a", "sm100", 30, 227 * KIB, "B200", bulk_copies=True, setmaxnreg=True),
+        Arch(103, "sm_103a", "sm100", 30, 227 * KIB, "GB300", bulk_copies=True, setmaxnreg=True),
+        Arch(120, "sm_120a", "sm120", 4, 99 * KIB, "RTX 50", bulk_copies=True, setmaxnreg=True),
     )
 }
 TARGETS = tuple(dict.fromkeys(arch.target for arch in ARCHS.values()))

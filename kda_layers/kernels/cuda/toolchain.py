@@ -14,7 +14,7 @@ from . import build, cache, gpu
 from .arch import ARCHS, TARGETS
 from .machine import Variant
 
-__all__ = ["TARGETS", "archs_here", "cache_folder", "explain", "precompile", "variants_for"]
+__all__ = ["TARGETS", "archs_here", "cache_folder", "explain", "precompile", "resources", "variants_for"]
 
 
 def explain() -> str:
@@ -45,6 +45,27 @@ def cache_folder() -> Path:
 def variants_for(arch: str) -> list[Variant]:
     """(source, macros) of every kernel that a backend of any operator may launch on `arch` ("sm_90a")."""
     return [variant for r in registries() for b in r.backends().values() for variant in b.variants(arch)]
+
+
+def resources(archs: Sequence[str]) -> str:
+    """A table of what every variant for `archs` takes, as the compiler reports it; compiles what is not in the cache.
+
+    Registers a thread, bytes of static shared memory a block, of stack and of spills a thread. Dynamic shared memory
+    is the macro SHARED_BYTES of the variants that have it.
+
+    Raises: as `precompile`.
+    """
+    if build.problems():
+        raise RuntimeError(f"kernels cannot be compiled: {'; '.join(build.problems())}")
+    variants = [(arch, *variant) for arch in archs for variant in variants_for(arch)]
+    lines = [f"{'arch':8} {'kernel':18} registers shared stack spilled  macros"]
+    for arch, source, defines in tqdm(variants, desc="compiling", unit="variant", disable=not variants):
+        for kernel, r in build.resources(build.compile(source, defines, arch)).items():
+            spilled, macros = r.spill_stores + r.spill_loads, " ".join(f"{n}={v}" for n, v in defines.items())
+            lines.append(
+                f"{arch:8} {kernel:18} {r.registers:9} {r.shared_bytes:6} {r.stack_bytes:5} {spilled:7}  {macros}"
+            )
+    return "\n".join(lines)
 
 
 def precompile(archs: Sequence[str]) -> str:

@@ -174,9 +174,9 @@ def fused_recurrent_kda(
     """Decoding with flash-linear-attention's arguments; see `kda_layers.kda_step`.
 
     Where a gradient is wanted (there it has none) and no state is written in place, `chunk_kda` computes the same.
+    Arguments that are not listed are those of `chunk_kda`.
 
     Args:
-        as `chunk_kda`, and
         inplace_final_state: write the final state over initial_state (then required), in its dtype, and return it.
         ssm_state_indices: [N] or [N, T] slots of initial_state, a pool [slots, HV, K, V], as `state_indices` of
             `kda_layers.kda_step`; needs inplace_final_state=True. With state_v_first=False the pool is copied to the

@@ -1,21 +1,15 @@
 """Ling / Ring: KDA with a lower-bound gate and full-rank gate projections, next to latent attention."""
 
-from torch import Tensor, nn
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention, BailingHybridModel
 
-from kda_layers.modeling.families.stock import KDAFamily, StockMixer
+from kda_layers.modeling.checkpoints.naming import FORGET_GATE, FULL_RANK, STOCK, Format, Naming
+from kda_layers.modeling.in_place import KDAFamily, StockKDALayer
 
 
-class FastBailingHybridDeltaAttention(StockMixer, BailingHybridDeltaAttention):
-    """`BailingHybridDeltaAttention` with our forward; its log-decay is not rounded to bf16 on the way."""
+class FastBailingHybridDeltaAttention(StockKDALayer, BailingHybridDeltaAttention):
+    """`BailingHybridDeltaAttention` with our forward; the log-decay is not rounded to bf16."""
 
-    g_proj: nn.Module
-
-    def decay_logits(self, x: Tensor) -> Tensor:
-        return self.forget_gate.f_proj(x)
-
-    def output_gate(self, x: Tensor) -> Tensor:
-        return self.g_proj(x)
+    gate_rank = 0
 
 
 FAMILY = KDAFamily(
@@ -23,4 +17,12 @@ FAMILY = KDAFamily(
     stock_layer=BailingHybridDeltaAttention,
     layer=FastBailingHybridDeltaAttention,
     lower_bound=lambda layer: layer.forget_gate.lower_bound if layer.forget_gate.safe_gate else None,
+    weights=Format(
+        STOCK | dict(gate_rank=0),
+        (
+            Naming("bailing_hybrid", False, FULL_RANK, FORGET_GATE),
+            Naming("bailing_hybrid", True, FULL_RANK, {"o_proj.weight": "dense.weight"}, separate_conv=True),
+            Naming("bailing_hybrid", True, FULL_RANK, separate_conv=True),  # transformers loads this as well
+        ),
+    ),
 )

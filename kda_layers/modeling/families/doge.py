@@ -1,4 +1,4 @@
-"""Doge: softmax attention with a bias for each key, of which a query sees the keys of the largest biases."""
+"""Doge: softmax attention with a bias for each key, in which a query sees only the keys with the largest biases."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, app
 from kda_layers.kernels import biased_attention
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.checks import accumulator_dtype, sequence_offsets
-from kda_layers.modeling.families.stock import StockFamily, packed_call, read_call
-from kda_layers.modeling.key_bias import create_key_mask, key_bias, refuse_weights, with_past
+from kda_layers.modeling.in_place import StockFamily, packed_call, read_call
+from kda_layers.modeling.models.key_bias import create_key_mask, key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
 
-ROWS = 128  # queries whose keys are chosen at once
+ROWS = 128  # queries per chunk of key selection
 
 
 class FastDogeAttention(KeepsFP32, DogeAttention):
@@ -48,12 +48,12 @@ class FastDogeAttention(KeepsFP32, DogeAttention):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """(output [B, T, D], None), called as the stock layer is; attention_mask as `key_bias.with_past` takes it."""
+        """Return (output [B, T, D], None); called as the stock layer, attention_mask as in `key_bias.with_past`."""
         refuse_weights(self.config, kwargs)
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = (p(hidden_states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), *position_embeddings, unsqueeze_dim=2)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the norms, whose weights are wide, return wide numbers
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the norms return fp32, the dtype of their weights
         bias = key_bias(self.dt_proj(v.flatten(2)), self.A)
         k, v, bias, causal = with_past(k, v, bias, attention_mask, past_key_values, self.layer_idx)
         o = attend_to_largest(
@@ -66,11 +66,12 @@ class FastDogeAttention(KeepsFP32, DogeAttention):
 def attend_to_largest(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool, keep: int, cu_seqlens: Tensor | None, **options: Any
 ) -> Tensor:
-    """`biased_attention` in which a query sees, of the keys that it otherwise would, the `keep` of the largest bias.
+    """Run `biased_attention` with each query restricted to the `keep` keys of the largest bias that it can see.
 
     Args:
         q, k, v, bias, causal, cu_seqlens: as in `biased_attention`.
-        **options: scale and backend of it.
+        keep: number of keys.
+        **options: its scale and backend.
     """
     S = k.shape[1]
     if keep >= S:
@@ -87,15 +88,14 @@ def attend_to_largest(
 def _choose_and_attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool, keep: int, **options: Any
 ) -> Tensor:
-    """`attend_to_largest` with more keys than `keep`.
+    """Run `attend_to_largest` with more keys than `keep`.
 
-    The keys that a query sees are then no broadcast bias any more. Queries that see no more than `keep` are still one
-    call; of the others some at a time get a bias of their own, and the backward chooses their keys again: memory grows
-    with T + S. Of equal biases, as the first layer has for each token that comes again, those are seen that torch.topk
-    takes among all S, as in the stock layer.
+    Queries that see at most `keep` keys are one call. The others differ in their keys, so their bias is not broadcast:
+    they are processed in chunks, and the backward selects the keys again, so that memory grows with T + S. Among equal
+    biases, which the first layer has for repeated tokens, torch.topk over all S decides, as in the stock layer.
     """
     T, S, dtype = q.shape[1], k.shape[1], q.dtype
-    k, v, bias = (t.to(accumulator_dtype(t.dtype)) for t in (k, v, bias))  # their gradients are summed over the parts
+    k, v, bias = (t.to(accumulator_dtype(t.dtype)) for t in (k, v, bias))  # their gradients are summed over the chunks
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, start: int) -> Tensor:
         end = S
@@ -119,17 +119,17 @@ def _choose_and_attend(
 
 
 def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """Forward pre-hook of the base model: masks of keys alone, where the stock forward makes ones of all scores.
+    """Give the base model masks of keys, instead of the stock forward's masks of all scores; a forward pre-hook.
 
-    It takes a mask of four dimensions as it comes. Packed sequences, however described, become cu_seq_lens_q and
-    positions that restart.
+    A mask of four dimensions passes unchanged. Packed sequences, however described, become cu_seq_lens_q and positions
+    that restart.
 
     Raises:
-        ValueError: packed sequences with a mask or a cache, or next to stock layers; a mask of a wrong size.
+        ValueError: packed sequences with a mask, a cache or stock layers; a mask of a wrong size.
     """
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if isinstance(mask, Tensor) and mask.ndim == 4:
-        return args, kwargs  # a mask of scores: both kinds of layers apply it as it is
+        return args, kwargs  # both kinds of layers apply a mask of scores as it is
     kwargs, layout = read_call(model, args, kwargs)
     if layout is None:
         return (), kwargs
@@ -139,7 +139,7 @@ def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         packed = packed_call(model, kwargs, layout, "attention layer", _is_stock)
         return (), packed | dict(attention_mask=nothing_hidden)
     if any(_is_stock(layer.self_attn) for layer in model.layers):
-        return (), kwargs  # they need the mask of all scores, which ours can read, too
+        return (), kwargs  # they need the mask of all scores, which ours can read
     mask = create_key_mask(model.config, tokens, layout.attention_mask, kwargs.get("past_key_values"))
     return (), kwargs | dict(attention_mask=nothing_hidden if mask is None else mask)
 
@@ -150,7 +150,7 @@ def _is_stock(module: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DogeFamily(StockFamily):
-    """Doge, all of whose layers have biased softmax attention."""
+    """Doge, in which all layers have biased softmax attention."""
 
     noun = "attention layer"
 

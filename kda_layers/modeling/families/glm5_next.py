@@ -7,18 +7,19 @@ from typing import Any
 import torch
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention, Glm5NextTextModel
 
-from kda_layers.modeling.families.stock import KDAFamily, LowRankMixer, prepare_layout
+from kda_layers.modeling.checkpoints.naming import FORGET_GATE, LOW_RANK, STOCK, Format, Naming
+from kda_layers.modeling.in_place import KDAFamily, StockKDALayer, prepare_layout
 
 
-class FastGlm5NextTextLinearAttention(LowRankMixer, Glm5NextTextLinearAttention):
+class FastGlm5NextTextLinearAttention(StockKDALayer, Glm5NextTextLinearAttention):
     """`Glm5NextTextLinearAttention` with our forward."""
 
 
 def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """`prepare_layout`, and a mask for the KDA layers only where something is padded.
+    """Apply `prepare_layout`, and give the KDA layers a mask only where something is padded.
 
-    The stock forward makes one of all tokens for its indexer and hands it to the KDA layers, too, each of which would
-    then move absent padding around. It takes a mask for each type of layer.
+    The stock forward makes a mask of all tokens for its indexer and passes it to the KDA layers too, which would then
+    move padding around where there is none. It accepts a mask for each type of layer instead.
     """
     kwargs, layout = prepare_layout(model, args, kwargs)
     if layout is None or isinstance(layout.attention_mask, dict):
@@ -36,4 +37,11 @@ FAMILY = KDAFamily(
     layer=FastGlm5NextTextLinearAttention,
     lower_bound=lambda layer: layer.forget_gate.safe_gate_lower_bound,
     prepare_call=prepare_masks,
+    weights=Format(
+        STOCK | dict(gate_rank="head_dim"),
+        (
+            Naming("glm5_next", False, LOW_RANK, FORGET_GATE),
+            Naming("glm5_next", True, LOW_RANK, separate_conv=True),
+        ),
+    ),
 )

@@ -1,4 +1,4 @@
-"""Our CUDA kernels: one class, a backend for each family of GPUs; which have run on one says docs/gpu.md.
+"""Our CUDA kernels: one class, a backend for each family of GPUs. docs/internals/lab_notes.md says which have run.
 
 Those above flash-linear-attention serve by default; select the others with `backend=`.
 """

@@ -14,9 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kda_layers.kernels import biased_attention
-from kda_layers.modeling.configuration_kda import KDAConfig
-from kda_layers.modeling.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
-from kda_layers.modeling.key_bias import key_bias, refuse_weights, with_past
+from kda_layers.modeling.models.configuration_kda import KDAConfig
+from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
+from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
 
 
@@ -37,7 +37,7 @@ class KDASoftmaxAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Any, past_key_values: Cache | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """(output [B, T, D], attention weights or None); kwargs go to transformers' attention function."""
+        """Return (output [B, T, D], attention weights or None); kwargs go to transformers' attention function."""
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         if past_key_values is not None:
@@ -51,9 +51,8 @@ class KDASoftmaxAttention(nn.Module):
 class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):
     """`KDASoftmaxAttention` with a learned bias for each key and head, computed from the key's values.
 
-    The scores of query head h get exp(A_h softplus(dt_proj(v)_h)), v being all value heads of the key's token. The
-    layer runs on `biased_attention`, whatever `attn_implementation` says, and has neither dropout nor attention weights
-    to return.
+    The bias of query head h is exp(A_h softplus(dt_proj(v)_h)), with v all value heads of the key's token. The layer
+    runs on `biased_attention` for any `attn_implementation`, and has neither dropout nor attention weights to return.
     """
 
     kept_in_fp32 = ("A",)
@@ -62,7 +61,7 @@ class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):
         super().__init__(config, layer_idx)
         heads = config.num_attention_heads
         self.dt_proj = nn.Linear(config.num_key_value_heads * self.head_dim, heads, bias=False)
-        # 0 makes all biases equal: the layer begins as one without them.
+        # 0 makes all biases equal: the layer starts as one without them.
         self.A = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
 
     def forward(
@@ -73,7 +72,7 @@ class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """(output [B, T, D], None); attention_mask as `key_bias.create_key_mask` makes it."""
+        """Return (output [B, T, D], None); attention_mask as `key_bias.create_key_mask` makes it."""
         refuse_weights(self.config, kwargs)
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = (p(hidden_states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
@@ -86,7 +85,7 @@ class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):
 def eager_attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, dropout: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """transformers' 'eager' interface: q [B, H, T, D], k and v [B, Hkv, S, D] -> (o [B, T, H, D], weights)."""
+    """Implement transformers' 'eager': q [B, H, T, D], k and v [B, Hkv, S, D] -> (o [B, T, H, D], weights)."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q @ k.mT * scaling
     if mask is not None:
@@ -122,14 +121,14 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         self.self_attn = kind(config, layer_idx)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """[B, T, D] to [B, T, D]; kwargs are those of `HybridModel`'s layers."""
+        """Map [B, T, D] to [B, T, D]; kwargs are those of `HybridModel`'s layers."""
         x, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + x
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class KDAPreTrainedModel(HybridPreTrainedModel):
-    """What transformers needs to know of KDA models: checkpointing, attention implementations, records."""
+    """Flags of KDA models for transformers: checkpointing, attention implementations, recorded outputs."""
 
     config: KDAConfig
     config_class = KDAConfig
@@ -171,8 +170,8 @@ class KDAForCausalLM(HybridForCausalLM, KDAPreTrainedModel):
     model_class = KDAModel
 
     def _get_static_cache_init_shape(self) -> Any:
-        # Read where transformers initialises a static cache early: None lets it wait for the values, which are wider
-        # than the configuration says where biases are cached with them.
+        # transformers would initialise a static cache early with this shape: None defers that until the values come,
+        # which are wider than the configuration says if biases are cached with them.
         return None if self.config.attention_bias == "key" else super()._get_static_cache_init_shape()
 
 

@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kda_layers.modeling.configuration_kda import KDAConfig
-from kda_layers.modeling.modeling_kda import KDAForCausalLM
-from kda_layers.modeling.safetensors_files import open_weights
-from kda_layers.modeling.weights import check_values, differences, naming_of
+from kda_layers.modeling.checkpoints.naming import FLA
+from kda_layers.modeling.checkpoints.safetensors_files import open_weights
+from kda_layers.modeling.checkpoints.weights import check_values, differences
+from kda_layers.modeling.models.configuration_kda import KDAConfig
+from kda_layers.modeling.models.modeling_kda import KDAForCausalLM
 
-# What its KDAConfig (0.6.0) has where config.json is silent, as far as it shapes the model.
+# Defaults of its KDAConfig (0.6.0) that shape the model.
 DEFAULTS: dict[str, Any] = dict(
     hidden_size=2048, expand_v=1.0, use_short_conv=True, allow_neg_eigval=False, safe_gate=False, lower_bound=None,
     conv_size=4, conv_bias=False, head_dim=128, num_heads=16, num_v_heads=None, hidden_ratio=4,
     intermediate_size=None, hidden_act="swish", num_hidden_layers=24, norm_eps=1e-6, attn=None,
     attnres_block_size=None, vocab_size=32000,
 )  # fmt: skip
-# Options that mean the same under the same name; ours are the defaults but for these.
+# Options with the same name and meaning; the others of ours keep their defaults.
 SAME = (
     "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache", "initializer_range",
     "max_position_embeddings", "vocab_size", "hidden_size", "num_hidden_layers",
@@ -35,7 +36,7 @@ RENAMED = {
     "embed_tokens": "embeddings", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"
 }  # fmt: skip
 KEPT_IN_FP32 = (".A_log", ".dt_bias")
-SUPPORTED = {  # the only value with which the two models compute the same, and why
+SUPPORTED = {  # the only value for which the two models compute the same, and why
     "use_short_conv": (True, "a KDA layer here always has its short convolution"),
     "conv_bias": (False, "the short convolution has no bias here"),
     "hidden_act": ("swish", "the MLP is gated by swish here"),
@@ -47,23 +48,23 @@ SUPPORTED = {  # the only value with which the two models compute the same, and 
 def convert_fla_checkpoint(
     source: Mapping[str, Tensor] | str | PathLike, config: Mapping[str, Any] | None = None
 ) -> KDAForCausalLM:
-    """Our model with the weights of flash-linear-attention's `fla.models.KDAForCausalLM`, which computes the same.
+    """Convert a checkpoint of flash-linear-attention's `fla.models.KDAForCausalLM` into our model.
 
     Args:
         source: a checkpoint folder with config.json and safetensors, or the model's state dict.
-        config: what config.json holds, as `KDAConfig.to_dict()` there gives it; needed with a state dict, and instead
-            of the folder's own.
+        config: contents of config.json, as flash-linear-attention's `KDAConfig.to_dict()` gives them; needed with a
+            state dict, and replaces the folder's own.
 
     Returns:
-        The model in eval mode on the CPU, in the widest dtype among the weights; A_log and dt_bias are fp32. Its
-        `save_pretrained` writes a checkpoint of this package.
+        The model, which computes the same, in eval mode on the CPU, in the widest dtype among the weights; A_log and
+        dt_bias are fp32. Its `save_pretrained` writes a checkpoint of this package.
 
     Raises:
         FileNotFoundError: no such folder, or no config.json or safetensors in it.
         TypeError: a state dict without config, or tensors that are not floating-point.
-        ValueError: a config.json that is no JSON object; a config of another model_type, with an option that our model
-            has not or with a number that none can be; tensors missing, unexpected or of a wrong shape.
-        StrictDataclassError: of our KDAConfig, naming the field, for values that it refuses, as a lower_bound below -5.
+        ValueError: a config.json that is not a JSON object; a config of another model_type, with an option that our
+            model does not have or with a number out of range; tensors missing, unexpected or of a wrong shape.
+        StrictDataclassError: a value that our KDAConfig refuses, such as a lower_bound below -5; names the field.
 
     Source: the layouts of flash-linear-attention 0.6.0, fla/models/kda and fla/layers/kda.py.
     """
@@ -78,10 +79,10 @@ def convert_fla_checkpoint(
 
 
 def kda_config_from_fla(config: Mapping[str, Any]) -> KDAConfig:
-    """Our configuration of the model that a configuration of flash-linear-attention's KDA describes.
+    """Return our configuration of the model that flash-linear-attention's configuration describes.
 
     Raises:
-        ValueError: another model_type; an option that our model has not, or a number out of its range, named.
+        ValueError: another model_type; an option that our model does not have, or a number out of range; names it.
     """
     if config.get("model_type", "kda") != "kda":
         raise ValueError(f"config must be of model_type 'kda', flash-linear-attention's, got {config['model_type']!r}")
@@ -132,21 +133,21 @@ def _read_config(source: Any) -> Mapping[str, Any]:
 
 
 def _mlp_width(hidden_size: int, hidden_ratio: int) -> int:
-    """2/3 of hidden_ratio times hidden_size, up to a multiple of 256: three matrices have as much as two had."""
+    """Return 2/3 of hidden_ratio * hidden_size, up to a multiple of 256: the size of three matrices instead of two."""
     width = int(hidden_size * hidden_ratio * 2 / 3)
     return -(-width // 256) * 256
 
 
 @torch.no_grad()
 def _copy(tensors: dict[str, Tensor], model: Any) -> None:
-    """Fills every parameter with a tensor and uses every tensor, or raises a ValueError that names the others."""
+    """Fill every parameter with a tensor and use every tensor, or raise a ValueError that names the others."""
     views: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if ".self_attn." not in name:
             views[".".join(RENAMED.get(part, part) for part in name.split("."))] = parameter
     for i, layer in enumerate(model.model.layers):
-        views |= {f"model.layers.{i}.attn.{n}": v for n, v in naming_of("fla").views(layer.self_attn).items()}
-    if model.config.tie_word_embeddings:  # the head is no parameter of its own, but a state dict names it
+        views |= {f"model.layers.{i}.attn.{n}": v for n, v in FLA.naming().views(layer.self_attn).items()}
+    if model.config.tie_word_embeddings:  # the head is not a parameter, but a state dict names it
         head = tensors.pop("lm_head.weight", None)
         if head is not None and not torch.equal(head, tensors.get("model.embeddings.weight", head)):
             raise ValueError("lm_head.weight must equal model.embeddings.weight with tie_word_embeddings, got others")

@@ -1,75 +1,38 @@
-"""Softmax decoders of transformers with KDA layers: what the families share, and converting a stock model."""
+"""Convert a softmax decoder of transformers into a model with KDA layers."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 import re
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kda_layers.modeling.checks import layer_indices
-from kda_layers.modeling.configuration_kda import KDAFields
-from kda_layers.modeling.configuration_variants import stock_layer_types
-from kda_layers.modeling.hybrid import HybridForCausalLM, HybridModel, KDAAttention
-
-FAMILIES = ("llama", "qwen3", "mistral")
-
-
-class VariantModel(HybridModel):
-    """A family's base model with KDA layers: its own decoder layers, norm and rotary embedding."""
-
-    layer_class: ClassVar[type[nn.Module]]
-    rotary_class: ClassVar[type[nn.Module]]
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__(config)
-        self.rotary_emb = self.rotary_class(config=config)
-        self.post_init()
-
-    def make_layer(self, layer_idx: int) -> nn.Module:
-        layer = self.layer_class(self.config, layer_idx)
-        if self.config.layer_types[layer_idx] == "linear_attention":
-            layer.self_attn = KDAAttention(self.config, layer_idx)
-        return layer
-
-    def position_inputs(self, hidden_states: Tensor, position_ids: Tensor) -> dict[str, Any]:
-        return {"position_embeddings": self.rotary_emb(hidden_states, position_ids)}
-
-
-class VariantForCausalLM(HybridForCausalLM):
-    """A family's `VariantModel` with a language-model head."""
-
-    stock_class: ClassVar[type[PreTrainedModel]]
-
-
-def variants() -> dict[type[PreTrainedModel], type[VariantForCausalLM]]:
-    """The variant of each stock class that `convert` takes."""
-    for name in FAMILIES:
-        importlib.import_module(f"kda_layers.modeling.families.{name}")
-    return {variant.stock_class: variant for variant in VariantForCausalLM.__subclasses__()}
+from kda_layers.modeling.models.configuration_kda import KDAFields
+from kda_layers.modeling.models.variant import VariantFamily, stock_layer_types
 
 
 def convert(
-    model: PreTrainedModel, layers: Iterable[int] | str, *, backend: str | None = None, **config: Any
+    model: PreTrainedModel, layers: Iterable[int] | str, family: VariantFamily, backend: str | None, **config: Any
 ) -> PreTrainedModel:
-    """A new model with KDA in place of some of a stock model's attention layers; `model` stays as it is.
+    """Return a new model with KDA in place of some of a stock model's attention layers; `model` stays as it is.
 
-    The new model has copies of all weights of the other layers and of the MLPs, norms and embeddings, and starts in
-    the KDA layers from the softmax layers' projections (see `carried_projections`). RoPE is dropped there; gates,
-    convolutions and norms start as in any KDA layer. It needs training: distil it from `model`.
+    The new model has copies of all weights of the other layers and of the MLPs, norms and embeddings. Its KDA layers
+    start from the softmax layers' projections (see `carried_projections`), without RoPE, and with the gates,
+    convolutions and norms of any new KDA layer. It needs training: distil it from `model`.
 
     Args:
-        model: LlamaForCausalLM, Qwen3ForCausalLM or MistralForCausalLM itself, on one device.
-        layers: indices of layers (negative: from the end), "all", or "a:b": a layers of KDA, then b that stay, and so
-            on.
+        model: an instance of family.stock itself, not of a subclass, on one device.
+        layers: indices of layers (negative: from the end), "all", or "a:b" for a repeated pattern of a KDA layers and
+            then b layers that stay.
+        family: family of the model.
         backend: name of a kernel backend for the new layers; None chooses (see `kda_layers.explain`). Not saved.
         **config: linear_... fields of the new configuration, see `configuration_kda.KDAFields`.
 
@@ -77,19 +40,17 @@ def convert(
         The family's variant, on the device, in the dtypes (A_log and dt_bias: fp32) and in the mode of `model`.
 
     Raises:
-        TypeError: another kind of layers; a keyword that is no linear_... field.
+        TypeError: layers of a wrong type; a keyword that is not a linear_... field.
         ValueError: another class of model; layers that do not exist, come twice or have a sliding window; a pattern
             that leaves no softmax layer; projections with biases or of another size than the KDA layers'; a model whose
             weights are elsewhere (offloaded, on the meta device) or not those of a plain model (adapters, quantised).
     """
-    stock = variants()
-    if type(model) not in stock:
-        names = ", ".join(cls.__name__ for cls in stock)
-        raise ValueError(f"model must be one of {names}, got {type(model).__name__}")
+    if type(model) is not family.stock:
+        raise ValueError(f"model must be a {family.stock.__name__} to be converted, got a {type(model).__name__}")
     _check_plain(model)
     chosen = chosen_layers(layers, model.config.num_hidden_layers)
-    variant = stock[type(model)]
-    new_config = _variant_config(variant, model.config, chosen, config)
+    variant = family.causal_lm
+    new_config = _variant_config(family.config, model.config, chosen, config)
     with torch.device("meta"):  # nothing is allocated twice
         new = variant._from_config(new_config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -109,14 +70,14 @@ def convert(
 
 
 def carried_projections(old: dict[str, Tensor], config: PreTrainedConfig) -> dict[str, Tensor]:
-    """A KDA layer's projections from those of a softmax layer with Hq query and Hkv key / value heads of width d.
+    """Return a KDA layer's projections from a softmax layer with Hq query and Hkv key / value heads of width d.
 
     There are as many value heads as query heads. Value head i takes the v of its group, the key / value head
     i // (Hq // Hkv), so that o_proj stays as it is. It reads q / k head i // (Hq // H) in KDA; each of these takes
     the mean of the query heads that it stands for, and the k of their group. The default is H = Hq, where nothing is
     averaged: after the same distillation its divergence from the original was an eighth smaller than with H = Hkv.
 
-    KDA normalises q and k: of Qwen3's norms of them only the weight is left, which goes into the projection.
+    KDA normalises q and k, so the weights of Qwen3's q and k norms are folded into the projections.
 
     Args:
         old: weights of the softmax layer by name: q_proj.weight [Hq d, D], k_proj.weight and v_proj.weight [Hkv d, D],
@@ -137,7 +98,7 @@ def carried_projections(old: dict[str, Tensor], config: PreTrainedConfig) -> dic
 
 
 def chosen_layers(layers: Iterable[int] | str, total: int) -> list[int]:
-    """Indices in [0, total), ascending, from the ways in which `convert` takes them; raises as `convert` does."""
+    """Return ascending indices in [0, total) from the forms that `convert` accepts; raise as `convert` does."""
     if isinstance(layers, str) and layers == "all":
         return list(range(total))
     if not isinstance(layers, str) or not (pattern := re.fullmatch(r"([1-9]\d*):([1-9]\d*)", layers)):
@@ -153,7 +114,7 @@ def chosen_layers(layers: Iterable[int] | str, total: int) -> list[int]:
 
 
 def _check_plain(model: PreTrainedModel) -> None:
-    """Raises a ValueError unless the weights are here, in memory, and those of the class."""
+    """Raise a ValueError unless the weights are in memory, on one device, and those of the class."""
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()) or any(hasattr(m, "_hf_hook") for m in model.modules()):
         raise ValueError(
@@ -172,9 +133,9 @@ def _check_plain(model: PreTrainedModel) -> None:
 
 
 def _variant_config(
-    variant: type[VariantForCausalLM], stock: PreTrainedConfig, chosen: list[int], fields_given: dict[str, Any]
+    config_class: Any, stock: PreTrainedConfig, chosen: list[int], fields_given: dict[str, Any]
 ) -> PreTrainedConfig:
-    """The configuration of the converted model, checked against what is carried over."""
+    """Return the configuration of the converted model, checked against what is carried over."""
     known = [f.name for f in fields(KDAFields) if f.name.startswith("linear_")]
     if unknown := sorted(fields_given.keys() - set(known)):
         raise TypeError(f"config keywords must be among {', '.join(known)}, got {', '.join(unknown)}")
@@ -190,10 +151,10 @@ def _variant_config(
     own = ("architectures", "layer_types", "transformers_version")
     inherited = {f.name: copy.deepcopy(getattr(stock, f.name)) for f in fields(stock) if f.name not in own}
     try:
-        config = variant.config_class(**inherited, layer_types=layer_types, **fields_given)
-    except StrictDataclassError as error:  # which hides what it is about in its cause
+        config = config_class(**inherited, layer_types=layer_types, **fields_given)
+    except StrictDataclassError as error:  # its cause names the field
         raise type(error.__cause__)(str(error.__cause__)) from error
-    if stock.name_or_path and not Path(stock.name_or_path).exists():  # a local path says nothing to others
+    if stock.name_or_path and not Path(stock.name_or_path).exists():  # a local path means nothing elsewhere
         config.converted_from = stock.name_or_path
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     wanted = dict(linear_head_dim=d, linear_value_head_dim=d, linear_num_value_heads=heads)

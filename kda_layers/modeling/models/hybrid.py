@@ -1,4 +1,4 @@
-"""What every model with KDA layers shares: the layer in a decoder's attention slot, the forward pass, generation."""
+"""Parts shared by all models with KDA layers: the layer in a decoder's attention slot, forward pass, generation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
@@ -18,62 +17,15 @@ from transformers.utils.output_capturing import capture_outputs
 from kda_layers.kernels.registry import keep_backend
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import loss_options, refuse_unknown, without_plans
-from kda_layers.modeling.hub import CardMixin
-from kda_layers.modeling.key_bias import create_key_mask
 from kda_layers.modeling.layer import KimiDeltaAttention
+from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
+from kda_layers.modeling.models.hub import CardMixin
+from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate
 from kda_layers.modeling.packing import Layout, read_layout
-
-MASKS = {
-    "full_attention": create_causal_mask,
-    "sliding_attention": create_sliding_window_causal_mask,
-}
-
-
-def masks_by_type(
-    config: PreTrainedConfig,
-    inputs_embeds: Tensor,
-    layout: Layout,
-    past_key_values: Cache | None,
-) -> dict[str, Any]:
-    """The mask of each type of layer: padding [B, T] or None for KDA layers, transformers' masks for softmax layers.
-
-    Each type names the layer whose cache knows the lengths: left to search for it, transformers 5.17 takes a KDA layer
-    for one of full attention where other layers have sliding windows.
-    """
-    kinds = config.layer_types
-    # In a variant's configuration the field says whether projections have biases.
-    biased = getattr(config, "attention_bias", None) == "key"
-    functions = MASKS | ({"full_attention": create_key_mask} if biased else {})
-    return {"linear_attention": layout.padding} | {
-        kind: functions[kind](
-            config=config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=layout.attention_mask,
-            past_key_values=past_key_values,
-            position_ids=layout.positions,  # None unless packed: transformers would read their values
-            layer_idx=kinds.index(kind),
-        )
-        for kind in dict.fromkeys(kinds)
-        if kind != "linear_attention"
-    }
-
-
-def masks_for_generate(
-    config: PreTrainedConfig,
-    inputs_embeds: Tensor,
-    attention_mask: Tensor | None,
-    past_key_values: Cache | None,
-    **_: Any,
-) -> dict[str, Any]:
-    """`masks_by_type` as generate calls it, ahead of a compiled forward that cannot read the values of a mask."""
-    layout = read_layout(inputs_embeds, attention_mask, None, past_key_values)
-    if layout.cu_seqlens is not None:
-        raise ValueError("attention_mask must hold one document in each row to generate, got packed documents")
-    return masks_by_type(config, inputs_embeds, layout, past_key_values)
 
 
 def default_positions(x: Tensor, layout: Layout, cache: Cache | None) -> Tensor:
-    """Positions [1, T] of tokens x [B, T, ...]: within each packed sequence, or from the end of the cache on."""
+    """Return positions [1, T] of tokens x [B, T, ...]: within each packed sequence, or after the cached tokens."""
     if layout.positions is not None:
         return layout.positions
     return torch.arange(x.shape[1], device=x.device)[None] + (0 if cache is None else cache.get_seq_length())
@@ -83,21 +35,8 @@ class KDAAttention(KimiDeltaAttention):
     """`KimiDeltaAttention` built from a configuration with `KDAFields`, called as transformers calls attention."""
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
-        super().__init__(
-            config.hidden_size,
-            config.linear_num_heads,
-            config.linear_head_dim,
-            num_v_heads=config.linear_num_value_heads,
-            head_v_dim=config.linear_value_head_dim,
-            conv_size=config.linear_conv_kernel_dim,
-            gate_activation=config.linear_gate_activation,
-            lower_bound=config.linear_lower_bound,
-            allow_neg_eigval=config.linear_allow_neg_eigval,
-            norm_eps=config.rms_norm_eps,
-            gate_rank=config.linear_gate_rank,
-            output_gate_bias=config.linear_output_gate_bias,
-            layer_idx=layer_idx,
-        )
+        arguments = {name: getattr(config, field) for name, field in LAYER_ARGUMENTS.items() if field is not None}
+        super().__init__(config.hidden_size, head_dim=config.linear_head_dim, layer_idx=layer_idx, **arguments)
 
     def forward(
         self,
@@ -107,12 +46,12 @@ class KDAAttention(KimiDeltaAttention):
         cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """As `KimiDeltaAttention.forward`, and None for attention weights; positions and the like are not needed."""
+        """Return (output, None), as transformers' decoder layers expect; positions and the like are not read."""
         return super().forward(hidden_states, attention_mask, past_key_values, cu_seqlens), None
 
 
 class HybridPreTrainedModel(CardMixin, PreTrainedModel):
-    """What transformers needs to know of a model's KDA layers."""
+    """Flags and hooks of a model's KDA layers for transformers."""
 
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012  (class attributes that transformers reads)
     _is_stateful = False  # states can be taken back: see cache.KDACacheLayer
@@ -126,7 +65,7 @@ class HybridPreTrainedModel(CardMixin, PreTrainedModel):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any
     ) -> None:
-        """As transformers', but layers are recomputed with the backend of their forward (see `use_backend`)."""
+        """Checkpoint as transformers does, but recompute layers with the backend of their forward."""
         super()._set_gradient_checkpointing(enable, partial(_checkpoint, gradient_checkpointing_func), **options)
 
 
@@ -137,8 +76,8 @@ def _checkpoint(function: Any, f: Any, *args: Any) -> Any:
 class HybridModel(HybridPreTrainedModel):
     """Embedding, decoder layers, final norm.
 
-    A subclass says how a layer is made. It is called with hidden_states [B, T, D] and the keywords attention_mask (of
-    its type), past_key_values, position_ids, cu_seqlens and those of `position_inputs`.
+    A subclass defines `make_layer`. Layers are called with hidden_states [B, T, D] and the keywords attention_mask (of
+    their type), past_key_values, position_ids, cu_seqlens and those of `position_inputs`.
     """
 
     norm_class: ClassVar[type[nn.Module]]
@@ -151,11 +90,11 @@ class HybridModel(HybridPreTrainedModel):
         self.gradient_checkpointing = False
 
     def make_layer(self, layer_idx: int) -> nn.Module:
-        """Decoder layer of the type that the configuration says."""
+        """Return the decoder layer of the type that the configuration gives."""
         raise NotImplementedError
 
     def position_inputs(self, hidden_states: Tensor, position_ids: Tensor) -> dict[str, Any]:
-        """What layers get besides position_ids [B or 1, T] to encode positions."""
+        """Return further keywords for layers to encode position_ids [B or 1, T]."""
         return {}
 
     @capture_outputs
@@ -170,31 +109,30 @@ class HybridModel(HybridPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states after the final norm.
+        """Return the hidden states after the final norm.
 
         Args:
             input_ids: [B, T] token ids, or inputs_embeds [B, T, D].
-            attention_mask: [B, S], 1 for real tokens and 0 for padding, S the tokens in the cache and these;
-                [1 or B, heads, T, S], bool or additive, which must say that attention is causal within each document;
-                or a dict of prepared masks by layer type.
+            attention_mask: [B, S], 1 for real tokens and 0 for padding, S counting the tokens in the cache and these;
+                [1 or B, heads, T, S], bool or additive, causal within each document; or a dict of prepared masks by
+                layer type.
             position_ids: [T] or [B or 1, T], for softmax layers that encode positions. Without a cache they start at 0
-                or 1 and go on by 1; a step back or a repeat, in a single row, begins the next packed sequence.
+                or 1 and increase by 1; a step back or a repeat, in a single row, begins the next packed sequence.
             past_key_values: cache to continue; updated.
-            use_cache: return a cache; by default config.use_cache, but not while training or for packed
-                sequences.
+            use_cache: return a cache; None for config.use_cache, except in training and for packed sequences.
             cu_seqlens: [N + 1] offsets of sequences packed along T (then B = 1), int32 or int64; also read from
                 cu_seq_lens_q, seq_idx, position_ids, as transformers' DataCollatorWithFlattening gives them, or a mask
-                of scores. position_ids that are given as well are the ones that softmax layers encode.
+                of scores. Softmax layers encode position_ids if they are given as well.
             **kwargs: keywords of transformers for attention functions and outputs.
 
         Returns:
-            BaseModelOutputWithPast: last_hidden_state [B, T, D], past_key_values, and what was asked to be recorded.
+            BaseModelOutputWithPast: last_hidden_state [B, T, D], past_key_values, and the recorded outputs requested.
 
         Raises:
-            TypeError: a keyword that nothing would read.
+            TypeError: a keyword that would be ignored.
             ValueError: not exactly one of input_ids and inputs_embeds; a cache while training with gradient
                 checkpointing, or for packed sequences in a model with softmax layers; masks or positions that the KDA
-                layers cannot follow, see `packing.read_layout`; what the layers raise.
+                layers cannot follow, see `packing.read_layout`; the errors of the layers.
         """
         refuse_unknown(kwargs, type(self))
         if (input_ids is None) == (inputs_embeds is None):
@@ -231,7 +169,7 @@ class HybridModel(HybridPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     def _cache(self, cache: Cache | None, use_cache: bool, packed: bool) -> Cache | None:
-        """The cache that this call fills, if any."""
+        """Return the cache that this call fills, or None."""
         wanted = use_cache or cache is not None
         if wanted and self.gradient_checkpointing and self.training:
             raise ValueError(
@@ -256,7 +194,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
     _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
     model_class: ClassVar[type[HybridModel]]
-    create_masks_for_generate = staticmethod(masks_for_generate)  # what generate prepares for compiled decoding
+    create_masks_for_generate = staticmethod(masks_for_generate)  # generate calls it for compiled decoding
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -279,16 +217,16 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Next-token logits, and the loss where labels are given.
+        """Return next-token logits, and the loss if labels are given.
 
         Args: as `HybridModel.forward`, and
             labels: [B, T] token ids, -100 to ignore; shifted here.
-            logits_to_keep: logits of the last so many positions only (0: all), or of these indices.
+            logits_to_keep: number of last positions to compute logits for (0: all), or their indices.
 
         Returns:
             CausalLMOutputWithPast: loss (scalar) or None, logits [B, T, vocab_size], past_key_values.
 
-        Raises: as `HybridModel.forward`; a TypeError also for a keyword that the loss function does not name either.
+        Raises: as `HybridModel.forward`; keywords of the loss function are accepted too.
         """
         for_loss = loss_options(kwargs, self.loss_function)
         refuse_unknown(kwargs := {name: kwargs[name] for name in kwargs if name not in for_loss}, type(self))

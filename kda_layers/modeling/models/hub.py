@@ -1,4 +1,4 @@
-"""What a saved model carries for others: code that loads it without `import kda_layers`, and a model card."""
+"""Files beside a saved model: code that loads it without `import kda_layers`, and a model card."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `import kda_layers` imports this module, and none of transformers' modelling code
+if TYPE_CHECKING:  # `import kda_layers` imports this module, but not transformers' modelling code
     from transformers import PreTrainedConfig, PreTrainedModel
 
 CODE, CARD = "modeling_kda_layers.py", "README.md"
 MARK = "written by kda_layers, "
 
 # Absolute imports only: transformers copies the relative ones along with a file. They are in a try block, because for a
-# missing import elsewhere transformers tells the user to install a package of that name, whoever registers it. Classes
-# of their own, because transformers marks those that it loads from a checkpoint's folder.
+# missing import elsewhere transformers tells the user to install a package of that name, whoever registered it. The
+# classes are subclasses, because transformers marks those that it loads from a checkpoint's folder. The module paths
+# are part of the checkpoint format: a module that moves gets a row in `old_paths.MOVED`.
 CODE_TEMPLATE = Template('''\
 """Loads this checkpoint with trust_remote_code=True. All code is in the package kda_layers."""
 
@@ -50,7 +51,7 @@ class $causal_lm(PackageForCausalLM):
     config_class = $config
 ''')
 
-# The code of version 0.1 begins so and has no digest.
+# The code of version 0.1 begins with this and has no digest.
 UNSIGNED = '"""Loads this checkpoint with trust_remote_code=True. All code is in the package: '
 
 CARD_TEMPLATE = Template("""\
@@ -86,13 +87,12 @@ Not stated: `save_pretrained` wrote this card, and the authors of the model have
 
 
 class CardMixin:
-    """Of a PreTrainedModel: its `save_pretrained` writes a model card too."""
+    """Mixin for a PreTrainedModel whose `save_pretrained` also writes a model card."""
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
-        """transformers' own, and a model card (README.md), see `write_card`.
+        """Save as transformers does, with a model card (README.md, see `write_card`).
 
-        `push_to_hub` replaces the card by one of transformers, or by that of the repository: to publish ours, upload
-        the folder.
+        `push_to_hub` replaces the card by one of transformers or of the repository: to publish ours, upload the folder.
         """
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
         if is_main_process:
@@ -100,15 +100,15 @@ class CardMixin:
 
 
 def write_code(config: PreTrainedConfig, folder: Any) -> None:
-    """Write the code that loads a checkpoint where kda_layers is installed but not imported; config names it then.
+    """Write the code that loads a checkpoint if kda_layers is installed but not imported, and name it in config.
 
-    To be called before config.json is written. A configuration that was itself loaded by such code is left to
-    transformers, which copies that code. A file of this name that someone else wrote or edited stays, with a warning,
-    and so does the auto_map: an error would cost whoever saves a trained model more than the missing code does.
+    Call it before config.json is written. A configuration that was itself loaded by such code is left to transformers,
+    which copies that code. A file of this name that someone else wrote or edited stays, with a warning, and so does
+    the auto_map: an error after a training run would cost more than the missing code.
 
     Args:
-        config: of a model of this package; its auto_map is set, but for entries that name other code.
-        folder: of the checkpoint.
+        config: configuration of a model of this package; its auto_map is set, except entries that name other code.
+        folder: folder of the checkpoint.
     """
     kind = type(config)
     if kind.__module__.partition(".")[0] != __name__.partition(".")[0]:
@@ -135,11 +135,11 @@ def write_code(config: PreTrainedConfig, folder: Any) -> None:
 
 
 def write_card(model: PreTrainedModel, folder: Any) -> None:
-    """Write a model card into the folder of a checkpoint, unless that is not ours to do.
+    """Write a model card into the folder of a checkpoint, except in the cases below.
 
     A card that someone wrote or edited stays: ours ends with a digest of itself, and only an unchanged one is
-    replaced. There is none for an adapter's weights, and none in the `checkpoint-...` folders of a Trainer: they are
-    to resume from, and the model that it saves in the end has one.
+    replaced. Adapter weights get no card, nor do the `checkpoint-...` folders of a Trainer, which are for resuming; the
+    model that it saves in the end gets one.
     """
     resumable = re.fullmatch(r"checkpoint-\d+", Path(folder).absolute().name)
     if not resumable and not getattr(model, "_hf_peft_config_loaded", False):
@@ -147,7 +147,7 @@ def write_card(model: PreTrainedModel, folder: Any) -> None:
 
 
 def model_card(model: PreTrainedModel) -> str:
-    """The card, in Markdown: what configuration and parameters say of a model, how to load it, what made it."""
+    """Return the card in Markdown: a table of configuration and parameters, how to load the model, versions."""
     generates = model.can_generate()
     facts = _facts(model)
     return CARD_TEMPLATE.substitute(
@@ -165,7 +165,7 @@ def _facts(model: PreTrainedModel) -> dict[str, str]:
         gate += f" {config.linear_lower_bound:g}"
     facts = {
         "architecture": type(model).__name__,
-        "model type": type(config).model_type,  # that of the object is whatever config.json says
+        "model type": type(config).model_type,  # that of the instance is whatever config.json says
         "layers": layer_pattern(config.layer_types),
         "KDA heads": f"{config.linear_num_heads} of queries and keys, {config.linear_head_dim} wide; "
         f"{config.linear_num_value_heads} of values, {config.linear_value_head_dim} wide",
@@ -183,7 +183,7 @@ def _facts(model: PreTrainedModel) -> dict[str, str]:
 
 
 def layer_pattern(layer_types: list[str]) -> str:
-    """In words: ["linear_attention", "full_attention"] * 4 is "8: 1 KDA, 1 full attention, 4 times"."""
+    """Describe layer types: ["linear_attention", "full_attention"] * 4 is "8: 1 KDA, 1 full attention, 4 times"."""
     n = len(layer_types)
     period = next(p for p in range(1, n + 1) if n % p == 0 and layer_types == layer_types[:p] * (n // p))
     if period == 1:
@@ -197,15 +197,15 @@ def _name(layer_type: str) -> str:
 
 
 def _repository(name: str) -> str:
-    """A name from config.json, which may be anybody's, for the card: as it is only if it holds no markup."""
+    """Return a name from config.json, which is untrusted, for the card; a placeholder if it could hold markup."""
     part = "[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
     return name if re.fullmatch(f"({part}/)?{part}", name) else "what `converted_from` in config.json names"
 
 
 def _write(path: Path, text: str, *comment: str) -> bool:
-    """Write a signed file, unless one is there that this package did not write or that was edited: then False.
+    """Write a signed file; return False if there is one that this package did not write or that was edited.
 
-    The file is replaced as a whole, and a link in its place is replaced, not followed.
+    The file is replaced atomically, and a link in its place is replaced, not followed.
     """
     if path.exists() and not _is_ours(path.read_text(encoding="utf-8", errors="replace"), *comment):
         return False
@@ -220,7 +220,7 @@ def _write(path: Path, text: str, *comment: str) -> bool:
 
 
 def _signed(text: str, opening: str, closing: str) -> str:
-    """`text` and its digest, in a comment that `opening` begins and `closing` ends."""
+    """Return `text` with its digest in a comment between `opening` and `closing`."""
     return f"{text}\n{opening}{MARK}{hashlib.sha256(text.encode()).hexdigest()[:16]}{closing}\n"
 
 

@@ -4,19 +4,21 @@ import difflib
 import importlib
 import logging
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from kda_layers.kernels.kda.activations import MIN_LOWER_BOUND
 from kda_layers.kernels.kda.checks import check_lower_bound
-from kda_layers.modeling import hub
 from kda_layers.modeling.checks import check_epsilon
+from kda_layers.modeling.models import hub
 
+PRESETS = Path(__file__).parents[2] / "configs"
 logger = logging.getLogger("kda_layers")
 
-# Arguments of KimiDeltaAttention whose field has another name; None for those that no configuration holds.
+# Arguments of KimiDeltaAttention whose field has another name; None for those without a field.
 LAYER_ARGUMENTS: dict[str, str | None] = {
     "num_heads": "linear_num_heads",
     "num_v_heads": "linear_num_value_heads",
@@ -31,18 +33,18 @@ LAYER_ARGUMENTS: dict[str, str | None] = {
     "layer_idx": None,
     "backend": None,
 }
-# What transformers or this package reads from a configuration without a field for it.
+# Attributes that transformers or this package reads from a configuration without a field for them.
 UNDECLARED = (
     "attn_implementation", "auto_map", "compression_config", "converted_from", "custom_pipelines",
     "experts_implementation", "per_layer_config", "quantization_config", "task_specific_params", "tie_encoder_decoder",
     "tokenizer_class", "transformers_weights",
 )  # fmt: skip
-ROPE = ("rope_theta", "partial_rotary_factor")  # become part of the field rope_parameters, in a family that has it
+ROPE = ("rope_theta", "partial_rotary_factor")  # become part of the field rope_parameters in a family that has it
 _warned: set[str] = set()  # unknown names that were logged already
 
 
 class KDAFields(PreTrainedConfig):
-    """What a configuration says of its KDA layers; a base of every configuration that has some.
+    """Fields of KDA layers; a base of every configuration with such layers.
 
     Args:
         linear_num_heads: query / key heads of a KDA layer.
@@ -51,15 +53,14 @@ class KDAFields(PreTrainedConfig):
         linear_value_head_dim: value width V of a KDA head; None for the same as linear_head_dim.
         linear_conv_kernel_dim: taps of the short convolution.
         linear_gate_activation: "lower_bound" or "softplus".
-        linear_lower_bound: least log-decay per token in [-5, 0) with "lower_bound"; None with "softplus".
+        linear_lower_bound: lowest log-decay per token in [-5, 0) with "lower_bound"; None with "softplus".
         linear_allow_neg_eigval: beta in (0, 2) instead of (0, 1).
         linear_gate_rank: rank of the projections of the log-decay and of the output gate; None for
             linear_value_head_dim, 0 for full rank.
-        linear_output_gate_bias: whether the output gate has a bias.
+        linear_output_gate_bias: True for an output gate with a bias.
         layer_types: for each layer "linear_attention" (KDA) or the kind of its softmax attention.
     """
 
-    modeling: ClassVar[str]  # the module of the models, which registers them
     softmax_types: ClassVar[tuple[str, ...]] = ("full_attention",)
 
     linear_num_heads: int | None = None
@@ -79,25 +80,21 @@ class KDAFields(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def complete_kda_fields(self) -> None:
-        """Gives fields that are still None their defaults, and registers the models.
-
-        The first configuration registers the models, so that `import kda_layers` need not import them.
-        """
+        """Give fields that are still None their defaults."""
         if self.linear_num_value_heads is None:
             self.linear_num_value_heads = self.linear_num_heads
         if self.linear_value_head_dim is None:
             self.linear_value_head_dim = self.linear_head_dim
         if self.linear_gate_rank is None:
             self.linear_gate_rank = self.linear_value_head_dim
-        importlib.import_module(self.modeling)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """transformers' own, and the code that loads the checkpoint with trust_remote_code=True."""
+        """Save as transformers does, with the code that loads the checkpoint with trust_remote_code=True."""
         hub.write_code(self, save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def validate_kda_fields(self) -> None:
-        """Raises a ValueError naming the fields that contradict each other."""
+        """Raise a ValueError that names the fields which contradict each other."""
         names = "linear_num_heads linear_num_value_heads linear_head_dim linear_value_head_dim linear_conv_kernel_dim"
         check_at_least_one(self, names)
         if self.linear_num_value_heads % self.linear_num_heads:
@@ -125,9 +122,9 @@ class KDAFields(PreTrainedConfig):
 
 
 def check_names(config: type[PreTrainedConfig], names: Iterable[str]) -> None:
-    """Raises a TypeError for names that are meant for a field of the configuration but are none.
+    """Raise a TypeError for names that are probably meant for a field of the configuration.
 
-    These are arguments of the layer, names that begin with linear_, and those close to a field's. Other unknown names
+    These are arguments of the layer, names that begin with linear_, and names close to a field's. Other unknown names
     are kept and logged once, as a checkpoint of another version may hold some.
     """
     fields = config.__dataclass_fields__
@@ -152,7 +149,7 @@ def check_names(config: type[PreTrainedConfig], names: Iterable[str]) -> None:
 
 
 def check_at_least_one(config: Any, names: str) -> None:
-    """Raises a ValueError unless each of the fields is 1 or more."""
+    """Raise a ValueError unless each of the fields is 1 or more."""
     for name in names.split():
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
@@ -167,27 +164,26 @@ class KDAConfig(KDAFields):
         hidden_size: width of the residual stream.
         intermediate_size: width of the gated MLP; None for 8/3 of hidden_size, rounded up to a multiple of 64.
         num_hidden_layers: number of decoder layers.
-        linear_...: of the KDA layers, as in `KDAFields`.
-        full_attention_interval: every so many layers one of softmax attention: 4 is the 3:1 pattern of Kimi Linear,
-            0 is all KDA. Read where layer_types is None.
+        linear_...: fields of the KDA layers, see `KDAFields`.
+        full_attention_interval: every so many layers, one is softmax attention: 4 is the 3:1 pattern of Kimi Linear,
+            0 is all KDA. Read only if layer_types is None.
         layer_types: for each layer "linear_attention" (KDA) or "full_attention".
-        num_attention_heads, num_key_value_heads, head_dim: of the softmax layers, which have no position encoding;
-            None for num_attention_heads, and for hidden_size // num_attention_heads.
-        attention_bias: of the softmax layers; "none", or "key": the scores get a learned bias for each key and head,
+        num_attention_heads, num_key_value_heads, head_dim: sizes of the softmax layers, which have no position
+            encoding; None for num_attention_heads, and for hidden_size // num_attention_heads.
+        attention_bias: "none", or "key" for softmax layers whose scores get a learned bias for each key and head,
             exp(A softplus(dt_proj(v))) of the key's values v, see `modeling_kda.KDABiasedAttention`. Such layers run on
-            `kda_layers.biased_attention`, whatever attn_implementation says, and return no attention weights.
+            `kda_layers.biased_attention` for any attn_implementation and return no attention weights.
         attention_dropout: dropout of softmax attention weights while training; 0 with attention_bias "key".
         initializer_range: standard deviation of linear and embedding weights.
         rms_norm_eps: epsilon of every RMS norm.
 
     Raises:
-        TypeError: a name that is meant for a field but is none, see `check_names`.
-        StrictDataclassError: of huggingface_hub, with the ValueError or TypeError that names the field as its cause:
-            a field of a wrong type, or fields that contradict each other.
+        TypeError: a name that is probably meant for a field, see `check_names`.
+        StrictDataclassError: (of huggingface_hub) a field of a wrong type, or fields that contradict each other; its
+            cause is the ValueError or TypeError that names the field.
     """
 
-    modeling = "kda_layers.modeling.modeling_kda"
-    model_type = "kda_lm"  # "kda" is that of flash-linear-attention's own model
+    model_type = "kda_lm"  # flash-linear-attention's own model is "kda"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     base_model_pp_plan = {  # noqa: RUF012  (a class attribute that transformers reads)
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -231,9 +227,23 @@ class KDAConfig(KDAFields):
             ]
         super().__post_init__(**kwargs)
         self.complete_kda_fields()
+        # The first configuration registers the models, so that `import kda_layers` need not import them.
+        importlib.import_module("kda_layers.modeling.models.modeling_kda")
+
+    @classmethod
+    def preset(cls, name: str) -> Self:
+        """Return a reference configuration: "tiny" (0.96 M parameters), "reference" (43 M), "120m" or "1.3b".
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        names = sorted(path.stem for path in PRESETS.glob("*.json"))
+        if name not in names:
+            raise ValueError(f"name must be one of {', '.join(names)}, got {name!r}")
+        return cls.from_json_file(PRESETS / f"{name}.json")
 
     def validate_kda(self) -> None:
-        """Raises a ValueError naming the fields that contradict each other."""
+        """Raise a ValueError that names the fields which contradict each other."""
         check_at_least_one(self, "vocab_size hidden_size intermediate_size num_hidden_layers")
         check_at_least_one(self, "num_attention_heads num_key_value_heads head_dim")
         if self.num_attention_heads % self.num_key_value_heads:

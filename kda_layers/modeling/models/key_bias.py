@@ -1,4 +1,4 @@
-"""Softmax attention whose scores have a bias for each key, computed from the token's values: bias, mask and cache.
+"""Softmax attention with a bias for each key, computed from the key's values: bias, mask and cache.
 
 Trainable Dynamic Mask Sparse Attention, arXiv 2508.02124, has this bias; `biased_attention` gives its whole gradient.
 """
@@ -18,12 +18,12 @@ from kda_layers.kernels.checks import accumulator_dtype
 
 
 def key_bias(dt: Tensor, A: Tensor) -> Tensor:
-    """exp(A softplus(dt)) [..., heads] for dt [..., heads] and A [heads].
+    """Return exp(A softplus(dt)) [..., heads] for dt [..., heads] and A [heads].
 
-    Rounded once, to the dtype of dt, which is that of the values: a cached bias is then the one that was trained with.
+    It is rounded once, to the dtype of dt, which is that of the values: a cached bias then equals the one in training.
     """
     inner = accumulator_dtype(dt.dtype)
-    # Not torch's softplus: under torch.compile its backward was seen to return other strides than it had announced.
+    # Not torch's softplus: under torch.compile its backward can return other strides than it announced.
     softplus = torch.logaddexp(dt.to(inner), torch.zeros((), dtype=inner, device=dt.device))
     return torch.exp(A.to(inner) * softplus).to(dt.dtype)
 
@@ -36,20 +36,20 @@ def create_key_mask(
     position_ids: Tensor | None = None,
     layer_idx: int = 0,
 ) -> Tensor | None:
-    """The mask that `with_past` takes, called as transformers' functions that make masks are.
+    """Return the mask that `with_past` takes; called as transformers' mask functions are.
 
     Args:
-        inputs_embeds: of which the batch size, the number of queries and the device are read.
-        attention_mask: [B, S], nonzero for real tokens, S those in the cache and these; or one with 4 dimensions, which
-            is returned as it is.
+        inputs_embeds: [B, T, D]; only its shape and device are read.
+        attention_mask: [B, S], nonzero for real tokens, S counting those in the cache and these; a mask with 4
+            dimensions is returned as it is.
         past_key_values, layer_idx: the cache, before these tokens, and the layer that knows its lengths.
-        config, position_ids: not read.
+        config, position_ids: ignored.
 
     Returns:
-        [1|B, 1, 1, S] bool, False for padding and for the empty slots of a static cache; None where nothing is hidden.
+        [1|B, 1, 1, S] bool, False for padding and for the empty slots of a static cache; None if nothing is hidden.
 
     Raises:
-        ValueError: a mask of another rank or size.
+        ValueError: a mask of a wrong rank or size.
     """
     if attention_mask is not None and attention_mask.ndim == 4:
         return attention_mask
@@ -74,18 +74,18 @@ def create_key_mask(
 def with_past(
     k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, cache: Cache | None, layer_idx: int
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Keys, values and biases of the tokens in the cache and of these, for `biased_attention`.
+    """Return keys, values and biases of the tokens in the cache and of these, for `biased_attention`.
 
     Args:
         k, v: [B, T, H_kv, D], of these tokens.
         bias: [B, T, H] or [B, T, H_kv], of these tokens.
-        mask: False, or a negative number, where a key is hidden. [1|B, 1, 1, S] says so for all queries, each of which
-            sees no later keys either; [1|B, 1, T, S] is the whole mask, and costs memory for T S scores.
+        mask: False, or a negative number, where a key is hidden. [1|B, 1, 1, S] applies to all queries and adds
+            causality; [1|B, 1, T, S] is the whole mask and costs memory for T S scores.
         cache: updated; keeps the bias of past keys beside their values.
-        layer_idx: of the layer in the cache.
+        layer_idx: index of the layer in the cache.
 
     Returns:
-        k, v [B, S, H_kv, D]; bias [B, H or H_kv, 1|T, S], with the mask; whether the operator must add causality.
+        k, v [B, S, H_kv, D]; bias [B, H or H_kv, 1|T, S], with the mask; True if the operator must add causality.
     """
     T, static = k.shape[1], False
     bias = bias.transpose(1, 2)[:, :, None]  # [B, H or H_kv, 1, T]
@@ -96,8 +96,8 @@ def with_past(
         bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
     causal = mask is None or mask.shape[2] == 1
     if static and causal and T > 1:
-        # A static cache ends with empty slots, but the operator lets the last query see the last key: the slots are
-        # turned until the empty ones, which the mask hides, are in front.
+        # A static cache ends with empty slots, but the operator lets the last query see the last key: rotate the slots
+        # until the empty ones, which the mask hides, are in front.
         slots = torch.arange(k.shape[1], device=k.device)
         order = (slots + cache.get_seq_length(layer_idx)) % k.shape[1]
         k, v, bias = k.index_select(1, order), v.index_select(1, order), bias.index_select(3, order)
@@ -105,12 +105,12 @@ def with_past(
 
 
 def _update(cache: Cache, layer_idx: int, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds k, v [B, T, H_kv, D] and bias [B, H or H_kv, 1, T] to a cache; returns those of all its slots.
+    """Add k, v [B, T, H_kv, D] and bias [B, H or H_kv, 1, T] to a cache; return those of all its slots.
 
-    The biases of a key head's queries are further channels of its cached values. So whatever a cache does with values,
-    growing, static buffers, beams, taking tokens back, offloading, is done with the biases, in any class of cache; and
-    they are exact, as they have the values' dtype. Computing them from all cached values again, as transformers' Doge
-    does, would cost each decoding step the projection dt_proj of the whole past.
+    The biases of a key head's queries are cached as further channels of its values. Whatever any class of cache does
+    with values (growing, static buffers, beams, cropping, offloading) then applies to them too, and they are exact, as
+    they have the values' dtype. Computing them again from all cached values, as transformers' Doge does, would cost
+    each decode step the projection dt_proj of the whole past.
     """
     H_kv, D = v.shape[2:]
     values = torch.cat((v.transpose(1, 2), rearrange(bias, "b (h g) 1 t -> b h t g", h=H_kv)), -1)
@@ -126,6 +126,6 @@ def _update(cache: Cache, layer_idx: int, k: Tensor, v: Tensor, bias: Tensor) ->
 
 
 def refuse_weights(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
-    """Raises a ValueError where the attention weights are asked for: nothing of their size is ever made."""
+    """Raise a ValueError if attention weights are requested: no tensor of their size exists."""
     if kwargs.get("output_attentions") or config.output_attentions:
         raise ValueError("output_attentions must be False: attention with a bias for each key never has its weights")

@@ -1,4 +1,4 @@
-"""What the families whose own layers compute with our forward share: their parameters under our computation."""
+"""Families whose layers `swap_attention` changes in place: our forward over the stock layer's parameters."""
 
 from __future__ import annotations
 
@@ -17,27 +17,40 @@ from kda_layers.kernels.kda.checks import check_lower_bound
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import INPUTS, refuse_misspelt
-from kda_layers.modeling.mixer import KDAMixer
+from kda_layers.modeling.checkpoints.naming import Format
+from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
+from kda_layers.modeling.precision import KeepsFP32
 
 logger = logging.getLogger("kda_layers")
 
 
-class StockMixer(KDAMixer):
-    """A stock KDA layer with our forward: put before the stock class in the bases of a subclass of it.
+class StockKDALayer(KeepsFP32):
+    """A stock KDA layer with our forward: its parameters under the names that `KimiDeltaAttention.forward` reads.
 
-    The subclass has no __init__ and no parameters of its own: it is set as the class of stock instances, which keep
-    parameters, checkpoint names and everything that asks for the stock class.
+    It comes before the stock class in the bases of a subclass without an __init__ and parameters of its own. That
+    subclass is set as the class of stock instances, which keep their parameters and checkpoint names and are still
+    instances of the stock class.
     """
 
+    kept_in_fp32 = KimiDeltaAttention.kept_in_fp32
     forget_gate: Any
+    o_norm: Any
+    head_dim: int
 
-    @property
-    def head_v_dim(self) -> int:  # type: ignore[override]
-        return self.head_dim
+    A_log = property(lambda self: self.forget_gate.A_log.flatten())
+    dt_bias = property(lambda self: self.forget_gate.dt_bias)
+    f_a_proj = property(lambda self: self.forget_gate.f_a_proj)
+    f_b_proj = property(lambda self: self.forget_gate.f_b_proj)
+    f_proj = property(lambda self: self.forget_gate.f_proj)
+    head_v_dim = property(lambda self: self.head_dim)
+    gate_rank: Any = property(lambda self: self.head_dim)
+    norm_eps = property(lambda self: self.o_norm.variance_epsilon)
 
-    # The parameters of these are read here, not in their own forward, which is what moves offloaded ones.
-    @force_accelerate_hooks(["conv1d", "forget_gate", "o_norm"])
+    def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        return self.o_norm(o, gate)
+
+    @force_accelerate_hooks("forget_gate")  # its parameters are read here, not in its own forward
     def forward(
         self,
         hidden_states: Tensor,
@@ -45,56 +58,35 @@ class StockMixer(KDAMixer):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """[B, T, D] to [B, T, D], called as the stock layer is; packed sequences are read from kwargs.
+        """Map [B, T, D] to [B, T, D], called as the stock layer is.
 
-        Args: hidden_states, attention_mask as in `KimiDeltaAttention.forward`; cache_params is its past_key_values;
-            of the kwargs, which decoder layers hand on from the model's call, cu_seq_lens_q is read, which
-            `prepare_call` sets.
+        Args:
+            hidden_states, attention_mask: as in `KimiDeltaAttention.forward`.
+            cache_params: past_key_values of it.
+            **kwargs: of the model's call; only cu_seq_lens_q is read, which `prepare_call` sets.
         """
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is not None:
             attention_mask = None  # made by the model: `prepare_call` refuses a caller's
-        return self.mix(hidden_states, attention_mask, cache_params, cu_seqlens)
-
-    def decay_parameters(self) -> tuple[Tensor, Tensor]:
-        return self.forget_gate.A_log.flatten(), self.forget_gate.dt_bias
-
-    def plain_gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
-        return self.o_norm(o, gate)
-
-    @property
-    def norm_eps(self) -> float:
-        return self.o_norm.variance_epsilon
-
-
-class LowRankMixer(StockMixer):
-    """Gates of low rank, as in Kimi-Linear and GLM-5.3-Flash."""
-
-    g_a_proj: nn.Module
-    g_b_proj: nn.Module
-
-    def decay_logits(self, x: Tensor) -> Tensor:
-        return self.forget_gate.f_b_proj(self.forget_gate.f_a_proj(x))
-
-    def output_gate(self, x: Tensor) -> Tensor:
-        return self.g_b_proj(self.g_a_proj(x))
+        layer: Any = self
+        return KimiDeltaAttention.forward(layer, hidden_states, attention_mask, cache_params, cu_seqlens)
 
 
 PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 
 
 def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
-    """The arguments of a base model's call by name, and what they say of its sequences; None without tokens.
+    """Return the arguments of a base model's call by name, and the layout of its sequences (None without tokens).
 
     Raises:
-        TypeError: a misspelt keyword, which nothing would read.
+        TypeError: a misspelt keyword, which would be ignored.
         ValueError: masks or positions that KDA layers cannot follow, see `packing.read_layout`.
     """
     kwargs = dict(zip(INPUTS, args, strict=False)) | kwargs
     refuse_misspelt(kwargs, type(model))
     tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if tokens is None:
-        return kwargs, None  # an error of the stock forward
+        return kwargs, None  # the stock forward raises
     positions = kwargs.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 1:
         kwargs["position_ids"] = positions[None]
@@ -103,9 +95,9 @@ def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """Forward pre-hook of a base model: what the stock forward does not tell its KDA layers.
+    """Pass a base model's KDA layers what its stock forward does not; a forward pre-hook.
 
-    A mask of scores becomes one for each type of layer; for the rest see `prepare_layout`.
+    A mask of scores becomes one mask per type of layer; for the rest see `prepare_layout`.
     """
     kwargs, layout = prepare_layout(model, args, kwargs)
     if layout is None:
@@ -117,11 +109,10 @@ def prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
-    """`read_call` for a model with KDA layers.
+    """Apply `read_call` to a model with KDA layers.
 
-    Packed sequences, however described, become cu_seq_lens_q and positions that restart (which keep softmax layers
-    apart). A cache that is made or still empty gets layers that can take tokens back and, in a model of KDA layers
-    only, count them.
+    Packed sequences, however described, become cu_seq_lens_q and positions that restart (which separate them in softmax
+    layers). A new or empty cache gets layers that can take tokens back and, in a model of KDA layers only, count them.
 
     Raises:
         TypeError, ValueError: as `read_call`; packed sequences with padding or a cache, or in a model whose other
@@ -142,11 +133,12 @@ def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def packed_call(
     model: Any, kwargs: dict[str, Any], layout: Layout, noun: str, is_stock: Callable[[Any], bool]
 ) -> dict[str, Any]:
-    """The arguments of a base model's call with packed sequences, as swapped layers need them.
+    """Return the arguments of a base model's call with packed sequences as swapped layers need them.
 
     Args:
-        kwargs: as the caller gave them.
-        noun, is_stock: the layers that must all be swapped, and which modules are ones that are not.
+        kwargs: arguments as the caller gave them.
+        noun: name of the layers that must all be swapped, for messages.
+        is_stock: tells which modules are such layers, not swapped.
 
     Raises:
         ValueError: packed sequences with a cache or a stock layer, or positions that jump within one.
@@ -168,7 +160,7 @@ def packed_call(
 
 
 def _is_stock(module: Any) -> bool:
-    return hasattr(module, "forget_gate") and not isinstance(module, StockMixer)
+    return hasattr(module, "forget_gate") and not isinstance(module, StockKDALayer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,30 +171,31 @@ class StockFamily:
     stock_layer: type[nn.Module]
     layer: type[nn.Module]  # a subclass of stock_layer
     prepare_call: Callable[..., Any]  # forward pre-hook of base_model
-    noun: ClassVar[str]  # what its layers are called in messages
+    weights: Format | None = None  # names of a layer's weights, for `load_kda_weights` and its counterparts
+    noun: ClassVar[str]  # name of its layers in messages
     kept_in_fp32: ClassVar[tuple[str, ...]] = ()  # parameters that `load_pretrained` does not round
 
     def backends(self) -> Iterable[str]:
-        """Names of the backends that `backend=` may ask for."""
+        """Return the names that `backend=` accepts."""
         raise NotImplementedError
 
     def check(self, path: str, layer: Any) -> None:
-        """Raises a ValueError, which names the path, if the layer is not one that ours can compute."""
+        """Raise a ValueError that names the path if the layer is one that ours cannot compute."""
         raise NotImplementedError
 
     def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
-        """What a swapped layer has besides what the stock one has."""
+        """Return the attributes that a swapped layer has in addition to those of the stock one."""
         raise NotImplementedError
 
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
-        """Logs what is wrong with layers that are about to be swapped, but cannot be helped."""
+        """Log what is wrong with the layers about to be swapped and cannot be repaired."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KDAFamily(StockFamily):
     """A family whose models have KDA layers."""
 
-    lower_bound: Callable[[Any], float | None]  # of a KDA layer's gate; None for softplus
+    lower_bound: Callable[[Any], float | None]  # returns that of a KDA layer's gate; None for softplus
     prepare_call: Callable[..., Any] = prepare_call
     noun = "KDA layer"
     kept_in_fp32 = ("A_log", "dt_bias")

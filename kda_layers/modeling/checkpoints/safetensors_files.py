@@ -1,4 +1,4 @@
-"""Tensors of safetensors files and checkpoint folders as a mapping that reads each when it is asked for."""
+"""Safetensors files and checkpoint folders as a mapping that reads each tensor on access."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Source = Mapping[str, Tensor] | str | PathLike
 
 
 class SafetensorsFiles(Mapping[str, Tensor]):
-    """The tensors of a .safetensors file or of a checkpoint folder, each read when it is asked for."""
+    """The tensors of a .safetensors file or of a checkpoint folder, each read on access."""
 
     def __init__(self, path: str | PathLike):
         path = Path(path)
@@ -64,7 +64,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def open_weights(source: Source) -> Mapping[str, Tensor]:
-    """`source` as a mapping of tensors: itself, or what is in the file or folder."""
+    """Return `source` as a mapping of tensors: itself, or the contents of the file or folder."""
     if isinstance(source, Mapping):
         return source
     if isinstance(source, str | PathLike):

@@ -1,0 +1,1 @@
+"""Weights of KDA layers and models in the names and files of other families."""

@@ -1,0 +1,1 @@
+"""Language models with KDA layers: configuration, model, checkpoints that load without this package imported."""

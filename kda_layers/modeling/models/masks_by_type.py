@@ -1,0 +1,61 @@
+"""The masks of a model with KDA and softmax layers: one for each type of layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from kda_layers.modeling.models.key_bias import create_key_mask
+from kda_layers.modeling.packing import Layout, read_layout
+
+MASKS = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
+
+
+def masks_by_type(
+    config: PreTrainedConfig,
+    inputs_embeds: Tensor,
+    layout: Layout,
+    past_key_values: Cache | None,
+) -> dict[str, Any]:
+    """Return the mask of each type of layer: padding [B, T] or None for KDA, transformers' masks for softmax layers.
+
+    Each mask is made for a layer whose cache knows the lengths: transformers 5.17, which would search for one, takes a
+    KDA layer for one of full attention if other layers have sliding windows.
+    """
+    kinds = config.layer_types
+    # In a variant's configuration the field is a bool: projections with biases or without.
+    biased = getattr(config, "attention_bias", None) == "key"
+    functions = MASKS | ({"full_attention": create_key_mask} if biased else {})
+    return {"linear_attention": layout.padding} | {
+        kind: functions[kind](
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=layout.attention_mask,
+            past_key_values=past_key_values,
+            position_ids=layout.positions,  # None unless packed: transformers would read their values
+            layer_idx=kinds.index(kind),
+        )
+        for kind in dict.fromkeys(kinds)
+        if kind != "linear_attention"
+    }
+
+
+def masks_for_generate(
+    config: PreTrainedConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Cache | None,
+    **_: Any,
+) -> dict[str, Any]:
+    """Return `masks_by_type` for generate, before a compiled forward that cannot read the values of a mask."""
+    layout = read_layout(inputs_embeds, attention_mask, None, past_key_values)
+    if layout.cu_seqlens is not None:
+        raise ValueError("attention_mask must hold one document in each row to generate, got packed documents")
+    return masks_by_type(config, inputs_embeds, layout, past_key_values)

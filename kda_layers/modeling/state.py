@@ -1,0 +1,78 @@
+"""One layer's states in a cache during one forward call: read, write, record what takes tokens back.
+
+A KDA layer keeps, per sequence, the last W inputs of its short convolution [N, D, W] and the recurrent state
+[N, HV, V, K] in fp32, whatever the length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+from kda_layers.modeling.cache import KDACacheLayer, KDAOnlyCacheLayer, Past, make_writable
+
+
+class LayerState:
+    """The states of layer `layer_idx` in a cache, or nothing without a cache.
+
+    Attributes:
+        cached: False without a cache; nothing can be written then.
+        recording: True if the cache can be asked to take tokens back.
+        conv: [N, D, W] inputs of the short convolution before this call; None at the start.
+        recurrent: [N, HV, V, K] recurrent state; None at the start.
+
+    Raises:
+        ValueError: a cache without layer_idx, without a linear-attention layer there, or with another number of rows.
+    """
+
+    def __init__(self, cache: Cache | None, layer_idx: int | None, sequences: int):
+        self.cached, self.recording = cache is not None, False
+        self.conv: Tensor | None = None
+        self.recurrent: Tensor | None = None
+        if cache is None:
+            return
+        if layer_idx is None:
+            raise ValueError("layer_idx must be given to use past_key_values, got None")
+        if layer_idx >= len(cache.layers) or not isinstance(cache.layers[layer_idx], LinearAttentionCacheLayerMixin):
+            kind = type(cache.layers[layer_idx]).__name__ if layer_idx < len(cache.layers) else "no layer"
+            raise ValueError(
+                f"past_key_values must have a linear-attention layer at index {layer_idx}, got {kind}: make it with "
+                "DynamicCache(config=config), where config.layer_types[layer_idx] is 'linear_attention'"
+            )
+        self._layer: Any = cache.layers[layer_idx]
+        make_writable(self._layer)
+        self.recording = self._layer.record_past
+        if not self._layer.has_previous_state[0]:
+            return
+        self.conv, self.recurrent = self._layer.conv_states[0], self._layer.recurrent_states[0]
+        if self.conv.shape[0] != sequences:
+            raise ValueError(
+                f"past_key_values must hold as many sequences as the call, {sequences}, got {self.conv.shape[0]}"
+            )
+
+    def write_recurrent(self, state: Tensor) -> None:
+        """Store the recurrent state [N, HV, V, K]; no gradient flows out of a cache."""
+        self._layer.update_recurrent_state(state.detach())
+        self.recurrent = self._layer.recurrent_states[0]
+
+    def write_conv(self, state: Tensor, x: Tensor) -> None:
+        """Store the convolution's state [N, D, W] and count the tokens of x [B, T, ...], which end the call."""
+        self._layer.update_conv_state(state.detach())
+        if isinstance(self._layer, KDAOnlyCacheLayer):
+            self._layer.count(x)
+
+    def check_can_record(self, cu_seqlens: Tensor | None) -> None:
+        """Raise a ValueError unless the call can be recorded."""
+        if not isinstance(self._layer, KDACacheLayer):
+            raise ValueError(
+                "past_key_values records its past, which KDA layers can take back only in a KDACacheLayer: "
+                "pass the cache through kda_layers.modeling.cache.with_kda_layers while it is empty"
+            )
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens must be None with a cache that records its past")
+
+    def record(self, past: Past) -> None:
+        """Record a call, so that the cache can take its last tokens back."""
+        self._layer.record(past)
