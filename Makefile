@@ -15,6 +15,13 @@ endif
 RUN = $(VENV)/bin/python
 CUDA_SOURCES = $(wildcard kda_layers/kernels/cuda/*.cuh kda_layers/kernels/*/cuda/*/*.cu* tests/kernels/*.cu)
 
+# On Linux, PyPI's torch brings CUDA libraries of gigabytes. Without an NVIDIA GPU, install the CPU build of PyTorch's own
+# index or of a folder in pip's find-links. "+cpu" is part of the version, so PyPI's build never takes its place.
+TORCH = $(shell sed -n 's/^torch==//p' constraints.txt)+cpu
+CPU_WHEELS = https://download.pytorch.org/whl/cpu
+WANTS_CPU_BUILD = [ "$$(uname -s)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1 && ! [ -e /proc/driver/nvidia ]
+CPU_PIP = .venv/bin/pip install -q --disable-pip-version-check --no-deps --retries 1 --timeout 20
+
 # Ragged shapes, packed sequences, pools of states, drafts and convolutions: what could read or write out of bounds.
 MEMCHECKED_STEPS = test_more_slots or test_drafted_tokens_of or (int32 and (test_packed_steps or test_a_pool_of_states))
 MEMCHECKED = (cuda-fla and (test_ragged or $(MEMCHECKED_STEPS))) or (test_layer_kernels and bfloat16)
@@ -28,7 +35,7 @@ CASE ?= 1,8192,32
 .PHONY: profile demo test lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs clean
 
 demo: $(DEMO)
-	$(RUN) examples/train_tiny_lm.py --output runs/demo
+	$(RUN) examples/train_lm.py --output runs/demo
 
 test: lint
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
@@ -73,8 +80,17 @@ docs: $(DOCS)
 test-transformers: $(DEV)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 tools/transformers_suite
 
-.venv/demo: pyproject.toml constraints.txt
+.venv/torch: constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "expected Python, got no $(PYTHON); choose another with PYTHON=" >&2; exit 1; }
+	@$(PYTHON) tools/check_python.py
 	$(PYTHON) -m venv .venv
+	@if $(WANTS_CPU_BUILD); then echo "no NVIDIA GPU: installing torch $(TORCH)"; \
+	$(CPU_PIP) --extra-index-url $(CPU_WHEELS) torch==$(TORCH) || { \
+	echo "expected torch $(TORCH) for $$($(PYTHON) -V) at $(CPU_WHEELS) or in pip's find-links; choose another Python" \
+	"with PYTHON=, or an environment that has torch with VENV=" >&2; exit 1; }; fi
+	touch $@
+
+.venv/demo: .venv/torch pyproject.toml
 	$(PIP) -e ".[plot]"
 	touch $@
 
@@ -86,8 +102,7 @@ test-transformers: $(DEV)
 	$(PIP) -e ".[dev,docs]"
 	touch $@
 
-.venv/dev: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+.venv/dev: .venv/torch pyproject.toml
 	$(PIP) -e ".[dev]"
 	touch $@
 

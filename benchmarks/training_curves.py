@@ -39,12 +39,13 @@ from kda_layers import KDAForCausalLM, use_backend
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from lm_data import Corpus, load_corpus  # noqa: E402
-from lm_training import LMSettings, rate_factor  # noqa: E402
-from text_data import BYTES, InputError, training_batch  # noqa: E402
-from throughput import machine  # noqa: E402
-from train_lm import load_config  # noqa: E402
-from train_tiny_lm import build_optimizer, precision  # noqa: E402
+from common.cli import InputError  # noqa: E402
+from common.corpus import Corpus, load_corpus  # noqa: E402
+from common.model import load_config  # noqa: E402
+from common.optimization import build_optimizer, precision, rate_factor  # noqa: E402
+from common.settings import LMSettings  # noqa: E402
+from common.text import BYTES, training_batch  # noqa: E402
+from common.throughput import machine  # noqa: E402
 
 NAME = "training_curves"
 TITLE = "One training by several backends"
@@ -108,7 +109,7 @@ def train(run: Run, s: LMSettings, corpus: Corpus, device: torch.device, steps: 
             for group in optimizer.param_groups:
                 group["lr"] = s.lr * rate_factor(step / s.steps, s.schedule)
             batch = training_batch(corpus.train, s.batch_size, s.seq_len, seed, step).to(device).long()
-            with precision(model, s):
+            with precision(device, s):
                 loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -14,34 +14,23 @@ the vocabulary is that of bytes.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
-import shutil
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint import check_writable
-from command import exit_status, first_line
-from safetensors import safe_open
-from settings import check_range, flag
-from text_data import BYTES, InputError, Text, load_text
-from torch import Tensor
-from torch.utils.data import Dataset
+from common.cli import InputError, add_data_option, check_ranges, check_writable, exit_status, first_line
+from common.excerpts import load_data
+from common.text import load_text
+from common.trainer import RunRecord, check_same, defining_options, last_checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_callback import ExportableState
 from transformers.utils import is_accelerate_available
 
 import kda_layers
@@ -49,31 +38,8 @@ import kda_layers
 TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.json"
 
 
-class Excerpts(Dataset):
-    """Tokens [N] cut into excerpts of `length`; what is left at the end is dropped."""
-
-    def __init__(self, tokens: Tensor, length: int):
-        self.rows = tokens[: len(tokens) // length * length].view(-1, length)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
-
-
-class RunRecord(TrainerCallback, ExportableState):
-    """What must stay the same when a run is resumed; the Trainer stores it in the state of each checkpoint."""
-
-    def __init__(self, options: dict[str, Any]):
-        self.options = options
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"options": self.options}, "attributes": {}}
-
-
 def load_model(name: str) -> PreTrainedModel:
-    """A new model for the path of a .json configuration, else the checkpoint of that path or name."""
+    """Build a new model from a .json configuration, or load the checkpoint of that path or name."""
     try:
         if name.endswith(".json"):
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
@@ -84,7 +50,7 @@ def load_model(name: str) -> PreTrainedModel:
 
 
 def swap(model: PreTrainedModel, layers: str) -> PreTrainedModel:
-    """The model with its attention swapped: itself if it has KDA layers, else a converted one."""
+    """Swap the attention of a model; return it if it has KDA layers, else a converted model."""
     indices = layers.replace(",", "").isdecimal()
     chosen: Any = [int(i) for i in layers.split(",") if i] if indices else layers
     try:
@@ -94,89 +60,12 @@ def swap(model: PreTrainedModel, layers: str) -> PreTrainedModel:
     return swapped if isinstance(swapped, PreTrainedModel) else model
 
 
-def load_data(
-    text: Text, path: str | None, model: PreTrainedModel, name: str, length: int
-) -> tuple[Excerpts, Excerpts]:
-    """The part of the text to train on, and the rest, in the model's tokens."""
-    parts = [text.train, text.heldout]
-    if model.config.get_text_config().vocab_size != BYTES:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"--model {name}: expected a tokenizer beside it, or a vocabulary of the {BYTES} bytes"
-            ) from error
-        strings = [bytes(part.tolist()).decode(errors="replace") for part in parts]
-        parts = [torch.tensor(tokenizer(s, add_special_tokens=False, verbose=False)["input_ids"]) for s in strings]
-    train, heldout = (Excerpts(part, length) for part in parts)
-    if not len(train) or not len(heldout):
-        raise InputError(f"--data {path or '(default)'}: expected more than ten excerpts of --seq-len {length} tokens")
-    return train, heldout
-
-
-def last_checkpoint(output: str) -> tuple[str, dict[str, Any]]:
-    """The newest whole checkpoint in `output` and the options of its run.
-
-    Newer ones that an interrupted save left are named and renamed: the Trainer keeps the checkpoint with the highest
-    number where a file system has no exact times.
-    """
-    found = {int(m[1]): path for path in Path(output).glob("*") if (m := re.fullmatch(r"checkpoint-(\d+)", path.name))}
-    for _, path in sorted(found.items(), reverse=True):
-        try:
-            state = whole_state(path)
-        except Exception as error:  # damaged files fail in as many ways as there are parsers
-            if os.environ.get("RANK", "0") == "0":
-                print(f"{path} is skipped and renamed: it is not a whole checkpoint, {first_line(error)}")
-                aside = path.with_name(f"incomplete-{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-            continue
-        try:
-            return str(path), state["stateful_callbacks"][RunRecord.__name__]["args"]["options"]
-        except KeyError as error:
-            raise InputError(f"--resume: expected a checkpoint of this version of the script, got {path}") from error
-    raise InputError(f"--resume: expected a run with --save-every in --output {output}, got no whole checkpoint there")
-
-
-def whole_state(checkpoint: Path) -> dict[str, Any]:
-    """The Trainer's state in a checkpoint; raises unless each of its files is there and whole."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text())  # the file that the Trainer writes last
-    for pattern in ("*model[-._]*", "optimizer*", "scheduler*"):
-        if not any(checkpoint.glob(pattern)):
-            raise FileNotFoundError(f"it has no {pattern}")
-    index = checkpoint / "model.safetensors.index.json"
-    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
-    for path in {*checkpoint.glob("*.safetensors"), *(checkpoint / shard for shard in shards)}:
-        with safe_open(path, "pt"):  # fails unless the file has the length that its header promises
-            pass
-    for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")):
-        if not zipfile.is_zipfile(path):  # whose directory is at the end
-            raise ValueError(f"{path.name} is cut short")
-    return state
-
-
-def defining_options(args: argparse.Namespace, text: Text) -> dict[str, Any]:
-    """What a run cannot change when it is resumed: the checkpoint holds it, or the loss curve would have a kink."""
-    names = ("swap", "seq_len", "batch_size", "lr", "seed", "bf16")
-    model = str(Path(args.model).resolve()) if Path(args.model).exists() else args.model
-    return {"model": model, "data": text.sha256} | {name: getattr(args, name) for name in names}
-
-
-def check_same(options: dict[str, Any], recorded: dict[str, Any], checkpoint: str, data: str | None) -> None:
-    """Raise an InputError that names the first option which is not as in the run to resume."""
-    if options["data"] != recorded.get("data"):
-        raise InputError(f"--data {data or '(default)'}: expected the text that {checkpoint} was trained on")
-    for name, value in options.items():
-        if value != recorded.get(name):
-            raise InputError(f"{flag(name)} {value}: expected {recorded.get(name)} as in {checkpoint}")
-
-
 def finetune(args: argparse.Namespace) -> Trainer:
-    """Trains, saves to --output, and returns the Trainer; called by every process."""
+    """Train, save to --output, and return the Trainer; called by every process."""
     if not is_accelerate_available():
         raise InputError("the Trainer of transformers needs accelerate: pip install -U accelerate")
-    for name, least in (("steps", 1), ("batch_size", 1), ("seq_len", 2), ("save_every", 0), ("seed", 0), ("lr", 0)):
-        check_range(name, getattr(args, name), least)
+    numbers = {name: getattr(args, name) for name in ("steps", "batch_size", "seq_len", "save_every", "seed", "lr")}
+    check_ranges(numbers, {"seq_len": 2, "save_every": 0, "seed": 0, "lr": 0})
     text, checkpoint = load_text(args.data, args.seq_len), None
     options = defining_options(args, text)
     if args.resume:
@@ -223,7 +112,7 @@ def finetune(args: argparse.Namespace) -> Trainer:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", metavar="FILE", help="text to train on (Python's reference documentation)")
+    add_data_option(parser)
     parser.add_argument("--model", default=str(TINY), help="checkpoint, or .json configuration (configs/tiny.json)")
     parser.add_argument("--swap", metavar="LAYERS", help='swap attention first: "all", "3:1" or indices such as 0,2')
     parser.add_argument("--output", default="runs/finetune", metavar="DIR", help="where the model goes (%(default)s)")

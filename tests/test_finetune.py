@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import finetune  # noqa: E402
-import text_data  # noqa: E402
+from common import text  # noqa: E402
 
 from kda_layers import KDAConfig, KDAForCausalLM  # noqa: E402
 
@@ -70,7 +70,7 @@ def process(folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """After both processes ran in it."""
     path = tmp_path_factory.mktemp("finetune")
-    (path / "text.txt").write_bytes(text_data.python_reference()[:6000])
+    (path / "text.txt").write_bytes(text.python_reference()[:6000])
     hybrid().config.to_json_file(path / "config.json")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
@@ -107,7 +107,7 @@ def test_gradients_of_two_processes_are_those_of_one_on_the_joined_batch(results
 
 def test_a_llama_is_swapped_and_a_run_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LlamaForCausalLM(LlamaConfig(**SIZE)).save_pretrained(tmp_path / "llama")
-    (tmp_path / "text.txt").write_bytes(text_data.python_reference()[:3000])
+    (tmp_path / "text.txt").write_bytes(text.python_reference()[:3000])
     common = ["--data", str(tmp_path / "text.txt"), "--output", str(tmp_path / "run"), "--save-every", "1", *FEW]
     swap = ["--model", str(tmp_path / "llama"), "--swap", "1:1"]
     assert finetune.main([*common, *swap, "--steps", "2"]) == 0
@@ -124,7 +124,7 @@ def test_a_llama_is_swapped_and_a_run_resumed(tmp_path: Path, capsys: pytest.Cap
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text, and the run of two steps whose one checkpoint is of the last."""
     path = tmp_path_factory.mktemp("interrupted")
-    (path / "text.txt").write_bytes(text_data.python_reference()[:3000])
+    (path / "text.txt").write_bytes(text.python_reference()[:3000])
     hybrid().config.to_json_file(path / "config.json")
     assert finetune.main([*resumable(path), "--steps", "2"]) == 0
     return path

@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import swap_llama  # noqa: E402
-import text_data  # noqa: E402
-import train_tiny_lm  # noqa: E402
+from common.cli import flag  # noqa: E402
+from common.optimization import evaluate  # noqa: E402
+from common.text import load_text, python_reference  # noqa: E402
 
 SIZE = dict(
     hidden_size=64, layers=4, heads=4, kv_heads=2, linear_heads=2, seq_len=64, batch_size=8, steps=250, layer_steps=80,
@@ -27,13 +28,13 @@ SIZE = dict(
 
 
 def arguments(**fields: Any) -> list[str]:
-    return [word for name, value in fields.items() for word in (swap_llama.flag(name), str(value))]
+    return [word for name, value in fields.items() for word in (flag(name), str(value))]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_bytes(text_data.python_reference()[:120_000])
+    path.write_bytes(python_reference()[:120_000])
     return path
 
 
@@ -54,7 +55,7 @@ def test_distilling_brings_the_perplexity_back(data: Path, output: Path) -> None
     """Within 10% of an original that has learnt something, which the swap alone does not give."""
     report = json.loads((output / "report.json").read_text())
     perplexity = report["perplexity"]
-    text = text_data.load_text(str(data), 64)
+    text = load_text(str(data), 64)
     counts = collections.Counter(text.train.tolist())
     unigram = math.exp(-sum(math.log(counts[b] / len(text.train)) for b in text.heldout.tolist()) / len(text.heldout))
     assert perplexity["original"] < unigram / 2
@@ -70,7 +71,7 @@ def test_the_saved_model_is_the_measured_one(data: Path, output: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(output)
     assert model.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
     settings = swap_llama.SwapSettings(**report["settings"])
-    bits = train_tiny_lm.evaluate(model, text_data.load_text(str(data), settings.seq_len), settings)
+    bits = evaluate(model, load_text(str(data), settings.seq_len), settings)
     assert bits == pytest.approx(math.log2(report["perplexity"]["logits distilled"]), rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The trainer of the 120 M model, at a tiny size: it learns, counts and times what it says, and explains bad input."""
+"""train_lm.py with the 120m preset at a tiny size: it learns, counts and times as reported, and explains bad input."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from kda_layers import KDAConfig, KDAForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import installed_text  # noqa: E402
-import lm_data  # noqa: E402
-import lm_training  # noqa: E402
-import text_data  # noqa: E402
-import throughput  # noqa: E402
+import compare_runs  # noqa: E402
 import train_lm  # noqa: E402
+from common import installed_text, throughput, training  # noqa: E402
+from common.corpus import split_tail  # noqa: E402
+from common.optimization import heldout_nats, rate_factor  # noqa: E402
+from common.settings import LMSettings  # noqa: E402
+from common.text import python_reference, training_batch  # noqa: E402
 
 CONFIG = dict(
     model_type="kda_lm", vocab_size=300, hidden_size=64, num_hidden_layers=2, linear_num_heads=2, linear_head_dim=16,
     intermediate_size=128, num_attention_heads=2, tie_word_embeddings=True,
 )  # fmt: skip
-SIZE = "--device cpu --dtype float32 --seq-len 64 --batch-size 4 --lr 5e-3 --heldout-kb 4"
+SIZE = "--preset 120m --device cpu --dtype float32 --seq-len 64 --batch-size 4 --lr 5e-3 --heldout-kb 4"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a configuration and a text."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "tiny.json").write_text(json.dumps(CONFIG))
-    (folder / "text.txt").write_bytes(text_data.python_reference()[:100_000])
+    (folder / "text.txt").write_bytes(python_reference()[:100_000])
     return folder
 
 
@@ -68,7 +69,7 @@ def trained(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_learns_more_than_frequencies(files: Path, trained: Path) -> None:
     report = report_of(trained)
     text = (files / "text.txt").read_bytes()
-    train_part, heldout = lm_data.split_tail(text, 4000)
+    train_part, heldout = split_tail(text, 4000)
     assert train_part + heldout == text
     assert 4000 <= len(heldout) < 8000
     counts = torch.bincount(torch.tensor(list(train_part)), minlength=256).double() + 1
@@ -107,10 +108,10 @@ def test_the_checkpoint_is_the_measured_model(files: Path, trained: Path) -> Non
     model = AutoModelForCausalLM.from_pretrained(trained / "checkpoint")
     report = report_of(trained)
     assert sum(p.numel() for p in model.parameters()) == report["parameters"]
-    parts = lm_data.split_tail((files / "text.txt").read_bytes(), 4000)
+    parts = split_tail((files / "text.txt").read_bytes(), 4000)
     past, heldout = (torch.tensor(list(part)) for part in parts)
-    settings = lm_training.LMSettings(seq_len=64, dtype="float32")
-    nats = lm_training.heldout_nats(model, past, heldout, settings) / len(heldout)
+    settings = LMSettings(seq_len=64, dtype="float32")
+    nats = heldout_nats(model, past, heldout, settings) / len(heldout)
     assert nats == pytest.approx(report["heldout"][-1]["nats_per_token"], rel=1e-4)
 
 
@@ -151,8 +152,8 @@ def test_runs_are_compared(trained: Path, tmp_path: Path, capsys: pytest.Capture
     other = report_of(trained)
     other["settings"]["seed"] = 7
     (tmp_path / "other.json").write_text(json.dumps(other))
-    command = ["--compare", str(trained / "run.json"), str(tmp_path / "other.json"), "--output", str(tmp_path / "out")]
-    assert train_lm.main(command) == 0
+    command = [str(trained / "run.json"), str(tmp_path / "other.json"), "--output", str(tmp_path / "out")]
+    assert compare_runs.main(command) == 0
     assert "these runs differ in settings: seed\n" in capsys.readouterr().out
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 10_000
     assert len((tmp_path / "out" / "comparison.md").read_text().splitlines()) == 4
@@ -163,7 +164,7 @@ def test_evaluation_is_not_timed(files: Path, tmp_path: Path, monkeypatch: pytes
         time.sleep(1)
         return 1.0
 
-    monkeypatch.setattr(lm_training, "heldout_nats", slow)
+    monkeypatch.setattr(training, "heldout_nats", slow)
     assert train(files, tmp_path / "run", "--vocab byte --steps 12 --log-every 2 --evaluations 3") == 0
     report = report_of(tmp_path / "run")
     assert [h["step"] for h in report["heldout"]] == [5, 9, 12]
@@ -173,14 +174,14 @@ def test_evaluation_is_not_timed(files: Path, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(("at", "timed"), [(2, False), (9, True)])
 def test_ctrl_c_saves(at: int, timed: bool, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = text_data.training_batch
+    batch = training_batch
 
     def interrupted(*args: Any) -> torch.Tensor:
         if args[-1] == at:
             signal.raise_signal(signal.SIGINT)
         return batch(*args)
 
-    monkeypatch.setattr(lm_training, "training_batch", interrupted)
+    monkeypatch.setattr(training, "training_batch", interrupted)
     assert train(files, tmp_path / "run", "--vocab byte --steps 1000000") == 130
     report = report_of(tmp_path / "run")
     assert report["status"] == f"stopped by signal 2 at step {at + 1}"
@@ -231,7 +232,7 @@ def test_the_clock_leaves_out_what_it_should() -> None:
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_learning_rate_over_a_run(schedule: str) -> None:
-    rates = [lm_training.rate_factor(i / 1000, schedule) for i in range(1001)]
+    rates = [rate_factor(i / 1000, schedule) for i in range(1001)]
     assert min(rates) > 0
     assert max(rates) == max(rates[:60]) > 0.99
     assert rates[:45] == sorted(rates[:45])
@@ -272,9 +273,9 @@ def test_source_is_split_from_its_strings() -> None:
 
 def test_the_tail_begins_with_a_paragraph_or_a_character() -> None:
     text = b"ab\n\n" * 100
-    assert lm_data.split_tail(text, 1000) == (text[:-40], text[-40:])
-    assert lm_data.split_tail(text, 9) == (text[:-12], text[-12:])
-    rest, tail = lm_data.split_tail(("é" * 101).encode(), 1000)
+    assert split_tail(text, 1000) == (text[:-40], text[-40:])
+    assert split_tail(text, 9) == (text[:-12], text[-12:])
+    rest, tail = split_tail(("é" * 101).encode(), 1000)
     assert (len(rest.decode()), len(tail.decode())) == (91, 10)
 
 
@@ -304,19 +305,13 @@ def test_the_tail_begins_with_a_paragraph_or_a_character() -> None:
         ("--cache small.txt", "--cache small.txt: expected a directory to write to, got: File exists"),
         ("--device meta", "--device meta: expected a device that works here, got: "),
         ("--peak-tflops nan", "--peak-tflops nan: expected at least 0.001"),
-        ("--compare part.json", "--compare part.json: expected a run.json of this script, got: KeyError('windows')"),
-        ("--compare run.json --output small.txt", "--output {cwd}/small.txt: expected a directory to write to"),
-        ("--compare missing.json", "--compare missing.json: expected a readable file, got: No such file"),
-        ("--compare tiny.json", "--compare tiny.json: expected a run.json of this script, got: "),
     ],
 )
 def test_bad_input_is_explained(
-    argv: str, message: str, files: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    argv: str, message: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    Path("run.json").write_text(json.dumps(report_of(trained)))
-    Path("part.json").write_text(json.dumps({n: v for n, v in report_of(trained).items() if n != "windows"}))
     for name in ("tiny.json", "text.txt"):
         Path(name).write_bytes((files / name).read_bytes())
     Path("llama.json").write_text('{"model_type": "llama"}')
@@ -329,4 +324,30 @@ def test_bad_input_is_explained(
     err = capsys.readouterr().err
     assert message.format(cwd=tmp_path) in err
     assert err.startswith("train_lm.py: error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("part.json", "part.json: expected a run.json of train_lm.py, got: KeyError('windows')"),
+        ("run.json --output small.txt", "--output small.txt: expected a directory to write to"),
+        ("missing.json", "missing.json: expected a readable file, got: No such file"),
+        ("tiny.json", "tiny.json: expected a run.json of train_lm.py, got: "),
+        ("small.txt", "small.txt: expected a run.json of train_lm.py, got: "),
+    ],
+)
+def test_files_that_cannot_be_compared_are_explained(
+    argv: str, message: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("run.json").write_text(json.dumps(report_of(trained)))
+    Path("part.json").write_text(json.dumps({n: v for n, v in report_of(trained).items() if n != "windows"}))
+    Path("tiny.json").write_text(json.dumps(CONFIG))
+    Path("small.txt").write_text("too small")
+    assert compare_runs.main(argv.split()) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("compare_runs.py: error: ")
     assert err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Checkpoint directories of the examples: written completely or not at all, and checked when read."""
+"""Checkpoint directories: written completely or not at all, and checked when read."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import contextlib
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from command import first_line
-from text_data import BYTES, InputError
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import kda_layers  # noqa: F401  (registers the model with AutoModelForCausalLM)
+from common.cli import InputError, check_writable, first_line
 
-logging.disable_progress_bar()  # of loading and saving: they would break into that of training
+logging.disable_progress_bar()  # of loading and saving: they would interrupt that of training
 
 STATE = "trainer.pt"
 MODEL_FILES = ("config.json", "model.safetensors")
@@ -28,10 +26,10 @@ MODEL_FILES = ("config.json", "model.safetensors")
 def save_checkpoint(
     directory: Path, model: PreTrainedModel, state: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None = None
 ) -> None:
-    """Makes `directory` a checkpoint of `model`, `state` and `tokenizer`, or leaves it as it is and raises.
+    """Make `directory` a checkpoint of `model`, `state` and `tokenizer`, or leave it as it is and raise.
 
-    Everything is written and flushed to disk next to it first. A directory cannot be renamed over another one, so the
-    previous checkpoint steps aside in between; should the power fail at that moment, `recover` puts it back.
+    Everything is first written and flushed to disk in a sibling directory. A directory cannot be renamed over another
+    one, so the previous checkpoint is moved aside in between; if the power fails then, `recover` puts it back.
     """
     recover(directory)
     new, aside = _sibling(directory, "new"), _sibling(directory, "aside")
@@ -58,7 +56,7 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[list[int]]:
-    """Collects Ctrl-C and SIGTERM instead of stopping at once, so that not even a second one breaks into a save."""
+    """Collect Ctrl-C and SIGTERM instead of stopping at once, so that not even a second one interrupts a save."""
     received: list[int] = []
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(kind, lambda number, _: received.append(number)) for kind in kinds]
@@ -70,27 +68,42 @@ def held_signals() -> Iterator[list[int]]:
 
 
 def recover(directory: Path) -> None:
-    """Puts back the checkpoint that an interrupted save moved aside, if one did."""
+    """Put back the checkpoint that an interrupted save moved aside, if one did."""
     aside = _sibling(directory, "aside")
     if aside.exists() and not directory.exists():
         aside.rename(directory)
 
 
+def checkpoint_of(directory: Path) -> Path:
+    """Return the checkpoint of a run of train_lm.py, or `directory` itself if it is not a run."""
+    checkpoint = directory / "checkpoint"
+    recover(checkpoint)
+    return checkpoint if checkpoint.is_dir() else directory
+
+
 def load_model(directory: Path, device: torch.device) -> PreTrainedModel:
-    """The byte-level language model in `directory`."""
+    """Load the language model in `directory`."""
     recover(directory)
     _expect_files(directory, MODEL_FILES)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # damaged files fail in as many ways as there are parsers
         raise _not_a_checkpoint(directory, error) from error
-    if model.config.vocab_size != BYTES:
-        raise InputError(f"{directory}: expected a byte-level model, vocab_size {BYTES}, got {model.config.vocab_size}")
     return model.to(device)
 
 
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast | None:
+    """Load the tokenizer of the checkpoint in `directory`; None if it has none, as that of a byte-level model."""
+    if not (directory / "tokenizer.json").is_file():
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:
+        raise _not_a_checkpoint(directory, error) from error
+
+
 def load_state(directory: Path) -> dict[str, Any]:
-    """The trainer's state in `directory`."""
+    """Load the state of the training run in `directory`."""
     recover(directory)
     _expect_files(directory, (*MODEL_FILES, STATE))
     try:
@@ -99,18 +112,8 @@ def load_state(directory: Path) -> dict[str, Any]:
         raise _not_a_checkpoint(directory, error) from error
 
 
-def as_device(name: str) -> torch.device:
-    """The device of that name, if it works here: a number can be written to it and read back."""
-    try:
-        device = torch.device(name)
-        torch.ones(1, device=device).item()
-    except Exception as error:  # torch raises many kinds
-        raise InputError(f"--device {name}: expected a device that works here, got: {first_line(error)}") from error
-    return device
-
-
 def check_replaceable(directory: Path) -> None:
-    """Raise an InputError unless `save_checkpoint` can take `directory`'s place: it is missing, empty or ours."""
+    """Raise an InputError unless `save_checkpoint` can replace `directory`: it is missing, empty or a checkpoint."""
     check_writable(directory.parent)
     try:
         recover(directory)
@@ -118,19 +121,9 @@ def check_replaceable(directory: Path) -> None:
             directory.rmdir()  # fails unless it is an empty directory, and not a mount point, which cannot be renamed
     except OSError as error:
         raise InputError(
-            f"--output {directory}: expected a new directory, an empty one or a checkpoint of this script, "
+            f"--output {directory}: expected a new directory, an empty one or a checkpoint of train_lm.py, "
             f"got: {error.strerror}"
         ) from error
-
-
-def check_writable(directory: Path, option: str = "--output") -> None:
-    """Make `directory` if it is missing; raise an InputError unless files can be written to it."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:  # permissions alone do not tell: file systems refuse too
-            file.write(b"\0")
-    except OSError as error:
-        raise InputError(f"{option} {directory}: expected a directory to write to, got: {error.strerror}") from error
 
 
 def _sibling(directory: Path, suffix: str) -> Path:
@@ -139,7 +132,7 @@ def _sibling(directory: Path, suffix: str) -> Path:
 
 
 def _flush(path: Path) -> None:
-    """Waits until a file, or the entries of a directory, are on disk."""
+    """Wait until a file, or the entries of a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -151,8 +144,8 @@ def _expect_files(directory: Path, names: tuple[str, ...]) -> None:
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         reason = f"no {', '.join(missing)}" if directory.is_dir() else "no such directory"
-        raise InputError(f"{directory}: expected a checkpoint of train_tiny_lm.py, got: {reason}")
+        raise InputError(f"{directory}: expected a checkpoint of train_lm.py, got: {reason}")
 
 
 def _not_a_checkpoint(directory: Path, error: Exception) -> InputError:
-    return InputError(f"{directory}: expected a checkpoint of train_tiny_lm.py, got: {first_line(error)}")
+    return InputError(f"{directory}: expected a checkpoint of train_lm.py, got: {first_line(error)}")

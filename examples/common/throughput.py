@@ -1,4 +1,4 @@
-"""How fast a training run is, and of what that is the speed: operations per token, a clock, the machine."""
+"""Speed of a training run: operations per token, a clock, and the machine that it is measured on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ FORMULA = (
 
 
 def flops_per_token(model: PreTrainedModel, length: int) -> dict[str, float]:
-    """Floating-point operations of forward and backward pass per token of excerpts of `length`, by part and in all."""
+    """Floating-point operations of forward and backward per token of excerpts of `length`, by part and in total."""
     config = model.config
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     layers = config.layer_types.count("linear_attention")
@@ -39,22 +39,24 @@ def flops_per_token(model: PreTrainedModel, length: int) -> dict[str, float]:
 
 
 def peak_tflops(device: torch.device, dtype: str, given: float | None) -> float | None:
-    """What the utilization is relative to; None where it is not given and that of this device is not known."""
+    """Peak TFLOP/s for the utilization: the given one, else that of a known GPU in bfloat16, else None."""
     if given is None and device.type == "cuda" and dtype == "bfloat16":
         return PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
     return given
 
 
 class Clock:
-    """Seconds since `start`, without those in `paused`; and how they divide into windows of steps.
+    """Seconds since `start`, without those in `paused`, and their division into windows of steps.
 
-    Work is queued on a GPU, so a window must end after the device was waited for.
+    Work is queued on a GPU: wait for the device before a window ends. A resumed run passes the windows of its earlier
+    processes, whose seconds count too.
     """
 
-    def __init__(self) -> None:
-        self.windows: list[dict[str, float]] = []  # last step, steps, seconds
+    def __init__(self, windows: Sequence[dict[str, float]] = ()) -> None:
+        self.windows = list(windows)  # last step, steps, seconds
+        self._earlier = self._window_start = self.seconds_in_windows()
         self._start: float | None = None
-        self._paused = self._window_start = 0.0
+        self._paused = 0.0
         self._step = 0
 
     def start(self, step: int) -> None:
@@ -65,8 +67,8 @@ class Clock:
         return self._start is not None
 
     def seconds(self) -> float:
-        """0 before the start."""
-        return 0.0 if self._start is None else time.perf_counter() - self._start - self._paused
+        """Seconds of earlier processes and since `start`."""
+        return self._earlier + (0.0 if self._start is None else time.perf_counter() - self._start - self._paused)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -78,7 +80,7 @@ class Clock:
                 self._paused += time.perf_counter() - began
 
     def end_window(self, step: int) -> None:
-        """Of the steps since the last window or the start."""
+        """End the window of the steps since the last window or `start`; ignored before `start`."""
         if self.started and step > self._step:
             now = self.seconds()
             self.windows.append({"step": step, "steps": step - self._step, "seconds": now - self._window_start})
@@ -88,7 +90,7 @@ class Clock:
         return sum(w["seconds"] for w in self.windows)
 
     def rates(self, tokens_per_step: int) -> dict[str, float] | None:
-        """Tokens per second: median, least and most over windows, and of all; None if there are none."""
+        """Tokens per second: median, minimum and maximum over windows, and overall; None without windows."""
         rates = [tokens_per_step * w["steps"] / w["seconds"] for w in self.windows]
         if not rates:
             return None
@@ -97,7 +99,7 @@ class Clock:
 
 
 def machine(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """What the numbers were measured with: processor, GPU, versions, commit, date."""
+    """Processor, GPU, versions, commit and date, for the report."""
     found: dict[str, Any] = {"device": str(device), "cpu": _cpu(), "python": platform.python_version()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -1,9 +1,9 @@
-"""Text that every machine with Python has: what comes with the standard library and the installed packages.
+"""Text that every machine with Python has: that of the standard library and the installed packages.
 
-English first: documentation files and package descriptions, then docstrings; then, up to the size asked for, the
-source code that is left. A paragraph is kept where it first occurs. Documents are mixed in an order that looks random
-but depends on their names alone, so that the end of the text, which is held out, is like the rest. Near copies, such as
-functions that differ in a name, remain on both sides: the loss on what is held out is lower than on new text.
+English comes first: documentation files and package descriptions, then docstrings, then source code up to the requested
+size. A paragraph is kept where it first occurs. Documents are in a pseudo-random order that depends on their names
+alone, so that the held-out end of the text is like the rest. Near copies, such as functions that differ in a name,
+remain in both parts: the held-out loss is lower than on new text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from text_data import python_reference
+from common.text import python_reference
 
 KINDS = ("documentation", "docstrings", "source")
 SKIPPED_FOLDERS = {"__pycache__", "test", "tests", "site-packages", "dist-packages"}  # packages are roots themselves
@@ -33,7 +33,7 @@ STRINGS = re.compile(
 
 
 def installed_text(most: int) -> tuple[bytes, dict[str, int]]:
-    """At most `most` bytes of text, and how many of them are of each kind."""
+    """Return at most `most` bytes of text, and the bytes of each kind."""
     seen: set[bytes] = set()
     sizes = dict.fromkeys(KINDS, 0)
     chosen: list[tuple[bytes, bytes]] = []
@@ -50,7 +50,7 @@ def installed_text(most: int) -> tuple[bytes, dict[str, int]]:
 
 
 def documents() -> Iterator[tuple[str, str, str]]:
-    """(kind, name, text), the most English kind first."""
+    """Yield (kind, name, text), the most English kind first."""
     code, prose = find_files()
     yield "documentation", "pydoc topics", python_reference().decode()
     for name, path in prose:
@@ -65,7 +65,7 @@ def documents() -> Iterator[tuple[str, str, str]]:
 
 
 def find_files() -> tuple[list[tuple[str, Path]], list[tuple[str, Path]]]:
-    """(name, path) of Python files, and of documentation, each in the order of documents."""
+    """Return (name, path) of Python files and of documentation, each in the order of documents."""
     code, prose = {}, {}
     for root in dict.fromkeys(Path(sysconfig.get_path(n)) for n in ("stdlib", "purelib", "platlib")):
         for folder, folders, files in os.walk(root):
@@ -81,7 +81,7 @@ def find_files() -> tuple[list[tuple[str, Path]], list[tuple[str, Path]]]:
 
 
 def read(path: Path) -> str:
-    """The text of a file; nothing where it is none: other encodings, and data."""
+    """Return the text of a file, "" if it is data or has another encoding than UTF-8."""
     try:
         if path.stat().st_size > MOST_IN_A_FILE:
             return ""
@@ -92,12 +92,12 @@ def read(path: Path) -> str:
 
 
 def is_prose(text: str) -> bool:
-    """Mostly ASCII letters and white space, which tables of numbers and most languages but English are not."""
+    """True if the text is mostly ASCII letters and white space, unlike tables of numbers and most other languages."""
     return bool(text) and len(re.findall(r"[A-Za-z\s]", text)) >= 0.75 * len(text)
 
 
 def split_source(source: str) -> tuple[str, str]:
-    """Triple-quoted strings that begin a line, which are docstrings or the like, and the rest of the file."""
+    """Split off the triple-quoted strings that begin a line, mostly docstrings; return them and the rest."""
     strings, rest, end = [], [], 0
     for found in STRINGS.finditer(source):
         if found["body"] is not None:
@@ -110,7 +110,7 @@ def split_source(source: str) -> tuple[str, str]:
 
 
 def new_paragraphs(text: str, seen: set[bytes]) -> bytes:
-    """The paragraphs of `text` that are not yet in `seen`, whatever their white space; they are added to it."""
+    """Return the paragraphs of `text` that are not in `seen` up to white space, and add them to it."""
     kept = []
     for paragraph in re.split(r"\n\s*\n", text):
         words = " ".join(paragraph.split())
