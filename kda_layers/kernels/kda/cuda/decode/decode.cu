@@ -36,7 +36,7 @@ DEVICE u64 start(const Rows& at, u32 b, u32 t, u32 h) {
     return u64(b) * at.batch + u64(t) * at.token + u64(h) * at.head;
 }
 
-DEVICE i64 element(const Index& at, const void* data, u32 n, u32 c) {
+DEVICE i64 value_at(const Index& at, const void* data, u32 n, u32 c) {
     const u64 i = u64(n) * at.row + u64(c) * at.column;
     return at.int64 ? static_cast<const i64*>(data)[i] : static_cast<const int*>(data)[i];
 }
@@ -282,10 +282,10 @@ DEVICE bool source_of(const DecodeParams& p, u32 n, u32& slot) {
     if (!p.slots) return true;
     u64 column = 0;
     if (p.accepted) {
-        column = u64(element(p.accepted_at, p.accepted, n, 0) - 1);
+        column = u64(value_at(p.accepted_at, p.accepted, n, 0) - 1);
         if (column >= p.slots_at.columns) return false;
     }
-    const u64 s = u64(element(p.slots_at, p.slots, n, u32(column)));
+    const u64 s = u64(value_at(p.slots_at, p.slots, n, u32(column)));
     slot = u32(s);
     return s < p.slot_count;
 }
@@ -296,7 +296,7 @@ DEVICE bool destination_of(const DecodeParams& p, u32 n, u32 token, u32 tokens, 
     if (p.slots_at.columns) {
         kept = token < p.slots_at.columns;
         if (kept) {
-            const u64 s = u64(element(p.slots_at, p.slots, n, token));
+            const u64 s = u64(value_at(p.slots_at, p.slots, n, token));
             slot = u32(s);
             kept = s < p.slot_count;
         }
@@ -319,8 +319,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     u32 batch = n, start = 0, tokens = p.tokens;
     u64 output = u64(n) * tokens;
     if (p.offsets) {
-        start = u32(element(p.offsets_at, p.offsets, n, 0));
-        const int length = int(u32(element(p.offsets_at, p.offsets, n + 1, 0)) - start);
+        start = u32(value_at(p.offsets_at, p.offsets, n, 0));
+        const int length = int(u32(value_at(p.offsets_at, p.offsets, n + 1, 0)) - start);
         if (length <= 0) return;
         batch = 0, output = start, tokens = length;
     }
