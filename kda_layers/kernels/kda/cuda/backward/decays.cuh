@@ -61,7 +61,7 @@ DEVICE void load_logits(Lane lane, Fragment (&x)[2], const Shared& shared, int b
         for (int i = 0; i < 4; i++) {
             if constexpr (G_FP32)
                 x[o][i] = reinterpret_cast<const float*>(
-                    shared.g())[token_of(lane, b, o, i) * WIDE_ROW + channel_of(lane, i / 2)];
+                    shared.g())[token_of(lane, b, o, i) * FP32_ROW + channel_of(lane, i / 2)];
             x[o][i] += shared.bias()[channel_of(lane, i / 2)];
         }
     }

@@ -1,5 +1,5 @@
 // The gradients of everything but v and the states, parallel over chunks: from what the forward saved (S, V') and what
-// the reverse scan left (dS, bX), to q, k, gates and beta. Formulas: docs/kernels/backward.md.
+// the reverse scan left (dS, bX), to q, k, gates and beta. Formulas: docs/internals/kernels/backward.md.
 //
 // A CTA processes chunks of one key head, and for each the value heads of its group, whose gradients of q and k it
 // sums. A warp has 16 channels of all 64 tokens, so that decays and sums over tokens stay within it. The next work
@@ -136,7 +136,7 @@ DEVICE void finish_logits(Lane lane, float& d_A_log, float (&d_bias)[2], Fragmen
             d_A_log += valid ? part : 0.f, d_bias[i / 2] += valid ? x : 0.f;
             g[o][i] = x;
             if constexpr (G_FP32)
-                reinterpret_cast<float*>(shared.g())[token_of(lane, b, o, i) * WIDE_ROW + channel_of(lane, i / 2)] = x;
+                reinterpret_cast<float*>(shared.g())[token_of(lane, b, o, i) * FP32_ROW + channel_of(lane, i / 2)] = x;
         }
     }
     if constexpr (!G_FP32) store_block(lane, shared.g(), g, b);

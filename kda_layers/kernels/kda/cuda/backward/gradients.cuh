@@ -86,8 +86,8 @@ constexpr int INPUT_ROW_TILES = 2 * STATE_ROW_TILES + 3 * TOKEN_ROW_TILES;  // o
 constexpr int BLOCK_ROW_TILES = 6;  // their results for 16 tokens replace this many
 constexpr int INPUTS =
     (INPUT_ROW_TILES > BLOCKS * BLOCK_ROW_TILES ? INPUT_ROW_TILES : BLOCKS * BLOCK_ROW_TILES) * ROW_TILE_BYTES;
-constexpr int WIDE_ROW = K + 4;  // fp32 logits, padded against bank conflicts
-constexpr int LOGITS = G_FP32 ? CHUNK * WIDE_ROW * 4 : KEYS;
+constexpr int FP32_ROW = K + 4;  // fp32 logits, padded against bank conflicts
+constexpr int LOGITS = G_FP32 ? CHUNK * FP32_ROW * 4 : KEYS;
 constexpr int TRIANGLE = 36 * 256;  // 8 x 8 blocks of fp32 of a lower triangle
 
 struct Shared {
@@ -120,7 +120,7 @@ struct Shared {
     DEVICE unsigned char* d_o() const { return base + AT_D_O; }
     DEVICE unsigned char* q() const { return base + AT_Q; }  // [64, K] inputs, later their gradients
     DEVICE unsigned char* k() const { return base + AT_K; }
-    DEVICE unsigned char* g() const { return base + AT_G; }  // likewise; if fp32, in rows of WIDE_ROW
+    DEVICE unsigned char* g() const { return base + AT_G; }  // likewise; if fp32, in rows of FP32_ROW
     DEVICE float* floats(int at) const { return reinterpret_cast<float*>(base + at); }
     // 8 x 8 blocks of dL or dAqk
     DEVICE float* dL(int i, int j) const { return floats(AT_TRIANGLES) + (i * (i + 1) / 2 + j) * 64; }
@@ -225,7 +225,7 @@ DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const Wo
         #pragma unroll
         for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
             int at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
-            cp_async_16(shared.g() + (row * WIDE_ROW + column) * 4, g + row * stride + column, row < tokens);
+            cp_async_16(shared.g() + (row * FP32_ROW + column) * 4, g + row * stride + column, row < tokens);
         }
     } else {
         copy_rows(shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
@@ -241,7 +241,7 @@ DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const W
             int at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
             if (row < tile.chunk.tokens) {
                 *reinterpret_cast<float4*>(d_g + row * stride + column) =
-                    *reinterpret_cast<const float4*>(shared.g() + (row * WIDE_ROW + column) * 4);
+                    *reinterpret_cast<const float4*>(shared.g() + (row * FP32_ROW + column) * 4);
             }
         }
     } else {

@@ -64,7 +64,7 @@ DEVICE void decay_over(Lane lane, Vector& x, const GradientsParams& p, const Sha
     #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) {
         int channel = lane.id + 32 * i;
-        if constexpr (G_FP32) logits[i] = reinterpret_cast<const float*>(shared.g())[token * WIDE_ROW + channel];
+        if constexpr (G_FP32) logits[i] = reinterpret_cast<const float*>(shared.g())[token * FP32_ROW + channel];
         x[i] *= gates.decay(logits[i], gates.bias(shared.bias()[channel]), true);
     }
 }

@@ -2,7 +2,7 @@
 // chunk's end, and dO' = scale dO:
 //     dV' = Aqk^T dO' + Kr dS     bX = T'^T dV'     dS <- gamma dS + Qg^T dO' - Kg^T bX
 // bX is the gradient of v; with it and dS all other gradients are parallel over chunks. Formulas and names:
-// docs/kernels/forward.md, whose prepared chunks this reads.
+// docs/internals/kernels/forward.md, whose prepared chunks this reads.
 //
 // A CTA has 64 columns of V, which are independent, and a warp 16 of them, as rows of every MMA: the result of one MMA,
 // rounded, is operand A of the next in the same lane. So the chain from chunk to chunk does not pass through shared

@@ -5,7 +5,7 @@
 // scan (prepare.cuh). Bulk copies bring them, through a ring in global memory that stays in L2, to the shared memory of
 // every CTA of the group, where the scanning warps compute per chunk
 //     V' = T' (v - Kg S)     O = scale (Qg S + Aqk V')     S = gamma S + Kr^T V'
-// by wgmma where the arch has it, else by mma.sync (scan.cuh). Formulas and names: docs/kernels/forward.md.
+// by wgmma where the arch has it, else by mma.sync (scan.cuh). Formulas and names: docs/internals/kernels/forward.md.
 #include "prepare.cuh"
 #include "scan.cuh"
 

@@ -1,6 +1,6 @@
 // T' = (I + N)^-1 beta for the lower triangular N = diag(beta) L of a chunk, by three warps: 16 x 16 blocks by masked
 // doubling, then merges of neighbours. Every intermediate is itself an inverse, so that entries stay small enough for
-// fp16 operands (kda_math.md, section 3).
+// fp16 operands (docs/internals/kernels/forward.md).
 #pragma once
 #include "shared.cuh"
 

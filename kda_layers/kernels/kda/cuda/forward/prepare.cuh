@@ -4,7 +4,7 @@
 // Warp w holds 16 tokens (block b = w / HALVES) by 64 channels (half h) in registers: lane (g, t) = (id / 4, id % 4)
 // has tokens g and g + 8 and 16 channels, in the order of mma's fragments, so that one register serves as A and as B.
 // The decay between two tokens is never a difference of sums. Within 16 tokens it is split at the middle of the
-// smallest aligned block of 2, 4, 8 or 16 that holds both (binary anchoring, kda_math.md section 2): its two factors
+// smallest aligned block of 2, 4, 8 or 16 that holds both (docs/internals/binary_anchoring.md): its two factors
 // are products of decays, at most 1, so fp16 operands are exact to their rounding for any gates. Between blocks of 16
 // the factors are the products up to a block's end and from a block's start, times whole blocks' decays, which are
 // fp32: they alone decay the state.
@@ -116,7 +116,7 @@ DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& g
 // ---------------------------------------------------------------- directions
 
 // q and k as fp16 pairs. q is normalised; without qk_l2norm its length is a factor of the output. The length of k is at
-// most 1 (kda_math.md).
+// most 1.
 struct Directions {
     u32 q[2][8], k[2][8];  // [token g, g + 8][pairs of channels]
     float qk[2];           // <q, k> of one token: the diagonal of Aqk
