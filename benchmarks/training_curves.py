@@ -1,6 +1,6 @@
 """Loss curves of one training by every backend: `python -m benchmarks.training_curves --output FOLDER`.
 
-The model of configs/120m.json is trained from the same weights on the same batches by each backend: in bf16 (autocast,
+The preset model "120m" is trained from the same weights on the same batches by each backend: in bf16 (autocast,
 parameters in fp32), and by plain PyTorch in fp32 as the reference. What differs is rounding alone, which training
 amplifies; how much it does so in any case, a run of the first backend tells whose initial weights differ in their last
 bit ("rounding"), and, if asked for, one that sees its batches in another order of the text ("data").
@@ -362,7 +362,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return list(dict.fromkeys(n for n in text.split(",") if n))
 
-    parser.add_argument("--config", default=LMSettings.config, metavar="FILE", help="of the model (configs/120m.json)")
+    parser.add_argument("--config", default=LMSettings.config, metavar="FILE", help="of the model")
     parser.add_argument("--backends", type=names, default="sm90,fla,eager", help="the first makes noise (%(default)s)")
     parser.add_argument("--noise", type=names, default="rounding", help="rounding, data, or both (%(default)s)")
     parser.add_argument("--steps", type=int, default=2000, help="of each run (%(default)s)")

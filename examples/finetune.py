@@ -35,7 +35,7 @@ from transformers.utils import is_accelerate_available
 
 import kda_layers
 
-TINY = Path(__file__).resolve().parents[1] / "configs" / "tiny.json"
+TINY = Path(__file__).resolve().parents[1] / "kda_layers" / "configs" / "tiny.json"
 
 
 def load_model(name: str) -> PreTrainedModel:
@@ -113,7 +113,7 @@ def finetune(args: argparse.Namespace) -> Trainer:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_option(parser)
-    parser.add_argument("--model", default=str(TINY), help="checkpoint, or .json configuration (configs/tiny.json)")
+    parser.add_argument("--model", default=str(TINY), help="checkpoint, or .json configuration")
     parser.add_argument("--swap", metavar="LAYERS", help='swap attention first: "all", "3:1" or indices such as 0,2')
     parser.add_argument("--output", default="runs/finetune", metavar="DIR", help="where the model goes (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --output")

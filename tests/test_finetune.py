@@ -172,7 +172,7 @@ def test_the_newest_whole_checkpoint_is_resumed(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", str(ROOT / "configs" / "tiny.json")], "--model {root}/configs/tiny.json: expected {path}/config."),
+        (["--model", str(finetune.TINY)], "--model {root}/kda_layers/configs/tiny.json: expected {path}/config."),
         (["--swap", "all"], "--swap all: expected None as in {path}/run/checkpoint-2"),
         (["--data", str(ROOT / "README.md")], "--data {root}/README.md: expected the text that {path}/run/checkpoint-"),
         (["--lr", "1e-3"], "--lr 0.001: expected 0.01 as in {path}/run/checkpoint-2"),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from common.cli import InputError, check_ranges, flag, option
 from common.text import BYTES
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "kda_layers" / "configs"
 FIRST_STEPS = 5  # of a run: compilation and autotuning, not timed
 
 
