@@ -17,22 +17,17 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 SMALL = ("--K", "64", "--H", "1")
 PACKED = ("--lengths", "70,0,200", "--group", "2", "--state", "--processors", "4")
 
-# wait_for_chunks of shared.cuh: each lane acquires the counter that it has read, and lane 0 then starts the bulk
-# copies; without warp_sync after fence_gpu nothing orders what the other lanes have acquired before them.
-UNORDERED = pytest.mark.xfail(reason="wait_for_chunks lacks warp_sync after fence_gpu", strict=True)
-
 
 def succeeds(*arguments: str) -> bool:
     return main(arguments) == 0
 
 
-@pytest.mark.parametrize("arch", [pytest.param("90", marks=UNORDERED), pytest.param("100", marks=UNORDERED), "80"])
+@pytest.mark.parametrize("arch", ["90", "100", "80"])
 def test_backward_is_ordered(arch: str) -> None:
     """Forward, reverse scan and gradients, with wgmma, with bulk copies alone, and with neither."""
     assert succeeds("backward", *SMALL, *PACKED, "--arch", arch, "--order", "--draws", "1", "--seeds", "2")
 
 
-@UNORDERED
 def test_forward_of_a_cluster_is_ordered() -> None:
     """Two blocks share each copy where there are many heads for the processors; chunks in the ring are recycled."""
     assert succeeds("forward", *SMALL, "--T", "900", "--B", "3", "--slow", "--processors", "4", "--order")

@@ -166,6 +166,7 @@ DEVICE u32 wait_for_chunks(Lane lane, const ForwardParams& p, u32 ready) {
         for (int mask = 1; mask < 32; mask *= 2) next = min(next, shuffle_xor(next, mask));
         if (next > ready) {
             fence_gpu();
+            warp_sync();  // lane 0 alone starts the copies: it needs what every lane has acquired
             return next;
         }
         back_off();
