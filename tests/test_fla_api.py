@@ -400,8 +400,8 @@ def test_disable_recompute(disable_recompute: bool | None, recompute: str, monke
     tensors, options = make("all")
     tensors["v"].requires_grad_()
     eager, seen = KDA.backends()["eager"], []
-    chunk = eager.chunk
-    monkeypatch.setattr(eager, "chunk", lambda x, save: (seen.append(x.recompute), chunk(x, save))[1])
+    forward = eager.forward
+    monkeypatch.setattr(eager, "forward", lambda x, save: (seen.append(x.recompute), forward(x, save))[1])
     more = {} if disable_recompute is None else dict(disable_recompute=disable_recompute)
     call(chunk_kda, tensors, options, True, backend="eager", **more)
     assert seen == [recompute]

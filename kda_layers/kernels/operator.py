@@ -214,7 +214,7 @@ class InPlaceOperator(Generic[X]):
         if not is_plain(x):
             return self.op(*x, backend)
         torch.autograd.graph.increment_version(getattr(x, self.writes))
-        return self._run(*x, backend)
+        return without_autocast(getattr(self.registry.backends()[backend], self.method), x)
 
     def _run(self, *args: Any) -> Tensor:
         return without_autocast(getattr(self.registry.backends()[args[-1]], self.method), self.inputs(*args[:-1]))

@@ -17,7 +17,6 @@ from kda_layers.kernels.kda.checks import check_lower_bound
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import INPUTS, refuse_misspelt
-from kda_layers.modeling.checkpoints.naming import Format
 from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
 from kda_layers.modeling.precision import KeepsFP32
@@ -171,7 +170,6 @@ class StockFamily:
     stock_layer: type[nn.Module]
     layer: type[nn.Module]  # a subclass of stock_layer
     prepare_call: Callable[..., Any]  # forward pre-hook of base_model
-    weights: Format | None = None  # names of a layer's weights, for `load_kda_weights` and its counterparts
     noun: ClassVar[str]  # name of its layers in messages
     kept_in_fp32: ClassVar[tuple[str, ...]] = ()  # parameters that `load_pretrained` does not round
 

@@ -19,16 +19,7 @@ from kda_layers.modeling.layer import KimiDeltaAttention
 @functools.cache
 def formats() -> dict[str, Format]:
     """Return the format of each family by name."""
-    stock: dict[str, Format] = {}
-    for name in families.IN_PLACE:
-        try:
-            family = families.load(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not error.name.startswith("transformers.models."):
-                raise
-            continue  # transformers 5.17 has no bailing_hybrid
-        if family.weights is not None:
-            stock[name] = family.weights
+    stock = {name: weights for name in families.IN_PLACE if (weights := families.load(name, "WEIGHTS"))}
     return {"kda_layers": OURS, **stock, "fla": FLA}
 
 

@@ -18,9 +18,12 @@ CONVERTED = [name.removeprefix("kda_") for name in NAMES if name.startswith("kda
 IN_PLACE = [name for name in NAMES if not name.startswith("kda_")]
 
 
-def load(name: str) -> Any:
-    """Return the `FAMILY` of a file: a `models.variant.VariantFamily` or an `in_place.StockFamily`."""
-    return importlib.import_module(f"{__name__}.{name}").FAMILY
+def load(name: str, what: str = "FAMILY") -> Any:
+    """Return the `FAMILY` of a file: a `models.variant.VariantFamily` or an `in_place.StockFamily`; or its `WEIGHTS`.
+
+    None if this transformers has no such models, or if the file has no names of weights.
+    """
+    return getattr(importlib.import_module(f"{__name__}.{name}"), what, None)
 
 
 def register_configs() -> None:

@@ -10,6 +10,14 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearA
 from kda_layers.modeling.checkpoints.naming import FORGET_GATE, LOW_RANK, STOCK, Format, Naming
 from kda_layers.modeling.in_place import KDAFamily, StockKDALayer, prepare_layout
 
+WEIGHTS = Format(
+    STOCK | dict(gate_rank="head_dim"),
+    (
+        Naming("glm5_next", False, LOW_RANK, FORGET_GATE),
+        Naming("glm5_next", True, LOW_RANK, separate_conv=True),
+    ),
+)
+
 
 class FastGlm5NextTextLinearAttention(StockKDALayer, Glm5NextTextLinearAttention):
     """`Glm5NextTextLinearAttention` with our forward."""
@@ -37,11 +45,4 @@ FAMILY = KDAFamily(
     layer=FastGlm5NextTextLinearAttention,
     lower_bound=lambda layer: layer.forget_gate.safe_gate_lower_bound,
     prepare_call=prepare_masks,
-    weights=Format(
-        STOCK | dict(gate_rank="head_dim"),
-        (
-            Naming("glm5_next", False, LOW_RANK, FORGET_GATE),
-            Naming("glm5_next", True, LOW_RANK, separate_conv=True),
-        ),
-    ),
 )
