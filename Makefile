@@ -32,13 +32,22 @@ SANITIZE = compute-sanitizer --report-api-errors no --kernel-regex kns=kda_ --to
 
 CASE ?= 1,8192,32
 
-.PHONY: profile demo test lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs clean
+.PHONY: profile demo quick test test-all lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs clean
 
 demo: $(DEMO)
 	$(RUN) examples/train_lm.py --output runs/demo
 
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
+
+quick: $(DEV)
+	$(VENV)/bin/ruff check .
+	$(PYTEST) --tier quick
+
 test: lint
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
+	$(PYTEST) --tier test
+
+test-all: lint
+	$(PYTEST)
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .

@@ -1,9 +1,16 @@
-"""KDA_LAYERS_REQUIRE="sm90,fla" names the backends that must serve on this machine: their skips are failures."""
+"""Which tests run, and on what.
+
+--tier chooses: "all", the default, is every test; "test" and "quick" take a share of the cases of each parametrised
+test, always the same ones, and leave out what is marked as slower. KDA_LAYERS_REQUIRE="sm90,fla" names the backends
+that must serve on this machine: their skips are failures.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import zlib
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -12,7 +19,35 @@ import torch
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.kda.dispatch import KDA
 
+# Tier -> one in so many cases of a test, and the marks that it leaves out.
+TIERS: dict[str, tuple[int, frozenset[str]]] = {
+    "quick": (24, frozenset(("slow", "thorough"))),
+    "test": (4, frozenset(("thorough",))),
+    "all": (1, frozenset()),
+}
+
 REQUIRED = frozenset(n.strip() for n in os.environ.get("KDA_LAYERS_REQUIRE", "").split(",") if n.strip())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=TIERS, default="all", help="how many tests run (%(default)s)")
+
+
+def chosen(marks: dict[str, set[str]], tier: str) -> set[str]:
+    """Of test ids and their marks, the ids that run in a tier: of each test's cases a share, but at least one."""
+    share, left_out = TIERS[tier]
+    cases: dict[str, list[str]] = defaultdict(list)
+    for test in marks:
+        if not marks[test] & left_out:
+            cases[test.partition("[")[0]].append(test)
+    ordered = (sorted(group, key=lambda test: zlib.crc32(test.encode())) for group in cases.values())  # mixes options
+    return {test for group in ordered for test in group[: -(-len(group) // share)]}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = chosen({i.nodeid: {m.name for m in i.iter_markers()} for i in items}, config.getoption("--tier"))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
 
 
 def take_first_configurations() -> None:
