@@ -153,9 +153,7 @@ struct Shared {
     DEVICE ChunkFinder& finder() const { return *reinterpret_cast<ChunkFinder*>(base + AT_FINDER); }
 };
 
-#ifdef SHARED_BYTES
 static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
-#endif
 
 // ---------------------------------------------------------------- copies
 

@@ -64,7 +64,7 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "GATE": GATE_CODES[self.gate_activation],
-            "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.warpgroups),
+            "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.warpgroups), "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property

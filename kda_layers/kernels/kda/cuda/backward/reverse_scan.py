@@ -47,7 +47,7 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
-            "HAS_WGMMA": int(self.warpgroups),
+            "HAS_WGMMA": int(self.warpgroups), "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property

@@ -55,9 +55,7 @@ struct Shared {
     Token tokens[1];                    // p.stage of them
 };
 
-#ifdef SHARED_BYTES  // with room for one token
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host's plan of shared memory");
-#endif
 
 struct Raw {  // a lane's part of a token, as loaded
     u32 q[PER_LANE / 2], k[PER_LANE / 2], g[PER_LANE], bias[PER_LANE], v[(BLOCK_ROWS + 31) / 32], beta;

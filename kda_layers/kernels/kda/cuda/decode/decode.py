@@ -83,7 +83,7 @@ class Variant:
         lanes, rows, warps = self.shape
         return {
             "K": self.K, "V": self.V, "IO": TYPES[self.dtype], "STATE_BF16": int(self.state_dtype == torch.bfloat16),
-            "LANES": lanes, "ROWS": rows, "WARPS": warps,
+            "LANES": lanes, "ROWS": rows, "WARPS": warps, "SHARED_BYTES": self.shared_bytes(1),
         }  # fmt: skip
 
     @property

@@ -72,7 +72,7 @@ class Variant(NamedTuple):
         return {
             "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.warpgroups),
-            "HAS_SETMAXNREG": int(self.movable_registers), "SAVES": int(self.saves),
+            "HAS_SETMAXNREG": int(self.movable_registers), "SAVES": int(self.saves), "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property

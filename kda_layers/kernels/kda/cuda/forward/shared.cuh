@@ -133,9 +133,7 @@ struct Shared {
     }
 };
 
-#ifdef SHARED_BYTES
 static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
-#endif
 
 // ---------------------------------------------------------------- the ring of prepared chunks
 
