@@ -1,7 +1,7 @@
 """Which tests run, and on what.
 
 --tier chooses: "all", the default, is every test; "test" and "quick" take a share of the cases of each parametrised
-test, always the same ones, and leave out what is marked as slower. KDA_LAYERS_REQUIRE="sm90,fla" names the backends
+test, always the same ones, and leave out what is slow. KDA_LAYERS_REQUIRE="sm90,fla" names the backends
 that must serve on this machine: their skips are failures.
 """
 
@@ -11,6 +11,7 @@ import importlib.util
 import os
 import zlib
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,11 +20,21 @@ import torch
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.kda.dispatch import KDA
 
-# Tier -> one in so many cases of a test, and the marks that it leaves out.
-TIERS: dict[str, tuple[int, frozenset[str]]] = {
-    "quick": (24, frozenset(("slow", "thorough"))),
-    "test": (4, frozenset(("thorough",))),
-    "all": (1, frozenset()),
+# What compiles, trains or starts processes of its own: parts of test ids. `make quick` leaves it out.
+SLOW = (
+    "cuda_emulator/", "test_cuda_", "kernels/test_build", "attention/test_tr", "kernels/test_property",
+    "modeling/test_distributed", "modeling/test_hub", "modeling/test_s", "modeling/test_training",
+    "tests/test_benchmarks", "tests/test_examples", "tests/test_finetune", "tests/test_makefile", "tests/test_package",
+    "tests/test_swap_example", "tests/test_train",
+    "compil", "flash_linear_attention", "fresh_process", "importing", "new_family", "requiring", "tensor_parallel",
+    "two_processes",
+)  # fmt: skip
+# Tier -> one in so many cases of a test, and parts of the ids that it leaves out. Kernels and emulator run whole in CI
+# when they change.
+TIERS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "quick": (24, SLOW),
+    "test": (6, ("cuda_emulator/test_kernels", "tests/test_training_curves")),
+    "all": (1, ()),
 }
 
 REQUIRED = frozenset(n.strip() for n in os.environ.get("KDA_LAYERS_REQUIRE", "").split(",") if n.strip())
@@ -33,19 +44,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=TIERS, default="all", help="how many tests run (%(default)s)")
 
 
-def chosen(marks: dict[str, set[str]], tier: str) -> set[str]:
-    """Of test ids and their marks, the ids that run in a tier: of each test's cases a share, but at least one."""
+def chosen(tests: Iterable[str], tier: str) -> set[str]:
+    """The ids of tests that run in a tier: of each test's cases a share, but at least one."""
     share, left_out = TIERS[tier]
     cases: dict[str, list[str]] = defaultdict(list)
-    for test in marks:
-        if not marks[test] & left_out:
+    for test in tests:
+        if not any(part in test for part in left_out):
             cases[test.partition("[")[0]].append(test)
     ordered = (sorted(group, key=lambda test: zlib.crc32(test.encode())) for group in cases.values())  # mixes options
     return {test for group in ordered for test in group[: -(-len(group) // share)]}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = chosen({i.nodeid: {m.name for m in i.iter_markers()} for i in items}, config.getoption("--tier"))
+    kept = chosen([item.nodeid for item in items], config.getoption("--tier"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
 
