@@ -7,26 +7,22 @@ import pytest
 from tests.conftest import TIERS, chosen
 from tests.test_makefile import dry_run, needs_make
 
-CASES = {f"a.py::many[{n}]": set() for n in range(100)} | {
-    "a.py::one": set(),
-    "b.py::one": {"slow"},
-    "c.py::one": {"thorough"},
-}
+MANY = 100
+SLOW, THOROUGH = "tests/test_examples.py::one", "tests/cuda_emulator/test_kernels.py::one"
+TESTS = [*(f"tests/a.py::many[{n}]" for n in range(MANY)), "tests/a.py::one", SLOW, THOROUGH]
 
 
 def test_a_tier_runs_a_share_of_every_test() -> None:
-    quick, some, every = (chosen(CASES, tier) for tier in TIERS)
-    assert quick < some < every == CASES.keys()
-    assert [sum("many" in test for test in tier) for tier in (quick, some)] == [
-        -(-100 // TIERS[t][0]) for t in ("quick", "test")
-    ]
-    assert {"a.py::one"} == {t for t in quick if "many" not in t}
-    assert {"a.py::one", "b.py::one"} == {t for t in some if "many" not in t}
+    quick, some, every = (chosen(TESTS, tier) for tier in TIERS)
+    assert quick < some < every == set(TESTS)
+    for name, tier in (("quick", quick), ("test", some)):
+        assert sum("many" in test for test in tier) == -(-MANY // TIERS[name][0])
+    assert {t for t in quick if "many" not in t} == {"tests/a.py::one"}
+    assert {t for t in some if "many" not in t} == {"tests/a.py::one", SLOW}
 
 
 def test_the_choice_does_not_depend_on_the_order() -> None:
-    backwards = dict(reversed(CASES.items()))
-    assert all(chosen(backwards, tier) == chosen(CASES, tier) for tier in TIERS)
+    assert all(chosen(TESTS[::-1], tier) == chosen(TESTS, tier) for tier in TIERS)
 
 
 @needs_make
