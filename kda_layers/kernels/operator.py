@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from . import torch_private
-from .registry import Backend, Registry
+from .declarations import Backend
+from .registry import Registry
 from .tracing import is_plain, refuse_transforms, without_autocast
 
 NAMESPACE = "kda_layers"  # of torch.ops

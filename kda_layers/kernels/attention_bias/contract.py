@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..checks import accumulator_dtype
+from ..declarations import Problem as AnyProblem
+from ..declarations import dtype_name
 from ..operator import Differentiable
-from ..registry import Problem as AnyProblem
-from ..registry import dtype_name
 
 
 class Inputs(NamedTuple):

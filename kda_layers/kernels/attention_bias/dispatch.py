@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..registry import Registry, arch_of, best_device
+from ..declarations import arch_of, best_device
+from ..registry import Registry
 from ..torch_private import constant_to_compile
 from .contract import Backend, Inputs, Problem
 

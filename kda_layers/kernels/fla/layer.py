@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..registry import Backend, OneOf
+from ..declarations import Backend, OneOf
 from .package import problems
 
 MIN_TOKENS = 128  # with fewer, launching takes longer than computing

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..declarations import Backend as AnyBackend
+from ..declarations import Problem as AnyProblem
 from ..fla.layer import FEW_TOKENS
-from ..registry import Backend as AnyBackend
-from ..registry import Problem as AnyProblem
 
 
 class Inputs(NamedTuple):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..registry import Registry, best_device
+from ..declarations import best_device
+from ..registry import Registry
 from .contract import Backend, Problem
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..checks import accumulator_dtype as state_dtype
+from ..declarations import Allowed, one_of
+from ..declarations import Problem as AnyProblem
 from ..operator import Differentiable
-from ..registry import Allowed, one_of
-from ..registry import Problem as AnyProblem
 from .activations import BETA_CODES, GATE_CODES
 
 CHUNK = 64  # tokens between two state checkpoints, and the chunk length of every backend that reports them

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..declarations import Problem as AnyProblem
 from ..fla.layer import FEW_TOKENS
 from ..operator import Differentiable
-from ..registry import Problem as AnyProblem
 
 
 class Inputs(NamedTuple):

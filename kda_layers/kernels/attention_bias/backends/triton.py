@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...registry import OneOf, arch_of
+from ...declarations import OneOf, arch_of
 from ..contract import Backend, Gradients, Inputs, Problem, empty_lse
 from ..triton.launches import Launch, Launches, launches
 from ..triton.packing import sequence_numbers, tile_table

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...cuda.arch import ARCHS, Arch
 from ...cuda.gpu import GPU
 from ...cuda.machine import Machine
-from ...registry import OneOf
+from ...declarations import OneOf
 from ..activations import BETA_CODES, GATE_CODES
 from ..contract import (
     ALL_FEATURES,

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...declarations import AtLeast, OneOf
 from ...fla.chunk_table import chunk_table, table_rows
 from ...fla.package import operator_stages, problems
-from ...registry import AtLeast, OneOf
 from ..activations import BETAS, GIVEN, LOG_DECAY, LOWER_BOUND, SOFTPLUS
 from ..contract import (
     ALL_FEATURES,
