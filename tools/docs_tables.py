@@ -134,7 +134,7 @@ def backends(_: Results) -> str:
 
 
 def widths(backend: Backend, problems: list[Problem], use: dict[str, Any]) -> str:
-    """Return the widths K = V of which a backend serves some problem, "any" or "no"; a star: not on all its GPUs."""
+    """Return the widths K = V that a backend serves, "any width" or "no"; a star: not on all of its GPUs."""
     served = {K: [not backend.refusals(replace(p, K=K, V=K, **use)) for p in problems] for K in WIDTHS}
     texts = [str(K) + ("" if all(on) else STAR) for K, on in served.items() if any(on)]
     if len(texts) > 2:

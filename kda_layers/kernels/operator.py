@@ -91,7 +91,7 @@ class Operator(Generic[X, Out]):
     def __call__(self, x: X, needs_grad: bool, backend: str) -> Out:
         """The outputs of a backend's `forward`, differentiable; None for those that were not asked for."""
         plain = is_plain(x)
-        if not torch.compiler.is_compiling():  # then the op is asked
+        if not torch.compiler.is_compiling():  # while compiling, the op refuses them
             refuse_transforms(self.name, x)
         if plain:
             if not needs_grad:
@@ -200,11 +200,13 @@ class InPlaceOperator(Generic[X]):
         """Define torch.ops.<NAMESPACE>.<name>, which runs `method` of a backend and returns one tensor.
 
         Args:
+            name, inputs, registry: as in `Operator`
             writes: the field of `inputs` that is written
-            others: as in `Operator`
+            method: name of the backends' method, which takes the inputs
+            output_like: unwritten output for inputs, whose values it must not read
         """
         self.name, self.inputs, self.writes = name, inputs, writes
-        self.registry, self.method, self.output_like = registry, method, output_like
+        self.registry, self.method = registry, method
         _library.define(f"{name}({schema(inputs, mutable=writes)}, str backend) -> Tensor")
         self.op = _implement(name, self._run, lambda *args: output_like(inputs(*args[:-1])))
 

@@ -19,8 +19,8 @@
 // Registers are the words of a lane's own stack. wgmma_fence begins a new epoch of a lane's accesses to them: those
 // that wgmma takes may not have been accessed in the epoch of the launch, nor until fence_operand.
 //
-// Plain loads and stores come from g++ -fsanitize=thread, whose callbacks stand below; its runtime is not linked. The
-// machine's own accesses come from there, too: they are ignored, as `in_kernel` is false.
+// g++ -fsanitize=thread reports plain loads and stores to the callbacks below; its runtime is not linked. It reports the
+// emulator's own accesses too, which are ignored because `in_kernel` is false.
 #pragma once
 
 #include <algorithm>

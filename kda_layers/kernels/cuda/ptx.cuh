@@ -61,7 +61,7 @@ struct Fp16 {
     }
 };
 
-// fp32 of which MMAs read 11 bits of mantissa: for operands that need the range of fp32.
+// fp32, read by MMAs with 11 bits of mantissa: for operands that need the range of fp32.
 struct Tf32 {
     static DEVICE float round(float x) {
         u32 r;

@@ -82,7 +82,7 @@ def kda(
     and, as chunks are computed as matrices, those of earlier tokens of t's chunk of 64 tokens (counted from the start
     of the sequence); never an earlier chunk or another sequence. So the first bad output does not name the culprit:
     look at the inputs with torch.isfinite, or run the tokens through `kda_step` or
-    `kda_layers.kernels.kda.reference.recurrence`, which go token by token: their first bad output is at t.
+    `kda_layers.kernels.reference.recurrence`, which go token by token: their first bad output is at t.
 
     Source: Kimi Linear, arXiv 2510.26692, equation (1).
     """
