@@ -46,7 +46,7 @@ quick: $(DEV)
 test: lint
 	$(PYTEST) --tier test
 
-test-all: lint
+test-all: lint $(DOCS)
 	$(PYTEST)
 
 lint: $(DEV)
