@@ -54,7 +54,7 @@ def describe() -> None:
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"device: {device}")
     for operator in registries():
-        print(operator.explain(operator.default()))
+        print(operator.explain(operator.problem.default()))
     print(f"CUDA toolchain: {toolchain.explain()}")
 
 

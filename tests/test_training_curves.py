@@ -93,9 +93,7 @@ def test_a_run_of_the_eager_backend(folder: Path, monkeypatch: pytest.MonkeyPatc
     """The same data gives the same curve but for rounding; other data another; and all is there to see."""
     asked: set[str | None] = set()
     trained = curves.KDAForCausalLM.forward
-    monkeypatch.setattr(
-        curves.KDAForCausalLM, "forward", lambda *a, **k: (asked.add(requested(None)), trained(*a, **k))[1]
-    )
+    monkeypatch.setattr(curves.KDAForCausalLM, "forward", lambda *a, **k: (asked.add(requested()), trained(*a, **k))[1])
     assert run(folder, "--backends eager --noise rounding,data --steps 30") == 0
     assert asked == {"eager"}
     data = json.loads((folder / "out" / "training_curves.json").read_text())

@@ -1,4 +1,4 @@
-"""What a backend declares that it serves, what a call asks for, and the sentences in which the two differ."""
+"""What a call asks for (`Problem`), what a backend serves (`Backend`), and the reasons where the two differ."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ import abc
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a backend may decide on: no length, no batch size and no tensor, so that a choice can be memoised."""
+    """What a backend may decide on: no length, batch size or tensor, so that a choice can be cached."""
 
     device: str
     arch: int  # CUDA compute capability times ten (90 for an H200); 0 on other devices
     dtype: torch.dtype
 
-    LACKS: ClassVar[Mapping[str, str]] = {}  # boolean fields that a backend must be able to do; what is said if not
+    LACKS: ClassVar[Mapping[str, str]] = {}  # boolean field that needs support -> reason of a backend without it
+
+    @classmethod
+    def default(cls, device: str | None = None) -> Self:
+        """The problem that `explain` describes: many tokens in bf16 on `device`, or on the best one here."""
+        return cls(*best_device(device), torch.bfloat16)
+
+    @staticmethod
+    def fields_of(x: Any, needs_grad: bool) -> tuple[Any, ...]:
+        """The fields after device and arch for a call with inputs `x`, sizes as plain integers for torch.compile."""
+        raise NotImplementedError
 
     @property
     def features(self) -> dict[str, str]:
-        """Those of LACKS that are set."""
+        """The items of LACKS whose field is set."""
         return {name: lack for name, lack in self.LACKS.items() if getattr(self, name)}
 
     def details(self) -> list[str]:
-        """What the text says between the dtype and the features."""
+        """The part of the text between the dtype and the features."""
         return []
 
     def __str__(self) -> str:
@@ -55,7 +65,7 @@ class Allowed(abc.ABC):
 
 
 class OneOf(Allowed):
-    """Some values; numbers of an arch as sm_90."""
+    """Some values, written with a prefix: sm_90."""
 
     def __init__(self, *values: Any, prefix: str = ""):
         self.values, self.prefix = values, prefix
@@ -73,7 +83,7 @@ def one_of(names: Sequence[str]) -> str:
 
 
 class AtLeast(Allowed):
-    """Numbers from one on."""
+    """Numbers not below one."""
 
     def __init__(self, least: int, prefix: str = ""):
         self.least, self.prefix = least, prefix
@@ -83,42 +93,42 @@ class AtLeast(Allowed):
 
 
 class Backend(abc.ABC):
-    """One implementation of an operator. It declares what it serves; what is missing becomes a reason."""
+    """One implementation of an operator: it declares what it serves, and anything else becomes a reason."""
 
     name: str
-    priority: int = 0  # automatic choice takes the highest that serves the problem
-    serves: Mapping[str, Allowed] = {}  # by field of the problem; a field that is not named does not matter
-    features: frozenset[str] = frozenset()  # of those that the operator's problems know
+    priority: int = 0  # the highest that serves the problem is chosen
+    serves: Mapping[str, Allowed] = {}  # by field of the problem; other fields do not matter
+    features: frozenset[str] = frozenset()  # supported keys of the problem's LACKS
 
     def unsupported(self, problem: Any) -> list[str]:
-        """Every reason why this backend cannot serve `problem` here, each 'what it is, what it needs'; empty: yes."""
+        """Every reason why this backend cannot serve `problem` here, each 'what it is, what it needs'."""
         return self.refusals(problem) or self.problems()
 
     def refusals(self, problem: Any) -> list[str]:
-        """Every reason that lies in the problem, whatever is installed."""
+        """The reasons that do not depend on what is installed."""
         refused = {field: allowed.refuses(getattr(problem, field)) for field, allowed in self.serves.items()}
         if refused.get("device"):
-            refused.pop("arch", None)  # another device has none
+            refused.pop("arch", None)  # which belongs to the device
         reasons = [f"{field} {why}" for field, why in refused.items() if why]
         reasons += [lack for feature, lack in problem.features.items() if feature not in self.features]
         return [*reasons, *self.more_reasons(problem)]
 
     def more_reasons(self, problem: Any) -> list[str]:
-        """Reasons that are no set of values: combinations, shared memory."""
+        """Reasons that `serves` cannot express: combinations of fields, shared memory."""
         return []
 
     def problems(self) -> list[str]:
-        """What this machine lacks for any problem (packages, drivers); asked last, as finding out may take seconds."""
+        """What this machine lacks for any problem (packages, drivers); called last, as it may take seconds."""
         return []
 
     def variants(self, arch: str) -> Iterable[tuple[str, Mapping[str, str | int]]]:
-        """(source, macros) of every CUDA kernel that it may launch on `arch` ("sm_90a"), to compile ahead of use."""
+        """(source, macros) of every CUDA kernel that it may launch on `arch` ("sm_90a"), for `precompile`."""
         return ()
 
 
 @functools.cache
 def arch_of(device: torch.device) -> int:
-    """Compute capability times ten (90 for an H200); 0 where there is none."""
+    """Compute capability times ten (90 for an H200); 0 if not a GPU."""
     if device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)

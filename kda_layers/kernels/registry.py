@@ -24,15 +24,15 @@ import torch
 
 from . import torch_private
 from .declarations import Backend, Problem, arch_of
+from .torch_private import constant_to_compile
 
 ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
 
 logger = logging.getLogger("kda_layers")
-_override: ContextVar[str | None] = ContextVar("kda_layers_backend", default=None)  # "": no context, explicitly
+_override: ContextVar[str | None] = ContextVar("kda_layers_backend", default=None)  # "": explicitly no context
 AUTOGRAD_KEY = "kda_layers_backend"  # of torch's thread-local objects, which autograd's threads inherit
-CHOICES = 4096  # remembered, by the fields of a problem: to make and hash one costs as much as a launch
+CHOICES = 4096  # cached by the fields of a problem: making and hashing a Problem costs as much as a launch
 _registries: dict[str, Registry[Any, Any]] = {}
-
 
 P = TypeVar("P", bound=Problem)
 B = TypeVar("B", bound=Backend)
@@ -40,19 +40,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[P, B]):
-    """The backends of one operator: each file of a package defines one, as `BACKEND`, under the file's name."""
+    """The backends of one operator: the modules of its folder `backends`, each with one as `BACKEND`."""
 
-    def __init__(self, operator: str, package: str, problem: type[P], default: Callable[[], P], advisory: bool = False):
-        """Registry of the operator whose folder is `package`.
+    def __init__(
+        self,
+        operator: str,
+        package: str | None,
+        problem: type[P],
+        answer: Callable[[B], Any] = lambda backend: backend.name,
+        advisory: bool = False,
+    ):
+        """Register the operator whose folder is `package`.
 
         Args:
             problem: the class of its problems
-            default: the problem that `explain` describes
-            advisory: a name asked for is taken where that backend serves and else leaves the choice open, for
-                operators that accompany another one
+            answer: what `choose` returns for a backend, a constant to torch.compile
+            advisory: a requested backend that cannot serve leaves the choice open instead of raising, for operators
+                that accompany another one
         """
-        self.operator, self.package, self.problem, self.default = operator, f"{package}.backends", problem, default
-        self.advisory = advisory
+        self.operator, self.package, self.problem = operator, f"{package}.backends", problem
+        self.answer, self.advisory = answer, advisory
         self._found: dict[str, B] | None = None
         self._serving = functools.lru_cache(CHOICES)(self._serving_fields)
         _registries[operator] = self
@@ -64,28 +71,35 @@ class Registry(Generic[P, B]):
         return self._found
 
     def discover(self) -> dict[str, B]:
-        """Import the backends of the folder: each file's `BACKEND`, or its `BACKENDS`, a class for several GPUs."""
+        """Import the folder's modules and return what each defines as `BACKEND`, or as `BACKENDS` if several."""
         package = importlib.import_module(self.package)
         modules = [importlib.import_module(f"{self.package}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
         found: list[B] = [b for m in modules for b in (m.BACKENDS if hasattr(m, "BACKENDS") else (m.BACKEND,))]
         return {b.name: b for b in sorted(found, key=lambda b: -b.priority)}
 
     def requested(self, backend: str | None) -> str | None:
-        """The backend that the caller asked this operator for by argument, context or environment; None leaves the
-        choice open, as does a name out of the latter two that only another operator knows."""
+        """The backend that the caller asks this operator for by argument, context or environment; None to choose.
+
+        In context and environment, a name that only another operator has leaves the choice open.
+        """
         if backend is not None:
             return backend
-        name = requested(None)
+        name = requested()
         others = name is not None and name not in self.backends() and any(name in r.backends() for r in registries())
         return None if others else name
 
-    def choose(self, backend: str | None, device: torch.device, *fields: Any) -> B:
-        """`select` for the problem with these fields after device and arch, remembered."""
+    @constant_to_compile
+    def choose(self, backend: str | None, device: torch.device, *fields: Any) -> Any:
+        """The `answer` of the backend that `select` returns for the problem with `fields` after device and arch."""
         return self._serving(self.requested(backend), device, *fields)
 
-    def _serving_fields(self, name: str | None, device: torch.device, *fields: Any) -> B:
-        problem: Any = self.problem
-        return self.serving(problem(device.type, arch_of(device), *fields), name)
+    def _serving_fields(self, name: str | None, device: torch.device, *fields: Any) -> Any:
+        return self.answer(self.select(self.problem(device.type, arch_of(device), *fields), name))
+
+    def problem_of(self, x: Any, needs_grad: bool = False) -> P:
+        """The problem that a call with inputs `x` poses."""
+        device = x[0].device
+        return self.problem(device.type, arch_of(device), *self.problem.fields_of(x, needs_grad))
 
     def select(self, problem: P, backend: str | None = None) -> B:
         """The backend that serves `problem`.
@@ -93,19 +107,17 @@ class Registry(Generic[P, B]):
         Raises:
             ValueError: `backend` is unknown (the message lists the known ones), or cannot serve (all its reasons).
         """
-        return self.serving(problem, self.requested(backend))
-
-    def serving(self, problem: P, name: str | None) -> B:
-        """`select` by what `requested` has said, whatever context and environment say."""
-        if name is not None and not (self.advisory and name not in self.backends()):
-            chosen = self._named(name)
-            reasons = chosen.unsupported(problem)
+        known, name = self.backends(), self.requested(backend)
+        if name is not None and name in known:
+            reasons = known[name].unsupported(problem)
             if not reasons:
-                return chosen
+                return known[name]
             if not self.advisory:
                 raise ValueError(f"backend {name!r} cannot serve [{problem}]: " + "; ".join(reasons))
+        elif name is not None and not self.advisory:
+            raise ValueError(f"unknown backend {name!r}, known: {', '.join(known)}")
         refusals: list[str] = []
-        for candidate in self.backends().values():
+        for candidate in known.values():
             reasons = candidate.unsupported(problem)
             if not reasons:
                 logger.info("%s serves [%s]%s", candidate.name, problem, "".join(f"\n  not {r}" for r in refusals))
@@ -118,11 +130,6 @@ class Registry(Generic[P, B]):
                 return candidate
             refusals.append(f"{candidate.name}: {'; '.join(reasons)}")
         raise ValueError(f"no backend can serve [{problem}]: " + "; ".join(refusals))
-
-    def _named(self, name: str) -> B:
-        if name not in self.backends():
-            raise ValueError(f"unknown backend {name!r}, known: {', '.join(self.backends())}")
-        return self.backends()[name]
 
     def explain(self, problem: P) -> str:
         """For each backend, whether it can serve `problem`, and every reason why not.
@@ -142,7 +149,7 @@ class Registry(Generic[P, B]):
 
 @functools.cache
 def registries() -> tuple[Registry[Any, Any], ...]:
-    """Those of all operators: every folder here with a file `dispatch`."""
+    """The registries of all operators: every folder here with a file `dispatch`."""
     folder = importlib.import_module(__package__)
     for m in pkgutil.iter_modules(folder.__path__):
         if m.ispkg and importlib.util.find_spec(f"{__package__}.{m.name}.dispatch"):
@@ -158,19 +165,17 @@ def explain(problem: Any = None) -> str:
     """
     if problem is None:
         kda = next(r for r in registries() if r.operator == "kda")
-        return kda.explain(kda.default())
+        return kda.explain(kda.problem.default())
     return next(r for r in registries() if isinstance(problem, r.problem)).explain(problem)
 
 
-def requested(backend: str | None) -> str | None:
-    """The name that the caller asked for by argument, context or environment, whatever operator it belongs to."""
-    if backend is not None:
-        return backend
+def requested() -> str | None:
+    """The name that context or environment ask for, of any operator."""
     return _context_choice() or os.environ.get(ENVIRONMENT_VARIABLE) or None
 
 
 def _context_choice() -> str | None:
-    """The name that `use_backend` gives to this call; None or "" without one."""
+    """The name that `use_backend` set for this call; None or "" without one."""
     name = _override.get()
     if name is None and torch_private.in_backward():
         name = torch_private.thread_object(AUTOGRAD_KEY)  # autograd's threads have no context variables
@@ -213,6 +218,6 @@ def keep_backend(f: F) -> F:
     torch.utils.checkpoint calls its function twice, the second time from the backward: `checkpoint(keep_backend(f), x)`
     recomputes with the backend of the forward.
     """
-    if torch.compiler.is_compiling():  # the recomputation is then part of the graph, with the choices of its trace
+    if torch.compiler.is_compiling():  # the graph contains the recomputation with the choices of the trace
         return f
     return _overriding(_context_choice() or "")(f)

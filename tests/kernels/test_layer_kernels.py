@@ -23,7 +23,7 @@ from kda_layers.kernels.registry import Registry, explain, use_backend
 from kda_layers.kernels.short_conv import op as short_conv
 from kda_layers.kernels.short_conv.backends import fla
 from kda_layers.kernels.short_conv.contract import Inputs
-from kda_layers.kernels.short_conv.dispatch import SHORT_CONV, choose
+from kda_layers.kernels.short_conv.dispatch import SHORT_CONV
 from kda_layers.modeling.cache import with_kda_layers
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
@@ -51,11 +51,11 @@ def offsets(lengths: tuple[int, ...] | None) -> Tensor | None:
 
 def test_a_cpu_and_fp64_are_refused() -> None:
     few = "there are too few tokens, needs B * T of at least 128"
-    fp64 = dataclasses.replace(SHORT_CONV.default("cpu"), dtype=FP64, few_tokens=True)
-    assert SHORT_CONV.backends()["fla"].unsupported(SHORT_CONV.default("cpu")) == ["device is cpu, needs cuda"]
+    fp64 = dataclasses.replace(SHORT_CONV.problem.default("cpu"), dtype=FP64, few_tokens=True)
+    assert SHORT_CONV.backends()["fla"].unsupported(SHORT_CONV.problem.default("cpu")) == ["device is cpu, needs cuda"]
     for registry, problem in (
         (SHORT_CONV, fp64),
-        (GATED_NORM, dataclasses.replace(GATED_NORM.default("cpu"), dtype=FP64)),
+        (GATED_NORM, dataclasses.replace(GATED_NORM.problem.default("cpu"), dtype=FP64)),
     ):
         reasons = registry.backends()["fla"].unsupported(problem)
         assert reasons[:2] == ["device is cpu, needs cuda", "dtype is float64, needs bfloat16, float16 or float32"]
@@ -64,7 +64,7 @@ def test_a_cpu_and_fp64_are_refused() -> None:
 
 @pytest.mark.parametrize("registry", [SHORT_CONV, GATED_NORM], ids=lambda r: r.operator)
 def test_explained(registry: Registry) -> None:
-    lines = explain(registry.default("cpu")).splitlines()
+    lines = explain(registry.problem.default("cpu")).splitlines()
     assert lines[1:] == ["  fla      cannot: device is cpu, needs cuda", "  eager    can serve it", "chosen: eager"]
 
 
@@ -85,12 +85,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_they_are_left_out_where_plain_pytorch_is_asked_for() -> None:
     """A name is followed where it can be: of a backend that only the operator next to it has, nothing follows."""
     problem = torch.device("cpu"), BF16, False, False
-    assert choose(None, *problem) == ("fla", False)
-    assert choose("eager", *problem) == ("eager", True)
-    assert choose("sm90", *problem) == ("fla", False)
-    assert choose("fla", torch.device("cpu"), BF16, True, False) == ("eager", True)
+    assert SHORT_CONV.choose(None, *problem) == ("fla", False)
+    assert SHORT_CONV.choose("eager", *problem) == ("eager", True)
+    assert SHORT_CONV.choose("sm90", *problem) == ("fla", False)
+    assert SHORT_CONV.choose("fla", torch.device("cpu"), BF16, True, False) == ("eager", True)
     with use_backend("eager"):
-        assert choose(None, *problem) == ("eager", True)
+        assert SHORT_CONV.choose(None, *problem) == ("eager", True)
     x, gate, weight = (torch.ones(1, 128, 2) for _ in range(3))
     for name in ("eager", None):
         with use_backend("eager") if name is None else contextlib.nullcontext():
@@ -224,7 +224,7 @@ def test_short_conv(W: int, with_state: bool, lengths: tuple[int, ...] | None, d
         if not fused:
             with use_backend("eager"):
                 return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
-        assert choose(None, x.device, x.dtype, False, False) == ("fla", False)
+        assert SHORT_CONV.choose(None, x.device, x.dtype, False, False) == ("fla", False)
         return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
 
     check_against_fp64(run, tensors, dtype)

@@ -11,15 +11,16 @@ A bias [1|B, 1|H_kv|H, 1|T, S] that a backend sees is compact: what it is broadc
 from __future__ import annotations
 
 import abc
+import operator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import accumulator_dtype
 from ..declarations import Problem as AnyProblem
-from ..declarations import dtype_name
+from ..declarations import best_device, dtype_name
 from ..operator import Differentiable
 
 
@@ -57,6 +58,21 @@ class Problem(AnyProblem):
     packed: bool = False
     needs_grad: bool = False
     bias_grad: bool = False
+
+    @classmethod
+    def default(cls, device: str | None = None) -> Problem:
+        """A training step in bf16 with a learned bias for each key, on `device` or the best one here."""
+        bf16 = torch.bfloat16
+        return cls(*best_device(device), bf16, 128, 1, "per key", bf16, needs_grad=True, bias_grad=True)
+
+    @staticmethod
+    def fields_of(x: Inputs, needs_grad: bool = False) -> tuple[Any, ...]:
+        (*_, H, D), H_kv, bias = x.q.shape, x.k.shape[2], x.bias
+        kind = "none" if bias is None else "per key" if bias.shape[2] == 1 else "per query and key"
+        return (
+            x.q.dtype, operator.index(D), operator.index(H) // operator.index(H_kv), kind,
+            None if bias is None else bias.dtype, x.causal, x.cu_seqlens is not None, needs_grad, x.bias_grad,
+        )  # fmt: skip
 
     def details(self) -> list[str]:
         bias = self.bias if self.bias_dtype is None else f"{self.bias} ({dtype_name(self.bias_dtype)})"

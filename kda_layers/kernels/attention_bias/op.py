@@ -9,8 +9,8 @@ from ..checks import check_scale
 from ..operator import Operator
 from .checks import check
 from .compact import compact
-from .contract import Gradients, Inputs, Outputs, outputs_like
-from .dispatch import ATTENTION, choose, problem_fields
+from .contract import Gradients, Inputs, Outputs, Problem, outputs_like
+from .dispatch import ATTENTION
 
 _attention: Operator[Inputs, Outputs] = Operator(
     "biased_attention", Inputs, Outputs, Gradients, ATTENTION, outputs_like, reads=["o"]
@@ -66,4 +66,4 @@ def biased_attention(
     if bias is not None:
         x = x._replace(bias=compact(bias), bias_grad=grads and bias.requires_grad)
     needs_grad = grads and any(t.requires_grad for t in x[:4] if t is not None)
-    return _attention(x, needs_grad, choose(backend, q.device, *problem_fields(x, needs_grad))).o
+    return _attention(x, needs_grad, ATTENTION.choose(backend, q.device, *Problem.fields_of(x, needs_grad))).o

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..fla.layer import few_tokens
-from ..torch_private import constant_to_compile
 from .contract import Inputs
 from .dispatch import GATED_NORM
 
@@ -33,10 +32,5 @@ def gated_rms_norm(
     Returns:
         [B, T, ..., D] in x's dtype, or what `plain` returns.
     """
-    name = _choose(backend, x.device, x.dtype, few_tokens(x), torch.compiler.is_compiling())
+    name = GATED_NORM.choose(backend, x.device, x.dtype, few_tokens(x), torch.compiler.is_compiling())
     return GATED_NORM.backends()[name].normalise(Inputs(x, gate, weight, eps, plain))
-
-
-@constant_to_compile
-def _choose(backend: str | None, device: torch.device, dtype: torch.dtype, few_tokens: bool, compiled: bool) -> str:
-    return GATED_NORM.choose(backend, device, dtype, few_tokens, compiled).name

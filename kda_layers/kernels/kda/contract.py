@@ -12,14 +12,15 @@ host read (`sequence_offsets`).
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..checks import accumulator_dtype as state_dtype
-from ..declarations import Allowed, one_of
+from ..declarations import Allowed, best_device, one_of
 from ..declarations import Problem as AnyProblem
 from ..operator import Differentiable
 from .activations import BETA_CODES, GATE_CODES
@@ -121,6 +122,25 @@ class Problem(AnyProblem):
         "checkpoints": "checkpoints are asked for, needs checkpoint_every=0",
         "bf16_state": "state is bfloat16, needs float32",
     }
+
+    @classmethod
+    def default(cls, device: str | None = None) -> Problem:
+        """A training step of a layer of the default configuration in bf16, on `device` or the best one here."""
+        bf16 = torch.bfloat16
+        return cls(*best_device(device), bf16, bf16, 128, 128, 1, "lower_bound", "sigmoid", True, needs_grad=True)
+
+    @staticmethod
+    def fields_of(x: Inputs | DecodeInputs, needs_grad: bool = False) -> tuple[Any, ...]:
+        if isinstance(x, DecodeInputs):
+            decode, has_state, checkpoints, bf16_state = True, True, False, x.state.dtype == torch.bfloat16
+        else:
+            decode, has_state, bf16_state = False, x.initial_state is not None, False
+            checkpoints = operator.index(x.checkpoint_every) > 0
+        (*_, H, K), (*_, HV, V), index = x.q.shape, x.v.shape, operator.index
+        return (
+            x.q.dtype, x.beta.dtype, index(K), index(V), index(HV) // index(H), x.gate_activation, x.beta_activation,
+            x.qk_l2norm, decode, x.cu_seqlens is not None, needs_grad, has_state, checkpoints, bf16_state,
+        )  # fmt: skip
 
     @property
     def widths(self) -> tuple[int, int]:

@@ -8,8 +8,8 @@ from torch import Tensor
 from ..checks import check_scale
 from ..operator import InPlaceOperator, Operator
 from .checks import check_decode, check_lower_bound, check_state_dtype, check_values, check_whole
-from .contract import DecodeInputs, Gradients, Inputs, KDAOutput, outputs_like, state_dtypes
-from .dispatch import KDA, choose, problem_fields
+from .contract import DecodeInputs, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
+from .dispatch import KDA
 from .reference import activate
 
 _kda: Operator[Inputs, KDAOutput] = Operator("kda", Inputs, KDAOutput, Gradients, KDA, outputs_like)
@@ -97,7 +97,7 @@ def kda(
     if initial_state is not None and initial_state.dtype != computed:
         x = x._replace(initial_state=initial_state.to(computed))
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
-    name, *fused = choose(backend, x.q.device, *problem_fields(x, needs_grad))
+    name, *fused = KDA.choose(backend, x.q.device, *Problem.fields_of(x, needs_grad))
     out = _kda(activate(x, fused), needs_grad, name)
     if returned == computed:
         return out
@@ -158,7 +158,7 @@ def kda_step(
     check_values(x)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
         raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
-    name, *fused = choose(backend, x.q.device, *problem_fields(x))
+    name, *fused = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
     return _kda_step(activate(x, fused), name)
 
 

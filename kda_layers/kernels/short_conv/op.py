@@ -10,7 +10,7 @@ from torch import Tensor
 from ..fla.layer import few_tokens
 from ..operator import Operator
 from .contract import Gradients, Inputs, Outputs, outputs_like
-from .dispatch import SHORT_CONV, choose
+from .dispatch import SHORT_CONV
 from .history import packed_state, state_after
 
 __all__ = ["short_conv", "short_convs", "state_after"]
@@ -33,7 +33,7 @@ def short_convs(
         y_i [B, T, D_i], contiguous where that costs nothing, and the new state, or None without keep_state.
     """
     widths = [x.shape[-1] for x in xs]
-    _, transparent = choose(backend, xs[0].device, xs[0].dtype, few_tokens(xs[0]), mask is not None)
+    _, transparent = SHORT_CONV.choose(backend, xs[0].device, xs[0].dtype, few_tokens(xs[0]), mask is not None)
     if transparent:  # few large operations, as each of the plain form's is slow
         y, new = short_conv(torch.cat(tuple(xs), -1), weight, state, cu_seqlens, mask, backend)
         return list(y.split(widths, -1)), new if keep_state else None
@@ -66,7 +66,7 @@ def short_conv(
     Returns:
         y [B, T, D] in x's dtype, and the new state [N, D, W] in x's dtype.
     """
-    name, transparent = choose(backend, x.device, x.dtype, few_tokens(x), mask is not None)
+    name, transparent = SHORT_CONV.choose(backend, x.device, x.dtype, few_tokens(x), mask is not None)
     if transparent:
         return SHORT_CONV.backends()[name].convolve(x, weight, state, cu_seqlens, mask)
     grads = torch.is_grad_enabled()
