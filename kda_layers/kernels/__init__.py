@@ -1,7 +1,7 @@
-"""Operators and their backends: a folder for each operator, and what all of them share.
+"""Operators and their backends: a folder for each operator, and the modules that they share.
 
-Kimi Delta Attention (`kda`), softmax attention with a bias (`attention_bias`), and what surrounds them in a layer
-(`short_conv`, `gated_norm`).
+Kimi Delta Attention (`kda`), softmax attention with a bias (`attention_bias`), and the short convolution and the gated
+norm of a layer (`short_conv`, `gated_norm`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["biased_attention"]
 
 
-def __getattr__(name: str) -> Any:  # on first use: every module below imports this one before itself
+def __getattr__(name: str) -> Any:  # imported on first use: every module below imports this one first
     if name == "biased_attention":
         from .attention_bias.op import biased_attention
 

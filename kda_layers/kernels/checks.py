@@ -1,4 +1,4 @@
-"""Checks of tensors and numbers, for the validator of every operator: an error names the argument and the way out."""
+"""Checks of tensors and numbers for the validators of all operators; errors name the argument and the way out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TENSORS, _STRIDED = frozenset((Tensor, Parameter)), torch.strided
 
 
 class DtypeError(TypeError, ValueError):
-    """A dtype outside the contract: to some a wrong type, to others a wrong value of a tensor's type."""
+    """A dtype outside the contract, which may be caught as a TypeError or as a ValueError."""
 
 
 def check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor) -> None:
@@ -36,7 +36,7 @@ def check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.
 
 
 def check_is_tensor(name: str, t: Any, instead: str = "") -> None:
-    """Raise a TypeError unless `t` is a dense tensor of this process; `instead` says what to pass for another type."""
+    """Raise a TypeError unless `t` is a dense tensor of this process; `instead` ends the message for another type."""
     if type(t) in _TENSORS and t.layout is _STRIDED and not t.is_nested:
         return
     if not isinstance(t, Tensor):
@@ -56,6 +56,7 @@ def check_is_tensor(name: str, t: Any, instead: str = "") -> None:
 
 
 def check_index(name: str, t: Any, q: Tensor) -> None:
+    """Raise unless `t` is an int32 or int64 tensor on q's device."""
     check_is_tensor(name, t, f": pass torch.tensor({name}, dtype=torch.int32, device={str(q.device)!r})")
     if t.dtype not in (torch.int32, torch.int64):
         raise DtypeError(f"{name} must be int32 or int64, got {t.dtype}")
@@ -64,7 +65,7 @@ def check_index(name: str, t: Any, q: Tensor) -> None:
 
 
 def check_offsets(cu_seqlens: Tensor, x: Tensor) -> None:
-    """Raise unless cu_seqlens has the type and shape of offsets into packed x [1, T, ...]; reads no value."""
+    """Raise unless cu_seqlens has the dtype and shape of offsets into packed x [1, T, ...]; reads no value."""
     check_index("cu_seqlens", cu_seqlens, x)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         hint = ": pass cu_seqlens[0]" if cu_seqlens.ndim == 2 and cu_seqlens.shape[0] == 1 else ""
@@ -74,7 +75,7 @@ def check_offsets(cu_seqlens: Tensor, x: Tensor) -> None:
 
 
 def check_scale(q: Any, scale: Any) -> float:
-    """The scale as a float: `scale`, or the last dimension of q ** -0.5 if None."""
+    """The scale as a float: `scale`, or q.shape[-1] ** -0.5 if None."""
     if scale is None:
         return _default_scale(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.ndim else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
@@ -90,12 +91,12 @@ def _default_scale(K: int) -> float:
 
 
 def dtype_names(dtypes: Any) -> str:
-    """float32 or bfloat16, as errors say it."""
+    """The dtypes as errors list them: float32 or bfloat16."""
     return " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
 
 
 def sequence_offsets(cu_seqlens: Tensor, T: int) -> list[int]:
-    """The offsets of packed sequences as Python integers (a host read), after checking their values."""
+    """Check the values of cu_seqlens and return them as Python integers (a host read)."""
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
@@ -108,5 +109,5 @@ def sequence_offsets(cu_seqlens: Tensor, T: int) -> list[int]:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that inputs of `dtype` are computed and summed in: fp64 for fp64, else fp32."""
+    """The dtype in which inputs of `dtype` are computed: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

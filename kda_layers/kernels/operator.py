@@ -1,9 +1,8 @@
 """A differentiable operator: torch ops, fakes and autograd, derived from its contract.
 
 An operator is the boundary of autograd and of torch.compile. Its contract is three NamedTuples: `Inputs`, whose leading
-fields have gradients; `Outputs`; and `Gradients`, of those leading fields. Schemas come from their annotations, so that
-argument lists are written once. An op cannot return None: an absent output or gradient is an empty tensor of one
-dimension inside the ops, and None on both sides of them.
+fields have gradients; `Outputs`; and `Gradients`, of those leading fields. Op schemas are generated from their
+annotations. As an op cannot return None, an absent output or gradient is an empty 1-D tensor inside the ops.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class Differentiable(Backend):
     """A backend of an `Operator`."""
 
     def forward(self, x: Any, save: bool) -> tuple[Any, list[Tensor]]:
-        """(outputs, saved): the whole forward; without `save` nothing is saved. `saved` is opaque to the caller."""
+        """Return (outputs, saved); `saved`, for this backend's `backward` alone, is empty unless `save`."""
         raise NotImplementedError
 
     # backward(x, saved, *d_outputs): gradients of every tensor input, from what the same backend's `forward` saved (see
-    # `replaces`). Each contract names the gradients of its outputs; all but the first may be None.
+    # `replaces`). Gradients of outputs other than the first may be None.
     backward: Callable[..., Any]
 
     def saved_like(self, x: Any) -> list[Tensor]:
@@ -42,8 +41,8 @@ class Differentiable(Backend):
         raise NotImplementedError
 
     def replaces(self, x: Any) -> tuple[str, ...]:
-        """Names of inputs that `backward` need not see as they came: the first tensors that `forward` saves, of the
-        same shapes and dtypes, are handed to it in their place (and not in `saved`), and the inputs are not kept."""
+        """Names of inputs that are not kept for `backward`, which gets in their place the first tensors that `forward`
+        saves, of the same shapes and dtypes; `saved` is then without them."""
         return ()
 
 
@@ -67,17 +66,17 @@ class Operator(Generic[X, Out]):
         """Define torch.ops.<NAMESPACE>.<name> and .<name>_grad.
 
         Args:
-            name: of the op, and of the operator in errors
-            inputs, outputs, gradients: the NamedTuple classes of the contract; the first output is always there
-            registry: of the backends, each a `Differentiable`
-            outputs_like: unwritten outputs for inputs, whose values it must not read
-            reads: outputs that backends read in the backward: they follow what is saved
+            name: name of the op, also in errors
+            inputs, outputs, gradients: the NamedTuple classes of the contract; the first output is never None
+            registry: the backends, each a `Differentiable`
+            outputs_like: returns unwritten outputs for inputs; must not read any value
+            reads: outputs that the backward reads; they follow what is saved
         """
         self.name, self.inputs, self.outputs, self.registry = name, inputs, outputs, registry
         self.outputs_like, self.reads = outputs_like, tuple(outputs._fields.index(n) for n in reads)
         self.fields, self.with_gradient = len(inputs._fields), len(gradients._fields)
         hints = typing.get_type_hints(inputs)
-        self.tensors = sum(hints[n] in (Tensor, Tensor | None) for n in inputs._fields)  # these fields lead
+        self.tensors = sum(hints[n] in (Tensor, Tensor | None) for n in inputs._fields)  # leading fields
         args, results = schema(inputs), ", ".join(f"Tensor {n}" for n in outputs._fields)
         d_outputs = ", ".join(f"Tensor? d_{n}" for n in outputs._fields)
         _library.define(f"{name}({args}, bool save, str backend) -> ({results}, Tensor[] saved)")
@@ -89,7 +88,7 @@ class Operator(Generic[X, Out]):
         self.grad_op = _implement(f"{name}_grad", self._grad, self._grad_fake, self._grad_recording)
 
     def __call__(self, x: X, needs_grad: bool, backend: str) -> Out:
-        """The outputs of a backend's `forward`, differentiable; None for those that were not asked for."""
+        """Return the outputs of a backend's `forward`, differentiable; None for those that `x` does not ask for."""
         plain = is_plain(x)
         if not torch.compiler.is_compiling():  # while compiling, the op refuses them
             refuse_transforms(self.name, x)
@@ -114,7 +113,7 @@ class Operator(Generic[X, Out]):
         refuse_transforms(self.name, args)
         if args[-2] and torch.is_grad_enabled():
             x = self.inputs(*args[:-2])
-            return *(_or_empty(t, x) for t in _Forward.apply(self, *args)), []  # residuals live in the graph alone
+            return *(_or_empty(t, x) for t in _Forward.apply(self, *args)), []  # the graph keeps what is saved
         with torch_private.below_autograd():
             return self.op(*args)
 
@@ -135,8 +134,10 @@ class Operator(Generic[X, Out]):
 
 
 class _Forward(torch.autograd.Function):
-    """An operator with its gradient. torch.library.register_autograd would do the same, 200 us a training step later:
-    it sorts through every argument and residual several times."""
+    """An operator with its gradient.
+
+    torch.library.register_autograd would add 200 us to a training step: it flattens all arguments and residuals.
+    """
 
     @staticmethod
     def forward(ctx: Any, op: Operator[Any, Any], *args: Any) -> Any:
@@ -166,11 +167,11 @@ class _Forward(torch.autograd.Function):
         direct = is_plain(x) and not torch.is_grad_enabled()
         grads = op._grad(*args) if direct else op.grad_op(*args)
         needed = [None if t is None else _or_none(d) for t, d in zip(x, grads, strict=False)]
-        return None, *needed, *[None] * (op.fields - len(needed) + 2)  # operator first; then options, save, backend
+        return None, *needed, *[None] * (op.fields - len(needed) + 2)  # of op, inputs, save and backend
 
 
 class _Backward(torch.autograd.Function):
-    """The gradient op where its own gradient is recorded: to say that there is none."""
+    """The gradient op under autograd, so that a second derivative raises."""
 
     @staticmethod
     def forward(ctx: Any, op: Operator[Any, Any], *args: Any) -> Any:
@@ -186,7 +187,7 @@ class _Backward(torch.autograd.Function):
 
 
 class InPlaceOperator(Generic[X]):
-    """An operator without gradient that writes one of its inputs: `InPlaceOperator(...)(x, backend)`."""
+    """An operator without gradient that writes one of its inputs."""
 
     def __init__(
         self,
@@ -197,21 +198,20 @@ class InPlaceOperator(Generic[X]):
         method: str,
         output_like: Callable[[Any], Tensor],
     ):
-        """Define torch.ops.<NAMESPACE>.<name>, which runs `method` of a backend and returns one tensor.
+        """Define torch.ops.<NAMESPACE>.<name>, which calls `method` of a backend and returns one tensor.
 
         Args:
             name, inputs, registry: as in `Operator`
             writes: the field of `inputs` that is written
             method: name of the backends' method, which takes the inputs
-            output_like: unwritten output for inputs, whose values it must not read
+            output_like: as `outputs_like` of `Operator`
         """
-        self.name, self.inputs, self.writes = name, inputs, writes
-        self.registry, self.method = registry, method
+        self.name, self.inputs, self.writes, self.registry, self.method = name, inputs, writes, registry, method
         _library.define(f"{name}({schema(inputs, mutable=writes)}, str backend) -> Tensor")
         self.op = _implement(name, self._run, lambda *args: output_like(inputs(*args[:-1])))
 
     def __call__(self, x: X, backend: str) -> Tensor:
-        """The output; the written input is updated."""
+        """Return the output; the written input is updated."""
         if not torch.compiler.is_compiling():
             refuse_transforms(self.name, x)
         if not is_plain(x):
@@ -224,7 +224,7 @@ class InPlaceOperator(Generic[X]):
 
 
 def _implement(name: str, run: Any, fake: Any, autograd: Any = None) -> Any:
-    """Give the op its functions and return it."""
+    """Register the op's functions and return it."""
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     if autograd is not None:
@@ -241,7 +241,7 @@ def _or_none(t: Tensor) -> Tensor | None:
 
 
 def schema(fields: Any, mutable: str = "") -> str:
-    """The arguments of an op that takes the fields of a NamedTuple and writes `mutable`."""
+    """Schema of the arguments of an op that takes the fields of a NamedTuple and writes `mutable`."""
     hints = typing.get_type_hints(fields)
     return ", ".join(
         ("Tensor(a!)" if name == mutable else _SCHEMA_TYPES[hints[name]]) + f" {name}" for name in fields._fields

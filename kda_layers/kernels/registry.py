@@ -1,9 +1,9 @@
 """Backends of an operator: discovery, choice, and the explanation of a choice, the same for every operator.
 
-Order of preference: the `backend=` argument, `use_backend`, the environment variable KDA_LAYERS_BACKEND, then
-automatically the highest-priority backend that can serve the problem. Nothing falls back silently: a named backend
-that cannot serve raises with all its reasons, and an automatic choice is logged once per problem. `use_backend` and the
-variable apply to every operator; an operator without a backend of that name chooses automatically.
+Order of preference: the `backend=` argument, `use_backend`, the environment variable KDA_LAYERS_BACKEND, then the
+highest-priority backend that can serve the problem. A named backend that cannot serve raises with all its reasons, and
+an automatic choice is logged once per problem. `use_backend` and the variable apply to every operator; an operator
+without a backend of that name chooses automatically.
 """
 
 from __future__ import annotations
@@ -132,10 +132,7 @@ class Registry(Generic[P, B]):
         raise ValueError(f"no backend can serve [{problem}]: " + "; ".join(refusals))
 
     def explain(self, problem: P) -> str:
-        """For each backend, whether it can serve `problem`, and every reason why not.
-
-        The first line names the problem, the last one the backend that a call would use now.
-        """
+        """See `explain` below."""
         lines = [f"problem: {problem}"]
         for b in self.backends().values():
             reasons = b.unsupported(problem)
@@ -158,10 +155,10 @@ def registries() -> tuple[Registry[Any, Any], ...]:
 
 
 def explain(problem: Any = None) -> str:
-    """For each backend, whether it can serve `problem` (default: a training step of a KDA layer in bf16 on the best
-    device here), and every reason why not.
+    """List for each backend whether it can serve `problem`, or every reason why not.
 
-    The first line names the problem, the last one the backend that a call would use now.
+    The first line names the problem (by default a training step of a KDA layer in bf16 on the best device here), the
+    last one the backend that a call would use now.
     """
     if problem is None:
         kda = next(r for r in registries() if r.operator == "kda")

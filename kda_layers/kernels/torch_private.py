@@ -1,4 +1,4 @@
-"""Every private name of torch that the kernels use, with its reason. Checked with torch 2.11 and 2.13."""
+"""Every private name of torch that the kernels use, and why. Checked with torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.autograd import forward_ad
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The number of active dispatch modes; the public way to ask creates objects at every call.
+# Number of active dispatch modes; the public function creates objects at every call.
 dispatch_modes = torch._C._len_torch_dispatch_stack
 # Context in which an op called by an autograd.Function records no gradient of its own.
 below_autograd = torch._C._AutoDispatchBelowAutograd
-# Whether torch.func (grad, vmap, ...) is transforming the caller, and whether it wrapped a tensor.
+# True under a torch.func transform (grad, vmap, ...), and for a tensor that one wrapped.
 transforms_active = torch._C._are_functorch_transforms_active
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -30,19 +30,19 @@ def in_backward() -> bool:
 
 
 def thread_object(key: str) -> Any:
-    """The object stored under `key`, which torch hands from the thread that calls backward() to autograd's threads."""
+    """The object stored under `key`, which autograd's threads inherit from the thread that calls backward()."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
 def store_thread_object(key: str, value: Any) -> None:
-    """Store what `thread_object` returns."""
+    """Store the object that `thread_object` returns."""
     torch._C._stash_obj_in_tls(key, value)
 
 
 def constant_to_compile(f: F) -> F:
-    """Let torch.compile call `f` once, while tracing, and guard on its arguments, which must be constants.
+    """Let torch.compile call `f`, whose arguments must be constants, while tracing, and guard on them.
 
-    As torch.compiler.assume_constant_result, which would import torch._dynamo, a second, to set one attribute.
+    torch.compiler.assume_constant_result does the same but imports torch._dynamo, which takes a second.
     """
     f._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return f
@@ -54,5 +54,5 @@ def current_device() -> int:
 
 
 def current_stream(device: int) -> int:
-    """Handle of the current stream of a GPU, without the Stream object of torch.cuda.current_stream()."""
+    """Handle of a GPU's current stream; torch.cuda.current_stream() would create a Stream object."""
     return torch._C._cuda_getCurrentRawStream(device)

@@ -1,4 +1,4 @@
-"""Who watches a call: tracing, dispatch modes, transforms of torch.func, autocast."""
+"""What surrounds a call: tracing, dispatch modes, torch.func transforms, autocast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = {Tensor, Parameter, type(None), str, float, bool, int}
 def is_plain(x: Any) -> bool:
     """True if the torch dispatcher can be bypassed for inputs `x`: not tracing, no dispatch mode, no Tensor subclass.
 
-    Boxing some 20 arguments for each of the dispatcher's layers costs as much as all the rest of a call.
+    Boxing some 20 arguments at every layer of the dispatcher costs as much as the rest of a call.
     """
     return (
         not torch.compiler.is_compiling()
@@ -29,7 +29,7 @@ def is_plain(x: Any) -> bool:
 
 
 def without_autocast(f: Callable[..., Any], x: Any, *args: Any) -> Any:
-    """Return f(x, *args) with autocast off, under which its matrix products would run in 16 bits."""
+    """Return f(x, *args) with autocast off, which would run its matrix products in 16 bits."""
     device = x[0].device.type
     if not torch.is_autocast_enabled(device):
         return f(x, *args)

@@ -90,8 +90,7 @@ def _backward(x: Inputs, **machine: int) -> Results:
     d_checkpoints = d["checkpoints"] if x.checkpoint_every else None
     out, saved = emulated.forward_saving(x, **machine)
     scanned = emulated.reverse_scan(x, saved, (d["o"], d_final, d_checkpoints), **machine)
-    tokens = emulated.gradients(x, saved, scanned, d["o"], **machine)
-    back = tokens._asdict() | {"v": scanned.d_v, "initial_state": scanned.d_initial}
+    back = emulated.gradients(x, saved, scanned, d["o"], **machine)._asdict()
     return outputs(out) | {f"d_{n}": t for n, t in back.items() if t is not None}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_layers import KDAOutput
 from kda_layers.kernels.cuda.machine import Dim, Properties
-from kda_layers.kernels.kda.contract import AnyInputs, DecodeInputs, Inputs
+from kda_layers.kernels.kda.contract import AnyInputs, DecodeInputs, Gradients, Inputs
 from kda_layers.kernels.kda.cuda.backward import gradients as gradients_launcher
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse_launcher
 from kda_layers.kernels.kda.cuda.decode import decode as decode_launcher
@@ -124,7 +124,7 @@ def reverse_scan(
 
 def gradients(
     x: Inputs, saved: forward_launcher.Saved, scanned: reverse_launcher.Scanned, d_o: Tensor, **launch: Any
-) -> gradients_launcher.TokenGradients:
+) -> Gradients:
     """What gradients.cu makes of what forward and reverse scan left; `launch` as in `forward`."""
     machine, fields = machine_and_plan(launch)
     with replaced(gradients_launcher, fields), GuardedMemory():
@@ -138,10 +138,10 @@ def decode(x: DecodeInputs, *, seed: int = 0, busy: bool = False, **shape: int) 
         x: the inputs.
         seed: chooses the order in which what is concurrent happens.
         busy: see `decode.variant_for`.
-        shape: fields of `decode.Shape` that replace those of that variant.
+        shape: fields of `decode.Variant` that replace those of that variant.
     """
     chosen = decode_launcher.variant_for(x.q.shape[3], x.v.shape[3], x.q.dtype, x.state.dtype, busy)
-    variant = replace(chosen, shape=chosen.shape._replace(**shape))
+    variant = chosen._replace(**shape)
     with GuardedMemory():
         return decode_launcher.decode(_guarded(x)._replace(state=x.state), Emulator(seed=seed), variant)
 

@@ -202,7 +202,7 @@ def test_constants_of_chunk(variant: chunk.Variant, arch: str, agree: Callable[.
             "THREADS": variant.threads,
             "SLICES": variant.slices,
             "STAGES": chunk.STAGES,
-            "STAGE_BYTES": variant.stage_bytes,
+            "STAGE_BYTES": chunk.stage_bytes(variant.K),
             "CHUNK": CHUNK,
             "RING * STAGE_BYTES": variant.ring_bytes,
             **names_of_activations(),

@@ -1,4 +1,4 @@
-"""The activations of gate and beta: one table each. A new gate is an entry here and its code in gates.cuh."""
+"""The activations of gate and beta, a table each. A new gate is an entry here and its code in gates.cuh."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# 16 tokens at e^-5 span 2^115: the last bound at which a 16-token block stays inside fp32. An integer, because
-# torch.compile(dynamic=True) takes a float that it finds in a module for a variable, and then traces twice.
+# 16 tokens at e^-5 span 2^115, which still fits fp32. An integer: torch.compile(dynamic=True) treats a float of a
+# module as a variable, and then traces twice.
 MIN_LOWER_BOUND = -5
 
 
 @dataclass(frozen=True)
 class Gate:
-    """How logits z = g + dt_bias become a log-decay, given the rate exp(A_log) and the lower bound."""
+    """Map from logits z = g + dt_bias to a log-decay, given the rate exp(A_log) and the lower bound."""
 
     name: str
     code: int  # GATE in gates.cuh
@@ -23,20 +23,20 @@ class Gate:
     # (gradient of the log-decay, z, rate, bound) -> gradients of z and, before its sum over tokens and K, of A_log
     backward: Callable[[Tensor, Tensor, Tensor | float, float], tuple[Tensor, Tensor]]
     bounded: bool = False  # takes lower_bound
-    needs_rate: bool = False  # A_log must be given
+    needs_rate: bool = False  # requires A_log
 
 
 @dataclass(frozen=True)
 class Beta:
-    """How logits become beta: scale * sigmoid."""
+    """Map from logits to beta: scale * sigmoid."""
 
     name: str
-    code: int  # as the kernels count
+    code: int  # in the kernels
     scale: float
 
 
 def sigmoid_gradient(x: Tensor) -> Tensor:
-    """sigmoid(x) (1 - sigmoid(x)), which keeps its digits where the sigmoid is near 1."""
+    """sigmoid(x) (1 - sigmoid(x)), without cancellation where the sigmoid is near 1."""
     return torch.sigmoid(x) * torch.sigmoid(-x)
 
 
@@ -70,11 +70,11 @@ def log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activatio
 
     Args:
         g: [..., HV, K] logits, or the log-decay itself with activation 'log_decay'.
-        A_log: [HV] or None (which means a rate of 1).
+        A_log: [HV], or None for a rate of 1.
         dt_bias: [HV, K] or None.
         activation: 'lower_bound' -> lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
             'softplus' -> -exp(A_log) * softplus(g + dt_bias); 'log_decay' -> g.
-        lower_bound: in [-5, 0), read with 'lower_bound' only.
+        lower_bound: in [-5, 0), used by 'lower_bound' only.
 
     Raises:
         ValueError: an unknown activation.
@@ -97,7 +97,7 @@ def rates(A_log: Tensor | None) -> Tensor | float:
 
 
 def write_strength(beta: Tensor, activation: str) -> Tensor:
-    """beta in [0, 2] from logits [...]: 'sigmoid', '2sigmoid' (allows negative eigenvalues), or 'given' as it is.
+    """beta in [0, 2] from logits: 'sigmoid', '2sigmoid' (allows negative eigenvalues), or 'given', already beta.
 
     Raises:
         ValueError: an unknown activation.

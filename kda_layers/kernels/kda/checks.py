@@ -1,4 +1,4 @@
-"""The one validator: a call of the operator keeps the contract, or an error names the argument."""
+"""The validators of `kda` and `kda_step`: an error names the argument, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_private
-from ..checks import (
-    DTYPES,
-    DtypeError,
-    check_index,
-    check_is_tensor,
-    check_offsets,
-    check_tensor,
-    dtype_names,
-)
+from ..checks import DTYPES, DtypeError, check_index, check_is_tensor, check_offsets, check_tensor, dtype_names
 from ..tracing import is_plain
 from .activations import BETA_ACTIVATIONS, GATE_ACTIVATIONS, GATES, GIVEN, LOG_DECAY, MIN_LOWER_BOUND
 from .contract import CHUNK, DecodeInputs, Inputs, state_dtype, state_dtypes
@@ -55,7 +47,7 @@ def check_decode(x: DecodeInputs) -> None:
 
 
 def _check_common(x: Inputs | DecodeInputs) -> tuple[int, int, int, int, int]:
-    """Checks that both operators share; returns N, T, HV, V and K."""
+    """Check the fields that both operators have; return N, T, HV, V and K."""
     q, v = x.q, x.v
     for name, t in (("q", q), ("v", v)):
         check_is_tensor(name, t)
@@ -77,7 +69,7 @@ def _check_common(x: Inputs | DecodeInputs) -> tuple[int, int, int, int, int]:
 
 
 def _check_tokens(x: Inputs | DecodeInputs, B: int, T: int, H: int, HV: int, K: int, V: int) -> None:
-    """Check every tensor of tokens and the gate's parameters against the sizes of q and v."""
+    """Check the tensors of tokens and the gate's parameters against the sizes of q and v."""
     if HV % H != 0:
         raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
     q, dtype, wide = x.q, x.q.dtype, state_dtype(x.q.dtype)
@@ -95,7 +87,7 @@ def _check_tokens(x: Inputs | DecodeInputs, B: int, T: int, H: int, HV: int, K: 
 
 
 def _check_layout(x: Inputs | DecodeInputs) -> None:
-    """Raise if q or v has its heads before its tokens, as beta [B, T, HV] shows."""
+    """Raise if the shape of beta [B, T, HV] shows that q or v has its heads before its tokens."""
     beta = x.beta.shape if isinstance(x.beta, Tensor) else ()
     for name, t in (("q", x.q.shape), ("v", x.v.shape)):
         if len(beta) == 3 and beta[1] != t[1] and beta[1] == t[2] and beta[2] % t[1] == 0:
@@ -117,7 +109,7 @@ def _check_gate(x: Inputs | DecodeInputs) -> None:
 
 
 def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
-    """The bound as a float (0 for gates that have none), after checking it and the gate that it belongs to."""
+    """Check the gate's name and its bound; return the bound as a float, 0 for gates without one."""
     if gate_activation not in GATE_ACTIVATIONS:
         raise ValueError(f"gate_activation must be one of {GATE_ACTIVATIONS}, got {gate_activation!r}")
     if gate_activation == LOG_DECAY or not GATES[gate_activation].bounded:
@@ -136,7 +128,7 @@ def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
 def check_values(x: Inputs | DecodeInputs) -> None:
     """Raise if a precomputed gate or beta is outside of its domain; NaN passes.
 
-    Only plain CPU tensors are read: elsewhere that would wait for the device or break a trace.
+    Only plain CPU tensors are read: on a device this would synchronise, and it would break a trace.
     """
     decay, given = x.gate_activation == LOG_DECAY, x.beta_activation == GIVEN
     if not (decay or given) or x.q.device.type != "cpu" or torch.compiler.is_compiling():
@@ -154,7 +146,7 @@ def check_values(x: Inputs | DecodeInputs) -> None:
 
 
 def check_state_dtype(x: Inputs, dtype: Any) -> torch.dtype:
-    """The dtype of the states that a call returns: `dtype`, or that of the initial state, or the one computed in."""
+    """The dtype of the returned states: `dtype`, else the initial state's, else the one they are computed in."""
     if dtype is None:
         return state_dtype(x.q.dtype) if x.initial_state is None else x.initial_state.dtype
     dtypes = state_dtypes(x.q.dtype)

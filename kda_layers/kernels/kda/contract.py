@@ -1,13 +1,12 @@
 """The contract between the operator and its backends: inputs, problem and the backend base class.
 
-Shapes, used in every file below `kernels/`:
+Sizes in shapes, in every file of this folder:
 
     B batch     T tokens    N sequences (B, or len(cu_seqlens) - 1 when packed)
     H q/k heads    HV value heads, a multiple of H; value head i reads q/k head i // (HV // H)
     K key width    V value width
 
-A backend sees inputs that `checks.py` has accepted, so it validates nothing itself except values that would need a
-host read (`sequence_offsets`).
+Backends get inputs that `checks.py` has accepted; they check only values that need a host read (`sequence_offsets`).
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ import torch
 from torch import Tensor
 
 from ..checks import accumulator_dtype as state_dtype
-from ..declarations import Allowed, best_device, one_of
+from ..declarations import Allowed, OneOf, best_device, one_of
 from ..declarations import Problem as AnyProblem
 from ..operator import Differentiable
 from .activations import BETA_CODES, GATE_CODES
 
 CHUNK = 64  # tokens between two state checkpoints, and the chunk length of every backend that reports them
-NO_SLOT = -1  # in state_indices: where a batch is padded, and for states that are stored nowhere
+NO_SLOT = -1  # in state_indices: a padded row, or a state that is not stored
 
 
 class Inputs(NamedTuple):
-    """Everything that one call of `kda` reads, in the order in which it flattens into the op."""
+    """The arguments of the op of `kda`, in its order."""
 
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, H, K]
@@ -50,9 +49,14 @@ class Inputs(NamedTuple):
     checkpoint_every: int
     recompute: str = "auto"  # "yes", "no"
 
+    @property
+    def checkpoint_count(self) -> int:
+        """Number of checkpoints of a batch row, T // 64; packed sequences have at most as many."""
+        return self.q.shape[1] // CHUNK
+
 
 class DecodeInputs(NamedTuple):
-    """Everything that one call of `kda_step` reads; `state` is also written."""
+    """The arguments of the op of `kda_step`, which writes `state`."""
 
     q: Tensor
     k: Tensor
@@ -76,7 +80,7 @@ AnyInputs = TypeVar("AnyInputs", Inputs, DecodeInputs)
 
 
 class KDAOutput(NamedTuple):
-    """What `kda` returns."""
+    """Outputs of `kda`."""
 
     o: Tensor  # [B, T, HV, V] in v's dtype
     final_state: Tensor | None  # [N, HV, V, K] in the states' dtype
@@ -84,7 +88,7 @@ class KDAOutput(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the tensor fields of `Inputs`, same order, shapes and dtypes; None where the input is None."""
+    """Gradients of the leading fields of `Inputs`, same shapes and dtypes; None where the input is None."""
 
     q: Tensor
     k: Tensor
@@ -112,7 +116,7 @@ class Problem(AnyProblem):
     needs_grad: bool = False
     has_state: bool = False
     checkpoints: bool = False
-    bf16_state: bool = False  # of a decode step: rounded at every call
+    bf16_state: bool = False  # of a decode step
 
     LACKS = {  # noqa: RUF012
         "decode": "decodes, needs whole sequences",
@@ -167,22 +171,19 @@ class Widths(Allowed):
         return f"are K = {K} and V = {V}, needs {one_of([f'both {n}' for n in self.values])}"
 
 
-class Names(Allowed):
-    """Gates or betas by name; one that the table does not have is an error at once."""
+class Names(OneOf):
+    """Names of gates or betas; unknown ones raise."""
 
     def __init__(self, *names: str):
+        super().__init__(*names)
         if unknown := set(names) - {*GATE_CODES, *BETA_CODES}:
             raise ValueError(f"names must be of kda/activations.py, got {', '.join(sorted(unknown))}")
-        self.names = names
-
-    def refuses(self, value: str) -> str | None:
-        return None if value in self.names else f"is {value}, needs {one_of(self.names)}"
 
 
 class Backend(Differentiable):
-    """One implementation of `kda` and `kda_step`; `forward` and `backward` are of `kda`."""
+    """One implementation of `kda` (`forward`, `backward`) and `kda_step` (`decode`)."""
 
-    fused: frozenset[str] = frozenset()  # of {"gate", "beta", "qk_l2norm"}: the rest is applied before the call
+    fused: frozenset[str] = frozenset()  # of {"gate", "beta", "qk_l2norm"}: others are applied before the call
 
     def backward(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
@@ -191,12 +192,12 @@ class Backend(Differentiable):
         raise NotImplementedError
 
     def decode(self, x: DecodeInputs) -> Tensor:
-        """o [B, T, HV, V]; `x.state` is updated in place, but for sequences without a slot (NO_SLOT), whose o is 0."""
+        """Return o [B, T, HV, V] and update `x.state` in place; sequences without a slot (NO_SLOT) get o = 0."""
         raise NotImplementedError
 
 
 def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes that a caller's states may have for inputs of `dtype`, first the one that they are computed in."""
+    """The dtypes of states that go with inputs of `dtype`, first the one in which they are computed."""
     wide = state_dtype(dtype)
     return (wide, torch.bfloat16) if dtype in (torch.bfloat16, torch.float16) else (wide,)
 
@@ -206,10 +207,5 @@ def outputs_like(x: Inputs) -> KDAOutput:
     B, K, (HV, V) = x.q.shape[0], x.q.shape[3], x.v.shape[2:]
     N, dtype = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, state_dtype(x.q.dtype)
     final = x.q.new_empty(N, HV, V, K, dtype=dtype) if x.final_state else None
-    checkpoints = x.q.new_empty(B, checkpoint_count(x), HV, V, K, dtype=dtype) if x.checkpoint_every else None
+    checkpoints = x.q.new_empty(B, x.checkpoint_count, HV, V, K, dtype=dtype) if x.checkpoint_every else None
     return KDAOutput(x.v.new_empty(x.v.shape), final, checkpoints)
-
-
-def checkpoint_count(x: Inputs) -> int:
-    """Rows of checkpoints in a batch row: T // 64, which is also the most that packed sequences can have."""
-    return x.q.shape[1] // CHUNK

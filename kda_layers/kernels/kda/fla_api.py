@@ -1,14 +1,13 @@
-"""`chunk_kda`, `fused_recurrent_kda` and `fused_kda_gate` of flash-linear-attention 0.6: adopting is one import.
+"""`chunk_kda`, `fused_recurrent_kda` and `fused_kda_gate` of flash-linear-attention 0.6, to be imported instead.
 
-Arguments, their positions, defaults and meaning, and the returned dtypes are those of that package. Refused here, by
-an error that names the argument:
+Arguments, their positions, defaults and meaning, and the returned dtypes are those of that package. These raise here:
 
-* what has no effect there: unknown keywords, A_log and dt_bias without use_gate_in_kernel;
+* arguments that it ignores: unknown keywords, A_log and dt_bias without use_gate_in_kernel;
 * cp_context, use_graph, max_num_seqs and chunk_indices other than their defaults;
 * lower_bound outside [-5, 0), beta of another shape than [B, T, HV], and intermediate states of 32-token chunks.
 
-Beyond what is there: fp64 (computed in fp32 there), a bf16 initial_state of `chunk_kda`, gradients of
-`fused_recurrent_kda`, its states in place and in slots of a pool, and `backend`.
+Only here: fp64 (computed in fp32 there), a bf16 initial_state of `chunk_kda`, gradients of `fused_recurrent_kda`, its
+states in place and in slots of a pool, and `backend`.
 
 Source of names and meaning: flash-linear-attention 0.6.0, fla.ops.kda.
 """
@@ -28,7 +27,7 @@ from .op import kda, kda_step
 
 __all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda"]
 
-# Arguments of flash-linear-attention that have no counterpart here: name, default, what to do instead.
+# Arguments of flash-linear-attention without a counterpart here: name, default, what to do instead.
 UNSUPPORTED = (
     ("cp_context", None, "context parallelism is not supported, give every rank whole sequences"),
     ("use_graph", False, "a CUDA graph captures the call without it, and reads cu_seqlens again at every replay"),
@@ -81,25 +80,23 @@ def chunk_kda(
         use_gate_in_kernel: g holds logits: -exp(A_log) softplus(g + dt_bias), or with lower_bound
             lower_bound sigmoid(exp(A_log) (g + dt_bias)); otherwise g is the log-decay.
         use_beta_sigmoid_in_kernel, allow_neg_eigval: beta holds logits; the latter doubles their sigmoid.
-        safe_gate: states that gates are bounded, which needs lower_bound with use_gate_in_kernel; every gate is
-            exact here without it.
+        safe_gate: declares that gates are bounded, which needs lower_bound with use_gate_in_kernel; no gate needs it
+            here.
         lower_bound: in [-5, 0).
-        disable_recompute: False keeps only the inputs for the backward, which runs the forward again: 18 to 19 % more
-            time with our CUDA kernels. True keeps what their forward has computed, 451 MiB at (1, 8192, 32) in bf16.
-            Respectively `recompute=True` and `recompute=False` of `kda_layers.kda`, whose default chooses by size.
+        disable_recompute: `recompute=not disable_recompute` of `kda_layers.kda`, whose default chooses by size. With
+            our CUDA kernels False takes 18 to 19 % more time, True 451 MiB at (1, 8192, 32) in bf16.
         return_intermediate_states: also return the state before each 64-token chunk, [B, ceil(T / 64), HV, K, V] in
             q's dtype, or [1, their number, HV, K, V] of packed sequences, which waits for the GPU unless
-            cu_seqlens_cpu is given; only in inference.
+            cu_seqlens_cpu is given; only without gradients.
         state_v_first: states are [V, K].
-        cu_seqlens, cu_seqlens_cpu: [N + 1] offsets of packed sequences; the second is the first on the CPU.
-        cp_context, use_graph, max_num_seqs, chunk_indices: must keep their defaults. A CUDA graph captures the call
-            without use_graph.
+        cu_seqlens, cu_seqlens_cpu: [N + 1] offsets of packed sequences, and the same on the CPU.
+        cp_context, use_graph, max_num_seqs, chunk_indices: must keep their defaults.
         A_log: HV elements in any shape. dt_bias: [HV * K] or [HV, K], and any dimensions of size 1. Any float dtype.
             Their gradients have their shapes and dtypes.
         chunk_size: 64, or 32, which changes no result here.
         transpose_state_layout: deprecated name of state_v_first.
-        intermediate_states_dtype: of the intermediate states instead of q's: the dtype they are computed in, fp32
-            (fp64 for fp64 inputs). Not in flash-linear-attention.
+        intermediate_states_dtype: q's dtype (also if None), or fp32 (fp64 for fp64 inputs), in which the states are
+            computed. Not in flash-linear-attention.
         backend: see `kda_layers.kda`.
 
     Returns:
@@ -109,10 +106,9 @@ def chunk_kda(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    check_is_tensor("q", q)
-    check_is_tensor("v", v)
-    v_first = _state_v_first(state_v_first, transpose_state_layout)
-    _refuse_unsupported(cp_context, use_graph, max_num_seqs, chunk_indices)
+    v_first = _check_common(
+        q, v, state_v_first, transpose_state_layout, cp_context, use_graph, max_num_seqs, chunk_indices
+    )
     if chunk_size not in (32, CHUNK):
         raise ValueError(f"`chunk_size` must be either 32 or {CHUNK}, got {chunk_size}")
     if safe_gate and use_gate_in_kernel and lower_bound is None:
@@ -121,7 +117,9 @@ def chunk_kda(
         raise ValueError(f"chunk_size must be {CHUNK} with return_intermediate_states=True, got {chunk_size}")
     if return_intermediate_states and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, g, beta)):
         raise ValueError("return_intermediate_states=True is for inference: call it under torch.inference_mode()")
-    dtype = _intermediate_dtype(q, intermediate_states_dtype)
+    dtype, dtypes = intermediate_states_dtype or q.dtype, (q.dtype, state_dtype(q.dtype))
+    if dtype not in dtypes:
+        raise ValueError(f"intermediate_states_dtype must be {dtype_names(dtypes)}, got {dtype}")
     cu_seqlens = _offsets(q, cu_seqlens, cu_seqlens_cpu)
     options = activations(
         q, g, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias
@@ -173,14 +171,14 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Decoding with flash-linear-attention's arguments; see `kda_layers.kda_step`.
 
-    Where a gradient is wanted (there it has none) and no state is written in place, `chunk_kda` computes the same.
-    Arguments that are not listed are those of `chunk_kda`.
+    If a gradient is needed, which flash-linear-attention does not have, and no state is written in place, `chunk_kda`
+    is called. Arguments that are not listed are those of `chunk_kda`.
 
     Args:
         inplace_final_state: write the final state over initial_state (then required), in its dtype, and return it.
         ssm_state_indices: [N] or [N, T] slots of initial_state, a pool [slots, HV, K, V], as `state_indices` of
-            `kda_layers.kda_step`; needs inplace_final_state=True. With state_v_first=False the pool is copied to the
-            other layout and back.
+            `kda_layers.kda_step`; needs inplace_final_state=True. Without state_v_first the pool is copied to the other
+            layout and back.
         num_accepted_tokens: [N], with ssm_state_indices [N, T].
 
     Returns:
@@ -190,10 +188,9 @@ def fused_recurrent_kda(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    check_is_tensor("q", q)
-    check_is_tensor("v", v)
-    v_first = _state_v_first(state_v_first, transpose_state_layout)
-    _refuse_unsupported(cp_context, use_graph, max_num_seqs, chunk_indices)
+    v_first = _check_common(
+        q, v, state_v_first, transpose_state_layout, cp_context, use_graph, max_num_seqs, chunk_indices
+    )
     if inplace_final_state and initial_state is None:
         raise ValueError("initial_state must be given with inplace_final_state=True, got None")
     if ssm_state_indices is not None and not inplace_final_state:
@@ -232,27 +229,20 @@ def fused_recurrent_kda(
     return o, final if output_final_state else None
 
 
-def _state_v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    if transpose_state_layout is None:
-        return state_v_first
-    if state_v_first:
-        raise ValueError("transpose_state_layout is the deprecated name of state_v_first: give only state_v_first")
-    if not torch.compiler.is_compiling():  # a warning would break the graph
-        warnings.warn("transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3)
-    return transpose_state_layout
-
-
-def _refuse_unsupported(*values: Any) -> None:
-    for (name, default, instead), value in zip(UNSUPPORTED, values, strict=True):
+def _check_common(q: Tensor, v: Tensor, v_first: bool, transpose_state_layout: bool | None, *unsupported: Any) -> bool:
+    """Check q, v and the arguments of `UNSUPPORTED`; return state_v_first."""
+    check_is_tensor("q", q)
+    check_is_tensor("v", v)
+    if transpose_state_layout is not None:
+        if v_first:
+            raise ValueError("transpose_state_layout is the deprecated name of state_v_first: give only state_v_first")
+        if not torch.compiler.is_compiling():  # a warning would break the graph
+            warnings.warn("transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3)
+        v_first = transpose_state_layout
+    for (name, default, instead), value in zip(UNSUPPORTED, unsupported, strict=True):
         if value is not default:
             raise ValueError(f"{name} must be {default}, got {value}: {instead}")
-
-
-def _intermediate_dtype(q: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    dtypes = q.dtype, state_dtype(q.dtype)
-    if dtype is not None and dtype not in dtypes:
-        raise ValueError(f"intermediate_states_dtype must be {dtype_names(dtypes)}, got {dtype}")
-    return dtype or q.dtype
+    return v_first
 
 
 def _offsets(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Tensor | None:
@@ -271,7 +261,7 @@ def _offsets(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 
 
 def _v_first(state: Tensor, q: Tensor, v: Tensor, v_first: bool) -> Tensor:
-    """A view [N, HV, V, K] of a state in the layout of the call."""
+    """View a state in the caller's layout as [N, HV, V, K]."""
     if v_first:
         return state
     K, V = q.shape[-1], v.shape[-1]
@@ -284,7 +274,7 @@ def _v_first(state: Tensor, q: Tensor, v: Tensor, v_first: bool) -> Tensor:
 
 
 def _states_before_chunks(checkpoints: Tensor, initial: Tensor | None, T: int, cu_seqlens: Tensor | None) -> Tensor:
-    """From states after whole chunks [B, T // 64, HV, V, K] to the states before every chunk, whole or not."""
+    """Turn the states after whole chunks [B, T // 64, HV, V, K] into the states before every chunk, whole or not."""
     B, _, HV, V, K = checkpoints.shape
     if cu_seqlens is None:
         first = checkpoints.new_zeros(B, 1, HV, V, K) if initial is None else initial[:, None].to(checkpoints)

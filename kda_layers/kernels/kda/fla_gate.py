@@ -1,4 +1,4 @@
-"""The gates of flash-linear-attention's interface (`fla_api`): `fused_kda_gate`, and the arguments of fused ones.
+"""The gates of flash-linear-attention's interface (`fla_api`): `fused_kda_gate` and the gate arguments of the others.
 
 Source of names and meaning: flash-linear-attention 0.6.0, fla.ops.kda.gate.
 """
@@ -27,16 +27,16 @@ def fused_kda_gate(
 ) -> Tensor:
     """Log-decay from gate logits, differentiable in g, A_log and dt_bias.
 
-    -exp(A_log) softplus(g + dt_bias), or with lower_bound lower_bound sigmoid(exp(A_log) (g + dt_bias)), computed in
-    fp32 (fp64 for fp64 g). With `use_gate_in_kernel=True`, `chunk_kda` computes the same without storing it.
+    -exp(A_log) softplus(g + dt_bias), or if lower_bound is given lower_bound sigmoid(exp(A_log) (g + dt_bias)),
+    computed in fp32 (fp64 for fp64 g). `chunk_kda(use_gate_in_kernel=True)` does not store it.
 
     Args:
         g: [..., HV, K], any float dtype.
         A_log: HV elements in any shape; with lower_bound, None means a rate of 1.
         dt_bias: [HV * K] or [HV, K], and any dimensions of size 1.
         lower_bound: in [-5, 0).
-        output_dtype: of the result; g's if None.
-        g_bias: dt_bias of the call that version 0.4.0 had and Moonshot's published Kimi-Linear code makes,
+        output_dtype: dtype of the result; g's if None.
+        g_bias: dt_bias in the signature of version 0.4.0, which Moonshot's published Kimi-Linear code calls:
             `fused_kda_gate(g, A_log, head_k_dim, g_bias=dt_bias)` with g [..., HV * K].
 
     Returns:
@@ -72,7 +72,7 @@ def activations(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
 ) -> dict[str, Any]:
-    """Arguments of `kda` for the activations, from those of `chunk_kda`."""
+    """Translate the activation arguments of `chunk_kda` to those of `kda`."""
     if allow_neg_eigval and not beta_logits:
         raise ValueError("use_beta_sigmoid_in_kernel must be True with allow_neg_eigval=True, got False")
     beta = ("2sigmoid" if allow_neg_eigval else "sigmoid") if beta_logits else "given"
@@ -80,7 +80,7 @@ def activations(
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
             if value is not None:
                 raise ValueError(f"{name} must be None with use_gate_in_kernel=False: g is then used as it is")
-        return {"gate_activation": "log_decay", "beta_activation": beta}  # a lower_bound only describes such a g
+        return {"gate_activation": "log_decay", "beta_activation": beta}  # lower_bound is ignored
     check_is_tensor("g", g)
     A_log, dt_bias = _gate_parameters(g, A_log, dt_bias, lower_bound, state_dtype(q.dtype))
     return {
@@ -95,7 +95,7 @@ def activations(
 def _gate_parameters(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """A_log [HV] and dt_bias [HV, K] in `dtype` for g [..., HV, K]."""
+    """Check A_log and dt_bias against g [..., HV, K]; return them as [HV] and [HV, K] in `dtype`."""
     if g.ndim < 2:
         raise ValueError(f"g must have shape [..., HV, K], got {list(g.shape)}")
     HV, K = g.shape[-2:]

@@ -1,4 +1,4 @@
-"""Slots of a pool of states for flash-linear-attention's decode kernel, which reads and writes any slot it is given."""
+"""Slots of a pool of states for flash-linear-attention's decode kernel, which has no notion of a missing slot."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from .contract import DecodeInputs
 
 
 def with_padding(x: DecodeInputs) -> tuple[DecodeInputs, Tensor, Tensor]:
-    """`x` with slots that are safe to read and write, from state_indices that may hold -1; no host reads.
-
-    What has no slot is sent to a scratch slot outside of the pool, at a whole number of slots from its start.
+    """Redirect sequences and states without a slot to a scratch slot outside of the pool; no host reads.
 
     Returns:
-        the inputs, which sequences are padding (bool [N]), and the memory of the scratch slot, to be kept until the
-        kernel is launched
+        the inputs, a bool mask [N] of the sequences that are padding, and the memory of the scratch slot, to be kept
+        until the kernel is launched
     """
     assert x.state_indices is not None
     pool, slots = x.state, x.state_indices.long()
     if pool.shape[0] == 1:
-        pool = pool.flatten().view(pool.shape)  # the stride of a single slot may be anything
+        pool = pool.flatten().view(pool.shape)  # a single slot may have any stride
     slots = slots if slots.ndim == 2 else slots[:, None].expand(-1, x.q.shape[1])
     scratch = pool.new_empty(2 * pool.stride(0))
     first, bytes_per_slot = scratch.data_ptr() - pool.data_ptr(), pool.stride(0) * pool.element_size()

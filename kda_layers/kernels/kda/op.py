@@ -50,7 +50,7 @@ def kda(
         v: [B, T, HV, V] in q's dtype; HV a multiple of H, value head i reads q/k head i // (HV // H).
         g: [B, T, HV, K] gate logits, or the log-decay itself (natural log, <= 0); q's dtype or fp32. A positive
             log-decay makes the state grow without bound: it raises on the CPU and is not checked on other devices.
-        beta: [B, T, HV] logits, or beta itself (in [0, 2], checked as g is); q's dtype or fp32.
+        beta: [B, T, HV] logits, or beta itself (in [0, 2], checked on the CPU alone); q's dtype or fp32.
         A_log: [HV] fp32 (fp64 for fp64 inputs): log of the gate's rate; optional with 'lower_bound' (rate 1).
         dt_bias: [HV, K] fp32, added to the gate logits; optional.
         initial_state: [N, HV, V, K] fp32 (fp64 for fp64 inputs; with 16-bit inputs also bf16), zero if None; N is B, or
@@ -58,31 +58,30 @@ def kda(
         cu_seqlens: [N + 1] int32 or int64, offsets of the sequences packed along T (then B = 1); empty ones allowed.
         gate_activation: 'lower_bound': lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
             'softplus': -exp(A_log) * softplus(g + dt_bias); 'log_decay': g as it is.
-        lower_bound: in [-5, 0), in nats per token; given exactly with gate_activation='lower_bound'.
+        lower_bound: in [-5, 0), in nats per token; required with gate_activation='lower_bound', else None.
         beta_activation: 'sigmoid', '2sigmoid' (negative eigenvalues) or 'given'.
         qk_l2norm: normalise q and k over K: x / sqrt(sum(x^2) + 1e-6).
-        scale: of the output; K ** -0.5 if None.
+        scale: factor of the output; K ** -0.5 if None.
         final_state: also return the state after the last token.
         checkpoint_every: 0, or 64 to also return the state at every 64-token boundary of each sequence.
-        state_dtype: of the returned states, one that initial_state may have; if None, initial_state's, fp32 (fp64)
-            without one. They are computed in fp32 (fp64) and rounded once.
-        recompute: True: only the inputs are kept for the backward, which runs the forward again; False: also what the
-            forward has worked out; 'auto': by size. Of no effect where a backend has one way, as all but ours in CUDA.
+        state_dtype: dtype of the returned states, one that initial_state may have; if None, initial_state's, or fp32
+            (fp64) without one. States are computed in fp32 (fp64) and rounded once.
+        recompute: True: keep only the inputs for the backward, which runs the forward again; False: also keep what the
+            forward computed; 'auto': decide by size. Only our CUDA backends read it.
         backend: name of a backend; None chooses (see `explain`).
 
     Returns:
         KDAOutput: o [B, T, HV, V] in v's dtype; final_state [N, HV, V, K] or None; checkpoints
-        [B, T // 64, HV, V, K] or None, for packed sequences one sequence's after the other's, unused rows zero.
+        [B, T // 64, HV, V, K] or None, for packed sequences one after the other, unused rows zero.
 
     Raises:
         TypeError, ValueError: an argument breaks this contract; the message names it, what was expected, what came.
-        RuntimeError: a transform of torch.func (grad, vmap, ...) or forward-mode differentiation goes through the call.
+        RuntimeError: called under a torch.func transform (grad, vmap, ...) or forward-mode differentiation.
 
-    NaN and inf: at token t of k, v, g or beta they reach the outputs and states of later tokens of the same sequence
-    and, as chunks are computed as matrices, those of earlier tokens of t's chunk of 64 tokens (counted from the start
-    of the sequence); never an earlier chunk or another sequence. So the first bad output does not name the culprit:
-    look at the inputs with torch.isfinite, or run the tokens through `kda_step` or
-    `kda_layers.kernels.reference.recurrence`, which go token by token: their first bad output is at t.
+    A NaN or inf at token t of k, v, g or beta reaches the outputs and states of later tokens of its sequence and, as
+    chunks are computed as matrices, those of earlier tokens of t's chunk of 64 tokens (counted from the start of the
+    sequence); never an earlier chunk or another sequence. To find t, check the inputs with torch.isfinite, or run the
+    tokens through `kda_step` or `kda_layers.kernels.reference.recurrence`, whose first bad output is at t.
 
     Source: Kimi Linear, arXiv 2510.26692, equation (1).
     """
@@ -130,24 +129,24 @@ def kda_step(
         q, k, v, g, beta, A_log, dt_bias, gate_activation, lower_bound, beta_activation, qk_l2norm, scale, backend:
             as in `kda`; T is the number of new tokens of each sequence, usually 1.
         state: [N, HV, V, K] fp32 (fp64 for fp64 inputs), read and overwritten with the state after the last token.
-            With 16-bit inputs also bf16: half of the bytes, rounded at every call; the CUDA backends take it.
-            With `state_indices` a pool [slots, HV, V, K], of which other slots stay as they are.
+            With 16-bit inputs, CUDA backends also take bf16: half of the bytes, rounded at every call.
+            With `state_indices` a pool [slots, HV, V, K], whose other slots are not changed.
         state_indices: [N] int32 or int64: each sequence's slot. [N, T]: sequence n reads slot [n, 0] and writes the
             state after its token t to slot [n, t], so that drafted tokens can be taken back. -1 is no slot: a sequence
-            that would read it (a row of padding) gets o = 0 and writes nothing, and a state that would be written to
-            it is stored nowhere. Two sequences must not share a slot: one update would be lost. 'eager', which reads
-            the values, raises on that and on slots outside of the pool; on CUDA, where no value is read by the host,
-            these count as -1, and which update of a shared slot survives is undefined.
+            that reads it (a row of padding) gets o = 0 and writes nothing, and a state written to it is discarded. Two
+            sequences must not share a slot. 'eager', which reads the values, raises on that and on slots outside of the
+            pool; on CUDA, where the host reads no value, such slots count as -1, and which update of a shared slot
+            survives is undefined.
         num_accepted: [N] int32 or int64, with state_indices [N, T]: how many of the previous call's tokens were
-            accepted; sequence n then reads slot [n, num_accepted[n] - 1]. Of no effect in a row that is -1 throughout.
+            accepted; sequence n then reads slot [n, num_accepted[n] - 1]. Ignored in rows where every slot is -1.
         cu_seqlens: as in `kda`, for sequences of different lengths.
 
     Returns:
         o [B, T, HV, V] in v's dtype.
 
     Raises:
-        TypeError, ValueError: as `kda`, or a state that cannot be written (expanded, or made under
-            torch.inference_mode() and used outside of it); the state is then unchanged.
+        TypeError, ValueError: as `kda`, or the state cannot be written (it is expanded, or an inference tensor outside
+            of torch.inference_mode()); the state is then unchanged.
     """
     x = DecodeInputs(
         q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens,

@@ -1,6 +1,5 @@
-"""The definition of KDA in plain, differentiable torch: the activations, and the recurrence token by token.
+"""The definition of KDA in plain torch, the oracle of the tests: slow, differentiable by autograd, also in fp64.
 
-This is the oracle: nothing here is fast, everything is differentiable by autograd and runs in fp64.
 Source: Kimi Linear, arXiv 2510.26692, equation (1); gates and norms as flash-linear-attention 0.6 defines them.
 """
 
@@ -14,21 +13,18 @@ from torch import Tensor
 
 from ..checks import sequence_offsets
 from .activations import GIVEN, LOG_DECAY, log_decay, write_strength
-from .contract import CHUNK, AnyInputs, Inputs, checkpoint_count, state_dtype
+from .contract import CHUNK, AnyInputs, Inputs, state_dtype
 
 L2NORM_EPS = 1e-6
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """x / sqrt(sum(x^2) + 1e-6) over the last dimension; any float dtype, computed in it."""
+    """x / sqrt(sum(x^2) + 1e-6) over the last dimension, computed in x's dtype."""
     return x * (x.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
 
 
 def activate(x: AnyInputs, fused: Sequence[str] = ()) -> AnyInputs:
-    """`x` with its activations applied in fp32 (fp64 for fp64) and marked as done, but for those named in `fused`.
-
-    The names are 'gate', 'beta' and 'qk_l2norm'.
-    """
+    """Apply in fp32 (fp64 for fp64) the activations of `x` that are not in `fused` ('gate', 'beta', 'qk_l2norm')."""
     wide = state_dtype(x.q.dtype)
     if "gate" not in fused and x.gate_activation != LOG_DECAY:
         g = log_decay(x.g.to(wide), x.A_log, x.dt_bias, x.gate_activation, x.lower_bound)
@@ -47,9 +43,7 @@ def recurrence(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
         S <- S * exp(g);   S <- S + beta (v - S k) k^T;   o = scale * S q
 
-    A NaN or inf in a token's inputs reaches the outputs of that token and of later ones of its sequence alone: the
-    first output that is not finite is at the first token whose inputs are not. `kda` computes in chunks, where it also
-    reaches earlier tokens.
+    The first output of a sequence that is not finite is at the first token whose inputs are not; see `kda`.
 
     Returns:
         o [B, T, HV, V] in v's dtype, the final state [N, HV, V, K], and the states at every 64-token boundary
@@ -81,7 +75,7 @@ def recurrence(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
             if (t - start + 1) % CHUNK == 0:
                 checkpoints.append(S)
         finals.append(S)
-    unused = checkpoint_count(x) - len(checkpoints)
+    unused = x.checkpoint_count - len(checkpoints)
     checkpoints += [v.new_zeros(B, HV, V, K)] * unused
     boundary = torch.stack(checkpoints, 1) if checkpoints else v.new_zeros(B, 0, HV, V, K)
     return torch.stack(o, 1).to(out_dtype), torch.cat(finals), boundary

@@ -1,1 +1,1 @@
-"""Backends, found by listing this folder: each module below defines one as `BACKEND`."""
+"""Backends, found by listing this folder: each module defines one as `BACKEND`, or several as `BACKENDS`."""

@@ -1,6 +1,6 @@
-"""Our CUDA kernels: one class, a backend for each family of GPUs. docs/internals/lab_notes.md says which have run.
+"""Our CUDA kernels: one class, a backend for each family of GPUs; docs/internals/lab_notes.md says which have run.
 
-Those above flash-linear-attention serve by default; select the others with `backend=`.
+Select those with a lower priority than flash-linear-attention with `backend=`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,14 @@ from ...cuda.gpu import GPU
 from ...cuda.machine import Machine
 from ...declarations import OneOf
 from ..activations import BETA_CODES, GATE_CODES
-from ..contract import (
-    ALL_FEATURES,
-    Backend,
-    DecodeInputs,
-    Gradients,
-    Inputs,
-    KDAOutput,
-    Names,
-    Problem,
-    Widths,
-)
+from ..contract import ALL_FEATURES, Backend, DecodeInputs, Gradients, Inputs, KDAOutput, Names, Problem, Widths
 from ..cuda.backward.gradients import gradients
 from ..cuda.backward.reverse_scan import reverse_scan
 from ..cuda.decode.decode import decode
 from ..cuda.forward.forward import Saved, aligned, aligned_inputs, forward, recompute
 from ..cuda.kernels import DTYPES, WIDTHS, shared_bytes, variants
 
-MOST_SAVED = 0.01  # of the device's memory, by one call, where the caller leaves it to us
+MOST_SAVED = 0.01  # share of the device's memory that one call may save with recompute="auto"
 
 
 class CudaBackend(Backend):
@@ -41,7 +31,7 @@ class CudaBackend(Backend):
     fused = frozenset(("gate", "beta", "qk_l2norm"))
 
     def __init__(self, name: str, archs: tuple[Arch, ...], machine: Machine, device: str = "cuda") -> None:
-        """Backend `name` of a machine whose tensors are on `device`."""
+        """Define the backend `name` of a machine whose tensors are on `device`."""
         self.name, self.priority, self.archs, self.machine = name, archs[0].priority, archs, machine
         self.serves = {
             "device": OneOf(device),
@@ -84,22 +74,19 @@ class CudaBackend(Backend):
         x, d_o = aligned_inputs(x), aligned(d_o)
         kept = Saved(*saved) if saved else recompute(x, self.machine)
         scanned = reverse_scan(x, self.machine, kept, d_o, d_final, d_checkpoints)
-        tokens = gradients(x, self.machine, kept, scanned, d_o)
-        return Gradients(tokens.q, tokens.k, scanned.d_v, *tokens[2:], scanned.d_initial)
+        return gradients(x, self.machine, kept, scanned, d_o)
 
     def decode(self, x: DecodeInputs) -> Tensor:
         return decode(x, self.machine)
 
     def _recomputes(self, x: Inputs) -> bool:
-        """True if the backward runs the forward again instead of reading what it kept."""
+        """True if the backward runs the forward again instead of reading what it saved."""
         if x.recompute != "auto":
             return x.recompute == "yes"
         return Saved.nbytes(x) > MOST_SAVED * self.machine.properties(x.q.device).memory_bytes
 
 
-def _families() -> dict[str, tuple[Arch, ...]]:
-    names = dict.fromkeys(arch.backend for arch in ARCHS.values())
-    return {name: tuple(a for a in ARCHS.values() if a.backend == name) for name in names}
-
-
-BACKENDS = tuple(CudaBackend(name, archs, GPU()) for name, archs in _families().items())
+BACKENDS = tuple(
+    CudaBackend(name, tuple(arch for arch in ARCHS.values() if arch.backend == name), GPU())
+    for name in dict.fromkeys(arch.backend for arch in ARCHS.values())
+)

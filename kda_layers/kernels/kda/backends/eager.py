@@ -1,19 +1,18 @@
 """Chunked KDA in plain PyTorch: any device, any shape, every gate; the backend of CPUs.
 
-Tokens are cut into chunks of 64. A segment of a few chunks is processed at a time, so that intermediates stay in
-cache and peak memory does not depend on T. Within a segment everything is batched over chunks and heads; only the
-state walks from chunk to chunk. The backward saves the state at the start of each segment and recomputes the rest.
+A segment of a few chunks of 64 tokens is processed at a time, so that intermediates stay in cache and peak memory does
+not depend on T. A segment is batched over chunks and heads, except for the update of the state from chunk to chunk. The
+forward saves the state at the start of each segment; the backward recomputes the rest.
 
-With b = beta k (the key as it is written), p_i = prod of decays up to token i of the chunk, s_j = prod of the decays
-after token j, and everything per chunk and value head:
+Per chunk and value head, with b = beta k (the key as written), p_i = product of the decays up to token i of the chunk
+and s_j = product of the decays after token j:
 
     L_ij = <k_i e^{G_i-G_j}, b_j>  i > j     M_ij = <q_i e^{G_i-G_j}, b_j>  i >= j     R = (I + L)^-1
     E = R (v - (p k) S)                      o = (p q) S + M E                         S' = p_C S + (s b)^T E
 
-beta sits in the keys, so no row is ever divided by it. The decay between two tokens of a chunk is split at the
-middle of the smallest aligned power-of-two block that holds both (binary anchoring): p_i and s_j within the halves
-are products of decays <= 1, so nothing overflows and no cumulative sums are subtracted, whatever the gates.
-R is built by masked doubling on the same blocks. Derivation and bounds: kda_math.md, sections 1-3 and 5.
+beta is part of b, so that nothing is divided by it. The decay between two tokens of a chunk is split by binary
+anchoring (docs/internals/binary_anchoring.md) into products of decays <= 1, which cannot overflow, without subtracting
+cumulative sums. R is built from the same power-of-two blocks, doubled at each level.
 """
 
 from __future__ import annotations
@@ -21,17 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..contract import (
-    ALL_FEATURES,
-    CHUNK,
-    Backend,
-    DecodeInputs,
-    Gradients,
-    Inputs,
-    KDAOutput,
-    checkpoint_count,
-    state_dtype,
-)
+from ..contract import ALL_FEATURES, CHUNK, Backend, DecodeInputs, Gradients, Inputs, KDAOutput, state_dtype
 from ..eager.chunks import factor, load
 from ..eager.decode import decode
 from ..eager.gradients import empty_gradients, segment_grad
@@ -61,7 +50,7 @@ class EagerBackend(Backend):
         state = plan.initial_state(x)
         saved = self.saved_like(x) if save else []
         o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
-        checkpoints = state.new_zeros(B * checkpoint_count(x), HV, V, K) if x.checkpoint_every else None
+        checkpoints = state.new_zeros(B * x.checkpoint_count, HV, V, K) if x.checkpoint_every else None
         row = 0
         for segment in plan.segments():
             c = load(x, segment)
@@ -76,12 +65,13 @@ class EagerBackend(Backend):
                 torch.bmm(c.R[lanes], c.v[lanes] - reads[lanes, :CHUNK], out=errors[lanes])
                 S.mul_(c.decay[lanes]).baddbmm_(errors[lanes].mT, writes[lanes])
                 if checkpoints is not None:
-                    plan.store_checkpoints(checkpoints, state, segment.first + i)
+                    checkpoint_rows = plan.checkpoint_rows(segment.first + i)
+                    checkpoints.index_copy_(0, checkpoint_rows, state[: len(checkpoint_rows)])
             segment.scatter(o, torch.baddbmm(reads[:, CHUNK:], c.M, errors))
         if save:
-            saved[0][row:] = 0  # packed sequences may need fewer rows than their number bounds
+            saved[0][row:] = 0  # rows that packed sequences do not need
         if checkpoints is not None:
-            checkpoints = checkpoints.view(B, checkpoint_count(x), HV, V, K)
+            checkpoints = checkpoints.view(B, x.checkpoint_count, HV, V, K)
         return KDAOutput(o, plan.unsort(state) if x.final_state else None, checkpoints), saved
 
     def backward(

@@ -1,9 +1,8 @@
-"""The Triton fallback: flash-linear-attention's KDA kernels behind our contract.
+"""flash-linear-attention's KDA kernels in Triton, behind our contract.
 
-Its stages are called one by one, without its autograd function and guards. What its public functions would do
-silently does not happen here: states are never rounded to 16 bits, nothing is read from or kept in its caches of
-results by tensor identity, another package's kernels are never put in the place of its own, and packed sequences
-cost no read by the host, so that a CUDA graph can capture them.
+Its stages are called one by one, without its autograd function and guards. Unlike its public functions, this backend
+never rounds states to 16 bits, uses none of its caches by tensor identity, never runs another package's kernels
+instead, and reads nothing on the host for packed sequences, so that a CUDA graph can capture them.
 
 Source: flash-linear-attention 0.6 (fla-core), fla.ops.kda.
 """
@@ -20,23 +19,12 @@ from ...declarations import AtLeast, OneOf
 from ...fla.chunk_table import chunk_table, table_rows
 from ...fla.package import operator_stages, problems
 from ..activations import BETAS, GIVEN, LOG_DECAY, LOWER_BOUND, SOFTPLUS
-from ..contract import (
-    ALL_FEATURES,
-    CHUNK,
-    Backend,
-    DecodeInputs,
-    Gradients,
-    Inputs,
-    KDAOutput,
-    Names,
-    Problem,
-    checkpoint_count,
-)
+from ..contract import ALL_FEATURES, CHUNK, Backend, DecodeInputs, Gradients, Inputs, KDAOutput, Names, Problem
 from ..fla_slots import clear_padding, with_padding
 
 LOG2_E = 1 / math.log(2)
-MIN_K, MAX_K = 9, 256  # its blocks of K are the next power of two, 16 at least, and its state is at most 256 wide
-MAX_ROWS = 2**16 - 1  # B * HV is the second dimension of its grids
+MIN_K, MAX_K = 9, 256  # its blocks of K are the next power of two, from 16 to 256
+MAX_ROWS = 2**16 - 1  # of B * HV, the second dimension of its grids
 
 
 class FLABackend(Backend):
@@ -136,7 +124,7 @@ class FLABackend(Backend):
     def decode(self, x: DecodeInputs) -> Tensor:
         _check_rows(x)
         with torch.cuda.device(x.q.device):
-            matrices = x.state if x.state_indices is None else x.state[:1]  # slots may lie anywhere, their contents not
+            matrices = x.state if x.state_indices is None else x.state[:1]  # slots may have any stride
             state = x.state if matrices.is_contiguous() else x.state.contiguous()
             inputs, padding = _contiguous(x._replace(state=state)), None
             if x.state_indices is not None:
@@ -164,7 +152,7 @@ def _check_rows(x: Inputs | DecodeInputs) -> None:
 
 
 def _contiguous(x: Any) -> Any:
-    """`x` with contiguous tensors, apart from a state that is written in place."""
+    """`x` with contiguous tensors, except the state of a decode step, which is written in place."""
     if all(t.is_contiguous() for t in x if isinstance(t, Tensor)):
         return x
     tensors = {n: t for n, t in zip(x._fields, x, strict=True) if isinstance(t, Tensor) and n != "state"}
@@ -172,7 +160,7 @@ def _contiguous(x: Any) -> Any:
 
 
 def _transposed(state: Tensor | None) -> Tensor | None:
-    """[..., V, K] to [..., K, V] or back: its backward is faster with states of the other layout, its forward not."""
+    """[..., V, K] to [..., K, V] or back: its backward, unlike its forward, is faster with [K, V] states."""
     return None if state is None else state.mT.contiguous()
 
 
@@ -185,7 +173,7 @@ def _lower_bound(x: Inputs | DecodeInputs) -> float | None:
 
 
 def _bounded(x: Inputs) -> bool:
-    """Whether its diagonal blocks may be products of matrices, which overflow where 16 tokens decay by over e^-88."""
+    """True if its diagonal blocks may use MMA, which overflows where 16 tokens decay by more than e^-88."""
     return x.gate_activation == LOWER_BOUND.name
 
 
@@ -194,16 +182,14 @@ def _beta_scale(x: Inputs | DecodeInputs) -> float:
 
 
 def _beta(x: Inputs) -> Tensor:
-    """beta in fp32: in 16 bits its kernels would round the product with k once more."""
-    return (
-        x.beta.float()
-        if x.beta_activation == GIVEN
-        else operator_stages().fused_beta_sigmoid_fwd(x.beta, _beta_scale(x))
-    )
+    """beta in fp32: with beta in 16 bits its kernels round beta k once more."""
+    if x.beta_activation == GIVEN:
+        return x.beta.float()
+    return operator_stages().fused_beta_sigmoid_fwd(x.beta, _beta_scale(x))
 
 
 def _cumulative_log2_decay(x: Inputs, table: list[Tensor]) -> Tensor:
-    """[B, T, HV, K] fp32: within each chunk the cumulative sum of the log-decay, to base 2."""
+    """Cumulative sum of the base-2 log-decay within each chunk, [B, T, HV, K] fp32."""
     fla, packed = operator_stages(), _packed(x, table)
     if x.gate_activation == LOG_DECAY:
         return fla.chunk_local_cumsum(x.g, chunk_size=CHUNK, scale=LOG2_E, **packed)
@@ -220,7 +206,7 @@ def _packed(x: Inputs, table: list[Tensor]) -> dict[str, Tensor | None]:
 def _scan(
     x: Inputs, kg: Tensor, w: Tensor, u: Tensor, g: Tensor, table: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(states before every chunk, errors, final state): states in fp32 if returned, otherwise its own choice."""
+    """(states before every chunk, errors, final state); chunk states are fp32 if checkpoints are returned."""
     fla, first = operator_stages(), table[1] if table else None
     wants_final = x.final_state or x.checkpoint_every > 0
     if not x.checkpoint_every:
@@ -241,9 +227,9 @@ def _scan(
 
 
 def _checkpoints(x: Inputs, h: Tensor, final: Tensor | None, table: list[Tensor]) -> Tensor:
-    """[B, T // 64, HV, V, K]: the states after whole chunks, from those before every chunk and the final ones."""
+    """The states after whole chunks [B, T // 64, HV, V, K], from those before every chunk and the final ones."""
     assert final is not None
-    rows = checkpoint_count(x)
+    rows = x.checkpoint_count
     if x.cu_seqlens is None:
         return torch.cat((h[:, 1:], final[:, None]), 1)[:, :rows].contiguous()
     first, whole = table[1].long(), x.cu_seqlens.diff().long() // CHUNK

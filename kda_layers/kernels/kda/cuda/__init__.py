@@ -1,1 +1,1 @@
-"""Our CUDA kernels: a folder for each pass, in which a kernel is a source (.cu) and its launcher (.py)."""
+"""Our CUDA kernels: a folder for each pass, with a source (.cu) and a launcher (.py) for each kernel."""

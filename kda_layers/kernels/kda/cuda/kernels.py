@@ -1,4 +1,4 @@
-"""All kernels together: what is compiled for an arch, and what a block of them needs."""
+"""All kernels together: the variants for an arch, and the shared memory of a block."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .forward import forward
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDTHS = forward.WIDTHS
-WHOLE = (forward, reverse_scan, gradients)  # over whole sequences
+WHOLE = (forward, reverse_scan, gradients)  # kernels over whole sequences
 
 
 def shared_bytes(K: int, capability: int, needs_grad: bool) -> int:
-    """What a block of the most demanding kernel over whole sequences takes at least."""
+    """Least shared memory in bytes with which a block of every kernel over whole sequences has a variant."""
     kernels = WHOLE if needs_grad else (forward,)
     return max(min(v.shared_bytes for v in kernel.variants(capability) if v.K == K) for kernel in kernels)
 
 
 def variants(capability: int, most_shared_bytes: int) -> Iterator[tuple[str, Mapping[str, str | int]]]:
-    """(source, macros) of every variant that fits into a block's shared memory."""
+    """(source, macros) of every variant that fits in `most_shared_bytes`."""
     yield from ((decode.SOURCE, v.defines) for v in decode.variants(WIDTHS, DTYPES))
     for kernel in WHOLE:
         yield from (

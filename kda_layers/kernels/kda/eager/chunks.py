@@ -1,6 +1,6 @@
-"""One segment, forward: activated operands and the matrices inside each chunk (kda_math.md, sections 1 to 3).
+"""One segment, forward: activated operands and the matrices of each chunk; see `backends/eager.py`.
 
-Buffers are reused wherever a loop would allocate: on a CPU a fresh megabyte costs more than the pass that fills it.
+Loops reuse their buffers: on a CPU allocating a megabyte costs more than the pass that fills it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .schedule import Segment
 
 
 class Chunks(NamedTuple):
-    """A segment's activated operands and chunk matrices; one row for each chunk and value head, rows in all."""
+    """A segment's activated operands and chunk matrices, a row for each chunk and value head."""
 
     q: Tensor  # [rows, 64, K] scaled
     k: Tensor  # [rows, 64, K]
     b: Tensor  # [rows, 64, K] beta k
     v: Tensor  # [rows, 64, V]
     beta: Tensor  # [rows, 64, 1]
-    token_decay: Tensor  # [rows, 64, K] e^g of each token
+    token_decay: Tensor  # [rows, 64, K] e^g
     p: Tensor  # [rows, 64, K] decay from the chunk's start to the token, inclusive
     s: Tensor  # [rows, 64, K] decay after the token to the chunk's end
     R: Tensor  # [rows, 64, 64] (I + L)^-1
@@ -34,12 +34,12 @@ class Chunks(NamedTuple):
 
     @property
     def decay(self) -> Tensor:
-        """[rows, 1, K] decay of the state over the chunk."""
+        """Decay of the state over the chunk, [rows, 1, K]."""
         return self.p[:, -1:]
 
 
 def load(x: Inputs, segment: Segment) -> Chunks:
-    """Gathers, activates and factors one segment."""
+    """Gather and activate the operands of one segment and compute its chunk matrices."""
     wide, group = state_dtype(x.q.dtype), x.v.shape[2] // x.q.shape[2]
     g = log_decay(segment.gather(x.g).to(wide), x.A_log, x.dt_bias, x.gate_activation, x.lower_bound)
     q, k = (segment.gather(t).to(wide) for t in (x.q, x.k))
@@ -58,15 +58,15 @@ def inverse_norm(x: Tensor) -> Tensor:
 
 
 def _flush_decay(x: Tensor) -> None:
-    """Zeroes decay products below sqrt(the smallest normal number): 1e-19 in fp32, far below its rounding.
+    """Zero decay products below sqrt(the smallest normal number), 1e-19 in fp32, far below its rounding.
 
-    A CPU takes some hundred cycles for each denormal number, and products of two kept factors are none.
+    A CPU takes some hundred cycles for a denormal number; products of two factors that are kept cannot be denormal.
     """
     torch.threshold_(x, math.sqrt(torch.finfo(x.dtype).tiny), 0.0)
 
 
 def _flush(x: Tensor) -> None:
-    """Zeroes elements of x of either sign that are close to denormal."""
+    """Zero the elements of x that are close to denormal."""
     torch.hardshrink(x, 2.0**24 * torch.finfo(x.dtype).tiny, out=x)
 
 
@@ -94,7 +94,7 @@ def levels(token_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def _chunk_matrices(q: Tensor, k: Tensor, b: Tensor, token_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """p, s, R and M of each chunk, by binary anchoring and masked doubling."""
+    """p, s, R and M of each chunk, by binary anchoring."""
     rows, _, K = q.shape
     reads, writes = torch.empty_like(q), q.new_empty(rows, CHUNK // 2, K)
     R = torch.ones_like(q[..., :1])  # [blocks, h, h], blocks of h tokens
@@ -136,7 +136,7 @@ def _grow(blocks: Tensor, corner: Tensor, h: int) -> Tensor:
 
 
 def factor(c: Chunks) -> tuple[Tensor, Tensor]:
-    """What reads the state, [rows, 128, K] (keys, then queries), and what writes it, [rows, 64, K]."""
+    """Return the operands that read the state, [rows, 128, K] (keys, then queries), and write it, [rows, 64, K]."""
     reads = c.q.new_empty(c.q.shape[0], 2 * CHUNK, c.q.shape[2])
     torch.mul(c.k, c.p, out=reads[:, :CHUNK])
     torch.mul(c.q, c.p, out=reads[:, CHUNK:])

@@ -1,4 +1,4 @@
-"""Decode: one or a few tokens per sequence, the state updated in place."""
+"""Decode one or a few tokens per sequence, updating the state in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...checks import sequence_offsets
 from ..contract import NO_SLOT, DecodeInputs
 from ..reference import activate
 
-STEP_ELEMENTS = 2**18  # elements of the state updated at a time, so that its three passes stay in L2
+STEP_ELEMENTS = 2**18  # elements of the state updated at a time, so that the three passes stay in L2
 
 
 class _Sequence(NamedTuple):
@@ -23,10 +23,7 @@ class _Sequence(NamedTuple):
 
 
 def decode(x: DecodeInputs) -> Tensor:
-    """o of `Backend.decode`: token after token, all sequences at once.
-
-    Sequences of one length without slots need nothing from the host, so that a CUDA graph can capture them.
-    """
+    """See `Backend.decode`. Sequences of one length without slots need no host read: a CUDA graph can capture them."""
     sequences = None if x.cu_seqlens is None and x.state_indices is None else _sequences(x)
     o = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
     T, wide, out = x.q.shape[1], x.state.dtype, o.view(-1, *o.shape[2:])
@@ -49,7 +46,7 @@ def decode(x: DecodeInputs) -> Tensor:
     def numbers(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=o.device)
 
-    sequences.sort(key=lambda s: -s.length)  # those that have a token t are then a prefix
+    sequences.sort(key=lambda s: -s.length)  # sequences with a token t are then a prefix
     sources = [s.source for s in sequences]
     in_place = x.state_indices is None and x.state.is_contiguous() and sources == list(range(len(x.state)))
     S = x.state if in_place else x.state[numbers(sources)]
@@ -63,7 +60,7 @@ def decode(x: DecodeInputs) -> Tensor:
 
 
 def _sequences(x: DecodeInputs) -> list[_Sequence]:
-    """Tokens and slots of every sequence as Python integers (host reads), after checking their values."""
+    """Check tokens and slots of every sequence and return them as Python integers (host reads)."""
     B, T = x.q.shape[:2]
     offsets = [n * T for n in range(B + 1)] if x.cu_seqlens is None else sequence_offsets(x.cu_seqlens, T)
     lengths = [b - a for a, b in itertools.pairwise(offsets)]
@@ -109,7 +106,7 @@ def _check_owners(sequences: list[_Sequence]) -> None:
 
 
 def _recur(S: Tensor, scale: float, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """One token for S [n, HV, V, K], updated in place; q, k, decay [n, HV, K], v [n, HV, V], beta [n, HV] -> o."""
+    """Update S [n, HV, V, K] in place with a token: q, k, decay [n, HV, K], v [n, HV, V], beta [n, HV]; return o."""
     n, HV, V, K = S.shape
     reads = torch.stack((k * decay, q * decay), 2).view(n * HV, 2, K)
     qk = (q * k).sum(-1).view(-1, 1)

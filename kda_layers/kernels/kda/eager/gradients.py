@@ -1,4 +1,4 @@
-"""One segment, backward: recompute, walk the state's gradient back, then every gradient at once."""
+"""One segment, backward: recompute, carry the state's gradient from end to start, then compute the other gradients."""
 
 from __future__ import annotations
 
@@ -7,21 +7,12 @@ from torch import Tensor
 
 from ..activations import BETAS, GATES, GIVEN, LOG_DECAY, logits, rates, sigmoid_gradient
 from ..contract import CHUNK, Gradients, Inputs, state_dtype
-from .chunks import (
-    Chunks,
-    decayed_reads,
-    decayed_writes,
-    factor,
-    halves,
-    inverse_norm,
-    levels,
-    load,
-)
+from .chunks import Chunks, decayed_reads, decayed_writes, factor, halves, inverse_norm, levels, load
 from .schedule import Plan, Segment
 
 
 def empty_gradients(x: Inputs) -> Gradients:
-    """Space for the gradients of every segment; those of A_log and dt_bias start at zero and are summed."""
+    """Allocate the gradients: zero for A_log and dt_bias, which are summed over segments, else unwritten."""
     inputs = (x.q, x.k, x.v, x.g, x.beta)
     q, k, v, g, beta = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
     A_log, dt_bias = (None if t is None else torch.zeros_like(t) for t in (x.A_log, x.dt_bias))
@@ -38,7 +29,7 @@ def segment_grad(
     d_checkpoints: Tensor | None,
     grads: Gradients,
 ) -> None:
-    """Adds one segment's gradients to `grads` and carries `d_state` from the segment's end to its start."""
+    """Add one segment's gradients to `grads` and carry `d_state` from the segment's end to its start."""
     HV, V, K = x.v.shape[2], x.v.shape[3], x.q.shape[3]
     c = load(x, segment)
     rows, writes = factor(c)
@@ -53,7 +44,7 @@ def segment_grad(
 
     d_o_rows = segment.by_head(segment.gather(d_o).to(c.v.dtype))
     d_errors = torch.bmm(c.M.mT, d_o_rows)
-    d_reads = torch.cat((torch.empty_like(d_o_rows), d_o_rows), 1)  # of (p k) S, filled below, and of (p q) S
+    d_reads = torch.cat((torch.empty_like(d_o_rows), d_o_rows), 1)  # of (p k) S, written below, and of (p q) S
     for i, lanes in reversed(list(segment.lanes(HV))):
         dS = d_state[: segment.active[i]]
         if d_checkpoints is not None:
@@ -102,10 +93,10 @@ def _matrix_grad(c: Chunks, d_corner: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _add_reads(d_reads: Tensor, q: Tensor, k: Tensor, p: Tensor, d_q: Tensor, d_k: Tensor, d_g: Tensor) -> None:
-    """Adds what d_reads [..., 2h, K], the gradient of (p k, p q), gives to q, k and the log-decays.
+    """Add the gradients of q, k and the log-decays from d_reads [..., 2h, K], the gradient of (p k, p q).
 
-    A read by token i from before the block decays through every token t <= i of it. Summing exactly those terms,
-    instead of the usual differences of two cumulative sums, loses no digits where gates are strong.
+    A read by token i from before the block decays through every token t <= i of it. Summing exactly these terms,
+    instead of subtracting two cumulative sums, loses no digits where gates are strong.
     """
     h = q.shape[-2]
     d_k_part, d_q_part = p * d_reads[..., :h, :], p * d_reads[..., h:, :]
@@ -116,7 +107,7 @@ def _add_reads(d_reads: Tensor, q: Tensor, k: Tensor, p: Tensor, d_q: Tensor, d_
 
 
 def _add_writes(d_writes: Tensor, b: Tensor, s: Tensor, d_b: Tensor, d_g: Tensor) -> None:
-    """Adds what d_writes [..., h, K], the gradient of s b, gives to b and the log-decays (of the tokens t > j)."""
+    """Add the gradients of b and the log-decays (of tokens t > j) from d_writes [..., h, K], the gradient of s b."""
     h = b.shape[-2]
     part = s * d_writes
     d_b += part
@@ -124,16 +115,9 @@ def _add_writes(d_writes: Tensor, b: Tensor, s: Tensor, d_b: Tensor, d_g: Tensor
 
 
 def _activation_grad(
-    x: Inputs,
-    segment: Segment,
-    d_q: Tensor,
-    d_k: Tensor,
-    d_v: Tensor,
-    d_g: Tensor,
-    d_beta: Tensor,
-    grads: Gradients,
+    x: Inputs, segment: Segment, d_q: Tensor, d_k: Tensor, d_v: Tensor, d_g: Tensor, d_beta: Tensor, grads: Gradients
 ) -> None:
-    """Through the activations, over the real tokens only, into `grads`."""
+    """Carry gradients through the activations into `grads`, for real tokens only."""
     HV, wide = x.v.shape[2], state_dtype(x.q.dtype)
     tokens = segment.real_tokens()
 

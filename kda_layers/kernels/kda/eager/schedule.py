@@ -1,4 +1,4 @@
-"""How tokens become chunks: which 64 tokens form each chunk, and which chunks are processed together."""
+"""The schedule: which 64 tokens form each chunk, and which chunks are processed together."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from ...checks import sequence_offsets
 from ..contract import CHUNK, Inputs, state_dtype
 
-# Of a segment: elements of one [.., 64, K] intermediate at most, and chunks of a sequence. On a CPU 1 MiB in fp32 stays
-# in L2; elsewhere 16 MiB keep the device busy while the next operations are launched.
+# Most elements of a segment's [.., 64, K] intermediate, and most chunks of a sequence. On a CPU 1 MiB in fp32 stays in
+# L2; other devices compute on 16 MiB while the next operations are launched.
 CPU_SEGMENT, DEVICE_SEGMENT = (2**18, 8), (2**22, 64)
 
 
 def chunks_per_segment(x: Inputs) -> int:
-    """Chunks of each sequence in a segment; from device and shapes alone, so that what is saved has a known size."""
+    """Chunks of each sequence in a segment; device and shapes determine it, as they must the size of what is saved."""
     elements, most = CPU_SEGMENT if x.q.device.type == "cpu" else DEVICE_SEGMENT
     N = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     per_chunk = N * x.v.shape[2] * CHUNK * max(int(x.q.shape[3]), int(x.v.shape[3]))
@@ -25,7 +25,7 @@ def chunks_per_segment(x: Inputs) -> int:
 
 
 def with_flat_tokens(x: Inputs) -> Inputs:
-    """`x` with every [B, T, ...] tensor laid out so that (B, T) flattens without a copy, as slices of one do."""
+    """`x` with tensors [B, T, ...] whose dimensions (B, T) flatten without a copy."""
 
     def flat(t: Tensor) -> Tensor:
         return t if t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1) else t.contiguous()
@@ -34,28 +34,28 @@ def with_flat_tokens(x: Inputs) -> Inputs:
 
 
 class Segment(NamedTuple):
-    """Chunks `first`, `first + 1`, ... of every sequence long enough, step after step; R = sum(active) * HV rows."""
+    """Chunks `first`, `first + 1`, ... of every sequence that has them; R = sum(active) * HV rows."""
 
     first: int
     active: list[int]  # sequences (longest first) that have chunk first + i
     tokens: Tensor  # [sum(active) * 64] row of the flattened [B * T] tokens; 0 in padding
-    padding: Tensor | None  # which of them are padding, or None
+    padding: Tensor | None  # mask of `tokens` that are padding, or None
 
     def lanes(self, HV: int) -> Iterator[tuple[int, slice]]:
-        """For each step, its number and its rows of the segment's [R, 64, .] tensors."""
+        """For each i, the rows of chunks `first + i` in the segment's [R, 64, .] tensors."""
         start = 0
         for i, a in enumerate(self.active):
             yield i, slice(start * HV, (start + a) * HV)
             start += a
 
     def gather(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> [sum(active), 64, ...], a fresh tensor; padded rows hold token 0."""
+        """[B, T, ...] -> [sum(active), 64, ...], a new tensor; padding holds token 0."""
         return x.flatten(0, 1).index_select(0, self.tokens).view(-1, CHUNK, *x.shape[2:])
 
     def by_head(self, x: Tensor, factor: Tensor | float = 1.0, group: int = 1) -> Tensor:
-        """[sum(active), 64, H, D] -> contiguous [R, 64, D], times `factor`, each head `group` times; 0 in padded rows.
+        """[sum(active), 64, H, D] -> contiguous [R, 64, D], each head `group` times; 0 in padding.
 
-        `factor` is a number or [sum(active), 64, H, 1].
+        `factor`, a number or [sum(active), 64, H, 1], is multiplied in.
         """
         chunks, _, H, D = x.shape
         if isinstance(factor, Tensor):
@@ -67,7 +67,7 @@ class Segment(NamedTuple):
         return out.view(-1, CHUNK, D)
 
     def by_token(self, x: Tensor, HV: int) -> Tensor:
-        """[R, 64, D] -> [real tokens, HV, D]: the padding is gone."""
+        """[R, 64, D] -> [real tokens, HV, D], without padding."""
         x = x.view(-1, HV, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
         return x if self.padding is None else x[~self.padding]
 
@@ -75,17 +75,17 @@ class Segment(NamedTuple):
         return self.tokens if self.padding is None else self.tokens[~self.padding]
 
     def scatter(self, out: Tensor, x: Tensor) -> None:
-        """Writes [R, 64, D] to the tokens of out [B, T, HV, D]."""
+        """Write x [R, 64, D] to the tokens of out [B, T, HV, D]."""
         values = self.by_token(x, out.shape[2]).to(out.dtype)
         out.view(-1, *out.shape[2:]).index_copy_(0, self.real_tokens(), values)
 
 
 class Plan(NamedTuple):
-    """Sequences sorted longest first, so that the ones still running are always a prefix of the state."""
+    """Sequences sorted longest first, so that those with a chunk c are a prefix of the state."""
 
     starts: Tensor  # [N] first token, on the CPU
     lengths: Tensor  # [N] on the CPU, descending
-    order: Tensor | None  # [N] on the device, original index of each sorted sequence; None if equally long
+    order: Tensor | None  # [N] on the device, original index of each sorted sequence; None if not packed
     checkpoint_starts: Tensor  # [N] first checkpoint row, on the CPU
     chunks_per_segment: int
     device: torch.device
@@ -129,17 +129,13 @@ class Plan(NamedTuple):
         return state if self.order is None else torch.empty_like(state).index_copy_(0, self.order, state)
 
     def initial_state(self, x: Inputs) -> Tensor:
-        """[N, HV, V, K], a fresh tensor in sorted order."""
+        """A new tensor [N, HV, V, K] in sorted order."""
         if x.initial_state is not None:
             return self.sort(x.initial_state)
         shape = (len(self.lengths), x.v.shape[2], x.v.shape[3], x.q.shape[3])
         return x.q.new_zeros(shape, dtype=state_dtype(x.q.dtype))
 
     def checkpoint_rows(self, chunk: int) -> Tensor:
-        """Checkpoint rows of the sequences (a prefix) for which `chunk` is a whole chunk."""
+        """Checkpoint rows of the sequences, a prefix, whose chunk `chunk` is whole."""
         whole = int((self.lengths >= (chunk + 1) * CHUNK).sum())
         return (self.checkpoint_starts[:whole] + chunk).to(self.device)
-
-    def store_checkpoints(self, checkpoints: Tensor, state: Tensor, chunk: int) -> None:
-        rows = self.checkpoint_rows(chunk)
-        checkpoints.index_copy_(0, rows, state[: len(rows)])

@@ -1,4 +1,4 @@
-"""Launching gradients.cu: the gradients of q, k, gates and beta, from what the forward and the reverse scan saved."""
+"""Launcher of gradients.cu: the gradients of q, k, gates and beta, from what forward and reverse scan saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ....cuda.arch import ARCHS
 from ....cuda.machine import Launchable, Machine
 from ....cuda.params import Params, addresses
 from ...activations import BETA_CODES, GATE_CODES
-from ...contract import CHUNK, Inputs
+from ...contract import CHUNK, Gradients, Inputs
 from ..forward.forward import TYPES, WIDTHS, Saved, chunk_rows
 from .reverse_scan import Scanned
 
@@ -40,31 +40,20 @@ PARAMS = Params("GradientsParams", """
 """)  # fmt: skip
 
 
-class TokenGradients(NamedTuple):
-    """Gradients of the fields of `Inputs`, same shapes and dtypes; None where the input is None."""
-
-    q: Tensor
-    k: Tensor
-    g: Tensor
-    beta: Tensor
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-
-
 class Variant(NamedTuple):
-    """What is compiled apart: width, types, gate; and whether the arch has products of a warpgroup."""
+    """The compile-time parameters of the kernel."""
 
     K: int
     dtype: torch.dtype
     gate_activation: str
-    g_wide: bool
-    warpgroups: bool
+    g_wide: bool  # g is fp32
+    wgmma: bool
 
     @property
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "GATE": GATE_CODES[self.gate_activation],
-            "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.warpgroups), "SHARED_BYTES": self.shared_bytes,
+            "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma), "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property
@@ -73,32 +62,34 @@ class Variant(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """As struct Shared in gradients.cuh adds it up."""
+        """Size in bytes of struct Shared in gradients.cuh."""
         K, warps = self.K, self.K // 16
         logits = CHUNK * (K + 4) * 4 if self.g_wide else CHUNK * K * 2
-        slabs = max(2 * K // 16 + 12, 24)
-        inputs = slabs * 32 * K + 2 * CHUNK * K * 2 + logits
+        row_tiles = max(2 * K // 16 + 12, 24)
+        inputs = row_tiles * 32 * K + 2 * CHUNK * K * 2 + logits
         exchanged = 2 * 36 * 256 + warps * 6 * 512 + 4 * K * 4
         return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + warps * 8 + K * 4 + 2 * 24 + 8
 
 
 def variant_for(x: Inputs, arch: int) -> Variant:
+    """The variant for inputs on an arch (compute capability times ten)."""
     return Variant(x.q.shape[3], x.q.dtype, x.gate_activation, x.g.dtype == torch.float32, ARCHS[arch].wgmma)
 
 
 def variants(arch: int) -> Iterable[Variant]:
-    """Everything that `variant_for` may choose on an arch whose blocks have the shared memory."""
+    """Every variant that `variant_for` may return for `arch`, whatever its shared memory."""
     for K, dtype, gate, g_wide in itertools.product(WIDTHS, TYPES, GATE_CODES, (False, True)):
         yield Variant(K, dtype, gate, g_wide, ARCHS[arch].wgmma)
 
 
-def pack(
-    x: Inputs, saved: Saved, scanned: Scanned, d_o: Tensor, out: TokenGradients, sums: Tensor | None, rows: int
+def _pack(
+    x: Inputs, saved: Saved, scanned: Scanned, d_o: Tensor, out: Gradients, sums: Tensor | None, rows: int
 ) -> bytes:
-    """GradientsParams. Tensors must be contiguous."""
+    """Pack GradientsParams for contiguous tensors."""
     tensors = (
         x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
-        saved.states, scanned.d_states, saved.errors, scanned.d_v, d_o, *out, sums,
+        saved.states, scanned.d_states, saved.errors, out.v, d_o,
+        out.q, out.k, out.g, out.beta, out.A_log, out.dt_bias, sums,
     )  # fmt: skip
     return PARAMS.pack(
         addresses(tensors),
@@ -114,26 +105,23 @@ def _kernel(machine: Machine, variant: Variant, device: torch.device) -> Launcha
     return machine.load(SOURCE, "kda_gradients", variant.defines, device)
 
 
-def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: Tensor) -> TokenGradients:
-    """Gradients of all inputs but v and the initial state.
-
-    Tensors must be contiguous and begin at multiples of 16 bytes.
-    """
+def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: Tensor) -> Gradients:
+    """Compute the gradients that the reverse scan leaves out; return all. Tensors must be `aligned`."""
     (_, _, H, K), HV = x.q.shape, x.v.shape[2]
     device, rows = x.q.device, chunk_rows(x)
     processors, arch, _ = machine.properties(device)
-    new = torch.empty if x.cu_seqlens is None else torch.zeros  # packed: rows may be left over
+    new = torch.empty if x.cu_seqlens is None else torch.zeros  # packed sequences may leave rows unused
     A_log = None if x.A_log is None else new(rows, HV, dtype=torch.float32, device=device)
     dt_bias = None if x.dt_bias is None else new(rows, HV, K, dtype=torch.float32, device=device)
     q, k, g, beta = (torch.empty_like(t) for t in (x.q, x.k, x.g, x.beta))
-    out = TokenGradients(q, k, g, beta, A_log, dt_bias)
+    out = Gradients(q, k, scanned.d_v, g, beta, A_log, dt_bias, scanned.d_initial)
     variant = variant_for(x, arch)
     if rows:
-        blocks, sums = min(rows * H, processors * 128 // K), None  # of K = 64 two fit into a multiprocessor
-        if H < HV:  # between the value heads of a group
+        blocks, sums = min(rows * H, processors * 128 // K), None  # with K = 64 two fit on a multiprocessor
+        if H < HV:  # partial sums over the value heads of a group
             sums = torch.empty(blocks, 64, variant.threads, dtype=torch.float32, device=device)
         kernel = _kernel(machine, variant, device)
-        kernel.launch(blocks, variant.threads, 1, variant.shared_bytes, pack(x, saved, scanned, d_o, out, sums, rows))
+        kernel.launch(blocks, variant.threads, 1, variant.shared_bytes, _pack(x, saved, scanned, d_o, out, sums, rows))
     return out._replace(
         A_log=None if A_log is None else A_log.sum(0), dt_bias=None if dt_bias is None else dt_bias.sum(0)
     )

@@ -1,4 +1,4 @@
-"""Launching reverse_scan.cu: the backward's scan from each sequence's last chunk to its first."""
+"""Launcher of reverse_scan.cu: the backward's scan from each sequence's last chunk to its first."""
 
 from __future__ import annotations
 
@@ -30,24 +30,23 @@ PARAMS = Params("ReverseScanParams", """
     int int64_offsets;           // cu_seqlens is int64
 """)  # fmt: skip
 SOURCE = str(Path(__file__).with_suffix(".cu"))
-BV = 64  # columns of V a block
+BV = 64  # columns of V per block
 THREADS = 160
 
 
 class Variant(NamedTuple):
-    """What is compiled apart: width, blocks that a chunk is copied to at once (0: no bulk copies), type; and whether
-    the arch has products of a warpgroup."""
+    """The compile-time parameters of the kernel."""
 
     K: int
-    cluster: int
+    cluster: int  # blocks that share the copy of a chunk; 0: no bulk copies
     dtype: torch.dtype
-    warpgroups: bool
+    wgmma: bool
 
     @property
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
-            "HAS_WGMMA": int(self.warpgroups), "SHARED_BYTES": self.shared_bytes,
+            "HAS_WGMMA": int(self.wgmma), "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property
@@ -60,26 +59,26 @@ class Variant(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """As struct Shared in reverse_scan.cu adds it up."""
+        """Size in bytes of struct Shared in reverse_scan.cu."""
         return self.stages * (stage_bytes(self.K) + 2 * 3 * 8) + BV * self.K * 2
 
 
 def variant_for(K: int, dtype: torch.dtype, arch: int) -> Variant:
-    """The variant for an arch, a compute capability times ten: the slices of a head share the copies of its chunks."""
+    """The variant for an arch (compute capability times ten): the slices of a head share the copies of its chunks."""
     return Variant(K, K // BV if ARCHS[arch].bulk_copies else 0, dtype, ARCHS[arch].wgmma)
 
 
 def variants(arch: int) -> Iterable[Variant]:
-    """Everything that `variant_for` may choose on an arch whose blocks have the shared memory."""
+    """Every variant that `variant_for` may return for `arch`, whatever its shared memory."""
     for K, dtype in itertools.product(WIDTHS, TYPES):
         yield variant_for(K, dtype, arch)
 
 
 class Scanned(NamedTuple):
-    """What the scan gives. NC as in `Saved`."""
+    """Outputs of the scan; NC = `chunk_rows`."""
 
-    d_v: Tensor  # [B, T, HV, V], the gradient of v
-    d_states: Tensor  # [NC, HV, V, K], of the state at each chunk's end
+    d_v: Tensor  # [B, T, HV, V]
+    d_states: Tensor  # [NC, HV, V, K], for the state at each chunk's end
     d_initial: Tensor | None  # [N, HV, V, K] fp32
 
 
@@ -91,28 +90,19 @@ def _kernel(machine: Machine, variant: Variant, device: torch.device) -> Launcha
 def reverse_scan(
     x: Inputs, machine: Machine, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
 ) -> Scanned:
-    """The scan.
-
-    Args:
-        x: the forward's inputs, of which only shapes and cu_seqlens are read
-        saved: what the forward kept
-        d_o: gradient of the output, [B, T, HV, V] in the dtype of v
-        d_final: gradient of the final state, [N, HV, V, K] fp32, or None
-        d_checkpoints: gradient of the states at boundaries, [B, T // 64, HV, V, K] fp32, or None; packed sequences'
-            follow each other, and rows may be left over
-    """
+    """Run the scan for the gradients of the forward's outputs; of `x` only shapes and cu_seqlens are read."""
     HV, V = x.v.shape[2:]
     N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     given = [None if t is None else aligned(t) for t in (d_o, d_checkpoints, d_final, x.cu_seqlens)]
-    items, (processors, arch, _) = N * HV, machine.properties(x.v.device)
+    tiles, (processors, arch, _) = N * HV, machine.properties(x.v.device)
     variant = variant_for(x.q.shape[3], x.v.dtype, arch)
     d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, x.q.shape[3], dtype=torch.float32)
     out = Scanned(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
-    units = min(items, max(processors // variant.slices, 1))  # a block takes most of a multiprocessor's shared memory
+    groups = min(tiles, max(processors // variant.slices, 1))  # shared memory fits one block per multiprocessor
     params = PARAMS.pack(
-        addresses((saved.prepared, *given, *out)), x.v.shape[1], HV, items,
+        addresses((saved.prepared, *given, *out)), x.v.shape[1], HV, tiles,
         x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
     )  # fmt: skip
     kernel = _kernel(machine, variant, x.v.device)
-    kernel.launch(units * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params)
+    kernel.launch(groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params)
     return out

@@ -1,11 +1,10 @@
-"""Launching decode.cu: decoding, one or a few tokens of many sequences, in one kernel."""
+"""Launcher of decode.cu: one or a few tokens of many sequences, in one kernel."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,104 +50,89 @@ struct Index {  // of a tensor [N] or [N, columns]: strides in elements
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 STATES = (torch.float32, torch.bfloat16)
 STAGE = 8  # tokens in shared memory at a time
-MOST_ROWS = 2**16 - 1  # of a grid in y
-FEW = 4  # tokens of a sequence; more keep the processors busier than the memory
-MANY_HEADS = 128  # of all sequences together, about as many as a GPU has processors
-PLANS = 4096  # remembered
+MOST_ROWS = 2**16 - 1  # limit of a grid's y and z
+FEW = 4  # tokens of a sequence; with more, compute and not memory is the limit
+MANY_HEADS = 128  # of all sequences together, about the number of multiprocessors
+PLANS = 4096  # cached
 
 Extents = tuple[int, ...]  # a shape or strides
 IndexKey = tuple[Extents, Extents, torch.dtype] | None
 
 
-class Shape(NamedTuple):
-    """How the work is cut. Shapes of the same `lanes` give the same bits."""
-
-    lanes: int  # that share a row of a state
-    rows: int  # in a lane
-    warps: int  # in a block
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What is compiled apart, and what follows from it."""
+class Variant(NamedTuple):
+    """The compile-time parameters of the kernel. Results depend on `lanes` but not on `rows` and `warps`."""
 
     K: int
     V: int
     dtype: torch.dtype
     state_dtype: torch.dtype
-    shape: Shape
+    lanes: int  # that share a row of a state
+    rows: int  # per lane
+    warps: int  # per block
 
     @property
     def defines(self) -> dict[str, str | int]:
-        lanes, rows, warps = self.shape
         return {
             "K": self.K, "V": self.V, "IO": TYPES[self.dtype], "STATE_BF16": int(self.state_dtype == torch.bfloat16),
-            "LANES": lanes, "ROWS": rows, "WARPS": warps, "SHARED_BYTES": self.shared_bytes(1),
+            "LANES": self.lanes, "ROWS": self.rows, "WARPS": self.warps, "SHARED_BYTES": self.shared_bytes(1),
         }  # fmt: skip
 
     @property
     def threads(self) -> int:
-        return 32 * self.shape.warps
+        return 32 * self.warps
 
     @property
     def slices(self) -> int:
-        """Blocks of a head."""
+        """Blocks per head."""
         return self.V // self._block_rows
 
     def shared_bytes(self, stage: int) -> int:
-        """struct Shared of decode.cu with room for so many tokens."""
+        """Size in bytes of struct Shared in decode.cu with room for `stage` tokens."""
         rows = self._block_rows
         state, errors, token = rows * self.K * self.state_dtype.itemsize, 8 * rows, 4 * (3 * self.K + rows + 4)
         return state + errors + stage * token
 
     @property
     def _block_rows(self) -> int:
-        return self.shape.rows * (32 // self.shape.lanes) * self.shape.warps
+        return self.rows * (32 // self.lanes) * self.warps
 
 
 @functools.cache
 def variant_for(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, busy: bool = False) -> Variant:
-    """The variant that serves these widths and types.
+    """The variant for these widths and dtypes.
 
-    Args:
-        busy: for many tokens of many sequences: fewer instructions, but half as many blocks. Results are the same.
+    `busy`, for many tokens of many sequences, gives the same bits with fewer instructions but half as many blocks.
     """
     lanes = K // 8
-    return Variant(K, V, dtype, state_dtype, Shape(lanes, 8, V // 32) if busy else Shape(lanes, 4, 4))
+    return Variant(K, V, dtype, state_dtype, lanes, *((8, V // 32) if busy else (4, 4)))
 
 
 def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:
-    """Every variant for inputs of these types with K = V of these widths."""
+    """Every variant for inputs of these dtypes with K = V of these widths."""
     for width, dtype, state, busy in itertools.product(widths, dtypes, STATES, (False, True)):
         yield variant_for(width, width, dtype, state, busy)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """All of a launch that does not change with the addresses of tensors."""
+class Plan(NamedTuple):
+    """Everything of a launch that does not depend on the addresses of tensors."""
 
-    machine: Machine
-    variant: Variant
-    device: torch.device
+    kernel: Launchable
+    threads: int
     grid: Dim
     shared_bytes: int
-    rest: bytes  # of the parameters, behind the pointers
+    rest: bytes  # of the parameters, after the pointers
     qk_align: int  # bytes less one
     g_align: int
-    aligned: bool  # strides of what is read by several channels at once; if not, it is copied
+    aligned: bool  # the strides of tensors read with vector loads, which are copied if not
     state_aligned: bool
-
-    @functools.cached_property
-    def kernel(self) -> Launchable:
-        return self.machine.load(SOURCE, "kda_decode", self.variant.defines, self.device)
 
 
 def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None) -> Tensor:
-    """o [B, T, HV, V]; `x.state` is updated in place. See `Backend.decode`."""
+    """See `Backend.decode`."""
     v = x.v
     o = torch.empty_like(v) if v.is_contiguous() else torch.empty_like(v, memory_format=torch.contiguous_format)
     plan, params, inputs = pack(x, o, machine, variant)
-    plan.kernel.launch(plan.grid, plan.variant.threads, 1, plan.shared_bytes, params)
+    plan.kernel.launch(plan.grid, plan.threads, 1, plan.shared_bytes, params)
     if inputs.state is not x.state:
         x.state.copy_(inputs.state)
     return o
@@ -157,12 +141,7 @@ def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None) ->
 def pack(
     x: DecodeInputs, o: Tensor, machine: Machine, variant: Variant | None = None
 ) -> tuple[Plan, bytes, DecodeInputs]:
-    """What fills o [B, T, HV, V], contiguous, and updates a state.
-
-    Returns:
-        the plan of the launch, its parameters, and the inputs that these point to: x, or copies where x is not aligned,
-        which may be of x.state, too
-    """
+    """Return the launch plan, its parameters and the inputs that these point to: x, or copies where not aligned."""
     q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, gate, lower_bound, strength, norm, scale = x
     plan = _plan(
         machine, variant, q.device, q.dtype, g.dtype, beta.dtype, state.dtype, q.shape, v.shape, state.shape[0],
@@ -196,14 +175,14 @@ def _plan(
     A_log_contiguous: bool, dt_bias_contiguous: bool, slots: IndexKey, accepted: IndexKey, offsets: IndexKey,
     gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float,
 ) -> Plan:  # fmt: skip
-    """The plan for tensors of these shapes, strides and types."""
+    """The plan for tensors of these shapes, strides and dtypes."""
     B, T, H, K = q_shape
     HV, V = v_shape[2:]
     N = B if offsets is None else offsets[0][0] - 1
     tokens = T if offsets is None else T // N
     variant = variant or variant_for(K, V, dtype, state_dtype, tokens > FEW and N * HV >= MANY_HEADS)
-    stage, piece, channels = min(T, STAGE), 16 // state_dtype.itemsize, K // 32  # channels: what a lane reads at once
-    slices = variant.slices
+    stage, piece, channels = min(T, STAGE), 16 // state_dtype.itemsize, K // 32  # a lane reads `channels` at once
+    kernel = machine.load(SOURCE, "kda_decode", variant.defines, device)
     rest = PARAMS.pack_values(
         *q[:3], 0, *k[:3], 0, *v[:3], 0, *g[:3], g_dtype is torch.float32, *beta, beta_dtype is torch.float32,
         *_index(slots), *_index(accepted), *_index(offsets),
@@ -212,8 +191,8 @@ def _plan(
     )  # fmt: skip
     contiguous = q[3] == k[3] == v[3] == g[3] == 1 and A_log_contiguous and dt_bias_contiguous
     return Plan(
-        machine, variant, device, (HV * slices, min(N, MOST_ROWS), -(-N // MOST_ROWS)), variant.shared_bytes(stage),
-        rest,
+        kernel, variant.threads, (HV * variant.slices, min(N, MOST_ROWS), -(-N // MOST_ROWS)),
+        variant.shared_bytes(stage), rest,
         qk_align=channels * dtype.itemsize - 1,
         g_align=channels * g_dtype.itemsize - 1,
         aligned=contiguous and all(stride % channels == 0 for strides in (q, k, g) for stride in strides[:3]),
@@ -222,7 +201,7 @@ def _plan(
 
 
 def _index(key: IndexKey) -> tuple[int, int, int, bool]:
-    """struct Index of [N] or [N, columns]."""
+    """The values of struct Index for a tensor [N] or [N, columns]."""
     if key is None:
         return 0, 0, 0, False
     shape, strides, dtype = key
@@ -231,7 +210,7 @@ def _index(key: IndexKey) -> tuple[int, int, int, bool]:
 
 
 def _copies(x: DecodeInputs) -> DecodeInputs:
-    """`x` with what decode.cu reads by several channels at once where it can."""
+    """`x` with copies of the tensors that decode.cu reads with vector loads."""
     names = ("q", "k", "v", "g", "A_log", "dt_bias")
     tensors = {n: t for n in names if (t := getattr(x, n)) is not None}
     return x._replace(**{n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items()})

@@ -1,4 +1,4 @@
-"""Launching forward.cu: the forward over whole sequences, in one kernel."""
+"""Launcher of forward.cu: the forward over whole sequences, in one kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ....cuda.arch import ARCHS
 from ....cuda.machine import Launchable, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
-from ...contract import CHUNK, Inputs, KDAOutput, checkpoint_count
+from ...contract import CHUNK, Inputs, KDAOutput
 
 PARAMS = Params("ForwardParams", """
     const u16 *q, *k;              // [B, T, H, K]
@@ -44,35 +44,33 @@ SOURCE = str(Path(__file__).with_suffix(".cu"))
 WIDTHS = (128, 64)
 STAGES = 2
 MOST_TOKENS = 2**31 - 1
-PLANS = 4096  # remembered
+PLANS = 4096  # cached
 
 
 def stage_bytes(K: int) -> int:
-    """Of a prepared chunk: struct Stage in stage.cuh."""
+    """Size in bytes of one prepared chunk, struct Stage of stage.cuh."""
     return 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (K + CHUNK)
 
 
 class Variant(NamedTuple):
-    """What is compiled apart: width, columns of V a block, blocks that a chunk is copied to at once (0: each prepares
-    for itself), types, gate; what the arch has: products of a warpgroup, registers that move between warpgroups; and
-    whether it keeps what the backward reads."""
+    """The compile-time parameters of the kernel."""
 
     K: int
-    BV: int
-    cluster: int
+    BV: int  # columns of V per block
+    cluster: int  # blocks that share the copy of a chunk; 0: each prepares its own
     dtype: torch.dtype
     gate_activation: str
-    g_wide: bool
-    warpgroups: bool
-    movable_registers: bool
-    saves: bool
+    g_wide: bool  # g is fp32
+    wgmma: bool
+    setmaxnreg: bool
+    saves: bool  # what the backward reads
 
     @property
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
-            "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.warpgroups),
-            "HAS_SETMAXNREG": int(self.movable_registers), "SAVES": int(self.saves), "SHARED_BYTES": self.shared_bytes,
+            "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
+            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property
@@ -84,29 +82,25 @@ class Variant(NamedTuple):
         return self.K // self.BV
 
     @property
-    def stage_bytes(self) -> int:
-        return stage_bytes(self.K)
-
-    @property
     def ring_bytes(self) -> int:
-        """Of a unit's prepared chunks in global memory."""
-        return 3 * self.slices * self.stage_bytes
+        """Size in bytes of a CTA group's prepared chunks in global memory."""
+        return 3 * self.slices * stage_bytes(self.K)
 
     @property
     def shared_bytes(self) -> int:
-        """As struct Shared in chunk.cuh adds it up."""
+        """Size in bytes of struct Shared in shared.cuh."""
         scan = self.BV * 2 * (self.K + 2 * CHUNK)
         exchanged = 2 * (CHUNK * self.K * 2 + 16 * self.K) + 20 * CHUNK
         sums = self.K // 64 * 10240 + 6 * 512 + self.K * 16
         gates = self.K * 16 + (0 if self.g_wide else CHUNK * self.K * 2)
-        return STAGES * self.stage_bytes + scan + exchanged + sums + gates + 8 * (6 * STAGES + 4)
+        return STAGES * stage_bytes(self.K) + scan + exchanged + sums + gates + 8 * (6 * STAGES + 4)
 
 
 def variant_for(
-    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, items: int, processors: int, arch: int, saves: bool
+    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, tiles: int, processors: int, arch: int, saves: bool
 ) -> Variant:
-    """The variant for `items` pairs of a sequence and a value head, on `processors` multiprocessors of `arch`."""
-    wide = ARCHS[arch].wgmma and items * (K // 16) > processors and not (dtype == torch.float16 and g_wide)
+    """The variant for `tiles` pairs of a sequence and a value head, on `processors` multiprocessors of `arch`."""
+    wide = ARCHS[arch].wgmma and tiles * (K // 16) > processors and not (dtype == torch.float16 and g_wide)
     return _variant(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, saves)
 
 
@@ -114,12 +108,12 @@ def _variant(
     K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool
 ) -> Variant:
     has = ARCHS[arch]
-    cluster = 0 if not has.bulk_copies else 2 if BV == 32 else 1  # two blocks share a copy where memory is busiest
+    cluster = 0 if not has.bulk_copies else 2 if BV == 32 else 1  # two blocks share a copy where bandwidth limits
     return Variant(K, BV, cluster, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, saves)
 
 
 def variants(arch: int) -> Iterable[Variant]:
-    """Everything that `variant_for` may choose on an arch whose blocks have the shared memory."""
+    """Every variant that `variant_for` may return for `arch`, whatever its shared memory."""
     flags = (False, True)
     for K, BV, dtype, gate, g_wide, saves in itertools.product(WIDTHS, (16, 32), TYPES, GATE_CODES, flags, flags):
         if BV == 16 or (ARCHS[arch].wgmma and not (dtype == torch.float16 and g_wide)):
@@ -127,7 +121,7 @@ def variants(arch: int) -> Iterable[Variant]:
 
 
 class Saved(NamedTuple):
-    """What the backward reads of the forward, of NC chunks of all sequences; packed ones may leave rows over."""
+    """What the forward saves for the backward; NC = `chunk_rows`."""
 
     prepared: Tensor  # [NC, HV, stage_bytes] uint8
     states: Tensor  # [NC, HV, V, K], at each chunk's start
@@ -135,7 +129,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def like(cls, x: Inputs) -> Saved:
-        """Unwritten."""
+        """Unwritten tensors for inputs `x`."""
         (*_, K), (HV, V) = x.q.shape, x.v.shape[2:]
         rows = chunk_rows(x)
         prepared = x.q.new_empty(rows, HV, stage_bytes(K), dtype=torch.uint8)
@@ -143,45 +137,28 @@ class Saved(NamedTuple):
 
     @staticmethod
     def nbytes(x: Inputs) -> int:
-        """Of all together."""
+        """Size in bytes of all three."""
         K, (B, T, HV, V) = x.q.shape[3], x.v.shape
         return chunk_rows(x) * HV * (stage_bytes(K) + V * K * 2) + B * T * HV * V * 2
 
 
 def chunk_rows(x: Inputs) -> int:
-    """Rows of what is kept of each chunk, sequence after sequence: at least as many as there are chunks, whose number
-    only the GPU knows if they are packed."""
+    """Number of chunks of all sequences; if packed an upper bound, as only the GPU knows their lengths."""
     B, T = x.q.shape[:2]
     return B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
 
 
-class Ring(NamedTuple):
-    """Where the blocks of a unit exchange prepared chunks."""
-
-    chunks: Tensor | None
-    progress: Tensor | None
-
-    @classmethod
-    def of(cls, variant: Variant, units: int, device: torch.device) -> Ring:
-        if not variant.cluster:
-            return cls(None, None)
-        progress = torch.zeros(units * 64, dtype=torch.int32, device=device)
-        if variant.saves:  # every chunk has a place of its own
-            return cls(None, progress)
-        return cls(torch.empty(units * variant.ring_bytes, dtype=torch.uint8, device=device), progress)
-
-
 class Plan(NamedTuple):
-    """All that a launch needs beside pointers."""
+    """Everything that a launch needs except pointers."""
 
     kernel: Launchable
     variant: Variant
-    units: int
+    groups: int  # of CTAs, each of which serves one work tile at a time
     blocks: int
     cluster: int
     shared_bytes: int
     state_shape: tuple[int, int, int, int]
-    rest: bytes  # of the parameters, behind the pointers
+    rest: bytes  # of the parameters, after the pointers
 
 
 @functools.lru_cache(PLANS)
@@ -190,44 +167,39 @@ def _plan(
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
     gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float, saves: bool,
 ) -> Plan:  # fmt: skip
-    """The plan for tensors of these shapes and types; `offsets` are how many, and their type."""
+    """The plan for tensors of these shapes and dtypes; `offsets` is the length and dtype of cu_seqlens."""
     B, T, H, K = q_shape
     HV, V = v_shape[2:]
     if B * T > MOST_TOKENS:
         raise ValueError(f"B * T must be at most {MOST_TOKENS}, got {B * T}: split the batch")
     N = B if offsets is None else offsets[0] - 1
-    items, (processors, arch, _) = N * HV, machine.properties(device)
-    variant = variant_for(K, dtype, gate_activation, g_dtype == torch.float32, items, processors, arch, saves)
-    units = min(items, processors // variant.slices)  # blocks of a unit wait for each other: all must run at once
-    if not units:
+    tiles, (processors, arch, _) = N * HV, machine.properties(device)
+    variant = variant_for(K, dtype, gate_activation, g_dtype == torch.float32, tiles, processors, arch, saves)
+    groups = min(tiles, processors // variant.slices)  # CTAs of a group wait for each other: all must be resident
+    if not groups:
         raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
     rest = PARAMS.pack_values(
-        T, H, HV, HV // H, items, offsets is not None and offsets[1] == torch.int64, BETA_CODES[beta_activation],
+        T, H, HV, HV // H, tiles, offsets is not None and offsets[1] == torch.int64, BETA_CODES[beta_activation],
         beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
     )  # fmt: skip
-    return Plan(
-        _kernel(machine, variant, device), variant, units, units * variant.slices, max(variant.cluster, 1),
-        variant.shared_bytes, (N, HV, V, K), rest,
-    )  # fmt: skip
-
-
-@functools.cache
-def _kernel(machine: Machine, variant: Variant, device: torch.device) -> Launchable:
-    return machine.load(SOURCE, "kda_forward", variant.defines, device)
+    kernel = machine.load(SOURCE, "kda_forward", variant.defines, device)
+    blocks, cluster = groups * variant.slices, max(variant.cluster, 1)
+    return Plan(kernel, variant, groups, blocks, cluster, variant.shared_bytes, (N, HV, V, K), rest)
 
 
 def aligned(t: Tensor) -> Tensor:
-    """`t`, or a copy, in one piece from a multiple of 16 bytes on, as the kernels read."""
+    """`t`, or a copy if it is not contiguous or not aligned to 16 bytes."""
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def aligned_inputs(x: Inputs) -> Inputs:
+    """`x` with every tensor `aligned`."""
     copies: dict[str, Any] = {n: aligned(t) for n, t in zip(x._fields, x, strict=True) if isinstance(t, Tensor)}
     return x._replace(**copies)
 
 
 def _addresses(x: Inputs) -> list[int] | None:
-    """Of the tensors, 0 for those that are not there; None if one is not as the kernel reads."""
+    """Data pointers (0 for None), or None if a tensor is misaligned or not contiguous."""
     addresses = []
     for t in (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens):
         address = 0 if t is None else t.data_ptr()
@@ -238,10 +210,10 @@ def _addresses(x: Inputs) -> list[int] | None:
 
 
 def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput, Saved | None]:
-    """(outputs, if asked for what the backward reads); see `Backend.forward`.
+    """Return the outputs and, if asked to save, what the backward reads.
 
     Raises:
-        ValueError: more tokens than 32 bits count, or a GPU (or a part of one) too small for one unit of blocks
+        ValueError: there are more than `MOST_TOKENS` tokens, or the GPU (or its partition) is too small for a CTA group
     """
     addresses = _addresses(x)
     if addresses is None:
@@ -257,18 +229,23 @@ def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput,
     final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
     checkpoints = None
     if x.checkpoint_every:
-        new = torch.empty if offsets is None else torch.zeros  # packed: rows may be left over
-        shape = (q.shape[0], checkpoint_count(x), *plan.state_shape[1:])
+        new = torch.empty if offsets is None else torch.zeros  # packed sequences may leave rows unused
+        shape = (q.shape[0], x.checkpoint_count, *plan.state_shape[1:])
         checkpoints = new(shape, dtype=torch.float32, device=device)
-    ring, saved = Ring.of(plan.variant, plan.units, device), Saved.like(x) if save else None
-    outputs = (o, final, checkpoints, *ring, *(saved or (None, None, None)))
+    ring = progress = None
+    if plan.variant.cluster:
+        progress = torch.zeros(plan.groups * 64, dtype=torch.int32, device=device)
+        if not save:  # otherwise `Saved.prepared` replaces the ring
+            ring = torch.empty(plan.groups * plan.variant.ring_bytes, dtype=torch.uint8, device=device)
+    saved = Saved.like(x) if save else None
+    outputs = (o, final, checkpoints, ring, progress, *(saved or (None, None, None)))
     params = PARAMS.pack_pointers(*addresses, *(0 if t is None else t.data_ptr() for t in outputs)) + plan.rest
     plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
     return KDAOutput(o, final, checkpoints), saved
 
 
 def recompute(x: Inputs, machine: Machine) -> Saved:
-    """What the forward would have kept, from its inputs."""
+    """Run the forward again for what it saves."""
     _, saved = forward(x._replace(final_state=False, checkpoint_every=0), machine, save=True)
     assert saved
     return saved
