@@ -89,10 +89,9 @@ class Operator(Generic[X, Out]):
 
     def __call__(self, x: X, needs_grad: bool, backend: str) -> Out:
         """Return the outputs of a backend's `forward`, differentiable; None for those that `x` does not ask for."""
-        plain = is_plain(x)
         if not torch.compiler.is_compiling():  # while compiling, the op refuses them
             refuse_transforms(self.name, x)
-        if plain:
+        if is_plain(x):
             if not needs_grad:
                 return without_autocast(self.registry.backends()[backend].forward, x, False)[0]
             return self.outputs(*_Forward.apply(self, *x, True, backend))

@@ -57,9 +57,7 @@ def fused_kda_gate(
     activation = "softplus" if lower_bound is None else "lower_bound"
     bound, wide = check_lower_bound(activation, lower_bound), state_dtype(g.dtype)
     A_log, dt_bias = _gate_parameters(g, A_log, dt_bias, lower_bound, wide)
-    return log_decay(g.to(wide), A_log, dt_bias, activation, bound).to(
-        g.dtype if output_dtype is None else output_dtype
-    )
+    return log_decay(g.to(wide), A_log, dt_bias, activation, bound).to(output_dtype or g.dtype)
 
 
 def activations(

@@ -15,12 +15,12 @@ from ...cuda.machine import Machine
 from ...declarations import OneOf
 from ..activations import BETA_CODES, GATE_CODES
 from ..contract import ALL_FEATURES, Backend, DecodeInputs, Gradients, Inputs, KDAOutput, Names, Problem, Widths
-from ..cuda.backward.gradients import gradients
-from ..cuda.backward.reverse_scan import reverse_scan
-from ..cuda.decode.decode import decode
-from ..cuda.forward.forward import Saved, aligned, aligned_inputs, forward, recompute
-from ..cuda.kernels import DTYPES, WIDTHS, shared_bytes, variants
+from ..cuda.backward import gradients, reverse_scan
+from ..cuda.decode import decode
+from ..cuda.forward import forward
+from ..cuda.forward.forward import TYPES, WIDTHS, Saved, aligned, aligned_inputs, recompute
 
+CHUNKED = (forward, reverse_scan, gradients)  # kernels over whole sequences
 MOST_SAVED = 0.01  # share of the device's memory that one call may save with recompute="auto"
 
 
@@ -36,7 +36,7 @@ class CudaBackend(Backend):
         self.serves = {
             "device": OneOf(device),
             "arch": OneOf(*(arch.capability for arch in archs), prefix="sm_"),
-            "dtype": OneOf(*DTYPES),
+            "dtype": OneOf(*TYPES),
             "widths": Widths(*WIDTHS),
             "gate_activation": Names(*GATE_CODES),
             "beta_activation": Names(*BETA_CODES),
@@ -46,7 +46,9 @@ class CudaBackend(Backend):
         arch = next((a for a in self.archs if a.capability == problem.arch), None)
         if arch is None or problem.K not in WIDTHS or problem.decode:
             return []
-        needed = shared_bytes(problem.K, arch.capability, problem.needs_grad)
+        kernels = CHUNKED if problem.needs_grad else (forward,)
+        variants = ([v for v in kernel.variants(arch.capability) if v.K == problem.K] for kernel in kernels)
+        needed = max(min(v.shared_bytes for v in of_kernel) for of_kernel in variants)
         if needed <= arch.shared_bytes:
             return []
         return [
@@ -59,13 +61,19 @@ class CudaBackend(Backend):
 
     def variants(self, arch: str) -> Iterable[tuple[str, Mapping[str, str | int]]]:
         mine = [a for a in self.archs if a.target == arch]
-        return variants(mine[0].capability, max(a.shared_bytes for a in mine)) if mine else ()
+        if not mine:
+            return
+        yield from ((decode.SOURCE, v.defines) for v in decode.variants())
+        most = max(a.shared_bytes for a in mine)
+        for kernel in CHUNKED:
+            fitting = (v for v in kernel.variants(mine[0].capability) if v.shared_bytes <= most)
+            yield from ((kernel.SOURCE, v.defines) for v in fitting)
 
     def saved_like(self, x: Inputs) -> list[Tensor]:
         return [] if self._recomputes(x) else list(Saved.like(x))
 
     def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
-        out, saved = forward(x, self.machine, save and not self._recomputes(x))
+        out, saved = forward.forward(x, self.machine, save and not self._recomputes(x))
         return out, list(saved or ())
 
     def backward(
@@ -73,11 +81,11 @@ class CudaBackend(Backend):
     ) -> Gradients:
         x, d_o = aligned_inputs(x), aligned(d_o)
         kept = Saved(*saved) if saved else recompute(x, self.machine)
-        scanned = reverse_scan(x, self.machine, kept, d_o, d_final, d_checkpoints)
-        return gradients(x, self.machine, kept, scanned, d_o)
+        scanned = reverse_scan.reverse_scan(x, self.machine, kept, d_o, d_final, d_checkpoints)
+        return gradients.gradients(x, self.machine, kept, scanned, d_o)
 
     def decode(self, x: DecodeInputs) -> Tensor:
-        return decode(x, self.machine)
+        return decode.decode(x, self.machine)
 
     def _recomputes(self, x: Inputs) -> bool:
         """True if the backward runs the forward again instead of reading what it saved."""

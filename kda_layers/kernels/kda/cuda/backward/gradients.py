@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ....cuda.arch import ARCHS
-from ....cuda.machine import Launchable, Machine
+from ....cuda.machine import Machine
 from ....cuda.params import Params, addresses
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Gradients, Inputs
-from ..forward.forward import TYPES, WIDTHS, Saved, chunk_rows
+from ..forward.forward import TYPES, WIDTHS, Saved, chunk_rows, loaded
 from .reverse_scan import Scanned
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
@@ -100,11 +99,6 @@ def _pack(
     )  # fmt: skip
 
 
-@functools.cache
-def _kernel(machine: Machine, variant: Variant, device: torch.device) -> Launchable:
-    return machine.load(SOURCE, "kda_gradients", variant.defines, device)
-
-
 def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: Tensor) -> Gradients:
     """Compute the gradients that the reverse scan leaves out; return all. Tensors must be `aligned`."""
     (_, _, H, K), HV = x.q.shape, x.v.shape[2]
@@ -120,7 +114,7 @@ def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: 
         blocks, sums = min(rows * H, processors * 128 // K), None  # with K = 64 two fit on a multiprocessor
         if H < HV:  # partial sums over the value heads of a group
             sums = torch.empty(blocks, 64, variant.threads, dtype=torch.float32, device=device)
-        kernel = _kernel(machine, variant, device)
+        kernel = loaded(machine, SOURCE, "kda_gradients", variant, device)
         kernel.launch(blocks, variant.threads, 1, variant.shared_bytes, _pack(x, saved, scanned, d_o, out, sums, rows))
     return out._replace(
         A_log=None if A_log is None else A_log.sum(0), dt_bias=None if dt_bias is None else dt_bias.sum(0)

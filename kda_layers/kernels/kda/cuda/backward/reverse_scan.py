@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ....cuda.arch import ARCHS
-from ....cuda.machine import Launchable, Machine
+from ....cuda.machine import Machine
 from ....cuda.params import Params, addresses
 from ...contract import Inputs
-from ..forward.forward import TYPES, WIDTHS, Saved, aligned, stage_bytes
+from ..forward.forward import TYPES, WIDTHS, Saved, aligned, loaded, stage_bytes
 
 PARAMS = Params("ReverseScanParams", """
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], NC chunks of all sequences
@@ -82,11 +81,6 @@ class Scanned(NamedTuple):
     d_initial: Tensor | None  # [N, HV, V, K] fp32
 
 
-@functools.cache
-def _kernel(machine: Machine, variant: Variant, device: torch.device) -> Launchable:
-    return machine.load(SOURCE, "kda_reverse_scan", variant.defines, device)
-
-
 def reverse_scan(
     x: Inputs, machine: Machine, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
 ) -> Scanned:
@@ -103,6 +97,6 @@ def reverse_scan(
         addresses((saved.prepared, *given, *out)), x.v.shape[1], HV, tiles,
         x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
     )  # fmt: skip
-    kernel = _kernel(machine, variant, x.v.device)
+    kernel = loaded(machine, SOURCE, "kda_reverse_scan", variant, x.v.device)
     kernel.launch(groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params)
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import DecodeInputs
+from ..forward.forward import TYPES, WIDTHS
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 PARAMS = Params("DecodeParams", """
@@ -47,7 +48,6 @@ struct Index {  // of a tensor [N] or [N, columns]: strides in elements
 };
 
 """)  # fmt: skip
-TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 STATES = (torch.float32, torch.bfloat16)
 STAGE = 8  # tokens in shared memory at a time
 MOST_ROWS = 2**16 - 1  # limit of a grid's y and z
@@ -107,9 +107,9 @@ def variant_for(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, bu
     return Variant(K, V, dtype, state_dtype, lanes, *((8, V // 32) if busy else (4, 4)))
 
 
-def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:
-    """Every variant for inputs of these dtypes with K = V of these widths."""
-    for width, dtype, state, busy in itertools.product(widths, dtypes, STATES, (False, True)):
+def variants() -> Iterator[Variant]:
+    """Every variant that `variant_for` may return with K = V of the widths that the backend serves."""
+    for width, dtype, state, busy in itertools.product(WIDTHS, TYPES, STATES, (False, True)):
         yield variant_for(width, width, dtype, state, busy)
 
 

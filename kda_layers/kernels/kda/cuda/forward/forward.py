@@ -187,6 +187,12 @@ def _plan(
     return Plan(kernel, variant, groups, blocks, cluster, variant.shared_bytes, (N, HV, V, K), rest)
 
 
+@functools.cache
+def loaded(machine: Machine, source: str, entry: str, variant: Any, device: torch.device) -> Launchable:
+    """`machine.load` for a variant, whose macros are then written once."""
+    return machine.load(source, entry, variant.defines, device)
+
+
 def aligned(t: Tensor) -> Tensor:
     """`t`, or a copy if it is not contiguous or not aligned to 16 bytes."""
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
