@@ -1,4 +1,4 @@
-"""What a call asks for (`Problem`), what a backend serves (`Backend`), and the reasons where the two differ."""
+"""`Problem`, the properties of a call; `Backend`, which declares the properties that it serves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Problem:
-    """What a backend may decide on: no length, batch size or tensor, so that a choice can be cached."""
+    """The properties of a call that decide on its backend: no length, batch size or tensor, so that it is cached."""
 
     device: str
     arch: int  # CUDA compute capability times ten (90 for an H200); 0 on other devices
@@ -108,7 +108,7 @@ class Backend(abc.ABC):
         """The reasons that do not depend on what is installed."""
         refused = {field: allowed.refuses(getattr(problem, field)) for field, allowed in self.serves.items()}
         if refused.get("device"):
-            refused.pop("arch", None)  # which belongs to the device
+            refused.pop("arch", None)  # the device is reason enough
         reasons = [f"{field} {why}" for field, why in refused.items() if why]
         reasons += [lack for feature, lack in problem.features.items() if feature not in self.features]
         return [*reasons, *self.more_reasons(problem)]
@@ -118,7 +118,7 @@ class Backend(abc.ABC):
         return []
 
     def problems(self) -> list[str]:
-        """What this machine lacks for any problem (packages, drivers); called last, as it may take seconds."""
+        """Packages or drivers that this machine lacks; called last, as it may take seconds."""
         return []
 
     def variants(self, arch: str) -> Iterable[tuple[str, Mapping[str, str | int]]]:

@@ -180,9 +180,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            f"{ctx.name} has no second derivative: its backward is written by hand and can be taken once"
-        )
+        raise RuntimeError(f"{ctx.name} has no second derivative: its backward is hand-written and can be taken once")
 
 
 class InPlaceOperator(Generic[X]):

@@ -1,4 +1,4 @@
-"""What surrounds a call: tracing, dispatch modes, torch.func transforms, autocast."""
+"""Torch's state around a call: tracing, dispatch modes, torch.func transforms, autocast."""
 
 from __future__ import annotations
 

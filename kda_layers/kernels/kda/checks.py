@@ -41,9 +41,7 @@ def check_decode(x: DecodeInputs) -> None:
         if tuple(x.num_accepted.shape) != (N,):
             raise ValueError(f"num_accepted must have shape ({N},), got {tuple(x.num_accepted.shape)}")
         if x.state_indices is None or x.state_indices.ndim != 2:
-            raise ValueError(
-                "num_accepted needs state_indices of shape [N, T]: one slot for the state after each token"
-            )
+            raise ValueError("num_accepted needs state_indices of shape [N, T]: a slot for the state after each token")
 
 
 def _check_common(x: Inputs | DecodeInputs) -> tuple[int, int, int, int, int]:
@@ -182,6 +180,4 @@ def _check_writable(state: Tensor) -> None:
         )
     strides = state.stride()
     if (strides[0] == 0 and state.shape[0] > 1) or (strides[1] == 0 and state.shape[1] > 1):
-        raise ValueError(
-            "state must not be expanded, as each sequence and head writes its own: pass state.contiguous()"
-        )
+        raise ValueError("state must not be expanded: each sequence and head writes its own, pass state.contiguous()")

@@ -24,7 +24,7 @@ from ..declarations import Problem as AnyProblem
 from ..operator import Differentiable
 from .activations import BETA_CODES, GATE_CODES
 
-CHUNK = 64  # tokens between two state checkpoints, and the chunk length of every backend that reports them
+CHUNK = 64  # tokens of a chunk, and between two state checkpoints
 NO_SLOT = -1  # in state_indices: a padded row, or a state that is not stored
 
 
@@ -102,7 +102,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem(AnyProblem):
-    """What a backend of `kda` and `kda_step` may decide on."""
+    """The properties of a call of `kda` or `kda_step` that decide on its backend."""
 
     beta_dtype: torch.dtype
     K: int

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..checks import check_is_tensor, dtype_names
 from .contract import CHUNK, state_dtype, state_dtypes
-from .fla_gate import activations, fused_kda_gate
+from .fla_gate import fused_kda_gate, gates
 from .op import kda, kda_step
 
 __all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda"]
@@ -106,9 +106,7 @@ def chunk_kda(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    v_first = _check_common(
-        q, v, state_v_first, transpose_state_layout, cp_context, use_graph, max_num_seqs, chunk_indices
-    )
+    v_first = _check(q, v, state_v_first, transpose_state_layout, cp_context, use_graph, max_num_seqs, chunk_indices)
     if chunk_size not in (32, CHUNK):
         raise ValueError(f"`chunk_size` must be either 32 or {CHUNK}, got {chunk_size}")
     if safe_gate and use_gate_in_kernel and lower_bound is None:
@@ -121,9 +119,7 @@ def chunk_kda(
     if dtype not in dtypes:
         raise ValueError(f"intermediate_states_dtype must be {dtype_names(dtypes)}, got {dtype}")
     cu_seqlens = _offsets(q, cu_seqlens, cu_seqlens_cpu)
-    options = activations(
-        q, g, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias
-    )
+    options = gates(q, g, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias)
     state = None if initial_state is None else _v_first(initial_state, q, v, v_first).contiguous()
     out = kda(
         q, k, v, g, beta,
@@ -188,9 +184,7 @@ def fused_recurrent_kda(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    v_first = _check_common(
-        q, v, state_v_first, transpose_state_layout, cp_context, use_graph, max_num_seqs, chunk_indices
-    )
+    v_first = _check(q, v, state_v_first, transpose_state_layout, cp_context, use_graph, max_num_seqs, chunk_indices)
     if inplace_final_state and initial_state is None:
         raise ValueError("initial_state must be given with inplace_final_state=True, got None")
     if ssm_state_indices is not None and not inplace_final_state:
@@ -203,9 +197,7 @@ def fused_recurrent_kda(
             cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, backend=backend,
         )  # fmt: skip
         return o, final
-    options = activations(
-        q, g, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias
-    )
+    options = gates(q, g, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias)
     wide = state_dtype(q.dtype)
     if initial_state is None:
         N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -229,7 +221,7 @@ def fused_recurrent_kda(
     return o, final if output_final_state else None
 
 
-def _check_common(q: Tensor, v: Tensor, v_first: bool, transpose_state_layout: bool | None, *unsupported: Any) -> bool:
+def _check(q: Tensor, v: Tensor, v_first: bool, transpose_state_layout: bool | None, *unsupported: Any) -> bool:
     """Check q, v and the arguments of `UNSUPPORTED`; return state_v_first."""
     check_is_tensor("q", q)
     check_is_tensor("v", v)
@@ -252,11 +244,9 @@ def _offsets(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
     if cu_seqlens is None:
         return cu_seqlens_cpu.to(q.device)
     check_is_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens_cpu.shape != cu_seqlens.shape:
-        raise ValueError(
-            f"cu_seqlens_cpu must have the shape of cu_seqlens {list(cu_seqlens.shape)}, "
-            f"got {list(cu_seqlens_cpu.shape)}"
-        )
+    expected, got = list(cu_seqlens.shape), list(cu_seqlens_cpu.shape)
+    if got != expected:
+        raise ValueError(f"cu_seqlens_cpu must have the shape of cu_seqlens {expected}, got {got}")
     return cu_seqlens
 
 

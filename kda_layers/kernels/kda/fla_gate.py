@@ -60,7 +60,7 @@ def fused_kda_gate(
     return log_decay(g.to(wide), A_log, dt_bias, activation, bound).to(output_dtype or g.dtype)
 
 
-def activations(
+def gates(
     q: Tensor,
     g: Tensor,
     use_gate: bool,
@@ -70,7 +70,7 @@ def activations(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
 ) -> dict[str, Any]:
-    """Translate the activation arguments of `chunk_kda` to those of `kda`."""
+    """Translate the gate and beta arguments of `chunk_kda` to those of `kda`."""
     if allow_neg_eigval and not beta_logits:
         raise ValueError("use_beta_sigmoid_in_kernel must be True with allow_neg_eigval=True, got False")
     beta = ("2sigmoid" if allow_neg_eigval else "sigmoid") if beta_logits else "given"

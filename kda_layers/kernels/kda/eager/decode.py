@@ -19,7 +19,7 @@ class _Sequence(NamedTuple):
     start: int  # its first row of the flattened [B * T] tokens
     length: int
     source: int  # slot of the state before its first token
-    targets: list[int]  # slot of the state after each token; NO_SLOT: stored nowhere
+    targets: list[int]  # slot of the state after each token; NO_SLOT: not stored
 
 
 def decode(x: DecodeInputs) -> Tensor:
@@ -43,19 +43,19 @@ def decode(x: DecodeInputs) -> Tensor:
             x.state.copy_(S)
         return o
 
-    def numbers(values: list[int]) -> Tensor:
+    def index(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=o.device)
 
     sequences.sort(key=lambda s: -s.length)  # sequences with a token t are then a prefix
     sources = [s.source for s in sequences]
     in_place = x.state_indices is None and x.state.is_contiguous() and sources == list(range(len(x.state)))
-    S = x.state if in_place else x.state[numbers(sources)]
+    S = x.state if in_place else x.state[index(sources)]
     for t in range(sequences[0].length if sequences else 0):
         live = [s for s in sequences if s.length > t]
-        recur(S[: len(live)], numbers([s.start + t for s in live]))
+        recur(S[: len(live)], index([s.start + t for s in live]))
         stored = [(i, s.targets[t]) for i, s in enumerate(live) if s.targets[t] != NO_SLOT]
         if stored and not in_place:
-            x.state[numbers([slot for _, slot in stored])] = S[numbers([i for i, _ in stored])]
+            x.state[index([slot for _, slot in stored])] = S[index([i for i, _ in stored])]
     return o
 
 
@@ -68,9 +68,7 @@ def _sequences(x: DecodeInputs) -> list[_Sequence]:
         targets = x.state_indices.tolist()
         columns = len(targets[0])
         if columns < max(lengths):
-            raise ValueError(
-                f"state_indices must have at least {max(lengths)} columns, one for each token, got {columns}"
-            )
+            raise ValueError(f"state_indices must have at least {max(lengths)} columns, one per token, got {columns}")
         read = [1] * len(targets) if x.num_accepted is None else x.num_accepted.tolist()
         read = [1 if set(row) == {NO_SLOT} else m for row, m in zip(targets, read, strict=True)]
         if min(read) < 1 or max(read) > columns:
@@ -89,9 +87,7 @@ def _sequences(x: DecodeInputs) -> list[_Sequence]:
 
 def _check_slots(slots: list[int], count: int) -> None:
     if min(slots) < NO_SLOT or max(slots) >= count:
-        raise ValueError(
-            f"state_indices must be in [0, {count - 1}], got {min(slots)} to {max(slots)}; {NO_SLOT} is no slot"
-        )
+        raise ValueError(f"state_indices must be in [0, {count - 1}], got {min(slots)} to {max(slots)}; -1 is no slot")
 
 
 def _check_owners(sequences: list[_Sequence]) -> None:

@@ -17,7 +17,7 @@ CPU_SEGMENT, DEVICE_SEGMENT = (2**18, 8), (2**22, 64)
 
 
 def chunks_per_segment(x: Inputs) -> int:
-    """Chunks of each sequence in a segment; device and shapes determine it, as they must the size of what is saved."""
+    """Chunks of each sequence in a segment, from device and shapes alone: it determines the size of saved tensors."""
     elements, most = CPU_SEGMENT if x.q.device.type == "cpu" else DEVICE_SEGMENT
     N = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     per_chunk = N * x.v.shape[2] * CHUNK * max(int(x.q.shape[3]), int(x.v.shape[3]))

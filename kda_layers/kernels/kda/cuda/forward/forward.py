@@ -121,7 +121,7 @@ def variants(arch: int) -> Iterable[Variant]:
 
 
 class Saved(NamedTuple):
-    """What the forward saves for the backward; NC = `chunk_rows`."""
+    """The tensors that the forward saves for the backward; NC = `chunk_rows`."""
 
     prepared: Tensor  # [NC, HV, stage_bytes] uint8
     states: Tensor  # [NC, HV, V, K], at each chunk's start
@@ -216,7 +216,7 @@ def _addresses(x: Inputs) -> list[int] | None:
 
 
 def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput, Saved | None]:
-    """Return the outputs and, if asked to save, what the backward reads.
+    """Return the outputs and, with `save`, the tensors for the backward.
 
     Raises:
         ValueError: there are more than `MOST_TOKENS` tokens, or the GPU (or its partition) is too small for a CTA group
@@ -251,7 +251,7 @@ def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput,
 
 
 def recompute(x: Inputs, machine: Machine) -> Saved:
-    """Run the forward again for what it saves."""
+    """Run the forward again for the tensors that it saves."""
     _, saved = forward(x._replace(final_state=False, checkpoint_every=0), machine, save=True)
     assert saved
     return saved
