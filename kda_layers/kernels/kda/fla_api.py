@@ -1,4 +1,4 @@
-"""`chunk_kda`, `fused_recurrent_kda` and `fused_kda_gate` of flash-linear-attention 0.6, to be imported instead.
+"""`chunk_kda`, `fused_recurrent_kda` and `fused_kda_gate` with the interface of flash-linear-attention 0.6.
 
 Arguments, their positions, defaults and meaning, and the returned dtypes are those of that package. These raise here:
 

@@ -78,7 +78,7 @@ def kda(
         TypeError, ValueError: an argument breaks this contract; the message names it, what was expected, what came.
         RuntimeError: called under a torch.func transform (grad, vmap, ...) or forward-mode differentiation.
 
-    A NaN or inf at token t of k, v, g or beta reaches the outputs and states of later tokens of its sequence and, as
+    NaN and inf in k, v, g or beta at token t reach the outputs and states of later tokens of the sequence and, as
     chunks are computed as matrices, those of earlier tokens of t's chunk of 64 tokens (counted from the start of the
     sequence); never an earlier chunk or another sequence. To find t, check the inputs with torch.isfinite, or run the
     tokens through `kda_step` or `kda_layers.kernels.reference.recurrence`, whose first bad output is at t.

@@ -189,7 +189,7 @@ def _plan(
 
 @functools.cache
 def loaded(machine: Machine, source: str, entry: str, variant: Any, device: torch.device) -> Launchable:
-    """`machine.load` for a variant, whose macros are then written once."""
+    """Return the kernel of a variant: `machine.load`, cached without writing its macros again."""
     return machine.load(source, entry, variant.defines, device)
 
 
