@@ -1,1 +1,1 @@
-"""Softmax attention with an additive bias, whose gradient is the whole sum over all that it is broadcast in."""
+"""Softmax attention with a differentiable additive bias."""

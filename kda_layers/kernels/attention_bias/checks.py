@@ -1,23 +1,15 @@
-"""The validator of `biased_attention`: a call keeps the contract, or an error names the argument."""
+"""The validator of `biased_attention`: a call that breaks the contract raises an error that names the argument."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ..checks import (
-    DTYPES,
-    DtypeError,
-    accumulator_dtype,
-    check_is_tensor,
-    check_offsets,
-    check_tensor,
-    dtype_names,
-)
+from ..checks import DTYPES, DtypeError, accumulator_dtype, check_is_tensor, check_offsets, check_tensor, dtype_names
 from .contract import Inputs
 
 
 def check(x: Inputs) -> None:
-    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract."""
+    """Raise a TypeError or ValueError that names the argument unless `x` keeps the contract."""
     q, k = x.q, x.k
     for name, t in (("q", q), ("k", k)):
         check_is_tensor(name, t)
@@ -44,22 +36,16 @@ def check(x: Inputs) -> None:
             f"causal needs T <= S, as query i sees the keys up to i + S - T, got T = {T} queries and S = {S} keys"
         )
     if x.bias is not None:
-        _check_bias(x.bias, q, (B, T, H, H_kv, S))
+        _check_bias(x.bias, q, ((1, B), (1, H_kv, H), (1, T), (S,)))
 
 
-def _check_bias(bias: Tensor, q: Tensor, sizes: tuple[int, int, int, int, int]) -> None:
-    B, T, H, H_kv, S = sizes
+def _check_bias(bias: Tensor, q: Tensor, allowed: tuple[tuple[int, ...], ...]) -> None:
     check_is_tensor("bias", bias)
     got = list(bias.shape)
     if len(got) != 4:
         raise ValueError(f"bias must have 4 dimensions [1|B, 1|H_kv|H, 1|T, S], got shape {got}")
-    allowed = ((1, B), (1, H_kv, H), (1, T), (S,))
-    # Each with each: torch.compile takes a number for no member of a tuple of symbols.
+    # Not `n in sizes`: torch.compile does not find a number in a tuple of symbolic sizes.
     if not all(any(n == size for size in sizes) for n, sizes in zip(got, allowed, strict=True)):
         texts = [" or ".join(map(str, dict.fromkeys(sizes))) for sizes in allowed]
         raise ValueError(f"bias must have shape [1|B, 1|H_kv|H, 1|T, S] = [{', '.join(texts)}], got {got}")
-    dtypes = (q.dtype, accumulator_dtype(q.dtype))
-    if bias.dtype not in dtypes:
-        raise DtypeError(f"bias must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {bias.dtype}")
-    if bias.device != q.device:
-        raise ValueError(f"bias must be on q's device {q.device}, got {bias.device}")
+    check_tensor("bias", bias, bias.shape, (q.dtype, accumulator_dtype(q.dtype)), q)

@@ -1,4 +1,4 @@
-"""A bias as backends see it: what is expanded has size 1, and its gradient finds the way back."""
+"""Compact an expanded bias for the backends, and pass its gradient back to the tensor that was expanded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def compact(bias: Tensor) -> Tensor:
-    """The bias with size 1 in place of every leading dimension that is expanded (stride 0), differentiable."""
+    """Return the bias with size 1 in place of every leading dimension that is expanded (stride 0), differentiable."""
     dims = tuple(d for d in range(3) if bias.shape[d] > 1 and bias.stride(d) == 0)
     if not dims:
         return bias
@@ -21,18 +21,19 @@ def compact(bias: Tensor) -> Tensor:
 
 
 def _base(bias: Tensor) -> Tensor | None:
-    """What the bias is an expanded view of, if the sum may go to it past the view, as it is: nobody looks at the
-    gradient of the view. The compiler knows no bases."""
+    """The tensor that the bias is an expanded view of, if the gradient may bypass the view: nothing reads it there."""
     if torch.compiler.is_compiling() or not bias.requires_grad or bias.is_leaf or not bias._is_view():
-        return None
-    base, looked_at = bias._base, bias.retains_grad or bias._backward_hooks
-    return base if base is not None and not looked_at and base.requires_grad and base.dtype == bias.dtype else None
+        return None  # tensors have no _base while compiling
+    base, is_read = bias._base, bias.retains_grad or bias._backward_hooks
+    return base if base is not None and not is_read and base.requires_grad and base.dtype == bias.dtype else None
 
 
 class _Compact(torch.autograd.Function):
-    """Every element of the expanded bias gets an equal share of the sum, as one number with stride 0: whoever expanded
-    it adds the shares up to the sum again, and nothing of the expanded size is ever in memory. In fp16 shares may be
-    too small for the dtype."""
+    """Give every element of the expanded bias an equal share of the sum, as one element with stride 0.
+
+    The backward of the expansion adds the shares up again, and no tensor of the expanded size is ever in memory. The
+    shares may underflow in fp16.
+    """
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -5,7 +5,7 @@ Shapes, used in every file of this folder:
     B batch     T queries    S keys    N packed sequences, then B = 1 and T = S
     H query heads    H_kv key heads; query head h reads key head h // G, G = H // H_kv    D head width
 
-A bias [1|B, 1|H_kv|H, 1|T, S] that a backend sees is compact: what it is broadcast in has size 1, nothing is expanded.
+Backends get a compact bias [1|B, 1|H_kv|H, 1|T, S]: dimensions that it is broadcast in have size 1, none is expanded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..operator import Differentiable
 
 
 class Inputs(NamedTuple):
-    """Everything that one call of the operator reads, in the order in which it flattens into the op."""
+    """Everything that one call of the operator reads, in the order of the op's arguments."""
 
     q: Tensor  # [B, T, H, D]
     k: Tensor  # [B, S, H_kv, D]
@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
     cu_seqlens: Tensor | None  # [N + 1] int32 or int64
     scale: float
     causal: bool
-    bias_grad: bool  # whether the gradient of the bias is wanted
+    bias_grad: bool  # True if the gradient of the bias is wanted
 
 
 class Gradients(NamedTuple):
@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem(AnyProblem):
-    """What a backend may decide on; every backend serves every form, so that no flag is a feature."""
+    """What a backend may decide on. Every backend serves every combination of flags, so none is a feature."""
 
     D: int
     group: int  # H // H_kv
@@ -99,7 +99,7 @@ class Backend(Differentiable):
     def backward(self, x: Inputs, saved: list[Tensor], d_o: Tensor) -> Gradients:
         if _is_empty(x):
             q, k, v = (t.new_zeros(t.shape) for t in (x.q, x.k, x.v))
-            return Gradients(q, k, v, _zeros_like_bias(x))
+            return Gradients(q, k, v, x.bias.new_zeros(x.bias.shape) if x.bias is not None and x.bias_grad else None)
         logsumexp, o = saved
         return self.attend_backward(x, o, logsumexp, d_o)
 
@@ -108,29 +108,22 @@ class Backend(Differentiable):
 
     @abc.abstractmethod
     def attend(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """(o [B, T, H, D] in v's dtype, logsumexp [B, H, T] in fp32 or fp64), contiguous; only
-        this backend's `attend_backward` reads the second one. No size of `x` is zero."""
+        """Return contiguous o [B, T, H, D] in v's dtype and logsumexp [B, H, T] in fp32 or fp64; no size of `x` is 0.
+
+        Only the same backend's `attend_backward` reads the logsumexp.
+        """
 
     @abc.abstractmethod
     def attend_backward(self, x: Inputs, o: Tensor, logsumexp: Tensor, d_o: Tensor) -> Gradients:
         """Gradients of every tensor input, from what the same backend's `attend` returned."""
 
 
-def outputs_like(x: Inputs) -> Outputs:
-    """Unwritten outputs."""
-    return Outputs(x.v.new_empty(x.q.shape))
-
-
 def _is_empty(x: Inputs) -> bool:
-    """True if there is no query, or none that sees a key: kernels are spared these."""
+    """True if there are no queries or no keys. Kernels are not called for these."""
     return x.q.numel() == 0 or x.k.shape[1] == 0
 
 
-def _zeros_like_bias(x: Inputs) -> Tensor | None:
-    return None if x.bias is None or not x.bias_grad else x.bias.new_zeros(x.bias.shape)
-
-
 def empty_lse(x: Inputs) -> Tensor:
-    """Space for the logsumexp of every query and head, [B, H, T] in fp32 or fp64."""
+    """An unwritten logsumexp for every query and head, [B, H, T] in fp32 or fp64."""
     B, T, H, _ = x.q.shape
     return x.q.new_empty(B, H, T, dtype=accumulator_dtype(x.q.dtype))

@@ -1,4 +1,4 @@
-"""Triton kernels: any CUDA GPU, 16 bits and fp32; in Triton's interpreter (TRITON_INTERPRET=1) a CPU, for tests."""
+"""Triton kernels: any CUDA GPU, 16 bits and fp32; for tests also a CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_BIAS, PER_KEY, PER_PAIR = range(3)  # as in triton/parts.py
 
 
 class TritonBackend(Backend):
-    """`table` says how kernels are launched; others than the default are for tests and tuning."""
+    """The backend with launches from `table`; tests and tuning replace the default."""
 
     name = "triton"
     serves = {"dtype": OneOf(torch.bfloat16, torch.float16, torch.float32)}  # noqa: RUF012
@@ -31,7 +31,7 @@ class TritonBackend(Backend):
 
     @property
     def priority(self) -> int:  # type: ignore[override]
-        """Without a GPU only Triton's interpreter is left, which has to be asked for by name."""
+        """10, or -10 without a GPU: Triton's interpreter serves only calls that name the backend."""
         return 10 if torch.cuda.is_available() else -10
 
     def more_reasons(self, problem: Problem) -> list[str]:
@@ -53,52 +53,38 @@ class TritonBackend(Backend):
     def attend(self, x: Inputs) -> tuple[Tensor, Tensor]:
         from ..triton.forward import forward_kernel
 
-        B, T, H, _ = x.q.shape
-        call = _Call(x, self.table)
-        launch = call.launches["forward"]
-        o = x.v.new_empty(x.q.shape)
-        lse = empty_lse(x)
-        tiles, table = call.tiles(T, launch.block_m)
+        call, o, lse = _Call(x, self.table), x.v.new_empty(x.q.shape), empty_lse(x)
         with call.device():
-            forward_kernel[(B * H * tiles,)](
-                *call.tensors, o, lse, table, *call.strides, call.scale_log2, tiles, *call.sizes, H,
-                BIAS=call.bias, **call.options, **call.blocks(launch),
-            )  # fmt: skip
+            call.launch("forward", forward_kernel, x.q.shape[2], (call.scale_log2,), {}, o, lse)
         return o, lse
 
     def attend_backward(self, x: Inputs, o: Tensor, lse: Tensor, d_o: Tensor) -> Gradients:
         from ..triton.backward import key_kernel, query_kernel
 
-        (B, T, H, _), (_, S, H_kv, _) = x.q.shape, x.k.shape
+        (B, _, H, _), (_, S, H_kv, _) = x.q.shape, x.k.shape
         call, d_o, delta = _Call(x, self.table), d_o.contiguous(), torch.empty_like(lse)
         dq, dk, dv = (t.new_empty(t.shape) for t in (x.q, x.k, x.v))
         bias = x.bias if x.bias_grad else None
         per_key = bias is not None and call.bias == PER_KEY
-        # The sum over a group is taken on the chip, unless its heads have biases of their own.
+        # The kernel sums over a group of heads, unless each has a bias of its own.
         per_head = bias is not None and per_key and bias.shape[1] == H
         partial = x.q.new_empty((B, H if per_head else H_kv, S) if per_key else 0, dtype=torch.float32)
+        scales = x.scale, call.scale_log2
         with call.device():
-            launch = call.launches["query"]
-            tiles, table = call.tiles(T, launch.block_m)
-            query_kernel[(B * H * tiles,)](
-                *call.tensors, o, d_o, lse, delta, dq, table, *call.strides, x.scale, call.scale_log2, tiles,
-                *call.sizes, H, BIAS=call.bias, **call.options, **call.blocks(launch),
-            )  # fmt: skip
-            launch = call.launches["key"]
-            tiles, table = call.tiles(S, launch.block_n)
-            key_kernel[(B * H_kv * tiles,)](
-                *call.tensors, d_o, lse, delta, dk, dv, partial, table, *call.strides, x.scale, call.scale_log2, tiles,
-                *call.sizes, H_kv, BIAS=call.bias, BIAS_GRAD=per_key, PER_HEAD=per_head, **call.options,
-                **call.blocks(launch),
-            )  # fmt: skip
-            d_bias = None
-            if bias is not None:
-                d_bias = _over_rows_and_heads(partial, bias) if per_key else _pairs(call, bias, lse, delta, d_o)
+            call.launch("query", query_kernel, H, scales, {}, o, d_o, lse, delta, dq)
+            flags = {"BIAS_GRAD": per_key, "PER_HEAD": per_head}
+            call.launch("key", key_kernel, H_kv, scales, flags, d_o, lse, delta, dk, dv, partial)
+            if bias is None:
+                d_bias = None
+            elif per_key:
+                d_bias = partial.sum_to_size(*bias.shape[:2], S).unsqueeze(2).to(bias.dtype)
+            else:
+                d_bias = _pairs(call, bias, lse, delta, d_o)
         return Gradients(dq, dk, dv, d_bias)
 
 
 class _Call:
-    """The arguments that kernels share."""
+    """The arguments that the kernels of one call share."""
 
     def __init__(self, x: Inputs, table: Callable[[int, torch.dtype, int, bool], Launches]):
         (_, T, H, D), (_, S, H_kv, _), bias = x.q.shape, x.k.shape, x.bias
@@ -106,13 +92,10 @@ class _Call:
         q, k, v = (t if t.stride(3) == 1 and _is_near(t) else t.contiguous() for t in (x.q, x.k, x.v))
         bias = bias if bias is None or _is_near(bias) else bias.contiguous()
         self.tensors = (q, k, v, q if bias is None else bias)
-        # Where a bias is broadcast its size is 1, and any step keeps it where it is.
-        self.strides = (
-            *(t.stride()[:3] for t in (q, k, v)),
-            (0, 0, 0, 0)
-            if bias is None
-            else tuple(0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True)),
-        )
+        # The bias needs stride 0 in the dimensions that it is broadcast in, whose size is 1.
+        shape, strides = ((1,) * 4, (0,) * 4) if bias is None else (bias.shape, bias.stride())
+        bias_strides = tuple(0 if n == 1 else s for n, s in zip(shape, strides, strict=True))
+        self.strides = (*(t.stride()[:3] for t in (q, k, v)), bias_strides)
         self.bias = NO_BIAS if bias is None else PER_KEY if bias.shape[2] == 1 else PER_PAIR
         self.scale_log2 = x.scale / math.log(2)
         self.block_d = max(16, 1 << (D - 1).bit_length())
@@ -122,12 +105,21 @@ class _Call:
             "PACKED": x.cu_seqlens is not None,
         }  # fmt: skip
 
-    def tiles(self, length: int, block: int) -> tuple[int, Tensor]:
-        """How many tiles a head has at most, and the table of them that kernels read where sequences are packed."""
+    def launch(
+        self, name: str, kernel: Any, heads: int, scales: tuple[float, ...], flags: dict[str, bool], *tensors: Tensor
+    ) -> None:
+        """Launch the kernel `name` with a program for each batch row, head and tile of queries ("key": of keys)."""
+        launch = self.launches[name]
+        length, block = (self.sizes[1], launch.block_n) if name == "key" else (self.sizes[0], launch.block_m)
         if self.x.cu_seqlens is None:
-            return -(-length // block), self.x.q
-        table = tile_table(self.x.cu_seqlens, length, block)
-        return table.shape[0], table
+            tiles, table = -(-length // block), self.x.q  # the kernel reads no table
+        else:
+            table = tile_table(self.x.cu_seqlens, length, block)
+            tiles = table.shape[0]
+        kernel[(self.x.q.shape[0] * heads * tiles,)](
+            *self.tensors, *tensors, table, *self.strides, *scales, tiles, *self.sizes, heads,
+            BIAS=self.bias, **flags, **self.options, **self.blocks(launch),
+        )  # fmt: skip
 
     def blocks(self, launch: Launch) -> dict[str, Any]:
         return {
@@ -137,12 +129,6 @@ class _Call:
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.x.q.device) if self.x.q.is_cuda else contextlib.nullcontext()
-
-
-def _over_rows_and_heads(partial: Tensor, bias: Tensor) -> Tensor:
-    """[B, heads, S] fp32 summed to the bias's [1|B, heads, 1, S]."""
-    dims = [d for d in (0, 1) if bias.shape[d] == 1 < partial.shape[d]]
-    return (partial.sum(dims, keepdim=True) if dims else partial).unsqueeze(2).to(bias.dtype)
 
 
 def _pairs(call: _Call, bias: Tensor, lse: Tensor, delta: Tensor, d_o: Tensor) -> Tensor:
@@ -163,7 +149,7 @@ def _pairs(call: _Call, bias: Tensor, lse: Tensor, delta: Tensor, d_o: Tensor) -
 
 
 def _is_near(t: Tensor) -> bool:
-    """Whether rows and columns of a tile, of at most 128, lie within the range of 32 bits."""
+    """True if 32-bit offsets reach every element of a tile, which has at most 128 rows and columns."""
     return max(t.stride()[1:]) < 2**24
 
 

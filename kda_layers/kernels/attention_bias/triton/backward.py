@@ -9,15 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .parts import (
-    NO_BIAS,
-    PER_KEY,
-    PER_PAIR,
-    load_bias,
-    load_rows,
-    store_rows,
-    tile_of,
-)
+from .parts import PER_KEY, PER_PAIR, key_span, load_bias, load_rows, scores, store_rows, tile_of
 
 
 @triton.jit
@@ -28,23 +20,17 @@ def query_kernel(
     GROUP: tl.constexpr, BIAS_GROUP: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """DQ [B, T, H, D], and Delta [B, H, T] for the kernels after it, from contiguous O and DO; a program as in the
-    forward kernel."""
+    """DQ [B, T, H, D], and Delta [B, H, T] for the kernels after it, from contiguous O and DO.
+
+    A program holds a tile of queries, as in the forward kernel.
+    """
     program = tl.program_id(0)
     tile = tiles - 1 - program % tiles
     b, h = (program // tiles // H).to(tl.int64), (program // tiles % H).to(tl.int64)
     first, begin, end = tile_of(Tiles, tile, T, BLOCK_M, PACKED)
     if first >= end:
         return
-    key_end, shift = end, 0
-    if not PACKED:
-        key_end, shift = S, S - T
-    full_end = begin + (key_end - begin) // BLOCK_N * BLOCK_N
-    last = key_end
-    if CAUSAL:
-        full_end = begin + (first + shift + 1 - begin) // BLOCK_N * BLOCK_N
-        last = tl.minimum(first + BLOCK_M, end) + shift
-
+    shift, whole_end, last, key_end = key_span(first, begin, end, T, S, CAUSAL, PACKED, BLOCK_M, BLOCK_N)
     rows = first + tl.arange(0, BLOCK_M)
     heads = (b * T * H + h) * D
     do = load_rows(DO + heads, H * D, first, end, BLOCK_M, D, BLOCK_D, True)
@@ -57,43 +43,19 @@ def query_kernel(
     V += b * v_strides[0] + h // GROUP * v_strides[2]
     Bias += b * bias_strides[0] + h // BIAS_GROUP * bias_strides[1]
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for col in range(begin, full_end, BLOCK_N):
-        dq = _query_step(
-            q, do, lse, delta, K, V, Bias, k_strides, v_strides, bias_strides, dq, scale_log2, first, col, end, key_end,
-            shift, BIAS, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, False,
-        )  # fmt: skip
-    for col in range(full_end, last, BLOCK_N):
-        dq = _query_step(
-            q, do, lse, delta, K, V, Bias, k_strides, v_strides, bias_strides, dq, scale_log2, first, col, end, key_end,
-            shift, BIAS, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, True,
-        )  # fmt: skip
+    for masked in tl.static_range(2):  # tiles of keys that need no mask, then the others
+        for col in range(whole_end if masked else begin, last if masked else whole_end, BLOCK_N):
+            k = load_rows(K, k_strides[1], col, key_end, BLOCK_N, D, BLOCK_D, masked)
+            v = load_rows(V, v_strides[1], col, key_end, BLOCK_N, D, BLOCK_D, masked)
+            s = scores(
+                q, k, Bias, bias_strides, scale_log2, first, col, end, key_end, shift,
+                BIAS, CAUSAL, BLOCK_M, BLOCK_N, masked,
+            )  # fmt: skip
+            p = tl.exp2(s - lse[:, None])
+            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     store_rows(DQ + heads, H * D, first, end, dq * scale, BLOCK_M, D, BLOCK_D)
-
-
-@triton.jit
-def _query_step(
-    q, do, lse, delta, K, V, Bias, k_strides, v_strides, bias_strides, dq, scale_log2, row, col, row_end, key_end,
-    shift,
-    BIAS: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    k = load_rows(K, k_strides[1], col, key_end, BLOCK_N, D, BLOCK_D, MASKED)
-    v = load_rows(V, v_strides[1], col, key_end, BLOCK_N, D, BLOCK_D, MASKED)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    if BIAS != NO_BIAS:
-        s += load_bias(
-            Bias, bias_strides[2], bias_strides[3], row, col, row_end, key_end, BLOCK_M, BLOCK_N, BIAS, MASKED
-        )
-    p = tl.exp2(s - lse[:, None])
-    if MASKED:
-        cols = col + tl.arange(0, BLOCK_N)[None, :]
-        seen = cols < key_end
-        if CAUSAL:
-            seen = seen & (cols <= row + tl.arange(0, BLOCK_M)[:, None] + shift)
-        p = tl.where(seen, p, 0.0)
-    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-    ds = p * (dp - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
 
 @triton.jit
@@ -107,11 +69,11 @@ def key_kernel(
 ):  # fmt: skip
     """DK, DV [B, S, H_KV, D] and, with BIAS_GRAD, DBias fp32 [B, H, S] (PER_HEAD) or [B, H_KV, S].
 
-    A program holds a tile of keys of one key head and walks over the queries that see it, head after head of its group
-    and tile after tile: sums over queries and over the group stay on the chip and have one order.
+    A program holds a tile of keys of one key head and walks over the queries that see it, head by head of its group
+    and tile by tile: sums over queries and over the group stay in registers and have one order.
     """
     program = tl.program_id(0)
-    tile = program % tiles  # of causal tiles the longest first
+    tile = program % tiles  # causal tiles with the most queries first
     b, h_kv = (program // tiles // H_KV).to(tl.int64), (program // tiles % H_KV).to(tl.int64)
     first, begin, end = tile_of(Tiles, tile, S, BLOCK_N, PACKED)
     if first >= end:
@@ -119,15 +81,15 @@ def key_kernel(
     query_end, shift = end, 0
     if not PACKED:
         query_end, shift = T, S - T
-    # Tiles of queries: masked ones from `low` on, whole ones from full_begin to full_end, a masked one at the tail.
-    low, full_begin = begin, begin
-    full_end = begin + (query_end - begin) // BLOCK_M * BLOCK_M
+    # Tiles of queries: masked ones from `low` on, whole ones from whole_begin to whole_end, a masked one at the tail.
+    low, whole_begin = begin, begin
+    whole_end = begin + (query_end - begin) // BLOCK_M * BLOCK_M
     if CAUSAL:
         low = begin + tl.maximum(first - shift - begin, 0) // BLOCK_M * BLOCK_M
-        full_begin = begin + tl.maximum(first + BLOCK_N - 1 - shift - begin + BLOCK_M - 1, 0) // BLOCK_M * BLOCK_M
-        full_begin = tl.minimum(full_begin, tl.cdiv(query_end - begin, BLOCK_M) * BLOCK_M + begin)
-        full_end = tl.maximum(full_end, full_begin)
-    masked = (full_begin - low) // BLOCK_M + tl.cdiv(tl.maximum(query_end - full_end, 0), BLOCK_M)
+        whole_begin = begin + tl.maximum(first + BLOCK_N - 1 - shift - begin + BLOCK_M - 1, 0) // BLOCK_M * BLOCK_M
+        whole_begin = tl.minimum(whole_begin, tl.cdiv(query_end - begin, BLOCK_M) * BLOCK_M + begin)
+        whole_end = tl.maximum(whole_end, whole_begin)
+    masked_end = whole_begin + tl.maximum(query_end - whole_end, 0)
 
     cols = first + tl.arange(0, BLOCK_N)
     k = load_rows(K + b * k_strides[0] + h_kv * k_strides[2], k_strides[1], first, end, BLOCK_N, D, BLOCK_D, True)
@@ -143,25 +105,16 @@ def key_kernel(
         bias_head = Bias + b * bias_strides[0] + h // BIAS_GROUP * bias_strides[1]
         bias = tl.zeros([BLOCK_N], tl.float32)
         if BIAS == PER_KEY:
-            bias = load_bias(
-                bias_head, bias_strides[2], bias_strides[3], first, first, end, end, BLOCK_M, BLOCK_N, BIAS, True
-            )
+            bias = load_bias(bias_head, bias_strides, first, first, end, end, BLOCK_M, BLOCK_N, BIAS, True)
             bias = tl.reshape(bias, [BLOCK_N])
-        for i in range(0, masked):
-            row = tl.where(
-                low + i * BLOCK_M < full_begin, low + i * BLOCK_M, full_end + (low + i * BLOCK_M - full_begin)
-            )
-            dk, dv, db = _key_step(
-                q_head, do_head, Lse + stats, Delta + stats, k, v, bias_head, bias, q_strides, bias_strides, dk, dv, db,
-                scale_log2, H * D, row, first, query_end, end, shift,
-                BIAS, BIAS_GRAD, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, True,
-            )  # fmt: skip
-        for row in range(full_begin, full_end, BLOCK_M):
-            dk, dv, db = _key_step(
-                q_head, do_head, Lse + stats, Delta + stats, k, v, bias_head, bias, q_strides, bias_strides, dk, dv, db,
-                scale_log2, H * D, row, first, query_end, end, shift,
-                BIAS, BIAS_GRAD, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, False,
-            )  # fmt: skip
+        for whole in tl.static_range(2):  # the masked tiles first
+            for at in range(whole_begin if whole else low, whole_end if whole else masked_end, BLOCK_M):
+                row = at if whole else tl.where(at < whole_begin, at, at + whole_end - whole_begin)
+                dk, dv, db = _key_step(
+                    q_head, do_head, Lse + stats, Delta + stats, k, v, bias_head, bias, q_strides, bias_strides,
+                    dk, dv, db, scale_log2, H * D, row, first, query_end, end, shift,
+                    BIAS, BIAS_GRAD, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, not whole,
+                )  # fmt: skip
         if BIAS_GRAD and PER_HEAD:
             tl.store(DBias + (b * H + h) * S + cols, db, mask=cols < end)
             db = tl.zeros([BLOCK_N], tl.float32)
@@ -179,10 +132,11 @@ def _key_step(
     BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores are [BLOCK_N, BLOCK_M] here: sums over queries are sums of rows, and no product needs p transposed.
+    """(dk, dv, db) with the tile of queries from `row` on added to them.
 
-    Queries from row_end on have lse = +inf and do = 0, so that p and ds are 0. What keys from key_end on get is junk
-    that stays in their own rows, which nobody stores.
+    Scores are [BLOCK_N, BLOCK_M] here: sums over queries are sums of rows, and no MMA needs p transposed. Queries from
+    row_end on have lse = +inf and do = 0, so that p and ds are 0. Keys from key_end on get undefined sums, in rows that
+    are not stored.
     """
     rows = row + tl.arange(0, BLOCK_M)
     q = load_rows(Q, q_strides[1], row, row_end, BLOCK_M, D, BLOCK_D, MASKED)
@@ -193,9 +147,7 @@ def _key_step(
     if BIAS == PER_KEY:
         s += bias[:, None]
     elif BIAS == PER_PAIR:
-        s += tl.trans(
-            load_bias(Bias, bias_strides[2], bias_strides[3], row, col, row_end, key_end, BLOCK_M, BLOCK_N, BIAS, True)
-        )
+        s += tl.trans(load_bias(Bias, bias_strides, row, col, row_end, key_end, BLOCK_M, BLOCK_N, BIAS, True))
     p = tl.exp2(s - lse[None, :])
     if MASKED and CAUSAL:
         p = tl.where(col + tl.arange(0, BLOCK_N)[:, None] <= rows[None, :] + shift, p, 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .parts import NO_BIAS, load_bias, load_rows, store_rows, tile_of
+from .parts import NO_BIAS, key_span, load_rows, scores, store_rows, tile_of
 
 
 @triton.jit
@@ -21,20 +21,12 @@ def forward_kernel(
 ):  # fmt: skip
     """O [B, T, H, D] contiguous, Lse [B, H, T]: log2 of the sum of exponents, +inf where there is nothing to sum."""
     program = tl.program_id(0)
-    tile = tiles - 1 - program % tiles  # of causal tiles the longest first
+    tile = tiles - 1 - program % tiles  # causal tiles with the most keys first
     b, h = (program // tiles // H).to(tl.int64), (program // tiles % H).to(tl.int64)
     first, begin, end = tile_of(Tiles, tile, T, BLOCK_M, PACKED)
     if first >= end:
         return
-    key_end, shift = end, 0  # query i sees the keys up to i + shift
-    if not PACKED:
-        key_end, shift = S, S - T
-    full_end = begin + (key_end - begin) // BLOCK_N * BLOCK_N  # up to it no score needs a mask
-    last = key_end
-    if CAUSAL:
-        full_end = begin + (first + shift + 1 - begin) // BLOCK_N * BLOCK_N
-        last = tl.minimum(first + BLOCK_M, end) + shift
-
+    shift, whole_end, last, key_end = key_span(first, begin, end, T, S, CAUSAL, PACKED, BLOCK_M, BLOCK_N)
     q = load_rows(Q + b * q_strides[0] + h * q_strides[2], q_strides[1], first, end, BLOCK_M, D, BLOCK_D, True)
     K += b * k_strides[0] + h // GROUP * k_strides[2]
     V += b * v_strides[0] + h // GROUP * v_strides[2]
@@ -42,16 +34,24 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for col in range(begin, full_end, BLOCK_N):
-        acc, top, total = _step(
-            q, K, V, Bias, k_strides, v_strides, bias_strides, acc, top, total, scale_log2, first, col, end, key_end,
-            shift, BIAS, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, False,
-        )  # fmt: skip
-    for col in range(full_end, last, BLOCK_N):
-        acc, top, total = _step(
-            q, K, V, Bias, k_strides, v_strides, bias_strides, acc, top, total, scale_log2, first, col, end, key_end,
-            shift, BIAS, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, True,
-        )  # fmt: skip
+    for masked in tl.static_range(2):  # tiles of keys that need no mask, then the others
+        for col in range(whole_end if masked else begin, last if masked else whole_end, BLOCK_N):
+            k = load_rows(K, k_strides[1], col, key_end, BLOCK_N, D, BLOCK_D, masked)
+            s = scores(
+                q, k, Bias, bias_strides, scale_log2, first, col, end, key_end, shift,
+                BIAS, CAUSAL, BLOCK_M, BLOCK_N, masked,
+            )  # fmt: skip
+            new_top = tl.maximum(top, tl.max(s, 1))
+            base = new_top
+            if BIAS != NO_BIAS:  # without one, every query sees a finite score in its first tile
+                base = tl.where(new_top == -float("inf"), 0.0, new_top)
+            p = tl.exp2(s - base[:, None])
+            shrink = tl.exp2(top - base)
+            total = total * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None]
+            v = load_rows(V, v_strides[1], col, key_end, BLOCK_N, D, BLOCK_D, masked)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            top = new_top
 
     some = tl.where(total > 0, total, 1.0)
     lse = tl.where(total > 0, top + tl.log2(some), float("inf"))
@@ -59,34 +59,3 @@ def forward_kernel(
     store_rows(O + (b * T * H + h) * D, H * D, first, end, acc, BLOCK_M, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_M)
     tl.store(Lse + (b * H + h) * T + rows, lse, mask=rows < end)
-
-
-@triton.jit
-def _step(
-    q, K, V, Bias, k_strides, v_strides, bias_strides, acc, top, total, scale_log2, row, col, row_end, key_end, shift,
-    BIAS: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    k = load_rows(K, k_strides[1], col, key_end, BLOCK_N, D, BLOCK_D, MASKED)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    if BIAS != NO_BIAS:
-        s += load_bias(
-            Bias, bias_strides[2], bias_strides[3], row, col, row_end, key_end, BLOCK_M, BLOCK_N, BIAS, MASKED
-        )
-    if MASKED:
-        cols = col + tl.arange(0, BLOCK_N)[None, :]
-        seen = cols < key_end
-        if CAUSAL:
-            seen = seen & (cols <= row + tl.arange(0, BLOCK_M)[:, None] + shift)
-        s = tl.where(seen, s, -float("inf"))
-    new_top = tl.maximum(top, tl.max(s, 1))
-    base = new_top
-    if BIAS != NO_BIAS:  # without one, every query sees a finite score in its first tile
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    p = tl.exp2(s - base[:, None])
-    shrink = tl.exp2(top - base)
-    total = total * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None]
-    v = load_rows(V, v_strides[1], col, key_end, BLOCK_N, D, BLOCK_D, MASKED)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    return acc, new_top, total

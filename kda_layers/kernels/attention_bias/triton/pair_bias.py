@@ -1,6 +1,6 @@
-"""The gradient of a bias for each query and key: `pair_kernel` works the scores out once more, a tile at a time.
+"""The gradient of a bias for each query and key: `pair_kernel` recomputes the scores, a tile at a time.
 
-Its size is that of the bias itself. A program owns a tile of it and adds up the batch rows and heads that share it.
+A program owns a tile of the bias and sums over the batch rows and heads that share it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ def pair_kernel(
     program = tl.program_id(0)
     across, down = tl.cdiv(S, BLOCK_N), tl.cdiv(T, BLOCK_M)
     row, col = program // across % down * BLOCK_M, program % across * BLOCK_N
-    slab = (program // across // down).to(tl.int64)  # of [batch rows, heads] of the bias
+    share = (program // across // down).to(tl.int64)  # which [T, S] of the bias
     bias_heads = H // heads
-    bias_b, bias_h = slab // bias_heads, slab % bias_heads
+    bias_b, bias_h = share // bias_heads, share % bias_heads
     rows, cols = row + tl.arange(0, BLOCK_M)[:, None], col + tl.arange(0, BLOCK_N)[None, :]
     inside = (rows < T) & (cols < S)
-    seen = inside
-    some = True
+    seen, some = inside, True
     if CAUSAL:
         seen = seen & (cols <= rows + S - T)
         some = col <= row + BLOCK_M - 1 + S - T
@@ -37,12 +36,10 @@ def pair_kernel(
         seen = seen & (
             tl.load(Sequences + rows, mask=rows < T, other=0) == tl.load(Sequences + cols, mask=cols < S, other=0)
         )
+    Bias += bias_b * bias_strides[0] + bias_h * bias_strides[1]
     ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if some:
-        bias = load_bias(
-            Bias + bias_b * bias_strides[0] + bias_h * bias_strides[1], bias_strides[2], bias_strides[3],
-            row, col, T, S, BLOCK_M, BLOCK_N, PER_PAIR, True,
-        )  # fmt: skip
+        bias = load_bias(Bias, bias_strides, row, col, T, S, BLOCK_M, BLOCK_N, PER_PAIR, True)
         for i in range(0, batch * heads):
             b, h = bias_b * batch + i // heads, bias_h * heads + i % heads
             q = load_rows(Q + b * q_strides[0] + h * q_strides[2], q_strides[1], row, T, BLOCK_M, D, BLOCK_D, True)
@@ -56,7 +53,7 @@ def pair_kernel(
             delta = tl.load(Delta + at, mask=row + tl.arange(0, BLOCK_M) < T, other=0.0)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 + bias
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-            # After the product: a tile may hold tokens of several sequences, and what one does not see may be NaN.
+            # Masked last: a tile may hold tokens of several sequences, and what one does not see may be NaN.
             ds += tl.where(seen, tl.exp2(s - lse[:, None]) * (dp - delta[:, None]), 0.0)
-    at = DBias + slab * T * S + tl.cast(row, tl.int64) * S + (tl.arange(0, BLOCK_M)[:, None] * S + cols)
+    at = DBias + share * T * S + tl.cast(row, tl.int64) * S + (tl.arange(0, BLOCK_M)[:, None] * S + cols)
     tl.store(at, ds.to(DBias.dtype.element_ty), mask=inside)
