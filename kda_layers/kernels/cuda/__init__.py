@@ -1,1 +1,1 @@
-"""CUDA C++ kernels: their sources (*.cu, *.cuh), the compiling of them at first use, and launching."""
+"""Compile CUDA C++ kernels at first use and launch them; headers that all operators share (*.cuh)."""

@@ -9,18 +9,18 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Arch:
-    """What a compute capability has."""
+    """One compute capability."""
 
     capability: int  # times ten: 90 for an H200
-    target: str  # what is compiled for it; the letter gives instructions of that very arch, which its cubins then need
-    backend: str  # the name that serves it
+    target: str  # compilation target; an "a" gives instructions of this arch alone, and cubins that only it runs
+    backend: str  # name of the backend that serves it
     priority: int  # of that backend; flash-linear-attention's is 10
-    shared_bytes: int  # of a block, at most
-    gpus: str  # that have it
-    run: bool = False  # kernels have run on one, not only been compiled
-    wgmma: bool = False  # MMAs of a warpgroup
-    bulk_copies: bool = False  # cp.async.bulk and clusters
-    setmaxnreg: bool = False  # registers that move between warpgroups
+    shared_bytes: int  # the most shared memory of a block
+    gpus: str  # examples of GPUs
+    run: bool = False  # True if kernels have run on one, not only been compiled
+    wgmma: bool = False  # has MMAs of a warpgroup
+    bulk_copies: bool = False  # has cp.async.bulk and clusters
+    setmaxnreg: bool = False  # moves registers between warpgroups
 
 
 ARCHS = {
@@ -42,11 +42,7 @@ TARGETS = tuple(dict.fromkeys(arch.target for arch in ARCHS.values()))
 
 
 def arch_for(capability: int) -> Arch:
-    """The row of a compute capability times ten.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the row of a compute capability times ten; raise a ValueError if there is none."""
     if capability not in ARCHS:
         known = ", ".join(f"{a / 10}" for a in ARCHS)
         raise ValueError(f"compute capability must be one of {known}, got {capability / 10}")

@@ -1,6 +1,6 @@
-"""From CUDA C++ source to a cubin, by NVRTC: no compiler on the user's machine, and neither GPU nor driver needed.
+"""Compile CUDA C++ to cubins with NVRTC: needs no compiler on the user's machine, no GPU and no driver.
 
-NVRTC is called through cuda-bindings, NVIDIA's own, which PyTorch's CUDA wheels bring along, like NVRTC itself.
+PyTorch's CUDA wheels install NVRTC and NVIDIA's cuda-bindings, through which it is called.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from . import cache, params
 
 FOLDER = Path(__file__).parent
-OLDEST = (12, 9)  # NVRTC: the first that knows all of them
-# The report of -v is for `resources`; a cubin from NVRTC's own cache, which the driver keeps, comes without one.
+OLDEST = (12, 9)  # the first NVRTC that knows every arch
+# -v reports what `resources` reads; a cubin from NVRTC's own cache, which the driver keeps, comes without the report.
 OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v", "--no-cache")
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
@@ -31,32 +31,30 @@ COUNTS = {
 
 
 class Cubin(NamedTuple):
-    """What compiling gives."""
+    """Result of a compilation."""
 
     code: bytes
-    log: str  # the compiler's, with its warnings and each kernel's resources
+    log: str  # warnings and the resources of each kernel
 
 
 class Resources(NamedTuple):
-    """What one kernel takes, and the functions that it calls: registers a thread, bytes a block or thread."""
+    """Resources of one kernel and the functions that it calls."""
 
-    registers: int
-    shared_bytes: int  # a block, static
-    stack_bytes: int  # a thread: arrays that are not in registers, and spilled registers
-    spill_stores: int  # bytes a thread
-    spill_loads: int
+    registers: int  # per thread
+    shared_bytes: int  # static, per block
+    stack_bytes: int  # per thread: arrays that are not in registers, and spilled registers
+    spill_stores: int  # bytes per thread
+    spill_loads: int  # bytes per thread
 
 
 @functools.cache
 def problems() -> list[str]:
-    """Why nothing can be compiled here, each 'what it is, what it needs'; empty means that it can."""
-    try:
-        from cuda.bindings import nvrtc  # noqa: F401
-    except ImportError as error:
-        return [f"cuda-bindings cannot be imported ({error}), needs pip install cuda-bindings"]
+    """Reasons why nothing can be compiled here, each 'what it is, what it needs'; empty if it can."""
     try:
         version = nvrtc_version()
-    except Exception as error:  # cuda-bindings' own for a library that it does not find, and others by its version
+    except ImportError as error:
+        return [f"cuda-bindings cannot be imported ({error}), needs pip install cuda-bindings"]
+    except Exception as error:  # for a missing library, cuda-bindings raises its own types, which depend on its version
         reason = str(error).partition("\n")[0]
         return [f"NVRTC cannot be loaded ({reason}), needs pip install nvidia-cuda-nvrtc"]
     if version < OLDEST:
@@ -67,27 +65,25 @@ def problems() -> list[str]:
 @functools.cache
 def nvrtc_version() -> tuple[int, int]:
     """Major and minor version of the NVRTC in use."""
-    from cuda.bindings import nvrtc
-
-    major, minor = _check(nvrtc.nvrtcVersion())
+    major, minor = call("nvrtcVersion")
     return major, minor
 
 
 def dotted(version: tuple[int, int]) -> str:
-    """13.0 for (13, 0)."""
+    """Return "13.0" for (13, 0)."""
     return f"{version[0]}.{version[1]}"
 
 
 def compile(source: str, defines: Mapping[str, str | int], arch: str) -> Cubin:
-    """The cubin of one variant of a source, from the cache if it was compiled before.
+    """Return the cubin of one variant of a source, from the cache if it has been compiled before.
 
     Args:
-        source: path of the .cu file; its headers are beside it, in the folder `common` next to its own, or here
+        source: path of the .cu file; `header` says where its headers are
         defines: macros; a different value makes a different variant
-        arch: a target of `arch.TARGETS`, as "sm_90a"
+        arch: one of `arch.TARGETS`, such as "sm_90a"
 
     Raises:
-        RuntimeError: the compiler refuses; the message names the variant and holds its log
+        RuntimeError: the compiler refuses; the message names the variant and contains its log
     """
     files = _files(source)
     macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
@@ -104,11 +100,7 @@ def compile(source: str, defines: Mapping[str, str | int], arch: str) -> Cubin:
 
 
 def resources(cubin: Cubin) -> dict[str, Resources]:
-    """What each kernel of a cubin takes, by its name, as the compiler reported it.
-
-    Raises:
-        RuntimeError: the report is not in the expected form
-    """
+    """Return the resources of each kernel of a cubin by its name, as the compiler reported them."""
     _, *parts = ENTRY.split(cubin.log)  # name, report, name, report ...
     found = {}
     for name, report in zip(parts[::2], parts[1::2], strict=True):
@@ -120,51 +112,54 @@ def resources(cubin: Cubin) -> dict[str, Resources]:
 
 
 def _files(source: str) -> dict[str, str]:
-    """The text of a source, first, and of every file of ours that it includes, by the names that they include."""
+    """Texts of a source, which comes first, and of all the headers that it includes, by the names in their #include."""
     path = Path(source)
     found = {path.name: path.read_text()}
     waiting = [found[path.name]]
     while waiting:
         for name in INCLUDE.findall(waiting.pop()):
             text = header(name, path)
-            if name not in found and text is not None:  # what is nowhere, the compiler will name
+            if name not in found and text is not None:  # the compiler names headers that do not exist
                 found[name] = text
                 waiting.append(text)
     return found
 
 
 def header(name: str, source: Path) -> str | None:
-    """The text that `source` includes by `name`: of its own folder, of the folder `common` beside that, of this one, or
-    the definition of a parameter struct; None if it is nowhere."""
+    """Return the text of the header `name` of `source`, or None if there is none.
+
+    It is in the folder of the source, the folder `common` beside that, or this folder, or defines a parameter struct.
+    """
     places = source.parent, source.parent.parent / "common", FOLDER
     found = next((place / name for place in places if (place / name).exists()), None)
     return params.header(name) if found is None else found.read_text()
 
 
 def _run_nvrtc(variant: str, files: dict[str, str], options: list[str]) -> tuple[bytes, str]:
-    """(code, log). The headers are handed over as texts, so that what was hashed is what is compiled."""
+    """Return (code, log). NVRTC gets the headers as texts, so that it compiles exactly what was hashed."""
     from cuda.bindings import nvrtc
 
-    (name, text), *headers = ((n.encode(), t.encode()) for n, t in files.items())
-    texts, names = [t for _, t in headers], [n for n, _ in headers]
-    program = _check(nvrtc.nvrtcCreateProgram(text, name, len(headers), texts, names))
+    (name, *names), (text, *texts) = ([s.encode() for s in strings] for strings in (files, files.values()))
+    program = call("nvrtcCreateProgram", text, name, len(names), texts, names)
     try:
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-        log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))
-        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        log = bytearray(call("nvrtcGetProgramLogSize", program))
+        call("nvrtcGetProgramLog", program, log)
         report = log.rstrip(b"\0 \n").decode(errors="replace")
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise RuntimeError(f"compiling {variant} failed: {result.name}\n{report}")
-        code = bytearray(_check(nvrtc.nvrtcGetCUBINSize(program)))
-        _check(nvrtc.nvrtcGetCUBIN(program, code))
+        code = bytearray(call("nvrtcGetCUBINSize", program))
+        call("nvrtcGetCUBIN", program, code)
         return bytes(code), report
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _check(answer: tuple[Any, ...]) -> Any:
-    """What a function of cuda-bindings returns beside its status, which must be success."""
-    status, *values = answer
+def call(function: str, *args: Any, subject: str = "") -> Any:
+    """Call a function of NVRTC or the driver and return its values; for an error status, raise a RuntimeError."""
+    from cuda.bindings import driver, nvrtc
+
+    status, *values = getattr(nvrtc if function.startswith("nvrtc") else driver, function)(*args)
     if status.value != 0:
-        raise RuntimeError(f"expected success of NVRTC, got {status.name}")
+        raise RuntimeError(f"{function}({subject}) failed: {status.name}")
     return values[0] if len(values) == 1 else tuple(values)

@@ -1,4 +1,4 @@
-"""What launchers need of whatever runs kernels: a port. Behind it are the GPU (`gpu.GPU`) and the tests' emulator."""
+"""The interface through which kernels are loaded and launched, on the GPU (`gpu.GPU`) or in the tests' emulator."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Variant = tuple[str, Mapping[str, str | int]]  # source, macros
 
 
 class Properties(NamedTuple):
-    """What decides between variants of a kernel and how many blocks it has."""
+    """Properties of a device, which choose the variant of a kernel and its number of blocks."""
 
     processors: int  # multiprocessors
     capability: int  # compute capability times ten
-    memory_bytes: int  # of the device, free or not
+    memory_bytes: int  # total memory
 
 
 class Launchable(Protocol):
@@ -26,24 +26,28 @@ class Launchable(Protocol):
         """Launch on the current stream of the kernel's device; a CUDA graph may capture it.
 
         Args:
-            grid: number of blocks, in x alone or in x, y and z; a multiple of cluster
-            threads: of a block
-            cluster: number of blocks in x that share their memory; 1 for none
-            shared_bytes: dynamic shared memory of a block
+            grid: number of blocks in x, or in x, y and z; a multiple of cluster
+            threads: threads per block
+            cluster: blocks per cluster, in x; 1 for no cluster
+            shared_bytes: dynamic shared memory per block
             params: the struct, as `params.Params` packs it
+
+        Raises:
+            ValueError: params does not have the size of the struct
+            RuntimeError: the launch failed
         """
 
 
 class Machine(Protocol):
     """Loads kernels and knows its properties."""
 
-    def __hash__(self) -> int: ...  # plans are remembered by machine
+    def __hash__(self) -> int: ...  # launch plans are cached by machine
 
     def problems(self) -> list[str]:
-        """Why no kernel can be compiled, loaded or launched here, each 'what it is, what it needs'."""
+        """Reasons why no kernel can be compiled, loaded or launched here, each 'what it is, what it needs'."""
 
     def properties(self, device: torch.device) -> Properties:
-        """Of one device."""
+        """Return the properties of one device."""
 
     def load(self, source: str, entry: str, defines: Mapping[str, str | int], device: torch.device) -> Launchable:
-        """A kernel on a device, compiled if need be; the same one for the same arguments."""
+        """Return a kernel on a device, compiled if necessary; the same object for the same arguments."""

@@ -1,7 +1,6 @@
-"""The struct that a kernel takes by value, described once: the description packs its bytes and is its C++ definition.
+"""The struct that a kernel takes by value: one description packs its bytes and gives its C++ definition.
 
-A source includes the definition as "<name>.h" ("ForwardParams.h"), which is in no file: like every header, NVRTC gets
-it as a text.
+A source includes the definition as "<name>.h" ("ForwardParams.h"), which is no file: NVRTC gets every header as a text.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ _headers: dict[str, str] = {}
 
 
 class Params:
-    """Pointers first, which change from launch to launch; then values, which seldom do."""
+    """A struct of pointers, which change from launch to launch, followed by values, which rarely change."""
 
     def __init__(self, name: str, fields: str, structs: str = ""):
         """Describe the struct `name`.
 
         Args:
             fields: its members in C++: pointers, then values of the types `CODES` or of `structs`
-            structs: C++ definitions of structs of u32, which count as that many values
+            structs: C++ definitions of structs whose members are all u32
         """
         members = {kind: len(_declared(body)) for kind, body in re.findall(r"struct (\w+) \{(.*?)\};", structs, re.S)}
         declared = _declared(fields)
@@ -42,17 +41,17 @@ class Params:
         )
 
     def pack(self, addresses: list[int], *values: object) -> bytes:
-        """The struct's bytes."""
+        """Return the struct's bytes."""
         return self.pack_pointers(*addresses) + self.pack_values(*values)
 
 
 def header(name: str) -> str | None:
-    """The text of a struct's definition by the name that sources include; None for another name."""
+    """Return the definition of a struct by the name that sources include, or None for another name."""
     return _headers.get(name)
 
 
 def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
-    """Data pointers; 0 for None."""
+    """Return data pointers, 0 for None."""
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 

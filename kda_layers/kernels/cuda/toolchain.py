@@ -1,10 +1,9 @@
-"""The CUDA toolchain as a whole: what it can do on this machine, and compiling every kernel before its first use."""
+"""Report what the CUDA toolchain can do on this machine, and compile every kernel before its first use."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from tqdm import tqdm
@@ -12,81 +11,75 @@ from tqdm import tqdm
 from ..registry import registries
 from . import build, cache, gpu
 from .arch import ARCHS, TARGETS
+from .cache import folder as cache_folder
 from .machine import Variant
 
 __all__ = ["TARGETS", "archs_here", "cache_folder", "explain", "precompile", "resources", "variants_for"]
 
 
 def explain() -> str:
-    """One line: the compiler, how many cubins are in which folder; or why nothing can be compiled."""
+    """Return one line: the compiler, the number of cubins and their folder; or why nothing can be compiled."""
     if build.problems():
         return f"cannot: {'; '.join(build.problems())}"
-    line = f"NVRTC {build.dotted(build.nvrtc_version())}, {len(cache.entries())} cubins in {cache.folder()}"
+    line = f"NVRTC {build.dotted(build.nvrtc_version())}, {len(cache.entries())} cubins in {cache_folder()}"
     return "; ".join([line, *(f"cannot launch: {reason}" for reason in gpu.problems())])
 
 
 def archs_here() -> list[str]:
-    """What is compiled for the GPUs of this machine."""
+    """Return the compilation targets of this machine's GPUs."""
     capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     found = (ARCHS.get(10 * major + minor) for major, minor in capabilities)
     return list(dict.fromkeys(arch.target for arch in found if arch))
 
 
-def cache_folder() -> Path:
-    """Folder of compiled kernels.
-
-    Raises:
-        ValueError: $KDA_LAYERS_CACHE is a relative path
-        RuntimeError: the home directory is needed and unknown
-    """
-    return cache.folder()
-
-
 def variants_for(arch: str) -> list[Variant]:
-    """(source, macros) of every kernel that a backend of any operator may launch on `arch` ("sm_90a")."""
+    """Return (source, macros) of every kernel that a backend of any operator may launch on `arch` ("sm_90a")."""
     return [variant for r in registries() for b in r.backends().values() for variant in b.variants(arch)]
 
 
 def resources(archs: Sequence[str]) -> str:
-    """A table of what every variant for `archs` takes, as the compiler reports it; compiles what is not in the cache.
+    """Return a table of what every variant for `archs` takes; compile those that are not in the cache.
 
-    Registers a thread, bytes of static shared memory a block, of stack and of spills a thread. Dynamic shared memory
-    is the macro SHARED_BYTES of the variants that have it.
+    The columns are registers per thread, bytes of static shared memory per block, bytes of stack and of spills per
+    thread. Dynamic shared memory is the macro SHARED_BYTES of the variants that have it.
 
-    Raises: as `precompile`.
+    Raises:
+        RuntimeError: the toolchain is missing, or a kernel does not compile
     """
-    if build.problems():
-        raise RuntimeError(f"kernels cannot be compiled: {'; '.join(build.problems())}")
-    variants = [(arch, *variant) for arch in archs for variant in variants_for(arch)]
     lines = [f"{'arch':8} {'kernel':18} registers shared stack spilled  macros"]
-    for arch, source, defines in tqdm(variants, desc="compiling", unit="variant", disable=not variants):
-        for kernel, r in build.resources(build.compile(source, defines, arch)).items():
-            spilled, macros = r.spill_stores + r.spill_loads, " ".join(f"{n}={v}" for n, v in defines.items())
-            lines.append(
-                f"{arch:8} {kernel:18} {r.registers:9} {r.shared_bytes:6} {r.stack_bytes:5} {spilled:7}  {macros}"
-            )
+    for arch, defines, cubin in _compiled(archs):
+        macros = " ".join(f"{n}={v}" for n, v in defines.items())
+        for kernel, r in build.resources(cubin).items():
+            numbers = f"{r.registers:9} {r.shared_bytes:6} {r.stack_bytes:5} {r.spill_stores + r.spill_loads:7}"
+            lines.append(f"{arch:8} {kernel:18} {numbers}  {macros}")
     return "\n".join(lines)
 
 
 def precompile(archs: Sequence[str]) -> str:
-    """Compile what the backends may launch on `archs`, so that no first use waits; progress goes to stderr.
+    """Compile what the backends may launch on `archs`, so that their first calls do not wait.
 
     Args:
-        archs: of `TARGETS`; neither a GPU nor a driver is needed
+        archs: some of `TARGETS`; compiling needs neither a GPU nor a driver
 
     Returns:
-        one line: how many variants of kernels there are, how many had to be compiled, the seconds and the folder
+        one line: the number of variants, how many of them had to be compiled, the seconds and the folder
 
     Raises:
-        RuntimeError: the toolchain is not there, a kernel does not compile, or its cubin cannot be kept
+        RuntimeError: the toolchain is missing, a kernel does not compile, or its cubin cannot be cached
     """
-    if build.problems():
-        raise RuntimeError(f"kernels cannot be compiled: {'; '.join(build.problems())}")
-    start, before = time.perf_counter(), len(cache.entries())
-    variants = [(arch, *variant) for arch in archs for variant in variants_for(arch)]
-    for arch, source, defines in tqdm(variants, desc="compiling", unit="variant", disable=not variants):
-        build.compile(source, defines, arch)
+    start, before, count = time.perf_counter(), len(cache.entries()), 0
+    for _ in _compiled(archs):
+        count += 1
         if cache.problems():
             raise RuntimeError(f"kernels cannot be kept for other processes: {'; '.join(cache.problems())}")
     seconds, new = time.perf_counter() - start, len(cache.entries()) - before
-    return f"{len(variants)} variants for {', '.join(archs)}, {new} of them new, {seconds:.1f} s, in {cache.folder()}"
+    return f"{count} variants for {', '.join(archs)}, {new} of them new, {seconds:.1f} s, in {cache_folder()}"
+
+
+def _compiled(archs: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str | int], build.Cubin]]:
+    """Yield (arch, macros, cubin) of every variant for `archs`; progress goes to stderr."""
+    if build.problems():
+        raise RuntimeError(f"kernels cannot be compiled: {'; '.join(build.problems())}")
+    variants = [(arch, *variant) for arch in archs for variant in variants_for(arch)]
+    for arch, source, defines in tqdm(variants, desc="compiling", unit="variant", disable=not variants):
+        yield arch, defines, build.compile(source, defines, arch)
