@@ -1,1 +1,1 @@
-"""flash-linear-attention's kernels: what is installed, and which of them are used."""
+"""flash-linear-attention's kernels: which version is installed, and which of its functions are used."""

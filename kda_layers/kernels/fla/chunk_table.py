@@ -1,23 +1,22 @@
-"""Which chunks packed sequences have, without reading their lengths on the host."""
+"""The chunks of packed sequences, found without reading their lengths on the host."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-CHUNK = 64  # tokens, as its kernels are called
+CHUNK = 64  # tokens; the chunk size that flash-linear-attention's kernels are called with
 
 
 def table_rows(T: int, N: int) -> int:
-    """How many chunks N sequences of T tokens in all can have at most."""
+    """The most chunks that N sequences of T tokens in all can have."""
     return (T + (CHUNK - 1) * N) // CHUNK
 
 
 def chunk_table(cu_seqlens: Tensor | None, T: int) -> list[Tensor]:
-    """For packed sequences: [(sequence, chunk in it) of every chunk, each sequence's first chunk]; else nothing.
+    """Return [(sequence, chunk in it) of every chunk, each sequence's first chunk]; [] without packed sequences.
 
-    Surplus rows name a chunk behind the end of the last sequence, of which flash-linear-attention's kernels read and
-    write nothing.
+    Surplus rows name a chunk beyond the end of the last sequence, for which the kernels read and write nothing.
     """
     if cu_seqlens is None:
         return []

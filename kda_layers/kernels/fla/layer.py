@@ -1,4 +1,4 @@
-"""Its modules for what surrounds the operator in a layer: where they serve, and when they are too slow to launch."""
+"""Shared parts of the backends over flash-linear-attention's layer modules (convolution, gated norm)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FEW_TOKENS = f"there are too few tokens, needs B * T of at least {MIN_TOKENS}"
 
 
 class LayerBackend(Backend):
-    """A backend over one of its modules."""
+    """A backend over one of flash-linear-attention's modules."""
 
     name = "fla"
     priority = 10
@@ -27,7 +27,7 @@ class LayerBackend(Backend):
 
 
 def few_tokens(x: Tensor) -> bool:
-    """True if x [B, T, ...] is too short for a kernel that is slow to launch."""
-    # A bound on B * T would make two graphs of one. The branch makes a constant of what is symbolic.
+    """True if x [B, T, ...] has so few tokens that launching takes longer than computing."""
+    # While compiling, a bound on B * T would split the graph's range of sizes. The `if` makes the result a constant.
     few = x.shape[1] == 1 if torch.compiler.is_compiling() else x.shape[0] * x.shape[1] < MIN_TOKENS
     return True if few else False  # noqa: SIM210

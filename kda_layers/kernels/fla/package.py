@@ -1,4 +1,4 @@
-"""Finding and importing flash-linear-attention (fla-core 0.6): only here, and only inside functions."""
+"""Find and import flash-linear-attention (fla-core 0.6). No other file imports it, and none at import time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGE, VERSION = "fla-core", "0.6"
 
 @functools.cache
 def problems() -> list[str]:
-    """Why its kernels cannot be used at all; importing them takes seconds."""
+    """Reasons why its kernels cannot be used; finding out imports them, which takes seconds."""
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -23,7 +23,7 @@ def problems() -> list[str]:
     try:
         operator_stages(), layer_functions()
         intruder = _tilelang()
-    except Exception as error:  # whatever an import of Triton, or of it with this Triton, may raise
+    except Exception as error:  # importing it with an incompatible Triton may raise anything
         return [f"{PACKAGE} {version} cannot be imported ({type(error).__name__}: {error})"]
     if intruder:
         return ["tilelang is installed, and its kernels would run in the place of fla-core's, needs FLA_TILELANG=0"]
@@ -31,7 +31,7 @@ def problems() -> list[str]:
 
 
 def _tilelang() -> bool:
-    """Whether the stages would call TileLang's kernels, which know nothing of our table of packed chunks."""
+    """True if the stages would call TileLang's kernels, which do not support our table of packed chunks."""
     registries = importlib.import_module("fla.backends")._operation_registries
     backends = (
         b for name in ("kda", "common", "gla") if name in registries for b in registries[name]._backends.values()
@@ -62,7 +62,7 @@ def operator_stages() -> SimpleNamespace:
 
 @functools.cache
 def layer_functions() -> SimpleNamespace:
-    """What surrounds the operator in a layer: the convolution's two passes, and the gated norm with its gradient."""
+    """The other functions of a layer: forward and backward of the convolution, and the differentiable gated norm."""
     return _functions(
         {
             "fla.modules.causal_conv1d": ("causal_conv1d_fwd", "causal_conv1d_bwd"),
@@ -72,6 +72,6 @@ def layer_functions() -> SimpleNamespace:
 
 
 def _functions(names: dict[str, tuple[str, ...]]) -> SimpleNamespace:
-    """The functions, without the wrappers that guard them and choose other packages' kernels."""
+    """Import functions by module, without their decorators, which add checks and dispatch to other packages."""
     found = {n: getattr(importlib.import_module(module), n) for module, ns in names.items() for n in ns}
     return SimpleNamespace(**{n: inspect.unwrap(f) for n, f in found.items()})

@@ -1,14 +1,10 @@
-"""The contract between the gated norm and its backends, which are all differentiable torch code.
-
-D width of what is normalised
-"""
+"""The contract between the gated norm and its backends, which are all differentiable torch code."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,15 +12,7 @@ from ..declarations import Backend as AnyBackend
 from ..declarations import Problem as AnyProblem
 from ..fla.layer import FEW_TOKENS
 
-
-class Inputs(NamedTuple):
-    """Everything that one call reads."""
-
-    x: Tensor  # [..., D]
-    gate: Tensor  # [..., D] logits
-    weight: Tensor  # [D]
-    eps: float
-    plain: Callable[[Tensor, Tensor], Tensor] | None  # (x, gate): the norm as the caller's module rounds it
+Plain = Callable[[Tensor, Tensor], Tensor]  # (x, gate): the gated norm as the caller's module rounds it
 
 
 @dataclass(frozen=True)
@@ -44,5 +32,5 @@ class Backend(AnyBackend):
     """One implementation."""
 
     @abc.abstractmethod
-    def normalise(self, x: Inputs) -> Tensor:
-        """What `gated_rms_norm` returns."""
+    def normalise(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None) -> Tensor:
+        """Return the result of `gated_rms_norm`."""

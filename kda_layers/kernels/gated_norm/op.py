@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ..fla.layer import few_tokens
-from .contract import Inputs
+from .contract import Plain
 from .dispatch import GATED_NORM
 
 
@@ -17,7 +15,7 @@ def gated_rms_norm(
     gate: Tensor,
     weight: Tensor,
     eps: float,
-    plain: Callable[[Tensor, Tensor], Tensor] | None = None,
+    plain: Plain | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate) over the last dimension, differentiable.
@@ -25,12 +23,12 @@ def gated_rms_norm(
     Args:
         x, gate: [B, T, ..., D], any float dtype.
         weight: [D].
-        plain: (x, gate) -> the same in plain PyTorch, for a caller whose own module rounds in places of its own; None
+        plain: (x, gate) -> the same in plain PyTorch, for callers whose module rounds intermediate results; None
             computes in fp32 (fp64 for fp64) and rounds once.
-        backend: of the operator next to it, taken here where a backend of that name serves; None chooses.
+        backend: name of a backend, used if it serves this call; None chooses.
 
     Returns:
         [B, T, ..., D] in x's dtype, or what `plain` returns.
     """
     name = GATED_NORM.choose(backend, x.device, x.dtype, few_tokens(x), torch.compiler.is_compiling())
-    return GATED_NORM.backends()[name].normalise(Inputs(x, gate, weight, eps, plain))
+    return GATED_NORM.backends()[name].normalise(x, gate, weight, eps, plain)

@@ -16,7 +16,7 @@ from ..operator import Differentiable
 
 
 class Inputs(NamedTuple):
-    """Everything that one call of a fused kernel reads."""
+    """The inputs of a fused kernel."""
 
     x: Tensor  # [B, T, D]
     weight: Tensor  # [D, W]
@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a fused kernel returns."""
+    """The outputs of a fused kernel."""
 
     y: Tensor  # [B, T, D] in x's dtype
 
@@ -51,17 +51,12 @@ class Problem(AnyProblem):
 
 
 class Backend(Differentiable):
-    """One implementation. A transparent one is plain torch, which autograd and torch.compile see through."""
+    """One implementation. A transparent one is plain torch code, which autograd and torch.compile trace."""
 
     transparent = False
 
     def convolve(
         self, x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What `short_conv` returns, by a transparent backend."""
+        """Return the results of `short_conv`. Only transparent backends have this method."""
         raise NotImplementedError
-
-
-def outputs_like(x: Inputs) -> Outputs:
-    """Unwritten outputs."""
-    return Outputs(x.x.new_empty(x.x.shape))

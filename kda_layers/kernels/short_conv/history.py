@@ -1,4 +1,4 @@
-"""The inputs before a call: the state of a short convolution, put in front of its tokens and taken from their end."""
+"""The state of a short convolution: the last W inputs, which precede the tokens of the next call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def packed_state(x: Tensor, W: int, state: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """[N, D, W]: the last W inputs of each packed sequence, its history included."""
+    """Return the new state [N, D, W]: the last W inputs of each packed sequence, its history included."""
     N, D = cu_seqlens.shape[0] - 1, x.shape[2]
     history = x.new_zeros(N, W, D) if state is None else state.mT.to(x.dtype)
     back = torch.arange(-W, 0, device=x.device)
@@ -18,16 +18,16 @@ def packed_state(x: Tensor, W: int, state: Tensor | None, cu_seqlens: Tensor) ->
 
 
 def state_after(x: Tensor, W: int, state: Tensor | None, mask: Tensor | None) -> Tensor:
-    """The new state [B, D, W] of `short_conv` with W taps after x [B, T, D] alone, T >= 0; not for packed sequences."""
+    """Return the new state [B, D, W] after x [B, T, D], T >= 0, without the convolution; not for packed sequences."""
     if mask is None and x.shape[1] >= W:
         return x[:, -W:].mT
     return with_history(x, W, state, mask)[0][:, -W:].mT
 
 
 def with_history(x: Tensor, W: int, state: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """x after the W inputs before it, [B, W + T, D], with all padding moved before both; each token's place there.
+    """Return the W inputs before x followed by x, [B, W + T, D], with all padding moved to the front, and positions.
 
-    The places are [B, T, D] for a gather, or None where nothing was moved.
+    The positions [B, T, D] index the tokens of x in the result, for a gather; None if nothing was moved.
     """
     B, D = x.shape[0], x.shape[2]
     history = x.new_zeros(B, W, D) if state is None else state.mT.to(x.dtype)

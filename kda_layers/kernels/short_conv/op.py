@@ -1,4 +1,4 @@
-"""Depthwise causal convolution over a few tokens, with SiLU: whole, packed or continued, with its state."""
+"""Depthwise causal convolution over a few tokens, with SiLU, for padded, packed or continued sequences."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from torch import Tensor
 
 from ..fla.layer import few_tokens
 from ..operator import Operator
-from .contract import Gradients, Inputs, Outputs, outputs_like
+from .contract import Gradients, Inputs, Outputs
 from .dispatch import SHORT_CONV
 from .history import packed_state, state_after
 
 __all__ = ["short_conv", "short_convs", "state_after"]
 
-_short_conv: Operator[Inputs, Outputs] = Operator("short_conv", Inputs, Outputs, Gradients, SHORT_CONV, outputs_like)
+_short_conv: Operator[Inputs, Outputs] = Operator(
+    "short_conv", Inputs, Outputs, Gradients, SHORT_CONV, lambda x: Outputs(x.x.new_empty(x.x.shape))
+)
 
 
 def short_convs(
@@ -27,20 +29,19 @@ def short_convs(
     keep_state: bool = True,
     backend: str | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """`short_conv` of tensors xs [B, T, D_i] whose channels lie side by side in weight [D, W] and state [N, D, W].
+    """Apply `short_conv` to tensors xs [B, T, D_i] whose channels are concatenated in weight [D, W], state [N, D, W].
 
     Returns:
-        y_i [B, T, D_i], contiguous where that costs nothing, and the new state, or None without keep_state.
+        y_i [B, T, D_i], contiguous where that needs no copy, and the new state, or None without keep_state.
     """
     widths = [x.shape[-1] for x in xs]
     _, transparent = SHORT_CONV.choose(backend, xs[0].device, xs[0].dtype, few_tokens(xs[0]), mask is not None)
-    if transparent:  # few large operations, as each of the plain form's is slow
+    if transparent:  # plain PyTorch is fastest with few large operations
         y, new = short_conv(torch.cat(tuple(xs), -1), weight, state, cu_seqlens, mask, backend)
         return list(y.split(widths, -1)), new if keep_state else None
     states = [None] * len(xs) if state is None else state.split(widths, 1)
-    parts = [
-        short_conv(x, w, s, cu_seqlens, None, backend) for x, w, s in zip(xs, weight.split(widths), states, strict=True)
-    ]  # of its own each: neither copied together before nor apart after
+    weights = weight.split(widths)  # one call for each tensor needs no copy to concatenate and to split them
+    parts = [short_conv(x, w, s, cu_seqlens, None, backend) for x, w, s in zip(xs, weights, states, strict=True)]
     return [y for y, _ in parts], torch.cat([s for _, s in parts], 1) if keep_state else None
 
 
@@ -52,16 +53,16 @@ def short_conv(
     mask: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """SiLU of a depthwise causal convolution, y_t = silu(sum_i weight[:, i] x_{t - W + 1 + i}), and its new state.
+    """Return y_t = silu(sum_i weight[:, i] x_{t - W + 1 + i}), a depthwise causal convolution, and its new state.
 
     Args:
         x: [B, T, D], any float dtype; computed in fp32 (fp64 for fp64).
         weight: [D, W].
         state: [N, D, W], the last W inputs of each sequence before this call (zeros if None); not changed.
         cu_seqlens: [N + 1] integer offsets of the sequences packed along T (then B = 1), or None (then N = B).
-        mask: [B, T] bool, True for real tokens; padding, where x must be 0, is skipped wherever it stands: real
-            tokens see the W - 1 real ones before them. None for no padding. Not with cu_seqlens.
-        backend: of the operator next to it, taken here where a backend of that name serves; None chooses.
+        mask: [B, T] bool, True for real tokens, each of which sees the W - 1 real ones before it; x must be 0 at
+            padding, which may be anywhere. None for no padding. Not with cu_seqlens.
+        backend: name of a backend, used if it serves this call; None chooses.
 
     Returns:
         y [B, T, D] in x's dtype, and the new state [N, D, W] in x's dtype.
@@ -70,7 +71,7 @@ def short_conv(
     if transparent:
         return SHORT_CONV.backends()[name].convolve(x, weight, state, cu_seqlens, mask)
     grads = torch.is_grad_enabled()
-    # The backward reads the state, which a cache overwrites before that. No gradient flows into it.
+    # Copy the state, which gets no gradient: a cache overwrites it before the backward reads it.
     read = state.detach().clone() if state is not None and grads else state
     y = _short_conv(Inputs(x, weight, read, cu_seqlens), grads and (x.requires_grad or weight.requires_grad), name).y
     W = weight.shape[1]

@@ -1,4 +1,4 @@
-"""Plain PyTorch: any device, any dtype; torch.compile fuses it."""
+"""Plain PyTorch for any device and dtype; torch.compile fuses it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from ...checks import accumulator_dtype
-from ..contract import Backend, Inputs
+from ..contract import Backend, Plain
 
 
 class EagerBackend(Backend):
     name = "eager"
     features = frozenset(("few_tokens", "compiled"))
 
-    def normalise(self, x: Inputs) -> Tensor:
-        if x.plain is not None:
-            return x.plain(x.x, x.gate)
-        dtype = accumulator_dtype(x.x.dtype)
-        y = torch.nn.functional.rms_norm(x.x.to(dtype), x.weight.shape, x.weight.to(dtype), x.eps)
-        return (y * torch.sigmoid(x.gate.to(dtype))).to(x.x.dtype)
+    def normalise(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None) -> Tensor:
+        if plain is not None:
+            return plain(x, gate)
+        dtype = accumulator_dtype(x.dtype)
+        y = torch.nn.functional.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps)
+        return (y * torch.sigmoid(gate.to(dtype))).to(x.dtype)
 
 
 BACKEND = EagerBackend()

@@ -1,4 +1,4 @@
-"""flash-linear-attention's norm: CUDA, 16 bits and fp32; rounds once."""
+"""flash-linear-attention's gated norm: CUDA, 16 bits and fp32; rounds once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ...fla.layer import LayerBackend
 from ...fla.package import layer_functions
-from ..contract import Backend, Inputs
+from ..contract import Backend, Plain
 
 
 class FLABackend(LayerBackend, Backend):
-    def normalise(self, x: Inputs) -> Tensor:
-        with torch.cuda.device(x.x.device):
-            return layer_functions().rms_norm_gated(x.x, x.gate, x.weight, None, activation="sigmoid", eps=x.eps)
+    def normalise(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None) -> Tensor:
+        with torch.cuda.device(x.device):
+            return layer_functions().rms_norm_gated(x, gate, weight, None, activation="sigmoid", eps=eps)
 
 
 BACKEND = FLABackend()

@@ -1,4 +1,4 @@
-"""Plain PyTorch: any device, any dtype, masks; torch.compile fuses it."""
+"""Plain PyTorch for any device and dtype, with masks; torch.compile fuses it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EagerBackend(Backend):
 
         N = cu_seqlens.shape[0] - 1
         history = x.new_zeros(N, W, D) if state is None else state.mT.to(x.dtype)
-        # Every sequence, preceded by its W rows of history, in one row of W N + T tokens.
+        # Concatenate all sequences, each preceded by its history of W tokens, to W N + T tokens.
         tokens = torch.arange(T, device=x.device)
         sequence = torch.searchsorted(cu_seqlens, tokens, right=True, out_int32=False)  # 1-based
         tokens = tokens + W * sequence
@@ -41,7 +41,7 @@ class EagerBackend(Backend):
 
 
 def _convolve(full: Tensor, weight: Tensor) -> Tensor:
-    """[B, L, D] -> [B, L - W + 1, D] in full's dtype, rounded once: a multiply-add over the rows for each tap."""
+    """Convolve [B, L, D] to [B, L - W + 1, D] in full's dtype, rounded once: one multiply-add for each tap."""
     W, length = weight.shape[1], full.shape[1] - weight.shape[1] + 1
     weight = weight.to(accumulator_dtype(weight.dtype))
     y = full[:, :length] * weight[:, 0]

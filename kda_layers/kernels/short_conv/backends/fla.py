@@ -1,4 +1,4 @@
-"""flash-linear-attention's convolution: CUDA, 16 bits and fp32. Inductor's own kernel takes twice as long."""
+"""flash-linear-attention's convolution: CUDA, 16 bits and fp32. Inductor's kernel takes twice as long."""
 
 from __future__ import annotations
 
