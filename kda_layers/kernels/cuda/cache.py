@@ -3,7 +3,7 @@
 A file holds the checksum of its contents, then the contents, and gets its name when it is complete. The checksum
 detects damage but authenticates nothing, so an entry is read only if no user other than this one and root can have
 written it: owner and mode of folder and file are checked on the descriptors that are read from, and entries are opened
-relative to the folder's descriptor, so that swapping the folder from a parent directory has no effect.
+relative to the folder's descriptor, so that swapping the folder gains nothing.
 
 Processes that miss the same entry at the same time all build it, and the last one's stays. A lock would save some
 seconds once, and hangs on network file systems that implement it badly.
