@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import kda
+from kda_layers.kernels.kda.activations import BOUNDED_GATES
 from kda_layers.kernels.kda.contract import Gradients, Inputs
 from kda_layers.kernels.kda.reference import recurrence
 
@@ -81,7 +82,7 @@ def call(x: Inputs, backend: str) -> Any:
     """`kda` on the fields of Inputs."""
     return kda(
         *x[:5], A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens,
-        gate_activation=x.gate_activation, lower_bound=x.lower_bound if x.gate_activation == "lower_bound" else None,
+        gate_activation=x.gate_activation, lower_bound=x.lower_bound if x.gate_activation in BOUNDED_GATES else None,
         beta_activation=x.beta_activation, qk_l2norm=x.qk_l2norm, scale=x.scale, final_state=x.final_state,
         checkpoint_every=x.checkpoint_every, recompute={"yes": True, "no": False}.get(x.recompute, x.recompute),
         backend=backend,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.checks import accumulator_dtype
+from kda_layers.kernels.kda.activations import BOUNDED_GATES
 from kda_layers.kernels.kda.contract import DecodeInputs, Inputs
 from kda_layers.testing.budgets import BF16, FP32, FP64
 
@@ -103,7 +104,7 @@ def make_inputs(case: Case, device: str = "cpu", draw: int = 0) -> Inputs:
         A_log.to(wide) if case.A_log and A_log is not None else None,
         dt_bias.to(wide) if case.dt_bias and dt_bias is not None else None,
         normal(N, HV, V, K).mul(0.5).to(wide) if case.state else None,
-        offsets, case.gate, case.lower_bound if case.gate == "lower_bound" else 0.0, case.beta, case.l2norm,
+        offsets, case.gate, case.lower_bound if case.gate in BOUNDED_GATES else 0.0, case.beta, case.l2norm,
         K**-0.5 if case.scale is None else case.scale, case.final, 64 if case.checkpoints else 0,
     )  # fmt: skip
     return to_device(x, device)

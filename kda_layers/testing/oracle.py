@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.checks import accumulator_dtype
+from kda_layers.kernels.kda.activations import BOUNDED_GATES
 from kda_layers.kernels.kda.contract import Gradients, Inputs, KDAOutput
 from kda_layers.kernels.kda.op import kda
 from kda_layers.kernels.kda.reference import recurrence
@@ -19,7 +20,7 @@ def options(x: Inputs) -> dict:
     """The keyword arguments that `kda` and `kda_step` share."""
     return {
         "A_log": x.A_log, "dt_bias": x.dt_bias, "cu_seqlens": x.cu_seqlens, "gate_activation": x.gate_activation,
-        "lower_bound": x.lower_bound if x.gate_activation == "lower_bound" else None,
+        "lower_bound": x.lower_bound if x.gate_activation in BOUNDED_GATES else None,
         "beta_activation": x.beta_activation, "qk_l2norm": x.qk_l2norm, "scale": x.scale,
     }  # fmt: skip
 

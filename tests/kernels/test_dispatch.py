@@ -108,7 +108,7 @@ def problem(case: Case) -> Problem:
 
 def test_backends_are_found_in_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One file, one backend class; the highest priority comes first."""
-    for name, priority in (("aaa", -1), ("zzz", 10**9)):
+    for name, priority in (("aaa", -(10**9)), ("zzz", 10**9)):
         (tmp_path / f"{name}.py").write_text(
             "from kda_layers.kernels.kda.backends.eager import EagerBackend\n"
             f"BACKEND = type('Found', (EagerBackend,), {{'name': '{name}', 'priority': {priority}}})()\n"

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAOutput, kda, kda_step
+from kda_layers.kernels.kda.activations import GATES
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import Gradients, Inputs
 from kda_layers.kernels.kda.dispatch import problem_of
@@ -44,7 +45,7 @@ def tensors_of(x: Inputs) -> dict[str, Tensor]:
 GRADCHECKED = [
     Case(T=3, H=1, K=3, V=2, dtype=FP64, state=True),
     Case(T=2, H=1, K=2, V=2, group=2, dtype=FP64, A_log=False),
-    Case(T=3, H=1, K=2, V=3, dtype=FP64, gate="softplus", beta="2sigmoid", state=True),
+    *(Case(T=3, H=1, K=2, V=3, dtype=FP64, gate=gate, beta="2sigmoid", state=True) for gate in GATES),
     Case(T=3, H=1, K=2, V=2, dtype=FP64, gate="softplus", dt_bias=False, l2norm=False),
     Case(T=3, H=1, K=2, V=3, dtype=FP64, gate="log_decay", beta="given", state=True),
     Case(lengths=(2, 0, 1), H=1, K=2, V=2, dtype=FP64, state=True),

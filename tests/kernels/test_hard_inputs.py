@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kda_layers.kernels.kda.activations import BOUNDED_GATES
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
@@ -129,7 +130,7 @@ def hard_inputs(kind: Callable[[int, int, int], dict], T: int, D: int, H: int, d
     return Inputs(
         *(x[n].to(dtype) for n in ("q", "k", "v", "g", "beta")),
         wide.get("A_log"), wide.get("dt_bias"), wide.get("initial_state"), None,
-        x["gate_activation"], -5.0 if x["gate_activation"] == "lower_bound" else 0.0, x["beta_activation"], True,
+        x["gate_activation"], -5.0 if x["gate_activation"] in BOUNDED_GATES else 0.0, x["beta_activation"], True,
         D**-0.5, True, 64 if T <= 512 else 0,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kda_layers.kernels.kda.activations import GATES
 from kda_layers.kernels.kda.contract import state_dtype
 from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
@@ -68,7 +69,7 @@ CASES = [
     exact(A_log=False, dt_bias=False, lower_bound=-0.5, state=True),
     Case(slow=True, g_wide=True, beta_wide=True),
     Case(lower_bound=-1.0, g_wide=True),
-    *(Case(gate="softplus", slow=slow, state=True) for slow in (False, True)),
+    *(Case(gate=gate, slow=slow, state=True) for gate in GATES for slow in (False, True)),
     exact(gate="softplus", dt_bias=False),
     Case(gate="log_decay", slow=True, state=True),
     Case(gate="log_decay", g_wide=True),

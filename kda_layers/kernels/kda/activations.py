@@ -56,6 +56,7 @@ SOFTPLUS = Gate(
     "softplus", 1, lambda z, rate, bound: -rate * torch.nn.functional.softplus(z), _softplus_backward, needs_rate=True
 )
 GATES = {gate.name: gate for gate in (LOWER_BOUND, SOFTPLUS)}
+BOUNDED_GATES = tuple(name for name, gate in GATES.items() if gate.bounded)
 BETAS = {beta.name: beta for beta in (Beta("sigmoid", 0, 1.0), Beta("2sigmoid", 1, 2.0))}
 
 # Precomputed: g is the log-decay itself, beta is beta itself.

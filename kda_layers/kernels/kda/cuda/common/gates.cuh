@@ -4,7 +4,7 @@
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-enum Gate { LOWER_BOUND = 0, SOFTPLUS = 1, LOG_DECAY = 2 };
+enum Gate { LOWER_BOUND = 0, SOFTPLUS = 1, LOG_DECAY = 2, GATE_COUNT };
 enum Beta { SIGMOID = 0, TWICE_SIGMOID = 1, PRECOMPUTED = 2 };
 
 // log(1 + e^x) by series for small z = e^-|x|: rounding 1 + z would accumulate over a long sequence.
@@ -18,6 +18,7 @@ DEVICE float sigmoid(float x) { return reciprocal(1.f + exp2_fast(-x * LOG2_E));
 
 // Decays of one head; the factors that do not depend on the token are computed once.
 template <int gate> struct Gates {
+    static_assert(gate < GATE_COUNT, "a gate of activations.py that this file lacks");
     float in, out;  // factors of the logit and of the activation, base 2
 
     DEVICE Gates(float rate, float lower_bound) {

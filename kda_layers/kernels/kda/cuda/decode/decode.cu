@@ -118,6 +118,13 @@ template <int gate> DEVICE void decays(float (&g)[PER_LANE], const Raw& raw, con
     for (int i = 0; i < PER_LANE; i++) g[i] = gates.decay(g[i], gates.bias(element(raw.bias[i])), true);
 }
 
+// `decays` of p.gate.
+template <int gate = 0> DEVICE void decays_of_any_gate(float (&g)[PER_LANE], const Raw& raw, const DecodeParams& p) {
+    if constexpr (gate + 1 == GATE_COUNT) decays<gate>(g, raw, p);
+    else if (p.gate == gate) decays<gate>(g, raw, p);
+    else decays_of_any_gate<gate + 1>(g, raw, p);
+}
+
 DEVICE void prepare_token(Token& to, const Raw& raw, const DecodeParams& p, u32 lane) {
     float q[PER_LANE], k[PER_LANE], g[PER_LANE], qq = 0, kk = 0, qk = 0;
     #pragma unroll
@@ -131,9 +138,7 @@ DEVICE void prepare_token(Token& to, const Raw& raw, const DecodeParams& p, u32 
     const float k_factor = p.qk_l2norm ? rsqrt_fast(kk + 1e-6f) : 1.f;
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) q[i] *= q_factor, k[i] *= k_factor;
-    if (p.gate == LOWER_BOUND) decays<LOWER_BOUND>(g, raw, p);
-    else if (p.gate == SOFTPLUS) decays<SOFTPLUS>(g, raw, p);
-    else decays<LOG_DECAY>(g, raw, p);
+    decays_of_any_gate(g, raw, p);
     put_words(to.q + lane * PER_LANE, q);
     put_words(to.k + lane * PER_LANE, k);
     put_words(to.decay + lane * PER_LANE, g);
