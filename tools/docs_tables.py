@@ -121,10 +121,11 @@ def backends(_: Results) -> str:
     for backend in KDA.backends().values():
         archs = getattr(backend, "archs", ())
         problems = [default_problem("cpu")]
-        if "device" in backend.serves:
+        device = "any" if "device" not in backend.serves else "CPU"
+        if "device" in backend.serves and backend.serves["device"].refuses("cpu"):
             capabilities = [a.capability for a in archs] or [90]
             problems = [replace(problems[0], device="cuda", arch=c) for c in capabilities]
-        device = "any" if "device" not in backend.serves else "NVIDIA GPUs from compute capability 8.0 on"
+            device = "NVIDIA GPUs from compute capability 8.0 on"
         if archs:
             device = ", ".join(a.gpus for a in archs) + ("" if all(a.run for a in archs) else "; compiled, never run")
         uses = (dict(needs_grad=False), dict(needs_grad=True), dict(needs_grad=False, decode=True, has_state=True))

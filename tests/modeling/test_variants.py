@@ -44,9 +44,7 @@ import kda_layers
 from kda_layers import KimiDeltaAttention
 from kda_layers import swap_attention as convert
 from kda_layers.modeling.cache import KDACacheLayer, KDAOnlyCacheLayer
-from kda_layers.modeling.families.kda_llama import KDALlamaConfig
-from kda_layers.modeling.families.kda_mistral import KDAMistralConfig
-from kda_layers.modeling.families.kda_qwen3 import KDAQwen3Config
+from kda_layers.modeling.families import CONVERTED, load
 from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT
 from tests.modeling import test_model
 from tests.modeling.common import same
@@ -85,7 +83,7 @@ MODELS: dict[str, tuple[str, Any, dict[str, Any]]] = {  # family, layers, fields
     "mistral": ("mistral", [0, -2], dict(linear_conv_kernel_dim=3)),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
-every_family = pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+every_family = pytest.mark.parametrize("family", CONVERTED)
 
 
 def stock(family: str, dtype: torch.dtype = FP64, seed: int = 1, **fields: Any) -> PreTrainedModel:
@@ -659,7 +657,7 @@ def test_refused_models(tmp_path: pathlib.Path) -> None:
 
 # ---------------------------------------------------------------- the configurations
 
-CONFIGS = {"llama": KDALlamaConfig, "qwen3": KDAQwen3Config, "mistral": KDAMistralConfig}
+CONFIGS = {family: load(f"kda_{family}").config for family in CONVERTED}
 
 
 @every_family
