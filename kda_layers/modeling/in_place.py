@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +17,10 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 
 from kda_layers.kernels.kda.checks import check_lower_bound
 from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.modeling import families
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import INPUTS, refuse_misspelt
+from kda_layers.modeling.checkpoints.naming import Format
 from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
 from kda_layers.modeling.precision import KeepsFP32
@@ -27,9 +31,7 @@ logger = logging.getLogger("kda_layers")
 class StockKDALayer(KeepsFP32):
     """A stock KDA layer with our forward: its parameters under the names that `KimiDeltaAttention.forward` reads.
 
-    It comes before the stock class in the bases of a subclass without an __init__ and parameters of its own. That
-    subclass is set as the class of stock instances, which keep their parameters and checkpoint names and are still
-    instances of the stock class.
+    A mixin of `StockFamily.layer`.
     """
 
     kept_in_fp32 = KimiDeltaAttention.kept_in_fp32
@@ -164,14 +166,48 @@ def _is_stock(module: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StockFamily:
-    """A family of transformers models with layers that `swap_attention` changes in place."""
+    """A family of transformers models with layers that `swap_attention` changes in place.
 
-    base_model: type[nn.Module]  # the module that calls the decoder layers
-    stock_layer: type[nn.Module]
-    layer: type[nn.Module]  # a subclass of stock_layer
+    It names classes of transformers' modelling file, which is imported when one of them is first used.
+    """
+
+    model_type: str  # of transformers, and the name of the family's file
+    base_name: str  # class of the module that calls the decoder layers
+    stock_name: str  # class of the stock layer
+    mixin: type[nn.Module]  # our forward: no __init__, no parameters of its own
     prepare_call: Callable[..., Any]  # forward pre-hook of base_model
+    weights: Format | None = None  # names of a KDA layer's weights
     noun: ClassVar[str]  # name of its layers in messages
     kept_in_fp32: ClassVar[tuple[str, ...]] = ()  # parameters that `load_pretrained` does not round
+
+    def _stock_class(self, name: str) -> type[nn.Module]:
+        folder = f"transformers.models.{self.model_type}"
+        return getattr(importlib.import_module(f"{folder}.modeling_{self.model_type}"), name)
+
+    @cached_property
+    def base_model(self) -> type[nn.Module]:
+        """The class of the module that calls the decoder layers."""
+        return self._stock_class(self.base_name)
+
+    @cached_property
+    def stock_layer(self) -> type[nn.Module]:
+        """The class of the stock layer."""
+        return self._stock_class(self.stock_name)
+
+    @cached_property
+    def layer(self) -> type[nn.Module]:
+        """The class of a swapped layer: a subclass of `stock_layer` with our forward.
+
+        It is set as the class of stock instances, which keep their parameters and checkpoint names.
+        """
+        attributes = dict(__module__=f"{families.__name__}.{self.model_type}", __doc__=self.mixin.__doc__)
+        return type(f"Fast{self.stock_name}", (self.mixin, self.stock_layer), attributes)
+
+    def layer_by_name(self, name: str) -> type[nn.Module]:
+        """Return `layer` if that is its name: the `__getattr__` of the family's file, where pickle looks it up."""
+        if name == f"Fast{self.stock_name}":
+            return self.layer
+        raise AttributeError(f"module {families.__name__}.{self.model_type} has no attribute {name!r}")
 
     def backends(self) -> Iterable[str]:
         """Return the names that `backend=` accepts."""
@@ -194,6 +230,7 @@ class KDAFamily(StockFamily):
     """A family whose models have KDA layers."""
 
     lower_bound: Callable[[Any], float | None]  # returns that of a KDA layer's gate; None for softplus
+    mixin: type[nn.Module] = StockKDALayer
     prepare_call: Callable[..., Any] = prepare_call
     noun = "KDA layer"
     kept_in_fp32 = ("A_log", "dt_bias")

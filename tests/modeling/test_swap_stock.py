@@ -235,6 +235,25 @@ def test_copies_stay_swapped(family: str, how: str) -> None:
     swapped.generate(prompt, **lookup)  # the copy was restored, not the original
 
 
+@pytest.mark.parametrize("family", ["kimi_linear", "doge"])
+def test_a_pickle_is_read_in_a_fresh_process(family: str, tmp_path: Path) -> None:
+    """Pickles name the class of swapped layers, which is made on first use."""
+    _, swapped = both(family)
+    model = swapped.cpu()
+    torch.save((model, ids(2, 9).cpu(), model(ids(2, 9).cpu()).logits), tmp_path / "model.pt")
+    code = """
+import sys, torch
+model, tokens, logits = torch.load(sys.argv[1], weights_only=False)
+assert torch.equal(model(tokens).logits, logits)
+import kda_layers
+print(len(kda_layers.restore_attention(model)))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == len(swapped_layers_of(model))
+
+
 @every_family_in_place
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(family: str, reentrant: bool) -> None:

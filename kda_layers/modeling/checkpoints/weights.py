@@ -19,7 +19,7 @@ from kda_layers.modeling.layer import KimiDeltaAttention
 @functools.cache
 def formats() -> dict[str, Format]:
     """Return the format of each family by name."""
-    stock = {name: weights for name in families.IN_PLACE if (weights := families.load(name, "WEIGHTS"))}
+    stock = {name: weights for name in families.IN_PLACE if (weights := families.load(name).weights)}
     return {"kda_layers": OURS, **stock, "fla": FLA}
 
 

@@ -1,8 +1,8 @@
 """One file per family of transformers models, named after the model_type of its models; found by listing this folder.
 
-A file called kda_... makes KDA models of a family of softmax decoders; they have a model_type of their own. Any other
-file gives a model_type of transformers layers that `swap_attention` puts in place of the stock ones. Each file defines
-`FAMILY`; to add a family, add a file.
+A file named kda_<model_type> defines the KDA models that softmax decoders of a model_type are converted to. Any other
+file gives the models of its model_type another forward in place of the stock one. Each file defines `FAMILY`; to add a
+family, add a file.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ CONVERTED = [name.removeprefix("kda_") for name in NAMES if name.startswith("kda
 IN_PLACE = [name for name in NAMES if not name.startswith("kda_")]
 
 
-def load(name: str, what: str = "FAMILY") -> Any:
-    """Return the `FAMILY` of a file: a `models.variant.VariantFamily` or an `in_place.StockFamily`; or its `WEIGHTS`.
-
-    None if this transformers has no such models, or if the file has no names of weights.
-    """
-    return getattr(importlib.import_module(f"{__name__}.{name}"), what, None)
+def load(name: str) -> Any:
+    """Return the `FAMILY` of a file: a `models.variant.VariantFamily` or an `in_place.StockFamily`."""
+    return importlib.import_module(f"{__name__}.{name}").FAMILY
 
 
 def register_configs() -> None:
-    """Let AutoConfig find the configurations of the kda_... files without importing these, which takes a second."""
+    """Register the kda_... configurations with AutoConfig, without importing the files, which takes a second."""
     for kind in CONVERTED:
         AutoConfig.register(f"kda_{kind}", _stand_in(f"kda_{kind}"), exist_ok=True)
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
-from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, apply_rotary_pos_emb
 
 from kda_layers.kernels import biased_attention
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
@@ -23,8 +22,8 @@ from kda_layers.modeling.precision import KeepsFP32
 ROWS = 128  # queries per chunk of key selection
 
 
-class FastDogeAttention(KeepsFP32, DogeAttention):
-    """`DogeAttention` on `biased_attention`: no tensor of the size of all scores, forward or backward."""
+class StockDogeLayer(KeepsFP32):
+    """Doge's attention on `biased_attention`: no tensor of the size of all scores, forward or backward."""
 
     kept_in_fp32 = ("A",)  # the bias is exponential in it
     q_proj: nn.Module
@@ -35,7 +34,9 @@ class FastDogeAttention(KeepsFP32, DogeAttention):
     k_norm: nn.Module
     dt_proj: nn.Module
     A: nn.Parameter
+    config: Any
     head_dim: int
+    scaling: float
     keep_window_size: int
     layer_idx: int
     backend: str | None
@@ -49,6 +50,9 @@ class FastDogeAttention(KeepsFP32, DogeAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Return (output [B, T, D], None); called as the stock layer, attention_mask as in `key_bias.with_past`."""
+        # Here, as this file is imported without transformers' models too.
+        from transformers.models.doge.modeling_doge import apply_rotary_pos_emb
+
         refuse_weights(self.config, kwargs)
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = (p(hidden_states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
@@ -145,7 +149,7 @@ def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _is_stock(module: Any) -> bool:
-    return isinstance(module, DogeAttention) and not isinstance(module, FastDogeAttention)
+    return isinstance(module, FAMILY.stock_layer) and not isinstance(module, StockDogeLayer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,5 +178,10 @@ class DogeFamily(StockFamily):
 
 
 FAMILY = DogeFamily(
-    base_model=DogeModel, stock_layer=DogeAttention, layer=FastDogeAttention, prepare_call=prepare_masks
+    model_type="doge",
+    base_name="DogeModel",
+    stock_name="DogeAttention",
+    mixin=StockDogeLayer,
+    prepare_call=prepare_masks,
 )
+__getattr__ = FAMILY.layer_by_name

@@ -5,22 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention, Glm5NextTextModel
 
 from kda_layers.modeling.checkpoints.naming import FORGET_GATE, LOW_RANK, STOCK, Format, Naming
-from kda_layers.modeling.in_place import KDAFamily, StockKDALayer, prepare_layout
-
-WEIGHTS = Format(
-    STOCK | dict(gate_rank="head_dim"),
-    (
-        Naming("glm5_next", False, LOW_RANK, FORGET_GATE),
-        Naming("glm5_next", True, LOW_RANK, separate_conv=True),
-    ),
-)
-
-
-class FastGlm5NextTextLinearAttention(StockKDALayer, Glm5NextTextLinearAttention):
-    """`Glm5NextTextLinearAttention` with our forward."""
+from kda_layers.modeling.in_place import KDAFamily, prepare_layout
 
 
 def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
@@ -40,9 +27,17 @@ def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 FAMILY = KDAFamily(
-    base_model=Glm5NextTextModel,
-    stock_layer=Glm5NextTextLinearAttention,
-    layer=FastGlm5NextTextLinearAttention,
+    model_type="glm5_next",
+    base_name="Glm5NextTextModel",
+    stock_name="Glm5NextTextLinearAttention",
     lower_bound=lambda layer: layer.forget_gate.safe_gate_lower_bound,
     prepare_call=prepare_masks,
+    weights=Format(
+        STOCK | dict(gate_rank="head_dim"),
+        (
+            Naming("glm5_next", False, LOW_RANK, FORGET_GATE),
+            Naming("glm5_next", True, LOW_RANK, separate_conv=True),
+        ),
+    ),
 )
+__getattr__ = FAMILY.layer_by_name
