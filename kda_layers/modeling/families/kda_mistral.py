@@ -1,17 +1,11 @@
 """Mistral with KDA in place of some or all attention layers."""
 
 from huggingface_hub.dataclasses import strict
-from transformers.models.mistral.configuration_mistral import MistralConfig
-from transformers.models.mistral.modeling_mistral import (
-    MistralDecoderLayer,
-    MistralForCausalLM,
-    MistralPreTrainedModel,
-    MistralRMSNorm,
-    MistralRotaryEmbedding,
-)
+from transformers import MistralConfig
+from transformers.models.mistral import modeling_mistral as stock
 
 from kda_layers.modeling.models.hybrid import HybridForCausalLM
-from kda_layers.modeling.models.variant import VariantFamily, VariantFields, VariantModel, replicated_attention
+from kda_layers.modeling.models.variant import VariantFamily, VariantFields, VariantModel
 
 
 @strict
@@ -20,7 +14,6 @@ class KDAMistralConfig(VariantFields, MistralConfig):
 
     model_type = "kda_mistral"
     softmax_types = ("full_attention", "sliding_attention")
-    base_model_tp_plan = replicated_attention(MistralConfig.base_model_tp_plan)
 
     def validate_one_window(self) -> None:
         """Raise a ValueError for a softmax layer without a window if the others have one."""
@@ -31,18 +24,22 @@ class KDAMistralConfig(VariantFields, MistralConfig):
             )
 
 
-class KDAMistralModel(VariantModel, MistralPreTrainedModel):
+class KDAMistralModel(VariantModel, stock.MistralPreTrainedModel):
     """Mistral's base model, with KDA where config.layer_types says "linear_attention"."""
 
     config_class = KDAMistralConfig
-    layer_class, norm_class, rotary_class = MistralDecoderLayer, MistralRMSNorm, MistralRotaryEmbedding
+    layer_class, norm_class, rotary_class = (
+        stock.MistralDecoderLayer,
+        stock.MistralRMSNorm,
+        stock.MistralRotaryEmbedding,
+    )
 
 
-class KDAMistralForCausalLM(HybridForCausalLM, MistralPreTrainedModel):
+class KDAMistralForCausalLM(HybridForCausalLM, stock.MistralPreTrainedModel):
     """`KDAMistralModel` with a language-model head."""
 
     config_class = KDAMistralConfig
     model_class = KDAMistralModel
 
 
-FAMILY = VariantFamily(stock=MistralForCausalLM, causal_lm=KDAMistralForCausalLM)
+FAMILY = VariantFamily(stock=stock.MistralForCausalLM, causal_lm=KDAMistralForCausalLM)
