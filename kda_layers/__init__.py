@@ -9,7 +9,7 @@ from packaging.version import Version
 if Version(transformers.__version__).release < (5, 17):
     raise ImportError(f"kda_layers needs transformers 5.17 or newer, got {transformers.__version__}")
 
-# For type checkers; at run time _PUBLIC says the same.
+# For type checkers; _PUBLIC holds the same names at run time.
 if TYPE_CHECKING:
     from kda_layers.kernels.attention_bias.op import biased_attention as biased_attention
     from kda_layers.kernels.kda.contract import KDAOutput as KDAOutput

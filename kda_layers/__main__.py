@@ -1,7 +1,7 @@
-"""`python -m kda_layers`: this machine, and for each backend whether it can serve the default problem or why not.
+"""`python -m kda_layers`: print versions, device, and whether each backend serves the default problem, or why not.
 
-`python -m kda_layers --precompile` compiles all CUDA kernels for this machine's GPUs, which else each first use does;
-`--resources` lists what each of them takes.
+`--precompile` compiles all CUDA kernels for this machine's GPUs, which are otherwise compiled on first use;
+`--resources` lists the registers and memory of each kernel.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--precompile", action="store_true", help="compile all CUDA kernels instead")
     what.add_argument("--resources", action="store_true", help="list registers and memory of all CUDA kernels instead")
-    parser.add_argument(
-        "--arch", nargs="+", choices=toolchain.TARGETS, help="for these instead of the GPUs that are here"
-    )
+    parser.add_argument("--arch", nargs="+", choices=toolchain.TARGETS, help="for these, not for this machine's GPUs")
     args = parser.parse_args()
     try:
         toolchain.cache_folder()
@@ -59,5 +57,5 @@ def describe() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # with `| head` it ends quietly, as other commands do
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly under `| head`, as other commands do
     main()
