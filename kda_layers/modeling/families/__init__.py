@@ -1,8 +1,8 @@
 """One file per family of transformers models, named after the model_type of its models; found by listing this folder.
 
 A file named kda_<model_type> defines the KDA models that softmax decoders of a model_type are converted to. Any other
-file gives the models of its model_type another forward in place of the stock one. Each file defines `FAMILY`; to add a
-family, add a file.
+file gives the layers of its model_type our forward in place of the stock one, and sets `__getattr__`, by which pickle
+finds the class of these layers. Each file defines `FAMILY`; to add a family, add a file.
 """
 
 from __future__ import annotations
