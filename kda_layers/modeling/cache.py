@@ -1,4 +1,4 @@
-"""transformers' cache layers for KDA: what the stock linear-attention layer lacks.
+"""Cache layers for KDA, with what the linear-attention layer of transformers lacks.
 
 `LinearAttentionLayer` holds the state of the short convolution [N, D, W] and the recurrent state [N, HV, V, K], of
 constant length. `KDACacheLayer` can also take tokens back (speculative decoding), and `KDAOnlyCacheLayer` counts tokens
@@ -13,18 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    LinearAttentionLayer,
-    StaticCache,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, StaticCache
 
 from kda_layers.kernels.kda.contract import CHUNK
 
 
 def make_writable(layer: Any) -> None:
-    """Replace states made under torch.inference_mode by copies made outside, which torch lets a call write to."""
+    """Clone states that were made under torch.inference_mode: torch refuses to update these outside of it."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return
     for states in (layer.conv_states, layer.recurrent_states):
@@ -43,7 +38,7 @@ def _at_a_fixed_address(t: Tensor) -> Tensor:
 
 
 class Past(NamedTuple):
-    """One recorded call: the states before its recorded tokens, and a way to those after the first m of them."""
+    """One recorded call: the states before its recorded tokens, and a function that recomputes later ones."""
 
     before: tuple[Tensor, Tensor] | None  # recurrent, convolution; None at the start
     states_after: Callable[[int], tuple[Tensor, Tensor]]  # of the first m recorded tokens
@@ -54,7 +49,7 @@ class Past(NamedTuple):
 class KDACacheLayer(LinearAttentionLayer):
     """A linear-attention cache layer that can take tokens back exactly after `activate_past_recording()`."""
 
-    is_croppable = True  # a class attribute, which wins over the stock property
+    is_croppable = True  # replaces the stock property
 
     def __init__(self, number_of_states: int = 1, **kwargs: Any):
         super().__init__(number_of_states, **kwargs)
@@ -76,7 +71,7 @@ class KDACacheLayer(LinearAttentionLayer):
             self.record_past = recording
 
     def check_crop(self, tokens_to_remove: int) -> int:
-        """Return how many tokens `crop` would take back; raise as it would."""
+        """Return the number of tokens that `crop` would take back, or raise its errors."""
         left = -int(tokens_to_remove)  # a tensor in transformers 5.17
         if left < 0:
             raise ValueError(
@@ -95,7 +90,7 @@ class KDACacheLayer(LinearAttentionLayer):
         return left
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last -tokens_to_remove tokens, and forget the record; 0 only forgets.
+        """Take back the last -tokens_to_remove tokens and clear the record; 0 only clears it.
 
         Raises:
             ValueError: a positive number.
@@ -167,7 +162,7 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
 class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
     """A `KDAOnlyCacheLayer` of a static cache, which counts in a device tensor as transformers' static layers do.
 
-    A compiled decode step is then neither compiled again for each count nor fixed to the count it was traced with.
+    A compiled decode step is then neither recompiled for each count nor specialised to the count at tracing.
     """
 
     def count(self, x: Tensor) -> None:
@@ -183,8 +178,8 @@ class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
 def with_kda_layers(cache: Cache) -> Cache:
     """Replace the stock linear-attention layers of `cache` by ones that can crop (and count); return it.
 
-    Layers that hold a state already stay as they are. The counting kind is used only where no other layer counts:
-    next to softmax layers transformers would size masks by it.
+    Layers that already hold a state stay. Layers that count are used only if no other layer does: next to softmax
+    layers, transformers would derive the sizes of masks from them.
     """
     kind: type[KDACacheLayer] = KDAOnlyStaticLayer if isinstance(cache, StaticCache) else KDAOnlyCacheLayer
     if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):

@@ -1,4 +1,4 @@
-"""A model's call: refuse keywords that would be ignored, choose the attention kernels of decode steps."""
+"""Calls of a model: refuse keywords that would be ignored, and choose the attention kernels of decode steps."""
 
 from __future__ import annotations
 
@@ -44,16 +44,14 @@ def refuse_misspelt(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
 
 def refuse_unknown(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
     """Raise a TypeError if a call of `model` has keywords that neither its forward nor transformers name."""
-    unknown = [name for name in kwargs if name not in KNOWN]  # no set algebra: torch.compile of torch 2.11 has none
-    if not unknown:
-        return
-    arguments = inspect.signature(model.forward).parameters.keys() - {"self", "kwargs"}
-    name = next((name for name in unknown if name not in arguments), None)
-    if name is None:
-        return
-    close = difflib.get_close_matches(name, sorted(arguments | KNOWN), n=1)
-    hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(arguments))}"
-    raise TypeError(f"{name} is not an argument of {model.__name__} and would be ignored: {hint}")
+    for name in kwargs:  # a loop: torch.compile of torch 2.11 has no set algebra
+        if name in KNOWN:
+            continue
+        arguments = inspect.signature(model.forward).parameters.keys() - {"self", "kwargs"}
+        if name not in arguments:
+            close = difflib.get_close_matches(name, sorted(arguments | KNOWN), n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(arguments))}"
+            raise TypeError(f"{name} is not an argument of {model.__name__} and would be ignored: {hint}")
 
 
 def loss_options(kwargs: dict[str, Any], loss: Callable[..., Any]) -> dict[str, Any]:
@@ -68,8 +66,8 @@ def loss_options(kwargs: dict[str, Any], loss: Callable[..., Any]) -> dict[str, 
 def without_plans(x: Tensor, cache: Cache | None) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which a decode step [B, T, D] uses attention kernels that need no plan per number of keys.
 
-    cuDNN attention builds one for each new shape, some 18 ms a layer on an H200, and the number of keys grows with each
-    step. Compiled steps have static shapes and choose for themselves.
+    cuDNN attention builds a plan for each new shape, which takes about 18 ms per layer on an H200, and the number of
+    keys grows with each step. Compiled steps have static shapes and need no context.
     """
     if cache is None or x.shape[1] > FEW_QUERIES or not x.is_cuda or torch.compiler.is_compiling():
         return contextlib.nullcontext()
@@ -78,9 +76,9 @@ def without_plans(x: Tensor, cache: Cache | None) -> contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Leave cuDNN out of torch's choice if there is another kernel; the user's other switches stay.
+    """Exclude cuDNN from torch's choice if another kernel is enabled; other switches stay.
 
-    The switch is the process's, so the first of several threads turns it off and the last one on again.
+    The switch is global to the process: the first of several threads turns it off, and the last one turns it on.
     """
     global _inside
     switches = torch.backends.cuda

@@ -27,7 +27,7 @@ def layer_indices(layers: Any, total: int, forms: str) -> list[int]:
     Args:
         layers: integers in [-total, total); negative ones count from the end.
         total: number of layers of the model.
-        forms: what `layers` may be, for the error message.
+        forms: description of what `layers` may be, for the error message.
 
     Raises:
         TypeError: not an iterable of integers.
@@ -54,7 +54,7 @@ def check_epsilon(name: str, value: Any) -> None:
 
 
 def unwrapped_hint(module: Any) -> str:
-    """Return the hint that names the module inside a wrapper of torch.compile, PEFT or data parallelism, or ''."""
+    """Return a hint that names the module wrapped by torch.compile, PEFT or data parallelism; '' without a wrapper."""
     for attribute, way in (("_orig_mod", "._orig_mod"), ("get_base_model", ".get_base_model()"), ("module", ".module")):
         if hasattr(module, attribute):
             return f": pass the module that it wraps, {way}"

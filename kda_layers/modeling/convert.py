@@ -41,9 +41,10 @@ def convert(
 
     Raises:
         TypeError: layers of a wrong type; a keyword that is not a linear_... field.
-        ValueError: another class of model; layers that do not exist, come twice or have a sliding window; a pattern
-            that leaves no softmax layer; projections with biases or of another size than the KDA layers'; a model whose
-            weights are elsewhere (offloaded, on the meta device) or not those of a plain model (adapters, quantised).
+        ValueError: another class of model; layers that do not exist, are given twice or have a sliding window;
+            a pattern that leaves no softmax layer; projections with biases or of another size than the KDA layers'; a
+            model whose weights are elsewhere (offloaded, on the meta device) or not those of a plain model (adapters,
+            quantised).
     """
     if type(model) is not family.stock:
         raise ValueError(f"model must be a {family.stock.__name__} to be converted, got a {type(model).__name__}")

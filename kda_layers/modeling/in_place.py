@@ -63,17 +63,23 @@ class StockKDALayer(KeepsFP32):
 
         Args:
             hidden_states, attention_mask: as in `KimiDeltaAttention.forward`.
-            cache_params: past_key_values of it.
-            **kwargs: of the model's call; only cu_seq_lens_q is read, which `prepare_call` sets.
+            cache_params: its past_key_values.
+            **kwargs: the model's other keywords; only cu_seq_lens_q is read, which `prepare_call` sets.
         """
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is not None:
-            attention_mask = None  # made by the model: `prepare_call` refuses a caller's
+            attention_mask = None  # the model made it: `prepare_call` refuses one from the caller
         layer: Any = self
         return KimiDeltaAttention.forward(layer, hidden_states, attention_mask, cache_params, cu_seqlens)
 
 
 PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
+
+
+def tokens_of(kwargs: dict[str, Any]) -> Any:
+    """Return the tokens of a base model's call: input_ids [B, T], or inputs_embeds [B, T, D]; None without."""
+    ids = kwargs.get("input_ids")
+    return kwargs.get("inputs_embeds") if ids is None else ids
 
 
 def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
@@ -85,7 +91,7 @@ def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """
     kwargs = dict(zip(INPUTS, args, strict=False)) | kwargs
     refuse_misspelt(kwargs, type(model))
-    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    tokens = tokens_of(kwargs)
     if tokens is None:
         return kwargs, None  # the stock forward raises
     positions = kwargs.get("position_ids")
@@ -96,7 +102,7 @@ def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """Pass a base model's KDA layers what its stock forward does not; a forward pre-hook.
+    """Pass what KDA layers need and the stock forward of a base model does not pass on; a forward pre-hook.
 
     A mask of scores becomes one mask per type of layer; for the rest see `prepare_layout`.
     """
@@ -125,9 +131,16 @@ def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     kwargs, layout = read_call(model, args, kwargs)
     if layout is not None and layout.cu_seqlens is not None:
         kwargs = packed_call(model, kwargs, layout, "KDA layer", _is_stock)
-        _check_types(model, layout.cu_seqlens)
-    elif cache is None and _uses_cache(model, kwargs.get("use_cache")):
-        kwargs["past_key_values"] = with_kda_layers(DynamicCache(config=model.config))
+        mixing = sorted(set(model.config.layer_types) - {"linear_attention", "full_attention"})
+        if mixing:
+            raise ValueError(
+                f"{type(model).__name__} must get one sequence in each row, got {layout.cu_seqlens.shape[0] - 1} "
+                f"packed ones: its KDA layers keep them apart, but its {mixing[0]} layers do not"
+            )
+    elif cache is None and not (model.gradient_checkpointing and model.training):
+        use_cache = kwargs.get("use_cache")
+        if model.config.use_cache if use_cache is None else use_cache:
+            kwargs["past_key_values"] = with_kda_layers(DynamicCache(config=model.config))
     return kwargs, layout
 
 
@@ -152,7 +165,7 @@ def packed_call(
     if stock:
         raise ValueError(
             f"every {noun} of {type(model).__name__} must be swapped for {N} packed sequences, got stock layers at "
-            f"{', '.join(stock)}: they would read one sequence after the other"
+            f"{', '.join(stock)}: these would read the packed sequences as one"
         )
     # The stock forward encodes the positions that its masks are made from, so those given must mean the same.
     check_positions(kwargs.get("position_ids"), layout)
@@ -214,15 +227,15 @@ class StockFamily:
         raise NotImplementedError
 
     def check(self, path: str, layer: Any) -> None:
-        """Raise a ValueError that names the path if the layer is one that ours cannot compute."""
+        """Raise a ValueError that names the path if our forward cannot compute the layer."""
         raise NotImplementedError
 
     def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
-        """Return the attributes that a swapped layer has in addition to those of the stock one."""
+        """Return the attributes that a swapped layer has and a stock one has not."""
         raise NotImplementedError
 
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
-        """Log what is wrong with the layers about to be swapped and cannot be repaired."""
+        """Log defects of the layers that swapping them cannot repair."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,8 +265,9 @@ class KDAFamily(StockFamily):
     def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
         bound = self.lower_bound(layer)
         gate = "softplus" if bound is None else "lower_bound"
-        options = dict(gate_activation=gate, lower_bound=bound, beta_activation="sigmoid", backend=backend)
-        return dict(kda_options=options)
+        return dict(
+            kda_options=dict(gate_activation=gate, lower_bound=bound, beta_activation="sigmoid", backend=backend)
+        )
 
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
         dtype = layers[0].forget_gate.A_log.dtype
@@ -262,18 +276,3 @@ class KDAFamily(StockFamily):
                 "A_log and dt_bias of %s were rounded to %s when it was loaded: kda_layers.load_pretrained keeps fp32",
                 type(model).__name__, str(dtype).removeprefix("torch."),
             )  # fmt: skip
-
-
-def _check_types(model: Any, cu_seqlens: Tensor) -> None:
-    mixing = sorted(set(model.config.layer_types) - {"linear_attention", "full_attention"})
-    if mixing:
-        raise ValueError(
-            f"{type(model).__name__} must get one sequence in each row, got {cu_seqlens.shape[0] - 1} packed ones: its "
-            f"KDA layers keep them apart, but its {mixing[0]} layers do not"
-        )
-
-
-def _uses_cache(model: Any, use_cache: bool | None) -> bool:
-    if model.gradient_checkpointing and model.training:
-        return False
-    return bool(model.config.use_cache if use_cache is None else use_cache)

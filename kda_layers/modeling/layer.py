@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,9 +80,9 @@ class KimiDeltaAttention(KeepsFP32):
             hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, num_v_heads=num_v_heads,
             head_v_dim=head_v_dim, conv_size=conv_size,
         )  # fmt: skip
-        sizes = {name: as_int(name, size) for name, size in sizes.items()}
         for name, size in sizes.items():
-            if size < 1:
+            sizes[name] = as_int(name, size)
+            if sizes[name] < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         hidden_size, num_heads, head_dim, num_v_heads, head_v_dim, conv_size = sizes.values()
         if num_v_heads % num_heads:
@@ -104,9 +105,7 @@ class KimiDeltaAttention(KeepsFP32):
             backend=backend,
         )
 
-        def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
-            return nn.Linear(d_in, d_out, bias=bias)
-
+        linear = partial(nn.Linear, bias=False)
         self.q_proj, self.k_proj = linear(hidden_size, q_dim), linear(hidden_size, q_dim)
         self.v_proj = linear(hidden_size, v_dim)
         channels = 2 * q_dim + v_dim
@@ -114,9 +113,9 @@ class KimiDeltaAttention(KeepsFP32):
         if gate_rank:
             self.f_a_proj, self.f_b_proj = linear(hidden_size, gate_rank), linear(gate_rank, gate_dim)
             self.g_a_proj = linear(hidden_size, gate_rank)
-            self.g_b_proj = linear(gate_rank, v_dim, output_gate_bias)
+            self.g_b_proj = linear(gate_rank, v_dim, bias=output_gate_bias)
         else:
-            self.f_proj, self.g_proj = linear(hidden_size, gate_dim), linear(hidden_size, v_dim, output_gate_bias)
+            self.f_proj, self.g_proj = linear(hidden_size, gate_dim), linear(hidden_size, v_dim, bias=output_gate_bias)
         self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32))
         self.b_proj = linear(hidden_size, num_v_heads)
@@ -138,7 +137,7 @@ class KimiDeltaAttention(KeepsFP32):
         return self
 
     def _mark_no_weight_decay(self) -> None:
-        """Set the attribute of A_log and dt_bias by which builders of optimizer parameter groups recognise them."""
+        """Mark A_log and dt_bias for code that builds an optimizer's parameter groups."""
         for name in ("A_log", "dt_bias"):
             p = self._parameters.get(name)
             if p is not None:
@@ -170,8 +169,8 @@ class KimiDeltaAttention(KeepsFP32):
 
         Args:
             hidden_states: [B, T, D].
-            attention_mask: [B, S] with S >= T, nonzero for real tokens; the last T columns count. Padding may stand
-                anywhere: it neither writes nor decays the state, and the convolution skips it.
+            attention_mask: [B, S] with S >= T, nonzero for real tokens; only the last T columns are read. Padding may
+                be anywhere: it neither writes nor decays the state, and the convolution skips it.
             past_key_values: a transformers cache whose layer `layer_idx` is a linear-attention layer; read and updated.
                 No gradient flows into or out of it.
             cu_seqlens: [N + 1] int32 or int64 offsets of the sequences packed along T (then B = 1); the cache then
@@ -199,8 +198,8 @@ class KimiDeltaAttention(KeepsFP32):
         g = self.f_b_proj(self.f_a_proj(x)) if self.gate_rank else self.f_proj(x)
         g = rearrange(g, "b t (h k) -> b t h k", k=self.head_dim)
         beta = self.b_proj(x)
-        if mask is not None:  # logits this low mean exactly no decay and no write
-            if g.dtype == torch.float16:  # its lowest number times a small exp(A_log) would still be a decay
+        if mask is not None:  # at the lowest logits decay and write are exactly none
+            if g.dtype == torch.float16:  # its lowest value times a small exp(A_log) would still decay
                 g = g.float()
             g = g.masked_fill(~mask[..., None, None], torch.finfo(g.dtype).min)
             beta = beta.masked_fill(~mask[..., None], torch.finfo(beta.dtype).min)
@@ -237,7 +236,7 @@ class KimiDeltaAttention(KeepsFP32):
 
 
 def _read_call(x: Tensor, D: int, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int]:
-    """Check a call before any work; return the mask of its own tokens, [B, T] bool, and its number of sequences."""
+    """Check a call's arguments; return the mask of its tokens, [B, T] bool, and its number of sequences."""
     if x.ndim != 3 or x.shape[-1] != D:
         raise ValueError(f"hidden_states must have shape [B, T, D = {D}], got {list(x.shape)}")
     B, T = x.shape[:2]
@@ -260,7 +259,7 @@ def _read_call(x: Tensor, D: int, mask: Tensor | None, cu_seqlens: Tensor | None
 
 
 def _attend(state: LayerState, inputs: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
-    """Run the operator on q, k, v, g, beta from the cached state on; return o [B, T, HV, V], store the new state."""
+    """Run the operator on q, k, v, g, beta from the cached state; store the new state and return o [B, T, HV, V]."""
     if not state.cached:
         return kda(*inputs, **options).o
     before, grads = state.recurrent, torch.is_grad_enabled()
@@ -277,9 +276,9 @@ def _attend(state: LayerState, inputs: Sequence[Tensor], options: dict[str, Any]
 def _attend_and_record(
     state: LayerState, inputs: Sequence[Tensor], options: dict[str, Any], x: Tensor, W: int, mask: Tensor | None
 ) -> Tensor:
-    """`_attend`, recording what a cache needs to recompute the states after fewer of these tokens.
+    """Run `_attend` and record what a cache needs to recompute the states after fewer of these tokens.
 
-    Only the last 64 to 127 tokens of a long call are recorded: far more than drafting takes back.
+    Only the last 64 to 127 tokens of a long call are recorded, far more than a draft has.
 
     Args:
         x: [B, T, D] inputs of the short convolution, which has W taps.

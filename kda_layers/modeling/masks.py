@@ -1,8 +1,6 @@
-"""Read padding and documents, which KDA layers need, out of a caller's attention mask."""
+"""Read the padding and the packed documents, which KDA layers need, from a caller's attention mask."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +55,7 @@ def read_square_mask(mask: Tensor, B: int, T: int, cached: int | Tensor) -> tupl
         single row, or None where each row holds one.
 
     Raises:
-        ValueError: a mask that says anything else, or whose values cannot be read.
+        ValueError: any other mask, or one whose values cannot be read.
     """
     if not readable(mask):
         raise ValueError(
@@ -117,12 +115,3 @@ def read_square_mask(mask: Tensor, B: int, T: int, cached: int | Tensor) -> tupl
 def offsets_of(starts: Tensor) -> Tensor:
     """Return the offsets [N + 1] int64 of the sequences that start where `starts` [T] is True."""
     return torch.nn.functional.pad(starts.nonzero()[:, 0], (0, 1), value=starts.shape[0])
-
-
-def check_type(mask: Any) -> None:
-    """Raise a TypeError unless a mask is a tensor, a dict of prepared masks, or None."""
-    if mask is not None and not isinstance(mask, Tensor | dict):
-        raise TypeError(
-            f"attention_mask must be a tensor or a dict of masks by layer type, got {type(mask).__name__}: KDA layers "
-            "cannot read documents out of it, pass cu_seqlens"
-        )

@@ -1,4 +1,4 @@
-"""The sequences of a model's call: padding and offsets from each of the ways transformers describes them."""
+"""Find the sequences of a model's call, padded or packed, in every form in which transformers describes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kda_layers.kernels.checks import check_is_tensor, check_offsets
-from kda_layers.modeling.masks import check_type, offsets_of, read_padding_mask, read_square_mask, readable
+from kda_layers.modeling.masks import offsets_of, read_padding_mask, read_square_mask, readable
 
 
 class Layout(NamedTuple):
@@ -44,7 +44,7 @@ def read_layout(
             prepared masks by layer type, which is not read.
         position_ids: [T], [1 or B, T], or [axes, B, T] for several axes, which may not restart.
         past_key_values: the cache before this call.
-        cu_seqlens, cu_seq_lens_q: [N + 1] offsets, where they are known.
+        cu_seqlens, cu_seq_lens_q: [N + 1] offsets; None if not given.
         seq_idx: [1, T] number of each token's sequence.
 
     Raises:
@@ -52,7 +52,11 @@ def read_layout(
         ValueError: packed sequences in more than one row or with padding; positions that jump forward or start beyond
             1; a mask that KDA layers cannot apply; sequences described in two ways that differ.
     """
-    check_type(attention_mask)
+    if attention_mask is not None and not isinstance(attention_mask, Tensor | dict):
+        raise TypeError(
+            f"attention_mask must be a tensor or a dict of masks by layer type, got {type(attention_mask).__name__}: "
+            "KDA layers cannot read documents out of it, pass cu_seqlens"
+        )
     B, T = tokens.shape[:2]
     offsets = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
     if offsets is not None:
@@ -62,43 +66,30 @@ def read_layout(
     if position_ids is not None:
         check_is_tensor("position_ids", position_ids)
     padding = documents = None
-    if square := isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
-        padding, documents = read_square_mask(attention_mask, B, T, _cached(past_key_values))
-    elif isinstance(attention_mask, Tensor) and (T > 1 or past_key_values is None):
-        mask = read_padding_mask(attention_mask, B, T)
-        padding = None if mask is None else _columns(mask, T, _cached(past_key_values))
-        if mask is None and (offsets is not None or _hides_nothing(attention_mask, T, past_key_values)):
-            attention_mask = None
+    square = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
+    if isinstance(attention_mask, Tensor) and (square or T > 1 or past_key_values is None):
+        cached = 0 if past_key_values is None else past_key_values.get_seq_length()  # a static cache returns a tensor
+        if square:
+            padding, documents = read_square_mask(attention_mask, B, T, cached)
+        elif (mask := read_padding_mask(attention_mask, B, T)) is not None:
+            padding = _columns(mask, T, cached)
+        elif offsets is not None or (isinstance(cached, int) and attention_mask.shape[1] == cached + T):
+            attention_mask = None  # nothing to hide: one column per key, while a static cache has empty slots
     if offsets is None and position_ids is not None and past_key_values is None:
         offsets = _offsets_of_positions(position_ids, padding, B)
     if offsets is None:
-        return _layout(documents, padding, attention_mask, T)
-    if padding is not None:
+        offsets = documents
+    elif padding is not None:
         raise ValueError("attention_mask must be None with packed sequences: they have no padding, drop those tokens")
-    if square:
+    elif square:
         in_mask = [0, T] if documents is None else documents.tolist()
         if set(in_mask) != set(offsets.tolist()):  # empty sequences repeat an offset
             raise ValueError(
                 f"attention_mask must separate the sequences of the other arguments, at {offsets.tolist()}, "
                 f"got documents at {in_mask}"
             )
-    return _layout(offsets, None, attention_mask, T)
-
-
-def _layout(offsets: Tensor | None, padding: Tensor | None, attention_mask: Any, T: int) -> Layout:
-    positions = None if offsets is None else packed_positions(offsets, T)
+    positions = None if offsets is None else _packed_positions(offsets, T)
     return Layout(offsets, positions, padding, attention_mask)
-
-
-def _cached(cache: Cache | None) -> int | Tensor:
-    """Return the number of tokens in a cache; a static one counts in a device tensor."""
-    return 0 if cache is None else cache.get_seq_length()
-
-
-def _hides_nothing(mask: Tensor, T: int, cache: Cache | None) -> bool:
-    """Return True if a mask [B, S] of ones has one column per key: a static cache has empty slots to hide."""
-    cached = _cached(cache)
-    return isinstance(cached, int) and mask.shape[1] == cached + T
 
 
 def _columns(mask: Tensor, T: int, cached: int | Tensor) -> Tensor:
@@ -128,7 +119,14 @@ def _offsets_of_numbers(seq_idx: Tensor, B: int, T: int) -> Tensor:
 def _offsets_of_positions(position_ids: Tensor, padding: Tensor | None, B: int) -> Tensor | None:
     """Return offsets of the sequences that positions begin, None for one per row; one host synchronisation on a GPU."""
     if position_ids.ndim == 3:
-        _refuse_restarting_axes(position_ids)
+        # Images repeat positions. Within a sequence the first axis, time, never steps back, and all axes are 0 only at
+        # its first token.
+        restarts = (position_ids[0].diff() < 0) | (position_ids[..., 1:] == 0).all(0)
+        if _any(restarts, "position_ids of several axes must not restart: pass cu_seq_lens_q"):
+            raise ValueError(
+                f"position_ids {list(position_ids.shape)} of several axes must not restart: describe packed sequences "
+                "by cu_seq_lens_q or seq_idx"
+            )
         return None
     rows = position_ids[None] if position_ids.ndim == 1 else position_ids
     if rows.ndim != 2 or rows.shape[0] not in (1, B):
@@ -155,7 +153,7 @@ def _offsets_of_positions(position_ids: Tensor, padding: Tensor | None, B: int) 
         what = f"a row that starts at {least if least < 0 else most}" if least < 0 or most > 1 else "a jump forward"
         raise ValueError(
             f"position_ids must start at 0 or 1 and go on by 1 within a sequence, got {what}: KDA layers would start "
-            "from an empty state without the tokens before. If the sequence was split over ranks (context parallel), "
+            "from an empty state, without the earlier tokens. If the sequence was split over ranks (context parallel), "
             "give each rank whole sequences"
         )
     if not packed:
@@ -168,19 +166,6 @@ def _offsets_of_positions(position_ids: Tensor, padding: Tensor | None, B: int) 
     return offsets_of(torch.nn.functional.pad(starts[0], (1, 0), value=True))
 
 
-def _refuse_restarting_axes(position_ids: Tensor) -> None:
-    """Raise if positions [axes, B, T] of several axes restart: images repeat positions, so the rule cannot be +1.
-
-    Within a sequence the first axis, time, never steps back, and all axes are 0 at its first token alone.
-    """
-    restarts = (position_ids[0].diff() < 0) | (position_ids[..., 1:] == 0).all(0)
-    if _any(restarts, "position_ids of several axes must not restart: pass cu_seq_lens_q"):
-        raise ValueError(
-            f"position_ids {list(position_ids.shape)} of several axes must not restart: describe packed sequences by "
-            "cu_seq_lens_q or seq_idx"
-        )
-
-
 def _any(condition: Tensor, message: str) -> bool:
     """Return True if the condition holds anywhere; if that is not readable, assert on the device that it does not."""
     if readable(condition):
@@ -190,8 +175,8 @@ def _any(condition: Tensor, message: str) -> bool:
     return False
 
 
-def packed_positions(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Return positions [1, T] that restart at 0 where a sequence starts, which separate them in softmax layers."""
+def _packed_positions(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Return positions [1, T] that restart at 0 with each sequence, by which softmax layers separate sequences."""
     tokens = torch.arange(T, device=cu_seqlens.device)
     starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
     return (tokens - starts)[None]
@@ -199,7 +184,7 @@ def packed_positions(cu_seqlens: Tensor, T: int) -> Tensor:
 
 def check_positions(position_ids: Tensor | None, layout: Layout) -> None:
     """Raise a ValueError unless positions [T] or [1, T] go on by 1 within each packed sequence of the layout."""
-    if position_ids is None or position_ids.ndim > 2:  # layers with positions of several axes encode none
+    if position_ids is None or position_ids.ndim > 2:  # models with positions of several axes encode none
         return
     assert layout.positions is not None
     jumps = (position_ids.view(1, -1).diff() != 1) & (layout.positions[:, 1:] != 0)

@@ -1,4 +1,4 @@
-"""One layer's states in a cache during one forward call: read, write, record what takes tokens back.
+"""One layer's states in a cache during one forward call: read, write, and record them to take tokens back.
 
 A KDA layer keeps, per sequence, the last W inputs of its short convolution [N, D, W] and the recurrent state
 [N, HV, V, K] in fp32, whatever the length.

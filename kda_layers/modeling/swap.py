@@ -1,4 +1,4 @@
-"""Swap attention in transformers models: our forward in their own layers, or KDA layers in place of them."""
+"""Swap attention in transformers models: run stock layers on our forward, or replace softmax layers by KDA layers."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
 def enable_speculative_decoding(model: PreTrainedModel) -> None:
     """Let a swapped model's `generate` draft tokens: by prompt lookup, or by an assistant model (`assistant_model=`).
 
-    The tokens are those of greedy decoding: our layers take refused drafts back exactly. transformers refuses models
-    with KDA layers, as its own layers cannot. Models of this package and Doge need no call.
+    The tokens are those of greedy decoding: our layers take rejected drafts back exactly. transformers refuses to draft
+    with KDA layers, because its own cannot. Models of this package and Doge need no call.
 
     Raises:
         TypeError: model is not a PreTrainedModel.
@@ -151,7 +151,7 @@ def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> 
     if stock is None:
         raise ValueError(f"{path} must name a class of transformers in architectures, got {config.architectures}")
     strict = list(stock._keep_in_fp32_modules_strict or [])
-    # With the stock class's name and module, by which transformers finds how its checkpoints are named.
+    # transformers looks up how checkpoints are named by the class's name and module: keep those of the stock class.
     attributes = dict(__module__=stock.__module__, _keep_in_fp32_modules_strict=[*strict, *family.kept_in_fp32])
     kept = type(name, (stock,), attributes)
     model = kept.from_pretrained(path, config=config, **kwargs)  # type: ignore[attr-defined]
@@ -191,33 +191,26 @@ def _base_models(model: nn.Module, family: StockFamily) -> list[Any]:
 
 def _chosen_layers(model: nn.Module, family: StockFamily, layers: Iterable[int] | str | None) -> dict[str, Any]:
     """Return the requested stock layers by path."""
-    found = {p: m for p, m in model.named_modules() if isinstance(m, family.stock_layer)}
+    found: dict[str, Any] = {p: m for p, m in model.named_modules() if isinstance(m, family.stock_layer)}
     if not found:
         raise ValueError(f"{type(model).__name__} must have a {family.noun} to swap, got none")
-    if layers is None or (isinstance(layers, str) and layers == "all"):  # an array would compare element by element
-        chosen = found
-    else:
-        chosen = _by_index(model, family, found, layers)
+    chosen = found
+    if not (layers is None or (isinstance(layers, str) and layers == "all")):  # arrays compare element by element
+        config, name = _base_models(model, family)[0].config, type(model).__name__
+        by_index = {m.layer_idx: path for path, m in found.items()}
+        indices = layer_indices(layers, config.num_hidden_layers, f"None, 'all' or indices for a {name}")
+        for i in indices:
+            if i not in by_index:
+                raise ValueError(
+                    f"layers must be indices of {family.noun}s, {sorted(by_index)}, got {i}, which is of "
+                    f"{config.layer_types[i]}: in a {name} only these are swapped"
+                )
+        chosen = {by_index[i]: found[by_index[i]] for i in indices}
     swapped = [path for path, m in chosen.items() if type(m) is not family.stock_layer]
     if swapped:
         kinds = sorted({type(chosen[path]).__name__ for path in swapped})
         raise ValueError(f"layers must not be swapped already, got {', '.join(swapped)} of {', '.join(kinds)}")
     return chosen
-
-
-def _by_index(
-    model: nn.Module, family: StockFamily, found: dict[str, Any], layers: Iterable[int] | str
-) -> dict[str, Any]:
-    config, name = _base_models(model, family)[0].config, type(model).__name__
-    by_index = {m.layer_idx: path for path, m in found.items()}
-    indices = layer_indices(layers, config.num_hidden_layers, f"None, 'all' or indices for a {name}")
-    for i in indices:
-        if i not in by_index:
-            raise ValueError(
-                f"layers must be of a {family.noun} each, {sorted(by_index)}, got {i}, which is of "
-                f"{config.layer_types[i]}: in a {name} only these are swapped"
-            )
-    return {by_index[i]: found[by_index[i]] for i in indices}
 
 
 def _set_class(layer: Any, cls: type[nn.Module]) -> None:

@@ -204,7 +204,7 @@ def test_files_that_transformers_writes(family: str, shards: bool, tmp_path: Pat
         exported = export_kda_weights(layer, family, on_disk=True)
         assert equal(exported, {n.removeprefix(prefix): t for n, t in on_disk.items() if n.startswith(prefix)})
     stated = [repr(p) for p in prefixes]
-    message = refused("prefix must be where a KDA layer stands", source, layer, family=family)
+    message = refused("prefix must be the path of a KDA layer", source, layer, family=family)
     assert all(p in message for p in stated)
 
 
@@ -324,7 +324,12 @@ def test_prefixes() -> None:
 
 def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
     layer = make_layer("kimi_linear")
-    refused("got .*nowhere: no such", tmp_path / "nowhere", layer, FileNotFoundError)
+    refused(
+        "must be an existing .safetensors file or checkpoint folder, got .*nowhere",
+        tmp_path / "nowhere",
+        layer,
+        FileNotFoundError,
+    )
     refused(r"must hold model.safetensors or model.safetensors.index.json", str(tmp_path), layer, FileNotFoundError)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00" * 20)
     refused("pytorch_model.bin must be a whole safetensors file", tmp_path / "pytorch_model.bin", layer)

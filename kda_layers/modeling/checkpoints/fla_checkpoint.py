@@ -1,4 +1,4 @@
-"""flash-linear-attention's KDAForCausalLM checkpoints as our KDAForCausalLM, without flash-linear-attention."""
+"""Convert KDAForCausalLM checkpoints of flash-linear-attention, which need not be installed, to our KDAForCausalLM."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ SAME = (
     "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "use_cache", "initializer_range",
     "max_position_embeddings", "vocab_size", "hidden_size", "num_hidden_layers",
 )  # fmt: skip
-RENAMED = {
-    "embed_tokens": "embeddings", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"
-}  # fmt: skip
+RENAMED = {"embed_tokens": "embeddings", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 KEPT_IN_FP32 = (".A_log", ".dt_bias")
 SUPPORTED = {  # the only value for which the two models compute the same, and why
     "use_short_conv": (True, "a KDA layer here always has its short convolution"),
     "conv_bias": (False, "the short convolution has no bias here"),
     "hidden_act": ("swish", "the MLP is gated by swish here"),
-    "attn": (None, "softmax layers there have rotary position encoding, here they have none"),
+    "attn": (None, "softmax layers have rotary position encoding there and none here"),
     "attnres_block_size": (None, "residuals are added here, not attended to"),
 }
 
@@ -101,8 +99,9 @@ def kda_config_from_fla(config: Mapping[str, Any]) -> KDAConfig:
     head_v_dim = fla["head_dim"] * fla["expand_v"]
     if not math.isclose(head_v_dim, round(head_v_dim), rel_tol=1e-5):
         raise ValueError(f"expand_v must give an integer for head_dim = {fla['head_dim']}, got {fla['expand_v']}")
+    mlp_width = int(fla["hidden_size"] * fla["hidden_ratio"] * 2 / 3)
     fields = dict(
-        intermediate_size=fla["intermediate_size"] or _mlp_width(fla["hidden_size"], fla["hidden_ratio"]),
+        intermediate_size=fla["intermediate_size"] or -(-mlp_width // 256) * 256,
         linear_num_heads=fla["num_heads"],
         linear_num_value_heads=fla["num_v_heads"],
         linear_head_dim=fla["head_dim"],
@@ -122,7 +121,7 @@ def _read_config(source: Any) -> Mapping[str, Any]:
         raise TypeError(f"config must be given with a state dict, got None and source as {type(source).__name__}")
     path = Path(source) / "config.json"
     if not path.exists():
-        raise FileNotFoundError(f"source must be a checkpoint folder with a config.json, got {source} without")
+        raise FileNotFoundError(f"source must be a checkpoint folder with a config.json, got {source}, which has none")
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
@@ -132,15 +131,9 @@ def _read_config(source: Any) -> Mapping[str, Any]:
     return config
 
 
-def _mlp_width(hidden_size: int, hidden_ratio: int) -> int:
-    """Return 2/3 of hidden_ratio * hidden_size, up to a multiple of 256: the size of three matrices instead of two."""
-    width = int(hidden_size * hidden_ratio * 2 / 3)
-    return -(-width // 256) * 256
-
-
 @torch.no_grad()
 def _copy(tensors: dict[str, Tensor], model: Any) -> None:
-    """Fill every parameter with a tensor and use every tensor, or raise a ValueError that names the others."""
+    """Copy the tensors into the parameters, or raise a ValueError that names those without a counterpart."""
     views: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if ".self_attn." not in name:
@@ -150,7 +143,9 @@ def _copy(tensors: dict[str, Tensor], model: Any) -> None:
     if model.config.tie_word_embeddings:  # the head is not a parameter, but a state dict names it
         head = tensors.pop("lm_head.weight", None)
         if head is not None and not torch.equal(head, tensors.get("model.embeddings.weight", head)):
-            raise ValueError("lm_head.weight must equal model.embeddings.weight with tie_word_embeddings, got others")
+            raise ValueError(
+                "lm_head.weight must equal model.embeddings.weight with tie_word_embeddings, got another tensor"
+            )
     wrong = differences(tensors, views)
     if wrong:
         raise ValueError(f"source must hold the weights that its config describes, got {wrong}")

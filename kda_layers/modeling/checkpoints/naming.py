@@ -26,7 +26,7 @@ SEQUENTIAL = {
 
 
 class Naming(NamedTuple):
-    """Names, splits and shapes of a layer's weights in one place: a model, or its files."""
+    """Names, splits and shapes of a layer's weights in a model, or in its files."""
 
     family: str
     on_disk: bool | None  # None if model and files agree
@@ -61,7 +61,7 @@ class Naming(NamedTuple):
 
 
 class Format(NamedTuple):
-    """What weights say of a family's KDA layers."""
+    """Options and weight names that all KDA layers of a family share."""
 
     # Options of KimiDeltaAttention that every layer of the family has; a value may be the name of another option.
     options: Mapping[str, Any]

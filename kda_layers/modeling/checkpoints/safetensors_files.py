@@ -21,14 +21,14 @@ class SafetensorsFiles(Mapping[str, Tensor]):
     def __init__(self, path: str | PathLike):
         path = Path(path)
         if not path.exists():
-            raise FileNotFoundError(f"source must be a .safetensors file or a checkpoint folder, got {path}: no such")
+            raise FileNotFoundError(f"source must be an existing .safetensors file or checkpoint folder, got {path}")
         if path.is_dir():
             path, index = path / "model.safetensors", path / "model.safetensors.index.json"
             if not path.exists() and index.exists():
                 self._files = {name: path.parent / file for name, file in _weight_map(index).items()}
                 return
             if not path.exists():
-                raise FileNotFoundError(f"source must hold {path.name} or {index.name}, got {path.parent} without")
+                raise FileNotFoundError(f"source must hold {path.name} or {index.name}, got neither in {path.parent}")
         with _open(path) as file:
             self._files = dict.fromkeys(file.keys(), path)
 

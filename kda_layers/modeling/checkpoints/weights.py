@@ -34,8 +34,9 @@ def load_kda_weights(
     Args:
         source: a state dict, a .safetensors file, or a checkpoint folder with model.safetensors or its index.
         layer: a KimiDeltaAttention with options that fit; see `kda_layer_options`.
-        family: whose names these are: "kimi_linear", "glm5_next" or "bailing_hybrid" of transformers, as in its models
-            or as on disk, "fla" for flash-linear-attention's KDAForCausalLM, "kda_layers" for ours. None recognises it.
+        family: the family that names the weights: "kimi_linear", "glm5_next" or "bailing_hybrid" of transformers, as in
+            its models or on disk; "fla" for flash-linear-attention's KDAForCausalLM; "kda_layers" for ours. None
+            recognises it.
         prefix: path of the layer in source, such as "model.layers.3.self_attn."; None if source holds one layer.
 
     Raises:
@@ -98,7 +99,7 @@ def kda_layer_options(source: Source, *, family: str | None = None, prefix: str 
 
 
 def _read(source: Source, family: str | None, prefix: str | None) -> tuple[Naming, dict[str, Tensor]]:
-    """Return the naming that the tensors under a prefix follow, and these by their names relative to it."""
+    """Return the naming of the tensors under a prefix, and the tensors by their names relative to it."""
     if family is not None:
         _check_family(family)
     weights = open_weights(source)
@@ -109,7 +110,7 @@ def _read(source: Source, family: str | None, prefix: str | None) -> tuple[Namin
     one_layer = "" in layers or "q_proj.weight" in weights
     if not names or (prefix is None and not one_layer):
         raise ValueError(
-            f"prefix must be where a KDA layer stands in source, got {prefix!r}; "
+            f"prefix must be the path of a KDA layer in source, got {prefix!r}; "
             + (f"there are A_log of layers at {', '.join(map(repr, layers))}" if layers else "no tensor is named A_log")
         )
     tensors = {n.removeprefix(start): weights[n] for n in names}
@@ -130,8 +131,8 @@ def _recognise(tensors: Mapping[str, Tensor], family: str | None) -> Naming:
     families = list(dict.fromkeys(n.family for n in near))
     if (family is None and len(families) > 1) or (family is not None and family not in families):
         raise ValueError(
-            f"family must be {' or '.join(map(repr, families))}, got {family!r}: that is what the names fit, "
-            f"which are {', '.join(sorted(tensors))}" + ("" if A_log is None else f", A_log {list(A_log.shape)}")
+            f"family must be {' or '.join(map(repr, families))}, got {family!r}: that fits the names in source, "
+            f"{', '.join(sorted(tensors))}" + ("" if A_log is None else f", A_log {list(A_log.shape)}")
         )
     return next(n for n in near if family in (None, n.family))
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from kda_layers.kernels import biased_attention
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.checks import accumulator_dtype, sequence_offsets
-from kda_layers.modeling.in_place import StockFamily, packed_call, read_call
+from kda_layers.modeling.in_place import StockFamily, packed_call, read_call, tokens_of
 from kda_layers.modeling.models.key_bias import create_key_mask, key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
 
@@ -137,7 +137,7 @@ def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     kwargs, layout = read_call(model, args, kwargs)
     if layout is None:
         return (), kwargs
-    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    tokens = tokens_of(kwargs)
     nothing_hidden = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if layout.cu_seqlens is not None:
         packed = packed_call(model, kwargs, layout, "attention layer", _is_stock)

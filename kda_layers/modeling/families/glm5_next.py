@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 from kda_layers.modeling.checkpoints.naming import FORGET_GATE, LOW_RANK, STOCK, Format, Naming
-from kda_layers.modeling.in_place import KDAFamily, prepare_layout
+from kda_layers.modeling.in_place import KDAFamily, prepare_layout, tokens_of
 
 
 def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Apply `prepare_layout`, and give the KDA layers a mask only where something is padded.
 
     The stock forward makes a mask of all tokens for its indexer and passes it to the KDA layers too, which would then
-    move padding around where there is none. It accepts a mask for each type of layer instead.
+    handle padding where there is none. It accepts a mask for each type of layer instead.
     """
     kwargs, layout = prepare_layout(model, args, kwargs)
     if layout is None or isinstance(layout.attention_mask, dict):
         return (), kwargs
-    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    tokens = tokens_of(kwargs)
     padding = None if layout.padding is None else layout.padding.bool()
     indexed = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if padding is None else padding
     masks = dict.fromkeys(model.config.layer_types, indexed) | {"linear_attention": padding}

@@ -253,9 +253,6 @@ class KDAConfig(KDAFields):
             )
         if self.full_attention_interval < 0:
             raise ValueError(f"full_attention_interval must be 0 or more, got {self.full_attention_interval}")
-        self._validate_attention_bias()
-
-    def _validate_attention_bias(self) -> None:
         if self.attention_bias not in ("none", "key"):
             raise ValueError(f"attention_bias must be 'none' or 'key', got {self.attention_bias!r}")
         if self.attention_bias == "key" and "full_attention" not in self.layer_types:

@@ -1,4 +1,4 @@
-"""Files beside a saved model: code that loads it without `import kda_layers`, and a model card."""
+"""Write the files beside a saved model: code that loads it without `import kda_layers`, and a model card."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # `import kda_layers` imports this module, but not transforme
 CODE, CARD = "modeling_kda_layers.py", "README.md"
 MARK = "written by kda_layers, "
 
-# Absolute imports only: transformers copies the relative ones along with a file. They are in a try block, because for a
-# missing import elsewhere transformers tells the user to install a package of that name, whoever registered it. The
-# classes are subclasses, because transformers marks those that it loads from a checkpoint's folder. The module paths
-# are part of the checkpoint format: a module that moves gets a row in `old_paths.MOVED`.
+# Imports are absolute, because transformers copies relatively imported files along with the code, and stand in a try
+# block: outside of one, transformers tells the user to install the package that is named like a missing module, whoever
+# registered it. Classes are subclassed, because transformers marks those that it loads from a checkpoint's folder.
+# Module paths are part of the checkpoint format: a module that moves gets a row in `old_paths.MOVED`.
 CODE_TEMPLATE = Template('''\
 """Loads this checkpoint with trust_remote_code=True. All code is in the package kda_layers."""
 
@@ -103,8 +103,8 @@ def write_code(config: PreTrainedConfig, folder: Any) -> None:
     """Write the code that loads a checkpoint if kda_layers is installed but not imported, and name it in config.
 
     Call it before config.json is written. A configuration that was itself loaded by such code is left to transformers,
-    which copies that code. A file of this name that someone else wrote or edited stays, with a warning, and so does
-    the auto_map: an error after a training run would cost more than the missing code.
+    which copies that code. A file of this name that someone else wrote or edited stays, and so does the auto_map, with
+    a warning: an error after a training run would cost more than the missing code.
 
     Args:
         config: configuration of a model of this package; its auto_map is set, except entries that name other code.
@@ -165,7 +165,7 @@ def _facts(model: PreTrainedModel) -> dict[str, str]:
         gate += f" {config.linear_lower_bound:g}"
     facts = {
         "architecture": type(model).__name__,
-        "model type": type(config).model_type,  # that of the instance is whatever config.json says
+        "model type": type(config).model_type,  # the instance's is read from config.json
         "layers": layer_pattern(config.layer_types),
         "KDA heads": f"{config.linear_num_heads} of queries and keys, {config.linear_head_dim} wide; "
         f"{config.linear_num_value_heads} of values, {config.linear_value_head_dim} wide",

@@ -21,14 +21,7 @@ from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
 from kda_layers.modeling.models.hub import CardMixin
 from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate
-from kda_layers.modeling.packing import Layout, read_layout
-
-
-def default_positions(x: Tensor, layout: Layout, cache: Cache | None) -> Tensor:
-    """Return positions [1, T] of tokens x [B, T, ...]: within each packed sequence, or after the cached tokens."""
-    if layout.positions is not None:
-        return layout.positions
-    return torch.arange(x.shape[1], device=x.device)[None] + (0 if cache is None else cache.get_seq_length())
+from kda_layers.modeling.packing import read_layout
 
 
 class KDAAttention(KimiDeltaAttention):
@@ -151,10 +144,14 @@ class HybridModel(HybridPreTrainedModel):
         masks = attention_mask
         if not isinstance(attention_mask, dict):
             masks = masks_by_type(self.config, inputs_embeds, layout, past_key_values)
-        if position_ids is None:
-            position_ids = default_positions(inputs_embeds, layout, past_key_values)
+        T = inputs_embeds.shape[1]
+        positions = position_ids if layout.positions is None else layout.positions
+        if positions is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            positions = torch.arange(T, device=inputs_embeds.device)[None] + past
         hidden_states = inputs_embeds
-        encodings = self.position_inputs(hidden_states, position_ids.view(-1, inputs_embeds.shape[1]))
+        encoded = positions if position_ids is None else position_ids
+        encodings = self.position_inputs(hidden_states, encoded.view(-1, T))
         with without_plans(inputs_embeds, past_key_values):
             for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
                 hidden_states = layer(
@@ -162,7 +159,7 @@ class HybridModel(HybridPreTrainedModel):
                     attention_mask=masks[kind],
                     past_key_values=past_key_values,
                     cu_seqlens=layout.cu_seqlens,
-                    position_ids=position_ids if layout.positions is None else layout.positions,
+                    position_ids=positions,
                     **encodings,
                     **kwargs,
                 )
@@ -229,7 +226,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         Raises: as `HybridModel.forward`; keywords of the loss function are accepted too.
         """
         for_loss = loss_options(kwargs, self.loss_function)
-        refuse_unknown(kwargs := {name: kwargs[name] for name in kwargs if name not in for_loss}, type(self))
+        kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
+        refuse_unknown(kwargs, type(self))
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -240,8 +238,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             cu_seqlens=cu_seqlens,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-        kept = slice(None) if isinstance(kept, int) else kept
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # -0 keeps all
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:

@@ -12,22 +12,16 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from kda_layers.modeling.models.key_bias import create_key_mask
 from kda_layers.modeling.packing import Layout, read_layout
 
-MASKS = {
-    "full_attention": create_causal_mask,
-    "sliding_attention": create_sliding_window_causal_mask,
-}
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
 def masks_by_type(
-    config: PreTrainedConfig,
-    inputs_embeds: Tensor,
-    layout: Layout,
-    past_key_values: Cache | None,
+    config: PreTrainedConfig, inputs_embeds: Tensor, layout: Layout, past_key_values: Cache | None
 ) -> dict[str, Any]:
     """Return the mask of each type of layer: padding [B, T] or None for KDA, transformers' masks for softmax layers.
 
-    Each mask is made for a layer whose cache knows the lengths: transformers 5.17, which would search for one, takes a
-    KDA layer for one of full attention if other layers have sliding windows.
+    Each mask is made with the index of a layer of its type, whose cache knows the lengths. Without the index,
+    transformers 5.17 takes a KDA layer for one of full attention if other layers have sliding windows.
     """
     kinds = config.layer_types
     # In a variant's configuration the field is a bool: projections with biases or without.

@@ -150,7 +150,7 @@ class KDAPreTrainedModel(HybridPreTrainedModel):
 
 
 class KDAModel(HybridModel, KDAPreTrainedModel):
-    """Embedding, decoder layers of KDA or softmax attention without positions, final norm."""
+    """Embedding, decoder layers of KDA or of softmax attention without position encoding, final norm."""
 
     norm_class = nn.RMSNorm
 
