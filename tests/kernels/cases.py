@@ -55,15 +55,16 @@ BEST_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEVICES = sorted({"cpu", BEST_DEVICE})
 
 
-def _backends_here() -> list[str]:
+def installed_backends() -> list[str]:
     """Every backend, but of those over our CUDA kernels only the one for this machine's GPU, sm90 where there is none:
     the others would refuse every case for the same reason."""
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     arch = 10 * major + minor
-    return [n for n, b in KDA.backends().items() if not isinstance(b, CudaBackend) or arch in b.archs]
+    capabilities = {n: {a.capability for a in b.archs} for n, b in KDA.backends().items() if isinstance(b, CudaBackend)}
+    return [n for n in KDA.backends() if n not in capabilities or arch in capabilities[n]]
 
 
-on_every_backend = pytest.mark.parametrize("backend", _backends_here())
+on_every_backend = pytest.mark.parametrize("backend", installed_backends())
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 # for tests of one feature: what shows the smallest mistake, and what every fast backend serves
 on_typical_shapes = pytest.mark.parametrize(
