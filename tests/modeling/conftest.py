@@ -1,4 +1,4 @@
-"""Stock KDA models run transformers' own PyTorch here, on every device and whatever is installed.
+"""A counter of compiled graphs; stock KDA models run transformers' own PyTorch, whatever device and packages.
 
 transformers picks flash-linear-attention's kernels when it imports a model, not when it runs one, so that with that
 package installed stock models fail on a CPU. The tests want transformers' definition to compare with; against the
@@ -12,6 +12,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.modeling.stock_models import FAMILIES
 
@@ -42,3 +46,13 @@ def import_stock_models() -> None:
 
 
 import_stock_models()
+
+
+@pytest.fixture
+def counter() -> Iterator[CompileCounterWithBackend]:
+    """Counts the compiled graphs. Floats are constants from the start: by default dynamo traces them (nn.RMSNorm's
+    epsilon) as variables first, gives up and traces again."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(specialize_float=True):
+        yield CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()

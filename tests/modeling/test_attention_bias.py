@@ -1,6 +1,6 @@
 """`attention_bias="key"`: the layer against dense attention in fp64, and what its cache and its masks do with the bias.
 
-What every model must do, generation, packing, saving and so on, `test_model.py` asks of a model with it, too.
+What every model must do, generation, packing, saving and so on, `test_models.py` asks of a model with it, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kda_layers.modeling.models.masks_by_type import masks_for_generate
 from kda_layers.modeling.models.modeling_kda import KDABiasedAttention
 from tests.kernels.cases import BF16, FP32, FP64, budget, error
 from tests.modeling.common import same
-from tests.modeling.test_model import build, generate, ids, model
+from tests.modeling.models import build, generate, ids, model
 
 B, T, D, DRAWS = 3, 12, 32, 10
 HIDDEN = {  # padding; packed sequences

@@ -19,8 +19,8 @@ from transformers.masking_utils import create_causal_mask
 from kda_layers import swap_attention
 from kda_layers.modeling.calls import without_plans
 from tests.kernels.cases import FP64_LIMIT, error
-from tests.modeling import stock_models, test_model, test_on_gpu, test_variants
-from tests.modeling.test_model import ids
+from tests.modeling import models, stock_models, test_on_gpu
+from tests.modeling.models import ids
 
 LENGTHS = (5, 1, 17)
 T = sum(LENGTHS)
@@ -35,10 +35,8 @@ _swapped: dict[str, Any] = {}
 
 def model(name: str) -> Any:
     """A model that tests share and leave as it is."""
-    if name in test_variants.MODELS:
-        return test_variants.model(name)
-    if name in test_model.MODELS:
-        return test_model.model(name)
+    if name in models.OURS:
+        return models.model(name)
     if name not in _swapped:
         _swapped[name] = stock_models.build(name, dense=True)
         swap_attention(_swapped[name])

@@ -255,22 +255,6 @@ print(len(kda_layers.restore_attention(model)))
 
 
 @every_family_in_place
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
-    _, swapped = both(family)
-    swapped.train()
-    tokens, grads = ids(2, 20), []
-    for checkpoint in (False, True):
-        if checkpoint:
-            swapped.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=reentrant))
-        swapped.zero_grad()
-        swapped(tokens, labels=tokens).loss.backward()
-        grads.append({n: p.grad.clone() for n, p in swapped.named_parameters() if p.grad is not None})
-    assert grads[0].keys() == grads[1].keys()
-    assert all(torch.equal(grads[0][n], grads[1][n]) for n in grads[0])
-
-
-@every_family_in_place
 @pytest.mark.parametrize("kind", ["cpu", "disk"])
 @pytest.mark.parametrize("first", ["swap", "offload"])
 def test_accelerate_offload(family: str, kind: str, first: str, tmp_path: Path, device: torch.device) -> None:
