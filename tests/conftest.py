@@ -20,6 +20,8 @@ import torch
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.kda.dispatch import KDA
 
+EMULATED = "@emulator"  # ends the names of backends whose CUDA kernels run in the emulator
+FEWER_EMULATED = 4
 # What compiles, trains or starts processes of its own: parts of test ids. `make quick` leaves it out.
 SLOW = (
     "cuda_emulator/", "test_cuda_", "kernels/test_build", "attention/test_tr", "kernels/test_property",
@@ -27,7 +29,7 @@ SLOW = (
     "tests/test_benchmarks", "tests/test_examples", "tests/test_finetune", "tests/test_makefile", "tests/test_package",
     "tests/test_swap_example", "tests/test_train",
     "compil", "flash_linear_attention", "fresh_process", "importing", "new_family", "requiring", "tensor_parallel",
-    "two_processes",
+    "two_processes", EMULATED,
 )  # fmt: skip
 # Tier -> one in so many cases of a test, and parts of the ids that it leaves out. Kernels and emulator run whole in CI
 # when they change.
@@ -45,14 +47,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def chosen(tests: Iterable[str], tier: str) -> set[str]:
-    """The ids of tests that run in a tier: of each test's cases a share, but at least one."""
+    """The ids of tests that run in a tier: of each test's cases a share, but at least one. Of emulated cases, which are
+    slow, it is a smaller one, and they do not replace others."""
     share, left_out = TIERS[tier]
-    cases: dict[str, list[str]] = defaultdict(list)
+    cases: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for test in tests:
         if not any(part in test for part in left_out):
-            cases[test.partition("[")[0]].append(test)
-    ordered = (sorted(group, key=lambda test: zlib.crc32(test.encode())) for group in cases.values())  # mixes options
-    return {test for group in ordered for test in group[: -(-len(group) // share)]}
+            cases[test.partition("[")[0], EMULATED in test].append(test)
+    kept: set[str] = set()
+    for (_, emulated), group in cases.items():
+        one_in = share if tier == "all" or not emulated else share * FEWER_EMULATED
+        group.sort(key=lambda test: zlib.crc32(test.encode()))  # mixes options
+        kept.update(group[: -(-len(group) // one_in)])
+    return kept
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

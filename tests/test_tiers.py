@@ -30,3 +30,14 @@ def test_the_choice_does_not_depend_on_the_order() -> None:
 def test_targets(target: str, tier: str) -> None:
     last = dry_run(target).rstrip().splitlines()[-1]
     assert last.endswith(f"-m pytest -n 2 --dist worksteal {tier}".rstrip())
+
+
+def test_emulated_cases_are_fewer_and_replace_no_others() -> None:
+    plain = [f"tests/test_any.py::one[{n}-eager]" for n in range(60)]
+    emulated = [f"tests/test_any.py::one[{n}-sm90@emulator]" for n in range(60)]
+    kept = chosen([*plain, *emulated], "test")
+    assert kept & set(plain) == chosen(plain, "test")
+    assert len(kept & set(plain)) == 10
+    assert len(kept & set(emulated)) == 3
+    assert not chosen(emulated, "quick")
+    assert chosen(emulated, "all") == set(emulated)

@@ -1,4 +1,4 @@
-"""What the kernel tests share beside `kda_layers.testing`: which backends and devices there are here, and skips."""
+"""Helpers of the kernel tests beside `kda_layers.testing`: the backends and devices of this machine, and skips."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ from kda_layers.testing.oracle import (
     run_draws,
 )
 from kda_layers.testing.poison import poisoned_memory
+from tests.kernels.emulated_backends import EMULATED
 
 __all__ = [
     "BEST_DEVICE", "BF16", "DEVICES", "FP16", "FP32", "FP64", "FP64_LIMIT", "ROUNDOFF", "Case", "budget", "call",
-    "check", "check_near", "error", "for_device", "for_training", "ids", "limits_of", "make_inputs", "map_tensors",
-    "on_every_backend", "on_every_device", "on_typical_shapes", "options", "oracle", "output_gradients", "outputs",
+    "check", "check_near", "draws", "error", "for_device", "for_training", "ids", "limits_of", "make_inputs",
+    "map_tensors", "on_every_backend", "on_every_device", "on_installed_backends", "on_typical_shapes", "options",
+    "oracle", "output_gradients", "outputs",
     "poisoned_memory", "run", "run_draws", "sequences", "serve", "step_inputs", "to_device", "to_fp64",
     "trains_only_without_checkpoints",
 ]  # fmt: skip
@@ -64,7 +66,8 @@ def installed_backends() -> list[str]:
     return [n for n in KDA.backends() if n not in capabilities or arch in capabilities[n]]
 
 
-on_every_backend = pytest.mark.parametrize("backend", installed_backends())
+on_installed_backends = pytest.mark.parametrize("backend", installed_backends())
+on_every_backend = pytest.mark.parametrize("backend", [*installed_backends(), *EMULATED])
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 # for tests of one feature: what shows the smallest mistake, and what every fast backend serves
 on_typical_shapes = pytest.mark.parametrize(
@@ -90,9 +93,18 @@ def for_training(case: Case, backend: str, device: str) -> Case:
     return replace(case, checkpoints=False) if drop else case
 
 
-def for_device(case: Case, device: str) -> Case:
-    """`case`, on a CPU with 64 channels for 128, where no kernel is made for one width: in a third of the time."""
-    return replace(case, K=64, V=64) if device == "cpu" and case.K == case.V == 128 else case
+def for_device(case: Case, device: str, backend: str) -> Case:
+    """`case`, on a CPU with 64 channels for 128: in a third of the time, and no kernel is made for one width. Emulated
+    kernels are: they keep the width, except those for A100, whose shared memory is too small for it."""
+    narrower = device == "cpu" and case.K == case.V == 128 and backend not in ("sm90@emulator", "sm100@emulator")
+    return replace(case, K=64, V=64) if narrower else case
+
+
+def draws(case: Case, backend: str, device: str, needs_grad: bool = True) -> list[Inputs]:
+    """The inputs of a case, drawn as often as it says; once for the emulator, which is slow, where no tensor of a few
+    elements, as A_log's gradient is, needs more."""
+    number = 1 if backend in EMULATED and not needs_grad else case.draws
+    return [make_inputs(case, device, n) for n in range(number)]
 
 
 def serve(backend: str, problem: Problem, required: frozenset[str]) -> Backend:

@@ -30,7 +30,7 @@ ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 class GuardedMemory(TorchDispatchMode):
-    """New tensors end where memory ends, and hold NaN (integers: -1) where nothing else was asked for."""
+    """Allocate tensors that end where memory ends, and hold NaN (integers: -1) unless zeros are asked for."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **kwargs or {})
@@ -40,7 +40,7 @@ class GuardedMemory(TorchDispatchMode):
 
 
 def end_of_memory(t: Any) -> Any:
-    """A copy of a tensor that ends where memory ends; a view of a part of another, or what has no element, as it is."""
+    """A copy of a tensor that ends where memory ends; views of a part of another and empty tensors as they are."""
     whole = isinstance(t, Tensor) and t.is_contiguous() and t.nbytes == t.untyped_storage().nbytes() > 0
     return cuda_emulator.guarded(t) if whole else t
 
@@ -63,7 +63,7 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)  # plans are remembered by machine: each has its own
 class Emulator:
-    """A `machine.Machine` of so many multiprocessors; `seed` chooses the order in which what is concurrent happens."""
+    """A `machine.Machine` of `processors` multiprocessors; `seed` chooses the order of concurrent operations."""
 
     arch: int = 90
     processors: int = 16
@@ -81,20 +81,20 @@ class Emulator:
 
 
 def machine_and_plan(launch: dict[str, Any]) -> tuple[Emulator, dict[str, Any]]:
-    """The machine, and the fields of a variant that replace those of the one that the launcher chooses."""
+    """Split `launch` into a machine and the fields of a variant that replace the launcher's choice."""
     names = ("arch", "processors", "seed")
     machine = Emulator(**{name: launch[name] for name in names if name in launch})
     return machine, {name: value for name, value in launch.items() if name not in names}
 
 
 def replaced(launcher: Any, fields: dict[str, Any]) -> Any:
-    """Context in which the launcher's choice of a variant has other fields."""
+    """Context in which the variants that the launcher chooses have these fields."""
     choose = launcher.variant_for
     return mock.patch.object(launcher, "variant_for", lambda *args: choose(*args)._replace(**fields))
 
 
 def forward(x: Inputs, **launch: Any) -> KDAOutput:
-    """What forward.cu makes of the inputs.
+    """Outputs of the forward kernel.
 
     Args:
         x: the inputs.
@@ -105,46 +105,47 @@ def forward(x: Inputs, **launch: Any) -> KDAOutput:
 
 
 def forward_saving(x: Inputs, save: bool = True, **launch: Any) -> tuple[KDAOutput, forward_launcher.Saved]:
-    """The same, and what it keeps for the backward."""
+    """Outputs of the forward kernel, and what it saves for the backward."""
     machine, fields = machine_and_plan(launch)
     with replaced(forward_launcher, fields), GuardedMemory():
-        out, saved = forward_launcher.forward(_guarded(x), machine, save)
+        out, saved = forward_launcher.forward(guarded_inputs(x), machine, save)
     return out, saved  # type: ignore[return-value]
 
 
 def reverse_scan(
     x: Inputs, saved: forward_launcher.Saved, gradients: tuple[Tensor, Tensor | None, Tensor | None], **launch: Any
 ) -> reverse_launcher.Scanned:
-    """What reverse_scan.cu makes of the gradients of o, final state and checkpoints; `launch` as in `forward`."""
+    """Outputs of the reverse scan for gradients of o, final state and checkpoints; `launch` as in `forward`."""
     machine, fields = machine_and_plan(launch)
     d_o, d_final, d_checkpoints = map(end_of_memory, gradients)
     with replaced(reverse_launcher, fields), GuardedMemory():
-        return reverse_launcher.reverse_scan(_guarded(x), machine, saved, d_o, d_final, d_checkpoints)
+        return reverse_launcher.reverse_scan(guarded_inputs(x), machine, saved, d_o, d_final, d_checkpoints)
 
 
 def gradients(
     x: Inputs, saved: forward_launcher.Saved, scanned: reverse_launcher.Scanned, d_o: Tensor, **launch: Any
 ) -> Gradients:
-    """What gradients.cu makes of what forward and reverse scan left; `launch` as in `forward`."""
+    """Outputs of the gradients kernel for what forward and reverse scan saved; `launch` as in `forward`."""
     machine, fields = machine_and_plan(launch)
     with replaced(gradients_launcher, fields), GuardedMemory():
-        return gradients_launcher.gradients(_guarded(x), machine, saved, scanned, d_o)
+        return gradients_launcher.gradients(guarded_inputs(x), machine, saved, scanned, d_o)
 
 
 def decode(x: DecodeInputs, *, seed: int = 0, busy: bool = False, **shape: int) -> Tensor:
-    """What decode.cu makes of the inputs; `x.state` is updated in place.
+    """Outputs of the decode kernel; `x.state` is updated in place.
 
     Args:
         x: the inputs.
-        seed: chooses the order in which what is concurrent happens.
+        seed: chooses the order of concurrent operations.
         busy: see `decode.variant_for`.
         shape: fields of `decode.Variant` that replace those of that variant.
     """
     chosen = decode_launcher.variant_for(x.q.shape[3], x.v.shape[3], x.q.dtype, x.state.dtype, busy)
     variant = chosen._replace(**shape)
     with GuardedMemory():
-        return decode_launcher.decode(_guarded(x)._replace(state=x.state), Emulator(seed=seed), variant)
+        return decode_launcher.decode(guarded_inputs(x)._replace(state=x.state), Emulator(seed=seed), variant)
 
 
-def _guarded(x: AnyInputs) -> AnyInputs:
+def guarded_inputs(x: AnyInputs) -> AnyInputs:
+    """Copies of the inputs in memory that ends where each tensor ends."""
     return type(x)(*(end_of_memory(t) for t in x))

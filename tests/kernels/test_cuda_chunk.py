@@ -1,7 +1,7 @@
-"""chunk.cu on the CPU against the recurrence in fp64, with products of a warpgroup and of single warps.
+"""The forward kernel in the emulator: the same bits in every order and plan, and inputs that are hard for it.
 
-Each form is compiled for few widths, types and gates; what a run decides on (lengths, groups, beta, norm, states ...)
-is tried with one of them. On a GPU the whole matrix of tests applies.
+The tests of every backend run it, too, as `sm90@emulator` and so on (see emulated_backends.py): they compare it with
+the recurrence. Here are the forms and plans that a problem of theirs does not choose.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tests.kernels.cases import (
     sequences,
     to_fp64,
 )
-from tests.kernels.test_hard_inputs import HALF_WRONG, HARD, expected, hard_inputs, resets
+from tests.kernels.test_hard_inputs import HALF_WRONG, expected, hard_inputs, resets
 from tests.kernels.test_property import cases_in_16_bits
 
 WHY_NOT = cuda_emulator.unavailable()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
-# Of each form few kernels are compiled: for K = V = 128 and the lower bound, for 128 and given log-decays, for 64 and
-# softplus.
+# Of each form few kernels are compiled: for K = V = 128 and the lower bound, for 128 and precomputed log-decays, for 64
+# and softplus.
 FORMS: dict[str, dict[str, dict[str, int]]] = {
     "warpgroups": {
         "lower_bound": {"arch": 90, "BV": 16, "cluster": 1},
@@ -52,37 +52,7 @@ FORMS: dict[str, dict[str, dict[str, int]]] = {
 in_every_form = pytest.mark.parametrize("form", FORMS)
 WIDE = Case(H=1, state=True)
 SOFTPLUS = Case(K=64, V=64, dtype=FP16, gate="softplus", state=True)
-LOG_DECAY = Case(H=1, gate="log_decay", state=True)
 PACKED = (65, 0, 1, 130, 64, 0)
-
-CASES = [
-    *(replace(WIDE, T=T) for T in (1, 15, 63, 64, 65, 130)),
-    replace(WIDE, T=700, slow=True),
-    replace(SOFTPLUS, T=700, slow=True),
-    # batches, groups, packed sequences
-    replace(WIDE, B=3, T=65, state=False),
-    *(replace(SOFTPLUS, group=group, H=2, B=2, T=70) for group in (2, 4)),
-    replace(WIDE, group=2, lengths=PACKED, slow=True),
-    replace(SOFTPLUS, group=4, lengths=PACKED, offsets_dtype=torch.int64),
-    replace(LOG_DECAY, lengths=(0, 0, 5), state=False, checkpoints=False),
-    replace(LOG_DECAY, lengths=(1,) * 9, offsets_dtype=torch.int64),
-    # gates
-    *(replace(WIDE, A_log=a, dt_bias=b) for a, b in ((False, True), (True, False), (False, False))),
-    replace(WIDE, lower_bound=-1.0, slow=True),
-    replace(SOFTPLUS, dt_bias=False),
-    replace(SOFTPLUS, A_log=False, slow=True),
-    LOG_DECAY,
-    replace(LOG_DECAY, slow=True, T=300),
-    # beta, norm, scale, what is returned
-    *(replace(WIDE, beta=beta, beta_wide=wide) for beta in ("2sigmoid", "given") for wide in (False, True)),
-    *(replace(SOFTPLUS, beta=beta, beta_wide=wide) for beta in ("sigmoid", "given") for wide in (False, True)),
-    *(replace(case, l2norm=False, slow=True) for case in (WIDE, SOFTPLUS, LOG_DECAY)),
-    replace(SOFTPLUS, scale=-0.3, l2norm=False),
-    replace(WIDE, scale=1.0),
-    replace(WIDE, final=False),
-    replace(WIDE, final=False, checkpoints=False),
-    replace(SOFTPLUS, T=128, checkpoints=False, state=False),
-]
 
 
 def chunk(x: Inputs, form: str, **launch: Any) -> KDAOutput:
@@ -99,18 +69,6 @@ def check_in_budget(x: Inputs, compute: Callable[[Inputs], KDAOutput]) -> None:
     check(outputs(compute(x)), truth, limits_of(yardstick, truth, x.q.dtype))
 
 
-@in_every_form
-@pytest.mark.parametrize("case", **ids(CASES))
-def test_against_fp64(case: Case, form: str) -> None:
-    check_in_budget(make_inputs(case), lambda x: chunk(x, form))
-
-
-def test_wide_gates() -> None:
-    """Gate logits in fp32, at the smaller width and in the smaller slices of it."""
-    x = make_inputs(Case(K=64, V=64, group=2, slow=True, g_wide=True, state=True))
-    check_in_budget(x, lambda x: chunk(x, "warpgroups"))
-
-
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(case=cases_in_16_bits(gates=("lower_bound",), widths=(64,), dtypes=(BF16,), g_wide=True))
 def test_random_shapes(case: Case) -> None:
@@ -122,7 +80,7 @@ def test_random_shapes(case: Case) -> None:
 
 @in_every_form
 @pytest.mark.parametrize("case", **ids([replace(WIDE, lengths=(65, 0, 1, 200)), replace(SOFTPLUS, B=2)]))
-def test_the_order_of_what_is_concurrent(case: Case, form: str) -> None:
+def test_order_of_concurrent_operations(case: Case, form: str) -> None:
     x = make_inputs(case)
     want = chunk(x, form)
     for seed in range(1, 4):
@@ -130,8 +88,8 @@ def test_the_order_of_what_is_concurrent(case: Case, form: str) -> None:
 
 
 @in_every_form
-def test_how_many_blocks_there_are(form: str) -> None:
-    """From one unit that serves all items to one for each of them."""
+def test_number_of_blocks(form: str) -> None:
+    """From one CTA group that computes all work tiles to one for each of them."""
     x = make_inputs(replace(WIDE, lengths=(65, 0, 200, 1)))
     want = chunk(x, form)
     for processors in (8, 24, 10**6):
@@ -143,13 +101,13 @@ def test_how_many_blocks_there_are(form: str) -> None:
     [("warpgroups", {"BV": 32, "cluster": 2}), ("warpgroups", {"cluster": 4}), ("warps", {"arch": 100})],
     ids=str,
 )
-def test_how_the_work_is_cut(form: str, plan: dict[str, int]) -> None:
+def test_tilings(form: str, plan: dict[str, int]) -> None:
     x = make_inputs(replace(WIDE, H=2, T=200))
     assert_same(chunk(x, form, **plan), chunk(x, form))
 
 
 @in_every_form
-def test_company(form: str) -> None:
+def test_batched_packed_and_alone(form: str) -> None:
     """A sequence gives the same alone, in a batch and packed."""
     x = make_inputs(replace(WIDE, B=3))
     together = chunk(x, form)
@@ -162,7 +120,7 @@ def test_company(form: str) -> None:
 
 
 @in_every_form
-def test_ragged_company(form: str) -> None:
+def test_ragged_and_alone(form: str) -> None:
     x = make_inputs(replace(SOFTPLUS, lengths=(3, 130, 0, 64, 1)))
     got = chunk(x, form)
     alone = [chunk(s, form) for s in sequences(x) if s.q.shape[1]]
@@ -171,22 +129,6 @@ def test_ragged_company(form: str) -> None:
     assert torch.equal(got.final_state[2], x.initial_state[2])
     assert torch.equal(got.checkpoints[:, :3], torch.cat([a.checkpoints for a in alone], 1))
     assert not got.checkpoints[:, 3:].any()
-
-
-@in_every_form
-def test_nan_stays_in_its_sequence(form: str) -> None:
-    x = make_inputs(replace(WIDE, lengths=(70, 3, 65)))
-    sick = x._replace(**{n: getattr(x, n).clone() for n in ("q", "k", "v", "g", "beta", "initial_state")})
-    for name in ("q", "k", "v", "g", "beta"):
-        getattr(sick, name)[:, 70:73] = torch.nan
-    sick.initial_state[1] = torch.nan
-    want, got = chunk(x, form), chunk(sick, form)
-    assert got.o[:, 70:73].isnan().all()
-    assert got.final_state[1].isnan().all()
-    others = [*range(70), *range(73, 138)]
-    assert torch.equal(got.o[:, others], want.o[:, others])
-    assert torch.equal(got.final_state[[0, 2]], want.final_state[[0, 2]])
-    assert torch.equal(got.checkpoints, want.checkpoints)
 
 
 # ---------------------------------------------------------------- hard inputs
@@ -216,10 +158,9 @@ def faint_softplus(T: int, D: int, H: int) -> dict:
 
 
 @in_every_form
-@pytest.mark.parametrize("kind", [*HARD, softplus_resets, faint_softplus], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [softplus_resets, faint_softplus], ids=lambda kind: kind.__name__)
 def test_hard_inputs(kind: Callable[[int, int, int], dict], form: str) -> None:
-    D, dtype = (64, FP16) if kind in (softplus_resets, faint_softplus) else (128, BF16)
-    truth, yardstick = expected(kind, 400, D, 2, dtype, False, True, True, "cpu")
-    got = outputs(chunk(hard_inputs(kind, 400, D, 2, dtype), form))
+    truth, yardstick = expected(kind, 400, 64, 2, FP16, False, True, True, "cpu")
+    got = outputs(chunk(hard_inputs(kind, 400, 64, 2, FP16), form))
     assert all(t.isfinite().all() for t in got.values())
-    check(got, truth, {n: min(budget(e, dtype), HALF_WRONG) for n, e in yardstick.items()})
+    check(got, truth, {n: min(budget(e, FP16), HALF_WRONG) for n, e in yardstick.items()})

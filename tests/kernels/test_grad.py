@@ -19,6 +19,7 @@ from tests.kernels.cases import (
     Case,
     call,
     check,
+    draws,
     for_device,
     for_training,
     ids,
@@ -126,17 +127,16 @@ def test_gradient_from_one_output_alone(
     """With a gradient that arrives expanded from one number, as `.sum()` makes it."""
     given = dict(lengths=lengths, checkpoints=name == "checkpoints")
     case = Case(B=1 if lengths else 2, slow=True, state=True, **given, **shape)  # gradients reach the initial state
-    case = for_device(case, device)
-    draws = [make_inputs(case, device, i) for i in range(case.draws)]
-    serve(backend, problem_of(draws[0], needs_grad=True), required_backends)
+    drawn = draws(for_device(case, device, backend), backend, device)
+    serve(backend, problem_of(drawn[0], needs_grad=True), required_backends)
 
     def ones(x: Inputs) -> dict[str, Tensor]:
         like = output_gradients(x)[name]
         return {name: torch.ones((), dtype=like.dtype, device=x.q.device).expand(like.shape)}
 
-    truth = run_draws(oracle, [to_fp64(x) for x in draws], ones)
-    limits = limits_of(run_draws(oracle, draws, ones), truth, shape["dtype"])
-    check(run_draws(lambda x: call(x, backend), draws, ones), truth, limits)
+    truth = run_draws(oracle, [to_fp64(x) for x in drawn], ones)
+    limits = limits_of(run_draws(oracle, drawn, ones), truth, shape["dtype"])
+    check(run_draws(lambda x: call(x, backend), drawn, ones), truth, limits)
 
 
 @on_every_backend

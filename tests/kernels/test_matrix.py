@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.kernels.cases import (
     Case,
     call,
     check,
+    draws,
     error,
     for_device,
     for_training,
@@ -47,6 +49,11 @@ def exact(**fields: Any) -> Case:
     return Case(**{"K": 32, "V": 64, "dtype": FP32} | fields)
 
 
+def narrow(**fields: Any) -> Case:
+    """A case of the smaller width that our kernels have, in fp16 with a gate by softplus."""
+    return Case(**{"K": 64, "V": 64, "dtype": FP16, "gate": "softplus", "state": True} | fields)
+
+
 CASES = [
     # lengths around chunk and block boundaries, dtypes
     *(Case(T=T, state=True, poison=True) for T in (1, 15, 63, 64, 65, 130, 200)),
@@ -64,6 +71,9 @@ CASES = [
     Case(B=3, H=1, group=4, T=64, K=16, V=16, dtype=FP64),
     exact(H=1, group=4),
     exact(B=2, group=2, T=100, gate="softplus", slow=True),
+    *(narrow(B=2, group=group, T=70) for group in (2, 4)),
+    # many chunks
+    narrow(T=400, H=1, slow=True),
     # gates
     *(Case(A_log=a, dt_bias=b) for a, b in ((False, True), (True, False), (False, False))),
     exact(A_log=False, dt_bias=False, lower_bound=-0.5, state=True),
@@ -74,14 +84,23 @@ CASES = [
     Case(gate="log_decay", slow=True, state=True),
     Case(gate="log_decay", g_wide=True),
     exact(gate="log_decay", slow=True, state=True),
+    Case(lower_bound=-1.0, slow=True, state=True),
+    Case(gate="log_decay", T=300, H=1, slow=True, state=True),
+    narrow(dt_bias=False),
+    Case(K=64, V=64, group=2, slow=True, g_wide=True, state=True),
     # beta, norm, scale, what is returned
     Case(beta="2sigmoid", slow=True, state=True),
     exact(beta="2sigmoid", slow=True),
     Case(beta="given", beta_wide=True),
     Case(beta="given", dtype=FP16, slow=True),
+    Case(beta="2sigmoid", beta_wide=True, state=True),
+    *(narrow(beta=beta, beta_wide=wide) for beta, wide in (("sigmoid", True), ("given", False), ("given", True))),
     Case(beta_wide=True, slow=True),
     Case(l2norm=False, slow=True, state=True),
     exact(l2norm=False, gate="softplus"),
+    *(replace(case, l2norm=False) for case in (narrow(slow=True), Case(gate="log_decay", slow=True, state=True))),
+    narrow(scale=-0.3, l2norm=False),
+    narrow(T=128, state=False, checkpoints=False),
     exact(scale=1.0),
     Case(scale=-0.3, state=True),
     Case(final=False, checkpoints=False),
@@ -94,6 +113,10 @@ CASES = [
     exact(lengths=(130,), state=True),
     exact(lengths=(1, 1, 1), group=2),
     Case(lengths=(0, 0, 5), state=True, checkpoints=False),
+    Case(lengths=(0, 0, 5), H=1, gate="log_decay", final=False, beta="given", beta_wide=True),
+    Case(lengths=(1,) * 40, H=1, gate="log_decay", state=True, offsets_dtype=torch.int64),
+    Case(lengths=(65, 0, 1, 130, 64, 0), H=1, group=2, slow=True, state=True),
+    narrow(lengths=(65, 0, 1, 130, 64, 0), H=1, group=4, offsets_dtype=torch.int64),
     Case(lengths=RAGGED, H=1, group=2, K=16, V=32, slow=True, poison=True),
     exact(lengths=RAGGED, K=16, V=16, state=True, gate="softplus", offsets_dtype=torch.int64),
     Case(lengths=(70, 3, 128), group=2, K=16, V=16, dtype=FP64, state=True, offsets_dtype=torch.int64),
@@ -105,12 +128,12 @@ CASES = [
 ]
 
 
-@functools.lru_cache(maxsize=2)
-def expected(case: Case, device: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The truth of a case, its draws stacked, and each tensor's limit."""
-    draws = [make_inputs(case, device, i) for i in range(case.draws)]
-    truth = run_draws(oracle, [to_fp64(x) for x in draws])
-    return truth, limits_of(run_draws(oracle, draws), truth, case.dtype)
+@functools.lru_cache(maxsize=4)  # emulated kernels have other widths and draws
+def expected(case: Case, device: str, number: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The truth of a case, so many of its draws stacked, and each tensor's limit."""
+    drawn = [make_inputs(case, device, n) for n in range(number)]
+    truth = run_draws(oracle, [to_fp64(x) for x in drawn])
+    return truth, limits_of(run_draws(oracle, drawn), truth, case.dtype)
 
 
 @on_every_backend
@@ -125,14 +148,14 @@ def test_against_fp64(
     required_backends: frozenset[str],
     record_property: Callable[..., None],
 ) -> None:
-    case = for_device(case, device)
+    case = for_device(case, device, backend)
     if needs_grad:
         case = for_training(case, backend, device)
-    draws = [make_inputs(case, device, i) for i in range(case.draws)]
-    serve(backend, problem_of(draws[0], needs_grad), required_backends)
-    truth, limits = expected(case, device)
+    drawn = draws(case, backend, device, needs_grad)
+    serve(backend, problem_of(drawn[0], needs_grad), required_backends)
+    truth, limits = expected(case, device, len(drawn))
     with poisoned_memory(case.poison), torch.set_grad_enabled(needs_grad):
-        got = run_draws(lambda x: call(x, backend), draws)
+        got = run_draws(lambda x: call(x, backend), drawn)
     assert got["o"].dtype == case.dtype
     assert all(got[n].dtype == state_dtype(case.dtype) for n in ("final_state", "checkpoints") if n in got)
     for name, t in got.items():
@@ -149,12 +172,11 @@ def test_a_group_equals_repeated_heads(
     group: int, shape: dict, device: str, backend: str, required_backends: frozenset[str]
 ) -> None:
     """Repeated heads give what grouped ones do, and their gradients of q and k add up to the group's."""
-    case = for_device(Case(group=group, B=2, T=70, slow=True, state=True, **shape), device)
-    case = for_training(case, backend, device)
-    draws = [make_inputs(case, device, i) for i in range(case.draws)]
-    repeated = [x._replace(q=x.q.repeat_interleave(group, 2), k=x.k.repeat_interleave(group, 2)) for x in draws]
+    case = for_device(Case(group=group, B=2, T=70, slow=True, state=True, **shape), device, backend)
+    drawn = draws(for_training(case, backend, device), backend, device)
+    repeated = [x._replace(q=x.q.repeat_interleave(group, 2), k=x.k.repeat_interleave(group, 2)) for x in drawn]
     serve(backend, problem_of(repeated[0], needs_grad=True), required_backends)
-    truth = run_draws(oracle, [to_fp64(x) for x in draws])
+    truth = run_draws(oracle, [to_fp64(x) for x in drawn])
     got, yardstick = run_draws(lambda x: call(x, backend), repeated), run_draws(oracle, repeated)
     for name in ("d_q", "d_k"):
         got[name], yardstick[name] = (t[name].unflatten(3, (-1, group)).sum(4) for t in (got, yardstick))

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kda_layers.kernels.kda.dispatch import default_problem
 from tests.conftest import take_first_configurations
-from tests.kernels.cases import BF16, FP32, FP64, budget, error, on_every_backend, on_every_device, serve
+from tests.kernels.cases import BF16, FP32, FP64, budget, error, on_every_device, on_installed_backends, serve
 from tests.modeling.test_training import WIDTH, batch, build_model
 
 KINDS = ("ddp", "fsdp", "fsdp in bf16")
@@ -142,7 +142,7 @@ def alone(kind: str, backend: str, dtype: torch.dtype, device: str) -> tuple[Ten
 
 
 @on_every_device
-@on_every_backend
+@on_installed_backends
 def test_two_processes_train_as_one(
     backend: str, device: str, required_backends: frozenset[str], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, kda, kda_s
 from kda_layers.kernels.kda import dispatch
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.dispatch import default_problem, problem_of
-from tests.kernels.cases import BF16, Case, call, error, make_inputs, on_every_backend, options, serve
+from tests.kernels.cases import BF16, Case, call, error, make_inputs, on_installed_backends, options, serve
 from tests.kernels.test_step import serve_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -48,7 +48,7 @@ def captured(f: Any) -> torch.cuda.CUDAGraph:
 # ---------------------------------------------------------------- the operator in CUDA graphs
 
 
-@on_every_backend
+@on_installed_backends
 def test_decode_step_in_a_graph(backend: str, required_backends: frozenset[str]) -> None:
     """Replays advance the state in place, as calls do."""
     x = make_inputs(Case(T=5, B=3, state=True), "cuda")
@@ -124,7 +124,7 @@ def test_whole_sequences_in_a_graph(lengths: tuple[int, ...] | None) -> None:
 # ---------------------------------------------------------------- torch.compile
 
 
-@on_every_backend
+@on_installed_backends
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_compiled_layer(train: bool, backend: str, required_backends: frozenset[str]) -> None:
     """One graph for every length; as close to fp64 as the layer without torch.compile, up to a rounding.

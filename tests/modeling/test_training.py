@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
 from kda_layers.kernels.kda.dispatch import default_problem
-from tests.kernels.cases import BEST_DEVICE, BF16, FP32, on_every_backend, serve
+from tests.kernels.cases import BEST_DEVICE, BF16, FP32, on_installed_backends, serve
 
 VOCAB = 97
 WIDTH = 128 if BEST_DEVICE == "cuda" else 16
@@ -73,7 +73,7 @@ def differing(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
 # ---------------------------------------------------------------- gradient checkpointing
 
 
-@on_every_backend
+@on_installed_backends
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
 def test_a_checkpointed_layer_has_the_same_gradients(use_reentrant: bool, served: str) -> None:
     layer, x = build_layer(served), torch.randn(2, 200, 2 * WIDTH).to(BEST_DEVICE, BF16)
@@ -86,7 +86,7 @@ def test_a_checkpointed_layer_has_the_same_gradients(use_reentrant: bool, served
     assert differing(results[1], results[0]) == []
 
 
-@on_every_backend
+@on_installed_backends
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
 def test_a_checkpointed_model_has_the_same_gradients(use_reentrant: bool, served: str) -> None:
     model, tokens = build_model(served), batch(0)
@@ -107,7 +107,7 @@ def test_a_checkpointed_model_has_the_same_gradients(use_reentrant: bool, served
 # ---------------------------------------------------------------- autocast
 
 
-@on_every_backend
+@on_installed_backends
 def test_autocast_trains_parameters_in_fp32(served: str) -> None:
     """The loss falls below what the frequencies of tokens give, and gradients have the parameters' dtype."""
     model = build_model(served, FP32)
@@ -147,7 +147,7 @@ def step_of(model: Any, tokens: Tensor) -> tuple[Callable[[], Tensor], torch.opt
 
 
 @needs_cuda
-@on_every_backend
+@on_installed_backends
 def test_a_graph_of_a_training_step_replays_on_new_inputs(served: str) -> None:
     """Forward, backward and optimizer captured once: losses and parameters are those of the calls, bit for bit."""
     if served == "eager":
