@@ -2,7 +2,7 @@ PYTHON ?= python3
 PIP = .venv/bin/pip install -q --disable-pip-version-check -c constraints.txt
 WORKERS ?= 8
 # What needs no GPU, the emulated and the compiled CUDA kernels, is left to `make test-all`.
-TESTS ?= --ignore-glob='*/test_cuda_[!o]*.py' tests/kernels tests/modeling
+TESTS ?= --ignore-glob='*/test_cuda_[!o]*.py' -k 'not emulator' tests/kernels tests/modeling
 
 # VENV=/opt/x runs a target with that environment's Python as it is; nothing is installed.
 ifeq ($(origin VENV), undefined)
