@@ -168,6 +168,78 @@ DEVICE void store_rows(Lane lane, u16* to, unsigned char* rows, const u32 (&x)[K
 
 // ---------------------------------------------------------------- the scan
 
+// What a warp passes from chunk to chunk.
+struct Carried {
+    Gradient d;   // dS
+    Values next;  // the next chunk's dO
+    Tokens O;     // dO', an operand
+};
+
+struct Operands {
+    Operand first_Kr, Kg, T;  // Kr of stage 0: computing it late saves registers
+    int stage_at;
+
+    DEVICE Operand Kr() const { return operand_at(first_Kr, stage_at); }
+    DEVICE Operand Qg() const { return operand_at(Kg, AT_QG); }
+    DEVICE Operand Aqk() const { return operand_at(T, AT_AQK - AT_T); }
+};
+
+// dO' of a chunk, from its dO.
+DEVICE void take_outputs(Lane lane, Carried& x, const Shared& shared, u32 count) {
+    wait_for(shared, OUTPUT, count);
+    x.next.scaled(lane, x.O, shared.stage(count).scale());
+}
+
+// dV' = Aqk^T dO' + Kr dS, in flight on return; S: dS, rounded.
+DEVICE void error_gradients(Sums<CHUNK>& V1, u32 (&S)[K / 16][4], Carried& x, const Shared& shared,
+                            const Operands& operands, u32 count) {
+    wgmma_fence();
+    multiply_tokens<CHUNK>(V1, x.O, operands.Aqk());
+    wgmma_wait<1>();  // does not wait, but without it ptxas serializes all wgmma
+    fence_operand(x.d.S);
+    as_operand<K>(S, x.d.S, 1.f);
+    wait_for(shared, UPDATE, count);
+    wgmma_fence();
+    multiply_channels(V1, S, operands.Kr());
+}
+
+// dS <- gamma dS + Qg^T dO' over half of the tokens. The other half is in value_gradients: both fill gaps of the
+// dependency chain. Saves dS as it was, S, and waits for dV'.
+DEVICE void decay_state(Lane lane, Sums<CHUNK>& V1, const u32 (&S)[K / 16][4], Carried& x, const ReverseScanParams& p,
+                        const Shared& shared, const Operands& operands, u32 count, i64 row, int column) {
+    x.d.decay(lane, shared.stage(count).gamma());
+    wgmma_fence();
+    multiply_tokens<K, 0, 2>(x.d.S, x.O, operands.Qg());
+    store_rows(lane, p.d_states + state_at(row, column), shared.rows(lane.warp), S);
+    wgmma_wait<1>();
+    fence_operand(V1);
+    release(lane, shared, UPDATE, count);
+}
+
+// bX = T'^T dV'.
+DEVICE void value_gradients(Sums<CHUNK>& X1, const Sums<CHUNK>& V1, Carried& x, const Shared& shared,
+                            const Operands& operands, u32 count) {
+    Tokens V0;
+    as_operand<CHUNK>(V0, V1, 1.f);
+    wait_for(shared, ERRORS, count);
+    wgmma_fence();
+    multiply_tokens<CHUNK>(X1, V0, operands.T);
+    multiply_tokens<K, 2, 4>(x.d.S, x.O, operands.Qg());
+    wgmma_wait<1>();
+    fence_operand(X1);
+}
+
+// dS <- dS - Kg^T bX, in flight on return. Stores bX.
+DEVICE void subtract_errors(Lane lane, Carried& x, const Sums<CHUNK>& X1, u16* d_v, i64 stride, int tokens,
+                            const Operands& operands) {
+    Tokens X;
+    as_operand<CHUNK>(X, X1, -1.f);
+    wgmma_fence();
+    multiply_tokens<K>(x.d.S, X, operands.Kg);
+    store_negated(lane, d_v, X, stride, tokens);
+    wgmma_wait<1>();
+}
+
 DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     const i64 stride = i64(p.HV) * V;
     const int column = slice() * BV + 16 * lane.warp;
@@ -181,71 +253,34 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
         i64 row = i64(chunks_before(lane, p, tile.sequence, ALL) + chunk) * p.HV + tile.head;  // in per-chunk tensors
         const i64 first_checkpoint = i64(chunks_before(lane, p, tile.sequence, WHOLE)) * p.HV + tile.head;
         i64 at = tile.row(p, chunk * CHUNK) * V + column + lane.id % 4 * 4;  // offset in dO and d_v
-        Gradient d;
-        d.load(lane, p.d_final ? p.d_final + state_at(index, column) : nullptr);
-        Values next;
-        Tokens O, V0, X;  // operands: dO', dV', -bX
+        Carried x;
+        x.d.load(lane, p.d_final ? p.d_final + state_at(index, column) : nullptr);
         if (chunk >= 0) {
-            next.load(lane, p.d_o + at, stride, tile.length - chunk * CHUNK);
-            wait_for(shared, OUTPUT, count);
-            next.scaled(lane, O, shared.stage(count).scale());
-            if (chunk > 0) next.load(lane, p.d_o + at - CHUNK * stride, stride, CHUNK);
+            x.next.load(lane, p.d_o + at, stride, tile.length - chunk * CHUNK);
+            take_outputs(lane, x, shared, count);
+            if (chunk > 0) x.next.load(lane, p.d_o + at - CHUNK * stride, stride, CHUNK);
         }
         for (; chunk >= 0; chunk--, count++, row -= p.HV, at -= CHUNK * stride) {
-            const Stage stage = shared.stage(count);
             const int stage_at = count % STAGES * STAGE_BYTES;
-            const Operand Kg = operand_at(first_Kg, stage_at), T = operand_at(first_T, stage_at);
-
-            // ---- dV' = Aqk^T dO' + Kr dS
-            Sums<CHUNK> V1, X1;
+            const Operands operands = {first_Kr, operand_at(first_Kg, stage_at), operand_at(first_T, stage_at),
+                                       stage_at};
+            Sums<CHUNK> V1, X1;  // dV', bX
             u32 S[K / 16][4];
             clear<CHUNK>(V1), clear<CHUNK>(X1);
-            if (p.d_checkpoints && (chunk + 1) * CHUNK <= tile.length) {
-                d.add(lane, p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column));
-            }
-            wgmma_fence();
-            multiply_tokens<CHUNK>(V1, O, operand_at(T, AT_AQK - AT_T));
-            wgmma_wait<1>();  // does not wait, but without it ptxas serializes all wgmma
-            fence_operand(d.S);
-            as_operand<K>(S, d.S, 1.f);
-            wait_for(shared, UPDATE, count);
-            wgmma_fence();
-            multiply_channels(V1, S, operand_at(first_Kr, stage_at));
-
-            // ---- dS <- gamma dS + Qg^T dO', in two halves: MMAs outside of the dependency chain fill its gaps
-            d.decay(lane, stage.gamma());
-            wgmma_fence();
-            multiply_tokens<K, 0, 2>(d.S, O, operand_at(Kg, AT_QG));
-            store_rows(lane, p.d_states + state_at(row, column), shared.rows(lane.warp), S);
-            wgmma_wait<1>();
-            fence_operand(V1);
-            release(lane, shared, UPDATE, count);
-            // ---- bX = T'^T dV'
-            as_operand<CHUNK>(V0, V1, 1.f);
-            wait_for(shared, ERRORS, count);
-            wgmma_fence();
-            multiply_tokens<CHUNK>(X1, V0, T);
-            multiply_tokens<K, 2, 4>(d.S, O, operand_at(Kg, AT_QG));
-            wgmma_wait<1>();
-            fence_operand(X1);
-            // ---- dS <- dS - Kg^T bX
-            as_operand<CHUNK>(X, X1, -1.f);
-            wgmma_fence();
-            multiply_tokens<K>(d.S, X, Kg);
-            store_negated(lane, p.d_v + at, X, stride, tile.length - chunk * CHUNK);
-            wgmma_wait<1>();
+            if (p.d_checkpoints && (chunk + 1) * CHUNK <= tile.length)
+                x.d.add(lane, p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column));
+            error_gradients(V1, S, x, shared, operands, count);
+            decay_state(lane, V1, S, x, p, shared, operands, count, row, column);
+            value_gradients(X1, V1, x, shared, operands, count);
+            subtract_errors(lane, x, X1, p.d_v + at, stride, tile.length - chunk * CHUNK, operands);
             release(lane, shared, OUTPUT, count);
-            // ---- the next chunk's dO'
-            if (chunk > 0) {
-                wait_for(shared, OUTPUT, count + 1);
-                next.scaled(lane, O, shared.stage(count + 1).scale());
-            }
-            if (chunk > 1) next.load(lane, p.d_o + at - 2 * CHUNK * stride, stride, CHUNK);
+            if (chunk > 0) take_outputs(lane, x, shared, count + 1);
+            if (chunk > 1) x.next.load(lane, p.d_o + at - 2 * CHUNK * stride, stride, CHUNK);
             wgmma_wait<0>();
-            fence_operand(d.S);
+            fence_operand(x.d.S);
             release(lane, shared, ERRORS, count);
         }
-        if (p.d_initial) d.store(lane, p.d_initial + state_at(index, column));
+        if (p.d_initial) x.d.store(lane, p.d_initial + state_at(index, column));
     }
 }
 

@@ -166,6 +166,74 @@ DEVICE void subtract(u32 (&x)[TILES][2], const Values& v, const Columns& R) {
     }
 }
 
+// R = Kg S, and O = Qg S, in flight on return: it overlaps with V'.
+DEVICE void read_state(Columns& R, Columns& O, const Shared& shared, Operand keys, Operand state, u32 count) {
+    wait_for(shared, ERRORS, count);
+    wgmma_fence();
+    multiply_rows<K / 16, true>(R, keys, state);
+    wgmma_wait<0>();
+    fence_operand(R);
+    wait_for(shared, OUTPUT, count);
+    wgmma_fence();
+    multiply_rows<K / 16, true>(O, operand_at(keys, AT_QG), state);
+}
+
+// Save the state at the chunk's start and, unless it is in the chunk's row already, the prepared chunk.
+DEVICE void save_chunk(Lane lane, const ForwardParams& p, const Shared& shared, const Stage& stage, u32 count, i64 row,
+                       int column) {
+    save_state(p.states + state_at(row, column), shared.state(), 32 * lane.warp + lane.id);
+    if (SHARED_CHUNKS) return;
+    wait_for(shared, UPDATE, count);
+    save_slice(p.prepared + row * STAGE_BYTES, stage, 32 * lane.warp + lane.id);
+}
+
+// V' = T' (v - R), in flight on return.
+DEVICE void start_errors(Lane lane, Columns& E, const Values& v, const Columns& R, const Shared& shared, Operand T,
+                         Operand residuals) {
+    u32 x[TILES][2];
+    subtract(x, v, R);
+    store_columns(lane, shared.residuals(), x, 2 * lane.warp, CHUNK / 8);
+    operand_sync();
+    wgmma_fence();
+    multiply_rows<4, true>(E, T, residuals);
+}
+
+// Publish V', rounded to x; meanwhile S decays.
+DEVICE void finish_errors(Lane lane, u32 (&x)[TILES][2], Columns& E, State& state, const Shared& shared,
+                          const Stage& stage, u32 count) {
+    wait_for(shared, UPDATE, count);
+    state.decay(lane, stage.gamma());
+    wgmma_wait<0>();
+    fence_operand(E);
+    round_columns(x, E);
+    store_columns(lane, shared.errors(), x, 2 * lane.warp, CHUNK / 8);
+    operand_sync();
+    if (lane.warp == 0) release(lane, shared, ERRORS, count);
+}
+
+// S += Kr^T V', O += Aqk V', in flight on return.
+DEVICE void add_errors(State& state, Columns& O, Operand Kr, Operand Aqk, Operand errors) {
+    wgmma_fence();
+    #pragma unroll
+    for (int m = 0; m < K / 64; m++) multiply_tokens(state.S[m], operand_at(Kr, m * 8 * 128), errors);
+    multiply_rows<4, false>(O, Aqk, errors);
+}
+
+// Publish S and finish O, scaled.
+DEVICE void finish_chunk(Lane lane, State& state, Values& values, Columns& O, const Shared& shared, const Stage& stage,
+                         u32 count) {
+    wgmma_wait<1>();
+    #pragma unroll
+    for (int m = 0; m < K / 64; m++) fence_operand(state.S[m]);
+    state.publish(lane, shared.state());
+    operand_sync();
+    if (lane.warp == 0) release(lane, shared, UPDATE, count);
+    wgmma_wait<0>();
+    fence_operand(O);
+    values.take_scaled(lane, O, stage.scale());
+    release(lane, shared, OUTPUT, count);
+}
+
 DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     const int stride = p.HV * V;
     const int column = slice() * BV, place = column * K + State::place(lane);
@@ -196,64 +264,21 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             const int at = count % STAGES * STAGE_BYTES;
             const Operand keys = operand_at(first_keys, at), tokens = operand_at(first_tokens, at),
                           channels = operand_at(first_channels, at);
-
-            // ---- R = Kg S, O = Qg S
             Columns R, E, O;
-            wait_for(shared, ERRORS, count);
-            wgmma_fence();
-            multiply_rows<K / 16, true>(R, keys, state_operand);
-            wgmma_wait<0>();
-            fence_operand(R);
-            wait_for(shared, OUTPUT, count);
-            wgmma_fence();
-            multiply_rows<K / 16, true>(O, operand_at(keys, AT_QG), state_operand);  // overlaps with V'
-            if constexpr (SAVES) {
-                const i64 kept = i64(row++) * p.HV + tile.head;
-                save_state(p.states + state_at(kept, column), shared.state(), 32 * lane.warp + lane.id);
-                if (!SHARED_CHUNKS) {
-                    wait_for(shared, UPDATE, count);
-                    save_slice(p.prepared + kept * STAGE_BYTES, stage, 32 * lane.warp + lane.id);
-                }
-            }
-            // ---- V' = T' (v - R)
             u32 x[TILES][2];
-            subtract(x, values, R);
-            store_columns(lane, shared.residuals(), x, 2 * lane.warp, CHUNK / 8);
-            operand_sync();
-
-            wgmma_fence();
-            multiply_rows<4, true>(E, operand_at(tokens, AT_T), residuals);
+            read_state(R, O, shared, keys, state_operand, count);
+            if constexpr (SAVES) save_chunk(lane, p, shared, stage, count, i64(row++) * p.HV + tile.head, column);
+            start_errors(lane, E, values, R, shared, operand_at(tokens, AT_T), residuals);
             if (p.checkpoints && left < tile.length) {  // the state at this chunk's start
                 state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + tile.head, 0) + place);
             }
-            wait_for(shared, UPDATE, count);
-            state.decay(lane, stage.gamma());
-            wgmma_wait<0>();
-            fence_operand(E);
-            round_columns(x, E);
-            store_columns(lane, shared.errors(), x, 2 * lane.warp, CHUNK / 8);
-            operand_sync();
-            if (lane.warp == 0) release(lane, shared, ERRORS, count);
-
-            // ---- S += Kr^T V', O += Aqk V'
-            wgmma_fence();
-            #pragma unroll
-            for (int m = 0; m < K / 64; m++) multiply_tokens(state.S[m], operand_at(channels, m * 8 * 128), errors);
-            multiply_rows<4, false>(O, operand_at(tokens, AT_AQK), errors);
+            finish_errors(lane, x, E, state, shared, stage, count);
+            add_errors(state, O, channels, operand_at(tokens, AT_AQK), errors);
             if constexpr (SAVES) {
                 values.take(x);
                 values.store(lane, p.errors + tokens_at, stride, left);
             }
-            wgmma_wait<1>();
-            #pragma unroll
-            for (int m = 0; m < K / 64; m++) fence_operand(state.S[m]);
-            state.publish(lane, shared.state());
-            operand_sync();
-            if (lane.warp == 0) release(lane, shared, UPDATE, count);
-            wgmma_wait<0>();
-            fence_operand(O);
-            values.take_scaled(lane, O, stage.scale());
-            release(lane, shared, OUTPUT, count);
+            finish_chunk(lane, state, values, O, shared, stage, count);
             values.store(lane, p.o + tokens_at, stride, left);
             tokens_at += CHUNK * stride;
         }
