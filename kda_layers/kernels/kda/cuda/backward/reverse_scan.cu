@@ -231,13 +231,14 @@ DEVICE void value_gradients(Sums<CHUNK>& X1, const Sums<CHUNK>& V1, Carried& x, 
 
 // dS <- dS - Kg^T bX, in flight on return. Stores bX.
 DEVICE void subtract_errors(Lane lane, Carried& x, const Sums<CHUNK>& X1, u16* d_v, i64 stride, int tokens,
-                            const Operands& operands) {
+                            const Shared& shared, const Operands& operands, u32 count) {
     Tokens X;
     as_operand<CHUNK>(X, X1, -1.f);
     wgmma_fence();
     multiply_tokens<K>(x.d.S, X, operands.Kg);
     store_negated(lane, d_v, X, stride, tokens);
     wgmma_wait<1>();
+    release(lane, shared, OUTPUT, count);
 }
 
 DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
@@ -272,8 +273,7 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             error_gradients(V1, S, x, shared, operands, count);
             decay_state(lane, V1, S, x, p, shared, operands, count, row, column);
             value_gradients(X1, V1, x, shared, operands, count);
-            subtract_errors(lane, x, X1, p.d_v + at, stride, tile.length - chunk * CHUNK, operands);
-            release(lane, shared, OUTPUT, count);
+            subtract_errors(lane, x, X1, p.d_v + at, stride, tile.length - chunk * CHUNK, shared, operands, count);
             if (chunk > 0) take_outputs(lane, x, shared, count + 1);
             if (chunk > 1) x.next.load(lane, p.d_o + at - 2 * CHUNK * stride, stride, CHUNK);
             wgmma_wait<0>();

@@ -307,6 +307,22 @@ DEVICE bool destination_of(const DecodeParams& p, u32 n, u32 token, u32 tokens, 
     return kept;
 }
 
+DEVICE void clear_outputs(u16* o, u32 tokens, u32 heads) {
+    #pragma unroll 1
+    for (u32 t = 0; t < tokens; t++) o[u64(t) * heads * V] = 0;
+}
+
+// Every WARPS-th of `count` tokens, from t on; `token` is the first's index in the batch.
+DEVICE void prepare_tokens(Shared& shared, const DecodeParams& p, u32 t, u32 count, u32 batch, u32 token, u32 head,
+                           u32 block_row, u32 lane) {
+    #pragma unroll 1
+    for (; t < count; t += WARPS) {
+        Raw raw;
+        fetch(raw, p, opt_barrier(batch), token + t, opt_barrier(head), opt_barrier(block_row), lane);
+        prepare_token(shared.tokens[t], raw, p, lane);
+    }
+}
+
 // Grid: x = HV * SLICES, y z >= sequences. CTA: 32 WARPS threads. Dynamic shared memory: Shared with p.stage tokens.
 // A sequence without tokens changes nothing. Neither does one whose slot or number of accepted tokens is out of
 // range, such as -1 where a batch is padded; its outputs are 0.
@@ -335,33 +351,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     Raw raw;
     if (prepares) fetch(raw, p, batch, start + warp, head, block_row, whole);
     u32 slot;
-    if (!source_of(p, n, slot)) {
-        #pragma unroll 1
-        for (u32 t = 0; t < tokens; t++) o[u64(t) * heads * V] = 0;
-        return;
-    }
-
+    if (!source_of(p, n, slot)) return clear_outputs(o, tokens, heads);
     const u32 first_row = block_row + warp * WARP_ROWS + group;
     unsigned char* states = p.state + 16 * (u64(head) * p.head_stride + first_row * (K / PIECE) + lane);
     State::copy(shared.state[warp], states + 16 * (u64(slot) * p.slot_stride));
     if (prepares) prepare_token(shared.tokens[warp], raw, p, whole);
     for (u32 first = 0; first < tokens; first += p.stage) {
         const u32 count = min(p.stage, tokens - first);
-        #pragma unroll 1
-        for (u32 t = first ? warp : warp + WARPS; t < count; t += WARPS) {
-            Raw more;
-            fetch(more, p, opt_barrier(batch), start + first + t, opt_barrier(head), opt_barrier(block_row), whole);
-            prepare_token(shared.tokens[t], more, p, whole);
-        }
+        prepare_tokens(shared, p, first ? warp : warp + WARPS, count, batch, start + first, head, block_row, whole);
         barrier_sync(0, 32 * WARPS);
         State S;
         S.take(shared.state[warp]);
         #pragma unroll 1
         for (u32 t = 0; t < count; t++) {
-            const u32 token = first + t;
-            const bool kept = destination_of(p, n, token, tokens, slot);
+            const bool kept = destination_of(p, n, first + t, tokens, slot);
             const float y = advance(S, shared.tokens[t], shared.errors[t % 2][warp], row, lane, group);
-            if (lane % COPIES == 0) o[u64(token) * heads * V] = u16(IO::pack(y, 0.f));
+            if (lane % COPIES == 0) o[u64(first + t) * heads * V] = u16(IO::pack(y, 0.f));
             if (kept) S.store(states + 16 * (u64(slot) * p.slot_stride));
         }
         if (first + p.stage < tokens) {

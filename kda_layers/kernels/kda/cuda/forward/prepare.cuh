@@ -13,6 +13,12 @@
 
 // ---------------------------------------------------------------- loading
 
+// One arrival of a warp, after what all of its lanes have done.
+DEVICE void arrive_by_warp(Lane lane, u64* barrier) {
+    warp_sync();
+    if (lane.id == 0) mbarrier_arrive(barrier);
+}
+
 // A lane's tokens g and g + 8 of a chunk; rows after the sequence's end read its last token.
 DEVICE int token_of(Lane lane, const Cursor& at, int r) {
     return at.chunk * CHUNK + 16 * (lane.warp / HALVES) + lane.id / 4 + 8 * r;
@@ -280,15 +286,15 @@ DEVICE void store_block_decays(Lane lane, float* to, float (&x)[16]) {
     *reinterpret_cast<float2*>(to + first) = make_float2(x[0], x[1]);
 }
 
-// Prepare the chunk at the cursor, whose q and k are loaded to `raw`, and prefetch the next one. In one body, divided
-// by comments: as separate functions ptxas schedules the steps otherwise, and spills on some archs.
-DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw,
-                          const Cursor& at, const Cursor& next, u32 count, u32 iteration) {
-    int b = lane.warp / HALVES, h = lane.warp % HALVES, g = lane.id / 4, t = lane.id % 4;
-    // ---- decays of the lane's tokens and of the block
-    Pairs near, far;
-    float* decays = shared.decays(iteration) + 64 * h + 8 * t;
-    cp_async_wait<0>();
+// Decays over a block, from a lane's first channel on.
+DEVICE float* decays_of(Lane lane, const Shared& shared, u32 iteration, int block) {
+    return shared.decays(iteration) + (64 * (lane.warp % HALVES) + 8 * (lane.id % 4) + block * K);
+}
+
+// Decays of the lane's tokens, as `anchor<1>` takes them, and of the block, which are stored.
+DEVICE void start_decays(Lane lane, Pairs& near, Pairs& far, float* block_decays, const Gates<GATE>& gates,
+                         const ForwardParams& p, const Shared& shared, const Cursor& at) {
+    int g = lane.id / 4;
     float block[16];  // decays over the block's tokens
     #pragma unroll
     for (int c = 0; c < 2; c++) {
@@ -305,50 +311,53 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
         #pragma unroll
         for (int i = 0; i < 8; i++) block[8 * c + i] = e[0][i] * e[1][i];
     }
-    store_block_decays(lane, decays + b * K, block);
-    // ---- L and Aqk among the block's 16 tokens: binary anchoring
-    Directions d;
-    normalize(lane, d, raw, p, shared, at, iteration);
-    Tile L = {}, own = {};  // diagonal blocks of L and Aqk
-    anchor<1>(lane, L, own, near, far, d);
-    if (next.valid(p)) fetch_logits(lane, p, shared, next), prefetch_raw(lane.warp, lane.id, p, next);
-    anchor<2>(lane, L, own, near, far, d);
-    anchor<4>(lane, L, own, near, far, d);
-    Pairs &after = near, &before = far;  // as g / 8 is even, as if all 8 tokens were a lower half
-    anchor_8(L, own, before, after, d);
+    store_block_decays(lane, block_decays, block);
+}
+
+// The diagonal of Aqk.
+DEVICE void set_diagonal(Lane lane, Tile& A, const Directions& d) {
+    int h = lane.warp % HALVES, g = lane.id / 4, t = lane.id % 4;
     #pragma unroll
     for (int x = 0; x < 2; x++) {
-        if (h == 0 && g == 2 * t + x) own[0][x] = d.qk[0], own[1][2 + x] = d.qk[1];
+        if (h == 0 && g == 2 * t + x) A[0][x] = d.qk[0], A[1][2 + x] = d.qk[1];
     }
-    // ---- exchange: decayed keys to the warps of later blocks, sums of Aqk between the halves of the channels
-    bool gives = HALVES > 1 && h == iteration % 2;  // this warp sends its sums of Aqk to the other half
-    if (iteration > 0) mbarrier_wait(shared.inverted(), (iteration - 1) & 1);
-    send_sums(shared.sums_of_L(h, b, b) + lane.id, L);
-    // Columns for later blocks are keys decayed to this block's end; rows are decayed from its start.
+}
+
+// Keys decayed to their block's end: columns for later blocks. Keys and queries decayed from its start: rows.
+struct Decayed {
     u32 k_fall[2][8], k_rise[2][8], q_rise[2][8];
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
+
+    DEVICE Decayed(const Directions& d, const Pairs& before, const Pairs& after) {
         #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            k_fall[r][i] = Fp16::multiply(d.k[r][i], after[r][i].x);
-            k_rise[r][i] = Fp16::multiply(d.k[r][i], before[r][i].x),
-            q_rise[r][i] = Fp16::multiply(d.q[r][i], before[r][i].x);
+        for (int r = 0; r < 2; r++) {
+            #pragma unroll
+            for (int i = 0; i < 8; i++) {
+                k_fall[r][i] = Fp16::multiply(d.k[r][i], after[r][i].x);
+                k_rise[r][i] = Fp16::multiply(d.k[r][i], before[r][i].x);
+                q_rise[r][i] = Fp16::multiply(d.q[r][i], before[r][i].x);
+            }
         }
     }
-    #pragma unroll
-    for (int s = 0; s < 4; s++) {
-        shared.columns(iteration)[(lane.warp * 4 + s) * 32 + lane.id] =
-            make_uint4(k_fall[0][2 * s], k_fall[0][2 * s + 1], k_fall[1][2 * s], k_fall[1][2 * s + 1]);
+    DEVICE void store_columns(Lane lane, uint4* columns) const {
+        #pragma unroll
+        for (int s = 0; s < 4; s++) {
+            columns[(lane.warp * 4 + s) * 32 + lane.id] =
+                make_uint4(k_fall[0][2 * s], k_fall[0][2 * s + 1], k_fall[1][2 * s], k_fall[1][2 * s + 1]);
+        }
     }
-    barrier_sync(PREPARED, 32 * PREPARE_WARPS);
-    mbarrier_wait(shared.placed(), iteration & 1);
-    const Stage stage = place_of(p, shared, at, count);
-    if (gives) send_sums(shared.sums_of_A(iteration, b, b) + lane.id, own);
-    if (lane.warp == 0)
-        stage.scale()[lane.id] = shared.scale(iteration)[lane.id],
-        stage.scale()[lane.id + 32] = shared.scale(iteration)[lane.id + 32];
+};
 
-    // ---- Kr, keys decayed to the chunk's end, and gamma, the decay over the chunk
+// Multiply by 8 channels' decays over a block.
+DEVICE void multiply_decays(float* x, const float* decays) {
+    float y[8];
+    load_8(y, decays);
+    #pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= y[i];
+}
+
+// Kr, keys decayed to the chunk's end, and gamma, the decay over the chunk.
+DEVICE void store_Kr(Lane lane, const Shared& shared, const Stage& stage, const u32 (&k_fall)[2][8], u32 iteration) {
+    int b = lane.warp / HALVES, h = lane.warp % HALVES, g = lane.id / 4, t = lane.id % 4;
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         float rest[8];
@@ -356,11 +365,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
         for (int i = 0; i < 8; i++) rest[i] = 1.f;
         #pragma unroll
         for (int other = 1; other < 4; other++) {
-            if (other <= b) continue;
-            float x[8];
-            load_8(x, decays + other * K + 32 * c);
-            #pragma unroll
-            for (int i = 0; i < 8; i++) rest[i] *= x[i];
+            if (other > b) multiply_decays(rest, decays_of(lane, shared, iteration, other) + 32 * c);
         }
         #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -374,48 +379,55 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
         if (b == 0 && g == 0) {
             float* gamma = stage.gamma() + 64 * h + 32 * c + 8 * t;
             float x[8];
-            load_8(x, decays + 32 * c);
+            load_8(x, decays_of(lane, shared, iteration, 0) + 32 * c);
             *reinterpret_cast<float4*>(gamma) =
                 make_float4(x[0] * rest[0], x[1] * rest[1], x[2] * rest[2], x[3] * rest[3]);
             *reinterpret_cast<float4*>(gamma + 4) =
                 make_float4(x[4] * rest[4], x[5] * rest[5], x[6] * rest[6], x[7] * rest[7]);
         }
     }
-    // ---- L and Aqk left of the diagonal block
-    Tile A[3] = {};
-    float between[16];  // decay over the blocks in between
+}
+
+// Block j of L and Aqk, left of the diagonal; `between` are the decays over the blocks in between.
+DEVICE void multiply_block(Lane lane, Tile& L, Tile& A, const Decayed& x, const uint4* all_columns,
+                           const float (&between)[16], int j) {
+    int h = lane.warp % HALVES;
     #pragma unroll
-    for (int x = 0; x < 16; x++) between[x] = 1.f;
+    for (int i = 0; i < 8; i++) L[i / 4][i % 4] = 0.f;
+    #pragma unroll
+    for (int s = 0; s < 4; s++) {
+        uint4 columns = all_columns[((j * HALVES + h) * 4 + s) * 32 + lane.id];
+        u32 low = Fp16::pack(between[4 * s], between[4 * s + 1]),
+            high = Fp16::pack(between[4 * s + 2], between[4 * s + 3]);
+        columns.x = Fp16::multiply(columns.x, low), columns.z = Fp16::multiply(columns.z, low);
+        columns.y = Fp16::multiply(columns.y, high), columns.w = Fp16::multiply(columns.w, high);
+        u32 k[4] = {x.k_rise[0][2 * s], x.k_rise[1][2 * s], x.k_rise[0][2 * s + 1], x.k_rise[1][2 * s + 1]};
+        u32 q[4] = {x.q_rise[0][2 * s], x.q_rise[1][2 * s], x.q_rise[0][2 * s + 1], x.q_rise[1][2 * s + 1]};
+        multiply(L, k, columns);
+        multiply(A, q, columns);
+    }
+}
+
+// L and Aqk left of the diagonal block; `between` becomes the decay from the chunk's start to the block's.
+DEVICE void multiply_blocks(Lane lane, Tile& L, Tile (&A)[3], float (&between)[16], const Decayed& x,
+                            const Shared& shared, u32 iteration, bool gives) {
+    int b = lane.warp / HALVES, h = lane.warp % HALVES;
+    #pragma unroll
+    for (int i = 0; i < 16; i++) between[i] = 1.f;
     #pragma unroll
     for (int j = 2; j >= 0; j--) {
         if (j >= b) continue;
-        #pragma unroll
-        for (int i = 0; i < 8; i++) L[i / 4][i % 4] = 0.f;
-        #pragma unroll
-        for (int s = 0; s < 4; s++) {
-            uint4 columns = shared.columns(iteration)[((j * HALVES + h) * 4 + s) * 32 + lane.id];
-            u32 low = Fp16::pack(between[4 * s], between[4 * s + 1]),
-                high = Fp16::pack(between[4 * s + 2], between[4 * s + 3]);
-            columns.x = Fp16::multiply(columns.x, low), columns.z = Fp16::multiply(columns.z, low);
-            columns.y = Fp16::multiply(columns.y, high), columns.w = Fp16::multiply(columns.w, high);
-            u32 k[4] = {k_rise[0][2 * s], k_rise[1][2 * s], k_rise[0][2 * s + 1], k_rise[1][2 * s + 1]};
-            u32 q[4] = {q_rise[0][2 * s], q_rise[1][2 * s], q_rise[0][2 * s + 1], q_rise[1][2 * s + 1]};
-            multiply(L, k, columns);
-            multiply(A[j], q, columns);
-        }
+        multiply_block(lane, L, A[j], x, shared.columns(iteration), between, j);
         send_sums(shared.sums_of_L(h, b, j) + lane.id, L);
         if (gives) send_sums(shared.sums_of_A(iteration, b, j) + lane.id, A[j]);
         #pragma unroll
-        for (int c = 0; c < 2; c++) {
-            float x[8];
-            load_8(x, decays + j * K + 32 * c);
-            #pragma unroll
-            for (int i = 0; i < 8; i++) between[8 * c + i] *= x[i];
-        }
+        for (int c = 0; c < 2; c++) multiply_decays(between + 8 * c, decays_of(lane, shared, iteration, j) + 32 * c);
     }
-    warp_sync();
-    if (lane.id == 0) mbarrier_arrive(shared.summed());
-    // ---- Kg and Qg, decayed from the chunk's start
+}
+
+// Kg and Qg, decayed from the chunk's start.
+DEVICE void store_Kg_Qg(Lane lane, const Stage& stage, const Decayed& x, const float (&from_start)[16]) {
+    int b = lane.warp / HALVES, h = lane.warp % HALVES, g = lane.id / 4, t = lane.id % 4;
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         #pragma unroll
@@ -423,36 +435,72 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
             u32 k[4], q[4];
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                u32 factor = Fp16::pack(between[8 * c + 2 * i], between[8 * c + 2 * i + 1]);
-                k[i] = as_io(Fp16::multiply(k_rise[r][4 * c + i], factor));
-                q[i] = as_io(Fp16::multiply(q_rise[r][4 * c + i], factor));
+                u32 factor = Fp16::pack(from_start[8 * c + 2 * i], from_start[8 * c + 2 * i + 1]);
+                k[i] = as_io(Fp16::multiply(x.k_rise[r][4 * c + i], factor));
+                q[i] = as_io(Fp16::multiply(x.q_rise[r][4 * c + i], factor));
             }
             int at = block_at(2 * b + r, 8 * h + 4 * c + t, K / 8) + 16 * g;
             *reinterpret_cast<uint4*>(stage.Kg() + at) = make_uint4(k[0], k[1], k[2], k[3]);
             *reinterpret_cast<uint4*>(stage.Qg() + at) = make_uint4(q[0], q[1], q[2], q[3]);
         }
     }
+}
+
+// Add the other half's sums to Aqk.
+DEVICE void add_other_half(Lane lane, Tile (&A)[3], Tile& own, const Shared& shared, u32 iteration, int b) {
+    #pragma unroll
+    for (int j = 0; j < 3; j++) {
+        if (j < b) add_sums(A[j], shared.sums_of_A(iteration, b, j) + lane.id);
+    }
+    add_sums(own, shared.sums_of_A(iteration, b, b) + lane.id);
+}
+
+// Prepare the chunk at the cursor, whose q and k are loaded to `raw`, and prefetch the next one.
+DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& shared, const Gates<GATE>& gates, Raw& raw,
+                          const Cursor& at, const Cursor& next, u32 count, u32 iteration) {
+    int b = lane.warp / HALVES, h = lane.warp % HALVES;
+    Pairs near, far;
+    float* block_decays = decays_of(lane, shared, iteration, b);
+    cp_async_wait<0>();
+    start_decays(lane, near, far, block_decays, gates, p, shared, at);
+    Directions d;
+    normalize(lane, d, raw, p, shared, at, iteration);
+    // L and Aqk among the block's 16 tokens: binary anchoring
+    Tile L = {}, own = {};  // diagonal blocks of L and Aqk
+    anchor<1>(lane, L, own, near, far, d);
+    if (next.valid(p)) fetch_logits(lane, p, shared, next), prefetch_raw(lane.warp, lane.id, p, next);
+    anchor<2>(lane, L, own, near, far, d);
+    anchor<4>(lane, L, own, near, far, d);
+    Pairs &after = near, &before = far;  // as g / 8 is even, as if all 8 tokens were a lower half
+    anchor_8(L, own, before, after, d);
+    set_diagonal(lane, own, d);
+    // Exchange columns with the warps of later blocks, and sums of Aqk with the other half of the channels
+    bool gives = HALVES > 1 && h == iteration % 2;  // this warp sends its sums of Aqk to the other half
+    if (iteration > 0) mbarrier_wait(shared.inverted(), (iteration - 1) & 1);
+    send_sums(shared.sums_of_L(h, b, b) + lane.id, L);
+    const Decayed decayed(d, before, after);
+    decayed.store_columns(lane, shared.columns(iteration));
+    barrier_sync(PREPARED, 32 * PREPARE_WARPS);
+    mbarrier_wait(shared.placed(), iteration & 1);
+    const Stage stage = place_of(p, shared, at, count);
+    if (gives) send_sums(shared.sums_of_A(iteration, b, b) + lane.id, own);
+    if (lane.warp == 0)
+        stage.scale()[lane.id] = shared.scale(iteration)[lane.id],
+        stage.scale()[lane.id + 32] = shared.scale(iteration)[lane.id + 32];
+    store_Kr(lane, shared, stage, decayed.k_fall, iteration);
+    Tile A[3] = {};
+    float between[16];
+    multiply_blocks(lane, L, A, between, decayed, shared, iteration, gives);
+    arrive_by_warp(lane, shared.summed());
+    store_Kg_Qg(lane, stage, decayed, between);
     if (LOADS_AHEAD && next.valid(p)) load_raw(lane, raw, p, next);
-    // ---- Aqk, with the other half's sums
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
     if (gives) return;
-    if (HALVES > 1) {
-        #pragma unroll
-        for (int j = 0; j < 3; j++) {
-            if (j < b) add_sums(A[j], shared.sums_of_A(iteration, b, j) + lane.id);
-        }
-        add_sums(own, shared.sums_of_A(iteration, b, b) + lane.id);
-    }
+    if (HALVES > 1) add_other_half(lane, A, own, shared, iteration, b);
     store_row(lane, stage.Aqk(), A, own, b);
 }
 
 // ---------------------------------------------------------------- the warps that prepare
-
-// Signal that a warp has written its part of a chunk.
-DEVICE void wrote(Lane lane, const Shared& shared) {
-    warp_sync();
-    if (lane.id == 0) mbarrier_arrive(shared.written());
-}
 
 DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     Cursor at;
@@ -468,7 +516,7 @@ DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
         next.skip(lane, p, STRIDE);
         if (!LOADS_AHEAD) load_raw(lane, raw, p, at);
         prepare_chunk(lane, p, shared, gates, raw, at, next, count, iteration);
-        wrote(lane, shared);
+        arrive_by_warp(lane, shared.written());
         if (next.valid(p) && next.index != at.index) gates = load_gates(lane, p, shared, next.tile);
         at = next;
     }
@@ -498,9 +546,8 @@ DEVICE void invert_chunks(Lane lane, const ForwardParams& p, const Shared& share
         mbarrier_wait(shared.summed(), iteration & 1);
         warp_sync();
         invert_chunk(lane, shared, place_of(p, shared, at, count), beta);
-        warp_sync();
-        if (lane.id == 0) mbarrier_arrive(shared.inverted());
-        wrote(lane, shared);
+        arrive_by_warp(lane, shared.inverted());
+        arrive_by_warp(lane, shared.written());
         if (!last) continue;
         mbarrier_wait(shared.written(), iteration & 1);
         if (lane.id == 0) {

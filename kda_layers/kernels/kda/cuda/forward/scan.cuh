@@ -166,6 +166,18 @@ DEVICE void subtract(u32 (&x)[TILES][2], const Values& v, const Columns& R) {
     }
 }
 
+// Operands of a prepared chunk: K or 64 elements in a row, and Kr, MN-major.
+struct Operands {
+    Operand keys, tokens, channels;
+
+    static DEVICE Operands of(const Stage& stage) {
+        return {operand(stage.base, K * 16), operand(stage.base, CHUNK * 16), mn_major_operand(stage.Kr(), K * 16)};
+    }
+    DEVICE Operands at(int bytes) const {
+        return {operand_at(keys, bytes), operand_at(tokens, bytes), operand_at(channels, bytes)};
+    }
+};
+
 // R = Kg S, and O = Qg S, in flight on return: it overlaps with V'.
 DEVICE void read_state(Columns& R, Columns& O, const Shared& shared, Operand keys, Operand state, u32 count) {
     wait_for(shared, ERRORS, count);
@@ -239,9 +251,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     const int column = slice() * BV, place = column * K + State::place(lane);
     const Operand state_operand = operand(shared.state(), K * 16), residuals = operand(shared.residuals(), CHUNK * 16);
     const Operand errors = operand(shared.errors(), CHUNK * 16);
-    const Operand first_keys = operand(shared.stage(0).base, K * 16),
-                  first_tokens = operand(shared.stage(0).base, CHUNK * 16);
-    const Operand first_channels = mn_major_operand(shared.stage(0).Kr(), K * 16);
+    const Operands first = Operands::of(shared.stage(0));
     u32 count = 0;
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
@@ -260,31 +270,23 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             Values values = next;
             if (left > CHUNK) next.load(lane, p.v + tokens_at + CHUNK * stride, stride, left - CHUNK);
 
-            // Operands with K and with 64 elements in a row, and Kr, MN-major.
-            const int at = count % STAGES * STAGE_BYTES;
-            const Operand keys = operand_at(first_keys, at), tokens = operand_at(first_tokens, at),
-                          channels = operand_at(first_channels, at);
+            const Operands chunk = first.at(count % STAGES * STAGE_BYTES);
             Columns R, E, O;
             u32 x[TILES][2];
-            read_state(R, O, shared, keys, state_operand, count);
+            read_state(R, O, shared, chunk.keys, state_operand, count);
             if constexpr (SAVES) save_chunk(lane, p, shared, stage, count, i64(row++) * p.HV + tile.head, column);
-            start_errors(lane, E, values, R, shared, operand_at(tokens, AT_T), residuals);
-            if (p.checkpoints && left < tile.length) {  // the state at this chunk's start
+            start_errors(lane, E, values, R, shared, operand_at(chunk.tokens, AT_T), residuals);
+            if (p.checkpoints && left < tile.length)  // the state at this chunk's start
                 state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + tile.head, 0) + place);
-            }
             finish_errors(lane, x, E, state, shared, stage, count);
-            add_errors(state, O, channels, operand_at(tokens, AT_AQK), errors);
-            if constexpr (SAVES) {
-                values.take(x);
-                values.store(lane, p.errors + tokens_at, stride, left);
-            }
+            add_errors(state, O, chunk.channels, operand_at(chunk.tokens, AT_AQK), errors);
+            if constexpr (SAVES) values.take(x), values.store(lane, p.errors + tokens_at, stride, left);
             finish_chunk(lane, state, values, O, shared, stage, count);
             values.store(lane, p.o + tokens_at, stride, left);
             tokens_at += CHUNK * stride;
         }
-        if (p.checkpoints && tile.length >= CHUNK && tile.length % CHUNK == 0) {
+        if (p.checkpoints && tile.length >= CHUNK && tile.length % CHUNK == 0)
             state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + tile.head, 0) + place);
-        }
         if (p.final_state) state.store(p.final_state + state_at(index, 0) + place);
     }
 }
