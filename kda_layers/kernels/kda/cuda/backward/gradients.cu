@@ -235,6 +235,34 @@ DEVICE void rotate(VectorGradients (&d)[BLOCKS]) {
     d[BLOCKS - 1] = first;
 }
 
+// The gradients of all blocks' q, k and gate logits; the next work tile's operands replace what a block has read.
+DEVICE void token_gradients(Lane& lane, VectorGradients (&d)[BLOCKS], float& d_A_log, float (&d_bias)[2],
+                            const GradientsParams& p, const Shared& shared, const WorkTile& tile, const WorkTile& next,
+                            int tokens) {
+    #pragma unroll 1
+    for (int b = 0; b < BLOCKS; b++) {
+        lane.opt_barrier();
+        block_gradients(lane, d[0], d_A_log, d_bias, p, shared, tile, tokens, b);
+        rotate(d);
+        lane.opt_barrier();
+        block_sync();
+        if (next.valid())
+            copy_inputs(p, shared, next, b * BLOCK_ROW_TILES, min((b + 1) * BLOCK_ROW_TILES, INPUT_ROW_TILES));
+    }
+    cp_async_commit();
+}
+
+// Complete a work tile in shared memory, store it, and copy the next one's tokens in its place.
+DEVICE void finish_tile(Lane lane, VectorGradients (&d)[BLOCKS], const GradientsParams& p, const Shared& shared,
+                        const WorkTile& tile, const WorkTile& next, int tokens) {
+    if (tile.last(p)) finish_vectors(lane, p, shared, d);
+    block_sync();
+    store_outputs(p, shared, tile, tokens);
+    block_sync();
+    if (next.valid()) copy_tokens(p, shared, next);
+    cp_async_commit();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __grid_constant__ GradientsParams p) {
     const Shared shared{shared_memory()};
     Lane lane = {broadcast(threadIdx.x / 32), int(threadIdx.x % 32)};
@@ -250,20 +278,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
     for (int count = 0; broadcast(shared.tile(count).valid()); count++) {
         const WorkTile &tile = shared.tile(count), &next = shared.tile(count + 1);
         lane.opt_barrier();
-        if (lane.warp == 0) {
-            find_next(lane, p, shared, count);
-        }
+        if (lane.warp == 0) find_next(lane, p, shared, count);
         const int tokens = tile.chunk.tokens;
         load_gates(lane, p, shared, tile.head(p));
         cp_async_wait<1>();
         fence_proxy_async_shared();
         block_sync();
         multiply_triangles(lane, p, shared, tile);
-        if (p.beta_activation == PRECOMPUTED) {
-            cp_async_wait<0>();
-            block_sync();
-            near_zero_beta_gradients(lane, p, shared, tile);
-        }
+        if (p.beta_activation == PRECOMPUTED) near_zero_beta_gradients(lane, p, shared, tile);
         float states[2];
         multiply_states(lane, states, shared);
         state_gradients(lane, p, shared, tile, tokens);
@@ -273,24 +295,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_gradients(const __g
         lane.opt_barrier();
         VectorGradients d[BLOCKS];
         float d_A_log = 0.f, d_bias[2] = {};
-        #pragma unroll 1
-        for (int b = 0; b < BLOCKS; b++) {
-            lane.opt_barrier();
-            block_gradients(lane, d[0], d_A_log, d_bias, p, shared, tile, tokens, b);
-            rotate(d);
-            lane.opt_barrier();
-            block_sync();
-            if (next.valid())
-                copy_inputs(p, shared, next, b * BLOCK_ROW_TILES, min((b + 1) * BLOCK_ROW_TILES, INPUT_ROW_TILES));
-        }
-        cp_async_commit();
+        token_gradients(lane, d, d_A_log, d_bias, p, shared, tile, next, tokens);
         reduce_gate_gradients(lane, p, shared, tile, d_A_log, d_bias);
         lane.opt_barrier();
-        if (tile.last(p)) finish_vectors(lane, p, shared, d);
-        block_sync();
-        store_outputs(p, shared, tile, tokens);
-        block_sync();
-        if (next.valid()) copy_tokens(p, shared, next);
-        cp_async_commit();
+        finish_tile(lane, d, p, shared, tile, next, tokens);
     }
 }

@@ -101,6 +101,8 @@ DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const 
 }
 
 DEVICE void near_zero_beta_gradients(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    cp_async_wait<0>();
+    block_sync();
     for (int token = lane.warp; token < tile.chunk.tokens; token += WARPS) {
         i64 at = tile.row(p) + i64(token) * p.HV;
         if (!is_near_zero(load_beta(p, at), p.beta_activation)) continue;

@@ -175,10 +175,16 @@ struct Carried {
     Tokens O;     // dO', an operand
 };
 
+// Operands of a prepared chunk.
 struct Operands {
     Operand first_Kr, Kg, T;  // Kr of stage 0: computing it late saves registers
     int stage_at;
 
+    static DEVICE Operands of(const Stage& stage) {
+        return {operand(stage.Kr(), K * 16), mn_major_operand(stage.Kg(), K * 16),
+                mn_major_operand(stage.T(), CHUNK * 16), 0};
+    }
+    DEVICE Operands at(int bytes) const { return {first_Kr, operand_at(Kg, bytes), operand_at(T, bytes), bytes}; }
     DEVICE Operand Kr() const { return operand_at(first_Kr, stage_at); }
     DEVICE Operand Qg() const { return operand_at(Kg, AT_QG); }
     DEVICE Operand Aqk() const { return operand_at(T, AT_AQK - AT_T); }
@@ -244,9 +250,7 @@ DEVICE void subtract_errors(Lane lane, Carried& x, const Sums<CHUNK>& X1, u16* d
 DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     const i64 stride = i64(p.HV) * V;
     const int column = slice() * BV + 16 * lane.warp;
-    const Stage first = shared.stage(0);
-    const Operand first_Kr = operand(first.Kr(), K * 16);
-    const Operand first_Kg = mn_major_operand(first.Kg(), K * 16), first_T = mn_major_operand(first.T(), CHUNK * 16);
+    const Operands first = Operands::of(shared.stage(0));
     u32 count = 0;
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
@@ -262,9 +266,7 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             if (chunk > 0) x.next.load(lane, p.d_o + at - CHUNK * stride, stride, CHUNK);
         }
         for (; chunk >= 0; chunk--, count++, row -= p.HV, at -= CHUNK * stride) {
-            const int stage_at = count % STAGES * STAGE_BYTES;
-            const Operands operands = {first_Kr, operand_at(first_Kg, stage_at), operand_at(first_T, stage_at),
-                                       stage_at};
+            const Operands operands = first.at(count % STAGES * STAGE_BYTES);
             Sums<CHUNK> V1, X1;  // dV', bX
             u32 S[K / 16][4];
             clear<CHUNK>(V1), clear<CHUNK>(X1);

@@ -307,6 +307,20 @@ DEVICE bool destination_of(const DecodeParams& p, u32 n, u32 token, u32 tokens, 
     return kept;
 }
 
+// A thread's place.
+struct Place {
+    u32 head, heads, block_row;  // the CTA's value head, of how many, and its first row
+    u32 warp, group, lane, row;  // a warp's groups of LANES have a row each at a time; row: of the CTA, of the output
+
+    static DEVICE Place of_thread() {
+        Place at;
+        at.head = blockIdx.x / SLICES, at.heads = gridDim.x / SLICES, at.block_row = blockIdx.x % SLICES * BLOCK_ROWS;
+        at.warp = threadIdx.x / 32, at.group = threadIdx.x % 32 / LANES, at.lane = threadIdx.x % LANES;
+        at.row = at.warp * WARP_ROWS + at.group + at.lane / COPIES * GROUPS;
+        return at;
+    }
+};
+
 DEVICE void clear_outputs(u16* o, u32 tokens, u32 heads) {
     #pragma unroll 1
     for (u32 t = 0; t < tokens; t++) o[u64(t) * heads * V] = 0;
@@ -323,6 +337,19 @@ DEVICE void prepare_tokens(Shared& shared, const DecodeParams& p, u32 t, u32 cou
     }
 }
 
+// The tokens from `first` on that are in shared memory: their outputs, and the states after them that are kept.
+DEVICE void advance_tokens(State& S, const Place& at, const DecodeParams& p, u16* o, unsigned char* states, u32 n,
+                           u32 first, u32 count, u32 tokens, u32& slot) {
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
+    #pragma unroll 1
+    for (u32 t = 0; t < count; t++) {
+        const bool kept = destination_of(p, n, first + t, tokens, slot);
+        const float y = advance(S, shared.tokens[t], shared.errors[t % 2][at.warp], at.row, at.lane, at.group);
+        if (at.lane % COPIES == 0) o[u64(first + t) * at.heads * V] = u16(IO::pack(y, 0.f));
+        if (kept) S.store(states + 16 * (u64(slot) * p.slot_stride));
+    }
+}
+
 // Grid: x = HV * SLICES, y z >= sequences. CTA: 32 WARPS threads. Dynamic shared memory: Shared with p.stage tokens.
 // A sequence without tokens changes nothing. Neither does one whose slot or number of accepted tokens is out of
 // range, such as -1 where a batch is padded; its outputs are 0.
@@ -330,9 +357,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     kda_decode(const __grid_constant__ DecodeParams p) {
     const u32 n = blockIdx.z * gridDim.y + blockIdx.y;
     if (n >= p.sequences) return;
-    const u32 head = blockIdx.x / SLICES, heads = gridDim.x / SLICES, block_row = blockIdx.x % SLICES * BLOCK_ROWS;
-    const u32 warp = threadIdx.x / 32, group = threadIdx.x % 32 / LANES, lane = threadIdx.x % LANES;
-    const u32 row = warp * WARP_ROWS + group + lane / COPIES * GROUPS;  // of the output
+    const Place at = Place::of_thread();
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
 
     u32 batch = n, start = 0, tokens = p.tokens;
@@ -343,34 +368,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
         if (length <= 0) return;
         batch = 0, output = start, tokens = length;
     }
-    u16* o = p.o + (output * heads + head) * V + block_row + row;
+    u16* o = p.o + (output * at.heads + at.head) * V + at.block_row + at.row;
 
     // Load the first tokens before the states: they need more work after they arrive.
     const u32 whole = threadIdx.x % 32;
-    const bool prepares = warp < min(p.stage, tokens);
+    const bool prepares = at.warp < min(p.stage, tokens);
     Raw raw;
-    if (prepares) fetch(raw, p, batch, start + warp, head, block_row, whole);
+    if (prepares) fetch(raw, p, batch, start + at.warp, at.head, at.block_row, whole);
     u32 slot;
-    if (!source_of(p, n, slot)) return clear_outputs(o, tokens, heads);
-    const u32 first_row = block_row + warp * WARP_ROWS + group;
-    unsigned char* states = p.state + 16 * (u64(head) * p.head_stride + first_row * (K / PIECE) + lane);
-    State::copy(shared.state[warp], states + 16 * (u64(slot) * p.slot_stride));
-    if (prepares) prepare_token(shared.tokens[warp], raw, p, whole);
+    if (!source_of(p, n, slot)) return clear_outputs(o, tokens, at.heads);
+    const u32 first_row = at.block_row + at.warp * WARP_ROWS + at.group;
+    unsigned char* states = p.state + 16 * (u64(at.head) * p.head_stride + first_row * (K / PIECE) + at.lane);
+    State::copy(shared.state[at.warp], states + 16 * (u64(slot) * p.slot_stride));
+    if (prepares) prepare_token(shared.tokens[at.warp], raw, p, whole);
     for (u32 first = 0; first < tokens; first += p.stage) {
         const u32 count = min(p.stage, tokens - first);
-        prepare_tokens(shared, p, first ? warp : warp + WARPS, count, batch, start + first, head, block_row, whole);
+        prepare_tokens(shared, p, first ? at.warp : at.warp + WARPS, count, batch, start + first, at.head, at.block_row,
+                       whole);
         barrier_sync(0, 32 * WARPS);
         State S;
-        S.take(shared.state[warp]);
-        #pragma unroll 1
-        for (u32 t = 0; t < count; t++) {
-            const bool kept = destination_of(p, n, first + t, tokens, slot);
-            const float y = advance(S, shared.tokens[t], shared.errors[t % 2][warp], row, lane, group);
-            if (lane % COPIES == 0) o[u64(first + t) * heads * V] = u16(IO::pack(y, 0.f));
-            if (kept) S.store(states + 16 * (u64(slot) * p.slot_stride));
-        }
+        S.take(shared.state[at.warp]);
+        advance_tokens(S, at, p, o, states, n, first, count, tokens, slot);
         if (first + p.stage < tokens) {
-            S.put_back(shared.state[warp]);
+            S.put_back(shared.state[at.warp]);
             barrier_sync(0, 32 * WARPS);
         }
     }

@@ -150,6 +150,13 @@ DEVICE void invert_upper(Lane lane, const Shared& shared, const Stage& stage, co
     store_row(lane, stage.T(), T, own, 1);
 }
 
+// a = -x, as A fragments; x is unchanged.
+DEVICE void as_negated_rows(u32 (&a)[4], Tile& x) {
+    negate(x);
+    as_rows(a, x);
+    negate(x);
+}
+
 DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, const float* beta, uint4* columns,
                          int b) {
     Tile T[3] = {}, own, L;
@@ -157,9 +164,7 @@ DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, co
     invert(lane, own, L);
     if (b == 2) columns[T22 * 32] = as_columns(own);
     u32 minus_own[4], minus_t32[4], a[4];
-    negate(own);
-    as_rows(minus_own, own);
-    negate(own);
+    as_negated_rows(minus_own, own);
     barrier_sync(INVERTING, 32 * INVERTERS);
     if (b == 3) {
         Tile P = {};

@@ -355,6 +355,10 @@ DEVICE void multiply_decays(float* x, const float* decays) {
     for (int i = 0; i < 8; i++) x[i] *= y[i];
 }
 
+DEVICE void store_scale(Lane lane, const Stage& stage, const float* scale) {
+    stage.scale()[lane.id] = scale[lane.id], stage.scale()[lane.id + 32] = scale[lane.id + 32];
+}
+
 // Kr, keys decayed to the chunk's end, and gamma, the decay over the chunk.
 DEVICE void store_Kr(Lane lane, const Shared& shared, const Stage& stage, const u32 (&k_fall)[2][8], u32 iteration) {
     int b = lane.warp / HALVES, h = lane.warp % HALVES, g = lane.id / 4, t = lane.id % 4;
@@ -484,9 +488,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     mbarrier_wait(shared.placed(), iteration & 1);
     const Stage stage = place_of(p, shared, at, count);
     if (gives) send_sums(shared.sums_of_A(iteration, b, b) + lane.id, own);
-    if (lane.warp == 0)
-        stage.scale()[lane.id] = shared.scale(iteration)[lane.id],
-        stage.scale()[lane.id + 32] = shared.scale(iteration)[lane.id + 32];
+    if (lane.warp == 0) store_scale(lane, stage, shared.scale(iteration));
     store_Kr(lane, shared, stage, decayed.k_fall, iteration);
     Tile A[3] = {};
     float between[16];

@@ -256,20 +256,18 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
         i64 tokens_at = tile.row(p, 0) * V + column;  // offset of the chunk in v and o
-        // The chunk's rows in checkpoints and in per-chunk tensors.
-        int whole_row = p.checkpoints ? chunks_before(lane, p, tile.sequence, WHOLE) : 0;
-        int row = SAVES ? chunks_before(lane, p, tile.sequence, ALL) : 0;
+        int whole_row = p.checkpoints ? chunks_before(lane, p, tile.sequence, WHOLE) : 0;  // the chunk's in checkpoints
+        int row = SAVES ? chunks_before(lane, p, tile.sequence, ALL) : 0;                  // and in per-chunk tensors
         State state;
         state.load(p.initial_state ? p.initial_state + state_at(index, 0) + place : nullptr);
         state.publish(lane, shared.state());
         operand_sync();
         Values next;
         if (tile.length > 0) next.load(lane, p.v + tokens_at, stride, tile.length);
-        for (int left = tile.length; left > 0; left -= CHUNK, count++) {
+        for (int left = tile.length; left > 0; left -= CHUNK, tokens_at += CHUNK * stride, count++) {
             const Stage stage = shared.stage(count);
             Values values = next;
             if (left > CHUNK) next.load(lane, p.v + tokens_at + CHUNK * stride, stride, left - CHUNK);
-
             const Operands chunk = first.at(count % STAGES * STAGE_BYTES);
             Columns R, E, O;
             u32 x[TILES][2];
@@ -283,7 +281,6 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             if constexpr (SAVES) values.take(x), values.store(lane, p.errors + tokens_at, stride, left);
             finish_chunk(lane, state, values, O, shared, stage, count);
             values.store(lane, p.o + tokens_at, stride, left);
-            tokens_at += CHUNK * stride;
         }
         if (p.checkpoints && tile.length >= CHUNK && tile.length % CHUNK == 0)
             state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + tile.head, 0) + place);
