@@ -235,10 +235,9 @@ DEVICE void value_gradients(Sums<CHUNK>& X1, const Sums<CHUNK>& V1, Carried& x, 
     fence_operand(X1);
 }
 
-// dS <- dS - Kg^T bX, in flight on return. Stores bX.
-DEVICE void subtract_errors(Lane lane, Carried& x, const Sums<CHUNK>& X1, u16* d_v, i64 stride, int tokens,
+// dS <- dS - Kg^T bX, in flight on return; X: -bX, rounded. Stores bX.
+DEVICE void subtract_errors(Lane lane, Carried& x, Tokens& X, const Sums<CHUNK>& X1, u16* d_v, i64 stride, int tokens,
                             const Shared& shared, const Operands& operands, u32 count) {
-    Tokens X;
     as_operand<CHUNK>(X, X1, -1.f);
     wgmma_fence();
     multiply_tokens<K>(x.d.S, X, operands.Kg);
@@ -269,13 +268,14 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             const Operands operands = first.at(count % STAGES * STAGE_BYTES);
             Sums<CHUNK> V1, X1;  // dV', bX
             u32 S[K / 16][4];
+            Tokens X;  // read by MMAs until the chunk's end
             clear<CHUNK>(V1), clear<CHUNK>(X1);
             if (p.d_checkpoints && (chunk + 1) * CHUNK <= tile.length)
                 x.d.add(lane, p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column));
             error_gradients(V1, S, x, shared, operands, count);
             decay_state(lane, V1, S, x, p, shared, operands, count, row, column);
             value_gradients(X1, V1, x, shared, operands, count);
-            subtract_errors(lane, x, X1, p.d_v + at, stride, tile.length - chunk * CHUNK, shared, operands, count);
+            subtract_errors(lane, x, X, X1, p.d_v + at, stride, tile.length - chunk * CHUNK, shared, operands, count);
             if (chunk > 0) take_outputs(lane, x, shared, count + 1);
             if (chunk > 1) x.next.load(lane, p.d_o + at - 2 * CHUNK * stride, stride, CHUNK);
             wgmma_wait<0>();

@@ -159,37 +159,28 @@ DEVICE constexpr int piece_offset(int row, int piece) { return (row * GROUPS * (
 struct State {
     float x[ROWS][WIDTH];
 
-    static DEVICE void copy(uint4 (*to)[32], const unsigned char* from) {
+    // Call f with each row and piece of a lane.
+    template <class F> static DEVICE void each(F f) {
         #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             #pragma unroll
-            for (int i = 0; i < PIECES; i++)
-                cp_async_16(&to[r * PIECES + i][threadIdx.x % 32], from + piece_offset(r, i), true);
+            for (int i = 0; i < PIECES; i++) f(r, i);
         }
+    }
+    static DEVICE void copy(uint4 (*to)[32], const unsigned char* from) {
+        each(
+            [&](int r, int i) { cp_async_16(&to[r * PIECES + i][threadIdx.x % 32], from + piece_offset(r, i), true); });
         cp_async_commit();
     }
     DEVICE void take(const uint4 (*from)[32]) {
         cp_async_wait<0>();
-        #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            #pragma unroll
-            for (int i = 0; i < PIECES; i++) unpack(x[r] + i * PIECE, from[r * PIECES + i][threadIdx.x % 32]);
-        }
+        each([&](int r, int i) { unpack(x[r] + i * PIECE, from[r * PIECES + i][threadIdx.x % 32]); });
     }
     DEVICE void put_back(uint4 (*to)[32]) const {
-        #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            #pragma unroll
-            for (int i = 0; i < PIECES; i++) to[r * PIECES + i][threadIdx.x % 32] = pack(x[r] + i * PIECE);
-        }
+        each([&](int r, int i) { to[r * PIECES + i][threadIdx.x % 32] = pack(x[r] + i * PIECE); });
     }
     DEVICE void store(unsigned char* to) const {
-        #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            #pragma unroll
-            for (int i = 0; i < PIECES; i++)
-                *reinterpret_cast<uint4*>(to + piece_offset(r, i)) = pack(x[r] + i * PIECE);
-        }
+        each([&](int r, int i) { *reinterpret_cast<uint4*>(to + piece_offset(r, i)) = pack(x[r] + i * PIECE); });
     }
 
 #if STATE_BF16
