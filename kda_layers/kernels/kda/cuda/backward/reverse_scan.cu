@@ -190,12 +190,6 @@ struct Operands {
     DEVICE Operand Aqk() const { return operand_at(T, AT_AQK - AT_T); }
 };
 
-// dO' of a chunk, from its dO.
-DEVICE void take_outputs(Lane lane, Carried& x, const Shared& shared, u32 count) {
-    wait_for(shared, OUTPUT, count);
-    x.next.scaled(lane, x.O, shared.stage(count).scale());
-}
-
 // dV' = Aqk^T dO' + Kr dS, in flight on return; S: dS, rounded.
 DEVICE void error_gradients(Sums<CHUNK>& V1, u32 (&S)[K / 16][4], Carried& x, const Shared& shared,
                             const Operands& operands, u32 count) {
@@ -246,6 +240,13 @@ DEVICE void subtract_errors(Lane lane, Carried& x, Tokens& X, const Sums<CHUNK>&
     release(lane, shared, OUTPUT, count);
 }
 
+// Wait for dS.
+DEVICE void finish_chunk(Lane lane, Carried& x, const Shared& shared, u32 count) {
+    wgmma_wait<0>();
+    fence_operand(x.d.S);
+    release(lane, shared, ERRORS, count);
+}
+
 DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     const i64 stride = i64(p.HV) * V;
     const int column = slice() * BV + 16 * lane.warp;
@@ -261,7 +262,8 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
         x.d.load(lane, p.d_final ? p.d_final + state_at(index, column) : nullptr);
         if (chunk >= 0) {
             x.next.load(lane, p.d_o + at, stride, tile.length - chunk * CHUNK);
-            take_outputs(lane, x, shared, count);
+            wait_for(shared, OUTPUT, count);
+            x.next.scaled(lane, x.O, shared.stage(count).scale());
             if (chunk > 0) x.next.load(lane, p.d_o + at - CHUNK * stride, stride, CHUNK);
         }
         for (; chunk >= 0; chunk--, count++, row -= p.HV, at -= CHUNK * stride) {
@@ -276,11 +278,12 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             decay_state(lane, V1, S, x, p, shared, operands, count, row, column);
             value_gradients(X1, V1, x, shared, operands, count);
             subtract_errors(lane, x, X, X1, p.d_v + at, stride, tile.length - chunk * CHUNK, shared, operands, count);
-            if (chunk > 0) take_outputs(lane, x, shared, count + 1);
+            if (chunk > 0) {
+                wait_for(shared, OUTPUT, count + 1);
+                x.next.scaled(lane, x.O, shared.stage(count + 1).scale());
+            }
             if (chunk > 1) x.next.load(lane, p.d_o + at - 2 * CHUNK * stride, stride, CHUNK);
-            wgmma_wait<0>();
-            fence_operand(x.d.S);
-            release(lane, shared, ERRORS, count);
+            finish_chunk(lane, x, shared, count);
         }
         if (p.d_initial) x.d.store(lane, p.d_initial + state_at(index, column));
     }

@@ -210,7 +210,7 @@ DEVICE void start_errors(Lane lane, Columns& E, const Values& v, const Columns& 
     multiply_rows<4, true>(E, T, residuals);
 }
 
-// Publish V', rounded to x; meanwhile S decays.
+// Decay S while V' is in flight, then publish V', rounded to x.
 DEVICE void finish_errors(Lane lane, u32 (&x)[TILES][2], Columns& E, State& state, const Shared& shared,
                           const Stage& stage, u32 count) {
     wait_for(shared, UPDATE, count);
