@@ -1,8 +1,8 @@
 """Which tests run, and on what.
 
---tier chooses: "all", the default, is every test; "test" and "quick" take a share of the cases of each parametrised
-test, always the same ones, and leave out what is slow. KDA_LAYERS_REQUIRE="sm90,fla" names the backends
-that must serve on this machine: their skips are failures.
+--tier chooses: "all", the default, is every test but most emulated cases, which "every" adds; "test" and "quick" take a
+share of the cases of each parametrised test, always the same ones, and leave out what is slow.
+KDA_LAYERS_REQUIRE="sm90,fla" names the backends that must serve on this machine: their skips are failures.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ SLOW = (
     "compil", "flash_linear_attention", "fresh_process", "importing", "new_family", "requiring", "tensor_parallel",
     "two_processes", EMULATED,
 )  # fmt: skip
-# Tier -> one in so many cases of a test, and parts of the ids that it leaves out. Kernels and emulator run whole in CI
-# when they change.
+# Tier -> one in so many cases of a test, and parts of the ids that it leaves out. CI runs "all" when kernels or emulator
+# change. Of emulated cases all but "every" take one in FEWER_EMULATED of that share.
 TIERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "quick": (24, SLOW),
     "test": (6, ("cuda_emulator/test_kernels", "tests/test_training_curves")),
     "all": (1, ()),
+    "every": (1, ()),
 }
 
 REQUIRED = frozenset(n.strip() for n in os.environ.get("KDA_LAYERS_REQUIRE", "").split(",") if n.strip())
@@ -56,7 +57,7 @@ def chosen(tests: Iterable[str], tier: str) -> set[str]:
             cases[test.partition("[")[0], EMULATED in test].append(test)
     kept: set[str] = set()
     for (_, emulated), group in cases.items():
-        one_in = share if tier == "all" or not emulated else share * FEWER_EMULATED
+        one_in = share * FEWER_EMULATED if emulated and tier != "every" else share
         group.sort(key=lambda test: zlib.crc32(test.encode()))  # mixes options
         kept.update(group[: -(-len(group) // one_in)])
     return kept

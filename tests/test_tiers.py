@@ -13,8 +13,8 @@ TESTS = [*(f"tests/a.py::many[{n}]" for n in range(MANY)), "tests/a.py::one", SL
 
 
 def test_a_tier_runs_a_share_of_every_test() -> None:
-    quick, some, every = (chosen(TESTS, tier) for tier in TIERS)
-    assert quick < some < every == set(TESTS)
+    quick, some, most, every = (chosen(TESTS, tier) for tier in TIERS)
+    assert quick < some < most == every == set(TESTS)
     for name, tier in (("quick", quick), ("test", some)):
         assert sum("many" in test for test in tier) == -(-MANY // TIERS[name][0])
     assert {t for t in quick if "many" not in t} == {"tests/a.py::one"}
@@ -40,4 +40,5 @@ def test_emulated_cases_are_fewer_and_replace_no_others() -> None:
     assert len(kept & set(plain)) == 10
     assert len(kept & set(emulated)) == 3
     assert not chosen(emulated, "quick")
-    assert chosen(emulated, "all") == set(emulated)
+    assert len(chosen(emulated, "all")) == 15
+    assert chosen(emulated, "every") == set(emulated)

@@ -480,6 +480,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     set_diagonal(lane, own, d);
     // Exchange columns with the warps of later blocks, and sums of Aqk with the other half of the channels
     bool gives = HALVES > 1 && h == iteration % 2;  // this warp sends its sums of Aqk to the other half
+    if (!HAS_WGMMA) lane.opt_barrier();             // without it, sm_100a spills in one variant
     if (iteration > 0) mbarrier_wait(shared.inverted(), (iteration - 1) & 1);
     send_sums(shared.sums_of_L(h, b, b) + lane.id, L);
     const Decayed decayed(d, before, after);
