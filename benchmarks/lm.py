@@ -1,0 +1,243 @@
+"""What a whole language model costs beside its peers: `python -m benchmarks.lm --size 0.7b`, on a GPU.
+
+Models of one size with random weights in bf16: ours, the same with softmax attention in every layer, and
+flash-linear-attention's own KDA model where that is installed. Tasks: a training step (zero_grad, forward, loss,
+backward), a prefill that fills a cache, and a greedy decode step; each called as it is and, where that can be captured,
+replayed from a CUDA graph. Wall time from one synchronisation to the next, in turns; GPU time, kernels and where the
+time goes from the profiler; memory is the peak of PyTorch's allocator above the parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import StaticCache
+
+from benchmarks import report, timing
+from benchmarks.gpu.kernel_shares import trace
+from benchmarks.gpu.layer import to_bf16
+from benchmarks.gpu.machine import CaptureError, CudaMachine
+from benchmarks.gpu.model import PEAK
+from kda_layers import KDAConfig, KDAForCausalLM
+
+TITLE = "Whole language models: training step, prefill and decode step"
+SIZES: dict[str, dict[str, Any]] = {
+    "0.7b": dict(hidden_size=2048, num_hidden_layers=12, heads=16, intermediate_size=5632, vocab_size=32000),
+    "120m": dict(hidden_size=768, num_hidden_layers=12, heads=6, intermediate_size=2048, vocab_size=32000),
+}
+T = 8192  # tokens of a training step and of a prefill
+PROMPT = 64  # tokens before a decode step
+BATCHES = (1, 64)  # sequences of a decode step
+NO_MASK = {"full_attention": None, "linear_attention": None}
+COLUMNS = ["task", "mode", "batch", "contender", "wall ms", "GPU ms", "kernels", "MiB", "tokens/s", "MFU %"]
+# Parts of a step's GPU time: the first that matches a kernel's name.
+PARTS = {
+    "operator": ("kda_", "chunk_kda", "chunk_gla", "chunk_gated_delta", "recompute_w_u", "kda_gate"),
+    "convolution": ("conv",),
+    "softmax attention": ("flash", "attention", "fmha"),
+    "GEMM": ("gemm", "nvjet", "cutlass", "gemv", "splitk", "xmma"),
+    "loss": ("softmax", "nll", "cross_entropy"),
+    "norm": ("norm", "rms"),
+}
+
+
+def build(contender: str, size: str) -> Any:
+    """The model on the GPU, in bf16 but for the gates' parameters."""
+    fields = dict(SIZES[size])
+    heads = fields.pop("heads")
+    torch.manual_seed(0)
+    if contender == "fla":
+        from fla.models import KDAConfig as FLAConfig
+        from fla.models import KDAForCausalLM as FLAForCausalLM
+
+        config: Any = FLAConfig(
+            **fields, num_heads=heads, head_dim=128, safe_gate=True, lower_bound=-5, tie_word_embeddings=True
+        )
+        with torch.device("cuda"):
+            return to_bf16(FLAForCausalLM(config))
+    kinds = {"layer_types": ["full_attention"] * fields["num_hidden_layers"]} if contender == "softmax" else {}
+    config = KDAConfig(
+        **fields, **kinds, linear_num_heads=heads, linear_head_dim=128, num_attention_heads=heads,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        return to_bf16(KDAForCausalLM(config))
+
+
+def training_step(model: Any, batch: int) -> Callable[[], Tensor]:
+    """Zero_grad, forward, loss and backward of one sequence."""
+    tokens = torch.randint(model.config.vocab_size, (batch, T), device="cuda")
+    model.train()
+
+    def run() -> Tensor:
+        model.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def prefill(model: Any, batch: int) -> Callable[[], Tensor]:
+    """A prompt into a new cache, and the last token's logits."""
+    tokens = torch.randint(model.config.vocab_size, (batch, T), device="cuda")
+    model.eval()
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        return model(input_ids=tokens, use_cache=True, logits_to_keep=1).logits
+
+    return run
+
+
+def decode(model: Any, batch: int) -> Callable[[], Tensor]:
+    """A greedy step over a cache that holds a prompt; of a softmax model, at one length, which is put back."""
+    prompt = torch.randint(model.config.vocab_size, (batch, PROMPT), device="cuda")
+    model.eval()
+    ours = isinstance(model, KDAForCausalLM)
+    # Of a static cache a softmax model gets its best case: every position is in use, so that no mask is built.
+    cache: Any = StaticCache(config=model.config, max_cache_len=PROMPT + 1) if ours else None
+    softmax = ours and "full_attention" in model.config.layer_types
+    with torch.no_grad():
+        first = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    cache = first.past_key_values
+    ids = first.logits[:, -1:].argmax(-1)
+    mask = {"attention_mask": NO_MASK} if ours else {}
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        if softmax:
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(PROMPT)
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, **mask).logits
+        ids.copy_(logits[:, -1:].argmax(-1))
+        return logits
+
+    return run
+
+
+def compiled_decode(model: Any, batch: int) -> Callable[[], Tensor]:
+    """`decode` through torch.compile after a prefill without it, as `generate` does it with a static cache."""
+    torch._dynamo.reset()
+    run = decode(model, batch)
+    model.forward = torch.compile(model.forward, fullgraph=True)
+    return run
+
+
+TASKS = {"training step": training_step, "prefill": prefill, "decode step": decode}
+MODES = {"training step": ("call", "graph"), "prefill": ("call",), "decode step": ("call", "graph", "compiled graph")}
+
+
+def part_of(kernel: str) -> str:
+    name = kernel.lower()
+    return next((part for part, words in PARTS.items() if any(word in name for word in words)), "rest")
+
+
+def gpu_time(machine: CudaMachine, run: Callable[[], Any], calls: int = 3) -> tuple[dict[str, float], int, Counter]:
+    """Milliseconds by part and kernels of one call, and milliseconds by kernel."""
+    trace(machine, run, 1)
+    events = [e for e in trace(machine, run, calls) if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    parts: Counter[str] = Counter()
+    kernels: Counter[str] = Counter()
+    for e in events:
+        parts[part_of(e["name"])] += e["dur"] / calls / 1e3
+        kernels[e["name"][:100]] += e["dur"] / calls / 1e3
+    return dict(parts), round(len(events) / calls), kernels
+
+
+def prepare(machine: CudaMachine, task: str, mode: str, batch: int, size: str, contender: str) -> Callable[[], Any]:
+    """The work of one row, warmed up.
+
+    Raises:
+        CaptureError: it cannot be captured.
+    """
+    model = build(contender, size)
+    run = (compiled_decode if mode == "compiled graph" else TASKS[task])(model, batch)
+    if "graph" not in mode:
+        return run
+    replay = machine.graph(run)
+    return lambda: (replay(), run)[0]  # the graph reads the model's parameters, which `run` keeps
+
+
+def measure(machine: CudaMachine, contenders: Sequence[str], task: str, mode: str, batch: int, size: str) -> list[Any]:
+    """A row for each contender, in turns."""
+    fields = {"task": task, "mode": mode, "batch": batch, "T": 1 if "decode" in task else T}
+    rows, runs = {}, {}
+    for name in contenders:
+        rows[name] = fields | {"contender": name}
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            runs[name] = prepare(machine, task, mode, batch, size, name)
+            for _ in range(2):
+                runs[name]()
+            torch.cuda.synchronize()
+        except (CaptureError, RuntimeError, TypeError, ValueError) as problem:
+            rows[name]["reason"] = f"{type(problem).__name__}: {problem}"[:200]
+            continue
+        weights = 2 * parameters(size) / 2**20
+        rows[name]["MiB"] = (torch.cuda.max_memory_allocated() - held) / 2**20 - weights
+        parts, kernels, by_name = gpu_time(machine, runs[name])
+        rows[name] |= {"GPU ms": sum(parts.values()), "kernels": kernels, "parts": parts}
+        rows[name]["slowest"] = dict(by_name.most_common(25))
+    for name, times in timing.compare_ms(runs, synchronize=torch.cuda.synchronize, calls=5).items():
+        seconds, tokens = times["median"] / 1e3, batch * fields["T"]
+        rows[name] |= {"wall": times, "wall ms": times["median"], "tokens/s": tokens / seconds}
+        if task == "training step":
+            rows[name]["MFU %"] = 600 * parameters(size) * tokens / seconds / PEAK
+    runs.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return list(rows.values())
+
+
+def parameters(size: str) -> int:
+    """Parameters of our model."""
+    fields = dict(SIZES[size])
+    heads = fields.pop("heads")
+    config = KDAConfig(
+        **fields, linear_num_heads=heads, linear_head_dim=128, num_attention_heads=heads, tie_word_embeddings=True
+    )
+    with torch.device("meta"):
+        return sum(p.numel() for p in KDAForCausalLM(config).parameters())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--size", choices=SIZES, default="0.7b")
+    parser.add_argument("--contenders", default="ours,softmax" + (",fla" if importlib.util.find_spec("fla") else ""))
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--modes", default="call,graph,compiled graph")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    report.add_commit_option(parser)
+    timing.add_tuning_option(parser)
+    args = parser.parse_args(argv)
+    machine, rows = CudaMachine(), []
+    jobs = [
+        partial(measure, machine, args.contenders.split(","), task, mode, batch, args.size)
+        for task in args.tasks.split(",")
+        for mode in MODES[task]
+        if mode in args.modes.split(",")
+        for batch in (BATCHES if task == "decode step" else (1,))
+    ]
+    for job in tqdm(jobs, unit="case"):
+        rows += job()
+        results = report.document(
+            f"gpu-lm-{args.size.replace('.', '')}", TITLE, rows, COLUMNS, report.stamp(args.commit)
+        )
+        report.save(args.output, results)
+    print(report.text(results))
+
+
+if __name__ == "__main__":
+    main()
