@@ -31,8 +31,8 @@ SLOW = (
     "compil", "flash_linear_attention", "fresh_process", "importing", "new_family", "requiring", "tensor_parallel",
     "two_processes", EMULATED,
 )  # fmt: skip
-# Tier -> one in so many cases of a test, and parts of the ids that it leaves out. CI runs "all" when kernels or emulator
-# change. Of emulated cases all but "every" take one in FEWER_EMULATED of that share.
+# Tier -> one in so many cases of a test, and parts of the ids that it leaves out. CI runs "all" when kernels or the
+# emulator change. Of emulated cases all but "every" take one in FEWER_EMULATED of that share.
 TIERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "quick": (24, SLOW),
     "test": (6, ("cuda_emulator/test_kernels", "tests/test_training_curves")),
