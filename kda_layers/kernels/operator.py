@@ -184,13 +184,13 @@ class _Backward(torch.autograd.Function):
 
 
 class InPlaceOperator(Generic[X]):
-    """An operator without gradient that writes one of its inputs."""
+    """An operator without gradient that writes some of its inputs."""
 
     def __init__(
         self,
         name: str,
         inputs: type[X],
-        writes: str,
+        writes: tuple[str, ...],
         registry: Registry[Any, Any],
         method: str,
         output_like: Callable[[Any], Tensor],
@@ -199,21 +199,21 @@ class InPlaceOperator(Generic[X]):
 
         Args:
             name, inputs, registry: as in `Operator`
-            writes: the field of `inputs` that is written
+            writes: the fields of `inputs` that are written
             method: name of the backends' method, which takes the inputs
             output_like: as `outputs_like` of `Operator`
         """
         self.name, self.inputs, self.writes, self.registry, self.method = name, inputs, writes, registry, method
-        _library.define(f"{name}({schema(inputs, mutable=writes)}, str backend) -> Tensor")
+        _library.define(f"{name}({schema(inputs, writes)}, str backend) -> Tensor")
         self.op = _implement(name, self._run, lambda *args: output_like(inputs(*args[:-1])))
 
     def __call__(self, x: X, backend: str) -> Tensor:
-        """Return the output; the written input is updated."""
+        """Return the output; the written inputs are updated."""
         if not torch.compiler.is_compiling():
             refuse_transforms(self.name, x)
         if not is_plain(x):
             return self.op(*x, backend)
-        torch.autograd.graph.increment_version(getattr(x, self.writes))
+        torch.autograd.graph.increment_version([getattr(x, name) for name in self.writes])
         return without_autocast(getattr(self.registry.backends()[backend], self.method), x)
 
     def _run(self, *args: Any) -> Tensor:
@@ -237,9 +237,9 @@ def _or_none(t: Tensor) -> Tensor | None:
     return None if t.ndim == 1 and t.shape[0] == 0 else t
 
 
-def schema(fields: Any, mutable: str = "") -> str:
-    """Schema of the arguments of an op that takes the fields of a NamedTuple and writes `mutable`."""
+def schema(fields: Any, written: tuple[str, ...] = ()) -> str:
+    """Schema of the arguments of an op that takes the fields of a NamedTuple and writes those of `written`."""
     hints = typing.get_type_hints(fields)
-    return ", ".join(
-        ("Tensor(a!)" if name == mutable else _SCHEMA_TYPES[hints[name]]) + f" {name}" for name in fields._fields
-    )
+    types = {name: _SCHEMA_TYPES[hints[name]] for name in fields._fields}
+    types |= {name: f"Tensor({alias}!)" for name, alias in zip(written, "abc", strict=False)}
+    return ", ".join(f"{kind} {name}" for name, kind in types.items())

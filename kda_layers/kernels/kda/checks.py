@@ -26,21 +26,32 @@ def check_whole(x: Inputs) -> None:
 def check_decode(x: DecodeInputs) -> None:
     """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of `kda_step`."""
     N, T, *state_shape = _check_common(x)
-    pooled = x.state_indices is not None and isinstance(x.state, Tensor) and x.state.ndim == 4
-    _check_state("state", x.state, x.q, (x.state.shape[0] if pooled else N, *state_shape))
+    check_slots(x.q, x.state, x.state_indices, x.num_accepted, (N, *state_shape), 1 if x.cu_seqlens is not None else T)
+
+
+def check_slots(
+    q: Tensor, state: Any, state_indices: Any, num_accepted: Any, shape: tuple[int, ...], columns: int
+) -> None:
+    """Raise unless `state` has `shape` [N, HV, V, K], or with state_indices is a pool of such states.
+
+    Args:
+        columns: how many state_indices [N, columns] must have at least
+    """
+    N = shape[0]
+    pooled = state_indices is not None and isinstance(state, Tensor) and state.ndim == 4
+    _check_state("state", state, q, (state.shape[0], *shape[1:]) if pooled else shape)
     if not torch.compiler.is_compiling():
-        _check_writable(x.state)
-    if x.state_indices is not None:
-        check_index("state_indices", x.state_indices, x.q)
-        shape = tuple(x.state_indices.shape)
-        wide_enough = len(shape) == 2 and (x.cu_seqlens is not None or shape[1] >= T)  # packed: checked by length
-        if shape[:1] != (N,) or not (len(shape) == 1 or wide_enough):
-            raise ValueError(f"state_indices must have shape [{N}] or [{N}, at least {T}], got {list(shape)}")
-    if x.num_accepted is not None:
-        check_index("num_accepted", x.num_accepted, x.q)
-        if tuple(x.num_accepted.shape) != (N,):
-            raise ValueError(f"num_accepted must have shape ({N},), got {tuple(x.num_accepted.shape)}")
-        if x.state_indices is None or x.state_indices.ndim != 2:
+        _check_writable(state)
+    if state_indices is not None:
+        check_index("state_indices", state_indices, q)
+        given = tuple(state_indices.shape)
+        if given[:1] != (N,) or not (len(given) == 1 or (len(given) == 2 and given[1] >= columns)):
+            raise ValueError(f"state_indices must have shape [{N}] or [{N}, at least {columns}], got {list(given)}")
+    if num_accepted is not None:
+        check_index("num_accepted", num_accepted, q)
+        if tuple(num_accepted.shape) != (N,):
+            raise ValueError(f"num_accepted must have shape ({N},), got {tuple(num_accepted.shape)}")
+        if state_indices is None or state_indices.ndim != 2:
             raise ValueError("num_accepted needs state_indices of shape [N, T]: a slot for the state after each token")
 
 
@@ -73,7 +84,7 @@ def _check_tokens(x: Inputs | DecodeInputs, B: int, T: int, H: int, HV: int, K: 
     q, dtype, wide = x.q, x.q.dtype, state_dtype(x.q.dtype)
     if dtype not in DTYPES:
         raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {dtype}")
-    _check_gate(x)
+    check_gate(x.gate_activation, x.beta_activation, x.A_log, x.dt_bias)
     check_tensor("k", x.k, (B, T, H, K), (dtype,), q)
     check_tensor("v", x.v, (B, T, HV, V), (dtype,), q)
     check_tensor("g", x.g, (B, T, HV, K), (dtype, wide), q)
@@ -95,15 +106,16 @@ def _check_layout(x: Inputs | DecodeInputs) -> None:
             ) from None
 
 
-def _check_gate(x: Inputs | DecodeInputs) -> None:
-    if x.beta_activation not in BETA_ACTIVATIONS:
-        raise ValueError(f"beta_activation must be one of {BETA_ACTIVATIONS}, got {x.beta_activation!r}")
-    if x.gate_activation == LOG_DECAY:
-        for name, t in (("A_log", x.A_log), ("dt_bias", x.dt_bias)):
+def check_gate(gate_activation: str, beta_activation: str, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
+    """Raise unless the activations exist and have the parameters that they need."""
+    if beta_activation not in BETA_ACTIVATIONS:
+        raise ValueError(f"beta_activation must be one of {BETA_ACTIVATIONS}, got {beta_activation!r}")
+    if gate_activation == LOG_DECAY:
+        for name, t in (("A_log", A_log), ("dt_bias", dt_bias)):
             if t is not None:
                 raise ValueError(f"{name} must be None with gate_activation='log_decay', which uses g as it is")
-    elif GATES[x.gate_activation].needs_rate and x.A_log is None:
-        raise ValueError(f"A_log must be given with gate_activation={x.gate_activation!r}, got None")
+    elif GATES[gate_activation].needs_rate and A_log is None:
+        raise ValueError(f"A_log must be given with gate_activation={gate_activation!r}, got None")
 
 
 def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:

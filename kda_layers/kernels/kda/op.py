@@ -14,7 +14,7 @@ from .reference import activate
 
 _kda: Operator[Inputs, KDAOutput] = Operator("kda", Inputs, KDAOutput, Gradients, KDA, outputs_like)
 _kda_step: InPlaceOperator[DecodeInputs] = InPlaceOperator(
-    "kda_step", DecodeInputs, "state", KDA, "decode", lambda x: x.v.new_empty(x.v.shape)
+    "kda_step", DecodeInputs, ("state",), KDA, "decode", lambda x: x.v.new_empty(x.v.shape)
 )
 
 

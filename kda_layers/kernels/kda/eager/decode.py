@@ -64,25 +64,40 @@ def _sequences(x: DecodeInputs) -> list[_Sequence]:
     B, T = x.q.shape[:2]
     offsets = [n * T for n in range(B + 1)] if x.cu_seqlens is None else sequence_offsets(x.cu_seqlens, T)
     lengths = [b - a for a, b in itertools.pairwise(offsets)]
-    if x.state_indices is not None and x.state_indices.ndim == 2:
-        targets = x.state_indices.tolist()
-        columns = len(targets[0])
-        if columns < max(lengths):
-            raise ValueError(f"state_indices must have at least {max(lengths)} columns, one per token, got {columns}")
-        read = [1] * len(targets) if x.num_accepted is None else x.num_accepted.tolist()
-        read = [1 if set(row) == {NO_SLOT} else m for row, m in zip(targets, read, strict=True)]
-        if min(read) < 1 or max(read) > columns:
-            raise ValueError(f"num_accepted must be in [1, {columns}], got {min(read)} to {max(read)}")
-        _check_slots([slot for row in targets for slot in row], x.state.shape[0])
-        sources = [row[m - 1] for row, m in zip(targets, read, strict=True)]
+    if x.state_indices is None:
+        sources = list(range(len(lengths)))
+        targets = after_last(sources, lengths)
     else:
-        sources = list(range(len(lengths))) if x.state_indices is None else x.state_indices.tolist()
-        _check_slots(sources, x.state.shape[0])
-        targets = [[NO_SLOT] * (n - 1) + [slot] for n, slot in zip(lengths, sources, strict=True)]
+        sources, targets = slots_of(x.state_indices, x.num_accepted, lengths, x.state.shape[0])
     sequences = [_Sequence(*s) for s in zip(offsets, lengths, sources, targets, strict=False)]
     sequences = [s for s in sequences if s.length and s.source != NO_SLOT]
     _check_owners(sequences)
     return sequences
+
+
+def slots_of(
+    indices: Tensor, accepted: Tensor | None, lengths: list[int], count: int
+) -> tuple[list[int], list[list[int]]]:
+    """Of each sequence the slot of its state before the call, and those after each token; checked, of `count` slots."""
+    if indices.ndim == 1:
+        sources = indices.tolist()
+        _check_slots(sources, count)
+        return sources, after_last(sources, lengths)
+    targets = indices.tolist()
+    columns = len(targets[0])
+    if columns < max(lengths):
+        raise ValueError(f"state_indices must have at least {max(lengths)} columns, one per token, got {columns}")
+    read = [1] * len(targets) if accepted is None else accepted.tolist()
+    read = [1 if set(row) == {NO_SLOT} else m for row, m in zip(targets, read, strict=True)]
+    if min(read) < 1 or max(read) > columns:
+        raise ValueError(f"num_accepted must be in [1, {columns}], got {min(read)} to {max(read)}")
+    _check_slots([slot for row in targets for slot in row], count)
+    return [row[m - 1] for row, m in zip(targets, read, strict=True)], targets
+
+
+def after_last(slots: list[int], lengths: list[int]) -> list[list[int]]:
+    """The slots after each token where only the state after the last one is kept."""
+    return [[NO_SLOT] * (n - 1) + [slot] for n, slot in zip(lengths, slots, strict=True)]
 
 
 def _check_slots(slots: list[int], count: int) -> None:

@@ -1,0 +1,1 @@
+"""One decode step of a layer between its projections, in one kernel."""

@@ -1,0 +1,158 @@
+"""Launching layer_step.cu: a KDA layer's decode step between its projections, in one kernel."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ....cuda.machine import Dim, Launchable, Machine
+from ....cuda.params import Params, addresses
+from ....layer_step.contract import Inputs
+from ...activations import BETA_CODES, GATE_CODES
+from ..decode.decode import MOST_ROWS, PLANS, STATES, TYPES, IndexKey, _index
+
+SOURCE = str(Path(__file__).with_suffix(".cu"))
+PARAMS = Params("LayerStepParams", """
+    const u16 *q, *k, *v, *f, *gate, *beta;  // [B, T, ...], channels of a token contiguous
+    const u16 *conv_weight;                  // [D, TAPS], the channels of q first, then those of k and of v
+    u16* conv_state;                         // [slots, D, TAPS]
+    unsigned char* state;                    // [slots, HV, V, K]
+    u16* o;                                  // [B, T, HV, V], contiguous
+    const u16 *f_weight, *gate_weight;       // [HV K, RANK] and [HV V, RANK], or null with RANK 0
+    const u16 *gate_bias, *norm_weight;      // [HV V] or null, and [V]
+    const float *A_log, *dt_bias;            // [HV] and [HV, K], or null
+    const void *slots, *accepted;            // as in DecodeParams
+    Tokens q_at, k_at, v_at, f_at, gate_at, beta_at;
+    Index slots_at, accepted_at;
+    u64 group_inverse;                                 // 2^32 / (HV / H), rounded up
+    u32 conv_slot_stride, conv_channel_stride, conv_tap_stride;  // in elements
+    u32 slot_stride, head_stride, slot_count;          // strides of the state in 16 bytes
+    u32 sequences, tokens, qk_channels;                // tokens of each sequence; channels of q: H K
+    int gate_activation, beta_activation;
+    float lower_bound, scale, norm_eps;
+""", """
+struct Tokens {  // strides of a tensor [B, T, ...] in elements
+    u32 batch, token;
+};
+
+struct Index {  // of a tensor [N] or [N, columns]: strides in elements
+    u32 row, column;
+    u32 columns;  // 0: [N]
+    u32 int64;    // 1: int64, 0: int32
+};
+
+""")  # fmt: skip
+RANKS = (64, 128)  # of the factors of decays and gate
+TAPS = (2, 3, 4)
+MOST_TOKENS = 8  # of a sequence: shared memory holds all of them
+MOST_GROUP = 8  # value heads of a q/k head: a portable cluster
+LINE = 8  # elements of 16 bytes
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is compiled apart, and what follows from it."""
+
+    K: int  # and V
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    rank: int  # 0: decays' and gate's logits are given
+    taps: int
+    group: int  # value heads of a q/k head
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        return {
+            "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "STATE_BF16": int(self.state_dtype == torch.bfloat16),
+            "LANES": self.K // 8, "ROWS": 4, "WARPS": self.warps, "RANK": self.rank, "TAPS": self.taps,
+            "CLUSTER": self.group, "SHARED_BYTES": self.shared_bytes(1),
+        }  # fmt: skip
+
+    @property
+    def warps(self) -> int:
+        """Warps that hold all rows of a state, four to a lane."""
+        return self.K * self.K // (8 * 4 * 32)
+
+    def shared_bytes(self, tokens: int) -> int:
+        """struct Shared of layer_step.cu with room for so many tokens."""
+        state, errors, o, operands = self.K**2 * self.state_dtype.itemsize, 8 * self.K, 8 * self.K, 4 * (5 * self.K + 4)
+        return state + errors + o + tokens * operands
+
+
+def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype], groups: Iterable[int] = (1,)) -> Iterator[Variant]:
+    """The variants for the usual layers: four taps, factors of rank K or logits given."""
+    for K, dtype, state, given, group in itertools.product(widths, dtypes, STATES, (False, True), groups):
+        yield Variant(K, dtype, state, 0 if given else K, 4, group)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a launch that does not change with the addresses of tensors."""
+
+    machine: Machine
+    variant: Variant
+    device: torch.device
+    grid: Dim
+    rest: bytes  # of the parameters, behind the pointers
+    aligned: bool  # strides of the factors, which are read 16 bytes at a time
+
+    @functools.cached_property
+    def kernel(self) -> Launchable:
+        return self.machine.load(SOURCE, "kda_layer_step", self.variant.defines, self.device)
+
+
+def layer_step(x: Inputs, machine: Machine) -> Tensor:
+    """o [B, T, HV, V]; `x.state` and `x.conv_state` are updated in place. See `layer_step.contract.Backend`."""
+    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+    plan = _plan_of(x, machine)
+    if not plan.aligned or (x.f.data_ptr() | x.gate.data_ptr()) % 16:
+        x = x._replace(
+            f=x.f.clone(memory_format=torch.contiguous_format), gate=x.gate.clone(memory_format=torch.contiguous_format)
+        )
+        plan = _plan_of(x, machine)
+    pointers = addresses((*x[:9], o, *x[9:17]))
+    v = plan.variant
+    plan.kernel.launch(
+        plan.grid, 32 * v.warps, v.group, v.shared_bytes(x.v.shape[1]), PARAMS.pack_pointers(*pointers) + plan.rest
+    )
+    return o
+
+
+def _plan_of(x: Inputs, machine: Machine) -> Plan:
+    slots, accepted = x.state_indices, x.num_accepted
+    return _plan(
+        machine, x.q.device, x.q.dtype, x.state.dtype, x.q.shape, x.v.shape, x.f_weight is not None,
+        x.f.shape[-1], x.q.stride(), x.k.stride(), x.v.stride(), x.f.stride(), x.gate.stride(), x.beta.stride(),
+        x.conv_weight.shape[1], x.conv_state.stride(), x.state.stride(), x.state.shape[0],
+        None if slots is None else (slots.shape, slots.stride(), slots.dtype),
+        None if accepted is None else (accepted.shape, accepted.stride(), accepted.dtype),
+        x.gate_activation, x.lower_bound, x.beta_activation, x.scale, x.norm_eps,
+    )  # fmt: skip
+
+
+@functools.lru_cache(PLANS)
+def _plan(
+    machine: Machine, device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype,
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], factored: bool, width: int,
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], f: tuple[int, ...], gate: tuple[int, ...],
+    beta: tuple[int, ...], taps: int, conv_state: tuple[int, ...], state: tuple[int, ...], slot_count: int,
+    slots: IndexKey, accepted: IndexKey,
+    gate_activation: str, lower_bound: float, beta_activation: str, scale: float, norm_eps: float,
+) -> Plan:  # fmt: skip
+    """The plan for tensors of these shapes, strides and types."""
+    (B, T, H, K), HV = q_shape, v_shape[2]
+    variant = Variant(K, dtype, state_dtype, width if factored else 0, taps, HV // H)
+    piece = 16 // state_dtype.itemsize
+    rest = PARAMS.pack_values(
+        *q[:2], *k[:2], *v[:2], *f[:2], *gate[:2], *beta[:2], *_index(slots), *_index(accepted),
+        -(-(2**32) // (HV // H)), *conv_state, state[0] // piece, state[1] // piece, slot_count, B, T, H * K,
+        GATE_CODES[gate_activation], BETA_CODES[beta_activation], lower_bound, scale, norm_eps,
+    )  # fmt: skip
+    aligned = not factored or all(stride % LINE == 0 for at in (f, gate) for stride in at[:2])
+    return Plan(machine, variant, device, (HV, min(B, MOST_ROWS), -(-B // MOST_ROWS)), rest, aligned)

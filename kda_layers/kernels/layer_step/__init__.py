@@ -1,0 +1,1 @@
+"""One decode step of a KDA layer between its projections."""

@@ -1,0 +1,54 @@
+"""Plain PyTorch: any device and dtype. A layer uses it nowhere, as its own operations do the same; tests do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...checks import accumulator_dtype
+from ...kda.contract import NO_SLOT, DecodeInputs
+from ...kda.eager.decode import after_last, decode, slots_of
+from ..contract import Backend, Inputs
+
+
+class EagerBackend(Backend):
+    name = "eager"
+    priority = 15  # above kernels that flash-linear-attention comes before, as in `kda`
+
+    def step(self, x: Inputs) -> Tensor:
+        (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
+        q, k, v = convolve(x).split((H * K, H * K, HV * V), -1)
+        f = x.f if x.f_weight is None else torch.nn.functional.linear(x.f, x.f_weight)
+        gate = x.gate if x.gate_weight is None else torch.nn.functional.linear(x.gate, x.gate_weight, x.gate_bias)
+        inputs = DecodeInputs(
+            q.view(B, T, H, K), k.view(B, T, H, K), v.view(B, T, HV, V), f.reshape(B, T, HV, K), x.beta, x.state,
+            x.A_log, x.dt_bias, x.state_indices, x.num_accepted, None, x.gate_activation, x.lower_bound,
+            x.beta_activation, True, x.scale,
+        )  # fmt: skip
+        o = decode(inputs)
+        wide = accumulator_dtype(o.dtype)
+        y = torch.nn.functional.rms_norm(o.to(wide), (V,), x.norm_weight.to(wide), x.norm_eps)
+        return (y * torch.sigmoid(gate.reshape(o.shape).to(wide))).to(o.dtype)
+
+
+def convolve(x: Inputs) -> Tensor:
+    """Outputs [B, T, D] of convolution and SiLU; updates `x.conv_state`."""
+    inputs = torch.cat([t.flatten(2) for t in (x.q, x.k, x.v)], -1)
+    B, T, _ = inputs.shape
+    wide, y = accumulator_dtype(inputs.dtype), torch.empty_like(inputs)
+    if x.state_indices is None:
+        sources = list(range(B))
+        targets = after_last(sources, [T] * B)
+    else:
+        sources, targets = slots_of(x.state_indices, x.num_accepted, [T] * B, x.state.shape[0])
+    window = x.conv_state[torch.tensor(sources, device=inputs.device)]
+    for t in range(T):
+        window = torch.cat((window[..., 1:], inputs[:, t, :, None].to(window.dtype)), -1)
+        y[:, t] = torch.nn.functional.silu((window.to(wide) * x.conv_weight.to(wide)).sum(-1)).to(y.dtype)
+        for n, row in enumerate(targets):
+            if sources[n] != NO_SLOT and row[t] != NO_SLOT:
+                x.conv_state[row[t]] = window[n]
+    return y
+
+
+BACKEND = EagerBackend()

@@ -1,0 +1,95 @@
+"""The contract between the layer's decode step and its backends.
+
+B sequences    T tokens of each    H q/k heads    HV value heads    K, V widths    D channels, 2 H K + HV V
+W taps of the convolution    R rank of the factors of decays and gate    slots: B, or those of a pool
+"""
+
+from __future__ import annotations
+
+import abc
+import operator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..declarations import Backend as AnyBackend
+from ..declarations import Problem as AnyProblem
+from ..declarations import best_device
+
+
+class Inputs(NamedTuple):
+    """The arguments of the op, in its order; it writes `conv_state` and `state`."""
+
+    q: Tensor  # [B, T, H, K]   before the convolution, as are k and v
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    f: Tensor  # [B, T, R]      the decays' logits are f_weight f; without f_weight [B, T, HV K], the logits
+    gate: Tensor  # [B, T, R]   the same of the output gate; without gate_weight [B, T, HV V]
+    beta: Tensor  # [B, T, HV]  logits
+    conv_weight: Tensor  # [D, W]
+    conv_state: Tensor  # [slots, D, W]
+    state: Tensor  # [slots, HV, V, K]
+    f_weight: Tensor | None  # [HV K, R]
+    gate_weight: Tensor | None  # [HV V, R]
+    gate_bias: Tensor | None  # [HV V], with gate_weight
+    norm_weight: Tensor  # [V]
+    A_log: Tensor | None  # [HV]
+    dt_bias: Tensor | None  # [HV, K]
+    state_indices: Tensor | None  # [B] or [B, T] int32 or int64
+    num_accepted: Tensor | None  # [B] int32 or int64
+    gate_activation: str
+    lower_bound: float
+    beta_activation: str
+    scale: float
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class Problem(AnyProblem):
+    """The properties of a call that decide on its backend."""
+
+    state_dtype: torch.dtype
+    K: int
+    V: int
+    group: int  # HV // H
+    tokens: int
+    taps: int
+    rank: int  # 0: logits are given
+    gate_activation: str
+    beta_activation: str
+
+    @classmethod
+    def default(cls, device: str | None = None) -> Problem:
+        """One token of a layer of the default configuration in bf16, on `device` or the best one here."""
+        where = best_device(device)
+        return cls(*where, torch.bfloat16, torch.float32, 128, 128, 1, 1, 4, 128, "lower_bound", "sigmoid")
+
+    @staticmethod
+    def fields_of(x: Inputs, needs_grad: bool = False) -> tuple[Any, ...]:
+        (_, T, H, K), (HV, V), index = x.q.shape, x.v.shape[2:], operator.index
+        return (
+            x.q.dtype, x.state.dtype, index(K), index(V), index(HV) // index(H), index(T),
+            index(x.conv_weight.shape[1]), 0 if x.f_weight is None else index(x.f_weight.shape[1]),
+            x.gate_activation, x.beta_activation,
+        )  # fmt: skip
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.K, self.V
+
+    def details(self) -> list[str]:
+        sizes = f"K={self.K}", f"V={self.V}", f"HV/H={self.group}", f"T={self.tokens}", f"rank={self.rank}"
+        return [*sizes, f"gate={self.gate_activation}", f"beta={self.beta_activation}"]
+
+    def __str__(self) -> str:
+        return f"decode step of a layer, {super().__str__()}"
+
+
+class Backend(AnyBackend):
+    """One implementation."""
+
+    @abc.abstractmethod
+    def step(self, x: Inputs) -> Tensor:
+        """Return o [B, T, HV, V] and update `x.conv_state` and `x.state` in place; see `op.layer_step`."""

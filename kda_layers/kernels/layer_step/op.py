@@ -1,0 +1,127 @@
+"""One decode step of a KDA layer between its projections, its two states updated in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import accumulator_dtype, check_is_tensor, check_scale, check_tensor
+from ..kda.checks import check_gate, check_lower_bound, check_slots
+from ..operator import InPlaceOperator
+from ..torch_private import constant_to_compile
+from .contract import Inputs, Problem
+from .dispatch import LAYER_STEP
+
+_layer_step: InPlaceOperator[Inputs] = InPlaceOperator(
+    "layer_step", Inputs, ("conv_state", "state"), LAYER_STEP, "step", lambda x: x.v.new_empty(x.v.shape)
+)
+
+
+def layer_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    conv_weight: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    *,
+    norm_weight: Tensor,
+    f_weight: Tensor | None = None,
+    gate_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    num_accepted: Tensor | None = None,
+    gate_activation: str = "lower_bound",
+    lower_bound: float | None = None,
+    beta_activation: str = "sigmoid",
+    scale: float | None = None,
+    norm_eps: float = 1e-6,
+    backend: str | None = None,
+) -> Tensor:
+    """Decode one or a few tokens of each sequence from a layer's projections to the input of its output projection.
+
+    q, k and v go through the short convolution and SiLU, q and k are normalised, the log-decay is that of the logits
+    f_weight f, `kda_step` follows, and its output is RMS-normalised and multiplied by the sigmoid of gate_weight gate +
+    gate_bias. Not differentiable.
+
+    Args:
+        q, k: [B, T, H, K], before the convolution; v [B, T, HV, V] too. Each token's channels are contiguous.
+        f, gate: [B, T, R] with f_weight [HV K, R] and gate_weight [HV V, R]; without these [B, T, HV K] and
+            [B, T, HV V], the logits themselves.
+        beta: [B, T, HV] logits.
+        conv_weight: [D, W], D = 2 H K + HV V, the channels of q first, then those of k and of v.
+        conv_state: [B, D, W] in q's dtype, the last W inputs of the convolution, updated in place.
+        state: [B, HV, V, K], as in `kda_step`, updated in place.
+        norm_weight: [V]; gate_bias: [HV V] or None; A_log, dt_bias: as in `kda`.
+        state_indices, num_accepted: as in `kda_step`; conv_state and state are then pools with the same slots.
+        gate_activation, lower_bound, beta_activation, scale: as in `kda`.
+        norm_eps: epsilon of the norm.
+        backend: name of a backend of `kda`, taken where it serves; None chooses.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype.
+
+    Raises:
+        TypeError, ValueError: an argument breaks this contract; the message names it. The states are then unchanged.
+    """
+    x = Inputs(
+        q, k, v, f, gate, beta, conv_weight, conv_state, state, f_weight, gate_weight, gate_bias, norm_weight, A_log,
+        dt_bias, state_indices, num_accepted, gate_activation, check_lower_bound(gate_activation, lower_bound),
+        beta_activation, check_scale(q, scale), float(norm_eps),
+    )  # fmt: skip
+    check(x)
+    return _layer_step(x, LAYER_STEP.choose(backend, q.device, *Problem.fields_of(x)))
+
+
+@constant_to_compile
+def fused(backend: str | None, device: torch.device, *fields: Any) -> bool:
+    """True if a kernel serves a problem with these `fields` of `Problem` and `backend` does not ask for another one."""
+    name = LAYER_STEP.requested(backend)
+    chosen = LAYER_STEP.choose(None, device, *fields) if name is None else name
+    if chosen == "eager" or chosen not in LAYER_STEP.backends():
+        return False
+    return name is None or LAYER_STEP.choose(name, device, *fields) == name
+
+
+def check(x: Inputs) -> None:
+    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract."""
+    q, v, dtype = x.q, x.v, (x.q.dtype,)
+    for name, t in (("q", q), ("v", v)):
+        check_is_tensor(name, t)
+        if t.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(t.shape)}")
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    if HV % H:
+        raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
+    check_gate(x.gate_activation, x.beta_activation, x.A_log, x.dt_bias)
+    if (x.f_weight is None) != (x.gate_weight is None):
+        raise ValueError("f_weight and gate_weight must both be given, or both be None")
+    if x.f_weight is not None and x.f_weight.ndim != 2:
+        raise ValueError(f"f_weight must have 2 dimensions, got shape {tuple(x.f_weight.shape)}")
+    D, R = 2 * H * K + HV * V, None if x.f_weight is None else x.f_weight.shape[1]
+    wide = (accumulator_dtype(q.dtype),)
+    expected: tuple[tuple[str, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
+        ("k", (B, T, H, K), dtype), ("v", (B, T, HV, V), dtype), ("beta", (B, T, HV), dtype),
+        ("f", (B, T, HV * K if R is None else R), dtype), ("gate", (B, T, HV * V if R is None else R), dtype),
+        ("conv_weight", (D, x.conv_weight.shape[-1]), dtype),
+        ("conv_state", (x.conv_state.shape[0], D, x.conv_weight.shape[-1]), dtype), ("norm_weight", (V,), dtype),
+        ("f_weight", (HV * K, R or 0), dtype), ("gate_weight", (HV * V, R or 0), dtype),
+        ("gate_bias", (HV * V,), dtype), ("A_log", (HV,), wide), ("dt_bias", (HV, K), wide),
+    )  # fmt: skip
+    for name, shape, dtypes in expected:
+        if (t := getattr(x, name)) is not None:
+            check_tensor(name, t, shape, dtypes, q)
+    check_slots(q, x.state, x.state_indices, x.num_accepted, (B, HV, V, K), T)
+    if x.conv_state.shape[0] != x.state.shape[0]:
+        raise ValueError(f"conv_state must have the {x.state.shape[0]} slots of state, got {x.conv_state.shape[0]}")
+    for name in ("q", "k", "v", "f", "gate", "beta"):
+        t = getattr(x, name)
+        if t.stride(-1) != 1 or (t.ndim == 4 and t.shape[2] > 1 and t.stride(2) != t.shape[3]):
+            raise ValueError(f"{name} must have the channels of a token side by side, got strides {t.stride()}")
