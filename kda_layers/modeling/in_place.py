@@ -24,6 +24,7 @@ from kda_layers.modeling.checkpoints.naming import Format
 from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
 from kda_layers.modeling.precision import KeepsFP32
+from kda_layers.modeling.side_by_side import SideBySide
 
 logger = logging.getLogger("kda_layers")
 
@@ -265,9 +266,8 @@ class KDAFamily(StockFamily):
     def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
         bound = self.lower_bound(layer)
         gate = "softplus" if bound is None else "lower_bound"
-        return dict(
-            kda_options=dict(gate_activation=gate, lower_bound=bound, beta_activation="sigmoid", backend=backend)
-        )
+        options = dict(gate_activation=gate, lower_bound=bound, beta_activation="sigmoid", backend=backend)
+        return dict(kda_options=options, side_by_side=SideBySide())
 
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
         dtype = layers[0].forget_gate.A_log.dtype

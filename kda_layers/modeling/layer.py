@@ -20,11 +20,15 @@ from kda_layers.kernels.kda.activations import MIN_LOWER_BOUND
 from kda_layers.kernels.kda.checks import check_lower_bound
 from kda_layers.kernels.kda.contract import CHUNK, state_dtype
 from kda_layers.kernels.kda.op import kda, kda_step
+from kda_layers.kernels.layer_step.op import has_kernel, layer_step
 from kda_layers.kernels.short_conv.op import short_convs, state_after
 from kda_layers.modeling.cache import Past
 from kda_layers.modeling.checks import as_int, check_epsilon, check_no_adapter
 from kda_layers.modeling.precision import KeepsFP32
+from kda_layers.modeling.side_by_side import SideBySide, is_plain
 from kda_layers.modeling.state import LayerState
+
+MOST_FACTORED = 16  # sequences of a decode step that read the factors of decays and gate in its kernel; more: by GEMMs
 
 
 class KimiDeltaAttention(KeepsFP32):
@@ -121,6 +125,7 @@ class KimiDeltaAttention(KeepsFP32):
         self.b_proj = linear(hidden_size, num_v_heads)
         self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps)
         self.o_proj = linear(v_dim, hidden_size)
+        self.side_by_side = SideBySide()
         self.reset_gate()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -133,6 +138,7 @@ class KimiDeltaAttention(KeepsFP32):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)  # to_empty makes new parameters
+        self.side_by_side.forget()
         self._mark_no_weight_decay()
         return self
 
@@ -186,6 +192,8 @@ class KimiDeltaAttention(KeepsFP32):
         check_no_adapter(self, ("conv1d", "o_norm"))
         mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
         state = LayerState(past_key_values, self.layer_idx, sequences)
+        if mask is None and cu_seqlens is None and (o := self._decode(hidden_states, state)) is not None:
+            return self.o_proj(o)
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
         backend = self.kda_options.get("backend")
 
@@ -218,6 +226,52 @@ class KimiDeltaAttention(KeepsFP32):
         gate = rearrange(gate, "b t (h v) -> b t h v", v=self.head_v_dim)
         o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.gated_norm, backend)
         return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))
+
+    def _decode(self, x: Tensor, state: LayerState) -> Tensor | None:
+        """Return o [B, 1, HV V] of a decode step x [B, 1, D] by one kernel; None where no kernel serves it."""
+        B, T, _ = x.shape
+        if state.recurrent is None or state.recording or T != 1 or torch.is_grad_enabled():
+            return None
+        K, V, HV, conv, norm = (
+            self.head_dim,
+            self.head_v_dim,
+            self.A_log.numel(),
+            self.conv1d.weight,
+            self.o_norm.weight,
+        )
+        H = (conv.shape[0] - HV * V) // (2 * K)
+        factors = (self.f_b_proj, self.g_b_proj) if self.gate_rank and B <= MOST_FACTORED else ()
+        if not all(type(layer) is nn.Linear and is_plain(layer) for layer in factors):
+            factors = ()
+        dtypes = {t.dtype for t in (x, conv, norm, state.conv, *(layer.weight for layer in factors))}
+        if len(dtypes) > 1 or torch.is_autocast_enabled(x.device.type):
+            return None
+        gate, bound, beta = (self.kda_options[name] for name in ("gate_activation", "lower_bound", "beta_activation"))
+        rank, backend = self.gate_rank if factors else 0, self.kda_options.get("backend")
+        sizes = K, V, HV // H, T, conv.shape[2], rank
+        if not has_kernel(backend, x.device, x.dtype, state.recurrent.dtype, *sizes, gate, beta):
+            return None
+        q, k, v, f, g, b = self._projections(x)
+        if not factors and self.gate_rank:
+            f, g = self.f_b_proj(f), self.g_b_proj(g)
+        state.count(x)
+        o = layer_step(
+            q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, g, b, conv[:, 0], state.conv,
+            state.recurrent, norm_weight=norm, f_weight=factors[0].weight if factors else None,
+            gate_weight=factors[1].weight if factors else None, gate_bias=factors[1].bias if factors else None,
+            A_log=self.A_log, dt_bias=self.dt_bias.view(-1, K), gate_activation=gate, lower_bound=bound,
+            beta_activation=beta, norm_eps=self.norm_eps, backend=backend,
+        )  # fmt: skip
+        return o.flatten(2)
+
+    def _projections(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the projections of x for q, k, v, log-decay, output gate and beta, by one product if possible."""
+        f, g = (self.f_a_proj, self.g_a_proj) if self.gate_rank else (self.f_proj, self.g_proj)
+        layers = (self.q_proj, self.k_proj, self.v_proj, f, g, self.b_proj)
+        whole = self.side_by_side.weight(layers)
+        if whole is None:
+            return tuple(layer(x) for layer in layers)
+        return nn.functional.linear(x, whole).split([layer.weight.shape[0] for layer in layers], -1)
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         """Return o [B, T, HV, V] normalised over V, times the sigmoid of gate [B, T, HV, V], in plain PyTorch."""

@@ -1,7 +1,7 @@
 """Weights of linear layers with the same input, side by side in memory: for inference one product instead of several.
 
 The parameters stay the layers' own: each becomes a view of its rows of one buffer, as in torch's RNNs
-(`flatten_parameters`), so that an optimizer step or `load_state_dict` writes to both. Where a parameter is replaced, the
+(`flatten_parameters`), so that an optimizer step or `load_state_dict` writes to both. Once a parameter is replaced, the
 buffer is no longer used.
 """
 
@@ -36,7 +36,7 @@ class SideBySide:
         device = layers[0].weight.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self.fixed = True
-        if not self.fixed and device.type == "cuda" and all(map(_is_plain, layers)):
+        if not self.fixed and device.type == "cuda" and all(is_plain(layer) and layer.bias is None for layer in layers):
             self._lay([layer.weight for layer in layers])  # type: ignore[misc]
         return self.whole
 
@@ -61,7 +61,9 @@ class SideBySide:
 
     def _lay(self, parts: list[nn.Parameter]) -> None:
         first = parts[0]
-        if any(p.dtype != first.dtype or p.device != first.device or p.shape[1] != first.shape[1] for p in parts):
+        if any((p.dtype, p.device, p.shape[1]) != (first.dtype, first.device, first.shape[1]) for p in parts):
+            return
+        if any(p.is_inference() or p.untyped_storage().nbytes() != p.nbytes for p in parts):  # a part of other buffers
             return
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.cat([p.detach() for p in parts])
@@ -76,14 +78,12 @@ class SideBySide:
         return SideBySide, ()
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> bool:
+    """Return True if the layer does no more than multiply with a weight of its own: no adapter, hook or shard."""
     weight = layer._parameters.get("weight")
     return (
         type(layer) is nn.Linear
-        and layer.bias is None
         and not (layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
         and type(weight) is nn.Parameter
-        and not weight.is_inference()
         and weight.is_contiguous()
-        and weight.untyped_storage().nbytes() == weight.nbytes  # not already a part of someone's buffer
     )

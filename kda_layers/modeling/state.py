@@ -60,6 +60,10 @@ class LayerState:
     def write_conv(self, state: Tensor, x: Tensor) -> None:
         """Store the convolution's state [N, D, W] and count the tokens of x [B, T, ...], which end the call."""
         self._layer.update_conv_state(state.detach())
+        self.count(x)
+
+    def count(self, x: Tensor) -> None:
+        """Count the tokens of x [B, T, ...], of a call that updates the states in place."""
         if isinstance(self._layer, KDAOnlyCacheLayer):
             self._layer.count(x)
 

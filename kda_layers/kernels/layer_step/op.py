@@ -81,7 +81,7 @@ def layer_step(
 
 
 @constant_to_compile
-def fused(backend: str | None, device: torch.device, *fields: Any) -> bool:
+def has_kernel(backend: str | None, device: torch.device, *fields: Any) -> bool:
     """True if a kernel serves a problem with these `fields` of `Problem` and `backend` does not ask for another one."""
     name = LAYER_STEP.requested(backend)
     chosen = LAYER_STEP.choose(None, device, *fields) if name is None else name

@@ -18,6 +18,7 @@ from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
+from kda_layers.modeling.side_by_side import SideBySide
 
 
 class KDASoftmaxAttention(nn.Module):
@@ -103,9 +104,21 @@ class KDAMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.side_by_side = SideBySide()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        layers = self.gate_proj, self.up_proj
+        whole = None if torch.is_grad_enabled() else self.side_by_side.weight(layers)
+        if whole is None:
+            gate, up = (layer(x) for layer in layers)
+        else:
+            gate, up = nn.functional.linear(x, whole).chunk(2, -1)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self.side_by_side.forget()
+        return self
 
 
 class KDADecoderLayer(GradientCheckpointingLayer):
