@@ -43,33 +43,34 @@ DEVICE void store(u16* to, float x) { *to = u16(IO::pack(x, 0.f)); }
 struct Channel {
     const u16* x;      // of the first token
     u32 token_stride;  // of x
-    u16* state;        // in slot 0
-    float taps[TAPS], inputs[TAPS];
-    float* to;  // of the first token, in shared memory
+    u32 channel;       // of the convolution
+    float taps[TAPS], inputs[TAPS], next;
 
     // Channel `c` of a head's, those of q first; the history is in slot `slot`.
-    DEVICE void load(const LayerStepParams& p, Shared& shared, u32 c, u32 n, u32 head, u32 slot) {
+    DEVICE void load(const LayerStepParams& p, u32 c, u32 n, u32 head, u32 slot) {
         const u32 qk_head = u32(head * p.group_inverse >> 32);
         const u32 part = c < K ? 0 : c < 2 * K ? 1 : 2, own = c - part * K;
         const u32 within = part == 2 ? head * V + own : qk_head * K + own;
         const Tokens& at = part == 0 ? p.q_at : part == 1 ? p.k_at : p.v_at;
         x = (part == 0 ? p.q : part == 1 ? p.k : p.v) + u64(n) * at.batch + within;
         token_stride = at.token;
-        const u32 channel = part * p.qk_channels + within;
-        state = p.conv_state + u64(channel) * p.conv_channel_stride;
-        Token& first = shared.operands[0].token;
-        to = (part == 0 ? first.q : part == 1 ? first.k : first.v) + own;
-        const u16* history = state + u64(slot) * p.conv_slot_stride;
+        channel = part * p.qk_channels + within;
+        const u16* history = state(p, slot);
         #pragma unroll
         for (int i = 0; i < TAPS; i++) {
             taps[i] = IO::load(p.conv_weight + channel * TAPS + i);
             inputs[i] = IO::load(history + i * p.conv_tap_stride);
         }
+        next = IO::load(x);
     }
-    DEVICE void shift(u32 token) {
+    DEVICE u16* state(const LayerStepParams& p, u32 slot) const {
+        return p.conv_state + u64(slot) * p.conv_slot_stride + u64(channel) * p.conv_channel_stride;
+    }
+    DEVICE void shift(u32 token, u32 tokens) {
         #pragma unroll
         for (int i = 0; i + 1 < TAPS; i++) inputs[i] = inputs[i + 1];
-        inputs[TAPS - 1] = IO::load(x + u64(token) * token_stride);
+        inputs[TAPS - 1] = next;
+        if (token + 1 < tokens) next = IO::load(x + u64(token + 1) * token_stride);
     }
     DEVICE float output() const {
         float y = 0;
@@ -78,39 +79,47 @@ struct Channel {
         return rounded(y * sigmoid(y));
     }
     DEVICE void keep(const LayerStepParams& p, u32 slot) const {
-        u16* kept = state + u64(slot) * p.conv_slot_stride;
+        u16* kept = state(p, slot);
         #pragma unroll
         for (int i = 0; i < TAPS; i++) store(kept + i * p.conv_tap_stride, inputs[i]);
     }
 };
 
-// The outputs of all tokens to shared memory, and the new states, once every CTA that reads the old ones has done so.
-DEVICE void convolve(const LayerStepParams& p, Shared& shared, u32 n, u32 head, u32 source) {
+// The channels of a thread.
+struct Convolution {
     Channel channels[PER_THREAD];
-    #pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) {
-        const u32 c = threadIdx.x + i * THREADS;
-        if (c < CHANNELS) channels[i].load(p, shared, c, n, head, source);
-    }
-#if CLUSTER > 1
-    cluster_sync();
-    const bool writes_qk = cluster_rank() == 0;
-#else
-    constexpr bool writes_qk = true;
-#endif
-    #pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) {
-        const u32 c = threadIdx.x + i * THREADS;
-        if (c >= CHANNELS) break;
-        #pragma unroll 1
-        for (u32 t = 0; t < p.tokens; t++) {
-            channels[i].shift(t);
-            channels[i].to[t * (sizeof(Operands) / sizeof(float))] = channels[i].output();
-            u32 slot = source;
-            if (destination_of(p, n, t, p.tokens, slot) && (writes_qk || c >= 2 * K)) channels[i].keep(p, slot);
+
+    DEVICE Convolution(const LayerStepParams& p, u32 n, u32 head, u32 source) {
+        #pragma unroll
+        for (int i = 0; i < PER_THREAD; i++) {
+            const u32 c = threadIdx.x + i * THREADS;
+            if (c < CHANNELS) channels[i].load(p, c, n, head, source);
         }
     }
-}
+    // The outputs of all tokens to shared memory, and the new states, once every CTA that reads the old ones has done so.
+    DEVICE void run(const LayerStepParams& p, Shared& shared, u32 n, u32 source) {
+#if CLUSTER > 1
+        cluster_sync();
+        const bool writes_qk = cluster_rank() == 0;
+#else
+        constexpr bool writes_qk = true;
+#endif
+        #pragma unroll
+        for (int i = 0; i < PER_THREAD; i++) {
+            const u32 c = threadIdx.x + i * THREADS;
+            if (c >= CHANNELS) break;
+            #pragma unroll 1
+            for (u32 t = 0; t < p.tokens; t++) {
+                channels[i].shift(t, p.tokens);
+                Token& to = shared.operands[t].token;
+                float& y = c < K ? to.q[c] : c < 2 * K ? to.k[c - K] : to.v[c - 2 * K];
+                y = channels[i].output();
+                u32 slot = source;
+                if (destination_of(p, n, t, p.tokens, slot) && (writes_qk || c >= 2 * K)) channels[i].keep(p, slot);
+            }
+        }
+    }
+};
 
 // ---------------------------------------------------------------- decays and gate
 
@@ -193,7 +202,7 @@ DEVICE void decays_and_gate(const LayerStepParams& p, Shared& shared, const Row&
 }
 
 // q and k of a token, normalised, q scaled; by one warp.
-DEVICE void normalise(const LayerStepParams& p, Token& token, u32 n, u32 t, u32 head, u32 lane) {
+DEVICE void normalise(const LayerStepParams& p, Token& token, u32 lane) {
     float q[PER_LANE], k[PER_LANE], qq = 0, kk = 0, qk = 0;
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
@@ -207,22 +216,19 @@ DEVICE void normalise(const LayerStepParams& p, Token& token, u32 n, u32 t, u32 
         token.q[lane * PER_LANE + i] = q[i] * q_factor;
         token.k[lane * PER_LANE + i] = k[i] * k_factor;
     }
-    if (lane != 0) return;
-    token.qk = qk * q_factor * k_factor;
-    token.beta = write_strength(IO::load(p.beta + u64(n) * p.beta_at.batch + u64(t) * p.beta_at.token + head),
-                                p.beta_activation);
+    if (lane == 0) token.qk = qk * q_factor * k_factor;
 }
 
 // ---------------------------------------------------------------- the kernel
 
 // RMSNorm of a token's output, times the gate: by V threads.
-DEVICE void gated_norm(const LayerStepParams& p, const float* y, const float* gate, u16* o, u32 lane) {
+DEVICE void gated_norm(const float* y, const float* gate, float weight, float eps, u16* o, u32 lane) {
     float squares = 0;
     #pragma unroll
     for (int i = 0; i < V / 32; i++) squares += y[lane + 32 * i] * y[lane + 32 * i];
-    const float factor = rsqrt_fast(sum_over_warp(squares) * (1.f / V) + p.norm_eps);
+    const float factor = rsqrt_fast(sum_over_warp(squares) * (1.f / V) + eps);
     const u32 row = threadIdx.x;
-    store(o + row, y[row] * factor * IO::load(p.norm_weight + row) * gate[row]);
+    store(o + row, y[row] * factor * weight * gate[row]);
 }
 
 // Grid: x = HV, in clusters of CLUSTER = HV / H; y z >= sequences. Dynamic shared memory: Shared with p.tokens operands.
@@ -244,11 +250,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_THREADS / THREADS
     const u32 first_row = warp * WARP_ROWS + group;
     unsigned char* states = p.state + 16 * (u64(head) * p.head_stride + first_row * (K / PIECE) + lane);
     State::copy(shared.state[warp], states + 16 * (u64(slot) * p.slot_stride));
+    // What is loaded is loaded here, before anything waits for it.
     const Row of_thread(p, n, head, threadIdx.x / ROW_THREADS, threadIdx.x % ROW_THREADS);
-    convolve(p, shared, n, head, slot);
+    Convolution convolution(p, n, head, slot);
+    const float norm_weight = threadIdx.x < V ? IO::load(p.norm_weight + threadIdx.x) : 0.f;
+    if (threadIdx.x < p.tokens) {
+        const float logit = IO::load(p.beta + u64(n) * p.beta_at.batch + u64(threadIdx.x) * p.beta_at.token + head);
+        shared.operands[threadIdx.x].token.beta = write_strength(logit, p.beta_activation);
+    }
     decays_and_gate(p, shared, of_thread);
+    convolution.run(p, shared, n, slot);
     barrier_sync(0, THREADS);
-    for (u32 t = warp; t < p.tokens; t += WARPS) normalise(p, shared.operands[t].token, n, t, head, threadIdx.x % 32);
+    for (u32 t = warp; t < p.tokens; t += WARPS) normalise(p, shared.operands[t].token, threadIdx.x % 32);
     barrier_sync(0, THREADS);
 
     State S;
@@ -261,6 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_THREADS / THREADS
         if (kept) S.store(states + 16 * (u64(slot) * p.slot_stride));
         barrier_sync(0, THREADS);
         if (warp < V / 32)
-            gated_norm(p, shared.o[t % 2], shared.operands[t].gate, o + u64(t) * heads * V, threadIdx.x % 32);
+            gated_norm(shared.o[t % 2], shared.operands[t].gate, norm_weight, p.norm_eps, o + u64(t) * heads * V,
+                       threadIdx.x % 32);
     }
 }
