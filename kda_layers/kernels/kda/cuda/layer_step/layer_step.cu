@@ -24,9 +24,6 @@ static_assert(RANK % (8 * ROW_THREADS) == 0, "threads share a row in pieces of 1
 struct Operands {
     Token token;
     float gate[V];  // sigmoid of its logits
-#if RANK
-    uint4 factors[2][RANK / 8];  // of decays and gate
-#endif
 };
 
 struct Shared {
@@ -126,7 +123,6 @@ struct Convolution {
 
 // ---------------------------------------------------------------- decays and gate
 
-#if RANK
 DEVICE float dot8(uint4 x, uint4 y, float sum) {
     const u32 a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
     #pragma unroll
@@ -138,50 +134,35 @@ DEVICE float dot8(uint4 x, uint4 y, float sum) {
     return sum;
 }
 
-// The factors of all tokens to shared memory, by the last threads, which have no channel.
-DEVICE void load_factors(const LayerStepParams& p, Shared& shared, u32 n) {
-    const u32 i = THREADS - 1 - threadIdx.x, gate = i / (RANK / 8), piece = i % (RANK / 8);
-    if (gate > 1) return;
-    const Tokens& at = gate ? p.gate_at : p.f_at;
-    const u16* from = (gate ? p.gate : p.f) + u64(n) * at.batch + piece * 8;
-    for (u32 t = 0; t < p.tokens; t++)
-        shared.operands[t].factors[gate][piece] = *reinterpret_cast<const uint4*>(from + u64(t) * at.token);
-}
-
-// A thread's part of one row of a weight, which ROW_THREADS neighbouring threads share.
+// One row of the logits [HV, width] of every token: row `row` of the head, by ROW_THREADS neighbouring threads.
 struct Logit {
+    const u16* from;
+    Tokens at;
+#if RANK
     uint4 weights[ROW_PIECES];
 
-    DEVICE Logit(const u16*, const Tokens&, const u16* weight, u32, u32 row, u32 part) {
+    DEVICE Logit(const u16* from, const Tokens& at, const u16* weight, u32 n, u32 row, u32 part)
+        : from(from + u64(n) * at.batch + part * 8), at(at) {
         #pragma unroll
         for (int i = 0; i < ROW_PIECES; i++)
             weights[i] = *reinterpret_cast<const uint4*>(weight + u64(row) * RANK + (i * ROW_THREADS + part) * 8);
     }
-    DEVICE float of(const Operands& token, int gate, u32, u32 part, float bias) const {
+    DEVICE float of(u32 token, float bias) const {
+        const u16* a = from + u64(token) * at.token;
         float sum = 0;
         #pragma unroll
-        for (int i = 0; i < ROW_PIECES; i++) sum = dot8(weights[i], token.factors[gate][i * ROW_THREADS + part], sum);
+        for (int i = 0; i < ROW_PIECES; i++)
+            sum = dot8(weights[i], *reinterpret_cast<const uint4*>(a + i * ROW_THREADS * 8), sum);
         #pragma unroll
         for (int mask = ROW_THREADS / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
         return rounded(sum + bias);
     }
-};
 #else
-DEVICE void load_factors(const LayerStepParams&, Shared&, u32) {}
-
-// The logits of one row are given.
-struct Logit {
-    const u16* from;
-    u32 token_stride;
-    float first;
-
-    DEVICE Logit(const u16* x, const Tokens& at, const u16*, u32 n, u32 row, u32)
-        : from(x + u64(n) * at.batch + row), token_stride(at.token), first(IO::load(from)) {}
-    DEVICE float of(const Operands&, int, u32 token, u32, float) const {
-        return token ? IO::load(from + u64(token) * token_stride) : first;
-    }
-};
+    DEVICE Logit(const u16* from, const Tokens& at, const u16*, u32 n, u32 row, u32)
+        : from(from + u64(n) * at.batch + row), at(at) {}
+    DEVICE float of(u32 token, float) const { return IO::load(from + u64(token) * at.token); }
 #endif
+};
 
 // The decay of a gate that is known at run time.
 template <int gate = 0> DEVICE float decay(int activation, float logit, float rate, float bias, float lower_bound) {
@@ -212,8 +193,8 @@ struct Row {
 DEVICE void decays_and_gate(const LayerStepParams& p, Shared& shared, const Row& row) {
     #pragma unroll 1
     for (u32 t = 0; t < p.tokens; t++) {
+        const float x = row.f.of(t, 0.f), y = row.g.of(t, row.bias);
         Operands& to = shared.operands[t];
-        const float x = row.f.of(to, 0, t, row.part, 0.f), y = row.g.of(to, 1, t, row.part, row.bias);
         if (row.part != 0) continue;
         to.token.decay[row.own] = decay(p.gate_activation, x, row.rate, row.shift, p.lower_bound);
         to.gate[row.own] = sigmoid(y);
@@ -277,11 +258,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_THREADS / THREADS
         const float logit = IO::load(p.beta + u64(n) * p.beta_at.batch + u64(threadIdx.x) * p.beta_at.token + head);
         shared.operands[threadIdx.x].token.beta = write_strength(logit, p.beta_activation);
     }
-    load_factors(p, shared, n);
+    decays_and_gate(p, shared, of_thread);
     convolution.run(p, shared, n, slot);
     barrier_sync(0, THREADS);
     for (u32 t = warp; t < p.tokens; t += WARPS) normalise(p, shared.operands[t].token, threadIdx.x % 32);
-    decays_and_gate(p, shared, of_thread);
     barrier_sync(0, THREADS);
 
     State S;

@@ -81,8 +81,7 @@ class Variant:
 
     def shared_bytes(self, tokens: int) -> int:
         """struct Shared of layer_step.cu with room for so many tokens."""
-        state, errors, o = self.K**2 * self.state_dtype.itemsize, 8 * self.K, 8 * self.K
-        operands = 4 * (5 * self.K + 4 + self.rank)  # of a token
+        state, errors, o, operands = self.K**2 * self.state_dtype.itemsize, 8 * self.K, 8 * self.K, 4 * (5 * self.K + 4)
         return state + errors + o + tokens * operands
 
 
