@@ -1055,3 +1055,24 @@ def test_biased_attention_is_compared_before_it_is_timed(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(biased_attention, "ours", lambda backend: lambda x: torch.zeros_like(x.v))
     assert biased_attention.main(arguments, WallClock(), shape, "eager") == 1
+
+
+def test_parts_of_a_language_models_step() -> None:
+    from benchmarks import lm
+
+    kernels = {
+        "kda_layer_step": "operator",
+        "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT": "GEMM",
+        "causal_conv1d_bwd_kernel": "convolution",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "softmax attention",
+        "triton_red_fused__fused_rms_norm__unsafe_view_add_7": "norm",
+        "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add>": "rest",
+    }
+    assert {name: lm.part_of(name) for name in kernels} == kernels
+
+
+def test_sizes_of_language_models() -> None:
+    from benchmarks import lm
+
+    assert 0.65e9 < lm.parameters("0.7b") < 0.75e9
+    assert 0.1e9 < lm.parameters("120m") < 0.14e9
