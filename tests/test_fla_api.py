@@ -394,17 +394,17 @@ def test_dtype_of_states_before_chunks(state: torch.dtype | None, packed: bool, 
     assert not torch.equal(before[FP32], before[BF16].float())
 
 
-@pytest.mark.parametrize(("disable_recompute", "recompute"), [(False, "yes"), (True, "no"), (None, "yes")])
-def test_disable_recompute(disable_recompute: bool | None, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("disable_recompute", "above"), [(False, 0.0), (True, 1.0), (None, 0.0)])
+def test_disable_recompute(disable_recompute: bool | None, above: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """False, the default, keeps nothing but the inputs."""
     tensors, options = make("all")
     tensors["v"].requires_grad_()
     eager, seen = KDA.backends()["eager"], []
     forward = eager.forward
-    monkeypatch.setattr(eager, "forward", lambda x, save: (seen.append(x.recompute), forward(x, save))[1])
+    monkeypatch.setattr(eager, "forward", lambda x, save: (seen.append(x.recompute_above), forward(x, save))[1])
     more = {} if disable_recompute is None else dict(disable_recompute=disable_recompute)
     call(chunk_kda, tensors, options, True, backend="eager", **more)
-    assert seen == [recompute]
+    assert seen == [above]
 
 
 def states_before(tensors: dict[str, Tensor], options: dict[str, Any]) -> Tensor:

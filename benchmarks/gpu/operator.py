@@ -88,7 +88,7 @@ def _backward(setup: Setup, case: Case) -> list[Row]:
     x = make_inputs(case, setup.machine.device)
     heads, d_o = Heads.first_and_last(x), upstream(x)
     contenders = [
-        *(ours_training(b, x._replace(recompute="no"), d_o, backward_alone=True) for b in setup.backends),
+        *(ours_training(b, x._replace(recompute_above=1.0), d_o, backward_alone=True) for b in setup.backends),
         fla_training(x, d_o, disable_recompute=True, backward_alone=True),
         cudnn_training(x, d_o, backward_alone=True),
     ]

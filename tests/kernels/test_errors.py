@@ -365,11 +365,10 @@ def test_step_has_no_gradient(name: str) -> None:
 # ---------------------------------------------------------------- the backward, and who differentiates
 
 
-@pytest.mark.parametrize("bad", ["yes", "no", "", None, 0, 1, 1.0, [True], "auto "], ids=repr)
+@pytest.mark.parametrize("bad", ["yes", "", None, 0, 1, 2**30, 0.0, 1.0, -0.1, [True], "auto "], ids=repr)
 def test_recompute(bad: Any) -> None:
-    check_raises(
-        kda, arguments(FIXED, False), give(recompute=bad), ValueError, "recompute must be True, False or 'auto', got"
-    )
+    message = r"recompute must be True, False, 'auto' or a float between 0 and 1 .*, got"
+    check_raises(kda, arguments(FIXED, False), give(recompute=bad), ValueError, message)
 
 
 ONES = torch.ones(4, 3)

@@ -203,9 +203,9 @@ def test_recompute_changes_no_bit(
     x = make_inputs(for_training(case, backend, device), device)
     chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
     d_out, results = output_gradients(x), []
-    for recompute in (False, True, "auto"):
+    for recompute in (False, True, "auto", 0.5):
 
-        def forward(x: Inputs, recompute: bool | str = recompute) -> KDAOutput:
+        def forward(x: Inputs, recompute: bool | float | str = recompute) -> KDAOutput:
             return kda(
                 *x[:5], **options(x), initial_state=x.initial_state, final_state=True, backend=backend,
                 checkpoint_every=x.checkpoint_every, recompute=recompute,
@@ -215,8 +215,8 @@ def test_recompute_changes_no_bit(
             results.append(run(forward, x, d_out))
     for other in results[1:]:
         assert [n for n in results[0] if not torch.equal(results[0][n], other[n])] == []
-    kept = {way: len(chosen.saved_like(x._replace(recompute=way))) for way in ("yes", "no")}
-    assert isinstance(chosen, CudaBackend) == (kept["yes"] < kept["no"])
+    always, never = (len(chosen.saved_like(x._replace(recompute_above=share))) for share in (0.0, 1.0))
+    assert isinstance(chosen, CudaBackend) == (always < never)
 
 
 @on_every_backend

@@ -11,7 +11,7 @@ from .. import torch_private
 from ..checks import DTYPES, DtypeError, check_index, check_is_tensor, check_offsets, check_tensor, dtype_names
 from ..tracing import is_plain
 from .activations import BETA_ACTIVATIONS, GATE_ACTIVATIONS, GATES, GIVEN, LOG_DECAY, MIN_LOWER_BOUND
-from .contract import CHUNK, DecodeInputs, Inputs, state_dtype, state_dtypes
+from .contract import CHUNK, MOST_SAVED, DecodeInputs, Inputs, state_dtype, state_dtypes
 
 
 def check_whole(x: Inputs) -> None:
@@ -133,6 +133,20 @@ def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
     if not MIN_LOWER_BOUND <= lower_bound < 0:
         raise ValueError(f"lower_bound must be in [{MIN_LOWER_BOUND}, 0), got {lower_bound}")
     return float(lower_bound)
+
+
+def check_recompute(recompute: Any) -> float:
+    """Check `recompute`; return the share of the device's memory above which the backward runs the forward again."""
+    if isinstance(recompute, bool):
+        return 0.0 if recompute else 1.0
+    if isinstance(recompute, str) and recompute == "auto":
+        return MOST_SAVED
+    if not isinstance(recompute, float) or not 0 < recompute < 1:
+        raise ValueError(
+            f"recompute must be True, False, 'auto' or a float between 0 and 1 (a share of the device's memory), "
+            f"got {recompute!r}"
+        )
+    return float(recompute)
 
 
 def check_values(x: Inputs | DecodeInputs) -> None:

@@ -25,6 +25,7 @@ from ..operator import Differentiable
 from .activations import BETA_CODES, GATE_CODES
 
 CHUNK = 64  # tokens of a chunk, and between two state checkpoints
+MOST_SAVED = 0.01  # share of the device's memory that one call may save with recompute="auto"
 NO_SLOT = -1  # in state_indices: a padded row, or a state that is not stored
 
 
@@ -47,7 +48,7 @@ class Inputs(NamedTuple):
     scale: float
     final_state: bool
     checkpoint_every: int
-    recompute: str = "auto"  # "yes", "no"
+    recompute_above: float = MOST_SAVED  # share of the device's memory: 0.0 to recompute always, 1.0 never
 
     @property
     def checkpoint_count(self) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..checks import check_scale
 from ..operator import InPlaceOperator, Operator
-from .checks import check_decode, check_lower_bound, check_state_dtype, check_values, check_whole
+from .checks import check_decode, check_lower_bound, check_recompute, check_state_dtype, check_values, check_whole
 from .contract import DecodeInputs, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
 from .dispatch import KDA
 from .reference import activate
@@ -37,7 +37,7 @@ def kda(
     final_state: bool = False,
     checkpoint_every: int = 0,
     state_dtype: torch.dtype | None = None,
-    recompute: bool | str = "auto",
+    recompute: bool | float | str = "auto",
     backend: str | None = None,
 ) -> KDAOutput:
     """Kimi Delta Attention over whole sequences, differentiable in every tensor.
@@ -67,7 +67,8 @@ def kda(
         state_dtype: dtype of the returned states, one that initial_state may have; if None, initial_state's, or fp32
             (fp64) without one. States are computed in fp32 (fp64) and rounded once.
         recompute: True: keep only the inputs for the backward, which runs the forward again; False: also keep what the
-            forward computed; 'auto': decide by size. Only our CUDA backends read it.
+            forward computed; a float between 0 and 1: keep that while it is at most this share of the device's memory;
+            'auto': 0.01. Only our CUDA backends read it.
         backend: name of a backend; None chooses (see `explain`).
 
     Returns:
@@ -88,7 +89,7 @@ def kda(
     x = Inputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
-        check_scale(q, scale), bool(final_state), checkpoint_every, _recompute(recompute),
+        check_scale(q, scale), bool(final_state), checkpoint_every, check_recompute(recompute),
     )  # fmt: skip
     check_whole(x)
     check_values(x)
@@ -159,11 +160,3 @@ def kda_step(
         raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
     name, *fused = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
     return _kda_step(activate(x, fused), name)
-
-
-def _recompute(recompute: bool | str) -> str:
-    if isinstance(recompute, bool):
-        return "yes" if recompute else "no"
-    if not isinstance(recompute, str) or recompute != "auto":
-        raise ValueError(f"recompute must be True, False or 'auto', got {recompute!r}")
-    return recompute

@@ -21,7 +21,6 @@ from ..cuda.forward import forward
 from ..cuda.forward.forward import TYPES, WIDTHS, Saved, aligned, aligned_inputs, recompute
 
 CHUNKED = (forward, reverse_scan, gradients)  # kernels over whole sequences
-MOST_SAVED = 0.01  # share of the device's memory that one call may save with recompute="auto"
 
 
 class CudaBackend(Backend):
@@ -89,9 +88,9 @@ class CudaBackend(Backend):
 
     def _recomputes(self, x: Inputs) -> bool:
         """True if the backward runs the forward again instead of reading what it saved."""
-        if x.recompute != "auto":
-            return x.recompute == "yes"
-        return Saved.nbytes(x) > MOST_SAVED * self.machine.properties(x.q.device).memory_bytes
+        if x.recompute_above in (0.0, 1.0):  # no guard on the shapes while compiling
+            return x.recompute_above == 0.0
+        return Saved.nbytes(x) > x.recompute_above * self.machine.properties(x.q.device).memory_bytes
 
 
 BACKENDS = tuple(
