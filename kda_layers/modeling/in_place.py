@@ -24,12 +24,13 @@ from kda_layers.modeling.checkpoints.naming import Format
 from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
 from kda_layers.modeling.precision import KeepsFP32
+from kda_layers.modeling.recompute import ChoosesRecompute
 from kda_layers.modeling.side_by_side import SideBySide
 
 logger = logging.getLogger("kda_layers")
 
 
-class StockKDALayer(KeepsFP32):
+class StockKDALayer(ChoosesRecompute, KeepsFP32):
     """A stock KDA layer with our forward: its parameters under the names that `KimiDeltaAttention.forward` reads.
 
     A mixin of `StockFamily.layer`.
@@ -192,6 +193,7 @@ class StockFamily:
     prepare_call: Callable[..., Any]  # forward pre-hook of base_model
     weights: Format | None = None  # names of a KDA layer's weights
     noun: ClassVar[str]  # name of its layers in messages
+    recomputes: ClassVar[bool] = False  # its layers have `recompute`
     kept_in_fp32: ClassVar[tuple[str, ...]] = ()  # parameters that `load_pretrained` does not round
 
     def _stock_class(self, name: str) -> type[nn.Module]:
@@ -235,6 +237,10 @@ class StockFamily:
         """Return the attributes that a swapped layer has and a stock one has not."""
         raise NotImplementedError
 
+    def attributes_in_model(self, model: nn.Module, path: str, recompute: bool | float | str) -> dict[str, Any]:
+        """Return further attributes of the swapped layer at `path`, which depend on its model."""
+        return {}
+
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
         """Log defects of the layers that swapping them cannot repair."""
 
@@ -247,6 +253,7 @@ class KDAFamily(StockFamily):
     mixin: type[nn.Module] = StockKDALayer
     prepare_call: Callable[..., Any] = prepare_call
     noun = "KDA layer"
+    recomputes = True
     kept_in_fp32 = ("A_log", "dt_bias")
 
     def backends(self) -> Iterable[str]:
@@ -268,6 +275,12 @@ class KDAFamily(StockFamily):
         gate = "softplus" if bound is None else "lower_bound"
         options = dict(gate_activation=gate, lower_bound=bound, beta_activation="sigmoid", backend=backend)
         return dict(kda_options=options, side_by_side=SideBySide())
+
+    def attributes_in_model(self, model: nn.Module, path: str, recompute: bool | float | str) -> dict[str, Any]:
+        layers = sum(isinstance(m, self.stock_layer) for m in model.modules())  # stock ones keep tensors, too
+        decoder_layer = model.get_submodule(path.rpartition(".")[0])
+        checkpointed = getattr(decoder_layer, "gradient_checkpointing", False)
+        return dict(recompute=recompute, layers_in_model=layers, gradient_checkpointing=checkpointed)
 
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
         dtype = layers[0].forget_gate.A_log.dtype

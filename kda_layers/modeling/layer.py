@@ -17,7 +17,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from kda_layers.kernels.checks import check_offsets, sequence_offsets
 from kda_layers.kernels.gated_norm.op import gated_rms_norm
 from kda_layers.kernels.kda.activations import MIN_LOWER_BOUND
-from kda_layers.kernels.kda.checks import check_lower_bound
+from kda_layers.kernels.kda.checks import check_lower_bound, check_recompute
 from kda_layers.kernels.kda.contract import CHUNK, state_dtype
 from kda_layers.kernels.kda.op import kda, kda_step
 from kda_layers.kernels.layer_step.op import has_kernel, layer_step
@@ -25,6 +25,7 @@ from kda_layers.kernels.short_conv.op import short_convs, state_after
 from kda_layers.modeling.cache import Past
 from kda_layers.modeling.checks import as_int, check_epsilon, check_no_adapter
 from kda_layers.modeling.precision import KeepsFP32
+from kda_layers.modeling.recompute import ChoosesRecompute
 from kda_layers.modeling.side_by_side import SideBySide, is_plain
 from kda_layers.modeling.state import LayerState
 
@@ -33,7 +34,7 @@ from kda_layers.modeling.state import LayerState
 MOST_FACTORED = 512
 
 
-class KimiDeltaAttention(KeepsFP32):
+class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
     """Kimi Delta Attention layer (Kimi Linear, arXiv 2510.26692, section 4).
 
     Args:
@@ -52,11 +53,12 @@ class KimiDeltaAttention(KeepsFP32):
         output_gate_bias: True for an output gate with a bias, as in flash-linear-attention.
         layer_idx: index of this layer in a cache; needed only to use one.
         backend: name of a kernel backend; None chooses (see `kda_layers.explain`).
+        recompute: as in `kda_layers.kda`; "auto" in a model depends on its number of KDA layers.
 
     Raises:
         TypeError: a size, gate_rank or layer_idx that is not an integer; norm_eps or lower_bound that is not a number.
-        ValueError: num_v_heads not a multiple of num_heads; a size below 1; a bad gate_activation or lower_bound; a
-            negative norm_eps or gate_rank.
+        ValueError: num_v_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound or
+            recompute; a negative norm_eps or gate_rank.
     """
 
     kept_in_fp32 = ("A_log", "dt_bias")  # the decay is exponential in A_log
@@ -78,6 +80,7 @@ class KimiDeltaAttention(KeepsFP32):
         output_gate_bias: bool = False,
         layer_idx: int | None = None,
         backend: str | None = None,
+        recompute: bool | float | str = "auto",
     ):
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
@@ -97,12 +100,14 @@ class KimiDeltaAttention(KeepsFP32):
             raise ValueError(f"gate_activation must be 'lower_bound' or 'softplus', got {gate_activation!r}")
         check_lower_bound(gate_activation, lower_bound)
         check_epsilon("norm_eps", norm_eps)
+        check_recompute(recompute)
         self.gate_rank = gate_rank = head_v_dim if gate_rank is None else as_int("gate_rank", gate_rank)
         if gate_rank < 0:
             raise ValueError(f"gate_rank must be 0 (full rank) or more, got {gate_rank}")
         self.hidden_size, self.head_dim, self.head_v_dim = hidden_size, head_dim, head_v_dim
         self.num_heads, self.num_v_heads = num_heads, num_v_heads
         self.layer_idx = None if layer_idx is None else as_int("layer_idx", layer_idx)
+        self.recompute = recompute
         q_dim, v_dim, gate_dim = num_heads * head_dim, num_v_heads * head_v_dim, num_v_heads * head_dim
         self.kda_options: dict[str, Any] = dict(
             gate_activation=gate_activation,
@@ -217,10 +222,11 @@ class KimiDeltaAttention(KeepsFP32):
         wide = state_dtype(q.dtype)
         A_log, dt_bias = self.A_log.to(wide), self.dt_bias.to(wide).view(-1, self.head_dim)
         options = dict(cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **self.kda_options)
+        inputs, recompute = (q, k, v, g, beta), self.operator_recompute()
         if state.recording:
-            o = _attend_and_record(state, (q, k, v, g, beta), options, torch.cat(qkv, -1), taps.shape[-1], mask)
+            o = _attend_and_record(state, inputs, options, recompute, torch.cat(qkv, -1), taps.shape[-1], mask)
         else:
-            o = _attend(state, (q, k, v, g, beta), options)
+            o = _attend(state, inputs, options, recompute)
         if state.cached:
             state.write_conv(conv_state, x)
 
@@ -295,6 +301,7 @@ class KimiDeltaAttention(KeepsFP32):
         return (
             f"heads={self.num_heads}, v_heads={self.num_v_heads}, K={self.head_dim}, V={self.head_v_dim}, "
             + ", ".join(f"{name}={value}" for name, value in self.kda_options.items())
+            + f", recompute={self.recompute}"
         )
 
 
@@ -321,23 +328,31 @@ def _read_call(x: Tensor, D: int, mask: Tensor | None, cu_seqlens: Tensor | None
     return mask[:, -T:] != 0, B
 
 
-def _attend(state: LayerState, inputs: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
+def _attend(
+    state: LayerState, inputs: Sequence[Tensor], options: dict[str, Any], recompute: bool | float | str
+) -> Tensor:
     """Run the operator on q, k, v, g, beta from the cached state; store the new state and return o [B, T, HV, V]."""
     if not state.cached:
-        return kda(*inputs, **options).o
+        return kda(*inputs, recompute=recompute, **options).o
     before, grads = state.recurrent, torch.is_grad_enabled()
     if before is not None and inputs[0].shape[1] == 1 and options["cu_seqlens"] is None and not grads:
         q, k, v, g, beta = inputs
         return kda_step(q, k, v, g, beta, before, **options)  # updates the state in place
     # A copy, as autograd may keep the initial state, which the cache then overwrites.
     initial = before.clone() if before is not None and grads else before
-    out = kda(*inputs, initial_state=initial, final_state=True, **options)
+    out = kda(*inputs, initial_state=initial, final_state=True, recompute=recompute, **options)
     state.write_recurrent(out.final_state)
     return out.o
 
 
 def _attend_and_record(
-    state: LayerState, inputs: Sequence[Tensor], options: dict[str, Any], x: Tensor, W: int, mask: Tensor | None
+    state: LayerState,
+    inputs: Sequence[Tensor],
+    options: dict[str, Any],
+    recompute: bool | float | str,
+    x: Tensor,
+    W: int,
+    mask: Tensor | None,
 ) -> Tensor:
     """Run `_attend` and record what a cache needs to recompute the states after fewer of these tokens.
 
@@ -353,10 +368,10 @@ def _attend_and_record(
     conv = None if state.conv is None else state.conv.clone()
     outputs = []
     if head:
-        outputs.append(_attend(state, [t[:, :head] for t in inputs], options))
+        outputs.append(_attend(state, [t[:, :head] for t in inputs], options, recompute))
         conv = state_after(x[:, :head], W, conv, None if mask is None else mask[:, :head]).clone()
     recurrent = None if state.recurrent is None else state.recurrent.clone()
-    outputs.append(_attend(state, [t[:, head:] for t in inputs], options))
+    outputs.append(_attend(state, [t[:, head:] for t in inputs], options, recompute))
 
     # Copies: a view would keep all of a long prompt alive.
     tail, x_tail = [t[:, head:].detach().clone() for t in inputs], x[:, head:].clone()

@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from kda_layers.kernels.kda.checks import check_recompute
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling import families
 from kda_layers.modeling.checks import layer_indices, unwrapped_hint
@@ -18,13 +19,25 @@ from kda_layers.modeling.in_place import StockFamily
 
 
 @overload
-def swap_attention(model: PreTrainedModel, layers: None = None, *, backend: str | None = None) -> list[str]: ...
+def swap_attention(
+    model: PreTrainedModel, layers: None = None, *, backend: str | None = None, recompute: bool | float | str = "auto"
+) -> list[str]: ...
 @overload
 def swap_attention(
-    model: PreTrainedModel, layers: Iterable[int] | str | None, *, backend: str | None = None, **config: Any
+    model: PreTrainedModel,
+    layers: Iterable[int] | str | None,
+    *,
+    backend: str | None = None,
+    recompute: bool | float | str = "auto",
+    **config: Any,
 ) -> Any: ...
 def swap_attention(
-    model: PreTrainedModel, layers: Iterable[int] | str | None = None, *, backend: str | None = None, **config: Any
+    model: PreTrainedModel,
+    layers: Iterable[int] | str | None = None,
+    *,
+    backend: str | None = None,
+    recompute: bool | float | str = "auto",
+    **config: Any,
 ) -> Any:
     """Put layers of this package into a transformers model.
 
@@ -39,6 +52,7 @@ def swap_attention(
             one that is converted indices, "all", or a pattern such as "3:1" (three KDA layers, one softmax layer,
             repeated).
         backend: name of a kernel backend for these layers; None chooses (see `kda_layers.explain`).
+        recompute: for KDA layers, as in `KimiDeltaAttention`; linear_recompute of a converted model's configuration.
         **config: for a model to be converted, fields of its new configuration (linear_num_heads, ...).
 
     Returns:
@@ -46,18 +60,31 @@ def swap_attention(
 
     Raises:
         TypeError: model is not a PreTrainedModel but, for instance, a wrapper of one (PEFT, torch.compile); layers that
-            are neither text nor integers; a keyword that is not a field of the configuration.
+            are neither text nor integers; a keyword that is not a field of the configuration; recompute and
+            linear_recompute together.
         ValueError: a model class that is not supported; layers that do not exist, are not of the right kind or are
             swapped already; a gate, convolution, bias, window or dropout that layers here do not have; an unknown
-            backend. The model is unchanged then.
+            backend; a bad recompute, or one for layers without it (Doge). The model is unchanged then.
     """
     _check_model(model)
+    check_recompute(recompute)
     kind = model.config.model_type
     if kind in families.CONVERTED:
         _check_backend(backend, KDA.backends())
+        if recompute != "auto":
+            if "linear_recompute" in config:
+                raise TypeError(
+                    f"recompute must be 'auto' with linear_recompute, which is the same, got {recompute!r} and "
+                    f"{config['linear_recompute']!r}"
+                )
+            config["linear_recompute"] = recompute
         return convert(model, layers, families.load(f"kda_{kind}"), backend, **config)
     family = _stock_family(model)
     _check_backend(backend, family.backends())
+    if recompute != "auto" and not family.recomputes:
+        raise ValueError(
+            f"recompute must be 'auto' for a {type(model).__name__}, without KDA layers, got {recompute!r}"
+        )
     if config:
         raise TypeError(f"{type(model).__name__} keeps its layers' shapes: unexpected {sorted(config)}")
     chosen = _chosen_layers(model, family, layers)
@@ -66,8 +93,9 @@ def swap_attention(
         if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
             raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
     family.warn(model, list(chosen.values()))
-    for layer in chosen.values():
-        for name, value in family.attributes(layer, backend).items():
+    for path, layer in chosen.items():
+        attributes = family.attributes(layer, backend) | family.attributes_in_model(model, path, recompute)
+        for name, value in attributes.items():
             setattr(layer, name, value)
         _set_class(layer, family.layer)
     for base in _base_models(model, family):
@@ -91,10 +119,12 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
     swapped = {path: m for path, m in model.named_modules() if type(m) is family.layer}
     if not swapped:
         raise ValueError(f"{type(model).__name__} must have swapped layers to restore, got none")
-    for layer in swapped.values():
+    for path, layer in swapped.items():
         _set_class(layer, family.stock_layer)
         for name in family.attributes(layer, None):
             delattr(layer, name)
+        for name in (*family.attributes_in_model(model, path, "auto"), "_gradient_checkpointing_func"):
+            layer.__dict__.pop(name, None)
     for base in _base_models(model, family):
         for key, hook in list(base._forward_pre_hooks.items()):
             if hook is family.prepare_call:
@@ -127,14 +157,16 @@ def enable_speculative_decoding(model: PreTrainedModel) -> None:
     model._is_stateful = False
 
 
-def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> PreTrainedModel:
+def load_pretrained(
+    path: Any, *, backend: str | None = None, recompute: bool | float | str = "auto", **kwargs: Any
+) -> PreTrainedModel:
     """Load a model that `swap_attention` changes in place, and swap it; A_log and dt_bias stay in fp32.
 
     transformers rounds these two of a Kimi-Linear to the dtype that the model is loaded in.
 
     Args:
         path: checkpoint folder or Hub name.
-        backend: as in `swap_attention`.
+        backend, recompute: as in `swap_attention`.
         **kwargs: arguments of the stock class's from_pretrained (dtype, device_map, ...).
 
     Returns:
@@ -156,7 +188,7 @@ def load_pretrained(path: Any, *, backend: str | None = None, **kwargs: Any) -> 
     kept = type(name, (stock,), attributes)
     model = kept.from_pretrained(path, config=config, **kwargs)  # type: ignore[attr-defined]
     model.__class__ = stock
-    swap_attention(model, backend=backend)
+    swap_attention(model, backend=backend, recompute=recompute)
     return model
 
 

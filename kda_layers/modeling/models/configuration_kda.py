@@ -11,7 +11,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from kda_layers.kernels.kda.activations import MIN_LOWER_BOUND
-from kda_layers.kernels.kda.checks import check_lower_bound
+from kda_layers.kernels.kda.checks import check_lower_bound, check_recompute
 from kda_layers.modeling.checks import check_epsilon
 from kda_layers.modeling.models import hub
 
@@ -30,6 +30,7 @@ LAYER_ARGUMENTS: dict[str, str | None] = {
     "norm_eps": "rms_norm_eps",
     "gate_rank": "linear_gate_rank",
     "output_gate_bias": "linear_output_gate_bias",
+    "recompute": "linear_recompute",
     "layer_idx": None,
     "backend": None,
 }
@@ -58,6 +59,8 @@ class KDAFields(PreTrainedConfig):
         linear_gate_rank: rank of the projections of the log-decay and of the output gate; None for
             linear_value_head_dim, 0 for full rank.
         linear_output_gate_bias: True for an output gate with a bias.
+        linear_recompute: `recompute` of `kda_layers.kda`: True, False, a share of the device's memory per layer, or
+            "auto", by which all KDA layers together keep at most a tenth of the device's memory for the backward.
         layer_types: for each layer "linear_attention" (KDA) or the kind of its softmax attention.
     """
 
@@ -73,6 +76,7 @@ class KDAFields(PreTrainedConfig):
     linear_allow_neg_eigval: bool = False
     linear_gate_rank: int | None = None
     linear_output_gate_bias: bool = False
+    linear_recompute: bool | float | str = "auto"
     layer_types: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -108,6 +112,7 @@ class KDAFields(PreTrainedConfig):
             )
         try:
             check_lower_bound(self.linear_gate_activation, self.linear_lower_bound)
+            check_recompute(self.linear_recompute)
         except (TypeError, ValueError) as error:
             raise type(error)(f"linear_{error}") from error
         if self.linear_gate_rank < 0:

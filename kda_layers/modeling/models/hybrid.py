@@ -27,9 +27,12 @@ from kda_layers.modeling.packing import read_layout
 class KDAAttention(KimiDeltaAttention):
     """`KimiDeltaAttention` built from a configuration with `KDAFields`, called as transformers calls attention."""
 
+    gradient_checkpointing = False  # that of its decoder layer
+
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         arguments = {name: getattr(config, field) for name, field in LAYER_ARGUMENTS.items() if field is not None}
         super().__init__(config.hidden_size, head_dim=config.linear_head_dim, layer_idx=layer_idx, **arguments)
+        self.layers_in_model = config.layer_types.count("linear_attention")
 
     def forward(
         self,
@@ -60,6 +63,10 @@ class HybridPreTrainedModel(CardMixin, PreTrainedModel):
     ) -> None:
         """Checkpoint as transformers does, but recompute layers with the backend of their forward."""
         super()._set_gradient_checkpointing(enable, partial(_checkpoint, gradient_checkpointing_func), **options)
+        for layer in self.modules():  # every_n_layers leaves out decoder layers, but not the attention in them
+            attention = getattr(layer, "self_attn", None)
+            if isinstance(attention, KDAAttention):
+                attention.gradient_checkpointing = layer.gradient_checkpointing
 
 
 def _checkpoint(function: Any, f: Any, *args: Any) -> Any:
