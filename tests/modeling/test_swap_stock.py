@@ -756,6 +756,8 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "a pattern": (lambda: build("kimi_linear"), dict(layers="3:1"), ValueError, "layers must be None, .*got '3:1'"),
     "configured": (lambda: build("kimi_linear"), dict(linear_num_heads=2), TypeError, "linear_num_heads"),
     "a backend": (lambda: build("kimi_linear"), dict(backend="nope"), ValueError, "backend must be one of .*'nope'"),
+    "recompute": (lambda: build("kimi_linear"), dict(recompute="yes"), ValueError, "recompute must be True.*got 'yes'"),
+    "recompute of Doge": (lambda: build("doge"), dict(recompute=True), ValueError, "recompute must be 'auto'"),
     "replaced forward": (hooked, {}, ValueError, "forward must be the class's own"),
     "another activation": (lambda: changed(activation="gelu"), {}, ValueError, "activation must be 'silu', got 'gelu'"),
     "a steeper bound": (lambda: changed(safe_gate_lower_bound=-6.0), {}, ValueError, r"lower_bound .*\[-5, 0\)"),
