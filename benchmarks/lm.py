@@ -171,7 +171,8 @@ def prepare(machine: CudaMachine, task: str, mode: str, batch: int, size: str, c
 
 def measure(machine: CudaMachine, contenders: Sequence[str], task: str, mode: str, batch: int, size: str) -> list[Any]:
     """A row for each contender, in turns."""
-    fields = {"task": task, "mode": mode, "batch": batch, "T": 1 if "decode" in task else T}
+    length = 1 if "decode" in task else T
+    fields = {"task": task, "mode": mode, "batch": batch, "T": length}
     rows, runs = {}, {}
     for name in contenders:
         rows[name] = fields | {"contender": name}
@@ -191,7 +192,7 @@ def measure(machine: CudaMachine, contenders: Sequence[str], task: str, mode: st
         rows[name] |= {"GPU ms": sum(parts.values()), "kernels": kernels, "parts": parts}
         rows[name]["slowest"] = dict(by_name.most_common(25))
     for name, times in timing.compare_ms(runs, synchronize=torch.cuda.synchronize, calls=5).items():
-        seconds, tokens = times["median"] / 1e3, batch * fields["T"]
+        seconds, tokens = times["median"] / 1e3, batch * length
         rows[name] |= {"wall": times, "wall ms": times["median"], "tokens/s": tokens / seconds}
         if task == "training step":
             rows[name]["MFU %"] = 600 * parameters(size) * tokens / seconds / PEAK

@@ -29,8 +29,8 @@ from kda_layers.modeling.recompute import ChoosesRecompute
 from kda_layers.modeling.side_by_side import SideBySide, is_plain
 from kda_layers.modeling.state import LayerState
 
-# Value heads of all sequences for which a decode step's kernel multiplies the factors of decays and gate itself; for more
-# two GEMMs are faster. On an H200: 512 heads 35 us either way, 256 heads 21 against 24, 1024 heads 63 against 53.
+# Value heads of all sequences for which a decode step's kernel multiplies the factors of decays and gate itself. For
+# more, two GEMMs are faster. On an H200: 512 heads 35 us either way, 256 heads 21 against 24, 1024 heads 63 against 53.
 MOST_FACTORED = 512
 
 
@@ -281,9 +281,9 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
         whole = self.side_by_side.weight(layers)
         if whole is None:
             return tuple(layer(x) for layer in layers)
-        return nn.functional.linear(x, whole).split([layer.weight.shape[0] for layer in layers], -1)
+        return nn.functional.linear(x, whole).split([layer.out_features for layer in layers], -1)
 
-    def _inputs(self) -> tuple[nn.Module, ...]:
+    def _inputs(self) -> tuple[Any, ...]:
         """Return the layers that read the input."""
         f, g = (self.f_a_proj, self.g_a_proj) if self.gate_rank else (self.f_proj, self.g_proj)
         return self.q_proj, self.k_proj, self.v_proj, f, g, self.b_proj
