@@ -41,7 +41,7 @@ def check_slots(
     pooled = state_indices is not None and isinstance(state, Tensor) and state.ndim == 4
     _check_state("state", state, q, (state.shape[0], *shape[1:]) if pooled else shape)
     if not torch.compiler.is_compiling():
-        _check_writable(state)
+        check_writable("state", state)
     if state_indices is not None:
         check_index("state_indices", state_indices, q)
         given = tuple(state_indices.shape)
@@ -198,12 +198,15 @@ def _check_state(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> No
         )
 
 
-def _check_writable(state: Tensor) -> None:
+def check_writable(name: str, state: Tensor) -> None:
+    """Raise unless `state` can be updated in place, each of its elements on its own."""
     if state.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
-            "state must not be an inference tensor outside of torch.inference_mode(), where torch refuses to write to "
-            "one: pass state.clone(), or stay in inference mode"
+            f"{name} must not be an inference tensor outside of torch.inference_mode(), where torch refuses to write "
+            f"to one: pass {name}.clone(), or stay in inference mode"
         )
     strides = state.stride()
-    if (strides[0] == 0 and state.shape[0] > 1) or (strides[1] == 0 and state.shape[1] > 1):
-        raise ValueError("state must not be expanded: each sequence and head writes its own, pass state.contiguous()")
+    if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, state.shape, strict=True)):
+        raise ValueError(
+            f"{name} must not be expanded: each sequence and head writes its own, pass {name}.contiguous()"
+        )

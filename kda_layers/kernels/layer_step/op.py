@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import accumulator_dtype, check_is_tensor, check_scale, check_tensor
-from ..kda.checks import check_gate, check_lower_bound, check_slots
+from ..checks import DTYPES, DtypeError, accumulator_dtype, check_is_tensor, check_scale, check_tensor, dtype_names
+from ..kda.checks import check_gate, check_lower_bound, check_slots, check_writable
+from ..kda.dispatch import KDA
 from ..operator import InPlaceOperator
 from ..torch_private import constant_to_compile
 from .contract import Inputs, Problem
@@ -82,29 +83,36 @@ def layer_step(
 
 @constant_to_compile
 def has_kernel(backend: str | None, device: torch.device, *fields: Any) -> bool:
-    """True if a kernel serves a problem with these `fields` of `Problem` and `backend` does not ask for another one."""
-    name = LAYER_STEP.requested(backend)
-    chosen = LAYER_STEP.choose(None, device, *fields) if name is None else name
-    if chosen == "eager" or chosen not in LAYER_STEP.backends():
-        return False
-    return name is None or LAYER_STEP.choose(name, device, *fields) == name
+    """True if a kernel serves a problem with these `fields` of `Problem`.
+
+    False if the argument `backend`, the context or the environment asks for a backend of `kda` that has no such kernel.
+    """
+    name = KDA.requested(backend)
+    chosen = LAYER_STEP.choose(name, device, *fields)
+    return chosen != "eager" and name in (None, chosen)
 
 
 def check(x: Inputs) -> None:
     """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract."""
-    q, v, dtype = x.q, x.v, (x.q.dtype,)
-    for name, t in (("q", q), ("v", v)):
-        check_is_tensor(name, t)
-        if t.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(t.shape)}")
-    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    q, v = x.q, x.v
+    for name, ndim in (("q", 4), ("v", 4), ("conv_weight", 2), ("conv_state", 3), ("state", 4)):
+        check_is_tensor(name, getattr(x, name))
+        _check_ndim(name, getattr(x, name), ndim)
+    if q.dtype not in DTYPES:
+        raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {q.dtype}")
+    (B, T, H, K), (HV, V), dtype = q.shape, v.shape[2:], (q.dtype,)
+    if 0 in q.shape or 0 in v.shape:
+        raise ValueError(f"q and v must have no dimension of size 0, got {tuple(q.shape)} and {tuple(v.shape)}")
     if HV % H:
         raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
     check_gate(x.gate_activation, x.beta_activation, x.A_log, x.dt_bias)
     if (x.f_weight is None) != (x.gate_weight is None):
         raise ValueError("f_weight and gate_weight must both be given, or both be None")
-    if x.f_weight is not None and x.f_weight.ndim != 2:
-        raise ValueError(f"f_weight must have 2 dimensions, got shape {tuple(x.f_weight.shape)}")
+    if x.gate_weight is None and x.gate_bias is not None:
+        raise ValueError("gate_bias must be None without gate_weight: add it to gate, the logits")
+    if x.f_weight is not None:
+        check_is_tensor("f_weight", x.f_weight)
+        _check_ndim("f_weight", x.f_weight, 2)
     D, R = 2 * H * K + HV * V, None if x.f_weight is None else x.f_weight.shape[1]
     wide = (accumulator_dtype(q.dtype),)
     expected: tuple[tuple[str, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
@@ -121,7 +129,14 @@ def check(x: Inputs) -> None:
     check_slots(q, x.state, x.state_indices, x.num_accepted, (B, HV, V, K), T)
     if x.conv_state.shape[0] != x.state.shape[0]:
         raise ValueError(f"conv_state must have the {x.state.shape[0]} slots of state, got {x.conv_state.shape[0]}")
+    if not torch.compiler.is_compiling():
+        check_writable("conv_state", x.conv_state)
     for name in ("q", "k", "v", "f", "gate", "beta"):
         t = getattr(x, name)
         if t.stride(-1) != 1 or (t.ndim == 4 and t.shape[2] > 1 and t.stride(2) != t.shape[3]):
             raise ValueError(f"{name} must have the channels of a token side by side, got strides {t.stride()}")
+
+
+def _check_ndim(name: str, t: Tensor, ndim: int) -> None:
+    if t.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(t.shape)}")

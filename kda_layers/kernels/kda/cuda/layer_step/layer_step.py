@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ class Plan:
     device: torch.device
     grid: Dim
     rest: bytes  # of the parameters, behind the pointers
-    aligned: bool  # strides of the factors, which are read 16 bytes at a time
+    aligned: bool  # strides of the factors and of the state, which are read 16 bytes at a time
 
     @functools.cached_property
     def kernel(self) -> Launchable:
@@ -110,18 +111,43 @@ class Plan:
 def layer_step(x: Inputs, machine: Machine) -> Tensor:
     """o [B, T, HV, V]; `x.state` and `x.conv_state` are updated in place. See `layer_step.contract.Backend`."""
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-    plan = _plan_of(x, machine)
-    if not plan.aligned or (x.f.data_ptr() | x.gate.data_ptr()) % 16:
-        x = x._replace(
-            f=x.f.clone(memory_format=torch.contiguous_format), gate=x.gate.clone(memory_format=torch.contiguous_format)
-        )
-        plan = _plan_of(x, machine)
-    pointers = addresses((*x[:9], o, *x[9:17]))
+    state = x.state
+    plan, pointers = _plan_of(x, machine), _pointers(x, o)
+    if not plan.aligned or _misaligned(pointers) or not all(t is None or t.is_contiguous() for t in _weights(x)):
+        x = _copies(x)
+        plan, pointers = _plan_of(x, machine), _pointers(x, o)
     v = plan.variant
     plan.kernel.launch(
         plan.grid, 32 * v.warps, v.group, v.shared_bytes(x.v.shape[1]), PARAMS.pack_pointers(*pointers) + plan.rest
     )
+    if x.state is not state:
+        state.copy_(x.state)
     return o
+
+
+def _pointers(x: Inputs, o: Tensor) -> list[int]:
+    return addresses((*x[:9], o, *x[9:17]))
+
+
+def _misaligned(pointers: list[int]) -> int:
+    """Nonzero if a tensor that is read 16 bytes at a time does not start at a multiple of them."""
+    f, gate, state, f_weight, gate_weight = pointers[3], pointers[4], pointers[8], pointers[10], pointers[11]
+    return (f | gate | state | f_weight | gate_weight) % 16
+
+
+def _weights(x: Inputs) -> tuple[Tensor | None, ...]:
+    return x.conv_weight, *x[9:15]
+
+
+def _copies(x: Inputs) -> Inputs:
+    """`x` with copies of the tensors that the kernel cannot read as they are."""
+    names = ("f", "gate", "conv_weight", "state", *Inputs._fields[9:15])
+    copies: dict[str, Any] = {n: _aligned(t) for n in names if (t := getattr(x, n)) is not None}
+    return x._replace(**copies)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def _plan_of(x: Inputs, machine: Machine) -> Plan:
@@ -154,5 +180,7 @@ def _plan(
         -(-(2**32) // (HV // H)), *conv_state, state[0] // piece, state[1] // piece, slot_count, B, T, H * K,
         GATE_CODES[gate_activation], BETA_CODES[beta_activation], lower_bound, scale, norm_eps,
     )  # fmt: skip
-    aligned = not factored or all(stride % LINE == 0 for at in (f, gate) for stride in at[:2])
+    read = [(B, f[0], LINE), (T, f[1], LINE), (B, gate[0], LINE), (T, gate[1], LINE)] if factored else []
+    read += [(slot_count, state[0], piece), (HV, state[1], piece)]
+    aligned = all(stride % line == 0 for size, stride, line in read if size > 1)
     return Plan(machine, variant, device, (HV, min(B, MOST_ROWS), -(-B // MOST_ROWS)), rest, aligned)
