@@ -39,6 +39,7 @@ class StockKDALayer(ChoosesRecompute, KeepsFP32):
     kept_in_fp32 = KimiDeltaAttention.kept_in_fp32
     forget_gate: Any
     o_norm: Any
+    side_by_side: SideBySide
     head_dim: int
 
     A_log = property(lambda self: self.forget_gate.A_log.flatten())
@@ -49,6 +50,11 @@ class StockKDALayer(ChoosesRecompute, KeepsFP32):
     head_v_dim = property(lambda self: self.head_dim)
     gate_rank: Any = property(lambda self: self.head_dim)
     norm_eps = property(lambda self: self.o_norm.variance_epsilon)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self.side_by_side.refresh(self)
+        return self
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_norm(o, gate)

@@ -145,7 +145,7 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)  # to_empty makes new parameters
-        self.side_by_side.forget()
+        self.side_by_side.refresh(self)
         self._mark_no_weight_decay()
         return self
 
@@ -199,6 +199,7 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
         check_no_adapter(self, ("conv1d", "o_norm"))
         mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
         state = LayerState(past_key_values, self.layer_idx, sequences)
+        self.side_by_side.watch(hidden_states)
         if mask is None and cu_seqlens is None and (o := self._decode(hidden_states, state)) is not None:
             return self.o_proj(o)
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
@@ -243,16 +244,11 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
         if state.recurrent is None or state.recording or T != 1:
             self.side_by_side.weight(self._inputs())  # before a decode step is compiled or captured
             return None
-        K, V, HV, conv, norm = (
-            self.head_dim,
-            self.head_v_dim,
-            self.A_log.numel(),
-            self.conv1d.weight,
-            self.o_norm.weight,
-        )
+        A_log, wide, conv, norm = self.A_log, state_dtype(x.dtype), self.conv1d.weight, self.o_norm.weight
+        K, V, HV = self.head_dim, self.head_v_dim, A_log.numel()
         H = (conv.shape[0] - HV * V) // (2 * K)
         factors = (self.f_b_proj, self.g_b_proj) if self.gate_rank and B * HV <= MOST_FACTORED else ()
-        if not all(type(layer) is nn.Linear and is_plain(layer) for layer in factors):
+        if not all(is_plain(layer) for layer in factors):
             factors = ()
         dtypes = {t.dtype for t in (x, conv, norm, state.conv, *(layer.weight for layer in factors))}
         if len(dtypes) > 1 or torch.is_autocast_enabled(x.device.type):
@@ -270,7 +266,7 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
             q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, g, b, conv[:, 0], state.conv,
             state.recurrent, norm_weight=norm, f_weight=factors[0].weight if factors else None,
             gate_weight=factors[1].weight if factors else None, gate_bias=factors[1].bias if factors else None,
-            A_log=self.A_log, dt_bias=self.dt_bias.view(-1, K), gate_activation=gate, lower_bound=bound,
+            A_log=A_log.to(wide), dt_bias=self.dt_bias.to(wide).view(-1, K), gate_activation=gate, lower_bound=bound,
             beta_activation=beta, norm_eps=self.norm_eps, backend=backend,
         )  # fmt: skip
         return o.flatten(2)

@@ -2,7 +2,7 @@
 
 The parameters stay the layers' own: each becomes a view of its rows of one buffer, as in torch's RNNs
 (`flatten_parameters`), so that an optimizer step or `load_state_dict` writes to both. Once a parameter is replaced, the
-buffer is no longer used.
+buffer is no longer used. Compiled code does not see that the `.data` of a parameter is replaced after compiling.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kda_layers.kernels.torch_private import constant_to_compile
+
+DEVICES = ("cuda",)  # where one product is faster than several
+
 
 class SideBySide:
     """The buffer of some linear layers, held by the module that owns them."""
@@ -20,56 +24,78 @@ class SideBySide:
     def __init__(self) -> None:
         self.whole: Tensor | None = None
         self.parts: tuple[nn.Parameter, ...] = ()
-        self.fixed = False  # a CUDA graph or compiled code may hold the addresses of the parameters
+        self.addresses: tuple[int, ...] = ()  # of the parts
+        self.fixed = False  # a CUDA graph may hold the addresses of the parameters
 
     def weight(self, layers: Sequence[nn.Module]) -> Tensor | None:
-        """The weights of `layers` one above the other, [sum of their outputs, D]; None where each must be asked itself.
+        """The weights of `layers` one above the other, [sum of outputs, D]; None where each must be called itself.
 
         The first uncompiled inference on a GPU lays them so, unless a layer is more than a plain `nn.Linear` with a
         parameter of its own (adapters, quantised weights, hooks of offloading, shards).
         """
         if torch.compiler.is_compiling():
-            return self.whole if self._is_current(layers) else None
-        if self.whole is not None and self._is_current(layers) and self._is_in_place():
+            return self.whole if self._is_current(layers) and self._is_in_place() else None
+        if self._is_current(layers) and self._is_in_place():
             return self.whole
         self.forget()
-        device = layers[0].weight.device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.fixed = True
-        if not self.fixed and device.type == "cuda" and all(is_plain(layer) and layer.bias is None for layer in layers):
+        if all(is_plain(layer) and layer.bias is None for layer in layers):
             self._lay([layer.weight for layer in layers])  # type: ignore[misc]
         return self.whole
 
+    def watch(self, x: Tensor) -> None:
+        """Leave the parameters where they are if a CUDA graph captures this call on x, which reads them there."""
+        if not torch.compiler.is_compiling() and self.whole is None and is_capturing(x.device):
+            self.fixed = True
+
     def forget(self) -> None:
-        """Use the layers' own weights, which have been replaced or moved."""
-        self.whole, self.parts = None, ()
+        """Use the layers' own weights."""
+        self.whole, self.parts, self.addresses = None, (), ()
+
+    def refresh(self, owner: nn.Module) -> None:
+        """Release the buffer unless the parameters of `owner` still lie in it."""
+        parameters = {id(p) for p in owner.parameters()}
+        if not (all(id(p) in parameters for p in self.parts) and self._is_in_place()):
+            self.forget()
 
     def _is_current(self, layers: Sequence[nn.Module]) -> bool:
         parts = self.parts
-        return len(parts) == len(layers) and all(
-            type(layer) is nn.Linear and layer.weight is part for layer, part in zip(layers, parts, strict=True)
-        )
-
-    def _is_in_place(self) -> bool:
-        assert self.whole is not None
-        at = self.whole.data_ptr()
-        for part in self.parts:
-            if part.data_ptr() != at:
+        if len(parts) != len(layers):
+            return False
+        for layer, part in zip(layers, parts, strict=True):
+            if layer._parameters.get("weight") is not part or layer._parameters["bias"] is not None:
                 return False
-            at += part.nbytes
+            if not is_plain(layer):
+                return False
+        return True
+
+    @constant_to_compile
+    def _is_in_place(self) -> bool:
+        for part, address in zip(self.parts, self.addresses, strict=True):  # noqa: SIM110
+            if part.data_ptr() != address:
+                return False
         return True
 
     def _lay(self, parts: list[nn.Parameter]) -> None:
         first = parts[0]
-        if any((p.dtype, p.device, p.shape[1]) != (first.dtype, first.device, first.shape[1]) for p in parts):
+        if first.device.type not in DEVICES or any(
+            (p.dtype, p.device, p.shape[1]) != (first.dtype, first.device, first.shape[1]) for p in parts
+        ):
             return
-        if any(p.is_inference() or p.untyped_storage().nbytes() != p.nbytes for p in parts):  # a part of other buffers
+        if len({id(p) for p in parts}) < len(parts):  # tied: one parameter cannot lie in two places
             return
         with torch.inference_mode(False), torch.no_grad():
-            whole = torch.cat([p.detach() for p in parts])
-            for part, rows in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
-                part.data = rows
-        self.whole, self.parts = whole, tuple(parts)
+            whole = _joined(parts)
+            if whole is None:
+                if self.fixed or is_capturing(first.device):
+                    return
+                if any(p.is_inference() or p.untyped_storage().nbytes() != p.nbytes for p in parts):  # part of a buffer
+                    return
+                whole = torch.cat([p.detach() for p in parts])
+                for part, rows in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
+                    if part.is_cuda:  # the copy may run on another stream than the one that the part was made on
+                        part.detach().record_stream(torch.cuda.current_stream(part.device))
+                    part.data = rows
+        self.whole, self.parts, self.addresses = whole, tuple(parts), tuple(p.data_ptr() for p in parts)
 
     def __deepcopy__(self, memo: Any) -> SideBySide:
         return SideBySide()  # a copied parameter is its own tensor
@@ -78,12 +104,33 @@ class SideBySide:
         return SideBySide, ()
 
 
+def is_capturing(device: torch.device) -> bool:
+    """True if a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def is_plain(layer: nn.Module) -> bool:
     """Return True if the layer does no more than multiply with a weight of its own: no adapter, hook or shard."""
     weight = layer._parameters.get("weight")
     return (
         type(layer) is nn.Linear
-        and not (layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and "forward" not in vars(layer)  # replaced by hooks of accelerate, among others
         and type(weight) is nn.Parameter
         and weight.is_contiguous()
     )
+
+
+def _joined(parts: list[nn.Parameter]) -> Tensor | None:
+    """The buffer in which the parameters lie side by side already, as copies and loaded ones may; None if they do not.
+
+    Not a view of one of them: torch.compile would derive it from that one.
+    """
+    first = parts[0]
+    storage, at = first.untyped_storage(), first.data_ptr()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != storage.data_ptr() or part.data_ptr() != at or part.is_inference():
+            return None
+        at += part.nbytes
+    shape = sum(p.shape[0] for p in parts), first.shape[1]
+    return first.detach().new_empty(0).set_(storage, first.storage_offset(), shape, (shape[1], 1))

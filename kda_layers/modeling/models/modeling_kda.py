@@ -108,7 +108,10 @@ class KDAMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         layers = self.gate_proj, self.up_proj
-        whole = None if torch.is_grad_enabled() else self.side_by_side.weight(layers)
+        self.side_by_side.watch(x)
+        # Autocast keeps its casts of parameters, not of a buffer.
+        separate = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
+        whole = None if separate else self.side_by_side.weight(layers)
         if whole is None:
             gate, up = (layer(x) for layer in layers)
         else:
@@ -117,7 +120,7 @@ class KDAMLP(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
-        self.side_by_side.forget()
+        self.side_by_side.refresh(self)
         return self
 
 
