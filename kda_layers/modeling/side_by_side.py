@@ -1,6 +1,6 @@
 """Weights of linear layers with the same input, side by side in memory: for inference one product instead of several.
 
-The parameters stay the layers' own: each becomes a view of its rows of one buffer, as in torch's RNNs
+The parameters stay the layers' own: the memory of each becomes its rows of one buffer, as in torch's RNNs
 (`flatten_parameters`), so that an optimizer step or `load_state_dict` writes to both. Once a parameter is replaced, the
 buffer is no longer used. Compiled code does not see that the `.data` of a parameter is replaced after compiling.
 """
@@ -33,18 +33,15 @@ class SideBySide:
         The first uncompiled inference on a GPU lays them so, unless a layer is more than a plain `nn.Linear` with a
         parameter of its own (adapters, quantised weights, hooks of offloading, shards).
         """
-        if torch.compiler.is_compiling():
-            return self.whole if self._is_current(layers) and self._is_in_place() else None
         if self._is_current(layers) and self._is_in_place():
             return self.whole
-        self.forget()
-        if all(is_plain(layer) and layer.bias is None for layer in layers):
-            self._lay([layer.weight for layer in layers])  # type: ignore[misc]
-        return self.whole
+        if torch.compiler.is_compiling() or not all(is_plain(layer) and layer.bias is None for layer in layers):
+            return None
+        return self._lay([layer.weight for layer in layers])  # type: ignore[misc]
 
     def watch(self, x: Tensor) -> None:
         """Leave the parameters where they are if a CUDA graph captures this call on x, which reads them there."""
-        if not torch.compiler.is_compiling() and self.whole is None and is_capturing(x.device):
+        if not torch.compiler.is_compiling() and is_capturing(x.device):
             self.fixed = True
 
     def forget(self) -> None:
@@ -75,27 +72,25 @@ class SideBySide:
                 return False
         return True
 
-    def _lay(self, parts: list[nn.Parameter]) -> None:
+    def _lay(self, parts: list[nn.Parameter]) -> Tensor | None:
         first = parts[0]
-        if first.device.type not in DEVICES or any(
-            (p.dtype, p.device, p.shape[1]) != (first.dtype, first.device, first.shape[1]) for p in parts
-        ):
-            return
+        if self.fixed or first.device.type not in DEVICES or is_capturing(first.device):
+            return None
+        like = first.dtype, first.device, first.shape[1]
+        if any((p.dtype, p.device, p.shape[1]) != like or p.is_inference() for p in parts):
+            return None
         if len({id(p) for p in parts}) < len(parts):  # tied: one parameter cannot lie in two places
-            return
+            return None
+        if any(p.untyped_storage().nbytes() != p.nbytes for p in parts):  # part of another buffer
+            return None
         with torch.inference_mode(False), torch.no_grad():
-            whole = _joined(parts)
-            if whole is None:
-                if self.fixed or is_capturing(first.device):
-                    return
-                if any(p.is_inference() or p.untyped_storage().nbytes() != p.nbytes for p in parts):  # part of a buffer
-                    return
-                whole = torch.cat([p.detach() for p in parts])
-                for part, rows in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
-                    if part.is_cuda:  # the copy may run on another stream than the one that the part was made on
-                        part.detach().record_stream(torch.cuda.current_stream(part.device))
-                    part.data = rows
+            whole = torch.cat([p.detach() for p in parts])
+            for part, rows in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
+                if part.is_cuda:  # the copy may run on another stream than the one that the part was made on
+                    part.detach().record_stream(torch.cuda.current_stream(part.device))
+                part.data = _alone(rows)
         self.whole, self.parts, self.addresses = whole, tuple(parts), tuple(p.data_ptr() for p in parts)
+        return whole
 
     def __deepcopy__(self, memo: Any) -> SideBySide:
         return SideBySide()  # a copied parameter is its own tensor
@@ -121,16 +116,9 @@ def is_plain(layer: nn.Module) -> bool:
     )
 
 
-def _joined(parts: list[nn.Parameter]) -> Tensor | None:
-    """The buffer in which the parameters lie side by side already, as copies and loaded ones may; None if they do not.
+def _alone(t: Tensor) -> Tensor:
+    """The same memory as a storage of its own.
 
-    Not a view of one of them: torch.compile would derive it from that one.
+    Of tensors that share a storage, accelerate saves the first one only, and safetensors' `save_model` none.
     """
-    first = parts[0]
-    storage, at = first.untyped_storage(), first.data_ptr()
-    for part in parts:
-        if part.untyped_storage().data_ptr() != storage.data_ptr() or part.data_ptr() != at or part.is_inference():
-            return None
-        at += part.nbytes
-    shape = sum(p.shape[0] for p in parts), first.shape[1]
-    return first.detach().new_empty(0).set_(storage, first.storage_offset(), shape, (shape[1], 1))
+    return torch.from_dlpack(torch.utils.dlpack.to_dlpack(t))
