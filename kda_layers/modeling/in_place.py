@@ -50,7 +50,8 @@ class StockKDALayer(ChoosesRecompute, KeepsFP32):
     head_v_dim = property(lambda self: self.head_dim)
     gate_rank: Any = property(lambda self: self.head_dim)
     norm_eps = property(lambda self: self.o_norm.variance_epsilon)
-    _decode, _projections = KimiDeltaAttention._decode, KimiDeltaAttention._projections
+    _decode, _inputs = KimiDeltaAttention._decode, KimiDeltaAttention._inputs
+    _projections = KimiDeltaAttention._projections
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)

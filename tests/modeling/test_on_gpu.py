@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,25 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, StaticCache
 
-from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, kda, kda_step
+from kda_layers import (
+    KDAConfig,
+    KDAForCausalLM,
+    KimiDeltaAttention,
+    explain,
+    kda,
+    kda_step,
+    swap_attention,
+    use_backend,
+)
 from kda_layers.kernels.kda import dispatch
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.dispatch import default_problem, problem_of
-from tests.kernels.cases import BF16, Case, call, error, make_inputs, on_installed_backends, options, serve
+from kda_layers.kernels.layer_step.contract import Problem as StepProblem
+from kda_layers.kernels.layer_step.op import has_kernel
+from kda_layers.modeling import layer as layer_module
+from tests.kernels.cases import BF16, Case, budget, call, error, make_inputs, on_installed_backends, options, serve
 from tests.kernels.test_step import serve_step
+from tests.modeling import stock_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -193,6 +207,151 @@ def test_generation_compiled_into_cuda_graphs(interval: int) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+# ---------------------------------------------------------------- a decode step by the layer's one kernel
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of sequences in the calls of `layer_step` by layers; a skip where no kernel serves."""
+    if not has_kernel(
+        None, torch.device("cuda"), BF16, torch.float32, 128, 128, 1, 1, 4, 128, "lower_bound", "sigmoid"
+    ):
+        pytest.skip("no kernel serves a layer's decode step here: " + explain(StepProblem.default("cuda")))
+    calls: list[int] = []
+    run = layer_module.layer_step
+
+    def counted(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(q.shape[0])
+        return run(q, *args, **kwargs)
+
+    monkeypatch.setattr(layer_module, "layer_step", counted)
+    return calls
+
+
+@torch.no_grad()
+def decoded(model: Any, ids: Tensor, mask: Tensor | None = None, prompt: int = 70) -> Tensor:
+    """Logits of the tokens after the prompt, one by one."""
+    kwargs = {} if mask is None else dict(attention_mask=mask[:, :prompt])
+    past, logits = model(ids[:, :prompt], use_cache=True, **kwargs).past_key_values, []
+    for t in range(prompt, ids.shape[1]):
+        kwargs = {} if mask is None else dict(attention_mask=mask[:, : t + 1])
+        logits.append(model(ids[:, t : t + 1], past_key_values=past, **kwargs).logits)
+    return torch.cat(logits, 1)
+
+
+def check_decoding(model: Any, exact: Any, ids: Tensor, calls: list[int], mask: Tensor | None = None) -> None:
+    """Fails unless logits by the kernel are about as close to fp64 as those by the layers' own operations."""
+    fused = decoded(model, ids, mask)
+    assert calls
+    assert set(calls) == {ids.shape[0]}
+    calls.clear()
+    with use_backend("eager"):
+        plain = decoded(model, ids, mask)
+        truth = decoded(exact, ids, mask)
+    assert not calls
+    assert error(fused, truth) <= budget(error(plain, truth), BF16)
+
+
+@every_kind
+@pytest.mark.parametrize("sequences", [1, 33])
+def test_decoding_by_one_kernel(interval: int, sequences: int, kernel_calls: list[int]) -> None:
+    model = build(interval)
+    ids = torch.randint(0, 97, (sequences, 75), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    check_decoding(model, copy.deepcopy(model).double(), ids, kernel_calls)
+
+
+@pytest.mark.parametrize("sequences", [1, 33])
+@pytest.mark.parametrize("family", stock_models.FAMILIES)
+def test_a_swapped_model_decodes_by_one_kernel(family: str, sequences: int, kernel_calls: list[int]) -> None:
+    """With the convolution in bf16; where a family keeps it in fp32, its layers use their own operations."""
+    head = {"head_dim" if family == "bailing_hybrid" else "linear_head_dim": 128}
+    model = stock_models.cast(stock_models.build(family, dense=True, **head), BF16).to("cuda")
+    swap_attention(model)
+    for layer in stock_models.swapped_layers_of(model).values():
+        layer.conv1d.to(BF16)
+    ids = torch.randint(3, 80, (sequences, 75), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")
+    check_decoding(model, exact, ids, kernel_calls)
+
+
+@every_kind
+def test_padded_rows_decode_by_one_kernel(interval: int, kernel_calls: list[int]) -> None:
+    """Rows that are padded on the left, each as if it were alone."""
+    model = build(interval)
+    ids = torch.randint(0, 97, (3, 75), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 40, 69)):
+        mask[row, :padding] = 0
+    check_decoding(model, copy.deepcopy(model).double(), ids, kernel_calls, mask)
+    rows = [decoded(model, ids[n : n + 1, p:], prompt=70 - p) for n, p in enumerate((0, 40, 69))]
+    assert error(decoded(model, ids, mask), torch.cat(rows)) < 2**-6
+
+
+@every_kind
+def test_a_static_cache_generates_what_a_dynamic_one_does(interval: int, kernel_calls: list[int]) -> None:
+    """Compiled decode steps, of weights that the prefill has laid side by side, before and after a change of them."""
+    torch._dynamo.reset()
+    model = build(interval, initializer_range=0.5)  # logits far from ties
+    ids = torch.randint(0, 97, (2, 40), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    for _ in range(2):
+        want = model.generate(ids, max_new_tokens=20, do_sample=False)
+        assert kernel_calls
+        kernel_calls.clear()
+        got = model.generate(ids, max_new_tokens=20, do_sample=False, cache_implementation="static")
+        assert (got == want).float().mean() > 0.9  # Inductor rounds elsewhere
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p) * p.std() / 4)
+
+
+def test_a_captured_decode_step(kernel_calls: list[int]) -> None:
+    """Replays are the steps, bit by bit; the parameters stay where the graph reads them."""
+    model = build(0)
+    ids = torch.randint(0, 97, (2, 75), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    caches = [StaticCache(config=model.config, max_cache_len=1) for _ in range(2)]
+    token, out = ids[:, :1].clone(), torch.empty(2, 1, 97, device="cuda", dtype=BF16)
+    with torch.inference_mode():
+        for cache in caches:
+            model(ids[:, :70], past_key_values=cache)
+
+        def step() -> None:
+            out.copy_(model(token, past_key_values=caches[0]).logits)
+
+        before = [t.clone() for layer in caches[0].layers for t in (layer.conv_states[0], layer.recurrent_states[0])]
+        graph = captured(step)
+        addresses = [p.data_ptr() for p in model.parameters()]
+        states = [t for layer in caches[0].layers for t in (layer.conv_states[0], layer.recurrent_states[0])]
+        for state, value in zip(states, before, strict=True):
+            state.copy_(value)
+        for t in range(70, 75):
+            token.copy_(ids[:, t : t + 1])
+            graph.replay()
+            assert torch.equal(out, model(token, past_key_values=caches[1]).logits)
+    assert kernel_calls
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_a_captured_training_step_keeps_its_parameters() -> None:
+    """Inference after a capture lays no weights elsewhere, where the graph would not find them."""
+    model = build(0).train()
+    ids = torch.randint(0, 97, (2, 64), device="cuda")
+
+    def step() -> None:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+    graph = captured(step)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    model.eval().generate(ids[:, :8], max_new_tokens=3)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    model.zero_grad(set_to_none=False)
+    graph.replay()
+    got = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=False)
+    step()
+    assert all(error(a, p.grad) < 2**-6 for a, p in zip(got, model.parameters(), strict=True))
 
 
 def test_memory_is_constant_while_generating() -> None:
