@@ -18,6 +18,7 @@ from kda_layers.kernels.registry import keep_backend
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import loss_options, refuse_unknown, without_plans
 from kda_layers.modeling.layer import KimiDeltaAttention
+from kda_layers.modeling.loss import chunked_loss
 from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
 from kda_layers.modeling.models.hub import CardMixin
 from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate
@@ -191,7 +192,14 @@ class HybridModel(HybridPreTrainedModel):
 
 
 class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
-    """A `HybridModel` with a language-model head."""
+    """A `HybridModel` with a language-model head.
+
+    Attributes:
+        skip_logits: default of the keyword of `forward`. Set it to False for code that trains with labels and reads
+            `.logits`, but passes no keyword.
+    """
+
+    skip_logits: bool | None = None
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
@@ -219,19 +227,31 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return next-token logits, and the loss if labels are given.
 
+        In training with labels, the logits are None: the loss is computed by chunks of tokens, which saves most of the
+        memory of a step with a large vocabulary. `skip_logits=False` returns logits as well.
+
         Args: as `HybridModel.forward`, and
             labels: [B, T] token ids, -100 to ignore; shifted here.
             logits_to_keep: number of last positions to compute logits for (0: all), or their indices.
+            skip_logits: True for the loss without logits, where the head is a plain linear layer and the loss
+                transformers' ForCausalLMLoss; False for both. None for the model's attribute `skip_logits`, and where
+                that is None, too, True in training (`model.train()` and gradients enabled) with labels.
 
         Returns:
-            CausalLMOutputWithPast: loss (scalar) or None, logits [B, T, vocab_size], past_key_values.
+            CausalLMOutputWithPast: loss (scalar) or None, logits [B, T, vocab_size] or None, past_key_values.
 
         Raises: as `HybridModel.forward`; keywords of the loss function are accepted too.
+            ValueError: skip_logits=True without labels or with logits_to_keep.
         """
+        whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if skip_logits and (labels is None or not whole):
+            given = "labels=None" if labels is None else f"logits_to_keep={logits_to_keep}"
+            raise ValueError(f"skip_logits must be False or None without labels or with logits_to_keep, got {given}")
         for_loss = loss_options(kwargs, self.loss_function)
         kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
         refuse_unknown(kwargs, type(self))
@@ -245,10 +265,15 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             cu_seqlens=cu_seqlens,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # -0 keeps all
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
+        if skip_logits is None:
+            skip_logits = self.training and torch.is_grad_enabled() if self.skip_logits is None else self.skip_logits
+        hidden_states, logits, loss = outputs.last_hidden_state, None, None
+        if skip_logits and labels is not None and whole and not for_loss:
+            loss = chunked_loss(self, hidden_states, labels, **kwargs)
+        if loss is None:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # -0 keeps all
+            logits = self.lm_head(hidden_states[:, kept])
+        if labels is not None and loss is None:
             vocab_size = self.config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs, **for_loss)
         return CausalLMOutputWithPast(

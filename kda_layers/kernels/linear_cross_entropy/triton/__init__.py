@@ -1,0 +1,1 @@
+"""The pointwise part of the loss as a Triton kernel."""
