@@ -101,15 +101,26 @@ def test_chunks_change_rounding_alone(dtype: torch.dtype, small_chunks: int, mon
     assert error(chunked["weight"], truth["weight"]) <= 1.2 * error(whole["weight"], truth["weight"]) + 1e-15
 
 
-def test_float16_under_loss_scaling(small_chunks: int) -> None:
-    """Gradients neither underflow, which 1 / tokens would make them, nor overflow in sums over tokens."""
+@pytest.mark.parametrize("scale", [1.0, 2.0**7])
+def test_float16(scale: float, small_chunks: int) -> None:
+    """Sums over tokens exceed float16, gradients do not."""
     x, weight, target = problem()
-    target[target != -100] = 3  # a column of the gradient sums up all tokens
-    x = x.abs() * 200
-    weight = weight / 200
-    truth = results(plain, x, weight, target, 2.0**10)
-    got = results(linear_cross_entropy, x.half(), weight.half(), target, 2.0**10)
-    check_results(got, results(plain, x.half(), weight.half(), target, 2.0**10), truth, FP16)
+    target[target != -100] = 3
+    x, weight = x.abs() * 400, weight / 400
+    truth = results(plain, x, weight, target, scale)
+    assert truth["weight"].abs().max() < 65504 < truth["weight"].abs().max() * (target == 3).sum() / scale
+    inputs = x.half(), weight.half(), target
+    check_results(results(linear_cross_entropy, *inputs, scale), results(plain, *inputs, scale), truth, FP16)
+
+
+def test_float16_does_not_underflow() -> None:
+    """1 / tokens and small probabilities together do; the plain loss is saved by loss scaling, which comes later."""
+    x, weight, target = problem()
+    x, weight = x / 2**8, weight / 2**8
+    scale = 2.0**14
+    truth = results(plain, x, weight, target, scale)
+    inputs = x.half(), weight.half(), target
+    check_results(results(linear_cross_entropy, *inputs, scale), results(plain, *inputs, scale), truth, FP16)
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight", "both"])

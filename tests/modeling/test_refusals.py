@@ -117,7 +117,7 @@ def test_modules_to_save_train_the_convolution_and_the_norm() -> None:
     names = [n for n, p in model.named_parameters() if p.requires_grad and ("conv1d" in n or "o_norm" in n)]
     assert len(names) == 4
     optimizer = torch.optim.SGD([model.get_parameter(n) for n in names], lr=1.0)
-    before = model(tokens, labels=tokens)
+    before = model(tokens, labels=tokens, skip_logits=False)
     before.loss.backward()
     assert all(model.get_parameter(n).grad.abs().max() > 0 for n in names)
     optimizer.step()

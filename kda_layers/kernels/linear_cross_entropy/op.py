@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 from typing import Any
 
 import torch
@@ -151,12 +152,21 @@ def _fused_softmax(logits: Tensor, target: Tensor, losses: Tensor, ignore_index:
 
 
 def _has_fused_softmax(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64 and _triton_installed()
+    return x.is_cuda and x.dtype != torch.float64 and _builds_fused_softmax(x.device, x.dtype)
 
 
 @functools.cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _builds_fused_softmax(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if Triton is installed and builds the kernel, for which it needs a C compiler; warn if it does not."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    logits, target = torch.zeros(1, 16, device=device, dtype=dtype), torch.zeros(1, device=device, dtype=torch.int64)
+    try:
+        _fused_softmax(logits, target, torch.zeros(1, device=device), -100, True)
+    except Exception as error:  # Triton raises its own types
+        warnings.warn(f"the loss uses plain PyTorch, as Triton did not build its kernel: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
