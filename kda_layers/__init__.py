@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kda_layers.kernels.registry import explain as explain
     from kda_layers.kernels.registry import keep_backend as keep_backend
     from kda_layers.kernels.registry import use_backend as use_backend
+    from kda_layers.modeling.captured_step import CapturedStep as CapturedStep
     from kda_layers.modeling.checkpoints.fla_checkpoint import convert_fla_checkpoint as convert_fla_checkpoint
     from kda_layers.modeling.checkpoints.weights import export_kda_weights as export_kda_weights
     from kda_layers.modeling.checkpoints.weights import kda_layer_options as kda_layer_options
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 # The public names and their modules, imported on first use: transformers' modelling code takes a second.
 _PUBLIC = {
+    "CapturedStep": "modeling.captured_step",
     "KDAConfig": "modeling.models.configuration_kda",
     "KDAForCausalLM": "modeling.models.modeling_kda",
     "KDAModel": "modeling.models.modeling_kda",
