@@ -5,6 +5,7 @@
     python examples/train_lm.py --resume runs/lm
     python examples/train_lm.py --preset 120m --minutes 5    # on one GPU, on the texts installed with Python
     python examples/train_lm.py --preset 120m --steps 500 --backend fla --output runs/fla
+    python examples/train_lm.py --preset 120m --minutes 5 --cuda-graph   # no step waits for the host
 
 Writes run.json, summary.md, loss.png and a checkpoint to --output, at each evaluation and on Ctrl-C. The first steps,
 in which everything is compiled, are trained on but not timed, and neither is evaluation. With --minutes the learning
@@ -76,7 +77,16 @@ def train(args: argparse.Namespace) -> int:
                 f"SHA-256 {resumed['data_sha256'][:12]}..., got {text['sha256'][:12]}..."
             )
         compiled = device.type == "cuda" if args.compile is None else args.compile
-        training = Training(s, model.to(device), corpus, compiled, resumed)
+        if args.cuda_graph and device.type == "cuda" and backend == "eager":
+            raise cli.InputError(
+                "--cuda-graph: expected a backend with CUDA kernels, got eager, which copies from the host in each step"
+            )
+        try:
+            training = Training(s, model.to(device), corpus, compiled, resumed, args.cuda_graph)
+        except ValueError as error:
+            if not args.cuda_graph:
+                raise
+            raise cli.InputError(f"--cuda-graph: {cli.first_line(error)}") from error
         facts = {
             "config": model.config.to_dict(),
             "backend": {"requested": args.backend, "serves": backend},
@@ -84,6 +94,8 @@ def train(args: argparse.Namespace) -> int:
             "peak_tflops": peak_tflops(device, s.dtype, args.peak_tflops),
             "machine": machine(device, args.commit),
         }
+        if args.cuda_graph:
+            facts["cuda_graph"] = True
         print(
             f"{text['bytes']:,} bytes of text, SHA-256 {text['sha256'][:12]}..., from {text['source']}\n"
             f"{text['train_tokens']:,} tokens to train on, {text['heldout_tokens']:,} held out ({text['tokens']})\n"
@@ -117,6 +129,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     cli.add_device_option(parser)
     parser.add_argument("--backend", metavar="NAME", help="of the KDA kernels (the best one here)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the model (on CUDA)")
+    parser.add_argument("--cuda-graph", action="store_true", help="capture the training step, on CUDA (no)")
     parser.add_argument("--peak-tflops", type=float, metavar="N", help="of the device in --dtype, for its utilization")
     parser.add_argument("--commit", metavar="HASH", help="of these sources (what git says)")
     cli.add_options(parser, LMSettings, PRESETS)

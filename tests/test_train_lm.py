@@ -16,6 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kda_layers import KDAConfig, KDAForCausalLM
+from kda_layers.modeling import captured_step
+from tests.modeling.taped_graphs import TapedGraphs
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -126,6 +128,45 @@ def test_same_seed_same_losses_compiled_or_not(files: Path, tmp_path: Path, monk
     assert report_of(tmp_path / "compiled")["compiled"]
 
 
+def test_captured_steps_are_the_eager_ones(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the learning rate in fp32; either may go on with what the other one saved."""
+    monkeypatch.setattr(captured_step, "CudaGraphs", TapedGraphs)
+    options = {"eager": "", "captured": "--cuda-graph"}
+    for name, more in options.items():
+        assert train(files, tmp_path / name, f"--vocab byte --steps 14 --evaluations 2 --log-every 4 {more}") == 0
+    eager, captured = (report_of(tmp_path / name) for name in options)
+    assert captured["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+    assert captured["heldout"][-1]["bits_per_byte"] == pytest.approx(eager["heldout"][-1]["bits_per_byte"], rel=1e-5)
+    assert captured.pop("cuda_graph") is True
+    assert captured.keys() == eager.keys()
+
+
+@pytest.mark.parametrize(("first", "then"), [("", "--cuda-graph"), ("--cuda-graph", "")])
+def test_a_run_resumes_captured_or_not(
+    first: str, then: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_step, "CudaGraphs", TapedGraphs)
+    run = "--vocab byte --steps 12 --evaluations 1 --log-every 4"
+    assert train(files, tmp_path / "whole", run) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "training_batch", interrupted_at(6))
+        assert train(files, tmp_path / "part", f"{run} {first}") == 130
+    assert train_lm.main(f"--resume {tmp_path}/part --device cpu {then}".split()) == 0
+    losses = [report_of(tmp_path / name)["losses"] for name in ("whole", "part")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def interrupted_at(step: int) -> Any:
+    """`training_batch` that raises a signal in this step."""
+
+    def interrupted(*args: Any) -> torch.Tensor:
+        if args[-1] == step:
+            signal.raise_signal(signal.SIGINT)
+        return training_batch(*args)
+
+    return interrupted
+
+
 def test_bpe_runs_by_the_clock_and_compares_with_bytes(files: Path, trained: Path, tmp_path: Path) -> None:
     """Both hold out the same text; the BPE is found again and comes with the checkpoint."""
     for name, length in (("a", "--minutes 0.02"), ("b", "--steps 6")):
@@ -174,14 +215,7 @@ def test_evaluation_is_not_timed(files: Path, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(("at", "timed"), [(2, False), (9, True)])
 def test_ctrl_c_saves(at: int, timed: bool, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = training_batch
-
-    def interrupted(*args: Any) -> torch.Tensor:
-        if args[-1] == at:
-            signal.raise_signal(signal.SIGINT)
-        return batch(*args)
-
-    monkeypatch.setattr(training, "training_batch", interrupted)
+    monkeypatch.setattr(training, "training_batch", interrupted_at(at))
     assert train(files, tmp_path / "run", "--vocab byte --steps 1000000") == 130
     report = report_of(tmp_path / "run")
     assert report["status"] == f"stopped by signal 2 at step {at + 1}"
@@ -305,6 +339,7 @@ def test_the_tail_begins_with_a_paragraph_or_a_character() -> None:
         ("--cache small.txt", "--cache small.txt: expected a directory to write to, got: File exists"),
         ("--device meta", "--device meta: expected a device that works here, got: "),
         ("--peak-tflops nan", "--peak-tflops nan: expected at least 0.001"),
+        ("--cuda-graph", "--cuda-graph: model must be on a CUDA device, got cpu"),
     ],
 )
 def test_bad_input_is_explained(

@@ -17,12 +17,15 @@ from common.text import Text, heldout_windows, training_batch
 WARM_UP, COOL_DOWN = 0.05, 0.2  # parts of the run in which the learning rate rises, and falls with "wsd"
 
 
-def build_optimizer(model: nn.Module) -> AdamW:
-    """AdamW that decays matrices only: not norms, gate parameters (A_log, dt_bias), biases or convolutions."""
+def build_optimizer(model: nn.Module, capturable: bool = False) -> AdamW:
+    """AdamW that decays matrices only: not norms, gate parameters (A_log, dt_bias), biases or convolutions.
+
+    With `capturable`, a CUDA graph can hold its steps.
+    """
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return AdamW(groups, betas=(0.9, 0.95), fused=True)
+    return AdamW(groups, betas=(0.9, 0.95), fused=True, capturable=capturable)
 
 
 def rate_factor(fraction: float, schedule: str = "cosine") -> float:

@@ -24,7 +24,9 @@ from common.settings import FIRST_STEPS, LMSettings
 from common.text import training_batch
 from common.throughput import Clock
 from common.trigram import Trigram
+from kda_layers import CapturedStep
 
+MAX_NORM = 1.0  # of the gradients of a step
 EVALUATED_AT_ONCE = 4096  # tokens on a CPU, eight times as many on a GPU
 STATE = {
     "settings", "data", "data_sha256", "step", "losses", "heldout", "windows", "first_steps_seconds", "optimizer",
@@ -52,9 +54,10 @@ class Training:
         corpus: Corpus,
         compiled: bool,
         resumed: dict[str, Any] | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         self.settings, self.model, self.corpus = settings, model.train(), corpus
-        self.optimizer = build_optimizer(model)
+        self.optimizer = build_optimizer(model, cuda_graph)
         self.device, self.status = model.device, "running"
         self.unigram, self.trigram = unigram_nats(corpus, model.config.vocab_size), None
         if settings.vocab == "byte" and len(corpus.train) <= TRIGRAM_BYTES:
@@ -68,6 +71,8 @@ class Training:
         self.clock = Clock(progress["windows"])
         if resumed:
             self.optimizer.load_state_dict(resumed["optimizer"])
+            for group in self.optimizer.param_groups:
+                group["capturable"] = cuda_graph  # not what the earlier process was told
         self._first, self._unread = self.step, list[Tensor]()  # of this process; losses on the device
 
         def loss_of(batch: Tensor) -> Tensor:
@@ -75,6 +80,9 @@ class Training:
 
         # Compiled with the loss, so that the logits are not an output that has to be kept in float32.
         self._loss_of = torch.compile(loss_of, fullgraph=True, dynamic=False) if compiled else loss_of
+        self._captured = None
+        if cuda_graph:
+            self._captured = CapturedStep(model, self.optimizer, loss_of=self._loss, max_norm=MAX_NORM)
 
     def fraction(self) -> float:
         """Part of the run that is done."""
@@ -133,14 +141,20 @@ class Training:
 
     def _take_step(self) -> None:
         set_rate(self.optimizer, self.settings.lr * rate_factor(self.fraction(), self.settings.schedule))
-        with precision(self.device, self.settings):
-            loss = self._loss_of(self._batch())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self._captured is not None:
+            loss = self._captured({"batch": self._batch()})
+        else:
+            loss = self._loss(self._batch())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self._unread.append(loss.detach())
         self.step += 1
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        with precision(self.device, self.settings):
+            return self._loss_of(batch)
 
     def _read_losses(self) -> bool:
         """Wait for the device and keep the losses before the first one that is not finite; True if there is none."""
