@@ -144,6 +144,7 @@ class CapturedStep:
             if not self.captured:
                 self._capture()
             self._replay()
+        torch.clear_autocast_cache()  # casts of the weights before this step
         self._calls += 1
         return self._loss.clone()
 
@@ -165,9 +166,9 @@ class CapturedStep:
     def _compute(self) -> None:
         """Compute the step of the inputs that are held; a graph records this."""
         self._drop_gradients()
+        torch.clear_autocast_cache()  # of an enclosing autocast: a cast made elsewhere would be a constant here
         total = None
         for batch in self._inputs:
-            torch.clear_autocast_cache()  # of an enclosing autocast: a cast made elsewhere would be a constant here
             loss = self._loss_of(**batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -176,7 +177,6 @@ class CapturedStep:
                 loss = loss / len(self._inputs)
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
-        torch.clear_autocast_cache()
         if self.max_norm is not None:
             self._norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self._update()

@@ -38,7 +38,7 @@ class CudaGraphs:
         gc.collect()  # torch does not; a graph that the collector frees during a capture invalidates it
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
-            generator = torch.cuda.default_generators[current.device_index]
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
             random_state = generator.clone_state()
             graph = torch.cuda.CUDAGraph()
             failed: BaseException | None = None
