@@ -24,22 +24,26 @@ AGAIN = "build another CapturedStep after such a change"
 class CapturedStep:
     """A training step that is captured in one CUDA graph and replayed: the GPU no longer waits for the host.
 
-    The step is what this loop does, bit for bit with the same optimizer, from the first call on:
+    A call does what this code does, bit for bit with the same optimizer, from the first call on:
 
-        for batch in batches:
-            loss = loss_of(**batch) / len(batches)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+    ```python
+    optimizer.zero_grad()
+    for batch in batches:
+        loss = loss_of(**batch) / len(batches)
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    ```
 
-    Example:
+    A training loop:
 
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
-        step = kda_layers.CapturedStep(model, optimizer, max_norm=1.0)
-        for tokens in loader:
-            loss = step(dict(input_ids=tokens, labels=tokens, use_cache=False))
-            scheduler.step()
+    ```python
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+    step = kda_layers.CapturedStep(model, optimizer, max_norm=1.0)
+    for tokens in loader:
+        loss = step(dict(input_ids=tokens, labels=tokens, use_cache=False))
+        scheduler.step()
+    ```
 
     The first `warmup` calls run eagerly: they compile, tune and make the optimizer's state. The next call captures, and
     from then on Python runs no more: hooks, prints and branches are those of the capture. State that the model
