@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...declarations import OneOf, arch_of
+from ...triton_package import interprets as _interprets
 from ..contract import Backend, Gradients, Inputs, Problem, empty_lse
 from ..triton.launches import Launch, Launches, launches
 from ..triton.packing import sequence_numbers, tile_table
@@ -151,12 +152,6 @@ def _pairs(call: _Call, bias: Tensor, lse: Tensor, delta: Tensor, d_o: Tensor) -
 def _is_near(t: Tensor) -> bool:
     """True if 32-bit offsets reach every element of a tile, which has at most 128 rows and columns."""
     return max(t.stride()[1:]) < 2**24
-
-
-def _interprets() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 BACKEND = TritonBackend()

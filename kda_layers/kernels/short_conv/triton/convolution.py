@@ -1,0 +1,309 @@
+"""Forward and backward of the convolution with SiLU, each one launch for up to three tensors.
+
+A program holds BLOCK_D channels of one tensor and walks over a strip of STRIP tokens. The inputs of the last tokens
+stay in registers, so that each row is read once, but for the few around a strip: the kernels are bound by memory.
+Rows are read four at a time to have several loads in flight.
+
+With z_t = sum_lag w_lag x_{t - lag}, y = silu(z) and dz = dy silu'(z): dx_t = sum_lag w_lag dz_{t + lag} and
+dw_lag = sum_t dz_t x_{t - lag}, lag = 0 .. W - 1. The backward computes z again. All sums are chains of explicit
+multiply-adds: a token's result has the same bits wherever a strip or a sequence begins.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROWS = tl.constexpr(4)  # rows that are read at a time
+
+
+@triton.jit
+def forward_kernel(
+    X0, X1, X2, Y0, Y1, Y2, Weight, State, Offsets,
+    x0_stride, x1_stride, x2_stride, n_stride, d_stride, w_stride,  # of a token; of the state [N, D, W]
+    D0, D1, D2, T, N, strips,
+    W: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, STRIP: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Y_i [B, T, D_i] contiguous, of X_i, whose rows lie a stride apart; Weight [D0 + D1 + D2, W] contiguous."""
+    tensor, local, channel, width, strip, b = _place(D0, D1, D2, strips, BLOCK_D)
+    inside = local < width
+    X = _of(tensor, X0, X1, X2) + local
+    Y = _of(tensor, Y0, Y1, Y2) + local
+    stride = tl.cast(_of(tensor, x0_stride, x1_stride, x2_stride), tl.int64)
+    X += tl.cast(b, tl.int64) * T * stride
+    Y += tl.cast(b, tl.int64) * T * width
+    State += channel * d_stride
+    w0, w1, w2, w3 = _taps(Weight, channel, inside, W)
+
+    first = strip * STRIP
+    n, begin, end = _sequence(Offsets, first, T, N, b, PACKED)
+    x1, x2, x3 = _history(X, stride, State, n_stride, w_stride, first, begin, n, local, width, W, STATE, BLOCK_D)
+    for t0 in range(first, tl.minimum(first + STRIP, T), ROWS):
+        r0 = _row(X, stride, t0, T, local, width)
+        r1 = _row(X, stride, t0 + 1, T, local, width)
+        r2 = _row(X, stride, t0 + 2, T, local, width)
+        r3 = _row(X, stride, t0 + 3, T, local, width)
+        for i in tl.static_range(ROWS):
+            t = t0 + i
+            x = _pick(i, r0, r1, r2, r3)
+            if PACKED:
+                n, begin, end, x1, x2, x3 = _follow(
+                    X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
+                    W, STATE, BLOCK_D,
+                )  # fmt: skip
+            z = _convolved(x, x1, x2, x3, w0, w1, w2, w3, W)
+            y = z / (1 + tl.exp(-z))
+            tl.store(
+                Y + tl.cast(t, tl.int64) * width, y.to(Y0.dtype.element_ty), mask=local < tl.where(t < T, width, 0)
+            )
+            x3 = x2
+            x2 = x1
+            x1 = x
+
+
+@triton.jit
+def backward_kernel(
+    X0, X1, X2, DY0, DY1, DY2, DX0, DX1, DX2, Weight, State, Offsets, Partial,
+    x0_stride, x1_stride, x2_stride, dy0_stride, dy1_stride, dy2_stride, n_stride, d_stride, w_stride,
+    D0, D1, D2, T, N, strips,
+    W: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, STRIP: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """DX_i [B, T, D_i] contiguous; Partial fp32 [B * strips, W, D0 + D1 + D2], each strip's part of Weight's gradient.
+
+    The walk goes W - 1 tokens beyond the strip, whose dz reach back into it. a1, a2 and a3 are the sums so far of dx of
+    the last three tokens.
+    """
+    tensor, local, channel, width, strip, b = _place(D0, D1, D2, strips, BLOCK_D)
+    inside = local < width
+    X = _of(tensor, X0, X1, X2) + local
+    DY = _of(tensor, DY0, DY1, DY2) + local
+    DX = _of(tensor, DX0, DX1, DX2) + local
+    stride = tl.cast(_of(tensor, x0_stride, x1_stride, x2_stride), tl.int64)
+    dy_stride = tl.cast(_of(tensor, dy0_stride, dy1_stride, dy2_stride), tl.int64)
+    X += tl.cast(b, tl.int64) * T * stride
+    DY += tl.cast(b, tl.int64) * T * dy_stride
+    DX += tl.cast(b, tl.int64) * T * width
+    State += channel * d_stride
+    w0, w1, w2, w3 = _taps(Weight, channel, inside, W)
+
+    first = strip * STRIP
+    last = tl.minimum(first + STRIP, T)
+    n, begin, end = _sequence(Offsets, first, T, N, b, PACKED)
+    x1, x2, x3 = _history(X, stride, State, n_stride, w_stride, first, begin, n, local, width, W, STATE, BLOCK_D)
+    zeros = tl.zeros([BLOCK_D], tl.float32)
+    a1, a2, a3 = zeros, zeros, zeros
+    dw0, dw1, dw2, dw3 = zeros, zeros, zeros, zeros
+    for t0 in range(first, first + STRIP, ROWS):
+        r0 = _row(X, stride, t0, T, local, width)
+        r1 = _row(X, stride, t0 + 1, T, local, width)
+        r2 = _row(X, stride, t0 + 2, T, local, width)
+        r3 = _row(X, stride, t0 + 3, T, local, width)
+        g0 = _row(DY, dy_stride, t0, T, local, width)
+        g1 = _row(DY, dy_stride, t0 + 1, T, local, width)
+        g2 = _row(DY, dy_stride, t0 + 2, T, local, width)
+        g3 = _row(DY, dy_stride, t0 + 3, T, local, width)
+        for i in tl.static_range(ROWS):
+            t = t0 + i
+            x = _pick(i, r0, r1, r2, r3)
+            if PACKED:
+                n, begin, end, x1, x2, x3 = _follow(
+                    X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
+                    W, STATE, BLOCK_D,
+                )  # fmt: skip
+            z = _convolved(x, x1, x2, x3, w0, w1, w2, w3, W)
+            dz = _through_silu(z, _pick(i, g0, g1, g2, g3))
+            dw0 = tl.fma(dz, x, dw0)
+            dw1 = tl.fma(dz, x1, dw1)
+            dw2 = tl.fma(dz, x2, dw2)
+            dw3 = tl.fma(dz, x3, dw3)
+            dx, a1, a2, a3 = _scattered(dz, a1, a2, a3, w0, w1, w2, w3, t - begin, W, PACKED)
+            at = t - (W - 1)
+            tl.store(
+                DX + tl.cast(at, tl.int64) * width,
+                dx.to(DX0.dtype.element_ty),
+                mask=local < tl.where(at >= first, tl.where(at < last, width, 0), 0),
+            )
+            x3 = x2
+            x2 = x1
+            x1 = x
+    for i in tl.static_range(W - 1):
+        t = first + STRIP + i
+        x = _row(X, stride, t, T, local, width)
+        if PACKED:
+            n, begin, end, x1, x2, x3 = _follow(
+                X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
+                W, STATE, BLOCK_D,
+            )  # fmt: skip
+        z = _convolved(x, x1, x2, x3, w0, w1, w2, w3, W)
+        dz = _through_silu(z, _row(DY, dy_stride, t, T, local, width))
+        dx, a1, a2, a3 = _scattered(dz, a1, a2, a3, w0, w1, w2, w3, t - begin, W, PACKED)
+        at = t - (W - 1)
+        tl.store(
+            DX + tl.cast(at, tl.int64) * width, dx.to(DX0.dtype.element_ty), mask=local < tl.where(at < last, width, 0)
+        )
+        x3 = x2
+        x2 = x1
+        x1 = x
+    D = D0 + D1 + D2
+    Partial += (tl.cast(b, tl.int64) * strips + strip) * W * D + channel
+    tl.store(Partial + (W - 1) * D, dw0, mask=inside)
+    tl.store(Partial + (W - 2) * D, dw1, mask=inside)
+    if W > 2:
+        tl.store(Partial + (W - 3) * D, dw2, mask=inside)
+    if W > 3:
+        tl.store(Partial + (W - 4) * D, dw3, mask=inside)
+
+
+@triton.jit
+def _place(D0, D1, D2, strips, BLOCK_D: tl.constexpr):
+    """(tensor, its channels, their place among all channels, its width, strip, batch row) of this program."""
+    blocks0, blocks1, blocks2 = tl.cdiv(D0, BLOCK_D), tl.cdiv(D1, BLOCK_D), tl.cdiv(D2, BLOCK_D)
+    blocks = blocks0 + blocks1 + blocks2
+    program = tl.program_id(0)
+    block, strip, b = program % blocks, program // blocks % strips, program // blocks // strips
+    tensor = (block >= blocks0).to(tl.int32) + (block >= blocks0 + blocks1).to(tl.int32)
+    local = (block - _of(tensor, 0, blocks0, blocks0 + blocks1)) * BLOCK_D + tl.arange(0, BLOCK_D)
+    return tensor, local, local + _of(tensor, 0, D0, D0 + D1), _of(tensor, D0, D1, D2), strip, b
+
+
+@triton.jit
+def _of(tensor, a, b, c):
+    """a, b or c for the tensor 0, 1 or 2."""
+    return tl.where(tensor == 0, a, tl.where(tensor == 1, b, c))
+
+
+@triton.jit
+def _pick(i: tl.constexpr, a, b, c, d):
+    """The i-th of four rows."""
+    if i == 0:
+        row = a
+    elif i == 1:
+        row = b
+    elif i == 2:
+        row = c
+    else:
+        row = d
+    return row
+
+
+@triton.jit
+def _taps(Weight, channel, inside, W: tl.constexpr):
+    """The taps of lags 0 to 3 in fp32; those from W on are not used."""
+    Weight += channel * W
+    w0 = tl.load(Weight + (W - 1), mask=inside, other=0.0).to(tl.float32)
+    w1 = tl.load(Weight + (W - 2), mask=inside, other=0.0).to(tl.float32)
+    w2, w3 = w1, w1
+    if W > 2:
+        w2 = tl.load(Weight + (W - 3), mask=inside, other=0.0).to(tl.float32)
+    if W > 3:
+        w3 = tl.load(Weight + (W - 4), mask=inside, other=0.0).to(tl.float32)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _row(X, stride, t, T, local, width):
+    """Row t in fp32, zeros from T on."""
+    return tl.load(X + t * stride, mask=local < tl.where(t < T, width, 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sequence(Offsets, t, T, N, b, PACKED: tl.constexpr):
+    """(number, begin, end) of the sequence of token t, by binary search if PACKED."""
+    n, begin, end = b, t * 0, T
+    if PACKED:
+        n, above = t * 0, N
+        while above - n > 1:
+            middle = (n + above) // 2
+            begins_before = tl.load(Offsets + middle) <= t
+            n = tl.where(begins_before, middle, n)
+            above = tl.where(begins_before, above, middle)
+        begin, end = _bounds(Offsets, n, N)
+    return n, begin, end
+
+
+@triton.jit
+def _follow(
+    X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
+    W: tl.constexpr, STATE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """(number, begin, end, last three inputs) of the sequence of token t, which may begin with t."""
+    if t >= end:
+        n = tl.minimum(n + 1, N - 1)
+        while (n < N - 1) & (tl.load(Offsets + n + 1) <= t):  # empty sequences
+            n += 1
+        begin, end = _bounds(Offsets, n, N)
+        x1, x2, x3 = _history(X, stride, State, n_stride, w_stride, t, begin, n, local, width, W, STATE, BLOCK_D)
+    return n, begin, end, x1, x2, x3
+
+
+@triton.jit
+def _bounds(Offsets, n, N):
+    """(begin, end) of sequence n; the last one has no end, so that no sequence follows it."""
+    begin, end = tl.load(Offsets + n).to(tl.int32), tl.load(Offsets + n + 1).to(tl.int32)
+    return begin, tl.where(n < N - 1, end, 2147483647)
+
+
+@triton.jit
+def _history(
+    X, stride, State, n_stride, w_stride, t, begin, n, local, width,
+    W: tl.constexpr, STATE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The rows t - 1, t - 2 and t - 3 of a sequence, from the state or zeros before its begin; zeros from lag W on."""
+    x1, x2, x3 = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32)
+    x1 = _earlier(X, stride, State, n_stride, w_stride, t - 1, begin, n, local, width, W, STATE)
+    if W > 2:
+        x2 = _earlier(X, stride, State, n_stride, w_stride, t - 2, begin, n, local, width, W, STATE)
+    if W > 3:
+        x3 = _earlier(X, stride, State, n_stride, w_stride, t - 3, begin, n, local, width, W, STATE)
+    return x1, x2, x3
+
+
+@triton.jit
+def _earlier(X, stride, State, n_stride, w_stride, t, begin, n, local, width, W: tl.constexpr, STATE: tl.constexpr):
+    """Row t of a sequence, from the state or zeros before its begin."""
+    some = tl.where(t >= tl.maximum(begin, 0), width, 0)
+    x = tl.load(X + t * stride, mask=local < some, other=0.0).to(tl.float32)
+    if STATE:
+        column = W + t - begin
+        some = tl.where((t < begin) & (column >= 0), width, 0)
+        State += tl.cast(n, tl.int64) * n_stride + column * w_stride
+        x += tl.load(State, mask=local < some, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _convolved(x, x1, x2, x3, w0, w1, w2, w3, W: tl.constexpr):
+    """z, the oldest input first."""
+    if W == 4:
+        z = tl.fma(x1, w1, tl.fma(x2, w2, x3 * w3))
+    elif W == 3:
+        z = tl.fma(x1, w1, x2 * w2)
+    else:
+        z = x1 * w1
+    return tl.fma(x, w0, z)
+
+
+@triton.jit
+def _through_silu(z, dy):
+    """Dy silu'(z)."""
+    s = 1 / (1 + tl.exp(-z))
+    return dy * (s * tl.fma(z, 1 - s, 1.0))
+
+
+@triton.jit
+def _scattered(dz, a1, a2, a3, w0, w1, w2, w3, back, W: tl.constexpr, PACKED: tl.constexpr):
+    """(dx of the token W - 1 before, the sums of dx of the last three tokens) with dz added, `back` tokens at most."""
+    b1 = tl.fma(w1, dz, a1)
+    b2 = tl.fma(w2, dz, a2)
+    b3 = tl.fma(w3, dz, a3)
+    if PACKED:
+        b1 = tl.where(back >= 1, b1, a1)
+        b2 = tl.where(back >= 2, b2, a2)
+        b3 = tl.where(back >= 3, b3, a3)
+    if W == 4:
+        dx = b3
+    elif W == 3:
+        dx = b2
+    else:
+        dx = b1
+    return dx, w0 * dz, b1, b2

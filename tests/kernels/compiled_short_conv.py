@@ -1,0 +1,59 @@
+"""`python -m tests.kernels.compiled_short_conv sm`: compiles the short convolution's kernels for a GPU not here.
+
+In bf16, with 4 taps, as the layer calls them with wide heads; prints for each one its registers, shared memory, stack
+(what registers spill to) and its vector loads of rows, as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kda_layers.kernels.short_conv.backends.triton import BACKWARD_CHANNELS, FORWARD_CHANNELS, MOST_CHANNELS, STRIPS
+from kda_layers.kernels.short_conv.triton.convolution import backward_kernel, forward_kernel
+
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+INTEGERS = {"D0", "D1", "D2", "T", "N", "strips"}
+
+
+def compiled(kernel: Any, sm: int, packed: bool, channels: int) -> dict[str, Any]:
+    constants = {"W": 4, "PACKED": packed, "STATE": packed, "STRIP": STRIPS[0], "BLOCK_D": MOST_CHANNELS}
+    types, values, hints = {}, {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            types[argument], values[(i,)] = "constexpr", constants[argument]
+            continue
+        integer = argument in INTEGERS or argument.endswith("_stride")
+        types[argument] = "i32" if integer else {"Partial": "*fp32", "Offsets": "*i32"}.get(argument, "*bf16")
+        if argument not in ("N", "strips"):
+            hints[(i,)] = [["tt.divisibility", 16]]
+    done = triton.compile(
+        ASTSource(kernel, types, values, hints),
+        target=GPUTarget("cuda", sm, 32),
+        options={"num_warps": MOST_CHANNELS // channels},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([BINARIES / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    vectors = len(re.findall(r"ld\.global\S*\.v[24]\.b32", done.asm["ptx"]))
+    return {
+        "kernel": kernel.__name__, "packed": packed, "registers": int(registers), "stack": int(stack),
+        "shared": done.metadata.shared, "row loads": vectors,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    for kernel, channels in ((forward_kernel, FORWARD_CHANNELS), (backward_kernel, BACKWARD_CHANNELS)):
+        for packed in (False, True):
+            print(json.dumps(compiled(kernel, int(sys.argv[1]), packed, channels)))
