@@ -26,6 +26,7 @@ from kda_layers.modeling.cache import Past
 from kda_layers.modeling.checks import as_int, check_epsilon, check_no_adapter
 from kda_layers.modeling.precision import KeepsFP32
 from kda_layers.modeling.recompute import ChoosesRecompute
+from kda_layers.modeling.shared_input import projections
 from kda_layers.modeling.side_by_side import SideBySide, is_plain
 from kda_layers.modeling.state import LayerState
 
@@ -205,15 +206,15 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
         backend = self.kda_options.get("backend")
 
-        qkv = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        taps = self.conv1d.weight[:, 0]
+        layers = self._inputs()
+        *qkv, f, gate, beta = projections(x, layers) or tuple(layer(x) for layer in layers)
+        taps = self.conv1d.weight.squeeze(1)
         (q, k, v), conv_state = short_convs(qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend)
         q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
         v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
 
-        g = self.f_b_proj(self.f_a_proj(x)) if self.gate_rank else self.f_proj(x)
+        g = self.f_b_proj(f) if self.gate_rank else f
         g = rearrange(g, "b t (h k) -> b t h k", k=self.head_dim)
-        beta = self.b_proj(x)
         if mask is not None:  # at the lowest logits decay and write are exactly none
             if g.dtype == torch.float16:  # its lowest value times a small exp(A_log) would still decay
                 g = g.float()
@@ -231,7 +232,7 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
         if state.cached:
             state.write_conv(conv_state, x)
 
-        gate = self.g_b_proj(self.g_a_proj(x)) if self.gate_rank else self.g_proj(x)
+        gate = self.g_b_proj(gate) if self.gate_rank else gate
         gate = rearrange(gate, "b t (h v) -> b t h v", v=self.head_v_dim)
         o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.gated_norm, backend)
         return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))

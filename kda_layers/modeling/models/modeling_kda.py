@@ -18,6 +18,7 @@ from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
+from kda_layers.modeling.shared_input import projections
 from kda_layers.modeling.side_by_side import SideBySide
 
 
@@ -113,7 +114,7 @@ class KDAMLP(nn.Module):
         separate = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
         whole = None if separate else self.side_by_side.weight(layers)
         if whole is None:
-            gate, up = (layer(x) for layer in layers)
+            gate, up = projections(x, layers) or (layer(x) for layer in layers)
         else:
             gate, up = nn.functional.linear(x, whole).chunk(2, -1)
         return self.down_proj(nn.functional.silu(gate) * up)

@@ -1,0 +1,85 @@
+"""Linear layers with the same input while training: their gradients of it accumulate in one buffer.
+
+Autograd would add them one by one: for the six projections of a layer five additions of [B, T, D], each of which reads
+two tensors and writes one. Here the first product writes the buffer and the others add to it in their epilogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kda_layers.kernels import torch_private, tracing
+from kda_layers.modeling.side_by_side import is_plain
+
+DEVICES = ("cuda",)  # elsewhere the order of sums stays torch's
+NARROW = 512  # outputs of a layer whose product is mostly reading the input: such layers share one product
+
+
+def projections(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+    """Return layer(x) for each of `layers`; None where each must be called itself.
+
+    Serves training on a GPU, without compiler, autocast and dispatch modes, if every layer is a plain `nn.Linear`
+    without bias.
+    """
+    if (
+        not torch.is_grad_enabled()
+        or not x.requires_grad
+        or x.device.type not in DEVICES
+        or not all(_is_served(layer, x.dtype) for layer in layers)
+        or not tracing.is_plain((x,))
+        or torch_private.transforms_active()
+        or torch_private.forward_ad_active()
+        or torch.is_autocast_enabled(x.device.type)
+    ):
+        return None
+    return multiplied(x, [layer.weight for layer in layers])  # type: ignore[misc]
+
+
+def multiplied(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return x @ weight.mT for each of `weights` [N_i, D]; those that are narrow are rows of one tensor."""
+    rows = [w.shape[0] for w in weights]
+    narrow = [i for i, n in enumerate(rows) if n < NARROW]
+    if len(narrow) < 2:
+        return _SharedInput.apply(x, *weights)
+    wide = [i for i in range(len(rows)) if i not in narrow]
+    *outputs, together = _SharedInput.apply(x, *(weights[i] for i in wide), torch.cat([weights[i] for i in narrow]))
+    outputs += together.split([rows[i] for i in narrow], -1)
+    found = dict(zip([*wide, *narrow], outputs, strict=True))
+    return tuple(found[i] for i in range(len(rows)))
+
+
+def _is_served(layer: nn.Module, dtype: torch.dtype) -> bool:
+    return (
+        is_plain(layer)
+        and layer.bias is None
+        and layer.weight.dtype == dtype
+        and not (layer._backward_hooks or layer._backward_pre_hooks)
+    )
+
+
+class _SharedInput(torch.autograd.Function):
+    """(x [..., D], weights [N_i, D]) -> x @ weight.mT for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        return tuple(nn.functional.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, *needs_weights = ctx.needs_input_grad
+        inputs = x.flatten(0, -2)
+        d_x: Tensor | None = None
+        d_weights: list[Tensor | None] = []
+        for weight, d, needed in zip(weights, d_outputs, needs_weights, strict=True):
+            rows = None if d is None else d.flatten(0, -2)
+            if needs_x and rows is not None:
+                d_x = rows @ weight if d_x is None else d_x.addmm_(rows, weight)
+            d_weights.append(rows.mT @ inputs if needed and rows is not None else None)
+        return None if d_x is None else d_x.view(x.shape), *d_weights

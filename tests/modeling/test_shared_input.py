@@ -1,0 +1,146 @@
+"""Linear layers with one gradient buffer for their input, against the layers called one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
+from kda_layers.modeling import shared_input
+from tests.kernels.cases import BEST_DEVICE, BF16, FP64, error
+
+ROWS = (6, 3, 1, 7)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=FP64)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors go the way that CUDA tensors go."""
+    monkeypatch.setattr(shared_input, "DEVICES", ("cuda", "cpu"))
+
+
+@pytest.mark.parametrize("narrow", [0, 4, 7, 100], ids=["none narrow", "two", "three", "all"])
+@pytest.mark.parametrize("frozen", [(), (0,), (1, 2, 3, 4), (2, 4)], ids=str)
+def test_gradients(frozen: tuple[int, ...], narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_input, "NARROW", narrow)
+    leaves = [normal(2, 3, 5), *(normal(n, 5, seed=n) for n in ROWS)]
+    for i, t in enumerate(leaves):
+        t.requires_grad_(i not in frozen)
+    assert gradcheck(lambda x, *weights: shared_input.multiplied(x, weights), leaves)
+    assert gradgradcheck(lambda x, *weights: shared_input.multiplied(x, weights), leaves)
+    for got, weight in zip(shared_input.multiplied(leaves[0], leaves[1:]), leaves[1:], strict=True):
+        torch.testing.assert_close(got, leaves[0] @ weight.mT)
+
+
+@pytest.mark.parametrize("used", [(1,), (0, 3), (2, 1, 3)], ids=str)
+def test_outputs_that_are_not_used(used: tuple[int, ...]) -> None:
+    x, weights = normal(4, 5).requires_grad_(), [normal(n, 5, seed=n).requires_grad_() for n in ROWS]
+    outputs = shared_input.multiplied(x, weights)
+    sum(outputs[i].square().sum() for i in used).backward()
+    grads = [t.grad for t in (x, *weights)]
+    x2, *weights2 = [t.detach().requires_grad_() for t in (x, *weights)]
+    sum((x2 @ weights2[i].mT).square().sum() for i in used).backward()
+    for got, t in zip(grads, (x2, *weights2), strict=True):
+        assert (got is None or not got.any()) if t.grad is None else torch.allclose(got, t.grad)
+
+
+def test_error_is_no_larger() -> None:
+    """One rounding for each product, none for its addition."""
+    dtype = BF16
+    x, weights = normal(64, 96).to(BEST_DEVICE, dtype), [normal(n, 96, seed=n) for n in (600, 520, 16, 8, 4, 530)]
+    weights = [w.to(x) for w in weights]
+    d_outputs = [normal(64, w.shape[0], seed=7).to(x) for w in weights]
+
+    def grads(wide: torch.dtype, together: bool) -> tuple[Tensor, ...]:
+        leaves = [t.to(wide).requires_grad_() for t in (x, *weights)]
+        if together:
+            outputs = shared_input.multiplied(leaves[0], leaves[1:])
+        else:
+            outputs = tuple(nn.functional.linear(leaves[0], w) for w in leaves[1:])
+        return torch.autograd.grad(outputs, leaves, [d.to(wide) for d in d_outputs])
+
+    truth, plain, got = grads(FP64, False), grads(dtype, False), grads(dtype, True)
+    assert error(got[0], truth[0]) <= error(plain[0], truth[0])
+    for a, b, t in zip(got[1:], plain[1:], truth[1:], strict=True):
+        assert error(a, t) <= 1.01 * error(b, t)
+
+
+def layer() -> KimiDeltaAttention:
+    torch.manual_seed(0)
+    return KimiDeltaAttention(16, 2, 8).double()
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("rank", [None, 0], ids=["low rank", "full rank"])
+def test_layer(rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    made, calls = KimiDeltaAttention(16, 2, 8, gate_rank=rank).double(), []
+    multiplied = shared_input.multiplied
+    monkeypatch.setattr(shared_input, "multiplied", lambda *args: calls.append(args) or multiplied(*args))
+    results = []
+    for devices in (("cpu",), ()):
+        monkeypatch.setattr(shared_input, "DEVICES", devices)
+        x = normal(2, 9, 16).requires_grad_()
+        y = made(x, attention_mask=torch.tensor([[0] * 4 + [1] * 5, [1] * 9]))
+        results.append((y.detach(), *torch.autograd.grad(y.square().sum(), [x, *made.parameters()])))
+    assert len(calls) == 1
+    assert all(error(got, want) < 1e-12 for got, want in zip(*results, strict=True))
+
+
+@pytest.mark.usefixtures("served")
+def test_model_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = KDAConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2, linear_num_heads=2, linear_head_dim=8
+    )
+    torch.manual_seed(0)
+    model, ids = KDAForCausalLM(config).double(), torch.arange(18).view(2, 9) % 11
+    grads = []
+    for devices in (("cpu",), ()):
+        monkeypatch.setattr(shared_input, "DEVICES", devices)
+        loss = model(ids, labels=ids).loss
+        grads.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+    assert all(error(got, want) < 1e-12 for got, want in zip(*grads, strict=True))
+
+
+@pytest.mark.usefixtures("served")
+def test_who_is_called_itself() -> None:
+    """Whatever sees a layer's call, or reads something else than a weight of the input's dtype."""
+    x = normal(1, 2, 5).requires_grad_()
+    plain = [nn.Linear(5, 3, bias=False).double(), nn.Linear(5, 2, bias=False).double()]
+    assert shared_input.projections(x, plain) is not None
+    hooked = [nn.Linear(5, 3, bias=False).double() for _ in range(4)]
+    hooked[0].register_forward_hook(lambda *_: None)
+    hooked[1].register_forward_pre_hook(lambda *_: None)
+    hooked[2].register_full_backward_hook(lambda *_: None)
+    hooked[3].register_full_backward_pre_hook(lambda *_: None)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 3, bias=False).double())
+    others = [*hooked, normed, nn.Linear(5, 3).double(), nn.Linear(5, 3, bias=False), nn.Identity()]
+    for other in others:
+        assert shared_input.projections(x, [*plain, other]) is None
+    assert shared_input.projections(x.detach(), plain) is None
+    for context in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False)):
+        with context:
+            assert shared_input.projections(x, plain) is None
+
+    def differentiated(t: Tensor) -> Tensor:
+        assert shared_input.projections(t, plain) is None
+        return t.sum()
+
+    torch.func.grad(differentiated)(x.detach())
+
+
+@pytest.mark.usefixtures("served")
+def test_compiled_and_checkpointed() -> None:
+    made, x = layer(), normal(2, 9, 16).requires_grad_()
+    want = torch.autograd.grad(made(x).square().sum(), [x, *made.parameters()])
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    checkpointed = torch.utils.checkpoint.checkpoint(made, x, use_reentrant=False)
+    for y in (compiled(x), checkpointed):
+        got = torch.autograd.grad(y.square().sum(), [x, *made.parameters()])
+        assert all(error(a, b) < 1e-12 for a, b in zip(got, want, strict=True))
