@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .declarations import AtLeast, Backend
 
 
 def is_installed() -> bool:
@@ -15,3 +21,33 @@ def interprets() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+class TritonBackend(Backend):
+    """A backend of the operators around a layer's core, with kernels of this package."""
+
+    name = "triton"
+
+    @property
+    def priority(self) -> int:  # type: ignore[override]
+        """20, or -10 without a GPU: Triton's interpreter serves only calls that name the backend."""
+        return 20 if torch.cuda.is_available() else -10
+
+    def more_reasons(self, problem: Any) -> list[str]:
+        reasons = []
+        if problem.device == "cuda" and (refused := AtLeast(80, "sm_").refuses(problem.arch)):
+            reasons.append(f"arch {refused}")
+        if problem.device not in ("cuda", "cpu"):
+            reasons.append(f"device is {problem.device}, needs cuda")
+        elif not is_installed():
+            reasons.append("triton is not installed")
+        elif problem.device == "cpu" and not interprets():
+            reasons.append("device is cpu, needs cuda")
+        return reasons
+
+
+def even_rows(t: Tensor) -> Tensor:
+    """Return t [B, T, D] with contiguous rows at one stride, also across the batch: t itself if it is so."""
+    B, T, D = t.shape
+    evenly = B == 1 or t.stride(0) == T * t.stride(1)
+    return t if evenly and (D == 1 or t.stride(2) == 1) else t.contiguous()

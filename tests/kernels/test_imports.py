@@ -22,7 +22,7 @@ HEAVY = {"triton", "fla", "cuda", "cupy", "pynvml"}  # only inside functions, an
 TRITON = [f for f in KERNELS if f.parent.name == "triton" and "@triton.jit" in f.read_text()]
 
 # A folder for each operator; the rest of kernels serves all of them and knows none.
-OPERATORS = ("kda", "attention_bias", "short_conv", "gated_norm")
+OPERATORS = ("kda", "attention_bias", "short_conv", "gated_norm", "swiglu")
 # Inside an operator's folder: X -> what of that folder it may import.
 INSIDE = {
     "activations": set(),

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.short_conv.backends import triton as triton_backend
+from kda_layers.kernels import triton_package
 from kda_layers.kernels.short_conv.backends.triton import BACKEND
 from kda_layers.kernels.short_conv.dispatch import SHORT_CONV
 from kda_layers.kernels.short_conv.op import short_conv, short_convs
@@ -208,17 +208,17 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(**changes: object) -> str:
         return "; ".join(BACKEND.unsupported(dataclasses.replace(gpu, **changes)))
 
-    monkeypatch.setattr(triton_backend, "is_installed", lambda: True)
-    monkeypatch.setattr(triton_backend, "interprets", lambda: False)
+    monkeypatch.setattr(triton_package, "is_installed", lambda: True)
+    monkeypatch.setattr(triton_package, "interprets", lambda: False)
     assert reasons() == reasons(W=2, dtype=FP32) == ""
     assert reasons(W=5, dtype=FP64) == "dtype is float64, needs bfloat16, float16 or float32; W is 5, needs 2, 3 or 4"
     assert reasons(arch=75) == "arch is sm_75, needs sm_80 or newer"
     assert reasons(masked=True) == "tokens are masked, needs mask=None"
     assert reasons(device="mps", arch=0) == "device is mps, needs cuda"
     assert reasons(device="cpu", arch=0) == "device is cpu, needs cuda"
-    monkeypatch.setattr(triton_backend, "interprets", lambda: True)
+    monkeypatch.setattr(triton_package, "interprets", lambda: True)
     assert reasons(device="cpu", arch=0) == ""
-    monkeypatch.setattr(triton_backend, "is_installed", lambda: False)
+    monkeypatch.setattr(triton_package, "is_installed", lambda: False)
     assert reasons() == "triton is not installed"
 
 

@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kda_layers.kernels import biased_attention
+from kda_layers.kernels.swiglu.op import swiglu
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
@@ -117,7 +118,7 @@ class KDAMLP(nn.Module):
             gate, up = projections(x, layers) or (layer(x) for layer in layers)
         else:
             gate, up = nn.functional.linear(x, whole).chunk(2, -1)
-        return self.down_proj(nn.functional.silu(gate) * up)
+        return self.down_proj(swiglu(gate, up))
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...declarations import AtLeast, OneOf
-from ...triton_package import interprets, is_installed
-from ..contract import Backend, Gradients, Inputs, Outputs, Problem, TripleGradients, TripleInputs, TripleOutputs
+from ...declarations import OneOf
+from ...triton_package import TritonBackend, even_rows
+from ..contract import Backend, Gradients, Inputs, Outputs, TripleGradients, TripleInputs, TripleOutputs
 
 TENSORS = 3  # that the kernels take
 MOST_CHANNELS = 256  # of a program
@@ -20,30 +20,12 @@ STRIPS = 64, 16  # tokens of a program: a call whose programs would not fill a G
 PROGRAMS = 1024  # fill a GPU
 
 
-class TritonBackend(Backend):
-    name = "triton"
+class ConvolutionBackend(TritonBackend, Backend):
     together = True
     serves = {  # noqa: RUF012
         "dtype": OneOf(torch.bfloat16, torch.float16, torch.float32),
         "W": OneOf(2, 3, 4),
     }
-
-    @property
-    def priority(self) -> int:  # type: ignore[override]
-        """20, or -10 without a GPU: Triton's interpreter serves only calls that name the backend."""
-        return 20 if torch.cuda.is_available() else -10
-
-    def more_reasons(self, problem: Problem) -> list[str]:
-        reasons = []
-        if problem.device == "cuda" and (refused := AtLeast(80, "sm_").refuses(problem.arch)):
-            reasons.append(f"arch {refused}")
-        if problem.device not in ("cuda", "cpu"):
-            reasons.append(f"device is {problem.device}, needs cuda")
-        elif not is_installed():
-            reasons.append("triton is not installed")
-        elif problem.device == "cpu" and not interprets():
-            reasons.append("device is cpu, needs cuda")
-        return reasons
 
     def saved_like(self, x: Inputs | TripleInputs) -> list[Tensor]:
         return []
@@ -62,7 +44,7 @@ class TritonBackend(Backend):
         from ..triton.convolution import backward_kernel
 
         call = _Call(x)
-        d_ys_read = [torch.zeros_like(t) if d is None else _rows(d) for t, d in zip(call.xs, d_ys, strict=True)]
+        d_ys_read = [torch.zeros_like(t) if d is None else even_rows(d) for t, d in zip(call.xs, d_ys, strict=True)]
         d_xs = [t.new_empty(t.shape) for t in call.xs]
         D, W = x.weight.shape
         partial = x.weight.new_empty((call.B * call.strips, W, D), dtype=torch.float32)
@@ -75,7 +57,7 @@ class _Call:
     """The arguments that the kernels of one call share."""
 
     def __init__(self, x: Inputs | TripleInputs):
-        self.xs = [_rows(t) for t in x[:-3]]
+        self.xs = [even_rows(t) for t in x[:-3]]
         self.weight, self.state, self.offsets = x.weight.contiguous(), x.state, x.cu_seqlens
         self.B, self.T = x[0].shape[:2]
         widths = [t.shape[2] for t in self.xs]
@@ -116,11 +98,4 @@ def _three(group: Sequence[Any], rest: Any) -> list[Any]:
     return [*group, *[rest] * (TENSORS - len(group))]
 
 
-def _rows(t: Tensor) -> Tensor:
-    """T [B, T, D] with contiguous rows at one stride, also across the batch: t itself if it is so."""
-    B, T, D = t.shape
-    evenly = B == 1 or t.stride(0) == T * t.stride(1)
-    return t if evenly and (D == 1 or t.stride(2) == 1) else t.contiguous()
-
-
-BACKEND = TritonBackend()
+BACKEND = ConvolutionBackend()

@@ -1,0 +1,1 @@
+"""Gated activation of an MLP: silu(gate) * up."""

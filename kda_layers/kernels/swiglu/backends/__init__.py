@@ -1,0 +1,1 @@
+"""The backends of swiglu: one file each, found by listing this folder."""

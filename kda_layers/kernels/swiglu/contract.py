@@ -1,0 +1,54 @@
+"""The contract between SwiGLU and its backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..declarations import Problem as AnyProblem
+from ..fla.layer import FEW_TOKENS
+from ..operator import Differentiable
+
+
+class Inputs(NamedTuple):
+    """The inputs of a fused kernel."""
+
+    gate: Tensor  # [B, T, D]
+    up: Tensor  # [B, T, D], gate's dtype
+
+
+class Outputs(NamedTuple):
+    """The outputs of a fused kernel."""
+
+    y: Tensor  # [B, T, D], contiguous
+
+
+class Gradients(NamedTuple):
+    """Gradients of the fields of `Inputs`."""
+
+    gate: Tensor
+    up: Tensor
+
+
+@dataclass(frozen=True)
+class Problem(AnyProblem):
+    """What a backend may decide on."""
+
+    few_tokens: bool = False
+
+    LACKS = {"few_tokens": FEW_TOKENS}  # noqa: RUF012
+
+    def __str__(self) -> str:
+        return f"swiglu, {super().__str__()}"
+
+
+class Backend(Differentiable):
+    """One implementation. A transparent one is plain torch code, which autograd and torch.compile trace."""
+
+    transparent = False
+
+    def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the result of `swiglu`. Only transparent backends have this method."""
+        raise NotImplementedError

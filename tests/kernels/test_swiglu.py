@@ -1,0 +1,124 @@
+"""SwiGLU: the Triton kernels, on a GPU or in Triton's interpreter, against the plain form."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from kda_layers import KDAConfig
+from kda_layers.kernels.swiglu.backends.triton import BACKEND
+from kda_layers.kernels.swiglu.dispatch import SWIGLU
+from kda_layers.kernels.swiglu.op import swiglu
+from kda_layers.modeling.models.modeling_kda import KDAMLP
+from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, budget, error, poisoned_memory
+
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _any_length(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels serve a few tokens as well, so that the cases can be small."""
+    monkeypatch.setattr(BACKEND, "features", frozenset(("few_tokens",)))
+    SWIGLU._serving.cache_clear()
+    yield
+    SWIGLU._serving.cache_clear()
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=FP64)
+
+
+def with_gradients(backend: str, gate: Tensor, up: Tensor, d_y: Tensor) -> list[Tensor]:
+    gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
+    with poisoned_memory():
+        y = swiglu(gate, up, backend)
+        return [y.detach(), *torch.autograd.grad(y, (gate, up), d_y.to(y))]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("D", [1, 24, 1500])
+def test_against_fp64(D: int, dtype: torch.dtype) -> None:
+    inputs = [(4 * normal(2, 3, D, seed=i)).to(BEST_DEVICE, dtype) for i in range(3)]
+    truth = with_gradients("eager", *(t.double() for t in inputs))
+    plain, got = with_gradients("eager", *inputs), with_gradients("triton", *inputs)
+    for a, b, t in zip(got, plain, truth, strict=True):
+        assert a.dtype == dtype
+        assert error(a, t) <= budget(error(b, t), dtype)
+
+
+@needs_triton
+def test_large_values() -> None:
+    """silu and its derivative end in 0 and in the identity, and neither overflows on the way."""
+    gate = torch.tensor([-1e30, -100.0, 0.0, 100.0, 1e30], device=BEST_DEVICE).view(1, 1, 5)
+    got = with_gradients("triton", gate, torch.ones_like(gate), torch.ones_like(gate))
+    want = with_gradients("eager", gate, torch.ones_like(gate), torch.ones_like(gate))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@needs_triton
+def test_strided_rows() -> None:
+    """Halves of one product, and a gradient of another layout."""
+    gate, up = normal(2, 3, 20).to(BEST_DEVICE, FP32).chunk(2, -1)
+    d_y = normal(2, 10, 3, seed=1).to(BEST_DEVICE, FP32).mT
+    got = with_gradients("triton", gate, up, d_y)
+    want = with_gradients("triton", gate.contiguous(), up.contiguous(), d_y.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert swiglu(gate[:0], up[:0], "triton").shape == (0, 3, 10)
+
+
+@needs_triton
+def test_op() -> None:
+    gate, up = (normal(1, 4, 6, seed=i).to(BEST_DEVICE, FP32) for i in range(2))
+    for save in (False, True):
+        torch.library.opcheck(torch.ops.kda_layers.swiglu.default, (gate, up, save, "triton"))
+
+
+@needs_triton
+def test_keeps_its_inputs_only() -> None:
+    gate, up = (normal(1, 4, 6, seed=i).to(BEST_DEVICE, FP32).requires_grad_() for i in range(2))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        swiglu(gate, up, "triton")
+    assert [t.data_ptr() for t in kept] == [gate.data_ptr(), up.data_ptr()]
+
+
+def test_mlp_is_plain_on_a_cpu_and_compiled() -> None:
+    config = KDAConfig(hidden_size=8, intermediate_size=12, num_hidden_layers=1, linear_num_heads=1, linear_head_dim=8)
+    torch.manual_seed(0)
+    mlp, x = KDAMLP(config), normal(1, 200, 8).float()
+    want = mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+    assert torch.equal(mlp(x), want)
+    assert torch.equal(torch.compile(mlp, backend="aot_eager", fullgraph=True)(x), want)
+    assert SWIGLU.choose(None, torch.device("cpu"), FP32, False) == ("eager", True)
+
+
+@needs_triton
+def test_who_gets_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of another rank, of two dtypes, torch.func's and forward mode, compiled code, dispatch modes."""
+    x, forward = normal(1, 4, 6).to(BEST_DEVICE, FP32), BACKEND.forward
+    calls: list[object] = []
+    monkeypatch.setattr(BACKEND, "forward", lambda *args: calls.append(args) or forward(*args))
+
+    def squared(t: Tensor) -> Tensor:
+        return swiglu(t, t, "triton").sum()
+
+    want = torch.autograd.functional.jacobian(lambda t: (nn.functional.silu(t) * t).sum(), x)
+    torch.testing.assert_close(torch.func.grad(squared)(x), want)
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.autograd.forward_ad.unpack_dual(squared(torch.autograd.forward_ad.make_dual(x, x))).tangent != 0
+    torch.compile(squared, backend="eager", fullgraph=True)(x)
+    with FlopCounterMode(display=False):
+        squared(x)
+    assert squared(x[0]).isfinite()
+    assert squared(x[0, 0]).isfinite()
+    assert swiglu(x, x.double(), "triton").dtype == FP64
+    assert calls == []
+    squared(x)
+    assert len(calls) == 1
