@@ -1,7 +1,7 @@
 """Operators and their backends: a folder for each operator, and the modules that they share.
 
-Kimi Delta Attention (`kda`), softmax attention with a bias (`attention_bias`), the short convolution and the gated norm
-of a layer (`short_conv`, `gated_norm`), its decode step between the projections (`layer_step`), and the activation of an
+Kimi Delta Attention (`kda`), softmax attention with a bias (`attention_bias`), the short convolution and gated norm of
+a layer (`short_conv`, `gated_norm`), its decode step between the projections (`layer_step`), and the activation of an
 MLP (`swiglu`). The loss of language models (`linear_cross_entropy`) has no backends.
 """
 
