@@ -25,12 +25,19 @@ BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INTEGERS = {"D0", "D1", "D2", "T", "N", "strips"}
 
 
-def compiled(kernel: Any, sm: int, packed: bool, channels: int) -> dict[str, Any]:
+ONES = {"D0", "D1", "x1_stride", "dy1_stride", "N", "strips", "n_stride", "w_stride", "d_stride"}
+
+
+def compiled(kernel: Any, sm: int, packed: bool, channels: int, ones: bool = False) -> dict[str, Any]:
+    """Compile a kernel; with `ones`, arguments that may be 1 are, which Triton takes for constants."""
     constants = {"W": 4, "PACKED": packed, "STATE": packed, "STRIP": STRIPS[0], "BLOCK_D": MOST_CHANNELS}
     types, values, hints = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
             types[argument], values[(i,)] = "constexpr", constants[argument]
+            continue
+        if ones and argument in ONES:
+            types[argument], values[(i,)] = "constexpr", 1
             continue
         integer = argument in INTEGERS or argument.endswith("_stride")
         types[argument] = "i32" if integer else {"Partial": "*fp32", "Offsets": "*i32"}.get(argument, "*bf16")
@@ -48,7 +55,7 @@ def compiled(kernel: Any, sm: int, packed: bool, channels: int) -> dict[str, Any
     ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
     vectors = len(re.findall(r"ld\.global\S*\.v[24]\.b32", done.asm["ptx"]))
     return {
-        "kernel": kernel.__name__, "packed": packed, "registers": int(registers), "stack": int(stack),
+        "kernel": kernel.__name__, "packed": packed, "ones": ones, "registers": int(registers), "stack": int(stack),
         "shared": done.metadata.shared, "row loads": vectors,
     }  # fmt: skip
 
@@ -57,3 +64,4 @@ if __name__ == "__main__":
     for kernel, channels in ((forward_kernel, FORWARD_CHANNELS), (backward_kernel, BACKWARD_CHANNELS)):
         for packed in (False, True):
             print(json.dumps(compiled(kernel, int(sys.argv[1]), packed, channels)))
+        print(json.dumps(compiled(kernel, int(sys.argv[1]), True, channels, ones=True)))

@@ -211,7 +211,7 @@ def _sequence(Offsets, t, T, N, b, PACKED: tl.constexpr):
     """(number, begin, end) of the sequence of token t, by binary search if PACKED."""
     n, begin, end = b, t * 0, T
     if PACKED:
-        n, above = t * 0, N
+        n, above = t * 0, t * 0 + N  # an N of 1 is a constant to Triton, which a loop cannot change
         while above - n > 1:
             middle = (n + above) // 2
             begins_before = tl.load(Offsets + middle) <= t
