@@ -177,11 +177,12 @@ def measure(machine: CudaMachine, contenders: Sequence[str], task: str, mode: st
     for name in contenders:
         rows[name] = fields | {"contender": name}
         held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
         try:
             runs[name] = prepare(machine, task, mode, batch, size, name)
-            for _ in range(2):
-                runs[name]()
+            runs[name]()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()  # of building and warming up
+            runs[name]()
             torch.cuda.synchronize()
         except (CaptureError, RuntimeError, TypeError, ValueError) as problem:
             rows[name]["reason"] = f"{type(problem).__name__}: {problem}"[:200]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params, addresses
-from ....layer_step.contract import Inputs
 from ...activations import BETA_CODES, GATE_CODES
 from ..decode.decode import MOST_ROWS, PLANS, STATES, TYPES, IndexKey, _index
 
@@ -108,8 +107,8 @@ class Plan:
         return self.machine.load(SOURCE, "kda_layer_step", self.variant.defines, self.device)
 
 
-def layer_step(x: Inputs, machine: Machine) -> Tensor:
-    """o [B, T, HV, V]; `x.state` and `x.conv_state` are updated in place. See `layer_step.contract.Backend`."""
+def layer_step(x: Any, machine: Machine) -> Tensor:
+    """o [B, T, HV, V] of a `layer_step.contract.Inputs`, whose `state` and `conv_state` are updated in place."""
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     state = x.state
     plan, pointers = _plan_of(x, machine), _pointers(x, o)
@@ -125,7 +124,7 @@ def layer_step(x: Inputs, machine: Machine) -> Tensor:
     return o
 
 
-def _pointers(x: Inputs, o: Tensor) -> list[int]:
+def _pointers(x: Any, o: Tensor) -> list[int]:
     return addresses((*x[:9], o, *x[9:17]))
 
 
@@ -135,13 +134,13 @@ def _misaligned(pointers: list[int]) -> int:
     return (f | gate | state | f_weight | gate_weight) % 16
 
 
-def _weights(x: Inputs) -> tuple[Tensor | None, ...]:
+def _weights(x: Any) -> tuple[Tensor | None, ...]:
     return x.conv_weight, *x[9:15]
 
 
-def _copies(x: Inputs) -> Inputs:
+def _copies(x: Any) -> Any:
     """`x` with copies of the tensors that the kernel cannot read as they are."""
-    names = ("f", "gate", "conv_weight", "state", *Inputs._fields[9:15])
+    names = ("f", "gate", "conv_weight", "state", *x._fields[9:15])
     copies: dict[str, Any] = {n: _aligned(t) for n in names if (t := getattr(x, n)) is not None}
     return x._replace(**copies)
 
@@ -150,7 +149,7 @@ def _aligned(t: Tensor) -> Tensor:
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
-def _plan_of(x: Inputs, machine: Machine) -> Plan:
+def _plan_of(x: Any, machine: Machine) -> Plan:
     slots, accepted = x.state_indices, x.num_accepted
     return _plan(
         machine, x.q.device, x.q.dtype, x.state.dtype, x.q.shape, x.v.shape, x.f_weight is not None,
