@@ -140,13 +140,18 @@ def check_recompute(recompute: Any) -> float:
     if isinstance(recompute, bool):
         return 0.0 if recompute else 1.0
     if isinstance(recompute, str) and recompute == "auto":
-        return MOST_SAVED
+        return _most_saved()
     if not isinstance(recompute, float) or not 0 < recompute < 1:
         raise ValueError(
             f"recompute must be True, False, 'auto' or a float between 0 and 1 (a share of the device's memory), "
             f"got {recompute!r}"
         )
     return float(recompute)
+
+
+@torch_private.constant_to_compile  # a symbolic float would be traced twice
+def _most_saved() -> float:
+    return MOST_SAVED
 
 
 def check_values(x: Inputs | DecodeInputs) -> None:
