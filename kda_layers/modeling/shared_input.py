@@ -15,20 +15,22 @@ from torch import Tensor, nn
 from kda_layers.kernels import torch_private, tracing
 from kda_layers.modeling.side_by_side import is_plain
 
-DEVICES = ("cuda",)  # elsewhere the order of sums stays torch's
+# Elsewhere the sums of the gradient keep torch's order, and with it their bits.
+DEVICES, DTYPES = ("cuda",), (torch.bfloat16, torch.float16)
 NARROW = 512  # outputs of a layer whose product is mostly reading the input: such layers share one product
 
 
 def projections(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
     """Return layer(x) for each of `layers`; None where each must be called itself.
 
-    Serves training on a GPU, without compiler, autocast and dispatch modes, if every layer is a plain `nn.Linear`
-    without bias.
+    Serves training in 16 bits on a GPU, without compiler, autocast and dispatch modes, if every layer is a plain
+    `nn.Linear` without bias.
     """
     if (
         not torch.is_grad_enabled()
         or not x.requires_grad
         or x.device.type not in DEVICES
+        or x.dtype not in DTYPES
         or not all(_is_served(layer, x.dtype) for layer in layers)
         or not tracing.is_plain((x,))
         or torch_private.transforms_active()

@@ -21,8 +21,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors go the way that CUDA tensors go."""
+    """CPU tensors of every dtype go the way that CUDA tensors of 16 bits go."""
     monkeypatch.setattr(shared_input, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(shared_input, "DTYPES", (torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
 @pytest.mark.parametrize("narrow", [0, 4, 7, 100], ids=["none narrow", "two", "three", "all"])
