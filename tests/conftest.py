@@ -21,7 +21,7 @@ from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.kda.dispatch import KDA
 
 EMULATED = "@emulator"  # ends the names of backends whose CUDA kernels run in the emulator
-FEWER_EMULATED = 4
+FEWER_EMULATED = 8
 # What compiles, trains or starts processes of its own: parts of test ids. `make quick` leaves it out.
 SLOW = (
     "cuda_emulator/", "test_cuda_", "kernels/test_build", "attention/test_tr", "kernels/test_property",
