@@ -32,7 +32,7 @@ from common.plots import plot_run
 from common.report import run_report, run_table
 from common.settings import PRESETS, LMSettings, lm_settings
 from common.throughput import machine, peak_tflops
-from common.training import Training, load_run
+from common.training import Training, load_run, start
 
 from kda_layers import KDAForCausalLM
 
@@ -77,16 +77,7 @@ def train(args: argparse.Namespace) -> int:
                 f"SHA-256 {resumed['data_sha256'][:12]}..., got {text['sha256'][:12]}..."
             )
         compiled = device.type == "cuda" if args.compile is None else args.compile
-        if args.cuda_graph and device.type == "cuda" and backend == "eager":
-            raise cli.InputError(
-                "--cuda-graph: expected a backend with CUDA kernels, got eager, which copies from the host in each step"
-            )
-        try:
-            training = Training(s, model.to(device), corpus, compiled, resumed, args.cuda_graph)
-        except ValueError as error:
-            if not args.cuda_graph:
-                raise
-            raise cli.InputError(f"--cuda-graph: {cli.first_line(error)}") from error
+        training = start(s, model.to(device), corpus, compiled, resumed, args.cuda_graph, backend)
         facts = {
             "config": model.config.to_dict(),
             "backend": {"requested": args.backend, "serves": backend},

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from common.checkpoint import checkpoint_of, load_state
-from common.cli import InputError
+from common.cli import InputError, first_line
 from common.corpus import Corpus, unigram_nats
 from common.optimization import build_optimizer, heldout_nats, precision, rate_factor, set_rate
 from common.settings import FIRST_STEPS, LMSettings
@@ -185,3 +185,19 @@ class Training:
         rates = self.clock.rates(self.settings.batch_size * self.settings.seq_len)
         speed = f", {rates['median']:,.0f} tokens/s" if rates else ""
         return f"loss {self.losses[-1]:.3f} nats/token{speed}, {self.clock.seconds() / 60:.1f} min"
+
+
+def start(
+    settings: LMSettings, model: Any, corpus: Corpus, compiled: bool, resumed: Any, cuda_graph: bool, backend: str
+) -> Training:
+    """Return the `Training`; an input error where --cuda-graph cannot be."""
+    if cuda_graph and model.device.type == "cuda" and backend == "eager":
+        raise InputError(
+            "--cuda-graph: expected a backend with CUDA kernels, got eager, which copies from the host in each step"
+        )
+    try:
+        return Training(settings, model, corpus, compiled, resumed, cuda_graph)
+    except ValueError as error:
+        if not cuda_graph:
+            raise
+        raise InputError(f"--cuda-graph: {first_line(error)}") from error
