@@ -79,13 +79,11 @@ class Operator(Generic[X, Out]):
         self.tensors = sum(hints[n] in (Tensor, Tensor | None) for n in inputs._fields)  # leading fields
         args, results = schema(inputs), ", ".join(f"Tensor {n}" for n in outputs._fields)
         d_outputs = ", ".join(f"Tensor? d_{n}" for n in outputs._fields)
-        _library.define(f"{name}({args}, bool save, str backend) -> ({results}, Tensor[] saved)")
-        _library.define(
-            f"{name}_grad({args}, str backend, Tensor[] saved, {d_outputs}) -> "
-            f"({', '.join(['Tensor'] * self.with_gradient)})"
-        )
-        self.op = _implement(name, self._run, self._run_fake, self._run_recording)
-        self.grad_op = _implement(f"{name}_grad", self._grad, self._grad_fake, self._grad_recording)
+        signature = f"({args}, bool save, str backend) -> ({results}, Tensor[] saved)"
+        self.op = define(name, signature, self._run, self._run_fake, self._run_recording)
+        gradients_out = ", ".join(["Tensor"] * self.with_gradient)
+        signature = f"({args}, str backend, Tensor[] saved, {d_outputs}) -> ({gradients_out})"
+        self.grad_op = define(f"{name}_grad", signature, self._grad, self._grad_fake, self._grad_recording)
 
     def __call__(self, x: X, needs_grad: bool, backend: str) -> Out:
         """Return the outputs of a backend's `forward`, differentiable; None for those that `x` does not ask for."""
@@ -204,8 +202,8 @@ class InPlaceOperator(Generic[X]):
             output_like: as `outputs_like` of `Operator`
         """
         self.name, self.inputs, self.writes, self.registry, self.method = name, inputs, writes, registry, method
-        _library.define(f"{name}({schema(inputs, writes)}, str backend) -> Tensor")
-        self.op = _implement(name, self._run, lambda *args: output_like(inputs(*args[:-1])))
+        signature = f"({schema(inputs, writes)}, str backend) -> Tensor"
+        self.op = define(name, signature, self._run, lambda *args: output_like(inputs(*args[:-1])))
 
     def __call__(self, x: X, backend: str) -> Tensor:
         """Return the output; the written inputs are updated."""
@@ -220,8 +218,14 @@ class InPlaceOperator(Generic[X]):
         return without_autocast(getattr(self.registry.backends()[args[-1]], self.method), self.inputs(*args[:-1]))
 
 
-def _implement(name: str, run: Any, fake: Any, autograd: Any = None) -> Any:
-    """Register the op's functions and return it."""
+def define(name: str, signature: str, run: Any, fake: Any, autograd: Any = None) -> Any:
+    """Define torch.ops.<NAMESPACE>.<name>, arguments and results as in `signature`, and return it.
+
+    Args:
+        run, fake: the op and its version for fake tensors, which reads no value
+        autograd: called in place of `run` where gradients may be recorded; None for an op without gradient
+    """
+    _library.define(name + signature)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     if autograd is not None:

@@ -157,13 +157,21 @@ def test_a_second_backward_is_refused() -> None:
         gradient.sum().backward()
 
 
-@pytest.mark.skipif(BEST_DEVICE != "cpu", reason="on a GPU the loss is NaN")
+@pytest.mark.skipif(BEST_DEVICE != "cpu", reason="on a GPU the loss is NaN: see the next test")
 @pytest.mark.parametrize("label", [VOCAB, -1])
 def test_a_label_outside_of_the_vocabulary_raises(label: int) -> None:
     x, weight, target = problem()
     target[3] = label
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         linear_cross_entropy(x, weight, target)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU raises")
+@pytest.mark.parametrize("label", [VOCAB, -1])
+def test_a_label_outside_of_the_vocabulary_is_nan_on_a_gpu(label: int) -> None:
+    x, weight, target = (t.detach().to("cuda", FP32) if t.is_floating_point() else t.cuda() for t in problem())
+    target[3] = label
+    assert linear_cross_entropy(x, weight, target).isnan()
 
 
 @needs_triton

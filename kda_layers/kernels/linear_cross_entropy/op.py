@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import torch_private
-from ..operator import NAMESPACE
+from ..operator import define
 from ..tracing import is_plain, refuse_transforms, without_autocast
 
 __all__ = ["linear_cross_entropy"]
@@ -25,12 +25,6 @@ __all__ = ["linear_cross_entropy"]
 CHUNK_BYTES = 128 << 20  # logits of a chunk: 2048 tokens of 32000 bf16 logits. Fewer tokens slow the matrix products.
 SOFTMAX_BYTES = 32 << 20  # fp32 logits that plain PyTorch takes at a time; they stay in the cache of a large GPU
 ROWS_MULTIPLE = 64  # of tokens in a chunk, for the tiles of matrix products
-
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_library.define(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, int ignore_index, bool d_x, bool d_weight) -> "
-    "(Tensor loss, Tensor d_x, Tensor d_weight)"
-)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
@@ -48,8 +42,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index
         The sum, fp32 (fp64 for fp64).
 
     Raises:
+        ValueError: a tensor of another shape, or a target that is not int64; the message names it.
         RuntimeError: a torch.func transform, forward-mode differentiation, a second backward or derivative.
     """
+    _check(x, weight, target)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not torch.compiler.is_compiling():
         refuse_transforms("linear_cross_entropy", (x, weight))
@@ -57,8 +53,18 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index
             return _Loss.apply(x, weight, target, ignore_index)
         if is_plain((x, weight, target)):
             return without_autocast(_loss_and_gradients, (x, weight, target), ignore_index, False, False)[0]
-    op = torch.ops.kda_layers.linear_cross_entropy.default
-    return op(x, weight, target, ignore_index, needs_grad, needs_grad)[0]
+    return _op(x, weight, target, ignore_index, needs_grad, needs_grad)[0]
+
+
+def _check(x: Tensor, weight: Tensor, target: Tensor) -> None:
+    if x.ndim != 2:
+        raise ValueError(f"x must have shape [T, D], got {list(x.shape)}: pass x.flatten(0, -2)")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[1]:
+        raise ValueError(f"weight must have shape [vocab_size, D = {x.shape[1]}], got {list(weight.shape)}")
+    if target.shape != x.shape[:1] or target.dtype != torch.int64:
+        raise ValueError(
+            f"target must be int64 of shape [T = {x.shape[0]}], got {target.dtype} of shape {list(target.shape)}"
+        )
 
 
 class _Loss(torch.autograd.Function):
@@ -69,7 +75,7 @@ class _Loss(torch.autograd.Function):
             out = without_autocast(_loss_and_gradients, (x, weight, target), ignore_index, d_x, d_weight)
         else:
             with torch_private.below_autograd():
-                out = torch.ops.kda_layers.linear_cross_entropy.default(x, weight, target, ignore_index, d_x, d_weight)
+                out = _op(x, weight, target, ignore_index, d_x, d_weight)
         ctx.weight_dtype = weight.dtype
         ctx.gradients = [out[1] if d_x else None, out[2] if d_weight else None]
         return out[0]
@@ -210,13 +216,14 @@ def _recording(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, d_x
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Loss.apply(x, weight, target, ignore_index), x.new_empty(0), weight.new_empty(0)
     with torch_private.below_autograd():
-        return torch.ops.kda_layers.linear_cross_entropy.default(x, weight, target, ignore_index, d_x, d_weight)
+        return _op(x, weight, target, ignore_index, d_x, d_weight)
 
 
-_library.impl(
+_op = define(
     "linear_cross_entropy",
+    "(Tensor x, Tensor weight, Tensor target, int ignore_index, bool d_x, bool d_weight) -> "
+    "(Tensor loss, Tensor d_x, Tensor d_weight)",
     lambda x, weight, target, *options: _loss_and_gradients((x, weight, target), *options),
-    "CompositeExplicitAutograd",
+    _outputs_like,
+    _recording,
 )
-_library.impl("linear_cross_entropy", _recording, "Autograd")
-torch.library.register_fake(f"{NAMESPACE}::linear_cross_entropy", _outputs_like, lib=_library)

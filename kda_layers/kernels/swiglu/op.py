@@ -21,14 +21,15 @@ def swiglu(gate: Tensor, up: Tensor, backend: str | None = None) -> Tensor:
     """Return silu(gate) * up, differentiable.
 
     Args:
-        gate, up: [B, T, D], any float dtype. torch.compile, torch.func and tensors of another rank or class get the
-            plain form.
+        gate, up: [B, T, D], any float dtype. torch.compile, torch.func, and tensors of another rank or class or unlike
+            each other get the plain form, which broadcasts and raises as PyTorch does.
         backend: name of a backend, used if it serves this call; None chooses.
 
     Returns:
         [B, T, D]. A fused kernel rounds once, plain PyTorch also after silu.
     """
-    plain_tensors = is_plain((gate, up)) and gate.ndim == 3 and gate.dtype == up.dtype
+    alike = gate.shape == up.shape and gate.dtype == up.dtype and gate.device == up.device
+    plain_tensors = is_plain((gate, up)) and gate.ndim == 3 and alike
     if not plain_tensors or torch_private.transforms_active() or torch_private.forward_ad_active():
         return SWIGLU.backends()["eager"].multiply(gate, up)
     name, transparent = SWIGLU.choose(backend, gate.device, gate.dtype, few_tokens(gate))
