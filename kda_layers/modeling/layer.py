@@ -31,7 +31,7 @@ from kda_layers.modeling.side_by_side import SideBySide, is_plain
 from kda_layers.modeling.state import LayerState
 
 # Value heads of all sequences for which a decode step's kernel multiplies the factors of decays and gate itself. For
-# more, two GEMMs are faster. On an H200: 512 heads 35 us either way, 256 heads 21 against 24, 1024 heads 63 against 53.
+# more, two GEMMs are faster (docs/internals/kernels/layer_step.md).
 MOST_FACTORED = 512
 
 
@@ -239,30 +239,30 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
 
     def _decode(self, x: Tensor, state: LayerState) -> Tensor | None:
         """Return o [B, 1, HV V] of a decode step x [B, 1, D] by one kernel; None where no kernel serves it."""
+        if not state.cached or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+            return None
         B, T, _ = x.shape
-        if not state.cached or torch.is_grad_enabled():
-            return None
-        if state.recurrent is None or state.recording or T != 1:
-            self.side_by_side.weight(self._inputs())  # before a decode step is compiled or captured
-            return None
         A_log, wide, conv, norm = self.A_log, state_dtype(x.dtype), self.conv1d.weight, self.o_norm.weight
         K, V, HV = self.head_dim, self.head_v_dim, A_log.numel()
         H = (conv.shape[0] - HV * V) // (2 * K)
         factors = (self.f_b_proj, self.g_b_proj) if self.gate_rank and B * HV <= MOST_FACTORED else ()
         if not all(is_plain(layer) for layer in factors):
             factors = ()
-        dtypes = {t.dtype for t in (x, conv, norm, state.conv, *(layer.weight for layer in factors))}
-        if len(dtypes) > 1 or torch.is_autocast_enabled(x.device.type):
+        if any(t.dtype != x.dtype for t in (conv, norm, *(layer.weight for layer in factors))):
             return None
         gate, bound, beta = (self.kda_options[name] for name in ("gate_activation", "lower_bound", "beta_activation"))
         rank, backend = self.gate_rank if factors else 0, self.kda_options.get("backend")
-        sizes = K, V, HV // H, T, conv.shape[2], rank
-        if not has_kernel(backend, x.device, x.dtype, state.recurrent.dtype, *sizes, gate, beta):
+        state_is = wide if state.recurrent is None else state.recurrent.dtype
+        if not has_kernel(backend, x.device, x.dtype, state_is, K, V, HV // H, 1, conv.shape[2], rank, gate, beta):
+            return None
+        if state.conv is None or state.recurrent is None or state.recording or T != 1:
+            self.side_by_side.weight(self._inputs())  # before a decode step is compiled or captured
+            return None
+        if state.conv.dtype != x.dtype:
             return None
         q, k, v, f, g, b = self._projections(x)
         if not factors and self.gate_rank:
             f, g = self.f_b_proj(f), self.g_b_proj(g)
-        state.count(x)
         o = layer_step(
             q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, g, b, conv[:, 0], state.conv,
             state.recurrent, norm_weight=norm, f_weight=factors[0].weight if factors else None,
@@ -270,6 +270,7 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
             A_log=A_log.to(wide), dt_bias=self.dt_bias.to(wide).view(-1, K), gate_activation=gate, lower_bound=bound,
             beta_activation=beta, norm_eps=self.norm_eps, backend=backend,
         )  # fmt: skip
+        state.count(x)
         return o.flatten(2)
 
     def _projections(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from kda_layers.kernels import torch_private
 from kda_layers.kernels.linear_cross_entropy.op import linear_cross_entropy
-from kda_layers.modeling.side_by_side import is_plain
+from kda_layers.modeling.side_by_side import trains_plainly
 
 
 def chunked_loss(
@@ -37,7 +37,7 @@ def chunked_loss(
         _: keywords that ForCausalLMLoss does not read, either.
     """
     head, dtype = model.lm_head, _compute_dtype(hidden_states)
-    if model.loss_function is not ForCausalLMLoss or not _is_plain_head(head):
+    if model.loss_function is not ForCausalLMLoss or not trains_plainly(head):
         return None
     if type(hidden_states) is not Tensor or head.weight.shape[0] != model.config.vocab_size:
         return None
@@ -65,12 +65,3 @@ def _compute_dtype(x: Tensor) -> torch.dtype | None:
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
-
-
-def _is_plain_head(head: nn.Module) -> bool:
-    return (
-        is_plain(head)
-        and head.bias is None
-        and not (head._backward_hooks or head._backward_pre_hooks)
-        and "forward" not in head.__dict__  # replaced by offloading, for one
-    )

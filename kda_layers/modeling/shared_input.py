@@ -1,7 +1,7 @@
 """Linear layers with the same input while training: their gradients of it accumulate in one buffer.
 
-Autograd would add them one by one: for the six projections of a layer five additions of [B, T, D], each of which reads
-two tensors and writes one. Here the first product writes the buffer and the others add to it in their epilogue.
+Autograd would sum them pairwise: five additions of [B, T, D] tensors for the six projections of a layer. Here the first
+product writes the buffer and the others accumulate into it in their epilogue.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers.kernels import torch_private, tracing
-from kda_layers.modeling.side_by_side import is_plain
+from kda_layers.modeling.side_by_side import trains_plainly
 
 # Elsewhere the sums of the gradient keep torch's order, and with it their bits.
 DEVICES, DTYPES = ("cuda",), (torch.bfloat16, torch.float16)
@@ -31,7 +31,7 @@ def projections(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | 
         or not x.requires_grad
         or x.device.type not in DEVICES
         or x.dtype not in DTYPES
-        or not all(_is_served(layer, x.dtype) for layer in layers)
+        or not all(trains_plainly(layer) and layer.weight.dtype == x.dtype for layer in layers)
         or not tracing.is_plain((x,))
         or torch_private.transforms_active()
         or torch_private.forward_ad_active()
@@ -52,15 +52,6 @@ def multiplied(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     outputs += together.split([rows[i] for i in narrow], -1)
     found = dict(zip([*wide, *narrow], outputs, strict=True))
     return tuple(found[i] for i in range(len(rows)))
-
-
-def _is_served(layer: nn.Module, dtype: torch.dtype) -> bool:
-    return (
-        is_plain(layer)
-        and layer.bias is None
-        and layer.weight.dtype == dtype
-        and not (layer._backward_hooks or layer._backward_pre_hooks)
-    )
 
 
 class _SharedInput(torch.autograd.Function):

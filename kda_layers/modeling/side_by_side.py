@@ -116,6 +116,11 @@ def is_plain(layer: nn.Module) -> bool:
     )
 
 
+def trains_plainly(layer: nn.Module) -> bool:
+    """Return True if the layer is plain, without bias and without hooks of the backward."""
+    return is_plain(layer) and layer.bias is None and not (layer._backward_hooks or layer._backward_pre_hooks)
+
+
 def _alone(t: Tensor) -> Tensor:
     """The same memory as a storage of its own.
 
