@@ -18,6 +18,13 @@ from ...contract import DecodeInputs
 from ..forward.forward import TYPES, WIDTHS
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
+INDEX = """struct Index {  // of a tensor [N] or [N, columns]: strides in elements
+    u32 row, column;
+    u32 columns;  // 0: [N]
+    u32 int64;    // 1: int64, 0: int32
+};
+
+"""  # filled by `index_values`
 PARAMS = Params("DecodeParams", """
     const u16 *q, *k, *v;
     const void *g, *beta;
@@ -41,13 +48,7 @@ struct Rows {  // of a tensor [B, T, heads, ...]: strides in elements; of the la
     u32 fp32;  // 1: fp32, 0: IO
 };
 
-struct Index {  // of a tensor [N] or [N, columns]: strides in elements
-    u32 row, column;
-    u32 columns;  // 0: [N]
-    u32 int64;    // 1: int64, 0: int32
-};
-
-""")  # fmt: skip
+""" + INDEX)  # fmt: skip
 STATES = (torch.float32, torch.bfloat16)
 STAGE = 8  # tokens in shared memory at a time
 MOST_ROWS = 2**16 - 1  # limit of a grid's y and z
@@ -185,7 +186,7 @@ def _plan(
     kernel = machine.load(SOURCE, "kda_decode", variant.defines, device)
     rest = PARAMS.pack_values(
         *q[:3], 0, *k[:3], 0, *v[:3], 0, *g[:3], g_dtype is torch.float32, *beta, beta_dtype is torch.float32,
-        *_index(slots), *_index(accepted), *_index(offsets),
+        *index_values(slots), *index_values(accepted), *index_values(offsets),
         -(-(2**32) // (HV // H)), state[0] // piece, state[1] // piece, slot_count, N, T, stage,
         GATE_CODES[gate_activation], BETA_CODES[beta_activation], qk_l2norm, lower_bound, scale,
     )  # fmt: skip
@@ -200,7 +201,7 @@ def _plan(
     )  # fmt: skip
 
 
-def _index(key: IndexKey) -> tuple[int, int, int, bool]:
+def index_values(key: IndexKey) -> tuple[int, int, int, bool]:
     """The values of struct Index for a tensor [N] or [N, columns]."""
     if key is None:
         return 0, 0, 0, False

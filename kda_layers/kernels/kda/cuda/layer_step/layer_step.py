@@ -15,7 +15,7 @@ from torch import Tensor
 from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params, addresses
 from ...activations import BETA_CODES, GATE_CODES
-from ..decode.decode import MOST_ROWS, PLANS, STATES, TYPES, IndexKey, _index
+from ..decode.decode import INDEX, MOST_ROWS, PLANS, STATES, TYPES, IndexKey, index_values
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 PARAMS = Params("LayerStepParams", """
@@ -41,13 +41,7 @@ struct Tokens {  // strides of a tensor [B, T, ...] in elements
     u32 batch, token;
 };
 
-struct Index {  // of a tensor [N] or [N, columns]: strides in elements
-    u32 row, column;
-    u32 columns;  // 0: [N]
-    u32 int64;    // 1: int64, 0: int32
-};
-
-""")  # fmt: skip
+""" + INDEX)  # fmt: skip
 RANKS = (64, 128)  # of the factors of decays and gate
 TAPS = (2, 3, 4)
 MOST_TOKENS = 8  # of a sequence: shared memory holds all of them
@@ -85,10 +79,10 @@ class Variant:
         return state + errors + o + tokens * operands
 
 
-def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype], groups: Iterable[int] = (1,)) -> Iterator[Variant]:
-    """The variants for the usual layers: four taps, factors of rank K or logits given."""
-    for K, dtype, state, given, group in itertools.product(widths, dtypes, STATES, (False, True), groups):
-        yield Variant(K, dtype, state, 0 if given else K, 4, group)
+def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:
+    """The variants for the usual layers: four taps, factors of rank K or logits given, no grouped heads."""
+    for K, dtype, state, given in itertools.product(widths, dtypes, STATES, (False, True)):
+        yield Variant(K, dtype, state, 0 if given else K, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -125,6 +119,7 @@ def layer_step(x: Any, machine: Machine) -> Tensor:
 
 
 def _pointers(x: Any, o: Tensor) -> list[int]:
+    """The pointers of `PARAMS`: the tensors of the inputs in their order, the outputs behind `state`."""
     return addresses((*x[:9], o, *x[9:17]))
 
 
@@ -175,7 +170,7 @@ def _plan(
     variant = Variant(K, dtype, state_dtype, width if factored else 0, taps, HV // H)
     piece = 16 // state_dtype.itemsize
     rest = PARAMS.pack_values(
-        *q[:2], *k[:2], *v[:2], *f[:2], *gate[:2], *beta[:2], *_index(slots), *_index(accepted),
+        *q[:2], *k[:2], *v[:2], *f[:2], *gate[:2], *beta[:2], *index_values(slots), *index_values(accepted),
         -(-(2**32) // (HV // H)), *conv_state, state[0] // piece, state[1] // piece, slot_count, B, T, H * K,
         GATE_CODES[gate_activation], BETA_CODES[beta_activation], lower_bound, scale, norm_eps,
     )  # fmt: skip
