@@ -4,7 +4,8 @@ Models of one size with random weights in bf16: ours, the same with softmax atte
 flash-linear-attention's own KDA model where that is installed. Tasks: a training step (zero_grad, forward, loss,
 backward), a prefill that fills a cache, and a greedy decode step; each called as it is and, where that can be captured,
 replayed from a CUDA graph. Wall time from one synchronisation to the next, in turns; GPU time, kernels and where the
-time goes from the profiler; memory is the peak of PyTorch's allocator above the parameters.
+time goes from the profiler; memory is the peak of PyTorch's allocator above the parameters, gradients included, and is
+not measured in a graph, whose memory is reserved by its capture.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "0.7b": dict(hidden_size=2048, num_hidden_layers=12, heads=16, intermediate_size=5632, vocab_size=32000),
     "120m": dict(hidden_size=768, num_hidden_layers=12, heads=6, intermediate_size=2048, vocab_size=32000),
 }
+DEVICE = "cuda"
 T = 8192  # tokens of a training step and of a prefill
 PROMPT = 64  # tokens before a decode step
 BATCHES = (1, 64)  # sequences of a decode step
@@ -52,7 +54,7 @@ PARTS = {
 
 
 def build(contender: str, size: str) -> Any:
-    """The model on the GPU, in bf16 but for the gates' parameters."""
+    """The model on the device, in bf16 but for the gates' parameters."""
     fields = dict(SIZES[size])
     heads = fields.pop("heads")
     torch.manual_seed(0)
@@ -63,20 +65,20 @@ def build(contender: str, size: str) -> Any:
         config: Any = FLAConfig(
             **fields, num_heads=heads, head_dim=128, safe_gate=True, lower_bound=-5, tie_word_embeddings=True
         )
-        with torch.device("cuda"):
+        with torch.device(DEVICE):
             return to_bf16(FLAForCausalLM(config))
     kinds = {"layer_types": ["full_attention"] * fields["num_hidden_layers"]} if contender == "softmax" else {}
     config = KDAConfig(
         **fields, **kinds, linear_num_heads=heads, linear_head_dim=128, num_attention_heads=heads,
         tie_word_embeddings=True,
     )  # fmt: skip
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         return to_bf16(KDAForCausalLM(config))
 
 
 def training_step(model: Any, batch: int) -> Callable[[], Tensor]:
     """Zero_grad, forward, loss and backward of one sequence."""
-    tokens = torch.randint(model.config.vocab_size, (batch, T), device="cuda")
+    tokens = torch.randint(model.config.vocab_size, (batch, T), device=DEVICE)
     model.train()
 
     def run() -> Tensor:
@@ -90,7 +92,7 @@ def training_step(model: Any, batch: int) -> Callable[[], Tensor]:
 
 def prefill(model: Any, batch: int) -> Callable[[], Tensor]:
     """A prompt into a new cache, and the last token's logits."""
-    tokens = torch.randint(model.config.vocab_size, (batch, T), device="cuda")
+    tokens = torch.randint(model.config.vocab_size, (batch, T), device=DEVICE)
     model.eval()
 
     @torch.no_grad()
@@ -102,7 +104,7 @@ def prefill(model: Any, batch: int) -> Callable[[], Tensor]:
 
 def decode(model: Any, batch: int) -> Callable[[], Tensor]:
     """A greedy step over a cache that holds a prompt; of a softmax model, at one length, which is put back."""
-    prompt = torch.randint(model.config.vocab_size, (batch, PROMPT), device="cuda")
+    prompt = torch.randint(model.config.vocab_size, (batch, PROMPT), device=DEVICE)
     model.eval()
     ours = isinstance(model, KDAForCausalLM)
     # Of a static cache a softmax model gets its best case: every position is in use, so that no mask is built.
@@ -155,13 +157,12 @@ def gpu_time(machine: CudaMachine, run: Callable[[], Any], calls: int = 3) -> tu
     return dict(parts), round(len(events) / calls), kernels
 
 
-def prepare(machine: CudaMachine, task: str, mode: str, batch: int, size: str, contender: str) -> Callable[[], Any]:
-    """The work of one row, warmed up.
+def prepare(machine: CudaMachine, task: str, mode: str, batch: int, model: Any) -> Callable[[], Any]:
+    """The work of one row.
 
     Raises:
         CaptureError: it cannot be captured.
     """
-    model = build(contender, size)
     run = (compiled_decode if mode == "compiled graph" else TASKS[task])(model, batch)
     if "graph" not in mode:
         return run
@@ -173,12 +174,15 @@ def measure(machine: CudaMachine, contenders: Sequence[str], task: str, mode: st
     """A row for each contender, in turns."""
     length = 1 if "decode" in task else T
     fields = {"task": task, "mode": mode, "batch": batch, "T": length}
-    rows, runs = {}, {}
+    rows, runs, parameters = {}, {}, {}
     for name in contenders:
         rows[name] = fields | {"contender": name}
         held = torch.cuda.memory_allocated()
+        model = build(name, size)
+        parameters[name] = sum(p.numel() for p in model.parameters())
+        held += sum(p.nbytes for p in model.parameters())
         try:
-            runs[name] = prepare(machine, task, mode, batch, size, name)
+            runs[name] = prepare(machine, task, mode, batch, model)
             runs[name]()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()  # of building and warming up
@@ -187,8 +191,8 @@ def measure(machine: CudaMachine, contenders: Sequence[str], task: str, mode: st
         except (CaptureError, RuntimeError, TypeError, ValueError) as problem:
             rows[name]["reason"] = f"{type(problem).__name__}: {problem}"[:200]
             continue
-        weights = 2 * parameters(size) / 2**20
-        rows[name]["MiB"] = (torch.cuda.max_memory_allocated() - held) / 2**20 - weights
+        if "graph" not in mode:
+            rows[name]["MiB"] = (torch.cuda.max_memory_allocated() - held) / 2**20
         parts, kernels, by_name = gpu_time(machine, runs[name])
         rows[name] |= {"GPU ms": sum(parts.values()), "kernels": kernels, "parts": parts}
         rows[name]["slowest"] = dict(by_name.most_common(25))
@@ -196,22 +200,11 @@ def measure(machine: CudaMachine, contenders: Sequence[str], task: str, mode: st
         seconds, tokens = times["median"] / 1e3, batch * length
         rows[name] |= {"wall": times, "wall ms": times["median"], "tokens/s": tokens / seconds}
         if task == "training step":
-            rows[name]["MFU %"] = 600 * parameters(size) * tokens / seconds / PEAK
+            rows[name]["MFU %"] = 600 * parameters[name] * tokens / seconds / PEAK
     runs.clear()
     gc.collect()
     torch.cuda.empty_cache()
     return list(rows.values())
-
-
-def parameters(size: str) -> int:
-    """Parameters of our model."""
-    fields = dict(SIZES[size])
-    heads = fields.pop("heads")
-    config = KDAConfig(
-        **fields, linear_num_heads=heads, linear_head_dim=128, num_attention_heads=heads, tie_word_embeddings=True
-    )
-    with torch.device("meta"):
-        return sum(p.numel() for p in KDAForCausalLM(config).parameters())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
