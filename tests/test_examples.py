@@ -224,7 +224,8 @@ def test_a_run_by_the_clock_resumes_with_its_seconds(
     assert after["losses"][:41] == before["losses"]
     assert after["step"] > 41 + 5
     assert after["windows"][: len(before["windows"])] == before["windows"]
-    assert sum(w["seconds"] for w in after["windows"]) >= 2 * seconds
+    # The clock is read after the last window has ended, so that the windows may be less than a step short.
+    assert sum(w["seconds"] for w in after["windows"]) >= 2 * seconds * (1 - 1 / after["step"])
 
 
 def test_bfloat16_keeps_parameters_in_float32(data: Path, tmp_path: Path) -> None:

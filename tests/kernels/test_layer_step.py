@@ -283,7 +283,7 @@ def spread(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("change", [moved, spread], ids=["misaligned", "strided"])
 @pytest.mark.parametrize("name", ["conv_weight", "f_weight", "gate_weight", "gate_bias", "norm_weight", "dt_bias"])
 def test_parameters_in_any_layout(name: str, change: Any) -> None:
-    x = inputs_of(Step(B=1))  # of which nothing is copied for its strides
+    x = inputs_of(Step(B=1))  # its strides need no copies
     want, got = emulate(x), x._replace(**{n: getattr(x, n).clone() for n in WRITTEN})
     with emulated.GuardedMemory():
         o = launcher.layer_step(got._replace(**{name: change(getattr(x, name))}), emulated.Emulator())

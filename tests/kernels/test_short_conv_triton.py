@@ -159,7 +159,7 @@ def test_what_one_sequence_holds_does_not_reach_another() -> None:
 
 @needs_triton
 def test_one_tensor_and_gradients_of_some() -> None:
-    """One tensor as the three, and three of which one has a gradient; a frozen weight."""
+    """The same tensor three times, a gradient for one of three tensors, and a frozen weight."""
     x = normal(2, 7, 5).to(BEST_DEVICE, FP32).requires_grad_()
     weight = normal(5, 4, seed=1).to(BEST_DEVICE, FP32)
     others = [normal(2, 7, width, seed=width).to(BEST_DEVICE, FP32) for width in (2, 3)]

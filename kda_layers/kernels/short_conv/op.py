@@ -79,7 +79,7 @@ def short_conv(
         weight: [D, W].
         state: [N, D, W], the last W inputs of each sequence before this call (zeros if None); not changed.
         cu_seqlens: [N + 1] integer offsets of the sequences packed along T (then B = 1), or None (then N = B).
-        mask: [B, T] bool, True for real tokens, each of which sees the W - 1 real ones before it; x must be 0 at
+        mask: [B, T] bool, True for real tokens, which see the W - 1 real ones before them; x must be 0 at
             padding, which may be anywhere. None for no padding. Not with cu_seqlens.
         backend: name of a backend, used if it serves this call; None chooses.
 

@@ -153,7 +153,7 @@ class Plan(NamedTuple):
 
     kernel: Launchable
     variant: Variant
-    groups: int  # of CTAs, each of which serves one work tile at a time
+    groups: int  # of CTAs; a group works on one tile at a time
     blocks: int
     cluster: int
     shared_bytes: int
