@@ -22,17 +22,21 @@ class DtypeError(TypeError, ValueError):
     """A dtype outside the contract, which may be caught as a TypeError or as a ValueError."""
 
 
-def check_tensor(name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor) -> None:
-    """Raise unless `t` is a tensor of this shape, of one of these dtypes and on q's device."""
+def check_tensor(
+    name: str, t: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor, like_name: str = "q"
+) -> None:
+    """Raise unless `t` is a tensor of this shape, of one of these dtypes and on the device of the argument `like`."""
     check_is_tensor(name, t)
     if t.shape != shape:
         swapped = t.ndim > 2 and (t.shape[0], t.shape[2], t.shape[1], *t.shape[3:]) == shape
         hint = f"; {name} looks like [B, H, T, D], pass {name}.transpose(1, 2)" if swapped else ""
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}{hint}")
     if t.dtype not in dtypes:
-        raise DtypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {t.dtype}")
-    if t.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
+        raise DtypeError(
+            f"{name} must be {dtype_names(dtypes)} with {like_name} of {dtype_names([like.dtype])}, got {t.dtype}"
+        )
+    if t.device != like.device:
+        raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {t.device}")
 
 
 def check_is_tensor(name: str, t: Any, instead: str = "") -> None:

@@ -181,8 +181,8 @@ class _Backward(torch.autograd.Function):
         raise RuntimeError(f"{ctx.name} has no second derivative: its backward is hand-written and can be taken once")
 
 
-class InPlaceOperator(Generic[X]):
-    """An operator without gradient that writes some of its inputs."""
+class NoGradOperator(Generic[X]):
+    """An operator without gradient, which may write some of its inputs."""
 
     def __init__(
         self,
@@ -211,7 +211,8 @@ class InPlaceOperator(Generic[X]):
             refuse_transforms(self.name, x)
         if not is_plain(x):
             return self.op(*x, backend)
-        torch.autograd.graph.increment_version([getattr(x, name) for name in self.writes])
+        if self.writes:
+            torch.autograd.graph.increment_version([getattr(x, name) for name in self.writes])
         return without_autocast(getattr(self.registry.backends()[backend], self.method), x)
 
     def _run(self, *args: Any) -> Tensor:

@@ -25,9 +25,9 @@ def make_writable(layer: Any) -> None:
     for states in (layer.conv_states, layer.recurrent_states):
         if states[0] is not None and states[0].is_inference():
             states[0] = _at_a_fixed_address(states[0].clone())
-    seen = getattr(layer, "seen", None)
+    seen = getattr(layer, "own_count", None)
     if isinstance(seen, Tensor) and seen.is_inference():
-        layer.seen = _at_a_fixed_address(seen.clone())
+        layer.own_count = _at_a_fixed_address(seen.clone())
 
 
 def _at_a_fixed_address(t: Tensor) -> Tensor:
@@ -122,18 +122,29 @@ class KDACacheLayer(LinearAttentionLayer):
 
 
 class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
-    """A `KDACacheLayer` that also counts tokens, for models without a softmax layer to count them."""
+    """A `KDACacheLayer` that also counts tokens, for models without a softmax layer to count them.
+
+    One layer of a cache counts for all.
+    """
 
     is_sliding = False
 
-    def __init__(self, number_of_states: int = 1, **kwargs: Any):
+    def __init__(self, number_of_states: int = 1, counter: KDAOnlyCacheLayer | None = None, **kwargs: Any):
+        """`counter`: the layer that counts in place of this one; None: this one."""
         CacheLayerMixin.__init__(self)
         KDACacheLayer.__init__(self, number_of_states)
-        self.seen: Any = 0
+        self.counter = counter
+        self.own_count: Any = 0  # unused with a counter
+
+    @property
+    def seen(self) -> Any:
+        """Tokens so far."""
+        return (self.counter or self).own_count
 
     def count(self, x: Tensor) -> None:
-        """Count the tokens of x [B, T, ...]."""
-        self.seen += x.shape[1]
+        """Count the tokens of x [B, T, ...], unless another layer counts."""
+        if self.counter is None:
+            self.own_count += x.shape[1]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("a KDA layer's cache holds no keys and values: use update_conv_state, update_recurrent_state")
@@ -145,7 +156,7 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
         return self.seen + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        seen = int(self.seen) + int(tokens_to_remove)
+        seen = int(self.own_count) + int(tokens_to_remove)
         super().crop(tokens_to_remove)
         self.reset_count(seen)
 
@@ -154,7 +165,7 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
         self.reset_count(0)
 
     def reset_count(self, seen: int) -> None:
-        self.seen = seen
+        self.own_count = seen
 
     offload, prefetch = LinearAttentionLayer.offload, LinearAttentionLayer.prefetch
 
@@ -166,13 +177,15 @@ class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
     """
 
     def count(self, x: Tensor) -> None:
-        if not isinstance(self.seen, Tensor):
-            self.seen = _at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
-        self.seen.add_(x.shape[1])
+        if self.counter is not None:
+            return
+        if not isinstance(self.own_count, Tensor):
+            self.own_count = _at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
+        self.own_count.add_(x.shape[1])
 
     def reset_count(self, seen: int) -> None:
-        if isinstance(self.seen, Tensor):
-            self.seen.fill_(seen)
+        if isinstance(self.own_count, Tensor):
+            self.own_count.fill_(seen)
 
 
 def with_kda_layers(cache: Cache) -> Cache:
@@ -184,9 +197,12 @@ def with_kda_layers(cache: Cache) -> Cache:
     kind: type[KDACacheLayer] = KDAOnlyStaticLayer if isinstance(cache, StaticCache) else KDAOnlyCacheLayer
     if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         kind = KDACacheLayer
+    counting: dict[str, Any] = {}  # of later layers that are made here: the one that counts for them
     for i, layer in enumerate(cache.layers):
         if type(layer) is LinearAttentionLayer and not any(layer.has_previous_state.values()):
-            new = kind(layer.number_of_states)
+            new = kind(layer.number_of_states, **counting)
+            if isinstance(new, KDAOnlyCacheLayer):
+                counting.setdefault("counter", new)
             new.record_past = layer.record_past
             cache.layers[i] = new
             if not torch.compiler.is_compiling():

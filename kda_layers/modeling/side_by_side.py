@@ -21,7 +21,10 @@ DEVICES = ("cuda",)  # where one product is faster than several
 class SideBySide:
     """The buffer of some linear layers, held by the module that owns them."""
 
-    def __init__(self) -> None:
+    def __init__(self, multiple: int = 1) -> None:
+        """`multiple`: of the buffer's rows; the last ones are then zeros. With 8, rows of a product in 16 bits are
+        aligned to 16 bytes, which matrix products and vector loads want."""
+        self.multiple = multiple
         self.whole: Tensor | None = None
         self.parts: tuple[nn.Parameter, ...] = ()
         self.addresses: tuple[int, ...] = ()  # of the parts
@@ -30,12 +33,14 @@ class SideBySide:
     def weight(self, layers: Sequence[nn.Module]) -> Tensor | None:
         """The weights of `layers` one above the other, [sum of outputs, D]; None where each must be called itself.
 
+        The sum is rounded up to `multiple`.
+
         The first uncompiled inference on a GPU lays them so, unless a layer is more than a plain `nn.Linear` with a
         parameter of its own (adapters, quantised weights, hooks of offloading, shards).
         """
         if self._is_current(layers) and self._is_in_place():
             return self.whole
-        if torch.compiler.is_compiling() or not all(is_plain(layer) and layer.bias is None for layer in layers):
+        if torch.compiler.is_compiling() or not all(only_multiplies(layer) for layer in layers):
             return None
         return self._lay([layer.weight for layer in layers])  # type: ignore[misc]
 
@@ -84,8 +89,10 @@ class SideBySide:
         if any(p.untyped_storage().nbytes() != p.nbytes for p in parts):  # part of another buffer
             return None
         with torch.inference_mode(False), torch.no_grad():
-            whole = torch.cat([p.detach() for p in parts])
-            for part, rows in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
+            sizes = [p.shape[0] for p in parts]
+            sizes.append(-sum(sizes) % self.multiple)
+            whole = torch.cat([p.detach() for p in parts] + [first.new_zeros(sizes[-1], first.shape[1])])
+            for part, rows in zip(parts, whole.split(sizes)[:-1], strict=True):
                 if part.is_cuda:  # the copy may run on another stream than the one that the part was made on
                     part.detach().record_stream(torch.cuda.current_stream(part.device))
                 part.data = _alone(rows)
@@ -93,10 +100,10 @@ class SideBySide:
         return whole
 
     def __deepcopy__(self, memo: Any) -> SideBySide:
-        return SideBySide()  # a copied parameter is its own tensor
+        return SideBySide(self.multiple)  # a copied parameter is its own tensor
 
     def __reduce__(self) -> Any:
-        return SideBySide, ()
+        return SideBySide, (self.multiple,)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -104,21 +111,25 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """Return True if the layer does no more than multiply with a weight of its own: no adapter, hook or shard."""
+def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Return True if the layer does no more than its class with a weight of its own: no adapter, hook or shard."""
     weight = layer._parameters.get("weight")
-    return (
-        type(layer) is nn.Linear
-        and not (layer._forward_hooks or layer._forward_pre_hooks)
-        and "forward" not in vars(layer)  # replaced by hooks of accelerate, among others
-        and type(weight) is nn.Parameter
-        and weight.is_contiguous()
-    )
+    return type(layer) is kind and is_unhooked(layer) and type(weight) is nn.Parameter and weight.is_contiguous()
+
+
+def is_unhooked(module: nn.Module) -> bool:
+    """Return True if calling the module runs its forward and nothing else."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))  # vars: accelerate's
+
+
+def only_multiplies(layer: nn.Module) -> bool:
+    """Return True if the layer is plain and has no bias."""
+    return is_plain(layer) and layer.bias is None
 
 
 def trains_plainly(layer: nn.Module) -> bool:
     """Return True if the layer is plain, without bias and without hooks of the backward."""
-    return is_plain(layer) and layer.bias is None and not (layer._backward_hooks or layer._backward_pre_hooks)
+    return only_multiplies(layer) and not (layer._backward_hooks or layer._backward_pre_hooks)
 
 
 def _alone(t: Tensor) -> Tensor:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from ..checks import check_scale
-from ..operator import InPlaceOperator, Operator
+from ..operator import NoGradOperator, Operator
 from .checks import check_decode, check_lower_bound, check_recompute, check_state_dtype, check_values, check_whole
 from .contract import DecodeInputs, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
 from .dispatch import KDA
 from .reference import activate
 
 _kda: Operator[Inputs, KDAOutput] = Operator("kda", Inputs, KDAOutput, Gradients, KDA, outputs_like)
-_kda_step: InPlaceOperator[DecodeInputs] = InPlaceOperator(
+_kda_step: NoGradOperator[DecodeInputs] = NoGradOperator(
     "kda_step", DecodeInputs, ("state",), KDA, "decode", lambda x: x.v.new_empty(x.v.shape)
 )
 

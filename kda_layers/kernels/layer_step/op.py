@@ -10,12 +10,12 @@ from torch import Tensor
 from ..checks import DTYPES, DtypeError, accumulator_dtype, check_is_tensor, check_scale, check_tensor, dtype_names
 from ..kda.checks import check_gate, check_lower_bound, check_slots, check_writable
 from ..kda.dispatch import KDA
-from ..operator import InPlaceOperator
+from ..operator import NoGradOperator
 from ..torch_private import constant_to_compile
 from .contract import Inputs, Problem
 from .dispatch import LAYER_STEP
 
-_layer_step: InPlaceOperator[Inputs] = InPlaceOperator(
+_layer_step: NoGradOperator[Inputs] = NoGradOperator(
     "layer_step", Inputs, ("conv_state", "state"), LAYER_STEP, "step", lambda x: x.v.new_empty(x.v.shape)
 )
 

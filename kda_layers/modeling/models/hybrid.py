@@ -152,14 +152,15 @@ class HybridModel(HybridPreTrainedModel):
         masks = attention_mask
         if not isinstance(attention_mask, dict):
             masks = masks_by_type(self.config, inputs_embeds, layout, past_key_values)
-        T = inputs_embeds.shape[1]
-        positions = position_ids if layout.positions is None else layout.positions
-        if positions is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            positions = torch.arange(T, device=inputs_embeds.device)[None] + past
-        hidden_states = inputs_embeds
-        encoded = positions if position_ids is None else position_ids
-        encodings = self.position_inputs(hidden_states, encoded.view(-1, T))
+        hidden_states, positions, encodings = inputs_embeds, None, {}
+        if set(self.config.layer_types) != {"linear_attention"}:  # KDA layers read no positions
+            T = inputs_embeds.shape[1]
+            positions = position_ids if layout.positions is None else layout.positions
+            if positions is None:
+                past = 0 if past_key_values is None else past_key_values.get_seq_length()
+                positions = torch.arange(T, device=inputs_embeds.device)[None] + past
+            encoded = positions if position_ids is None else position_ids
+            encodings = self.position_inputs(hidden_states, encoded.view(-1, T))
         with without_plans(inputs_embeds, past_key_values):
             for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
                 hidden_states = layer(

@@ -14,13 +14,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kda_layers.kernels import biased_attention
+from kda_layers.kernels.linear_step.op import linear_step
 from kda_layers.kernels.swiglu.op import swiglu
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
 from kda_layers.modeling.shared_input import projections
-from kda_layers.modeling.side_by_side import SideBySide
+from kda_layers.modeling.side_by_side import DEVICES, SideBySide, is_plain, is_unhooked, only_multiplies
 
 
 class KDASoftmaxAttention(nn.Module):
@@ -120,6 +121,15 @@ class KDAMLP(nn.Module):
             gate, up = nn.functional.linear(x, whole).chunk(2, -1)
         return self.down_proj(swiglu(gate, up))
 
+    def decode(self, residual: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """Return residual + forward(norm(residual)) of one token of each sequence [B, 1, D], by two launches."""
+        layers = self.gate_proj, self.up_proj
+        whole = self.side_by_side.weight(layers) if only_multiplies(self.down_proj) and is_unhooked(self) else None
+        if whole is None:
+            return residual + self(norm(residual))
+        y = linear_step(residual, whole, norm_weight=norm.weight, norm_eps=norm.eps, swiglu=True, overlap=True)
+        return linear_step(y, self.down_proj.weight, residual=residual, overlap=True)
+
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
         self.side_by_side.refresh(self)
@@ -140,9 +150,37 @@ class KDADecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Map [B, T, D] to [B, T, D]; kwargs are those of `HybridModel`'s layers."""
+        if (decoded := self._decode(hidden_states, **kwargs)) is not None:
+            return decoded
         x, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + x
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    def _decode(
+        self,
+        x: Tensor,
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        cu_seqlens: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor | None:
+        """Return the output of a KDA layer for one token of each sequence by five launches; None where that is not
+        the same as calling the layers."""
+        norms = self.input_layernorm, self.post_attention_layernorm
+        if (
+            x.shape[1] != 1
+            or x.device.type not in DEVICES
+            or past_key_values is None
+            or attention_mask is not None
+            or cu_seqlens is not None
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(x.device.type)
+            or not isinstance(self.self_attn, KDAAttention)
+            or not all(is_plain(norm, nn.RMSNorm) and norm.weight.dtype == x.dtype for norm in norms)
+        ):
+            return None
+        y = self.self_attn.decode(x, norms[0], past_key_values)
+        return None if y is None else self.mlp.decode(y, norms[1])
 
 
 class KDAPreTrainedModel(HybridPreTrainedModel):

@@ -1,0 +1,91 @@
+"""A linear layer of a decode step: one launch from the residual stream to the next operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import check_is_tensor, check_tensor
+from ..operator import NoGradOperator
+from .contract import Inputs
+from .dispatch import LINEAR_STEP
+
+# What one launch serves: a token, or a few tokens of a small weight. For more, cuBLAS' products are faster
+# (docs/internals/kernels/linear_step.md).
+MOST_TOKENS = 4
+MOST_PRODUCTS = 2**25  # tokens times elements of the weight, for more than one token
+
+
+def _output_like(x: Inputs) -> Tensor:
+    return x.x.new_empty((*x.x.shape[:2], x.weight.shape[0] // (2 if x.swiglu else 1)))
+
+
+_linear_step: NoGradOperator[Inputs] = NoGradOperator("linear_step", Inputs, (), LINEAR_STEP, "apply", _output_like)
+
+
+def linear_step(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    overlap: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Return residual + f(rms_norm(x) weight^T), where the norm, the sum and f, SwiGLU, are optional. No gradient.
+
+    Args:
+        x: [B, T, D], any float dtype.
+        weight: [N, D] in x's dtype, contiguous; with swiglu [2 N, D], the rows of the gate above those of the other.
+        norm_weight: [D] in x's dtype, with which x is RMS-normalised; None for x as it is.
+        norm_eps: epsilon of the norm.
+        residual: [B, T, N] in x's dtype, or None.
+        swiglu: True for f(gate, up) = silu(gate) * up.
+        overlap: True if the kernel launched before this one on the stream does not write `weight`, which may then be
+            read before that kernel has ended (programmatic dependent launch, from compute capability 9.0 on).
+        backend: name of a backend, used if it serves this call; None chooses.
+
+    Returns:
+        [B, T, N]. A fused kernel rounds once; plain PyTorch after each operation.
+
+    Raises:
+        TypeError, ValueError: an argument breaks this contract; the message names it.
+        RuntimeError: called while gradients are recorded.
+    """
+    if torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in (x, weight, norm_weight, residual)
+    ):
+        raise RuntimeError("linear_step has no gradient: call it under torch.no_grad()")
+    inputs = Inputs(x, weight, norm_weight, residual, float(norm_eps), swiglu, overlap)
+    check(inputs)
+    name, transparent = LINEAR_STEP.choose(backend, x.device, x.dtype, _many_products(x, weight))
+    if transparent:
+        return LINEAR_STEP.backends()[name].apply(inputs)
+    return _linear_step(inputs, name)
+
+
+def _many_products(x: Tensor, weight: Tensor) -> bool:
+    tokens = x.shape[0] * x.shape[1]
+    # The `if` makes the result a constant to torch.compile.
+    return bool(tokens > 1 and (tokens > MOST_TOKENS or tokens * weight.numel() > MOST_PRODUCTS))
+
+
+def check(x: Inputs) -> None:
+    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract."""
+    for name in ("x", "weight"):
+        check_is_tensor(name, getattr(x, name))
+    if x.x.ndim != 3 or x.weight.ndim != 2:
+        raise ValueError(
+            f"x and weight must have shapes [B, T, D] and [N, D], got {tuple(x.x.shape)} and {tuple(x.weight.shape)}"
+        )
+    (B, T, D), rows = x.x.shape, x.weight.shape[0]
+    if x.swiglu and rows % 2:
+        raise ValueError(f"weight must have an even number of rows with swiglu, got {rows}")
+    expected = (
+        ("weight", (rows, D)), ("norm_weight", (D,)), ("residual", (B, T, rows // 2 if x.swiglu else rows)),
+    )  # fmt: skip
+    for name, shape in expected:
+        if (t := getattr(x, name)) is not None:
+            check_tensor(name, t, shape, (x.x.dtype,), x.x, "x")

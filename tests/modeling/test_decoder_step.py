@@ -1,0 +1,132 @@
+"""A decode step of a decoder layer by five launches, on a CPU: the emulated kernel and plain linear layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kda_layers import KDAConfig, KDAForCausalLM, use_backend
+from kda_layers.kernels.linear_step.dispatch import LINEAR_STEP
+from kda_layers.modeling import side_by_side
+from kda_layers.modeling.models import modeling_kda
+from tests import cuda_emulator
+from tests.kernels import emulated_layer_step as emulated
+from tests.kernels.cases import BF16, budget, error
+from tests.modeling.stock_models import cast
+
+WHY_NOT = cuda_emulator.unavailable()
+EAGER_LINEAR = LINEAR_STEP.backends()["eager"]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulated.EmulatedLayerStep]:
+    """The emulated kernel as the first choice of layers on this CPU, whose weights are laid side by side."""
+    if WHY_NOT:
+        pytest.skip(WHY_NOT)
+    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    backend = emulated.EmulatedLayerStep(90, priority=99)
+    with emulated.registered(backend):
+        yield backend
+
+
+@pytest.fixture
+def launched(kernel: emulated.EmulatedLayerStep, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Decoder layers decode by five launches on this CPU; the inputs of their `linear_step`s."""
+    launched: list[Any] = []
+    apply = EAGER_LINEAR.apply
+    monkeypatch.setattr(modeling_kda, "DEVICES", ("cpu",))
+    monkeypatch.setattr(EAGER_LINEAR, "apply", lambda x: launched.append(x) or apply(x))
+    return launched
+
+
+def model_logits(model: KDAForCausalLM, ids: Tensor) -> Tensor:
+    """Logits of a prompt of all but three tokens, and of these one by one."""
+    with torch.no_grad():
+        past = model(ids[:, :-3], use_cache=True).past_key_values
+        return torch.cat([model(ids[:, t : t + 1], past_key_values=past).logits for t in range(-3, -1)], 1)
+
+
+def a_model(**fields: Any) -> KDAForCausalLM:
+    torch.manual_seed(0)
+    config = KDAConfig(
+        vocab_size=80, hidden_size=32, num_hidden_layers=2, linear_num_heads=1, linear_head_dim=64, head_dim=16,
+        num_attention_heads=2, **fields,
+    )  # fmt: skip
+    return cast(KDAForCausalLM(config).eval(), BF16)
+
+
+IDS = torch.randint(3, 80, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_decoder_layer_decodes_by_five_launches(kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
+    model = a_model()
+    fused = model_logits(model, IDS)
+    assert len(kernel.calls) == 2 * 2
+    assert len(launched) == 2 * 2 * 4
+    form = [(x.norm_weight is None, x.residual is None, x.swiglu, x.overlap) for x in launched[:4]]
+    assert form == [
+        (False, True, False, False), (True, False, False, True), (False, True, True, True), (True, False, False, True),
+    ]  # fmt: skip
+    with use_backend("eager"):
+        plain, truth = model_logits(model, IDS), model_logits(copy.deepcopy(model).double(), IDS)
+    assert len(launched) == 2 * 2 * 4
+    assert error(fused, truth) <= budget(error(plain, truth), BF16)
+
+
+def hook(module: Any, *_: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("hooked", "launches"),
+    [
+        ("input_layernorm", 1), ("post_attention_layernorm", 1), ("self_attn", 1), ("self_attn.o_proj", 1),
+        ("self_attn.o_norm", 1), ("self_attn.conv1d", 1), ("self_attn.q_proj", 3), ("mlp", 2), ("mlp.up_proj", 2),
+        ("mlp.down_proj", 2),
+    ],
+)  # fmt: skip
+def test_a_hook_sees_its_layer(
+    hooked: str, launches: int, kernel: emulated.EmulatedLayerStep, launched: list[Any]
+) -> None:
+    """In the decoder layer with the hook, what would pass it by is called as it is."""
+    model = a_model()
+    want = model_logits(model, IDS)
+    launched.clear()
+    seen: list[int] = []
+    module = model.model.layers[0].get_submodule(hooked)
+    handle = module.register_forward_hook(lambda *_: seen.append(1))
+    got = model_logits(model, IDS)
+    if hooked not in ("self_attn.conv1d", "self_attn.o_norm"):  # kernels read their weights
+        assert len(seen) == 3
+    assert len(launched) == 2 * (4 + launches)
+    handle.remove()
+    assert error(got, want) <= 2**-6
+    if hooked.startswith("self_attn.") and "proj" in hooked:
+        module.bias = torch.nn.Parameter(torch.ones(module.out_features, dtype=BF16))
+        launched.clear()
+        assert error(model_logits(model, IDS), want) > 2**-4
+
+
+def test_decoder_layers_that_are_called_as_they_are(kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
+    """Softmax layers, gradients, autocast, a norm in fp32, a decode step without a cache."""
+    model = a_model(full_attention_interval=2)
+    model_logits(model, IDS)
+    assert len(launched) == 2 * 4
+    launched.clear()
+    with torch.no_grad():
+        model(IDS[:, :1], use_cache=False)
+        past = model(IDS, use_cache=True).past_key_values
+        with torch.autocast("cpu", dtype=BF16):
+            model(IDS[:, :1], past_key_values=past)
+    model(IDS[:, :1], past_key_values=past)
+    assert not launched
+    for layer in model.model.layers:
+        layer.input_layernorm.float()
+    with torch.no_grad():
+        model.model.layers[0](torch.zeros(2, 1, 32, dtype=BF16), past_key_values=past)
+    assert [x.norm_weight for x in launched] == [None]  # the attention's projections alone
