@@ -296,6 +296,7 @@ DEVICE u32 read_counter(const u32* counter, CALLED_HERE) {
     return emulator::read_counter(counter);
 }
 DEVICE void back_off() {}
+DEVICE void launch_dependents() {}
 DEVICE void fence_gpu(CALLED_HERE) {
     emulator::begin("fence_gpu", site);
     emulator::fence_scope_gpu();

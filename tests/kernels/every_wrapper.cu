@@ -53,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     u32 r[4], word = Fp16::multiply(__float_as_uint(x), 7) + transpose_8x8(p.out[0]);
     cp_async_16(shared_memory() + 16, p.floats, threadIdx.x > 3);
     prefetch(p.halves);
+    launch_dependents();
     cp_async_commit();
     cp_async_wait<0>();
     warp_sync();

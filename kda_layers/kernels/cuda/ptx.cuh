@@ -193,6 +193,14 @@ template <int pending> DEVICE void cp_async_wait() {
 // Prefetch a cache line into L2.
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
 
+// Lets a kernel that was launched to overlap with this one start when every block has come here; it waits for the end of
+// this one before it reads what this one writes. Nothing below sm_90.
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // A barrier among `threads` threads of a block, a multiple of 32; id 0 is __syncthreads'.
 DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory"); }
 
