@@ -21,7 +21,7 @@ from kda_layers.modeling import families
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import INPUTS, refuse_misspelt
 from kda_layers.modeling.checkpoints.naming import Format
-from kda_layers.modeling.layer import KimiDeltaAttention
+from kda_layers.modeling.layer import ALIGNED, KimiDeltaAttention
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
 from kda_layers.modeling.precision import KeepsFP32
 from kda_layers.modeling.recompute import ChoosesRecompute
@@ -40,6 +40,7 @@ class StockKDALayer(ChoosesRecompute, KeepsFP32):
     forget_gate: Any
     o_norm: Any
     side_by_side: SideBySide
+    factors: SideBySide
     head_dim: int
 
     A_log = property(lambda self: self.forget_gate.A_log.flatten())
@@ -51,11 +52,13 @@ class StockKDALayer(ChoosesRecompute, KeepsFP32):
     gate_rank: Any = property(lambda self: self.head_dim)
     norm_eps = property(lambda self: self.o_norm.variance_epsilon)
     _decode, _inputs = KimiDeltaAttention._decode, KimiDeltaAttention._inputs
-    _projections = KimiDeltaAttention._projections
+    _projections, _logits = KimiDeltaAttention._projections, KimiDeltaAttention._logits
+    _watch = KimiDeltaAttention._watch
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
         self.side_by_side.refresh(self)
+        self.factors.refresh(self)
         return self
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
@@ -282,7 +285,7 @@ class KDAFamily(StockFamily):
         bound = self.lower_bound(layer)
         gate = "softplus" if bound is None else "lower_bound"
         options = dict(gate_activation=gate, lower_bound=bound, beta_activation="sigmoid", backend=backend)
-        return dict(kda_options=options, side_by_side=SideBySide())
+        return dict(kda_options=options, side_by_side=SideBySide(ALIGNED), factors=SideBySide())
 
     def attributes_in_model(self, model: nn.Module, path: str, recompute: bool | float | str) -> dict[str, Any]:
         layers = sum(isinstance(m, self.stock_layer) for m in model.modules())  # stock ones keep tensors, too

@@ -135,7 +135,7 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
         self.b_proj = linear(hidden_size, num_v_heads)
         self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps)
         self.o_proj = linear(v_dim, hidden_size)
-        self.side_by_side = SideBySide(ALIGNED)
+        self.side_by_side, self.factors = SideBySide(ALIGNED), SideBySide()
         self.reset_gate()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -149,6 +149,7 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)  # to_empty makes new parameters
         self.side_by_side.refresh(self)
+        self.factors.refresh(self)
         self._mark_no_weight_decay()
         return self
 
@@ -202,7 +203,7 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
         check_no_adapter(self, ("conv1d", "o_norm"))
         mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
         state = LayerState(past_key_values, self.layer_idx, sequences)
-        self.side_by_side.watch(hidden_states)
+        self._watch(hidden_states)
         if mask is None and cu_seqlens is None and (o := self._decode(hidden_states, state)) is not None:
             return self.o_proj(o)
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
@@ -253,7 +254,7 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
         if not (only_multiplies(self.o_proj) and all(is_unhooked(m) for m in (self, self.conv1d, self.o_norm))):
             return None
         check_no_adapter(self, ("conv1d", "o_norm"))
-        self.side_by_side.watch(residual)
+        self._watch(residual)
         o = self._decode(residual, LayerState(past_key_values, self.layer_idx, residual.shape[0]), norm)
         return None if o is None else linear_step(o, self.o_proj.weight, residual=residual, overlap=True)
 
@@ -280,12 +281,14 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
             return None
         if state.conv is None or state.recurrent is None or state.recording or T != 1:
             self.side_by_side.weight(self._inputs())  # before a decode step is compiled or captured
+            if self.gate_rank:
+                self.factors.weight((self.f_b_proj, self.g_b_proj))
             return None
         if state.conv.dtype != x.dtype:
             return None
-        q, k, v, f, g, b = self._projections(x, norm)
-        if not factors and self.gate_rank:
-            f, g = self.f_b_proj(f), self.g_b_proj(g)
+        q, k, v, gates, b = self._projections(x, norm)
+        R = self.gate_rank
+        f, g = self._logits(gates) if R and not factors else gates.split([R, R] if R else [HV * K, HV * V], -1)
         o = layer_step(
             q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, g, b, conv[:, 0], state.conv,
             state.recurrent, norm_weight=scale, f_weight=factors[0].weight if factors else None,
@@ -297,15 +300,31 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
         return o.flatten(2)
 
     def _projections(self, x: Tensor, norm: nn.RMSNorm | None) -> Sequence[Tensor]:
-        """Return the projections of x for q, k, v, log-decay, output gate and beta, by one product if possible."""
+        """Return the projections of x for q, k, v, of log-decay beside output gate, and for beta; by one product if
+        possible."""
         layers = self._inputs()
         whole = self.side_by_side.weight(layers)
         if whole is None:
             x = x if norm is None else norm(x)
-            return [layer(x) for layer in layers]
+            q, k, v, f, g, b = (layer(x) for layer in layers)
+            return q, k, v, torch.cat((f, g), -1), b
         y = linear_step(x, whole) if norm is None else linear_step(x, whole, norm_weight=norm.weight, norm_eps=norm.eps)
-        sizes = [layer.out_features for layer in layers]
-        return y.split([*sizes, whole.shape[0] - sum(sizes)], -1)[:-1]
+        q, k, v, f, g, b = (layer.out_features for layer in layers)
+        return y.split([q, k, v, f + g, b, whole.shape[0] - (q + k + v + f + g + b)], -1)[:-1]
+
+    def _logits(self, low: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of decays and gate, from their factors' inputs [B, 1, 2 R]; by one product if possible."""
+        whole = self.factors.weight((self.f_b_proj, self.g_b_proj))
+        if whole is None or self.f_b_proj.out_features != self.g_b_proj.out_features:
+            f, g = low.chunk(2, -1)
+            return self.f_b_proj(f), self.g_b_proj(g)
+        pair = low[:, 0].unflatten(-1, (2, -1)).transpose(0, 1)
+        f, g = torch.bmm(pair, whole.unflatten(0, (2, -1)).mT)
+        return f[:, None], g[:, None]
+
+    def _watch(self, x: Tensor) -> None:
+        self.side_by_side.watch(x)
+        self.factors.watch(x)
 
     def _inputs(self) -> tuple[Any, ...]:
         """Return the layers that read the input."""

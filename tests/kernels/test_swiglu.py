@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,15 +17,6 @@ from kda_layers.modeling.models.modeling_kda import KDAMLP
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
-
-
-@pytest.fixture(autouse=True)
-def _any_length(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels serve a few tokens as well, so that the cases can be small."""
-    monkeypatch.setattr(BACKEND, "features", frozenset(("few_tokens",)))
-    SWIGLU._serving.cache_clear()
-    yield
-    SWIGLU._serving.cache_clear()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -96,7 +86,7 @@ def test_mlp_is_plain_on_a_cpu_and_compiled() -> None:
     want = mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
     assert torch.equal(mlp(x), want)
     assert torch.equal(torch.compile(mlp, backend="aot_eager", fullgraph=True)(x), want)
-    assert SWIGLU.choose(None, torch.device("cpu"), FP32, False) == ("eager", True)
+    assert SWIGLU.choose(None, torch.device("cpu"), FP32) == ("eager", True)
 
 
 @needs_triton

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..declarations import Problem as AnyProblem
-from ..fla.layer import FEW_TOKENS
 from ..operator import Differentiable
 
 
@@ -35,10 +34,6 @@ class Gradients(NamedTuple):
 @dataclass(frozen=True)
 class Problem(AnyProblem):
     """What a backend may decide on."""
-
-    few_tokens: bool = False
-
-    LACKS = {"few_tokens": FEW_TOKENS}  # noqa: RUF012
 
     def __str__(self) -> str:
         return f"swiglu, {super().__str__()}"

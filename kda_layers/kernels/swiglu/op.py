@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .. import torch_private
-from ..fla.layer import few_tokens
 from ..operator import Operator
 from ..tracing import is_plain
 from .contract import Gradients, Inputs, Outputs
@@ -32,7 +31,7 @@ def swiglu(gate: Tensor, up: Tensor, backend: str | None = None) -> Tensor:
     plain_tensors = is_plain((gate, up)) and gate.ndim == 3 and alike
     if not plain_tensors or torch_private.transforms_active() or torch_private.forward_ad_active():
         return SWIGLU.backends()["eager"].multiply(gate, up)
-    name, transparent = SWIGLU.choose(backend, gate.device, gate.dtype, few_tokens(gate))
+    name, transparent = SWIGLU.choose(backend, gate.device, gate.dtype)
     if transparent:
         return SWIGLU.backends()[name].multiply(gate, up)
     needs_grad = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)

@@ -10,7 +10,6 @@ from ..contract import Backend
 
 class EagerBackend(Backend):
     name = "eager"
-    features = frozenset(("few_tokens",))
     transparent = True
 
     def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
