@@ -144,16 +144,18 @@ def coverage_map(tree: Path, arguments: list[str]) -> dict[str, dict[str, list[s
 
 
 def tests_of(mutant: Mutant, reached: dict[str, dict[str, list[str]]]) -> set[str]:
-    """Test functions that reach the line; for what only an import reaches, or CUDA code, those that reach the file
-    or the launchers beside it."""
-    lines = reached.get(mutant.path, {})
-    if names := set(lines.get(str(mutant.line), ())):
+    """Test functions that reach the line; for what only an import reaches, those that reach the file or, failing that,
+    its folder or the nearest one above it. Of CUDA code, those that emulate what is launched from there."""
+    if names := set(reached.get(mutant.path, {}).get(str(mutant.line), ())):
         return names
-    folder = str(Path(mutant.path).parent)
-    beside = [f for path, f in reached.items() if path.startswith(folder)] if ".cu" in mutant.path else [lines]
-    names = {name for f in beside for tests in f.values() for name in tests}
-    emulated = {name for name in names if "cuda_emulator" in name or "test_cuda" in name or "matrix" in name}
-    return emulated if ".cu" in mutant.path else names
+    for place in (mutant.path, *map(str, Path(mutant.path).parents)):
+        files = [f for path, f in reached.items() if path == place or path.startswith(place + "/")]
+        names = {name for f in files for tests in f.values() for name in tests}
+        if ".cu" in mutant.path:
+            names = {name for name in names if any(part in name for part in ("cuda_emulator", "test_cuda", "matrix"))}
+        if names:
+            return names
+    return set()
 
 
 def environment(tree: Path) -> dict[str, str]:
