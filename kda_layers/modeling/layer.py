@@ -33,7 +33,7 @@ from kda_layers.modeling.state import LayerState
 
 # Value heads of all sequences for which a decode step's kernel multiplies the factors of decays and gate itself. For
 # more, two GEMMs are faster (docs/internals/kernels/layer_step.md).
-MOST_FACTORED = 512
+MOST_FACTORED = 256
 ALIGNED = 8  # outputs of the projections together are a multiple
 
 

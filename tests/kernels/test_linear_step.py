@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.linear_step import op
 from kda_layers.kernels.linear_step.backends.triton import BACKEND, MOST_IDLE, columns
+from kda_layers.kernels.linear_step.contract import Inputs, Problem, work_of
 from kda_layers.kernels.linear_step.dispatch import LINEAR_STEP
 from kda_layers.kernels.linear_step.op import linear_step
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, budget, error, poisoned_memory
@@ -104,15 +104,48 @@ def test_compiled() -> None:
     assert torch.equal(compiled(), want)
 
 
-def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token of any weight, and a few of a small one."""
-    monkeypatch.setattr(op, "MOST_PRODUCTS", 100)
-    weight = torch.empty(5, 10, device="meta")
-    many = [op._many_products(torch.empty(B, 1, 10, device="meta"), weight) for B in (1, 2, 3, 5)]
-    assert many == [False, False, True, True]
-    assert not op._many_products(torch.empty(1, 1, 10, device="meta"), torch.empty(999, 10, device="meta"))
-    assert LINEAR_STEP.choose(None, torch.device("cpu"), FP32, False) == ("eager", True)
-    assert not BACKEND.features
+@needs_triton
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("B", "N", "D"), [(5, 20, 300), (17, 16, 256), (64, 7, 40)])
+def test_a_tile_against_fp64(B: int, N: int, D: int, dtype: torch.dtype) -> None:
+    x = inputs(B, N, D, dtype, False, True, False)
+    if BEST_DEVICE == "cpu" and dtype == BF16:
+        (reason,) = BACKEND.refusals(Problem("cpu", 0, BF16, "tile"))
+        pytest.skip(reason)
+    assert LINEAR_STEP.choose("triton", x["x"].device, dtype, "tile")[0] == "triton"
+    truth, plain = linear_step(**wide(x), backend="eager"), linear_step(**x, backend="eager")
+    with poisoned_memory():
+        got = linear_step(**x, backend="triton")
+    assert error(got, truth) <= budget(error(plain, truth), dtype)
+    assert torch.equal(linear_step(**x | dict(overlap=True), backend="triton"), got)
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "more", "work"),
+    [
+        (1, (4000, 4000), {}, "row"), (1, (99999, 4000), dict(swiglu=True), "row"), (4, (2048, 2048), {}, "row"),
+        (2, (4096, 4096), {}, "row"), (3, (4096, 4096), {}, "product"), (5, (20, 20), {}, "product"),
+        (5, (20, 20), dict(residual=1), "tile"), (64, (20, 20), dict(residual=1), "tile"),
+        (65, (20, 20), dict(residual=1), "product"), (5, (20, 20), dict(residual=1, norm_weight=1), "product"),
+        (5, (20, 20), dict(residual=1, swiglu=True), "product"),
+    ],
+)  # fmt: skip
+def test_what_a_call_is_to_a_kernel(rows: int, weight: tuple[int, int], more: dict[str, Any], work: str) -> None:
+    x = Inputs(torch.empty(rows, 1, weight[1], device="meta"), torch.empty(weight, device="meta"), None, None, 0, 0, 0)
+    assert work_of(x._replace(**more)) == work
+
+
+@needs_triton
+def test_choice() -> None:
+    assert LINEAR_STEP.choose(None, torch.device("cpu"), FP32, "row") == ("eager", True)
+    for work, dtype, arch, reasons in (
+        ("row", FP32, 80, []),
+        ("tile", BF16, 90, []),
+        ("tile", FP32, 90, ["dtype is float32, needs bfloat16 or float16 for a tile"]),
+        ("tile", BF16, 120, ["arch is sm_120, needs sm_90, sm_100 or sm_103 for a tile"]),
+        ("product", BF16, 90, ["work is product, needs row or tile"]),
+    ):
+        assert BACKEND.refusals(Problem("cuda", arch, dtype, work)) == reasons
 
 
 @pytest.mark.parametrize("D", [1, 100, 256, 768, 1000, 2048, 2560, 4100, 5632, 11008, 14336, 20000])
@@ -156,15 +189,16 @@ def test_no_gradient() -> None:
 @needs_triton
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_compiles_without_a_gpu(sm: int) -> None:
-    """Nothing is spilled, and weights are read in vectors of 16 bytes."""
+    """Nothing is spilled, and weights are read 16 bytes at a time."""
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compiled_linear_step", str(sm)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 4
+    assert len(lines) == (4 if sm == 80 else 7)
     for line in lines:
         usage = json.loads(line)
         assert usage["stack"] == 0, line
-        assert usage["row loads"] >= 8, line
+        assert usage["copies"] >= 3, line
+        assert usage["shared"] <= 227 * 1024, line
         assert usage["waits"] == (sm >= 90), line

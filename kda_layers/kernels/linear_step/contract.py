@@ -24,16 +24,31 @@ class Inputs(NamedTuple):
     overlap: bool
 
 
+# What is faster than cuBLAS (docs/internals/kernels/linear_step.md).
+MOST_ROWS = 4
+MOST_PRODUCTS = 2**25  # rows times elements of the weight, for more than one row
+MOST_IN_TILE = 64  # rows
+
+
+def work_of(x: Inputs) -> str:
+    """What a call is to a kernel, by the number of tokens: a "row" or a few of a small weight; a "tile", rows without
+    norm or activation, onto a residual; or a matrix "product"."""
+    rows = x.x.shape[0] * x.x.shape[1]
+    if rows == 1 or (rows <= MOST_ROWS and rows * x.weight.numel() <= MOST_PRODUCTS):
+        return "row"
+    if rows <= MOST_IN_TILE and x.residual is not None and x.norm_weight is None and not x.swiglu:
+        return "tile"
+    return "product"
+
+
 @dataclass(frozen=True)
 class Problem(AnyProblem):
     """What a backend may decide on."""
 
-    many_products: bool = False
-
-    LACKS = {"many_products": "a matrix product is faster for so many tokens of such a weight"}  # noqa: RUF012
+    work: str = "product"  # see `work_of`
 
     def __str__(self) -> str:
-        return f"linear layer of a decode step, {super().__str__()}"
+        return f"linear layer of a decode step, {super().__str__()}, {self.work}"
 
 
 class Backend(AnyBackend):

@@ -7,13 +7,8 @@ from torch import Tensor
 
 from ..checks import check_is_tensor, check_tensor
 from ..operator import NoGradOperator
-from .contract import Inputs
+from .contract import Inputs, work_of
 from .dispatch import LINEAR_STEP
-
-# What one launch serves: a token, or a few tokens of a small weight. For more, cuBLAS' products are faster
-# (docs/internals/kernels/linear_step.md).
-MOST_TOKENS = 4
-MOST_PRODUCTS = 2**25  # tokens times elements of the weight, for more than one token
 
 
 def _output_like(x: Inputs) -> Tensor:
@@ -60,16 +55,10 @@ def linear_step(
         raise RuntimeError("linear_step has no gradient: call it under torch.no_grad()")
     inputs = Inputs(x, weight, norm_weight, residual, float(norm_eps), swiglu, overlap)
     check(inputs)
-    name, transparent = LINEAR_STEP.choose(backend, x.device, x.dtype, _many_products(x, weight))
+    name, transparent = LINEAR_STEP.choose(backend, x.device, x.dtype, work_of(inputs))
     if transparent:
         return LINEAR_STEP.backends()[name].apply(inputs)
     return _linear_step(inputs, name)
-
-
-def _many_products(x: Tensor, weight: Tensor) -> bool:
-    tokens = x.shape[0] * x.shape[1]
-    # The `if` makes the result a constant to torch.compile.
-    return bool(tokens > 1 and (tokens > MOST_TOKENS or tokens * weight.numel() > MOST_PRODUCTS))
 
 
 def check(x: Inputs) -> None:

@@ -11,7 +11,6 @@ from ..contract import Backend, Inputs
 
 class EagerBackend(Backend):
     name = "eager"
-    features = frozenset(("many_products",))
     transparent = True
 
     def apply(self, x: Inputs) -> Tensor:
