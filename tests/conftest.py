@@ -20,6 +20,11 @@ import torch
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.kda.dispatch import KDA
 
+if not torch.cuda.is_available():
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # before anything imports triton, tests/modeling/conftest.py included
+
 EMULATED = "@emulator"  # ends the names of backends whose CUDA kernels run in the emulator
 FEWER_EMULATED = 8
 # What compiles, trains or starts processes of its own: parts of test ids. `make quick` leaves it out.
@@ -83,8 +88,6 @@ def take_first_configurations() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which reads it then
     # torch does not collect garbage before a capture. A graph of an earlier test that the collector frees during a
     # capture invalidates it. The setting is per thread; tests run in this one.
     torch.compiler.config.force_cudagraph_gc = True
