@@ -104,11 +104,11 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """Return True if the layer does no more than multiply with a weight of its own: no adapter, hook or shard."""
+def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Return True if the layer does no more than a `kind` with a weight of its own: no adapter, hook or shard."""
     weight = layer._parameters.get("weight")
     return (
-        type(layer) is nn.Linear
+        type(layer) is kind
         and not (layer._forward_hooks or layer._forward_pre_hooks)
         and "forward" not in vars(layer)  # replaced by hooks of accelerate, among others
         and type(weight) is nn.Parameter
@@ -116,9 +116,10 @@ def is_plain(layer: nn.Module) -> bool:
     )
 
 
-def trains_plainly(layer: nn.Module) -> bool:
+def trains_plainly(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Return True if the layer is plain, without bias and without hooks of the backward."""
-    return is_plain(layer) and layer.bias is None and not (layer._backward_hooks or layer._backward_pre_hooks)
+    hooks = layer._backward_hooks or layer._backward_pre_hooks
+    return is_plain(layer, kind) and layer._parameters.get("bias") is None and not hooks
 
 
 def _alone(t: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.swiglu.op import swiglu
+from kda_layers.kernels.swiglu.op import swiglu, swiglu_linear
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
-from kda_layers.modeling.shared_input import projections
+from kda_layers.modeling.residual import add_and_normalise
+from kda_layers.modeling.shared_input import projections, serves
 from kda_layers.modeling.side_by_side import SideBySide
 
 
@@ -118,6 +119,8 @@ class KDAMLP(nn.Module):
             gate, up = projections(x, layers) or (layer(x) for layer in layers)
         else:
             gate, up = nn.functional.linear(x, whole).chunk(2, -1)
+        if serves(gate, (self.down_proj,)):
+            return swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(swiglu(gate, up))
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
@@ -140,9 +143,10 @@ class KDADecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Map [B, T, D] to [B, T, D]; kwargs are those of `HybridModel`'s layers."""
-        x, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + x
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        residual, x = add_and_normalise(hidden_states, None, self.input_layernorm)
+        x, _ = self.self_attn(x, **kwargs)
+        residual, x = add_and_normalise(residual, x, self.post_attention_layernorm)
+        return residual + self.mlp(x)
 
 
 class KDAPreTrainedModel(HybridPreTrainedModel):
