@@ -1,8 +1,9 @@
 """Operators and their backends: a folder for each operator, and the modules that they share.
 
 Kimi Delta Attention (`kda`), softmax attention with a bias (`attention_bias`), the short convolution and gated norm of
-a layer (`short_conv`, `gated_norm`), its decode step between the projections (`layer_step`), and the activation of an
-MLP (`swiglu`). The loss of language models (`linear_cross_entropy`) has no backends.
+a layer (`short_conv`, `gated_norm`), its decode step between the projections (`layer_step`), the activation of an MLP
+(`swiglu`), and the norms of the residual stream (`add_rms_norm`). The loss of language models
+(`linear_cross_entropy`) has no backends.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -7,6 +7,7 @@ annotations. As an op cannot return None, an absent output or gradient is an emp
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
@@ -178,7 +179,42 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(f"{ctx.name} has no second derivative: its backward is hand-written and can be taken once")
+        raise _second_derivative(ctx.name)
+
+
+def once_differentiable(name: str) -> Callable[[Any], Any]:
+    """Decorator for the backward of a torch.autograd.Function, whose second derivative then raises.
+
+    torch's own returns constants where the gradients of the outputs require no gradient, but saved tensors do.
+    """
+
+    def decorate(backward: Any) -> Any:
+        @functools.wraps(backward)
+        def run(ctx: Any, *d_outputs: Any) -> Any:
+            with torch.no_grad():
+                grads = backward(ctx, *d_outputs)
+            return _Final.apply(name, grads, *d_outputs, *ctx.saved_tensors) if torch.is_grad_enabled() else grads
+
+        return run
+
+    return decorate
+
+
+class _Final(torch.autograd.Function):
+    """Gradients that depend on tensors, in a way that has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, grads: Any, *tensors: Any) -> Any:
+        ctx.name = name
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise _second_derivative(ctx.name)
+
+
+def _second_derivative(name: str) -> RuntimeError:
+    return RuntimeError(f"{name} has no second derivative: its backward is hand-written and can be taken once")
 
 
 class NoGradOperator(Generic[X]):

@@ -18,6 +18,9 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 transforms_active = torch._C._are_functorch_transforms_active
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
+# True if hooks of all modules are registered: they expect every module to be called.
+has_global_hooks = torch.nn.modules.module._has_any_global_hook
+
 
 def forward_ad_active() -> bool:
     """True inside torch.autograd.forward_ad.dual_level."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from typing import Any
 
@@ -44,6 +45,11 @@ class TritonBackend(Backend):
         elif problem.device == "cpu" and not interprets():
             reasons.append("device is cpu, needs cuda")
         return reasons
+
+
+def on_device_of(t: Tensor) -> Any:
+    """Context in which kernels are launched on the device of `t`."""
+    return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
 
 
 def even_rows(t: Tensor) -> Tensor:

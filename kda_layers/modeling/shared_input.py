@@ -26,19 +26,22 @@ def projections(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | 
     Serves training in 16 bits on a GPU, without compiler, autocast and dispatch modes, if every layer is a plain
     `nn.Linear` without bias.
     """
-    if (
-        not torch.is_grad_enabled()
-        or not x.requires_grad
-        or x.device.type not in DEVICES
-        or x.dtype not in DTYPES
-        or not all(trains_plainly(layer) and layer.weight.dtype == x.dtype for layer in layers)
-        or not tracing.is_plain((x,))
-        or torch_private.transforms_active()
-        or torch_private.forward_ad_active()
-        or torch.is_autocast_enabled(x.device.type)
-    ):
-        return None
-    return multiplied(x, [layer.weight for layer in layers])  # type: ignore[misc]
+    return multiplied(x, [layer.weight for layer in layers]) if serves(x, layers) else None  # type: ignore[misc]
+
+
+def serves(x: Tensor, layers: Sequence[nn.Module]) -> bool:
+    """Return True if only the weights of `layers` matter in a call on x, as `projections` describes."""
+    return (
+        torch.is_grad_enabled()
+        and x.requires_grad
+        and x.device.type in DEVICES
+        and x.dtype in DTYPES
+        and all(trains_plainly(layer) and layer.weight.dtype == x.dtype for layer in layers)
+        and tracing.is_plain((x,))
+        and not torch_private.transforms_active()
+        and not torch_private.forward_ad_active()
+        and not torch.is_autocast_enabled(x.device.type)
+    )
 
 
 def multiplied(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -127,9 +127,10 @@ def only_multiplies(layer: nn.Module) -> bool:
     return is_plain(layer) and layer.bias is None
 
 
-def trains_plainly(layer: nn.Module) -> bool:
+def trains_plainly(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Return True if the layer is plain, without bias and without hooks of the backward."""
-    return only_multiplies(layer) and not (layer._backward_hooks or layer._backward_pre_hooks)
+    hooks = layer._backward_hooks or layer._backward_pre_hooks
+    return is_plain(layer, kind) and layer._parameters.get("bias") is None and not hooks
 
 
 def _alone(t: Tensor) -> Tensor:

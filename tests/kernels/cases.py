@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import Backend, Inputs, Problem
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
+from kda_layers.kernels.registry import Registry
 from kda_layers.testing.budgets import (
     BF16,
     FP16,
@@ -45,8 +49,8 @@ from kda_layers.testing.poison import poisoned_memory
 from tests.kernels.emulated_backends import EMULATED
 
 __all__ = [
-    "BEST_DEVICE", "BF16", "DEVICES", "FP16", "FP32", "FP64", "FP64_LIMIT", "ROUNDOFF", "Case", "budget", "call",
-    "check", "check_near", "draws", "error", "for_device", "for_training", "ids", "limits_of", "make_inputs",
+    "BEST_DEVICE", "BF16", "DEVICES", "FP16", "FP32", "FP64", "FP64_LIMIT", "ROUNDOFF", "Case", "any_length", "budget",
+    "call", "check", "check_near", "draws", "error", "for_device", "for_training", "ids", "limits_of", "make_inputs",
     "map_tensors", "on_every_backend", "on_every_device", "on_installed_backends", "on_typical_shapes", "options",
     "oracle", "output_gradients", "outputs",
     "poisoned_memory", "run", "run_draws", "sequences", "serve", "step_inputs", "to_device", "to_fp64",
@@ -55,6 +59,18 @@ __all__ = [
 
 BEST_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEVICES = sorted({"cpu", BEST_DEVICE})
+
+
+@contextmanager
+def any_length(*registries: Registry) -> Iterator[None]:
+    """The Triton backends of operators around the core serve a few tokens as well, so that cases can be small."""
+    with ExitStack() as stack:
+        for registry in registries:
+            triton = registry.backends()["triton"]
+            stack.enter_context(mock.patch.object(triton, "features", triton.features | {"few_tokens"}))
+            registry._serving.cache_clear()
+            stack.callback(registry._serving.cache_clear)
+        yield
 
 
 def installed_backends() -> list[str]:

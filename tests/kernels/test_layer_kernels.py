@@ -240,12 +240,14 @@ def test_short_conv(
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("D", [16, 100, 128])
-def test_gated_norm(D: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backend", [None, "fla"], ids=["default", "fla"])
+def test_gated_norm(backend: str | None, D: int, dtype: torch.dtype) -> None:
     tensors = {"x": normal(2, 70, 3, D), "gate": normal(2, 70, 3, D, seed=1), "weight": normal(D, seed=2)}
 
     def run(fused: bool, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         if fused:
-            return gated_rms_norm(x, gate, weight, 1e-5)
+            assert GATED_NORM.choose(backend, x.device, x.dtype, False) == (backend or "triton")
+            return gated_rms_norm(x, gate, weight, 1e-5, backend=backend)
         return torch.nn.functional.rms_norm(x, (D,), weight, 1e-5) * torch.sigmoid(gate)
 
     check_against_fp64(run, tensors, dtype)

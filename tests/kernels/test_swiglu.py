@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kda_layers import KDAConfig
 from kda_layers.kernels.swiglu.backends.triton import BACKEND
 from kda_layers.kernels.swiglu.dispatch import SWIGLU
-from kda_layers.kernels.swiglu.op import swiglu
+from kda_layers.kernels.swiglu.op import swiglu, swiglu_linear
 from kda_layers.modeling.models.modeling_kda import KDAMLP
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
@@ -112,3 +113,77 @@ def test_who_gets_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == []
     squared(x)
     assert len(calls) == 1
+
+
+# ---------------------------------------------------------------- with the linear layer that follows
+
+
+def linear_with_gradients(function: Callable[..., Tensor], *inputs: Tensor, d_out: Tensor) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    with poisoned_memory():
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out))]
+
+
+def separate(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    return nn.functional.linear(swiglu(gate, up, "triton"), weight)
+
+
+def together(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    return swiglu_linear(gate, up, weight, "triton")
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("D", [1, 24, 600])
+def test_linear_has_the_bits_of_the_two_calls(D: int, dtype: torch.dtype) -> None:
+    """The activation that the backward computes again is the forward's."""
+    gate, up = (4 * normal(2, 3, 2 * D)).to(BEST_DEVICE, dtype).chunk(2, -1)
+    weight, d_out = normal(7, D, seed=1).to(gate), normal(2, 7, 3, seed=2).to(gate).mT
+    got = linear_with_gradients(together, gate, up, weight, d_out=d_out)
+    want = linear_with_gradients(separate, gate, up, weight, d_out=d_out)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert swiglu_linear(gate[:0], up[:0], weight, "triton").shape == (0, 3, 7)
+
+
+@needs_triton
+def test_linear_keeps_no_activation() -> None:
+    gate, up = (normal(1, 4, 6, seed=i).to(BEST_DEVICE, FP32).requires_grad_() for i in range(2))
+    weight = normal(5, 6).to(gate).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = swiglu_linear(gate, up, weight, "triton")
+    assert [t.data_ptr() for t in kept] == [t.data_ptr() for t in (gate, up, weight)]
+    first = torch.autograd.grad(out.sum(), (gate, up, weight), retain_graph=True)
+    assert all(
+        torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(out.sum(), (gate, up, weight)), strict=True)
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("trained", [0, 1, 2])
+def test_linear_with_frozen_inputs(trained: int) -> None:
+    leaves = [normal(*shape).to(BEST_DEVICE, FP32) for shape in ((1, 4, 6), (1, 4, 6), (5, 6))]
+    leaves[trained].requires_grad_()
+    got, want = (torch.autograd.grad(f(*leaves).square().sum(), leaves[trained])[0] for f in (together, separate))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@needs_triton
+def test_linear_in_the_plain_form() -> None:
+    """Autocast, compiled code, torch.func, dispatch modes; the eager backend keeps no hand-written function."""
+    gate, weight = normal(1, 4, 6).to(BEST_DEVICE, FP32), normal(5, 6).to(BEST_DEVICE, FP32).requires_grad_()
+    assert "Swiglu" in type(together(gate, gate, weight).grad_fn).__name__
+    with torch.autocast(BEST_DEVICE, BF16):
+        assert together(gate, gate, weight).dtype == BF16
+    with FlopCounterMode(display=False):
+        assert "Swiglu" not in type(together(gate, gate, weight).grad_fn).__name__
+    assert "Swiglu" not in type(swiglu_linear(gate, gate, weight, "eager").grad_fn).__name__
+    compiled = torch.compile(together, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(gate, gate, weight), together(gate, gate, weight))
+    got = torch.func.grad(lambda t: together(t, t, weight).sum())(gate)
+    torch.testing.assert_close(got, torch.func.grad(lambda t: swiglu_linear(t, t, weight, "eager").sum())(gate))
+    (d,) = torch.autograd.grad(together(gate, gate.requires_grad_(), weight).sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="swiglu_linear has no second derivative"):
+        d.sum().backward()

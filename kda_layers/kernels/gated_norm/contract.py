@@ -20,9 +20,8 @@ class Problem(AnyProblem):
     """What a backend may decide on."""
 
     few_tokens: bool = False
-    compiled: bool = False
 
-    LACKS = {"few_tokens": FEW_TOKENS, "compiled": "torch.compile fuses the plain form"}  # noqa: RUF012
+    LACKS = {"few_tokens": FEW_TOKENS}  # noqa: RUF012
 
     def __str__(self) -> str:
         return f"gated norm, {super().__str__()}"

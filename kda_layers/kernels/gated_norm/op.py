@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from .. import torch_private
 from ..fla.layer import few_tokens
+from ..tracing import is_plain
 from .contract import Plain
 from .dispatch import GATED_NORM
 
@@ -22,7 +23,7 @@ def gated_rms_norm(
 
     Args:
         x, gate: [B, T, ..., D], any float dtype.
-        weight: [D].
+        weight: [D]. torch.compile, torch.func, and tensors of another class or shape get the plain form.
         plain: (x, gate) -> the same in plain PyTorch, for callers whose module rounds intermediate results; None
             computes in fp32 (fp64 for fp64) and rounds once.
         backend: name of a backend, used if it serves this call; None chooses.
@@ -30,5 +31,9 @@ def gated_rms_norm(
     Returns:
         [B, T, ..., D] in x's dtype, or what `plain` returns.
     """
-    name = GATED_NORM.choose(backend, x.device, x.dtype, few_tokens(x), torch.compiler.is_compiling())
+    fused = is_plain((x, gate, weight)) and gate.shape == x.shape and weight.shape == x.shape[-1:]
+    if not fused or torch_private.transforms_active() or torch_private.forward_ad_active():
+        name = "eager"
+    else:
+        name = GATED_NORM.choose(backend, x.device, x.dtype, few_tokens(x))
     return GATED_NORM.backends()[name].normalise(x, gate, weight, eps, plain)

@@ -47,3 +47,10 @@ class Backend(Differentiable):
     def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return the result of `swiglu`. Only transparent backends have this method."""
         raise NotImplementedError
+
+    def backward_over_output(self, x: Inputs, d_y: Tensor) -> Gradients:
+        """Return what `backward` does, and overwrite d_y [B, T, D], contiguous, with y, bit for bit the forward's.
+
+        Transparent backends do not have this method.
+        """
+        raise NotImplementedError

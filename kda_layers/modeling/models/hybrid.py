@@ -23,6 +23,7 @@ from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
 from kda_layers.modeling.models.hub import CardMixin
 from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate
 from kda_layers.modeling.packing import read_layout
+from kda_layers.modeling.residual import add_and_normalise
 
 
 class KDAAttention(KimiDeltaAttention):
@@ -172,7 +173,8 @@ class HybridModel(HybridPreTrainedModel):
                     **encodings,
                     **kwargs,
                 )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        _, normed = add_and_normalise(hidden_states, None, self.norm)
+        return BaseModelOutputWithPast(last_hidden_state=normed, past_key_values=past_key_values)
 
     def _cache(self, cache: Cache | None, use_cache: bool, packed: bool) -> Cache | None:
         """Return the cache that this call fills, or None."""

@@ -15,12 +15,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kda_layers.kernels import biased_attention
 from kda_layers.kernels.linear_step.op import linear_step
-from kda_layers.kernels.swiglu.op import swiglu
+from kda_layers.kernels.swiglu.op import swiglu, swiglu_linear
+from kda_layers.kernels.torch_private import has_global_hooks
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
-from kda_layers.modeling.shared_input import projections
+from kda_layers.modeling.residual import add_and_normalise
+from kda_layers.modeling.shared_input import projections, serves
 from kda_layers.modeling.side_by_side import DEVICES, SideBySide, is_plain, is_unhooked, only_multiplies
 
 
@@ -119,6 +121,8 @@ class KDAMLP(nn.Module):
             gate, up = projections(x, layers) or (layer(x) for layer in layers)
         else:
             gate, up = nn.functional.linear(x, whole).chunk(2, -1)
+        if serves(gate, (self.down_proj,)):
+            return swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(swiglu(gate, up))
 
     def decode(self, residual: Tensor, norm: nn.RMSNorm) -> Tensor:
@@ -152,9 +156,10 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         """Map [B, T, D] to [B, T, D]; kwargs are those of `HybridModel`'s layers."""
         if (decoded := self._decode(hidden_states, **kwargs)) is not None:
             return decoded
-        x, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + x
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        residual, x = add_and_normalise(hidden_states, None, self.input_layernorm)
+        x, _ = self.self_attn(x, **kwargs)
+        residual, x = add_and_normalise(residual, x, self.post_attention_layernorm)
+        return residual + self.mlp(x)
 
     def _decode(
         self,
@@ -175,8 +180,9 @@ class KDADecoderLayer(GradientCheckpointingLayer):
             or cu_seqlens is not None
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled(x.device.type)
+            or has_global_hooks()
             or not isinstance(self.self_attn, KDAAttention)
-            or not all(is_plain(norm, nn.RMSNorm) and norm.weight.dtype == x.dtype for norm in norms)
+            or not all(is_plain(n, nn.RMSNorm) and n.eps is not None and n.weight.dtype == x.dtype for n in norms)
         ):
             return None
         y = self.self_attn.decode(x, norms[0], past_key_values)

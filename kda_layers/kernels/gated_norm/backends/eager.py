@@ -11,7 +11,7 @@ from ..contract import Backend, Plain
 
 class EagerBackend(Backend):
     name = "eager"
-    features = frozenset(("few_tokens", "compiled"))
+    features = frozenset(("few_tokens",))
 
     def normalise(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None) -> Tensor:
         if plain is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...declarations import OneOf
-from ...triton_package import TritonBackend, even_rows
+from ...triton_package import TritonBackend, even_rows, on_device_of
 from ..contract import Backend, Gradients, Inputs, Outputs, TripleGradients, TripleInputs, TripleOutputs
 
 TENSORS = 3  # that the kernels take
@@ -86,7 +85,7 @@ class _Call:
         state = any_tensor if self.state is None else self.state
         offsets = any_tensor if self.offsets is None else self.offsets
         N = self.B if self.offsets is None else offsets.shape[0] - 1
-        with torch.cuda.device(any_tensor.device) if any_tensor.is_cuda else contextlib.nullcontext():
+        with on_device_of(any_tensor):
             kernel[(programs,)](
                 *tensors, self.weight, state, offsets, *more, *strides, *state.stride(), *self.widths, self.T, N,
                 self.strips, W=self.weight.shape[1], PACKED=self.offsets is not None, STATE=self.state is not None,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...declarations import OneOf
-from ...triton_package import TritonBackend, even_rows
+from ...triton_package import TritonBackend, even_rows, on_device_of
 from ..contract import Backend, Gradients, Inputs, Outputs
 
 BLOCK, WARPS = 512, 2  # elements of a program: 8 for each thread, loads of 16 bytes
@@ -29,21 +28,29 @@ class SwigluBackend(TritonBackend, Backend):
         return Outputs(y), []
 
     def backward(self, x: Inputs, saved: list[Tensor], d_y: Tensor) -> Gradients:
-        from ..triton.elementwise import backward_kernel
+        return _gradients(x, even_rows(d_y), output=False)
 
-        d_gate, d_up = x.gate.new_empty(x.gate.shape), x.up.new_empty(x.up.shape)
-        _launch(backward_kernel, (even_rows(x.gate), even_rows(x.up), even_rows(d_y)), (d_gate, d_up))
-        return Gradients(d_gate, d_up)
+    def backward_over_output(self, x: Inputs, d_y: Tensor) -> Gradients:
+        return _gradients(x, d_y, output=True)
 
 
-def _launch(kernel: Any, read: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
+def _gradients(x: Inputs, d_y: Tensor, output: bool) -> Gradients:
+    from ..triton.elementwise import backward_kernel
+
+    d_gate, d_up = x.gate.new_empty(x.gate.shape), x.up.new_empty(x.up.shape)
+    _launch(backward_kernel, (even_rows(x.gate), even_rows(x.up), d_y), (d_gate, d_up), output)
+    return Gradients(d_gate, d_up)
+
+
+def _launch(kernel: Any, read: tuple[Tensor, ...], written: tuple[Tensor, ...], *options: bool) -> None:
     B, T, D = written[0].shape
     blocks = -(-D // BLOCK)
     if B * T * blocks == 0:
         return
-    with torch.cuda.device(read[0].device) if read[0].is_cuda else contextlib.nullcontext():
+    with on_device_of(read[0]):
         kernel[(B * T * blocks,)](
-            *read, *written, *(t.stride(1) for t in read), D, blocks, BLOCK=BLOCK, num_warps=WARPS
+            *read, *written, *(t.stride(1) for t in read), D, blocks, *options,
+            BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
 
 

@@ -13,15 +13,14 @@ def forward_kernel(Gate, Up, Y, gate_stride, up_stride, D, blocks, BLOCK: tl.con
     inside = column < D
     gate = tl.load(Gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(Up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    y = gate / (1 + tl.exp(-gate)) * up
-    tl.store(Y + row * D + column, y.to(Y.dtype.element_ty), mask=inside)
+    tl.store(Y + row * D + column, _multiply(gate, up).to(Y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def backward_kernel(
-    Gate, Up, DY, DGate, DUp, gate_stride, up_stride, dy_stride, D, blocks, BLOCK: tl.constexpr
-):  # fmt: skip
-    """DGate and DUp [rows, D] contiguous."""
+    Gate, Up, DY, DGate, DUp, gate_stride, up_stride, dy_stride, D, blocks, OUTPUT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """DGate and DUp [rows, D] contiguous. OUTPUT overwrites DY with Y, which gets the bits of the forward."""
     row, column = _place(blocks, BLOCK)
     inside = column < D
     gate = tl.load(Gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -31,6 +30,14 @@ def backward_kernel(
     d_gate = dy * up * (s * tl.fma(gate, 1 - s, 1.0))
     tl.store(DGate + row * D + column, d_gate.to(DGate.dtype.element_ty), mask=inside)
     tl.store(DUp + row * D + column, (dy * (gate * s)).to(DUp.dtype.element_ty), mask=inside)
+    if OUTPUT:
+        tl.store(DY + row * dy_stride + column, _multiply(gate, up).to(DY.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _multiply(gate, up):
+    """silu(gate) * up; one expression, so that all kernels round it alike."""
+    return gate / (1 + tl.exp(-gate)) * up
 
 
 @triton.jit

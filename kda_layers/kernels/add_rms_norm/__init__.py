@@ -1,0 +1,1 @@
+"""RMSNorm of a residual stream after an addition to it."""

@@ -1,0 +1,34 @@
+"""The residual stream of a decoder layer while training: additions fused with the norms that read their sums."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kda_layers.kernels import torch_private
+from kda_layers.kernels.add_rms_norm.op import add_rms_norm
+from kda_layers.modeling.side_by_side import trains_plainly
+
+
+def add_and_normalise(residual: Tensor, x: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return residual + x (residual for None) and norm of it.
+
+    Use the returned sum, also for x=None: the norm's backward adds its gradient.
+    """
+    if _is_fused(residual, norm):
+        return add_rms_norm(residual, x, norm.weight, norm.eps)  # type: ignore[arg-type]
+    total = residual if x is None else residual + x
+    return total, norm(total)
+
+
+def _is_fused(x: Tensor, norm: nn.Module) -> bool:
+    """True while training a plain `nn.RMSNorm` in x's dtype, without compiler, autocast and global hooks."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and trains_plainly(norm, nn.RMSNorm)
+        and norm.eps is not None
+        and norm.weight.dtype == x.dtype
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch_private.has_global_hooks()
+    )

@@ -1,0 +1,76 @@
+"""`python -m tests.kernels.compiled_rows sm`: compiles the kernels that normalise rows, and SwiGLU's, for any GPU.
+
+In bf16; prints for each one its width, registers, stack (what registers spill to) and its vector accesses of 16 bytes,
+as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kda_layers.kernels.add_rms_norm.triton import rows as add_rms_norm
+from kda_layers.kernels.gated_norm.triton import rows as gated_norm
+from kda_layers.kernels.row_tiles import RowTiles
+from kda_layers.kernels.swiglu.backends.triton import BLOCK, WARPS
+from kda_layers.kernels.swiglu.triton import elementwise as swiglu
+
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SIZES = ("rows", "D", "blocks")
+CASES = [
+    *[(f"add_rms_norm {n}", getattr(add_rms_norm, n), D) for D in (1024, 2048, 4096, 8192)
+      for n in ("forward_kernel", "backward_kernel")],
+    *[(f"gated_norm {n}", getattr(gated_norm, n), D) for D in (64, 128, 256)
+      for n in ("forward_kernel", "backward_kernel")],
+    *[(f"swiglu {n}", getattr(swiglu, n), 5632) for n in ("forward_kernel", "backward_kernel")],
+]  # fmt: skip
+
+
+def compiled(name: str, kernel: Any, D: int, sm: int) -> dict[str, Any]:
+    tiles = RowTiles(8192, D)
+    constants = {"ADD": True, "OUTPUT": True, "ROWS": tiles.rows_per_tile, "BLOCK": tiles.block}
+    warps = tiles.warps
+    if "swiglu" in name:
+        constants["BLOCK"], warps = BLOCK, WARPS
+    types, values, hints = {}, {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            types[argument], values[(i,)] = "constexpr", constants[argument]
+        elif argument == "eps":
+            types[argument] = "fp32"
+        else:
+            integer = argument in SIZES or argument.endswith("_stride")
+            types[argument] = "i32" if integer else {"Partial": "*fp32"}.get(argument, "*bf16")
+            if argument not in ("rows", "blocks"):
+                hints[(i,)] = [["tt.divisibility", 16]]
+    done = triton.compile(
+        ASTSource(kernel, types, values, hints), target=GPUTarget("cuda", sm, 32), options={"num_warps": warps}
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([BINARIES / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    ptx = done.asm["ptx"]
+    accesses = {
+        "loads": len(re.findall(r"ld\.global", ptx)),
+        "16-byte loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+        "stores": len(re.findall(r"st\.global", ptx)),
+        "16-byte stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
+    }
+    launch = {"D": D, "warps": warps, "registers": int(registers), "stack": int(stack), "shared": done.metadata.shared}
+    return {"kernel": name} | launch | accesses
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        print(json.dumps(compiled(*case, int(sys.argv[1]))))
