@@ -10,19 +10,24 @@ from torch import Tensor
 from .triton_package import on_device_of
 
 TILE = 2048  # elements of a tile: one row, or several narrow ones
-PER_THREAD = 16  # elements of a thread: loads of 16 bytes, and few enough registers for 16 warps on an SM
 MOST_WARPS = 16
-SUMMING = 528  # programs of a kernel that sums over rows: four for each SM of an H200. Fixed, for the order of sums
+# Of a kernel that sums over rows: programs, two for each SM of an H200, fixed for the order of sums; tiles on the way.
+SUMMING, STAGES = 264, 3
+READ = 3  # tensors of tiles that such a kernel reads
+MOST_SHARED = 97 * 1024  # bytes of shared memory for the tiles on the way: what any GPU from sm_80 on has
 
 
 class RowTiles:
-    """Launches of one operator's kernels on `rows` rows of D elements."""
+    """Launches of one operator's kernels on `rows` rows of D elements.
 
-    def __init__(self, rows: int, D: int):
+    `per_thread` elements of a tile are a thread's: 8 or more are loaded 16 bytes at a time.
+    """
+
+    def __init__(self, rows: int, D: int, per_thread: int):
         self.rows, self.D = rows, D
         self.block = 1 << max(D - 1, 0).bit_length()
         self.rows_per_tile = max(1, TILE // self.block)
-        self.warps = min(MOST_WARPS, max(1, self.block * self.rows_per_tile // (32 * PER_THREAD)))
+        self.warps = min(MOST_WARPS, max(1, self.block * self.rows_per_tile // (32 * per_thread)))
         self.tiles = -(-rows // self.rows_per_tile) if D else 0
 
     def launch(self, kernel: Any, *args: Any) -> None:
@@ -36,12 +41,15 @@ class RowTiles:
         """
         programs = min(self.tiles, SUMMING)
         partial = weight.new_empty((programs, self.D), dtype=torch.float32)
-        self._launch(programs, kernel, *args, partial)
+        self._launch(programs, kernel, *args, partial, STAGES=self.stages(args[0].element_size()))
         return partial.sum(0).to(weight.dtype)
 
-    def _launch(self, programs: int, kernel: Any, *args: Any) -> None:
+    def stages(self, itemsize: int) -> int:
+        """STAGES, or 1 where the tiles on the way, of elements of `itemsize` bytes, do not fit in shared memory."""
+        return STAGES if (STAGES - 1) * READ * self.rows_per_tile * self.block * itemsize <= MOST_SHARED else 1
+
+    def _launch(self, programs: int, kernel: Any, *args: Any, **constants: int) -> None:
         if programs:
+            constants |= {"ROWS": self.rows_per_tile, "BLOCK": self.block}
             with on_device_of(args[0]):
-                kernel[(programs,)](
-                    *args, self.rows, self.D, ROWS=self.rows_per_tile, BLOCK=self.block, num_warps=self.warps
-                )
+                kernel[(programs,)](*args, self.rows, self.D, num_warps=self.warps, **constants)

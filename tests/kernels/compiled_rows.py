@@ -18,7 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kda_layers.kernels.add_rms_norm.backends.triton import PER_THREAD as OF_ADD_RMS_NORM
 from kda_layers.kernels.add_rms_norm.triton import rows as add_rms_norm
+from kda_layers.kernels.gated_norm.backends.triton import PER_THREAD as OF_GATED_NORM
 from kda_layers.kernels.gated_norm.triton import rows as gated_norm
 from kda_layers.kernels.row_tiles import RowTiles
 from kda_layers.kernels.swiglu.backends.triton import BLOCK, WARPS
@@ -36,8 +38,14 @@ CASES = [
 
 
 def compiled(name: str, kernel: Any, D: int, sm: int) -> dict[str, Any]:
-    tiles = RowTiles(8192, D)
-    constants = {"ADD": True, "OUTPUT": True, "ROWS": tiles.rows_per_tile, "BLOCK": tiles.block}
+    tiles = RowTiles(8192, D, OF_GATED_NORM if "gated_norm" in name else OF_ADD_RMS_NORM)
+    constants = {
+        "ADD": True,
+        "OUTPUT": True,
+        "ROWS": tiles.rows_per_tile,
+        "BLOCK": tiles.block,
+        "STAGES": tiles.stages(2),
+    }
     warps = tiles.warps
     if "swiglu" in name:
         constants["BLOCK"], warps = BLOCK, WARPS
@@ -64,6 +72,8 @@ def compiled(name: str, kernel: Any, D: int, sm: int) -> dict[str, Any]:
     accesses = {
         "loads": len(re.findall(r"ld\.global", ptx)),
         "16-byte loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
+        "copies": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+        "16-byte copies": len(re.findall(r"cp\.async\.cg\S* \[.*, 0x10", ptx)),
         "stores": len(re.findall(r"st\.global", ptx)),
         "16-byte stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
     }

@@ -10,17 +10,24 @@ import sys
 
 import pytest
 
-from kda_layers.kernels.row_tiles import MOST_WARPS, PER_THREAD, TILE, RowTiles
+from kda_layers.kernels.row_tiles import MOST_WARPS, TILE, RowTiles
 
 
 @pytest.mark.parametrize("D", [1, 24, 64, 128, 1500, 2048, 5000, 8192, 20000])
 def test_tiles(D: int) -> None:
-    tiles = RowTiles(1001, D)
+    tiles = RowTiles(1001, D, 16)
     assert D <= tiles.block < 2 * D or D == 1
     assert tiles.rows_per_tile * tiles.block >= TILE
     assert tiles.rows_per_tile * (tiles.tiles - 1) < 1001 <= tiles.rows_per_tile * tiles.tiles
     elements = tiles.rows_per_tile * tiles.block // (32 * tiles.warps)
-    assert elements == PER_THREAD or tiles.warps == MOST_WARPS
+    assert elements == 16 or tiles.warps == MOST_WARPS
+
+
+def test_tiles_on_the_way_fit_in_shared_memory() -> None:
+    stages = {(D, size): RowTiles(9, D, 16).stages(size) for D in (64, 2048, 8192, 8193) for size in (2, 4)}
+    assert stages == {
+        (64, 2): 3, (64, 4): 3, (2048, 2): 3, (2048, 4): 3, (8192, 2): 3, (8192, 4): 1, (8193, 2): 1, (8193, 4): 1,
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
@@ -41,4 +48,7 @@ def test_compiles_without_a_gpu(sm: int) -> None:
         narrow = usage["kernel"].startswith("gated_norm")
         assert usage["stack"] == 0, line
         assert usage["16-byte loads"] >= usage["loads"] - narrow, line
+        assert usage["16-byte copies"] == usage["copies"], line
+        assert (usage["copies"] > 0) == (usage["kernel"].endswith("norm backward_kernel")), line
+        assert usage["shared"] <= 99 * 1024, line
         assert usage["16-byte stores"] >= usage["stores"] - narrow, line

@@ -130,3 +130,16 @@ def test_decoder_layers_that_are_called_as_they_are(kernel: emulated.EmulatedLay
     with torch.no_grad():
         model.model.layers[0](torch.zeros(2, 1, 32, dtype=BF16), past_key_values=past)
     assert [x.norm_weight for x in launched] == [None]  # the attention's projections alone
+
+
+def test_a_compiled_model_decodes(kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
+    """In one graph, by the same launches."""
+    model = a_model()
+    want = model_logits(model, IDS)
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    launched.clear()
+    with torch.no_grad():
+        past = type(model).forward(model, IDS[:, :-3], use_cache=True).past_key_values
+        got = [model(IDS[:, t : t + 1], past_key_values=past).logits for t in range(-3, -1)]
+    assert torch.equal(torch.cat(got, 1), want)
+    assert [(x.swiglu, x.overlap) for x in launched[:4]] == [(False, False), (False, True), (True, True), (False, True)]

@@ -13,6 +13,8 @@ from ...row_tiles import RowTiles
 from ...triton_package import TritonBackend, even_rows
 from ..contract import Backend
 
+PER_THREAD = 16  # elements of a row for a thread
+
 
 class AddRMSNormBackend(TritonBackend, Backend):
     serves = {"dtype": OneOf(torch.bfloat16, torch.float16, torch.float32)}  # noqa: RUF012
@@ -33,7 +35,7 @@ class _AddRMSNorm(torch.autograd.Function):
         added = base if x is None else even_rows(x)  # not read without x
         total = residual if x is None else residual.new_empty(residual.shape)
         y = residual.new_empty(residual.shape)
-        RowTiles(B * T, D).launch(
+        RowTiles(B * T, D, PER_THREAD).launch(
             forward_kernel, base, added, weight, total, y, base.stride(1), added.stride(1), eps, x is not None
         )
         ctx.save_for_backward(total, weight)
@@ -53,7 +55,7 @@ class _AddRMSNorm(torch.autograd.Function):
         read = [even_rows(t) for t in (total, d_y, d_y if d_total is None else d_total)]
         d_x = total.new_empty(total.shape)
         strides = (t.stride(1) for t in read)
-        d_weight = RowTiles(B * T, D).launch_summing(
+        d_weight = RowTiles(B * T, D, PER_THREAD).launch_summing(
             weight, backward_kernel, *read, weight, d_x, *strides, ctx.eps, d_total is not None
         )
         return d_x, d_x if ctx.needs_input_grad[1] else None, d_weight, None

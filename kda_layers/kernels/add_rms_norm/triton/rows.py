@@ -27,20 +27,22 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     Total, DY, DTotal, Weight, DX, total_stride, dy_stride, dtotal_stride, eps, ADD: tl.constexpr,
-    Partial, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    Partial, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """DX [rows, D] contiguous, to which ADD adds DTotal; Partial [programs, D]: each program's gradient of Weight.
 
-    Recomputes the reciprocal deviations: with the other sum over a row it is free.
+    Recomputes the reciprocal deviations: with the other sum over a row it is free. The next tiles are on the way.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(Weight + column, mask=column < D, other=0.0).to(tl.float32)
     d_weight = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in range(program, tl.cdiv(rows, ROWS), programs):
+    for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
         row, column, inside = _place(tile, rows, D, ROWS, BLOCK)
         x = tl.load(Total + row * total_stride + column, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(DY + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+        if ADD:
+            d_total = tl.load(DTotal + row * dtotal_stride + column, mask=inside, other=0.0).to(tl.float32)
         wdy = weight * dy
         rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / D + eps)
         projection = tl.sum(wdy * x, 1, keep_dims=True) / D * rstd
@@ -48,7 +50,7 @@ def backward_kernel(
         normalised = x * rstd
         dx = (wdy - normalised * projection) * rstd
         if ADD:
-            dx += tl.load(DTotal + row * dtotal_stride + column, mask=inside, other=0.0).to(tl.float32)
+            dx += d_total
         tl.store(DX + row * D + column, dx.to(DX.dtype.element_ty), mask=inside)
         d_weight += dy * normalised
     column = tl.arange(0, BLOCK)

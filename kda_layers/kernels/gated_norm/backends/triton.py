@@ -13,6 +13,8 @@ from ...row_tiles import RowTiles
 from ...triton_package import TritonBackend
 from ..contract import Backend, Plain
 
+PER_THREAD = 8  # elements of a tile for a thread
+
 
 class GatedNormBackend(TritonBackend, Backend):
     serves = {"dtype": OneOf(torch.bfloat16, torch.float16, torch.float32)}  # noqa: RUF012
@@ -48,7 +50,7 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def _tiles(x: Tensor) -> RowTiles:
-    return RowTiles(x.shape[:-1].numel(), x.shape[-1])
+    return RowTiles(x.shape[:-1].numel(), x.shape[-1], PER_THREAD)
 
 
 BACKEND = GatedNormBackend()

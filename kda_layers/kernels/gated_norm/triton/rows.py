@@ -19,14 +19,14 @@ def forward_kernel(X, Gate, Weight, Y, eps, rows, D, ROWS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def backward_kernel(
-    X, Gate, DY, Weight, DX, DGate, eps, Partial, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    X, Gate, DY, Weight, DX, DGate, eps, Partial, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """As above; Partial [programs, D] gets each program's gradient of Weight."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(Weight + column, mask=column < D, other=0.0).to(tl.float32)
     d_weight = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in range(program, tl.cdiv(rows, ROWS), programs):
+    for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
         at, column, inside = _place(tile, rows, D, ROWS, BLOCK)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(Gate + at, mask=inside, other=0.0).to(tl.float32)
