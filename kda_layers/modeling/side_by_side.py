@@ -66,7 +66,7 @@ class SideBySide:
         for layer, part in zip(layers, parts, strict=True):
             if layer._parameters.get("weight") is not part or layer._parameters["bias"] is not None:
                 return False
-            if not is_plain(layer):
+            if type(layer) is not nn.Linear or not is_unhooked(layer):
                 return False
         return True
 

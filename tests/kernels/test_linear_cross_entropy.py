@@ -235,3 +235,19 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, gradients = 4 * tokens * vocab, 4 * D * (tokens + vocab)
     assert peak_bytes(lambda: run(plain)) >= 2 * logits
     assert peak_bytes(lambda: run(linear_cross_entropy)) <= 2 * gradients + (10 << 20)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (3, 1500)], ids=str)
+def test_the_triton_kernel_that_scales(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """As PyTorch does by a factor in fp32, which is not rounded to the dtype of the gradient."""
+    from kda_layers.kernels.linear_cross_entropy.triton.rows import scale
+
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(BEST_DEVICE, dtype)
+    factor = torch.tensor(1 / 8191, device=BEST_DEVICE)
+    want = (x.float() * factor).to(dtype)
+    scale(x, factor)
+    if BEST_DEVICE == "cuda":
+        assert torch.equal(x, want)
+    torch.testing.assert_close(x, want, rtol=2**-7, atol=0)  # the interpreter truncates to bfloat16

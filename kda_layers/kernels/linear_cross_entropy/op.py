@@ -90,11 +90,11 @@ class _Loss(torch.autograd.Function):
             )
         d_x, d_weight = ctx.gradients
         ctx.gradients = None
-        factor = d_loss.reshape(1)  # of one dimension: as a scalar it would be rounded to the dtype of the gradients
         if d_x is not None:
-            d_x.mul_(factor)
+            _scale(d_x, d_loss)
         if d_weight is not None:
-            d_weight = d_weight.mul_(factor).to(ctx.weight_dtype)
+            _scale(d_weight, d_loss)
+            d_weight = d_weight.to(ctx.weight_dtype)
         return d_x, d_weight, None, None
 
 
@@ -155,6 +155,17 @@ def _fused_softmax(logits: Tensor, target: Tensor, losses: Tensor, ignore_index:
 
     with torch.cuda.device(logits.device):
         loss_rows(logits, target, losses, ignore_index, gradient)
+
+
+def _scale(x: Tensor, factor: Tensor) -> None:
+    """Multiply x by a scalar tensor, in place."""
+    if is_plain((x, factor)) and x.is_contiguous() and _has_fused_softmax(x):
+        from .triton.rows import scale
+
+        with torch.cuda.device(x.device):
+            scale(x, factor)
+    else:
+        x.mul_(factor.reshape(1))  # of one dimension: as a scalar it would be rounded to x's dtype
 
 
 def _has_fused_softmax(x: Tensor) -> bool:

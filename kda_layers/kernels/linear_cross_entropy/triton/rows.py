@@ -1,4 +1,7 @@
-"""Losses of rows of logits, and the gradient of the logits in their place: three passes, 6 bytes a logit in bf16."""
+"""Losses of rows of logits, and the gradient of the logits in their place: three passes, 6 bytes a logit in bf16.
+
+And the product of a gradient with the loss' own, in place.
+"""
 
 from __future__ import annotations
 
@@ -57,3 +60,18 @@ def loss_rows(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int
     loss_kernel[(rows,)](
         logits, targets, losses, logits.stride(0), vocab_size, ignore_index, GRADIENT=gradient, BLOCK=block, num_warps=8
     )
+
+
+@triton.jit
+def scale_kernel(X, Factor, elements, BLOCK: tl.constexpr):
+    """X [elements] times the one element of Factor, in fp32, in place."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + at, mask=at < elements, other=0.0).to(tl.float32) * tl.load(Factor).to(tl.float32)
+    tl.store(X + at, x.to(X.dtype.element_ty), mask=at < elements)
+
+
+def scale(x: Tensor, factor: Tensor) -> None:
+    """Multiply a contiguous x by the one element of `factor`."""
+    block = 2048
+    if x.numel():
+        scale_kernel[(triton.cdiv(x.numel(), block),)](x, factor, x.numel(), BLOCK=block, num_warps=8)
