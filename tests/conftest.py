@@ -1,7 +1,8 @@
 """Which tests run, and on what.
 
 --tier chooses: "all", the default, is every test but most emulated cases, which "every" adds; "test" and "quick" take a
-share of the cases of each parametrised test, always the same ones, and leave out what is slow.
+share of the cases of each parametrised test, always the same ones, and leave out what is slow. "test" takes least of
+tests/kernels: CI runs it only where the kernels, their tests and the emulator are unchanged, and "all" elsewhere.
 KDA_LAYERS_REQUIRE="sm90,fla" names the backends that must serve on this machine: their skips are failures.
 """
 
@@ -35,13 +36,27 @@ SLOW = (
     "compil", "flash_linear_attention", "fresh_process", "importing", "new_family", "requiring", "tensor_parallel",
     "two_processes", EMULATED,
 )  # fmt: skip
-# Tier -> one in so many cases of a test, and parts of the ids that it leaves out. CI runs "all" when kernels or the
-# emulator change. Of the emulated cases of the tests of backends, "all" takes one in FEWER_EMULATED.
-TIERS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "quick": (24, SLOW),
-    "test": (6, ("cuda_emulator/test_kernels", "tests/test_training_curves", EMULATED)),
-    "all": (1, ()),
-    "every": (1, ()),
+# What "test" leaves out beside the training curves and the emulated cases, by seconds of CPU: other tests of the same
+# file run the same emulated kernels (95 s), a compiler again (45 s), or processes that only build kernels (15 s).
+OF_KERNELS = (
+    "cuda_emulator/test_kernels", "test_cuda_chunk.py", "test_cuda_gradients.py::test_near_zero",
+    "test_cuda_gradients.py::test_resets", "test_cuda_gradients.py::test_same_bits",
+    "test_cuda_reverse.py::test_nan", "test_cuda_reverse.py::test_packed", "test_cuda_reverse.py::test_resets",
+    "test_cuda_reverse.py::test_saved", "test_cuda_reverse.py::test_the_scan", "test_cuda_step.py::test_tilings",
+    "kernels/test_compile.py::test_compiled_by_inductor", "attention/test_training.py::test_compiled_by_inductor",
+    "test_triton.py::test_compiles_without", "test_short_conv_triton.py::test_compiles_without",
+    "test_build.py::test_two_processes", "test_dispatch.py::test_requiring_known",
+    "test_recompute.py::test_gradients_have_the_same_bits",
+)  # fmt: skip
+# A model takes dynamo 10 s; without these cases the share is one model, not two.
+COMPILED_TWICE = ("test_models.py::test_compiled_model[key_bias",)
+# Tier -> one in so many cases of a test, the same of tests/kernels, and parts of the ids that it leaves out. Of the
+# emulated cases of the tests of backends, "all" takes one in FEWER_EMULATED.
+TIERS: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "quick": (24, 24, SLOW),
+    "test": (6, 24, (*OF_KERNELS, *COMPILED_TWICE, "tests/test_training_curves", EMULATED)),
+    "all": (1, 1, ()),
+    "every": (1, 1, ()),
 }
 
 REQUIRED = frozenset(n.strip() for n in os.environ.get("KDA_LAYERS_REQUIRE", "").split(",") if n.strip())
@@ -54,14 +69,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def chosen(tests: Iterable[str], tier: str) -> set[str]:
     """The ids of tests that run in a tier: of each test's cases a share, but at least one. Of emulated cases, which are
     slow, it is a smaller one, and they do not replace others."""
-    share, left_out = TIERS[tier]
+    share, share_of_kernels, left_out = TIERS[tier]
     cases: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for test in tests:
         if not any(part in test for part in left_out):
             cases[test.partition("[")[0], EMULATED in test].append(test)
     kept: set[str] = set()
-    for (_, emulated), group in cases.items():
-        one_in = FEWER_EMULATED if emulated and tier == "all" else share
+    for (name, emulated), group in cases.items():
+        one_in = share_of_kernels if name.startswith("tests/kernels/") else share
+        one_in = FEWER_EMULATED if emulated and tier == "all" else one_in
         group.sort(key=lambda test: zlib.crc32(test.encode()))  # mixes options
         kept.update(group[: -(-len(group) // one_in)])
     return kept

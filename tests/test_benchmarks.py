@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import biased_attention, compare, decode_lengths, report, swap, timing, training_curves
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import cases, kernel_shares, layer, operator, tables, truth
+from benchmarks.gpu import cases, kernel_shares, layer, operator, precompile, tables, truth
 from benchmarks.gpu.cases import Case, Sizes
 from benchmarks.gpu.contenders import Contender, Prepared, Refusal, graphed, ours_forward, ours_step
 from benchmarks.gpu.harness import Budget, ContextLost, Job, compete, failures, run_all, run_job
@@ -33,6 +33,7 @@ from kda_layers.kernels import fla_api
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.reference import activate, log_decay
+from tools import docs_figures, docs_tables
 
 
 class WallClock(Machine):
@@ -958,6 +959,86 @@ def test_less_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(testing, "do_bench", lambda f, warmup=25, rep=100: (f, warmup, rep))
     assert gpu.parse(["--tuning-ms", "20"]).tuning_ms == 20
     assert testing.do_bench("kernel") == ("kernel", 5, 20)
+
+
+def test_shares_of_autotuners_are_compiled_and_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes compile what an autotuner would time: each configuration once for each key."""
+    jit, autotuner = pytest.importorskip("triton.runtime.jit"), pytest.importorskip("triton.runtime.autotuner")
+    compiled: list[tuple[int, int]] = []
+    launches: list[bool] = []
+
+    class Kernel:
+        @staticmethod
+        def fn(x: Tensor, T: int, n: int) -> None:
+            """What Triton would compile."""
+
+        def run(self, x: Tensor, T: int, n: int, num_warps: int, **_: Any) -> None:
+            compiled.append((n, num_warps))
+
+    monkeypatch.setattr(jit.JITFunction, "run", lambda self, *, grid, warmup: launches.append(not warmup))
+    before = jit.JITFunction.run, autotuner.Autotuner.run
+    for share in range(2):
+        configs = [autotuner.Config({}, num_warps=w) for w in (1, 2, 4)]
+        tuned = autotuner.Autotuner(Kernel(), ["x", "T", "n"], configs, ["n"], None, None)
+        with precompile.compiling(share, 2) as names:
+            for n, T in ((16, 7), (16, 9), (32, 7)):
+                tuned[(1,)](torch.zeros(1), T=T, n=n)
+            jit.JITFunction.run(None, grid=(1,), warmup=False)
+        assert names == ["fn"] * 3
+    assert sorted(compiled) == [(n, w) for n in (16, 32) for w in (1, 2, 4)]
+    assert launches == [False, False]
+    assert (jit.JITFunction.run, autotuner.Autotuner.run) == before
+
+
+def test_what_is_compiled_first_is_what_the_section_calls(
+    stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every length of the section; a process that fails is named, and the run goes on."""
+    called: list[tuple[str, tuple[int, ...]]] = []
+
+    def l2norm_fwd(x: Tensor) -> tuple[Tensor, Tensor]:
+        called.append(("forward", tuple(x.shape)))
+        return x, x[:, 0]
+
+    l2norm = SimpleNamespace(l2norm_fwd=l2norm_fwd, l2norm_bwd=lambda y, r, d: called.append(("backward", d.shape)))
+    for name in ("fla.modules", "fla.modules.norm", "fla.modules.norm.l2norm"):
+        monkeypatch.setitem(sys.modules, name, l2norm)
+    precompile.compile_fla(2, (64, 256), "cpu")
+    assert called == [(pass_, (2 * T, 128)) for T in (64, 256) for pass_ in ("forward", "backward")]
+    monkeypatch.setattr(precompile.sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$*" >> "$0.log"; echo "no GPU" >&2; exit 3\n')
+    (tmp_path / "python").chmod(0o755)
+    assert run(tmp_path / "out", "hard", "--precompile", "2") == 0
+    shares = sorted((tmp_path / "python.log").read_text().splitlines())
+    common = "-m benchmarks.gpu.precompile --heads 1 --lengths 64,128 --of 2 --share"
+    assert [s for s in shares if s.startswith("-m")] == [f"{common} 0", f"{common} 1"]
+    assert "s; 2 failed\nno GPU\nno GPU\n" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_figure_of_one_run(tmp_path: Path) -> None:
+    """Every contender at every length and pass; what a run had when it was cut makes a figure, too."""
+    assert run(tmp_path, "context") == 0
+    contents = report.load(tmp_path / "gpu-context.json")
+    assert {(r["pass"], r["T"], r["contender"]) for r in contents["rows"] if r["status"] == "timed"} == {
+        (pass_, T, who)
+        for pass_ in ("forward", "forward + backward")
+        for T in TINY.context
+        for who in ("eager", "FLA", "cuDNN", "softmax attention")
+    }
+    contents["stamp"]["gpu"] = "NVIDIA H200"
+    for row in contents["rows"]:
+        row["contender"] = row["contender"].replace("eager", "sm90")
+    whole = docs_figures.time_against_length({"gpu-context": contents})
+    for name in ("kda_layers", "flash-linear-attention", "cuDNN", "softmax attention"):
+        assert f">{name}<" in whole
+    cut = {"gpu-context": contents | {"rows": contents["rows"][:12]}}  # the last case was not reached
+    assert whole.count("<circle") - docs_figures.time_against_length(cut).count("<circle") == 4
+    caption = docs_tables.caption({"gpu-context": contents})
+    assert caption.startswith("One run on one NVIDIA H200, `gpu-context` (")
+    assert "Python" not in caption
+    contents["rows"][2]["mode"] = "call"
+    assert "except that cuDNN is launched from Python" in docs_tables.caption({"gpu-context": contents})
 
 
 # ---------------------------------------------------------------- comparison

@@ -476,15 +476,18 @@ def test_generate_prints_the_text_of_tokens(trained: Path, tmp_path: Path, capsy
     assert "expected a tokenizer, or a vocabulary of the 256 bytes, got 300 tokens" in capsys.readouterr().err
 
 
-def generated(trained: Path, stdout: Any, prompt: str = "Hi", **variables: str) -> subprocess.Popen[bytes]:
+def generated(
+    trained: Path, stdout: Any, prompt: str = "Hi", tokens: int = 8, **variables: str
+) -> subprocess.Popen[bytes]:
+    command = [str(EXAMPLES / "generate.py"), str(trained), prompt, "--max-new-tokens", str(tokens), "--device", "cpu"]
     return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "generate.py"), str(trained), prompt, "--device", "cpu"],
+        [sys.executable, *command],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | variables, stdout=stdout, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(trained: Path) -> None:
-    process = generated(trained, subprocess.PIPE)
+    process = generated(trained, subprocess.PIPE, tokens=400)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.read(1) == b"H"

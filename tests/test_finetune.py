@@ -1,6 +1,6 @@
 """examples/finetune.py in one process and in two, and what data-parallel training does to a model with KDA layers.
 
-As a script, under torchrun, this file is what each of the two processes runs.
+As a script, this file is what each of the two processes runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import finetune  # noqa: E402
 from common import text  # noqa: E402
 
 from kda_layers import KDAConfig, KDAForCausalLM  # noqa: E402
+from tests.processes import once, run_two  # noqa: E402
 
 SIZE: dict[str, Any] = dict(
     vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -69,17 +69,13 @@ def process(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """After both processes ran in it."""
-    path = tmp_path_factory.mktemp("finetune")
-    (path / "text.txt").write_bytes(text.python_reference()[:6000])
-    hybrid().config.to_json_file(path / "config.json")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [*launch, __file__, str(path)], capture_output=True, text=True, check=False, timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "2 processes" in run.stdout
-    return path
+
+    def run(path: Path) -> None:
+        (path / "text.txt").write_bytes(text.python_reference()[:6000])
+        hybrid().config.to_json_file(path / "config.json")
+        assert "2 processes" in run_two(__file__, str(path))
+
+    return once(tmp_path_factory, "finetune", run)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.processes import once
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -41,14 +43,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def output(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a finished run."""
-    folder = tmp_path_factory.mktemp("runs") / "swap"
-    threads = torch.get_num_threads()
-    try:
-        command = ["--device", "cpu", "--data", str(data), "--output", str(folder), *arguments(**SIZE)]
-        assert swap_llama.main(command) == 0
-    finally:
-        torch.set_num_threads(threads)
-    return folder
+
+    def run(folder: Path) -> None:
+        threads = torch.get_num_threads()
+        try:
+            command = ["--device", "cpu", "--data", str(data), "--output", str(folder / "swap"), *arguments(**SIZE)]
+            assert swap_llama.main(command) == 0
+        finally:
+            torch.set_num_threads(threads)
+
+    return once(tmp_path_factory, "swap_example", run) / "swap"
 
 
 def test_distilling_brings_the_perplexity_back(data: Path, output: Path) -> None:

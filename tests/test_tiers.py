@@ -9,14 +9,16 @@ from tests.test_makefile import dry_run, needs_make
 
 MANY = 100
 SLOW, THOROUGH = "tests/test_examples.py::one", "tests/cuda_emulator/test_kernels.py::one"
-TESTS = [*(f"tests/a.py::many[{n}]" for n in range(MANY)), "tests/a.py::one", SLOW, THOROUGH]
+PLACES = ("tests/a.py", "tests/kernels/a.py")
+TESTS = [*(f"{place}::many[{n}]" for place in PLACES for n in range(MANY)), "tests/a.py::one", SLOW, THOROUGH]
 
 
 def test_a_tier_runs_a_share_of_every_test() -> None:
     quick, some, most, every = (chosen(TESTS, tier) for tier in TIERS)
     assert quick < some < most == every == set(TESTS)
     for name, tier in (("quick", quick), ("test", some)):
-        assert sum("many" in test for test in tier) == -(-MANY // TIERS[name][0])
+        for place, share in zip(PLACES, TIERS[name][:2], strict=True):
+            assert sum(test.startswith(f"{place}::many") for test in tier) == -(-MANY // share)
     assert {t for t in quick if "many" not in t} == {"tests/a.py::one"}
     assert {t for t in some if "many" not in t} == {"tests/a.py::one", SLOW}
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kda_layers import KDAConfig, KDAForCausalLM
 from kda_layers.modeling import captured_step
 from tests.modeling.taped_graphs import TapedGraphs
+from tests.processes import once
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -60,9 +61,10 @@ def report_of(output: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("runs") / "byte"
-    assert train(files, output, "--vocab byte --steps 120 --evaluations 3 --peak-tflops 0.1") == 0
-    return output
+    def run(folder: Path) -> None:
+        assert train(files, folder / "byte", "--vocab byte --steps 120 --evaluations 3 --peak-tflops 0.1") == 0
+
+    return once(tmp_path_factory, "train_lm", run) / "byte"
 
 
 # ---------------------------------------------------------------- a run
@@ -119,9 +121,11 @@ def test_the_checkpoint_is_the_measured_model(files: Path, trained: Path) -> Non
 
 def test_same_seed_same_losses_compiled_or_not(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    (tmp_path / "tiny.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))  # compiles in half the time
+    (tmp_path / "text.txt").write_bytes((files / "text.txt").read_bytes())
     options = {"a": "", "b": "--backend eager", "seed": "--seed 1", "compiled": "--compile"}
     for name, more in options.items():
-        assert train(files, tmp_path / name, f"--vocab byte --steps 6 --evaluations 1 {more}") == 0
+        assert train(tmp_path, tmp_path / name, f"--vocab byte --steps 6 --evaluations 1 {more}") == 0
     losses = {name: report_of(tmp_path / name)["losses"] for name in options}
     assert losses["a"] == losses["b"] != losses["seed"]
     assert losses["compiled"] == pytest.approx(losses["a"], rel=1e-4)

@@ -12,6 +12,7 @@ from tools.docs_svg import BLUE, GREEN, GREY, INK, ORANGE, VIOLET, Line, Panel
 Results = Mapping[str, Any]  # name -> contents of a result file
 
 H200 = "tokens (1 sequence, 32 heads of 128, bf16)"
+README_RUN = "gpu-context"
 
 
 def by_length(rows: Sequence[Any], **wanted: Any) -> dict[float, float]:
@@ -20,11 +21,33 @@ def by_length(rows: Sequence[Any], **wanted: Any) -> dict[float, float]:
     found: dict[float, float] = {r["T"]: r["time"]["median"] for r in chosen}
     if not found or len(found) < len(chosen):
         raise ValueError(f"expected one timed row for each T of {wanted}, got {len(chosen)} for {len(found)} lengths")
-    return found
+    return dict(sorted(found.items()))
+
+
+def length_panel(rows: Sequence[Any], title: str, who: Mapping[str, tuple[str, str, str]]) -> Panel:
+    """Return the times of a pass in the context section; `who` maps contenders to label, color and dash."""
+    there = {r["contender"] for r in rows if r.get("pass") == title and r["status"] == "timed"}
+    lines = [
+        Line(label, by_length(rows, section="context", contender=name, **{"pass": title}), color, dash)
+        for name, (label, color, dash) in who.items()
+        if name in there
+    ]
+    return Panel(title, H200, "ms", lines)
 
 
 def time_against_length(results: Results) -> str:
-    """README's figure."""
+    """README's figure: every point from one run."""
+    if README_RUN not in results:
+        return _time_of_three_runs(results)
+    rows = results[README_RUN]["rows"]
+    who = {"sm90": ("kda_layers", BLUE, ""), "FLA": ("flash-linear-attention", ORANGE, "")}
+    who |= {"cuDNN": ("cuDNN", GREEN, "5 3"), "softmax attention": ("softmax attention", GREY, "2 3")}
+    panels = [length_panel(rows, title, who) for title in ("forward", "forward + backward")]
+    return svg.chart(panels, "Time against length on an H200")
+
+
+def _time_of_three_runs(results: Results) -> str:
+    """Return README's figure until benchmarks/results has README_RUN."""
     forward, training = results["gpu-forward-h32"]["rows"], results["gpu-training"]["rows"]
     context = results["gpu-operator"]["rows"]
     case = dict(B=1, H=32, what="", gates="slow")
@@ -63,20 +86,12 @@ def cpu_operator(results: Results) -> str:
 
 
 def gpu_operator(results: Results) -> str:
-    rows = [r for r in results["gpu-operator"]["rows"] if r["section"] == "context"]
+    rows = results["gpu-operator"]["rows"]
     who = {"fla": ("kda_layers fla", BLUE, ""), "FLA": ("flash-linear-attention", ORANGE, "6 3")}
     who |= {"cuDNN": ("cuDNN", GREEN, "5 3"), "softmax attention": ("softmax attention", GREY, "2 3")}
 
-    def panel(title: str) -> Panel:
-        there = {r["contender"] for r in rows if r["pass"] == title}
-        lines = [
-            Line(label, by_length(rows, contender=name, **{"pass": title}), color, dash)
-            for name, (label, color, dash) in who.items()
-            if name in there
-        ]
-        return Panel(title, H200, "ms", lines)
-
-    return svg.chart([panel("forward"), panel("forward + backward")], "Time against length through fla on an H200")
+    panels = [length_panel(rows, title, who) for title in ("forward", "forward + backward")]
+    return svg.chart(panels, "Time against length through fla on an H200")
 
 
 def long_generation(results: Results) -> str:

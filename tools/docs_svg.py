@@ -119,7 +119,7 @@ def _panel(panel: Panel, x0: float, y0: float, wide: float, high: float) -> str:
 
 
 def _axis(scale: Callable[[float], float], lo: float, hi: float, a: float, b: float) -> Callable[[float], float]:
-    return lambda value: a + (b - a) * (scale(value) - scale(lo)) / (scale(hi) - scale(lo))
+    return lambda value: a + (b - a) * (scale(value) - scale(lo)) / (scale(hi) - scale(lo) or 1)  # 1: of one point
 
 
 def _x_ticks(xs: Sequence[float]) -> list[float]:

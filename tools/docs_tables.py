@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from benchmarks import report
 from benchmarks.gpu import tables
+from benchmarks.gpu.contenders import CALL
 from kda_layers.kernels.kda.contract import Backend, Problem
 from kda_layers.kernels.kda.dispatch import KDA, default_problem
-from tools.docs_figures import RUNS
+from tools.docs_figures import README_RUN, RUNS
 
 ROOT = Path(__file__).parents[1]
 Results = Mapping[str, Any]
@@ -102,6 +103,16 @@ def speed(found: Results) -> str:
 
 def caption(found: Results) -> str:
     """Return the conditions of README's figure."""
+    if README_RUN in found:
+        stamp, rows = found[README_RUN]["stamp"], found[README_RUN]["rows"]
+        called = sorted({tables.label(r) for r in rows if r["status"] == "timed" and r["mode"] == CALL})
+        how = f", except that {', '.join(called)} is launched from Python" if called else ""
+        return (
+            f"One run on one {stamp['gpu']}, `{README_RUN}` ({stamp['date']}, commit `{stamp['commit']}`): bf16, "
+            "slow-decay gates, medians with a cold L2 cache; a dot is a measured length. Every contender is replayed "
+            f"from a CUDA graph{how}. Softmax attention is torch's, causal. cuDNN's backward takes activated inputs "
+            "only: its forward + backward is of these."
+        )
     dates = {name: found[name]["stamp"]["date"] for name in ("gpu-forward-h32", "gpu-training", "gpu-operator")}
     return (
         "One H200, bf16, slow-decay gates, medians with a cold L2 cache; a dot is a measured length. KDA forward in "

@@ -8,6 +8,7 @@ harness.py     the rule: right first, then timed in turns (benchmarks/timing.py)
 operator.py    sections of the operator: forward, training, backward, decode, host, hard, ...
 layer.py, kernel_shares.py   the layer, and where its GPU time goes
 model.py       the language model: decoding, prefill, a training step
+precompile.py  flash-linear-attention's autotuners: every configuration compiled in parallel before they time them
 tables.py      Markdown
 __main__.py    the command line
 """

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import report, timing
-from benchmarks.gpu import operator, tables
+from benchmarks.gpu import operator, precompile, tables
 from benchmarks.gpu.cases import FULL, QUICK, Sizes
 from benchmarks.gpu.harness import Budget, Job, Row, Setup, failures, run_all
 from benchmarks.gpu.layer import layer
@@ -85,6 +85,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backends", help="ours, separated by commas; default: all but eager")
     parser.add_argument("--heads", type=_numbers, help="only cases of the operator with so many heads, as 32,96")
     timing.add_tuning_option(parser)
+    parser.add_argument(
+        "--precompile", type=int, metavar="N",
+        help="first compile what the context section times of flash-linear-attention in N processes",
+    )  # fmt: skip
     parser.add_argument("--budget-s", type=float, help="start no case after so many seconds; those left out are listed")
     report.add_commit_option(parser)
     args = parser.parse_args(argv)
@@ -119,6 +123,9 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None, size
     name, facts = file_name(args), stamp(args.commit)
     heads = f", {' and '.join(map(str, args.heads))} heads" if args.heads else ""
     title = f"Benchmarks on a GPU: {', '.join(args.sections).replace('_', ' ')}{heads}"
+    if args.precompile:
+        seconds, failed = precompile.in_processes(args.precompile, sizes.context_heads, sizes.context)
+        print(f"compiled in {args.precompile} processes and {seconds:.0f} s; {len(failed)} failed", *failed, sep="\n")
     rows: list[Row] = []
     results = report.document(name, title, rows, (), facts)
     with tqdm(total=len(jobs), desc="cases") as progress:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
+from torch import Tensor
+
 from benchmarks.gpu.cases import (
     HARD,
     Case,
@@ -19,7 +21,7 @@ from benchmarks.gpu.cases import (
     make_inputs,
     training_floor_ms,
 )
-from benchmarks.gpu.contenders import CALL, Contender, graphed, ours_forward, ours_step, ours_training
+from benchmarks.gpu.contenders import CALL, Contender, Prepared, graphed, ours_forward, ours_step, ours_training
 from benchmarks.gpu.harness import Job, Pick, Row, Setup, admit, compete, reason, timed
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.peers import (
@@ -201,7 +203,7 @@ def _hard_gradients(setup: Setup, name: str) -> list[Row]:
 
 
 def context(setup: Setup) -> list[Job]:
-    """The operator and softmax attention of the same width against the sequence length."""
+    """The operator and softmax attention of the same width against the sequence length: README's figure."""
     H = setup.sizes.context_heads
     cases = [Case(1, T, H) for T in setup.sizes.context]
     kinds = (("forward", _context_forward), ("forward + backward", _context_training))
@@ -220,18 +222,34 @@ def _context_forward(setup: Setup, case: Case) -> list[Row]:
     softmax = replace(softmax_forward(x, heads.v), truth=softmax_truth(x, heads.v))
     contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x), softmax]
     truth, floor_ms = forward_truth(heads.inputs(x)), forward_floor_ms(case)
-    contenders = _graphs(contenders, machine)
-    return compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floor_ms, memory=True)
+    return compete(fields, _graphs(contenders, machine), truth, machine, pick=heads.results, floor_ms=floor_ms)
 
 
 def _context_training(setup: Setup, case: Case) -> list[Row]:
     x, machine = make_inputs(case, setup.machine.device), setup.machine
     fields, heads, d_o = _context_fields(case, "forward + backward"), Heads.first_and_last(x), upstream(x)
     softmax = replace(softmax_training(x, d_o, heads.v), truth=softmax_truth(x, heads.v, d_o))
-    contenders = [*(ours_training(b, x, d_o) for b in setup.backends), fla_training(x, d_o), softmax]
+    contenders = [
+        *(ours_training(b, x, d_o) for b in setup.backends),
+        fla_training(x, d_o),
+        _cudnn_activated(case, d_o, heads, machine),
+        softmax,
+    ]
     truth, floor_ms = training_truth(heads.inputs(x), d_o[:, :, heads.v]), training_floor_ms(case)
-    contenders = _graphs(contenders, machine)
-    return compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floor_ms, memory=True)
+    return compete(fields, _graphs(contenders, machine), truth, machine, pick=heads.results, floor_ms=floor_ms)
+
+
+def _cudnn_activated(case: Case, d_o: Tensor, heads: Heads, machine: Machine) -> Contender:
+    """cuDNN's forward and backward on activated inputs, the only ones that its backward takes."""
+    x = make_inputs(replace(case, given=True), machine.device)
+    c = cudnn_training(x, d_o)
+
+    def prepare() -> Prepared:
+        p = c.prepare()
+        return p._replace(results=lambda out: heads.results(p.results(out)))
+
+    truth = training_truth(heads.inputs(x), d_o[:, :, heads.v])
+    return replace(c, prepare=prepare, truth=truth, fields={"inputs": "activated"})
 
 
 # ---------------------------------------------------------------- what our operator adds to the kernels below it

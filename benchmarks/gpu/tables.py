@@ -21,7 +21,8 @@ ABOUT = {
     "host": "Host microseconds of a call from Python, at a size at which the GPU does not hold the host up.",
     "hard": "Relative L2 error against the fp64 recurrence where fast kernels have been wrong; nothing is timed.",
     "hard_gradients": "The same of every gradient, on the same inputs.",
-    "context": "The operator with slow gates and torch's causal attention on the same q, k, v. ms.",
+    "context": "The operator with slow gates and torch's causal attention on the same q, k, v. ms. cuDNN's "
+    "backward takes activated inputs only.",
     "overhead": "Our operator over flash-linear-attention's kernels against its function: GPU ms, host us per call.",
     "layer": "The layer in bf16: time, and percent of GPU time by what launched the kernels; goal: rest at most 15 %.",
     "model": "The language model in bf16. MFU: 6 flop a parameter and token, of 989 Tflop/s. Decoding: one greedy "

@@ -43,6 +43,7 @@ from tests.modeling.stock_models import (
     swapped_layers_of,
     with_oracle,
 )
+from tests.processes import run_two
 
 ROOT = Path(__file__).parents[2]
 GREEDY = dict(max_new_tokens=12, do_sample=False)
@@ -404,19 +405,8 @@ os._exit(0)  # the interpreter's end, with gloo's threads, was seen to hang now 
 """
 
 
-def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
-    script = tmp_path / "ddp.py"
-    script.write_text(TWO_PROCESSES)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | dict(PYTHONPATH=path, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_two_processes_have_the_gradients_of_one() -> None:
+    run_two("-c", TWO_PROCESSES, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 # ---------------------------------------------------------------- right where stock is wrong

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import os
 import pathlib
 import shutil
 import subprocess
@@ -35,6 +34,7 @@ from kda_layers.modeling.families import CONVERTED, load
 from tests.kernels.cases import BF16, FP32, FP64
 from tests.modeling.common import same
 from tests.modeling.models import STOCK, TINY_STOCK, build, generate, ids, stock
+from tests.processes import run_two
 
 ROOT = pathlib.Path(__file__).parents[2]
 every_family = pytest.mark.parametrize("family", CONVERTED)
@@ -121,14 +121,6 @@ def test_lora_on_kda_layers(family: str) -> None:
 # ---------------------------------------------------------------- saving and loading
 
 
-def run_python(command: list[str], folder: pathlib.Path) -> None:
-    environment = os.environ | dict(
-        PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
-    )
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 PARALLEL = """
 import sys, torch
 torch.set_num_threads(1)
@@ -154,10 +146,7 @@ def test_tensor_parallel(tmp_path: pathlib.Path) -> None:
     with torch.no_grad():
         expected = {"ids": tokens, "logits": m(tokens).logits, "tokens": generate(m, tokens, max_new_tokens=5)}
     torch.save(expected, tmp_path / "expected.pt")
-    (tmp_path / "run.py").write_text(PARALLEL)
-    run_python(
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "run.py", str(tmp_path)], tmp_path
-    )
+    run_two("-c", PARALLEL, str(tmp_path), cwd=tmp_path, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
 
 
 # ---------------------------------------------------------------- conversion
