@@ -32,7 +32,7 @@ class RowTiles:
 
     def launch(self, kernel: Any, *args: Any) -> None:
         """Launch `kernel`, whose first argument is a tensor, with a program for each tile."""
-        self._launch(self.tiles, kernel, *args)
+        self._launch(self.tiles, kernel, args, {})
 
     def launch_summing(self, weight: Tensor, kernel: Any, *args: Any) -> Tensor:
         """Launch `kernel` with several tiles for each program; return the gradient of `weight` [D], a sum over rows.
@@ -41,15 +41,15 @@ class RowTiles:
         """
         programs = min(self.tiles, SUMMING)
         partial = weight.new_empty((programs, self.D), dtype=torch.float32)
-        self._launch(programs, kernel, *args, partial, STAGES=self.stages(args[0].element_size()))
+        self._launch(programs, kernel, (*args, partial), {"STAGES": self.stages(args[0].element_size())})
         return partial.sum(0).to(weight.dtype)
 
     def stages(self, itemsize: int) -> int:
         """STAGES, or 1 where the tiles on the way, of elements of `itemsize` bytes, do not fit in shared memory."""
         return STAGES if (STAGES - 1) * READ * self.rows_per_tile * self.block * itemsize <= MOST_SHARED else 1
 
-    def _launch(self, programs: int, kernel: Any, *args: Any, **constants: int) -> None:
+    def _launch(self, programs: int, kernel: Any, args: tuple[Any, ...], constants: dict[str, int]) -> None:
         if programs:
-            constants |= {"ROWS": self.rows_per_tile, "BLOCK": self.block}
+            constants |= {"ROWS": self.rows_per_tile, "BLOCK": self.block, "num_warps": self.warps}
             with on_device_of(args[0]):
-                kernel[(programs,)](*args, self.rows, self.D, num_warps=self.warps, **constants)
+                kernel[(programs,)](*args, self.rows, self.D, **constants)

@@ -261,9 +261,9 @@ class CapturedStep:
     def _fix_weights(self) -> None:
         """Forbid this package's layers to lay their weights elsewhere at the first inference."""
         for module in self.model.modules():
-            holder = getattr(module, "side_by_side", None)
-            if isinstance(holder, SideBySide):
-                holder.fixed = True
+            for holder in vars(module).values():
+                if isinstance(holder, SideBySide):
+                    holder.fixed = True
 
     def _constants(self) -> dict[str, Any]:
         """Return what a graph holds of Python's state, by name."""

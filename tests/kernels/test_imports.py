@@ -22,8 +22,10 @@ HEAVY = {"triton", "fla", "cuda", "cupy", "pynvml"}  # only inside functions, an
 TRITON = [f for f in KERNELS if f.parent.name == "triton" and "@triton.jit" in f.read_text()]
 
 # A folder for each operator; the rest of kernels serves all of them and knows none.
-OPERATORS = ("kda", "attention_bias", "short_conv", "gated_norm", "swiglu", "add_rms_norm", "layer_step")
-MADE_OF = {"layer_step": {"kda"}}  # the other operators whose parts an operator uses
+OPERATORS = (
+    "kda", "attention_bias", "short_conv", "gated_norm", "swiglu", "add_rms_norm", "layer_step", "linear_step",
+)  # fmt: skip
+MADE_OF = {"layer_step": {"kda"}, "linear_step": {"swiglu"}}  # the other operators whose parts an operator uses
 # Inside an operator's folder: X -> what of that folder it may import.
 INSIDE = {
     "activations": set(),

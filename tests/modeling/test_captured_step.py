@@ -298,6 +298,7 @@ def test_evaluation_between_steps(device: str) -> None:
     holders = [m for m in model.modules() if hasattr(m, "side_by_side")]
     assert holders
     assert all(m.side_by_side.fixed for m in holders)
+    assert all(m.factors.fixed for m in holders if hasattr(m, "factors"))
 
 
 def test_a_checkpoint_continues_eagerly_and_captured(device: str) -> None:

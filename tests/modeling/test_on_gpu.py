@@ -359,7 +359,7 @@ def test_a_captured_training_step_keeps_its_parameters() -> None:
     model.zero_grad(set_to_none=False)
     graph.replay()
     got = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad(set_to_none=False)
+    model.train().zero_grad(set_to_none=False)
     step()
     assert all(error(a, p.grad) < 2**-6 for a, p in zip(got, model.parameters(), strict=True))
 

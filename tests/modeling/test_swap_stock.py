@@ -320,15 +320,19 @@ def test_compile_fullgraph(family: str) -> None:
     _, swapped = both(family, **TWO_LAYERS[family], **dense)
     torch._dynamo.reset()
     compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
+    exact = copy.deepcopy(swapped).double()
     tokens, results = ids(2, 70), []
-    for model in (swapped, compiled):
-        swapped.zero_grad()
+    for model, owner in ((swapped, swapped), (compiled, swapped), (exact, exact)):
+        owner.zero_grad()
         out = model(tokens, labels=tokens, use_cache=False)
         out.loss.backward()
-        grads = {n: p.grad.clone() for n, p in swapped.named_parameters() if p.grad is not None}
+        grads = {n: p.grad.clone() for n, p in owner.named_parameters() if p.grad is not None}
         results.append(dict(logits=out.logits.detach()) | grads)
-    wrong = {n: e for n, want in results[0].items() if not (e := error(results[1][n], want)) < limit(family)}
-    assert not wrong
+    eager, got, truth = results
+    apart = {n: e for n, want in eager.items() if not (e := error(got[n], want)) < limit(family)}
+    # The limit is that of logits. Gradients of a few numbers, sums over all tokens, are further from fp64 in both.
+    assert not {n: e for n, e in apart.items() if error(got[n], truth[n]) > budget(error(eager[n], truth[n]), FP32)}
+    assert apart.keys() <= {n for n, p in swapped.named_parameters() if p.numel() < 8}
 
 
 @every_family
