@@ -1038,7 +1038,12 @@ def test_a_figure_of_one_run(tmp_path: Path) -> None:
     assert caption.startswith("One run on one NVIDIA H200, `gpu-context` (")
     assert "Python" not in caption
     contents["rows"][2]["mode"] = "call"
-    assert "except that cuDNN is launched from Python" in docs_tables.caption({"gpu-context": contents})
+    assert ", except cuDNN (forward at 64), launched from Python" in docs_tables.caption({"gpu-context": contents})
+    assert "Not shown" not in docs_tables.caption({"gpu-context": contents})
+    contents["rows"][-1]["status"] = "failed"
+    less = docs_figures.time_against_length({"gpu-context": contents})
+    assert whole.count("<circle") - less.count("<circle") == 4
+    assert "Not shown: forward + backward at 128, where" in docs_tables.caption({"gpu-context": contents})
 
 
 # ---------------------------------------------------------------- comparison

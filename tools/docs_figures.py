@@ -35,39 +35,18 @@ def length_panel(rows: Sequence[Any], title: str, who: Mapping[str, tuple[str, s
     return Panel(title, H200, "ms", lines)
 
 
+def common_lengths(rows: Sequence[Any]) -> list[Any]:
+    """Return the rows of the lengths of a pass at which none of its contenders failed."""
+    failed = {(r["pass"], r["T"]) for r in rows if r["status"] == "failed"}
+    return [r for r in rows if (r["pass"], r["T"]) not in failed]
+
+
 def time_against_length(results: Results) -> str:
-    """README's figure: every point from one run."""
-    if README_RUN not in results:
-        return _time_of_three_runs(results)
-    rows = results[README_RUN]["rows"]
+    """README's figure: every point from one run, of the lengths at which every contender of a pass was timed."""
+    rows = common_lengths(results[README_RUN]["rows"])
     who = {"sm90": ("kda_layers", BLUE, ""), "FLA": ("flash-linear-attention", ORANGE, "")}
     who |= {"cuDNN": ("cuDNN", GREEN, "5 3"), "softmax attention": ("softmax attention", GREY, "2 3")}
     panels = [length_panel(rows, title, who) for title in ("forward", "forward + backward")]
-    return svg.chart(panels, "Time against length on an H200")
-
-
-def _time_of_three_runs(results: Results) -> str:
-    """Return README's figure until benchmarks/results has README_RUN."""
-    forward, training = results["gpu-forward-h32"]["rows"], results["gpu-training"]["rows"]
-    context = results["gpu-operator"]["rows"]
-    case = dict(B=1, H=32, what="", gates="slow")
-    softmax = dict(section="context", contender="softmax attention")
-    given = dict(section="training", contender="cuDNN", B=1, H=32, what="activations given", gates="slow")
-    lines = {
-        "kda_layers": (BLUE, "", dict(contender="sm90")),
-        "flash-linear-attention": (ORANGE, "", dict(contender="FLA")),
-        "cuDNN": (GREEN, "5 3", dict(contender="cuDNN")),
-    }
-    one = [Line(n, by_length(forward, **case, **who), c, d) for n, (c, d, who) in lines.items()]
-    two = [
-        Line(n, by_length(training, section="training", **case, **who), c, d)
-        for n, (c, d, who) in lines.items()
-        if n != "cuDNN"
-    ]
-    two.append(Line("cuDNN", by_length(training, **given), GREEN, "5 3"))
-    one.append(Line("softmax attention", by_length(context, **softmax, **{"pass": "forward"}), GREY, "2 3"))
-    two.append(Line("softmax attention", by_length(context, **softmax, **{"pass": "forward + backward"}), GREY, "2 3"))
-    panels = [Panel("forward", H200, "ms", one), Panel("forward + backward", H200, "ms", two)]
     return svg.chart(panels, "Time against length on an H200")
 
 

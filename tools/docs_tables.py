@@ -12,7 +12,7 @@ from benchmarks.gpu import tables
 from benchmarks.gpu.contenders import CALL
 from kda_layers.kernels.kda.contract import Backend, Problem
 from kda_layers.kernels.kda.dispatch import KDA, default_problem
-from tools.docs_figures import README_RUN, RUNS
+from tools.docs_figures import README_RUN, RUNS, common_lengths
 
 ROOT = Path(__file__).parents[1]
 Results = Mapping[str, Any]
@@ -103,22 +103,17 @@ def speed(found: Results) -> str:
 
 def caption(found: Results) -> str:
     """Return the conditions of README's figure."""
-    if README_RUN in found:
-        stamp, rows = found[README_RUN]["stamp"], found[README_RUN]["rows"]
-        called = sorted({tables.label(r) for r in rows if r["status"] == "timed" and r["mode"] == CALL})
-        how = f", except that {', '.join(called)} is launched from Python" if called else ""
-        return (
-            f"One run on one {stamp['gpu']}, `{README_RUN}` ({stamp['date']}, commit `{stamp['commit']}`): bf16, "
-            "slow-decay gates, medians with a cold L2 cache; a dot is a measured length. Every contender is replayed "
-            f"from a CUDA graph{how}. Softmax attention is torch's, causal. cuDNN's backward takes activated inputs "
-            "only: its forward + backward is of these."
-        )
-    dates = {name: found[name]["stamp"]["date"] for name in ("gpu-forward-h32", "gpu-training", "gpu-operator")}
+    stamp, rows = found[README_RUN]["stamp"], common_lengths(found[README_RUN]["rows"])
+    timed = [r for r in rows if r["status"] == "timed"]
+    called = sorted({f"{tables.label(r)} ({r['pass']} at {r['T']})" for r in timed if r["mode"] == CALL})
+    how = f", except {', '.join(called)}, launched from Python" if called else ""
+    left_out = sorted({f"{r['pass']} at {r['T']}" for r in found[README_RUN]["rows"] if r not in rows})
+    missing = f" Not shown: {', '.join(left_out)}, where not every contender could be measured." if left_out else ""
     return (
-        "One H200, bf16, slow-decay gates, medians with a cold L2 cache; a dot is a measured length. KDA forward in "
-        f"CUDA graphs ({dates['gpu-forward-h32']}), forward + backward launched from Python ({dates['gpu-training']}), "
-        f"softmax attention is torch's, causal, launched from Python ({dates['gpu-operator']}). cuDNN's backward takes "
-        "activated inputs only: its dot is of these."
+        f"One run on one {stamp['gpu']}, `{README_RUN}` ({stamp['date']}, commit `{stamp['commit']}`): bf16, "
+        "slow-decay gates, medians with a cold L2 cache; a dot is a measured length. Every contender is replayed "
+        f"from a CUDA graph{how}. Softmax attention is torch's, causal. cuDNN's backward takes activated inputs "
+        f"only: its forward + backward is of these.{missing}"
     )
 
 
