@@ -47,9 +47,10 @@ PARTS = {
     "operator": ("kda_", "chunk_kda", "chunk_gla", "chunk_gated_delta", "recompute_w_u", "kda_gate"),
     "convolution": ("conv",),
     "softmax attention": ("flash", "attention", "fmha"),
-    "GEMM": ("gemm", "nvjet", "cutlass", "gemv", "splitk", "xmma"),
-    "loss": ("softmax", "nll", "cross_entropy"),
+    "GEMM": ("gemm", "nvjet", "cutlass", "gemv", "splitk", "xmma", "row_kernel", "tile_kernel"),
+    "loss": ("softmax", "nll", "cross_entropy", "loss_kernel", "scale_kernel"),
     "norm": ("norm", "rms"),
+    "activation": ("swiglu", "silu"),
 }
 
 

@@ -29,15 +29,14 @@ from kda_layers.kernels.swiglu.triton import elementwise as swiglu
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SIZES = ("rows", "D", "blocks")
 CASES = [
-    *[(f"add_rms_norm {n}", getattr(add_rms_norm, n), D) for D in (1024, 2048, 4096, 8192)
-      for n in ("forward_kernel", "backward_kernel")],
-    *[(f"gated_norm {n}", getattr(gated_norm, n), D) for D in (64, 128, 256)
-      for n in ("forward_kernel", "backward_kernel")],
-    *[(f"swiglu {n}", getattr(swiglu, n), 5632) for n in ("forward_kernel", "backward_kernel")],
-]  # fmt: skip
+    *[(add_rms_norm, f"norm_{n}", D) for D in (1024, 2048, 4096, 8192) for n in ("forward_kernel", "backward_kernel")],
+    *[(gated_norm, f"gated_norm_{n}", D) for D in (64, 128, 256) for n in ("forward_kernel", "backward_kernel")],
+    *[(swiglu, f"swiglu_{n}", 5632) for n in ("forward_kernel", "backward_kernel")],
+]
 
 
-def compiled(name: str, kernel: Any, D: int, sm: int) -> dict[str, Any]:
+def compiled(module: Any, name: str, D: int, sm: int) -> dict[str, Any]:
+    kernel = getattr(module, name)
     tiles = RowTiles(8192, D, OF_GATED_NORM if "gated_norm" in name else OF_ADD_RMS_NORM)
     constants = {
         "ADD": True,

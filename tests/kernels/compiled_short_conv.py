@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kda_layers.kernels.short_conv.backends.triton import BACKWARD_CHANNELS, FORWARD_CHANNELS, MOST_CHANNELS, STRIPS
-from kda_layers.kernels.short_conv.triton.convolution import backward_kernel, forward_kernel
+from kda_layers.kernels.short_conv.triton.convolution import conv_backward_kernel, conv_forward_kernel
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INTEGERS = {"D0", "D1", "D2", "T", "N", "strips"}
@@ -61,7 +61,7 @@ def compiled(kernel: Any, sm: int, packed: bool, channels: int, ones: bool = Fal
 
 
 if __name__ == "__main__":
-    for kernel, channels in ((forward_kernel, FORWARD_CHANNELS), (backward_kernel, BACKWARD_CHANNELS)):
+    for kernel, channels in ((conv_forward_kernel, FORWARD_CHANNELS), (conv_backward_kernel, BACKWARD_CHANNELS)):
         for packed in (False, True):
             print(json.dumps(compiled(kernel, int(sys.argv[1]), packed, channels)))
         print(json.dumps(compiled(kernel, int(sys.argv[1]), True, channels, ones=True)))

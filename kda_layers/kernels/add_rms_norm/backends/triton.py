@@ -28,7 +28,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        from ..triton.rows import forward_kernel
+        from ..triton.rows import norm_forward_kernel
 
         B, T, D = residual.shape
         base = even_rows(residual)
@@ -36,7 +36,7 @@ class _AddRMSNorm(torch.autograd.Function):
         total = residual if x is None else residual.new_empty(residual.shape)
         y = residual.new_empty(residual.shape)
         RowTiles(B * T, D, PER_THREAD).launch(
-            forward_kernel, base, added, weight, total, y, base.stride(1), added.stride(1), eps, x is not None
+            norm_forward_kernel, base, added, weight, total, y, base.stride(1), added.stride(1), eps, x is not None
         )
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
@@ -46,7 +46,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable("add_rms_norm")
     def backward(ctx: Any, d_total: Tensor | None, d_y: Tensor | None) -> tuple[Tensor | None, ...]:
-        from ..triton.rows import backward_kernel
+        from ..triton.rows import norm_backward_kernel
 
         if d_y is None:
             return d_total, d_total if ctx.needs_input_grad[1] else None, None, None
@@ -56,7 +56,7 @@ class _AddRMSNorm(torch.autograd.Function):
         d_x = total.new_empty(total.shape)
         strides = (t.stride(1) for t in read)
         d_weight = RowTiles(B * T, D, PER_THREAD).launch_summing(
-            weight, backward_kernel, *read, weight, d_x, *strides, ctx.eps, d_total is not None
+            weight, norm_backward_kernel, *read, weight, d_x, *strides, ctx.eps, d_total is not None
         )
         return d_x, d_x if ctx.needs_input_grad[1] else None, d_weight, None
 

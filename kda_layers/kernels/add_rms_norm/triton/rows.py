@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def forward_kernel(
+def norm_forward_kernel(
     Residual, X, Weight, Total, Y, residual_stride, x_stride, eps, ADD: tl.constexpr, rows, D,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -25,7 +25,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def norm_backward_kernel(
     Total, DY, DTotal, Weight, DX, total_stride, dy_stride, dtotal_stride, eps, ADD: tl.constexpr,
     Partial, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip

@@ -28,10 +28,10 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from ..triton.rows import forward_kernel
+        from ..triton.rows import gated_norm_forward_kernel
 
         y = torch.empty_like(x)
-        _tiles(x).launch(forward_kernel, x, gate, weight, y, eps)
+        _tiles(x).launch(gated_norm_forward_kernel, x, gate, weight, y, eps)
         ctx.save_for_backward(x, gate, weight)
         ctx.eps = eps
         return y
@@ -39,12 +39,12 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable("gated_rms_norm")
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        from ..triton.rows import backward_kernel
+        from ..triton.rows import gated_norm_backward_kernel
 
         x, gate, weight = ctx.saved_tensors
         d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
         d_weight = _tiles(x).launch_summing(
-            weight, backward_kernel, x, gate, d_y.contiguous(), weight, d_x, d_gate, ctx.eps
+            weight, gated_norm_backward_kernel, x, gate, d_y.contiguous(), weight, d_x, d_gate, ctx.eps
         )
         return d_x, d_gate, d_weight, None
 

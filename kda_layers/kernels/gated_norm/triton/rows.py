@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def forward_kernel(X, Gate, Weight, Y, eps, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def gated_norm_forward_kernel(X, Gate, Weight, Y, eps, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """All but Weight [D] are [rows, D] and contiguous."""
     at, column, inside = _place(tl.program_id(0), rows, D, ROWS, BLOCK)
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
@@ -18,7 +18,7 @@ def forward_kernel(X, Gate, Weight, Y, eps, rows, D, ROWS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def backward_kernel(
+def gated_norm_backward_kernel(
     X, Gate, DY, Weight, DX, DGate, eps, Partial, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """As above; Partial [programs, D] gets each program's gradient of Weight."""

@@ -30,24 +30,24 @@ class ConvolutionBackend(TritonBackend, Backend):
         return []
 
     def forward(self, x: Inputs | TripleInputs, save: bool) -> tuple[Outputs | TripleOutputs, list[Tensor]]:
-        from ..triton.convolution import forward_kernel
+        from ..triton.convolution import conv_forward_kernel
 
         call = _Call(x)
         ys = [t.new_empty(t.shape) for t in call.xs]
-        call.launch(forward_kernel, FORWARD_CHANNELS, (call.xs,), (ys,))
+        call.launch(conv_forward_kernel, FORWARD_CHANNELS, (call.xs,), (ys,))
         return (Outputs(*ys) if isinstance(x, Inputs) else TripleOutputs(*ys)), []
 
     def backward(
         self, x: Inputs | TripleInputs, saved: list[Tensor], *d_ys: Tensor | None
     ) -> Gradients | TripleGradients:
-        from ..triton.convolution import backward_kernel
+        from ..triton.convolution import conv_backward_kernel
 
         call = _Call(x)
         d_ys_read = [torch.zeros_like(t) if d is None else even_rows(d) for t, d in zip(call.xs, d_ys, strict=True)]
         d_xs = [t.new_empty(t.shape) for t in call.xs]
         D, W = x.weight.shape
         partial = x.weight.new_empty((call.B * call.strips, W, D), dtype=torch.float32)
-        call.launch(backward_kernel, BACKWARD_CHANNELS, (call.xs, d_ys_read), (d_xs,), partial)
+        call.launch(conv_backward_kernel, BACKWARD_CHANNELS, (call.xs, d_ys_read), (d_xs,), partial)
         d_weight = x.weight.new_empty((D, W)).copy_(partial.sum(0).mT)  # no atomics: one order of sums
         return (Gradients if isinstance(x, Inputs) else TripleGradients)._make((*d_xs, d_weight))
 

@@ -18,7 +18,7 @@ ROWS = tl.constexpr(4)  # rows that are read at a time
 
 
 @triton.jit
-def forward_kernel(
+def conv_forward_kernel(
     X0, X1, X2, Y0, Y1, Y2, Weight, State, Offsets,
     x0_stride, x1_stride, x2_stride, n_stride, d_stride, w_stride,  # of a token; of the state [N, D, W]
     D0, D1, D2, T, N, strips,
@@ -62,7 +62,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def conv_backward_kernel(
     X0, X1, X2, DY0, DY1, DY2, DX0, DX1, DX2, Weight, State, Offsets, Partial,
     x0_stride, x1_stride, x2_stride, dy0_stride, dy1_stride, dy2_stride, n_stride, d_stride, w_stride,
     D0, D1, D2, T, N, strips,

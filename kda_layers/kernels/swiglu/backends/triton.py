@@ -21,10 +21,10 @@ class SwigluBackend(TritonBackend, Backend):
         return []
 
     def forward(self, x: Inputs, save: bool) -> tuple[Outputs, list[Tensor]]:
-        from ..triton.elementwise import forward_kernel
+        from ..triton.elementwise import swiglu_forward_kernel
 
         y = x.gate.new_empty(x.gate.shape)
-        _launch(forward_kernel, (even_rows(x.gate), even_rows(x.up)), (y,))
+        _launch(swiglu_forward_kernel, (even_rows(x.gate), even_rows(x.up)), (y,))
         return Outputs(y), []
 
     def backward(self, x: Inputs, saved: list[Tensor], d_y: Tensor) -> Gradients:
@@ -35,10 +35,10 @@ class SwigluBackend(TritonBackend, Backend):
 
 
 def _gradients(x: Inputs, d_y: Tensor, output: bool) -> Gradients:
-    from ..triton.elementwise import backward_kernel
+    from ..triton.elementwise import swiglu_backward_kernel
 
     d_gate, d_up = x.gate.new_empty(x.gate.shape), x.up.new_empty(x.up.shape)
-    _launch(backward_kernel, (even_rows(x.gate), even_rows(x.up), d_y), (d_gate, d_up), output)
+    _launch(swiglu_backward_kernel, (even_rows(x.gate), even_rows(x.up), d_y), (d_gate, d_up), output)
     return Gradients(d_gate, d_up)
 
 

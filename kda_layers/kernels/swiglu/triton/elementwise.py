@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def forward_kernel(Gate, Up, Y, gate_stride, up_stride, D, blocks, BLOCK: tl.constexpr):
+def swiglu_forward_kernel(Gate, Up, Y, gate_stride, up_stride, D, blocks, BLOCK: tl.constexpr):
     """Y [rows, D] contiguous, of Gate and Up, whose rows lie a stride apart."""
     row, column = _place(blocks, BLOCK)
     inside = column < D
@@ -17,7 +17,7 @@ def forward_kernel(Gate, Up, Y, gate_stride, up_stride, D, blocks, BLOCK: tl.con
 
 
 @triton.jit
-def backward_kernel(
+def swiglu_backward_kernel(
     Gate, Up, DY, DGate, DUp, gate_stride, up_stride, dy_stride, D, blocks, OUTPUT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """DGate and DUp [rows, D] contiguous. OUTPUT overwrites DY with Y, which gets the bits of the forward."""
