@@ -1,4 +1,4 @@
-"""The residual stream of a decoder layer while training: additions fused with the norms that read their sums."""
+"""The residual stream of a decoder layer: additions fused with the norms that read their sums."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def add_and_normalise(residual: Tensor, x: Tensor | None, norm: nn.Module) -> tu
 
 
 def _is_fused(x: Tensor, norm: nn.Module) -> bool:
-    """True while training a plain `nn.RMSNorm` in x's dtype, without compiler, autocast and global hooks."""
+    """True for a plain `nn.RMSNorm` in x's dtype, without compiler, autocast and global hooks."""
     return (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and trains_plainly(norm, nn.RMSNorm)
         and norm.eps is not None
         and norm.weight.dtype == x.dtype

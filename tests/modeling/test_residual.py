@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import pickle
@@ -167,27 +168,35 @@ def test_which_norms_are_called(other: str, calls: list[str]) -> None:
 
 
 def test_when_norms_are_called(calls: list[str]) -> None:
-    """Global hooks, autocast, no gradients."""
+    """Global hooks, autocast."""
     norm, x = nn.RMSNorm(16, eps=1e-6).to(BEST_DEVICE), torch.randn(1, 3, 16, device=BEST_DEVICE, requires_grad=True)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     residual.add_and_normalise(x, x, norm)
     handle.remove()
-    for context in (torch.no_grad(), torch.autocast(BEST_DEVICE, torch.bfloat16)):
-        with context:
-            residual.add_and_normalise(x, x, norm)
+    with torch.autocast(BEST_DEVICE, torch.bfloat16):
+        residual.add_and_normalise(x, x, norm)
     assert calls == []
     residual.add_and_normalise(x, x, norm)
     assert calls == ["add_rms_norm"]
 
 
-def test_other_paths_are_the_modules_called(calls: list[str]) -> None:
-    """Without gradients and on a CPU that chooses by itself: the bits of the sums and modules."""
+@needs_triton
+def test_inference_has_the_bits_of_training(calls: list[str]) -> None:
+    """The norms', in a model whose MLPs round alike."""
     model = made()
-    ids = torch.arange(18, device=BEST_DEVICE).view(2, 9) % 11
-    with torch.no_grad():
-        model(ids)
-    assert calls == []
-    norm, x = model.model.norm, torch.randn(2, 9, 16, device=BEST_DEVICE)
+    x = torch.randn(2, 9, 16, device=BEST_DEVICE)
+    results = []
+    for context in (contextlib.nullcontext(), torch.no_grad(), torch.inference_mode()):
+        with context:
+            total, y = residual.add_and_normalise(x, 2 * x, model.model.norm)
+            _, alone = residual.add_and_normalise(x, None, model.model.norm)
+            results.append((total, y, alone))
+    assert len(calls) == 6
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
+
+
+def test_a_cpu_that_chooses_by_itself_calls_the_modules() -> None:
+    norm, x = made().model.norm, torch.randn(2, 9, 16, device=BEST_DEVICE)
     with use_backend("eager"):
         total, y = residual.add_and_normalise(x, 2 * x, norm)
     assert torch.equal(total, x + 2 * x)
