@@ -33,7 +33,8 @@ SLOW = (
     "modeling/test_distributed", "modeling/test_hub", "modeling/test_s", "modeling/test_training",
     "tests/test_benchmarks", "tests/test_examples", "tests/test_finetune", "tests/test_makefile", "tests/test_package",
     "tests/test_swap_example", "tests/test_train",
-    "compil", "flash_linear_attention", "fresh_process", "importing", "new_family", "requiring", "tensor_parallel",
+    "builds_without_warnings", "compil", "every_element", "flash_linear_attention", "fresh_process", "importing",
+    "new_family", "requiring", "short_conv_triton", "tensor_parallel",
     "two_processes", EMULATED,
 )  # fmt: skip
 # What "test" leaves out beside the training curves and the emulated cases, by seconds of CPU: other tests of the same

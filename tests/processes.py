@@ -1,4 +1,4 @@
-"""What tests share between processes: two that make one process group, and results for every worker of pytest-xdist."""
+"""Several processes in tests: two that make one process group, and results for every worker of pytest-xdist."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from .triton_package import on_device_of
 
 TILE = 2048  # elements of a tile: one row, or several narrow ones
 MOST_WARPS = 16
-# Of a kernel that sums over rows: programs, two for each SM of an H200, fixed for the order of sums; tiles on the way.
+# A kernel that sums over rows has two programs for each SM of an H200, fixed for the order of sums, and so many tiles
+# on the way.
 SUMMING, STAGES = 264, 3
 READ = 3  # tensors of tiles that such a kernel reads
 MOST_SHARED = 97 * 1024  # bytes of shared memory for the tiles on the way: what any GPU from sm_80 on has

@@ -59,3 +59,8 @@ def current_device() -> int:
 def current_stream(device: int) -> int:
     """Handle of a GPU's current stream; torch.cuda.current_stream() would create a Stream object."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def is_storage_shared(t: torch.Tensor) -> bool:
+    """True if another tensor than `t` holds its storage. Torch tells Python no other way whether memory is aliased."""
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) > 2  # t, and the storage object of this call

@@ -56,4 +56,6 @@ def even_rows(t: Tensor) -> Tensor:
     """Return t [B, T, D] with contiguous rows at one stride, also across the batch: t itself if it is so."""
     B, T, D = t.shape
     evenly = B == 1 or t.stride(0) == T * t.stride(1)
-    return t if evenly and (D == 1 or t.stride(2) == 1) else t.contiguous()
+    if evenly and (D == 1 or t.stride(2) == 1):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)  # contiguous() leaves any stride where a size is 1

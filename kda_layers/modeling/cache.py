@@ -25,9 +25,9 @@ def make_writable(layer: Any) -> None:
     for states in (layer.conv_states, layer.recurrent_states):
         if states[0] is not None and states[0].is_inference():
             states[0] = _at_a_fixed_address(states[0].clone())
-    seen = getattr(layer, "own_count", None)
+    seen = getattr(layer, "seen", None)
     if isinstance(seen, Tensor) and seen.is_inference():
-        layer.own_count = _at_a_fixed_address(seen.clone())
+        layer.seen = _at_a_fixed_address(seen.clone())
 
 
 def _at_a_fixed_address(t: Tensor) -> Tensor:
@@ -122,29 +122,18 @@ class KDACacheLayer(LinearAttentionLayer):
 
 
 class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
-    """A `KDACacheLayer` that also counts tokens, for models without a softmax layer to count them.
-
-    One layer of a cache counts for all.
-    """
+    """A `KDACacheLayer` that also counts tokens, for models without a softmax layer to count them."""
 
     is_sliding = False
 
-    def __init__(self, number_of_states: int = 1, counter: KDAOnlyCacheLayer | None = None, **kwargs: Any):
-        """`counter`: the layer that counts in place of this one; None: this one."""
+    def __init__(self, number_of_states: int = 1, **kwargs: Any):
         CacheLayerMixin.__init__(self)
         KDACacheLayer.__init__(self, number_of_states)
-        self.counter = counter
-        self.own_count: Any = 0  # unused with a counter
-
-    @property
-    def seen(self) -> Any:
-        """Tokens so far."""
-        return (self.counter or self).own_count
+        self.seen: Any = 0
 
     def count(self, x: Tensor) -> None:
-        """Count the tokens of x [B, T, ...], unless another layer counts."""
-        if self.counter is None:
-            self.own_count += x.shape[1]
+        """Count the tokens of x [B, T, ...]."""
+        self.seen += x.shape[1]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("a KDA layer's cache holds no keys and values: use update_conv_state, update_recurrent_state")
@@ -153,10 +142,10 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        seen = int(self.own_count) + int(tokens_to_remove)
+        seen = int(self.seen) + int(tokens_to_remove)
         super().crop(tokens_to_remove)
         self.reset_count(seen)
 
@@ -165,7 +154,7 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
         self.reset_count(0)
 
     def reset_count(self, seen: int) -> None:
-        self.own_count = seen
+        self.seen = seen
 
     offload, prefetch = LinearAttentionLayer.offload, LinearAttentionLayer.prefetch
 
@@ -173,19 +162,30 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
 class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
     """A `KDAOnlyCacheLayer` of a static cache, which counts in a device tensor as transformers' static layers do.
 
-    A compiled decode step is then neither recompiled for each count nor specialised to the count at tracing.
+    A compiled decode step is then neither recompiled for each count nor specialised to the count at tracing. One layer
+    of a cache counts for all, as each count is a launch.
     """
+
+    def __init__(self, number_of_states: int = 1, counter: KDAOnlyStaticLayer | None = None, **kwargs: Any):
+        """Args:
+        counter: the layer that counts in place of this one; None: this one.
+        """
+        super().__init__(number_of_states)
+        self.counter = counter
 
     def count(self, x: Tensor) -> None:
         if self.counter is not None:
             return
-        if not isinstance(self.own_count, Tensor):
-            self.own_count = _at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
-        self.own_count.add_(x.shape[1])
+        if not isinstance(self.seen, Tensor):
+            self.seen = _at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
+        self.seen.add_(x.shape[1])
+
+    def get_seq_length(self) -> Any:
+        return (self.counter or self).seen
 
     def reset_count(self, seen: int) -> None:
-        if isinstance(self.own_count, Tensor):
-            self.own_count.fill_(seen)
+        if isinstance(self.seen, Tensor):
+            self.seen.fill_(seen)
 
 
 def with_kda_layers(cache: Cache) -> Cache:
@@ -201,7 +201,7 @@ def with_kda_layers(cache: Cache) -> Cache:
     for i, layer in enumerate(cache.layers):
         if type(layer) is LinearAttentionLayer and not any(layer.has_previous_state.values()):
             new = kind(layer.number_of_states, **counting)
-            if isinstance(new, KDAOnlyCacheLayer):
+            if isinstance(new, KDAOnlyStaticLayer):
                 counting.setdefault("counter", new)
             new.record_past = layer.record_past
             cache.layers[i] = new

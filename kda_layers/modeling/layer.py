@@ -243,8 +243,8 @@ class KimiDeltaAttention(ChoosesRecompute, KeepsFP32):
     def decode(self, residual: Tensor, norm: nn.RMSNorm, past_key_values: Cache) -> Tensor | None:
         """Return residual + forward(norm(residual), past_key_values=past_key_values) of one token of each sequence.
 
-        Three launches do it: norm and projections, `layer_step`, output projection and sum. None where the layers
-        must be called themselves; the cache is then unchanged.
+        Of one sequence, three launches do it: norm and projections, `layer_step`, output projection and sum. None where
+        the layers must be called themselves; the cache is then unchanged.
 
         Args:
             residual: [B, 1, D].

@@ -22,7 +22,7 @@ def add_and_normalise(residual: Tensor, x: Tensor | None, norm: nn.Module) -> tu
 
 
 def _is_fused(x: Tensor, norm: nn.Module) -> bool:
-    """True for a plain `nn.RMSNorm` in x's dtype, without compiler, autocast and global hooks."""
+    """Return True for a plain `nn.RMSNorm` in x's dtype, without compiler, autocast and global hooks."""
     return (
         not torch.compiler.is_compiling()
         and trains_plainly(norm, nn.RMSNorm)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kda_layers.kernels.torch_private import constant_to_compile
+from kda_layers.kernels.torch_private import constant_to_compile, is_storage_shared
 
 DEVICES = ("cuda",)  # where one product is faster than several
 
@@ -22,8 +22,10 @@ class SideBySide:
     """The buffer of some linear layers, held by the module that owns them."""
 
     def __init__(self, multiple: int = 1) -> None:
-        """`multiple`: of the buffer's rows; the last ones are then zeros. With 8, rows of a product in 16 bits are
-        aligned to 16 bytes, which matrix products and vector loads want."""
+        """Args:
+        multiple: zeros are added to the buffer until its rows are a multiple of this. With 8, the rows of a product
+            in 16 bits are aligned to 16 bytes, which matrix products and vector loads want.
+        """
         self.multiple = multiple
         self.whole: Tensor | None = None
         self.parts: tuple[nn.Parameter, ...] = ()
@@ -64,9 +66,9 @@ class SideBySide:
         if len(parts) != len(layers):
             return False
         for layer, part in zip(layers, parts, strict=True):
-            if layer._parameters.get("weight") is not part or layer._parameters["bias"] is not None:
-                return False
             if type(layer) is not nn.Linear or not is_unhooked(layer):
+                return False
+            if layer._parameters.get("weight") is not part or layer.bias is not None:
                 return False
         return True
 
@@ -87,6 +89,8 @@ class SideBySide:
         if len({id(p) for p in parts}) < len(parts):  # tied: one parameter cannot lie in two places
             return None
         if any(p.untyped_storage().nbytes() != p.nbytes for p in parts):  # part of another buffer
+            return None
+        if any(is_storage_shared(p) for p in parts):  # FSDP2 gathers a parameter into memory of its own
             return None
         with torch.inference_mode(False), torch.no_grad():
             sizes = [p.shape[0] for p in parts]

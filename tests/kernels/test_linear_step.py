@@ -84,6 +84,8 @@ def test_any_layout() -> None:
     residual.copy_(x["residual"])
     got = linear_step(**x | dict(x=row, residual=residual, weight=x["weight"].mT.contiguous().mT), backend="triton")
     assert torch.equal(got, want)
+    first = x | dict(x=x["x"].view(1, 3, 40).contiguous().transpose(0, 1), residual=None)  # torch calls it contiguous
+    assert torch.equal(linear_step(**first, backend="triton"), linear_step(**x | dict(residual=None), backend="triton"))
     tokens = x | dict(x=x["x"].mT.reshape(1, 3, 40) * 0 + x["x"].view(1, 3, 40), residual=x["residual"].view(1, 3, 6))
     assert torch.equal(linear_step(**tokens, backend="triton"), want.view(1, 3, 6))
     assert linear_step(**x | dict(x=row[:0], residual=residual[:0]), backend="triton").shape == (0, 1, 6)

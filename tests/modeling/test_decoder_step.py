@@ -14,6 +14,8 @@ from kda_layers import KDAConfig, KDAForCausalLM, use_backend
 from kda_layers.kernels.linear_step.dispatch import LINEAR_STEP
 from kda_layers.modeling import side_by_side
 from kda_layers.modeling.models import modeling_kda
+from kda_layers.modeling.models.hybrid import KDAAttention
+from kda_layers.modeling.models.modeling_kda import KDAMLP
 from tests import cuda_emulator
 from tests.kernels import emulated_layer_step as emulated
 from tests.kernels.cases import BF16, budget, error
@@ -143,3 +145,54 @@ def test_a_compiled_model_decodes(kernel: emulated.EmulatedLayerStep, launched: 
         got = [model(IDS[:, t : t + 1], past_key_values=past).logits for t in range(-3, -1)]
     assert torch.equal(torch.cat(got, 1), want)
     assert [(x.swiglu, x.overlap) for x in launched[:4]] == [(False, False), (False, True), (True, True), (False, True)]
+
+
+class OwnAttention(KDAAttention):
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        OwnAttention.calls += 1
+        return super().forward(*args, **kwargs)
+
+
+class OwnMLP(KDAMLP):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        OwnMLP.calls += 1
+        return super().forward(x)
+
+
+def test_modules_of_other_classes_are_called(kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
+    """Subclasses with a forward of their own, and something else in place of the MLP."""
+    model = a_model()
+    want = model_logits(model, IDS)
+    first, second = model.model.layers
+    first.self_attn.__class__, second.mlp.__class__ = OwnAttention, OwnMLP
+    assert error(model_logits(model, IDS), want) <= 2**-6
+    assert (OwnAttention.calls, OwnMLP.calls) == (3, 3)
+    second.mlp = torch.nn.Identity()
+    assert model_logits(model, IDS).isfinite().all()
+
+
+@pytest.mark.parametrize("before", ["gradients", "replaced"])
+def test_weights_are_laid_before_the_first_launch(
+    before: str, kernel: emulated.EmulatedLayerStep, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch that overlaps with the one before must not follow a copy of its weights."""
+    model, order = a_model(), list[str]()
+    lay, apply = side_by_side.SideBySide._lay, EAGER_LINEAR.apply
+    with torch.no_grad():
+        past = model(IDS[:, :-2], use_cache=True).past_key_values
+        if before == "replaced":
+            model(IDS[:, -2:-1], past_key_values=past)
+    for layer in model.model.layers:
+        if before == "replaced":
+            layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.detach().clone())
+        else:
+            layer.mlp.side_by_side.forget()
+    monkeypatch.setattr(side_by_side.SideBySide, "_lay", lambda *args: order.append("lay") or lay(*args))
+    monkeypatch.setattr(EAGER_LINEAR, "apply", lambda x: order.append("launch") or apply(x))
+    with torch.no_grad():
+        model(IDS[:, -1:], past_key_values=past)
+    assert order == ["lay", *["launch"] * 4] * 2

@@ -18,6 +18,7 @@ from transformers.masking_utils import create_causal_mask
 
 from kda_layers import swap_attention
 from kda_layers.modeling.calls import without_plans
+from kda_layers.modeling.models.hybrid import HybridForCausalLM
 from tests.kernels.cases import FP64_LIMIT, error
 from tests.modeling import models, stock_models, test_on_gpu
 from tests.modeling.models import ids
@@ -329,6 +330,9 @@ def test_a_cache_goes_on_at_any_position(name: str) -> None:
     m, tokens = model(name), ids(1, 9)
     cache = DynamicCache(config=m.config)
     logits(m, tokens[:, :5], past_key_values=cache, use_cache=True)
+    if isinstance(m, HybridForCausalLM):
+        with pytest.raises(ValueError, match=r"position_ids must have shape \[4\] or \[B or 1, 4\], got \[1, 3\]"):
+            logits(m, tokens[:, 5:], position_ids=torch.arange(5, 8)[None], past_key_values=cache, use_cache=True)
     got = logits(m, tokens[:, 5:], position_ids=torch.arange(5, 9)[None], past_key_values=cache, use_cache=True)
     assert error(got, logits(m, tokens)[:, 5:]) < limit(name)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -97,9 +99,63 @@ def test_an_optimizer_step_writes_to_the_buffer() -> None:
 def test_a_gradient_of_a_forward_before_laying_is_right() -> None:
     layers, x = linears(3, 5), torch.randn(2, 8, requires_grad=True)
     (want,) = torch.autograd.grad(sum(layer(x).sum() for layer in layers), x)
-    loss = sum(layer(x).sum() for layer in layers)
-    assert SideBySide().weight(layers) is not None
+    loss, joint = sum(layer(x).sum() for layer in layers), SideBySide()
+    joint.weight(layers)  # not while the graph holds the weights
     assert torch.equal(torch.autograd.grad(loss, x)[0], want)
+    assert joint.weight(layers) is not None
+
+
+def test_memory_that_another_tensor_holds_stays() -> None:
+    layers, joint = linears(3, 5), SideBySide()
+    held = layers[1].weight.detach()
+    assert joint.weight(layers) is None
+    assert held.data_ptr() == layers[1].weight.data_ptr()
+    del held
+    assert joint.weight(layers) is not None
+
+
+FSDP2 = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from kda_layers import KDAConfig, KDAForCausalLM
+from kda_layers.modeling import side_by_side
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+ids = torch.arange(12).view(2, 6)
+
+
+def losses(devices):
+    side_by_side.DEVICES, found = devices, []
+    torch.manual_seed(0)
+    model = KDAForCausalLM(KDAConfig(vocab_size=13, hidden_size=16, num_hidden_layers=2, linear_num_heads=1,
+                                     linear_head_dim=8, head_dim=8, num_attention_heads=2))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(3):
+        with torch.no_grad():
+            found.append(model.eval()(ids, labels=ids).loss.item())
+        loss = model.train()(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+print(losses(("cpu",)) == losses(()), flush=True)
+os._exit(0)
+"""
+
+
+def test_shards_that_fsdp2_gathers() -> None:
+    """FSDP2 keeps a parameter and gathers into memory of its own: an evaluation must not move that."""
+    done = subprocess.run([sys.executable, "-c", FSDP2], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "True", done.stderr[-2000:]
 
 
 def test_loading_writes_to_the_buffer() -> None:

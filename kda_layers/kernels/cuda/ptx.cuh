@@ -194,7 +194,7 @@ template <int pending> DEVICE void cp_async_wait() {
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
 
 // Lets a kernel that was launched to overlap with this one start when every block has come here; it waits for the end of
-// this one before it reads what this one writes. Nothing below sm_90.
+// this one before it reads what this one writes. Below sm_90 there is no such launch.
 DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

@@ -31,8 +31,11 @@ MOST_IN_TILE = 64  # rows
 
 
 def work_of(x: Inputs) -> str:
-    """What a call is to a kernel, by the number of tokens: a "row" or a few of a small weight; a "tile", rows without
-    norm or activation, onto a residual; or a matrix "product"."""
+    """Return the kind of a call by its number of tokens.
+
+    "row" is one token, or a few of a small weight; "tile" is up to `MOST_IN_TILE` onto a residual, without norm or
+    activation; "product" is everything else.
+    """
     rows = x.x.shape[0] * x.x.shape[1]
     if rows == 1 or (rows <= MOST_ROWS and rows * x.weight.numel() <= MOST_PRODUCTS):
         return "row"

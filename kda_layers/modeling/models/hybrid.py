@@ -153,9 +153,10 @@ class HybridModel(HybridPreTrainedModel):
         masks = attention_mask
         if not isinstance(attention_mask, dict):
             masks = masks_by_type(self.config, inputs_embeds, layout, past_key_values)
-        hidden_states, positions, encodings = inputs_embeds, None, {}
+        hidden_states, positions, encodings, T = inputs_embeds, None, {}, inputs_embeds.shape[1]
+        if position_ids is not None and position_ids.shape[-1] != T:
+            raise ValueError(f"position_ids must have shape [{T}] or [B or 1, {T}], got {list(position_ids.shape)}")
         if set(self.config.layer_types) != {"linear_attention"}:  # KDA layers read no positions
-            T = inputs_embeds.shape[1]
             positions = position_ids if layout.positions is None else layout.positions
             if positions is None:
                 past = 0 if past_key_values is None else past_key_values.get_seq_length()

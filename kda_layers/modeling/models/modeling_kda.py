@@ -125,13 +125,20 @@ class KDAMLP(nn.Module):
             return swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(swiglu(gate, up))
 
-    def decode(self, residual: Tensor, norm: nn.RMSNorm) -> Tensor:
-        """Return residual + forward(norm(residual)) of one token of each sequence [B, 1, D], by two launches."""
-        layers = self.gate_proj, self.up_proj
-        whole = self.side_by_side.weight(layers) if only_multiplies(self.down_proj) and is_unhooked(self) else None
-        if whole is None:
+    def merged(self) -> Tensor | None:
+        """Return the weights of gate and up side by side if `decode` is what calling the layers does."""
+        if not (only_multiplies(self.down_proj) and is_unhooked(self)):
+            return None
+        return self.side_by_side.weight((self.gate_proj, self.up_proj))
+
+    def decode(self, residual: Tensor, norm: nn.RMSNorm, merged: Tensor | None) -> Tensor:
+        """Return residual + forward(norm(residual)) of one token of each sequence [B, 1, D].
+
+        By two launches with `merged` weights. The kernel launched before must not have written these.
+        """
+        if merged is None:
             return residual + self(norm(residual))
-        y = linear_step(residual, whole, norm_weight=norm.weight, norm_eps=norm.eps, swiglu=True, overlap=True)
+        y = linear_step(residual, merged, norm_weight=norm.weight, norm_eps=norm.eps, swiglu=True, overlap=True)
         return linear_step(y, self.down_proj.weight, residual=residual, overlap=True)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
@@ -169,8 +176,10 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> Tensor | None:
-        """Return the output of a KDA layer for one token of each sequence by five launches; None where that is not
-        the same as calling the layers."""
+        """Return the output for one token of each sequence; None where the layers must be called themselves.
+
+        Of one sequence, five launches do it; of several, the larger products and what surrounds them are apart.
+        """
         norms = self.input_layernorm, self.post_attention_layernorm
         if (
             x.shape[1] != 1
@@ -181,12 +190,14 @@ class KDADecoderLayer(GradientCheckpointingLayer):
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled(x.device.type)
             or has_global_hooks()
-            or not isinstance(self.self_attn, KDAAttention)
+            or type(self.self_attn) is not KDAAttention
+            or type(self.mlp) is not KDAMLP
             or not all(is_plain(n, nn.RMSNorm) and n.eps is not None and n.weight.dtype == x.dtype for n in norms)
         ):
             return None
+        merged = self.mlp.merged()  # before the first launch, as it may copy the weights
         y = self.self_attn.decode(x, norms[0], past_key_values)
-        return None if y is None else self.mlp.decode(y, norms[1])
+        return None if y is None else self.mlp.decode(y, norms[1], merged)
 
 
 class KDAPreTrainedModel(HybridPreTrainedModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -10,15 +9,14 @@ import torch
 from torch import Tensor
 
 from ...declarations import OneOf, arch_of
-from ...triton_package import TritonBackend, even_rows
+from ...triton_package import TritonBackend, even_rows, on_device_of
 from ..contract import Backend, Inputs, Problem, work_of
 
-# Of row_kernel: elements of the output and warps of a program, and the most columns that it reads at a time. This and
-# the sizes of tiles were tuned on an H200.
+# Sizes tuned on an H200. A program of row_kernel: elements of the output, warps, and the most columns read at a time.
 OUTPUTS, WARPS = 4, 4
 MOST_COLUMNS = 2048
 MOST_IDLE = 0.125  # share of the last columns' lanes that may be idle
-# Of tile_kernel: rows -> warps and stages of a program.
+# A program of tile_kernel: rows -> warps and stages.
 TILES = {16: (2, 3), 32: (4, 4), 64: (4, 5)}
 TILE_OUTPUTS, TILE_COLUMNS = 16, 256
 TILE_ARCHS = (90, 100, 103)  # with the shared memory for its stages
@@ -51,9 +49,9 @@ class LinearStepBackend(TritonBackend, Backend):
         x = x._replace(
             x=even_rows(x.x), weight=x.weight.contiguous(),
             residual=None if x.residual is None else even_rows(x.residual),
-            overlap=x.overlap and arch_of(x.x.device) >= OVERLAPS,
+            overlap=x.overlap and x.weight.is_contiguous() and arch_of(x.x.device) >= OVERLAPS,  # not behind its copy
         )  # fmt: skip
-        with torch.cuda.device(y.device) if y.is_cuda else contextlib.nullcontext():
+        with on_device_of(y):
             (_tile if work_of(x) == "tile" else _rows)(x, y)
         return y
 
@@ -63,9 +61,9 @@ def _rows(x: Inputs, y: Tensor) -> None:
 
     B, T, N = y.shape
     D, block = x.x.shape[2], columns(x.x.shape[2], x.swiglu)
-    row_kernel[(B * T, -(-N // OUTPUTS))](
+    row_kernel[(B * T * -(-N // OUTPUTS),)](
         x.x, x.weight, x.norm_weight, x.residual, y, x.x.stride(1),
-        0 if x.residual is None else x.residual.stride(1), x.norm_eps, N, D,
+        0 if x.residual is None else x.residual.stride(1), x.norm_eps, B * T, N, D,
         OUTPUTS=OUTPUTS, BLOCK=block, STEPS=-(-D // block), NORM=x.norm_weight is not None,
         RESIDUAL=x.residual is not None, SWIGLU=x.swiglu, OVERLAP=x.overlap, num_warps=WARPS, **_launch(x),
     )  # fmt: skip

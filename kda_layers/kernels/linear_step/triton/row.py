@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def row_kernel(
-    X, W, Norm, Residual, Y, x_stride, residual_stride, eps, N, D,
+    X, W, Norm, Residual, Y, x_stride, residual_stride, eps, rows, N, D,
     OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -20,14 +20,14 @@ def row_kernel(
     """
     if OVERLAP:
         gdc_launch_dependents()
-    row = tl.cast(tl.program_id(0), tl.int64)
-    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.cast(tl.program_id(0) % rows, tl.int64)
+    output = tl.program_id(0) // rows * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < N
     weights = W + tl.cast(output, tl.int64)[:, None] * D
     column = tl.arange(0, BLOCK)
     w = tl.load(weights + column, mask=inside[:, None] & (column < D), other=0.0)
     if SWIGLU:
-        u = tl.load(weights + N * D + column, mask=inside[:, None] & (column < D), other=0.0)
+        u = tl.load(weights + tl.cast(N, tl.int64) * D + column, mask=inside[:, None] & (column < D), other=0.0)
         up = tl.zeros((OUTPUTS, BLOCK), tl.float32)
     if OVERLAP:
         gdc_wait()
@@ -38,7 +38,7 @@ def row_kernel(
         if step:
             w = tl.load(weights + column, mask=inside[:, None] & (column < D), other=0.0)
             if SWIGLU:
-                u = tl.load(weights + N * D + column, mask=inside[:, None] & (column < D), other=0.0)
+                u = tl.load(weights + tl.cast(N, tl.int64) * D + column, mask=inside[:, None] & (column < D), other=0.0)
         x = tl.load(X + row * x_stride + column, mask=column < D, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x

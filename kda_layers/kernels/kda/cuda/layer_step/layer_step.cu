@@ -234,7 +234,7 @@ DEVICE void gated_norm(const float* y, const float* gate, float weight, float ep
 // Grid: x = HV, in clusters of CLUSTER = HV / H; y z >= sequences. Dynamic shared memory: Shared with p.tokens operands.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_THREADS / THREADS)
     kda_layer_step(const __grid_constant__ LayerStepParams p) {
-    launch_dependents();  // the output projection loads its weights meanwhile
+    launch_dependents();  // the output projection can load its weights
     const u32 n = blockIdx.z * gridDim.y + blockIdx.y, head = blockIdx.x, heads = gridDim.x;
     if (n >= p.sequences) return;
     const u32 warp = threadIdx.x / 32, group = threadIdx.x % 32 / LANES, lane = threadIdx.x % LANES;
