@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import triton
@@ -30,8 +27,8 @@ from kda_layers.kernels.linear_step.backends.triton import (
 )
 from kda_layers.kernels.linear_step.triton.row import row_kernel
 from kda_layers.kernels.linear_step.triton.tile import tile_kernel
+from tests.kernels.triton_usage import usage
 
-BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INTEGERS = ("x_stride", "residual_stride", "rows", "N", "D")
 
 
@@ -50,14 +47,10 @@ def compiled(kernel: Any, sm: int, warps: int, constants: dict[str, Any]) -> dic
         target=GPUTarget("cuda", sm, 32),
         options={"num_warps": warps, "launch_pdl": sm >= OVERLAPS},
     )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(done.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([BINARIES / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
-    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    registers, stack = usage(done)
     ptx = done.asm["ptx"]
     return {
-        "kernel": kernel.__name__, "registers": int(registers), "stack": int(stack), "shared": done.metadata.shared,
+        "kernel": kernel.__name__, "registers": registers, "stack": stack, "shared": done.metadata.shared,
         "copies": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\S* \[.*, 0x10", ptx)),
         "waits": "griddepcontrol.wait" in ptx,
     }  # fmt: skip

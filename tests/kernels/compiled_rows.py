@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import triton
@@ -25,8 +22,8 @@ from kda_layers.kernels.gated_norm.triton import rows as gated_norm
 from kda_layers.kernels.row_tiles import RowTiles
 from kda_layers.kernels.swiglu.backends.triton import BLOCK, WARPS
 from kda_layers.kernels.swiglu.triton import elementwise as swiglu
+from tests.kernels.triton_usage import usage
 
-BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SIZES = ("rows", "D", "blocks")
 CASES = [
     *[(add_rms_norm, f"norm_{n}", D) for D in (1024, 2048, 4096, 8192) for n in ("forward_kernel", "backward_kernel")],
@@ -62,11 +59,7 @@ def compiled(module: Any, name: str, D: int, sm: int) -> dict[str, Any]:
     done = triton.compile(
         ASTSource(kernel, types, values, hints), target=GPUTarget("cuda", sm, 32), options={"num_warps": warps}
     )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(done.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([BINARIES / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
-    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    registers, stack = usage(done)
     ptx = done.asm["ptx"]
     accesses = {
         "loads": len(re.findall(r"ld\.global", ptx)),
@@ -76,7 +69,7 @@ def compiled(module: Any, name: str, D: int, sm: int) -> dict[str, Any]:
         "stores": len(re.findall(r"st\.global", ptx)),
         "16-byte stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
     }
-    launch = {"D": D, "warps": warps, "registers": int(registers), "stack": int(stack), "shared": done.metadata.shared}
+    launch = {"D": D, "warps": warps, "registers": registers, "stack": stack, "shared": done.metadata.shared}
     return {"kernel": name} | launch | accesses
 
 

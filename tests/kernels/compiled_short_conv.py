@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import triton
@@ -20,8 +17,8 @@ from triton.compiler import ASTSource
 
 from kda_layers.kernels.short_conv.backends.triton import BACKWARD_CHANNELS, FORWARD_CHANNELS, MOST_CHANNELS, STRIPS
 from kda_layers.kernels.short_conv.triton.convolution import conv_backward_kernel, conv_forward_kernel
+from tests.kernels.triton_usage import usage
 
-BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INTEGERS = {"D0", "D1", "D2", "T", "N", "strips"}
 
 
@@ -48,14 +45,10 @@ def compiled(kernel: Any, sm: int, packed: bool, channels: int, ones: bool = Fal
         target=GPUTarget("cuda", sm, 32),
         options={"num_warps": MOST_CHANNELS // channels},
     )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(done.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([BINARIES / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
-    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    registers, stack = usage(done)
     vectors = len(re.findall(r"ld\.global\S*\.v[24]\.b32", done.asm["ptx"]))
     return {
-        "kernel": kernel.__name__, "packed": packed, "ones": ones, "registers": int(registers), "stack": int(stack),
+        "kernel": kernel.__name__, "packed": packed, "ones": ones, "registers": registers, "stack": stack,
         "shared": done.metadata.shared, "row loads": vectors,
     }  # fmt: skip
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
+import pytest
 from torch import Tensor
 
 from kda_layers.kernels.cuda.arch import ARCHS
@@ -14,9 +15,11 @@ from kda_layers.kernels.kda.cuda.layer_step import layer_step as launcher
 from kda_layers.kernels.layer_step.backends.cuda import CudaBackend
 from kda_layers.kernels.layer_step.contract import Inputs, Problem
 from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
+from kda_layers.modeling import side_by_side
+from tests import cuda_emulator
 from tests.kernels.emulated import Emulator, GuardedMemory, end_of_memory
 
-__all__ = ["EmulatedLayerStep", "end_of_memory", "registered", "step"]
+__all__ = ["EmulatedLayerStep", "end_of_memory", "first_choice", "registered", "step"]
 
 
 def step(x: Inputs, *, seed: int = 0, arch: int = 90) -> Tensor:
@@ -53,3 +56,13 @@ def registered(backend: EmulatedLayerStep) -> Iterator[None]:
         LAYER_STEP._serving.cache_clear()
         yield
     LAYER_STEP._serving.cache_clear()
+
+
+@contextlib.contextmanager
+def first_choice() -> Iterator[EmulatedLayerStep]:
+    """Context in which layers on a CPU decode by the emulated kernel, and their weights are laid side by side."""
+    if why := cuda_emulator.unavailable():
+        pytest.skip(why)
+    backend = EmulatedLayerStep(90, priority=99)
+    with mock.patch.object(side_by_side, "DEVICES", ("cpu",)), registered(backend):
+        yield backend

@@ -23,7 +23,6 @@ from kda_layers.kernels.layer_step.contract import Inputs, Problem
 from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
 from kda_layers.kernels.layer_step.op import has_kernel, layer_step
 from kda_layers.modeling import layer as layer_module
-from kda_layers.modeling import side_by_side
 from kda_layers.modeling.cache import with_kda_layers
 from tests import cuda_emulator
 from tests.kernels import emulated_layer_step as emulated
@@ -568,13 +567,8 @@ def check_layer(layer: KimiDeltaAttention, got: dict[str, Tensor], x: Tensor) ->
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulated.EmulatedLayerStep]:
-    """The emulated kernel as the first choice of layers on this CPU, whose weights are laid side by side."""
-    if WHY_NOT:
-        pytest.skip(WHY_NOT)
-    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
-    backend = emulated.EmulatedLayerStep(90, priority=99)
-    with emulated.registered(backend):
+def kernel() -> Iterator[emulated.EmulatedLayerStep]:
+    with emulated.first_choice() as backend:
         yield backend
 
 

@@ -16,23 +16,16 @@ from kda_layers.modeling import side_by_side
 from kda_layers.modeling.models import modeling_kda
 from kda_layers.modeling.models.hybrid import KDAAttention
 from kda_layers.modeling.models.modeling_kda import KDAMLP
-from tests import cuda_emulator
 from tests.kernels import emulated_layer_step as emulated
 from tests.kernels.cases import BF16, budget, error
 from tests.modeling.stock_models import cast
 
-WHY_NOT = cuda_emulator.unavailable()
 EAGER_LINEAR = LINEAR_STEP.backends()["eager"]
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulated.EmulatedLayerStep]:
-    """The emulated kernel as the first choice of layers on this CPU, whose weights are laid side by side."""
-    if WHY_NOT:
-        pytest.skip(WHY_NOT)
-    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
-    backend = emulated.EmulatedLayerStep(90, priority=99)
-    with emulated.registered(backend):
+def kernel() -> Iterator[emulated.EmulatedLayerStep]:
+    with emulated.first_choice() as backend:
         yield backend
 
 

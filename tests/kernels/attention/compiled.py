@@ -8,11 +8,7 @@ line of JSON.
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +18,7 @@ from triton.compiler import ASTSource
 
 from kda_layers.kernels.attention_bias.triton import backward, forward, pair_bias
 from kda_layers.kernels.attention_bias.triton.launches import launches
+from tests.kernels.triton_usage import usage
 
 KERNELS = {
     "forward": forward.forward_kernel,
@@ -29,7 +26,6 @@ KERNELS = {
     "key": backward.key_kernel,
     "pair": pair_bias.pair_kernel,
 }
-BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ALIGNED = [["tt.divisibility", 16]]
 FLOATS = {"Lse": "*fp32", "Delta": "*fp32", "DBias": "*fp32", "scale": "fp32", "scale_log2": "fp32"}
 INTEGERS = {"Tiles": "*i32", "Sequences": "*i32", "T": "i32", "S": "i32", "H": "i32", "H_KV": "i32"}
@@ -63,13 +59,8 @@ def compiled(name: str, sm: int, per_pair: bool) -> dict[str, Any]:
         target=GPUTarget("cuda", sm, 32),
         options={"num_warps": launch.warps, "num_stages": launch.stages},
     )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(done.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([BINARIES / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True).stdout
-    (stack,) = re.findall(r"STACK:(\d+)", usage)
     instructions = sum(done.asm["ptx"].count(i) for i in ("wgmma.mma_async", "tcgen05.mma", "mma.sync"))
-    return {"kernel": name, "shared": done.metadata.shared, "stack": int(stack), "products": instructions}
+    return {"kernel": name, "shared": done.metadata.shared, "stack": usage(done).stack, "products": instructions}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...triton.tiles import place
+
 
 @triton.jit
 def norm_forward_kernel(
@@ -12,7 +14,7 @@ def norm_forward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Total and Y [rows, D] contiguous; without ADD, X is not read and Total not written."""
-    row, column, inside = _place(tl.program_id(0), rows, D, ROWS, BLOCK)
+    row, column, inside = place(tl.program_id(0), rows, D, ROWS, BLOCK)
     x = tl.load(Residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -38,7 +40,7 @@ def norm_backward_kernel(
     weight = tl.load(Weight + column, mask=column < D, other=0.0).to(tl.float32)
     d_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
-        row, column, inside = _place(tile, rows, D, ROWS, BLOCK)
+        row, column, inside = place(tile, rows, D, ROWS, BLOCK)
         x = tl.load(Total + row * total_stride + column, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(DY + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
         if ADD:
@@ -55,11 +57,3 @@ def norm_backward_kernel(
         d_weight += dy * normalised
     column = tl.arange(0, BLOCK)
     tl.store(Partial + program * D + column, tl.sum(d_weight, 0), mask=column < D)
-
-
-@triton.jit
-def _place(tile, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(rows, columns, mask) of a tile."""
-    row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    return row, column, (row < rows) & (column < D)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...triton.tiles import place
+
 
 @triton.jit
 def gated_norm_forward_kernel(X, Gate, Weight, Y, eps, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """All but Weight [D] are [rows, D] and contiguous."""
-    at, column, inside = _place(tl.program_id(0), rows, D, ROWS, BLOCK)
+    row, column, inside = place(tl.program_id(0), rows, D, ROWS, BLOCK)
+    at = row * D + column
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(Gate + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(Weight + column, mask=column < D, other=0.0).to(tl.float32)
@@ -27,7 +30,8 @@ def gated_norm_backward_kernel(
     weight = tl.load(Weight + column, mask=column < D, other=0.0).to(tl.float32)
     d_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
-        at, column, inside = _place(tile, rows, D, ROWS, BLOCK)
+        row, column, inside = place(tile, rows, D, ROWS, BLOCK)
+        at = row * D + column
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(Gate + at, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
@@ -36,7 +40,7 @@ def gated_norm_backward_kernel(
         wd = weight * d_normed
         rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / D + eps)
         projection = tl.sum(wd * x, 1, keep_dims=True) / D * rstd
-        rstd = tl.where(tile * ROWS + tl.arange(0, ROWS)[:, None] < rows, rstd, 0.0)  # infinite there if eps is 0
+        rstd = tl.where(row < rows, rstd, 0.0)  # infinite there if eps is 0
         normalised = x * rstd
         tl.store(DX + at, ((wd - normalised * projection) * rstd).to(DX.dtype.element_ty), mask=inside)
         d_gate = wd * normalised * (1 - s)
@@ -44,11 +48,3 @@ def gated_norm_backward_kernel(
         d_weight += d_normed * normalised
     column = tl.arange(0, BLOCK)
     tl.store(Partial + program * D + column, tl.sum(d_weight, 0), mask=column < D)
-
-
-@triton.jit
-def _place(tile, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(elements, columns, mask) of a tile."""
-    row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    return row * D + column, column, (row < rows) & (column < D)

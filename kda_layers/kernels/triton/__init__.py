@@ -1,0 +1,1 @@
+"""Parts of Triton kernels of several operators. Files here import triton: only kernels import them."""
