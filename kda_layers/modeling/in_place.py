@@ -21,16 +21,16 @@ from kda_layers.modeling import families
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import INPUTS, refuse_misspelt
 from kda_layers.modeling.checkpoints.naming import Format
-from kda_layers.modeling.layer import ALIGNED, KimiDeltaAttention
+from kda_layers.modeling.decoding import DecodesByKernels, merged_weights
+from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
 from kda_layers.modeling.precision import KeepsFP32
 from kda_layers.modeling.recompute import ChoosesRecompute
-from kda_layers.modeling.side_by_side import SideBySide
 
 logger = logging.getLogger("kda_layers")
 
 
-class StockKDALayer(ChoosesRecompute, KeepsFP32):
+class StockKDALayer(DecodesByKernels, ChoosesRecompute, KeepsFP32):
     """A stock KDA layer with our forward: its parameters under the names that `KimiDeltaAttention.forward` reads.
 
     A mixin of `StockFamily.layer`.
@@ -38,9 +38,6 @@ class StockKDALayer(ChoosesRecompute, KeepsFP32):
 
     kept_in_fp32 = KimiDeltaAttention.kept_in_fp32
     forget_gate: Any
-    o_norm: Any
-    side_by_side: SideBySide
-    factors: SideBySide
     head_dim: int
 
     A_log = property(lambda self: self.forget_gate.A_log.flatten())
@@ -51,15 +48,6 @@ class StockKDALayer(ChoosesRecompute, KeepsFP32):
     head_v_dim = property(lambda self: self.head_dim)
     gate_rank: Any = property(lambda self: self.head_dim)
     norm_eps = property(lambda self: self.o_norm.variance_epsilon)
-    _decode, _inputs = KimiDeltaAttention._decode, KimiDeltaAttention._inputs
-    _projections, _logits = KimiDeltaAttention._projections, KimiDeltaAttention._logits
-    _watch = KimiDeltaAttention._watch
-
-    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        super()._apply(fn, recurse)
-        self.side_by_side.refresh(self)
-        self.factors.refresh(self)
-        return self
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_norm(o, gate)
@@ -285,7 +273,8 @@ class KDAFamily(StockFamily):
         bound = self.lower_bound(layer)
         gate = "softplus" if bound is None else "lower_bound"
         options = dict(gate_activation=gate, lower_bound=bound, beta_activation="sigmoid", backend=backend)
-        return dict(kda_options=options, side_by_side=SideBySide(ALIGNED), factors=SideBySide())
+        side_by_side, factors = merged_weights()
+        return dict(kda_options=options, side_by_side=side_by_side, factors=factors)
 
     def attributes_in_model(self, model: nn.Module, path: str, recompute: bool | float | str) -> dict[str, Any]:
         layers = sum(isinstance(m, self.stock_layer) for m in model.modules())  # stock ones keep tensors, too

@@ -22,7 +22,7 @@ from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.layer_step.contract import Inputs, Problem
 from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
 from kda_layers.kernels.layer_step.op import has_kernel, layer_step
-from kda_layers.modeling import layer as layer_module
+from kda_layers.modeling import decoding
 from kda_layers.modeling.cache import with_kda_layers
 from tests import cuda_emulator
 from tests.kernels import emulated_layer_step as emulated
@@ -589,7 +589,7 @@ def test_a_layer_decodes(
 ) -> None:
     """As its own operations do; by products with the factors apart where there are many sequences."""
     if many:
-        monkeypatch.setattr(layer_module, "MOST_FACTORED", 1)
+        monkeypatch.setattr(decoding, "MOST_FACTORED", 1)
     layer, cache = layer_and_cache(**options | dict(backend=None))
     layer.kda_options["backend"] = options.get("backend")
     if options.get("backend"):

@@ -1,0 +1,153 @@
+"""A decode step of a KDA layer by few launches: merged projections, one kernel between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from kda_layers.kernels.kda.contract import state_dtype
+from kda_layers.kernels.layer_step.op import has_kernel, layer_step
+from kda_layers.kernels.linear_step.op import linear_step
+from kda_layers.modeling.checks import check_no_adapter
+from kda_layers.modeling.side_by_side import SideBySide, is_plain, is_unhooked, only_multiplies
+from kda_layers.modeling.state import LayerState
+
+# Value heads of all sequences for which a decode step's kernel multiplies the factors of decays and gate itself. For
+# more, a batched GEMM is faster (docs/internals/kernels/layer_step.md).
+MOST_FACTORED = 256
+ALIGNED = 8  # outputs of the projections together are a multiple
+
+
+def merged_weights() -> tuple[SideBySide, SideBySide]:
+    """Return `side_by_side` and `factors` of a new layer."""
+    return SideBySide(ALIGNED), SideBySide()
+
+
+class DecodesByKernels:
+    """The decode step of a KDA layer, with the parameters of `KimiDeltaAttention` by name; a mixin of modules."""
+
+    side_by_side: SideBySide  # q, k, v, log-decay, output gate, beta
+    factors: SideBySide  # the second factors of log-decay and output gate
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    b_proj: Any
+    o_proj: Any
+    conv1d: Any
+    o_norm: Any
+    f_a_proj: Any
+    f_b_proj: Any
+    g_a_proj: Any
+    g_b_proj: Any
+    f_proj: Any
+    g_proj: Any
+    A_log: Any
+    dt_bias: Any
+    head_dim: Any
+    head_v_dim: Any
+    gate_rank: Any
+    norm_eps: Any
+    layer_idx: Any
+    kda_options: dict[str, Any]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        module: nn.Module = super()._apply(fn, recurse)  # type: ignore[misc]
+        self.side_by_side.refresh(module)
+        self.factors.refresh(module)
+        return module
+
+    def decode(self, residual: Tensor, norm: nn.RMSNorm, past_key_values: Cache) -> Tensor | None:
+        """Return residual + forward(norm(residual), past_key_values=past_key_values) of one token of each sequence.
+
+        Of one sequence, three launches do it: norm and projections, `layer_step`, output projection and sum. None where
+        the layers must be called themselves; the cache is then unchanged.
+
+        Args:
+            residual: [B, 1, D].
+            norm: the norm of the layer's input, `is_plain`.
+            past_key_values: as in `forward`.
+        """
+        module: Any = self
+        if not (only_multiplies(self.o_proj) and all(is_unhooked(m) for m in (module, self.conv1d, self.o_norm))):
+            return None
+        check_no_adapter(module, ("conv1d", "o_norm"))
+        self._watch(residual)
+        o = self._decode(residual, LayerState(past_key_values, self.layer_idx, residual.shape[0]), norm)
+        return None if o is None else linear_step(o, self.o_proj.weight, residual=residual, overlap=True)
+
+    def _decode(self, x: Tensor, state: LayerState, norm: nn.RMSNorm | None = None) -> Tensor | None:
+        """Return o [B, 1, HV V] of a decode step x [B, 1, D] by one kernel; None where no kernel serves it.
+
+        With `norm`, x is normalised by it first.
+        """
+        if not state.cached or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+            return None
+        B, T, _ = x.shape
+        A_log, wide, conv, scale = self.A_log, state_dtype(x.dtype), self.conv1d.weight, self.o_norm.weight
+        K, V, HV = self.head_dim, self.head_v_dim, A_log.numel()
+        H = (conv.shape[0] - HV * V) // (2 * K)
+        factors = (self.f_b_proj, self.g_b_proj) if self.gate_rank and B * HV <= MOST_FACTORED else ()
+        if not all(is_plain(layer) for layer in factors):
+            factors = ()
+        if any(t.dtype != x.dtype for t in (conv, scale, *(layer.weight for layer in factors))):
+            return None
+        gate, bound, beta = (self.kda_options[name] for name in ("gate_activation", "lower_bound", "beta_activation"))
+        rank, backend = self.gate_rank if factors else 0, self.kda_options.get("backend")
+        state_is = wide if state.recurrent is None else state.recurrent.dtype
+        if not has_kernel(backend, x.device, x.dtype, state_is, K, V, HV // H, 1, conv.shape[2], rank, gate, beta):
+            return None
+        if state.conv is None or state.recurrent is None or state.recording or T != 1:
+            self.side_by_side.weight(self._inputs())  # before a decode step is compiled or captured
+            if self.gate_rank:
+                self.factors.weight((self.f_b_proj, self.g_b_proj))
+            return None
+        if state.conv.dtype != x.dtype:
+            return None
+        q, k, v, gates, b = self._projections(x, norm)
+        R = self.gate_rank
+        f, g = self._logits(gates) if R and not factors else gates.split([R, R] if R else [HV * K, HV * V], -1)
+        o = layer_step(
+            q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, g, b, conv[:, 0], state.conv,
+            state.recurrent, norm_weight=scale, f_weight=factors[0].weight if factors else None,
+            gate_weight=factors[1].weight if factors else None, gate_bias=factors[1].bias if factors else None,
+            A_log=A_log.to(wide), dt_bias=self.dt_bias.to(wide).view(-1, K), gate_activation=gate, lower_bound=bound,
+            beta_activation=beta, norm_eps=self.norm_eps, backend=backend,
+        )  # fmt: skip
+        state.count(x)
+        return o.flatten(2)
+
+    def _projections(self, x: Tensor, norm: nn.RMSNorm | None) -> Sequence[Tensor]:
+        """Return the projections of x for q, k, v, of log-decay beside output gate, and for beta; by one product if
+        possible."""
+        layers = self._inputs()
+        whole = self.side_by_side.weight(layers)
+        if whole is None:
+            x = x if norm is None else norm(x)
+            q, k, v, f, g, b = (layer(x) for layer in layers)
+            return q, k, v, torch.cat((f, g), -1), b
+        y = linear_step(x, whole) if norm is None else linear_step(x, whole, norm_weight=norm.weight, norm_eps=norm.eps)
+        q, k, v, f, g, b = (layer.out_features for layer in layers)
+        return y.split([q, k, v, f + g, b, whole.shape[0] - (q + k + v + f + g + b)], -1)[:-1]
+
+    def _logits(self, low: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of decays and gate, from their factors' inputs [B, 1, 2 R]; by one product if possible."""
+        whole = self.factors.weight((self.f_b_proj, self.g_b_proj))
+        if whole is None or self.f_b_proj.out_features != self.g_b_proj.out_features:
+            f, g = low.chunk(2, -1)
+            return self.f_b_proj(f), self.g_b_proj(g)
+        pair = low[:, 0].unflatten(-1, (2, -1)).transpose(0, 1)
+        f, g = torch.bmm(pair, whole.unflatten(0, (2, -1)).mT)
+        return f[:, None], g[:, None]
+
+    def _watch(self, x: Tensor) -> None:
+        self.side_by_side.watch(x)
+        self.factors.watch(x)
+
+    def _inputs(self) -> tuple[Any, ...]:
+        """Return the layers that read the input."""
+        f, g = (self.f_a_proj, self.g_a_proj) if self.gate_rank else (self.f_proj, self.g_proj)
+        return self.q_proj, self.k_proj, self.v_proj, f, g, self.b_proj
