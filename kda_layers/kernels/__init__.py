@@ -2,8 +2,8 @@
 
 Kimi Delta Attention (`kda`), softmax attention with a bias (`attention_bias`), the short convolution and gated norm of
 a layer (`short_conv`, `gated_norm`), its decode step between the projections (`layer_step`), the activation of an MLP
-(`swiglu`), and the norms of the residual stream (`add_rms_norm`). The loss of language models
-(`linear_cross_entropy`) has no backends.
+(`swiglu`), the norms of the residual stream (`add_rms_norm`), and linear layers of a decode step (`linear_step`). The
+loss of language models (`linear_cross_entropy`) has no backends.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -185,7 +185,8 @@ class _Backward(torch.autograd.Function):
 def once_differentiable(name: str) -> Callable[[Any], Any]:
     """Decorator for the backward of a torch.autograd.Function, whose second derivative then raises.
 
-    torch's own returns constants where the gradients of the outputs require no gradient, but saved tensors do.
+    torch's own returns constants where the gradients of the outputs require no gradient: the derivative of a penalty on
+    an input's gradient would be left out.
     """
 
     def decorate(backward: Any) -> Any:
@@ -193,7 +194,8 @@ def once_differentiable(name: str) -> Callable[[Any], Any]:
         def run(ctx: Any, *d_outputs: Any) -> Any:
             with torch.no_grad():
                 grads = backward(ctx, *d_outputs)
-            return _Final.apply(name, grads, *d_outputs, *ctx.saved_tensors) if torch.is_grad_enabled() else grads
+            recorded = torch.is_grad_enabled()  # create_graph=True
+            return _Final.apply(name, grads, torch.empty(0, requires_grad=True)) if recorded else grads
 
         return run
 
@@ -204,7 +206,7 @@ class _Final(torch.autograd.Function):
     """Gradients that depend on tensors, in a way that has no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, grads: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, name: str, grads: Any, recorded: Tensor) -> Any:
         ctx.name = name
         return grads
 

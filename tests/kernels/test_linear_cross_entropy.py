@@ -153,8 +153,18 @@ def test_a_second_backward_is_refused() -> None:
     assert torch.equal(weight.grad, first)
     loss = linear_cross_entropy(x, weight, target)
     (gradient,) = torch.autograd.grad(loss.square(), weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
         gradient.sum().backward()
+
+
+def test_a_penalty_on_the_gradient_is_refused() -> None:
+    """It would be a constant: its derivative would be left out."""
+    x, weight, target = problem(5, "cpu")
+    x.requires_grad_()
+    loss = linear_cross_entropy(x, weight, target)
+    (d_x,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+        (x.square().sum() + d_x.square().sum()).backward()
 
 
 @pytest.mark.skipif(BEST_DEVICE != "cpu", reason="on a GPU the loss is NaN: see the next test")

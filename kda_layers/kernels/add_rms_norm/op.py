@@ -26,6 +26,9 @@ def add_rms_norm(
     Returns:
         (sum, y), both [B, T, D]. The sum is rounded to its dtype before it is normalised. For x=None it is `residual`
         itself or a view of it: if the stream goes on from there, the backward adds its gradient in the norm's kernel.
+
+    Raises:
+        RuntimeError: a second derivative of a fused kernel; shapes that PyTorch cannot broadcast.
     """
     tensors = (residual, weight) if x is None else (residual, weight, x)
     alike = all(t.dtype == residual.dtype and t.device == residual.device for t in tensors)

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import torch_private
-from ..operator import define
+from ..operator import define, once_differentiable
 from ..tracing import is_plain, refuse_transforms, without_autocast
 
 __all__ = ["linear_cross_entropy"]
@@ -81,7 +80,7 @@ class _Loss(torch.autograd.Function):
         return out[0]
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("linear_cross_entropy")
     def backward(ctx: Any, d_loss: Tensor) -> Any:
         if ctx.gradients is None:
             raise RuntimeError(

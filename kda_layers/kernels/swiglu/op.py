@@ -28,6 +28,9 @@ def swiglu(gate: Tensor, up: Tensor, backend: str | None = None) -> Tensor:
 
     Returns:
         [B, T, D]. A fused kernel rounds once, plain PyTorch also after silu.
+
+    Raises:
+        RuntimeError: a second derivative of a fused kernel; shapes that PyTorch cannot broadcast.
     """
     name, transparent = _choose(gate, up, backend)
     if transparent:
@@ -44,6 +47,12 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, backend: str | None 
     Args:
         gate, up, backend: as in `swiglu`.
         weight: [N, D], gate's dtype.
+
+    Returns:
+        [B, T, N].
+
+    Raises:
+        RuntimeError: as `swiglu`, or a weight of another dtype or width.
     """
     name, transparent = _choose(gate, up, backend)
     if transparent or not is_plain((weight,)) or torch.is_autocast_enabled(gate.device.type):
