@@ -110,12 +110,13 @@ class DecodesByKernels:
         q, k, v, gates, b = self._projections(x, norm)
         R = self.gate_rank
         f, g = self._logits(gates) if R and not factors else gates.split([R, R] if R else [HV * K, HV * V], -1)
+        rate, bias = A_log.to(wide), self.dt_bias.to(wide)
         o = layer_step(
             q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, g, b, conv[:, 0], state.conv,
             state.recurrent, norm_weight=scale, f_weight=factors[0].weight if factors else None,
             gate_weight=factors[1].weight if factors else None, gate_bias=factors[1].bias if factors else None,
-            A_log=A_log.to(wide), dt_bias=self.dt_bias.to(wide).view(-1, K), gate_activation=gate, lower_bound=bound,
-            beta_activation=beta, norm_eps=self.norm_eps, backend=backend,
+            A_log=rate, dt_bias=bias.view(-1, K), gate_activation=gate, lower_bound=bound, beta_activation=beta,
+            norm_eps=self.norm_eps, overlap=rate is A_log and bias is self.dt_bias, backend=backend,
         )  # fmt: skip
         state.count(x)
         return o.flatten(2)

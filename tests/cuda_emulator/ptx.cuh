@@ -297,6 +297,7 @@ DEVICE u32 read_counter(const u32* counter, CALLED_HERE) {
 }
 DEVICE void back_off() {}
 DEVICE void launch_dependents() {}
+DEVICE void wait_for_earlier_kernels() {}
 DEVICE void fence_gpu(CALLED_HERE) {
     emulator::begin("fence_gpu", site);
     emulator::fence_scope_gpu();

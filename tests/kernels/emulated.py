@@ -52,7 +52,9 @@ class Kernel:
     emulated: cuda_emulator.Kernel
     seed: int
 
-    def launch(self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes) -> None:
+    def launch(
+        self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes, overlap: bool = False
+    ) -> None:
         grid = (grid, 1, 1) if isinstance(grid, int) else grid
         assert math.prod(grid) % cluster == 0
         self.emulated(

@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     cp_async_16(shared_memory() + 16, p.floats, threadIdx.x > 3);
     prefetch(p.halves);
     launch_dependents();
+    wait_for_earlier_kernels();
     cp_async_commit();
     cp_async_wait<0>();
     warp_sync();

@@ -44,8 +44,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[gpu.Kernel, list[Any]]:
     def cuLaunchKernelEx(config: Any, function: int, pointers: int, extra: int) -> tuple[Any]:
         (address,) = struct.unpack("@P", ctypes.string_at(pointers, 8))
         numbers = struct.unpack("@7I4xPPI4x", ctypes.string_at(config.getPtr(), 56))
-        attribute = struct.unpack("@I4x3I", ctypes.string_at(numbers[8], 20)) if numbers[9] else None
-        found.append((numbers[:8], attribute, function, ctypes.string_at(address, PARAMS.size), extra))
+        attributes = ctypes.string_at(numbers[8], 72 * numbers[9]) if numbers[9] else b""  # 64 bytes each, and a name
+        attributes = list(struct.iter_unpack("@I4x3I52x", attributes))
+        found.append((numbers[:8], attributes, function, ctypes.string_at(address, PARAMS.size), extra))
         return (driver.CUresult.CUDA_SUCCESS if numbers[6] <= SHARED else driver.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
     fake = SimpleNamespace(CUlaunchConfig=driver.CUlaunchConfig, cuLaunchKernelEx=cuLaunchKernelEx)
@@ -55,13 +56,18 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[gpu.Kernel, list[Any]]:
 
 @pytest.mark.parametrize("grid", [8, (8, 2, 3)])
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_what_the_driver_gets(sent: tuple[gpu.Kernel, list[Any]], cluster: int, grid: int | Dim) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_the_driver_gets(sent: tuple[gpu.Kernel, list[Any]], overlap: bool, cluster: int, grid: int | Dim) -> None:
     kernel, found = sent
-    params = PARAMS.pack(1, 2, 3, 4, 5.0)
-    kernel.launch(grid, 64, cluster, SHARED, params)
-    attribute = (int(driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION), cluster, 1, 1)
-    numbers = (*((8, 1, 1) if grid == 8 else (8, 2, 3)), 64, 1, 1, SHARED, 0x1234)
-    assert found == [(numbers, None if cluster == 1 else attribute, 7, params, 0)]
+    params, names = PARAMS.pack(1, 2, 3, 4, 5.0), driver.CUlaunchAttributeID
+    kernel.launch(grid, 64, cluster, SHARED, params, overlap)
+    ((numbers, attributes, *rest),) = found
+    assert numbers == (*((8, 1, 1) if grid == 8 else (8, 2, 3)), 64, 1, 1, SHARED, 0x1234)
+    want = {int(names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION): (cluster, 1, 1)} if cluster > 1 else {}
+    if overlap:
+        want[int(names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)] = (1, 0, 0)
+    assert {name: tuple(values) for name, *values in attributes} == want
+    assert rest == [7, params, 0]
 
 
 def test_a_wrong_struct_is_refused(sent: tuple[gpu.Kernel, list[Any]]) -> None:

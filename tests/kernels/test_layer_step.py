@@ -25,6 +25,7 @@ from kda_layers.kernels.layer_step.op import has_kernel, layer_step
 from kda_layers.modeling import decoding
 from kda_layers.modeling.cache import with_kda_layers
 from tests import cuda_emulator
+from tests.kernels import emulated as emulated_kernels
 from tests.kernels import emulated_layer_step as emulated
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, check, error, limits_of, map_tensors, to_fp64
 from tests.kernels.emulated_layer_step import end_of_memory
@@ -288,6 +289,22 @@ def test_parameters_in_any_layout(name: str, change: Any) -> None:
         o = launcher.layer_step(got._replace(**{name: change(getattr(x, name))}), emulated.Emulator())
     assert torch.equal(o, want["o"])
     assert all(torch.equal(getattr(got, n), want[n]) for n in WRITTEN)
+
+
+@needs_emulator
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("change", [{}, {"overlap": False}, {"f_weight": moved}], ids=["", "not asked", "copied"])
+def test_overlap(change: dict[str, Any], arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel starts early where that is asked for and possible, never behind the copy of a parameter."""
+    asked, launch = [], emulated_kernels.Kernel.launch
+    monkeypatch.setattr(
+        emulated_kernels.Kernel, "launch", lambda self, *args: (asked.append(args[-1]), launch(self, *args))
+    )
+    x = inputs_of(Step(B=1))._replace(overlap=True)
+    x = x._replace(**{name: new(getattr(x, name)) if callable(new) else new for name, new in change.items()})
+    with emulated.GuardedMemory():
+        launcher.layer_step(x, emulated.Emulator(arch))
+    assert asked == [not change and arch >= 90]
 
 
 @needs_emulator

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KIB = 1024
+OVERLAPS = 90  # compute capability times ten from which on a kernel can start before earlier ones have ended
 
 
 @dataclass(frozen=True)

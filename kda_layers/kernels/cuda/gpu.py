@@ -59,17 +59,19 @@ class Kernel:
         self.params_bytes = params_bytes  # size of the struct that it takes
         self._driver = driver  # an import at each launch would cost as much as the rest
 
-    def launch(self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes) -> None:
+    def launch(
+        self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes, overlap: bool = False
+    ) -> None:
         """Launch on the current stream; see `machine.Launchable`."""
         device = self.device
         if torch_private.current_device() != device:
             with torch.cuda.device(device):
-                return self.launch(grid, threads, cluster, shared_bytes, params)
+                return self.launch(grid, threads, cluster, shared_bytes, params, overlap)
         if len(params) != self.params_bytes:
             raise ValueError(f"params of {self.name} must have {self.params_bytes} bytes, got {len(params)}")
         if not hasattr(_thread, "has_context"):
             _ensure_context(device)
-        config = _config(grid, threads, cluster, shared_bytes, torch_private.current_stream(device))
+        config = _config(grid, threads, cluster, shared_bytes, overlap, torch_private.current_stream(device))
         pointer = ctypes.c_char_p(params)  # not shared: threads may launch the same kernel at the same time
         (status,) = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointer), 0)
         if status.value != 0:
@@ -164,7 +166,7 @@ def _primary_context(device: int) -> Any:
 
 
 @functools.lru_cache(CONFIGS)
-def _config(grid: int | Dim, threads: int, cluster: int, shared_bytes: int, stream: int) -> Any:
+def _config(grid: int | Dim, threads: int, cluster: int, shared_bytes: int, overlap: bool, stream: int) -> Any:
     """A launch configuration, cached as making one costs as much as a launch. Threads share it: the driver reads it."""
     from cuda.bindings import driver
 
@@ -173,10 +175,16 @@ def _config(grid: int | Dim, threads: int, cluster: int, shared_bytes: int, stre
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = stream
+    names, attributes = driver.CUlaunchAttributeID, []
     if cluster > 1:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        dim = attribute.value.clusterDim
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dim = attributes[-1].value.clusterDim
         dim.x, dim.y, dim.z = cluster, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1  # copied
+    if overlap:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    if attributes:
+        config.attrs, config.numAttrs = attributes, len(attributes)  # copied
     return config

@@ -22,7 +22,9 @@ class Properties(NamedTuple):
 class Launchable(Protocol):
     """A kernel that takes one struct by value."""
 
-    def launch(self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes) -> None:
+    def launch(
+        self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes, overlap: bool = False
+    ) -> None:
         """Launch on the current stream of the kernel's device; a CUDA graph may capture it.
 
         Args:
@@ -31,6 +33,8 @@ class Launchable(Protocol):
             cluster: blocks per cluster, in x; 1 for no cluster
             shared_bytes: dynamic shared memory per block
             params: the struct, as `params.Params` packs it
+            overlap: start before the kernels launched earlier have ended, for which the kernel waits itself; sm_90 and
+                newer
 
         Raises:
             ValueError: params does not have the size of the struct

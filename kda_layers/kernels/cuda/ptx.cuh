@@ -201,6 +201,13 @@ DEVICE void launch_dependents() {
 #endif
 }
 
+// In a kernel that was launched to overlap with earlier ones: wait until these have ended and their writes are visible.
+DEVICE void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
 // A barrier among `threads` threads of a block, a multiple of 32; id 0 is __syncthreads'.
 DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory"); }
 

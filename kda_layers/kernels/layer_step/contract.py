@@ -44,6 +44,7 @@ class Inputs(NamedTuple):
     beta_activation: str
     scale: float
     norm_eps: float
+    overlap: bool = False
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ def layer_step(
     beta_activation: str = "sigmoid",
     scale: float | None = None,
     norm_eps: float = 1e-6,
+    overlap: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Decode one or a few tokens of each sequence from a layer's projections to the input of its output projection.
@@ -64,6 +65,9 @@ def layer_step(
         state_indices, num_accepted: as in `kda_step`; conv_state and state are then pools with the same slots.
         gate_activation, lower_bound, beta_activation, scale: as in `kda`.
         norm_eps: epsilon of the norm.
+        overlap: True if the kernel launched before this one on the stream writes no parameter (conv_weight, f_weight,
+            gate_weight, gate_bias, norm_weight, A_log, dt_bias), which may then be read before that kernel has ended
+            (programmatic dependent launch, from compute capability 9.0 on).
         backend: name of a backend of `kda`, taken where it serves; None chooses.
 
     Returns:
@@ -75,7 +79,7 @@ def layer_step(
     x = Inputs(
         q, k, v, f, gate, beta, conv_weight, conv_state, state, f_weight, gate_weight, gate_bias, norm_weight, A_log,
         dt_bias, state_indices, num_accepted, gate_activation, check_lower_bound(gate_activation, lower_bound),
-        beta_activation, check_scale(q, scale), float(norm_eps),
+        beta_activation, check_scale(q, scale), float(norm_eps), bool(overlap),
     )  # fmt: skip
     check(x)
     return _layer_step(x, LAYER_STEP.choose(backend, q.device, *Problem.fields_of(x)))

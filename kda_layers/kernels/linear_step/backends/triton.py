@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cuda.arch import OVERLAPS
 from ...declarations import OneOf, arch_of
 from ...triton_package import TritonBackend, even_rows, on_device_of
 from ..contract import Backend, Inputs, Problem, work_of
@@ -20,7 +21,6 @@ MOST_IDLE = 0.125  # share of the last columns' lanes that may be idle
 TILES = {16: (2, 3), 32: (4, 4), 64: (4, 5)}
 TILE_OUTPUTS, TILE_COLUMNS = 16, 256
 TILE_ARCHS = (90, 100, 103)  # with the shared memory for its stages
-OVERLAPS = 90  # compute capability from which on a kernel can start before the one before it has ended
 
 
 class LinearStepBackend(TritonBackend, Backend):

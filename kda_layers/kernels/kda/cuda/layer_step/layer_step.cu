@@ -46,8 +46,8 @@ struct Channel {
     u32 channel;       // of the convolution
     float taps[TAPS], inputs[TAPS], next;
 
-    // Channel `c` of a head's, those of q first; the history is in slot `slot`.
-    DEVICE void load(const LayerStepParams& p, u32 c, u32 n, u32 head, u32 slot) {
+    // Channel `c` of a head's, those of q first.
+    DEVICE void load_taps(const LayerStepParams& p, u32 c, u32 n, u32 head) {
         const u32 qk_head = u32(head * p.group_inverse >> 32);
         const u32 part = c < K ? 0 : c < 2 * K ? 1 : 2, own = c - part * K;
         const u32 within = part == 2 ? head * V + own : qk_head * K + own;
@@ -55,12 +55,14 @@ struct Channel {
         x = (part == 0 ? p.q : part == 1 ? p.k : p.v) + u64(n) * at.batch + within;
         token_stride = at.token;
         channel = part * p.qk_channels + within;
+        #pragma unroll
+        for (int i = 0; i < TAPS; i++) taps[i] = IO::load(p.conv_weight + channel * TAPS + i);
+    }
+    // The history is in slot `slot`.
+    DEVICE void load_inputs(const LayerStepParams& p, u32 slot) {
         const u16* history = state(p, slot);
         #pragma unroll
-        for (int i = 0; i < TAPS; i++) {
-            taps[i] = IO::load(p.conv_weight + channel * TAPS + i);
-            inputs[i] = IO::load(history + i * p.conv_tap_stride);
-        }
+        for (int i = 0; i < TAPS; i++) inputs[i] = IO::load(history + i * p.conv_tap_stride);
         next = IO::load(x);
     }
     DEVICE u16* state(const LayerStepParams& p, u32 slot) const {
@@ -89,12 +91,19 @@ struct Channel {
 struct Convolution {
     Channel channels[PER_THREAD];
 
-    DEVICE Convolution(const LayerStepParams& p, u32 n, u32 head, u32 source) {
+    // Call f with each channel of this thread and its number in the head.
+    template <class F> DEVICE void each(F f) {
         #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) {
             const u32 c = threadIdx.x + i * THREADS;
-            if (c < CHANNELS) channels[i].load(p, c, n, head, source);
+            if (c < CHANNELS) f(channels[i], c);
         }
+    }
+    DEVICE Convolution(const LayerStepParams& p, u32 n, u32 head) {
+        each([&](Channel& channel, u32 c) { channel.load_taps(p, c, n, head); });
+    }
+    DEVICE void load_inputs(const LayerStepParams& p, u32 slot) {
+        each([&](Channel& channel, u32) { channel.load_inputs(p, slot); });
     }
     // The outputs of all tokens to shared memory, and the new states, once every CTA that reads the old ones has done so.
     DEVICE void run(const LayerStepParams& p, Shared& shared, u32 n, u32 source) {
@@ -104,20 +113,17 @@ struct Convolution {
 #else
         constexpr bool writes_qk = true;
 #endif
-        #pragma unroll
-        for (int i = 0; i < PER_THREAD; i++) {
-            const u32 c = threadIdx.x + i * THREADS;
-            if (c >= CHANNELS) break;
+        each([&](Channel& channel, u32 c) {
             #pragma unroll 1
             for (u32 t = 0; t < p.tokens; t++) {
-                channels[i].shift(t, p.tokens);
+                channel.shift(t, p.tokens);
                 Token& to = shared.operands[t].token;
                 float& y = c < K ? to.q[c] : c < 2 * K ? to.k[c - K] : to.v[c - 2 * K];
-                y = channels[i].output();
+                y = channel.output();
                 u32 slot = source;
-                if (destination_of(p, n, t, p.tokens, slot) && (writes_qk || c >= 2 * K)) channels[i].keep(p, slot);
+                if (destination_of(p, n, t, p.tokens, slot) && (writes_qk || c >= 2 * K)) channel.keep(p, slot);
             }
-        }
+        });
     }
 };
 
@@ -232,10 +238,15 @@ DEVICE void gated_norm(const float* y, const float* gate, float weight, float ep
 }
 
 // Grid: x = HV, in clusters of CLUSTER = HV / H; y z >= sequences. Dynamic shared memory: Shared with p.tokens operands.
+// Everything is loaded before anything waits for it, the layer's parameters while earlier kernels run.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_THREADS / THREADS)
     kda_layer_step(const __grid_constant__ LayerStepParams p) {
     launch_dependents();  // the output projection can load its weights
     const u32 n = blockIdx.z * gridDim.y + blockIdx.y, head = blockIdx.x, heads = gridDim.x;
+    const Row of_thread(p, n, head, threadIdx.x / ROW_THREADS, threadIdx.x % ROW_THREADS);
+    Convolution convolution(p, n, head);
+    const float norm_weight = threadIdx.x < V ? IO::load(p.norm_weight + threadIdx.x) : 0.f;
+    wait_for_earlier_kernels();
     if (n >= p.sequences) return;
     const u32 warp = threadIdx.x / 32, group = threadIdx.x % 32 / LANES, lane = threadIdx.x % LANES;
     const u32 row = warp * WARP_ROWS + group + lane / COPIES * GROUPS;  // of the output
@@ -251,10 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_THREADS / THREADS
     const u32 first_row = warp * WARP_ROWS + group;
     unsigned char* states = p.state + 16 * (u64(head) * p.head_stride + first_row * (K / PIECE) + lane);
     State::copy(shared.state[warp], states + 16 * (u64(slot) * p.slot_stride));
-    // What is loaded is loaded here, before anything waits for it.
-    const Row of_thread(p, n, head, threadIdx.x / ROW_THREADS, threadIdx.x % ROW_THREADS);
-    Convolution convolution(p, n, head, slot);
-    const float norm_weight = threadIdx.x < V ? IO::load(p.norm_weight + threadIdx.x) : 0.f;
+    convolution.load_inputs(p, slot);
     if (threadIdx.x < p.tokens) {
         const float logit = IO::load(p.beta + u64(n) * p.beta_at.batch + u64(threadIdx.x) * p.beta_at.token + head);
         shared.operands[threadIdx.x].token.beta = write_strength(logit, p.beta_activation);

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....cuda.arch import OVERLAPS
 from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params, addresses
 from ...activations import BETA_CODES, GATE_CODES
@@ -93,6 +94,7 @@ class Plan:
     variant: Variant
     device: torch.device
     grid: Dim
+    can_overlap: bool  # see `Launchable.launch`
     rest: bytes  # of the parameters, behind the pointers
     aligned: bool  # strides of the factors and of the state, which are read 16 bytes at a time
 
@@ -106,13 +108,15 @@ def layer_step(x: Any, machine: Machine) -> Tensor:
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     state = x.state
     plan, pointers = _plan_of(x, machine), _pointers(x, o)
+    overlap = x.overlap and plan.can_overlap
     if not plan.aligned or _misaligned(pointers) or not all(t is None or t.is_contiguous() for t in _weights(x)):
-        x = _copies(x)
+        x, overlap = _copies(x), False  # which the kernel would read before they are made
         plan, pointers = _plan_of(x, machine), _pointers(x, o)
     v = plan.variant
     plan.kernel.launch(
-        plan.grid, 32 * v.warps, v.group, v.shared_bytes(x.v.shape[1]), PARAMS.pack_pointers(*pointers) + plan.rest
-    )
+        plan.grid, 32 * v.warps, v.group, v.shared_bytes(x.v.shape[1]), PARAMS.pack_pointers(*pointers) + plan.rest,
+        overlap,
+    )  # fmt: skip
     if x.state is not state:
         state.copy_(x.state)
     return o
@@ -177,4 +181,5 @@ def _plan(
     read = [(B, f[0], LINE), (T, f[1], LINE), (B, gate[0], LINE), (T, gate[1], LINE)] if factored else []
     read += [(slot_count, state[0], piece), (HV, state[1], piece)]
     aligned = all(stride % line == 0 for size, stride, line in read if size > 1)
-    return Plan(machine, variant, device, (HV, min(B, MOST_ROWS), -(-B // MOST_ROWS)), rest, aligned)
+    grid, can_overlap = (HV, min(B, MOST_ROWS), -(-B // MOST_ROWS)), machine.properties(device).capability >= OVERLAPS
+    return Plan(machine, variant, device, grid, can_overlap, rest, aligned)
