@@ -111,6 +111,13 @@ def differing(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
     return [name for name in want if not torch.equal(got[name], want[name])]
 
 
+def check_same_steps(got: list[dict[str, Tensor]], want: list[dict[str, Tensor]]) -> None:
+    """Raise an AssertionError that tells the first step that differs, and by how much."""
+    for n, (g, w) in enumerate(zip(got, want, strict=True)):
+        off = {name: (g[name].double() - w[name].double()).abs().max().item() for name in differing(g, w)}
+        assert not off, f"step {n}: largest differences {off}"
+
+
 def random_state(device: str) -> Tensor:
     return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
 
@@ -187,6 +194,7 @@ def test_assigned_learning_rates_are_followed(device: str) -> None:
         model, optimizer = build(device, lr=1e-3)
         reseed(device)
         step = CapturedStep(model, optimizer, warmup=1) if captured else None
+        found = []
         for n in range(6):
             for i, group in enumerate(optimizer.param_groups):
                 rate = torch.tensor(0.001 * (n + 1) + 0.01 * i)
@@ -194,11 +202,12 @@ def test_assigned_learning_rates_are_followed(device: str) -> None:
             if step is None:
                 for group in optimizer.param_groups:
                     group["lr"] = group["lr"].to(device)
-                eager_step(model, optimizer, [batch(n, device)])
+                loss, _ = eager_step(model, optimizer, [batch(n, device)])
             else:
-                step(batch(n, device))
-        results.append(contents(model, optimizer))
-    assert differing(results[1], results[0]) == []
+                loss = step(batch(n, device))
+            found.append(contents(model, optimizer) | {"loss": loss, "random": random_state(device)})
+        results.append(found)
+    check_same_steps(results[1], results[0])
 
 
 def test_numbers_of_a_scheduler_are_read_as_fp32_tensors(device: str) -> None:
@@ -210,12 +219,14 @@ def test_numbers_of_a_scheduler_are_read_as_fp32_tensors(device: str) -> None:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # exact in fp32
         reseed(device)
         step = CapturedStep(model, optimizer, warmup=1) if captured else None
+        found = []
         for n in range(4):
-            step(batch(n, device)) if step else eager_step(model, optimizer, [batch(n, device)])
+            loss = step(batch(n, device)) if step else eager_step(model, optimizer, [batch(n, device)])[0]
+            found.append(contents(model, optimizer) | {"loss": loss, "random": random_state(device)})
             scheduler.step()
-        results.append(contents(model, optimizer))
+        results.append(found)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5**5] * 2
-    assert differing(results[1], results[0]) == []
+    check_same_steps(results[1], results[0])
 
 
 def test_a_learning_rate_that_groups_share(device: str) -> None:
