@@ -86,11 +86,15 @@ class Operator(Generic[X, Out]):
         signature = f"({args}, str backend, Tensor[] saved, {d_outputs}) -> ({gradients_out})"
         self.grad_op = define(f"{name}_grad", signature, self._grad, self._grad_fake, self._grad_recording)
 
-    def __call__(self, x: X, needs_grad: bool, backend: str) -> Out:
-        """Return the outputs of a backend's `forward`, differentiable; None for those that `x` does not ask for."""
-        if not torch.compiler.is_compiling():  # while compiling, the op refuses them
+    def __call__(self, x: X, needs_grad: bool, backend: str, plain: bool = False) -> Out:
+        """Return the outputs of a backend's `forward`, differentiable; None for those that `x` does not ask for.
+
+        Args:
+            plain: True if it is known that `x` is plain and under no transform
+        """
+        if not (plain or torch.compiler.is_compiling()):  # while compiling, the op refuses them
             refuse_transforms(self.name, x)
-        if is_plain(x):
+        if plain or is_plain(x):
             if not needs_grad:
                 return without_autocast(self.registry.backends()[backend].forward, x, False)[0]
             return self.outputs(*_Forward.apply(self, *x, True, backend))
@@ -243,12 +247,13 @@ class NoGradOperator(Generic[X]):
         signature = f"({schema(inputs, writes)}, str backend) -> Tensor"
         self.op = define(name, signature, self._run, lambda *args: output_like(inputs(*args[:-1])))
 
-    def __call__(self, x: X, backend: str) -> Tensor:
-        """Return the output; the written inputs are updated."""
-        if not torch.compiler.is_compiling():
-            refuse_transforms(self.name, x)
-        if not is_plain(x):
-            return self.op(*x, backend)
+    def __call__(self, x: X, backend: str, plain: bool = False) -> Tensor:
+        """Return the output; the written inputs are updated. `plain` as for an `Operator`."""
+        if not plain:
+            if not torch.compiler.is_compiling():
+                refuse_transforms(self.name, x)
+            if not is_plain(x):
+                return self.op(*x, backend)
         if self.writes:
             torch.autograd.graph.increment_version([getattr(x, name) for name in self.writes])
         return without_autocast(getattr(self.registry.backends()[backend], self.method), x)

@@ -24,6 +24,7 @@ import torch
 
 from . import torch_private
 from .declarations import Backend, Problem, arch_of
+from .known_calls import KnownCalls
 from .torch_private import constant_to_compile
 
 ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
@@ -62,7 +63,19 @@ class Registry(Generic[P, B]):
         self.answer, self.advisory = answer, advisory
         self._found: dict[str, B] | None = None
         self._serving = functools.lru_cache(CHOICES)(self._serving_fields)
+        self._known_calls: list[KnownCalls[Any]] = []
         _registries[operator] = self
+
+    def known_calls(self, tensors: int) -> KnownCalls[Any]:
+        """Return a new `KnownCalls(tensors)` for values that depend on the choice of a backend."""
+        self._known_calls.append(KnownCalls(tensors))
+        return self._known_calls[-1]
+
+    def forget(self) -> None:
+        """Forget all choices, after a change of the backends."""
+        self._serving.cache_clear()
+        for calls in self._known_calls:
+            calls.forget()
 
     def backends(self) -> dict[str, B]:
         """Every backend by name, highest priority first."""

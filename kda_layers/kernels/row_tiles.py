@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .column_sums import column_sums
 from .triton_package import on_device_of
 
 TILE = 2048  # elements of a tile: one row, or several narrow ones
@@ -43,7 +44,7 @@ class RowTiles:
         programs = min(self.tiles, SUMMING)
         partial = weight.new_empty((programs, self.D), dtype=torch.float32)
         self._launch(programs, kernel, (*args, partial), {"STAGES": self.stages(args[0].element_size())})
-        return partial.sum(0).to(weight.dtype)
+        return column_sums(partial, weight)
 
     def stages(self, itemsize: int) -> int:
         """STAGES, or 1 where the tiles on the way, of elements of `itemsize` bytes, do not fit in shared memory."""

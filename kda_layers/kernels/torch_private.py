@@ -61,6 +61,14 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+def same_metadata_as(tensors: list[torch.Tensor]) -> Callable[..., bool]:
+    """Return a function of as many tensors: True if their types, dtypes, devices, shapes, strides, requires_grad and
+    dispatch keys, of thread and modes too, are those of `tensors`; TorchDynamo's guards, which run in C++."""
+    sizes: Any = [list(t.shape) for t in tensors]
+    strides: Any = [list(t.stride()) for t in tensors]
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
 def is_storage_shared(t: torch.Tensor) -> bool:
     """True if another tensor than `t` holds its storage. Torch tells Python no other way whether memory is aliased."""
     return torch._C._storage_Use_Count(t.untyped_storage()._cdata) > 2  # t, and the storage object of this call

@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kda_layers.kernels import column_sums as sums
 from kda_layers.kernels.add_rms_norm.backends.triton import PER_THREAD as OF_ADD_RMS_NORM
 from kda_layers.kernels.add_rms_norm.triton import rows as add_rms_norm
 from kda_layers.kernels.gated_norm.backends.triton import PER_THREAD as OF_GATED_NORM
@@ -22,12 +23,14 @@ from kda_layers.kernels.gated_norm.triton import rows as gated_norm
 from kda_layers.kernels.row_tiles import RowTiles
 from kda_layers.kernels.swiglu.backends.triton import BLOCK, WARPS
 from kda_layers.kernels.swiglu.triton import elementwise as swiglu
+from kda_layers.kernels.triton import column_sums
 from tests.kernels.triton_usage import usage
 
-SIZES = ("rows", "D", "blocks")
+SIZES = ("rows", "D", "W", "blocks")
 CASES = [
     *[(add_rms_norm, f"norm_{n}", D) for D in (1024, 2048, 4096, 8192) for n in ("forward_kernel", "backward_kernel")],
     *[(gated_norm, f"gated_norm_{n}", D) for D in (64, 128, 256) for n in ("forward_kernel", "backward_kernel")],
+    (column_sums, "column_sums_kernel", 2048),
     *[(swiglu, f"swiglu_{n}", 5632) for n in ("forward_kernel", "backward_kernel")],
 ]
 
@@ -45,6 +48,8 @@ def compiled(module: Any, name: str, D: int, sm: int) -> dict[str, Any]:
     warps = tiles.warps
     if "swiglu" in name:
         constants["BLOCK"], warps = BLOCK, WARPS
+    if "sums" in name:
+        constants["ROWS"], constants["COLUMNS"], warps = sums.ROWS, sums.COLUMNS, sums.WARPS
     types, values, hints = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:

@@ -93,9 +93,9 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
     known = {"toy": toy, "eager": EAGER}
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(dispatch.KDA, "backends", lambda: known)
-    dispatch.KDA._serving.cache_clear()
+    dispatch.KDA.forget()
     yield toy
-    dispatch.KDA._serving.cache_clear()
+    dispatch.KDA.forget()
 
 
 SMALL = Case(T=5, H=1, K=4, V=6, dtype=FP32, state=True)

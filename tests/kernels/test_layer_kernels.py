@@ -76,10 +76,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         backend = registry.backends()["fla"]
         monkeypatch.setattr(backend, "serves", {})
         monkeypatch.setattr(backend, "problems", list)
-        registry._serving.cache_clear()
+        registry.forget()
     yield
     for registry in (SHORT_CONV, GATED_NORM):
-        registry._serving.cache_clear()
+        registry.forget()
 
 
 @pytest.mark.usefixtures("served")

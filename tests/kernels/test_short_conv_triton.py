@@ -36,9 +36,9 @@ T = sum(LENGTHS)
 def _any_length(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels serve a few tokens as well, so that the cases can be small."""
     monkeypatch.setattr(BACKEND, "features", frozenset(("few_tokens",)))
-    SHORT_CONV._serving.cache_clear()
+    SHORT_CONV.forget()
     yield
-    SHORT_CONV._serving.cache_clear()
+    SHORT_CONV.forget()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..checks import check_scale
 from ..operator import NoGradOperator, Operator
+from ..registry import requested
+from ..tracing import is_plain
 from .checks import check_decode, check_lower_bound, check_recompute, check_state_dtype, check_values, check_whole
 from .contract import DecodeInputs, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
 from .dispatch import KDA
 from .reference import activate
 
 _kda: Operator[Inputs, KDAOutput] = Operator("kda", Inputs, KDAOutput, Gradients, KDA, outputs_like)
+_known, _known_steps = KDA.known_calls(tensors=9), KDA.known_calls(tensors=11)
 _kda_step: NoGradOperator[DecodeInputs] = NoGradOperator(
     "kda_step", DecodeInputs, ("state",), KDA, "decode", lambda x: x.v.new_empty(x.v.shape)
 )
@@ -91,14 +96,12 @@ def kda(
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), checkpoint_every, check_recompute(recompute),
     )  # fmt: skip
-    check_whole(x)
+    known = None if torch.compiler.is_compiling() else _known.find(x, state_dtype, backend, requested())
+    computed, returned, needs_grad, name, *fused = known or _prepare(x, state_dtype, backend)
     check_values(x)
-    computed, returned = state_dtypes(q.dtype)[0], check_state_dtype(x, state_dtype)
     if initial_state is not None and initial_state.dtype != computed:
         x = x._replace(initial_state=initial_state.to(computed))
-    needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
-    name, *fused = KDA.choose(backend, x.q.device, *Problem.fields_of(x, needs_grad))
-    out = _kda(activate(x, fused), needs_grad, name)
+    out = _kda(activate(x, fused), needs_grad, name, plain=known is not None)
     if returned == computed:
         return out
     return KDAOutput(out.o, *(None if t is None else t.to(returned) for t in (out.final_state, out.checkpoints)))
@@ -154,9 +157,27 @@ def kda_step(
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip
-    check_decode(x)
+    known = None if torch.compiler.is_compiling() else _known_steps.find(x, backend, requested())
+    name, *fused = known or _prepare_step(x, backend)
     check_values(x)
+    return _kda_step(activate(x, fused), name, plain=known is not None)
+
+
+def _prepare(x: Inputs, state_dtype: torch.dtype | None, backend: str | None) -> tuple[Any, ...]:
+    """Check `x`; return the states' dtypes as computed and as returned, if gradients are needed, and the backend with
+    what it fuses."""
+    check_whole(x)
+    computed, returned = state_dtypes(x.q.dtype)[0], check_state_dtype(x, state_dtype)
+    needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
+    chosen = KDA.choose(backend, x.q.device, *Problem.fields_of(x, needs_grad))
+    prepared = computed, returned, needs_grad, *chosen
+    return _known.remember(x, prepared, state_dtype, backend, requested()) if is_plain(x) else prepared
+
+
+def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
+    """Check `x`; return the backend and what it fuses."""
+    check_decode(x)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
         raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
-    name, *fused = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
-    return _kda_step(activate(x, fused), name)
+    chosen: tuple[Any, ...] = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
+    return _known_steps.remember(x, chosen, backend, requested()) if is_plain(x) else chosen

@@ -11,10 +11,13 @@ from ..checks import DTYPES, DtypeError, accumulator_dtype, check_is_tensor, che
 from ..kda.checks import check_gate, check_lower_bound, check_slots, check_writable
 from ..kda.dispatch import KDA
 from ..operator import NoGradOperator
+from ..registry import requested
 from ..torch_private import constant_to_compile
+from ..tracing import is_plain
 from .contract import Inputs, Problem
 from .dispatch import LAYER_STEP
 
+_known = LAYER_STEP.known_calls(tensors=17)
 _layer_step: NoGradOperator[Inputs] = NoGradOperator(
     "layer_step", Inputs, ("conv_state", "state"), LAYER_STEP, "step", lambda x: x.v.new_empty(x.v.shape)
 )
@@ -81,8 +84,15 @@ def layer_step(
         dt_bias, state_indices, num_accepted, gate_activation, check_lower_bound(gate_activation, lower_bound),
         beta_activation, check_scale(q, scale), float(norm_eps), bool(overlap),
     )  # fmt: skip
+    known = None if torch.compiler.is_compiling() else _known.find(x, backend, requested())
+    return _layer_step(x, known or _prepare(x, backend), plain=known is not None)
+
+
+def _prepare(x: Inputs, backend: str | None) -> str:
+    """Check `x`; return the backend."""
     check(x)
-    return _layer_step(x, LAYER_STEP.choose(backend, q.device, *Problem.fields_of(x)))
+    name: str = LAYER_STEP.choose(backend, x.q.device, *Problem.fields_of(x))
+    return _known.remember(x, name, backend, requested()) if is_plain(x) else name
 
 
 @constant_to_compile

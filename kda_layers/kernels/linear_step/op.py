@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ..checks import check_is_tensor, check_tensor
 from ..operator import NoGradOperator
+from ..registry import requested
+from ..tracing import is_plain
 from .contract import Inputs, work_of
 from .dispatch import LINEAR_STEP
 
@@ -15,6 +17,7 @@ def _output_like(x: Inputs) -> Tensor:
     return x.x.new_empty((*x.x.shape[:2], x.weight.shape[0] // (2 if x.swiglu else 1)))
 
 
+_known = LINEAR_STEP.known_calls(tensors=4)
 _linear_step: NoGradOperator[Inputs] = NoGradOperator("linear_step", Inputs, (), LINEAR_STEP, "apply", _output_like)
 
 
@@ -49,16 +52,21 @@ def linear_step(
         TypeError, ValueError: an argument breaks this contract; the message names it.
         RuntimeError: called while gradients are recorded.
     """
-    if torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in (x, weight, norm_weight, residual)
-    ):
-        raise RuntimeError("linear_step has no gradient: call it under torch.no_grad()")
     inputs = Inputs(x, weight, norm_weight, residual, float(norm_eps), swiglu, overlap)
-    check(inputs)
-    name, transparent = LINEAR_STEP.choose(backend, x.device, x.dtype, work_of(inputs))
+    known = None if torch.compiler.is_compiling() else _known.find(inputs, backend, requested())
+    name, transparent = known or _prepare(inputs, backend)
     if transparent:
         return LINEAR_STEP.backends()[name].apply(inputs)
-    return _linear_step(inputs, name)
+    return _linear_step(inputs, name, plain=known is not None)
+
+
+def _prepare(x: Inputs, backend: str | None) -> tuple[str, bool]:
+    """Check `x`; return the backend, and whether it is transparent."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
+        raise RuntimeError("linear_step has no gradient: call it under torch.no_grad()")
+    check(x)
+    chosen: tuple[str, bool] = LINEAR_STEP.choose(backend, x.x.device, x.x.dtype, work_of(x))
+    return _known.remember(x, chosen, backend, requested()) if is_plain(x) else chosen
 
 
 def check(x: Inputs) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...column_sums import column_sums
 from ...declarations import OneOf
 from ...triton_package import TritonBackend, even_rows, on_device_of
 from ..contract import Backend, Gradients, Inputs, Outputs, TripleGradients, TripleInputs, TripleOutputs
@@ -45,10 +46,9 @@ class ConvolutionBackend(TritonBackend, Backend):
         call = _Call(x)
         d_ys_read = [torch.zeros_like(t) if d is None else even_rows(d) for t, d in zip(call.xs, d_ys, strict=True)]
         d_xs = [t.new_empty(t.shape) for t in call.xs]
-        D, W = x.weight.shape
-        partial = x.weight.new_empty((call.B * call.strips, W, D), dtype=torch.float32)
+        partial = x.weight.new_empty((call.B * call.strips, *x.weight.mT.shape), dtype=torch.float32)
         call.launch(conv_backward_kernel, BACKWARD_CHANNELS, (call.xs, d_ys_read), (d_xs,), partial)
-        d_weight = x.weight.new_empty((D, W)).copy_(partial.sum(0).mT)  # no atomics: one order of sums
+        d_weight = column_sums(partial, x.weight)  # no atomics: one order of sums
         return (Gradients if isinstance(x, Inputs) else TripleGradients)._make((*d_xs, d_weight))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params
+from ....known_calls import KnownCalls
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import DecodeInputs
 from ..forward.forward import TYPES, WIDTHS
@@ -54,10 +55,6 @@ STAGE = 8  # tokens in shared memory at a time
 MOST_ROWS = 2**16 - 1  # limit of a grid's y and z
 FEW = 4  # tokens of a sequence; with more, compute and not memory is the limit
 MANY_HEADS = 128  # of all sequences together, about the number of multiprocessors
-PLANS = 4096  # cached
-
-Extents = tuple[int, ...]  # a shape or strides
-IndexKey = tuple[Extents, Extents, torch.dtype] | None
 
 
 class Variant(NamedTuple):
@@ -128,6 +125,9 @@ class Plan(NamedTuple):
     state_aligned: bool
 
 
+_plans: KnownCalls[Plan] = KnownCalls(tensors=11)
+
+
 def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None) -> Tensor:
     """See `Backend.decode`."""
     v = x.v
@@ -143,16 +143,8 @@ def pack(
     x: DecodeInputs, o: Tensor, machine: Machine, variant: Variant | None = None
 ) -> tuple[Plan, bytes, DecodeInputs]:
     """Return the launch plan, its parameters and the inputs that these point to: x, or copies where not aligned."""
-    q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, gate, lower_bound, strength, norm, scale = x
-    plan = _plan(
-        machine, variant, q.device, q.dtype, g.dtype, beta.dtype, state.dtype, q.shape, v.shape, state.shape[0],
-        q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(), state.stride(),
-        A_log is None or A_log.is_contiguous(), dt_bias is None or dt_bias.is_contiguous(),
-        None if slots is None else (slots.shape, slots.stride(), slots.dtype),
-        None if accepted is None else (accepted.shape, accepted.stride(), accepted.dtype),
-        None if offsets is None else (offsets.shape, offsets.stride(), offsets.dtype),
-        gate, lower_bound, strength, norm, scale,
-    )  # fmt: skip
+    plan = _plans.find(x, machine, variant) or _plans.remember(x, _plan(x, machine, variant), machine, variant)
+    q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets = x[:11]
     q_at, k_at, g_at, state_at = q.data_ptr(), k.data_ptr(), g.data_ptr(), state.data_ptr()
     bias_at = 0 if dt_bias is None else dt_bias.data_ptr()
     if not plan.state_aligned or state_at & 15:
@@ -167,47 +159,38 @@ def pack(
     return plan, pointers + plan.rest, x
 
 
-@functools.lru_cache(PLANS)
-def _plan(
-    machine: Machine, variant: Variant | None, device: torch.device,
-    dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype, state_dtype: torch.dtype,
-    q_shape: Extents, v_shape: Extents, slot_count: int,
-    q: Extents, k: Extents, v: Extents, g: Extents, beta: Extents, state: Extents,
-    A_log_contiguous: bool, dt_bias_contiguous: bool, slots: IndexKey, accepted: IndexKey, offsets: IndexKey,
-    gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float,
-) -> Plan:  # fmt: skip
+def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
     """The plan for tensors of these shapes, strides and dtypes."""
-    B, T, H, K = q_shape
-    HV, V = v_shape[2:]
-    N = B if offsets is None else offsets[0][0] - 1
-    tokens = T if offsets is None else T // N
-    variant = variant or variant_for(K, V, dtype, state_dtype, tokens > FEW and N * HV >= MANY_HEADS)
+    (B, T, H, K), (HV, V), state_dtype = x.q.shape, x.v.shape[2:], x.state.dtype
+    N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    tokens = T if x.cu_seqlens is None else T // N
+    variant = variant or variant_for(K, V, x.q.dtype, state_dtype, tokens > FEW and N * HV >= MANY_HEADS)
     stage, piece, channels = min(T, STAGE), 16 // state_dtype.itemsize, K // 32  # a lane reads `channels` at once
-    kernel = machine.load(SOURCE, "kda_decode", variant.defines, device)
+    kernel = machine.load(SOURCE, "kda_decode", variant.defines, x.q.device)
+    q, k, v, g, state = (t.stride() for t in (x.q, x.k, x.v, x.g, x.state))
     rest = PARAMS.pack_values(
-        *q[:3], 0, *k[:3], 0, *v[:3], 0, *g[:3], g_dtype is torch.float32, *beta, beta_dtype is torch.float32,
-        *index_values(slots), *index_values(accepted), *index_values(offsets),
-        -(-(2**32) // (HV // H)), state[0] // piece, state[1] // piece, slot_count, N, T, stage,
-        GATE_CODES[gate_activation], BETA_CODES[beta_activation], qk_l2norm, lower_bound, scale,
+        *q[:3], 0, *k[:3], 0, *v[:3], 0, *g[:3], x.g.dtype is torch.float32, *x.beta.stride(),
+        x.beta.dtype is torch.float32, *index_values(x.state_indices), *index_values(x.num_accepted),
+        *index_values(x.cu_seqlens), -(-(2**32) // (HV // H)), state[0] // piece, state[1] // piece, x.state.shape[0],
+        N, T, stage, GATE_CODES[x.gate_activation], BETA_CODES[x.beta_activation], x.qk_l2norm, x.lower_bound, x.scale,
     )  # fmt: skip
-    contiguous = q[3] == k[3] == v[3] == g[3] == 1 and A_log_contiguous and dt_bias_contiguous
+    contiguous = q[3] == k[3] == v[3] == g[3] == 1 and all(t is None or t.is_contiguous() for t in (x.A_log, x.dt_bias))
     return Plan(
         kernel, variant.threads, (HV * variant.slices, min(N, MOST_ROWS), -(-N // MOST_ROWS)),
         variant.shared_bytes(stage), rest,
-        qk_align=channels * dtype.itemsize - 1,
-        g_align=channels * g_dtype.itemsize - 1,
+        qk_align=channels * x.q.dtype.itemsize - 1,
+        g_align=channels * x.g.dtype.itemsize - 1,
         aligned=contiguous and all(stride % channels == 0 for strides in (q, k, g) for stride in strides[:3]),
         state_aligned=state[0] % piece == 0 and state[1] % piece == 0,
     )  # fmt: skip
 
 
-def index_values(key: IndexKey) -> tuple[int, int, int, bool]:
+def index_values(t: Tensor | None) -> tuple[int, int, int, bool]:
     """The values of struct Index for a tensor [N] or [N, columns]."""
-    if key is None:
+    if t is None:
         return 0, 0, 0, False
-    shape, strides, dtype = key
-    row, column = strides if len(shape) == 2 else (strides[0], 0)
-    return row, column, shape[1] if len(shape) == 2 else 0, dtype is torch.int64
+    row, column = t.stride() if t.ndim == 2 else (t.stride(0), 0)
+    return row, column, t.shape[1] if t.ndim == 2 else 0, t.dtype is torch.int64
 
 
 def _copies(x: DecodeInputs) -> DecodeInputs:

@@ -15,8 +15,9 @@ from torch import Tensor
 from ....cuda.arch import OVERLAPS
 from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params, addresses
+from ....known_calls import KnownCalls
 from ...activations import BETA_CODES, GATE_CODES
-from ..decode.decode import INDEX, MOST_ROWS, PLANS, STATES, TYPES, IndexKey, index_values
+from ..decode.decode import INDEX, MOST_ROWS, STATES, TYPES, index_values
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 PARAMS = Params("LayerStepParams", """
@@ -103,15 +104,18 @@ class Plan:
         return self.machine.load(SOURCE, "kda_layer_step", self.variant.defines, self.device)
 
 
+_plans: KnownCalls[Plan] = KnownCalls(tensors=17)
+
+
 def layer_step(x: Any, machine: Machine) -> Tensor:
     """o [B, T, HV, V] of a `layer_step.contract.Inputs`, whose `state` and `conv_state` are updated in place."""
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     state = x.state
-    plan, pointers = _plan_of(x, machine), _pointers(x, o)
+    plan, pointers = _plan_for(x, machine), _pointers(x, o)
     overlap = x.overlap and plan.can_overlap
     if not plan.aligned or _misaligned(pointers) or not all(t is None or t.is_contiguous() for t in _weights(x)):
         x, overlap = _copies(x), False  # which the kernel would read before they are made
-        plan, pointers = _plan_of(x, machine), _pointers(x, o)
+        plan, pointers = _plan_for(x, machine), _pointers(x, o)
     v = plan.variant
     plan.kernel.launch(
         plan.grid, 32 * v.warps, v.group, v.shared_bytes(x.v.shape[1]), PARAMS.pack_pointers(*pointers) + plan.rest,
@@ -120,6 +124,11 @@ def layer_step(x: Any, machine: Machine) -> Tensor:
     if x.state is not state:
         state.copy_(x.state)
     return o
+
+
+def _plan_for(x: Any, machine: Machine) -> Plan:
+    """The plan for tensors of these shapes, strides and types, made once."""
+    return _plans.find(x, machine) or _plans.remember(x, _plan(x, machine), machine)
 
 
 def _pointers(x: Any, o: Tensor) -> list[int]:
@@ -148,35 +157,17 @@ def _aligned(t: Tensor) -> Tensor:
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
-def _plan_of(x: Any, machine: Machine) -> Plan:
-    slots, accepted = x.state_indices, x.num_accepted
-    return _plan(
-        machine, x.q.device, x.q.dtype, x.state.dtype, x.q.shape, x.v.shape, x.f_weight is not None,
-        x.f.shape[-1], x.q.stride(), x.k.stride(), x.v.stride(), x.f.stride(), x.gate.stride(), x.beta.stride(),
-        x.conv_weight.shape[1], x.conv_state.stride(), x.state.stride(), x.state.shape[0],
-        None if slots is None else (slots.shape, slots.stride(), slots.dtype),
-        None if accepted is None else (accepted.shape, accepted.stride(), accepted.dtype),
-        x.gate_activation, x.lower_bound, x.beta_activation, x.scale, x.norm_eps,
-    )  # fmt: skip
-
-
-@functools.lru_cache(PLANS)
-def _plan(
-    machine: Machine, device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype,
-    q_shape: tuple[int, ...], v_shape: tuple[int, ...], factored: bool, width: int,
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], f: tuple[int, ...], gate: tuple[int, ...],
-    beta: tuple[int, ...], taps: int, conv_state: tuple[int, ...], state: tuple[int, ...], slot_count: int,
-    slots: IndexKey, accepted: IndexKey,
-    gate_activation: str, lower_bound: float, beta_activation: str, scale: float, norm_eps: float,
-) -> Plan:  # fmt: skip
+def _plan(x: Any, machine: Machine) -> Plan:
     """The plan for tensors of these shapes, strides and types."""
-    (B, T, H, K), HV = q_shape, v_shape[2]
-    variant = Variant(K, dtype, state_dtype, width if factored else 0, taps, HV // H)
-    piece = 16 // state_dtype.itemsize
+    (B, T, H, K), HV, slot_count, device = x.q.shape, x.v.shape[2], x.state.shape[0], x.q.device
+    rank, factored = x.f.shape[-1], x.f_weight is not None
+    variant = Variant(K, x.q.dtype, x.state.dtype, rank if factored else 0, x.conv_weight.shape[1], HV // H)
+    piece, f, gate, state = 16 // x.state.dtype.itemsize, x.f.stride(), x.gate.stride(), x.state.stride()
+    tokens = (stride for t in (x.q, x.k, x.v, x.f, x.gate, x.beta) for stride in t.stride()[:2])
     rest = PARAMS.pack_values(
-        *q[:2], *k[:2], *v[:2], *f[:2], *gate[:2], *beta[:2], *index_values(slots), *index_values(accepted),
-        -(-(2**32) // (HV // H)), *conv_state, state[0] // piece, state[1] // piece, slot_count, B, T, H * K,
-        GATE_CODES[gate_activation], BETA_CODES[beta_activation], lower_bound, scale, norm_eps,
+        *tokens, *index_values(x.state_indices), *index_values(x.num_accepted), -(-(2**32) // (HV // H)),
+        *x.conv_state.stride(), state[0] // piece, state[1] // piece, slot_count, B, T, H * K,
+        GATE_CODES[x.gate_activation], BETA_CODES[x.beta_activation], x.lower_bound, x.scale, x.norm_eps,
     )  # fmt: skip
     read = [(B, f[0], LINE), (T, f[1], LINE), (B, gate[0], LINE), (T, gate[1], LINE)] if factored else []
     read += [(slot_count, state[0], piece), (HV, state[1], piece)]
