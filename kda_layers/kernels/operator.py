@@ -96,19 +96,19 @@ class Operator(Generic[X, Out]):
             refuse_transforms(self.name, x)
         if plain or is_plain(x):
             if not needs_grad:
-                return without_autocast(self.registry.backends()[backend].forward, x, False)[0]
+                return without_autocast(self.registry.backend(backend).forward, x, False)[0]
             return self.outputs(*_Forward.apply(self, *x, True, backend))
         *outputs, _ = self.op(*x, needs_grad, backend)
         return self.outputs(*map(_or_none, outputs))
 
     def _run(self, *args: Any) -> Any:
         x, (save, backend) = self.inputs(*args[:-2]), args[-2:]
-        outputs, saved = without_autocast(self.registry.backends()[backend].forward, x, save)
+        outputs, saved = without_autocast(self.registry.backend(backend).forward, x, save)
         return *(_or_empty(t, x) for t in outputs), saved
 
     def _run_fake(self, *args: Any) -> Any:
         x, (save, backend) = self.inputs(*args[:-2]), args[-2:]
-        saved = self.registry.backends()[backend].saved_like(x) if save else []
+        saved = self.registry.backend(backend).saved_like(x) if save else []
         return *(_or_empty(t, x) for t in self.outputs_like(x)), saved
 
     def _run_recording(self, *args: Any) -> Any:
@@ -121,7 +121,7 @@ class Operator(Generic[X, Out]):
 
     def _grad(self, *args: Any) -> Any:
         x, (backend, *rest) = self.inputs(*args[: self.fields]), args[self.fields :]
-        grads = without_autocast(self.registry.backends()[backend].backward, x, *rest)
+        grads = without_autocast(self.registry.backend(backend).backward, x, *rest)
         return tuple(_or_empty(t, x) for t in grads)
 
     def _grad_fake(self, *args: Any) -> Any:
@@ -145,12 +145,12 @@ class _Forward(torch.autograd.Function):
     def forward(ctx: Any, op: Operator[Any, Any], *args: Any) -> Any:
         x, backend = op.inputs(*args[:-2]), args[-1]
         if is_plain(x):
-            outputs, saved = without_autocast(op.registry.backends()[backend].forward, x, True)
+            outputs, saved = without_autocast(op.registry.backend(backend).forward, x, True)
         else:
             with torch_private.below_autograd():
                 *outputs, saved = op.op(*args)
             outputs = [_or_none(t) for t in outputs]
-        replaced = op.registry.backends()[backend].replaces(x)
+        replaced = op.registry.backend(backend).replaces(x)
         x = x._replace(**dict(zip(replaced, saved, strict=False)))
         ctx.op, ctx.options, ctx.backend = op, x[op.tensors :], backend
         ctx.save_for_backward(*x[: op.tensors], *saved[len(replaced) :], *(outputs[i] for i in op.reads))
@@ -256,10 +256,10 @@ class NoGradOperator(Generic[X]):
                 return self.op(*x, backend)
         if self.writes:
             torch.autograd.graph.increment_version([getattr(x, name) for name in self.writes])
-        return without_autocast(getattr(self.registry.backends()[backend], self.method), x)
+        return without_autocast(getattr(self.registry.backend(backend), self.method), x)
 
     def _run(self, *args: Any) -> Tensor:
-        return without_autocast(getattr(self.registry.backends()[args[-1]], self.method), self.inputs(*args[:-1]))
+        return without_autocast(getattr(self.registry.backend(args[-1]), self.method), self.inputs(*args[:-1]))
 
 
 def define(name: str, signature: str, run: Any, fake: Any, autograd: Any = None) -> Any:

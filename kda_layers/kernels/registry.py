@@ -83,6 +83,15 @@ class Registry(Generic[P, B]):
             self._found = self.discover()
         return self._found
 
+    def backend(self, name: str) -> B:
+        """The backend of this name; torch.compile may trace this."""
+        self._ensure_found()
+        return self._found[name]  # type: ignore[index]
+
+    @constant_to_compile  # a trace, which may be the first to ask, cannot import
+    def _ensure_found(self) -> bool:
+        return bool(self.backends())
+
     def discover(self) -> dict[str, B]:
         """Import the folder's modules and return what each defines as `BACKEND`, or as `BACKENDS` if several."""
         package = importlib.import_module(self.package)

@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -325,6 +327,24 @@ def test_every_config_file_is_counted() -> None:
 
 
 # ---------------------------------------------------------------- compiled
+
+
+IN_A_FRESH_PROCESS = """
+import torch
+from kda_layers import KDAConfig, KDAForCausalLM
+
+sizes = dict(linear_num_heads=2, linear_head_dim=16, num_attention_heads=2, intermediate_size=32)
+model = KDAForCausalLM(KDAConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, **sizes))
+ids = torch.arange(20)[None]
+compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+"""
+
+
+def test_compiled_first_of_all_in_a_fresh_process() -> None:
+    """The trace finds the backends, which nothing has looked for yet."""
+    done = subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("case", ["padded", "packed"])

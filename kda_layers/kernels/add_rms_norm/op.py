@@ -38,4 +38,4 @@ def add_rms_norm(
         name = "eager"
     else:
         name = ADD_RMS_NORM.choose(backend, residual.device, residual.dtype, few_tokens(residual))
-    return ADD_RMS_NORM.backends()[name].normalise(residual, x, weight, eps)
+    return ADD_RMS_NORM.backend(name).normalise(residual, x, weight, eps)

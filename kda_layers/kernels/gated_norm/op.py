@@ -36,4 +36,4 @@ def gated_rms_norm(
         name = "eager"
     else:
         name = GATED_NORM.choose(backend, x.device, x.dtype, few_tokens(x))
-    return GATED_NORM.backends()[name].normalise(x, gate, weight, eps, plain)
+    return GATED_NORM.backend(name).normalise(x, gate, weight, eps, plain)

@@ -56,7 +56,7 @@ def linear_step(
     known = None if torch.compiler.is_compiling() else _known.find(inputs, backend, requested())
     name, transparent = known or _prepare(inputs, backend)
     if transparent:
-        return LINEAR_STEP.backends()[name].apply(inputs)
+        return LINEAR_STEP.backend(name).apply(inputs)
     return _linear_step(inputs, name, plain=known is not None)
 
 

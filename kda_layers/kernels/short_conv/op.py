@@ -48,7 +48,7 @@ def short_convs(
     if transparent:  # plain PyTorch is fastest with few large operations
         y, new = short_conv(torch.cat(tuple(xs), -1), weight, state, cu_seqlens, mask, backend)
         return list(y.split(widths, -1)), new if keep_state else None
-    if len(xs) == 3 and SHORT_CONV.backends()[name].together and xs[0].dtype == xs[1].dtype == xs[2].dtype:
+    if len(xs) == 3 and SHORT_CONV.backend(name).together and xs[0].dtype == xs[1].dtype == xs[2].dtype:
         grads = torch.is_grad_enabled()
         inputs = TripleInputs._make((*xs, weight, _kept(state, grads), cu_seqlens))
         ys = _short_conv_triple(inputs, grads and any(t.requires_grad for t in inputs[:4]), name)
@@ -88,7 +88,7 @@ def short_conv(
     """
     name, transparent = _choose(backend, x, weight, mask)
     if transparent:
-        return SHORT_CONV.backends()[name].convolve(x, weight, state, cu_seqlens, mask)
+        return SHORT_CONV.backend(name).convolve(x, weight, state, cu_seqlens, mask)
     grads = torch.is_grad_enabled()
     inputs = Inputs(x, weight, _kept(state, grads), cu_seqlens)
     y = _short_conv(inputs, grads and (x.requires_grad or weight.requires_grad), name).y

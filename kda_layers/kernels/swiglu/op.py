@@ -34,7 +34,7 @@ def swiglu(gate: Tensor, up: Tensor, backend: str | None = None) -> Tensor:
     """
     name, transparent = _choose(gate, up, backend)
     if transparent:
-        return SWIGLU.backends()[name].multiply(gate, up)
+        return SWIGLU.backend(name).multiply(gate, up)
     needs_grad = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
     return _swiglu(Inputs(gate, up), needs_grad, name).y
 
@@ -57,7 +57,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, backend: str | None 
     name, transparent = _choose(gate, up, backend)
     if transparent or not is_plain((weight,)) or torch.is_autocast_enabled(gate.device.type):
         return torch.nn.functional.linear(swiglu(gate, up, backend), weight)
-    return _SwigluLinear.apply(gate, up, weight, SWIGLU.backends()[name])
+    return _SwigluLinear.apply(gate, up, weight, SWIGLU.backend(name))
 
 
 def _choose(gate: Tensor, up: Tensor, backend: str | None) -> tuple[str, bool]:
