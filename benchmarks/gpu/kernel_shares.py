@@ -28,7 +28,7 @@ from kda_layers.kernels.kda.dispatch import KDA
 OPERATOR, PROJECTIONS, REST, UNKNOWN = "KDA operator", "projections", "rest", "unknown"
 KINDS = (OPERATOR, PROJECTIONS, REST, UNKNOWN)
 RANGE = "kda_layers backend"
-MATMULS = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"))
+MATMULS = frozenset(("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"))
 ON_HOST, ON_DEVICE = frozenset(("cpu_op", "user_annotation")), frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 LAUNCHES = frozenset(("cuda_runtime", "cuda_driver"))
 

@@ -92,7 +92,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
     toy = Toy()
     known = {"toy": toy, "eager": EAGER}
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setattr(dispatch.KDA, "backends", lambda: known)
+    monkeypatch.setattr(dispatch.KDA, "_found", known)
     dispatch.KDA.forget()
     yield toy
     dispatch.KDA.forget()
@@ -143,7 +143,7 @@ def test_a_named_backend_that_refuses_gives_every_reason(toy: Toy) -> None:
 
 
 def test_nobody_can_serve(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch.KDA, "backends", lambda: {"toy": toy})
+    monkeypatch.setattr(dispatch.KDA, "_found", {"toy": toy})
     with pytest.raises(ValueError, match=r"no backend can serve \[.*\]: toy: K=16, needs at most 8"):
         KDA.select(problem(WIDE))
     assert "chosen: none" in explain(problem(WIDE))
