@@ -1,9 +1,12 @@
 """What a whole language model costs beside its peers: `python -m benchmarks.lm --size 0.7b`, on a GPU.
 
-Models of one size with random weights in bf16: ours, the same with softmax attention in every layer, and
-flash-linear-attention's own KDA model where that is installed. Tasks: a training step (zero_grad, forward, loss,
-backward), a prefill that fills a cache, and a greedy decode step; each called as it is and, where that can be captured,
-replayed from a CUDA graph. Wall time from one synchronisation to the next, in turns; GPU time, kernels and where the
+Models of one size with random weights in bf16: ours, the same with softmax attention in every layer,
+flash-linear-attention's own KDA model where that is installed, and transformers' Kimi-Linear, as it is (`kimi`) and
+with our layers (`kimi-swapped`), with KDA in every layer but the last, as it has no cache without attention. Tasks: a
+training step (zero_grad, forward, loss, backward), the same with clipping and AdamW, a prefill that fills a cache, and
+a greedy decode step; each called as it is and, where that can be captured, replayed from a CUDA graph, the step with
+AdamW as a `CapturedStep`; and `generate` with a static cache, whose figures are those of a token, also with a forward
+that does nothing (`loop`). Wall time from one synchronisation to the next, in turns; GPU time, kernels and where the
 time goes from the profiler; memory is the peak of PyTorch's allocator above the parameters, gradients included, and is
 not measured in a graph, whose memory is reserved by its capture.
 """
@@ -17,19 +20,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import StaticCache
+from transformers import KimiLinearConfig, KimiLinearForCausalLM, StaticCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from benchmarks import report, timing
 from benchmarks.gpu.kernel_shares import trace
 from benchmarks.gpu.layer import to_bf16
 from benchmarks.gpu.machine import CaptureError, CudaMachine
 from benchmarks.gpu.model import PEAK
-from kda_layers import KDAConfig, KDAForCausalLM
+from kda_layers import CapturedStep, KDAConfig, KDAForCausalLM, swap_attention
 
 TITLE = "Whole language models: training step, prefill and decode step"
 SIZES: dict[str, dict[str, Any]] = {
@@ -39,6 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
 DEVICE = "cuda"
 T = 8192  # tokens of a training step and of a prefill
 PROMPT = 64  # tokens before a decode step
+TOKENS = 128  # that `generate` adds
 BATCHES = (1, 64)  # sequences of a decode step
 NO_MASK = {"full_attention": None, "linear_attention": None}
 COLUMNS = ["task", "mode", "batch", "contender", "wall ms", "GPU ms", "kernels", "MiB", "tokens/s", "MFU %"]
@@ -68,6 +74,8 @@ def build(contender: str, size: str) -> Any:
         )
         with torch.device(DEVICE):
             return to_bf16(FLAForCausalLM(config))
+    if contender.startswith("kimi"):
+        return _kimi(fields, heads, swapped=contender == "kimi-swapped")
     kinds = {"layer_types": ["full_attention"] * fields["num_hidden_layers"]} if contender == "softmax" else {}
     config = KDAConfig(
         **fields, **kinds, linear_num_heads=heads, linear_head_dim=128, num_attention_heads=heads,
@@ -75,6 +83,20 @@ def build(contender: str, size: str) -> Any:
     )  # fmt: skip
     with torch.device(DEVICE):
         return to_bf16(KDAForCausalLM(config))
+
+
+def _kimi(fields: dict[str, Any], heads: int, swapped: bool) -> Any:
+    layers = fields["num_hidden_layers"]
+    config = KimiLinearConfig(
+        **fields, linear_num_heads=heads, linear_head_dim=128, num_attention_heads=heads, num_key_value_heads=heads,
+        layer_types=["linear_attention"] * (layers - 1) + ["full_attention"], mlp_layer_types=["dense"] * layers,
+        tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    with torch.device(DEVICE):
+        model = to_bf16(KimiLinearForCausalLM(config))
+    if swapped:
+        swap_attention(model)
+    return model
 
 
 def training_step(model: Any, batch: int) -> Callable[[], Tensor]:
@@ -91,6 +113,52 @@ def training_step(model: Any, batch: int) -> Callable[[], Tensor]:
         return loss.detach()
 
     return run
+
+
+def optimizer_step(model: Any, batch: int) -> Callable[[], Any]:
+    """A training step with clipping and AdamW."""
+    compute, optimizer = training_step(model, batch), _adamw(model)
+
+    def run() -> None:
+        compute()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return run
+
+
+def captured_optimizer_step(model: Any, batch: int) -> Callable[[], Any]:
+    """The same as one CUDA graph, by the public helper."""
+    step = CapturedStep(model.train(), _adamw(model), max_norm=1.0)
+    tokens = torch.randint(model.config.vocab_size, (batch, T), device=DEVICE)
+    run = partial(step, dict(input_ids=tokens, labels=tokens, use_cache=False))
+    while not step.captured:
+        run()
+    return run
+
+
+def _adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=True)
+
+
+def generate(model: Any, batch: int) -> Callable[[], Any]:
+    """Greedy generation of TOKENS tokens after a short prompt, the first by a prefill."""
+    prompt = torch.randint(1, model.config.vocab_size, (batch, PROMPT), device=DEVICE)
+    options = dict(cache_implementation="static", do_sample=False, eos_token_id=None, pad_token_id=0)
+    return partial(
+        model.eval().generate, prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, **options
+    )
+
+
+def generation_loop(model: Any, batch: int) -> Callable[[], Any]:
+    """`generate` with a forward that does nothing."""
+    logits = torch.randn(batch, 1, model.config.vocab_size, device=DEVICE, dtype=model.dtype)
+
+    def forward(self: Any, input_ids: Any = None, past_key_values: Any = None, **rest: Any) -> Any:
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+
+    model.forward = MethodType(forward, model)
+    return generate(model, batch)
 
 
 def prefill(model: Any, batch: int) -> Callable[[], Tensor]:
@@ -139,8 +207,20 @@ def compiled_decode(model: Any, batch: int) -> Callable[[], Tensor]:
     return run
 
 
-TASKS = {"training step": training_step, "prefill": prefill, "decode step": decode}
-MODES = {"training step": ("call", "graph"), "prefill": ("call",), "decode step": ("call", "graph", "compiled graph")}
+TASKS = {
+    "training step": training_step, "optimizer step": optimizer_step, "prefill": prefill, "decode step": decode,
+    "generate": generate,
+}  # fmt: skip
+MODES = {
+    "training step": ("call", "graph"), "optimizer step": ("call", "graph"), "prefill": ("call",),
+    "decode step": ("call", "graph", "compiled graph"), "generate": ("call", "loop"),
+}  # fmt: skip
+# How a task is done in a mode other than a call or a graph of it.
+SPECIAL = {
+    ("optimizer step", "graph"): captured_optimizer_step, ("decode step", "compiled graph"): compiled_decode,
+    ("generate", "loop"): generation_loop,
+}  # fmt: skip
+STEPS = {"generate": TOKENS}  # that a call of a task takes; its times are those of one
 
 
 def part_of(kernel: str) -> str:
@@ -166,8 +246,8 @@ def prepare(machine: CudaMachine, task: str, mode: str, batch: int, model: Any) 
     Raises:
         CaptureError: it cannot be captured.
     """
-    run = (compiled_decode if mode == "compiled graph" else TASKS[task])(model, batch)
-    if "graph" not in mode:
+    run = SPECIAL.get((task, mode), TASKS[task])(model, batch)
+    if "graph" not in mode or task == "optimizer step":
         return run
     replay = machine.graph(run)
     return lambda: (replay(), run)[0]  # the graph reads the model's parameters, which `run` keeps
@@ -175,7 +255,7 @@ def prepare(machine: CudaMachine, task: str, mode: str, batch: int, model: Any) 
 
 def measure(machine: CudaMachine, contenders: Sequence[str], task: str, mode: str, batch: int, size: str) -> list[Any]:
     """A row for each contender, in turns."""
-    length = 1 if "decode" in task else T
+    length, steps = T if task in ("training step", "optimizer step", "prefill") else 1, STEPS.get(task, 1)
     fields = {"task": task, "mode": mode, "batch": batch, "T": length}
     rows, runs, parameters = {}, {}, {}
     for name in contenders:
@@ -197,12 +277,13 @@ def measure(machine: CudaMachine, contenders: Sequence[str], task: str, mode: st
         if "graph" not in mode:
             rows[name]["MiB"] = (torch.cuda.max_memory_allocated() - held) / 2**20
         parts, kernels, by_name = gpu_time(machine, runs[name])
-        rows[name] |= {"GPU ms": sum(parts.values()), "kernels": kernels, "parts": parts}
-        rows[name]["slowest"] = dict(by_name.most_common(25))
+        parts = {part: ms / steps for part, ms in parts.items()}
+        rows[name] |= {"GPU ms": sum(parts.values()), "kernels": kernels / steps, "parts": parts}
+        rows[name]["slowest"] = {kernel: ms / steps for kernel, ms in by_name.most_common(25)}
     for name, times in timing.compare_ms(runs, synchronize=torch.cuda.synchronize, calls=5).items():
-        seconds, tokens = times["median"] / 1e3, batch * length
-        rows[name] |= {"wall": times, "wall ms": times["median"], "tokens/s": tokens / seconds}
-        if task == "training step":
+        seconds, tokens = times["median"] / steps / 1e3, batch * length
+        rows[name] |= {"wall": times, "wall ms": seconds * 1e3, "tokens/s": tokens / seconds}
+        if task in ("training step", "optimizer step"):
             rows[name]["MFU %"] = 600 * parameters[name] * tokens / seconds / PEAK
     runs.clear()
     gc.collect()
@@ -215,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="0.7b")
     parser.add_argument("--contenders", default="ours,softmax" + (",fla" if importlib.util.find_spec("fla") else ""))
     parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--modes", default="call,graph,compiled graph")
+    parser.add_argument("--modes", default="call,graph,compiled graph,loop")
     parser.add_argument("--name", help="of the result file (gpu-lm-<size>)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     report.add_commit_option(parser)
@@ -228,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for task in args.tasks.split(",")
         for mode in MODES[task]
         if mode in args.modes.split(",")
-        for batch in (BATCHES if task == "decode step" else (1,))
+        for batch in (BATCHES if task in ("decode step", "generate") else (1,))
     ]
     for job in tqdm(jobs, unit="case"):
         rows += job()

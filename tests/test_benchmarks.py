@@ -33,6 +33,8 @@ from kda_layers.kernels import fla_api
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.reference import activate, log_decay
+from kda_layers.modeling import captured_step
+from tests.modeling.taped_graphs import TapedGraphs
 from tools import docs_figures, docs_tables
 
 
@@ -769,8 +771,9 @@ def test_superseded_runs_are_dated() -> None:
     records = RESULTS.parents[1] / "docs" / "internals" / "records"
     for path in records.iterdir():
         contents = json.loads(path.read_text())
-        assert path.name == f"{contents['stamp']['date']}-{contents['name']}.json"
-        assert (RESULTS / f"{contents['name']}.json").exists()  # what replaced it
+        name = f"{contents['stamp']['date']}-{contents['name']}"
+        assert path.stem in (name, f"{name}-{contents['stamp']['commit']}")  # of several runs on a day
+        assert any(contents["name"].startswith(result.stem) for result in RESULTS.iterdir())  # what replaced it
 
 
 def test_no_timed_row_is_missing_from_the_tables() -> None:
@@ -1165,3 +1168,22 @@ def test_sizes_of_language_models(size: str, millions: int, monkeypatch: pytest.
     monkeypatch.setattr(lm, "DEVICE", "meta")
     found = {who: sum(p.numel() for p in lm.build(who, size).parameters()) / 1e6 for who in ("ours", "softmax")}
     assert all(abs(n - millions) < 0.12 * millions for n in found.values()), found
+
+
+@pytest.mark.parametrize("contender", ["ours", "kimi", "kimi-swapped"])
+def test_tasks_of_language_models(contender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every task runs in every mode but those that need a GPU or a compiler, on a CPU with small sizes."""
+    from benchmarks import lm
+
+    monkeypatch.setattr(captured_step, "CudaGraphs", TapedGraphs)
+    for name, value in {"DEVICE": "cpu", "T": 24, "PROMPT": 8, "TOKENS": 3}.items():
+        monkeypatch.setattr(lm, name, value)
+    sizes = dict(hidden_size=64, num_hidden_layers=2, heads=1, intermediate_size=64, vocab_size=50)
+    monkeypatch.setitem(lm.SIZES, "tiny", sizes)
+    for task in lm.TASKS:
+        for run in {lm.TASKS[task], *(f for (of, _), f in lm.SPECIAL.items() if of == task)}:
+            if run is lm.compiled_decode or (run is lm.captured_optimizer_step and contender != "ours"):
+                continue
+            result = run(lm.build(contender, "tiny"), 2)()
+            if task == "generate":
+                assert result.shape == (2, lm.PROMPT + 3)
