@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from . import torch_private
+from .tracing import is_plain
 
 MOST = 1024  # shapes and options that are remembered
 MOST_ALIKE = 8  # kinds of calls that differ in nothing else
 TYPES = frozenset((Tensor, torch.nn.Parameter))
-TYPES_OR_NONE = TYPES | {type(None)}
 
 Value = TypeVar("Value")
 
@@ -23,8 +23,8 @@ class KnownCalls(Generic[Value]):
 
     Two calls are of one kind if their tensors have the same types, dtypes, devices, shapes, strides, requires_grad and
     dispatch keys (torch compares these in 1 us), their other arguments are equal, and torch is in the same state: grad
-    mode, inference mode, autocast, dispatch modes and transforms. Calls with Tensor subclasses, or with one tensor as
-    two arguments, are of no kind.
+    mode, inference mode and autocast. Calls while torch compiles, under its transforms and dispatch modes, with Tensor
+    subclasses, or with one tensor as two arguments, are of no kind.
     """
 
     def __init__(self, tensors: int) -> None:
@@ -33,13 +33,13 @@ class KnownCalls(Generic[Value]):
         self._known: dict[Any, list[tuple[Callable[..., bool], Value]]] = {}
 
     def find(self, x: Any, *more: Any) -> Value | None:
-        """Return what `remember` got for a call of this kind, or None; None too while compiling.
+        """Return what `remember` got for a call of this kind, or None.
 
         Args:
             x: the inputs, a NamedTuple, not checked yet
             more: what else the value depends on, hashable
         """
-        if torch.compiler.is_compiling() or type(x[0]) not in TYPES or torch_private.forward_ad_active():
+        if _is_looked_at() or type(x[0]) not in TYPES or x[0].is_nested:  # a nested tensor has no shape
             return None
         try:
             candidates = self._known.get(self._key(x, more))
@@ -54,7 +54,7 @@ class KnownCalls(Generic[Value]):
 
     def remember(self, x: Any, value: Value, *more: Any) -> Value:
         """Return `value`; `find` returns it for calls of the kind of this one, whose arguments are right."""
-        if not TYPES_OR_NONE.issuperset(map(type, x[: self._tensors])) or torch_private.forward_ad_active():
+        if _is_looked_at() or not is_plain(x):
             return value
         tensors = [t for t in x[: self._tensors] if t is not None]
         same = torch_private.same_metadata_as(tensors)
@@ -71,3 +71,8 @@ class KnownCalls(Generic[Value]):
 
     def _key(self, x: Any, more: tuple[Any, ...]) -> Any:
         return (*map(type, x[: self._tensors]), x[0].shape, x[self._tensors :], more, torch.is_grad_enabled())
+
+
+def _is_looked_at() -> bool:
+    """True if torch compiles, transforms functions or differentiates forward."""
+    return torch.compiler.is_compiling() or torch_private.transforms_active() or torch_private.forward_ad_active()

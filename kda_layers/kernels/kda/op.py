@@ -10,7 +10,6 @@ from torch import Tensor
 from ..checks import check_scale
 from ..operator import NoGradOperator, Operator
 from ..registry import requested
-from ..tracing import is_plain
 from .checks import check_decode, check_lower_bound, check_recompute, check_state_dtype, check_values, check_whole
 from .contract import DecodeInputs, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
 from .dispatch import KDA
@@ -171,7 +170,7 @@ def _prepare(x: Inputs, state_dtype: torch.dtype | None, backend: str | None) ->
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
     chosen = KDA.choose(backend, x.q.device, *Problem.fields_of(x, needs_grad))
     prepared = computed, returned, needs_grad, *chosen
-    return _known.remember(x, prepared, state_dtype, backend, requested()) if is_plain(x) else prepared
+    return _known.remember(x, prepared, state_dtype, backend, requested())
 
 
 def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
@@ -180,4 +179,4 @@ def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
         raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
     chosen: tuple[Any, ...] = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
-    return _known_steps.remember(x, chosen, backend, requested()) if is_plain(x) else chosen
+    return _known_steps.remember(x, chosen, backend, requested())

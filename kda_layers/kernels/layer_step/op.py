@@ -13,7 +13,6 @@ from ..kda.dispatch import KDA
 from ..operator import NoGradOperator
 from ..registry import requested
 from ..torch_private import constant_to_compile
-from ..tracing import is_plain
 from .contract import Inputs, Problem
 from .dispatch import LAYER_STEP
 
@@ -92,7 +91,7 @@ def _prepare(x: Inputs, backend: str | None) -> str:
     """Check `x`; return the backend."""
     check(x)
     name: str = LAYER_STEP.choose(backend, x.q.device, *Problem.fields_of(x))
-    return _known.remember(x, name, backend, requested()) if is_plain(x) else name
+    return _known.remember(x, name, backend, requested())
 
 
 @constant_to_compile

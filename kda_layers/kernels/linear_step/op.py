@@ -8,7 +8,6 @@ from torch import Tensor
 from ..checks import check_is_tensor, check_tensor
 from ..operator import NoGradOperator
 from ..registry import requested
-from ..tracing import is_plain
 from .contract import Inputs, work_of
 from .dispatch import LINEAR_STEP
 
@@ -66,7 +65,7 @@ def _prepare(x: Inputs, backend: str | None) -> tuple[str, bool]:
         raise RuntimeError("linear_step has no gradient: call it under torch.no_grad()")
     check(x)
     chosen: tuple[str, bool] = LINEAR_STEP.choose(backend, x.x.device, x.x.dtype, work_of(x))
-    return _known.remember(x, chosen, backend, requested()) if is_plain(x) else chosen
+    return _known.remember(x, chosen, backend, requested())
 
 
 def check(x: Inputs) -> None:
