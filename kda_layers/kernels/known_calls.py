@@ -27,9 +27,14 @@ class KnownCalls(Generic[Value]):
     subclasses, or with one tensor as two arguments, are of no kind.
     """
 
-    def __init__(self, tensors: int) -> None:
-        """`tensors`: how many fields of the inputs, the leading ones, are tensors or None."""
-        self._tensors = tensors
+    def __init__(self, tensors: int, context: Callable[[], Any] = lambda: None) -> None:
+        """Know no call yet.
+
+        Args:
+            tensors: how many fields of the inputs, the leading ones, are tensors or None
+            context: returns what else the values depend on at the time of a call, hashable
+        """
+        self._tensors, self._context = tensors, context
         self._known: dict[Any, list[tuple[Callable[..., bool], Value]]] = {}
 
     def find(self, x: Any, *more: Any) -> Value | None:
@@ -70,7 +75,8 @@ class KnownCalls(Generic[Value]):
         self._known.clear()
 
     def _key(self, x: Any, more: tuple[Any, ...]) -> Any:
-        return (*map(type, x[: self._tensors]), x[0].shape, x[self._tensors :], more, torch.is_grad_enabled())
+        options, grads = x[self._tensors :], torch.is_grad_enabled()
+        return (*map(type, x[: self._tensors]), x[0].shape, options, more, grads, self._context())
 
 
 def _is_looked_at() -> bool:

@@ -67,8 +67,8 @@ class Registry(Generic[P, B]):
         _registries[operator] = self
 
     def known_calls(self, tensors: int) -> KnownCalls[Any]:
-        """Return a new `KnownCalls(tensors)` for values that depend on the choice of a backend."""
-        self._known_calls.append(KnownCalls(tensors))
+        """Return new `KnownCalls` for values that depend on the choice of a backend."""
+        self._known_calls.append(KnownCalls(tensors, requested))
         return self._known_calls[-1]
 
     def forget(self) -> None:

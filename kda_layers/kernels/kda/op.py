@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..checks import check_scale
 from ..operator import NoGradOperator, Operator
-from ..registry import requested
 from .checks import check_decode, check_lower_bound, check_recompute, check_state_dtype, check_values, check_whole
 from .contract import DecodeInputs, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
 from .dispatch import KDA
@@ -95,7 +94,7 @@ def kda(
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), checkpoint_every, check_recompute(recompute),
     )  # fmt: skip
-    known = None if torch.compiler.is_compiling() else _known.find(x, state_dtype, backend, requested())
+    known = _known.find(x, state_dtype, backend)
     computed, returned, needs_grad, name, *fused = known or _prepare(x, state_dtype, backend)
     check_values(x)
     if initial_state is not None and initial_state.dtype != computed:
@@ -156,7 +155,7 @@ def kda_step(
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip
-    known = None if torch.compiler.is_compiling() else _known_steps.find(x, backend, requested())
+    known = _known_steps.find(x, backend)
     name, *fused = known or _prepare_step(x, backend)
     check_values(x)
     return _kda_step(activate(x, fused), name, plain=known is not None)
@@ -170,7 +169,7 @@ def _prepare(x: Inputs, state_dtype: torch.dtype | None, backend: str | None) ->
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
     chosen = KDA.choose(backend, x.q.device, *Problem.fields_of(x, needs_grad))
     prepared = computed, returned, needs_grad, *chosen
-    return _known.remember(x, prepared, state_dtype, backend, requested())
+    return _known.remember(x, prepared, state_dtype, backend)
 
 
 def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
@@ -179,4 +178,4 @@ def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
         raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
     chosen: tuple[Any, ...] = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
-    return _known_steps.remember(x, chosen, backend, requested())
+    return _known_steps.remember(x, chosen, backend)

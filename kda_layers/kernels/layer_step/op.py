@@ -11,7 +11,6 @@ from ..checks import DTYPES, DtypeError, accumulator_dtype, check_is_tensor, che
 from ..kda.checks import check_gate, check_lower_bound, check_slots, check_writable
 from ..kda.dispatch import KDA
 from ..operator import NoGradOperator
-from ..registry import requested
 from ..torch_private import constant_to_compile
 from .contract import Inputs, Problem
 from .dispatch import LAYER_STEP
@@ -83,7 +82,7 @@ def layer_step(
         dt_bias, state_indices, num_accepted, gate_activation, check_lower_bound(gate_activation, lower_bound),
         beta_activation, check_scale(q, scale), float(norm_eps), bool(overlap),
     )  # fmt: skip
-    known = None if torch.compiler.is_compiling() else _known.find(x, backend, requested())
+    known = _known.find(x, backend)
     return _layer_step(x, known or _prepare(x, backend), plain=known is not None)
 
 
@@ -91,7 +90,7 @@ def _prepare(x: Inputs, backend: str | None) -> str:
     """Check `x`; return the backend."""
     check(x)
     name: str = LAYER_STEP.choose(backend, x.q.device, *Problem.fields_of(x))
-    return _known.remember(x, name, backend, requested())
+    return _known.remember(x, name, backend)
 
 
 @constant_to_compile

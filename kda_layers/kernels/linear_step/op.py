@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..checks import check_is_tensor, check_tensor
 from ..operator import NoGradOperator
-from ..registry import requested
 from .contract import Inputs, work_of
 from .dispatch import LINEAR_STEP
 
@@ -52,7 +51,7 @@ def linear_step(
         RuntimeError: called while gradients are recorded.
     """
     inputs = Inputs(x, weight, norm_weight, residual, float(norm_eps), swiglu, overlap)
-    known = None if torch.compiler.is_compiling() else _known.find(inputs, backend, requested())
+    known = _known.find(inputs, backend)
     name, transparent = known or _prepare(inputs, backend)
     if transparent:
         return LINEAR_STEP.backend(name).apply(inputs)
@@ -65,7 +64,7 @@ def _prepare(x: Inputs, backend: str | None) -> tuple[str, bool]:
         raise RuntimeError("linear_step has no gradient: call it under torch.no_grad()")
     check(x)
     chosen: tuple[str, bool] = LINEAR_STEP.choose(backend, x.x.device, x.x.dtype, work_of(x))
-    return _known.remember(x, chosen, backend, requested())
+    return _known.remember(x, chosen, backend)
 
 
 def check(x: Inputs) -> None:
