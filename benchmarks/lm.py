@@ -212,15 +212,15 @@ TASKS = {
     "generate": generate,
 }  # fmt: skip
 MODES = {
-    "training step": ("call", "graph"), "optimizer step": ("call", "graph"), "prefill": ("call",),
+    "training step": ("call", "graph"), "optimizer step": ("call", "captured"), "prefill": ("call",),
     "decode step": ("call", "graph", "compiled graph"), "generate": ("call", "loop"),
 }  # fmt: skip
-# How a task is done in a mode other than a call or a graph of it.
+# Modes other than a call and its graph.
 SPECIAL = {
-    ("optimizer step", "graph"): captured_optimizer_step, ("decode step", "compiled graph"): compiled_decode,
+    ("optimizer step", "captured"): captured_optimizer_step, ("decode step", "compiled graph"): compiled_decode,
     ("generate", "loop"): generation_loop,
 }  # fmt: skip
-STEPS = {"generate": TOKENS}  # that a call of a task takes; its times are those of one
+STEPS = {"generate": TOKENS}  # of a call; times are per step
 
 
 def part_of(kernel: str) -> str:
@@ -247,7 +247,7 @@ def prepare(machine: CudaMachine, task: str, mode: str, batch: int, model: Any) 
         CaptureError: it cannot be captured.
     """
     run = SPECIAL.get((task, mode), TASKS[task])(model, batch)
-    if "graph" not in mode or task == "optimizer step":
+    if "graph" not in mode:
         return run
     replay = machine.graph(run)
     return lambda: (replay(), run)[0]  # the graph reads the model's parameters, which `run` keeps
@@ -274,7 +274,7 @@ def measure(machine: CudaMachine, contenders: Sequence[str], task: str, mode: st
         except (CaptureError, RuntimeError, TypeError, ValueError) as problem:
             rows[name]["reason"] = f"{type(problem).__name__}: {problem}"[:200]
             continue
-        if "graph" not in mode:
+        if mode == "call":
             rows[name]["MiB"] = (torch.cuda.max_memory_allocated() - held) / 2**20
         parts, kernels, by_name = gpu_time(machine, runs[name])
         parts = {part: ms / steps for part, ms in parts.items()}
@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="0.7b")
     parser.add_argument("--contenders", default="ours,softmax" + (",fla" if importlib.util.find_spec("fla") else ""))
     parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--modes", default="call,graph,compiled graph,loop")
+    parser.add_argument("--modes", default="call,graph,compiled graph,captured,loop")
     parser.add_argument("--name", help="of the result file (gpu-lm-<size>)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     report.add_commit_option(parser)

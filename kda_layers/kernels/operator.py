@@ -90,7 +90,7 @@ class Operator(Generic[X, Out]):
         """Return the outputs of a backend's `forward`, differentiable; None for those that `x` does not ask for.
 
         Args:
-            plain: True if it is known that `x` is plain and under no transform
+            plain: True if the caller has checked that `x` is plain and under no transform
         """
         if not (plain or torch.compiler.is_compiling()):  # while compiling, the op refuses them
             refuse_transforms(self.name, x)

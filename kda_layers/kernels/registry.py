@@ -23,8 +23,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from . import torch_private
+from .call_cache import CallCache
 from .declarations import Backend, Problem, arch_of
-from .known_calls import KnownCalls
 from .torch_private import constant_to_compile
 
 ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
@@ -63,19 +63,19 @@ class Registry(Generic[P, B]):
         self.answer, self.advisory = answer, advisory
         self._found: dict[str, B] | None = None
         self._serving = functools.lru_cache(CHOICES)(self._serving_fields)
-        self._known_calls: list[KnownCalls[Any]] = []
+        self._call_caches: list[CallCache[Any]] = []
         _registries[operator] = self
 
-    def known_calls(self, tensors: int) -> KnownCalls[Any]:
-        """Return new `KnownCalls` for values that depend on the choice of a backend."""
-        self._known_calls.append(KnownCalls(tensors, requested))
-        return self._known_calls[-1]
+    def call_cache(self, tensors: int) -> CallCache[Any]:
+        """Return a new `CallCache(tensors)` for values that depend on the choice of a backend."""
+        self._call_caches.append(CallCache(tensors, requested))
+        return self._call_caches[-1]
 
-    def forget(self) -> None:
-        """Forget all choices, after a change of the backends."""
+    def clear_caches(self) -> None:
+        """Drop every cached choice; needed after the set of backends has changed."""
         self._serving.cache_clear()
-        for calls in self._known_calls:
-            calls.forget()
+        for cache in self._call_caches:
+            cache.clear()
 
     def backends(self) -> dict[str, B]:
         """Every backend by name, highest priority first."""

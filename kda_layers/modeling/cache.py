@@ -167,8 +167,11 @@ class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
     """
 
     def __init__(self, number_of_states: int = 1, counter: KDAOnlyStaticLayer | None = None, **kwargs: Any):
-        """Args:
-        counter: the layer that counts in place of this one; None: this one.
+        """Create an empty layer.
+
+        Args:
+            number_of_states: as in `KDACacheLayer`.
+            counter: layer whose count is used instead of one of this layer's own, or None.
         """
         super().__init__(number_of_states)
         self.counter = counter

@@ -22,9 +22,11 @@ class SideBySide:
     """The buffer of some linear layers, held by the module that owns them."""
 
     def __init__(self, multiple: int = 1) -> None:
-        """Args:
-        multiple: zeros are added to the buffer until its rows are a multiple of this. With 8, the rows of a product
-            in 16 bits are aligned to 16 bytes, which matrix products and vector loads want.
+        """Create an empty buffer.
+
+        Args:
+            multiple: the number of rows is padded with zeros to a multiple of this. With 8, 16-bit outputs of a GEMM
+                have rows aligned to 16 bytes, as vector loads require.
         """
         self.multiple = multiple
         self.whole: Tensor | None = None

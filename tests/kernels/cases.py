@@ -68,8 +68,8 @@ def any_length(*registries: Registry) -> Iterator[None]:
         for registry in registries:
             triton = registry.backends()["triton"]
             stack.enter_context(mock.patch.object(triton, "features", triton.features | {"few_tokens"}))
-            registry.forget()
-            stack.callback(registry.forget)
+            registry.clear_caches()
+            stack.callback(registry.clear_caches)
         yield
 
 

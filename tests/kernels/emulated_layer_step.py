@@ -53,9 +53,9 @@ def registered(backend: EmulatedLayerStep) -> Iterator[None]:
     known = LAYER_STEP.backends()
     ordered = sorted((*known.values(), backend), key=lambda b: -b.priority)
     with mock.patch.object(LAYER_STEP, "_found", {b.name: b for b in ordered}):
-        LAYER_STEP.forget()
+        LAYER_STEP.clear_caches()
         yield
-    LAYER_STEP.forget()
+    LAYER_STEP.clear_caches()
 
 
 @contextlib.contextmanager

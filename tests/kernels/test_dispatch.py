@@ -93,9 +93,9 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
     known = {"toy": toy, "eager": EAGER}
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(dispatch.KDA, "_found", known)
-    dispatch.KDA.forget()
+    dispatch.KDA.clear_caches()
     yield toy
-    dispatch.KDA.forget()
+    dispatch.KDA.clear_caches()
 
 
 SMALL = Case(T=5, H=1, K=4, V=6, dtype=FP32, state=True)

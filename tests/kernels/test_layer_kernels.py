@@ -76,10 +76,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         backend = registry.backends()["fla"]
         monkeypatch.setattr(backend, "serves", {})
         monkeypatch.setattr(backend, "problems", list)
-        registry.forget()
+        registry.clear_caches()
     yield
     for registry in (SHORT_CONV, GATED_NORM):
-        registry.forget()
+        registry.clear_caches()
 
 
 @pytest.mark.usefixtures("served")

@@ -36,9 +36,9 @@ T = sum(LENGTHS)
 def _any_length(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels serve a few tokens as well, so that the cases can be small."""
     monkeypatch.setattr(BACKEND, "features", frozenset(("few_tokens",)))
-    SHORT_CONV.forget()
+    SHORT_CONV.clear_caches()
     yield
-    SHORT_CONV.forget()
+    SHORT_CONV.clear_caches()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

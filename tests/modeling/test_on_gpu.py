@@ -387,7 +387,7 @@ def test_memory_is_constant_while_generating() -> None:
 def test_default_choice_on_a_gpu() -> None:
     """Automatic choice takes the first fused backend that serves, without a word."""
     x: Inputs = make_inputs(Case(checkpoints=False), "cuda")
-    dispatch.KDA.forget()  # a warning is given once
+    dispatch.KDA.clear_caches()  # a warning is given once
     first = next(b.name for b in dispatch.KDA.backends().values() if not b.unsupported(problem_of(x)))
     assert first != "eager"
     chosen, named = (kda(*x[:5], **options(x), backend=b).o for b in (None, first))

@@ -33,8 +33,8 @@ class Launchable(Protocol):
             cluster: blocks per cluster, in x; 1 for no cluster
             shared_bytes: dynamic shared memory per block
             params: the struct, as `params.Params` packs it
-            overlap: start before the kernels launched earlier have ended, for which the kernel waits itself; sm_90 and
-                newer
+            overlap: start before earlier kernels of the stream have ended (programmatic dependent launch, sm_90 and
+                newer); the kernel waits for them itself
 
         Raises:
             ValueError: params does not have the size of the struct

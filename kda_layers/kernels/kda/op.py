@@ -15,7 +15,7 @@ from .dispatch import KDA
 from .reference import activate
 
 _kda: Operator[Inputs, KDAOutput] = Operator("kda", Inputs, KDAOutput, Gradients, KDA, outputs_like)
-_known, _known_steps = KDA.known_calls(tensors=9), KDA.known_calls(tensors=11)
+_cache, _step_cache = KDA.call_cache(tensors=9), KDA.call_cache(tensors=11)
 _kda_step: NoGradOperator[DecodeInputs] = NoGradOperator(
     "kda_step", DecodeInputs, ("state",), KDA, "decode", lambda x: x.v.new_empty(x.v.shape)
 )
@@ -94,12 +94,12 @@ def kda(
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), checkpoint_every, check_recompute(recompute),
     )  # fmt: skip
-    known = _known.find(x, state_dtype, backend)
-    computed, returned, needs_grad, name, *fused = known or _prepare(x, state_dtype, backend)
+    cached = _cache.get(x, state_dtype, backend)
+    computed, returned, needs_grad, name, *fused = cached or _prepare(x, state_dtype, backend)
     check_values(x)
     if initial_state is not None and initial_state.dtype != computed:
         x = x._replace(initial_state=initial_state.to(computed))
-    out = _kda(activate(x, fused), needs_grad, name, plain=known is not None)
+    out = _kda(activate(x, fused), needs_grad, name, plain=cached is not None)
     if returned == computed:
         return out
     return KDAOutput(out.o, *(None if t is None else t.to(returned) for t in (out.final_state, out.checkpoints)))
@@ -155,21 +155,20 @@ def kda_step(
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip
-    known = _known_steps.find(x, backend)
-    name, *fused = known or _prepare_step(x, backend)
+    cached = _step_cache.get(x, backend)
+    name, *fused = cached or _prepare_step(x, backend)
     check_values(x)
-    return _kda_step(activate(x, fused), name, plain=known is not None)
+    return _kda_step(activate(x, fused), name, plain=cached is not None)
 
 
 def _prepare(x: Inputs, state_dtype: torch.dtype | None, backend: str | None) -> tuple[Any, ...]:
-    """Check `x`; return the states' dtypes as computed and as returned, if gradients are needed, and the backend with
-    what it fuses."""
+    """Check `x`; return the dtypes of states as computed and returned, needs_grad, the backend and what it fuses."""
     check_whole(x)
     computed, returned = state_dtypes(x.q.dtype)[0], check_state_dtype(x, state_dtype)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
     chosen = KDA.choose(backend, x.q.device, *Problem.fields_of(x, needs_grad))
     prepared = computed, returned, needs_grad, *chosen
-    return _known.remember(x, prepared, state_dtype, backend)
+    return _cache.put(x, prepared, state_dtype, backend)
 
 
 def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
@@ -178,4 +177,4 @@ def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
         raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
     chosen: tuple[Any, ...] = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
-    return _known_steps.remember(x, chosen, backend)
+    return _step_cache.put(x, chosen, backend)

@@ -15,7 +15,7 @@ from ..torch_private import constant_to_compile
 from .contract import Inputs, Problem
 from .dispatch import LAYER_STEP
 
-_known = LAYER_STEP.known_calls(tensors=17)
+_cache = LAYER_STEP.call_cache(tensors=17)
 _layer_step: NoGradOperator[Inputs] = NoGradOperator(
     "layer_step", Inputs, ("conv_state", "state"), LAYER_STEP, "step", lambda x: x.v.new_empty(x.v.shape)
 )
@@ -82,15 +82,15 @@ def layer_step(
         dt_bias, state_indices, num_accepted, gate_activation, check_lower_bound(gate_activation, lower_bound),
         beta_activation, check_scale(q, scale), float(norm_eps), bool(overlap),
     )  # fmt: skip
-    known = _known.find(x, backend)
-    return _layer_step(x, known or _prepare(x, backend), plain=known is not None)
+    cached = _cache.get(x, backend)
+    return _layer_step(x, cached or _prepare(x, backend), plain=cached is not None)
 
 
 def _prepare(x: Inputs, backend: str | None) -> str:
     """Check `x`; return the backend."""
     check(x)
     name: str = LAYER_STEP.choose(backend, x.q.device, *Problem.fields_of(x))
-    return _known.remember(x, name, backend)
+    return _cache.put(x, name, backend)
 
 
 @constant_to_compile

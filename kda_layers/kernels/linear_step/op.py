@@ -15,7 +15,7 @@ def _output_like(x: Inputs) -> Tensor:
     return x.x.new_empty((*x.x.shape[:2], x.weight.shape[0] // (2 if x.swiglu else 1)))
 
 
-_known = LINEAR_STEP.known_calls(tensors=4)
+_cache = LINEAR_STEP.call_cache(tensors=4)
 _linear_step: NoGradOperator[Inputs] = NoGradOperator("linear_step", Inputs, (), LINEAR_STEP, "apply", _output_like)
 
 
@@ -51,11 +51,11 @@ def linear_step(
         RuntimeError: called while gradients are recorded.
     """
     inputs = Inputs(x, weight, norm_weight, residual, float(norm_eps), swiglu, overlap)
-    known = _known.find(inputs, backend)
-    name, transparent = known or _prepare(inputs, backend)
+    cached = _cache.get(inputs, backend)
+    name, transparent = cached or _prepare(inputs, backend)
     if transparent:
         return LINEAR_STEP.backend(name).apply(inputs)
-    return _linear_step(inputs, name, plain=known is not None)
+    return _linear_step(inputs, name, plain=cached is not None)
 
 
 def _prepare(x: Inputs, backend: str | None) -> tuple[str, bool]:
@@ -64,7 +64,7 @@ def _prepare(x: Inputs, backend: str | None) -> tuple[str, bool]:
         raise RuntimeError("linear_step has no gradient: call it under torch.no_grad()")
     check(x)
     chosen: tuple[str, bool] = LINEAR_STEP.choose(backend, x.x.device, x.x.dtype, work_of(x))
-    return _known.remember(x, chosen, backend)
+    return _cache.put(x, chosen, backend)
 
 
 def check(x: Inputs) -> None:

@@ -1,4 +1,4 @@
-"""Sums over the rows of a matrix that is short: what the programs of a backward leave of a weight's gradient."""
+"""Column sums of a matrix with few rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def column_sums_kernel(Partial, Y, rows, D, W, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Y [D, W], the sums of Partial fp32 [rows, W, D], added in a fixed order."""
+    """Sum Partial fp32 [rows, W, D] over its rows, in a fixed order, to Y [D, W]."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < D * W

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....call_cache import CallCache
 from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params
-from ....known_calls import KnownCalls
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import DecodeInputs
 from ..forward.forward import TYPES, WIDTHS
@@ -125,7 +125,7 @@ class Plan(NamedTuple):
     state_aligned: bool
 
 
-_plans: KnownCalls[Plan] = KnownCalls(tensors=11)
+_plans: CallCache[Plan] = CallCache(tensors=11)
 
 
 def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None) -> Tensor:
@@ -143,7 +143,7 @@ def pack(
     x: DecodeInputs, o: Tensor, machine: Machine, variant: Variant | None = None
 ) -> tuple[Plan, bytes, DecodeInputs]:
     """Return the launch plan, its parameters and the inputs that these point to: x, or copies where not aligned."""
-    plan = _plans.find(x, machine, variant) or _plans.remember(x, _plan(x, machine, variant), machine, variant)
+    plan = _plans.get(x, machine, variant) or _plans.put(x, _plan(x, machine, variant), machine, variant)
     q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets = x[:11]
     q_at, k_at, g_at, state_at = q.data_ptr(), k.data_ptr(), g.data_ptr(), state.data_ptr()
     bias_at = 0 if dt_bias is None else dt_bias.data_ptr()

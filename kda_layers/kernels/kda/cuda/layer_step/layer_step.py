@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....call_cache import CallCache
 from ....cuda.arch import OVERLAPS
 from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params, addresses
-from ....known_calls import KnownCalls
 from ...activations import BETA_CODES, GATE_CODES
 from ..decode.decode import INDEX, MOST_ROWS, STATES, TYPES, index_values
 
@@ -104,7 +104,7 @@ class Plan:
         return self.machine.load(SOURCE, "kda_layer_step", self.variant.defines, self.device)
 
 
-_plans: KnownCalls[Plan] = KnownCalls(tensors=17)
+_plans: CallCache[Plan] = CallCache(tensors=17)
 
 
 def layer_step(x: Any, machine: Machine) -> Tensor:
@@ -128,7 +128,7 @@ def layer_step(x: Any, machine: Machine) -> Tensor:
 
 def _plan_for(x: Any, machine: Machine) -> Plan:
     """The plan for tensors of these shapes, strides and types, made once."""
-    return _plans.find(x, machine) or _plans.remember(x, _plan(x, machine), machine)
+    return _plans.get(x, machine) or _plans.put(x, _plan(x, machine), machine)
 
 
 def _pointers(x: Any, o: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""A call like an earlier one is known; one that differs in anything that matters is not."""
+"""A cached value is returned for calls with the same signature and for no other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_layers import use_backend
-from kda_layers.kernels import known_calls
+from kda_layers.kernels import call_cache
+from kda_layers.kernels.call_cache import CallCache
 from kda_layers.kernels.kda import op
 from kda_layers.kernels.kda.dispatch import KDA
-from kda_layers.kernels.known_calls import KnownCalls
 from kda_layers.testing.cases import Case, make_inputs
 from tests.kernels.cases import BF16, FP32
 
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
 
 def call() -> Call:
-    return Call(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), None, "a")
+    return Call(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), None, 1)
 
 
 class Other(TorchDispatchMode):
@@ -50,6 +50,7 @@ CHANGES: dict[str, Callable[[Call], Call]] = {
     "not a tensor": lambda c: c._replace(y=c.y.numpy()),
     "the first not a tensor": lambda c: c._replace(x=[1.0]),
     "option": lambda c: c._replace(option="b"),
+    "option of another type": lambda c: c._replace(option=True),
     "unhashable option": lambda c: c._replace(option=["a"]),
     "negative view": lambda c: c._replace(x=torch._neg_view(c.x)),
     "nested": lambda c: c._replace(x=torch.nested.nested_tensor([c.x])),
@@ -61,49 +62,49 @@ STATES: dict[str, Callable[[], Any]] = {
     "dispatch mode": Other,
     "forward AD": forward_ad.dual_level,
 }
-OF_NO_KIND = ("dispatch mode", "forward AD")
+NOT_CACHED = ("dispatch mode", "forward AD")
 
 
 @pytest.mark.parametrize("more", [(), ("b", None)], ids=str)
-def test_a_call_of_the_same_kind_is_known(more: tuple[Any, ...]) -> None:
-    calls: KnownCalls[str] = KnownCalls(3)
-    assert calls.find(call(), *more) is None
-    assert calls.remember(call(), "value", *more) == "value"
-    assert calls.find(call(), *more) == "value"
-    assert calls.find(call(), "other") is None
-    calls.forget()
-    assert calls.find(call(), *more) is None
+def test_the_same_signature(more: tuple[Any, ...]) -> None:
+    cache: CallCache[str] = CallCache(3)
+    assert cache.get(call(), *more) is None
+    assert cache.put(call(), "value", *more) == "value"
+    assert cache.get(call(), *more) == "value"
+    assert cache.get(call(), "other") is None
+    cache.clear()
+    assert cache.get(call(), *more) is None
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_kind_is_not_known(change: str) -> None:
-    calls: KnownCalls[str] = KnownCalls(3)
-    calls.remember(call(), "value")
-    assert calls.find(CHANGES[change](call())) is None
-    assert calls.find(call()) == "value"
+def test_another_signature(change: str) -> None:
+    cache: CallCache[str] = CallCache(3)
+    cache.put(call(), "value")
+    assert cache.get(CHANGES[change](call())) is None
+    assert cache.get(call()) == "value"
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_another_state_of_torch_is_not_known(state: str) -> None:
-    calls: KnownCalls[str] = KnownCalls(3)
-    calls.remember(call(), "value")
+def test_another_state_of_torch(state: str) -> None:
+    cache: CallCache[str] = CallCache(3)
+    cache.put(call(), "value")
     x = call()
     with STATES[state]():
-        assert calls.find(x) is None
-        calls.remember(x, "within")
-        assert calls.find(x) == (None if state in OF_NO_KIND else "within")
-    assert calls.find(x) == "value"
+        assert cache.get(x) is None
+        cache.put(x, "within")
+        assert cache.get(x) == (None if state in NOT_CACHED else "within")
+    assert cache.get(x) == "value"
 
 
-def test_a_tensor_under_a_transform_is_not_known() -> None:
-    calls: KnownCalls[str] = KnownCalls(3)
-    calls.remember(call(), "value")
+def test_nothing_is_cached_under_a_transform() -> None:
+    cache: CallCache[str] = CallCache(3)
+    cache.put(call(), "value")
     found = []
 
     def f(x: Tensor) -> Tensor:
         for _ in range(2):
-            found.append(calls.find(call()._replace(x=x)))
-            calls.remember(call()._replace(x=x), "within")
+            found.append(cache.get(call()._replace(x=x)))
+            cache.put(call()._replace(x=x), "within")
         return x.sum()
 
     torch.func.grad(f)(torch.zeros(2, 3))
@@ -112,21 +113,21 @@ def test_a_tensor_under_a_transform_is_not_known() -> None:
 
 
 @pytest.mark.parametrize("change", ["one tensor twice", "not a tensor"])
-def test_what_is_of_no_kind_is_not_remembered(change: str) -> None:
-    calls: KnownCalls[str] = KnownCalls(3)
-    assert calls.remember(CHANGES[change](call()), "value") == "value"
-    assert not calls._known
+def test_calls_that_are_not_cached(change: str) -> None:
+    cache: CallCache[str] = CallCache(3)
+    assert cache.put(CHANGES[change](call()), "value") == "value"
+    assert not cache._values
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_calls, "MOST", 4)
-    calls: KnownCalls[int] = KnownCalls(3)
+    monkeypatch.setattr(call_cache, "MOST", 4)
+    cache: CallCache[int] = CallCache(3)
     for n in range(1, 30):
-        calls.remember(call()._replace(x=torch.zeros(n)), n)
-        calls.remember(call()._replace(y=torch.zeros(n)), n)
-        assert len(calls._known) <= 4
-        assert all(len(alike) <= known_calls.MOST_ALIKE for alike in calls._known.values())
-    assert calls.find(call()._replace(y=torch.zeros(29))) == 29
+        cache.put(call()._replace(x=torch.zeros(n)), n)
+        cache.put(call()._replace(y=torch.zeros(n)), n)
+        assert len(cache._values) <= 4
+        assert all(len(alike) <= call_cache.MOST_ALIKE for alike in cache._values.values())
+    assert cache.get(call()._replace(y=torch.zeros(29))) == 29
 
 
 # ---------------------------------------------------------------- the operator
@@ -137,7 +138,7 @@ def run(**changes: Any) -> Any:
     x |= {"beta": torch.full((1, 5, 2), 0.5), "beta_activation": "given"} | changes
     positional = [x[name] for name in ("q", "k", "v", "g", "beta")]
     keywords = {name: x[name] for name in ("A_log", "dt_bias", "gate_activation", "lower_bound", "beta_activation")}
-    return op.kda(*positional, **keywords, **{name: x[name] for name in ("backend",) if name in x})
+    return op.kda(*positional, **keywords, **{name: x[name] for name in ("backend", "checkpoint_every") if name in x})
 
 
 @pytest.fixture
@@ -146,11 +147,11 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     check = op.check_whole
     monkeypatch.setattr(op, "check_whole", lambda x: (found.append(x), check(x)))
-    KDA.forget()
+    KDA.clear_caches()
     return found
 
 
-def test_a_known_call_is_not_checked_again(checked: list[Any]) -> None:
+def test_a_cached_call_is_not_checked_again(checked: list[Any]) -> None:
     first, second = run(), run()
     assert len(checked) == 1
     assert torch.equal(first.o, second.o)
@@ -160,6 +161,12 @@ def test_values_are_always_checked(checked: list[Any]) -> None:
     run()
     with pytest.raises(ValueError, match=r"beta must be in \[0, 2\]"):
         run(beta=torch.full((1, 5, 2), 3.0))
+
+
+def test_an_equal_option_of_another_type_is_checked(checked: list[Any]) -> None:
+    run(checkpoint_every=64)
+    with pytest.raises(ValueError, match=r"checkpoint_every must be 0 or 64, got 64\.0"):
+        run(checkpoint_every=64.0)
 
 
 def test_what_is_wrong_stays_wrong(checked: list[Any]) -> None:
