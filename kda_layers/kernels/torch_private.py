@@ -62,8 +62,10 @@ def current_stream(device: int) -> int:
 
 
 def same_metadata_as(tensors: list[torch.Tensor]) -> Callable[..., bool]:
-    """Return a predicate on as many tensors: True if types, dtypes, devices, shapes, strides, requires_grad and dispatch
-    keys, thread-local ones included, equal those of `tensors`. TorchDynamo's guards, in C++."""
+    """Return a predicate that is True for tensors like `tensors`, compared by TorchDynamo's guards in C++.
+
+    They compare types, dtypes, devices, shapes, strides, requires_grad and dispatch keys, thread-local ones included.
+    """
     sizes: Any = [list(t.shape) for t in tensors]
     strides: Any = [list(t.stride()) for t in tensors]
     return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
