@@ -366,12 +366,12 @@ DEVICE void wgmma_ss(float (&d)[N / 8][4], Operand a, Operand b, CALLED_HERE) {
         emulator::start_product(product);
     });
 }
-template <class T, int N, bool b_mn_major = false>
+template <class T, int N, bool b_mn_major = false, bool begins = false>
 DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b, CALLED_HERE) {
     struct Operands { float* d; const u32* a; } mine = {d[0], a};
     emulator::begin("wgmma_rs", site);
     emulator::together(mine, [b](Operands** lanes) {
-        emulator::Product product{nullptr, b.p, 0, b.stride, N, false, b_mn_major, false, T::load, {}, {}, {}, {}};
+        emulator::Product product{nullptr, b.p, 0, b.stride, N, false, b_mn_major, begins, T::load, {}, {}, {}, {}};
         for (int i = 0; i < 32; ++i) {
             product.d[i] = lanes[i]->d, product.held_at[i] = lanes[i]->a;
             memcpy(product.held[i], lanes[i]->a, sizeof product.held[i]);
@@ -412,8 +412,9 @@ DEVICE void wgmma_ss(float (&d)[N / 8][4], Operand a, Operand b) {
         T::mma(d[i + 1], x[0], x[1], x[2], x[3], y[2], y[3]);
     }
 }
-template <class T, int N, bool b_mn_major = false>
+template <class T, int N, bool b_mn_major = false, bool begins = false>
 DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b) {
+    for (int i = 0; begins && i < N / 2; i++) d[i / 4][i % 4] = 0.f;
     int lane = threadIdx.x % 32, row = lane / 16, step = lane / 8 % 2, line = 16 * (lane % 8);
     u32 y[4];
     for (int i = 0; i < N / 8; i += 2) {

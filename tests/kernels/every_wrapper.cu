@@ -37,6 +37,7 @@ DEVICE float products(const Params& p) {
     float e[8][4] = {}, f[16][4] = {};
     const u32 held[4] = {p.out[0], p.out[1], p.out[2], p.out[3]};
     wgmma_ss<Fp16, 64, true>(e, mn_major_operand(shared_memory() + 1024, 256), b);
+    wgmma_rs<Fp16, 64, true, true>(e, held, mn_major_operand(shared_memory() + 1024, 1024));
     wgmma_rs<Fp16, 64>(e, held, b);
     wgmma_rs<Fp16, 128, true>(f, held, mn_major_operand(shared_memory() + 1024, 2048));
     wgmma_commit();

@@ -154,7 +154,7 @@ DEVICE void stmatrix_x4(void* row, const u32 (&x)[4]) {
 #endif
 }
 
-// The same, transposing each matrix, whose rows must be consecutive: 128 bytes.
+// The same, transposing each matrix.
 DEVICE void stmatrix_x4_trans(void* row, u32 a, u32 b, u32 c, u32 d) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
@@ -162,12 +162,7 @@ DEVICE void stmatrix_x4_trans(void* row, u32 a, u32 b, u32 c, u32 d) {
                  : "r"(shared_address(row)), "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
 #else
-    u32 x[4] = {transpose_8x8(a), transpose_8x8(b), transpose_8x8(c), transpose_8x8(d)}, lane = threadIdx.x % 32;
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        u32 to = __shfl_sync(0xffffffffu, shared_address(row), 8 * i) + 4 * lane;
-        asm volatile("st.shared.u32 [%0], %1;" : : "r"(to), "r"(x[i]) : "memory");
-    }
+    stmatrix_x4(row, {transpose_8x8(a), transpose_8x8(b), transpose_8x8(c), transpose_8x8(d)});
 #endif
 }
 
@@ -353,32 +348,37 @@ WGMMA_SS(Fp16, "f16", 0, 1, "0")
 WGMMA_SS(Fp16, "f16", 1, 0, "1")
 #undef WGMMA_SS
 
-template <class T, int N, bool b_mn_major = false>
+template <class T, int N, bool b_mn_major = false, bool overwrites = false>
 DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b);
-#define WGMMA_RS(TYPE, NAME, MN_MAJOR)                                                                                \
-    template <> DEVICE void wgmma_rs<TYPE, 64, MN_MAJOR>(float (&d)[8][4], const u32(&a)[4], Operand b) {             \
+#define WGMMA_RS(TYPE, NAME, MN_MAJOR, OVERWRITES, SCALE_D)                                                           \
+    template <> DEVICE void wgmma_rs<TYPE, 64, MN_MAJOR, OVERWRITES>(float (&d)[8][4], const u32(&a)[4], Operand b) { \
         asm volatile(                                                                                                 \
             "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                               \
             " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                \
-            "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, %37;" \
+            "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, " SCALE_D      \
+            ", 1, 1, %37;"                                                                                            \
             : SUM4(0), SUM4(1), SUM4(2), SUM4(3), SUM4(4), SUM4(5), SUM4(6), SUM4(7)                                  \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(MN_MAJOR));                                     \
     }                                                                                                                 \
-    template <> DEVICE void wgmma_rs<TYPE, 128, MN_MAJOR>(float (&d)[16][4], const u32(&a)[4], Operand b) {           \
+    template <>                                                                                                       \
+    DEVICE void wgmma_rs<TYPE, 128, MN_MAJOR, OVERWRITES>(float (&d)[16][4], const u32(&a)[4], Operand b) {           \
         asm volatile(                                                                                                 \
             "wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME                                              \
             " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                                                \
             "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"                                        \
             "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"                                        \
-            "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, 1, 1, 1, %69;" \
+            "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, " SCALE_D      \
+            ", 1, 1, %69;"                                                                                            \
             : SUM4(0), SUM4(1), SUM4(2), SUM4(3), SUM4(4), SUM4(5), SUM4(6), SUM4(7), SUM4(8), SUM4(9), SUM4(10),     \
               SUM4(11), SUM4(12), SUM4(13), SUM4(14), SUM4(15)                                                        \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(MN_MAJOR));                                     \
     }
-WGMMA_RS(Bf16, "bf16", 0)
-WGMMA_RS(Bf16, "bf16", 1)
-WGMMA_RS(Fp16, "f16", 0)
-WGMMA_RS(Fp16, "f16", 1)
+WGMMA_RS(Bf16, "bf16", 0, 0, "1")
+WGMMA_RS(Bf16, "bf16", 1, 0, "1")
+WGMMA_RS(Bf16, "bf16", 1, 1, "0")
+WGMMA_RS(Fp16, "f16", 0, 0, "1")
+WGMMA_RS(Fp16, "f16", 1, 0, "1")
+WGMMA_RS(Fp16, "f16", 1, 1, "0")
 #undef WGMMA_RS
 #undef SUM4
 
@@ -418,8 +418,10 @@ DEVICE void wgmma_ss(float (&d)[N / 8][4], Operand a, Operand b) {
         T::mma(d[i + 1], x[0], x[1], x[2], x[3], y[2], y[3]);
     }
 }
-template <class T, int N, bool b_mn_major = false>
+template <class T, int N, bool b_mn_major = false, bool overwrites = false>
 DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b) {
+    #pragma unroll
+    for (int i = 0; overwrites && i < N / 2; i++) d[i / 4][i % 4] = 0.f;
     int lane = threadIdx.x % 32, row = lane / 16, step = lane / 8 % 2, line = 16 * (lane % 8);
     u32 y[4];
     #pragma unroll

@@ -4,39 +4,55 @@
 // bX is the gradient of v; with it and dS all other gradients are parallel over chunks. Formulas and names:
 // docs/internals/kernels/forward.md, whose prepared chunks this reads.
 //
-// A CTA has 64 columns of V, which are independent, and a warp 16 of them, as rows of every MMA: the result of one MMA,
-// rounded, is operand A of the next in the same lane. So the chain from chunk to chunk does not pass through shared
-// memory, and no warp waits for another. One more warp copies the chunks.
-//
-// Row 8 r + c of a warp's 16 is its column 4 (c / 2) + 2 r + c % 2: then a lane's columns of one token are contiguous
-// in memory.
+// A CTA has 64 columns of V, which are independent, and a scanning warp 16 of them, as rows of every MMA: the result of
+// one MMA, rounded, is operand A of the next in the same lane. So the chain from chunk to chunk does not pass through
+// shared memory. What a scanning warp issues is what a chunk takes, so in the loop it addresses no global memory: moving
+// warps bring dO' to shared memory and take bX and dS from there, by whole rows of 128 bytes. One more warp copies the
+// chunks.
 #include "ReverseScanParams.h"
 #include "stage.cuh"
 
 constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // as many as fit into shared memory
-constexpr int SCAN_WARPS = 4, THREADS = 32 * (SCAN_WARPS + 1);
-static_assert(BV == 16 * SCAN_WARPS, "a warp has 16 columns");
+constexpr int WARPS = 4;                     // of each role; but one copies chunks
+constexpr int THREADS = 3 * 32 * WARPS;
+static_assert(BV == 16 * WARPS, "a scanning warp has 16 columns");
+
+// Registers per thread by role, where the arch has setmaxnreg.
+enum Role { SCAN, MOVE, COPY };
+template <int role> DEVICE void registers() {
+#if HAS_SETMAXNREG
+    if constexpr (role == SCAN) setmaxnreg_inc<240>();
+    else setmaxnreg_dec<128>();
+#endif
+}
 
 struct Shared {
     static constexpr int STAGES = ::STAGES;
+    static constexpr int ROWS = BV * K * 2, TOKENS = CHUNK * BV * 2;
     unsigned char* base;
-    static constexpr int AT_ROWS = STAGES * STAGE_BYTES;
-    static constexpr int AT_BARRIERS = AT_ROWS + BV * K * 2;
-    static constexpr int BYTES = AT_BARRIERS + 2 * PARTS * STAGES * 8;
+    static constexpr int AT_ROWS = STAGES * STAGE_BYTES, AT_TOKENS = AT_ROWS + ROWS;
+    static constexpr int AT_BARRIERS = AT_TOKENS + 2 * TOKENS, MOVES = AT_BARRIERS + 2 * PARTS * STAGES * 8;
+    static constexpr int BYTES = MOVES + 6 * 8;
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
-    DEVICE unsigned char* rows(int w) const {
-        return base + AT_ROWS + w * 16 * K * 2;
-    }  // of dS: [16, K], each warp's own
     DEVICE u64* full(int part, u32 count) const {
         return reinterpret_cast<u64*>(base + AT_BARRIERS) + part * STAGES + count % STAGES;
     }
     DEVICE u64* empty(int part, u32 count) const { return full(part, count) + PARTS * STAGES; }
 
-    static DEVICE constexpr int releases(int) { return SCAN_WARPS; }  // warps of a CTA that release a part
+    // Between the scanning and the moving warps: dS of a chunk, [BV, K]; its dO', then its -bX, [64, BV].
+    DEVICE unsigned char* rows() const { return base + AT_ROWS; }
+    DEVICE unsigned char* tokens(u32 count) const { return base + AT_TOKENS + count % 2 * TOKENS; }
+    DEVICE u64* outputs_there(u32 count) const { return reinterpret_cast<u64*>(base + MOVES) + count % 2; }
+    DEVICE u64* errors_there(u32 count) const { return outputs_there(count) + 2; }
+    DEVICE u64* rows_there() const { return outputs_there(0) + 4; }
+    DEVICE u64* rows_taken() const { return outputs_there(0) + 5; }
+
+    static DEVICE constexpr int releases(int) { return WARPS; }  // warps of a CTA that release a part
 
     DEVICE void init_barriers() const {
         init_part_barriers(*this);
+        for (int i = 0; i < 6; i++) mbarrier_init(outputs_there(0) + i, WARPS);
 #if __CUDA_ARCH__ >= 900
         fence_mbarrier_init();
 #endif
@@ -45,27 +61,39 @@ struct Shared {
 
 static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
 
+// Of all warps of a role.
+DEVICE void signal(Lane lane, u64* barrier) {
+    warp_sync();
+    if (lane.id == 0) mbarrier_arrive(barrier);
+}
+
+// Wait for chunk `count` at a barrier of which there are two, for even and odd chunks.
+DEVICE void wait_in_turn(u64* barrier, u32 count) { mbarrier_wait(barrier, count / 2 & 1); }
+
+// Offset of 16 bytes of a row: in tokens() a token's columns 8 piece to 8 piece + 7, in rows() a column's channels.
+// Pieces are permuted so that those of eight rows have no bank conflicts, nor those of a row.
+DEVICE int token_at(int token, int piece) { return (token * (BV / 8) + (piece ^ token % 8)) * 16; }
+DEVICE int row_at(int column, int piece) { return (column * (K / 8) + (piece ^ column % 8)) * 16; }
+
 // ---------------------------------------------------------------- operands
 
 using Tokens = u32[CHUNK / 16][4];              // 16 columns by the chunk's tokens, rounded, as operand A
 template <int N> using Sums = float[N / 8][4];  // 16 columns by N, in mma's accumulator order
 
-template <int N> DEVICE void clear(Sums<N>& x) {
+constexpr u32 SIGNS = 0x80008000u;  // of a pair
+
+// `signs` flips the signs of the rounded.
+template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, u32 signs = 0) {
     #pragma unroll
-    for (int i = 0; i < N / 2; i++) x[i / 4][i % 4] = 0.f;
+    for (int i = 0; i < N / 4; i++) to[i / 4][i % 4] = Io::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]) ^ signs;
 }
 
-template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, float sign) {
-    #pragma unroll
-    for (int i = 0; i < N / 4; i++)
-        to[i / 4][i % 4] = Io::pack(sign * x[i / 2][i % 2 * 2], sign * x[i / 2][i % 2 * 2 + 1]);
-}
-
-// d += a b over the tokens 16 first to 16 last, b [64, N].
-template <int N, int first = 0, int last = CHUNK / 16>
+// d += a b over the tokens 16 first to 16 last (= instead of += if `overwrites`), b [64, N].
+template <int N, int first = 0, int last = CHUNK / 16, bool overwrites = false>
 DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
+    wgmma_rs<Io, N, true, overwrites>(d, a[first], operand_at(b, first * N * 32));
     #pragma unroll
-    for (int s = first; s < last; s++) wgmma_rs<Io, N, true>(d, a[s], operand_at(b, s * N * 32));
+    for (int s = first + 1; s < last; s++) wgmma_rs<Io, N, true>(d, a[s], operand_at(b, s * N * 32));
     wgmma_commit();
 }
 
@@ -76,37 +104,9 @@ DEVICE void multiply_channels(Sums<CHUNK>& d, const u32 (&a)[K / 16][4], Operand
     wgmma_commit();
 }
 
-// A lane's four columns of tokens id / 4 + 8 i of dO or of the gradient of v, contiguous in memory.
-struct Values {
-    uint2 x[CHUNK / 8];
-
-    DEVICE void load(Lane lane, const u16* from, i64 stride, int tokens) {
-        #pragma unroll
-        for (int i = 0; i < CHUNK / 8; i++) {
-            int token = lane.id / 4 + 8 * i;
-            x[i] = token < tokens ? *reinterpret_cast<const uint2*>(from + token * stride) : make_uint2(0, 0);
-        }
-    }
-    DEVICE void scaled(Lane lane, Tokens& to, const float* scale) const {
-        #pragma unroll
-        for (int i = 0; i < CHUNK / 8; i++) {
-            float by = scale[lane.id / 4 + 8 * i];
-            float2 a = Io::unpack(x[i].x), b = Io::unpack(x[i].y);
-            to[i / 2][i % 2 * 2] = transpose_8x8(Io::pack(a.x * by, a.y * by));
-            to[i / 2][i % 2 * 2 + 1] = transpose_8x8(Io::pack(b.x * by, b.y * by));
-        }
-    }
-};
-
-DEVICE void store_negated(Lane lane, u16* to, const Tokens& x, i64 stride, int tokens) {
-    constexpr u32 SIGNS = 0x80008000u;
-    #pragma unroll
-    for (int i = 0; i < CHUNK / 8; i++) {
-        u32 a = transpose_8x8(x[i / 2][i % 2 * 2] ^ SIGNS), b = transpose_8x8(x[i / 2][i % 2 * 2 + 1] ^ SIGNS);
-        int token = lane.id / 4 + 8 * i;
-        if (token < tokens)
-            *reinterpret_cast<u64*>(to + token * stride) = a | u64(b) << 32;  // ptxas splits the store of a uint2
-    }
+// The place in tokens() that a lane gives for step s of a warp's operand, the rows of four 8 x 8 matrices.
+DEVICE unsigned char* operand_row(Lane lane, unsigned char* tokens, int s) {
+    return tokens + token_at(16 * s + lane.id / 16 * 8 + lane.id % 8, 2 * lane.warp + lane.id / 8 % 2);
 }
 
 // ---------------------------------------------------------------- the state's gradient
@@ -118,7 +118,7 @@ struct Gradient {
     template <class F> DEVICE void each(Lane lane, F f) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int column = lane.id / 8 * 4 + 2 * r + lane.id / 4 % 2;
+            int column = lane.id / 4 + 8 * r;
             #pragma unroll
             for (int i = 0; i < K / 8; i++) f(S[i][2 * r], S[i][2 * r + 1], column * K + 8 * i + lane.id % 4 * 2);
         }
@@ -147,32 +147,12 @@ struct Gradient {
     }
 };
 
-// Store a warp's 16 columns of dS, an operand, 16 bytes at a time. In shared memory the pieces of row m are permuted by
-// m % 8: neither the stores nor the loads have bank conflicts.
-DEVICE void store_rows(Lane lane, u16* to, unsigned char* rows, const u32 (&x)[K / 16][4]) {
-    constexpr int PIECES = K / 8;  // of a row
-    warp_sync();                   // the previous chunk's have been read
-    #pragma unroll
-    for (int s = 0; s < K / 16; s++) {
-        int m = lane.id % 16, piece = 2 * s + lane.id / 16;
-        stmatrix_x4(rows + (m * PIECES + (piece ^ m % 8)) * 16, x[s]);
-    }
-    warp_sync();
-    #pragma unroll
-    for (int i = 0; i < PIECES / 2; i++) {
-        int m = (32 * i + lane.id) / PIECES, piece = lane.id % PIECES, column = m % 8 / 2 * 4 + m / 8 * 2 + m % 2;
-        *reinterpret_cast<uint4*>(to + column * K + 8 * piece) =
-            *reinterpret_cast<const uint4*>(rows + (m * PIECES + (piece ^ m % 8)) * 16);
-    }
-}
-
 // ---------------------------------------------------------------- the scan
 
 // What a warp passes from chunk to chunk.
 struct Carried {
-    Gradient d;   // dS
-    Values next;  // the next chunk's dO
-    Tokens O;     // dO', an operand
+    Gradient d;  // dS
+    Tokens O;    // dO', an operand
 };
 
 // Operands of a prepared chunk.
@@ -190,27 +170,44 @@ struct Operands {
     DEVICE Operand Aqk() const { return operand_at(T, AT_AQK - AT_T); }
 };
 
+// Wait for chunk `count`'s operands that read the outputs' gradient, and for that.
+DEVICE void load_outputs(Lane lane, Tokens& O, const Shared& shared, u32 count) {
+    wait_for(shared, OUTPUT, count);
+    wait_in_turn(shared.outputs_there(count), count);
+    #pragma unroll
+    for (int s = 0; s < CHUNK / 16; s++) ldmatrix_x4_trans(O[s], operand_row(lane, shared.tokens(count), s));
+}
+
 // dV' = Aqk^T dO' + Kr dS, in flight on return; S: dS, rounded.
 DEVICE void error_gradients(Sums<CHUNK>& V1, u32 (&S)[K / 16][4], Carried& x, const Shared& shared,
                             const Operands& operands, u32 count) {
     wgmma_fence();
-    multiply_tokens<CHUNK>(V1, x.O, operands.Aqk());
+    multiply_tokens<CHUNK, 0, 4, true>(V1, x.O, operands.Aqk());
     wgmma_wait<1>();  // does not wait, but without it ptxas serializes all wgmma
     fence_operand(x.d.S);
-    as_operand<K>(S, x.d.S, 1.f);
+    as_operand<K>(S, x.d.S);
     wait_for(shared, UPDATE, count);
     wgmma_fence();
     multiply_channels(V1, S, operands.Kr());
 }
 
+// Give dS, rounded, to the moving warps.
+DEVICE void give_rows(Lane lane, const u32 (&S)[K / 16][4], const Shared& shared, u32 count) {
+    if (count > 0) mbarrier_wait(shared.rows_taken(), (count - 1) & 1);
+    #pragma unroll
+    for (int s = 0; s < K / 16; s++)
+        stmatrix_x4(shared.rows() + row_at(16 * lane.warp + lane.id % 16, 2 * s + lane.id / 16), S[s]);
+    signal(lane, shared.rows_there());
+}
+
 // dS <- gamma dS + Qg^T dO' over half of the tokens. The other half is in value_gradients: both fill gaps of the
-// dependency chain. Saves dS as it was, S, and waits for dV'.
-DEVICE void decay_state(Lane lane, Sums<CHUNK>& V1, const u32 (&S)[K / 16][4], Carried& x, const ReverseScanParams& p,
-                        const Shared& shared, const Operands& operands, u32 count, i64 row, int column) {
+// dependency chain. Gives dS as it was, S, and waits for dV'.
+DEVICE void decay_state(Lane lane, Sums<CHUNK>& V1, const u32 (&S)[K / 16][4], Carried& x, const Shared& shared,
+                        const Operands& operands, u32 count) {
+    give_rows(lane, S, shared, count);
     x.d.decay(lane, shared.stage(count).gamma());
     wgmma_fence();
     multiply_tokens<K, 0, 2>(x.d.S, x.O, operands.Qg());
-    store_rows(lane, p.d_states + state_at(row, column), shared.rows(lane.warp), S);
     wgmma_wait<1>();
     fence_operand(V1);
     release(lane, shared, UPDATE, count);
@@ -220,22 +217,25 @@ DEVICE void decay_state(Lane lane, Sums<CHUNK>& V1, const u32 (&S)[K / 16][4], C
 DEVICE void value_gradients(Sums<CHUNK>& X1, const Sums<CHUNK>& V1, Carried& x, const Shared& shared,
                             const Operands& operands, u32 count) {
     Tokens V0;
-    as_operand<CHUNK>(V0, V1, 1.f);
+    as_operand<CHUNK>(V0, V1);
     wait_for(shared, ERRORS, count);
     wgmma_fence();
-    multiply_tokens<CHUNK>(X1, V0, operands.T);
+    multiply_tokens<CHUNK, 0, 4, true>(X1, V0, operands.T);
     multiply_tokens<K, 2, 4>(x.d.S, x.O, operands.Qg());
     wgmma_wait<1>();
     fence_operand(X1);
 }
 
-// dS <- dS - Kg^T bX, in flight on return; X: -bX, rounded. Stores bX.
-DEVICE void subtract_errors(Lane lane, Carried& x, Tokens& X, const Sums<CHUNK>& X1, u16* d_v, i64 stride, int tokens,
-                            const Shared& shared, const Operands& operands, u32 count) {
-    as_operand<CHUNK>(X, X1, -1.f);
+// dS <- dS - Kg^T bX, in flight on return; X: -bX, rounded, also given to the moving warps.
+DEVICE void subtract_errors(Lane lane, Carried& x, Tokens& X, const Sums<CHUNK>& X1, const Shared& shared,
+                            const Operands& operands, u32 count) {
+    as_operand<CHUNK>(X, X1, SIGNS);
     wgmma_fence();
     multiply_tokens<K>(x.d.S, X, operands.Kg);
-    store_negated(lane, d_v, X, stride, tokens);
+    #pragma unroll
+    for (int s = 0; s < CHUNK / 16; s++)
+        stmatrix_x4_trans(operand_row(lane, shared.tokens(count), s), X[s][0], X[s][1], X[s][2], X[s][3]);
+    signal(lane, shared.errors_there(count));
     wgmma_wait<1>();
     release(lane, shared, OUTPUT, count);
 }
@@ -248,44 +248,113 @@ DEVICE void finish_chunk(Lane lane, Carried& x, const Shared& shared, u32 count)
 }
 
 DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
-    const i64 stride = i64(p.HV) * V;
     const int column = slice() * BV + 16 * lane.warp;
     const Operands first = Operands::of(shared.stage(0));
     u32 count = 0;
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
-        int chunk = tile.chunks() - 1;
-        i64 row = i64(chunks_before(lane, p, tile.sequence, ALL) + chunk) * p.HV + tile.head;  // in per-chunk tensors
         const i64 first_checkpoint = i64(chunks_before(lane, p, tile.sequence, WHOLE)) * p.HV + tile.head;
-        i64 at = tile.row(p, chunk * CHUNK) * V + column + lane.id % 4 * 4;  // offset in dO and d_v
+        int chunk = tile.chunks() - 1;
         Carried x;
         x.d.load(lane, p.d_final ? p.d_final + state_at(index, column) : nullptr);
-        if (chunk >= 0) {
-            x.next.load(lane, p.d_o + at, stride, tile.length - chunk * CHUNK);
-            wait_for(shared, OUTPUT, count);
-            x.next.scaled(lane, x.O, shared.stage(count).scale());
-            if (chunk > 0) x.next.load(lane, p.d_o + at - CHUNK * stride, stride, CHUNK);
-        }
-        for (; chunk >= 0; chunk--, count++, row -= p.HV, at -= CHUNK * stride) {
+        if (chunk >= 0) load_outputs(lane, x.O, shared, count);
+        for (; chunk >= 0; chunk--, count++) {
             const Operands operands = first.at(count % STAGES * STAGE_BYTES);
             Sums<CHUNK> V1, X1;  // dV', bX
             u32 S[K / 16][4];
             Tokens X;  // read by MMAs until the chunk's end
-            clear<CHUNK>(V1), clear<CHUNK>(X1);
             if (p.d_checkpoints && (chunk + 1) * CHUNK <= tile.length)
                 x.d.add(lane, p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column));
             error_gradients(V1, S, x, shared, operands, count);
-            decay_state(lane, V1, S, x, p, shared, operands, count, row, column);
+            decay_state(lane, V1, S, x, shared, operands, count);
             value_gradients(X1, V1, x, shared, operands, count);
-            subtract_errors(lane, x, X, X1, p.d_v + at, stride, tile.length - chunk * CHUNK, shared, operands, count);
-            if (chunk > 0) {
-                wait_for(shared, OUTPUT, count + 1);
-                x.next.scaled(lane, x.O, shared.stage(count + 1).scale());
-            }
-            if (chunk > 1) x.next.load(lane, p.d_o + at - 2 * CHUNK * stride, stride, CHUNK);
+            subtract_errors(lane, x, X, X1, shared, operands, count);
+            if (chunk > 0) load_outputs(lane, x.O, shared, count + 1);
             finish_chunk(lane, x, shared, count);
         }
         if (p.d_initial) x.d.store(lane, p.d_initial + state_at(index, column));
+    }
+}
+
+// ---------------------------------------------------------------- the moving warps
+
+// A warp's 16 tokens of a chunk of dO, whole rows of it: each lane has 16 bytes of four tokens.
+struct Values {
+    uint4 x[4];
+
+    template <class F> static DEVICE void each(Lane lane, F f) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) f(i, 16 * lane.warp + 4 * i + lane.id / 8, lane.id % 8);
+    }
+    // Zeros from the given token on.
+    DEVICE void load(Lane lane, const u16* from, i64 stride, int tokens) {
+        each(lane, [&](int i, int token, int piece) {
+            x[i] = token < tokens ? *reinterpret_cast<const uint4*>(from + token * stride + 8 * piece)
+                                  : make_uint4(0, 0, 0, 0);
+        });
+    }
+    // Give them, scaled, to the scanning warps.
+    DEVICE void give(Lane lane, const Shared& shared, u32 count) const {
+        wait_for(shared, OUTPUT, count);
+        const float* scale = shared.stage(count).scale();
+        each(lane, [&](int i, int token, int piece) {
+            float by = scale[token];
+            auto scaled = [by](u32 pair) {
+                float2 y = Io::unpack(pair);
+                return Io::pack(y.x * by, y.y * by);
+            };
+            *reinterpret_cast<uint4*>(shared.tokens(count) + token_at(token, piece)) =
+                make_uint4(scaled(x[i].x), scaled(x[i].y), scaled(x[i].z), scaled(x[i].w));
+        });
+        signal(lane, shared.outputs_there(count));
+    }
+};
+
+// Store the gradient of v, which the scanning warps gave negated.
+DEVICE void take_errors(Lane lane, u16* to, i64 stride, int tokens, const Shared& shared, u32 count) {
+    wait_in_turn(shared.errors_there(count), count);
+    Values::each(lane, [&](int, int token, int piece) {
+        uint4 x = *reinterpret_cast<const uint4*>(shared.tokens(count) + token_at(token, piece));
+        if (token < tokens)
+            *reinterpret_cast<uint4*>(to + token * stride + 8 * piece) =
+                make_uint4(x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS);
+    });
+}
+
+// Store dS.
+DEVICE void take_rows(Lane lane, u16* to, const Shared& shared, u32 count) {
+    constexpr int PIECES = K / 8;  // of a row
+    mbarrier_wait(shared.rows_there(), count & 1);
+    #pragma unroll
+    for (int i = 0; i < PIECES / 2; i++) {
+        int column = 16 * lane.warp + (32 * i + lane.id) / PIECES, piece = lane.id % PIECES;
+        *reinterpret_cast<uint4*>(to + column * K + 8 * piece) =
+            *reinterpret_cast<const uint4*>(shared.rows() + row_at(column, piece));
+    }
+    signal(lane, shared.rows_taken());
+}
+
+DEVICE void move(Lane lane, const ReverseScanParams& p, const Shared& shared) {
+    const i64 stride = i64(p.HV) * V;
+    const int column = slice() * BV;
+    u32 count = 0;
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
+        const WorkTile tile = work_tile(p, index);
+        int chunk = tile.chunks() - 1;
+        i64 row = i64(chunks_before(lane, p, tile.sequence, ALL) + chunk) * p.HV + tile.head;  // in per-chunk tensors
+        i64 at = tile.row(p, chunk * CHUNK) * V + column;                                      // in dO and d_v
+        Values next;
+        if (chunk >= 0) {
+            next.load(lane, p.d_o + at, stride, tile.length - chunk * CHUNK);
+            next.give(lane, shared, count);
+        }
+        if (chunk >= 1) next.load(lane, p.d_o + at - CHUNK * stride, stride, CHUNK);
+        for (; chunk >= 0; chunk--, count++, row -= p.HV, at -= CHUNK * stride) {
+            take_rows(lane, p.d_states + state_at(row, column), shared, count);
+            if (chunk >= 1) next.give(lane, shared, count + 1);
+            if (chunk >= 2) next.load(lane, p.d_o + at - 2 * CHUNK * stride, stride, CHUNK);
+            take_errors(lane, p.d_v + at, stride, tile.length - chunk * CHUNK, shared, count);
+        }
     }
 }
 
@@ -334,7 +403,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const 
     const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     if (threadIdx.x == 0) shared.init_barriers();
     block_or_cluster_sync(THREADS);
-    if (lane.warp < SCAN_WARPS) scan(lane, p, shared);
-    else fetch_chunks(lane, p, shared);
+    if (lane.warp < WARPS) {
+        registers<SCAN>();
+        scan(lane, p, shared);
+    } else if (lane.warp < 2 * WARPS) {
+        registers<MOVE>();
+        move({lane.warp - WARPS, lane.id}, p, shared);
+    } else {
+        registers<COPY>();
+        if (lane.warp == 2 * WARPS) fetch_chunks(lane, p, shared);
+    }
     block_or_cluster_sync(THREADS);
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from ....cuda.arch import ARCHS
 from ....cuda.machine import Machine
 from ....cuda.params import Params, addresses
-from ...contract import Inputs
+from ...contract import CHUNK, Inputs
 from ..forward.forward import TYPES, WIDTHS, Saved, aligned, loaded, stage_bytes
 
 PARAMS = Params("ReverseScanParams", """
@@ -30,7 +30,7 @@ PARAMS = Params("ReverseScanParams", """
 """)  # fmt: skip
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 BV = 64  # columns of V per block
-THREADS = 160
+THREADS = 384
 
 
 class Variant(NamedTuple):
@@ -40,12 +40,13 @@ class Variant(NamedTuple):
     cluster: int  # blocks that share the copy of a chunk; 0: no bulk copies
     dtype: torch.dtype
     wgmma: bool
+    setmaxnreg: bool
 
     @property
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
-            "HAS_WGMMA": int(self.wgmma), "SHARED_BYTES": self.shared_bytes,
+            "HAS_WGMMA": int(self.wgmma), "HAS_SETMAXNREG": int(self.setmaxnreg), "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property
@@ -59,12 +60,13 @@ class Variant(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Size in bytes of struct Shared in reverse_scan.cu."""
-        return self.stages * (stage_bytes(self.K) + 2 * 3 * 8) + BV * self.K * 2
+        return self.stages * (stage_bytes(self.K) + 2 * 3 * 8) + BV * 2 * (self.K + 2 * CHUNK) + 6 * 8
 
 
 def variant_for(K: int, dtype: torch.dtype, arch: int) -> Variant:
     """The variant for an arch (compute capability times ten): the slices of a head share the copies of its chunks."""
-    return Variant(K, K // BV if ARCHS[arch].bulk_copies else 0, dtype, ARCHS[arch].wgmma)
+    has = ARCHS[arch]
+    return Variant(K, K // BV if has.bulk_copies else 0, dtype, has.wgmma, has.setmaxnreg)
 
 
 def variants(arch: int) -> Iterable[Variant]:
