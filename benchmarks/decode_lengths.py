@@ -131,7 +131,7 @@ def row(c: Contender, context: int, visit: str, passes: list[list[float]]) -> di
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--name", help="of the result file (gpu-decode-lengths, on a CPU cpu-decode-lengths)")
+    report.add_name_option(parser, "gpu-decode-lengths, on a CPU cpu-decode-lengths")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     report.add_commit_option(parser)
     timing.add_tuning_option(parser)

@@ -200,7 +200,7 @@ def decode(model: Any, batch: int) -> Callable[[], Tensor]:
 
 
 def compiled_decode(model: Any, batch: int) -> Callable[[], Tensor]:
-    """`decode` through torch.compile after a prefill without it, as `generate` does it with a static cache."""
+    """`decode` through torch.compile after a prefill without it, as transformers' `generate` does it with a static cache."""
     torch._dynamo.reset()
     run = decode(model, batch)
     model.forward = torch.compile(model.forward, fullgraph=True)
@@ -297,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--contenders", default="ours,softmax" + (",fla" if importlib.util.find_spec("fla") else ""))
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--modes", default="call,graph,compiled graph,captured,loop")
-    parser.add_argument("--name", help="of the result file (gpu-lm-<size>)")
+    report.add_name_option(parser, "gpu-lm-<size>")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     report.add_commit_option(parser)
     timing.add_tuning_option(parser)

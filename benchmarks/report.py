@@ -57,6 +57,17 @@ def add_commit_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", metavar="HASH", help="of these sources, where git does not know (default: ask it)")
 
 
+def add_name_option(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add --name, refused before anything is measured if `document` would refuse it."""
+    parser.add_argument("--name", type=_checked_name, help=f"of the result file ({default})")
+
+
+def _checked_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"{NAME_RULE}, got {name!r}")
+    return name
+
+
 def stamp(commit: str | None = None) -> dict[str, str]:
     """The machine, versions, commit (what git says if None) and date."""
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
@@ -81,6 +92,7 @@ def _commit() -> str:
 
 SCHEMA = 1
 NAME = re.compile(r"(cpu|gpu)(-[a-z0-9]+)*")
+NAME_RULE = "expected cpu- or gpu-, then words joined by hyphens"
 KEYS = {"schema": int, "name": str, "title": str, "stamp": dict, "columns": list, "rows": list}
 
 
@@ -106,7 +118,7 @@ def document(
         ValueError: `name` breaks the rule.
     """
     if not NAME.fullmatch(name):
-        raise ValueError(f"name of results: expected cpu- or gpu-, then words joined by hyphens, got {name!r}")
+        raise ValueError(f"name of results: {NAME_RULE}, got {name!r}")
     contents = {"schema": SCHEMA, "name": name, "title": title, "stamp": stamp() if facts is None else facts}
     return contents | {"columns": list(columns), "rows": rows} | ({"details": details} if details else {})
 

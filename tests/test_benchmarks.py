@@ -6,6 +6,7 @@ The sections for a GPU run here at tiny sizes with the eager backend and a wall 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 import re
@@ -817,6 +818,13 @@ def test_a_file_of_another_form_is_named(change: dict[str, Any], problem: str, t
 def test_names_of_results_follow_the_rule(name: str) -> None:
     with pytest.raises(ValueError, match="expected cpu- or gpu-, then words joined by hyphens"):
         report.document(name, "A title", [])
+
+
+@pytest.mark.parametrize("module", ["lm", "decode_lengths"])
+def test_names_are_refused_before_anything_is_measured(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"benchmarks.{module}").main(["--name", "gpu_operator"])
+    assert "--name: expected cpu- or gpu-, then words joined by hyphens, got 'gpu_operator'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
