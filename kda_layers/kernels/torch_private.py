@@ -21,6 +21,9 @@ is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 # True if hooks of all modules are registered: they expect every module to be called.
 has_global_hooks = torch.nn.modules.module._has_any_global_hook
 
+# Multiplies tensors in place, by few kernels if they and the factor have one dtype; torch's optimizers use it.
+foreach_mul_ = torch._foreach_mul_
+
 
 def forward_ad_active() -> bool:
     """True inside torch.autograd.forward_ad.dual_level."""

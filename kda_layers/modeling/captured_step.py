@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers.modeling.checks import as_int
+from kda_layers.modeling.clipping import clip_grad_norm_
 from kda_layers.modeling.cuda_graphs import CudaGraphs
 from kda_layers.modeling.side_by_side import SideBySide
 
@@ -182,7 +183,7 @@ class CapturedStep:
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         if self.max_norm is not None:
-            self._norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+            self._norm = clip_grad_norm_(self.model.parameters(), self.max_norm)
         self._update()
         self._loss = total
 
