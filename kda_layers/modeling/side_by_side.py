@@ -7,7 +7,9 @@ buffer is no longer used. Compiled code does not see that the `.data` of a param
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from kda_layers.kernels.torch_private import constant_to_compile, is_storage_shared
 
 DEVICES = ("cuda",)  # where one product is faster than several
+_thread = threading.local()  # .in_passing: True inside `capture_in_passing`
 
 
 class SideBySide:
@@ -50,7 +53,9 @@ class SideBySide:
 
     def watch(self, x: Tensor) -> None:
         """Leave the parameters where they are if a CUDA graph captures this call on x, which reads them there."""
-        if not torch.compiler.is_compiling() and is_capturing(x.device):
+        if torch.compiler.is_compiling() or not is_capturing(x.device):
+            return
+        if not getattr(_thread, "in_passing", False):
             self.fixed = True
 
     def forget(self) -> None:
@@ -110,6 +115,16 @@ class SideBySide:
 
     def __reduce__(self) -> Any:
         return SideBySide, (self.multiple,)
+
+
+@contextlib.contextmanager
+def capture_in_passing() -> Iterator[None]:
+    """Capture a graph that is dropped before weights are laid side by side again: parameters may move after it."""
+    _thread.in_passing = True
+    try:
+        yield
+    finally:
+        _thread.in_passing = False
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -62,6 +62,8 @@ class Tape(TorchDispatchMode):
 class TapedGraphs:
     """What `CudaGraphs` is on a GPU."""
 
+    all_captures = 0  # of every object
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.captures = 0
@@ -78,4 +80,8 @@ class TapedGraphs:
             tape.undo()
             torch.set_rng_state(random_state)
         self.captures += 1
+        type(self).all_captures += 1
         return tape.replay
+
+    def recapture(self, work: Callable[[], None]) -> Callable[[], None]:
+        return self.capture(work)

@@ -500,7 +500,7 @@ def test_compiled_model(name: str, case: str, counter: CompileCounterWithBackend
 
 @pytest.mark.parametrize("name", ["kda", "hybrid", "key_bias", "llama", "qwen3", "mistral"])
 def test_compiled_generation(name: str, counter: CompileCounterWithBackend) -> None:
-    """With a static cache, transformers compiles the decode step; later tokens and calls must not recompile it."""
+    """With a static cache and a compile_config, transformers compiles the decode step; later calls do not recompile."""
     m = build(name)
     options = CompileConfig(fullgraph=True, dynamic=None, mode=None)
     options.backend = lambda graph, inputs: counter(graph, inputs)  # generate copies its options, but not functions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from transformers.utils.output_capturing import capture_outputs
 from kda_layers.kernels.registry import keep_backend
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import loss_options, refuse_unknown, without_plans
+from kda_layers.modeling.captured_decoding import CapturedDecoding, is_capturable
 from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.loss import chunked_loss
 from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
@@ -287,6 +289,19 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+        """Return a function that does what calling the model does, for the decode steps of one `generate`.
+
+        `generate` asks for it where the cache is static. Steps are captured in a CUDA graph and replayed
+        (`CapturedDecoding`). torch.compile, as in transformers, serves calls with a `compile_config`, and models that
+        are not wholly on one CUDA device, are quantised or sharded, have hooks or a replaced forward, or sliding
+        windows. `generate(..., disable_compile=True)` decodes eagerly.
+        """
+        configured = compile_config or getattr(self.generation_config, "compile_config", None)
+        if configured is None and is_capturable(self):
+            return CapturedDecoding(self)
+        return super().get_compiled_call(compile_config)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
