@@ -200,7 +200,7 @@ def decode(model: Any, batch: int) -> Callable[[], Tensor]:
 
 
 def compiled_decode(model: Any, batch: int) -> Callable[[], Tensor]:
-    """`decode` through torch.compile after a prefill without it, as transformers' `generate` does it with a static cache."""
+    """`decode` by torch.compile after a prefill without it, as transformers' `generate` with a static cache."""
     torch._dynamo.reset()
     run = decode(model, batch)
     model.forward = torch.compile(model.forward, fullgraph=True)

@@ -33,7 +33,7 @@ LIMIT = 0.1  # a whole model in bf16 against fp32: each of its layers rounds, wh
 PEAK = 989e12  # flop/s of an H200 in bf16, dense, by its data sheet
 PROMPT = 64  # tokens in a KDA model's states before the step
 NO_MASK = {"full_attention": None, "linear_attention": None}
-GRAPH, REDUCE_OVERHEAD = "CUDA graph", "reduce-overhead"  # ours of the compiled step; inductor's, as transformers' generate
+GRAPH, REDUCE_OVERHEAD = "CUDA graph", "reduce-overhead"  # ours of the compiled step; transformers' of its generate
 
 
 def model(setup: Setup) -> list[Job]:
