@@ -62,7 +62,7 @@ class Tape(TorchDispatchMode):
 class TapedGraphs:
     """What `CudaGraphs` is on a GPU."""
 
-    all_captures = 0  # of every object
+    recording = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -73,14 +73,15 @@ class TapedGraphs:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         tape, random_state = Tape(), torch.get_rng_state()
+        TapedGraphs.recording = True
         try:
             with tape:
                 work()
         finally:
+            TapedGraphs.recording = False
             tape.undo()
             torch.set_rng_state(random_state)
         self.captures += 1
-        type(self).all_captures += 1
         return tape.replay
 
     def recapture(self, work: Callable[[], None]) -> Callable[[], None]:
