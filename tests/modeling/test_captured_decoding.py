@@ -401,6 +401,14 @@ def test_options_global_hooks_and_windows(device: str, monkeypatch: pytest.Monke
     assert windows.get_compiled_call(None) == ("compiled", "reduce-overhead")
 
 
+def test_a_model_on_two_devices(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_decoding, "DEVICES", (device, "meta"))
+    m = build("kda", device)
+    assert captured_decoding.is_capturable(m)
+    m.model.norm.to("meta")
+    assert not captured_decoding.is_capturable(m)
+
+
 def test_a_cpu_is_not_captured() -> None:
     assert not captured_decoding.is_capturable(models.build("kda"))
 
@@ -445,6 +453,30 @@ def test_signatures_in_turns(device: str, captures: Captures) -> None:
         assert torch.equal(got.logits, want.logits)
         made.append(captures.since())
     assert made == [0, 1, 0, 0, 0, 1, 0, 0, 0, 1]
+
+
+@torch.no_grad()
+def test_inference_mode_for_some_calls(device: str, captures: Captures) -> None:
+    m = build("kda", device)
+    call, _, arguments = step_of(m, device)
+    _, _, same = step_of(m, device)
+    made = []
+    for inference in (1, 1, 1, 0, 0, 0, 1):
+        with torch.inference_mode(bool(inference)), torch.no_grad():
+            assert torch.equal(call(**arguments).logits, m(**same).logits)
+        made.append(captures.since())
+    assert made == [0, 1, 0, 0, 1, 0, 0]
+
+
+@torch.no_grad()
+def test_an_eager_call_drops_the_graph(device: str, captures: Captures) -> None:
+    m = build("kda", device)
+    call, _, arguments = step_of(m, device)
+    made = []
+    for tokens in (1, 1, 1, 2, 1, 1, 1):
+        call(**arguments) if tokens == 1 else two_tokens(call, arguments)
+        made.append(captures.since())
+    assert made == [0, 1, 0, 0, 0, 1, 0]
 
 
 @torch.no_grad()
