@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kda_layers.kernels.kda.contract import KDAOutput as KDAOutput
     from kda_layers.kernels.kda.op import kda as kda
     from kda_layers.kernels.kda.op import kda_step as kda_step
+    from kda_layers.kernels.over_ranks.kda import kda_over_ranks as kda_over_ranks
+    from kda_layers.kernels.over_ranks.shards import Shards as Shards
     from kda_layers.kernels.registry import explain as explain
     from kda_layers.kernels.registry import keep_backend as keep_backend
     from kda_layers.kernels.registry import use_backend as use_backend
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from kda_layers.modeling.checkpoints.weights import export_kda_weights as export_kda_weights
     from kda_layers.modeling.checkpoints.weights import kda_layer_options as kda_layer_options
     from kda_layers.modeling.checkpoints.weights import load_kda_weights as load_kda_weights
+    from kda_layers.modeling.context_parallel import enable_context_parallel as enable_context_parallel
     from kda_layers.modeling.layer import KimiDeltaAttention as KimiDeltaAttention
     from kda_layers.modeling.models.configuration_kda import KDAConfig as KDAConfig
     from kda_layers.modeling.models.modeling_kda import KDAForCausalLM as KDAForCausalLM
@@ -42,12 +45,15 @@ _PUBLIC = {
     "KDAModel": "modeling.models.modeling_kda",
     "KDAOutput": "kernels.kda.contract",
     "KimiDeltaAttention": "modeling.layer",
+    "Shards": "kernels.over_ranks.shards",
     "biased_attention": "kernels.attention_bias.op",
     "convert_fla_checkpoint": "modeling.checkpoints.fla_checkpoint",
+    "enable_context_parallel": "modeling.context_parallel",
     "enable_speculative_decoding": "modeling.swap",
     "explain": "kernels.registry",
     "export_kda_weights": "modeling.checkpoints.weights",
     "kda": "kernels.kda.op",
+    "kda_over_ranks": "kernels.over_ranks.kda",
     "kda_layer_options": "modeling.checkpoints.weights",
     "kda_step": "kernels.kda.op",
     "keep_backend": "kernels.registry",

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import torch_private
 from .declarations import Backend
-from .registry import Registry
 from .tracing import is_plain, refuse_transforms, without_autocast
 
 NAMESPACE = "kda_layers"  # of torch.ops
@@ -47,6 +46,12 @@ class Differentiable(Backend):
         return ()
 
 
+class Backends(Protocol):
+    """The backends of an operator, as a `Registry`."""
+
+    def backend(self, name: str) -> Any: ...
+
+
 X = TypeVar("X", bound=Any)  # NamedTuples
 Out = TypeVar("Out", bound=Any)
 
@@ -60,7 +65,7 @@ class Operator(Generic[X, Out]):
         inputs: type[X],
         outputs: type[Out],
         gradients: type[Any],
-        registry: Registry[Any, Any],
+        registry: Backends,
         outputs_like: Callable[[Any], Any],
         reads: Iterable[str] = (),
     ):
@@ -231,7 +236,7 @@ class NoGradOperator(Generic[X]):
         name: str,
         inputs: type[X],
         writes: tuple[str, ...],
-        registry: Registry[Any, Any],
+        registry: Backends,
         method: str,
         output_like: Callable[[Any], Tensor],
     ):

@@ -20,6 +20,9 @@ from kda_layers.kernels.kda.activations import MIN_LOWER_BOUND
 from kda_layers.kernels.kda.checks import check_lower_bound, check_recompute
 from kda_layers.kernels.kda.contract import CHUNK, state_dtype
 from kda_layers.kernels.kda.op import kda, kda_step
+from kda_layers.kernels.over_ranks.kda import kda_over_ranks
+from kda_layers.kernels.over_ranks.shards import Shards
+from kda_layers.kernels.over_ranks.short_conv import short_convs_over_ranks
 from kda_layers.kernels.short_conv.op import short_convs, state_after
 from kda_layers.modeling.cache import Past
 from kda_layers.modeling.checks import as_int, check_epsilon, check_no_adapter
@@ -172,6 +175,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         cu_seqlens: Tensor | None = None,
+        shards: Shards | None = None,
     ) -> Tensor:
         """Return the attention output.
 
@@ -182,7 +186,9 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
             past_key_values: a transformers cache whose layer `layer_idx` is a linear-attention layer; read and updated.
                 No gradient flows into or out of it.
             cu_seqlens: [N + 1] int32 or int64 offsets of the sequences packed along T (then B = 1); the cache then
-                has N rows. Not with attention_mask.
+                has N rows. Not with attention_mask. With `shards`, offsets into the tokens of all ranks.
+            shards: where hidden_states lie in sequences that are cut over the ranks of a process group, all of which
+                call the layer; not with a mask or a cache. Gradients of parameters are partial sums.
 
         Returns:
             [B, T, D] in the dtype of hidden_states.
@@ -192,10 +198,14 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
                 another number of sequences, an adapter on conv1d or o_norm; what `kda_layers.kda` raises.
         """
         check_no_adapter(self, ("conv1d", "o_norm"))
-        mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
+        if shards is not None and (attention_mask is not None or past_key_values is not None):
+            name = "past_key_values" if attention_mask is None else "attention_mask"
+            raise ValueError(f"{name} must be None with shards: sequences over ranks have no padding and no cache")
+        ranks = 1 if shards is None else len(shards.places)
+        mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens, ranks)
         state = LayerState(past_key_values, self.layer_idx, sequences)
         self._watch(hidden_states)
-        if mask is None and cu_seqlens is None and (o := self._decode(hidden_states, state)) is not None:
+        if mask is cu_seqlens is shards is None and (o := self._decode(hidden_states, state)) is not None:
             return self.o_proj(o)
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
         backend = self.kda_options.get("backend")
@@ -203,7 +213,10 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         layers = self._inputs()
         *qkv, f, gate, beta = projections(x, layers) or tuple(layer(x) for layer in layers)
         taps = self.conv1d.weight.squeeze(1)
-        (q, k, v), conv_state = short_convs(qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend)
+        if shards is None:
+            (q, k, v), conv_state = short_convs(qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend)
+        else:
+            q, k, v = short_convs_over_ranks(qkv, taps, shards, cu_seqlens, backend)
         q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
         v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
 
@@ -219,7 +232,9 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         A_log, dt_bias = self.A_log.to(wide), self.dt_bias.to(wide).view(-1, self.head_dim)
         options = dict(cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **self.kda_options)
         inputs, recompute = (q, k, v, g, beta), self.operator_recompute()
-        if state.recording:
+        if shards is not None:
+            o = kda_over_ranks(*inputs, shards, recompute=recompute, **options).o
+        elif state.recording:
             o = _attend_and_record(state, inputs, options, recompute, torch.cat(qkv, -1), taps.shape[-1], mask)
         else:
             o = _attend(state, inputs, options, recompute)
@@ -248,7 +263,9 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         )
 
 
-def _read_call(x: Tensor, D: int, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, int]:
+def _read_call(
+    x: Tensor, D: int, mask: Tensor | None, cu_seqlens: Tensor | None, ranks: int
+) -> tuple[Tensor | None, int]:
     """Check a call's arguments; return the mask of its tokens, [B, T] bool, and its number of sequences."""
     if x.ndim != 3 or x.shape[-1] != D:
         raise ValueError(f"hidden_states must have shape [B, T, D = {D}], got {list(x.shape)}")
@@ -258,7 +275,7 @@ def _read_call(x: Tensor, D: int, mask: Tensor | None, cu_seqlens: Tensor | None
             raise ValueError("attention_mask must be None with cu_seqlens: packed sequences have no padding")
         check_offsets(cu_seqlens, x)
         if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # no wait for a device
-            sequence_offsets(cu_seqlens, T)
+            sequence_offsets(cu_seqlens, ranks * T)
         return None, cu_seqlens.shape[0] - 1
     if mask is None:
         return None, B

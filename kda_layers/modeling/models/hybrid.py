@@ -15,16 +15,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from kda_layers.kernels.over_ranks.shards import Shards
 from kda_layers.kernels.registry import keep_backend
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import loss_options, refuse_unknown, without_plans
 from kda_layers.modeling.captured_decoding import CapturedDecoding, is_capturable
+from kda_layers.modeling.context_parallel import read_shards
 from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.loss import chunked_loss
 from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
 from kda_layers.modeling.models.hub import CardMixin
 from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate
-from kda_layers.modeling.packing import read_layout
+from kda_layers.modeling.packing import Layout, read_layout
 from kda_layers.modeling.residual import add_and_normalise
 
 
@@ -44,10 +46,11 @@ class KDAAttention(KimiDeltaAttention):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         cu_seqlens: Tensor | None = None,
+        shards: Shards | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Return (output, None), as transformers' decoder layers expect; positions and the like are not read."""
-        return super().forward(hidden_states, attention_mask, past_key_values, cu_seqlens), None
+        return super().forward(hidden_states, attention_mask, past_key_values, cu_seqlens, shards), None
 
 
 class HybridPreTrainedModel(CardMixin, PreTrainedModel):
@@ -55,6 +58,12 @@ class HybridPreTrainedModel(CardMixin, PreTrainedModel):
 
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012  (class attributes that transformers reads)
     _is_stateful = False  # states can be taken back: see cache.KDACacheLayer
+
+    @property
+    def supports_context_parallel(self) -> bool:
+        """True once `enable_context_parallel` lets the KDA layers exchange states: transformers' trainers ask this."""
+        parts = [m for m in self.modules() if isinstance(m, HybridModel)]
+        return bool(parts) and all(part.context_group is not None for part in parts)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -85,6 +94,7 @@ class HybridModel(HybridPreTrainedModel):
     """
 
     norm_class: ClassVar[type[nn.Module]]
+    context_group: str | None = None  # name of the process group that a sequence is cut over; see context_parallel
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -143,17 +153,26 @@ class HybridModel(HybridPreTrainedModel):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if past_key_values is not None:
-            with_kda_layers(past_key_values)
-        layout = read_layout(
-            inputs_embeds, attention_mask, position_ids, past_key_values, cu_seqlens=cu_seqlens, **kwargs
-        )
+        over_ranks: dict[str, Any] = {}
+        if self.context_group is not None:
+            shards, offsets = read_shards(
+                self.context_group, self.config, inputs_embeds, attention_mask, position_ids, past_key_values,
+                use_cache, cu_seqlens, **kwargs,
+            )  # fmt: skip
+            over_ranks, use_cache = {"shards": shards}, False
+            layout = Layout(offsets, None, None, None)
+        else:
+            if past_key_values is not None:
+                with_kda_layers(past_key_values)
+            layout = read_layout(
+                inputs_embeds, attention_mask, position_ids, past_key_values, cu_seqlens=cu_seqlens, **kwargs
+            )
         packed = layout.cu_seqlens is not None
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not packed
         past_key_values = self._cache(past_key_values, use_cache, packed)
         masks = attention_mask
-        if not isinstance(attention_mask, dict):
+        if over_ranks or not isinstance(attention_mask, dict):
             masks = masks_by_type(self.config, inputs_embeds, layout, past_key_values)
         hidden_states, positions, encodings, T = inputs_embeds, None, {}, inputs_embeds.shape[1]
         if position_ids is not None and position_ids.shape[-1] != T:
@@ -173,6 +192,7 @@ class HybridModel(HybridPreTrainedModel):
                     past_key_values=past_key_values,
                     cu_seqlens=layout.cu_seqlens,
                     position_ids=positions,
+                    **over_ranks,
                     **encodings,
                     **kwargs,
                 )
@@ -258,6 +278,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if skip_logits and (labels is None or not whole):
             given = "labels=None" if labels is None else f"logits_to_keep={logits_to_keep}"
             raise ValueError(f"skip_logits must be False or None without labels or with logits_to_keep, got {given}")
+        if self.model.context_group is not None and labels is not None and kwargs.get("shift_labels") is None:
+            raise ValueError(
+                "shift_labels must be given with labels and context parallelism, as a rank's last tokens have their "
+                "labels on another rank: shift labels by one before the sequence is cut, and pass them as both"
+            )
         for_loss = loss_options(kwargs, self.loss_function)
         kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
         refuse_unknown(kwargs, type(self))

@@ -1,0 +1,1 @@
+"""Sequences that are cut over the ranks of a process group."""

@@ -1,0 +1,187 @@
+"""Models over sequences that torch's `context_parallel` cuts over the ranks of a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kda_layers.kernels.over_ranks.shards import Shards, process_group
+
+# Attention functions of transformers that know nothing of other ranks, whatever context they are called in.
+OWN_TOKENS_ONLY = ("eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+
+
+def enable_context_parallel(model: nn.Module, mesh: Any) -> None:
+    """Let the KDA layers of a model exchange states over the ranks of a mesh, so that a sequence may be cut over them.
+
+    For use with torch's `context_parallel`, which cuts the sequence and runs softmax attention over all ranks:
+
+    ```python
+    mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
+    kda_layers.enable_context_parallel(model, mesh["cp"])
+    buffers = [input_ids, position_ids, labels]  # [B, T] each, labels already shifted
+    with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)):
+        loss = model(input_ids=input_ids, position_ids=position_ids, labels=labels, shift_labels=labels).loss
+        loss.backward()
+    ```
+
+    Each rank's loss is the mean over its own labels and gradients of parameters are its own part: DDP or FSDP over the
+    mesh average them. Every call needs position_ids, from which the model reads which tokens it has: each rank one
+    slice or two of equal length, in any order, that make up the whole sequence together. Packed sequences, for models
+    of KDA layers alone, are described by cu_seqlens over the tokens of all ranks, the same on all, with slices in the
+    order of the ranks (`torch.distributed.tensor.experimental._attention.set_rotate_method` does not matter;
+    `_cp_options.enable_load_balance = False` gives that order).
+
+    Args:
+        model: a KDAForCausalLM, KDAModel or a variant, or a module with one; changed in place.
+        mesh: `DeviceMesh` of one dimension, or None to switch it off.
+
+    Raises:
+        TypeError: model or mesh of another type.
+        ValueError: a mesh of several dimensions; a model with sliding windows or attention_bias='key'; a model without
+            KDA layers of this package's models.
+    """
+    from kda_layers.modeling.models.hybrid import HybridModel
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    group = None if mesh is None else _group_of(mesh)
+    found = [m for m in model.modules() if isinstance(m, HybridModel)]
+    if not found:
+        raise ValueError(
+            f"model must be a KDAForCausalLM, a KDAModel or a variant of these, got {type(model).__name__}: models "
+            "with swapped layers are not supported"
+        )
+    for part in found:
+        reason = unsupported(part.config)
+        if group is not None and reason:
+            raise ValueError(f"model must have no {reason}, which context parallelism does not support")
+    for part in found:
+        part.context_group = group
+
+
+def _group_of(mesh: Any) -> str:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, such as init_device_mesh('cuda', (8,)), got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, got {mesh.ndim}: pass one of them, such as mesh['cp']")
+    return mesh.get_group().group_name
+
+
+def unsupported(config: Any) -> str:
+    """Return what of a model's configuration rules out context parallelism, or an empty string."""
+    if getattr(config, "attention_bias", None) == "key":
+        return "attention_bias='key'"
+    others = set(config.layer_types) - {"linear_attention", "full_attention"}
+    return f"layers of {', '.join(sorted(others))}" if others else ""
+
+
+def read_shards(
+    group: str,
+    config: Any,
+    tokens: Tensor,
+    attention_mask: Any,
+    position_ids: Tensor | None,
+    past_key_values: Any,
+    use_cache: bool | None,
+    cu_seqlens: Tensor | None,
+    cu_seq_lens_q: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    **_: Any,
+) -> tuple[Shards, Tensor | None]:
+    """Return where a call's tokens lie in the sequence, and the offsets of packed sequences over all ranks.
+
+    One exchange of a few integers, which the host waits for.
+
+    Raises:
+        ValueError: what context parallelism does not support, or slices that do not make up one sequence.
+    """
+    if past_key_values is not None or use_cache:
+        given = "use_cache=True" if past_key_values is None else "past_key_values"
+        raise ValueError(f"{given} must not be given with context parallelism, which has no cache over ranks")
+    if isinstance(attention_mask, dict):
+        attention_mask = [m for m in attention_mask.values() if m is not None] or None
+    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and bool((attention_mask == 1).all())):
+        raise ValueError(
+            "attention_mask must be None, or [B, T] of ones, with context parallelism: drop padding, or pack sequences"
+        )
+    if seq_idx is not None:
+        raise ValueError("seq_idx must be None with context parallelism: pass cu_seqlens over the tokens of all ranks")
+    softmax = "full_attention" in config.layer_types
+    if softmax:
+        _check_softmax(config)
+    offsets = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
+    if offsets is None:
+        return _read_positions(group, tokens, position_ids), None
+    if softmax:
+        raise ValueError("cu_seqlens must be None with context parallelism in a model with softmax layers")
+    shards = Shards.contiguous(process_group(group))
+    T, ranks = tokens.shape[1], len(shards.places)
+    own = torch.tensor([T], device=tokens.device)
+    lengths = shards.everyones(own).flatten().tolist()
+    if len(set(lengths)) > 1:
+        raise ValueError(f"input_ids must have as many tokens on each rank, got {lengths}")
+    if offsets.ndim == 1 and int(offsets[-1]) != ranks * T:
+        raise ValueError(
+            f"cu_seqlens must count the tokens of all {ranks} ranks, {ranks * T}, got offsets up to {int(offsets[-1])}"
+        )
+    return shards, offsets
+
+
+def _check_softmax(config: Any) -> None:
+    """Raise a ValueError if softmax attention would see the tokens of one rank alone."""
+    name = config._attn_implementation
+    if name in OWN_TOKENS_ONLY:
+        raise ValueError(
+            f"attn_implementation must be 'sdpa' with context parallelism, got {name!r}, which sees the tokens of one "
+            "rank alone: call model.set_attn_implementation('sdpa')"
+        )
+    if name == "sdpa" and nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention:
+        raise ValueError(
+            "the model must be called within torch.distributed.tensor.experimental.context_parallel, as its softmax "
+            "layers otherwise see the tokens of one rank alone; kda_layers.enable_context_parallel(model, None) ends "
+            "context parallelism"
+        )
+
+
+def _read_positions(group: str, tokens: Tensor, position_ids: Tensor | None) -> Shards:
+    """Return the shards that the positions of all ranks describe."""
+    T = tokens.shape[1]
+    if position_ids is None:
+        raise ValueError(
+            "position_ids must be given with context parallelism, [1 or B, T]: the positions of this rank's tokens in "
+            "the whole sequence"
+        )
+    rows = position_ids[None] if position_ids.ndim == 1 else position_ids
+    if rows.ndim != 2 or rows.shape[0] not in (1, tokens.shape[0]) or rows.shape[1] != T:
+        raise ValueError(
+            f"position_ids must have shape [{T}], [1, {T}] or [{tokens.shape[0]}, {T}], got {list(position_ids.shape)}"
+        )
+    half, row = T // 2, rows[0]
+    alike = (rows == row).all()
+    steps = row.diff() == 1
+    whole = steps.all() & alike
+    cut = alike & steps[: max(half - 1, 0)].all() & steps[half:].all() & (T % 2 == 0)
+    facts = torch.stack((row[0], row[half], whole.long(), cut.long(), torch.full_like(row[0], T)))
+    shards = Shards.contiguous(process_group(group))
+    everyones = shards.everyones(facts[None].long())[:, 0].tolist()
+    lengths = [of_rank[4] for of_rank in everyones]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"input_ids must have as many tokens on each rank, got {lengths}")
+    if all(of_rank[2] for of_rank in everyones):
+        starts, length = [[of_rank[0]] for of_rank in everyones], T
+    else:
+        starts, length = [of_rank[:2] for of_rank in everyones], half
+    in_order = sorted(start for of_rank in starts for start in of_rank)
+    right = [in_order[0] + i * length for i in range(len(in_order))]
+    if not all(of_rank[3] or of_rank[2] for of_rank in everyones) or in_order[0] not in (0, 1) or in_order != right:
+        found = "; ".join(", ".join(map(str, of_rank)) for of_rank in starts)
+        raise ValueError(
+            f"position_ids of all ranks must make up one sequence from 0 or 1, each rank with one run of positions or "
+            f"with two of equal length, got runs of {length} that start at {found} on the ranks in turn"
+        )
+    return Shards(group, tuple(tuple((s - in_order[0]) // length for s in of_rank) for of_rank in starts))
