@@ -37,6 +37,14 @@ class EmulatedBackend(CudaBackend):
         with GuardedMemory():
             return super().backward(guarded_inputs(x), saved, *map(end_of_memory, gradients))
 
+    def affine_map(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        with GuardedMemory():
+            return super().affine_map(guarded_inputs(x))
+
+    def initial_gradient(self, x: Inputs, saved: list[Tensor], d_o: Tensor) -> Tensor:
+        with GuardedMemory():
+            return super().initial_gradient(guarded_inputs(x), saved, end_of_memory(d_o))
+
     def decode(self, x: DecodeInputs) -> Tensor:
         with GuardedMemory():
             return super().decode(guarded_inputs(x)._replace(state=x.state))

@@ -202,12 +202,16 @@ class Backend(Differentiable):
         N, K = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, x.q.shape[3]
         one = torch.eye(K, dtype=state_dtype(x.q.dtype), device=x.q.device).expand(N, HV, K, K).contiguous()
         without_values = x._replace(v=x.v.new_zeros(B, T, HV, K), initial_state=one)
-        (_, P, _), (_, C, _) = (self.forward(inputs, False)[0] for inputs in (without_values, x))
+        P, C = (self.forward(inputs, False)[0].final_state for inputs in (without_values, x))
+        assert P is not None
+        assert C is not None
         return P, C
 
     def initial_gradient(self, x: Inputs, saved: list[Tensor], d_o: Tensor) -> Tensor:
         """Return the gradient of the initial state [N, HV, V, K] by the outputs alone; arguments as of `backward`."""
-        return self.backward(x, saved, d_o, None, None).initial_state
+        d_initial = self.backward(x, saved, d_o, None, None).initial_state
+        assert d_initial is not None, "x has an initial state"
+        return d_initial
 
     def decode(self, x: DecodeInputs) -> Tensor:
         """Return o [B, T, HV, V] and update `x.state` in place; sequences without a slot (NO_SLOT) get o = 0."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from ...cuda.arch import ARCHS, Arch
@@ -82,6 +83,28 @@ class CudaBackend(Backend):
         kept = Saved(*saved) if saved else recompute(x, self.machine)
         scanned = reverse_scan.reverse_scan(x, self.machine, kept, d_o, d_final, d_checkpoints)
         return gradients.gradients(x, self.machine, kept, scanned, d_o)
+
+    def affine_map(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """By the reverse scan: from outputs without gradient, the gradient I of the final state becomes I P^T."""
+        x = aligned_inputs(x)
+        out, saved = forward.forward(x, self.machine, True)
+        assert saved is not None
+        assert out.final_state is not None
+        N, HV, V, K = out.final_state.shape
+        one = torch.eye(K, dtype=torch.float32, device=x.v.device).expand(N, HV, V, K).contiguous()
+        none = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
+        with_state = x._replace(initial_state=out.final_state)  # asks for its gradient; no value is read
+        transposed = reverse_scan.reverse_scan(with_state, self.machine, saved, none, one, None).d_initial
+        assert transposed is not None
+        return transposed.mT, out.final_state
+
+    def initial_gradient(self, x: Inputs, saved: list[Tensor], d_o: Tensor) -> Tensor:
+        """By the reverse scan alone."""
+        x = aligned_inputs(x)
+        kept = Saved(*saved) if saved else recompute(x, self.machine)
+        d_initial = reverse_scan.reverse_scan(x, self.machine, kept, aligned(d_o), None, None).d_initial
+        assert d_initial is not None, "x has an initial state"
+        return d_initial
 
     def decode(self, x: DecodeInputs) -> Tensor:
         return decode.decode(x, self.machine)
