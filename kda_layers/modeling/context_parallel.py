@@ -35,31 +35,58 @@ def enable_context_parallel(model: nn.Module, mesh: Any) -> None:
     `_cp_options.enable_load_balance = False` gives that order).
 
     Args:
-        model: a KDAForCausalLM, KDAModel or a variant, or a module with one; changed in place.
+        model: a KDAForCausalLM, KDAModel, a variant, a stock model whose KDA layers are all swapped, or a module with
+            one; changed in place.
         mesh: `DeviceMesh` of one dimension, or None to switch it off.
 
     Raises:
         TypeError: model or mesh of another type.
-        ValueError: a mesh of several dimensions; a model with sliding windows or attention_bias='key'; a model without
-            KDA layers of this package's models.
+        ValueError: a mesh of several dimensions; a model without such layers, with stock KDA layers, with sliding
+            windows, indexed attention or attention_bias='key'.
     """
-    from kda_layers.modeling.models.hybrid import HybridModel
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    group = None if mesh is None else _group_of(mesh)
-    found = [m for m in model.modules() if isinstance(m, HybridModel)]
-    if not found:
+    group, parts = None if mesh is None else _group_of(mesh), _parts(model)
+    if not parts:
         raise ValueError(
-            f"model must be a KDAForCausalLM, a KDAModel or a variant of these, got {type(model).__name__}: models "
-            "with swapped layers are not supported"
+            "model must be a KDAForCausalLM, a KDAModel, a variant of these, or a Kimi-Linear or Ling with swapped "
+            f"layers, got {type(model).__name__}"
         )
-    for part in found:
-        reason = unsupported(part.config)
+    for part in parts:
+        reason = _unsupported(part)
         if group is not None and reason:
             raise ValueError(f"model must have no {reason}, which context parallelism does not support")
-    for part in found:
+    for part in parts:
         part.context_group = group
+    for module in model.modules():
+        if any(child in parts for child in module.children()):  # it has the head, and takes labels
+            _set_check(module, group is not None)
+
+
+def _set_check(module: nn.Module, wanted: bool) -> None:
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is _check_labels:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    if wanted:
+        module.register_forward_pre_hook(_check_labels, with_kwargs=True)
+
+
+def _check_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise a ValueError for labels that a model would shift itself, within this rank's tokens; a forward pre-hook."""
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        raise ValueError(
+            "shift_labels must be given with labels and context parallelism, as a rank's last tokens have their "
+            "labels on another rank: shift labels by one before the sequence is cut, and pass them as both"
+        )
+
+
+def _parts(model: nn.Module) -> list[Any]:
+    """The modules of a model that read its calls for their KDA layers."""
+    from kda_layers.modeling.in_place import prepare_call
+    from kda_layers.modeling.models.hybrid import HybridModel
+
+    return [m for m in model.modules() if isinstance(m, HybridModel) or prepare_call in m._forward_pre_hooks.values()]
 
 
 def _group_of(mesh: Any) -> str:
@@ -72,11 +99,16 @@ def _group_of(mesh: Any) -> str:
     return mesh.get_group().group_name
 
 
-def unsupported(config: Any) -> str:
-    """Return what of a model's configuration rules out context parallelism, or an empty string."""
-    if getattr(config, "attention_bias", None) == "key":
+def _unsupported(part: Any) -> str:
+    """Return what of a model rules out context parallelism, or an empty string."""
+    from kda_layers.modeling.in_place import is_stock
+
+    if getattr(part.config, "attention_bias", None) == "key":
         return "attention_bias='key'"
-    others = set(config.layer_types) - {"linear_attention", "full_attention"}
+    stock = [path for path, m in part.named_modules() if is_stock(m)]
+    if stock:
+        return f"stock KDA layers, got those at {', '.join(stock)}: swap them (kda_layers.swap_attention)"
+    others = set(part.config.layer_types) - {"linear_attention", "full_attention"}
     return f"layers of {', '.join(sorted(others))}" if others else ""
 
 

@@ -21,6 +21,7 @@ from kda_layers.modeling import families
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import INPUTS, refuse_misspelt
 from kda_layers.modeling.checkpoints.naming import Format
+from kda_layers.modeling.context_parallel import read_shards
 from kda_layers.modeling.decoding import DecodesByKernels, merged_weights
 from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
@@ -65,13 +66,13 @@ class StockKDALayer(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         Args:
             hidden_states, attention_mask: as in `KimiDeltaAttention.forward`.
             cache_params: its past_key_values.
-            **kwargs: the model's other keywords; only cu_seq_lens_q is read, which `prepare_call` sets.
+            **kwargs: the model's other keywords; only cu_seq_lens_q and shards are read, which `prepare_call` sets.
         """
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        cu_seqlens, shards = kwargs.get("cu_seq_lens_q"), kwargs.get("shards")
         if cu_seqlens is not None:
             attention_mask = None  # the model made it: `prepare_call` refuses one from the caller
         layer: Any = self
-        return KimiDeltaAttention.forward(layer, hidden_states, attention_mask, cache_params, cu_seqlens)
+        return KimiDeltaAttention.forward(layer, hidden_states, attention_mask, cache_params, cu_seqlens, shards)
 
 
 PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
@@ -126,12 +127,14 @@ def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         TypeError, ValueError: as `read_call`; packed sequences with padding or a cache, or in a model whose other
             layers would mix them.
     """
+    if getattr(model, "context_group", None) is not None:
+        return _sharded_call(model, args, kwargs)
     cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
     if cache is not None:
         with_kda_layers(cache)
     kwargs, layout = read_call(model, args, kwargs)
     if layout is not None and layout.cu_seqlens is not None:
-        kwargs = packed_call(model, kwargs, layout, "KDA layer", _is_stock)
+        kwargs = packed_call(model, kwargs, layout, "KDA layer", is_stock)
         mixing = sorted(set(model.config.layer_types) - {"linear_attention", "full_attention"})
         if mixing:
             raise ValueError(
@@ -143,6 +146,22 @@ def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if model.config.use_cache if use_cache is None else use_cache:
             kwargs["past_key_values"] = with_kda_layers(DynamicCache(config=model.config))
     return kwargs, layout
+
+
+def _sharded_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
+    """Apply `read_call` to a model of which a sequence is cut over ranks; see `enable_context_parallel`."""
+    kwargs = dict(zip(INPUTS, args, strict=False)) | kwargs
+    refuse_misspelt(kwargs, type(model))
+    tokens = tokens_of(kwargs)
+    if tokens is None:
+        return kwargs, None  # the stock forward raises
+    inputs = {name: kwargs.get(name) for name in (*INPUTS[1:4], "use_cache", *PACKING)}
+    shards, offsets = read_shards(model.context_group, model.config, tokens, **inputs)
+    # Masks of no layer: the stock forward would make those of a local sequence.
+    masks = dict.fromkeys(model.config.layer_types)
+    kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
+    kwargs |= dict(attention_mask=masks, use_cache=False, shards=shards)
+    return kwargs if offsets is None else kwargs | dict(cu_seq_lens_q=offsets), Layout(None, None, None, masks)
 
 
 def packed_call(
@@ -174,7 +193,8 @@ def packed_call(
     return kwargs | dict(cu_seq_lens_q=layout.cu_seqlens, position_ids=layout.positions, use_cache=False)
 
 
-def _is_stock(module: Any) -> bool:
+def is_stock(module: Any) -> bool:
+    """Return True for a KDA layer that is not swapped."""
     return hasattr(module, "forget_gate") and not isinstance(module, StockKDALayer)
 
 

@@ -278,11 +278,6 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if skip_logits and (labels is None or not whole):
             given = "labels=None" if labels is None else f"logits_to_keep={logits_to_keep}"
             raise ValueError(f"skip_logits must be False or None without labels or with logits_to_keep, got {given}")
-        if self.model.context_group is not None and labels is not None and kwargs.get("shift_labels") is None:
-            raise ValueError(
-                "shift_labels must be given with labels and context parallelism, as a rank's last tokens have their "
-                "labels on another rank: shift labels by one before the sequence is cut, and pass them as both"
-            )
         for_loss = loss_options(kwargs, self.loss_function)
         kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
         refuse_unknown(kwargs, type(self))
