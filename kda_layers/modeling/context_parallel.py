@@ -27,12 +27,13 @@ def enable_context_parallel(model: nn.Module, mesh: Any) -> None:
         loss.backward()
     ```
 
-    Each rank's loss is the mean over its own labels and gradients of parameters are its own part: DDP or FSDP over the
-    mesh average them. Every call needs position_ids, from which the model reads which tokens it has: each rank one
-    slice or two of equal length, in any order, that make up the whole sequence together. Packed sequences, for models
-    of KDA layers alone, are described by cu_seqlens over the tokens of all ranks, the same on all, with slices in the
-    order of the ranks (`torch.distributed.tensor.experimental._attention.set_rotate_method` does not matter;
-    `_cp_options.enable_load_balance = False` gives that order).
+    Each rank's loss is that of its own labels, and gradients of parameters are its own part, to be summed over the mesh
+    if the loss is divided by the labels of all ranks (`num_items_in_batch`). Every call needs position_ids, from which
+    the model reads which tokens it has: each rank one slice or two of equal length, in any order, that make up the
+    whole sequence together. Models of KDA layers alone need no context: slices that you cut yourself do as well.
+
+    Packed sequences, for models of KDA layers alone, are described by cu_seqlens over the tokens of all ranks, the same
+    on all; rank r then holds the r-th slice.
 
     Args:
         model: a KDAForCausalLM, KDAModel, a variant, a stock model whose KDA layers are all swapped, or a module with
