@@ -16,7 +16,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import transformers
 import yaml
 
 import kda_layers
@@ -200,6 +199,7 @@ def test_dependencies_are_the_promised_ones_and_pinned_for_tests():
 
 
 def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.16.2")
+    found = sys.modules["transformers"]  # it may have replaced itself since this file was imported
+    monkeypatch.setattr(found, "__version__", "5.16.2")
     with pytest.raises(ImportError, match=r"kda_layers needs transformers 5\.17 or newer, got 5\.16\.2"):
         runpy.run_path(str(kda_layers.__file__))
