@@ -91,6 +91,25 @@ class KDAFields(PreTrainedConfig):
             self.linear_value_head_dim = self.linear_head_dim
         if self.linear_gate_rank is None:
             self.linear_gate_rank = self.linear_value_head_dim
+        self.base_model_tp_plan = self._tensor_parallel_plan()  # type: ignore[misc]  # transformers sets it so, too
+
+    def _tensor_parallel_plan(self) -> dict[str, str]:
+        """Return the class's plan with rules for the KDA layers: {module or parameter: style}.
+
+        `modeling.tensor_parallel` defines the styles. transformers logs a rule that matches nothing.
+        """
+        plan = dict(self.base_model_tp_plan or {})
+        types = set(self.layer_types or ())
+        if not types & set(self.softmax_types):
+            shared = tuple(f".self_attn.{name}_proj" for name in "qkvo")
+            plan = {name: style for name, style in plan.items() if ".self_attn." not in name or name.endswith(shared)}
+        attention = {"": "kda_local_heads"}
+        if "linear_attention" in types:
+            gates = ("f_b_proj", "g_b_proj") if self.linear_gate_rank else ("f_proj", "g_proj")
+            attention |= dict.fromkeys((*gates, "b_proj", "A_log", "dt_bias"), "colwise")
+        if types & set(self.softmax_types) and getattr(self, "attention_bias", None) == "key":
+            attention |= {"dt_proj": "kda_rowwise_to_heads", "A": "colwise"}
+        return plan | {f"layers.*.self_attn.{name}".rstrip("."): style for name, style in attention.items()}
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, with the code that loads the checkpoint with trust_remote_code=True."""
@@ -190,7 +209,16 @@ class KDAConfig(KDAFields):
 
     model_type = "kda_lm"  # flash-linear-attention's own model is "kda"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
-    base_model_pp_plan = {  # noqa: RUF012  (a class attribute that transformers reads)
+    base_model_tp_plan = {  # noqa: RUF012  (class attributes that transformers reads)
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan = {  # noqa: RUF012
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),

@@ -17,6 +17,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from kda_layers.kernels.over_ranks.shards import Shards
 from kda_layers.kernels.registry import keep_backend
+from kda_layers.modeling import tensor_parallel as tensor_parallel  # registers the styles of the plans
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import loss_options, refuse_unknown, without_plans
 from kda_layers.modeling.captured_decoding import CapturedDecoding, is_capturable

@@ -21,13 +21,6 @@ class VariantFields(KDAFields):
         layer_types: None for three KDA layers, then one of the family's own, and so on.
     """
 
-    def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
-        super().__init_subclass__(*args, **kwargs)
-        # Attention is not sharded: a tensor-parallel plan names a projection in all layers at once
-        # ("layers.*.self_attn.q_proj"), and would separate a KDA layer's heads from their convolutions and gates.
-        plan = cls.base_model_tp_plan or {}
-        cls.base_model_tp_plan = {name: style for name, style in plan.items() if ".self_attn." not in name}
-
     def __post_init__(self, **kwargs: Any) -> None:
         layer_types = self.layer_types
         super().__post_init__(**kwargs)  # the family's, which may fill it
