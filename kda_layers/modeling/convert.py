@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kda_layers.modeling.checks import layer_indices
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.models.variant import VariantFamily, stock_layer_types
+from kda_layers.modeling.tensor_parallel import sharded_parameters
 
 
 def convert(
@@ -44,7 +45,7 @@ def convert(
         ValueError: another class of model; layers that do not exist, are given twice or have a sliding window;
             a pattern that leaves no softmax layer; projections with biases or of another size than the KDA layers'; a
             model whose weights are elsewhere (offloaded, on the meta device) or not those of a plain model (adapters,
-            quantised).
+            quantised, sharded).
     """
     if type(model) is not family.stock:
         raise ValueError(f"model must be a {family.stock.__name__} to be converted, got a {type(model).__name__}")
@@ -121,6 +122,12 @@ def _check_plain(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model must have all its weights on one device, got a {name} on the meta device or dispatched by "
             "accelerate: load it without device_map and offloading, and move what is returned"
+        )
+    if sharded := sharded_parameters(model):
+        raise ValueError(
+            "model must have its whole weights on this rank, got shards of tensor parallelism at "
+            f"{', '.join(sharded[:4])}{', ...' if sharded[4:] else ''}: load it without distributed_config, convert "
+            "and save it, and load what was saved with distributed_config"
         )
     with torch.device("meta"):
         plain = type(model)(copy.deepcopy(model.config)).state_dict().keys()

@@ -16,6 +16,7 @@ from kda_layers.modeling import families
 from kda_layers.modeling.checks import layer_indices, unwrapped_hint
 from kda_layers.modeling.convert import convert
 from kda_layers.modeling.in_place import StockFamily
+from kda_layers.modeling.tensor_parallel import sharded_parameters
 
 
 @overload
@@ -63,8 +64,9 @@ def swap_attention(
             are neither text nor integers; a keyword that is not a field of the configuration; recompute and
             linear_recompute together.
         ValueError: a model class that is not supported; layers that do not exist, are not of the right kind or are
-            swapped already; a gate, convolution, bias, window or dropout that layers here do not have; an unknown
-            backend; a bad recompute, or one for layers without it (Doge). The model is unchanged then.
+            swapped already; a gate, convolution, bias, window or dropout that layers here do not have; weights sharded
+            by tensor parallelism; an unknown backend; a bad recompute, or one for layers without it (Doge). The model
+            is unchanged then.
     """
     _check_model(model)
     check_recompute(recompute)
@@ -90,6 +92,12 @@ def swap_attention(
     chosen = _chosen_layers(model, family, layers)
     for path, layer in chosen.items():
         family.check(path, layer)
+        if sharded := sharded_parameters(layer):
+            raise ValueError(
+                f"{path}: weights must be whole on every rank, got shards of tensor parallelism at "
+                f"{', '.join(sharded)}: the plan of {type(model).__name__} does not shard this layer by heads. "
+                "Override all its rules for self_attn, DistributedConfig(tp_plan={'...self_attn.o_proj': 'replicate'})"
+            )
         if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
             raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
     family.warn(model, list(chosen.values()))

@@ -77,8 +77,8 @@ def check_heads(module: nn.Module, ranks: int) -> None:
 
 def _local_parameters(module: nn.Module, mesh: Any) -> list[tuple[nn.Module, str, Tensor]]:
     """Return (owner, name, this rank's part) of each parameter that a forward reads other than it is stored."""
-    own = [(n, p) for n, p in module._parameters.items() if is_dtensor(p)]
-    found: list[tuple[nn.Module, str, Tensor]] = [(module, n, p.to_local()) for n, p in own]  # type: ignore[union-attr]
+    own: dict[str, Any] = {name: p for name, p in module._parameters.items() if is_dtensor(p)}
+    found: list[tuple[nn.Module, str, Tensor]] = [(module, name, p.to_local()) for name, p in own.items()]
     if isinstance(module, KimiDeltaAttention):
         conv, norm = module.conv1d.weight, module.o_norm.weight
         found.append((module.conv1d, "weight", _local_channels(module, _summing(conv, mesh), mesh)))

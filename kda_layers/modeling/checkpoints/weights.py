@@ -14,6 +14,7 @@ from kda_layers.modeling.checkpoints.naming import FLA, OURS, Format, Naming
 from kda_layers.modeling.checkpoints.safetensors_files import Source, open_weights
 from kda_layers.modeling.checks import unwrapped_hint
 from kda_layers.modeling.layer import KimiDeltaAttention
+from kda_layers.modeling.tensor_parallel import sharded_parameters
 
 
 @functools.cache
@@ -44,7 +45,7 @@ def load_kda_weights(
         TypeError: source, layer or one of the tensors has a wrong type.
         ValueError: a family that the names do not fit, or None if they fit two; no KDA layer at prefix; tensors
             missing, unexpected or of a wrong shape, with the options that would fit; a gate that the family does not
-            have; a layer on the meta device or with adapters; a file that is not safetensors.
+            have; a layer on the meta device, with adapters or sharded; a file that is not safetensors.
     """
     _check_layer(layer)
     naming, tensors = _read(source, family, prefix)
@@ -74,7 +75,7 @@ def export_kda_weights(layer: KimiDeltaAttention, family: str, *, on_disk: bool 
 
     Raises:
         TypeError: layer is not a KimiDeltaAttention.
-        ValueError: an unknown family; a layer with options that no layer of the family has, or with adapters.
+        ValueError: an unknown family; a layer with options that no layer of the family has, with adapters or sharded.
     """
     _check_layer(layer)
     _check_family(family)
@@ -144,6 +145,11 @@ def _check_layer(layer: Any) -> None:
         raise ValueError(
             f"layer must have the parameters of a plain KimiDeltaAttention, got {', '.join(unknown)}: merge adapters "
             "first (merge_and_unload)"
+        )
+    if sharded := sharded_parameters(layer):
+        raise ValueError(
+            f"layer must be whole on this rank, got shards of tensor parallelism at {', '.join(sharded)}: use a model "
+            "loaded without distributed_config; save_pretrained of the sharded one writes the whole weights"
         )
 
 

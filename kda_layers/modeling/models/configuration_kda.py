@@ -91,7 +91,7 @@ class KDAFields(PreTrainedConfig):
             self.linear_value_head_dim = self.linear_head_dim
         if self.linear_gate_rank is None:
             self.linear_gate_rank = self.linear_value_head_dim
-        self.base_model_tp_plan = self._tensor_parallel_plan()  # type: ignore[misc]  # transformers sets it so, too
+        self.base_model_tp_plan = self._tensor_parallel_plan()
 
     def _tensor_parallel_plan(self) -> dict[str, str]:
         """Return the class's plan with rules for the KDA layers: {module or parameter: style}.
