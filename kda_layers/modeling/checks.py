@@ -71,3 +71,23 @@ def check_no_adapter(layer: nn.Module, names: Iterable[str]) -> None:
                 f"so an adapter has no effect. Leave {name} out of target_modules, or train its weight itself "
                 f"with modules_to_save=[{name!r}]"
             )
+
+
+def check_whole(what: str, module: nn.Module, hint: str) -> None:
+    """Raise a ValueError if this rank holds only shards of some of the module's weights by tensor parallelism."""
+    if sharded := [name for name, p in module.named_parameters() if _is_tensor_parallel(p)]:
+        raise ValueError(
+            f"{what} must have its whole weights on every rank, got shards of tensor parallelism at "
+            f"{', '.join(sharded[:4])}{', ...' if sharded[4:] else ''}: {hint}"
+        )
+
+
+def _is_tensor_parallel(p: Any) -> bool:
+    """Return True for a shard of tensor parallelism; False for a whole tensor and for a shard of FSDP2."""
+    names = p.device_mesh.mesh_dim_names if is_dtensor(p) else None
+    return names is not None and "tp" in names and not p.placements[names.index("tp")].is_replicate()
+
+
+def is_dtensor(t: Any) -> bool:
+    """Return True for a torch DTensor, without importing its module, which takes half a second."""
+    return hasattr(t, "device_mesh")

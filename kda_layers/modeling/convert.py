@@ -14,10 +14,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kda_layers.modeling.checks import layer_indices
+from kda_layers.modeling.checks import check_whole, layer_indices
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.models.variant import VariantFamily, stock_layer_types
-from kda_layers.modeling.tensor_parallel import sharded_parameters
 
 
 def convert(
@@ -123,12 +122,7 @@ def _check_plain(model: PreTrainedModel) -> None:
             f"model must have all its weights on one device, got a {name} on the meta device or dispatched by "
             "accelerate: load it without device_map and offloading, and move what is returned"
         )
-    if sharded := sharded_parameters(model):
-        raise ValueError(
-            "model must have its whole weights on this rank, got shards of tensor parallelism at "
-            f"{', '.join(sharded[:4])}{', ...' if sharded[4:] else ''}: load it without distributed_config, convert "
-            "and save it, and load what was saved with distributed_config"
-        )
+    check_whole("model", model, "load it without distributed_config, convert and save it, and load that sharded")
     with torch.device("meta"):
         plain = type(model)(copy.deepcopy(model.config)).state_dict().keys()
     if differences := sorted(plain ^ model.state_dict().keys()):

@@ -13,10 +13,9 @@ from transformers import AutoConfig, PreTrainedModel
 from kda_layers.kernels.kda.checks import check_recompute
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling import families
-from kda_layers.modeling.checks import layer_indices, unwrapped_hint
+from kda_layers.modeling.checks import check_whole, layer_indices, unwrapped_hint
 from kda_layers.modeling.convert import convert
 from kda_layers.modeling.in_place import StockFamily
-from kda_layers.modeling.tensor_parallel import sharded_parameters
 
 
 @overload
@@ -90,14 +89,13 @@ def swap_attention(
     if config:
         raise TypeError(f"{type(model).__name__} keeps its layers' shapes: unexpected {sorted(config)}")
     chosen = _chosen_layers(model, family, layers)
+    hint = (
+        f"the plan of {type(model).__name__} does not shard it by heads. Override all its rules for self_attn, "
+        "DistributedConfig(tp_plan={'...self_attn.o_proj': 'replicate'})"
+    )
     for path, layer in chosen.items():
         family.check(path, layer)
-        if sharded := sharded_parameters(layer):
-            raise ValueError(
-                f"{path}: weights must be whole on every rank, got shards of tensor parallelism at "
-                f"{', '.join(sharded)}: the plan of {type(model).__name__} does not shard this layer by heads. "
-                "Override all its rules for self_attn, DistributedConfig(tp_plan={'...self_attn.o_proj': 'replicate'})"
-            )
+        check_whole(path, layer, hint)
         if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
             raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
     family.warn(model, list(chosen.values()))

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the styles that transformers' plans need for KDA layers, and which tensors are sharded.
+"""Tensor parallelism: the styles that transformers' plans need for KDA layers.
 
 A plan (`base_model_tp_plan` of a configuration) shards a KDA layer by heads: "colwise" for its projections, `A_log` and
 `dt_bias`, "rowwise" for `o_proj`. The convolution and the output norm are whole on every rank, as no style of
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, RowwiseParallel, TensorParallelLayer
 
+from kda_layers.modeling.checks import is_dtensor
 from kda_layers.modeling.layer import KimiDeltaAttention
 
 if torch.distributed.is_available():
@@ -99,21 +100,6 @@ def _summing(whole: Tensor, mesh: Any) -> Tensor:
     if not (torch.is_grad_enabled() and whole.requires_grad):
         return whole
     return DTensor.from_local(whole, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-
-
-def is_dtensor(t: Any) -> bool:
-    """Return True for a torch DTensor, of tensor parallelism or of FSDP2."""
-    return torch.distributed.is_available() and isinstance(t, DTensor)
-
-
-def sharded_parameters(module: nn.Module) -> list[str]:
-    """Return the names of parameters of which this rank holds a shard by tensor parallelism; not those of FSDP2."""
-    return [name for name, p in module.named_parameters() if is_dtensor(p) and _is_sharded_by_tp(p)]
-
-
-def _is_sharded_by_tp(p: Any) -> bool:
-    names = p.device_mesh.mesh_dim_names
-    return names is not None and "tp" in names and not p.placements[names.index("tp")].is_replicate()
 
 
 if torch.distributed.is_available():

@@ -12,9 +12,8 @@ from torch import Tensor
 from kda_layers.modeling import families
 from kda_layers.modeling.checkpoints.naming import FLA, OURS, Format, Naming
 from kda_layers.modeling.checkpoints.safetensors_files import Source, open_weights
-from kda_layers.modeling.checks import unwrapped_hint
+from kda_layers.modeling.checks import check_whole, unwrapped_hint
 from kda_layers.modeling.layer import KimiDeltaAttention
-from kda_layers.modeling.tensor_parallel import sharded_parameters
 
 
 @functools.cache
@@ -146,11 +145,7 @@ def _check_layer(layer: Any) -> None:
             f"layer must have the parameters of a plain KimiDeltaAttention, got {', '.join(unknown)}: merge adapters "
             "first (merge_and_unload)"
         )
-    if sharded := sharded_parameters(layer):
-        raise ValueError(
-            f"layer must be whole on this rank, got shards of tensor parallelism at {', '.join(sharded)}: use a model "
-            "loaded without distributed_config; save_pretrained of the sharded one writes the whole weights"
-        )
+    check_whole("layer", layer, "use a model loaded without distributed_config; save_pretrained saves whole weights")
 
 
 def _check_family(family: str) -> None:
