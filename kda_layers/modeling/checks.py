@@ -75,17 +75,26 @@ def check_no_adapter(layer: nn.Module, names: Iterable[str]) -> None:
 
 def check_whole(what: str, module: nn.Module, hint: str) -> None:
     """Raise a ValueError if this rank holds only shards of some of the module's weights by tensor parallelism."""
-    if sharded := [name for name, p in module.named_parameters() if _is_tensor_parallel(p)]:
+    sharded = [
+        f"{path}.{name}".lstrip(".")
+        for path, owner in module.named_modules()
+        for name, p in owner.named_parameters(recurse=False)
+        if _is_tensor_parallel(owner, p)
+    ]
+    if sharded:
         raise ValueError(
             f"{what} must have its whole weights on every rank, got shards of tensor parallelism at "
             f"{', '.join(sharded[:4])}{', ...' if sharded[4:] else ''}: {hint}"
         )
 
 
-def _is_tensor_parallel(p: Any) -> bool:
+def _is_tensor_parallel(owner: nn.Module, p: Any) -> bool:
     """Return True for a shard of tensor parallelism; False for a whole tensor and for a shard of FSDP2."""
-    names = p.device_mesh.mesh_dim_names if is_dtensor(p) else None
-    return names is not None and "tp" in names and not p.placements[names.index("tp")].is_replicate()
+    if not is_dtensor(p):
+        return False
+    names = p.device_mesh.mesh_dim_names  # None in transformers 5.17, which marks the module as 5.23 does
+    placements = p.placements if names is None else [p.placements[i] for i, name in enumerate(names) if name == "tp"]
+    return (names is not None or hasattr(owner, "_is_hooked")) and not all(way.is_replicate() for way in placements)
 
 
 def is_dtensor(t: Any) -> bool:

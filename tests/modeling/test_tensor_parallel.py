@@ -304,7 +304,7 @@ def make(folder: Path) -> None:
     for name, heads in REFUSED.items():
         KDAForCausalLM(KDAConfig(**(TINY | EVEN | heads))).save_pretrained(folder / name)
     for family in ("kimi_linear", "glm5_next", "doge"):
-        model = stock_models.build(family, **(dict(vocab_size=98) if family != "doge" else {}), dense=True)
+        model = stock_models.build(family, vocab_size=98, dense=True)
         model.save_pretrained(folder / family)
     config = STOCK["llama"][0](**(TINY_STOCK | EVEN))
     LlamaForCausalLM(config).save_pretrained(folder / "stock llama")
