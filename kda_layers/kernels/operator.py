@@ -127,11 +127,11 @@ class Operator(Generic[X, Out]):
     def _grad(self, *args: Any) -> Any:
         x, (backend, *rest) = self.inputs(*args[: self.fields]), args[self.fields :]
         grads = without_autocast(self.registry.backend(backend).backward, x, *rest)
-        return tuple(_or_empty(t, x) for t in grads)
+        return _returned(_or_empty(t, x) for t in grads)
 
     def _grad_fake(self, *args: Any) -> Any:
         x = self.inputs(*args[: self.fields])
-        return tuple(_or_empty(None if t is None else t.new_empty(t.shape), x) for t in x[: self.with_gradient])
+        return _returned(_or_empty(None if t is None else t.new_empty(t.shape), x) for t in x[: self.with_gradient])
 
     def _grad_recording(self, *args: Any) -> Any:
         if torch.is_grad_enabled():
@@ -173,6 +173,7 @@ class _Forward(torch.autograd.Function):
         args = *x, ctx.backend, list(tensors[op.tensors :]), *d_outputs
         direct = is_plain(x) and not torch.is_grad_enabled()
         grads = op._grad(*args) if direct else op.grad_op(*args)
+        grads = (grads,) if isinstance(grads, Tensor) else grads
         needed = [None if t is None else _or_none(d) for t, d in zip(x, grads, strict=False)]
         return None, *needed, *[None] * (op.fields - len(needed) + 2)  # of op, inputs, save and backend
 
@@ -280,6 +281,12 @@ def define(name: str, signature: str, run: Any, fake: Any, autograd: Any = None)
     if autograd is not None:
         _library.impl(name, autograd, "Autograd")
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _returned(tensors: Iterable[Tensor]) -> Any:
+    """Return the results of an op: a single tensor must not be in a tuple."""
+    first, *others = tensors
+    return (first, *others) if others else first
 
 
 def _or_empty(t: Tensor | None, x: Any) -> Tensor:
