@@ -173,10 +173,11 @@ class _Packed:
         T, offsets = x.q.shape[1], x.cu_seqlens
         start = shards.rank * T
         ends = offsets.new_tensor([start, start + T - 1])
-        self.first, self.last = (torch.searchsorted(offsets, ends, right=True) - 1).unbind()
-        self.continues = offsets[self.first] < start
-        self.through = offsets[self.last] < start  # the last one began before this slice
-        self.goes_on = offsets[self.last + 1] > start + T
+        places = torch.searchsorted(offsets, ends, right=True) - 1
+        self.first, self.last = places.unbind()
+        # `through`: the last one began before this slice. An index tensor of no dimension would make the host wait.
+        self.continues, self.through = (offsets.index_select(0, places) < start).unbind()
+        self.goes_on = offsets.index_select(0, places[1:] + 1)[0] > start + T
         local = (offsets - start).clamp(0, T)
         self.inputs = _inputs(x)._replace(cu_seqlens=local, initial_state=None, final_state=True)
         self.N = offsets.shape[0] - 1
