@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_offsets, check_scale
+from ..checks import check_offsets, check_scale, sequence_offsets
 from ..kda.checks import check_lower_bound, check_recompute, check_values, check_whole
 from ..kda.contract import Backend, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
 from ..kda.dispatch import KDA
 from ..kda.reference import activate
 from ..operator import Differentiable, Operator
-from .shards import Shards
+from .shards import Shards, check_contiguous
 
 # The fields of `Inputs`, of this rank's tokens, then the group and the order of its pieces. Offsets are global.
 ShardedInputs: Any = typing.cast(Any, NamedTuple)(
@@ -114,13 +114,12 @@ def _check_cut(x: Any, shards: Shards) -> None:
     if x.cu_seqlens is None:
         return
     check_offsets(x.cu_seqlens, x.q)
-    if shards.places != tuple((r,) for r in range(len(shards.places))):
-        raise ValueError(
-            f"shards must be contiguous with cu_seqlens, got places {shards.places}: pass Shards.contiguous(group)"
-        )
+    check_contiguous(shards)
     for name, given in (("initial_state", x.initial_state is not None), ("final_state", x.final_state)):
         if given:
             raise ValueError(f"{name} must not be given with cu_seqlens over ranks: packed sequences start from zero")
+    if x.cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # no wait for a device
+        sequence_offsets(x.cu_seqlens, len(shards.places) * T)
 
 
 def _inputs(x: Any) -> Inputs:

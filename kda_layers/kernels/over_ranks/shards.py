@@ -76,6 +76,14 @@ class Shards(NamedTuple):
         return torch.stack([in_order[place] for place in self.places[self.rank]])
 
 
+def check_contiguous(shards: Shards) -> None:
+    """Raise a ValueError if shards of packed sequences are not slices in the order of the ranks."""
+    if shards.places != tuple((r,) for r in range(len(shards.places))):
+        raise ValueError(
+            f"shards must be contiguous with cu_seqlens, got places {shards.places}: pass Shards.contiguous(group)"
+        )
+
+
 def _group_and_size(group: Any) -> tuple[Any, int]:
     import torch.distributed as dist
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..operator import Differentiable, Operator
 from ..short_conv.op import short_convs
-from .shards import Shards
+from .shards import Shards, check_contiguous
 
 
 def short_convs_over_ranks(
@@ -31,15 +31,22 @@ def short_convs_over_ranks(
         y_i [B, T, D_i].
 
     Raises:
-        ValueError: a piece has fewer than W - 1 tokens.
+        ValueError: T is no multiple of the number of pieces; a piece has fewer than W - 1 tokens; packed sequences with
+            shards that are not contiguous.
     """
     W, pieces, (B, T) = weight.shape[1], shards.pieces, xs[0].shape[:2]
-    rows = [x.reshape(B * pieces, T // pieces, x.shape[-1]) for x in xs]
+    if cu_seqlens is not None:
+        check_contiguous(shards)
+    if T % pieces:
+        raise ValueError(
+            f"hidden_states must have as many tokens in each of {pieces} pieces of a rank, got T = {T} tokens"
+        )
     if T // pieces < W - 1:
         raise ValueError(
             f"hidden_states must have at least W - 1 = {W - 1} tokens in each of the {pieces} pieces of a rank, got "
             f"{T // pieces}: use fewer ranks"
         )
+    rows = [x.reshape(B * pieces, T // pieces, x.shape[-1]) for x in xs]
     if W == 1:
         return [y.reshape(x.shape) for y, x in zip(short_convs(rows, weight, backend=backend)[0], xs, strict=True)]
     ends = torch.cat([x[:, 1 - W :] for x in rows], -1)
