@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from kda_layers.kernels.checks import check_index, check_offsets
 from kda_layers.kernels.over_ranks.shards import Shards, process_group
 
 # Attention functions of transformers that know nothing of other ranks, whatever context they are called in.
@@ -128,47 +129,78 @@ def read_shards(
 ) -> tuple[Shards, Tensor | None]:
     """Return where a call's tokens lie in the sequence, and the offsets of packed sequences over all ranks.
 
-    One exchange of a few integers, which the host waits for.
+    One exchange of a few integers, which the host waits for. Ranks that refuse their arguments take part in it, so that
+    all ranks raise and none waits for another.
 
     Raises:
         ValueError: what context parallelism does not support, or slices that do not make up one sequence.
     """
+    offsets = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
+    shards = Shards.contiguous(process_group(group))
+    refusal, facts = None, torch.zeros(len(_Facts._fields), dtype=torch.long, device=tokens.device)
+    try:
+        _check_supported(config, attention_mask, past_key_values, use_cache, offsets, seq_idx)
+        if offsets is None:
+            facts = _facts_of_positions(tokens, position_ids)
+        else:
+            facts = _facts_of_offsets(tokens, offsets, position_ids, shards.rank * tokens.shape[1])
+    except (TypeError, ValueError) as e:
+        refusal = e
+    everyones = [_Facts(*of_rank) for of_rank in shards.everyones(facts[None])[:, 0].tolist()]
+    if refusal is not None:
+        raise refusal
+    for name, condition in (
+        ("arguments that no rank refuses", [r for r, f in enumerate(everyones) if not f.accepted]),
+        ("cu_seqlens on all ranks or on none", [r for r, f in enumerate(everyones) if f.packed != everyones[0].packed]),
+    ):
+        if condition:
+            raise ValueError(f"the model must be called with {name}, got others on ranks {condition} of the group")
+    lengths = [f.tokens for f in everyones]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"input_ids must have as many tokens on each rank, got {lengths}")
+    if offsets is None:
+        return _read_positions(group, everyones), None
+    _check_packed(everyones, sum(lengths))
+    return shards, offsets
+
+
+class _Facts(NamedTuple):
+    """What ranks tell each other about their arguments."""
+
+    accepted: int  # 0 on a rank that refuses its arguments
+    packed: int
+    tokens: int
+    first: int  # position of the first token; for packed sequences the last offset
+    second: int  # position of the first token of the second half; for packed sequences a sum that tells offsets apart
+    whole: int  # positions go on by 1; for packed sequences they are those of the slice
+    halves: int  # positions go on by 1 in each half
+
+
+def _check_supported(
+    config: Any, attention_mask: Any, past_key_values: Any, use_cache: bool | None, offsets: Any, seq_idx: Any
+) -> None:
     if past_key_values is not None or use_cache:
         given = "use_cache=True" if past_key_values is None else "past_key_values"
         raise ValueError(f"{given} must not be given with context parallelism, which has no cache over ranks")
     if isinstance(attention_mask, dict):
         attention_mask = [m for m in attention_mask.values() if m is not None] or None
-    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and bool((attention_mask == 1).all())):
+    plain = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 and bool((attention_mask == 1).all())
+    if attention_mask is not None and not plain:
         raise ValueError(
             "attention_mask must be None, or [B, T] of ones, with context parallelism: drop padding, or pack sequences"
         )
     if seq_idx is not None:
         raise ValueError("seq_idx must be None with context parallelism: pass cu_seqlens over the tokens of all ranks")
-    softmax = "full_attention" in config.layer_types
-    if softmax:
+    if "full_attention" in config.layer_types:
         _check_softmax(config)
-    offsets = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
-    if offsets is None:
-        return _read_positions(group, tokens, position_ids), None
-    if softmax:
-        raise ValueError("cu_seqlens must be None with context parallelism in a model with softmax layers")
-    shards = Shards.contiguous(process_group(group))
-    T, ranks = tokens.shape[1], len(shards.places)
-    own = torch.tensor([T], device=tokens.device)
-    lengths = shards.everyones(own).flatten().tolist()
-    if len(set(lengths)) > 1:
-        raise ValueError(f"input_ids must have as many tokens on each rank, got {lengths}")
-    if offsets.ndim == 1 and int(offsets[-1]) != ranks * T:
-        raise ValueError(
-            f"cu_seqlens must count the tokens of all {ranks} ranks, {ranks * T}, got offsets up to {int(offsets[-1])}"
-        )
-    return shards, offsets
+        if offsets is not None:
+            raise ValueError("cu_seqlens must be None with context parallelism in a model with softmax layers")
 
 
 def _check_softmax(config: Any) -> None:
     """Raise a ValueError if softmax attention would see the tokens of one rank alone."""
     name = config._attn_implementation
-    if name in OWN_TOKENS_ONLY:
+    if name in OWN_TOKENS_ONLY or "/" in name or name.startswith("paged|"):  # kernels of the Hub: owner/name
         raise ValueError(
             f"attn_implementation must be 'sdpa' with context parallelism, got {name!r}, which sees the tokens of one "
             "rank alone: call model.set_attn_implementation('sdpa')"
@@ -181,37 +213,76 @@ def _check_softmax(config: Any) -> None:
         )
 
 
-def _read_positions(group: str, tokens: Tensor, position_ids: Tensor | None) -> Shards:
-    """Return the shards that the positions of all ranks describe."""
-    T = tokens.shape[1]
+def _facts_of_offsets(tokens: Tensor, offsets: Tensor, position_ids: Tensor | None, start: int) -> Tensor:
+    """Return the `_Facts` of a rank whose tokens begin at `start` of all, [fields]."""
+    check_offsets(offsets, tokens)
+    T, placed = tokens.shape[1], torch.ones((), dtype=torch.bool, device=tokens.device)
+    if position_ids is not None:
+        row = _rows_of(position_ids, tokens)[0]
+        places = torch.arange(start, start + T, device=tokens.device)
+        in_sequence = places - offsets[torch.searchsorted(offsets, places, right=True) - 1]
+        steps = torch.stack((row - places, row - in_sequence))
+        placed = ((steps == 0).all(1) | (steps == 1).all(1)).any()
+    told_apart = (offsets.long() * torch.arange(1, offsets.shape[0] + 1, device=offsets.device)).sum()
+    return _stacked(1, 1, T, offsets[-1], told_apart, placed, 0)
+
+
+def _facts_of_positions(tokens: Tensor, position_ids: Tensor | None) -> Tensor:
     if position_ids is None:
         raise ValueError(
             "position_ids must be given with context parallelism, [1 or B, T]: the positions of this rank's tokens in "
             "the whole sequence"
         )
+    rows = _rows_of(position_ids, tokens)
+    T, row = tokens.shape[1], rows[0]
+    half, alike, steps = T // 2, (rows == row).all(), row.diff() == 1
+    halves = alike & steps[: max(half - 1, 0)].all() & steps[half:].all() & (T % 2 == 0)
+    return _stacked(1, 0, T, row[0], row[half], steps.all() & alike, halves)
+
+
+def _rows_of(position_ids: Tensor, tokens: Tensor) -> Tensor:
+    """Return positions as rows [1 or B, T]."""
+    check_index("position_ids", position_ids, tokens)
+    B, T = tokens.shape[:2]
     rows = position_ids[None] if position_ids.ndim == 1 else position_ids
-    if rows.ndim != 2 or rows.shape[0] not in (1, tokens.shape[0]) or rows.shape[1] != T:
+    if rows.ndim != 2 or rows.shape[0] not in (1, B) or rows.shape[1] != T:
+        raise ValueError(f"position_ids must have shape [{T}], [1, {T}] or [{B}, {T}], got {list(position_ids.shape)}")
+    return rows
+
+
+def _stacked(*facts: int | Tensor) -> Tensor:
+    device = next(f.device for f in facts if isinstance(f, Tensor))
+    return torch.stack([torch.as_tensor(f, dtype=torch.long, device=device) for f in facts])
+
+
+def _check_packed(everyones: list[_Facts], tokens: int) -> None:
+    """Raise a ValueError unless all ranks have the same offsets, of `tokens` tokens, and slices in their order."""
+    if any(f.first != tokens for f in everyones):
         raise ValueError(
-            f"position_ids must have shape [{T}], [1, {T}] or [{tokens.shape[0]}, {T}], got {list(position_ids.shape)}"
+            f"cu_seqlens must count the tokens of all {len(everyones)} ranks, {tokens}, got offsets up to "
+            f"{', '.join(str(f.first) for f in everyones)} on the ranks in turn"
         )
-    half, row = T // 2, rows[0]
-    alike = (rows == row).all()
-    steps = row.diff() == 1
-    whole = steps.all() & alike
-    cut = alike & steps[: max(half - 1, 0)].all() & steps[half:].all() & (T % 2 == 0)
-    facts = torch.stack((row[0], row[half], whole.long(), cut.long(), torch.full_like(row[0], T)))
-    shards = Shards.contiguous(process_group(group))
-    everyones = shards.everyones(facts[None].long())[:, 0].tolist()
-    lengths = [of_rank[4] for of_rank in everyones]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"input_ids must have as many tokens on each rank, got {lengths}")
-    if all(of_rank[2] for of_rank in everyones):
-        starts, length = [[of_rank[0]] for of_rank in everyones], T
+    if len({f.second for f in everyones}) > 1:
+        raise ValueError("cu_seqlens must be the same on all ranks, got others")
+    wrong = [rank for rank, f in enumerate(everyones) if not f.whole]
+    if wrong:
+        raise ValueError(
+            "position_ids of packed sequences must be those of slices in the order of the ranks, from 0 or 1 in the "
+            f"whole row or in each sequence, got others on ranks {wrong} of the group: set "
+            "torch.distributed.tensor.experimental._attention._cp_options.enable_load_balance = False"
+        )
+
+
+def _read_positions(group: str, everyones: list[_Facts]) -> Shards:
+    """Return the shards that the positions of all ranks describe."""
+    T = everyones[0].tokens
+    if all(f.whole for f in everyones):
+        starts, length = [[f.first] for f in everyones], T
     else:
-        starts, length = [of_rank[:2] for of_rank in everyones], half
+        starts, length = [[f.first, f.second] for f in everyones], T // 2
     in_order = sorted(start for of_rank in starts for start in of_rank)
     right = [in_order[0] + i * length for i in range(len(in_order))]
-    if not all(of_rank[3] or of_rank[2] for of_rank in everyones) or in_order[0] not in (0, 1) or in_order != right:
+    if not all(f.halves or f.whole for f in everyones) or in_order[0] not in (0, 1) or in_order != right:
         found = "; ".join(", ".join(map(str, of_rank)) for of_rank in starts)
         raise ValueError(
             f"position_ids of all ranks must make up one sequence from 0 or 1, each rank with one run of positions or "
