@@ -10,6 +10,7 @@ import itertools
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from kda_layers.kernels.kda.backends.eager import EagerBackend
+from kda_layers.kernels.kda.contract import Gradients, Inputs, KDAOutput
+from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.op import kda
 from kda_layers.kernels.over_ranks.kda import TOKENS, kda_over_ranks
 from kda_layers.kernels.over_ranks.shards import Shards
@@ -67,6 +71,7 @@ class Call:
     dtype: torch.dtype = FP64
     options: dict[str, Any] = field(default_factory=dict)
     strided: bool = False
+    backend: str | None = None  # over ranks
     others_matter: bool = True
 
     def inputs(self, tokens: int) -> dict[str, Tensor]:
@@ -124,7 +129,8 @@ def run(call: Call, ranks: Ranks, group: Any = None) -> None:
     mine = leaves({n: cut(t, shards) if n in TOKENS else t for n, t in given.items()})
     x = {n: t.mT.contiguous().mT if call.strided and n in TOKENS else t for n, t in mine.items()}
     tokens, parameters = [x[n] for n in TOKENS], {n: t for n, t in x.items() if n not in TOKENS}
-    out = kda_over_ranks(*tokens, shards, **parameters, cu_seqlens=offsets, **call.arguments)
+    given_to_ranks = call.arguments | {"cu_seqlens": offsets, "backend": call.backend}
+    out = kda_over_ranks(*tokens, shards, **parameters, **given_to_ranks)
     loss = (out.o * cut(d_o, shards)).sum() * call.outputs
     if rank in reads:
         loss = loss + (out.final_state * d_final).sum()
@@ -208,6 +214,31 @@ def calls_in_turns(ranks: Ranks) -> None:
     a.backward()
     ranks.same("second call", vs[1].grad, wanted[1])
     ranks.same("first call, twice", vs[0].grad, 2 * wanted[0])
+
+
+class Replacing(EagerBackend):
+    """Keeps keys and gates of its own in place of those given, as backends do that prepare inputs."""
+
+    name = "replacing"
+    priority = -1
+
+    def replaces(self, x: Inputs) -> tuple[str, ...]:
+        return "k", "g"
+
+    def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
+        out, saved = super().forward(x, save)
+        return out, [2 * x.k, x.g - 1, *saved] if save else []
+
+    def backward(self, x: Inputs, *args: Any) -> Gradients:
+        return super().backward(x._replace(k=x.k / 2, g=x.g + 1), *args)
+
+
+def replaced_inputs(ranks: Ranks) -> None:
+    """A backend that does not keep its inputs gets what it kept, with the shapes of pieces."""
+    with mock.patch.dict(KDA.backends(), {"replacing": Replacing()}):
+        for shards, options in (("balanced", {}), ("contiguous", dict(lengths=(5, 30, 5), B=1))):
+            packed = dict(without=("initial_state",), final=None) if options else {}
+            run(Call(shards=shards, backend="replacing", **options, **packed), ranks)
 
 
 def second_derivative(ranks: Ranks) -> None:
@@ -387,6 +418,7 @@ OF_TWO: dict[str, Any] = {
     "packed: softplus": packed(5, 40, 3, gate="softplus", without=("initial_state", "dt_bias")),
     "no_grad": no_grad,
     "calls in turns": calls_in_turns,
+    "replaced inputs": replaced_inputs,
     "second derivative": second_derivative,
     "compiled": compiled,
     "checkpointed": checkpointed,
@@ -429,6 +461,7 @@ OF_THREE: dict[str, Any] = {
     "packed: ends at the second border": packed(10, 38, 24),
     "packed: begins at the first border": packed(24, 40, 8),
     "packed: empty ones at borders": packed(0, 24, 0, 0, 24, 0, 20, 4, 0),
+    "packed: one goes on where another ends": packed(10, 20, 30, 12),
     "packed: many": packed(22, 1, 1, 2, 30, 0, 10, 5, 1),
     "convolution, balanced": conv(10, 4, "balanced"),
     "convolution, packed": conv(9, 4, "contiguous", lengths=(5, 16, 0, 6)),

@@ -380,6 +380,7 @@ def calls_refuse(ranks: Ranks) -> None:
     without = {n: t for n, t in good.items() if n != "position_ids"}
     filled = KDAForCausalLM(m.config)(ids(1, 4), use_cache=True).past_key_values
     cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "no tokens": ("input_ids must have at least one token on each rank", good | dict(input_ids=ids(1, 0))),
         "use_cache": ("use_cache=True must not be given", good | dict(use_cache=True)),
         "cache": ("past_key_values must not be given", good | dict(past_key_values=filled)),
         "holes": ("attention_mask must be None, or .* of ones", good | dict(attention_mask=holes)),
