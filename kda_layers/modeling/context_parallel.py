@@ -139,6 +139,8 @@ def read_shards(
     shards = Shards.contiguous(process_group(group))
     refusal, facts = None, torch.zeros(len(_Facts._fields), dtype=torch.long, device=tokens.device)
     try:
+        if not tokens.shape[1]:
+            raise ValueError("input_ids must have at least one token on each rank, got none")
         _check_supported(config, attention_mask, past_key_values, use_cache, offsets, seq_idx)
         if offsets is None:
             facts = _facts_of_positions(tokens, position_ids)
