@@ -486,7 +486,7 @@ def without_enabling(ranks: Ranks) -> None:
             with cut_by_torch([positions], balanced):
                 if ranks.rank or balanced:
                     what = f"a row that starts at {int(positions[0, 0])}" if ranks.rank else "a jump forward"
-                    with ranks.raises(ValueError, f"position_ids must start at 0 or 1 .*{what}.*context parallel"):
+                    with ranks.raises(ValueError, f"position_ids must start at 0 or 1 .*{what}.*enable_context_parallel"):
                         m(input_ids=ids(1, 12), position_ids=positions)
 
 
