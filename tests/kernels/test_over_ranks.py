@@ -7,6 +7,7 @@ that the first tokens still matter to the last ones; each case asserts that they
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -241,6 +242,35 @@ def replaced_inputs(ranks: Ranks) -> None:
             run(Call(shards=shards, backend="replacing", **options, **packed), ranks)
 
 
+def not_finite(ranks: Ranks) -> None:
+    """NaN in one packed sequence reaches no other one, neither in outputs nor in gradients."""
+    call = Call(**(PACKED.__dict__ | dict(lengths=(10, 20, 30, 12), others_matter=False)))
+    shards, total = Shards.contiguous(), call.T * ranks.size
+    offsets = torch.tensor([0, 10, 30, 60, total])
+    whole = {n: t.requires_grad_(n in TOKENS) for n, t in call.inputs(total).items()}
+    sequence = torch.searchsorted(offsets, torch.arange(total), right=True) - 1
+
+    def results(bad: int | None) -> dict[str, Tensor]:
+        x = {n: cut(t.detach(), shards) if n in TOKENS else t for n, t in whole.items()}
+        mine = cut(sequence[None], shards)[0]
+        if bad is not None:
+            x["v"] = x["v"].masked_fill((mine == bad)[:, None, None], math.nan)
+        x = {n: t.clone().requires_grad_(n in TOKENS) for n, t in x.items()}
+        o = kda_over_ranks(**x, shards=shards, cu_seqlens=offsets, **call.arguments).o
+        o.sum().backward()
+        ends = x["v"].detach().flatten(2).requires_grad_()
+        (y,) = short_convs_over_ranks([ends], randn(call.HV * call.V, 4, seed=1), shards, offsets)
+        y.sum().backward()
+        found = {n: x[n].grad for n in TOKENS} | dict(o=o, y=y, ends=ends.grad)
+        return {n: t.detach()[:, mine != bad] if bad is not None else t.detach() for n, t in found.items()}
+
+    wanted = results(None)
+    for bad in range(4):
+        others = cut(sequence[None], shards)[0] != bad
+        for n, t in results(bad).items():
+            ranks.same(f"{n}, NaN in sequence {bad}", t, wanted[n][:, others])
+
+
 def second_derivative(ranks: Ranks) -> None:
     x = operands(seed=ranks.rank)
     x["q"].requires_grad_()
@@ -455,6 +485,7 @@ OF_THREE: dict[str, Any] = {
     "another order": partial(run, Call(shards=((2,), (0,), (1,)))),
     "final state read by the first rank": partial(run, Call(final="first")),
     "a subgroup": of_a_subgroup,
+    "packed: not finite": not_finite,
     "packed: one sequence": packed(72),
     "packed: through the second rank": packed(10, 60, 2),
     "packed: borders": packed(24, 24, 24),
