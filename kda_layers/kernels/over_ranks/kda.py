@@ -183,13 +183,13 @@ class _Packed:
 
     def maps(self, P: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
         P, C = P.index_select(0, self.last[None]), C.index_select(0, self.last[None])
-        return (P * (self.through & self.goes_on))[None], (C * self.goes_on)[None]
+        return P.masked_fill(~(self.through & self.goes_on), 0)[None], C.masked_fill(~self.goes_on, 0)[None]
 
     def initial(self, before: Tensor) -> Tensor:
         return self._placed(before, self.first, self.continues)
 
     def handed_on(self, gradient: Tensor) -> Tensor:
-        return (gradient.index_select(0, self.first[None]) * self.continues)[None]
+        return gradient.index_select(0, self.first[None]).masked_fill(~self.continues, 0)[None]
 
     def final(self, after: Tensor) -> Tensor:
         return self._placed(after, self.last, self.goes_on)
@@ -197,7 +197,7 @@ class _Packed:
     def _placed(self, state: Tensor, index: Tensor, there: Tensor) -> Tensor:
         """States [N, HV, V, K] of zeros, but for one sequence's, from [1, 1, HV, V, K]."""
         states = state.new_zeros(self.N, *state.shape[2:])
-        return states.index_copy_(0, index[None].long(), state[0] * there)
+        return states.index_copy_(0, index[None].long(), state[0].masked_fill(~there, 0))
 
 
 # ---------------------------------------------------------------- the operator
@@ -231,7 +231,7 @@ class OverRanks(Differentiable):
         before = []
         for both in gathered:
             before.append(state)
-            state = state @ both[..., V:, :] + both[..., :V, :]
+            state = _mapped(state, both[..., V:, :]) + both[..., :V, :]
         initial = cut.initial(shards.own(before).to(_wide(x)))
         out, saved = self.inner.forward(cut.inputs._replace(initial_state=initial, final_state=False), save)
         final = state.to(_wide(x)) if x.final_state else None
@@ -255,7 +255,7 @@ class OverRanks(Differentiable):
         after: list[Tensor] = []
         for both in reversed(gathered):
             after.insert(0, state)
-            state = both[..., :V, :] + state @ both[..., V:, :].mT
+            state = both[..., :V, :] + _mapped(state, both[..., V:, :].mT)
         grads = self.inner.backward(local, saved, d_o, cut.final(shards.own(after).to(_wide(x))), None)
         tokens: dict[str, Any] = {n: getattr(grads, n).reshape(getattr(x, n).shape) for n in TOKENS}
         d_initial = None
@@ -273,6 +273,11 @@ class OverRanks(Differentiable):
 
 def _cut(x: Any) -> _Rows | _Packed:
     return (_Rows if x.cu_seqlens is None else _Packed)(x, Shards.read(x.group, x.order))
+
+
+def _mapped(state: Tensor, P: Tensor) -> Tensor:
+    """Return state @ P, but 0 where P is 0: NaN and inf must not reach a sequence that begins inside the piece."""
+    return (state @ P).masked_fill((P == 0).all(-1).all(-1)[..., None, None], 0)
 
 
 def _states(x: Inputs) -> tuple[int, int, int, int]:

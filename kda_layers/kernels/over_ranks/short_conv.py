@@ -56,8 +56,8 @@ def short_convs_over_ranks(
     if cu_seqlens is not None:
         start = shards.rank * T
         first = torch.searchsorted(cu_seqlens, cu_seqlens.new_tensor([start]), right=True) - 1
-        own = torch.arange(start - W + 1, start, device=halo.device) >= cu_seqlens[first]  # of the first sequence here
-        halo = halo * own[:, None]
+        others = torch.arange(start - W + 1, start, device=halo.device) < cu_seqlens[first]  # not the first one's here
+        halo = halo.masked_fill(others[:, None], 0)
         offsets = (cu_seqlens - start).clamp(0, T)
         offsets = torch.where(offsets > 0, offsets + W - 1, offsets)
     widths = [x.shape[-1] for x in xs]
