@@ -276,6 +276,20 @@ def trains(
     ranks.same("logits in evaluation", logits, whole[:, places], 1e-11)
 
 
+def of_any_order(ranks: Ranks) -> None:
+    """Pieces that only the positions tell the order of."""
+    T, m = 24, tiny("kda")
+    tokens = ids(2, T)
+    labels = shifted(tokens)
+    train(m, tokens, labels, count=1)
+    want = grads(m)
+    enable_context_parallel(m, mesh())
+    for places in (((3, 0), (1, 2)), ((1, 2), (3, 0)), ((2, 3), (0, 1)), ((0, 2), (1, 3))):
+        shards = Shards(Shards.contiguous().group, places)
+        train(m, *(piece(t, shards) for t in (tokens, labels, torch.arange(T)[None])), count=1)
+        compare_grads(ranks, grads(m), want, str(places))
+
+
 def of_two_models_in_turns(ranks: Ranks) -> None:
     """Two models, and a plain one between, with their backward passes after all forward passes."""
     first, second, plain = tiny("kda"), tiny("softplus_tied"), tiny("kda", num_hidden_layers=1)
@@ -523,6 +537,7 @@ OF_TWO: Cases = {
     "llama, balanced": ring("llama"),
     "llama, contiguous": ring("llama", balanced=False, T=38),
     "llama of KDA layers": ring("llama, all", form="[1, T] from 1"),
+    "kda, any order": of_any_order,
     "two models in turns": of_two_models_in_turns,
     "frozen layers": of_frozen_layers,
     "FSDP2": under_fsdp,
