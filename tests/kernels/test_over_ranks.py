@@ -244,9 +244,14 @@ def replaced_inputs(ranks: Ranks) -> None:
 
 def not_finite(ranks: Ranks) -> None:
     """NaN in one packed sequence reaches no other one, neither in outputs nor in gradients."""
-    call = Call(**(PACKED.__dict__ | dict(lengths=(10, 20, 30, 12), others_matter=False)))
+    for lengths in ((10, 20, 30, 12), (22, 26, 24)):
+        separate(lengths, ranks)
+
+
+def separate(lengths: tuple[int, ...], ranks: Ranks) -> None:
+    call = Call(**(PACKED.__dict__ | dict(lengths=lengths)))
     shards, total = Shards.contiguous(), call.T * ranks.size
-    offsets = torch.tensor([0, 10, 30, 60, total])
+    offsets = torch.tensor((0, *itertools.accumulate(lengths)))
     whole = {n: t.requires_grad_(n in TOKENS) for n, t in call.inputs(total).items()}
     sequence = torch.searchsorted(offsets, torch.arange(total), right=True) - 1
 
@@ -265,7 +270,7 @@ def not_finite(ranks: Ranks) -> None:
         return {n: t.detach()[:, mine != bad] if bad is not None else t.detach() for n, t in found.items()}
 
     wanted = results(None)
-    for bad in range(4):
+    for bad in range(len(lengths)):
         others = cut(sequence[None], shards)[0] != bad
         for n, t in results(bad).items():
             ranks.same(f"{n}, NaN in sequence {bad}", t, wanted[n][:, others])

@@ -424,7 +424,9 @@ def calls_refuse(ranks: Ranks) -> None:
         with ranks.raises(expected if bad else ValueError, f"{match}|on ranks .* of the group" if bad else "on ranks"):
             m(**(call if bad else good))
             ranks.failures.append(f"{name}, refused by one rank")
-    ranks.same("works", m(**good).logits, m(**good).logits)
+    wanted = m(**good).logits
+    for mask in (torch.ones(1, T), {"full_attention": None}):
+        ranks.same("nothing masked", m(**good, attention_mask=mask).logits, wanted)
 
 
 def positions_refused(ranks: Ranks) -> None:
@@ -442,6 +444,7 @@ def positions_refused(ranks: Ranks) -> None:
         ("a gap inside", row + (torch.arange(T) > 5)),
         ("uneven pieces", torch.cat((row[:3], row[3:] + 20))),
         ("backwards", swapped),
+        ("out of order in the first half", row[torch.tensor([0, 2, 1, 3, 4, 5, 6, 7])]),
         ("restarting", torch.arange(T) % 4),
         ("a gap on one rank", row + (torch.arange(T) > 3) * ranks.rank),
     ):
