@@ -34,7 +34,7 @@ def enable_context_parallel(model: nn.Module, mesh: Any) -> None:
     whole sequence together. Models of KDA layers alone need no context: slices that you cut yourself do as well.
 
     Packed sequences, for models of KDA layers alone, are described by cu_seqlens over the tokens of all ranks, the same
-    on all; rank r then holds the r-th slice.
+    on all; rank r then holds the r-th slice, and position_ids count in the whole row or in each sequence.
 
     Args:
         model: a KDAForCausalLM, KDAModel, a variant, a stock model whose KDA layers are all swapped, or a module with
@@ -218,23 +218,16 @@ def _check_softmax(config: Any) -> None:
 def _facts_of_offsets(tokens: Tensor, offsets: Tensor, position_ids: Tensor | None, start: int) -> Tensor:
     """Return the `_Facts` of a rank whose tokens begin at `start` of all, [fields]."""
     check_offsets(offsets, tokens)
-    T, placed = tokens.shape[1], torch.ones((), dtype=torch.bool, device=tokens.device)
-    if position_ids is not None:
-        row = _rows_of(position_ids, tokens)[0]
-        places = torch.arange(start, start + T, device=tokens.device)
-        in_sequence = places - offsets[torch.searchsorted(offsets, places, right=True) - 1]
-        steps = torch.stack((row - places, row - in_sequence))
-        placed = ((steps == 0).all(1) | (steps == 1).all(1)).any()
+    T, row = tokens.shape[1], _rows_of(position_ids, tokens)[0]
+    places = torch.arange(start, start + T, device=tokens.device)
+    in_sequence = places - offsets[torch.searchsorted(offsets, places, right=True) - 1]
+    steps = torch.stack((row - places, row - in_sequence))
+    placed = ((steps == 0).all(1) | (steps == 1).all(1)).any()
     told_apart = (offsets.long() * torch.arange(1, offsets.shape[0] + 1, device=offsets.device)).sum()
     return _stacked(1, 1, T, offsets[-1], told_apart, placed, 0)
 
 
 def _facts_of_positions(tokens: Tensor, position_ids: Tensor | None) -> Tensor:
-    if position_ids is None:
-        raise ValueError(
-            "position_ids must be given with context parallelism, [1 or B, T]: the positions of this rank's tokens in "
-            "the whole sequence"
-        )
     rows = _rows_of(position_ids, tokens)
     T, row = tokens.shape[1], rows[0]
     half, alike, steps = T // 2, (rows == row).all(), row.diff() == 1
@@ -242,8 +235,13 @@ def _facts_of_positions(tokens: Tensor, position_ids: Tensor | None) -> Tensor:
     return _stacked(1, 0, T, row[0], row[half], steps.all() & alike, halves)
 
 
-def _rows_of(position_ids: Tensor, tokens: Tensor) -> Tensor:
+def _rows_of(position_ids: Tensor | None, tokens: Tensor) -> Tensor:
     """Return positions as rows [1 or B, T]."""
+    if position_ids is None:
+        raise ValueError(
+            "position_ids must be given with context parallelism, [1 or B, T]: the positions of this rank's tokens in "
+            "the whole sequence"
+        )
     check_index("position_ids", position_ids, tokens)
     B, T = tokens.shape[:2]
     rows = position_ids[None] if position_ids.ndim == 1 else position_ids

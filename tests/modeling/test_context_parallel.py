@@ -257,7 +257,7 @@ def trains(
     buffers = [tokens.clone(), labels.clone(), positions.clone()]
     with cut_by_torch(buffers, balanced):
         ranks.check(buffers[0].shape[1] == T // ranks.size, "not cut")
-        own = train(m, buffers[0], buffers[1], None if form == "none" else buffers[2], count=count, **options)
+        own = train(m, buffers[0], buffers[1], buffers[2], count=count, **options)
         got = grads(m)
         m.eval()
         with torch.no_grad():
@@ -402,6 +402,7 @@ def calls_refuse(ranks: Ranks) -> None:
         "masks": ("attention_mask must be None", good | dict(attention_mask={"linear_attention": holes})),
         "seq_idx": ("seq_idx must be None", good | dict(seq_idx=torch.zeros(1, T).int())),
         "missing": ("position_ids must be given", without),
+        "missing, packed": ("position_ids must be given", without | dict(cu_seqlens=torch.tensor([0, T * ranks.size]))),
         "shape": (r"position_ids must have shape \[8\], \[1, 8\] or \[1, 8\], got \[2, 8\]",
                   good | dict(position_ids=positions.expand(2, T))),
         "length": (r"position_ids must have shape .*got \[1, 7\]", good | dict(position_ids=positions[:, 1:])),
@@ -458,12 +459,14 @@ def positions_refused(ranks: Ranks) -> None:
         n = T + ranks.rank
         m(input_ids=ids(1, n), position_ids=torch.arange(start, start + n)[None])
     with ranks.raises(ValueError, r"input_ids must have as many tokens on each rank, got \[8, 9\]"):
-        m(input_ids=ids(1, T + ranks.rank), cu_seqlens=torch.tensor([0, 2 * T + 1]))
+        n = T + ranks.rank
+        places = torch.arange(start, start + n)[None]
+        m(input_ids=ids(1, n), position_ids=places, cu_seqlens=torch.tensor([0, 2 * T + 1]))
     with ranks.raises(ValueError, "cu_seqlens on all ranks or on none"):
         offsets = torch.tensor([0, 2 * T]) if ranks.rank else None
         m(input_ids=ids(1, T), position_ids=row[None], cu_seqlens=offsets)
     with ranks.raises(ValueError, "cu_seqlens must be the same on all ranks"):
-        m(input_ids=ids(1, T), cu_seqlens=torch.tensor([0, 5 + ranks.rank, 2 * T]))
+        m(input_ids=ids(1, T), position_ids=row[None], cu_seqlens=torch.tensor([0, 5 + ranks.rank, 2 * T]))
     with ranks.raises(ValueError, "hidden_states must have at least W - 1 = 3 tokens in each of the 1 pieces"):
         m(input_ids=ids(1, 2), position_ids=torch.arange(2)[None] + 2 * ranks.rank)
     tokens = ids(1, T)
@@ -503,7 +506,7 @@ def without_enabling(ranks: Ranks) -> None:
             with cut_by_torch([positions], balanced):
                 if ranks.rank or balanced:
                     what = f"a row that starts at {int(positions[0, 0])}" if ranks.rank else "a jump forward"
-                    with ranks.raises(ValueError, f"position_ids must start at 0 or 1 .*{what}.*enable_context_parallel"):
+                    with ranks.raises(ValueError, f"position_ids must start at 0 or 1 .*{what}.*enable_context"):
                         m(input_ids=ids(1, 12), position_ids=positions)
 
 
@@ -531,7 +534,6 @@ OF_TWO: Cases = {
         "kda", B=1, balanced=False, lengths=(5, 0, 20, 11), form="in sequences"
     ),
     "kda, packed, positions from 1": ring("kda", B=1, balanced=False, lengths=(18, 18), form="in sequences from 1"),
-    "kda, packed, no positions": ring("kda", B=1, balanced=False, lengths=(17, 19), form="none"),
     "hybrid, balanced": ring("hybrid"),
     "hybrid, contiguous": ring("grouped", balanced=False, form="[1, T]"),
     "hybrid, [T]": ring("hybrid", form="[T]"),
