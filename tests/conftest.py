@@ -38,7 +38,8 @@ SLOW = (
     "two_processes", EMULATED,
 )  # fmt: skip
 # What "test" leaves out beside the training curves and the emulated cases, by seconds of CPU: other tests of the same
-# file run the same emulated kernels (95 s), a compiler again (45 s), or processes that only build kernels (15 s).
+# file run the same emulated kernels (95 s), a compiler again (45 s), processes that only build kernels (15 s), or the
+# operator over ranks, which models over ranks run, too (60 s).
 OF_KERNELS = (
     "cuda_emulator/test_kernels", "test_cuda_chunk.py", "test_cuda_gradients.py::test_near_zero",
     "test_cuda_gradients.py::test_resets", "test_cuda_gradients.py::test_same_bits",
@@ -47,7 +48,7 @@ OF_KERNELS = (
     "kernels/test_compile.py::test_compiled_by_inductor", "attention/test_training.py::test_compiled_by_inductor",
     "test_triton.py::test_compiles_without", "test_short_conv_triton.py::test_compiles_without",
     "test_build.py::test_two_processes", "test_dispatch.py::test_requiring_known",
-    "test_recompute.py::test_gradients_have_the_same_bits",
+    "test_recompute.py::test_gradients_have_the_same_bits", "kernels/test_over_ranks",
 )  # fmt: skip
 # A model takes dynamo 10 s; without these cases the share is one model, not two.
 COMPILED_TWICE = ("test_models.py::test_compiled_model[key_bias",)
@@ -55,7 +56,7 @@ COMPILED_TWICE = ("test_models.py::test_compiled_model[key_bias",)
 # emulated cases of the tests of backends, "all" takes one in FEWER_EMULATED.
 TIERS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "quick": (24, 24, SLOW),
-    "test": (6, 24, (*OF_KERNELS, *COMPILED_TWICE, "tests/test_training_curves", EMULATED)),
+    "test": (6, 24, (*OF_KERNELS, *COMPILED_TWICE, "tests/test_training_curves", "tests/test_cut", EMULATED)),
     "all": (1, 1, ()),
     "every": (1, 1, ()),
 }
