@@ -25,6 +25,14 @@ has_global_hooks = torch.nn.modules.module._has_any_global_hook
 foreach_mul_ = torch._foreach_mul_
 
 
+def process_group(name: str) -> Any:
+    """The process group of a name. An op takes the name, as schemas have no groups."""
+    from torch.distributed import distributed_c10d  # which takes a second
+
+    resolve: Any = distributed_c10d._resolve_process_group
+    return resolve(name)
+
+
 def forward_ad_active() -> bool:
     """True inside torch.autograd.forward_ad.dual_level."""
     return forward_ad._current_level >= 0

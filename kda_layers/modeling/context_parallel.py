@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers.kernels.checks import check_index, check_offsets
-from kda_layers.kernels.over_ranks.shards import Shards, process_group
+from kda_layers.kernels.over_ranks.shards import Shards
+from kda_layers.kernels.torch_private import process_group
 
 # Attention functions of transformers that know nothing of other ranks, whatever context they are called in.
 OWN_TOKENS_ONLY = ("eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")

@@ -149,7 +149,7 @@ def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _sharded_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
-    """Apply `read_call` to a model of which a sequence is cut over ranks; see `enable_context_parallel`."""
+    """Prepare a call under context parallelism, in place of `read_call`; see `enable_context_parallel`."""
     kwargs = dict(zip(INPUTS, args, strict=False)) | kwargs
     refuse_misspelt(kwargs, type(model))
     tokens = tokens_of(kwargs)

@@ -187,8 +187,8 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
                 No gradient flows into or out of it.
             cu_seqlens: [N + 1] int32 or int64 offsets of the sequences packed along T (then B = 1); the cache then
                 has N rows. Not with attention_mask. With `shards`, offsets into the tokens of all ranks.
-            shards: where hidden_states lie in sequences that are cut over the ranks of a process group, all of which
-                call the layer; not with a mask or a cache. Gradients of parameters are partial sums.
+            shards: places of these tokens in sequences that are cut over a process group; every rank must call the
+                layer. Not with a mask or a cache. Gradients of parameters are partial sums.
 
         Returns:
             [B, T, D] in the dtype of hidden_states.

@@ -60,7 +60,7 @@ def kda_over_ranks(
     recompute: bool | float | str = "auto",
     backend: str | None = None,
 ) -> KDAOutput:
-    """`kda` over the tokens of all ranks of a process group, each of which calls it with its own.
+    """Run `kda` over sequences that are cut over the ranks of a process group; every rank passes its own tokens.
 
     All ranks must call it, and its backward, in the same order. Gradients are partial: those of the sum of all ranks'
     losses are the gradients returned for q, k, v, g and beta, which belong to one rank, and the sum over ranks of those
@@ -93,18 +93,15 @@ def kda_over_ranks(
     check_whole(_inputs(x)._replace(cu_seqlens=None))
     _check_cut(x, shards)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
-    chosen = KDA.choose(backend, q.device, *Problem.fields_of(_inputs(x)._replace(initial_state=q), needs_grad))
-    name, *fused = chosen
+    with_state = _inputs(x)._replace(initial_state=q)  # every piece has one; no value is read
+    name, *fused = KDA.choose(backend, q.device, *Problem.fields_of(with_state, needs_grad))
     check_values(_inputs(x)._replace(cu_seqlens=None))
-    wide = state_dtypes(q.dtype)[0]
     if initial_state is not None:
-        x = x._replace(initial_state=initial_state.to(wide))
+        x = x._replace(initial_state=initial_state.to(state_dtypes(q.dtype)[0]))
     out = _kda_over_ranks(activate(x, fused), needs_grad, name)
-    return (
-        out
-        if out.final_state is None or initial_state is None
-        else out._replace(final_state=out.final_state.to(initial_state.dtype))
-    )
+    if out.final_state is None or initial_state is None:
+        return out
+    return out._replace(final_state=out.final_state.to(initial_state.dtype))
 
 
 def _check_cut(x: Any, shards: Shards) -> None:
@@ -134,7 +131,7 @@ class _Rows:
     """Pieces of sequences in rows: rows [B, T] are seen as [B pieces, T / pieces], all views."""
 
     def __init__(self, x: Any, shards: Shards):
-        self.B, self.pieces = x.q.shape[0], shards.pieces
+        self.shards, self.B, self.pieces = shards, x.q.shape[0], shards.pieces
         per_token = {n: t.reshape(self.B * self.pieces, -1, *t.shape[2:]) for n, t in zip(TOKENS, x, strict=False)}
         self.inputs = _inputs(x)._replace(**per_token, initial_state=None, final_state=True)
 
@@ -165,39 +162,38 @@ class _Rows:
 class _Packed:
     """A slice of packed sequences: every sequence keeps its number; those of other ranks are empty.
 
-    Of a slice only the first sequence may continue, and only the last one may go on.
+    Of a slice only the first sequence may continue. Every slice hands on the state of its last one; the next slice
+    drops it unless its own first one continues.
     """
 
     def __init__(self, x: Any, shards: Shards):
-        T, offsets = x.q.shape[1], x.cu_seqlens
+        self.shards, T, offsets = shards, x.q.shape[1], x.cu_seqlens
         start = shards.rank * T
         ends = offsets.new_tensor([start, start + T - 1])
         places = torch.searchsorted(offsets, ends, right=True) - 1
         self.first, self.last = places.unbind()
         # `through`: the last one began before this slice. An index tensor of no dimension would make the host wait.
         self.continues, self.through = (offsets.index_select(0, places) < start).unbind()
-        self.goes_on = offsets.index_select(0, places[1:] + 1)[0] > start + T
         local = (offsets - start).clamp(0, T)
         self.inputs = _inputs(x)._replace(cu_seqlens=local, initial_state=None, final_state=True)
         self.N = offsets.shape[0] - 1
 
     def maps(self, P: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
         P, C = P.index_select(0, self.last[None]), C.index_select(0, self.last[None])
-        return P.masked_fill(~(self.through & self.goes_on), 0)[None], C.masked_fill(~self.goes_on, 0)[None]
+        return P.masked_fill(~self.through, 0)[None], C[None]
 
     def initial(self, before: Tensor) -> Tensor:
-        return self._placed(before, self.first, self.continues)
+        return self._placed(before.masked_fill(~self.continues, 0), self.first)
 
     def handed_on(self, gradient: Tensor) -> Tensor:
         return gradient.index_select(0, self.first[None]).masked_fill(~self.continues, 0)[None]
 
     def final(self, after: Tensor) -> Tensor:
-        return self._placed(after, self.last, self.goes_on)
+        return self._placed(after, self.last)
 
-    def _placed(self, state: Tensor, index: Tensor, there: Tensor) -> Tensor:
-        """States [N, HV, V, K] of zeros, but for one sequence's, from [1, 1, HV, V, K]."""
-        states = state.new_zeros(self.N, *state.shape[2:])
-        return states.index_copy_(0, index[None].long(), state[0].masked_fill(~there, 0))
+    def _placed(self, state: Tensor, index: Tensor) -> Tensor:
+        """Return states [N, HV, V, K] of zeros but for one sequence's, [1, 1, HV, V, K]."""
+        return state.new_zeros(self.N, *state.shape[2:]).index_copy_(0, index[None].long(), state[0])
 
 
 # ---------------------------------------------------------------- the operator
@@ -210,29 +206,28 @@ class OverRanks(Differentiable):
         self.inner = inner
 
     def replaces(self, x: Any) -> tuple[str, ...]:
-        return self.inner.replaces(_cut(x).inputs)
+        return self.inner.replaces(_inputs(x))
 
     def saved_like(self, x: Any) -> list[Tensor]:
-        cut = _cut(x)
-        maps = cut.inputs
-        N, HV, V, K = _states(maps)
-        pieces, rows = _chains(x)
-        P = maps.q.new_empty(pieces, rows, HV, K, K, dtype=_wide(x))
-        initial = maps.q.new_empty(N, HV, V, K, dtype=_wide(x))
-        with_state = maps._replace(initial_state=initial, final_state=False)
-        return self._packed(x, self.inner.saved_like(with_state), P, initial)
+        local = _cut(x).inputs
+        (HV, V), K = x.v.shape[2:], x.q.shape[3]
+        N = local.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+        P = x.q.new_empty(Shards.read(x.group, x.order).pieces, x.q.shape[0], HV, K, K, dtype=_wide(x))
+        initial = x.q.new_empty(N, HV, V, K, dtype=_wide(x))
+        local = local._replace(initial_state=initial, final_state=False)
+        return self._packed(x, self.inner.saved_like(local), P, initial)
 
     def forward(self, x: Any, save: bool) -> tuple[KDAOutput, list[Tensor]]:
-        shards, cut = Shards.read(x.group, x.order), _cut(x)
+        cut = _cut(x)
         P, C = cut.maps(*self.inner.affine_map(cut.inputs))
         V = C.shape[-2]
-        gathered = [t.double() for t in shards.gathered(torch.cat((C, P), -2))]
+        gathered = [t.double() for t in cut.shards.gathered(torch.cat((C, P), -2))]
         state = torch.zeros_like(gathered[0][..., :V, :]) if x.initial_state is None else x.initial_state.double()
         before = []
         for both in gathered:
             before.append(state)
             state = _mapped(state, both[..., V:, :]) + both[..., :V, :]
-        initial = cut.initial(shards.own(before).to(_wide(x)))
+        initial = cut.initial(cut.shards.own(before).to(_wide(x)))
         out, saved = self.inner.forward(cut.inputs._replace(initial_state=initial, final_state=False), save)
         final = state.to(_wide(x)) if x.final_state else None
         if save:
@@ -240,9 +235,8 @@ class OverRanks(Differentiable):
         return KDAOutput(out.o.view(x.v.shape), final, None), saved
 
     def backward(self, x: Any, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, _: Any) -> Gradients:
-        shards = Shards.read(x.group, x.order)
-        (P, initial), saved = saved[:2], saved[2:]
-        cut = _cut(x)
+        (P, initial), saved, cut = saved[:2], saved[2:], _cut(x)
+        shards = cut.shards
         local = cut.inputs._replace(initial_state=initial, final_state=False)
         d_o = d_o.reshape(local.v.shape)
         E = cut.handed_on(self.inner.initial_gradient(local, saved, d_o))
@@ -278,17 +272,6 @@ def _cut(x: Any) -> _Rows | _Packed:
 def _mapped(state: Tensor, P: Tensor) -> Tensor:
     """Return state @ P, but 0 where P is 0: NaN and inf must not reach a sequence that begins inside the piece."""
     return (state @ P).masked_fill((P == 0).all(-1).all(-1)[..., None, None], 0)
-
-
-def _states(x: Inputs) -> tuple[int, int, int, int]:
-    """Shape of the states of all sequences of a call."""
-    N = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    return N, x.v.shape[2], x.v.shape[3], x.q.shape[3]
-
-
-def _chains(x: Any) -> tuple[int, int]:
-    """Number of pieces of this rank, and of states that each hands on."""
-    return (Shards.read(x.group, x.order).pieces, x.q.shape[0]) if x.cu_seqlens is None else (1, 1)
 
 
 def _wide(x: Any) -> torch.dtype:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..torch_private import process_group
+
 
 class Shards(NamedTuple):
     """The places of each rank's tokens in a sequence that is cut over a process group.
@@ -24,13 +26,24 @@ class Shards(NamedTuple):
 
     @classmethod
     def contiguous(cls, group: Any = None) -> Shards:
-        """Rank r holds the r-th slice. `group`: a process group; None for all ranks."""
+        """Return shards of which rank r holds the r-th slice.
+
+        Args:
+            group: process group; None for all ranks
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised.
+            TypeError: group is neither a process group nor None.
+        """
         group, ranks = _group_and_size(group)
         return cls(group.group_name, tuple((r,) for r in range(ranks)))
 
     @classmethod
     def balanced(cls, group: Any = None) -> Shards:
-        """Of 2 P pieces rank r of P holds r and 2 P - 1 - r, as torch's `context_parallel` cuts by default."""
+        """Return the shards of torch's `context_parallel`: of 2 P pieces, rank r of P holds r and 2 P - 1 - r.
+
+        Arguments and errors as of `contiguous`.
+        """
         group, ranks = _group_and_size(group)
         return cls(group.group_name, tuple((r, 2 * ranks - 1 - r) for r in range(ranks)))
 
@@ -93,11 +106,3 @@ def _group_and_size(group: Any) -> tuple[Any, int]:
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
     return group, dist.get_world_size(group)
-
-
-def process_group(name: str) -> Any:
-    """Return the process group of this name."""
-    from torch.distributed import distributed_c10d  # which takes a second
-
-    resolve: Any = distributed_c10d._resolve_process_group
-    return resolve(name)

@@ -16,7 +16,7 @@ from .shards import Shards, check_contiguous
 def short_convs_over_ranks(
     xs: Sequence[Tensor], weight: Tensor, shards: Shards, cu_seqlens: Tensor | None = None, backend: str | None = None
 ) -> list[Tensor]:
-    """Apply `short_convs` to the tokens of all ranks of a process group, each of which calls it with its own.
+    """Apply `short_convs` to sequences that are cut over the ranks of a group; every rank passes its own tokens.
 
     The inputs before each piece come from the rank that has them. All ranks must call it, and its backward, in the same
     order. The gradient of the weight is partial: that of the sum of all ranks' losses is the sum over ranks.
