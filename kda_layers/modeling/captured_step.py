@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from kda_layers.modeling.checks import as_int
 from kda_layers.modeling.clipping import clip_grad_norm_
-from kda_layers.modeling.cuda_graphs import CudaGraphs
+from kda_layers.modeling.cuda_graphs import CONSTANTS, CudaGraphs
 from kda_layers.modeling.side_by_side import SideBySide
 
 Batch = Mapping[str, Any]
-CONSTANTS = (bool, int, float, str, type(None))
 # Classes whose gradients are reduced by hooks or whose parameters are shards; by name, as torch.distributed is slow to
 # import.
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")

@@ -73,7 +73,7 @@ def check_no_adapter(layer: nn.Module, names: Iterable[str]) -> None:
             )
 
 
-def check_whole(what: str, module: nn.Module, hint: str) -> None:
+def check_not_sharded(what: str, module: nn.Module, hint: str) -> None:
     """Raise a ValueError if this rank holds only shards of some of the module's weights by tensor parallelism."""
     sharded = [
         f"{path}.{name}".lstrip(".")

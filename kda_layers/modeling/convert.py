@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kda_layers.modeling.checks import check_whole, layer_indices
+from kda_layers.modeling.checks import check_not_sharded, layer_indices
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.models.variant import VariantFamily, stock_layer_types
 
@@ -122,7 +122,7 @@ def _check_plain(model: PreTrainedModel) -> None:
             f"model must have all its weights on one device, got a {name} on the meta device or dispatched by "
             "accelerate: load it without device_map and offloading, and move what is returned"
         )
-    check_whole("model", model, "load it without distributed_config, convert and save it, and load that sharded")
+    check_not_sharded("model", model, "load it without distributed_config, convert and save it, and load that sharded")
     with torch.device("meta"):
         plain = type(model)(copy.deepcopy(model.config)).state_dict().keys()
     if differences := sorted(plain ^ model.state_dict().keys()):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+CONSTANTS = (bool, int, float, str, type(None))  # arguments that a graph holds by value
+
 
 class CudaGraphs:
     """Captures work on one CUDA device."""

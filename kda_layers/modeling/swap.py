@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 from kda_layers.kernels.kda.checks import check_recompute
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling import families
-from kda_layers.modeling.checks import check_whole, layer_indices, unwrapped_hint
+from kda_layers.modeling.checks import check_not_sharded, layer_indices, unwrapped_hint
 from kda_layers.modeling.convert import convert
 from kda_layers.modeling.in_place import StockFamily
 
@@ -95,7 +95,7 @@ def swap_attention(
     )
     for path, layer in chosen.items():
         family.check(path, layer)
-        check_whole(path, layer, hint)
+        check_not_sharded(path, layer, hint)
         if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
             raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
     family.warn(model, list(chosen.values()))

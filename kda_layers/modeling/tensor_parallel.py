@@ -29,7 +29,7 @@ class LocalHeads(TensorParallelLayer):
 
     For the time of the forward, parameters that the module holds itself are their local shards, and those that a KDA
     layer's submodules hold whole (`conv1d`, `o_norm`) are the part of this rank's heads. The latter pass an identity
-    whose backward sums the gradient over the ranks, each of which has that of its own heads only. transformers'
+    whose backward sums over the ranks the gradients of their heads. transformers'
     "replicated_with_grad_allreduce" sums in the forward of a submodule; a KDA layer reads the weights of these two
     without calling them.
     """

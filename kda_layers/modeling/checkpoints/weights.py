@@ -12,7 +12,7 @@ from torch import Tensor
 from kda_layers.modeling import families
 from kda_layers.modeling.checkpoints.naming import FLA, OURS, Format, Naming
 from kda_layers.modeling.checkpoints.safetensors_files import Source, open_weights
-from kda_layers.modeling.checks import check_whole, unwrapped_hint
+from kda_layers.modeling.checks import check_not_sharded, unwrapped_hint
 from kda_layers.modeling.layer import KimiDeltaAttention
 
 
@@ -145,7 +145,9 @@ def _check_layer(layer: Any) -> None:
             f"layer must have the parameters of a plain KimiDeltaAttention, got {', '.join(unknown)}: merge adapters "
             "first (merge_and_unload)"
         )
-    check_whole("layer", layer, "use a model loaded without distributed_config; save_pretrained saves whole weights")
+    check_not_sharded(
+        "layer", layer, "use a model loaded without distributed_config; save_pretrained saves whole weights"
+    )
 
 
 def _check_family(family: str) -> None:
