@@ -26,23 +26,27 @@ from tqdm import tqdm
 
 from benchmarks import lm, report, timing
 from kda_layers import KDAConfig, KDAForCausalLM, Shards, enable_context_parallel, kda, kda_over_ranks
+from kda_layers.testing.budgets import budget, error
 
 TITLE = "Sequences cut over GPUs: operator and training step"
 COLUMNS = ["what", "T", "ranks", "ms", "speedup", "exchange %", "MiB", "tokens/s"]
 SHAPES = {"cuda": (32, 128, torch.bfloat16), "cpu": (2, 16, torch.float32)}  # heads, width and dtype of the operator
 SMALL = dict(vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, linear_num_heads=2)
-LIMIT = {"cuda": 0.02, "cpu": 1e-5}  # relative error of a sequence over ranks to the same on one
 
 
-def operator(T: int, group: Any, device: str, seed: int = 0) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Forward and backward of this rank's slice of T tokens; returns outputs and the gradient of q."""
+def operator(T: int, group: Any, device: str, exact: bool = False) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Forward and backward of this rank's slice of T tokens; returns outputs and the gradient of q.
+
+    exact: in fp64, from the same inputs.
+    """
     H, K, dtype = SHAPES[device]
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    slices = [_slice(i, T // ranks * rank, T // ranks, (H, K), dtype, device, seed) for i in range(4)]
-    logits = _slice(4, T // ranks * rank, T // ranks, (H,), dtype, device, seed)
-    tensors = [t.requires_grad_() for t in (*slices, logits)]
-    d_o = _slice(5, T // ranks * rank, T // ranks, (H, K), dtype, device, seed)
-    options: dict[str, Any] = dict(lower_bound=-5.0, recompute=False)
+    slices = [_slice(i, T // ranks * rank, T // ranks, (H, K), dtype, device) for i in range(4)]
+    logits = _slice(4, T // ranks * rank, T // ranks, (H,), dtype, device)
+    tensors = [t.double() if exact else t for t in (*slices, logits)]
+    tensors = [t.requires_grad_() for t in tensors]
+    d_o = _slice(5, T // ranks * rank, T // ranks, (H, K), dtype, device)
+    options: dict[str, Any] = dict(lower_bound=-5.0, recompute=False, backend="eager" if exact else None)
 
     def run() -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = tensors
@@ -50,21 +54,19 @@ def operator(T: int, group: Any, device: str, seed: int = 0) -> Callable[[], tup
             o = kda(q, k, v, g, beta, **options).o
         else:
             o = kda_over_ranks(q, k, v, g, beta, Shards.contiguous(group), **options).o
-        return o.detach(), torch.autograd.grad(o, tensors, d_o)[0]
+        return o.detach(), torch.autograd.grad(o, tensors, d_o.to(o.dtype))[0]
 
     return run
 
 
-def _slice(
-    which: int, start: int, length: int, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int
-) -> Tensor:
+def _slice(which: int, start: int, length: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """A slice of a random tensor [1, T, *shape], made in blocks so that every rank knows any of them alone.
 
     The fourth are gate logits of a memory of hundreds of tokens, so that slices matter to each other.
     """
     block, parts = 4096, []
     for first in range(start // block * block, start + length, block):
-        generator = torch.Generator(device).manual_seed(seed * 10**9 + which * 10**7 + first // block)
+        generator = torch.Generator(device).manual_seed(which * 10**7 + first // block)
         part = torch.randn(1, block, *shape, generator=generator, device=device)
         parts.append(part[:, max(start - first, 0) : start + length - first])
     x = torch.cat(parts, 1)
@@ -118,17 +120,18 @@ def without_exchange() -> Iterator[None]:
 
 
 def check(groups: dict[int, Any], device: str) -> None:
-    """Raise a RuntimeError unless the operator over ranks is that of one rank."""
-    T = 1024 if device == "cuda" else 256
-    whole = operator(T, None, device)()
+    """Raise a RuntimeError unless the operator over ranks is as near to fp64 as on one rank: `testing.budgets`."""
+    T, dtype = 1024 if device == "cuda" else 256, SHAPES[device][2]
+    truth, whole = operator(T, None, device, exact=True)(), operator(T, None, device)()
     for ranks, group in groups.items():
         if ranks == 1 or dist.get_rank() >= ranks:
             continue
         own = slice(T // ranks * dist.get_rank(), T // ranks * (dist.get_rank() + 1))
-        for name, got, want in zip(("o", "the gradient of q"), operator(T, group, device)(), whole, strict=True):
-            error = float((got.double() - want[:, own].double()).norm() / want[:, own].double().norm())
-            if not error < LIMIT[device]:
-                raise RuntimeError(f"{name} over {ranks} ranks is off by {error:.2g}")
+        results = zip(("o", "the gradient of q"), operator(T, group, device)(), whole, truth, strict=True)
+        for name, got, of_one, exact in results:
+            found, limit = error(got, exact[:, own]), budget(error(of_one[:, own], exact[:, own]), dtype)
+            if not found <= limit:
+                raise RuntimeError(f"{name} over {ranks} ranks is off by {found:.2g}, more than {limit:.2g}")
 
 
 def measure(what: str, T: int, groups: dict[int, Any], device: str) -> list[dict[str, Any]]:
