@@ -61,13 +61,13 @@ struct Shared {
 
 static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
 
-// Of all warps of a role.
+// Arrive at a barrier that expects every warp of a role.
 DEVICE void signal(Lane lane, u64* barrier) {
     warp_sync();
     if (lane.id == 0) mbarrier_arrive(barrier);
 }
 
-// Wait for chunk `count` at a barrier of which there are two, for even and odd chunks.
+// Wait for chunk `count` at one of two barriers, for even and for odd chunks.
 DEVICE void wait_in_turn(u64* barrier, u32 count) { mbarrier_wait(barrier, count / 2 & 1); }
 
 // Offset of 16 bytes of a row: in tokens() a token's columns 8 piece to 8 piece + 7, in rows() a column's channels.
@@ -82,7 +82,7 @@ template <int N> using Sums = float[N / 8][4];  // 16 columns by N, in mma's acc
 
 constexpr u32 SIGNS = 0x80008000u;  // of a pair
 
-// `signs` flips the signs of the rounded.
+// Round x to operand A; `signs` is XORed with each pair, SIGNS to negate.
 template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, u32 signs = 0) {
     #pragma unroll
     for (int i = 0; i < N / 4; i++) to[i / 4][i % 4] = Io::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]) ^ signs;
@@ -286,7 +286,7 @@ struct Values {
         #pragma unroll
         for (int i = 0; i < 4; i++) f(i, 16 * lane.warp + 4 * i + lane.id / 8, lane.id % 8);
     }
-    // Zeros from the given token on.
+    // Load zeros for tokens from `tokens` on.
     DEVICE void load(Lane lane, const u16* from, i64 stride, int tokens) {
         each(lane, [&](int i, int token, int piece) {
             x[i] = token < tokens ? *reinterpret_cast<const uint4*>(from + token * stride + 8 * piece)
