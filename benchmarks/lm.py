@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import KimiLinearConfig, KimiLinearForCausalLM, StaticCache
+from transformers import Cache, KimiLinearConfig, KimiLinearForCausalLM, StaticCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from benchmarks import report, timing
@@ -47,6 +48,8 @@ PROMPT = 64  # tokens before a decode step
 TOKENS = 128  # that `generate` adds
 BATCHES = (1, 64)  # sequences of a decode step
 NO_MASK = {"full_attention": None, "linear_attention": None}
+CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
+CONTENDERS = ("ours", "softmax", "fla", "kimi", "kimi-swapped")
 COLUMNS = ["task", "mode", "batch", "contender", "wall ms", "GPU ms", "kernels", "MiB", "tokens/s", "MFU %"]
 # Parts of a step's GPU time: the first that matches a kernel's name.
 PARTS = {
@@ -184,11 +187,14 @@ def decode(model: Any, batch: int) -> Callable[[], Tensor]:
     with torch.no_grad():
         first = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache = first.past_key_values
+    read: list[Tensor] = []
     ids = first.logits[:, -1:].argmax(-1)
     mask = {"attention_mask": NO_MASK} if ours else {}
 
     @torch.no_grad()
     def run() -> Tensor:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            read.extend(tensors_of(cache))  # the graph's, also where a step puts new tensors in their place
         if softmax:
             for layer in cache.layers:
                 layer.cumulative_length.fill_(PROMPT)
@@ -197,6 +203,19 @@ def decode(model: Any, batch: int) -> Callable[[], Tensor]:
         return logits
 
     return run
+
+
+def tensors_of(holder: Any) -> list[Tensor]:
+    """The tensors that a cache holds, in its layers' attributes, lists and dicts."""
+    if isinstance(holder, Tensor):
+        return [holder]
+    if isinstance(holder, dict):
+        parts: Any = holder.values()
+    elif isinstance(holder, (list, tuple)):
+        parts = holder
+    else:
+        parts = vars(holder).values() if isinstance(holder, CACHES) else ()
+    return [t for part in parts for t in tensors_of(part)]
 
 
 def compiled_decode(model: Any, batch: int) -> Callable[[], Tensor]:
@@ -302,10 +321,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.add_commit_option(parser)
     timing.add_tuning_option(parser)
     args = parser.parse_args(argv)
+    contenders = args.contenders.split(",")
+    if unknown := [name for name in contenders if name not in CONTENDERS]:
+        parser.error(f"argument --contenders: expected some of {', '.join(CONTENDERS)}, got {', '.join(unknown)}")
     machine, rows = CudaMachine(), []
     name = args.name or f"gpu-lm-{args.size.replace('.', '')}"
     jobs = [
-        partial(measure, machine, args.contenders.split(","), task, mode, batch, args.size)
+        partial(measure, machine, contenders, task, mode, batch, args.size)
         for task in args.tasks.split(",")
         for mode in MODES[task]
         if mode in args.modes.split(",")

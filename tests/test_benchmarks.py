@@ -1178,6 +1178,34 @@ def test_sizes_of_language_models(size: str, millions: int, monkeypatch: pytest.
     assert all(abs(n - millions) < 0.12 * millions for n in found.values()), found
 
 
+def test_tensors_that_a_graph_of_a_decode_step_reads() -> None:
+    """Every tensor of a stock cache is found, since a step puts new ones in the place of some."""
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    from benchmarks import lm
+
+    config = KimiLinearConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1,
+        num_key_value_heads=1, linear_num_heads=1, linear_head_dim=128, pad_token_id=0,
+        layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense"] * 2,
+    )  # fmt: skip
+    model = KimiLinearForCausalLM(config)
+    tokens = torch.randint(50, (2, 5))
+    cache = model(input_ids=tokens, use_cache=True).past_key_values
+    found = {t.data_ptr() for t in lm.tensors_of(cache)}
+    linear, softmax = cache.layers
+    held = [linear.conv_states[0], linear.recurrent_states[0], softmax.keys, softmax.values]
+    assert {t.data_ptr() for t in held} <= found
+
+
+def test_contenders_of_language_models(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import lm
+
+    with pytest.raises(SystemExit):
+        lm.main(["--contenders", "ours,kda"])
+    assert "--contenders: expected some of ours, softmax, fla, kimi, kimi-swapped, got kda" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("contender", ["ours", "kimi", "kimi-swapped"])
 def test_tasks_of_language_models(contender: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every task runs in every mode but those that need a GPU or a compiler, on a CPU with small sizes."""
