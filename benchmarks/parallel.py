@@ -109,13 +109,17 @@ WORK: dict[str, Callable[..., Callable[[], Any]]] = {"operator": operator, "mode
 
 @contextlib.contextmanager
 def without_exchange() -> Iterator[None]:
-    """Every rank takes its own tensors for those of all ranks; positions are exchanged, as a model checks them."""
+    """Every rank takes its own tensors for those of all ranks, and zeros for another's; positions are exchanged, as a
+    model checks them."""
     exchange = Shards.everyones
 
     def alone(shards: Shards, t: Tensor) -> Tensor:
         return t.expand(len(shards.places), *t.shape) if t.is_floating_point() else exchange(shards, t)
 
-    with mock.patch.object(Shards, "everyones", alone):
+    def nothing(shards: Shards, like: Tensor, step: int) -> Tensor:
+        return torch.zeros_like(like)
+
+    with mock.patch.multiple(Shards, everyones=alone, send=lambda *_: None, receive=nothing):
         yield
 
 

@@ -15,6 +15,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from kda_layers.kernels.over_ranks.shards import Shards
 from kda_layers.testing.budgets import FP64_LIMIT, error
 from tests.processes import once
 
@@ -70,6 +73,22 @@ class Ranks:
         t = t.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(t)
         return t
+
+
+@contextlib.contextmanager
+def exchanges() -> Iterator[list[str]]:
+    """Names of the exchanges between ranks in the block."""
+    found: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for name in ("everyones", "send", "receive"):
+            method = getattr(Shards, name)
+
+            def counted(*args: Any, name: str = name, method: Any = method) -> Any:
+                found.append(name)
+                return method(*args)
+
+            stack.enter_context(mock.patch.object(Shards, name, counted))
+        yield found
 
 
 Cases = Mapping[str, Callable[[Ranks], None]]

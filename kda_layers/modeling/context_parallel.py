@@ -137,7 +137,11 @@ def read_shards(
         ValueError: what context parallelism does not support, or slices that do not make up one sequence.
     """
     offsets = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
-    shards = Shards.contiguous(process_group(group))
+    kinds = config.layer_types
+    together = kinds.count("linear_attention") // (
+        1 + kinds.count("full_attention")
+    )  # KDA layers between softmax layers
+    shards = Shards.contiguous(process_group(group), together)._replace(memory={})
     refusal, facts = None, torch.zeros(len(_Facts._fields), dtype=torch.long, device=tokens.device)
     try:
         if not tokens.shape[1]:
@@ -162,7 +166,8 @@ def read_shards(
     if len(set(lengths)) > 1:
         raise ValueError(f"input_ids must have as many tokens on each rank, got {lengths}")
     if offsets is None:
-        return _read_positions(group, everyones), None
+        places = _read_positions(everyones)
+        return shards._replace(places=places, chain=shards.chain and len(places[0]) == 1), None
     _check_packed(everyones, sum(lengths))
     return shards, offsets
 
@@ -274,8 +279,8 @@ def _check_packed(everyones: list[_Facts], tokens: int) -> None:
         )
 
 
-def _read_positions(group: str, everyones: list[_Facts]) -> Shards:
-    """Return the shards that the positions of all ranks describe."""
+def _read_positions(everyones: list[_Facts]) -> tuple[tuple[int, ...], ...]:
+    """Return the places of `Shards` that the positions of all ranks describe."""
     T = everyones[0].tokens
     if all(f.whole for f in everyones):
         starts, length = [[f.first] for f in everyones], T
@@ -289,4 +294,4 @@ def _read_positions(group: str, everyones: list[_Facts]) -> Shards:
             f"position_ids of all ranks must make up one sequence from 0 or 1, each rank with one run of positions or "
             f"with two of equal length, got runs of {length} that start at {found} on the ranks in turn"
         )
-    return Shards(group, tuple(tuple((s - in_order[0]) // length for s in of_rank) for of_rank in starts))
+    return tuple(tuple((s - in_order[0]) // length for s in of_rank) for of_rank in starts)

@@ -216,6 +216,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         if shards is None:
             (q, k, v), conv_state = short_convs(qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend)
         else:
+            shards = shards.of_layer(self)
             q, k, v = short_convs_over_ranks(qkv, taps, shards, cu_seqlens, backend)
         q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
         v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -24,11 +24,11 @@ from kda_layers.kernels.kda.contract import Gradients, Inputs, KDAOutput
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.op import kda
 from kda_layers.kernels.over_ranks.kda import TOKENS, kda_over_ranks
-from kda_layers.kernels.over_ranks.shards import Shards
+from kda_layers.kernels.over_ranks.shards import Shards, chain_pays
 from kda_layers.kernels.over_ranks.short_conv import short_convs_over_ranks
 from kda_layers.kernels.short_conv.op import short_convs
 from kda_layers.testing.budgets import BF16, FP32, FP64, budget, error
-from tests.ranks import Cases, Ranks, outcomes
+from tests.ranks import Cases, Ranks, exchanges, outcomes
 
 PARAMETERS = ("A_log", "dt_bias", "initial_state")  # their gradients are partial sums
 MATTERS = 0.05  # relative difference of outputs without what other ranks know; roundings are below 1e-12
@@ -45,9 +45,13 @@ def cut(t: Tensor, shards: Shards) -> Tensor:
 
 
 def order(shards: str | tuple[tuple[int, ...], ...], group: Any = None) -> Shards:
+    """Shards of a name or of places: "chain" and "gathered" are contiguous ones, other places are gathered."""
+    if shards == "balanced":
+        return Shards.balanced(group)
+    contiguous = Shards.contiguous(group)
     if isinstance(shards, str):
-        return getattr(Shards, shards)(group)
-    return Shards(Shards.contiguous(group).group, shards)
+        return contiguous._replace(chain={"chain": True, "gathered": False}[shards])
+    return Shards(contiguous.group, shards, chain=len(shards[0]) == 1)
 
 
 @dataclass(frozen=True)
@@ -237,20 +241,22 @@ class Replacing(EagerBackend):
 def replaced_inputs(ranks: Ranks) -> None:
     """A backend that does not keep its inputs gets what it kept, with the shapes of pieces."""
     with mock.patch.dict(KDA.backends(), {"replacing": Replacing()}):
-        for shards, options in (("balanced", {}), ("contiguous", dict(lengths=(5, 30, 5), B=1))):
-            packed = dict(without=("initial_state",), final=None) if options else {}
-            run(Call(shards=shards, backend="replacing", **options, **packed), ranks)
+        packed = dict(lengths=(5, 30, 5), B=1)
+        for shards, options in (("balanced", {}), ("chain", {}), ("chain", packed), ("gathered", packed)):
+            no_states = dict(without=("initial_state",), final=None) if options else {}
+            run(Call(shards=shards, backend="replacing", **options, **no_states), ranks)
 
 
 def not_finite(ranks: Ranks) -> None:
     """NaN in one packed sequence reaches no other one, neither in outputs nor in gradients."""
     for lengths in ((10, 20, 30, 12), (22, 26, 24)):
-        separate(lengths, ranks)
+        for shards in ("chain", "gathered"):
+            separate(lengths, order(shards), ranks)
 
 
-def separate(lengths: tuple[int, ...], ranks: Ranks) -> None:
+def separate(lengths: tuple[int, ...], shards: Shards, ranks: Ranks) -> None:
     call = Call(**(PACKED.__dict__ | dict(lengths=lengths)))
-    shards, total = Shards.contiguous(), call.T * ranks.size
+    total = call.T * ranks.size
     offsets = torch.tensor((0, *itertools.accumulate(lengths)))
     whole = {n: t.requires_grad_(n in TOKENS) for n, t in call.inputs(total).items()}
     sequence = torch.searchsorted(offsets, torch.arange(total), right=True) - 1
@@ -287,7 +293,10 @@ def second_derivative(ranks: Ranks) -> None:
 def compiled(ranks: Ranks) -> None:
     """Both operators in one graph, rows and packed: values, gradients, and the shapes that the compiler assumes."""
     offsets = torch.tensor([0, 5, 11, 8 * ranks.size], dtype=torch.int32)
-    for name, shards, cu_seqlens in (("rows", Shards.balanced(), None), ("packed", Shards.contiguous(), offsets)):
+    for name, shards, cu_seqlens in (
+        ("balanced", Shards.balanced(), None), ("chain", order("chain"), None), ("packed", order("chain"), offsets),
+        ("packed, gathered", order("gathered"), offsets),
+    ):  # fmt: skip
         results = []
         for wrap in (lambda f: f, partial(torch.compile, fullgraph=True, backend="aot_eager")):
             x, weight = operands(seed=ranks.rank), randn(4, 3, seed=6).requires_grad_()
@@ -308,20 +317,45 @@ def compiled(ranks: Ranks) -> None:
 
 
 def checkpointed(ranks: Ranks) -> None:
-    for reentrant in (False, True):
-        grads = []
+    """Gradients are those without checkpointing; a layer with a memory exchanges nothing again."""
+    for shards, reentrant, remembers in itertools.product(("chain", "balanced"), (False, True), (False, True)):
+        grads, exchanged = [], []
         for again in (False, True):
             x = operands(seed=ranks.rank)
             v = x["v"].requires_grad_()
+            at = order(shards)._replace(memory={} if remembers else None)
 
-            def f(v: Tensor, x: Any = x) -> Tensor:
-                (v,) = short_convs_over_ranks([v.flatten(2)], randn(4, 3, seed=6), Shards.balanced())
-                return kda_over_ranks(**(x | {"v": v.unflatten(2, (1, 4))}), shards=Shards.balanced()).o
+            def f(v: Tensor, x: Any = x, at: Shards = at) -> Tensor:
+                at = at.of_layer(f)
+                (v,) = short_convs_over_ranks([v.flatten(2)], randn(4, 3, seed=6), at)
+                return kda_over_ranks(**(x | {"v": v.unflatten(2, (1, 4))}), shards=at).o
 
-            o = checkpoint(f, v, use_reentrant=reentrant) if again else f(v)
-            o.square().sum().backward()
+            with exchanges() as found:
+                o = checkpoint(f, v, use_reentrant=reentrant) if again else f(v)
+                o.square().sum().backward()
             grads.append(v.grad)
-        ranks.same(f"reentrant={reentrant}", grads[1], grads[0])
+            exchanged.append(len(found))
+        name = f"{shards}, reentrant={reentrant}, remembers={remembers}"
+        ranks.same(name, grads[1], grads[0])
+        ranks.check((exchanged[1] == exchanged[0]) == remembers, f"{name}: {exchanged} exchanges")
+
+
+def used_twice(ranks: Ranks) -> None:
+    """A checkpointed layer that is called twice remembers nothing, as recomputations come in another order."""
+    grads = []
+    for again in (False, True):
+        x, at = operands(seed=ranks.rank), order("chain")._replace(memory={})
+        v = x["v"].requires_grad_()
+
+        def f(v: Tensor, x: Any = x, at: Shards = at) -> Tensor:
+            return kda_over_ranks(**(x | {"v": v}), shards=at.of_layer(f)).o
+
+        for _ in range(2):
+            v_next = checkpoint(f, v, use_reentrant=False) if again else f(v)
+            v = v_next
+        v.square().sum().backward()
+        grads.append(x["v"].grad)
+    ranks.same("gradient", grads[1], grads[0])
 
 
 def refused(ranks: Ranks) -> None:
@@ -358,6 +392,13 @@ def refused(ranks: Ranks) -> None:
         short_convs_over_ranks([x], randn(3, 2, seed=2), balanced)
     with ranks.raises(ValueError, r"shards must be contiguous with cu_seqlens"):
         short_convs_over_ranks([torch.cat((x, x), 1)], weight, balanced, torch.tensor([0, 10 * ranks.size]))
+    two_pieces = balanced._replace(chain=True)
+    for f in (
+        lambda: kda_over_ranks(**operands(), shards=two_pieces),
+        lambda: short_convs_over_ranks([x], weight, two_pieces),
+    ):
+        with ranks.raises(ValueError, r"shards must have one piece for each rank with chain=True, got 2"):
+            f()
     with ranks.raises(TypeError, r"group must be a torch.distributed.ProcessGroup or None, got str"):
         Shards.contiguous("cp")
 
@@ -410,15 +451,21 @@ def _conv(args: Any, options: Any, ranks: Ranks) -> None:
 # ---------------------------------------------------------------- all cases
 
 OPTIONS = dict(qk_l2norm=False, scale=0.7)
-PACKED = Call(T=24, B=1, shards="contiguous", without=("initial_state",), final=None)
+PACKED = Call(T=24, B=1, shards="chain", without=("initial_state",), final=None)
 
 
 def packed(*lengths: int, **changed: Any) -> Any:
-    return partial(run, Call(**(PACKED.__dict__ | dict(lengths=lengths) | changed)))
+    return partial(_packed, Call(**(PACKED.__dict__ | dict(lengths=lengths) | changed)))
+
+
+def _packed(call: Call, ranks: Ranks) -> None:
+    for shards in ("chain", "gathered"):
+        run(replace(call, shards=shards), ranks)
 
 
 OF_TWO: dict[str, Any] = {
-    "contiguous": partial(run, Call(shards="contiguous")),
+    "chain": partial(run, Call(shards="chain")),
+    "gathered": partial(run, Call(shards="gathered")),
     "balanced": partial(run, Call()),
     "ranks in reverse": partial(run, Call(shards=((1,), (0,)))),
     "several chunks": partial(run, Call(T=140, B=1, H=1, HV=1, options=dict(qk_l2norm=True))),
@@ -426,14 +473,14 @@ OF_TWO: dict[str, Any] = {
     "three pieces": partial(run, Call(T=21, shards=((0, 4, 2), (5, 1, 3)))),
     "one row and head": partial(run, Call(B=1, H=1, HV=1, K=8, V=20)),
     "softplus, 2sigmoid": partial(run, Call(gate="softplus", beta="2sigmoid")),
-    "log_decay, given": partial(run, Call(gate="log_decay", beta="given", options=OPTIONS, shards="contiguous")),
+    "log_decay, given": partial(run, Call(gate="log_decay", beta="given", options=OPTIONS, shards="chain")),
     "no bias, no rate": partial(run, Call(without=("A_log", "dt_bias"))),
     "from zero": partial(run, Call(without=("initial_state",))),
     "no final state": partial(run, Call(final=None)),
     "no states": partial(run, Call(final=None, without=("initial_state",))),
     "final state read by none": partial(run, Call(final="none")),
     "final state read by the first rank": partial(run, Call(final="first")),
-    "final state read by the last rank": partial(run, Call(final="last", shards="contiguous")),
+    "final state read by the last rank": partial(run, Call(final="last", shards="chain")),
     "the loss reads the final state alone": partial(run, Call(final="first", outputs=False)),
     "gradients of v alone": partial(run, Call(constant=("q", "k", "g", "beta", *PARAMETERS))),
     "gradients of the initial state alone": partial(run, Call(constant=(*TOKENS, "A_log", "dt_bias"))),
@@ -457,23 +504,25 @@ OF_TWO: dict[str, Any] = {
     "second derivative": second_derivative,
     "compiled": compiled,
     "checkpointed": checkpointed,
+    "used twice": used_twice,
     "refused": refused,
-    "convolution, contiguous": conv(9, 4, "contiguous"),
+    "convolution, chain": conv(9, 4, "chain"),
+    "convolution, gathered": conv(9, 4, "gathered"),
     "convolution, balanced": conv(10, 4, "balanced"),
     "convolution, one tap": conv(6, 1, "balanced"),
     "convolution, two taps": conv(2, 2, "balanced"),
-    "convolution, W - 1 tokens": conv(3, 4, "contiguous"),
+    "convolution, W - 1 tokens": conv(3, 4, "chain"),
     "convolution, W - 1 tokens in a piece": conv(6, 4, "balanced"),
     "convolution of one tensor": conv(8, 4, "balanced", widths=(4,)),
     "convolution, constant weight": conv(8, 4, "balanced", constant="weight"),
     "convolution, constant inputs": conv(8, 4, "balanced", constant="xs"),
-    "convolution, packed": conv(9, 4, "contiguous", lengths=(5, 10, 3)),
-    "convolution, packed, one tap": conv(9, 1, "contiguous", lengths=(5, 10, 3)),
-    "convolution, packed, int32": conv(9, 4, "contiguous", lengths=(5, 10, 3), dtype=torch.int32),
-    "convolution, packed, W - 2 before the border": conv(9, 4, "contiguous", lengths=(7, 11)),
-    "convolution, packed, 1 before the border": conv(9, 4, "contiguous", lengths=(8, 10)),
-    "convolution, packed, borders": conv(9, 4, "contiguous", lengths=(0, 9, 0, 0, 9, 0)),
-    "convolution, packed, W - 1 tokens": conv(3, 4, "contiguous", lengths=(2, 4)),
+    "convolution, packed": conv(9, 4, "chain", lengths=(5, 10, 3)),
+    "convolution, packed, one tap": conv(9, 1, "chain", lengths=(5, 10, 3)),
+    "convolution, packed, int32": conv(9, 4, "chain", lengths=(5, 10, 3), dtype=torch.int32),
+    "convolution, packed, W - 2 before the border": conv(9, 4, "chain", lengths=(7, 11)),
+    "convolution, packed, 1 before the border": conv(9, 4, "chain", lengths=(8, 10)),
+    "convolution, packed, borders": conv(9, 4, "chain", lengths=(0, 9, 0, 0, 9, 0)),
+    "convolution, packed, W - 1 tokens": conv(3, 4, "chain", lengths=(2, 4)),
 }
 
 
@@ -481,14 +530,19 @@ def of_a_subgroup(ranks: Ranks) -> None:
     """Ranks of a group that are not those of the processes."""
     group = dist.new_group([1, 2])
     if ranks.rank:
-        run(Call(), ranks, group)
+        for shards in ("balanced", "chain"):
+            run(Call(shards=shards), ranks, group)
 
 
 OF_THREE: dict[str, Any] = {
-    "contiguous": partial(run, Call(shards="contiguous")),
+    "chain": partial(run, Call(shards="chain")),
+    "gathered": partial(run, Call(shards="gathered")),
     "balanced": partial(run, Call()),
     "another order": partial(run, Call(shards=((2,), (0,), (1,)))),
     "final state read by the first rank": partial(run, Call(final="first")),
+    "chain, final state read by the first rank": partial(run, Call(final="first", shards="chain")),
+    "chain, final state read by none": partial(run, Call(final="none", shards="chain")),
+    "chain, no states": partial(run, Call(final=None, without=("initial_state",), shards="chain")),
     "a subgroup": of_a_subgroup,
     "packed: not finite": not_finite,
     "packed: one sequence": packed(72),
@@ -500,8 +554,8 @@ OF_THREE: dict[str, Any] = {
     "packed: one goes on where another ends": packed(10, 20, 30, 12),
     "packed: many": packed(22, 1, 1, 2, 30, 0, 10, 5, 1),
     "convolution, balanced": conv(10, 4, "balanced"),
-    "convolution, packed": conv(9, 4, "contiguous", lengths=(5, 16, 0, 6)),
-    "convolution, packed, W - 1 tokens": conv(3, 4, "contiguous", lengths=(2, 5, 2)),
+    "convolution, packed": conv(9, 4, "chain", lengths=(5, 16, 0, 6)),
+    "convolution, packed, W - 1 tokens": conv(3, 4, "chain", lengths=(2, 5, 2)),
 }
 CASES: dict[int, Cases] = {2: OF_TWO, 3: OF_THREE}
 
@@ -519,6 +573,13 @@ def test_shards_need_a_group() -> None:
 
 
 def test_shards_are_read_as_written() -> None:
-    shards = Shards("group", ((0, 3), (1, 2)))
-    assert Shards.read("group", shards.order) == shards
-    assert shards.pieces == 2
+    for places, chain in ((((0, 3), (1, 2)), False), (((1,), (0,)), True), (((1,), (0,)), False)):
+        shards = Shards("group", places, chain)
+        assert Shards.read("group", shards.order) == shards
+        assert shards.pieces == len(places[0])
+
+
+def test_a_chain_pays_for_few_ranks_or_many_layers() -> None:
+    """A chain costs (ranks - 1) (F + R) once, with R = F / 2; gathering F + 2 R in each layer."""
+    assert [chain_pays(ranks, 1) for ranks in (1, 2, 3, 8)] == [True, True, False, False]
+    assert [chain_pays(8, layers) for layers in (3, 5, 6, 12)] == [False, False, True, True]

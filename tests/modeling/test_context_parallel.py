@@ -34,7 +34,7 @@ from kda_layers import (
 )
 from kda_layers.testing.budgets import BF16, FP64
 from tests.modeling.models import build, ids, stock
-from tests.ranks import Cases, Ranks, outcomes
+from tests.ranks import Cases, Ranks, exchanges, outcomes
 
 IGNORED = -100
 
@@ -290,6 +290,22 @@ def of_any_order(ranks: Ranks) -> None:
         compare_grads(ranks, grads(m), want, str(places))
 
 
+def of_recomputations(ranks: Ranks) -> None:
+    """Gradient checkpointing recomputes layers without a new exchange between ranks."""
+    for balanced in (True, False):
+        counts = []
+        for checkpointing in (False, True):
+            m = tiny("kda")
+            enable_context_parallel(m, mesh())
+            if checkpointing:
+                m.gradient_checkpointing_enable({"use_reentrant": False})
+            buffers = [ids(2, 24), shifted(ids(2, 24)), torch.arange(24)[None].expand(2, 24).contiguous()]
+            with cut_by_torch(buffers, balanced), exchanges() as found:
+                train(m, *buffers, count=1)
+            counts.append(len(found))
+        ranks.check(counts[0] == counts[1] > 2, f"balanced={balanced}: {counts} exchanges")
+
+
 def of_two_models_in_turns(ranks: Ranks) -> None:
     """Two models, and a plain one between, with their backward passes after all forward passes."""
     first, second, plain = tiny("kda"), tiny("softplus_tied"), tiny("kda", num_hidden_layers=1)
@@ -543,6 +559,7 @@ OF_TWO: Cases = {
     "llama, contiguous": ring("llama", balanced=False, T=38),
     "llama of KDA layers": ring("llama, all", form="[1, T] from 1"),
     "kda, any order": of_any_order,
+    "recomputations": of_recomputations,
     "two models in turns": of_two_models_in_turns,
     "frozen layers": of_frozen_layers,
     "FSDP2": under_fsdp,

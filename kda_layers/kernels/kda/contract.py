@@ -12,6 +12,7 @@ Backends get inputs that `checks.py` has accepted; they check only values that n
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -191,6 +192,20 @@ class Backend(Differentiable):
     ) -> Gradients:
         """See `Differentiable.backward`."""
         raise NotImplementedError
+
+    def backward_handing_on(
+        self,
+        x: Inputs,
+        saved: list[Tensor],
+        d_o: Tensor,
+        d_final: Tensor,
+        hand_on: Callable[[Tensor], None],
+    ) -> Gradients:
+        """`backward`, which calls `hand_on` with the gradient of the initial state as soon as it is computed."""
+        grads = self.backward(x, saved, d_o, d_final, None)
+        assert grads.initial_state is not None, "x has an initial state"
+        hand_on(grads.initial_state)
+        return grads
 
     def affine_map(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Return P [N, HV, K, K] and C [N, HV, V, K]: each sequence maps an initial state S to the final S P + C.

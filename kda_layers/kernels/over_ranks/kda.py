@@ -1,14 +1,21 @@
 """`kda` over a sequence that is cut over the ranks of a process group.
 
 A run of tokens is an affine map of the state [V, K]: S_out = S_in P + C, with P [K, K] of each value head. P depends on
-k, g and beta alone; C is the state after the run from zero. Every rank computes P and C of its pieces, all ranks gather
-all of them, and the state before each piece is a prefix over the pieces before it. Then each piece is an ordinary call
-with that initial state.
+k, g and beta alone; C is the state after the run from zero. There are two ways to the state before each piece:
 
-Backward: with D the gradient of the state after a piece and E the gradient of the state before it by the piece's own
-outputs, the gradient of the state before it is E + D P^T. E depends on no other piece. All ranks gather E and P, and D
-of each piece is a suffix over the pieces after it. Then each piece is an ordinary backward with D as the gradient of
-its final state. P and C themselves need no gradient.
+* A chain: the rank of the piece before sends the state after it. Nothing is computed twice, and the results are those
+  of one rank bit by bit if pieces are whole chunks. A rank is a scan over its slice behind the one before, once for all
+  layers that follow each other, as ranks ahead do not wait for those behind.
+* To gather: every rank computes P and C of its pieces, all ranks gather all of them, and the state before each piece is
+  a prefix over the pieces before it. No rank waits for another one's scan, but every piece is scanned twice.
+
+Then each piece is an ordinary call with that initial state.
+
+Backward, with D the gradient of the state after a piece. Chain: the gradient of the state before the piece goes to the
+rank of the piece before, as soon as the scan has it. To gather: with E the gradient of the state before a piece by its
+own outputs, the whole is E + D P^T. E depends on no other piece. All ranks gather E and P, and D of each piece is a
+suffix over the pieces after it. Then each piece is an ordinary backward with D as the gradient of its final state. P
+and C themselves need no gradient.
 
 Prefix and suffix are computed in fp64: |P| <= 1, but tf32 would not do.
 """
@@ -27,14 +34,20 @@ from ..kda.checks import check_lower_bound, check_recompute, check_values, check
 from ..kda.contract import Backend, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
 from ..kda.dispatch import KDA
 from ..kda.reference import activate
-from ..operator import Differentiable, Operator
-from .shards import Shards, check_contiguous
+from ..operator import Differentiable, NoGradOperator, Operator
+from .shards import Shards, check_chain, check_contiguous
 
-# The fields of `Inputs`, of this rank's tokens, then the group and the order of its pieces. Offsets are global.
+HINTS: dict[str, Any] = typing.get_type_hints(Inputs)
+TENSORS = [(name, kind) for name, kind in HINTS.items() if kind in (Tensor, Tensor | None)]
+OPTIONS = [(name, kind) for name, kind in HINTS.items() if (name, kind) not in TENSORS]
+PLACE = [("group", str), ("order", str)]
+# The fields of `Inputs`, of this rank's tokens, the group and the order of its pieces. Offsets are global.
+LocalInputs: Any = typing.cast(Any, NamedTuple)("LocalInputs", [*TENSORS, *OPTIONS, *PLACE])
+# The same with what ranks told each other, and if this one hands its last state on in a chain, as it does not in a
+# recomputation.
 ShardedInputs: Any = typing.cast(Any, NamedTuple)(
-    "ShardedInputs", [*typing.get_type_hints(Inputs).items(), ("group", str), ("order", str)]
+    "ShardedInputs", [*TENSORS, ("exchanged", Tensor), *OPTIONS, *PLACE, ("hands_on", bool)]
 )
-
 
 TOKENS = ("q", "k", "v", "g", "beta")  # leading fields, [B, T, ...]
 
@@ -80,12 +93,12 @@ def kda_over_ranks(
         KDAOutput: o [B, T, HV, V] of this rank's tokens; final_state [B, HV, V, K] or None; no checkpoints.
 
     Raises:
-        TypeError, ValueError: as `kda`; T is no multiple of the number of pieces; packed sequences with states or with
-            shards that are not contiguous.
+        TypeError, ValueError: as `kda`; T is no multiple of the number of pieces; a chain with several pieces for each
+            rank; packed sequences with states or with shards that are not contiguous.
     """
     if not isinstance(shards, Shards):
         raise TypeError(f"shards must be a Shards, such as Shards.contiguous(group), got {type(shards).__name__}")
-    x = ShardedInputs(
+    x = LocalInputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), 0, check_recompute(recompute), shards.group, shards.order,
@@ -98,7 +111,16 @@ def kda_over_ranks(
     check_values(_inputs(x)._replace(cu_seqlens=None))
     if initial_state is not None:
         x = x._replace(initial_state=initial_state.to(state_dtypes(q.dtype)[0]))
-    out = _kda_over_ranks(activate(x, fused), needs_grad, name)
+    x = activate(x, fused)
+    known = None if final_state else shards.recall("kda")
+    if known is None:
+        with torch.no_grad():
+            exchanged = _states_before(LocalInputs(*(t.detach() if isinstance(t, Tensor) else t for t in x)), name)
+        shards.remember("kda", exchanged)
+    else:
+        exchanged = known
+    sharded = ShardedInputs(**x._asdict(), exchanged=exchanged, hands_on=known is None)
+    out = _kda_over_ranks(sharded, needs_grad, name)
     if out.final_state is None or initial_state is None:
         return out
     return out._replace(final_state=out.final_state.to(initial_state.dtype))
@@ -106,6 +128,7 @@ def kda_over_ranks(
 
 def _check_cut(x: Any, shards: Shards) -> None:
     T = x.q.shape[1]
+    check_chain(shards)
     if T == 0 or T % shards.pieces:
         raise ValueError(f"q must have as many tokens in each of {shards.pieces} pieces and at least one, got T = {T}")
     if x.cu_seqlens is None:
@@ -121,7 +144,7 @@ def _check_cut(x: Any, shards: Shards) -> None:
 
 def _inputs(x: Any) -> Inputs:
     """The fields of `Inputs` as they are."""
-    return Inputs._make(x[: len(Inputs._fields)])
+    return Inputs(**{name: getattr(x, name) for name in Inputs._fields})
 
 
 # ---------------------------------------------------------------- the pieces of this rank
@@ -132,6 +155,7 @@ class _Rows:
 
     def __init__(self, x: Any, shards: Shards):
         self.shards, self.B, self.pieces = shards, x.q.shape[0], shards.pieces
+        self.N = self.B * self.pieces
         per_token = {n: t.reshape(self.B * self.pieces, -1, *t.shape[2:]) for n, t in zip(TOKENS, x, strict=False)}
         self.inputs = _inputs(x)._replace(**per_token, initial_state=None, final_state=True)
 
@@ -145,6 +169,10 @@ class _Rows:
     def maps(self, P: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
         """Maps of the state that is handed on, [pieces, B, HV, ., K], of those of all local sequences."""
         return self.of_pieces(P), self.of_pieces(C)
+
+    def last(self, final: Tensor) -> Tensor:
+        """The states that this rank hands on, [pieces, B, HV, V, K], from those after all local sequences."""
+        return self.of_pieces(final)
 
     def initial(self, before: Tensor) -> Tensor:
         """Initial states of the local sequences from the states handed on, [pieces, B, HV, V, K]."""
@@ -171,7 +199,7 @@ class _Packed:
         start = shards.rank * T
         ends = offsets.new_tensor([start, start + T - 1])
         places = torch.searchsorted(offsets, ends, right=True) - 1
-        self.first, self.last = places.unbind()
+        self.first_one, self.last_one = places.unbind()
         # `through`: the last one began before this slice. An index tensor of no dimension would make the host wait.
         self.continues, self.through = (offsets.index_select(0, places) < start).unbind()
         local = (offsets - start).clamp(0, T)
@@ -179,17 +207,20 @@ class _Packed:
         self.N = offsets.shape[0] - 1
 
     def maps(self, P: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-        P, C = P.index_select(0, self.last[None]), C.index_select(0, self.last[None])
-        return P.masked_fill(~self.through, 0)[None], C[None]
+        P, C = P.index_select(0, self.last_one[None]), self.last(C)
+        return P.masked_fill(~self.through, 0)[None], C
+
+    def last(self, final: Tensor) -> Tensor:
+        return final.index_select(0, self.last_one[None])[None]
 
     def initial(self, before: Tensor) -> Tensor:
-        return self._placed(before.masked_fill(~self.continues, 0), self.first)
+        return self._placed(before.masked_fill(~self.continues, 0), self.first_one)
 
     def handed_on(self, gradient: Tensor) -> Tensor:
-        return gradient.index_select(0, self.first[None]).masked_fill(~self.continues, 0)[None]
+        return gradient.index_select(0, self.first_one[None]).masked_fill(~self.continues, 0)[None]
 
     def final(self, after: Tensor) -> Tensor:
-        return self._placed(after, self.last)
+        return self._placed(after, self.last_one)
 
     def _placed(self, state: Tensor, index: Tensor) -> Tensor:
         """Return states [N, HV, V, K] of zeros but for one sequence's, [1, 1, HV, V, K]."""
@@ -209,16 +240,22 @@ class OverRanks(Differentiable):
         return self.inner.replaces(_inputs(x))
 
     def saved_like(self, x: Any) -> list[Tensor]:
-        local = _cut(x).inputs
-        (HV, V), K = x.v.shape[2:], x.q.shape[3]
-        N = local.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-        P = x.q.new_empty(Shards.read(x.group, x.order).pieces, x.q.shape[0], HV, K, K, dtype=_wide(x))
-        initial = x.q.new_empty(N, HV, V, K, dtype=_wide(x))
-        local = local._replace(initial_state=initial, final_state=False)
-        return self._packed(x, self.inner.saved_like(local), P, initial)
-
-    def forward(self, x: Any, save: bool) -> tuple[KDAOutput, list[Tensor]]:
         cut = _cut(x)
+        initial = x.q.new_empty(cut.N, *_state_shape(x)[1:], dtype=_wide(x))
+        saved = self.inner.saved_like(cut.inputs._replace(initial_state=initial, final_state=cut.shards.chain))
+        return self._with_shapes(x, saved)
+
+    def states_before(self, x: Any) -> Tensor:
+        """Return what ranks tell each other before a forward.
+
+        Returns:
+            In a chain the state before this rank's piece, [1, B, HV, V, K]. Else [pieces + 1, B, HV, V + K, K], the
+            states before the pieces and below them their P, and last the state after the whole sequence.
+        """
+        cut = _cut(x)
+        if cut.shards.chain:
+            first = cut.shards.neighbour(-1) is None and x.initial_state is not None
+            return x.initial_state[None].clone() if first else cut.shards.receive(states_before_like(x), -1)
         P, C = cut.maps(*self.inner.affine_map(cut.inputs))
         V = C.shape[-2]
         gathered = [t.double() for t in cut.shards.gathered(torch.cat((C, P), -2))]
@@ -227,42 +264,80 @@ class OverRanks(Differentiable):
         for both in gathered:
             before.append(state)
             state = _mapped(state, both[..., V:, :]) + both[..., :V, :]
-        initial = cut.initial(cut.shards.own(before).to(_wide(x)))
-        out, saved = self.inner.forward(cut.inputs._replace(initial_state=initial, final_state=False), save)
-        final = state.to(_wide(x)) if x.final_state else None
-        if save:
-            saved = self._packed(x, saved, P.contiguous(), initial)
-        return KDAOutput(out.o.view(x.v.shape), final, None), saved
+        mine = torch.cat((cut.shards.own(before).to(P.dtype), P), -2)
+        return torch.cat((mine, torch.cat((state.to(P.dtype), torch.zeros_like(P[0])), -2)[None]))
+
+    def forward(self, x: Any, save: bool) -> tuple[KDAOutput, list[Tensor]]:
+        cut, V = _cut(x), x.v.shape[3]
+        chain = cut.shards.chain
+        initial = cut.initial(x.exchanged if chain else x.exchanged[:-1, ..., :V, :])
+        out, saved = self.inner.forward(cut.inputs._replace(initial_state=initial, final_state=chain), save)
+        final = x.exchanged[-1, ..., :V, :].clone(memory_format=torch.contiguous_format) if x.final_state else None
+        if chain:
+            after = cut.last(out.final_state)
+            if x.hands_on:
+                cut.shards.send(after, 1)
+            if x.final_state:
+                final = cut.shards.gathered(after)[-1].clone()
+        return KDAOutput(out.o.view(x.v.shape), final, None), self._with_shapes(x, saved) if save else []
 
     def backward(self, x: Any, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, _: Any) -> Gradients:
-        (P, initial), saved, cut = saved[:2], saved[2:], _cut(x)
+        cut, V = _cut(x), x.v.shape[3]
         shards = cut.shards
-        local = cut.inputs._replace(initial_state=initial, final_state=False)
-        d_o = d_o.reshape(local.v.shape)
-        E = cut.handed_on(self.inner.initial_gradient(local, saved, d_o))
-        V = E.shape[-2]
-        gathered = [t.double() for t in shards.gathered(torch.cat((E, P), -2))]
-        state = torch.zeros_like(gathered[0][..., :V, :])
+        initial = cut.initial(x.exchanged if shards.chain else x.exchanged[:-1, ..., :V, :])
+        local = cut.inputs._replace(initial_state=initial, final_state=shards.chain)
+        d_o, end = d_o.reshape(local.v.shape), None
         if x.final_state:  # each rank's loss may read it, and which do, only they know
-            mine = torch.zeros_like(state, dtype=_wide(x)) if d_final is None else d_final
-            state = shards.everyones(mine).double().sum(0)
-        after: list[Tensor] = []
-        for both in reversed(gathered):
-            after.insert(0, state)
-            state = both[..., :V, :] + _mapped(state, both[..., V:, :].mT)
-        grads = self.inner.backward(local, saved, d_o, cut.final(shards.own(after).to(_wide(x))), None)
+            mine = d_o.new_zeros(_state_shape(x), dtype=_wide(x)) if d_final is None else d_final
+            end = shards.everyones(mine).double().sum(0)
+        if shards.chain:
+            like = d_o.new_empty(1, *_state_shape(x), dtype=_wide(x))
+            last = shards.neighbour(1) is None
+            after = end[None].to(_wide(x)) if last and end is not None else shards.receive(like, 1)
+            grads = self.inner.backward_handing_on(
+                local, saved, d_o, cut.final(after), lambda d: shards.send(cut.handed_on(d), -1)
+            )
+            assert grads.initial_state is not None, "every piece has an initial state"
+            before = cut.handed_on(grads.initial_state)[0]
+        else:
+            before, after = self._suffix(x, cut, self.inner.initial_gradient(local, saved, d_o), end)
+            grads = self.inner.backward(local, saved, d_o, cut.final(after), None)
         tokens: dict[str, Any] = {n: getattr(grads, n).reshape(getattr(x, n).shape) for n in TOKENS}
         d_initial = None
         if x.initial_state is not None:
             begins = 0 in shards.places[shards.rank]  # a sum over ranks counts it once
-            d_initial = state.to(_wide(x)) if begins else torch.zeros_like(x.initial_state)
+            d_initial = before.contiguous() if begins else torch.zeros_like(x.initial_state)
         return grads._replace(**tokens, initial_state=d_initial)
 
-    def _packed(self, x: Any, saved: list[Tensor], P: Tensor, initial: Tensor) -> list[Tensor]:
-        """What is saved, with the tensors that replace inputs first and of their shapes."""
+    def _suffix(self, x: Any, cut: Any, d_initial: Tensor, end: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the state before the sequence and of those after the local pieces."""
+        E, V = cut.handed_on(d_initial), x.v.shape[3]
+        P = x.exchanged[:-1, ..., V:, :]
+        gathered = [t.double() for t in cut.shards.gathered(torch.cat((E, P), -2))]
+        state = torch.zeros_like(gathered[0][..., :V, :]) if end is None else end
+        after: list[Tensor] = []
+        for both in reversed(gathered):
+            after.insert(0, state)
+            state = both[..., :V, :] + _mapped(state, both[..., V:, :].mT)
+        return state.to(_wide(x)), cut.shards.own(after).to(_wide(x))
+
+    def _with_shapes(self, x: Any, saved: list[Tensor]) -> list[Tensor]:
+        """What is saved, with the tensors that replace inputs of their shapes."""
         names = self.replaces(x)
         replacing = [t.reshape(getattr(x, n).shape) for n, t in zip(names, saved, strict=False)]
-        return [*replacing, P, initial, *saved[len(names) :]]
+        return [*replacing, *saved[len(names) :]]
+
+
+def states_before_like(x: Any) -> Tensor:
+    """An unwritten result of `OverRanks.states_before`."""
+    shards, (B, HV, V, K) = Shards.read(x.group, x.order), _state_shape(x)
+    shape = (1, B, HV, V, K) if shards.chain else (shards.pieces + 1, B, HV, V + K, K)
+    return x.q.new_empty(shape, dtype=_wide(x))
+
+
+def _state_shape(x: Any) -> tuple[int, ...]:
+    """[B, HV, V, K] of a state that a rank hands on."""
+    return x.q.shape[0], *x.v.shape[2:], x.q.shape[3]
 
 
 def _cut(x: Any) -> _Rows | _Packed:
@@ -286,11 +361,15 @@ class _Backends:
         return OverRanks(KDA.backend(name))
 
 
+_BACKENDS = _Backends()
+_states_before: NoGradOperator[Any] = NoGradOperator(
+    "states_before", LocalInputs, (), _BACKENDS, "states_before", states_before_like
+)
 _kda_over_ranks: Operator[Any, KDAOutput] = Operator(
     "kda_over_ranks",
     ShardedInputs,
     KDAOutput,
     Gradients,
-    _Backends(),
+    _BACKENDS,
     lambda x: outputs_like(_inputs(x)),
 )

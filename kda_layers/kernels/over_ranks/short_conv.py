@@ -1,16 +1,27 @@
-"""The short convolution over a sequence that is cut over the ranks of a process group."""
+"""The short convolution over a sequence that is cut over the ranks of a process group.
+
+The W - 1 inputs before a piece, its halo, come from the rank that has them, and begin the state of an ordinary
+convolution of the piece. They reach its first W - 1 outputs alone: their gradient is computed from these, and added to
+that of the inputs they are.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..operator import Differentiable, Operator
-from ..short_conv.op import short_convs
-from .shards import Shards, check_contiguous
+from ..checks import accumulator_dtype
+from ..declarations import Backend as AnyBackend
+from ..operator import Differentiable, NoGradOperator, Operator
+from ..short_conv.contract import Backend, Inputs, TripleInputs, silu_slope
+from ..short_conv.dispatch import SHORT_CONV
+from ..short_conv.op import choose, short_convs
+from .shards import Shards, check_chain, check_contiguous
 
 
 def short_convs_over_ranks(
@@ -18,11 +29,11 @@ def short_convs_over_ranks(
 ) -> list[Tensor]:
     """Apply `short_convs` to sequences that are cut over the ranks of a group; every rank passes its own tokens.
 
-    The inputs before each piece come from the rank that has them. All ranks must call it, and its backward, in the same
-    order. The gradient of the weight is partial: that of the sum of all ranks' losses is the sum over ranks.
+    All ranks must call it, and its backward, in the same order. The gradient of the weight is partial: that of the sum
+    of all ranks' losses is the sum over ranks.
 
     Args:
-        xs: tensors [B, T, D_i] of this rank's tokens; T is the same on all ranks.
+        xs: up to three tensors [B, T, D_i] of this rank's tokens; T is the same on all ranks.
         weight: [D, W], whose channels are those of xs one after the other.
         shards: where the tokens lie in the sequence.
         cu_seqlens: [N + 1] offsets of the sequences packed along the tokens of all ranks, with contiguous shards.
@@ -35,6 +46,7 @@ def short_convs_over_ranks(
             shards that are not contiguous.
     """
     W, pieces, (B, T) = weight.shape[1], shards.pieces, xs[0].shape[:2]
+    check_chain(shards)
     if cu_seqlens is not None:
         check_contiguous(shards)
     if T % pieces:
@@ -48,53 +60,154 @@ def short_convs_over_ranks(
         )
     rows = [x.reshape(B * pieces, T // pieces, x.shape[-1]) for x in xs]
     if W == 1:
-        return [y.reshape(x.shape) for y, x in zip(short_convs(rows, weight, backend=backend)[0], xs, strict=True)]
-    ends = torch.cat([x[:, 1 - W :] for x in rows], -1)
-    ends = ends.unflatten(0, (B, pieces)).transpose(0, 1).contiguous()
-    before = _inputs_before(_Ends(ends, shards.group, shards.order), ends.requires_grad and torch.is_grad_enabled(), "")
-    halo, offsets = before.inputs.transpose(0, 1).flatten(0, 1), None
-    if cu_seqlens is not None:
-        start = shards.rank * T
-        first = torch.searchsorted(cu_seqlens, cu_seqlens.new_tensor([start]), right=True) - 1
-        others = torch.arange(start - W + 1, start, device=halo.device) < cu_seqlens[first]  # not the first one's here
-        halo = halo.masked_fill(others[:, None], 0)
-        offsets = (cu_seqlens - start).clamp(0, T)
-        offsets = torch.where(offsets > 0, offsets + W - 1, offsets)
-    widths = [x.shape[-1] for x in xs]
-    rows = [torch.cat(both, 1) for both in zip(halo.split(widths, -1), rows, strict=True)]
-    ys, _ = short_convs(rows, weight, cu_seqlens=offsets, keep_state=False, backend=backend)
-    return [y[:, W - 1 :].reshape(x.shape) for y, x in zip(ys, xs, strict=True)]
+        ys, _ = short_convs(rows, weight, backend=backend)
+    else:
+        halo = shards.recall("convolution")
+        if halo is None:
+            with torch.no_grad():
+                ends = torch.cat([x.detach()[:, 1 - W :] for x in rows], -1)
+                halo = _halo(_Ends(ends, cu_seqlens, shards.group, shards.order, T), "")
+            shards.remember("convolution", halo)
+        x = _Inputs(*_three(rows), weight, halo, cu_seqlens, shards.group, shards.order)
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*rows, weight))
+        name, _ = choose(backend, rows[0], weight, None)
+        ys = _given(_short_convs_over_ranks(x, needs_grad, name))
+    return [y.reshape(x.shape) for y, x in zip(ys, xs, strict=False)]
 
 
-class _Ends(NamedTuple):
-    ends: Tensor  # [pieces, B, W - 1, D], the last inputs of each piece
+class _Inputs(NamedTuple):
+    x0: Tensor  # [B pieces, T / pieces, D_i]
+    x1: Tensor | None
+    x2: Tensor | None
+    weight: Tensor
+    halo: Tensor
+    cu_seqlens: Tensor | None
     group: str
     order: str
 
 
-class _Before(NamedTuple):
-    inputs: Tensor  # like `ends`: those of the piece before, zeros before the first
+class _Outputs(NamedTuple):
+    y0: Tensor
+    y1: Tensor | None
+    y2: Tensor | None
 
 
 class _Gradients(NamedTuple):
-    ends: Tensor
+    x0: Tensor
+    x1: Tensor | None
+    x2: Tensor | None
+    weight: Tensor
 
 
-class _Exchange(Differentiable):
-    """Hands the ends of pieces on to the pieces after them."""
+class _OverRanks(Differentiable):
+    """A backend of the short convolution, over ranks."""
 
-    def saved_like(self, x: _Ends) -> list[Tensor]:
+    def __init__(self, name: str, inner: Backend):
+        self.name, self.inner = name, inner
+
+    def saved_like(self, x: _Inputs) -> list[Tensor]:
         return []
 
-    def forward(self, x: _Ends, save: bool) -> tuple[_Before, list[Tensor]]:
-        shards = Shards.read(x.group, x.order)
-        ends = shards.gathered(x.ends)
-        return _Before(shards.own([torch.zeros_like(ends[0]), *ends[:-1]])), []
+    def forward(self, x: _Inputs, save: bool) -> tuple[_Outputs, list[Tensor]]:
+        call = _Call(x)
+        ys, _ = short_convs(call.xs, x.weight, call.state, call.offsets, keep_state=False, backend=self.name)
+        return _Outputs(*_three([y.contiguous() for y in ys])), []
 
-    def backward(self, x: _Ends, saved: list[Tensor], d_inputs: Tensor) -> _Gradients:
+    def backward(self, x: _Inputs, saved: list[Tensor], *d_outputs: Tensor | None) -> _Gradients:
+        call = _Call(x)
+        d_ys = [torch.zeros_like(t) if d is None else d for t, d in zip(call.xs, d_outputs, strict=False)]
+        *d_xs, d_weight = self._gradients(call, d_ys)
+        d_ends = _shifted(call.halo_gradient(d_ys), call.shards, 1)
+        for d_x, d_end in zip(d_xs, d_ends.split(call.widths, -1), strict=True):
+            d_x[:, -d_end.shape[1] :] += d_end
+        return _Gradients(*_three(d_xs), d_weight)
+
+    def _gradients(self, call: _Call, d_ys: list[Tensor]) -> list[Tensor]:
+        """Gradients of the inputs and of the weight for a constant state."""
+        if self.inner.together and len(call.xs) == 3:
+            x0, x1, x2 = call.xs
+            together = TripleInputs(x0, x1, x2, call.weight, call.state, call.offsets)
+            return list(self.inner.backward(together, [], *d_ys))
+        weights, states = call.weight.split(call.widths), call.state.split(call.widths, 1)
+        parts = [
+            self.inner.backward(Inputs(x, weight, state, call.offsets), [], d_y)
+            for x, weight, state, d_y in zip(call.xs, weights, states, d_ys, strict=True)
+        ]
+        return [*(part.x for part in parts), torch.cat([part.weight for part in parts])]
+
+
+class _Call:
+    """A call as an ordinary convolution of the local sequences, whose states begin with the halo."""
+
+    def __init__(self, x: _Inputs):
+        self.xs, self.weight, self.halo = _given(x), x.weight, x.halo
+        self.widths = [t.shape[2] for t in self.xs]
+        self.shards, self.packed = Shards.read(x.group, x.order), None
+        self.state, self.offsets = pad(x.halo.mT, (1, 0)), None
+        if x.cu_seqlens is not None:
+            self.packed = _Packed(x.cu_seqlens, self.shards, x.x0.shape[1], x.halo.shape[1])
+            self.offsets, N = self.packed.offsets, x.cu_seqlens.shape[0] - 1
+            none = self.state.new_zeros(N, *self.state.shape[1:])
+            self.state = none.index_copy_(0, self.packed.first, self.state)
+
+    def halo_gradient(self, d_ys: list[Tensor]) -> Tensor:
+        """Return the gradient of the halo, [B pieces, W - 1, D] in the accumulator's dtype."""
+        wide, n = accumulator_dtype(self.halo.dtype), self.halo.shape[1]
+        head, d_y = (torch.cat([t[:, :n] for t in ts], -1).to(wide) for ts in (self.xs, d_ys))
+        taps = self.weight.to(wide)
+        z = (torch.cat((self.halo.to(wide), head), 1).unfold(1, n + 1, 1) * taps).sum(-1)
+        d_z = d_y * silu_slope(z)
+        if self.packed is not None:
+            d_z = d_z.masked_fill(self.packed.unreached, 0)
+        # Input j of the halo reaches output t <= j by tap j - t.
+        d_halo = (pad(d_z, (0, 0, n, 0)).unfold(1, n + 1, 1) * taps.flip(1)).sum(-1)
+        return d_halo if self.packed is None else d_halo.masked_fill(self.packed.of_others, 0)
+
+
+class _Packed:
+    """Where the slice of a rank, T tokens, lies among packed sequences.
+
+    Attributes:
+        offsets: [N + 1] of its tokens; sequences of other ranks are empty.
+        first: [1], the number of the first token's sequence.
+        of_others: [n, 1], True for tokens of the halo that are no part of that sequence.
+        unreached: [n, 1], True for those of the slice's first n tokens that are no part of it.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, shards: Shards, T: int, n: int):
+        start = shards.rank * T
+        # An index tensor of no dimension would make the host wait.
+        self.first = torch.searchsorted(cu_seqlens, cu_seqlens.new_tensor([start]), right=True) - 1
+        self.offsets = (cu_seqlens - start).clamp(0, T)
+        token = torch.arange(n, device=cu_seqlens.device)
+        self.of_others = (start - n + token < cu_seqlens[self.first])[:, None]
+        self.unreached = (token >= self.offsets[self.first + 1])[:, None]
+
+
+class _Ends(NamedTuple):
+    ends: Tensor  # [B pieces, W - 1, D], the last inputs of each piece
+    cu_seqlens: Tensor | None
+    group: str
+    order: str
+    T: int  # tokens of a piece
+
+
+def _shifted(rows: Tensor, shards: Shards, step: int) -> Tensor:
+    """Return the tensors [B pieces, ...] of the pieces `step` places after those in `rows`."""
+    pieces = rows.unflatten(0, (-1, shards.pieces)).transpose(0, 1).contiguous()
+    return shards.shifted(pieces, step).transpose(0, 1).flatten(0, 1)
+
+
+class _Exchange(AnyBackend):
+    """Hands the ends of pieces on to the pieces after them."""
+
+    def halo(self, x: _Ends) -> Tensor:
+        """Return the inputs before each piece, like `ends`, zeros before the first one."""
         shards = Shards.read(x.group, x.order)
-        gradients = shards.gathered(d_inputs)
-        return _Gradients(shards.own([*gradients[1:], torch.zeros_like(gradients[0])]))
+        halo = _shifted(x.ends, shards, -1)
+        if x.cu_seqlens is None:
+            return halo
+        return halo.masked_fill(_Packed(x.cu_seqlens, shards, x.T, halo.shape[1]).of_others, 0)
 
 
 class _Only:
@@ -106,11 +219,33 @@ class _Only:
         return self.exchange
 
 
-_inputs_before: Operator[_Ends, _Before] = Operator(
-    "inputs_before",
-    _Ends,
-    _Before,
+class _Backends:
+    """The backends of the short convolution, over ranks, by name."""
+
+    @functools.cache  # noqa: B019  (one object)
+    def backend(self, name: str) -> _OverRanks:
+        return _OverRanks(name, SHORT_CONV.backend(name))
+
+
+def _given(x: _Inputs | _Outputs) -> list[Tensor]:
+    """Return the tensors that are convolved, or the results."""
+    return [t for t in x[:3] if isinstance(t, Tensor)]
+
+
+def _three(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    first, *others = tensors
+    second, third = [*others, None, None][:2]
+    return first, second, third
+
+
+_halo: NoGradOperator[_Ends] = NoGradOperator(
+    "short_convs_halo", _Ends, (), _Only(), "halo", lambda x: x.ends.new_empty(x.ends.shape)
+)
+_short_convs_over_ranks: Operator[_Inputs, _Outputs] = Operator(
+    "short_convs_over_ranks",
+    _Inputs,
+    _Outputs,
     _Gradients,
-    _Only(),
-    lambda x: _Before(x.ends.new_empty(x.ends.shape)),
+    _Backends(),
+    lambda x: _Outputs(*_three([t.new_empty(t.shape) for t in _given(x)])),
 )

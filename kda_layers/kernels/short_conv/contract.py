@@ -66,6 +66,12 @@ class TripleGradients(NamedTuple):
     weight: Tensor
 
 
+def silu_slope(z: Tensor) -> Tensor:
+    """The derivative of SiLU."""
+    sigmoid = z.sigmoid()
+    return sigmoid * (1 + z * (1 - sigmoid))
+
+
 @dataclass(frozen=True)
 class Problem(AnyProblem):
     """What a backend may decide on."""

@@ -14,7 +14,7 @@ from .contract import Gradients, Inputs, Outputs, TripleGradients, TripleInputs,
 from .dispatch import SHORT_CONV
 from .history import packed_state, state_after
 
-__all__ = ["short_conv", "short_convs", "state_after"]
+__all__ = ["choose", "short_conv", "short_convs", "state_after"]
 
 _short_conv: Operator[Inputs, Outputs] = Operator(
     "short_conv", Inputs, Outputs, Gradients, SHORT_CONV, lambda x: Outputs(x.x.new_empty(x.x.shape))
@@ -44,7 +44,7 @@ def short_convs(
         y_i [B, T, D_i], contiguous where that needs no copy, and the new state, or None without keep_state.
     """
     widths = [x.shape[-1] for x in xs]
-    name, transparent = _choose(backend, xs[0], weight, mask)
+    name, transparent = choose(backend, xs[0], weight, mask)
     if transparent:  # plain PyTorch is fastest with few large operations
         y, new = short_conv(torch.cat(tuple(xs), -1), weight, state, cu_seqlens, mask, backend)
         return list(y.split(widths, -1)), new if keep_state else None
@@ -86,7 +86,7 @@ def short_conv(
     Returns:
         y [B, T, D] in x's dtype, and the new state [N, D, W] in x's dtype.
     """
-    name, transparent = _choose(backend, x, weight, mask)
+    name, transparent = choose(backend, x, weight, mask)
     if transparent:
         return SHORT_CONV.backend(name).convolve(x, weight, state, cu_seqlens, mask)
     grads = torch.is_grad_enabled()
@@ -95,7 +95,7 @@ def short_conv(
     return y, _new_state(x, weight.shape[1], state, cu_seqlens)
 
 
-def _choose(backend: str | None, x: Tensor, weight: Tensor, mask: Tensor | None) -> tuple[str, bool]:
+def choose(backend: str | None, x: Tensor, weight: Tensor, mask: Tensor | None) -> tuple[str, bool]:
     """Return the name of the backend that serves a call, and True if it is transparent."""
     W = operator.index(weight.shape[1])
     return SHORT_CONV.choose(backend, x.device, x.dtype, few_tokens(x), mask is not None, W)

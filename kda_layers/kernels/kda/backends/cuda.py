@@ -5,7 +5,7 @@ Select those with a lower priority than flash-linear-attention with `backend=`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -79,9 +79,34 @@ class CudaBackend(Backend):
     def backward(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
     ) -> Gradients:
+        return self._backward(x, saved, d_o, d_final, d_checkpoints, None)
+
+    def backward_handing_on(
+        self,
+        x: Inputs,
+        saved: list[Tensor],
+        d_o: Tensor,
+        d_final: Tensor,
+        hand_on: Callable[[Tensor], None],
+    ) -> Gradients:
+        """Between the two kernels: the scan knows the gradient."""
+        return self._backward(x, saved, d_o, d_final, None, hand_on)
+
+    def _backward(
+        self,
+        x: Inputs,
+        saved: list[Tensor],
+        d_o: Tensor,
+        d_final: Tensor | None,
+        d_checkpoints: Tensor | None,
+        hand_on: Callable[[Tensor], None] | None,
+    ) -> Gradients:
         x, d_o = aligned_inputs(x), aligned(d_o)
         kept = Saved(*saved) if saved else recompute(x, self.machine)
         scanned = reverse_scan.reverse_scan(x, self.machine, kept, d_o, d_final, d_checkpoints)
+        if hand_on is not None:
+            assert scanned.d_initial is not None, "x has an initial state"
+            hand_on(scanned.d_initial)
         return gradients.gradients(x, self.machine, kept, scanned, d_o)
 
     def affine_map(self, x: Inputs) -> tuple[Tensor, Tensor]:
