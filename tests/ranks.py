@@ -94,14 +94,17 @@ def exchanges() -> Iterator[list[str]]:
 Cases = Mapping[str, Callable[[Ranks], None]]
 
 
-def outcomes(factory: pytest.TempPathFactory, module: str, size: int, cases: Cases) -> dict[str, list[str]]:
+def outcomes(
+    factory: pytest.TempPathFactory, module: str, size: int, cases: Cases, device: str = "cpu"
+) -> dict[str, list[str]]:
     """Run all cases in `size` processes, once for every worker of pytest-xdist; return the failures of each case.
 
     Args:
         module: name of the test file, for the folder.
         cases: functions that a new process can import.
+        device: "cpu", with gloo, or "cuda", with NCCL and a GPU for each process.
     """
-    folder = once(factory, f"{module}-{size}", lambda folder: _run(folder, size, dict(cases)))
+    folder = once(factory, f"{module}-{size}", lambda folder: _run(folder, size, dict(cases), device))
     failures: dict[str, list[str]] = {name: [] for name in cases}
     for number, name in enumerate(cases):
         for rank in range(size):
@@ -111,8 +114,8 @@ def outcomes(factory: pytest.TempPathFactory, module: str, size: int, cases: Cas
     return failures
 
 
-def _run(folder: Path, size: int, cases: dict[str, Callable[[Ranks], None]]) -> None:
-    context = mp.spawn(_work, (size, folder, cases), nprocs=size, join=False)
+def _run(folder: Path, size: int, cases: dict[str, Callable[[Ranks], None]], device: str) -> None:
+    context = mp.spawn(_work, (size, folder, cases, device), nprocs=size, join=False)
     end = time.monotonic() + SECONDS
     try:
         while time.monotonic() < end and not context.join(timeout=1):
@@ -125,10 +128,13 @@ def _run(folder: Path, size: int, cases: dict[str, Callable[[Ranks], None]]) -> 
                 process.kill()
 
 
-def _work(rank: int, size: int, folder: Path, cases: dict[str, Callable[[Ranks], None]]) -> None:
+def _work(rank: int, size: int, folder: Path, cases: dict[str, Callable[[Ranks], None]], device: str) -> None:
     torch.set_num_threads(1)
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # transformers reads them
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'group'}", rank=rank, world_size=size,
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder / 'group'}", rank=rank, world_size=size,
         timeout=datetime.timedelta(seconds=SECONDS),
     )  # fmt: skip
     for number, (name, case) in enumerate(cases.items()):
