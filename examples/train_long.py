@@ -1,6 +1,6 @@
 """Trains a KDA language model on long sequences of bytes, each cut over the processes: context parallelism.
 
-    torchrun --nproc-per-node 8 examples/train_long.py --data book.txt --seq-len 1048576
+    torchrun --nproc-per-node 8 examples/train_long.py --data book.txt --seq-len 1048576 --bf16 --gradient-checkpointing
     torchrun --nproc-per-node 2 examples/train_long.py
 
 With one process (or without torchrun) the same sequences are trained whole, to the same losses up to rounding.
@@ -20,7 +20,6 @@ from common.cli import add_data_option, check_ranges, exit_status
 from common.text import load_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import context_parallel
 from tqdm import tqdm
 
 import kda_layers
@@ -36,20 +35,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps of one sequence each (50)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (3e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and excerpts (0)")
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16, with parameters in fp32")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="keep the input of each layer alone")
     parser.add_argument("--cpu", action="store_true", help="train on the CPU although there is a GPU")
     return parser.parse_args(argv)
 
 
-def step(model: nn.Module, tokens: Tensor, mesh: Any) -> Tensor:
+def step(model: nn.Module, tokens: Tensor, mesh: Any, bf16: bool = False) -> Tensor:
     """Return the mean loss of a sequence [1, T + 1]; gradients are those of the whole sequence on every process."""
-    T = tokens.shape[1] - 1
-    buffers = [tokens[:, :-1].clone(), tokens[:, 1:].clone(), torch.arange(T, device=tokens.device)[None]]
-    inputs, labels, positions = buffers
-    # Each process takes its part of the three tensors. The loss is a sum over its labels, divided by all T.
-    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)):
-        call = dict(input_ids=inputs, position_ids=positions, labels=labels, shift_labels=labels, use_cache=False)
-        loss = model(**call, num_items_in_batch=T).loss
-        loss.backward()
+    T, ranks, rank = tokens.shape[1] - 1, mesh.size(), mesh.get_local_rank()
+    own = slice(T * rank // ranks, T * (rank + 1) // ranks)
+    labels, positions = tokens[:, 1:][:, own], torch.arange(T, device=tokens.device)[None, own]
+    call = dict(input_ids=tokens[:, :-1][:, own], position_ids=positions, labels=labels, shift_labels=labels)
+    # The loss is a sum over this process's labels, divided by all T.
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
+        loss = model(**call, num_items_in_batch=T, use_cache=False).loss
+    loss.backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)  # FSDP2 or DDP would do it for a larger model
     total = loss.detach().clone()
@@ -71,11 +72,13 @@ def train(args: argparse.Namespace) -> int:
     torch.manual_seed(args.seed)  # the same weights and excerpts in every process
     model: Any = kda_layers.KDAForCausalLM(kda_layers.KDAConfig.from_pretrained(args.model)).to(device).train()
     kda_layers.enable_context_parallel(model, mesh["cp"])
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     bar = tqdm(range(args.steps), disable=dist.get_rank() > 0, unit="step")
     for _ in bar:
         start = int(torch.randint(len(text) - args.seq_len, ()))
-        loss = step(model, text[None, start : start + args.seq_len + 1].to(device), mesh)
+        loss = step(model, text[None, start : start + args.seq_len + 1].to(device), mesh, args.bf16)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
