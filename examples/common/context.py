@@ -81,7 +81,7 @@ class ContextParallelTrainer(Trainer):
         if set(self.model.config.layer_types) == {"linear_attention"}:
             parts = [t.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()].contiguous() for t in parts]
         else:
-            options = dict(buffers=parts, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(parts))
+            options: dict[str, Any] = dict(buffers=parts, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(parts))
             context = partial(context_parallel, self.mesh, **options)
         ids, labels, positions = parts
         return context, dict(input_ids=ids, labels=labels, shift_labels=labels, position_ids=positions)
