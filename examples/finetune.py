@@ -16,85 +16,27 @@ the vocabulary is that of bytes.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from common.cli import InputError, add_data_option, check_ranges, check_writable, exit_status, first_line, flag
+from common.cli import InputError, add_data_option, check_ranges, check_writable, exit_status
 from common.context import ContextParallelTrainer
 from common.excerpts import load_data
+from common.pretrained import load_model, swap
+from common.processes import check_processes
 from common.text import load_text
 from common.trainer import RunRecord, check_same, defining_options, last_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
     Trainer,
     TrainingArguments,
     set_seed,
 )
-from transformers.distributed import DistributedConfig
 from transformers.utils import is_accelerate_available
 
-import kda_layers
-
 TINY = Path(__file__).resolve().parents[1] / "kda_layers" / "configs" / "tiny.json"
-
-
-def load_model(name: str, tensor_parallel: int = 1) -> PreTrainedModel:
-    """Build a new model from a .json configuration, or load the checkpoint of that path or name.
-
-    Args:
-        tensor_parallel: processes that share its heads; only of a checkpoint.
-    """
-    if tensor_parallel > 1 and name.endswith(".json"):
-        raise InputError(f"--tensor-parallel {tensor_parallel}: expected a checkpoint in --model, got {name}")
-    shared = DistributedConfig(tp_size=tensor_parallel, tp_plan="auto") if tensor_parallel > 1 else None
-    try:
-        if name.endswith(".json"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
-        return AutoModelForCausalLM.from_pretrained(name, distributed_config=shared)
-    except Exception as error:  # damaged files fail in as many ways as there are parsers
-        reason = first_line(error)
-        raise InputError(f"--model {name}: expected a checkpoint or a .json configuration, got: {reason}") from error
-
-
-def swap(model: PreTrainedModel, layers: str) -> PreTrainedModel:
-    """Swap the attention of a model; return it if it has KDA layers, else a converted model."""
-    indices = layers.replace(",", "").isdecimal()
-    chosen: Any = [int(i) for i in layers.split(",") if i] if indices else layers
-    try:
-        swapped: Any = kda_layers.swap_attention(model, chosen)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"--swap {layers}: {error}") from error
-    return swapped if isinstance(swapped, PreTrainedModel) else model
-
-
-def check_processes(args: argparse.Namespace) -> None:
-    """Raise an InputError if processes cannot share sequences or heads as asked for."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    for name in ("context_parallel", "tensor_parallel"):
-        value = getattr(args, name)
-        if value < 1 or processes % value:
-            raise InputError(f"{flag(name)} {value}: expected a divisor of the number of processes, {processes}")
-    if args.tensor_parallel > 1:
-        check_tensor_parallel(args)
-    if args.fsdp and processes == 1:
-        raise InputError("--fsdp: expected several processes, got one: start it with torchrun --nproc-per-node N")
-    if args.seq_len % (2 * args.context_parallel) and args.context_parallel > 1:
-        raise InputError(f"--seq-len {args.seq_len}: expected a multiple of twice --context-parallel")
-
-
-def check_tensor_parallel(args: argparse.Namespace) -> None:
-    for given, option in ((args.context_parallel > 1, "--context-parallel"), (args.fsdp, "--fsdp"),
-                          (args.save_every > 0, "--save-every"), (args.swap is not None, "--swap")):  # fmt: skip
-        if given:
-            raise InputError(f"--tensor-parallel {args.tensor_parallel}: expected no {option} with it")
-    if args.cpu or not torch.cuda.is_available():
-        raise InputError(f"--tensor-parallel {args.tensor_parallel}: expected GPUs, as accelerate serves no others")
 
 
 def finetune(args: argparse.Namespace) -> Trainer:

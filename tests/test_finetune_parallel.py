@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import finetune  # noqa: E402
-from common import text  # noqa: E402
+from common import pretrained, processes, text  # noqa: E402
 from common.context import Repeated  # noqa: E402
 
 from kda_layers import KDAConfig, KDAForCausalLM  # noqa: E402
@@ -137,16 +137,16 @@ def test_options_of_two_processes(
 
 def test_heads_of_a_new_model_are_not_shared() -> None:
     with pytest.raises(
-        finetune.InputError, match=r"--tensor-parallel 2: expected a checkpoint in --model, got a\.json"
+        pretrained.InputError, match=r"--tensor-parallel 2: expected a checkpoint in --model, got a\.json"
     ):
-        finetune.load_model("a.json", 2)
+        pretrained.load_model("a.json", 2)
 
 
 if __name__ == "__main__":
     # accelerate shares heads over GPUs alone; nothing else of it depends on them.
     with (
         mock.patch("accelerate.parallelism_config.ParallelismConfig._validate_accelerator"),
-        mock.patch.object(finetune, "check_tensor_parallel"),
+        mock.patch.object(processes, "check_tensor_parallel"),
     ):
         train(sys.argv[1:])
     distributed.barrier()
