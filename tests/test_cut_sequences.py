@@ -37,8 +37,11 @@ def test_a_sequence_over_ranks_is_judged_before_it_is_timed(monkeypatch: pytest.
         return run if group is None else lambda: tuple(t[:, first : first + 128] for t in run())
 
     monkeypatch.setattr(parallel.dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setitem(parallel.WORK["operator"], parallel.OURS, operator)
     monkeypatch.setattr(parallel, "operator", operator)
-    parallel.check({1: None, 2: "right"}, "cpu")
+    errors = parallel.check({1: None, 2: "right"}, "cpu")
+    assert errors.keys() == {(parallel.OURS, 1), (parallel.OURS, 2)}
+    assert all(0 < e < 1e-5 for e in errors.values())
     with pytest.raises(RuntimeError, match="o over 2 ranks is off by"):
         parallel.check({1: None, 2: "one token late"}, "cpu")
 

@@ -460,4 +460,6 @@ def test_plans_that_shard_attention_otherwise(folder: Path, ranks: list[dict[str
 
 
 if __name__ == "__main__":
+    import tests.modeling.conftest  # noqa: F401  (stock models run without flash-linear-attention, which needs a GPU)
+
     work(Path(sys.argv[1]))
