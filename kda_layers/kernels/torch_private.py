@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -50,7 +52,27 @@ def thread_object(key: str) -> Any:
 
 def store_thread_object(key: str, value: Any) -> None:
     """Store the object that `thread_object` returns."""
+    if STORING_STEALS:
+        _take_reference(value)
     torch._C._stash_obj_in_tls(key, value)
+
+
+def _take_reference(value: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def _storing_steals() -> bool:
+    """True if torch gives back a reference that it never took, as 2.11 does: Python would free objects in use."""
+    references = sys.getrefcount(_PROBE)
+    torch._C._stash_obj_in_tls("kda_layers probe", _PROBE)
+    steals = sys.getrefcount(_PROBE) == references
+    if steals:
+        _take_reference(_PROBE)
+    return steals
+
+
+_PROBE = object()
+STORING_STEALS = _storing_steals()
 
 
 def constant_to_compile(f: F) -> F:

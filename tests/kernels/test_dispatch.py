@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAConfig, KDAForCausalLM, KDAOutput, explain, kda_step, use_backend
-from kda_layers.kernels import biased_attention, registry
+from kda_layers.kernels import biased_attention, registry, torch_private
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.attention_bias.dispatch import default_problem as attention_problem
 from kda_layers.kernels.cuda.arch import ARCHS
@@ -440,12 +440,24 @@ def test_a_context_inside_an_autograd_thread_keeps_what_was_handed_over() -> Non
     seen: list[object] = []
 
     def thread() -> None:
-        torch._C._stash_obj_in_tls(registry.AUTOGRAD_KEY, "eager")
+        torch_private.store_thread_object(registry.AUTOGRAD_KEY, "eager")
         with use_backend("sm90"):
-            seen.append(torch._C._get_obj_in_tls(registry.AUTOGRAD_KEY))
-        seen.append(torch._C._get_obj_in_tls(registry.AUTOGRAD_KEY))
+            seen.append(torch_private.thread_object(registry.AUTOGRAD_KEY))
+        seen.append(torch_private.thread_object(registry.AUTOGRAD_KEY))
 
     worker = threading.Thread(target=thread)
     worker.start()
     worker.join()
     assert seen == ["sm90", "eager"]
+
+
+def test_contexts_give_back_the_references_that_they_take() -> None:
+    """torch 2.11 gives back one that it never took: the name would be freed while it is in use."""
+    name = "".join(("ea", "ger"))  # no constant
+    before = sys.getrefcount(name)
+    for _ in range(10):
+        with use_backend(name), use_backend("sm90"):
+            pass
+    assert sys.getrefcount(name) == before
+    with use_backend(name):
+        assert sys.getrefcount(name) > before
