@@ -4,6 +4,7 @@
 share of the cases of each parametrised test, always the same ones, and leave out what is slow. "test" takes least of
 tests/kernels: CI runs it only where the kernels, their tests and the emulator are unchanged, and "all" elsewhere.
 KDA_LAYERS_REQUIRE="sm90,fla" names the backends that must serve on this machine: their skips are failures.
+KDA_LAYERS_FAILURES=FILE collects failures as they come.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ TIERS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }
 
 REQUIRED = frozenset(n.strip() for n in os.environ.get("KDA_LAYERS_REQUIRE", "").split(",") if n.strip())
+FAILURES = "" if "PYTEST_XDIST_WORKER" in os.environ else os.environ.get("KDA_LAYERS_FAILURES", "")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,6 +119,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"KDA_LAYERS_REQUIRE names unknown backends {', '.join(missing)}; known: {', '.join(known)}"
         )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Leave failures in a file as they come: a run that is stopped has no summary."""
+    if FAILURES and report.failed:
+        with open(FAILURES, "a") as file:
+            file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
 
 
 @pytest.fixture(scope="session")
