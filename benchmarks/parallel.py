@@ -1,10 +1,19 @@
-"""Sequences that are cut over GPUs: `torchrun --nproc-per-node 8 -m benchmarks.parallel`.
+"""Several GPUs: `torchrun --nproc-per-node 8 -m benchmarks.parallel`.
 
-For each length, one GPU and the first 2, 4, ... GPUs of the group take turns at a forward and backward of the operator
-(32 heads of 128, nothing recomputed), also flash-linear-attention's where that is installed, and at a training step of
-the 0.70 B model of benchmarks/lm.py with gradient checkpointing, its gradients summed over the ranks. A time is that of
-the slowest rank. `exchange %` is what is saved where ranks keep what they would send and wait for nothing, so that
-results are wrong. `error` is that of a short call's outputs against fp64. On a CPU, a small model, to rehearse.
+One GPU and the first 2, 4, ... GPUs of the group take turns. Each case is what, and how many tokens: those of a whole
+sequence or batch, or with a trailing * of each rank (weak scaling).
+
+* operator: forward and backward of one sequence that is cut over the ranks, 32 heads of 128, nothing recomputed; also
+  flash-linear-attention's where that is installed.
+* model, hybrid: a training step of one sequence that is cut over the ranks: the 0.70 B model of benchmarks/lm.py, and
+  the same with softmax attention in every fourth layer. Gradient checkpointing; gradients are summed over the ranks.
+* FSDP2, heads: a training step of 8 sequences by FSDP2 and by tensor parallelism.
+* decode: a step of so many sequences by tensor parallelism.
+
+A time is that of the slowest rank, `MiB` its peak memory above what was held before the step. `exchange %` is what is
+saved where ranks keep what they would send and wait for nothing, so that results are wrong. `predicted ms` is the cost
+model of docs/internals/parallel_costs.md from the time of one GPU. `error` is that of a short call's outputs against
+fp64. On a CPU, a small model, to rehearse.
 """
 
 from __future__ import annotations
@@ -23,119 +32,26 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
-from benchmarks import lm, report, timing
-from kda_layers import KDAConfig, KDAForCausalLM, Shards, enable_context_parallel, kda, kda_over_ranks
+from benchmarks import report, timing
+from benchmarks.gpu.model import PEAK
+from benchmarks.parallel_work import FLA, OURS, SHAPES, WORK, operator, operator_of_fla
+from kda_layers import Shards
 from kda_layers.testing.budgets import budget, error
 
-TITLE = "Sequences cut over GPUs: operator and training step"
-COLUMNS = ["what", "contender", "T", "ranks", "ms", "speedup", "exchange %", "MiB", "tokens/s", "error"]
-OURS, FLA = "ours", "flash-linear-attention"
-SHAPES = {"cuda": (32, 128, torch.bfloat16), "cpu": (2, 16, torch.float32)}  # heads, width and dtype of the operator
-SMALL = dict(vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, linear_num_heads=2)
-
-
-def operator(T: int, group: Any, device: str, exact: bool = False) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Forward and backward of this rank's slice of T tokens; returns outputs and the gradient of q.
-
-    exact: in fp64, from the same inputs.
-    """
-    tensors, d_o = _operands(T, group, device, exact)
-    options: dict[str, Any] = dict(lower_bound=-5.0, recompute=False, backend="eager" if exact else None)
-
-    def run() -> tuple[Tensor, Tensor]:
-        q, k, v, g, beta = tensors
-        if group is None:
-            o = kda(q, k, v, g, beta, **options).o
-        else:
-            o = kda_over_ranks(q, k, v, g, beta, Shards.contiguous(group), **options).o
-        return o.detach(), torch.autograd.grad(o, tensors, d_o.to(o.dtype))[0]
-
-    return run
-
-
-def operator_of_fla(T: int, group: Any, device: str) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The same by flash-linear-attention, over ranks with its context of context parallelism."""
-    from fla.ops.cp import build_cp_context
-    from fla.ops.kda import chunk_kda
-
-    tensors, d_o = _operands(T, group, device)
-    options: dict[str, Any] = dict(
-        A_log=torch.zeros(tensors[0].shape[2], device=device), use_gate_in_kernel=True, safe_gate=True,
-        lower_bound=-5.0, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, disable_recompute=True,
-    )  # fmt: skip
-    if group is not None:
-        options["cp_context"] = build_cp_context(torch.tensor([0, T], device=device), group=group)
-
-    def run() -> tuple[Tensor, Tensor]:
-        o = chunk_kda(*tensors, **options)[0]
-        return o.detach(), torch.autograd.grad(o, tensors, d_o.to(o.dtype))[0]
-
-    return run
-
-
-def _operands(T: int, group: Any, device: str, exact: bool = False) -> tuple[list[Tensor], Tensor]:
-    """q, k, v, g and beta of this rank's slice, and the gradient of its outputs."""
-    H, K, dtype = SHAPES[device]
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    start, length = T // ranks * rank, T // ranks
-    shapes = [(H, K)] * 4 + [(H,)]
-    tensors = [_slice(i, start, length, shape, dtype, device) for i, shape in enumerate(shapes)]
-    tensors = [(t.double() if exact else t).requires_grad_() for t in tensors]
-    return tensors, _slice(5, start, length, (H, K), dtype, device)
-
-
-def _slice(which: int, start: int, length: int, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """A slice of a random tensor [1, T, *shape], made in blocks so that every rank knows any of them alone.
-
-    The fourth are gate logits of a memory of hundreds of tokens, so that slices matter to each other.
-    """
-    block, parts = 4096, []
-    for first in range(start // block * block, start + length, block):
-        generator = torch.Generator(device).manual_seed(which * 10**7 + first // block)
-        part = torch.randn(1, block, *shape, generator=generator, device=device)
-        parts.append(part[:, max(start - first, 0) : start + length - first])
-    x = torch.cat(parts, 1)
-    return (x - 6 if which == 3 else x).to(dtype)
-
-
-def model_step(T: int, group: Any, device: str) -> Callable[[], Tensor]:
-    """A training step of this rank's slice of T tokens, without optimizer; returns the loss of the whole sequence."""
-    torch.manual_seed(0)
-    if device == "cuda":
-        model = lm.build("ours", "0.7b").train()
-    else:
-        model = KDAForCausalLM(KDAConfig(**SMALL, linear_head_dim=32)).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    enable_context_parallel(model, None if group is None else DeviceMesh.from_group(group, device))
-    tokens = torch.randint(model.config.vocab_size, (1, T + 1), generator=torch.Generator().manual_seed(1)).to(device)
-    own = slice(T // ranks * rank, T // ranks * (rank + 1))
-    labels, positions = tokens[:, 1:][:, own], torch.arange(T, device=device)[None, own]
-    call = dict(input_ids=tokens[:, :-1][:, own], position_ids=positions, labels=labels, shift_labels=labels)
-    if group is None:
-        call.pop("position_ids")
-
-    def run() -> Tensor:
-        model.zero_grad()
-        loss = model(**call, num_items_in_batch=T, use_cache=False).loss
-        loss.backward()
-        total = loss.detach().clone()
-        if group is not None:
-            for p in model.parameters():
-                dist.all_reduce(p.grad, group=group)
-            dist.all_reduce(total, group=group)
-        return total
-
-    return run
-
-
-WORK: dict[str, dict[str, Callable[..., Callable[[], Any]]]] = {
-    "operator": {OURS: operator},
-    "model": {OURS: model_step},
-}
+TITLE = "Several GPUs: sequences, weights and heads cut over them"
+COLUMNS = [
+    "what", "contender", "T", "ranks", "ms", "speedup", "of one rank's", "exchange %", "predicted ms", "MiB",
+    "held MiB", "tokens/s", "MFU %", "error",
+]  # fmt: skip
+CASES = (
+    "operator:32768,operator:131072,model:131072,operator:131072*,model:131072*,hybrid:131072,hybrid:131072*,"
+    "FSDP2:65536,heads:65536,decode:64"
+)
+ON_CPU = "operator:256,model:256,model:128*,FSDP2:512,heads:512,decode:4"
+WAIT = 54e-6  # ms a token of a scan forward and back over 16 heads of one layer, from the times of the kernels
+BYTES_PER_MS = 178e6  # of an all-reduce of gradients, one call for each parameter, between two H200s
 
 
 @contextlib.contextmanager
@@ -178,25 +94,47 @@ def check(groups: dict[int, Any], device: str) -> dict[tuple[str, int], float]:
     return errors
 
 
-def measure(what: str, T: int, groups: dict[int, Any], device: str) -> list[dict[str, Any]]:
-    """A row for each contender and number of ranks, in turns; every rank calls it."""
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+def predicted_ms(one_ms: float, one_T: int, T: int, ranks: int, parameters: int) -> float:
+    """The cost model of a model whose layers hand states on: see docs/internals/parallel_costs.md."""
+    others = (ranks - 1) / ranks
+    return one_ms * T / ranks / one_T + WAIT * T * others + 2 * others * 2 * parameters / BYTES_PER_MS
+
+
+def measure(what: str, lengths: dict[int, int], groups: dict[int, Any], device: str) -> list[dict[str, Any]]:
+    """A row for each contender and number of ranks, in turns; every rank calls it.
+
+    Args:
+        lengths: number of tokens for each number of ranks.
+    """
+    on_gpu = device == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    allocated = torch.cuda.memory_allocated if on_gpu else lambda: 0
     runs: dict[tuple[str, int, bool], Callable[[], Any]] = {}
-    memory = {}
+    memory, refused, parameters = {}, {}, 0
     for contender, work in WORK[what].items():
         for ranks, group in groups.items():
-            run = work(T, group, device) if dist.get_rank() < ranks else lambda: None
+            takes_part, empty = dist.get_rank() < ranks, allocated()
+            try:
+                run = work(lengths[ranks], group, device) if takes_part else _nothing
+            except ValueError as problem:  # on every rank that takes part
+                refused[contender, ranks] = str(problem)
+                run = _nothing
+            if _largest(float((contender, ranks) in refused), device):
+                refused.setdefault((contender, ranks), "refused on other ranks")
+                continue
+            parameters = getattr(run, "parameters", parameters)
+            held = allocated() - empty
             runs[contender, ranks, True] = run
-            if ranks > 1 and contender == OURS:
+            if ranks > 1 and contender == OURS and what in ("operator", "model", "hybrid"):
                 runs[contender, ranks, False] = functools.partial(_alone, run)
             for _ in range(2):  # the second one's memory counts
-                if device == "cuda":
+                if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated() if device == "cuda" else 0
+                before = allocated()
                 run()
                 synchronize()
-                extra = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0.0
-                memory[contender, ranks] = _largest(extra, device)
+                extra = torch.cuda.max_memory_allocated() - before if on_gpu else 0
+                memory[contender, ranks] = _largest(extra, device), _largest(held, device)
     turns = {key: functools.partial(_turn, run, synchronize, device) for key, run in runs.items()}
     for turn in turns.values():
         turn()
@@ -206,17 +144,30 @@ def measure(what: str, T: int, groups: dict[int, Any], device: str) -> list[dict
             raise times
         found[key] = times.summary()
     rows = []
-    for contender, ranks in memory:
-        time = found[contender, ranks, True]
-        row: dict[str, Any] = {"what": what, "contender": contender, "T": T, "ranks": ranks, "wall": time}
-        row |= {"ms": time["median"], "speedup": found[contender, 1, True]["median"] / time["median"]}
-        row |= {"tokens/s": T / time["median"] * 1e3}
-        if device == "cuda":
-            row["MiB"] = memory[contender, ranks] / 2**20
-        if (contender, ranks, False) in found:
-            row["exchange %"] = 100 * (1 - found[contender, ranks, False]["median"] / time["median"])
+    for contender, ranks in ((c, n) for c in WORK[what] for n in groups):
+        row: dict[str, Any] = {"what": what, "contender": contender, "T": lengths[ranks], "ranks": ranks}
         rows.append(row)
+        if (contender, ranks) in refused:
+            row["reason"] = refused[contender, ranks]
+            continue
+        time, one_ms = found[contender, ranks, True], found[contender, 1, True]["median"]
+        ms = time["median"]
+        speedup = lengths[ranks] / ms / (lengths[1] / one_ms)
+        row |= {"wall": time, "ms": ms, "speedup": speedup, "of one rank's": speedup / ranks}
+        row["tokens/s"] = lengths[ranks] / ms * 1e3
+        if parameters and on_gpu:
+            row["MFU %"] = 600 * parameters * row["tokens/s"] / ranks / PEAK
+        if what == "model" and ranks > 1 and on_gpu:
+            row["predicted ms"] = predicted_ms(one_ms, lengths[1], lengths[ranks], ranks, parameters)
+        if on_gpu:
+            row["MiB"], row["held MiB"] = (n / 2**20 for n in memory[contender, ranks])
+        if (contender, ranks, False) in found:
+            row["exchange %"] = 100 * (1 - found[contender, ranks, False]["median"] / ms)
     return rows
+
+
+def _nothing() -> None:
+    """The work of a rank that takes no part."""
 
 
 def _alone(run: Callable[[], Any]) -> None:
@@ -237,8 +188,7 @@ def _largest(x: float, device: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--what", default=",".join(WORK))
-    parser.add_argument("--tokens", default="32768,131072", help="of a sequence, over all ranks (%(default)s)")
+    parser.add_argument("--cases", help=f"what:tokens, with commas between them ({CASES}; on a CPU {ON_CPU})")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     report.add_name_option(parser, "gpu-parallel, on a CPU cpu-parallel")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
@@ -255,13 +205,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.device == "cuda" and importlib.util.find_spec("fla"):
         WORK["operator"][FLA] = operator_of_fla
     errors = {key: _largest(e, args.device) for key, e in check(groups, args.device).items()}
-    jobs = [(what, int(T)) for what in args.what.split(",") for T in args.tokens.split(",")]
     rows: list[dict[str, Any]] = []
-    for what, T in tqdm(jobs, unit="case", disable=dist.get_rank() > 0):
-        rows += measure(what, T, groups, args.device)
-        for row in rows:
-            if row["what"] == "operator":
-                row["error"] = errors[row["contender"], row["ranks"]]
+    cases = (args.cases or (CASES if args.device == "cuda" else ON_CPU)).split(",")
+    for case in tqdm(cases, unit="case", disable=dist.get_rank() > 0):
+        what, tokens = case.split(":")
+        per_rank = tokens.endswith("*")
+        lengths = {n: int(tokens.rstrip("*")) * (n if per_rank else 1) for n in groups}
+        new = measure(what, lengths, groups, args.device)
+        if what == "operator":
+            new = [row | {"error": errors[row["contender"], row["ranks"]]} for row in new]
+        rows += new
         if dist.get_rank() == 0:
             results = report.document(name, TITLE, rows, COLUMNS, report.stamp(args.commit))
             report.save(args.output, results)

@@ -17,16 +17,28 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_a_sequence_over_two_processes_is_timed_beside_one(tmp_path: Path) -> None:
-    command = ["--device", "cpu", "--tokens", "256", "--commit", "0000000", "--output", str(tmp_path)]
+    cases = "operator:256,model:256,model:128*,FSDP2:512,heads:512,decode:4"
+    command = ["--device", "cpu", "--cases", cases, "--commit", "0000000", "--output", str(tmp_path)]
     run_two("-m", "benchmarks.parallel", *command, cwd=ROOT)
     rows = report.load(tmp_path / "cpu-parallel.json")["rows"]
-    wanted = [(what, 256, n) for what in ("operator", "model") for n in (1, 2)]
+    lengths = [("operator", 256, 256), ("model", 256, 256), ("model", 128, 256), ("FSDP2", 512, 512)]
+    lengths += [("heads", 512, 512), ("decode", 4, 4)]
+    wanted = [(what, T[n - 1], n) for what, *T in lengths for n in (1, 2)]
     assert [(r["what"], r["T"], r["ranks"]) for r in rows] == wanted
     for alone, both in zip(rows[::2], rows[1::2], strict=True):
         assert alone["speedup"] == 1
-        assert both["speedup"] == pytest.approx(alone["ms"] / both["ms"])
-        assert both["exchange %"] < 100
+        assert both["speedup"] == pytest.approx(alone["ms"] / both["ms"] * both["T"] / alone["T"])
+        assert both["of one rank's"] == pytest.approx(both["speedup"] / 2)
+        assert ("exchange %" in both) == (both["what"] in ("operator", "model"))
         assert "exchange %" not in alone
+    assert all(rows[n]["error"] < 1e-6 for n in (0, 1))
+
+
+def test_the_cost_model() -> None:
+    """One GPU's share, a wait for the scans of one layer, and a sum of gradients."""
+    assert parallel.predicted_ms(1480, 131072, 131072, 1, 0) == 1480
+    assert parallel.predicted_ms(1480, 131072, 131072, 2, 700_000_000) == pytest.approx(740 + 3.54 + 7.87, abs=0.01)
+    assert parallel.predicted_ms(1480, 131072, 8 * 131072, 8, 0) == pytest.approx(1480 + 49.5, abs=0.1)
 
 
 def test_a_sequence_over_ranks_is_judged_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
