@@ -60,8 +60,9 @@ class ContextParallelTrainer(Trainer):
         return self.mesh.size()
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int]:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         generator = torch.Generator().manual_seed(self.args.seed)  # one order in all processes
-        return self._repeated(RandomSampler(self.train_dataset, generator=generator), self.args.train_batch_size)
+        return self._repeated(RandomSampler(dataset, generator=generator), self.args.train_batch_size)
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler[int]:
         return self._repeated(SequentialSampler(eval_dataset), self.args.eval_batch_size)  # type: ignore[arg-type]

@@ -137,11 +137,9 @@ def read_shards(
         ValueError: what context parallelism does not support, or slices that do not make up one sequence.
     """
     offsets = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
-    kinds = config.layer_types
-    together = kinds.count("linear_attention") // (
-        1 + kinds.count("full_attention")
-    )  # KDA layers between softmax layers
-    shards = Shards.contiguous(process_group(group), together)._replace(memory={})
+    softmax = config.layer_types.count("full_attention")
+    between = config.layer_types.count("linear_attention") // (softmax + 1)  # KDA layers between two softmax layers
+    shards = Shards.contiguous(process_group(group), between)._replace(memory={})
     refusal, facts = None, torch.zeros(len(_Facts._fields), dtype=torch.long, device=tokens.device)
     try:
         if not tokens.shape[1]:

@@ -23,7 +23,8 @@ from kda_layers.kernels.kda.backends.eager import EagerBackend
 from kda_layers.kernels.kda.contract import Gradients, Inputs, KDAOutput
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.op import kda
-from kda_layers.kernels.over_ranks.kda import TOKENS, kda_over_ranks
+from kda_layers.kernels.over_ranks.kda import kda_over_ranks
+from kda_layers.kernels.over_ranks.pieces import TOKENS
 from kda_layers.kernels.over_ranks.shards import Shards, chain_pays
 from kda_layers.kernels.over_ranks.short_conv import short_convs_over_ranks
 from kda_layers.kernels.short_conv.op import short_convs

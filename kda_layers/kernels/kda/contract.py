@@ -194,12 +194,7 @@ class Backend(Differentiable):
         raise NotImplementedError
 
     def backward_handing_on(
-        self,
-        x: Inputs,
-        saved: list[Tensor],
-        d_o: Tensor,
-        d_final: Tensor,
-        hand_on: Callable[[Tensor], None],
+        self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor, hand_on: Callable[[Tensor], None]
     ) -> Gradients:
         """`backward`, which calls `hand_on` with the gradient of the initial state as soon as it is computed."""
         grads = self.backward(x, saved, d_o, d_final, None)

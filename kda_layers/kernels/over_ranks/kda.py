@@ -35,6 +35,7 @@ from ..kda.contract import Backend, Gradients, Inputs, KDAOutput, Problem, outpu
 from ..kda.dispatch import KDA
 from ..kda.reference import activate
 from ..operator import Differentiable, NoGradOperator, Operator
+from .pieces import TOKENS, cut_of, inputs_of
 from .shards import Shards, check_chain, check_contiguous
 
 HINTS: dict[str, Any] = typing.get_type_hints(Inputs)
@@ -48,8 +49,6 @@ LocalInputs: Any = typing.cast(Any, NamedTuple)("LocalInputs", [*TENSORS, *OPTIO
 ShardedInputs: Any = typing.cast(Any, NamedTuple)(
     "ShardedInputs", [*TENSORS, ("exchanged", Tensor), *OPTIONS, *PLACE, ("hands_on", bool)]
 )
-
-TOKENS = ("q", "k", "v", "g", "beta")  # leading fields, [B, T, ...]
 
 
 def kda_over_ranks(
@@ -103,19 +102,19 @@ def kda_over_ranks(
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), 0, check_recompute(recompute), shards.group, shards.order,
     )  # fmt: skip
-    check_whole(_inputs(x)._replace(cu_seqlens=None))
+    check_whole(inputs_of(x)._replace(cu_seqlens=None))
     _check_cut(x, shards)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
-    with_state = _inputs(x)._replace(initial_state=q)  # every piece has one; no value is read
+    with_state = inputs_of(x)._replace(initial_state=q)  # every piece has one; no value is read
     name, *fused = KDA.choose(backend, q.device, *Problem.fields_of(with_state, needs_grad))
-    check_values(_inputs(x)._replace(cu_seqlens=None))
+    check_values(inputs_of(x)._replace(cu_seqlens=None))
     if initial_state is not None:
         x = x._replace(initial_state=initial_state.to(state_dtypes(q.dtype)[0]))
     x = activate(x, fused)
     known = None if final_state else shards.recall("kda")
     if known is None:
         with torch.no_grad():
-            exchanged = _states_before(LocalInputs(*(t.detach() if isinstance(t, Tensor) else t for t in x)), name)
+            exchanged = _states_before(x, name)
         shards.remember("kda", exchanged)
     else:
         exchanged = known
@@ -142,94 +141,6 @@ def _check_cut(x: Any, shards: Shards) -> None:
         sequence_offsets(x.cu_seqlens, len(shards.places) * T)
 
 
-def _inputs(x: Any) -> Inputs:
-    """The fields of `Inputs` as they are."""
-    return Inputs(**{name: getattr(x, name) for name in Inputs._fields})
-
-
-# ---------------------------------------------------------------- the pieces of this rank
-
-
-class _Rows:
-    """Pieces of sequences in rows: rows [B, T] are seen as [B pieces, T / pieces], all views."""
-
-    def __init__(self, x: Any, shards: Shards):
-        self.shards, self.B, self.pieces = shards, x.q.shape[0], shards.pieces
-        self.N = self.B * self.pieces
-        per_token = {n: t.reshape(self.B * self.pieces, -1, *t.shape[2:]) for n, t in zip(TOKENS, x, strict=False)}
-        self.inputs = _inputs(x)._replace(**per_token, initial_state=None, final_state=True)
-
-    def of_pieces(self, t: Tensor) -> Tensor:
-        """A tensor of the rows [B pieces, ...] for each piece, [pieces, B, ...]."""
-        return t.unflatten(0, (self.B, self.pieces)).transpose(0, 1)
-
-    def of_rows(self, t: Tensor) -> Tensor:
-        return t.transpose(0, 1).flatten(0, 1).contiguous()
-
-    def maps(self, P: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps of the state that is handed on, [pieces, B, HV, ., K], of those of all local sequences."""
-        return self.of_pieces(P), self.of_pieces(C)
-
-    def last(self, final: Tensor) -> Tensor:
-        """The states that this rank hands on, [pieces, B, HV, V, K], from those after all local sequences."""
-        return self.of_pieces(final)
-
-    def initial(self, before: Tensor) -> Tensor:
-        """Initial states of the local sequences from the states handed on, [pieces, B, HV, V, K]."""
-        return self.of_rows(before)
-
-    def handed_on(self, gradient: Tensor) -> Tensor:
-        """Gradients of the states handed on from those of all initial states."""
-        return self.of_pieces(gradient)
-
-    def final(self, after: Tensor) -> Tensor:
-        """Gradients of all final states from those of the states that this rank hands on."""
-        return self.of_rows(after)
-
-
-class _Packed:
-    """A slice of packed sequences: every sequence keeps its number; those of other ranks are empty.
-
-    Of a slice only the first sequence may continue. Every slice hands on the state of its last one; the next slice
-    drops it unless its own first one continues.
-    """
-
-    def __init__(self, x: Any, shards: Shards):
-        self.shards, T, offsets = shards, x.q.shape[1], x.cu_seqlens
-        start = shards.rank * T
-        ends = offsets.new_tensor([start, start + T - 1])
-        places = torch.searchsorted(offsets, ends, right=True) - 1
-        self.first_one, self.last_one = places.unbind()
-        # `through`: the last one began before this slice. An index tensor of no dimension would make the host wait.
-        self.continues, self.through = (offsets.index_select(0, places) < start).unbind()
-        local = (offsets - start).clamp(0, T)
-        self.inputs = _inputs(x)._replace(cu_seqlens=local, initial_state=None, final_state=True)
-        self.N = offsets.shape[0] - 1
-
-    def maps(self, P: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-        P, C = P.index_select(0, self.last_one[None]), self.last(C)
-        return P.masked_fill(~self.through, 0)[None], C
-
-    def last(self, final: Tensor) -> Tensor:
-        return final.index_select(0, self.last_one[None])[None]
-
-    def initial(self, before: Tensor) -> Tensor:
-        return self._placed(before.masked_fill(~self.continues, 0), self.first_one)
-
-    def handed_on(self, gradient: Tensor) -> Tensor:
-        return gradient.index_select(0, self.first_one[None]).masked_fill(~self.continues, 0)[None]
-
-    def final(self, after: Tensor) -> Tensor:
-        return self._placed(after, self.last_one)
-
-    def _placed(self, state: Tensor, index: Tensor) -> Tensor:
-        """Return states [N, HV, V, K] of zeros but for one sequence's, [1, 1, HV, V, K]."""
-        return state.new_zeros(self.N, *state.shape[2:]).index_copy_(0, index[None].long(), state[0])
-
-
-# ---------------------------------------------------------------- the operator
-
-
 class OverRanks(Differentiable):
     """A backend of `kda`, over ranks."""
 
@@ -237,10 +148,10 @@ class OverRanks(Differentiable):
         self.inner = inner
 
     def replaces(self, x: Any) -> tuple[str, ...]:
-        return self.inner.replaces(_inputs(x))
+        return self.inner.replaces(inputs_of(x))
 
     def saved_like(self, x: Any) -> list[Tensor]:
-        cut = _cut(x)
+        cut = cut_of(x)
         initial = x.q.new_empty(cut.N, *_state_shape(x)[1:], dtype=_wide(x))
         saved = self.inner.saved_like(cut.inputs._replace(initial_state=initial, final_state=cut.shards.chain))
         return self._with_shapes(x, saved)
@@ -252,23 +163,24 @@ class OverRanks(Differentiable):
             In a chain the state before this rank's piece, [1, B, HV, V, K]. Else [pieces + 1, B, HV, V + K, K], the
             states before the pieces and below them their P, and last the state after the whole sequence.
         """
-        cut = _cut(x)
-        if cut.shards.chain:
-            first = cut.shards.neighbour(-1) is None and x.initial_state is not None
-            return x.initial_state[None].clone() if first else cut.shards.receive(states_before_like(x), -1)
+        shards = Shards.read(x.group, x.order)
+        if shards.chain:
+            first = shards.neighbour(-1) is None and x.initial_state is not None
+            return x.initial_state[None].clone() if first else shards.receive(states_before_like(x), -1)
+        cut = cut_of(x)
         P, C = cut.maps(*self.inner.affine_map(cut.inputs))
         V = C.shape[-2]
-        gathered = [t.double() for t in cut.shards.gathered(torch.cat((C, P), -2))]
+        gathered = [t.double() for t in shards.gathered(torch.cat((C, P), -2))]
         state = torch.zeros_like(gathered[0][..., :V, :]) if x.initial_state is None else x.initial_state.double()
         before = []
         for both in gathered:
             before.append(state)
             state = _mapped(state, both[..., V:, :]) + both[..., :V, :]
-        mine = torch.cat((cut.shards.own(before).to(P.dtype), P), -2)
+        mine = torch.cat((shards.own(before).to(P.dtype), P), -2)
         return torch.cat((mine, torch.cat((state.to(P.dtype), torch.zeros_like(P[0])), -2)[None]))
 
     def forward(self, x: Any, save: bool) -> tuple[KDAOutput, list[Tensor]]:
-        cut, V = _cut(x), x.v.shape[3]
+        cut, V = cut_of(x), x.v.shape[3]
         chain = cut.shards.chain
         initial = cut.initial(x.exchanged if chain else x.exchanged[:-1, ..., :V, :])
         out, saved = self.inner.forward(cut.inputs._replace(initial_state=initial, final_state=chain), save)
@@ -282,7 +194,7 @@ class OverRanks(Differentiable):
         return KDAOutput(out.o.view(x.v.shape), final, None), self._with_shapes(x, saved) if save else []
 
     def backward(self, x: Any, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, _: Any) -> Gradients:
-        cut, V = _cut(x), x.v.shape[3]
+        cut, V = cut_of(x), x.v.shape[3]
         shards = cut.shards
         initial = cut.initial(x.exchanged if shards.chain else x.exchanged[:-1, ..., :V, :])
         local = cut.inputs._replace(initial_state=initial, final_state=shards.chain)
@@ -340,10 +252,6 @@ def _state_shape(x: Any) -> tuple[int, ...]:
     return x.q.shape[0], *x.v.shape[2:], x.q.shape[3]
 
 
-def _cut(x: Any) -> _Rows | _Packed:
-    return (_Rows if x.cu_seqlens is None else _Packed)(x, Shards.read(x.group, x.order))
-
-
 def _mapped(state: Tensor, P: Tensor) -> Tensor:
     """Return state @ P, but 0 where P is 0: NaN and inf must not reach a sequence that begins inside the piece."""
     return (state @ P).masked_fill((P == 0).all(-1).all(-1)[..., None, None], 0)
@@ -371,5 +279,5 @@ _kda_over_ranks: Operator[Any, KDAOutput] = Operator(
     KDAOutput,
     Gradients,
     _BACKENDS,
-    lambda x: outputs_like(_inputs(x)),
+    lambda x: outputs_like(inputs_of(x)),
 )

@@ -79,35 +79,24 @@ class CudaBackend(Backend):
     def backward(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
     ) -> Gradients:
-        return self._backward(x, saved, d_o, d_final, d_checkpoints, None)
+        return gradients.gradients(*self._scanned(x, saved, d_o, d_final, d_checkpoints))
 
     def backward_handing_on(
-        self,
-        x: Inputs,
-        saved: list[Tensor],
-        d_o: Tensor,
-        d_final: Tensor,
-        hand_on: Callable[[Tensor], None],
+        self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor, hand_on: Callable[[Tensor], None]
     ) -> Gradients:
-        """Between the two kernels: the scan knows the gradient."""
-        return self._backward(x, saved, d_o, d_final, None, hand_on)
+        """The scan knows the gradient before the other kernel runs."""
+        x, machine, kept, scanned, d_o = self._scanned(x, saved, d_o, d_final, None)
+        assert scanned.d_initial is not None, "x has an initial state"
+        hand_on(scanned.d_initial)
+        return gradients.gradients(x, machine, kept, scanned, d_o)
 
-    def _backward(
-        self,
-        x: Inputs,
-        saved: list[Tensor],
-        d_o: Tensor,
-        d_final: Tensor | None,
-        d_checkpoints: Tensor | None,
-        hand_on: Callable[[Tensor], None] | None,
-    ) -> Gradients:
+    def _scanned(
+        self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
+    ) -> tuple[Inputs, Machine, Saved, reverse_scan.Scanned, Tensor]:
+        """Run the reverse scan; return the arguments of the kernel after it."""
         x, d_o = aligned_inputs(x), aligned(d_o)
         kept = Saved(*saved) if saved else recompute(x, self.machine)
-        scanned = reverse_scan.reverse_scan(x, self.machine, kept, d_o, d_final, d_checkpoints)
-        if hand_on is not None:
-            assert scanned.d_initial is not None, "x has an initial state"
-            hand_on(scanned.d_initial)
-        return gradients.gradients(x, self.machine, kept, scanned, d_o)
+        return x, self.machine, kept, reverse_scan.reverse_scan(x, self.machine, kept, d_o, d_final, d_checkpoints), d_o
 
     def affine_map(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """By the reverse scan: from outputs without gradient, the gradient I of the final state becomes I P^T."""
