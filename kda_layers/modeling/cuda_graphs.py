@@ -45,6 +45,9 @@ class CudaGraphs:
             # thread_local: a data loader's thread may pin memory during the capture.
             stream = torch.cuda.Stream()
             _record(torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), work)
+            # torch resets the random numbers' offset there and leaves it to luck that it does so before the first
+            # replay sets it: on a GPU that other processes keep busy, the replay was sometimes first.
+            torch.cuda.current_stream().wait_stream(stream)
         return graph.replay
 
     def recapture(self, work: Callable[[], None]) -> Callable[[], None]:

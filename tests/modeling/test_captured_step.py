@@ -647,6 +647,31 @@ def test_a_captured_call_does_not_wait_for_the_gpu(kind: str, device: str) -> No
         torch.cuda.set_sync_debug_mode("default")
 
 
+class LateCapture(torch.cuda.CUDAGraph):
+    """A graph whose stream is behind, as on a GPU that other processes keep busy, when a capture begins."""
+
+    def capture_begin(self, *args: Any, **options: Any) -> None:
+        torch.cuda._sleep(1_000_000_000)  # clock cycles, half a second
+        super().capture_begin(*args, **options)
+
+
+@needs_cuda
+def test_the_first_replay_draws_what_an_eager_step_draws(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch resets the offset of random numbers on the stream of the capture, and sets it on that of the replay."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", LateCapture)
+    results = []
+    for captured in (False, True):
+        model, optimizer = build(device)
+        step = CapturedStep(model, optimizer, warmup=1) if captured else None
+        reseed(device)
+        found = []
+        for n in range(3):
+            loss = step(batch(n, device)) if step else eager_step(model, optimizer, [batch(n, device)])[0]
+            found.append(contents(model, optimizer) | {"loss": loss})
+        results.append(found)
+    check_same_steps(results[1], results[0])
+
+
 @needs_cuda
 def test_a_compiled_model(device: str) -> None:
     """Compiled once, so that both runs have the configurations that Inductor found fastest."""
