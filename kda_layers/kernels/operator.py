@@ -239,21 +239,21 @@ class NoGradOperator(Generic[X]):
         writes: tuple[str, ...],
         registry: Backends,
         method: str,
-        output_like: Callable[[Any], Tensor],
+        output_like: Callable[[Any], Tensor | None],
     ):
-        """Define torch.ops.<NAMESPACE>.<name>, which calls `method` of a backend and returns one tensor.
+        """Define torch.ops.<NAMESPACE>.<name>, which calls `method` of a backend and returns one tensor or None.
 
         Args:
             name, inputs, registry: as in `Operator`
             writes: the fields of `inputs` that are written
             method: name of the backends' method, which takes the inputs
-            output_like: as `outputs_like` of `Operator`
+            output_like: as `outputs_like` of `Operator`; `no_output` where only inputs are written
         """
         self.name, self.inputs, self.writes, self.registry, self.method = name, inputs, writes, registry, method
-        signature = f"({schema(inputs, writes)}, str backend) -> Tensor"
+        signature = f"({schema(inputs, writes)}, str backend) -> {'()' if output_like is no_output else 'Tensor'}"
         self.op = define(name, signature, self._run, lambda *args: output_like(inputs(*args[:-1])))
 
-    def __call__(self, x: X, backend: str, plain: bool = False) -> Tensor:
+    def __call__(self, x: X, backend: str, plain: bool = False) -> Any:
         """Return the output; the written inputs are updated. `plain` as for an `Operator`."""
         if not plain:
             if not torch.compiler.is_compiling():
@@ -261,11 +261,16 @@ class NoGradOperator(Generic[X]):
             if not is_plain(x):
                 return self.op(*x, backend)
         if self.writes:
-            torch.autograd.graph.increment_version([getattr(x, name) for name in self.writes])
+            written = (getattr(x, name) for name in self.writes)
+            torch.autograd.graph.increment_version([t for t in written if t is not None])
         return without_autocast(getattr(self.registry.backend(backend), self.method), x)
 
-    def _run(self, *args: Any) -> Tensor:
+    def _run(self, *args: Any) -> Any:
         return without_autocast(getattr(self.registry.backend(args[-1]), self.method), self.inputs(*args[:-1]))
+
+
+def no_output(_: Any) -> None:
+    """What an operator returns that only writes inputs."""
 
 
 def define(name: str, signature: str, run: Any, fake: Any, autograd: Any = None) -> Any:
@@ -301,5 +306,5 @@ def schema(fields: Any, written: tuple[str, ...] = ()) -> str:
     """Schema of the arguments of an op that takes the fields of a NamedTuple and writes those of `written`."""
     hints = typing.get_type_hints(fields)
     types = {name: _SCHEMA_TYPES[hints[name]] for name in fields._fields}
-    types |= {name: f"Tensor({alias}!)" for name, alias in zip(written, "abc", strict=False)}
+    types |= {n: types[n].replace("Tensor", f"Tensor({alias}!)") for n, alias in zip(written, "abc", strict=False)}
     return ", ".join(f"{kind} {name}" for name, kind in types.items())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kda_layers.kernels.cuda.arch import ARCHS
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
-from kda_layers.kernels.kda.contract import DecodeInputs, Gradients, Inputs, KDAOutput, Problem
+from kda_layers.kernels.kda.contract import DecodeInputs, Gradients, Inputs, KDAOutput, PrefillInputs, Problem
 from kda_layers.kernels.kda.dispatch import KDA
 from tests.kernels.emulated import Emulator, GuardedMemory, end_of_memory, guarded_inputs
 
@@ -44,6 +44,13 @@ class EmulatedBackend(CudaBackend):
     def initial_gradient(self, x: Inputs, saved: list[Tensor], d_o: Tensor) -> Tensor:
         with GuardedMemory():
             return super().initial_gradient(guarded_inputs(x), saved, end_of_memory(d_o))
+
+    def prefill(self, x: PrefillInputs) -> None:
+        """Views of wider rows stay views: their strides are part of the call."""
+        views = {n: getattr(x, n) for n in ("o", "state", "checkpoints")}
+        views |= {n: t for n in ("q", "k", "v", "beta") if not (t := getattr(x, n)).is_contiguous()}
+        with GuardedMemory():
+            super().prefill(guarded_inputs(x)._replace(**views))
 
     def decode(self, x: DecodeInputs) -> Tensor:
         with GuardedMemory():

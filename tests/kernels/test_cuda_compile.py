@@ -40,10 +40,11 @@ FAMILIES = [
 Family = tuple[int, int, torch.dtype, str, bool]
 
 
-def chunk_variant(arch: str, family: Family, saves: bool = False) -> chunk.Variant | None:
-    """The one of the arch's variants, if it has it."""
-    fields = ("K", "BV", "dtype", "gate_activation", "g_wide", "saves")
-    found = [v for v in chunk.variants(ARCHS[arch]) if tuple(getattr(v, n) for n in fields) == (*family, saves)]
+def chunk_variant(arch: str, family: Family, form: str = "") -> chunk.Variant | None:
+    """The one of the arch's variants, if it has it; `form` is "", "saves" or "pooled"."""
+    fields = ("K", "BV", "dtype", "gate_activation", "g_wide", "saves", "pooled")
+    wanted = (*family, form == "saves", form == "pooled")
+    found = [v for v in chunk.variants(ARCHS[arch]) if tuple(getattr(v, n) for n in fields) == wanted]
     return found[0] if found else None
 
 
@@ -52,11 +53,11 @@ def name_of(family: Family) -> str:
 
 
 CHUNKS = [
-    pytest.param(variant, arch, id=f"{name_of(family)}{'-saves' * saves}-{arch}")
+    pytest.param(variant, arch, id=f"{name_of(family)}{'-' * bool(form)}{form}-{arch}")
     for family in FAMILIES
-    for saves in (False, True)
+    for form in ("", "saves", "pooled")
     for arch in ARCHS
-    if (variant := chunk_variant(arch, family, saves))
+    if (variant := chunk_variant(arch, family, form))
 ]
 on_every_chunk = pytest.mark.parametrize(("variant", "arch"), CHUNKS)
 REVERSES = [
@@ -139,9 +140,11 @@ def test_every_variant_fits(arch: str) -> None:
 def test_every_choice_is_a_variant(arch: int) -> None:
     """What is compiled at first use, `--precompile` has compiled, and nothing else."""
     variants = set(chunk.variants(arch))
-    fields = {(v.K, v.dtype, v.gate_activation, v.g_wide, v.saves) for v in variants}
+    fields = {(v.K, v.dtype, v.gate_activation, v.g_wide, v.saves, v.pooled) for v in variants}
     chosen = {
-        chunk.variant_for(*problem, items, 132, arch, saves) for *problem, saves in fields for items in (1, 2**20)
+        chunk.variant_for(*problem, items, 132, arch, saves, pooled)
+        for *problem, saves, pooled in fields
+        for items in (1, 2**20)
     }
     assert chosen == variants
 

@@ -20,7 +20,8 @@ from kda_layers.kernels.fla.chunk_table import chunk_table
 from kda_layers.kernels.kda.backends import fla
 from kda_layers.kernels.kda.contract import CHUNK, Problem
 from kda_layers.kernels.kda.dispatch import KDA, default_problem
-from kda_layers.kernels.kda.fla_slots import clear_padding, with_padding
+from kda_layers.kernels.kda.fla_slots import with_padding
+from kda_layers.kernels.kda.slots import clear_padding
 from tests.kernels.cases import BF16, FP32, FP64, Case, make_inputs, step_inputs
 
 GPU = dataclasses.replace(default_problem("cpu"), device="cuda", arch=90)

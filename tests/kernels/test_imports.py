@@ -40,6 +40,7 @@ INSIDE = {
     "fla_gate": {"activations", "checks", "contract"},
     "fla_api": {"checks", "contract", "fla_gate", "op"},
     "fla_slots": {"contract"},
+    "slots": {"contract"},
 }
 # Front doors: what users import by these paths.
 DOORS = {"kernels", "kernels.fla_api", "kernels.reference"}

@@ -11,7 +11,7 @@ from .. import torch_private
 from ..checks import DTYPES, DtypeError, check_index, check_is_tensor, check_offsets, check_tensor, dtype_names
 from ..tracing import is_plain
 from .activations import BETA_ACTIVATIONS, GATE_ACTIVATIONS, GATES, GIVEN, LOG_DECAY, MIN_LOWER_BOUND
-from .contract import CHUNK, MOST_SAVED, DecodeInputs, Inputs, state_dtype, state_dtypes
+from .contract import CHUNK, MOST_SAVED, DecodeInputs, Inputs, PrefillInputs, state_dtype, state_dtypes
 
 
 def check_whole(x: Inputs) -> None:
@@ -21,6 +21,49 @@ def check_whole(x: Inputs) -> None:
         _check_state("initial_state", x.initial_state, x.q, (N, *state_shape))
     if not isinstance(x.checkpoint_every, int) or x.checkpoint_every not in (0, CHUNK):
         raise ValueError(f"checkpoint_every must be 0 or {CHUNK}, got {x.checkpoint_every}")
+
+
+def check_prefill(x: PrefillInputs, final_state: bool, checkpoint_every: Any) -> None:
+    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of `kda` for engines; `x.o` is
+    the caller's `out` or None."""
+    N, _, HV, V, K = _check_common(x)
+    if x.state_indices is not None:
+        if x.state is None:
+            raise ValueError("initial_state must be a pool of states with state_indices, got None")
+        if final_state:
+            raise ValueError("final_state must be False with state_indices: the states after the call are in the pool")
+        _check_pool("initial_state", x.state, x.q, (HV, V, K))
+        _check_of_sequences("state_indices", x.state_indices, x.q, N)
+    elif x.state is not None:
+        _check_state("initial_state", x.state, x.q, (N, HV, V, K))
+    if x.checkpoint_at is not None:
+        if checkpoint_every:
+            raise ValueError(f"checkpoint_every must be 0 with checkpoint_at, got {checkpoint_every}")
+        _check_of_sequences("checkpoint_at", x.checkpoint_at, x.q, N)
+    elif checkpoint_every:
+        raise ValueError(
+            f"checkpoint_every must be 0 with state_indices or out, got {checkpoint_every}: pass checkpoint_at"
+        )
+    if x.o is not None:
+        check_tensor("out", x.o, tuple(x.v.shape), (x.v.dtype,), x.q)
+        if not x.o.is_contiguous():
+            raise ValueError(f"out must be contiguous, got strides {x.o.stride()}: pass torch.empty_like(v)")
+        if not torch.compiler.is_compiling():
+            check_writable("out", x.o)
+
+
+def _check_pool(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless `state` is a pool [slots, *shape] that can be written."""
+    slots = state.shape[0] if isinstance(state, Tensor) and state.ndim == 4 else 1
+    _check_state(name, state, q, (slots, *shape))
+    if not torch.compiler.is_compiling():
+        check_writable(name, state)
+
+
+def _check_of_sequences(name: str, t: Any, q: Tensor, N: int) -> None:
+    check_index(name, t, q)
+    if tuple(t.shape) != (N,):
+        raise ValueError(f"{name} must have shape [{N}], a value for each sequence, got {list(t.shape)}")
 
 
 def check_decode(x: DecodeInputs) -> None:
@@ -55,7 +98,7 @@ def check_slots(
             raise ValueError("num_accepted needs state_indices of shape [N, T]: a slot for the state after each token")
 
 
-def _check_common(x: Inputs | DecodeInputs) -> tuple[int, int, int, int, int]:
+def _check_common(x: Inputs | DecodeInputs | PrefillInputs) -> tuple[int, int, int, int, int]:
     """Check the fields that both operators have; return N, T, HV, V and K."""
     q, v = x.q, x.v
     for name, t in (("q", q), ("v", v)):
@@ -77,7 +120,7 @@ def _check_common(x: Inputs | DecodeInputs) -> tuple[int, int, int, int, int]:
     return x.cu_seqlens.shape[0] - 1, T, HV, V, K
 
 
-def _check_tokens(x: Inputs | DecodeInputs, B: int, T: int, H: int, HV: int, K: int, V: int) -> None:
+def _check_tokens(x: Inputs | DecodeInputs | PrefillInputs, B: int, T: int, H: int, HV: int, K: int, V: int) -> None:
     """Check the tensors of tokens and the gate's parameters against the sizes of q and v."""
     if HV % H != 0:
         raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
@@ -95,7 +138,7 @@ def _check_tokens(x: Inputs | DecodeInputs, B: int, T: int, H: int, HV: int, K: 
         check_tensor("dt_bias", x.dt_bias, (HV, K), (wide,), q)
 
 
-def _check_layout(x: Inputs | DecodeInputs) -> None:
+def _check_layout(x: Inputs | DecodeInputs | PrefillInputs) -> None:
     """Raise if the shape of beta [B, T, HV] shows that q or v has its heads before its tokens."""
     beta = x.beta.shape if isinstance(x.beta, Tensor) else ()
     for name, t in (("q", x.q.shape), ("v", x.v.shape)):

@@ -78,7 +78,35 @@ class DecodeInputs(NamedTuple):
     scale: float
 
 
-AnyInputs = TypeVar("AnyInputs", Inputs, DecodeInputs)
+class PrefillInputs(NamedTuple):
+    """The arguments of the op behind `kda` for engines, which writes `o`, `state` and `checkpoints`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    o: Tensor  # [B, T, HV, V]
+    state: Tensor | None  # [slots, HV, V, K], or [N, HV, V, K] without state_indices; None: zero and not kept
+    checkpoints: Tensor | None  # [N, HV, V, K]
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    state_indices: Tensor | None  # [N] int32 or int64
+    checkpoint_at: Tensor | None  # [N] int32 or int64
+    cu_seqlens: Tensor | None
+    gate_activation: str
+    lower_bound: float
+    beta_activation: str
+    qk_l2norm: bool
+    scale: float
+
+    @property
+    def sequences(self) -> int:
+        """N."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+
+AnyInputs = TypeVar("AnyInputs", Inputs, DecodeInputs, PrefillInputs)
 
 
 class KDAOutput(NamedTuple):
@@ -86,7 +114,7 @@ class KDAOutput(NamedTuple):
 
     o: Tensor  # [B, T, HV, V] in v's dtype
     final_state: Tensor | None  # [N, HV, V, K] in the states' dtype
-    checkpoints: Tensor | None  # [B, T // 64, HV, V, K] in the states' dtype
+    checkpoints: Tensor | None  # [B, T // 64, HV, V, K], or with checkpoint_at [N, HV, V, K], in the states' dtype
 
 
 class Gradients(NamedTuple):
@@ -136,9 +164,12 @@ class Problem(AnyProblem):
         return cls(*best_device(device), bf16, bf16, 128, 128, 1, "lower_bound", "sigmoid", True, needs_grad=True)
 
     @staticmethod
-    def fields_of(x: Inputs | DecodeInputs, needs_grad: bool = False) -> tuple[Any, ...]:
+    def fields_of(x: Inputs | DecodeInputs | PrefillInputs, needs_grad: bool = False) -> tuple[Any, ...]:
         if isinstance(x, DecodeInputs):
             decode, has_state, checkpoints, bf16_state = True, True, False, x.state.dtype == torch.bfloat16
+        elif isinstance(x, PrefillInputs):
+            decode, has_state, bf16_state = False, x.state is not None, False
+            checkpoints = x.checkpoint_at is not None
         else:
             decode, has_state, bf16_state = False, x.initial_state is not None, False
             checkpoints = operator.index(x.checkpoint_every) > 0
@@ -222,6 +253,14 @@ class Backend(Differentiable):
         d_initial = self.backward(x, saved, d_o, None, None).initial_state
         assert d_initial is not None, "x has an initial state"
         return d_initial
+
+    def prefill(self, x: PrefillInputs) -> None:
+        """Run `forward` from and into `x.state`, without a host read.
+
+        Sequences without a slot (NO_SLOT) get o = 0. Rows of `x.checkpoints`, which come as zeros, stay so where
+        checkpoint_at is no boundary of the sequence.
+        """
+        raise NotImplementedError
 
     def decode(self, x: DecodeInputs) -> Tensor:
         """Return o [B, T, HV, V] and update `x.state` in place; sequences without a slot (NO_SLOT) get o = 0."""

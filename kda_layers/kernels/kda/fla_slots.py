@@ -31,13 +31,3 @@ def with_padding(x: DecodeInputs) -> tuple[DecodeInputs, Tensor, Tensor]:
         live = there.gather(1, accepted[:, None] - 1)[:, 0] & (accepted == x.num_accepted)
     slots = torch.where(there & live[:, None], slots, scratch_slot)
     return x._replace(state=pool, state_indices=slots, num_accepted=accepted), ~live, scratch
-
-
-def clear_padding(o: Tensor, padding: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Zero the outputs o [B, T, HV, V] of the sequences in `padding` [N]."""
-    if cu_seqlens is None:
-        o.masked_fill_(padding[:, None, None, None], 0)
-        return
-    tokens = torch.arange(o.shape[1], device=o.device)
-    sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-    o.masked_fill_(padding[sequence][None, :, None, None], 0)

@@ -8,14 +8,35 @@ import torch
 from torch import Tensor
 
 from ..checks import check_scale
-from ..operator import NoGradOperator, Operator
-from .checks import check_decode, check_lower_bound, check_recompute, check_state_dtype, check_values, check_whole
-from .contract import DecodeInputs, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
+from ..operator import NoGradOperator, Operator, no_output
+from .checks import (
+    check_decode,
+    check_lower_bound,
+    check_prefill,
+    check_recompute,
+    check_state_dtype,
+    check_values,
+    check_whole,
+)
+from .contract import (
+    DecodeInputs,
+    Gradients,
+    Inputs,
+    KDAOutput,
+    PrefillInputs,
+    Problem,
+    outputs_like,
+    state_dtypes,
+)
 from .dispatch import KDA
 from .reference import activate
 
 _kda: Operator[Inputs, KDAOutput] = Operator("kda", Inputs, KDAOutput, Gradients, KDA, outputs_like)
 _cache, _step_cache = KDA.call_cache(tensors=9), KDA.call_cache(tensors=11)
+_prefill_cache = KDA.call_cache(tensors=12)
+_kda_prefill: NoGradOperator[PrefillInputs] = NoGradOperator(
+    "kda_prefill", PrefillInputs, ("o", "state", "checkpoints"), KDA, "prefill", no_output
+)
 _kda_step: NoGradOperator[DecodeInputs] = NoGradOperator(
     "kda_step", DecodeInputs, ("state",), KDA, "decode", lambda x: x.v.new_empty(x.v.shape)
 )
@@ -42,6 +63,9 @@ def kda(
     state_dtype: torch.dtype | None = None,
     recompute: bool | float | str = "auto",
     backend: str | None = None,
+    state_indices: Tensor | None = None,
+    checkpoint_at: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> KDAOutput:
     """Kimi Delta Attention over whole sequences, differentiable in every tensor.
 
@@ -73,10 +97,22 @@ def kda(
             forward computed; a float between 0 and 1: keep that while it is at most this share of the device's memory;
             'auto': 0.01. Only our CUDA backends read it.
         backend: name of a backend; None chooses (see `explain`).
+        state_indices, checkpoint_at, out: for inference engines, under torch.no_grad(); no value is read on the host of
+            a GPU, so that a CUDA graph can capture the call.
+        state_indices: [N] int32 or int64: initial_state is a pool [slots, HV, V, K] whose slot state_indices[n] holds
+            the state before sequence n, zeros for a new one, and is overwritten with the state after it. -1 is no slot:
+            a padding sequence, which gets o = 0. Two sequences must not share a slot. As in `kda_step`, 'eager' raises
+            on that and on slots outside of the pool; on CUDA such slots count as -1, and which update of a shared slot
+            survives is undefined. Not with final_state, which is in the pool.
+        checkpoint_at: [N] int32 or int64: return one state of each sequence, after checkpoint_at[n] tokens, a multiple
+            of 64 up to its length. -1: none, the row is zero, as for a padding sequence. Other values raise with
+            'eager' and give zeros on CUDA. Not with checkpoint_every.
+        out: [B, T, HV, V] contiguous, in v's dtype: o is written there. It must not overlap an input.
 
     Returns:
         KDAOutput: o [B, T, HV, V] in v's dtype; final_state [N, HV, V, K] or None; checkpoints
-        [B, T // 64, HV, V, K] or None, for packed sequences one after the other, unused rows zero.
+        [B, T // 64, HV, V, K] or None, for packed sequences one after the other, unused rows zero; with checkpoint_at
+        [N, HV, V, K].
 
     Raises:
         TypeError, ValueError: an argument breaks this contract; the message names it, what was expected, what came.
@@ -94,15 +130,18 @@ def kda(
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), checkpoint_every, check_recompute(recompute),
     )  # fmt: skip
+    if not (state_indices is checkpoint_at is out is None):
+        return _prefill(x, state_indices, checkpoint_at, out, state_dtype, backend)
     cached = _cache.get(x, state_dtype, backend)
     computed, returned, needs_grad, name, *fused = cached or _prepare(x, state_dtype, backend)
     check_values(x)
     if initial_state is not None and initial_state.dtype != computed:
         x = x._replace(initial_state=initial_state.to(computed))
-    out = _kda(activate(x, fused), needs_grad, name, plain=cached is not None)
+    result = _kda(activate(x, fused), needs_grad, name, plain=cached is not None)
     if returned == computed:
-        return out
-    return KDAOutput(out.o, *(None if t is None else t.to(returned) for t in (out.final_state, out.checkpoints)))
+        return result
+    states = result.final_state, result.checkpoints
+    return KDAOutput(result.o, *(None if t is None else t.to(returned) for t in states))
 
 
 def kda_step(
@@ -169,6 +208,48 @@ def _prepare(x: Inputs, state_dtype: torch.dtype | None, backend: str | None) ->
     chosen = KDA.choose(backend, x.q.device, *Problem.fields_of(x, needs_grad))
     prepared = computed, returned, needs_grad, *chosen
     return _cache.put(x, prepared, state_dtype, backend)
+
+
+def _prefill(
+    given: Inputs, slots: Tensor | None, at: Tensor | None, out: Tensor | None, dtype: torch.dtype | None, backend: Any
+) -> KDAOutput:
+    """`kda` for engines: everything that it returns is written by the op."""
+    o: Any = out  # None until a new one is made
+    x = PrefillInputs(
+        *given[:5], o, given.initial_state, None, given.A_log, given.dt_bias, slots, at,
+        given.cu_seqlens, given.gate_activation, given.lower_bound, given.beta_activation, given.qk_l2norm, given.scale,
+    )  # fmt: skip
+    cached = _prefill_cache.get(x, given.final_state, given.checkpoint_every, dtype, backend)
+    state_shape, computed, returned, name, *fused = cached or _prepare_prefill(x, given, dtype, backend)
+    check_values(given)
+    if out is None:
+        x = x._replace(o=torch.empty_like(x.v, memory_format=torch.contiguous_format))
+    if at is not None:
+        x = x._replace(checkpoints=x.q.new_zeros(state_shape, dtype=computed))
+    if slots is None:  # the caller's initial state is not written
+        if x.state is not None:
+            x = x._replace(state=x.state.to(computed, copy=True, memory_format=torch.contiguous_format))
+        elif given.final_state:
+            x = x._replace(state=x.q.new_zeros(state_shape, dtype=computed))
+    _kda_prefill(activate(x, fused), name, plain=cached is not None)
+    final = x.state if given.final_state else None
+    return KDAOutput(x.o, *(None if t is None else t.to(returned) for t in (final, x.checkpoints)))
+
+
+def _prepare_prefill(
+    x: PrefillInputs, given: Inputs, dtype: torch.dtype | None, backend: str | None
+) -> tuple[Any, ...]:
+    """Check a call; return the shape and dtypes of states [N, HV, V, K], the backend and what it fuses."""
+    check_prefill(x, given.final_state, given.checkpoint_every)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
+        raise ValueError(
+            "state_indices, checkpoint_at and out are for inference and have no gradient: call kda under "
+            "torch.no_grad(), or without them"
+        )
+    state_shape = x.sequences, *x.v.shape[2:], x.q.shape[3]
+    dtypes = state_dtypes(x.q.dtype)[0], check_state_dtype(given, dtype)
+    prepared = state_shape, *dtypes, *KDA.choose(backend, x.q.device, *Problem.fields_of(x))
+    return _prefill_cache.put(x, prepared, given.final_state, given.checkpoint_every, dtype, backend)
 
 
 def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:

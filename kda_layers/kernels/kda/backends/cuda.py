@@ -15,11 +15,24 @@ from ...cuda.gpu import GPU
 from ...cuda.machine import Machine
 from ...declarations import OneOf
 from ..activations import BETA_CODES, GATE_CODES
-from ..contract import ALL_FEATURES, Backend, DecodeInputs, Gradients, Inputs, KDAOutput, Names, Problem, Widths
+from ..contract import (
+    ALL_FEATURES,
+    Backend,
+    DecodeInputs,
+    Gradients,
+    Inputs,
+    KDAOutput,
+    Names,
+    PrefillInputs,
+    Problem,
+    Widths,
+)
 from ..cuda.backward import gradients, reverse_scan
 from ..cuda.decode import decode
 from ..cuda.forward import forward
 from ..cuda.forward.forward import TYPES, WIDTHS, Saved, aligned, aligned_inputs, recompute
+from ..cuda.forward.prefill import prefill
+from ..slots import prefill_by_forward
 
 CHUNKED = (forward, reverse_scan, gradients)  # kernels over whole sequences
 
@@ -119,6 +132,12 @@ class CudaBackend(Backend):
         d_initial = reverse_scan.reverse_scan(x, self.machine, kept, aligned(d_o), None, None).d_initial
         assert d_initial is not None, "x has an initial state"
         return d_initial
+
+    def prefill(self, x: PrefillInputs) -> None:
+        if x.state is not None and x.state.dtype != torch.float32:
+            prefill_by_forward(self, x)  # the kernel's states are fp32
+        else:
+            prefill(x, self.machine)
 
     def decode(self, x: DecodeInputs) -> Tensor:
         return decode.decode(x, self.machine)

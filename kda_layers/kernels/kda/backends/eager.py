@@ -20,11 +20,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..contract import ALL_FEATURES, CHUNK, Backend, DecodeInputs, Gradients, Inputs, KDAOutput, state_dtype
+from ..contract import (
+    ALL_FEATURES,
+    CHUNK,
+    Backend,
+    DecodeInputs,
+    Gradients,
+    Inputs,
+    KDAOutput,
+    PrefillInputs,
+    state_dtype,
+)
 from ..eager.chunks import factor, load
 from ..eager.decode import decode
 from ..eager.gradients import empty_gradients, segment_grad
+from ..eager.prefill import check_indices
 from ..eager.schedule import Plan, chunks_per_segment, with_flat_tokens
+from ..slots import prefill_by_forward
 
 
 class EagerBackend(Backend):
@@ -93,6 +105,10 @@ class EagerBackend(Backend):
         if x.initial_state is not None:
             grads = grads._replace(initial_state=plan.unsort(d_state))
         return grads
+
+    def prefill(self, x: PrefillInputs) -> None:
+        check_indices(x)
+        prefill_by_forward(self, x)
 
     def decode(self, x: DecodeInputs) -> Tensor:
         return decode(x)

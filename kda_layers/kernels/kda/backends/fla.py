@@ -19,8 +19,20 @@ from ...declarations import AtLeast, OneOf
 from ...fla.chunk_table import chunk_table, table_rows
 from ...fla.package import operator_stages, problems
 from ..activations import BETAS, GIVEN, LOG_DECAY, LOWER_BOUND, SOFTPLUS
-from ..contract import ALL_FEATURES, CHUNK, Backend, DecodeInputs, Gradients, Inputs, KDAOutput, Names, Problem
-from ..fla_slots import clear_padding, with_padding
+from ..contract import (
+    ALL_FEATURES,
+    CHUNK,
+    Backend,
+    DecodeInputs,
+    Gradients,
+    Inputs,
+    KDAOutput,
+    Names,
+    PrefillInputs,
+    Problem,
+)
+from ..fla_slots import with_padding
+from ..slots import clear_padding, prefill_by_forward
 
 LOG2_E = 1 / math.log(2)
 MIN_K, MAX_K = 9, 256  # its blocks of K are the next power of two, from 16 to 256
@@ -120,6 +132,9 @@ class FLABackend(Backend):
             dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype), dg.to(x.g.dtype), db.to(x.beta.dtype), dA,
             None if d_bias is None else d_bias.view_as(x.dt_bias), _transposed(d_state),
         )  # fmt: skip
+
+    def prefill(self, x: PrefillInputs) -> None:
+        prefill_by_forward(self, x)
 
     def decode(self, x: DecodeInputs) -> Tensor:
         _check_rows(x)

@@ -81,7 +81,7 @@ def slots_of(
     """Of each sequence the slot of its state before the call, and those after each token; checked, of `count` slots."""
     if indices.ndim == 1:
         sources = indices.tolist()
-        _check_slots(sources, count)
+        check_slots_exist(sources, count)
         return sources, after_last(sources, lengths)
     targets = indices.tolist()
     columns = len(targets[0])
@@ -91,7 +91,7 @@ def slots_of(
     read = [1 if set(row) == {NO_SLOT} else m for row, m in zip(targets, read, strict=True)]
     if min(read) < 1 or max(read) > columns:
         raise ValueError(f"num_accepted must be in [1, {columns}], got {min(read)} to {max(read)}")
-    _check_slots([slot for row in targets for slot in row], count)
+    check_slots_exist([slot for row in targets for slot in row], count)
     return [row[m - 1] for row, m in zip(targets, read, strict=True)], targets
 
 
@@ -100,7 +100,8 @@ def after_last(slots: list[int], lengths: list[int]) -> list[list[int]]:
     return [[NO_SLOT] * (n - 1) + [slot] for n, slot in zip(lengths, slots, strict=True)]
 
 
-def _check_slots(slots: list[int], count: int) -> None:
+def check_slots_exist(slots: list[int], count: int) -> None:
+    """Raise unless every slot is one of `count`, or none."""
     if min(slots) < NO_SLOT or max(slots) >= count:
         raise ValueError(f"state_indices must be in [0, {count - 1}], got {min(slots)} to {max(slots)}; -1 is no slot")
 

@@ -23,21 +23,26 @@ PARAMS = Params("ForwardParams", """
     const void* g;                 // [B, T, HV, K]
     const void* beta;              // [B, T, HV]
     const float *A_log, *dt_bias;  // [HV], [HV, K], or null
-    const float* initial_state;    // [N, HV, V, K], or null
+    const float* initial_state;    // [N, HV, V, K], or null; not read if POOLED
     const void* cu_seqlens;        // [N + 1], or null
     u16* o;                        // [B, T, HV, V]
-    float* final_state;            // [N, HV, V, K], or null
-    float* checkpoints;            // [B, T / 64, HV, V, K], or null
+    float* final_state;            // [N, HV, V, K], or null; if POOLED [slots, HV, V, K] or null, read and overwritten
+    float* checkpoints;            // [B, T / 64, HV, V, K], or null; if POOLED [N, HV, V, K] zeros
     unsigned char* ring;           // RING * STAGE_BYTES per CTA group, or null without shared chunks
     u32* progress;                 // [CTA groups][2][32] zeros, or null likewise
     // Saved if SAVES; NC chunks of all sequences
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], replaces the ring
     u16* states;                 // [NC, HV, V, K], at each chunk's start
     u16* errors;                 // [B, T, HV, V], V'
+    const void *slots, *stops;   // read if POOLED: [N], or null: sequence n has slot n; no checkpoint
     int T, H, HV, group, tiles;  // group = HV / H, tiles = N * HV; B * T < 2^31
     int int64_offsets;           // cu_seqlens is int64
     int beta_activation, beta_fp32, qk_l2norm;
     float lower_bound, scale;
+    // Read if POOLED
+    int key_row, value_row, beta_row;  // strides of tokens: of q and k, v, beta
+    int int64_slots, int64_stops, slot_count;
+    u64 slot_stride;
 """)  # fmt: skip
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 SOURCE = str(Path(__file__).with_suffix(".cu"))
@@ -64,13 +69,15 @@ class Variant(NamedTuple):
     wgmma: bool
     setmaxnreg: bool
     saves: bool  # what the backward reads
+    pooled: bool  # for engines: states in slots of a pool, rows of tokens with strides
 
     @property
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
-            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "SHARED_BYTES": self.shared_bytes,
+            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "POOLED": int(self.pooled),
+            "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property
@@ -97,27 +104,28 @@ class Variant(NamedTuple):
 
 
 def variant_for(
-    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, tiles: int, processors: int, arch: int, saves: bool
-) -> Variant:
+    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, tiles: int, processors: int, arch: int,
+    saves: bool = False, pooled: bool = False,
+) -> Variant:  # fmt: skip
     """The variant for `tiles` pairs of a sequence and a value head, on `processors` multiprocessors of `arch`."""
     wide = ARCHS[arch].wgmma and tiles * (K // 16) > processors and not (dtype == torch.float16 and g_wide)
-    return _variant(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, saves)
+    return _variant(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, saves, pooled)
 
 
 def _variant(
-    K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool
+    K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool, pooled: bool
 ) -> Variant:
     has = ARCHS[arch]
     cluster = 0 if not has.bulk_copies else 2 if BV == 32 else 1  # two blocks share a copy where bandwidth limits
-    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, saves)
+    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, saves, pooled)
 
 
 def variants(arch: int) -> Iterable[Variant]:
     """Every variant that `variant_for` may return for `arch`, whatever its shared memory."""
-    flags = (False, True)
-    for K, BV, dtype, gate, g_wide, saves in itertools.product(WIDTHS, (16, 32), TYPES, GATE_CODES, flags, flags):
+    for K, BV, dtype, gate, g_wide in itertools.product(WIDTHS, (16, 32), TYPES, GATE_CODES, (False, True)):
         if BV == 16 or (ARCHS[arch].wgmma and not (dtype == torch.float16 and g_wide)):
-            yield _variant(K, BV, dtype, gate, g_wide, arch, saves)
+            for saves, pooled in ((False, False), (True, False), (False, True)):
+                yield _variant(K, BV, dtype, gate, g_wide, arch, saves, pooled)
 
 
 class Saved(NamedTuple):
@@ -162,25 +170,33 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(PLANS)
-def _plan(
+def plan_of(
     machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
     gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float, saves: bool,
+    pool: tuple[int, ...] | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan for tensors of these shapes and dtypes; `offsets` is the length and dtype of cu_seqlens."""
+    """The plan for tensors of these shapes and dtypes.
+
+    Args:
+        offsets: the length and dtype of cu_seqlens
+        pool: the last values of the parameters for a call of an engine
+    """
     B, T, H, K = q_shape
     HV, V = v_shape[2:]
     if B * T > MOST_TOKENS:
         raise ValueError(f"B * T must be at most {MOST_TOKENS}, got {B * T}: split the batch")
     N = B if offsets is None else offsets[0] - 1
     tiles, (processors, arch, _) = N * HV, machine.properties(device)
-    variant = variant_for(K, dtype, gate_activation, g_dtype == torch.float32, tiles, processors, arch, saves)
+    variant = variant_for(
+        K, dtype, gate_activation, g_dtype == torch.float32, tiles, processors, arch, saves, pool is not None
+    )
     groups = min(tiles, processors // variant.slices)  # CTAs of a group wait for each other: all must be resident
     if not groups:
         raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
     rest = PARAMS.pack_values(
         T, H, HV, HV // H, tiles, offsets is not None and offsets[1] == torch.int64, BETA_CODES[beta_activation],
-        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
+        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale, *(pool or (0,) * 7),
     )  # fmt: skip
     kernel = machine.load(SOURCE, "kda_forward", variant.defines, device)
     blocks, cluster = groups * variant.slices, max(variant.cluster, 1)
@@ -226,7 +242,7 @@ def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput,
         return forward(aligned_inputs(x), machine, save)
     q, v, offsets = x.q, x.v, x.cu_seqlens
     device = q.device
-    plan = _plan(
+    plan = plan_of(
         machine, device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
         None if offsets is None else (offsets.shape[0], offsets.dtype),
         x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save,
@@ -238,16 +254,22 @@ def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput,
         new = torch.empty if offsets is None else torch.zeros  # packed sequences may leave rows unused
         shape = (q.shape[0], x.checkpoint_count, *plan.state_shape[1:])
         checkpoints = new(shape, dtype=torch.float32, device=device)
-    ring = progress = None
-    if plan.variant.cluster:
-        progress = torch.zeros(plan.groups * 64, dtype=torch.int32, device=device)
-        if not save:  # otherwise `Saved.prepared` replaces the ring
-            ring = torch.empty(plan.groups * plan.variant.ring_bytes, dtype=torch.uint8, device=device)
     saved = Saved.like(x) if save else None
-    outputs = (o, final, checkpoints, ring, progress, *(saved or (None, None, None)))
+    outputs = (o, final, checkpoints, *scratch(plan, device), *(saved or (None, None, None)), None, None)
     params = PARAMS.pack_pointers(*addresses, *(0 if t is None else t.data_ptr() for t in outputs)) + plan.rest
     plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
     return KDAOutput(o, final, checkpoints), saved
+
+
+def scratch(plan: Plan, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for ForwardParams.ring and .progress."""
+    ring, variant = None, plan.variant
+    if not variant.cluster:
+        return None, None
+    progress = torch.zeros(plan.groups * 64, dtype=torch.int32, device=device)
+    if not variant.saves:  # otherwise `Saved.prepared` replaces the ring
+        ring = torch.empty(plan.groups * variant.ring_bytes, dtype=torch.uint8, device=device)
+    return ring, progress
 
 
 def recompute(x: Inputs, machine: Machine) -> Saved:

@@ -205,6 +205,7 @@ DEVICE void load_write_strengths(Lane lane, float* to, const ForwardParams& p, c
     for (int i = lane.id; i < CHUNK; i += 32) {
         int token = at.chunk * CHUNK + i;
         i64 row = at.tile.row(p, min(token, at.tile.length - 1));
+        if constexpr (POOLED) row = i64(at.tile.first + min(token, at.tile.length - 1)) * p.beta_row + at.tile.head;
         float logit =
             p.beta_fp32 ? static_cast<const float*>(p.beta)[row] : Io::load(static_cast<const u16*>(p.beta) + row);
         to[i] = token < at.tile.length ? write_strength(logit, p.beta_activation) : 0.f;

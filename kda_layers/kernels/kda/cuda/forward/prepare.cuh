@@ -28,7 +28,9 @@ DEVICE int row_of(int warp, int id, const Cursor& at, int r) {
 }
 DEVICE int channel_of(Lane lane) { return 64 * (lane.warp % HALVES) + 8 * (lane.id % 4); }  // a lane's first
 
-DEVICE i64 key_at(const ForwardParams& p, const Cursor& at, int row) { return at.keys + i64(row) * (p.H * K); }
+DEVICE i64 key_at(const ForwardParams& p, const Cursor& at, int row) {
+    return at.keys + i64(row) * (POOLED ? p.key_row : p.H * K);
+}
 DEVICE const Logit* logits_at(const ForwardParams& p, const Cursor& at, int row) {
     return static_cast<const Logit*>(p.g) + at.tile.row(p, row) * K;
 }

@@ -246,8 +246,34 @@ DEVICE void finish_chunk(Lane lane, State& state, Values& values, Columns& O, co
     release(lane, shared, OUTPUT, count);
 }
 
+// ---------------------------------------------------------------- what engines ask for (POOLED)
+
+DEVICE i64 index_of(const void* indices, int int64, int n) {
+    return int64 ? static_cast<const i64*>(indices)[n] : static_cast<const int*>(indices)[n];
+}
+
+// The state [V, K] of a work tile, read and overwritten; null if there is none.
+DEVICE float* pooled_state(const ForwardParams& p, const WorkTile& tile) {
+    const u64 slot = p.slots ? index_of(p.slots, p.int64_slots, tile.sequence) : tile.sequence;
+    if (!p.final_state || slot >= u64(p.slot_count)) return nullptr;
+    return p.final_state + slot * p.slot_stride + tile.head * (V * K);
+}
+
+// Addresses are computed anew where they are needed: kept, they would not fit in the scanning warps' registers.
+DEVICE const u16* pooled_values(const ForwardParams& p, const WorkTile& tile, int token) {
+    return p.v + i64(tile.first + token) * p.value_row + tile.head * V + slice() * BV;
+}
+
+// Tokens after which a work tile's state is stored as a checkpoint; NEVER; or PADDING, whose outputs are zero.
+constexpr int NEVER = -1, PADDING = -2;
+DEVICE int stop_of(const ForwardParams& p, const WorkTile& tile) {
+    if (p.slots && !pooled_state(p, tile)) return PADDING;
+    const i64 stop = p.stops ? index_of(p.stops, p.int64_stops, tile.sequence) : NEVER;
+    return stop < 0 || stop > tile.length ? NEVER : int(stop);
+}
+
 DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
-    const int stride = p.HV * V;
+    const int stride = p.HV * V, v_stride = POOLED ? p.value_row : stride;
     const int column = slice() * BV, place = column * K + State::place(lane);
     const Operand state_operand = operand(shared.state(), K * 16), residuals = operand(shared.residuals(), CHUNK * 16);
     const Operand errors = operand(shared.errors(), CHUNK * 16);
@@ -256,35 +282,56 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
         i64 tokens_at = tile.row(p, 0) * V + column;  // offset of the chunk in v and o
-        int whole_row = p.checkpoints ? chunks_before(lane, p, tile.sequence, WHOLE) : 0;  // the chunk's in checkpoints
-        int row = SAVES ? chunks_before(lane, p, tile.sequence, ALL) : 0;                  // and in per-chunk tensors
+        // The chunk's row in checkpoints and in per-chunk tensors
+        int whole_row = !POOLED && p.checkpoints ? chunks_before(lane, p, tile.sequence, WHOLE) : 0;
+        int row = SAVES ? chunks_before(lane, p, tile.sequence, ALL) : 0;
+        const int stop = POOLED ? stop_of(p, tile) : NEVER;
         State state;
-        state.load(p.initial_state ? p.initial_state + state_at(index, 0) + place : nullptr);
+        if constexpr (POOLED) {
+            const float* initial = pooled_state(p, tile);
+            state.load(initial ? initial + place : nullptr);
+        } else {
+            state.load(p.initial_state ? p.initial_state + state_at(index, 0) + place : nullptr);
+        }
         state.publish(lane, shared.state());
         operand_sync();
         Values next;
-        if (tile.length > 0) next.load(lane, p.v + tokens_at, stride, tile.length);
+        if (tile.length > 0)
+            next.load(lane, POOLED ? pooled_values(p, tile, 0) : p.v + tokens_at, v_stride, tile.length);
         for (int left = tile.length; left > 0; left -= CHUNK, tokens_at += CHUNK * stride, count++) {
             const Stage stage = shared.stage(count);
             Values values = next;
-            if (left > CHUNK) next.load(lane, p.v + tokens_at + CHUNK * stride, stride, left - CHUNK);
+            if (left > CHUNK)
+                next.load(
+                    lane,
+                    POOLED ? pooled_values(p, tile, tile.length - left + CHUNK) : p.v + tokens_at + CHUNK * stride,
+                    v_stride, left - CHUNK);
             const Operands chunk = first.at(count % STAGES * STAGE_BYTES);
             Columns R, E, O;
             u32 x[TILES][2];
             read_state(R, O, shared, chunk.keys, state_operand, count);
             if constexpr (SAVES) save_chunk(lane, p, shared, stage, count, i64(row++) * p.HV + tile.head, column);
             start_errors(lane, E, values, R, shared, operand_at(chunk.tokens, AT_T), residuals);
-            if (p.checkpoints && left < tile.length)  // the state at this chunk's start
+            if constexpr (POOLED) {
+                if (tile.length - left == stop) state.store(p.checkpoints + state_at(index, 0) + place);
+            } else if (p.checkpoints && left < tile.length) {  // the state at this chunk's start
                 state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + tile.head, 0) + place);
+            }
             finish_errors(lane, x, E, state, shared, stage, count);
             add_errors(state, O, chunk.channels, operand_at(chunk.tokens, AT_AQK), errors);
             if constexpr (SAVES) values.take(x), values.store(lane, p.errors + tokens_at, stride, left);
             finish_chunk(lane, state, values, O, shared, stage, count);
+            if (POOLED && stop == PADDING) values = {};
             values.store(lane, p.o + tokens_at, stride, left);
         }
-        if (p.checkpoints && tile.length >= CHUNK && tile.length % CHUNK == 0)
-            state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + tile.head, 0) + place);
-        if (p.final_state) state.store(p.final_state + state_at(index, 0) + place);
+        if constexpr (POOLED) {
+            if (tile.length == stop) state.store(p.checkpoints + state_at(index, 0) + place);
+            if (float* final = pooled_state(p, tile)) state.store(final + place);
+        } else {
+            if (p.checkpoints && tile.length >= CHUNK && tile.length % CHUNK == 0)
+                state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + tile.head, 0) + place);
+            if (p.final_state) state.store(p.final_state + state_at(index, 0) + place);
+        }
     }
 }
 

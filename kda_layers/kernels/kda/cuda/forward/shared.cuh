@@ -5,7 +5,8 @@
 #include "stage.cuh"
 
 // Chosen by the build, in addition to stage.cuh's: GATE (see gates.cuh), G_FP32 (1: gate logits are fp32), SAVES (1:
-// save what the backward reads). If CLUSTER is 0, each CTA prepares all chunks for itself.
+// save what the backward reads), POOLED (1: for engines: states in slots of a pool, one boundary state of each sequence,
+// rows of tokens with strides). If CLUSTER is 0, each CTA prepares all chunks for itself.
 constexpr int STAGES = 2;
 constexpr int PREPARE_WARPS = K / 16, INVERTERS = 3;
 constexpr int THREADS = 32 * (PREPARE_WARPS + 4 + 1 + INVERTERS);  // 4 warps scan, 1 fetches
@@ -40,7 +41,8 @@ struct Cursor {
     }
     DEVICE void enter(Lane lane, const ForwardParams& p) {
         tile = work_tile(p, index);
-        keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
+        if constexpr (POOLED) keys = i64(tile.first) * p.key_row + tile.head / p.group * K;
+        else keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
         if constexpr (SAVES) first_row = chunks_before(lane, p, tile.sequence, ALL);
     }
 };

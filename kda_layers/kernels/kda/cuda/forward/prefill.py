@@ -1,0 +1,74 @@
+"""Launcher of forward.cu for engines: states in slots of a pool, rows with strides, outputs that are given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....cuda.machine import Machine
+from ....cuda.params import addresses
+from ...contract import PrefillInputs
+from .forward import PARAMS, aligned, plan_of, scratch
+
+
+def prefill(x: PrefillInputs, machine: Machine) -> None:
+    """See `Backend.prefill`; states are fp32. Views of wider rows of tokens are read in place.
+
+    Raises:
+        ValueError: as `forward.forward`
+    """
+    q, k, v, beta = x.q, x.k, x.v, x.beta
+    if not (_has_rows(q) and _has_rows(k) and q.stride(1) == k.stride(1)):
+        q, k = aligned(q), aligned(k)
+    if not _has_rows(v):
+        v = aligned(v)
+    if not (beta.stride(2) == 1 and _flattens(beta)):
+        beta = beta.contiguous()
+    g, A_log, dt_bias, offsets = (None if t is None else aligned(t) for t in (x.g, x.A_log, x.dt_bias, x.cu_seqlens))
+    assert g is not None
+    state = None if x.state is None else _pool(x.state)
+    device, slots, stops = (
+        q.device,
+        *(None if t is None else t.contiguous() for t in (x.state_indices, x.checkpoint_at)),
+    )
+    plan = plan_of(
+        machine, device, q.dtype, g.dtype, beta.dtype, q.shape, v.shape,
+        None if offsets is None else (offsets.shape[0], offsets.dtype),
+        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, False,
+        (
+            q.stride(1), v.stride(1), beta.stride(1), _is_int64(slots), _is_int64(stops),
+            0 if state is None else state.shape[0], 0 if state is None else state.stride(0),
+        ),
+    )  # fmt: skip
+    o = aligned(x.o)
+    pointers = (
+        q, k, v, g, beta, A_log, dt_bias, None, offsets, o, state, x.checkpoints, *scratch(plan, device), None, None,
+        None, slots, stops,
+    )  # fmt: skip
+    params = PARAMS.pack_pointers(*addresses(pointers)) + plan.rest
+    plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
+    if o is not x.o:
+        x.o.copy_(o)
+    if x.state is not None and state is not None and state is not x.state:
+        x.state.copy_(state)
+
+
+def _flattens(t: Tensor) -> bool:
+    """True if the tokens of t [B, T, ...] are rows at one stride."""
+    return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
+
+
+def _has_rows(t: Tensor) -> bool:
+    """True if the kernel can read t [B, T, heads, D], whose heads are side by side, by vectors of 16 bytes."""
+    aligned_rows = t.data_ptr() % 16 == 0 and t.stride(1) * t.element_size() % 16 == 0
+    return t.stride()[2:] == (t.shape[3], 1) and _flattens(t) and aligned_rows
+
+
+def _pool(state: Tensor) -> Tensor:
+    """`state`, or a copy unless the heads of a slot are side by side."""
+    V, K = state.shape[2:]
+    return state if state.stride()[1:] == (V * K, K, 1) else state.contiguous()
+
+
+def _is_int64(t: Tensor | None) -> bool:
+    return t is not None and t.dtype == torch.int64

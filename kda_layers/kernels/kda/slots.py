@@ -1,0 +1,91 @@
+"""Slots of a pool of states without a host read, for backends whose kernels know none: gathered, run, and put back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .contract import CHUNK, Backend, Inputs, PrefillInputs, state_dtype
+
+
+def prefill_by_forward(backend: Backend, x: PrefillInputs) -> None:
+    """`Backend.prefill` by the backend's `forward`, with copies of states and outputs and every boundary state."""
+    live, states = None, x.state
+    if x.state_indices is not None:
+        assert x.state is not None
+        count = x.state.shape[0]
+        live = (x.state_indices >= 0) & (x.state_indices < count)
+        states = x.state.index_select(0, x.state_indices.clamp(0, count - 1)).masked_fill(_by_sequence(~live), 0)
+    initial = None if states is None else states.to(state_dtype(x.q.dtype))
+    out, _ = backend.forward(
+        Inputs(
+            x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, initial, x.cu_seqlens, x.gate_activation, x.lower_bound,
+            x.beta_activation, x.qk_l2norm, x.scale, final_state=x.state is not None,
+            checkpoint_every=0 if x.checkpoints is None else CHUNK,
+        ),
+        False,
+    )  # fmt: skip
+    x.o.copy_(out.o)
+    if live is not None:
+        clear_padding(x.o, ~live, x.cu_seqlens)
+    if x.checkpoints is not None:
+        assert out.checkpoints is not None
+        _choose(x, out.checkpoints, initial, live)
+    if x.state is None:
+        return
+    assert out.final_state is not None
+    if x.state_indices is None or live is None:
+        x.state.copy_(out.final_state)
+    else:
+        _put_back(x.state, x.state_indices, live, out.final_state.to(x.state.dtype))
+
+
+def clear_padding(o: Tensor, padding: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Zero the outputs o [B, T, HV, V] of the sequences in `padding` [N]."""
+    if cu_seqlens is None:
+        o.masked_fill_(padding[:, None, None, None], 0)
+        return
+    tokens = torch.arange(o.shape[1], device=o.device)
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    o.masked_fill_(padding[sequence][None, :, None, None], 0)
+
+
+def _by_sequence(of_each: Tensor) -> Tensor:
+    """[N] as [N, 1, 1, 1]."""
+    return of_each[:, None, None, None]
+
+
+def _put_back(pool: Tensor, slots: Tensor, live: Tensor, states: Tensor) -> None:
+    """Write states [N, HV, V, K] to the slots [N] of the sequences that are live.
+
+    The host does not know which ones are: the others write again what the first live one writes, or if there is none,
+    what slot 0 holds.
+    """
+    first = live.to(torch.int8).argmax()
+    first_slot = slots[first].clamp(0, pool.shape[0] - 1)
+    again = torch.where(live[first], states[first], pool[first_slot])
+    pool.index_copy_(0, torch.where(live, slots, first_slot).long(), torch.where(_by_sequence(live), states, again))
+
+
+def _choose(x: PrefillInputs, boundaries: Tensor, initial: Tensor | None, live: Tensor | None) -> None:
+    """Copy each sequence's state after checkpoint_at tokens to `x.checkpoints`, from those at all its boundaries.
+
+    Args:
+        boundaries: [B, T // 64, HV, V, K].
+        initial: [N, HV, V, K], or None for zeros.
+        live: [N] False for padding, or None.
+    """
+    assert x.checkpoints is not None
+    assert x.checkpoint_at is not None
+    at = x.checkpoint_at.long()
+    lengths = torch.full_like(at, x.q.shape[1]) if x.cu_seqlens is None else x.cu_seqlens.diff().long()
+    whole = lengths // CHUNK
+    valid = (at >= 0) & (at % CHUNK == 0) & (at <= lengths)
+    if live is not None:
+        valid &= live
+    chosen = torch.zeros_like(x.checkpoints) if initial is None else initial
+    rows = boundaries.flatten(0, 1)
+    if rows.shape[0]:
+        row = (whole.cumsum(0) - whole + at // CHUNK - 1).clamp(0, rows.shape[0] - 1)
+        chosen = torch.where(_by_sequence(at > 0), rows[row], chosen)
+    x.checkpoints.copy_(torch.where(_by_sequence(valid), chosen, 0.0))
