@@ -1,0 +1,61 @@
+"""Calls of the operator as engines make them: packed tokens, flat parameters of the gate, slots of their pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_layers.kernels.kda.contract import KDAOutput
+from kda_layers.kernels.kda.op import kda, kda_step
+
+
+def gate(A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None, K: int) -> dict[str, Any]:
+    """Return the gate's arguments of `kda` for A_log and dt_bias of any shape with HV and HV K elements, and a bound or
+    None for softplus."""
+    return dict(
+        A_log=A_log.reshape(-1).float(),
+        dt_bias=None if dt_bias is None else dt_bias.reshape(-1, K).float(),
+        gate_activation="softplus" if lower_bound is None else "lower_bound",
+        lower_bound=lower_bound,
+    )
+
+
+@torch.no_grad()
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor | None = None, **options: Any
+) -> KDAOutput:
+    """`kda` of packed sequences, which reads rows of wider tensors in place.
+
+    Args:
+        q, k, v: [1, T, heads, D].
+        g, beta: logits or activations with T HV K and T HV elements.
+        out: as of `kda`; None for a new tensor.
+    """
+    (_, T, HV, _), K = v.shape, q.shape[3]
+    out = v.new_empty(v.shape) if out is None else out
+    return kda(q, k, v, g.reshape(1, T, HV, K), beta.reshape(1, T, HV), out=out, **options)
+
+
+@torch.no_grad()
+def step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, slots: Tensor, cu_seqlens: Tensor | None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """`kda_step` of packed sequences; returns o [1, T, HV, V].
+
+    Args:
+        q, k, v: [1, T, heads, D].
+        g, beta: logits or activations with T HV K and T HV elements.
+        pool: [slots, HV, V, K], updated in place.
+        slots: [N] or [N, columns].
+        cu_seqlens: [N + 1]; not read where every sequence has one token.
+    """
+    (_, T, HV, _), K = v.shape, q.shape[3]
+    inputs = [q, k, v, g.reshape(1, T, HV, K), beta.reshape(1, T, HV)]
+    if slots.shape[0] == T:  # as rows of a batch: nothing about the sequences is to be read
+        q, k, v, g, beta = (t.transpose(0, 1) for t in inputs)
+        return kda_step(q, k, v, g, beta, pool, state_indices=slots, **options).transpose(0, 1)
+    q, k, v, g, beta = inputs
+    return kda_step(q, k, v, g, beta, pool, state_indices=slots, cu_seqlens=cu_seqlens, **options)
