@@ -1,0 +1,215 @@
+"""Answering many requests: `python -m benchmarks.serving`, on a GPU.
+
+A model of the 120M configuration over bytes is trained in bf16 on Python's reference documentation, so that it is sure
+of most bytes, and the same with softmax attention in every layer for as many steps. Then prompts of random lengths from
+the held-out text are continued greedily in two ways, which take turns:
+
+* `static`: `generate` of all prompts as one batch, padded on the left to the longest.
+* `continuous`: transformers' continuous batching (`generate_batch`), with chunked prefill.
+
+tokens/s counts new tokens, MiB is the peak memory above the parameters, in continuous batching mostly the cache that it
+was given. `differ` counts the prompts whose tokens are not those of `generate` of that prompt alone: matrix products of
+another shape round otherwise, so that two logits that are nearly equal may change places. `noise` is the largest
+difference of a logit between a prompt computed alone and among others; `sure` counts the prompts whose first other
+token changed places with one further from it than twice that, which must be none. On a CPU, a small model, to rehearse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from benchmarks import report, timing
+from benchmarks.gpu.layer import to_bf16
+from kda_layers import CapturedStep, KDAConfig, KDAForCausalLM, enable_continuous_batching
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from common.text import BYTES, load_text, training_batch
+
+TITLE = "Answering many requests: a static batch and continuous batching"
+COLUMNS = ["contender", "way", "prompts", "new", "wall ms", "tokens/s", "MiB", "differ", "sure", "noise"]
+CONTENDERS = ("ours", "softmax")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES: dict[str, dict[str, Any]] = {
+    "cuda": dict(hidden_size=768, num_hidden_layers=12, heads=6, head_dim=128, intermediate_size=2048),
+    "cpu": dict(hidden_size=64, num_hidden_layers=2, heads=2, head_dim=32, intermediate_size=128),
+}
+CACHE = {"cuda": 0.2, "cpu": 0.02}  # share of the free memory, for continuous batching
+SEED = 0
+
+
+def build(contender: str) -> Any:
+    """The model on the device with random weights, in bf16 but for the gates' parameters."""
+    fields = dict(SIZES[DEVICE])
+    heads, head_dim = fields.pop("heads"), fields.pop("head_dim")
+    kind = "linear_attention" if contender == "ours" else "full_attention"
+    torch.manual_seed(SEED)
+    config = KDAConfig(
+        **fields, vocab_size=BYTES, linear_num_heads=heads, linear_head_dim=head_dim, num_attention_heads=heads,
+        layer_types=[kind] * fields["num_hidden_layers"], bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    with torch.device(DEVICE):
+        model = KDAForCausalLM(config)
+    return to_bf16(model) if DEVICE == "cuda" else model
+
+
+def train(model: Any, tokens: Tensor, steps: int, length: int, batch: int) -> float:
+    """Train by AdamW, whose step is captured on a GPU; return the last loss."""
+    on_gpu = DEVICE == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True, capturable=on_gpu)
+    captured = CapturedStep(model, optimizer, max_norm=1.0) if on_gpu else None
+    loss = torch.zeros(())
+    for step in tqdm(range(steps), desc="training", disable=None):
+        ids = training_batch(tokens, batch, length, SEED, step).to(DEVICE)
+        given = dict(input_ids=ids, labels=ids, use_cache=False)
+        if captured is not None:
+            loss = captured(given)
+            continue
+        optimizer.zero_grad()
+        loss = model(**given).loss
+        loss.backward()
+        optimizer.step()
+    return float(loss)
+
+
+def draw_prompts(text: Tensor, count: int, longest: int) -> list[list[int]]:
+    """Prompts of 1 to `longest` bytes, log-uniform, among them one of each."""
+    generator = torch.Generator().manual_seed(SEED)
+    lengths = (torch.rand(count, generator=generator) * math.log(longest)).exp().int().clamp(1, longest)
+    lengths[:2] = torch.tensor([1, longest])
+    starts = (torch.rand(count, generator=generator) * (len(text) - longest)).int()
+    return [text[a : a + n].tolist() for a, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+
+
+def static_batch(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """`generate` of all prompts at once; the new tokens of each."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=DEVICE)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=DEVICE)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    return out[:, longest:].tolist()
+
+
+def continuous(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """transformers' continuous batching; the new tokens of each prompt."""
+    generation = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=-1)
+    config = ContinuousBatchingConfig(max_memory_percent=CACHE[DEVICE])
+    outputs = model.generate_batch(prompts, generation, continuous_batching_config=config)
+    failed = [out.error for out in outputs.values() if out.error]
+    if failed:
+        raise RuntimeError(f"a request failed: {failed[0]}")
+    return [out.generated_tokens for out in outputs.values()]
+
+
+WAYS: dict[str, Callable[[Any, list[list[int]], int], list[list[int]]]] = {
+    "static": static_batch, "continuous": continuous,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def noise_of(model: Any, prompts: list[list[int]], alone: list[Tensor]) -> float:
+    """The largest difference of a last logit between prompts packed in one row and each alone."""
+    offsets = torch.tensor([0, *itertools.accumulate(map(len, prompts))], device=DEVICE)
+    packed = torch.tensor([[token for p in prompts for token in p]], device=DEVICE)
+    logits = model(packed, cu_seqlens=offsets, use_cache=False).logits[0, offsets[1:] - 1].float()
+    return float((logits - torch.stack(alone)).abs().max())
+
+
+@torch.no_grad()
+def last_logits(model: Any, tokens: list[int]) -> Tensor:
+    return model(torch.tensor([tokens], device=DEVICE), use_cache=False, logits_to_keep=1).logits[0, -1].float()
+
+
+def judge(
+    model: Any, prompts: list[list[int]], found: list[list[int]], truth: list[list[int]], noise: float
+) -> tuple[int, int]:
+    """Return how many prompts have other tokens than alone, and how many of these by more than rounding."""
+    differ = sure = 0
+    for prompt, got, want in zip(prompts, found, truth, strict=True):
+        if got == want:
+            continue
+        differ += 1
+        same = next(i for i, (a, b) in enumerate(itertools.zip_longest(got, want)) if a != b)
+        logits = last_logits(model, prompt + want[:same])
+        sure += same >= len(got) or float(logits[want[same]] - logits[got[same]]) > 2 * noise
+    return differ, sure
+
+
+def measure(contender: str, args: argparse.Namespace, train_text: Tensor, heldout: Tensor) -> list[dict[str, Any]]:
+    """A row for each way."""
+    model = build(contender)
+    loss = train(model, train_text, args.steps, args.seq_len, args.batch_size)
+    model.eval()
+    prompts = draw_prompts(heldout, args.prompts, args.longest)
+    truth = [static_batch(model, [p], args.new)[0] for p in tqdm(prompts, desc=f"{contender}, alone", disable=None)]
+    noise = noise_of(model, prompts, [last_logits(model, p) for p in prompts])
+    rows = []
+    for way, run in WAYS.items():
+        differ, sure = judge(model, prompts, run(model, prompts, args.new), truth, noise)
+        if sure:
+            raise RuntimeError(f"{sure} of {len(prompts)} prompts differ by more than rounding ({way}, {contender})")
+        memory = peak_mib(partial(run, model, prompts, args.new))
+        what = {"contender": contender, "way": way, "prompts": len(prompts), "new": args.new}
+        rows.append(what | {"MiB": memory, "differ": differ, "sure": sure, "noise": noise, "loss": loss})
+    synchronize = torch.cuda.synchronize if DEVICE == "cuda" else None
+    times = timing.compare_ms(
+        {way: partial(run, model, prompts, args.new) for way, run in WAYS.items()}, None, synchronize
+    )
+    for row in rows:
+        row["wall ms"] = times[row["way"]]
+        row["tokens/s"] = len(prompts) * args.new / times[row["way"]]["median"] * 1e3
+    return rows
+
+
+def peak_mib(run: Callable[[], Any]) -> float:
+    """Peak memory of a call above what is held before it, in MiB; 0 on a CPU."""
+    if DEVICE == "cpu":
+        run()
+        return 0.0
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def main() -> None:
+    on_gpu = DEVICE == "cuda"
+    parser = argparse.ArgumentParser(description=TITLE)
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="%(default)s")
+    parser.add_argument("--steps", type=int, default=1500 if on_gpu else 20, help="of training (%(default)s)")
+    parser.add_argument("--seq-len", type=int, default=1024 if on_gpu else 128, help="of training (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16 if on_gpu else 4, help="of training (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=64 if on_gpu else 8, help="%(default)s")
+    parser.add_argument("--longest", type=int, default=2000 if on_gpu else 100, help="prompt (%(default)s)")
+    parser.add_argument("--new", type=int, default=128 if on_gpu else 8, help="tokens of each (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("runs"), help="folder (%(default)s)")
+    report.add_commit_option(parser)
+    report.add_name_option(parser, "gpu-serving, cpu-serving")
+    args = parser.parse_args()
+    contenders = args.contenders.split(",")
+    if unknown := sorted(set(contenders) - set(CONTENDERS)):
+        parser.error(f"--contenders: expected some of {', '.join(CONTENDERS)}, got {', '.join(unknown)}")
+    enable_continuous_batching()
+    text = load_text(None, args.seq_len)
+    rows = [row for c in contenders for row in measure(c, args, text.train, text.heldout)]
+    name = args.name or ("gpu-serving" if on_gpu else "cpu-serving")
+    contents = report.document(name, TITLE, rows, COLUMNS, report.stamp(args.commit))
+    print(report.text(contents))
+    print(report.save(args.output, contents))
+
+
+if __name__ == "__main__":
+    main()
