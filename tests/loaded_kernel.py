@@ -11,6 +11,7 @@ import copy
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -306,6 +307,27 @@ def functions_in_other_dtypes() -> None:
         last = [t[:, :1] for t in arguments]
         o, _ = layers.recurrent_kimi_delta_attention()(*last, state.float(), True, use_qk_l2norm_in_kernel=True)
         assert o.dtype == dtype
+
+
+@check("functions")
+def the_guide_runs() -> None:
+    """The last check of its group, as it replaces the whole layer, too."""
+    from tests.modeling.stock_models import build
+
+    folder = os.environ["LOCAL_KERNELS"].partition("=")[2]
+    text = (ROOT / "docs" / "guides" / "hub_kernel.md").read_text().replace('Path("build")', f"Path({folder!r})")
+    load, whole, functions = re.findall(r"```python\n(.*?)```", text, re.S)
+    model = build("kimi_linear", dense=True)
+    expected, names = logits(model), {"model": model}
+    exec(load, names)
+    assert names["kernel"] is first()
+    layer, ours = model.model.layers[0].self_attn, first().layers.KimiLinearDeltaAttention.forward
+    exec(whole, names)
+    assert layer.forward.__func__ is ours
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    exec(functions, names)
+    assert layer.forward.__func__ is not ours
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
 @check("layer")
