@@ -1,8 +1,8 @@
 """Checks of the built Hub kernel in a process that cannot import kda_layers: `run` starts it.
 
 A check is a function of this file without arguments that raises if it fails. A process runs the checks of one group:
-`operator` needs no transformers, `layer` puts the whole layer in place of the stock one, and `functions` the two
-functions that transformers looks up by itself.
+`operator` needs no transformers, `layer` puts the whole layer in place of the stock one, `functions` the two functions
+that transformers looks up by itself, and `cuda` runs the CUDA kernels on a GPU, which the others do not see.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "org/kda-layers"
-GROUPS: dict[str, list[Callable[[], None]]] = {"operator": [], "layer": [], "functions": []}
+GROUPS: dict[str, list[Callable[[], None]]] = {"operator": [], "layer": [], "functions": [], "cuda": []}
 T = 130  # two chunks of 64 tokens and a rest
 
 
@@ -38,6 +40,8 @@ def run(group: str, first: Path, second: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
+    if group != "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "tests.loaded_kernel", group]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -178,6 +182,48 @@ def two_builds_in_one_process() -> None:
     torch.testing.assert_close(doubled, 2 * o, rtol=0, atol=0)
     keys = {sys.modules[f"{k.__name__}.kernels.registry"].AUTOGRAD_KEY for k in (one, two)}
     assert len(keys) == 2, "a context of one would reach the backward of the other"
+
+
+@check("operator")
+def cuda_sources_compile_from_the_variant() -> None:
+    """Each source once, into an empty cache; needs no GPU."""
+    from kernels import get_local_kernel
+
+    kernel = get_local_kernel(Path(os.environ["LOCAL_KERNELS"].partition("=")[2]) / "torch-cuda")
+    folder = Path(kernel.__file__).parent
+    toolchain, build = (import_module(f"{kernel.__name__}.kernels.cuda.{name}") for name in ("toolchain", "build"))
+    variants = dict(toolchain.variants_for("sm_90a"))
+    assert set(map(Path, variants)) == set(folder.rglob("*.cu"))
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ["KDA_LAYERS_CACHE"] = empty
+        for source, macros in variants.items():
+            assert build.compile(source, macros, "sm_90a").code
+        assert len(list(Path(empty).rglob("*.cubin"))) == len(variants)
+
+
+@check("cuda")
+def cuda_kernels_compile_on_their_first_call() -> None:
+    """Into an empty cache, from the sources of the variant; then decode."""
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, T, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    g, beta = -torch.rand(2, T, 2, 128, device="cuda"), torch.rand(2, T, 2, device="cuda", dtype=torch.bfloat16)
+    options: dict[str, Any] = dict(output_final_state=True, use_qk_l2norm_in_kernel=True)
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ["KDA_LAYERS_CACHE"] = empty
+        x = [t.requires_grad_() for t in (q, k, v, g, beta)]
+        o = operator(first())(*x)
+        grads = torch.autograd.grad(o.float().square().sum(), x)
+        last = [t[:, T - 1 :].detach() for t in x]
+        _, state = first().chunk_kda(*(t[:, : T - 1].detach() for t in x), **options)
+        step, _ = first().fused_recurrent_kda(*last, initial_state=state, **options)
+        sources = {p.name.partition("-")[0] for p in Path(empty).rglob("*.cubin")}
+    assert {"forward", "reverse_scan", "gradients", "decode"} <= sources
+    wide = [t.detach().double().requires_grad_() for t in x]
+    exact = recurrence(*wide)
+    expected = torch.autograd.grad(exact.square().sum(), wide)
+    assert first().__name__.startswith("kda_layers_cuda")
+    for got, want in zip((o, step, *grads), (exact, exact[:, T - 1 :], *expected), strict=True):
+        assert (got - want).abs().max() <= 2e-2 * want.abs().max()
 
 
 # ---------------------------------------------------------------- models
