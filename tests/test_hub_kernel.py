@@ -180,10 +180,9 @@ def test_the_card_takes_its_figures_from_result_files() -> None:
     assert not re.findall(r"\d[\d.,]* ?(?:%|x faster|(?:ms|us|times|fold|MiB|GiB|MB|tokens/s)\b)", template)
 
 
-def test_the_tested_version_of_the_library_is_the_pinned_one() -> None:
-    (pinned,) = re.findall(r"^kernels==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
-    assert pinned == kernel_package.KERNELS_VERSION
-    assert f'"kernels>={pinned}"' in (ROOT / "pyproject.toml").read_text()
+def test_the_oldest_version_of_the_library_is_the_same_everywhere() -> None:
+    assert f'"kernels>={kernel_package.OLDEST_LIBRARY}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"`kernels` {kernel_package.OLDEST_LIBRARY}" in (ROOT / "docs" / "guides" / "hub_kernel.md").read_text()
 
 
 # ---------------------------------------------------------------- loaded
@@ -196,6 +195,7 @@ def library() -> Any:
 @pytest.mark.parametrize("backend", kernel_package.BACKENDS)
 def test_the_library_accepts_the_metadata(built: Path, backend: str) -> None:
     library()
+    pytest.importorskip("kernels._rust", reason="`kernels` has digests of its own from 0.17 on")
     from kernels._rust import Digest, Metadata
     from kernels.python_deps import validate_dependencies
     from kernels.variants import get_variants_local

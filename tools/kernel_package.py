@@ -28,7 +28,7 @@ CARD = Path(__file__).with_name("kernel_card.md")
 NAME = "kda-layers"
 VERSION = 1  # of the interface; raise it where a caller has to change
 BACKENDS = ("cpu", "cuda")
-KERNELS_VERSION = "0.17.2"  # of the `kernels` library that the tests load the kernel with
+OLDEST_LIBRARY = "0.16.2"  # of the versions of `kernels` that the kernel was loaded with
 REQUIRES = ("einops",)  # beside torch; of the names that the `kernels` library allows
 SUFFIXES = (".py", ".cu", ".cuh")
 FOLDERS = ("kernels", "hub_kernel")
@@ -66,7 +66,7 @@ def metadata(files: Mapping[str, bytes], name: str, backend: str, version: int) 
         "name": NAME,
         "id": name,
         "version": version,
-        "kernels-minver": KERNELS_VERSION,
+        "kernels-minver": OLDEST_LIBRARY,
         "license": "Apache-2.0",
         "python-depends": list(REQUIRES),
         "backend": {"type": backend},
