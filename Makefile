@@ -32,7 +32,7 @@ SANITIZE = compute-sanitizer --report-api-errors no --kernel-regex kns=kda_ --to
 
 CASE ?= 1,8192,32
 
-.PHONY: profile demo quick test test-all lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs clean
+.PHONY: profile demo quick test test-all lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs kernel clean
 
 demo: $(DEMO)
 	$(RUN) examples/train_lm.py --output runs/demo
@@ -85,6 +85,10 @@ sanitize: $(GPU)
 docs: $(DOCS)
 	OMP_NUM_THREADS=1 $(RUN) -m tools.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+# The Hugging Face kernel of build/torch-{cpu,cuda}, for the `kernels` library.
+kernel: $(DEV)
+	$(RUN) -m tools.kernel_package
 
 test-transformers: $(DEV)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 tools/transformers_suite

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,8 +93,13 @@ def measured(found: Results) -> list[Measured]:
 
 def speed(found: Results) -> str:
     """Return README's table of measured rows."""
+    return speed_of(measured(found))
+
+
+def speed_of(rows: Iterable[Measured]) -> str:
+    """Return the table of these rows."""
     lines = ["| | device | ours, ms | peer | peer, ms | ratio | run |", "|" + " --- |" * 7]
-    for row in measured(found):
+    for row in rows:
         ratio = f"{row.theirs / row.ours:.{1 if row.theirs < 10 * row.ours else 0}f}"
         times = (tables.number(row.ours), row.peer, tables.number(row.theirs))
         lines.append("| " + " | ".join((row.what, row.device, *times, ratio, f"`{row.name}`")) + " |")
@@ -160,8 +165,13 @@ BLOCKS: dict[str, dict[str, Callable[[Results], str]]] = {
 
 
 def filled(path: str, text: str, found: Results) -> str:
-    """Return `text` of the page with what stands between its markers, <!-- name --> and <!-- /name -->, replaced."""
-    for name, block in BLOCKS[path].items():
+    """Return `text` of the page `path` with its generated blocks."""
+    return with_blocks(path, text, BLOCKS[path], found)
+
+
+def with_blocks(path: str, text: str, blocks: Mapping[str, Callable[[Results], str]], found: Results) -> str:
+    """Return `text` of the file `path` with what stands between markers, <!-- name --> and <!-- /name -->, replaced."""
+    for name, block in blocks.items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
             raise ValueError(f"expected {begin} and {end} once in {path}")

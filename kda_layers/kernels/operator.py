@@ -17,9 +17,8 @@ from torch import Tensor
 
 from . import torch_private
 from .declarations import Backend
+from .namespace import NAMESPACE
 from .tracing import is_plain, refuse_transforms, without_autocast
-
-NAMESPACE = "kda_layers"  # of torch.ops
 
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float", bool: "bool", int: "int"}
 _library = torch.library.Library(NAMESPACE, "DEF")

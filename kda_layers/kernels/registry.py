@@ -25,13 +25,14 @@ import torch
 from . import torch_private
 from .call_cache import CallCache
 from .declarations import Backend, Problem, arch_of
+from .namespace import NAMESPACE
 from .torch_private import constant_to_compile
 
 ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
 
 logger = logging.getLogger("kda_layers")
 _override: ContextVar[str | None] = ContextVar("kda_layers_backend", default=None)  # "": explicitly no context
-AUTOGRAD_KEY = "kda_layers_backend"  # of torch's thread-local objects, which autograd's threads inherit
+AUTOGRAD_KEY = f"{NAMESPACE}_backend"  # of torch's thread-local objects, which autograd's threads inherit
 CHOICES = 4096  # cached by the fields of a problem: making and hashing a Problem costs as much as a launch
 _registries: dict[str, Registry[Any, Any]] = {}
 

@@ -7,43 +7,15 @@ for models without softmax layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, StaticCache
 
 from kda_layers.kernels.kda.contract import CHUNK
-
-
-def make_writable(layer: Any) -> None:
-    """Clone states that were made under torch.inference_mode: torch refuses to update these outside of it."""
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return
-    for states in (layer.conv_states, layer.recurrent_states):
-        if states[0] is not None and states[0].is_inference():
-            states[0] = _at_a_fixed_address(states[0].clone())
-    seen = getattr(layer, "seen", None)
-    if isinstance(seen, Tensor) and seen.is_inference():
-        layer.seen = _at_a_fixed_address(seen.clone())
-
-
-def _at_a_fixed_address(t: Tensor) -> Tensor:
-    """Return `t` marked as a tensor whose address torch.compile may rely on, as transformers marks its states."""
-    if not torch.compiler.is_compiling():
-        torch._dynamo.mark_static_address(t)
-    return t
-
-
-class Past(NamedTuple):
-    """One recorded call: the states before its recorded tokens, and a function that recomputes later ones."""
-
-    before: tuple[Tensor, Tensor] | None  # recurrent, convolution; None at the start
-    states_after: Callable[[int], tuple[Tensor, Tensor]]  # of the first m recorded tokens
-    tokens: int
-    complete: bool  # True if `tokens` are all tokens of the call
+from kda_layers.modeling.state import Past, at_a_fixed_address, make_writable
 
 
 class KDACacheLayer(LinearAttentionLayer):
@@ -180,7 +152,7 @@ class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
         if self.counter is not None:
             return
         if not isinstance(self.seen, Tensor):
-            self.seen = _at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
+            self.seen = at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
         self.seen.add_(x.shape[1])
 
     def get_seq_length(self) -> Any:

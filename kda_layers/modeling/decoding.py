@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from kda_layers.kernels.kda.contract import state_dtype
-from kda_layers.kernels.layer_step.op import has_kernel, layer_step
-from kda_layers.kernels.linear_step.op import linear_step
-from kda_layers.modeling.checks import check_no_adapter
-from kda_layers.modeling.side_by_side import SideBySide, is_plain, is_unhooked, only_multiplies
-from kda_layers.modeling.state import LayerState
+from ..kernels.kda.contract import state_dtype
+from ..kernels.layer_step.op import has_kernel, layer_step
+from ..kernels.linear_step.op import linear_step
+from .checks import check_no_adapter
+from .side_by_side import SideBySide, is_plain, is_unhooked, only_multiplies
+from .state import LayerState
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 # Value heads of all sequences for which a decode step's kernel multiplies the factors of decays and gate itself. For
 # more, a batched GEMM is faster (docs/internals/kernels/layer_step.md).

@@ -13,47 +13,32 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
-from transformers.integrations.accelerate import force_accelerate_hooks
 
-from kda_layers.kernels.kda.checks import check_lower_bound
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling import families
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.calls import INPUTS, refuse_misspelt
 from kda_layers.modeling.checkpoints.naming import Format
 from kda_layers.modeling.context_parallel import read_shards
-from kda_layers.modeling.decoding import DecodesByKernels, merged_weights
+from kda_layers.modeling.decoding import merged_weights
 from kda_layers.modeling.layer import KimiDeltaAttention
+from kda_layers.modeling.offloading import loads_weights_of
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
 from kda_layers.modeling.precision import KeepsFP32
-from kda_layers.modeling.recompute import ChoosesRecompute
+from kda_layers.modeling.stock_layer import StockParameters, check_stock_layer, kda_options
 
 logger = logging.getLogger("kda_layers")
 
 
-class StockKDALayer(DecodesByKernels, ChoosesRecompute, KeepsFP32):
+class StockKDALayer(StockParameters, KeepsFP32):
     """A stock KDA layer with our forward: its parameters under the names that `KimiDeltaAttention.forward` reads.
 
     A mixin of `StockFamily.layer`.
     """
 
     kept_in_fp32 = KimiDeltaAttention.kept_in_fp32
-    forget_gate: Any
-    head_dim: int
 
-    A_log = property(lambda self: self.forget_gate.A_log.flatten())
-    dt_bias = property(lambda self: self.forget_gate.dt_bias)
-    f_a_proj = property(lambda self: self.forget_gate.f_a_proj)
-    f_b_proj = property(lambda self: self.forget_gate.f_b_proj)
-    f_proj = property(lambda self: self.forget_gate.f_proj)
-    head_v_dim = property(lambda self: self.head_dim)
-    gate_rank: Any = property(lambda self: self.head_dim)
-    norm_eps = property(lambda self: self.o_norm.variance_epsilon)
-
-    def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
-        return self.o_norm(o, gate)
-
-    @force_accelerate_hooks("forget_gate")  # its parameters are read here, not in its own forward
+    @loads_weights_of("forget_gate")  # its parameters are read here, not in its own forward
     def forward(
         self,
         hidden_states: Tensor,
@@ -71,8 +56,7 @@ class StockKDALayer(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         cu_seqlens, shards = kwargs.get("cu_seq_lens_q"), kwargs.get("shards")
         if cu_seqlens is not None:
             attention_mask = None  # the model made it: `prepare_call` refuses one from the caller
-        layer: Any = self
-        return KimiDeltaAttention.forward(layer, hidden_states, attention_mask, cache_params, cu_seqlens, shards)
+        return self.run(hidden_states, attention_mask, cache_params, cu_seqlens, shards)
 
 
 PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
@@ -279,21 +263,14 @@ class KDAFamily(StockFamily):
         return KDA.backends()
 
     def check(self, path: str, layer: Any) -> None:
-        if layer.activation not in ("silu", "swish"):
-            raise ValueError(f"{path}: the convolution's activation must be 'silu', got {layer.activation!r}")
-        if layer.conv1d.bias is not None:
-            raise ValueError(f"{path}: conv1d must have no bias")
-        bound = self.lower_bound(layer)
         try:
-            check_lower_bound("softplus" if bound is None else "lower_bound", bound)
-        except (TypeError, ValueError) as error:
+            check_stock_layer(layer, self.lower_bound(layer))
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
     def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
-        bound = self.lower_bound(layer)
-        gate = "softplus" if bound is None else "lower_bound"
-        options = dict(gate_activation=gate, lower_bound=bound, beta_activation="sigmoid", backend=backend)
         side_by_side, factors = merged_weights()
+        options = kda_options(self.lower_bound(layer), backend)
         return dict(kda_options=options, side_by_side=side_by_side, factors=factors)
 
     def attributes_in_model(self, model: nn.Module, path: str, recompute: bool | float | str) -> dict[str, Any]:

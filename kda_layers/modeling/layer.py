@@ -5,32 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from transformers import initialization as init
-from transformers.cache_utils import Cache
-from transformers.integrations.accelerate import force_accelerate_hooks
 
-from kda_layers.kernels.checks import check_offsets, sequence_offsets
-from kda_layers.kernels.gated_norm.op import gated_rms_norm
-from kda_layers.kernels.kda.activations import MIN_LOWER_BOUND
-from kda_layers.kernels.kda.checks import check_lower_bound, check_recompute
-from kda_layers.kernels.kda.contract import CHUNK, state_dtype
-from kda_layers.kernels.kda.op import kda, kda_step
-from kda_layers.kernels.over_ranks.kda import kda_over_ranks
-from kda_layers.kernels.over_ranks.shards import Shards
-from kda_layers.kernels.over_ranks.short_conv import short_convs_over_ranks
-from kda_layers.kernels.short_conv.op import short_convs, state_after
-from kda_layers.modeling.cache import Past
-from kda_layers.modeling.checks import as_int, check_epsilon, check_no_adapter
-from kda_layers.modeling.decoding import DecodesByKernels, merged_weights
-from kda_layers.modeling.precision import KeepsFP32
-from kda_layers.modeling.recompute import ChoosesRecompute
-from kda_layers.modeling.shared_input import projections
-from kda_layers.modeling.state import LayerState
+from ..kernels.checks import check_offsets, sequence_offsets
+from ..kernels.gated_norm.op import gated_rms_norm
+from ..kernels.kda.activations import MIN_LOWER_BOUND
+from ..kernels.kda.checks import check_lower_bound, check_recompute
+from ..kernels.kda.contract import CHUNK, state_dtype
+from ..kernels.kda.op import kda, kda_step
+from ..kernels.over_ranks.kda import kda_over_ranks
+from ..kernels.over_ranks.shards import Shards
+from ..kernels.over_ranks.short_conv import short_convs_over_ranks
+from ..kernels.short_conv.op import short_convs, state_after
+from .checks import as_int, check_epsilon, check_no_adapter
+from .decoding import DecodesByKernels, merged_weights
+from .offloading import loads_weights_of
+from .precision import KeepsFP32
+from .recompute import ChoosesRecompute
+from .shared_input import projections
+from .state import LayerState, Past
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 
 class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
@@ -161,6 +161,8 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         softplus, as in Kimi Linear: log-decay -exp(A_log) dt, with rates exp(A_log) uniform in [1, 16].
         lower_bound, as in GLM-5.3-Flash: log-decay lower_bound (1 - exp(-dt)), with rate 1.
         """
+        from transformers import initialization as init  # leaves weights alone that were loaded; not in a Hub kernel
+
         if self.kda_options["gate_activation"] == "softplus":
             init.copy_(self.A_log, init.uniform_(self.A_log, a=1.0, b=16.0).log())
         else:
@@ -168,7 +170,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         dt = init.uniform_(self.dt_bias, a=math.log(1e-3), b=math.log(1e-1)).exp()
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
-    @force_accelerate_hooks(["conv1d", "o_norm"])  # their weights are read here, not in their own forward
+    @loads_weights_of("conv1d", "o_norm")  # their weights are read here, not in their own forward
     def forward(
         self,
         hidden_states: Tensor,

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
+from kda_layers.modeling.offsets import offsets_of
+
 # An additive mask may hide a score with any number that makes it 0 after the softmax.
 HIDDEN = -1e4
 
@@ -110,8 +112,3 @@ def read_square_mask(mask: Tensor, B: int, T: int, cached: int | Tensor) -> tupl
     starts[1:] |= real[0, 1:] != real[0, :-1]  # padding is then a document of its own
     starts[0] = True
     return None, offsets_of(starts)
-
-
-def offsets_of(starts: Tensor) -> Tensor:
-    """Return the offsets [N + 1] int64 of the sequences that start where `starts` [T] is True."""
-    return torch.nn.functional.pad(starts.nonzero()[:, 0], (0, 1), value=starts.shape[0])

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kda_layers.kernels.checks import check_is_tensor, check_offsets
-from kda_layers.modeling.masks import offsets_of, read_padding_mask, read_square_mask, readable
+from kda_layers.kernels.checks import check_is_tensor
+from kda_layers.modeling.masks import read_padding_mask, read_square_mask, readable
+from kda_layers.modeling.offsets import given_offsets, offsets_of
 
 
 class Layout(NamedTuple):
@@ -58,11 +59,7 @@ def read_layout(
             "KDA layers cannot read documents out of it, pass cu_seqlens"
         )
     B, T = tokens.shape[:2]
-    offsets = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
-    if offsets is not None:
-        check_offsets(offsets, tokens)
-    elif seq_idx is not None:
-        offsets = _offsets_of_numbers(seq_idx, B, T)
+    offsets = given_offsets(tokens, cu_seqlens, cu_seq_lens_q, seq_idx)
     if position_ids is not None:
         check_is_tensor("position_ids", position_ids)
     padding = documents = None
@@ -104,16 +101,6 @@ def _columns(mask: Tensor, T: int, cached: int | Tensor) -> Tensor:
             f"got {list(mask.shape)}"
         )
     return mask[:, cached : cached + T].contiguous()
-
-
-def _offsets_of_numbers(seq_idx: Tensor, B: int, T: int) -> Tensor:
-    check_is_tensor("seq_idx", seq_idx)
-    if B != 1 or tuple(seq_idx.shape) != (1, T):
-        raise ValueError(
-            f"seq_idx must have shape [1, {T}], the sequences of a single row, got {list(seq_idx.shape)} for {B} rows"
-        )
-    starts = seq_idx[0].diff() != 0
-    return offsets_of(torch.nn.functional.pad(starts, (1, 0), value=True))
 
 
 def _offsets_of_positions(position_ids: Tensor, padding: Tensor | None, B: int) -> Tensor | None:

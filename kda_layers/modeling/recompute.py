@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kda_layers.kernels.kda.contract import MOST_SAVED
+from ..kernels.kda.contract import MOST_SAVED
 
 MOST_KEPT = 0.1  # share of the device's memory that the KDA layers of a model may keep together with "auto"
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kda_layers.kernels import torch_private, tracing
-from kda_layers.modeling.side_by_side import trains_plainly
+from ..kernels import torch_private, tracing
+from .side_by_side import trains_plainly
 
 # Elsewhere the sums of the gradient keep torch's order, and with it their bits.
 DEVICES, DTYPES = ("cuda",), (torch.bfloat16, torch.float16)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kda_layers.kernels.torch_private import constant_to_compile, is_storage_shared
+from ..kernels.torch_private import constant_to_compile, is_storage_shared
 
 DEVICES = ("cuda",)  # where one product is faster than several
 _thread = threading.local()  # .in_passing: True inside `capture_in_passing`

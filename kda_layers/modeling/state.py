@@ -2,16 +2,49 @@
 
 A KDA layer keeps, per sequence, the last W inputs of its short convolution [N, D, W] and the recurrent state
 [N, HV, V, K] in fp32, whatever the length.
+
+Cache layers are recognised by their attributes, because their base classes are those of transformers, which is not
+imported here: `recurrent_states` of its linear-attention layers, `record` and `count` of ours (`cache.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from kda_layers.modeling.cache import KDACacheLayer, KDAOnlyCacheLayer, Past, make_writable
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+
+class Past(NamedTuple):
+    """One recorded call: the states before its recorded tokens, and a function that recomputes later ones."""
+
+    before: tuple[Tensor, Tensor] | None  # recurrent, convolution; None at the start
+    states_after: Callable[[int], tuple[Tensor, Tensor]]  # of the first m recorded tokens
+    tokens: int
+    complete: bool  # True if `tokens` are all tokens of the call
+
+
+def make_writable(layer: Any) -> None:
+    """Clone states that were made under torch.inference_mode: torch refuses to update these outside of it."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return
+    for states in (layer.conv_states, layer.recurrent_states):
+        if states[0] is not None and states[0].is_inference():
+            states[0] = at_a_fixed_address(states[0].clone())
+    seen = getattr(layer, "seen", None)
+    if isinstance(seen, Tensor) and seen.is_inference():
+        layer.seen = at_a_fixed_address(seen.clone())
+
+
+def at_a_fixed_address(t: Tensor) -> Tensor:
+    """Return `t` marked as a tensor whose address torch.compile may rely on, as transformers marks its states."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(t)
+    return t
 
 
 class LayerState:
@@ -35,7 +68,7 @@ class LayerState:
             return
         if layer_idx is None:
             raise ValueError("layer_idx must be given to use past_key_values, got None")
-        if layer_idx >= len(cache.layers) or not isinstance(cache.layers[layer_idx], LinearAttentionCacheLayerMixin):
+        if layer_idx >= len(cache.layers) or not hasattr(cache.layers[layer_idx], "recurrent_states"):
             kind = type(cache.layers[layer_idx]).__name__ if layer_idx < len(cache.layers) else "no layer"
             raise ValueError(
                 f"past_key_values must have a linear-attention layer at index {layer_idx}, got {kind}: make it with "
@@ -64,12 +97,12 @@ class LayerState:
 
     def count(self, x: Tensor) -> None:
         """Count the tokens of x [B, T, ...], of a call that updates the states in place."""
-        if isinstance(self._layer, KDAOnlyCacheLayer):
+        if hasattr(self._layer, "count"):
             self._layer.count(x)
 
     def check_can_record(self, cu_seqlens: Tensor | None) -> None:
         """Raise a ValueError unless the call can be recorded."""
-        if not isinstance(self._layer, KDACacheLayer):
+        if not hasattr(self._layer, "record"):
             raise ValueError(
                 "past_key_values records its past, which KDA layers can take back only in a KDACacheLayer: "
                 "pass the cache through kda_layers.modeling.cache.with_kda_layers while it is empty"

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from tqdm import tqdm
 
 from ..registry import registries
 from . import build, cache, gpu
@@ -78,6 +77,8 @@ def precompile(archs: Sequence[str]) -> str:
 
 def _compiled(archs: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str | int], build.Cubin]]:
     """Yield (arch, macros, cubin) of every variant for `archs`; progress goes to stderr."""
+    from tqdm import tqdm  # here: a Hub kernel, which never calls this, cannot declare it
+
     if build.problems():
         raise RuntimeError(f"kernels cannot be compiled: {'; '.join(build.problems())}")
     variants = [(arch, *variant) for arch in archs for variant in variants_for(arch)]
