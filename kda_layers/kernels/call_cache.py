@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -31,7 +32,7 @@ class CallCache(Generic[Value]):
         """Create an empty cache.
 
         Args:
-            tensors: number of leading fields of the inputs that are tensors or None
+            tensors: number of leading fields of the inputs that are tensors or None: `leading_tensors`
             context: returns a hashable that is part of the signature
         """
         self._tensors, self._context = tensors, context
@@ -78,6 +79,14 @@ class CallCache(Generic[Value]):
         # The types tell 64 from 64.0 and 1 from True, which are equal, and tensors from None.
         options, grads = x[self._tensors :], torch.is_grad_enabled()
         return *map(type, x), x[0].shape, options, more, grads, self._context()
+
+
+def leading_tensors(inputs: type[Any]) -> int:
+    """Return the number of fields of a NamedTuple class that are tensors, or None; they come first."""
+    hints = typing.get_type_hints(inputs)
+    are_tensors = [hints[name] in (Tensor, Tensor | None) for name in inputs._fields]
+    assert are_tensors == sorted(are_tensors, reverse=True), f"the tensors of {inputs.__name__} must come first"
+    return sum(are_tensors)
 
 
 def _is_transformed() -> bool:

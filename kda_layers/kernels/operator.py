@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import torch_private
+from .call_cache import leading_tensors
 from .declarations import Backend
 from .namespace import NAMESPACE
 from .tracing import is_plain, refuse_transforms, without_autocast
@@ -80,8 +81,7 @@ class Operator(Generic[X, Out]):
         self.name, self.inputs, self.outputs, self.registry = name, inputs, outputs, registry
         self.outputs_like, self.reads = outputs_like, tuple(outputs._fields.index(n) for n in reads)
         self.fields, self.with_gradient = len(inputs._fields), len(gradients._fields)
-        hints = typing.get_type_hints(inputs)
-        self.tensors = sum(hints[n] in (Tensor, Tensor | None) for n in inputs._fields)  # leading fields
+        self.tensors = leading_tensors(inputs)
         args, results = schema(inputs), ", ".join(f"Tensor {n}" for n in outputs._fields)
         d_outputs = ", ".join(f"Tensor? d_{n}" for n in outputs._fields)
         signature = f"({args}, bool save, str backend) -> ({results}, Tensor[] saved)"

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from . import torch_private
-from .call_cache import CallCache
+from .call_cache import CallCache, leading_tensors
 from .declarations import Backend, Problem, arch_of
 from .namespace import NAMESPACE
 from .torch_private import constant_to_compile
@@ -67,9 +67,9 @@ class Registry(Generic[P, B]):
         self._call_caches: list[CallCache[Any]] = []
         _registries[operator] = self
 
-    def call_cache(self, tensors: int) -> CallCache[Any]:
-        """Return a new `CallCache(tensors)` for values that depend on the choice of a backend."""
-        self._call_caches.append(CallCache(tensors, requested))
+    def call_cache(self, inputs: type[Any]) -> CallCache[Any]:
+        """Return a new `CallCache` of inputs of this class, for values that depend on the choice of a backend."""
+        self._call_caches.append(CallCache(leading_tensors(inputs), requested))
         return self._call_caches[-1]
 
     def clear_caches(self) -> None:

@@ -22,9 +22,9 @@ from tests.kernels.cases import BF16, FP32
 
 
 class Call(NamedTuple):
-    x: Any
-    y: Any
-    z: Any
+    x: Tensor
+    y: Tensor | None
+    z: Tensor | None
     option: Any
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput, kda
+from kda_layers.kernels.kda import op
 from kda_layers.kernels.kda.contract import Inputs, PrefillInputs
 from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
@@ -270,6 +271,19 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
     with torch.no_grad(), pytest.raises(error, match=message):
         kda(*x[:5], **options(x), **given)
     assert (pool == 1).all()
+
+
+def test_calls_alike_are_known() -> None:
+    """With other tensors, and without holding any."""
+    op._prefill_cache.clear()
+    for seed in range(3):
+        x = make_inputs(engine_case(LENGTHS, dtype=torch.float32, K=16, V=32), "cpu", seed)
+        slots, at = torch.tensor(SLOTS), torch.tensor(AT)
+        prefill(x, "eager", initial_state=pool_of(x.initial_state), state_indices=slots, checkpoint_at=at)
+    ((_, alike),) = op._prefill_cache._values.items()
+    assert len(alike) == 1
+    held = [t for key in op._prefill_cache._values for t in key if isinstance(t, Tensor)]
+    assert held == []
 
 
 def test_gradients_are_refused() -> None:

@@ -32,8 +32,7 @@ from .dispatch import KDA
 from .reference import activate
 
 _kda: Operator[Inputs, KDAOutput] = Operator("kda", Inputs, KDAOutput, Gradients, KDA, outputs_like)
-_cache, _step_cache = KDA.call_cache(tensors=9), KDA.call_cache(tensors=11)
-_prefill_cache = KDA.call_cache(tensors=12)
+_cache, _step_cache, _prefill_cache = map(KDA.call_cache, (Inputs, DecodeInputs, PrefillInputs))
 _kda_prefill: NoGradOperator[PrefillInputs] = NoGradOperator(
     "kda_prefill", PrefillInputs, ("o", "state", "checkpoints"), KDA, "prefill", no_output
 )

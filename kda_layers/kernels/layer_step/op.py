@@ -15,7 +15,7 @@ from ..torch_private import constant_to_compile
 from .contract import Inputs, Problem
 from .dispatch import LAYER_STEP
 
-_cache = LAYER_STEP.call_cache(tensors=17)
+_cache = LAYER_STEP.call_cache(Inputs)
 _layer_step: NoGradOperator[Inputs] = NoGradOperator(
     "layer_step", Inputs, ("conv_state", "state"), LAYER_STEP, "step", lambda x: x.v.new_empty(x.v.shape)
 )

@@ -15,7 +15,7 @@ def _output_like(x: Inputs) -> Tensor:
     return x.x.new_empty((*x.x.shape[:2], x.weight.shape[0] // (2 if x.swiglu else 1)))
 
 
-_cache = LINEAR_STEP.call_cache(tensors=4)
+_cache = LINEAR_STEP.call_cache(Inputs)
 _linear_step: NoGradOperator[Inputs] = NoGradOperator("linear_step", Inputs, (), LINEAR_STEP, "apply", _output_like)
 
 

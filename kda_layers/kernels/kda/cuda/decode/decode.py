@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....call_cache import CallCache
+from ....call_cache import CallCache, leading_tensors
 from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
@@ -125,7 +125,7 @@ class Plan(NamedTuple):
     state_aligned: bool
 
 
-_plans: CallCache[Plan] = CallCache(tensors=11)
+_plans: CallCache[Plan] = CallCache(leading_tensors(DecodeInputs))
 
 
 def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None) -> Tensor:
