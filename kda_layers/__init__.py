@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kda_layers.modeling.checkpoints.weights import kda_layer_options as kda_layer_options
     from kda_layers.modeling.checkpoints.weights import load_kda_weights as load_kda_weights
     from kda_layers.modeling.context_parallel import enable_context_parallel as enable_context_parallel
+    from kda_layers.modeling.continuous_batching import enable_continuous_batching as enable_continuous_batching
     from kda_layers.modeling.layer import KimiDeltaAttention as KimiDeltaAttention
     from kda_layers.modeling.models.configuration_kda import KDAConfig as KDAConfig
     from kda_layers.modeling.models.modeling_kda import KDAForCausalLM as KDAForCausalLM
@@ -49,6 +50,7 @@ _PUBLIC = {
     "biased_attention": "kernels.attention_bias.op",
     "convert_fla_checkpoint": "modeling.checkpoints.fla_checkpoint",
     "enable_context_parallel": "modeling.context_parallel",
+    "enable_continuous_batching": "modeling.continuous_batching",
     "enable_speculative_decoding": "modeling.swap",
     "explain": "kernels.registry",
     "export_kda_weights": "modeling.checkpoints.weights",

@@ -24,6 +24,9 @@ KNOWN = (
     | {*INPUTS, "cu_seqlens", "return_dict", "token_type_ids", "mm_token_type_ids", "cache_position"}
 )
 
+# Keywords by which transformers' continuous batching calls a model, with `cache` among them.
+ENGINE = frozenset(("block_table", "cache", "logits_indices", "logits_processor_args", "read_index", "write_index"))
+
 SEQUENCES = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids", "attention_mask")  # describe sequences
 
 FEW_QUERIES = 16  # tokens of a decode step, drafts included
@@ -42,10 +45,15 @@ def refuse_misspelt(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
             )
 
 
+def is_from_engine(kwargs: dict[str, Any]) -> bool:
+    """Return True for the keywords of a call by transformers' continuous batching."""
+    return hasattr(kwargs.get("cache"), "cache_allocators")
+
+
 def refuse_unknown(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
     """Raise a TypeError if a call of `model` has keywords that neither its forward nor transformers name."""
     for name in kwargs:  # a loop: torch.compile of torch 2.11 has no set algebra
-        if name in KNOWN:
+        if name in KNOWN or (name in ENGINE and is_from_engine(kwargs)):
             continue
         arguments = inspect.signature(model.forward).parameters.keys() - {"self", "kwargs"}
         if name not in arguments:

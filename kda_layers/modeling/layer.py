@@ -27,7 +27,8 @@ from .offloading import loads_weights_of
 from .precision import KeepsFP32
 from .recompute import ChoosesRecompute
 from .shared_input import projections
-from .state import LayerState, Past
+from .slots import Slots, SlotState
+from .state import LayerState, Past, read_state
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -175,7 +176,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        past_key_values: Cache | Slots | None = None,
         cu_seqlens: Tensor | None = None,
         shards: Shards | None = None,
     ) -> Tensor:
@@ -186,7 +187,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
             attention_mask: [B, S] with S >= T, nonzero for real tokens; only the last T columns are read. Padding may
                 be anywhere: it neither writes nor decays the state, and the convolution skips it.
             past_key_values: a transformers cache whose layer `layer_idx` is a linear-attention layer; read and updated.
-                No gradient flows into or out of it.
+                No gradient flows into or out of it. Or the slots of a serving engine, whose cu_seqlens must be given.
             cu_seqlens: [N + 1] int32 or int64 offsets of the sequences packed along T (then B = 1); the cache then
                 has N rows. Not with attention_mask. With `shards`, offsets into the tokens of all ranks.
             shards: places of these tokens in sequences that are cut over a process group; every rank must call the
@@ -205,7 +206,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
             raise ValueError(f"{name} must be None with shards: sequences over ranks have no padding and no cache")
         ranks = 1 if shards is None else len(shards.places)
         mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens, ranks)
-        state = LayerState(past_key_values, self.layer_idx, sequences)
+        state = read_state(past_key_values, self.layer_idx, sequences)
         self._watch(hidden_states)
         if mask is cu_seqlens is shards is None and (o := self._decode(hidden_states, state)) is not None:
             return self.o_proj(o)
@@ -292,9 +293,11 @@ def _read_call(
 
 
 def _attend(
-    state: LayerState, inputs: Sequence[Tensor], options: dict[str, Any], recompute: bool | float | str
+    state: LayerState | SlotState, inputs: Sequence[Tensor], options: dict[str, Any], recompute: bool | float | str
 ) -> Tensor:
     """Run the operator on q, k, v, g, beta from the cached state; store the new state and return o [B, T, HV, V]."""
+    if isinstance(state, SlotState):
+        return _attend_in_slots(state, inputs, options)
     if not state.cached:
         return kda(*inputs, recompute=recompute, **options).o
     before, grads = state.recurrent, torch.is_grad_enabled()
@@ -306,6 +309,16 @@ def _attend(
     out = kda(*inputs, initial_state=initial, final_state=True, recompute=recompute, **options)
     state.write_recurrent(out.final_state)
     return out.o
+
+
+def _attend_in_slots(state: SlotState, inputs: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
+    """Run the operator on q, k, v, g, beta of packed sequences and update the states in their slots; return o."""
+    state.clear()
+    if state.slots.one_each:
+        q, k, v, g, beta = (t.transpose(0, 1) for t in inputs)
+        options = options | dict(cu_seqlens=None)
+        return kda_step(q, k, v, g, beta, state.pool, state_indices=state.slots.index, **options).transpose(0, 1)
+    return kda(*inputs, initial_state=state.pool, state_indices=state.slots.index, **options).o
 
 
 def _attend_and_record(

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .slots import Slots, SlotState
+
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
@@ -113,3 +115,19 @@ class LayerState:
     def record(self, past: Past) -> None:
         """Record a call, so that the cache can take its last tokens back."""
         self._layer.record(past)
+
+
+def read_state(cache: Cache | Slots | None, layer_idx: int | None, sequences: int) -> Any:
+    """Return the states of a layer in a cache (`LayerState`), or in the slots of a serving engine (`SlotState`).
+
+    Raises:
+        ValueError: as `LayerState`; slots of another number of sequences.
+    """
+    if not isinstance(cache, Slots):
+        return LayerState(cache, layer_idx, sequences)
+    if layer_idx not in cache.pools or sequences != cache.index.shape[0]:
+        raise ValueError(
+            f"slots must hold layer {layer_idx} and as many sequences as the call, {sequences}, got layers "
+            f"{sorted(cache.pools)} and {cache.index.shape[0]} sequences: pass their cu_seqlens"
+        )
+    return SlotState(cache, layer_idx)

@@ -19,16 +19,18 @@ from kda_layers.kernels.over_ranks.shards import Shards
 from kda_layers.kernels.registry import keep_backend
 from kda_layers.modeling import tensor_parallel as tensor_parallel  # registers the styles of the plans
 from kda_layers.modeling.cache import with_kda_layers
-from kda_layers.modeling.calls import loss_options, refuse_unknown, without_plans
+from kda_layers.modeling.calls import is_from_engine, loss_options, refuse_unknown, without_plans
 from kda_layers.modeling.captured_decoding import CapturedDecoding, is_capturable
 from kda_layers.modeling.context_parallel import read_shards
+from kda_layers.modeling.continuous_batching import check_enabled
 from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.loss import chunked_loss
 from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
 from kda_layers.modeling.models.hub import CardMixin
-from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate
+from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate, masks_of_engine
 from kda_layers.modeling.packing import Layout, read_layout
 from kda_layers.modeling.residual import add_and_normalise
+from kda_layers.modeling.slots import read_slots
 
 
 class KDAAttention(KimiDeltaAttention):
@@ -138,7 +140,7 @@ class HybridModel(HybridPreTrainedModel):
             cu_seqlens: [N + 1] offsets of sequences packed along T (then B = 1), int32 or int64; also read from
                 cu_seq_lens_q, seq_idx, position_ids, as transformers' DataCollatorWithFlattening gives them, or a mask
                 of scores. Softmax layers encode position_ids if they are given as well.
-            **kwargs: keywords of transformers for attention functions and outputs.
+            **kwargs: keywords of transformers for attention functions, outputs and continuous batching.
 
         Returns:
             BaseModelOutputWithPast: last_hidden_state [B, T, D], past_key_values, and the recorded outputs requested.
@@ -155,6 +157,7 @@ class HybridModel(HybridPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         over_ranks: dict[str, Any] = {}
+        from_engine, slots = is_from_engine(kwargs), None
         if self.context_group is not None:
             shards, offsets = read_shards(
                 self.context_group, self.config, inputs_embeds, attention_mask, position_ids, past_key_values,
@@ -162,6 +165,9 @@ class HybridModel(HybridPreTrainedModel):
             )  # fmt: skip
             over_ranks, use_cache = {"shards": shards}, False
             layout = Layout(offsets, None, None, None)
+        elif from_engine:
+            slots, use_cache = read_slots(position_ids=position_ids, **kwargs), False
+            layout = Layout(None if slots is None else slots.cu_seqlens, position_ids, None, attention_mask)
         else:
             if past_key_values is not None:
                 with_kda_layers(past_key_values)
@@ -173,7 +179,9 @@ class HybridModel(HybridPreTrainedModel):
             use_cache = self.config.use_cache and not self.training and not packed
         past_key_values = self._cache(past_key_values, use_cache, packed)
         masks = attention_mask
-        if over_ranks or not isinstance(attention_mask, dict):
+        if from_engine:
+            masks = masks_of_engine(self.config, attention_mask)
+        elif over_ranks or not isinstance(attention_mask, dict):
             masks = masks_by_type(self.config, inputs_embeds, layout, past_key_values)
         hidden_states, positions, encodings, T = inputs_embeds, None, {}, inputs_embeds.shape[1]
         if position_ids is not None and position_ids.shape[-1] != T:
@@ -190,7 +198,7 @@ class HybridModel(HybridPreTrainedModel):
                 hidden_states = layer(
                     hidden_states,
                     attention_mask=masks[kind],
-                    past_key_values=past_key_values,
+                    past_key_values=past_key_values if slots is None or kind != "linear_attention" else slots,
                     cu_seqlens=layout.cu_seqlens,
                     position_ids=positions,
                     **over_ranks,
@@ -310,6 +318,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Return transformers' manager of continuous batching; see `kda_layers.enable_continuous_batching`."""
+        check_enabled(self)
+        return super().init_continuous_batching(*args, **kwargs)
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         """Return a function that does what calling the model does, for the decode steps of one `generate`.

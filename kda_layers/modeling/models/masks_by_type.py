@@ -41,6 +41,12 @@ def masks_by_type(
     }
 
 
+def masks_of_engine(config: PreTrainedConfig, attention_mask: Tensor | dict[str, Tensor] | None) -> dict[str, Any]:
+    """Return the mask of each type of layer that transformers' continuous batching made: one, or one of each type."""
+    masks = attention_mask if isinstance(attention_mask, dict) else dict.fromkeys(config.layer_types, attention_mask)
+    return masks | {"linear_attention": None}
+
+
 def masks_for_generate(
     config: PreTrainedConfig,
     inputs_embeds: Tensor,

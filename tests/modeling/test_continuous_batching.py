@@ -1,0 +1,480 @@
+"""transformers' continuous batching of models with KDA layers: the tokens of `generate`, however steps are made up.
+
+`Engine` runs the engine's steps one by one in the test's own thread. fp32: tiny random models have no near ties.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+import kda_layers
+from kda_layers.modeling import continuous_batching
+from kda_layers.modeling.slots import SlotState, read_slots
+from tests.modeling import stock_models
+from tests.modeling.models import ALL_KDA, OURS, build, stock
+
+try:
+    kda_layers.enable_continuous_batching()
+    from transformers import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching import cache_allocators
+except ImportError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+FP32 = torch.float32
+SERVED = [name for name in OURS if name != "key_bias"]
+every_served = pytest.mark.parametrize("name", SERVED)
+SOME = ["kda", "llama", "windows"]  # no softmax layers, rotary positions, sliding windows
+some = pytest.mark.parametrize("name", SOME)
+
+
+@functools.cache
+def model(name: str) -> PreTrainedModel:
+    return build(name, FP32).eval()
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    torch.manual_seed(0)
+    return [torch.randint(1, 29, (n,)).tolist() for n in lengths]
+
+
+@functools.cache
+def _generated(name: str, prompt: tuple[int, ...], new: int) -> list[int]:
+    out = model(name).generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def generated(name: str, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """What `generate` gives for each prompt alone."""
+    return [_generated(name, tuple(p), new) for p in prompts]
+
+
+def generation(new: int) -> GenerationConfig:
+    return GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=-1)
+
+
+def config(**fields: Any) -> ContinuousBatchingConfig:
+    return ContinuousBatchingConfig(**(dict(page_size=16, num_blocks=200, max_batch_tokens=64) | fields))
+
+
+class Engine:
+    """The engine without its thread."""
+
+    def __init__(self, m: PreTrainedModel, new: int = 8, returned: int = 1, fast_path: bool = False, **fields: Any):
+        self.manager = m.init_continuous_batching(generation(new), config(**fields))
+        self.manager.num_return_sequences = returned  # a GenerationConfig takes it for sampling alone
+        if fast_path:  # otherwise for flash attention alone
+            self.manager.continuous_batching_config.max_blocks_per_request = 4
+        self.processor = self.manager._create_batch_processor()
+        self.cache, self.scheduler = self.processor.cache, self.processor.scheduler
+        self.states = self.cache.cache_allocators["linear_attention"]
+        self.results: dict[str, Any] = {}
+        self.steps: list[dict[str, Any]] = []  # keywords of the model's calls
+
+    def add(self, prompt: list[int], **options: Any) -> str:
+        return self.manager.add_request(prompt, eos_token_id=-1, **options)
+
+    def step(self) -> bool:
+        if not self.processor.prepare_next_batch():
+            return False
+        self.steps.append(self.processor.inputs_and_outputs.get_model_kwargs(self.processor.model_runner.pad_inputs))
+        self.processor._generation_step(self.manager.model)
+        self.processor.update_batch()
+        return True
+
+    def run(self) -> dict[str, Any]:
+        """Run all requests to their end; return the outputs by id."""
+        while self.step():
+            pass
+        queue = self.manager.output_router.output_queue
+        while not queue.empty():
+            output = queue.get()
+            self.results[output.request_id] = output
+        return self.results
+
+    def tokens(self) -> list[list[int]]:
+        """Run all requests to their end; return their tokens in the order of their ids."""
+        return [out.generated_tokens for _, out in sorted(self.run().items())]
+
+    def check_empty(self) -> None:
+        """All that was taken from the cache is back."""
+        self.cache.pool.try_to_free_sectors()
+        assert self.cache.pool.num_free_sectors == self.cache.num_sectors
+        assert not any(a.block_table for a in self.cache.cache_allocators.values())
+
+
+# ---------------------------------------------------------------- the tokens of generate
+
+
+@every_served
+@pytest.mark.parametrize("budget", [7, 256])
+def test_generate_batch_gives_the_tokens_of_generate(name: str, budget: int) -> None:
+    """Prompts in one step, or in chunks of a few tokens beside decoded ones; more than one chunk of the operator."""
+    given = prompts(5, 1, 17, 70, 3, 130)
+    out = model(name).generate_batch(given, generation(8), continuous_batching_config=config(max_batch_tokens=budget))
+    assert [o.generated_tokens for o in out.values()] == generated(name, given, 8)
+
+
+@some
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_joins_and_leaves(name: str, attention: str) -> None:
+    """Requests come while others decode, and end at different steps; their slots serve the next ones."""
+    given, lengths = prompts(4, 30, 1, 9, 64, 2, 21), [9, 3, 12, 1, 7, 5, 10]
+    want = [generated(name, [p], n)[0] for p, n in zip(given, lengths, strict=True)]
+    m = build(name, FP32)  # the engine changes its attention
+    m.set_attn_implementation(attention)
+    engine = Engine(m, max_batch_tokens=16)
+    for prompt, new in zip(given, lengths, strict=True):
+        engine.add(prompt, max_new_tokens=new)
+        engine.step()
+        engine.step()
+    assert engine.tokens() == want
+    assert {step["max_length_q"] == 1 for step in engine.steps} == {True, False}  # both ways through the operator
+    engine.check_empty()
+
+
+@some
+def test_what_a_slot_held_does_not_matter(name: str) -> None:
+    engine, given = Engine(model(name)), prompts(1, 5, 20)
+    engine.states._copy_view[2 * engine.states.blocks_per_sector :].fill_(0xFF)  # NaN in any dtype
+    for prompt in given:
+        engine.add(prompt)
+    assert engine.tokens() == generated(name, given, 8)
+
+
+@some
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_forks_copy_the_states(name: str, length: int) -> None:
+    """The sequences of one prompt share its prefill; states, unlike pages, cannot be shared."""
+    engine, given = Engine(model(name), returned=3), prompts(length, 11)
+    for prompt in given:
+        engine.add(prompt)
+    got = engine.run()
+    assert len(got) == 6
+    for i, want in enumerate(generated(name, given, 8)):
+        assert [o.generated_tokens for n, o in got.items() if n.startswith(f"req_{i}")] == [want] * 3
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("offload", [0.0, 0.01])
+@pytest.mark.parametrize("name", ["hybrid", "llama"])
+def test_preempted_requests_go_on(name: str, offload: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values outgrow the cache: requests are recomputed, or their states and pages wait on the CPU."""
+    empty = torch.empty  # pinned memory needs a GPU
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    engine = Engine(model(name), new=50, page_size=4, num_blocks=60, cpu_offload_space=offload)
+    offloaded: list[int] = []
+    manager = engine.processor.offloading_manager
+    copy = manager._offload_to_cpu
+
+    def count(requests: list[Any], tables: Any) -> Any:
+        copied = copy(requests, tables)
+        assert len(copied) == (len(requests) if offload else 0)
+        offloaded.append(len(requests))
+        return copied
+
+    monkeypatch.setattr(manager, "_offload_to_cpu", count)
+    given = prompts(*[6] * 12)
+    for prompt in given:
+        engine.add(prompt)
+    got = engine.run()
+    want = generated(name, given, 50)
+    # A recomputed request counts what it had as a part of its prompt.
+    for i, prompt in enumerate(given):
+        out = got[f"req_{i}"]
+        assert (out.prompt_ids + out.generated_tokens)[len(prompt) :][-50:] == want[i]
+    assert sum(offloaded) > 0
+    engine.check_empty()
+
+
+@some
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    """States are fp32 beside bf16 states of the convolution, or fp64. In bf16, near ties may differ from `generate`."""
+    m, given = build(name, dtype), prompts(5, 1, 70)
+    want = [m.generate(torch.tensor([p]), max_new_tokens=8, do_sample=False)[0, len(p) :].tolist() for p in given]
+    engine = Engine(m)
+    for prompt in given:
+        engine.add(prompt)
+    got = engine.tokens()
+    conv, state = engine.states.pools[engine.states.layer_indices[0]]
+    assert (conv.dtype, state.dtype) == (dtype, torch.float64 if dtype == torch.float64 else FP32)
+    if dtype == torch.float64:
+        assert got == want
+    else:
+        assert [tokens[0] for tokens in got] == [tokens[0] for tokens in want]
+
+
+# ---------------------------------------------------------------- padded steps, as for CUDA graphs
+
+
+@some
+def test_padded_steps(name: str) -> None:
+    """Fake sequences of length 0 and tokens of no sequence neither read nor write a slot.
+
+    The first step has no such token, only fake sequences after the last one.
+    """
+    engine, given = Engine(model(name), q_padding_interval_size=16, max_requests_per_batch=12), prompts(5, 1, 40, 2)
+    engine.processor.model_runner.pad_inputs = True
+    for prompt in given:
+        engine.add(prompt)
+    assert engine.tokens() == generated(name, given, 8)
+    last = engine.steps[-1]
+    assert last["input_ids"].shape[1] == 16
+    assert last["write_index"][engine.states.index][4:].eq(-1).all()
+
+
+@pytest.mark.parametrize("name", ALL_KDA)
+def test_steps_of_block_tables(name: str) -> None:
+    """The engine's path for decoded tokens: slots come from block tables, rows are padded to powers of two."""
+    engine, given = Engine(model(name), fast_path=True), prompts(5, 1, 37)
+    engine.processor.model_runner.pad_inputs = True
+    for prompt in given:
+        engine.add(prompt)
+    assert engine.tokens() == generated(name, given, 8)
+    tables = [step["block_table"] for step in engine.steps if step["block_table"] is not None]
+    assert len(tables) >= 7
+    assert all(table.shape[1] == 4 for table in tables)
+
+
+def test_a_step_of_one_token_prompts_on_block_tables() -> None:
+    engine, given = Engine(model("kda"), fast_path=True), prompts(1, 1, 1)
+    engine.states._copy_view[2 * engine.states.blocks_per_sector :].fill_(0xFF)
+    for prompt in given:
+        engine.add(prompt)
+    assert engine.tokens() == generated("kda", given, 8)
+    assert engine.steps[0]["block_table"] is not None
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_slots_are_not_read_by_the_host(tables: bool) -> None:
+    """So a step can be captured in a CUDA graph: tensors of the meta device have no values."""
+    states = Engine(model("grouped")).states
+    pools = {i: (conv.to("meta"), state.to("meta")) for i, (conv, state) in states.pools.items()}
+    states.pools = pools
+    meta = functools.partial(torch.zeros, dtype=torch.int32, device="meta")
+    write_index, table = [meta(8).long()] * 2, meta(2, 8, 4) if tables else None
+    slots = states.step(meta(1, 8), meta(9), 1 if tables else 8, write_index, table)
+    assert slots.one_each is tables
+    state = SlotState(slots, states.layer_indices[0])
+    state.write_conv(state.conv, meta(1, 8))
+    state.clear()
+
+
+def test_empty_sequences_have_no_slot() -> None:
+    """Wherever they are: two sequences must not write to one slot."""
+    states = Engine(model("kda")).states
+    slots = states.step(
+        torch.tensor([[0, 1, 7, 0]]), torch.tensor([0, 0, 2, 2, 3]), 2, [torch.tensor([5, 5, 6, -1])], None
+    )
+    assert slots.cu_seqlens.tolist() == [0, 0, 2, 2, 3, 4]
+    assert slots.index.tolist() == [-1, 5, -1, 6, -1]
+    assert slots.empty.tolist() == [True, True, True, False, True]
+
+
+# ---------------------------------------------------------------- bounds
+
+
+def pages_for(m: PreTrainedModel, sectors: int, page_size: int = 16) -> int:
+    """The `num_blocks` by which the cache has this many sectors."""
+    cache = Engine(m, page_size=page_size, num_blocks=1 << 10).cache
+    return max(1, (1 << 10) * sectors // cache.num_sectors)
+
+
+@pytest.mark.parametrize("name", ["kda", "llama"])
+def test_requests_wait_for_a_slot(name: str) -> None:
+    engine = Engine(model(name), num_blocks=pages_for(model(name), 4))
+    given, most = prompts(*[5, 9, 3] * 6), 0
+    for prompt in given:
+        engine.add(prompt)
+    while engine.step():
+        most = max(most, len(engine.states.block_table))
+        assert most <= engine.states.num_blocks == engine.cache.num_sectors
+    got = engine.run()
+    assert 1 < most < len(given)
+    assert [got[f"req_{i}"].generated_tokens for i in range(len(given))] == generated(name, given, 8)
+    engine.check_empty()
+
+
+def test_a_cache_without_room_for_one_request_is_refused() -> None:
+    with pytest.raises(ValueError, match="raise num_blocks \\(now 1\\) or max_memory_percent"):
+        Engine(model("llama"), page_size=4, num_blocks=1)
+
+
+def test_what_would_take_a_token_back_is_refused() -> None:
+    """The engine offloads a request that is in flight as of one token earlier."""
+    manager = model("kda").init_continuous_batching(generation(8), config(cpu_offload_space=0.1))
+    manager.continuous_batching_config.use_async_batching = True
+    with pytest.raises(ValueError, match=r"cpu_offload_space must be 0 with use_async_batching=True, got 0\.1"):
+        manager._create_batch_processor()
+
+
+def test_a_request_that_is_too_long_fails_alone() -> None:
+    engine = Engine(model("llama"), num_blocks=pages_for(model("llama"), 4))
+    room = (engine.cache.num_sectors - 1) * engine.cache.cache_allocators["full_attention"].blocks_per_sector * 16
+    given = prompts(5, room - 4, room - 8, 7)
+    for prompt in given:
+        engine.add(prompt)
+    got = engine.run()
+    assert "shorten it (max_tokens), or raise num_blocks" in got["req_1"].error
+    want = generated("llama", given, 8)
+    assert [got[f"req_{i}"].generated_tokens for i in (0, 2, 3)] == [want[i] for i in (0, 2, 3)]
+    engine.check_empty()
+
+
+def test_a_model_of_kda_layers_alone_takes_any_length() -> None:
+    engine = Engine(model("kda"), num_blocks=pages_for(model("kda"), 2))
+    given = prompts(2000)
+    engine.add(given[0])
+    assert engine.cache.max_tokens_read < 2000
+    assert engine.tokens() == generated("kda", given, 8)
+
+
+def test_a_cancelled_request_returns_its_slot() -> None:
+    engine, given = Engine(model("llama")), prompts(5, 6)
+    gone, kept = engine.add(given[0], max_new_tokens=1000), engine.add(given[1])
+    engine.step()
+    engine.step()
+    assert gone in engine.states.block_table
+    engine.manager.cancel_request(gone)
+    engine.step()
+    assert gone not in engine.states.block_table
+    assert engine.run()[kept].generated_tokens == generated("llama", given, 8)[1]
+    engine.check_empty()
+
+
+@pytest.mark.parametrize(("name", "requests"), [("kda", 10_000), ("llama", 1_000)])
+def test_slots_and_memory_are_constant(name: str, requests: int) -> None:
+    """After each group of requests all slots and pages are free, and as many tensors are alive as after the first."""
+    engine = Engine(model(name), new=2, num_blocks=pages_for(model(name), 64), max_batch_tokens=256)
+    given = prompts(1, 2, 3, 5)
+    want = generated(name, given, 2)
+    alive: set[int] = set()
+    for _ in range(requests // 500):
+        numbers = {engine.add(given[i % 4]): i % 4 for i in range(500)}
+        for request, out in engine.run().items():
+            assert out.error is None
+            assert out.generated_tokens == want[numbers.pop(request)]
+        assert not numbers
+        engine.results.clear()
+        engine.steps.clear()
+        engine.check_empty()
+        gc.collect()
+        alive.add(sum(type(t) is Tensor for t in gc.get_objects()))
+    assert len(alive) == 1
+
+
+# ---------------------------------------------------------------- prefix sharing
+
+
+def test_prefixes_are_not_shared() -> None:
+    """Pages of softmax layers could be; the states of the same tokens are not in them."""
+    engine, (prompt,) = Engine(model("llama"), page_size=4, allow_block_sharing=True), prompts(40)
+    for _ in range(3):
+        engine.add(prompt)
+        engine.run()
+    assert not engine.cache.use_prefix_sharing
+    assert engine.tokens() == generated("llama", [prompt], 8) * 3
+    # A stock Llama shares them, so the option is not what turned it off.
+    m = stock("llama", FP32)
+    cache = m.init_continuous_batching(generation(8), config())._create_batch_processor().cache
+    assert cache.use_prefix_sharing
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_stock_models_are_served_as_before() -> None:
+    m, given = stock("llama", FP32).eval(), prompts(5, 17)
+    want = [m.generate(torch.tensor([p]), max_new_tokens=8, do_sample=False)[0, len(p) :].tolist() for p in given]
+    out = m.generate_batch(given, generation(8), continuous_batching_config=config())
+    assert [o.generated_tokens for o in out.values()] == want
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "bailing_hybrid", "glm5_next"])
+def test_latent_attention_is_refused(family: str) -> None:
+    m = stock_models.build(family)
+    kda_layers.swap_attention(m)
+    with pytest.raises(ValueError, match=f"does not serve a {family}.* model: .* latent attention"):
+        m.generate_batch(prompts(3), generation(2))
+
+
+def test_other_linear_attention_is_refused() -> None:
+    fields = dict(
+        vocab_size=29, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        num_experts=2, linear_num_key_heads=1, linear_num_value_heads=1, layer_types=["linear_attention"] * 2,
+    )  # fmt: skip
+    m = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**fields))
+    with pytest.raises(ValueError, match="its linear-attention layers are not those of kda_layers"):
+        m.generate_batch(prompts(3), generation(2))
+
+
+def test_biased_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not serve attention_bias='key'"):
+        model("key_bias").generate_batch(prompts(3), generation(2))
+
+
+def test_another_cache_is_no_engine() -> None:
+    with pytest.raises(TypeError, match="cache is not an argument of KDAForCausalLM"):
+        model("kda")(torch.tensor([[1, 2]]), cache=transformers.DynamicCache())
+
+
+def test_it_is_off_until_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuous_batching, "_enabled", False)
+    with pytest.raises(RuntimeError, match=r"needs kda_layers.enable_continuous_batching\(\)"):
+        model("kda").generate_batch(prompts(3), generation(2))
+
+
+def test_enabling_twice_wraps_once() -> None:
+    module = importlib.import_module("transformers.generation.continuous_batching.cache")
+    init = module.PagedAttentionCache.__init__
+    kda_layers.enable_continuous_batching()
+    assert module.PagedAttentionCache.__init__ is init
+
+
+def test_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is missing, an allocator that transformers has itself: nothing is wrapped then."""
+    module = importlib.import_module("transformers.generation.continuous_batching.cache")
+    monkeypatch.setattr(continuous_batching, "_enabled", False)
+    with pytest.raises(ImportError, match="has an allocator of its own for linear_attention"):
+        kda_layers.enable_continuous_batching()
+    monkeypatch.setattr(module, "ATTN_TYPE_TO_ALLOCATOR", {})
+    monkeypatch.delattr("transformers.generation.continuous_batching.scheduler.Scheduler.add_waiting_request")
+    init = module.PagedAttentionCache.__init__
+    with pytest.raises(ImportError, match=r"transformers 5.23, got .*: it has no Scheduler.add_waiting_request"):
+        kda_layers.enable_continuous_batching()
+    assert module.PagedAttentionCache.__init__ is init
+    assert not module.ATTN_TYPE_TO_ALLOCATOR
+
+
+def test_slots_need_their_offsets() -> None:
+    engine = Engine(model("kda"))
+    engine.add(prompts(5)[0])
+    engine.step()
+    call = engine.steps[0]
+    slots = read_slots(**call)
+    assert slots is not None
+    layer, x = model("kda").model.layers[0].self_attn, torch.randn(1, 5, 32)
+    with torch.no_grad(), pytest.raises(ValueError, match="pass their cu_seqlens"):
+        layer(x, past_key_values=slots)
+
+
+def test_a_states_views_are_apart() -> None:
+    """Writing to any layer's states of any slot changes no other view."""
+    allocator = Engine(model("grouped")).states
+    views: list[Tensor] = [view for pair in allocator.pools.values() for view in pair]
+    assert isinstance(allocator, cache_allocators.CacheAllocator)
+    for view in views:
+        view.fill_(0)
+    for i, view in enumerate(views, 1):
+        view.fill_(i)
+    for i, view in enumerate(views, 1):
+        assert (view == i).all()
