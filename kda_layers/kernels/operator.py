@@ -261,7 +261,8 @@ class NoGradOperator(Generic[X]):
             if not is_plain(x):
                 return self.op(*x, backend)
         if self.writes:
-            torch.autograd.graph.increment_version([getattr(x, name) for name in self.writes])
+            written = [getattr(x, name) for name in self.writes]
+            torch.autograd.graph.increment_version([t for t in written if t is not None])
         return without_autocast(getattr(self.registry.backend(backend), self.method), x)
 
     def _run(self, *args: Any) -> Tensor:
@@ -301,5 +302,6 @@ def schema(fields: Any, written: tuple[str, ...] = ()) -> str:
     """Schema of the arguments of an op that takes the fields of a NamedTuple and writes those of `written`."""
     hints = typing.get_type_hints(fields)
     types = {name: _SCHEMA_TYPES[hints[name]] for name in fields._fields}
-    types |= {name: f"Tensor({alias}!)" for name, alias in zip(written, "abc", strict=False)}
+    for name, alias in zip(written, "abc", strict=False):
+        types[name] = types[name].replace("Tensor", f"Tensor({alias}!)")
     return ", ".join(f"{kind} {name}" for name, kind in types.items())
