@@ -171,6 +171,20 @@ def test_faint_updates_are_not_lost(device: str, backend: str, required_backends
 
 @on_every_backend
 @on_every_device
+def test_a_token_without_effect(device: str, backend: str, required_backends: frozenset[str]) -> None:
+    """It changes no bit: neither a scale nor, with the same scale, an element is rounded once more."""
+    x = inputs(Case(T=1, H=4, gate="log_decay", beta="given", state=True), device, backend, required_backends)
+    x = x._replace(g=torch.zeros_like(x.g), beta=torch.zeros_like(x.beta))
+    state, scale = quantize_state(x.initial_state)
+    before, scale_before = state.clone(), scale.clone()
+    step(x, state, scale, backend)
+    stays = before.abs().amax(-1) == 127
+    assert torch.equal(state[stays], before[stays])
+    assert torch.equal(scale[stays], scale_before[stays])
+
+
+@on_every_backend
+@on_every_device
 def test_a_nan_stays_visible(device: str, backend: str, required_backends: frozenset[str]) -> None:
     x = inputs(Case(T=1, H=2, state=True), device, backend, required_backends)
     state, scale = quantize_state(x.initial_state)
