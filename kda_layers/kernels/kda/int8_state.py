@@ -63,5 +63,5 @@ def dequantize_state(state: Tensor, state_scale: Tensor) -> Tensor:
 
 
 def _rounded_up(x: Tensor) -> Tensor:
-    """x to 15 bits of mantissa, upwards, unless it is at most one unit of fp32 above such a number, NaN or inf."""
-    return torch.where(x < 1e38, ((x.view(torch.int32) + 0x1FE) & ~0x1FF).view(torch.float32), x)
+    """x >= 0 to 15 bits of mantissa, upwards; NaN and inf as they are."""
+    return torch.where(x < 1e38, ((x.view(torch.int32) + 0x1FF) & ~0x1FF).view(torch.float32), x)

@@ -55,7 +55,7 @@ struct State {
         const float mine = rounded_up(reduce<ROWS, Max>(peak, lane) * (1.f / 127));
         if (lane % COPIES == 0) {
             const u32 row = group * ROWS + lane / COPIES;
-            to.scale[row] = mine, to.inverse[row] = mine > LEAST_SCALE ? reciprocal(mine) : 0.f;
+            to.scale[row] = mine, to.inverse[row] = mine > LEAST_SCALE ? inverse_of(mine) : 0.f;
         }
         warp_sync();
         return mine;
@@ -76,9 +76,14 @@ struct State {
         for (int r = 0; r < ROWS; r++) scale[r] = scales.scale[group * ROWS + r];
     }
 
-    // To 15 bits, unless it is at most one unit of fp32 above such a number, NaN or inf.
+    // Within one rounding: 127 scale inverse rounds to 127, where a larger error could let the element become 128.
+    static DEVICE float inverse_of(float x) {
+        const float y = reciprocal(x);
+        return fmaf(y, fmaf(-x, y, 1.f), y);
+    }
+    // To 15 bits; NaN and inf as they are.
     static DEVICE float rounded_up(float x) {
-        return x < 1e38f ? __uint_as_float(__float_as_uint(x) + 0x1feu & ~0x1ffu) : x;
+        return x < 1e38f ? __uint_as_float(__float_as_uint(x) + 0x1ffu & ~0x1ffu) : x;
     }
     // 2^15 + 128 + n has n ^ 128 in byte 1. As a scale has 15 bits, both products are exact.
     static DEVICE void unpack(float* y, u32 word, float scale) {
