@@ -13,6 +13,8 @@ if Version(transformers.__version__).release < (5, 17):
 if TYPE_CHECKING:
     from kda_layers.kernels.attention_bias.op import biased_attention as biased_attention
     from kda_layers.kernels.kda.contract import KDAOutput as KDAOutput
+    from kda_layers.kernels.kda.int8_state import dequantize_state as dequantize_state
+    from kda_layers.kernels.kda.int8_state import quantize_state as quantize_state
     from kda_layers.kernels.kda.op import kda as kda
     from kda_layers.kernels.kda.op import kda_step as kda_step
     from kda_layers.kernels.over_ranks.kda import kda_over_ranks as kda_over_ranks
@@ -49,6 +51,7 @@ _PUBLIC = {
     "Shards": "kernels.over_ranks.shards",
     "biased_attention": "kernels.attention_bias.op",
     "convert_fla_checkpoint": "modeling.checkpoints.fla_checkpoint",
+    "dequantize_state": "kernels.kda.int8_state",
     "enable_context_parallel": "modeling.context_parallel",
     "enable_continuous_batching": "modeling.continuous_batching",
     "enable_speculative_decoding": "modeling.swap",
@@ -61,6 +64,7 @@ _PUBLIC = {
     "keep_backend": "kernels.registry",
     "load_kda_weights": "modeling.checkpoints.weights",
     "load_pretrained": "modeling.swap",
+    "quantize_state": "kernels.kda.int8_state",
     "restore_attention": "modeling.swap",
     "swap_attention": "modeling.swap",
     "use_backend": "kernels.registry",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kda_layers import kda_step
+from kda_layers import dequantize_state, kda_step, quantize_state
 from kda_layers.kernels.kda.contract import Inputs
 from tests.kernels.cases import (
     BF16,
@@ -35,7 +35,7 @@ from tests.kernels.cases import (
 from tests.kernels.cases import run as run_training
 
 GROSS = 0.03
-WIDTHS, DTYPES, STATES = (128, 64), (BF16, FP16), (FP32, BF16)
+WIDTHS, DTYPES, STATES = (128, 64), (BF16, FP16), (FP32, BF16, torch.int8)
 SHARED = Case(group=2, state=True)  # two value heads to a key head
 PACKED = replace(SHARED, lengths=(65, 0, 1, 64))
 FEW, MANY = 1, 10  # heads of q: with 4 sequences less and more than fill a GPU, which other kernels serve
@@ -100,24 +100,37 @@ def step_check(kind: str, K: int, dtype: torch.dtype, state_dtype: torch.dtype) 
     """A call of `kda_step` of one of `STEPS`."""
     x = make_inputs(replace(STEPS[kind], K=K, V=K, dtype=dtype))
     assert x.initial_state is not None
-    narrow = x.initial_state.to(state_dtype)
-    o, final, _ = oracle(x._replace(initial_state=narrow.float()))
+    narrow: Tensor = x.initial_state.to(state_dtype)
+    scale: Tensor | None = None
+    if state_dtype == torch.int8:
+        narrow, scale = quantize_state(x.initial_state)
+    o, final, _ = oracle(x._replace(initial_state=_wide(narrow, scale)))
     assert final is not None
     slots = torch.tensor(SLOTS[kind]) if kind in SLOTS else torch.arange(4)[:, None]
     accepted = torch.tensor(ACCEPTED) if kind == "drafts" else torch.ones(4, dtype=torch.int64)
-    pool = torch.full((12 if kind in SLOTS else 4, *narrow.shape[1:]), torch.nan, dtype=state_dtype)
-    pool[slots.gather(1, accepted[:, None] - 1)[:, 0]] = narrow
+    read, count = slots.gather(1, accepted[:, None] - 1)[:, 0], 12 if kind in SLOTS else 4
+    pool = narrow.new_full((count, *narrow.shape[1:]), torch.nan if scale is None else 7)
+    pool[read] = narrow
+    pool_scale = None
+    if scale is not None:
+        pool_scale = scale.new_full((count, *scale.shape[1:]), torch.nan)
+        pool_scale[read] = scale
     given = {"pool": {"state_indices": slots[:, 0]}, "drafts": {"state_indices": slots, "num_accepted": accepted}}
 
     def run(device: str, backend: str) -> dict[str, Tensor]:
         y: Inputs = to_device(x, device)
         state = pool.to(device, copy=True)
+        state_scale = None if pool_scale is None else pool_scale.to(device, copy=True)
         more: dict[str, Any] = options(y) | {n: t.to(device) for n, t in given.get(kind, {}).items()}
-        o = kda_step(*y[:5], state, **more, backend=backend)
-        return {"o": o, "state": state.cpu()[slots[:, -1]]}
+        o = kda_step(*y[:5], state, state_scale=state_scale, **more, backend=backend)
+        return {"o": o, "state": _wide(state, state_scale).cpu()[slots[:, -1]]}
 
     name = f"kda_step {kind}, K={K}, {dtype}, state {state_dtype}"
     return Check(name.replace("torch.", ""), {"o": o, "state": final}, run)
+
+
+def _wide(state: Tensor, scale: Tensor | None) -> Tensor:
+    return state.float() if scale is None else dequantize_state(state, scale)
 
 
 def main(device: str = "cuda", backend: str = "sm90") -> None:

@@ -153,6 +153,13 @@ DEVICE float log2_fast(float x) { return std::log2(x); }
 DEVICE float reciprocal(float x) { return 1 / x; }
 DEVICE float rsqrt_fast(float x) { return 1 / std::sqrt(x); }
 
+DEVICE u32 select_bytes(u32 x, u32 y, u32 which) {
+    const u64 bytes = u64(y) << 32 | x;
+    u32 r = 0;
+    for (int i = 0; i < 4; ++i) r |= u32(bytes >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return r;
+}
+
 template <class T> DEVICE T opt_barrier(T x) { return x; }
 
 // ---------------------------------------------------------------- within a warp

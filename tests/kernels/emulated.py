@@ -145,7 +145,8 @@ def decode(x: DecodeInputs, *, seed: int = 0, busy: bool = False, **shape: int) 
     chosen = decode_launcher.variant_for(x.q.shape[3], x.v.shape[3], x.q.dtype, x.state.dtype, busy)
     variant = chosen._replace(**shape)
     with GuardedMemory():
-        return decode_launcher.decode(guarded_inputs(x)._replace(state=x.state), Emulator(seed=seed), variant)
+        inputs = guarded_inputs(x)._replace(state=x.state, state_scale=x.state_scale)
+        return decode_launcher.decode(inputs, Emulator(seed=seed), variant)
 
 
 def guarded_inputs(x: AnyInputs) -> AnyInputs:

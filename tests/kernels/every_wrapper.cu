@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     red_add_release(p.out, word);
     write_counter(p.out, word);
     word += read_counter(p.out) + u32(products(p));
-    word += opt_barrier(word) + broadcast(word);
+    word += opt_barrier(word) + broadcast(word) + select_bytes(word, 7, 0x7540);
     back_off();
     fence_gpu();
 #if HAS_SETMAXNREG

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kda_layers import KDAOutput, kda, kda_step
+from kda_layers import KDAOutput, kda, kda_step, quantize_state
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
@@ -85,7 +85,7 @@ def test_chunk_grad_op(case: Case, device: str, backend: str, required_backends:
 
 @on_every_backend
 @on_every_device
-@pytest.mark.parametrize("kind", ["plain", "pool", "drafts", "packed"])
+@pytest.mark.parametrize("kind", ["plain", "pool", "drafts", "packed", "int8"])
 def test_step_op(kind: str, device: str, backend: str, required_backends: frozenset[str]) -> None:
     lengths = (2, 0, 1) if kind == "packed" else None
     x = make_inputs(Case(T=2, B=1 if lengths else 2, lengths=lengths, H=1, group=2, state=True), device)
@@ -95,6 +95,8 @@ def test_step_op(kind: str, device: str, backend: str, required_backends: frozen
         more["state_indices"] = torch.tensor([4, 1] if kind == "pool" else [[4, 0], [1, 2]], device=device)
     if kind == "drafts":
         more["num_accepted"] = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    if kind == "int8":
+        more["state"], more["state_scale"] = quantize_state(x.initial_state)
     inputs = step_inputs(x, **more)
     chosen = serve(backend, problem_of(inputs), required_backends)
     if {"gate", "beta", "qk_l2norm"} - chosen.fused:

@@ -1,6 +1,6 @@
-"""The decode kernel in the emulator: stages of eight tokens, plans, bf16 states, misaligned memory, the same bits.
+"""The decode kernel in the emulator: stages of eight tokens, plans, small states, misaligned memory, the same bits.
 
-test_step.py runs it, too, as `sm90@emulator` and so on: token by token, with pools, drafts and padding.
+test_step.py and test_int8_state.py run it, too, as `sm90@emulator` and so on: with pools, drafts and padding.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers import kda
+from kda_layers import kda, quantize_state
 from kda_layers.kernels.kda.contract import DecodeInputs, Inputs
 from kda_layers.kernels.kda.cuda.decode.decode import STAGE
 from tests import cuda_emulator
@@ -83,6 +83,51 @@ def test_a_state_in_bf16() -> None:
     rounded = x._replace(initial_state=x.initial_state.bfloat16().float())
     o, state = step(x, x.initial_state.bfloat16())
     check_in_budget(rounded, (o, state.float()))
+
+
+def int8_step(x: Inputs, states: tuple[Tensor, Tensor], **launch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, states and scales, from copies of int8 states."""
+    state, scale = (emulated.end_of_memory(t.clone()) for t in states)
+    return emulated.decode(step_inputs(x, state=state, state_scale=scale), **launch), state, scale
+
+
+@pytest.mark.parametrize("launch", [{"seed": 1}, {"seed": 2}, {"busy": True}, {"warps": 2}], ids=str)
+@pytest.mark.parametrize("case", **ids([replace(ONE, T=3), NARROW]))
+def test_tilings_of_an_int8_state(case: Case, launch: dict[str, int]) -> None:
+    x = make_inputs(case)
+    states = quantize_state(x.initial_state)
+    for got, want in zip(int8_step(x, states, **launch), int8_step(x, states), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_an_int8_state_is_rounded_after_each_stage() -> None:
+    """A call of nine tokens gives the bits of one of eight and one of the last."""
+    x = make_inputs(replace(ONE, T=STAGE + 1, slow=True))
+    head, tail = (x._replace(**{n: getattr(x, n)[:, p] for n in STEP}) for p in (slice(STAGE), slice(STAGE, None)))
+    states = quantize_state(x.initial_state)
+    o, *got = int8_step(x, states)
+    head_o, *between = int8_step(head, states)
+    tail_o, *want = int8_step(tail, between)
+    assert torch.equal(o, torch.cat((head_o, tail_o), 1))
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+def test_a_misaligned_int8_state() -> None:
+    x = make_inputs(replace(ONE, T=2))
+    state, scale = quantize_state(x.initial_state)
+    view = torch.cat((state.flatten()[:1], state.flatten()))[1:].view_as(state)
+    want_o, *want = int8_step(x, (state, scale))
+    assert torch.equal(emulated.decode(step_inputs(x, state=view, state_scale=scale)), want_o)
+    assert torch.equal(view, want[0])
+    assert torch.equal(scale, want[1])
+
+
+def test_memory_accesses_of_an_int8_state_are_ordered() -> None:
+    x = make_inputs(replace(NARROW, T=STAGE + 1))
+    states = quantize_state(x.initial_state)
+    with cuda_emulator.order_checked():
+        int8_step(x, states)
 
 
 def test_a_prefill_to_a_bf16_state() -> None:

@@ -31,6 +31,7 @@ ABOVE = {"over_ranks": {"kda", "short_conv"}}  # folders that run operators, and
 INSIDE = {
     "activations": set(),
     "history": set(),
+    "int8_state": set(),
     "compact": set(),
     "contract": {"activations"},
     "reference": {"activations", "contract"},

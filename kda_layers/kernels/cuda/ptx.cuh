@@ -98,6 +98,9 @@ DEVICE float rsqrt_fast(float x) {
     return r;
 }
 
+// The bytes of y (4 to 7) and x (0 to 3) that the four digits of `which` name, the lowest first.
+DEVICE u32 select_bytes(u32 x, u32 y, u32 which) { return __byte_perm(x, y, which); }
+
 // Optimisation barrier: keeps values derived from x from being hoisted, which would cost registers.
 template <class T> DEVICE T opt_barrier(T x) {
     asm volatile("" : "+r"(x));

@@ -69,20 +69,29 @@ def _check_of_sequences(name: str, t: Any, q: Tensor, N: int) -> None:
 def check_decode(x: DecodeInputs) -> None:
     """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of `kda_step`."""
     N, T, *state_shape = _check_common(x)
-    check_slots(x.q, x.state, x.state_indices, x.num_accepted, (N, *state_shape), 1 if x.cu_seqlens is not None else T)
+    columns, more = 1 if x.cu_seqlens is not None else T, () if x.q.dtype == torch.float64 else (torch.int8,)
+    check_slots(x.q, x.state, x.state_indices, x.num_accepted, (N, *state_shape), columns, more)
+    _check_state_scale(x)
 
 
 def check_slots(
-    q: Tensor, state: Any, state_indices: Any, num_accepted: Any, shape: tuple[int, ...], columns: int
+    q: Tensor,
+    state: Any,
+    state_indices: Any,
+    num_accepted: Any,
+    shape: tuple[int, ...],
+    columns: int,
+    more_dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:
     """Raise unless `state` has `shape` [N, HV, V, K], or with state_indices is a pool of such states.
 
     Args:
         columns: how many state_indices [N, columns] must have at least
+        more_dtypes: of the state, beside `state_dtypes`
     """
     N = shape[0]
     pooled = state_indices is not None and isinstance(state, Tensor) and state.ndim == 4
-    _check_state("state", state, q, (state.shape[0], *shape[1:]) if pooled else shape)
+    _check_state("state", state, q, (state.shape[0], *shape[1:]) if pooled else shape, more_dtypes)
     if not torch.compiler.is_compiling():
         check_writable("state", state)
     if state_indices is not None:
@@ -96,6 +105,26 @@ def check_slots(
             raise ValueError(f"num_accepted must have shape ({N},), got {tuple(num_accepted.shape)}")
         if state_indices is None or state_indices.ndim != 2:
             raise ValueError("num_accepted needs state_indices of shape [N, T]: a slot for the state after each token")
+
+
+def _check_state_scale(x: DecodeInputs) -> None:
+    """Raise unless `state_scale` goes with `state`, which has been checked."""
+    scale = x.state_scale
+    if x.state.dtype != torch.int8:
+        if scale is not None:
+            raise ValueError(f"state_scale must be None with a state of {dtype_names([x.state.dtype])}, which has none")
+        return
+    if scale is None:
+        raise ValueError(
+            "state_scale must be given with an int8 state, got None: state, state_scale = quantize_state(state)"
+        )
+    check_tensor("state_scale", scale, tuple(x.state.shape[:3]), (torch.float32,), x.state, "state")
+    if scale.shape[2] > 1 and scale.stride(2) != 1:
+        raise ValueError(
+            f"state_scale must have contiguous rows [V], got strides {scale.stride()}; pass state_scale.contiguous()"
+        )
+    if not torch.compiler.is_compiling():
+        check_writable("state_scale", scale)
 
 
 def _check_common(x: Inputs | DecodeInputs | PrefillInputs) -> tuple[int, int, int, int, int]:
@@ -227,14 +256,16 @@ def check_state_dtype(x: Inputs, dtype: Any) -> torch.dtype:
     return dtype
 
 
-def _check_state(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> None:
+def _check_state(
+    name: str, state: Any, q: Tensor, shape: tuple[int, ...], more_dtypes: tuple[torch.dtype, ...] = ()
+) -> None:
     check_is_tensor(name, state)
     if state.shape != shape:
         swapped = tuple(state.shape) == (*shape[:2], shape[3], shape[2])
         hint = "; this is the [K, V] layout, pass state.mT.contiguous()" if swapped else ""
         raise ValueError(f"{name} must have shape [N, HV, V, K] = {list(shape)}, got {list(state.shape)}{hint}")
     dtypes = state_dtypes(q.dtype)
-    if state.dtype not in dtypes:
+    if state.dtype not in (*dtypes, *more_dtypes):
         raise DtypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {state.dtype}")
     if state.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {state.device}")

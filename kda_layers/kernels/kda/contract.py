@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """The arguments of the op of `kda_step`, which writes `state`."""
+    """The arguments of the op of `kda_step`, which writes `state` and `state_scale`."""
 
     q: Tensor
     k: Tensor
@@ -71,6 +71,7 @@ class DecodeInputs(NamedTuple):
     state_indices: Tensor | None  # [N] or [N, T] int32 or int64
     num_accepted: Tensor | None  # [N] int32 or int64
     cu_seqlens: Tensor | None
+    state_scale: Tensor | None  # [slots, HV, V] of an int8 state
     gate_activation: str
     lower_bound: float
     beta_activation: str
@@ -147,6 +148,7 @@ class Problem(AnyProblem):
     has_state: bool = False
     checkpoints: bool = False
     bf16_state: bool = False  # of a decode step
+    int8_state: bool = False  # of a decode step
 
     LACKS = {  # noqa: RUF012
         "decode": "decodes, needs whole sequences",
@@ -155,6 +157,7 @@ class Problem(AnyProblem):
         "has_state": "has an initial state, needs None",
         "checkpoints": "checkpoints are asked for, needs checkpoint_every=0",
         "bf16_state": "state is bfloat16, needs float32",
+        "int8_state": "state is int8, needs float32",
     }
 
     @classmethod
@@ -166,17 +169,18 @@ class Problem(AnyProblem):
     @staticmethod
     def fields_of(x: Inputs | DecodeInputs | PrefillInputs, needs_grad: bool = False) -> tuple[Any, ...]:
         if isinstance(x, DecodeInputs):
-            decode, has_state, checkpoints, bf16_state = True, True, False, x.state.dtype == torch.bfloat16
+            decode, has_state, checkpoints, narrow = True, True, False, x.state.dtype
         elif isinstance(x, PrefillInputs):
-            decode, has_state, bf16_state = False, x.state is not None, False
+            decode, has_state, narrow = False, x.state is not None, None
             checkpoints = x.checkpoint_at is not None
         else:
-            decode, has_state, bf16_state = False, x.initial_state is not None, False
+            decode, has_state, narrow = False, x.initial_state is not None, None
             checkpoints = operator.index(x.checkpoint_every) > 0
         (*_, H, K), (*_, HV, V), index = x.q.shape, x.v.shape, operator.index
         return (
             x.q.dtype, x.beta.dtype, index(K), index(V), index(HV) // index(H), x.gate_activation, x.beta_activation,
-            x.qk_l2norm, decode, x.cu_seqlens is not None, needs_grad, has_state, checkpoints, bf16_state,
+            x.qk_l2norm, decode, x.cu_seqlens is not None, needs_grad, has_state, checkpoints,
+            narrow == torch.bfloat16, narrow == torch.int8,
         )  # fmt: skip
 
     @property

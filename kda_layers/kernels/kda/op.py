@@ -37,7 +37,7 @@ _kda_prefill: NoGradOperator[PrefillInputs] = NoGradOperator(
     "kda_prefill", PrefillInputs, ("o", "state", "checkpoints"), KDA, "prefill", no_output
 )
 _kda_step: NoGradOperator[DecodeInputs] = NoGradOperator(
-    "kda_step", DecodeInputs, ("state",), KDA, "decode", lambda x: x.v.new_empty(x.v.shape)
+    "kda_step", DecodeInputs, ("state", "state_scale"), KDA, "decode", lambda x: x.v.new_empty(x.v.shape)
 )
 
 
@@ -153,6 +153,7 @@ def kda_step(
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    state_scale: Tensor | None = None,
     state_indices: Tensor | None = None,
     num_accepted: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -170,7 +171,11 @@ def kda_step(
             as in `kda`; T is the number of new tokens of each sequence, usually 1.
         state: [N, HV, V, K] fp32 (fp64 for fp64 inputs), read and overwritten with the state after the last token.
             With 16-bit inputs, CUDA backends also take bf16: half of the bytes, rounded at every call.
+            int8 with `state_scale`, in a quarter of the bytes: docs/guides/caches.md says when not to use it.
             With `state_indices` a pool [slots, HV, V, K], whose other slots are not changed.
+        state_scale: [N, HV, V] fp32 with an int8 state, else None; a pool [slots, HV, V] as the state is. Read and
+            overwritten with it (see `quantize_state`). Backends that take such states: 'eager' and ours for CUDA; not
+            for fp64 inputs.
         state_indices: [N] int32 or int64: each sequence's slot. [N, T]: sequence n reads slot [n, 0] and writes the
             state after its token t to slot [n, t], so that drafted tokens can be taken back. -1 is no slot: a sequence
             that reads it (a row of padding) gets o = 0 and writes nothing, and a state written to it is discarded. Two
@@ -189,7 +194,7 @@ def kda_step(
             of torch.inference_mode()); the state is then unchanged.
     """
     x = DecodeInputs(
-        q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens,
+        q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, state_scale,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip

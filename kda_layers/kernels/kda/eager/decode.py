@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...checks import sequence_offsets
 from ..contract import NO_SLOT, DecodeInputs
+from ..int8_state import dequantize_state, quantize_state
 from ..reference import activate
 
 STEP_ELEMENTS = 2**18  # elements of the state updated at a time, so that the three passes stay in L2
@@ -26,7 +27,8 @@ def decode(x: DecodeInputs) -> Tensor:
     """See `Backend.decode`. Sequences of one length without slots need no host read: a CUDA graph can capture them."""
     sequences = None if x.cu_seqlens is None and x.state_indices is None else _sequences(x)
     o = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
-    T, wide, out = x.q.shape[1], x.state.dtype, o.view(-1, *o.shape[2:])
+    T, int8, out = x.q.shape[1], x.state_scale is not None, o.view(-1, *o.shape[2:])
+    wide = torch.float32 if int8 else x.state.dtype
     x = activate(x)
     heads = torch.arange(x.v.shape[2], device=x.q.device) // (x.v.shape[2] // x.q.shape[2])
     q, k = (t.to(wide).flatten(0, 1)[:, heads] for t in (x.q, x.k))
@@ -36,11 +38,11 @@ def decode(x: DecodeInputs) -> Tensor:
         out[tokens] = _recur(S, x.scale, *(y[tokens].contiguous() for y in (q, k, v, decay, beta))).to(o.dtype)
 
     if sequences is None:
-        S = x.state if x.state.is_contiguous() else x.state.contiguous()
+        S = (dequantize_state(x.state, x.state_scale) if x.state_scale is not None else x.state).contiguous()
         for t in range(T):
             recur(S, slice(t, None, T))
         if S is not x.state:
-            x.state.copy_(S)
+            _write(x, ..., S)
         return o
 
     def index(values: list[int]) -> Tensor:
@@ -48,15 +50,27 @@ def decode(x: DecodeInputs) -> Tensor:
 
     sequences.sort(key=lambda s: -s.length)  # sequences with a token t are then a prefix
     sources = [s.source for s in sequences]
-    in_place = x.state_indices is None and x.state.is_contiguous() and sources == list(range(len(x.state)))
-    S = x.state if in_place else x.state[index(sources)]
+    in_place = not int8 and x.state_indices is None and x.state.is_contiguous() and sources == list(range(len(x.state)))
+    S = x.state if in_place else _read(x, index(sources))
     for t in range(sequences[0].length if sequences else 0):
         live = [s for s in sequences if s.length > t]
         recur(S[: len(live)], index([s.start + t for s in live]))
         stored = [(i, s.targets[t]) for i, s in enumerate(live) if s.targets[t] != NO_SLOT]
         if stored and not in_place:
-            x.state[index([slot for _, slot in stored])] = S[index([i for i, _ in stored])]
+            _write(x, index([slot for _, slot in stored]), S[index([i for i, _ in stored])])
     return o
+
+
+def _read(x: DecodeInputs, slots: Any) -> Tensor:
+    """The states of some slots, in the dtype in which they are computed."""
+    return x.state[slots] if x.state_scale is None else dequantize_state(x.state[slots], x.state_scale[slots])
+
+
+def _write(x: DecodeInputs, slots: Any, S: Tensor) -> None:
+    if x.state_scale is None:
+        x.state[slots] = S
+    else:
+        x.state[slots], x.state_scale[slots] = quantize_state(S)
 
 
 def _sequences(x: DecodeInputs) -> list[_Sequence]:

@@ -4,24 +4,33 @@
 // them once, or after each token if each has a slot. LANES lanes share a row, in pieces of 16 bytes, which a lane copies
 // to shared memory and reads back itself: in flight they take no registers.
 //
-// Chosen by the build: K, V (128 or 64), IO, STATE_BF16 (1 where the state is bf16, not fp32), ROWS (per lane), WARPS
-// and LANES. Only LANES affects the bits of results. Parameter structs have the members `slots`, `accepted`, their
-// `Index` and `slot_count` (see decode.py).
+// Chosen by the build: K, V (128 or 64), IO, STATE_BYTES (of an element: 4 for fp32, 2 for bf16, 1 for int8), ROWS (per
+// lane), WARPS and LANES. Only LANES affects the bits of results. Parameter structs have the members `slots`,
+// `accepted`, their `Index` and `slot_count` (see decode.py).
 #pragma once
 #include "gates.cuh"
 #include "ptx.cuh"
 
-constexpr int PIECE = STATE_BF16 ? 8 : 4;    // elements in 16 bytes of the state
+// Elements that a lane reads at once: 16 bytes, of int8 8 bytes, so that LANES and with it the bits of outputs are the
+// same for all types.
+constexpr int PIECE = STATE_BYTES == 4 ? 4 : 8;
 constexpr int PIECES = K / (LANES * PIECE);  // of a row in a lane
 constexpr int WIDTH = PIECES * PIECE;        // elements of a row in a lane
 constexpr int GROUPS = 32 / LANES;           // rows side by side in a warp
 constexpr int WARP_ROWS = ROWS * GROUPS;
+constexpr int WARP_PIECES = WARP_ROWS * K * STATE_BYTES / 512;  // of 16 bytes, in a lane that copies them
 constexpr int BLOCK_ROWS = WARP_ROWS * WARPS;
 constexpr int SLICES = V / BLOCK_ROWS;  // CTAs of a head
 constexpr int COPIES = LANES / ROWS;    // lanes that hold the same sum after `reduce`
 constexpr int PER_LANE = K / 32;        // elements of q, k and g in a lane that prepares a token
 // Resident warps per SM that registers are limited for: as many as are possible without spills.
-constexpr int RESIDENT = ROWS * WIDTH > 32 ? 16 : K == 64 || __CUDA_ARCH__ < 900 ? 24 : __CUDA_ARCH__ == 900 ? 32 : 28;
+DEVICE constexpr int resident_warps() {
+    if (ROWS * WIDTH > 32) return STATE_BYTES == 1 && __CUDA_ARCH__ < 900 ? 12 : 16;
+    if (K == 64 || __CUDA_ARCH__ < 900) return 24;
+    if (STATE_BYTES == 1) return __CUDA_ARCH__ == 900 ? 28 : 24;
+    return __CUDA_ARCH__ == 900 ? 32 : 28;
+}
+constexpr int RESIDENT = resident_warps();
 static_assert(LANES <= 32 && WIDTH * LANES == K, "LANES must split a row into pieces of 16 bytes");
 static_assert(ROWS % 4 == 0 && COPIES >= 1 && SLICES * BLOCK_ROWS == V, "ROWS and WARPS must split V");
 
@@ -37,10 +46,38 @@ DEVICE float sum_over_warp(float x) {
     return x;
 }
 
+struct Sum {
+    static DEVICE float of(float x, float y) { return x + y; }
+};
+
+// Sums (by Op) of x[0..count) over the lanes of a row; this lane returns that of index lane / (LANES / count). In every
+// step a lane sends half of its sums to its partner. The order of additions depends on LANES only.
+template <int count, class Op = Sum, int mask = LANES / 2> DEVICE float reduce(float* x, u32 lane) {
+    if constexpr (mask == 0) {
+        return x[0];
+    } else if constexpr (count == 1) {
+        x[0] = Op::of(x[0], shuffle_xor(x[0], mask));
+        return reduce<1, Op, mask / 2>(x, lane);
+    } else {
+        const bool upper = lane & mask;
+        #pragma unroll
+        for (int i = 0; i < count / 2; i++) {
+            const float low = x[i], high = x[i + count / 2];
+            x[i] = Op::of(upper ? high : low, shuffle_xor(upper ? low : high, mask));
+        }
+        return reduce<count / 2, Op, mask / 2>(x, lane);
+    }
+}
+
 // ---------------------------------------------------------------- the state
 
-DEVICE constexpr int piece_offset(int row, int piece) { return (row * GROUPS * (K / PIECE) + piece * LANES) * 16; }
+DEVICE constexpr int piece_offset(int row, int piece) {
+    return (row * GROUPS * (K / PIECE) + piece * LANES) * PIECE * STATE_BYTES;
+}
 
+#if STATE_BYTES == 1
+#include "int8_state.cuh"
+#else
 struct State {
     float x[ROWS][WIDTH];
 
@@ -68,7 +105,7 @@ struct State {
         each([&](int r, int i) { *reinterpret_cast<uint4*>(to + piece_offset(r, i)) = pack(x[r] + i * PIECE); });
     }
 
-#if STATE_BF16
+#if STATE_BYTES == 2
     static DEVICE void unpack(float* y, uint4 words) {
         const float2 a = Bf16::unpack(words.x), b = Bf16::unpack(words.y), c = Bf16::unpack(words.z),
                      d = Bf16::unpack(words.w);
@@ -88,25 +125,7 @@ struct State {
     }
 #endif
 };
-
-// Sums of x[0..count) over the lanes of a row; this lane returns that of index lane / (LANES / count). In every step a
-// lane sends half of its sums to its partner. The order of additions depends on LANES only.
-template <int count, int mask = LANES / 2> DEVICE float reduce(float* x, u32 lane) {
-    if constexpr (mask == 0) {
-        return x[0];
-    } else if constexpr (count == 1) {
-        x[0] += shuffle_xor(x[0], mask);
-        return reduce<1, mask / 2>(x, lane);
-    } else {
-        const bool upper = lane & mask;
-        #pragma unroll
-        for (int i = 0; i < count / 2; i++) {
-            const float low = x[i], high = x[i + count / 2];
-            x[i] = (upper ? high : low) + shuffle_xor(upper ? low : high, mask);
-        }
-        return reduce<count / 2, mask / 2>(x, lane);
-    }
-}
+#endif
 
 // This lane's WIDTH elements.
 DEVICE void spread(float (&to)[WIDTH], const float* from, u32 lane) {

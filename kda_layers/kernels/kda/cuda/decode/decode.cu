@@ -7,7 +7,7 @@
 //
 // The rows of S are independent: a CTA has BLOCK_ROWS of them (state.cuh). While the state is copied, one warp per token
 // computes the decays and normalises q and k. With more than a few tokens the kernel is bound by instructions, which
-// more rows per lane reduce. A bf16 state is rounded when stored, and after every p.stage tokens.
+// more rows per lane reduce. A bf16 or int8 state is rounded when stored, and after every p.stage tokens.
 //
 // Chosen by the build: what state.cuh names, IO (Bf16 or Fp16), and the shape of the work: ROWS, WARPS and LANES.
 #include "DecodeParams.h"
@@ -21,9 +21,12 @@ DEVICE u64 start(const Rows& at, u32 b, u32 t, u32 h) {
 // ---------------------------------------------------------------- a token's operands
 
 struct Shared {
-    uint4 state[WARPS][ROWS * PIECES][32];
+    uint4 state[WARPS][WARP_PIECES][32];
     float errors[2][WARPS][WARP_ROWS];  // e of this token and of the previous one
-    Token tokens[1];                    // p.stage of them
+#if STATE_BYTES == 1
+    Scales scales[WARPS];
+#endif
+    Token tokens[1];  // p.stage of them
 };
 
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host's plan of shared memory");
@@ -133,6 +136,55 @@ struct Place {
     }
 };
 
+// A head's state in slot 0 of the pool: where this thread's rows begin, or those of its warp if the state is int8.
+struct Pool {
+    unsigned char* states;
+    const DecodeParams& p;
+#if STATE_BYTES == 1
+    float* scales;  // of this thread's first row
+#endif
+
+    DEVICE Pool(const DecodeParams& p, const Place& at) : p(p) {
+#if STATE_BYTES == 1
+        const u32 first_row = at.block_row + at.warp * WARP_ROWS;
+        states = p.state + 16 * u64(at.head) * p.head_stride + first_row * K;
+        scales = p.state_scale + u64(at.head) * p.scale_head_stride + first_row + at.group;
+#else
+        const u32 first_row = at.block_row + at.warp * WARP_ROWS + at.group;
+        states = p.state + 16 * (u64(at.head) * p.head_stride + first_row * (K / PIECE) + at.lane);
+#endif
+    }
+    DEVICE unsigned char* slot_at(u32 slot) const { return states + 16 * (u64(slot) * p.slot_stride); }
+#if STATE_BYTES == 1
+    DEVICE float* scales_at(u32 slot) const { return scales + u64(slot) * p.scale_slot_stride; }
+#endif
+    DEVICE void load(State& S, uint4 (*to)[32], u32 slot) const {
+        State::copy(to, slot_at(slot));
+#if STATE_BYTES == 1
+        S.load_scales(scales_at(slot));
+#endif
+    }
+    DEVICE void store(State& S, Shared& shared, const Place& at, u32 slot) const {
+#if STATE_BYTES == 1
+        const float scale = S.choose_scales(shared.scales[at.warp], at.lane, at.group);
+        if (at.lane % COPIES == 0) scales_at(slot)[at.lane / COPIES * GROUPS] = scale;
+        S.store(slot_at(slot), shared.scales[at.warp], at.group);
+#else
+        S.store(slot_at(slot));
+#endif
+    }
+};
+
+// Put the state back in shared memory.
+DEVICE void put_back(State& S, Shared& shared, const Place& at) {
+#if STATE_BYTES == 1
+    S.choose_scales(shared.scales[at.warp], at.lane, at.group);
+    S.put_back(shared.state[at.warp], shared.scales[at.warp], at.group);
+#else
+    S.put_back(shared.state[at.warp]);
+#endif
+}
+
 DEVICE void clear_outputs(u16* o, u32 tokens, u32 heads) {
     #pragma unroll 1
     for (u32 t = 0; t < tokens; t++) o[u64(t) * heads * V] = 0;
@@ -150,15 +202,15 @@ DEVICE void prepare_tokens(Shared& shared, const DecodeParams& p, u32 t, u32 cou
 }
 
 // The tokens from `first` on that are in shared memory: their outputs, and the states after them that are kept.
-DEVICE void advance_tokens(State& S, const Place& at, const DecodeParams& p, u16* o, unsigned char* states, u32 n,
-                           u32 first, u32 count, u32 tokens, u32& slot) {
+DEVICE void advance_tokens(State& S, const Place& at, const DecodeParams& p, u16* o, const Pool& pool, u32 n, u32 first,
+                           u32 count, u32 tokens, u32& slot) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
     #pragma unroll 1
     for (u32 t = 0; t < count; t++) {
         const bool kept = destination_of(p, n, first + t, tokens, slot);
         const float y = advance(S, shared.tokens[t], shared.errors[t % 2][at.warp], at.row, at.lane, at.group);
         if (at.lane % COPIES == 0) o[u64(first + t) * at.heads * V] = u16(IO::pack(y, 0.f));
-        if (kept) S.store(states + 16 * (u64(slot) * p.slot_stride));
+        if (kept) pool.store(S, shared, at, slot);
     }
 }
 
@@ -189,20 +241,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     if (prepares) fetch(raw, p, batch, start + at.warp, at.head, at.block_row, whole);
     u32 slot;
     if (!source_of(p, n, slot)) return clear_outputs(o, tokens, at.heads);
-    const u32 first_row = at.block_row + at.warp * WARP_ROWS + at.group;
-    unsigned char* states = p.state + 16 * (u64(at.head) * p.head_stride + first_row * (K / PIECE) + at.lane);
-    State::copy(shared.state[at.warp], states + 16 * (u64(slot) * p.slot_stride));
+    const Pool pool(p, at);
+    State S;
+    pool.load(S, shared.state[at.warp], slot);
     if (prepares) prepare_token(shared.tokens[at.warp], raw, p, whole);
     for (u32 first = 0; first < tokens; first += p.stage) {
         const u32 count = min(p.stage, tokens - first);
         prepare_tokens(shared, p, first ? at.warp : at.warp + WARPS, count, batch, start + first, at.head, at.block_row,
                        whole);
         barrier_sync(0, 32 * WARPS);
-        State S;
         S.take(shared.state[at.warp]);
-        advance_tokens(S, at, p, o, states, n, first, count, tokens, slot);
+        advance_tokens(S, at, p, o, pool, n, first, count, tokens, slot);
         if (first + p.stage < tokens) {
-            S.put_back(shared.state[at.warp]);
+            put_back(S, shared, at);
             barrier_sync(0, 32 * WARPS);
         }
     }

@@ -35,11 +35,13 @@ PARAMS = Params("DecodeParams", """
     const void* slots;             // null: sequence n has slot n. [N, columns]: a slot for the state after each token
     const void* accepted;          // null, or [N]: the state of sequence n is in column accepted[n] - 1 of its slots
     const void* offsets;           // null, or cu_seqlens [N + 1]
+    float* state_scale;            // [slots, HV, V] of an int8 state, or null
     // Above are pointers, packed at every launch; below, what a launch plan remembers.
     Rows q_at, k_at, v_at, g_at, beta_at;
     Index slots_at, accepted_at, offsets_at;
     u64 group_inverse;                         // 2^32 / (HV / H), rounded up: a multiplication divides by the group
     u32 slot_stride, head_stride, slot_count;  // strides of the state in 16 bytes
+    u32 scale_slot_stride, scale_head_stride;  // in elements
     u32 sequences, tokens, stage;  // tokens of each sequence; how many of them shared memory holds at a time
     int gate, beta_activation, qk_l2norm;
     float lower_bound, scale;
@@ -50,11 +52,12 @@ struct Rows {  // of a tensor [B, T, heads, ...]: strides in elements; of the la
 };
 
 """ + INDEX)  # fmt: skip
-STATES = (torch.float32, torch.bfloat16)
+STATES = (torch.float32, torch.bfloat16)  # without a scale
 STAGE = 8  # tokens in shared memory at a time
 MOST_ROWS = 2**16 - 1  # limit of a grid's y and z
 FEW = 4  # tokens of a sequence; with more, compute and not memory is the limit
 MANY_HEADS = 128  # of all sequences together, about the number of multiprocessors
+MANY_INT8_HEADS = 8 * MANY_HEADS  # from which even one token is bound by instructions; estimated, not measured
 
 
 class Variant(NamedTuple):
@@ -71,7 +74,7 @@ class Variant(NamedTuple):
     @property
     def defines(self) -> dict[str, str | int]:
         return {
-            "K": self.K, "V": self.V, "IO": TYPES[self.dtype], "STATE_BF16": int(self.state_dtype == torch.bfloat16),
+            "K": self.K, "V": self.V, "IO": TYPES[self.dtype], "STATE_BYTES": self.state_dtype.itemsize,
             "LANES": self.lanes, "ROWS": self.rows, "WARPS": self.warps, "SHARED_BYTES": self.shared_bytes(1),
         }  # fmt: skip
 
@@ -88,7 +91,8 @@ class Variant(NamedTuple):
         """Size in bytes of struct Shared in decode.cu with room for `stage` tokens."""
         rows = self._block_rows
         state, errors, token = rows * self.K * self.state_dtype.itemsize, 8 * rows, 4 * (3 * self.K + rows + 4)
-        return state + errors + stage * token
+        scales = 8 * rows if self.state_dtype == torch.int8 else 0
+        return state + errors + scales + stage * token
 
     @property
     def _block_rows(self) -> int:
@@ -107,7 +111,7 @@ def variant_for(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, bu
 
 def variants() -> Iterator[Variant]:
     """Every variant that `variant_for` may return with K = V of the widths that the backend serves."""
-    for width, dtype, state, busy in itertools.product(WIDTHS, TYPES, STATES, (False, True)):
+    for width, dtype, state, busy in itertools.product(WIDTHS, TYPES, (*STATES, torch.int8), (False, True)):
         yield variant_for(width, width, dtype, state, busy)
 
 
@@ -144,7 +148,7 @@ def pack(
 ) -> tuple[Plan, bytes, DecodeInputs]:
     """Return the launch plan, its parameters and the inputs that these point to: x, or copies where not aligned."""
     plan = _plans.get(x, machine, variant) or _plans.put(x, _plan(x, machine, variant), machine, variant)
-    q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets = x[:11]
+    q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, scale = x[:12]
     q_at, k_at, g_at, state_at = q.data_ptr(), k.data_ptr(), g.data_ptr(), state.data_ptr()
     bias_at = 0 if dt_bias is None else dt_bias.data_ptr()
     if not plan.state_aligned or state_at & 15:
@@ -155,6 +159,7 @@ def pack(
         q_at, k_at, v.data_ptr(), g_at, beta.data_ptr(), state_at, o.data_ptr(),
         0 if A_log is None else A_log.data_ptr(), bias_at, 0 if slots is None else slots.data_ptr(),
         0 if accepted is None else accepted.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
     )  # fmt: skip
     return plan, pointers + plan.rest, x
 
@@ -164,15 +169,19 @@ def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
     (B, T, H, K), (HV, V), state_dtype = x.q.shape, x.v.shape[2:], x.state.dtype
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     tokens = T if x.cu_seqlens is None else T // N
-    variant = variant or variant_for(K, V, x.q.dtype, state_dtype, tokens > FEW and N * HV >= MANY_HEADS)
+    heads = N * HV
+    busy = heads >= MANY_HEADS if tokens > FEW else state_dtype == torch.int8 and heads >= MANY_INT8_HEADS
+    variant = variant or variant_for(K, V, x.q.dtype, state_dtype, busy)
     stage, piece, channels = min(T, STAGE), 16 // state_dtype.itemsize, K // 32  # a lane reads `channels` at once
     kernel = machine.load(SOURCE, "kda_decode", variant.defines, x.q.device)
     q, k, v, g, state = (t.stride() for t in (x.q, x.k, x.v, x.g, x.state))
+    scale = (0, 0) if x.state_scale is None else x.state_scale.stride()
     rest = PARAMS.pack_values(
         *q[:3], 0, *k[:3], 0, *v[:3], 0, *g[:3], x.g.dtype is torch.float32, *x.beta.stride(),
         x.beta.dtype is torch.float32, *index_values(x.state_indices), *index_values(x.num_accepted),
         *index_values(x.cu_seqlens), -(-(2**32) // (HV // H)), state[0] // piece, state[1] // piece, x.state.shape[0],
-        N, T, stage, GATE_CODES[x.gate_activation], BETA_CODES[x.beta_activation], x.qk_l2norm, x.lower_bound, x.scale,
+        *scale[:2], N, T, stage, GATE_CODES[x.gate_activation], BETA_CODES[x.beta_activation], x.qk_l2norm,
+        x.lower_bound, x.scale,
     )  # fmt: skip
     contiguous = q[3] == k[3] == v[3] == g[3] == 1 and all(t is None or t.is_contiguous() for t in (x.A_log, x.dt_bias))
     return Plan(

@@ -5,7 +5,7 @@
 // A CTA has one value head of one sequence, the whole state of it. A q/k head's channels of the convolution's state are
 // read by every value head of its group: those are one cluster, and its first CTA writes them when all have read.
 //
-// Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), STATE_BF16, ROWS, WARPS and LANES as in decode.cu, with
+// Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), STATE_BYTES, ROWS, WARPS and LANES as in decode.cu, with
 // WARPS that hold all V rows; TAPS of the convolution; RANK of the factors of decays and gate, 0 if these are given.
 #include "LayerStepParams.h"
 #include "gates.cuh"

@@ -65,7 +65,7 @@ class Variant:
     @property
     def defines(self) -> dict[str, str | int]:
         return {
-            "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "STATE_BF16": int(self.state_dtype == torch.bfloat16),
+            "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "STATE_BYTES": self.state_dtype.itemsize,
             "LANES": self.K // 8, "ROWS": 4, "WARPS": self.warps, "RANK": self.rank, "TAPS": self.taps,
             "CLUSTER": self.group, "SHARED_BYTES": self.shared_bytes(1),
         }  # fmt: skip
