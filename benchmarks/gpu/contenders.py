@@ -103,7 +103,7 @@ def ours_step(backend: str, x: Inputs) -> Contender:
         assert x.initial_state is not None
         state = x.initial_state.clone()
         step = DecodeInputs(
-            *x[:5], state, x.A_log, x.dt_bias, None, None, None, None,
+            *x[:5], state, x.A_log, x.dt_bias, None, None, None, None, None,
             x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale,
         )  # fmt: skip
         require(backend, problem_of(step))

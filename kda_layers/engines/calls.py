@@ -41,9 +41,9 @@ def prefill(
 @torch.no_grad()
 def step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, slots: Tensor, cu_seqlens: Tensor | None,
-    **options: Any,
+    out: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """`kda_step` of packed sequences; returns o [1, T, HV, V].
+    """`kda_step` of packed sequences; returns o [1, T, HV, V], or `out`, which is contiguous.
 
     Args:
         q, k, v: [1, T, heads, D].
@@ -56,6 +56,7 @@ def step(
     inputs = [q, k, v, g.reshape(1, T, HV, K), beta.reshape(1, T, HV)]
     if slots.shape[0] == T:  # as rows of a batch: nothing about the sequences is to be read
         q, k, v, g, beta = (t.transpose(0, 1) for t in inputs)
-        return kda_step(q, k, v, g, beta, pool, state_indices=slots, **options).transpose(0, 1)
+        rows = None if out is None else out.transpose(0, 1)
+        return kda_step(q, k, v, g, beta, pool, state_indices=slots, out=rows, **options).transpose(0, 1)
     q, k, v, g, beta = inputs
-    return kda_step(q, k, v, g, beta, pool, state_indices=slots, cu_seqlens=cu_seqlens, **options)
+    return kda_step(q, k, v, g, beta, pool, state_indices=slots, cu_seqlens=cu_seqlens, out=out, **options)

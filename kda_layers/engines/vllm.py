@@ -115,9 +115,9 @@ def recurrent_from_logits(
     """
     o = calls.step(
         q, k, v, raw_g, raw_beta, initial_state, _slots(ssm_state_indices), cu_seqlens,
-        num_accepted=num_accepted_tokens, **calls.gate(A_log, dt_bias, lower_bound, q.shape[3]),
+        out, num_accepted=num_accepted_tokens, **calls.gate(A_log, dt_bias, lower_bound, q.shape[3]),
     )  # fmt: skip
-    return o if out is None else out.copy_(o), initial_state
+    return o, initial_state
 
 
 def packed_decode_from_logits(
@@ -136,10 +136,10 @@ def packed_decode_from_logits(
     _, H, V, K = initial_state.shape
     q, k, v = (t.unflatten(-1, (H, -1))[None] for t in mixed_qkv.split([H * K, H * K, H * V], -1))
     o = calls.step(
-        q, k, v, raw_g, raw_beta, initial_state, _slots(state_indices), None, scale=scale,
+        q, k, v, raw_g, raw_beta, initial_state, _slots(state_indices), None, out, scale=scale,
         **calls.gate(A_log, dt_bias, lower_bound, K),
     )  # fmt: skip
-    return o if out is None else out.copy_(o), initial_state
+    return o, initial_state
 
 
 # ---------------------------------------------------------------- GLM-5.3-Flash, Ling: activations
@@ -208,11 +208,11 @@ def recurrent_from_decays(
     else:
         activation = dict(gate_activation="log_decay")
     o = calls.step(
-        q, k, v, g, beta, initial_state, _slots(ssm_state_indices), cu_seqlens, scale=scale,
+        q, k, v, g, beta, initial_state, _slots(ssm_state_indices), cu_seqlens, out, scale=scale,
         num_accepted=num_accepted_tokens, qk_l2norm=use_qk_l2norm_in_kernel,
         beta_activation="sigmoid" if sigmoid_beta else "given", **activation,
     )  # fmt: skip
-    return o if out is None else out.copy_(o), initial_state
+    return o, initial_state
 
 
 FUNCTIONS: dict[str, dict[str, Callable[..., Any]]] = {

@@ -249,7 +249,8 @@ class NoGradOperator(Generic[X]):
             output_like: as `outputs_like` of `Operator`; `no_output` where only inputs are written
         """
         self.name, self.inputs, self.writes, self.registry, self.method = name, inputs, writes, registry, method
-        signature = f"({schema(inputs, writes)}, str backend) -> {'()' if output_like is no_output else 'Tensor'}"
+        self.returns = output_like is not no_output
+        signature = f"({schema(inputs, writes)}, str backend) -> {'Tensor' if self.returns else '()'}"
         self.op = define(name, signature, self._run, lambda *args: output_like(inputs(*args[:-1])))
 
     def __call__(self, x: X, backend: str, plain: bool = False) -> Any:
@@ -265,7 +266,8 @@ class NoGradOperator(Generic[X]):
         return without_autocast(getattr(self.registry.backend(backend), self.method), x)
 
     def _run(self, *args: Any) -> Any:
-        return without_autocast(getattr(self.registry.backend(args[-1]), self.method), self.inputs(*args[:-1]))
+        y = without_autocast(getattr(self.registry.backend(args[-1]), self.method), self.inputs(*args[:-1]))
+        return y if self.returns else None
 
 
 def no_output(_: Any) -> None:

@@ -54,7 +54,7 @@ class EmulatedBackend(CudaBackend):
 
     def decode(self, x: DecodeInputs) -> Tensor:
         with GuardedMemory():
-            return super().decode(guarded_inputs(x)._replace(state=x.state, state_scale=x.state_scale))
+            return super().decode(guarded_inputs(x)._replace(state=x.state, state_scale=x.state_scale, out=x.out))
 
 
 # wgmma; mma.sync with bulk copies; mma.sync with cp.async

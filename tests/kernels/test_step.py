@@ -408,3 +408,41 @@ def test_an_expanded_state_is_refused() -> None:
     with pytest.raises(ValueError, match=r"state must not be expanded"):
         step(x, state.expand(2, -1, -1, -1), "eager")
     assert torch.equal(state, x.initial_state[:1])
+
+
+@on_every_backend
+@on_every_device
+@pytest.mark.parametrize("lengths", [None, (3, 0, 1, 5, 1)], ids=["rows", "packed"])
+def test_the_output_is_written_where_asked(
+    lengths: tuple[int, ...] | None, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
+    case = Case(T=3, B=5, state=True) if lengths is None else Case(lengths=lengths, state=True)
+    x = make_inputs(case, device)
+    serve_step(backend, x, required_backends)
+    slots = torch.tensor([4, 0, 3, -1, 2], device=device)
+    results = []
+    for given in (None, torch.full_like(x.v, torch.nan)):
+        state = x.initial_state.clone()
+        more = {} if given is None else {"out": given}
+        with poisoned_memory():
+            o = step(x, state, backend, state_indices=slots, **more)
+        assert given is None or o is given
+        results.append((o, state))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        (torch.zeros(2, 3, 2, 33), ValueError, r"out must have shape \[2, 3, 2, 32\]"),
+        (torch.zeros(2, 3, 2, 32, dtype=torch.float64), TypeError, "out must be float32"),
+        (torch.zeros(2, 3, 32, 2).mT, ValueError, "out must be contiguous, got strides"),
+    ],
+)
+def test_outputs_that_cannot_be_written(out: Tensor, error: type[Exception], message: str) -> None:
+    x = make_inputs(Case(T=3, B=2, H=2, K=16, V=32, dtype=FP32, state=True), "cpu")
+    before = x.initial_state.clone()
+    with pytest.raises(error, match=message):
+        step(x, x.initial_state, out=out)
+    assert torch.equal(x.initial_state, before)

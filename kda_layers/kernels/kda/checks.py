@@ -44,12 +44,17 @@ def check_prefill(x: PrefillInputs, final_state: bool, checkpoint_every: Any) ->
         raise ValueError(
             f"checkpoint_every must be 0 with state_indices or out, got {checkpoint_every}: pass checkpoint_at"
         )
-    if x.o is not None:
-        check_tensor("out", x.o, tuple(x.v.shape), (x.v.dtype,), x.q)
-        if not x.o.is_contiguous():
-            raise ValueError(f"out must be contiguous, got strides {x.o.stride()}: pass torch.empty_like(v)")
-        if not torch.compiler.is_compiling():
-            check_writable("out", x.o)
+    _check_out(x.o, x)
+
+
+def _check_out(out: Any, x: DecodeInputs | PrefillInputs) -> None:
+    if out is None:
+        return
+    check_tensor("out", out, tuple(x.v.shape), (x.v.dtype,), x.q)
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}: pass torch.empty_like(v)")
+    if not torch.compiler.is_compiling():
+        check_writable("out", out)
 
 
 def _check_pool(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> None:
@@ -72,6 +77,7 @@ def check_decode(x: DecodeInputs) -> None:
     columns, more = 1 if x.cu_seqlens is not None else T, () if x.q.dtype == torch.float64 else (torch.int8,)
     check_slots(x.q, x.state, x.state_indices, x.num_accepted, (N, *state_shape), columns, more)
     _check_state_scale(x)
+    _check_out(x.out, x)
 
 
 def check_slots(

@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """The arguments of the op of `kda_step`, which writes `state` and `state_scale`."""
+    """The arguments of the ops of `kda_step`, which write `state`, `state_scale` and `out`."""
 
     q: Tensor
     k: Tensor
@@ -72,6 +72,7 @@ class DecodeInputs(NamedTuple):
     num_accepted: Tensor | None  # [N] int32 or int64
     cu_seqlens: Tensor | None
     state_scale: Tensor | None  # [slots, HV, V] of an int8 state
+    out: Tensor | None  # [B, T, HV, V] contiguous, or None: a new tensor is returned
     gate_activation: str
     lower_bound: float
     beta_activation: str
@@ -267,7 +268,10 @@ class Backend(Differentiable):
         raise NotImplementedError
 
     def decode(self, x: DecodeInputs) -> Tensor:
-        """Return o [B, T, HV, V] and update `x.state` in place; sequences without a slot (NO_SLOT) get o = 0."""
+        """Return o [B, T, HV, V], which is `x.out` if that is given, and update `x.state` in place.
+
+        Sequences without a slot (NO_SLOT) get o = 0.
+        """
         raise NotImplementedError
 
 

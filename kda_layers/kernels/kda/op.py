@@ -39,6 +39,9 @@ _kda_prefill: NoGradOperator[PrefillInputs] = NoGradOperator(
 _kda_step: NoGradOperator[DecodeInputs] = NoGradOperator(
     "kda_step", DecodeInputs, ("state", "state_scale"), KDA, "decode", lambda x: x.v.new_empty(x.v.shape)
 )
+_kda_step_into: NoGradOperator[DecodeInputs] = NoGradOperator(
+    "kda_step_into", DecodeInputs, ("state", "state_scale", "out"), KDA, "decode", no_output
+)
 
 
 def kda(
@@ -163,6 +166,7 @@ def kda_step(
     qk_l2norm: bool = True,
     scale: float | None = None,
     backend: str | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode one or a few tokens per sequence, updating `state` in place; not differentiable.
 
@@ -185,23 +189,29 @@ def kda_step(
         num_accepted: [N] int32 or int64, with state_indices [N, T]: how many of the previous call's tokens were
             accepted; sequence n then reads slot [n, num_accepted[n] - 1]. Ignored in rows where every slot is -1.
         cu_seqlens: as in `kda`, for sequences of different lengths.
+        out: [B, T, HV, V] contiguous, in v's dtype: o is written there and nothing is allocated. It must not overlap an
+            input.
 
     Returns:
-        o [B, T, HV, V] in v's dtype.
+        o [B, T, HV, V] in v's dtype, or `out`.
 
     Raises:
         TypeError, ValueError: as `kda`, or the state cannot be written (it is expanded, or an inference tensor outside
             of torch.inference_mode()); the state is then unchanged.
     """
     x = DecodeInputs(
-        q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, state_scale,
+        q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, state_scale, out,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip
     cached = _step_cache.get(x, backend)
     name, *fused = cached or _prepare_step(x, backend)
     check_values(x)
-    return _kda_step(activate(x, fused), name, plain=cached is not None)
+    x, plain = activate(x, fused), cached is not None
+    if out is None:
+        return _kda_step(x, name, plain)
+    _kda_step_into(x, name, plain)
+    return out
 
 
 def _prepare(x: Inputs, state_dtype: torch.dtype | None, backend: str | None) -> tuple[Any, ...]:

@@ -151,7 +151,7 @@ class FLABackend(Backend):
                 num_accepted_tokens=inputs.num_accepted, use_qk_l2norm_in_kernel=x.qk_l2norm,
                 use_gate_in_kernel=x.gate_activation != LOG_DECAY, lower_bound=_lower_bound(x),
                 use_beta_sigmoid_in_kernel=x.beta_activation != GIVEN,
-                allow_neg_eigval=_beta_scale(x) == 2.0, out=torch.empty_like(inputs.v),
+                allow_neg_eigval=_beta_scale(x) == 2.0, out=torch.empty_like(inputs.v) if x.out is None else x.out,
             )  # fmt: skip
             if padding is not None:
                 clear_padding(o, padding, inputs.cu_seqlens)

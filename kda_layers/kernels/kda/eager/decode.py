@@ -26,7 +26,7 @@ class _Sequence(NamedTuple):
 def decode(x: DecodeInputs) -> Tensor:
     """See `Backend.decode`. Sequences of one length without slots need no host read: a CUDA graph can capture them."""
     sequences = None if x.cu_seqlens is None and x.state_indices is None else _sequences(x)
-    o = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
+    o = torch.zeros_like(x.v, memory_format=torch.contiguous_format) if x.out is None else x.out.zero_()
     T, int8, out = x.q.shape[1], x.state_scale is not None, o.view(-1, *o.shape[2:])
     wide = torch.float32 if int8 else x.state.dtype
     x = activate(x)

@@ -134,8 +134,10 @@ _plans: CallCache[Plan] = CallCache(leading_tensors(DecodeInputs))
 
 def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None) -> Tensor:
     """See `Backend.decode`."""
-    v = x.v
-    o = torch.empty_like(v) if v.is_contiguous() else torch.empty_like(v, memory_format=torch.contiguous_format)
+    o = x.out
+    if o is None:
+        v = x.v
+        o = torch.empty_like(v) if v.is_contiguous() else torch.empty_like(v, memory_format=torch.contiguous_format)
     plan, params, inputs = pack(x, o, machine, variant)
     plan.kernel.launch(plan.grid, plan.threads, 1, plan.shared_bytes, params)
     if inputs.state is not x.state:
