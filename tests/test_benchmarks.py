@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import biased_attention, compare, decode_lengths, report, swap, timing, training_curves
+from benchmarks import biased_attention, compare, decode_lengths, report, serving, swap, timing, training_curves
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import cases, kernel_shares, layer, operator, precompile, tables, truth
 from benchmarks.gpu.cases import Case, Sizes
@@ -1223,3 +1223,28 @@ def test_tasks_of_language_models(contender: str, monkeypatch: pytest.MonkeyPatc
             result = run(lm.build(contender, "tiny"), 2)()
             if task == "generate":
                 assert result.shape == (2, lm.PROMPT + 3)
+
+
+# ---------------------------------------------------------------- serving
+
+
+def test_serving_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
+    monkeypatch.setattr(serving, "DEVICE", "cpu")
+    numbers = {"steps": 1, "prompts": 3, "longest": 9, "new": 2, "seq-len": 32}
+    options = ["--contenders=ours", f"--output={tmp_path}", *(f"--{name}={n}" for name, n in numbers.items())]
+    monkeypatch.setattr(sys, "argv", ["serving", *options])
+    serving.main()
+    rows = report.load(tmp_path / "cpu-serving.json")["rows"]
+    assert [(row["way"], row["differ"], row["sure"]) for row in rows] == [("static", 0, 0), ("continuous", 0, 0)]
+    assert all(0 < row["noise"] < 1e-4 and row["tokens/s"] > 0 for row in rows)
+
+
+def test_other_tokens_are_judged_by_their_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "last_logits", lambda model, tokens: torch.tensor([1.0, 0.99, 0.0]) * len(tokens))
+    prompts = [[7], [7, 7], [7]]
+    truth = [[0, 0], [0, 0], [0, 0]]
+    found = [[0, 1], [0, 2], [0, 0]]  # after 2 tokens 0.02 apart, after 3 tokens 3.0 apart, the same
+    assert serving.judge(None, prompts, found, truth, noise=0.02) == (2, 1)
+    assert serving.judge(None, prompts, found, truth, noise=0.009) == (2, 2)
+    assert serving.judge(None, prompts, [[0]] * 3, truth, noise=1.0) == (3, 3), "tokens are missing"
