@@ -13,6 +13,7 @@ from torch import Tensor
 from kda_layers import KDAOutput, kda
 from kda_layers.kernels.kda import op
 from kda_layers.kernels.kda.contract import Inputs, PrefillInputs
+from kda_layers.kernels.kda.cuda.forward import prefill as launcher
 from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
     BF16,
@@ -31,6 +32,7 @@ from tests.kernels.cases import (
     serve,
     to_fp64,
 )
+from tests.kernels.emulated_backends import EMULATED, registered
 
 LENGTHS = (70, 0, 128, 1, 64)
 SLOTS = (6, 2, 0, 3, 5)  # of 8
@@ -225,6 +227,26 @@ def test_views_of_wider_rows(lengths: Any, device: str, backend: str, required_b
     assert torch.equal(pool[list(SLOTS)], want.final_state)
     assert buffer[:, HV * V * K :].isnan().all()
     assert pool[[1, 4, 7]].isnan().all()
+
+
+def test_views_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our CUDA forward copies rows only where it cannot read them by vectors."""
+    backend = EMULATED["sm90@emulator"]
+    if backend.problems():
+        pytest.skip("; ".join(backend.problems()))
+    copied: list[Tensor] = []
+    plain = launcher.aligned
+    monkeypatch.setattr(launcher, "aligned", lambda t: copied.append(t) or plain(t))
+    x = make_inputs(engine_case((3, 1), K=64, V=64, group=1), "cpu")
+    for offset, in_place in ((0, True), (1, False)):
+        wide = torch.zeros(1, 4, 3 * 64 + 8, dtype=BF16)
+        q, k, v = (wide[..., offset + 64 * i : offset + 64 * (i + 1)].unflatten(-1, (1, 64)) for i in range(3))
+        for view, t in ((q, x.q), (k, x.k), (v, x.v)):
+            view.copy_(t)
+        copied.clear()
+        with registered(backend):
+            prefill(x._replace(q=q, k=k, v=v), backend.name, out=torch.empty_like(x.v))
+        assert [any(t.data_ptr() == view.data_ptr() for t in copied) for view in (q, k, v)] == [not in_place] * 3
 
 
 @on_every_backend
