@@ -29,7 +29,9 @@ from tests.processes import once, run_two  # noqa: E402
 SEQ = 32
 STEPS = 4
 BATCH = 4
-ROUNDING = 1e-3  # of losses and of norms of gradients, which another batch or scale changes by 1e-1
+# Of losses and of norms of gradients after STEPS steps, relative: at most 1.1e-5 was seen, of a norm with heads cut. A
+# gradient that is not shared, or of another batch, changes them by 1e-1.
+ROUNDING = 5e-5
 WAYS: dict[str, tuple[int, list[str]]] = {  # excerpts of a process and step, options
     "data": (BATCH // 2, []),
     "FSDP2": (BATCH // 2, ["--fsdp"]),
