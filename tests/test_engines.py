@@ -173,6 +173,23 @@ def test_vllm_drafts(bound: float | None, device: str) -> None:
 
 
 @on_every_device
+def test_vllm_drafts_of_a_padded_batch(device: str) -> None:
+    """Rows of slots beyond the offsets, and as many rows as tokens."""
+    x = Layer(device, -5.0, (3, 3))
+    q, k, v = x.qkv
+    empty = [[0, 0, 0]]
+    slots = torch.tensor([[4, 10, 11], [2, 12, 13], *empty * 4], dtype=torch.int32, device=device)
+    accepted = torch.ones(6, dtype=torch.int32, device=device)
+    for offsets in (x.offsets, torch.cat((x.offsets, x.offsets[-1:].expand(4)))):  # of 2 and of 6 sequences
+        pool = x.pool(20)
+        o, _ = vllm.recurrent_from_logits(
+            q=q, k=k, v=v, raw_g=x.raw_g, raw_beta=x.raw_beta, A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=-5.0,
+            initial_state=pool, cu_seqlens=offsets, ssm_state_indices=slots, num_accepted_tokens=accepted,
+        )  # fmt: skip
+        x.check(o, pool[[11, 13]])
+
+
+@on_every_device
 @on_both_gates
 def test_vllm_activations(bound: float | None, device: str) -> None:
     """As GLM-5.3-Flash and Ling call: beta activated, in decoding the log-decay as well."""

@@ -49,14 +49,19 @@ def step(
         q, k, v: [1, T, heads, D].
         g, beta: logits or activations with T HV K and T HV elements.
         pool: [slots, HV, V, K], updated in place.
-        slots: [N] or [N, columns].
-        cu_seqlens: [N + 1]; not read where every sequence has one token.
+        slots: [N], or [N or more, columns] with drafts, of which the first N are read; so with num_accepted.
+        cu_seqlens: [N + 1]; not read with slots [T], where every sequence has one token.
     """
     (_, T, HV, _), K = v.shape, q.shape[3]
     inputs = [q, k, v, g.reshape(1, T, HV, K), beta.reshape(1, T, HV)]
-    if slots.shape[0] == T:  # as rows of a batch: nothing about the sequences is to be read
+    if slots.ndim == 1 and slots.shape[0] == T:  # as rows of a batch: nothing about the sequences is to be read
         q, k, v, g, beta = (t.transpose(0, 1) for t in inputs)
         rows = None if out is None else out.transpose(0, 1)
         return kda_step(q, k, v, g, beta, pool, state_indices=slots, out=rows, **options).transpose(0, 1)
     q, k, v, g, beta = inputs
+    assert cu_seqlens is not None
+    N = cu_seqlens.shape[0] - 1
+    if options.get("num_accepted") is not None:
+        options["num_accepted"] = options["num_accepted"][:N]
+    slots = slots[:N]
     return kda_step(q, k, v, g, beta, pool, state_indices=slots, cu_seqlens=cu_seqlens, out=out, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kda_layers import KDAOutput, kda
 from kda_layers.kernels.kda import op
+from kda_layers.kernels.kda import slots as slot_copies
 from kda_layers.kernels.kda.contract import Inputs, PrefillInputs
 from kda_layers.kernels.kda.cuda.forward import prefill as launcher
 from kda_layers.kernels.kda.dispatch import problem_of
@@ -187,20 +189,23 @@ def test_no_state_at_all(lengths: Any, device: str, backend: str, required_backe
 def test_chunks_of_a_prefill_are_one_pass(
     shape: dict, device: str, backend: str, required_backends: frozenset[str]
 ) -> None:
-    """A long sequence in parts that end at boundaries beside others that come and go: the bits of the whole."""
+    """Sequences in parts that end at boundaries, in batches of other sizes: the bits of the whole."""
     x = make_inputs(engine_case(None, **shape), device)
     serve_prefill(backend, x, required_backends)
     truth = oracle(to_fp64(x))
     limits = limits_of({"o": oracle(x).o}, {"o": truth.o}, shape["dtype"])
-    pool, o = pool_of(x.initial_state), []
-    slots = torch.tensor(SLOTS, device=device)
-    for start, end in itertools.pairwise((0, 64, 128, 131)):
-        part = x._replace(**{n: getattr(x, n)[:, start:end].contiguous() for n in ("q", "k", "v", "g", "beta")})
-        o.append(prefill(part, backend, initial_state=pool, state_indices=slots).o)
-    check({"o": torch.cat(o, 1)}, {"o": truth.o}, limits)
+    pool, o = pool_of(x.initial_state), torch.empty_like(x.v)
+    for (start, end), batches in zip(
+        itertools.pairwise((0, 64, 128, 131)), ([(0, 5)], [(0, 1), (1, 5)], [(0, 2), (2, 4), (4, 5)]), strict=True
+    ):
+        for a, b in batches:
+            part = {n: getattr(x, n)[a:b, start:end].contiguous() for n in ("q", "k", "v", "g", "beta")}
+            index = torch.tensor(SLOTS[a:b], device=device)
+            o[a:b, start:end] = prefill(x._replace(**part), backend, initial_state=pool, state_indices=index).o
+    check({"o": o}, {"o": truth.o}, limits)
     whole = call(x._replace(final_state=True), backend)
     if backend != "eager" and "fla" not in backend:
-        assert torch.equal(torch.cat(o, 1), whole.o)
+        assert torch.equal(o, whole.o)
         assert torch.equal(pool[list(SLOTS)], whole.final_state)
 
 
@@ -227,6 +232,61 @@ def test_views_of_wider_rows(lengths: Any, device: str, backend: str, required_b
     assert torch.equal(pool[list(SLOTS)], want.final_state)
     assert buffer[:, HV * V * K :].isnan().all()
     assert pool[[1, 4, 7]].isnan().all()
+
+
+@on_every_backend
+@on_every_device
+def test_one_token_of_each_sequence(device: str, backend: str, required_backends: frozenset[str]) -> None:
+    """Rows of a batch that are views of packed tokens, as an engine has them: strides of a dimension of size 1."""
+    x = make_inputs(engine_case(None, T=1), device)
+    serve_prefill(backend, x, required_backends)
+    want = call(x._replace(final_state=True), backend)
+    rows = {n: getattr(x, n)[:, 0][None] for n in ("q", "k", "v", "g", "beta")}
+    views = {n: t.clone(memory_format=torch.contiguous_format).transpose(0, 1) for n, t in rows.items()}
+    assert views["q"].stride(1) == 5 * views["q"].stride(0)
+    pool = pool_of(x.initial_state)
+    slots = torch.tensor(SLOTS, device=device)
+    got = prefill(x._replace(**views), backend, initial_state=pool, state_indices=slots)
+    assert torch.equal(got.o, want.o)
+    assert torch.equal(pool[list(SLOTS)], want.final_state)
+
+
+@on_every_backend
+@on_every_device
+@on_rows_and_packed
+def test_what_only_the_gpu_knows(lengths: Any, device: str, backend: str, required_backends: frozenset[str]) -> None:
+    """Slots that do not exist are padding, and what is no boundary of the sequence gives zeros; "eager" raises."""
+    if backend == "eager":
+        pytest.skip("eager raises: test_errors")
+    lengths = lengths and (70, 64, 128, 65, 64)
+    x = make_inputs(engine_case(lengths), device)
+    serve_prefill(backend, x, required_backends)
+    want = call(x._replace(final_state=True), backend)
+    for at in (1, 63, 70, 131, 192, -2):
+        pool = pool_of(x.initial_state, (6, 2, -1, -1, 5))
+        slots = torch.tensor([6, 2, 8, -7, 5], device=device, dtype=torch.int32)
+        boundaries = torch.tensor([at, 64, 64, 64, at], device=device, dtype=torch.int32)
+        got = prefill(x, backend, initial_state=pool, state_indices=slots, checkpoint_at=boundaries)
+        assert not got.checkpoints[[0, 2, 3, 4]].any(), at
+        assert got.checkpoints[1].any()
+        for n, live in enumerate((True, True, False, False, True)):
+            rows, tokens = tokens_of(x, n)
+            assert torch.equal(got.o[rows, tokens], want.o[rows, tokens]) if live else not got.o[rows, tokens].any()
+        assert torch.equal(pool[[6, 2, 5]], want.final_state[[0, 1, 4]])
+        assert pool[[0, 1, 3, 4, 7]].isnan().all()
+
+
+def test_slots_are_not_read_by_the_host() -> None:
+    """On meta tensors, which have no values."""
+    meta = functools.partial(torch.zeros, device="meta")
+    live, states = meta(3, dtype=torch.bool), meta(3, 2, 4, 4)
+    slot_copies._put_back(meta(5, 2, 4, 4), meta(3, dtype=torch.int32), live, states)
+    slot_copies.clear_padding(meta(1, 9, 2, 4), live, meta(4, dtype=torch.int32))
+    slot_copies.clear_padding(meta(3, 9, 2, 4), live, None)
+    x = make_inputs(engine_case((70, 64)), "meta")
+    chosen = {n: getattr(x, n, None) for n in PrefillInputs._fields}
+    more = {"checkpoints": meta(2, 2, 128, 128), "checkpoint_at": meta(2, dtype=torch.int32)}
+    slot_copies._choose(PrefillInputs(**chosen | more), meta(1, 2, 2, 128, 128), None, meta(2, dtype=torch.bool))
 
 
 def test_views_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +342,7 @@ def test_a_pool_in_bf16(device: str, backend: str, required_backends: frozenset[
         (dict(out=torch.zeros(2, 70, 2, 33)), ValueError, r"out must have shape \[2, 70, 2, 32\]"),
         (dict(out=torch.zeros(2, 70, 2, 32, dtype=FP64)), TypeError, "out must be float32"),
         (dict(out=torch.zeros(2, 70, 32, 2).mT), ValueError, "out must be contiguous, got strides"),
+        (dict(initial_state=torch.zeros(0, 2, 32, 16)), ValueError, "initial_state must have at least 1 slot, got 0"),
         (dict(initial_state=torch.zeros(1, 2, 32, 16).expand(4, -1, -1, -1)), ValueError, "must not be expanded"),
     ],
 )  # fmt: skip
@@ -306,6 +367,16 @@ def test_calls_alike_are_known() -> None:
     assert len(alike) == 1
     held = [t for key in op._prefill_cache._values for t in key if isinstance(t, Tensor)]
     assert held == []
+
+
+def test_an_output_over_an_input_is_refused() -> None:
+    x = make_inputs(Case(T=70, H=2, K=16, V=16, dtype=torch.float32), "cpu")
+    for name in ("q", "v"):
+        with (
+            torch.no_grad(),
+            pytest.raises(ValueError, match=f"out must not overlap an input, got the memory of {name}"),
+        ):
+            kda(*x[:5], **options(x), out=getattr(x, name))
 
 
 def test_gradients_are_refused() -> None:

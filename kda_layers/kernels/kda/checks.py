@@ -53,14 +53,20 @@ def _check_out(out: Any, x: DecodeInputs | PrefillInputs) -> None:
     check_tensor("out", out, tuple(x.v.shape), (x.v.dtype,), x.q)
     if not out.is_contiguous():
         raise ValueError(f"out must be contiguous, got strides {out.stride()}: pass torch.empty_like(v)")
-    if not torch.compiler.is_compiling():
-        check_writable("out", out)
+    if torch.compiler.is_compiling():
+        return
+    check_writable("out", out)
+    for name in ("q", "k", "v", "g", "beta"):
+        if is_plain(x) and getattr(x, name).data_ptr() == out.data_ptr():
+            raise ValueError(f"out must not overlap an input, got the memory of {name}: pass torch.empty_like(v)")
 
 
 def _check_pool(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> None:
     """Raise unless `state` is a pool [slots, *shape] that can be written."""
     slots = state.shape[0] if isinstance(state, Tensor) and state.ndim == 4 else 1
     _check_state(name, state, q, (slots, *shape))
+    if not slots:
+        raise ValueError(f"{name} must have at least 1 slot, got 0")
     if not torch.compiler.is_compiling():
         check_writable(name, state)
 

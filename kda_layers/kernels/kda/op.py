@@ -103,9 +103,10 @@ def kda(
             a GPU, so that a CUDA graph can capture the call.
         state_indices: [N] int32 or int64: initial_state is a pool [slots, HV, V, K] whose slot state_indices[n] holds
             the state before sequence n, zeros for a new one, and is overwritten with the state after it. -1 is no slot:
-            a padding sequence, which gets o = 0. Two sequences must not share a slot. As in `kda_step`, 'eager' raises
-            on that and on slots outside of the pool; on CUDA such slots count as -1, and which update of a shared slot
-            survives is undefined. Not with final_state, which is in the pool.
+            a padding sequence, which gets o = 0 (on a CPU, a given beta and log-decay of it are checked, too). Two
+            sequences must not share a slot. As in `kda_step`, 'eager' raises on that and on slots outside of the pool;
+            on CUDA such slots count as -1, and which update of a shared slot survives is undefined. Not with
+            final_state, which is in the pool.
         checkpoint_at: [N] int32 or int64: return one state of each sequence, after checkpoint_at[n] tokens, a multiple
             of 64 up to its length. -1: none, the row is zero, as for a padding sequence. Other values raise with
             'eager' and give zeros on CUDA. Not with checkpoint_every.

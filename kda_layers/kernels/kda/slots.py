@@ -41,13 +41,14 @@ def prefill_by_forward(backend: Backend, x: PrefillInputs) -> None:
 
 
 def clear_padding(o: Tensor, padding: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Zero the outputs o [B, T, HV, V] of the sequences in `padding` [N]."""
+    """Zero the outputs o [B, T, HV, V] of the sequences in `padding` [N], and of tokens after all sequences."""
     if cu_seqlens is None:
         o.masked_fill_(padding[:, None, None, None], 0)
         return
     tokens = torch.arange(o.shape[1], device=o.device)
     sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-    o.masked_fill_(padding[sequence][None, :, None, None], 0)
+    after_all = torch.nn.functional.pad(padding, (0, 1), value=True)
+    o.masked_fill_(after_all[sequence][None, :, None, None], 0)
 
 
 def _by_sequence(of_each: Tensor) -> Tensor:
@@ -61,9 +62,9 @@ def _put_back(pool: Tensor, slots: Tensor, live: Tensor, states: Tensor) -> None
     The host does not know which ones are: the others write again what the first live one writes, or if there is none,
     what slot 0 holds.
     """
-    first = live.to(torch.int8).argmax()
-    first_slot = slots[first].clamp(0, pool.shape[0] - 1)
-    again = torch.where(live[first], states[first], pool[first_slot])
+    first = live.to(torch.int8).argmax(0, keepdim=True)  # of no dimension, an index would be read by the host
+    first_slot = slots[first].clamp(0, pool.shape[0] - 1).long()
+    again = torch.where(_by_sequence(live[first]), states[first], pool[first_slot])
     pool.index_copy_(0, torch.where(live, slots, first_slot).long(), torch.where(_by_sequence(live), states, again))
 
 

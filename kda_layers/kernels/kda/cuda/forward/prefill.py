@@ -18,7 +18,7 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
         ValueError: as `forward.forward`
     """
     q, k, v, beta = x.q, x.k, x.v, x.beta
-    if not (_has_rows(q) and _has_rows(k) and q.stride(1) == k.stride(1)):
+    if not (_has_rows(q) and _has_rows(k) and _row(q) == _row(k)):
         q, k = aligned(q), aligned(k)
     if not _has_rows(v):
         v = aligned(v)
@@ -36,7 +36,7 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
         None if offsets is None else (offsets.shape[0], offsets.dtype),
         x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, False,
         (
-            q.stride(1), v.stride(1), beta.stride(1), _is_int64(slots), _is_int64(stops),
+            _row(q), _row(v), _row(beta), _is_int64(slots), _is_int64(stops),
             0 if state is None else state.shape[0], 0 if state is None else state.stride(0),
         ),
     )  # fmt: skip
@@ -53,14 +53,19 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
         x.state.copy_(state)
 
 
+def _row(t: Tensor) -> int:
+    """Elements from a token of t [B, T, ...] to the next one. A dimension of size 1 may have any stride."""
+    return t.stride(1) if t.shape[1] > 1 else t.stride(0)
+
+
 def _flattens(t: Tensor) -> bool:
     """True if the tokens of t [B, T, ...] are rows at one stride."""
-    return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
+    return t.shape[0] == 1 or t.shape[1] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
 
 
 def _has_rows(t: Tensor) -> bool:
     """True if the kernel can read t [B, T, heads, D], whose heads are side by side, by vectors of 16 bytes."""
-    aligned_rows = t.data_ptr() % 16 == 0 and t.stride(1) * t.element_size() % 16 == 0
+    aligned_rows = t.data_ptr() % 16 == 0 and _row(t) * t.element_size() % 16 == 0
     return t.stride()[2:] == (t.shape[3], 1) and _flattens(t) and aligned_rows
 
 

@@ -269,7 +269,7 @@ constexpr int NEVER = -1, PADDING = -2;
 DEVICE int stop_of(const ForwardParams& p, const WorkTile& tile) {
     if (p.slots && !pooled_state(p, tile)) return PADDING;
     const i64 stop = p.stops ? index_of(p.stops, p.int64_stops, tile.sequence) : NEVER;
-    return stop < 0 || stop > tile.length ? NEVER : int(stop);
+    return stop < 0 || stop > tile.length || stop % CHUNK ? NEVER : int(stop);
 }
 
 DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
