@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,20 +14,20 @@ from ..kernels.checks import check_offsets, sequence_offsets
 from ..kernels.gated_norm.op import gated_rms_norm
 from ..kernels.kda.activations import MIN_LOWER_BOUND
 from ..kernels.kda.checks import check_lower_bound, check_recompute
-from ..kernels.kda.contract import CHUNK, state_dtype
-from ..kernels.kda.op import kda, kda_step
+from ..kernels.kda.contract import state_dtype
 from ..kernels.over_ranks.kda import kda_over_ranks
 from ..kernels.over_ranks.shards import Shards
 from ..kernels.over_ranks.short_conv import short_convs_over_ranks
-from ..kernels.short_conv.op import short_convs, state_after
+from ..kernels.short_conv.op import short_convs
+from .attend import attend, attend_and_record
 from .checks import as_int, check_epsilon, check_no_adapter
 from .decoding import DecodesByKernels, merged_weights
 from .offloading import loads_weights_of
 from .precision import KeepsFP32
 from .recompute import ChoosesRecompute
 from .shared_input import projections
-from .slots import Slots, SlotState
-from .state import LayerState, Past, read_state
+from .slots import Slots
+from .state import read_state
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -239,9 +238,9 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         if shards is not None:
             o = kda_over_ranks(*inputs, shards, recompute=recompute, **options).o
         elif state.recording:
-            o = _attend_and_record(state, inputs, options, recompute, torch.cat(qkv, -1), taps.shape[-1], mask)
+            o = attend_and_record(state, inputs, options, recompute, torch.cat(qkv, -1), taps.shape[-1], mask)
         else:
-            o = _attend(state, inputs, options, recompute)
+            o = attend(state, inputs, options, recompute)
         if state.cached:
             state.write_conv(conv_state, x)
 
@@ -290,75 +289,3 @@ def _read_call(
     if mask.shape[0] != B or mask.shape[1] < T:
         raise ValueError(f"attention_mask must have shape [{B}, at least {T}], got {list(mask.shape)}")
     return mask[:, -T:] != 0, B
-
-
-def _attend(
-    state: LayerState | SlotState, inputs: Sequence[Tensor], options: dict[str, Any], recompute: bool | float | str
-) -> Tensor:
-    """Run the operator on q, k, v, g, beta from the cached state; store the new state and return o [B, T, HV, V]."""
-    if isinstance(state, SlotState):
-        return _attend_in_slots(state, inputs, options)
-    if not state.cached:
-        return kda(*inputs, recompute=recompute, **options).o
-    before, grads = state.recurrent, torch.is_grad_enabled()
-    if before is not None and inputs[0].shape[1] == 1 and options["cu_seqlens"] is None and not grads:
-        q, k, v, g, beta = inputs
-        return kda_step(q, k, v, g, beta, before, **options)  # updates the state in place
-    # A copy, as autograd may keep the initial state, which the cache then overwrites.
-    initial = before.clone() if before is not None and grads else before
-    out = kda(*inputs, initial_state=initial, final_state=True, recompute=recompute, **options)
-    state.write_recurrent(out.final_state)
-    return out.o
-
-
-def _attend_in_slots(state: SlotState, inputs: Sequence[Tensor], options: dict[str, Any]) -> Tensor:
-    """Run the operator on q, k, v, g, beta of packed sequences and update the states in their slots; return o."""
-    state.clear()
-    if state.slots.one_each:
-        q, k, v, g, beta = (t.transpose(0, 1) for t in inputs)
-        options = options | dict(cu_seqlens=None)
-        return kda_step(q, k, v, g, beta, state.pool, state_indices=state.slots.index, **options).transpose(0, 1)
-    return kda(*inputs, initial_state=state.pool, state_indices=state.slots.index, **options).o
-
-
-def _attend_and_record(
-    state: LayerState,
-    inputs: Sequence[Tensor],
-    options: dict[str, Any],
-    recompute: bool | float | str,
-    x: Tensor,
-    W: int,
-    mask: Tensor | None,
-) -> Tensor:
-    """Run `_attend` and record what a cache needs to recompute the states after fewer of these tokens.
-
-    Only the last 64 to 127 tokens of a long call are recorded, far more than a draft has.
-
-    Args:
-        x: [B, T, D] inputs of the short convolution, which has W taps.
-        mask: [B, T] bool, True for real tokens; None without padding.
-    """
-    state.check_can_record(options["cu_seqlens"])
-    x, T = x.detach(), x.shape[1]
-    head = max(T // CHUNK - 1, 0) * CHUNK
-    conv = None if state.conv is None else state.conv.clone()
-    outputs = []
-    if head:
-        outputs.append(_attend(state, [t[:, :head] for t in inputs], options, recompute))
-        conv = state_after(x[:, :head], W, conv, None if mask is None else mask[:, :head]).clone()
-    recurrent = None if state.recurrent is None else state.recurrent.clone()
-    outputs.append(_attend(state, [t[:, head:] for t in inputs], options, recompute))
-
-    # Copies: a view would keep all of a long prompt alive.
-    tail, x_tail = [t[:, head:].detach().clone() for t in inputs], x[:, head:].clone()
-    mask_tail = None if mask is None else mask[:, head:]
-    options = {n: t.detach() if isinstance(t, Tensor) else t for n, t in options.items()}
-
-    def states_after(tokens: int) -> tuple[Tensor, Tensor]:
-        out = kda(*(t[:, :tokens] for t in tail), initial_state=recurrent, final_state=True, **options)
-        kept = None if mask_tail is None else mask_tail[:, :tokens]
-        return out.final_state, state_after(x_tail[:, :tokens], W, conv, kept)
-
-    before = None if conv is None else (recurrent, conv)
-    state.record(Past(before, states_after, T - head, complete=not head))
-    return torch.cat(outputs, 1)
