@@ -47,7 +47,7 @@ class Layer:
             return torch.randn(*shape, generator=generator).to(device)
 
         T = sum(lengths)
-        # One convolution's output, of which q, k and v are views.
+        # q, k and v are views of a single convolution output.
         self.mixed_qkv = randn(T, 3 * heads * D).to(self.dtype)
         self.raw_g, self.raw_beta = (randn(1, T, heads, D) - 4).to(self.dtype), randn(1, T, heads).to(self.dtype)
         self.A_log, self.dt_bias = 0.1 * randn(heads), 0.1 * randn(heads * D)

@@ -1,7 +1,6 @@
-"""Plug-ins that put our operator under the KDA models of inference engines; each engine loads its own at its start.
+"""Plug-ins for inference engines, which load them at startup and then run their KDA models on our operator.
 
-Installing this package changes nothing in an engine: KDA_LAYERS_ENGINES names those that shall use it, for example
-KDA_LAYERS_ENGINES=vllm,sglang.
+They are off by default. To turn them on, list engines in the environment: KDA_LAYERS_ENGINES=vllm,sglang.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def step(
         q, k, v: [1, T, heads, D].
         g, beta: logits or activations with T HV K and T HV elements.
         pool: [slots, HV, V, K], updated in place.
-        slots: [N], or [N or more, columns] with drafts, of which the first N are read; so with num_accepted.
+        slots: [N], or with drafts [rows, columns]. Rows after the first N are ignored, as are those of num_accepted.
         cu_seqlens: [N + 1]; not read with slots [T], where every sequence has one token.
     """
     (_, T, HV, _), K = v.shape, q.shape[3]

@@ -84,11 +84,17 @@ def chunk_from_logits(
     lower_bound: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    beta_activation: str = "sigmoid",
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_kda_with_fused_gate`: o [1, T, HV, V] and the states [N, HV, V, K] after packed sequences."""
+    """`chunk_kda_with_fused_gate`: o [1, T, HV, V] and the states [N, HV, V, K] after packed sequences.
+
+    `beta_activation`, as of `kda`, is not vLLM's.
+    """
     found = calls.prefill(
         q, k, v, raw_g, raw_beta, initial_state=initial_state, final_state=output_final_state, scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, **calls.gate(A_log, g_bias, lower_bound, q.shape[3]),
+        qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, beta_activation=beta_activation,
+        **calls.gate(A_log, g_bias, lower_bound, q.shape[3]),
     )  # fmt: skip
     return found.o, found.final_state
 
@@ -162,13 +168,10 @@ def chunk_from_beta(
     lower_bound: float = -5.0,
 ) -> tuple[Tensor, Tensor | None]:
     """As `chunk_from_logits` with beta after its activation; `safe_gate` says that the gate has the lower bound."""
-    bound = lower_bound if safe_gate else None
-    found = calls.prefill(
-        q, k, v, raw_g, beta, initial_state=initial_state, final_state=output_final_state, scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, beta_activation="given",
-        **calls.gate(A_log, g_bias, bound, q.shape[3]),
+    return chunk_from_logits(
+        q, k, v, raw_g, beta, A_log, g_bias, scale, initial_state, output_final_state,
+        lower_bound if safe_gate else None, use_qk_l2norm_in_kernel, cu_seqlens, beta_activation="given",
     )  # fmt: skip
-    return found.o, found.final_state
 
 
 def recurrent_from_decays(

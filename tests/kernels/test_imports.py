@@ -46,8 +46,8 @@ INSIDE = {
 # Front doors: what users import by these paths.
 DOORS = {"kernels", "kernels.fla_api", "kernels.reference"}
 
-# Who reads the environment: which backend is asked for, which engines shall use us, and where compiled kernels are
-# kept, which changes no result.
+# Modules that read the environment: for the requested backend, the engines to plug into, and the directory of the
+# kernel cache, which affects no result.
 READERS = {"kda_layers.kernels.registry", "kda_layers.engines", "kda_layers.kernels.cuda.cache"}
 
 

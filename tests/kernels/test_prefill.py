@@ -256,8 +256,6 @@ def test_one_token_of_each_sequence(device: str, backend: str, required_backends
 @on_rows_and_packed
 def test_what_only_the_gpu_knows(lengths: Any, device: str, backend: str, required_backends: frozenset[str]) -> None:
     """Slots that do not exist are padding, and what is no boundary of the sequence gives zeros; "eager" raises."""
-    if backend == "eager":
-        pytest.skip("eager raises: test_errors")
     lengths = lengths and (70, 64, 128, 65, 64)
     x = make_inputs(engine_case(lengths), device)
     serve_prefill(backend, x, required_backends)
@@ -266,6 +264,13 @@ def test_what_only_the_gpu_knows(lengths: Any, device: str, backend: str, requir
         pool = pool_of(x.initial_state, (6, 2, -1, -1, 5))
         slots = torch.tensor([6, 2, 8, -7, 5], device=device, dtype=torch.int32)
         boundaries = torch.tensor([at, 64, 64, 64, at], device=device, dtype=torch.int32)
+        if backend == "eager":
+            before = pool.clone()
+            for given in (dict(state_indices=slots), dict(state_indices=slots.clamp(-1, 7), checkpoint_at=boundaries)):
+                with pytest.raises(ValueError, match=r"state_indices must be in|checkpoint_at must be multiples of 64"):
+                    prefill(x, backend, initial_state=pool, **given)
+            assert torch.equal(pool.nan_to_num(7), before.nan_to_num(7))
+            continue
         got = prefill(x, backend, initial_state=pool, state_indices=slots, checkpoint_at=boundaries)
         assert not got.checkpoints[[0, 2, 3, 4]].any(), at
         assert got.checkpoints[1].any()
@@ -405,7 +410,7 @@ def test_compiled(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("backend", ["sm90", "fla"])
 def test_captured_in_a_graph(backend: str, required_backends: frozenset[str]) -> None:
     """One graph for every batch of up to 5 sequences: offsets, slots, boundaries and tokens are read on the GPU."""

@@ -56,8 +56,8 @@ def _check_out(out: Any, x: DecodeInputs | PrefillInputs) -> None:
     if torch.compiler.is_compiling():
         return
     check_writable("out", out)
-    for name in ("q", "k", "v", "g", "beta"):
-        if is_plain(x) and getattr(x, name).data_ptr() == out.data_ptr():
+    for name in ("q", "k", "v", "g", "beta") if is_plain(x) else ():
+        if getattr(x, name).data_ptr() == out.data_ptr():
             raise ValueError(f"out must not overlap an input, got the memory of {name}: pass torch.empty_like(v)")
 
 

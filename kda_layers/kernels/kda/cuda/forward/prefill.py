@@ -27,10 +27,8 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
     g, A_log, dt_bias, offsets = (None if t is None else aligned(t) for t in (x.g, x.A_log, x.dt_bias, x.cu_seqlens))
     assert g is not None
     state = None if x.state is None else _pool(x.state)
-    device, slots, stops = (
-        q.device,
-        *(None if t is None else t.contiguous() for t in (x.state_indices, x.checkpoint_at)),
-    )
+    device, indices = q.device, (x.state_indices, x.checkpoint_at)
+    slots, stops = (None if t is None else t.contiguous() for t in indices)
     plan = plan_of(
         machine, device, q.dtype, g.dtype, beta.dtype, q.shape, v.shape,
         None if offsets is None else (offsets.shape[0], offsets.dtype),

@@ -259,7 +259,7 @@ DEVICE float* pooled_state(const ForwardParams& p, const WorkTile& tile) {
     return p.final_state + slot * p.slot_stride + tile.head * (V * K);
 }
 
-// Addresses are computed anew where they are needed: kept, they would not fit in the scanning warps' registers.
+// Recomputed at every use: keeping addresses in registers makes the scanning warps spill.
 DEVICE const u16* pooled_values(const ForwardParams& p, const WorkTile& tile, int token) {
     return p.v + i64(tile.first + token) * p.value_row + tile.head * V + slice() * BV;
 }
