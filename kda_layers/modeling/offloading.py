@@ -11,7 +11,8 @@ def loads_weights_of(*names: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorate the forward of a layer that reads weights of the submodules `names` itself.
 
     Accelerate loads offloaded weights in a hook of the module that owns them, `_hf_hook`, around its forward. The
-    decorated forward runs these hooks around itself; without any it is called as it is.
+    decorated forward runs these hooks around itself; without any it is called as it is. transformers has such a
+    decorator, `force_accelerate_hooks`, which a Hub kernel cannot import.
     """
 
     def decorate(forward: Callable[..., Any]) -> Any:
