@@ -294,6 +294,7 @@ def training_floor_ms(case: Case) -> float:
     return _ms(case.B * case.T * (6 * case.H + 8 * case.HV) * D * 2)
 
 
-def decode_floor_ms(sequences: int, heads: int) -> float:
-    """Reading and writing every fp32 state."""
-    return _ms(2 * sequences * heads * D * D * 4)
+def decode_floor_ms(sequences: int, heads: int, kept: str = "fp32") -> float:
+    """Reading and writing every state of fp32, bf16 or int8, which has an fp32 scale for each row."""
+    row = {"fp32": 4 * D, "bf16": 2 * D, "int8": D + 4}[kept]
+    return _ms(2 * sequences * heads * D * row)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu.machine import CaptureError, Machine
 from benchmarks.gpu.truth import Results, call, differentiable, outputs
-from kda_layers import kda_step
+from kda_layers import dequantize_state, kda_step, quantize_state
 from kda_layers.kernels.kda.contract import DecodeInputs, Inputs, Problem
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
 
@@ -48,6 +48,7 @@ class Contender:
     ours: bool = False
     fields: dict[str, Any] = field(default_factory=dict)  # how, where the same contender runs in several ways
     truth: Results | None = None  # of what it computes, where that is not what the others do
+    floor_ms: float | None = None  # of the bytes that it moves, where these are not what the others do
 
 
 GRAPH, CALL = "CUDA graph", "call"
@@ -98,19 +99,39 @@ def ours_training(backend: str, x: Inputs, d_o: Tensor, backward_alone: bool = F
     return Contender(backend, prepare, ours=True)
 
 
-def ours_step(backend: str, x: Inputs) -> Contender:
+def ours_step(backend: str, x: Inputs, kept: str = "fp32", floor_ms: float | None = None) -> Contender:
+    """One token for each sequence, whose states are kept in `kept`: fp32, bf16 or int8."""
+
     def prepare() -> Prepared:
         assert x.initial_state is not None
-        state = x.initial_state.clone()
+        before = _kept(x.initial_state, kept)
+        held = [t.clone() for t in before]
+        state, scale = held[0], held[1] if kept == "int8" else None
         step = DecodeInputs(
-            *x[:5], state, x.A_log, x.dt_bias, None, None, None, None, None,
+            *x[:5], state, x.A_log, x.dt_bias, None, None, None, scale, None,
             x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale,
         )  # fmt: skip
         require(backend, problem_of(step))
         run = torch.no_grad()(lambda: kda_step(**step._asdict(), backend=backend))
-        return Prepared(run, lambda o: {"o": o, "final_state": state}, lambda: put_back(state, x))
 
-    return Contender(backend, prepare, ours=True)
+        def results(o: Tensor) -> Results:
+            return {"o": o, "final_state": dequantize_state(*held) if kept == "int8" else state.float()}
+
+        def restore() -> None:
+            for now, then in zip(held, before, strict=True):
+                now.copy_(then)
+
+        return Prepared(run, results, restore)
+
+    name = backend if kept == "fp32" else f"{backend}, {kept} states"
+    return Contender(name, prepare, ours=True, floor_ms=floor_ms)
+
+
+def _kept(state: Tensor, kept: str) -> tuple[Tensor, ...]:
+    """fp32 states as `kda_step` keeps them, with the scales of int8."""
+    if kept == "int8":
+        return quantize_state(state)
+    return (state.to({"fp32": torch.float32, "bf16": torch.bfloat16}[kept]),)
 
 
 def training(
@@ -132,9 +153,3 @@ def training(
         return Prepared(both, results)
     o = forward()
     return Prepared(lambda: (o, torch.autograd.grad(o, tensors, d_o, retain_graph=True)), results)
-
-
-def put_back(state: Tensor, x: Inputs) -> None:
-    """Sets a state that steps have advanced to that before them."""
-    assert x.initial_state is not None
-    state.copy_(x.initial_state)

@@ -152,7 +152,7 @@ def compete(
     for i, times in take_turns({i: p for i, (_, p) in ready.items()}, machine).items():
         c, prepared = ready[i]
         try:
-            rows[i] |= timed(times, None if c.truth is not None else floor_ms)
+            rows[i] |= timed(times, None if c.truth is not None else c.floor_ms or floor_ms)
             if memory:
                 rows[i]["MiB"] = machine.peak_extra_mib(prepared.call or prepared.run)
             rows[i] |= more(c, prepared) if more is not None else {}

@@ -109,11 +109,12 @@ def _decode(setup: Setup, sequences: int) -> list[Row]:
     H, machine = setup.sizes.decode_heads, setup.machine
     x = decode_inputs(sequences, H, machine.device)
     heads = Heads.first_and_last(x)
-    contenders = [*(ours_step(b, x) for b in setup.backends), fla_step(x), fla_step_in_place(x)]
+    floors = {kept: decode_floor_ms(sequences, H, kept) for kept in ("fp32", "bf16", "int8")}
+    ours = (ours_step(b, x, kept, floor) for b in setup.backends for kept, floor in floors.items())
+    contenders = [*ours, fla_step(x), fla_step_in_place(x)]
     truth = oracle(heads.inputs(x))
-    floor_ms = decode_floor_ms(sequences, H)
     contenders, fields = _graphs(contenders, machine), {"sequences": sequences, "H": H}
-    return compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floor_ms)
+    return compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floors["fp32"])
 
 
 HOST_PASSES = ("forward", "forward + backward", "decode")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cases import LOWER_BOUND
-from benchmarks.gpu.contenders import Contender, Prepared, Refusal, put_back, training
+from benchmarks.gpu.contenders import Contender, Prepared, Refusal, training
 from benchmarks.gpu.truth import Results, differentiable
 from kda_layers.kernels.kda.contract import Inputs
 
@@ -91,11 +91,16 @@ def fla_step_in_place(x: Inputs) -> Contender:
     def prepare() -> Prepared:
         from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
-        assert x.initial_state is not None
-        state = x.initial_state.clone()
+        before = x.initial_state
+        assert before is not None
+        state = before.clone()
         options = _fla_options(x) | dict(initial_state=state, inplace_final_state=True)
         run = torch.no_grad()(lambda: fused_recurrent_kda_fwd(*x[:5], **options))
-        return Prepared(run, lambda out: {"o": out[0], "final_state": state}, lambda: put_back(state, x))
+
+        def restore() -> None:
+            state.copy_(before)
+
+        return Prepared(run, lambda out: {"o": out[0], "final_state": state}, restore)
 
     return Contender(FLA + " internal, in place", prepare)
 

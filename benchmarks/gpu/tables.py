@@ -17,7 +17,8 @@ ABOUT = {
     "forward": "Forward pass of the operator: bf16, K = V = 128, raw logits in, no initial state. ms.",
     "training": "Forward and every gradient of the operator. ms.",
     "backward": "Every gradient, from a forward that kept what it likes and is not timed. ms.",
-    "decode": "One token for each sequence, fp32 states of 128 x 128. ms; the floor reads and writes every state.",
+    "decode": "One token for each sequence, states of 128 x 128, in fp32 unless a name says otherwise. ms; the floor "
+    "reads and writes every state, in the table's column fp32 ones.",
     "host": "Host microseconds of a call from Python, at a size at which the GPU does not hold the host up.",
     "hard": "Relative L2 error against the fp64 recurrence where fast kernels have been wrong; nothing is timed.",
     "hard_gradients": "The same of every gradient, on the same inputs.",
