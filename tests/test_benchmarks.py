@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -445,7 +446,7 @@ def test_the_first_to_decode_does_not_plan_for_the_others(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["swap", "--output", str(tmp_path)])
     swap.main()
     (row,) = json.loads((tmp_path / "cpu-swap.json").read_text())["rows"]
-    assert row["times faster"] < 2
+    assert row["times faster"] < 10  # with a plan it is 50
     assert row["stock times"]["median"] < 90
 
 
@@ -1222,7 +1223,9 @@ def test_tasks_of_language_models(contender: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(lm.SIZES, "tiny", sizes)
     for task in lm.TASKS:
         for run in {lm.TASKS[task], *(f for (of, _), f in lm.SPECIAL.items() if of == task)}:
-            if run is lm.compiled_decode or (run is lm.captured_optimizer_step and contender != "ours"):
+            if run is lm.compiled_decode or isinstance(run, partial):  # which need a compiler
+                continue
+            if run is lm.captured_optimizer_step and contender != "ours":
                 continue
             result = run(lm.build(contender, "tiny"), 2)()
             if task == "generate":

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,6 +27,15 @@ has_global_hooks = torch.nn.modules.module._has_any_global_hook
 
 # Multiplies tensors in place, by few kernels if they and the factor have one dtype; torch's optimizers use it.
 foreach_mul_ = torch._foreach_mul_
+# The norms of tensors, by few kernels if they have one dtype.
+foreach_norm = torch._foreach_norm
+
+
+def groups_of_dtypes(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one device by their dtypes, in the order in which torch's clipping adds their norms."""
+    nested: Any = [tensors]
+    grouped: Any = _group_tensors_by_device_and_dtype(nested)
+    return [group for (group,), _ in grouped.values()]
 
 
 def process_group(name: str) -> Any:

@@ -44,7 +44,8 @@ def tokens_of(x: Inputs, part: slice) -> Inputs:
 def inputs(case: Case, device: str, backend: str, required: frozenset[str]) -> Inputs:
     """Inputs of a case that the backend serves with an int8 state; skips if it does not."""
     x = make_inputs(case, device)
-    serve(backend, problem_of(step_inputs(x, state=x.initial_state.to(torch.int8))), required)
+    # flash-linear-attention has no such state, so that its refusal is no failure where it is required.
+    serve(backend, problem_of(step_inputs(x, state=x.initial_state.to(torch.int8))), required - {"fla"})
     return x
 
 

@@ -176,6 +176,26 @@ def test_ten_steps_are_the_eager_ones(
         assert all(found["norm"] > max_norm for found in want), "nothing was clipped"
 
 
+@needs_cuda
+def test_a_compiled_optimizer(device: str) -> None:
+    """The optimizer's step of torch.compile: a schedule's learning rates reach it, too."""
+    torch._dynamo.reset()
+    results = []
+    for captured in (False, True):
+        model, optimizer = build(device, fused=False, foreach=True)
+        scheduler = linear(optimizer)
+        optimizer.step = torch.compile(optimizer.step)
+        step = CapturedStep(model, optimizer, max_norm=0.05, warmup=WARMUP) if captured else None
+        reseed(device)
+        found = []
+        for n in range(6):
+            loss = step(batch(n, device)) if step else eager_step(model, optimizer, [batch(n, device)], 0.05)[0]
+            found.append(contents(model, optimizer) | {"loss": loss})
+            scheduler.step()
+        results.append(found)
+    check_same_steps(results[1], results[0])
+
+
 def test_python_runs_until_the_capture_only(device: str) -> None:
     model, optimizer = build(device)
     step = CapturedStep(model, optimizer, warmup=WARMUP)

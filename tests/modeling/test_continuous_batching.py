@@ -62,7 +62,9 @@ def generation(new: int) -> GenerationConfig:
 
 
 def config(**fields: Any) -> ContinuousBatchingConfig:
-    return ContinuousBatchingConfig(**(dict(page_size=16, num_blocks=200, max_batch_tokens=64) | fields))
+    # Without graphs, which transformers captures for a model on the CPU, too, where there is a GPU.
+    small: dict[str, Any] = dict(page_size=16, num_blocks=200, max_batch_tokens=64, use_cuda_graph=False)
+    return ContinuousBatchingConfig(**(small | fields))
 
 
 class Engine:
