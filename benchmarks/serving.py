@@ -206,11 +206,13 @@ def main() -> None:
         parser.error(f"--contenders: expected some of {', '.join(CONTENDERS)}, got {', '.join(unknown)}")
     enable_continuous_batching()
     text = load_text(None, args.seq_len)
-    rows = [row for c in contenders for row in measure(c, args, text.train, text.heldout)]
     name = args.name or ("gpu-serving" if on_gpu else "cpu-serving")
-    contents = report.document(name, TITLE, rows, COLUMNS, report.stamp(args.commit))
-    print(report.text(contents))
-    print(report.save(args.output, contents))
+    rows: list[dict[str, Any]] = []
+    for contender in contenders:
+        rows += measure(contender, args, text.train, text.heldout)
+        contents = report.document(name, TITLE, rows, COLUMNS, report.stamp(args.commit))
+        print(report.text(contents))
+        print(report.save(args.output, contents))
 
 
 if __name__ == "__main__":
