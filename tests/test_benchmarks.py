@@ -1243,15 +1243,19 @@ def test_serving_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(sys, "argv", ["serving", *options])
     serving.main()
     rows = report.load(tmp_path / "cpu-serving.json")["rows"]
-    assert [(row["way"], row["differ"], row["sure"]) for row in rows] == [("static", 0, 0), ("continuous", 0, 0)]
+    assert [(row["way"], row["differ"], row["gap"]) for row in rows] == [("static", 0, 0), ("continuous", 0, 0)]
     assert all(0 < row["noise"] < 1e-4 and row["tokens/s"] > 0 for row in rows)
+    monkeypatch.setitem(serving.WAYS, "continuous", lambda model, prompts, new: [[0] * new] * 3)
+    with pytest.raises(
+        RuntimeError, match=r"continuous, ours: of 3 prompts \d have another token whose logit is lower"
+    ):
+        serving.main()
 
 
 def test_other_tokens_are_judged_by_their_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "last_logits", lambda model, tokens: torch.tensor([1.0, 0.99, 0.0]) * len(tokens))
     prompts = [[7], [7, 7], [7]]
-    truth = [[0, 0], [0, 0], [0, 0]]
+    truth = [serving.Alone([0, 0], noise=0.0)] * 3
     found = [[0, 1], [0, 2], [0, 0]]  # after 2 tokens 0.02 apart, after 3 tokens 3.0 apart, the same
-    assert serving.judge(None, prompts, found, truth, noise=0.02) == (2, 1)
-    assert serving.judge(None, prompts, found, truth, noise=0.009) == (2, 2)
-    assert serving.judge(None, prompts, [[0]] * 3, truth, noise=1.0) == (3, 3), "tokens are missing"
+    assert serving.judge(None, prompts, found, truth) == pytest.approx([0.02, 3.0])
+    assert serving.judge(None, prompts, [[0]] * 3, truth) == [math.inf] * 3, "tokens are missing"
