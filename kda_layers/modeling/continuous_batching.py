@@ -18,6 +18,7 @@ WRAPPED = (
     ("cache", "PagedAttentionCache", "__init__", "finish_cache"),
     ("input_outputs", "ContinuousBatchingIOs", "_setup_static_tensors", "add_static_tensors"),
     ("continuous_api", "ContinuousMixin", "init_continuous_batching", "check_model"),
+    ("continuous_api", "", "resolve_continuous_batching_config", "choose_graphs"),
     ("scheduler", "Scheduler", "add_waiting_request", "check_request"),
 )
 _enabled = False
@@ -30,7 +31,9 @@ def enable_continuous_batching() -> None:
     continuous_batching=True) then take `KDAForCausalLM` and the models that `swap_attention` converts to (KDALlama and
     so on). A request has one slot for the states of all its KDA layers, whatever its length. When all slots are taken,
     requests wait; a request that can never fit fails with a message that names the option. Prefix sharing is off for
-    these models. Models of other kinds are served as before. Calling it again does nothing.
+    these models. On an NVIDIA GPU, models without softmax attention are served with CUDA graphs and asynchronous
+    batching unless `ContinuousBatchingConfig` says otherwise (`use_cuda_graph`, `use_async_batching`). Models of other
+    kinds are served as before. Calling it again does nothing.
 
     For a model that cannot be served (`attention_bias="key"`, latent attention, tensor parallelism), these raise a
     ValueError.
@@ -74,9 +77,9 @@ def _find_owners() -> list[Any]:
         raise _unknown("it has an allocator of its own for linear_attention")
     owners = []
     for module, (_, kind, name, _) in zip(modules, WRAPPED, strict=True):
-        owner = getattr(module, kind, None)
+        owner = getattr(module, kind, None) if kind else module
         if not hasattr(owner, name):
-            raise _unknown(f"it has no {kind}.{name}")
+            raise _unknown(f"it has no {kind or module.__name__}.{name}")
         owners.append(owner)
     return owners
 

@@ -5,6 +5,7 @@ This file is imported by `enable_continuous_batching` alone: it needs names that
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
@@ -243,6 +244,31 @@ def check_model(init: Callable[..., Any]) -> Callable[..., Any]:
                     "load it without distributed_config"
                 )
         return init(self, *args, **kwargs)
+
+    return wrapper
+
+
+def choose_graphs(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `resolve_continuous_batching_config`: what the user leaves open, for a model of KDA layers alone on a GPU.
+
+    The engine uses graphs and its steps of block tables with flash attention alone, as others need masks. KDA layers
+    need no mask, and the first column of a block table is their slot.
+    """
+
+    @functools.wraps(resolve)
+    def wrapper(config: Any, cb_config: Any, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Any:
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if kinds != {KDA} or device is None or device.type != "cuda":
+            return resolve(config, cb_config, *args, device=device, **kwargs)
+        chosen = copy.copy(cb_config)
+        if chosen.use_cuda_graph is None:
+            chosen.use_cuda_graph = True
+        if chosen.use_async_batching is None:
+            chosen.use_async_batching = any(chosen.cuda_graph_booleans) and not chosen.cpu_offload_space
+        resolved = resolve(config, chosen, *args, device=device, **kwargs)
+        if cb_config.max_blocks_per_request != 0:
+            resolved.max_blocks_per_request = 1
+        return resolved
 
     return wrapper
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import importlib
@@ -245,6 +246,51 @@ def test_steps_of_block_tables(name: str) -> None:
     tables = [step["block_table"] for step in engine.steps if step["block_table"] is not None]
     assert len(tables) >= 7
     assert all(table.shape[1] == 4 for table in tables)
+
+
+@pytest.mark.parametrize("name", ALL_KDA)
+def test_tokens_after_the_warmup(name: str) -> None:
+    """Before any request the engine runs its largest steps, which a GPU captures, on requests that do not exist."""
+    engine, given = Engine(model(name), fast_path=True, max_requests_per_batch=4), prompts(5, 1, 37)
+    engine.processor.model_runner.pad_inputs = True
+    engine.processor.warmup(model(name))
+    engine.check_empty()
+    for prompt in given:
+        engine.add(prompt)
+    assert engine.tokens() == generated(name, given, 8)
+
+
+GRAPHS = dict(use_cuda_graph=True, use_async_batching=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "given", "chosen"),
+    [
+        ("kda", "cuda", {}, GRAPHS | dict(max_blocks_per_request=1)),
+        ("kda", "cuda", dict(cpu_offload_space=0.1), dict(use_cuda_graph=True, use_async_batching=False)),
+        ("kda", "cuda", dict(use_cuda_graph=False), dict(use_cuda_graph=False, use_async_batching=False)),
+        ("kda", "cuda", dict(use_async_batching=False), dict(use_cuda_graph=True, use_async_batching=False)),
+        ("kda", "cuda", dict(max_blocks_per_request=0), GRAPHS | dict(max_blocks_per_request=0)),
+        ("kda", "cpu", {}, dict(use_cuda_graph=None, use_async_batching=None, max_blocks_per_request=7)),
+        ("hybrid", "cuda", {}, dict(use_cuda_graph=None, use_async_batching=None, max_blocks_per_request=7)),
+        ("llama", "cuda", {}, dict(use_cuda_graph=None, use_async_batching=None, max_blocks_per_request=7)),
+    ],
+)
+def test_what_is_left_open_is_chosen_for_kda_layers_alone(
+    name: str, device: str, given: dict[str, Any], chosen: dict[str, Any]
+) -> None:
+    from kda_layers.modeling.state_allocator import choose_graphs
+
+    def resolve(config: Any, cb_config: Any, *, device: torch.device) -> Any:
+        found = copy.deepcopy(cb_config)
+        if found.max_blocks_per_request is None:
+            found.max_blocks_per_request = 7
+        return found
+
+    asked = ContinuousBatchingConfig(**given)
+    found = choose_graphs(resolve)(model(name).config, asked, device=torch.device(device))
+    assert {option: getattr(found, option) for option in chosen} == chosen
+    assert asked == ContinuousBatchingConfig(**given), "the caller's options were changed"
 
 
 def test_a_step_of_one_token_prompts_on_block_tables() -> None:
