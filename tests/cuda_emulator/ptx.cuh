@@ -148,10 +148,34 @@ struct Tf32 {
     }
 };
 
+// mma.m16n8k32: lane 4 g + t holds, in the order of its registers and four numbers to a register,
+//   A (16 x 32): (g, 4t), ...; (g + 8, 4t), ...; (g, 4t + 16), ...; (g + 8, 4t + 16), ...
+//   B (32 x 8):  (4t, g), ...; (4t + 16, g), ...;  C as above
+struct Int8 {
+    static DEVICE void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, CALLED_HERE) {
+        struct Operands { u32 a[4], b[2]; int* d; } mine = {{a0, a1, a2, a3}, {b0, b1}, d};
+        emulator::begin("mma", site);
+        emulator::together(mine, [](Operands** lanes) {
+            signed char a[16][32], b[8][32];
+            for (int lane = 0; lane < 32; ++lane) {
+                const int g = lane / 4, t = lane % 4;
+                for (int i = 0; i < 4; ++i) memcpy(&a[g + i % 2 * 8][4 * t + i / 2 * 16], &lanes[lane]->a[i], 4);
+                for (int i = 0; i < 2; ++i) memcpy(&b[g][4 * t + i * 16], &lanes[lane]->b[i], 4);
+            }
+            for (int lane = 0; lane < 32; ++lane)
+                for (int i = 0; i < 4; ++i)
+                    for (int k = 0; k < 32; ++k)
+                        lanes[lane]->d[i] += a[lane / 4 + i / 2 * 8][k] * b[lane % 4 * 2 + i % 2][k];
+        });
+    }
+};
+
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
 DEVICE float log2_fast(float x) { return std::log2(x); }
 DEVICE float reciprocal(float x) { return 1 / x; }
 DEVICE float rsqrt_fast(float x) { return 1 / std::sqrt(x); }
+
+DEVICE int round_to_int(float x) { return x != x ? 0 : int(std::nearbyint(std::fmin(std::fmax(x, -0x1p31f), 0x1.fffffep30f))); }
 
 DEVICE u32 select_bytes(u32 x, u32 y, u32 which) {
     const u64 bytes = u64(y) << 32 | x;

@@ -91,7 +91,7 @@ def int8_step(x: Inputs, states: tuple[Tensor, Tensor], **launch: int) -> tuple[
     return emulated.decode(step_inputs(x, state=state, state_scale=scale), **launch), state, scale
 
 
-@pytest.mark.parametrize("launch", [{"seed": 1}, {"seed": 2}, {"busy": True}, {"warps": 2}], ids=str)
+@pytest.mark.parametrize("launch", [{"seed": 1}, {"seed": 2}, {"busy": True}, {"warps": 2}, {"rows": 8, "warps": 1}], ids=str)
 @pytest.mark.parametrize("case", **ids([replace(ONE, T=3), NARROW]))
 def test_tilings_of_an_int8_state(case: Case, launch: dict[str, int]) -> None:
     x = make_inputs(case)
@@ -100,17 +100,17 @@ def test_tilings_of_an_int8_state(case: Case, launch: dict[str, int]) -> None:
         assert torch.equal(got, want)
 
 
-def test_an_int8_state_is_rounded_after_each_stage() -> None:
-    """A call of nine tokens gives the bits of one of eight and one of the last."""
+def test_stages_of_an_int8_state() -> None:
+    """A call of nine tokens, more than a stage, gives the bits of nine calls."""
     x = make_inputs(replace(ONE, T=STAGE + 1, slow=True))
-    head, tail = (x._replace(**{n: getattr(x, n)[:, p] for n in STEP}) for p in (slice(STAGE), slice(STAGE, None)))
     states = quantize_state(x.initial_state)
     o, *got = int8_step(x, states)
-    head_o, *between = int8_step(head, states)
-    tail_o, *want = int8_step(tail, between)
-    assert torch.equal(o, torch.cat((head_o, tail_o), 1))
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
+    for t in range(STAGE + 1):
+        token = x._replace(**{n: getattr(x, n)[:, t : t + 1] for n in STEP})
+        token_o, *states = int8_step(token, states)
+        assert torch.equal(token_o, o[:, t : t + 1])
+    assert torch.equal(got[0], states[0])
+    assert torch.equal(got[1], states[1])
 
 
 def test_a_misaligned_int8_state() -> None:

@@ -77,6 +77,16 @@ struct Tf32 {
     }
 };
 
+// int8, with sums in int32, which are exact.
+struct Int8 {
+    static DEVICE void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+};
+
 DEVICE float exp2_fast(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -97,6 +107,9 @@ DEVICE float rsqrt_fast(float x) {
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
+
+// The nearest int; of NaN 0.
+DEVICE int round_to_int(float x) { return __float2int_rn(x); }
 
 // The bytes of y (4 to 7) and x (0 to 3) that the four digits of `which` name, the lowest first.
 DEVICE u32 select_bytes(u32 x, u32 y, u32 which) { return __byte_perm(x, y, which); }

@@ -41,8 +41,10 @@ def decode(x: DecodeInputs) -> Tensor:
         S = (dequantize_state(x.state, x.state_scale) if x.state_scale is not None else x.state).contiguous()
         for t in range(T):
             recur(S, slice(t, None, T))
-        if S is not x.state:
-            _write(x, ..., S)
+            if x.state_scale is not None:
+                x.state[...], x.state_scale[...] = _round(S)
+        if S is not x.state and x.state_scale is None:
+            x.state[...] = S
         return o
 
     def index(values: list[int]) -> Tensor:
@@ -54,10 +56,16 @@ def decode(x: DecodeInputs) -> Tensor:
     S = x.state if in_place else _read(x, index(sources))
     for t in range(sequences[0].length if sequences else 0):
         live = [s for s in sequences if s.length > t]
-        recur(S[: len(live)], index([s.start + t for s in live]))
+        updated = S[: len(live)]
+        recur(updated, index([s.start + t for s in live]))
+        rounded = _round(updated) if x.state_scale is not None else None
         stored = [(i, s.targets[t]) for i, s in enumerate(live) if s.targets[t] != NO_SLOT]
         if stored and not in_place:
-            _write(x, index([slot for _, slot in stored]), S[index([i for i, _ in stored])])
+            rows, slots = (index(list(part)) for part in zip(*stored, strict=True))
+            if x.state_scale is not None and rounded:
+                x.state[slots], x.state_scale[slots] = (y[rows] for y in rounded)
+            else:
+                x.state[slots] = updated[rows]
     return o
 
 
@@ -66,11 +74,11 @@ def _read(x: DecodeInputs, slots: Any) -> Tensor:
     return x.state[slots] if x.state_scale is None else dequantize_state(x.state[slots], x.state_scale[slots])
 
 
-def _write(x: DecodeInputs, slots: Any, S: Tensor) -> None:
-    if x.state_scale is None:
-        x.state[slots] = S
-    else:
-        x.state[slots], x.state_scale[slots] = quantize_state(S)
+def _round(S: Tensor) -> tuple[Tensor, Tensor]:
+    """Round states in place, as after every token if they are int8; return the int8 states and their scales."""
+    n, scale = quantize_state(S)
+    S.copy_(dequantize_state(n, scale))
+    return n, scale
 
 
 def _sequences(x: DecodeInputs) -> list[_Sequence]:

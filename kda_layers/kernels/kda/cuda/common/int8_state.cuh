@@ -1,81 +1,150 @@
-// The state of a value head in int8 with a scale per row: an element is n scale. Part of state.cuh.
+// The state of a value head in int8 with a scale per row, and its update by a token: an element is n scale. Part of
+// state.cuh.
 //
-// Rounded to the nearest n, an update smaller than half a step would be lost at every token. An element is therefore
-// rounded up with the probability of its fraction (15 bits), by a hash of its own bits: equal inputs give equal bits,
-// with no counter. docs/internals/kernels/decode.md compares other roundings and counts instructions.
+// The sums S k and S q are MMAs of the integers as loaded: d k and d q are split into four digits of 8 bits, the columns
+// of B, so that the sums are exact. A row is then updated in units of its scale, n' = n d + e / scale k, and rounded.
+// A warp has 16 rows, the height of an MMA: lane (g, t) = (group, lane) has rows g and g + 8, in each the pieces t and
+// t + 4, which are A's fragments if B's rows are in the same order.
+//
+// Rounded to the nearest integer, an update smaller than half a step would be lost at every token. An element is
+// therefore rounded up with the probability of its fraction, by a hash of the row's bits nearby: equal inputs give equal
+// bits, with no counter. docs/internals/kernels/decode.md compares other roundings and counts instructions.
 //
 // A scale is a row's largest magnitude / 127 with 15 bits of mantissa, rounded up. So 127 scale / 127 is scale again, and
 // a row that does not change keeps its bits: a scale that changed would round every element at every token.
 #pragma once
 
 constexpr float LEAST_SCALE = 1e-37f;  // of smaller ones the reciprocal overflows: the row is rounded to 0
+constexpr float MOST_UPDATE = 1e30f;   // in steps, beside which the row is nothing: larger ones could overflow
+constexpr u32 HASH = 0x9e3779b1u;
+static_assert(LANES == 4 && ROWS % 2 == 0, "the fragments of an MMA");
 
-struct Max {
-    static DEVICE float of(float x, float y) { return fmaxf(x, y); }
-};
+struct Token {  // in shared memory
+    float k[K], decay[K];
+    uint4 digits[K / 64][8][LANES];  // of 64 channels each; the four of d k, then those of d q, most significant first
+    float v[BLOCK_ROWS];
+    float unit[LANES];  // of the digits 0 and 1, 2 and 3, ... together
+    float beta, qk, unused[2];
 
-struct Scales {  // in shared memory, of a warp's rows by group
-    float scale[WARP_ROWS], inverse[WARP_ROWS];
-};
-
-struct State {
-    float x[ROWS][WIDTH];
-    float scale[ROWS];  // as loaded
-
-    // The rows of a warp are contiguous: a lane copies 16 bytes that others read.
-    static DEVICE void copy(uint4 (*to)[32], const unsigned char* from) {
-        from += 16 * (threadIdx.x % 32);
+    // Split d k and d q, q scaled, into digits.
+    DEVICE void put_digits(const float (&q)[PER_LANE], const float (&k)[PER_LANE], const float (&d)[PER_LANE], u32 lane) {
+        float y[PER_LANE];
         #pragma unroll
-        for (int i = 0; i < WARP_PIECES; i++) cp_async_16(&to[i][threadIdx.x % 32], from + 512 * i, true);
-        cp_async_commit();
+        for (int i = 0; i < PER_LANE; i++) y[i] = d[i] * k[i];
+        put_digits(0, y, lane);
+        #pragma unroll
+        for (int i = 0; i < PER_LANE; i++) y[i] = d[i] * q[i];
+        put_digits(4, y, lane);
     }
-    DEVICE void load_scales(const float* from) {
+
+private:
+    // Multiplied by a power of two, the largest has 30 bits.
+    DEVICE void put_digits(int first, const float (&y)[PER_LANE], u32 lane) {
+        u32 peak = 0;
         #pragma unroll
-        for (int r = 0; r < ROWS; r++) scale[r] = from[r * GROUPS];
-    }
-    DEVICE void take(const uint4 (*from)[32]) {
-        cp_async_wait<0>();
-        warp_sync();
-        const uint2* words = reinterpret_cast<const uint2*>(from) + threadIdx.x % 32;
+        for (int i = 0; i < PER_LANE; i++) peak = max(peak, __float_as_uint(fabsf(y[i])));  // NaN is above all
         #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            unpack(x[r], words[32 * r].x, scale[r]);
-            unpack(x[r] + 4, words[32 * r].y, scale[r]);
+        for (int mask = 16; mask; mask /= 2) peak = max(peak, shuffle_xor(peak, mask));
+        const u32 exponent = max(peak >> 23, 30u);
+        const float factor = __uint_as_float(283 - exponent << 23);
+        u32 word[4] = {};  // of a channel: digit i, from -128 to 127, in byte i
+        #pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            word[i] = u32(round_to_int(y[i] * factor)) + 0x80808080u ^ 0x80808080u;
+        const u32 low[2] = {select_bytes(word[0], word[1], 0x5140), select_bytes(word[2], word[3], 0x5140)};
+        const u32 high[2] = {select_bytes(word[0], word[1], 0x7362), select_bytes(word[2], word[3], 0x7362)};
+        put_channels(first, select_bytes(high[0], high[1], 0x7632), lane);
+        put_channels(first + 1, select_bytes(high[0], high[1], 0x5410), lane);
+        put_channels(first + 2, select_bytes(low[0], low[1], 0x7632), lane);
+        put_channels(first + 3, select_bytes(low[0], low[1], 0x5410), lane);
+        if (lane == 0) {
+            const float least = __uint_as_float(exponent == 255 ? 0x7fffffffu : exponent - 29 << 23);
+            unit[first / 2] = 65536.f * least, unit[first / 2 + 1] = least;
         }
     }
-    // Choose the scales of the rows; return that of row lane / COPIES.
-    DEVICE float choose_scales(Scales& to, u32 lane, u32 group) const {
-        float peak[ROWS];
+    // A digit of the lane's channels.
+    DEVICE void put_channels(int column, u32 bytes, u32 lane) {
+        const u32 channel = lane * PER_LANE;
+        unsigned char* to = reinterpret_cast<unsigned char*>(digits[channel / 64][column]) + channel % 64;
+        if constexpr (PER_LANE == 4) *reinterpret_cast<u32*>(to) = bytes;
+        else *reinterpret_cast<u16*>(to) = u16(bytes);
+    }
+};
+
+// The state stays in shared memory, so that a warp may have many rows: this is a lane's view of the 16 of an MMA.
+struct Tile {
+    static constexpr int HEIGHT = 2;  // rows of a lane, GROUPS apart
+    uint4 (*const pieces)[32];
+    float* const scales;
+
+    // The output of row lane / 2, which is `row` of the CTA, and its error e.
+    DEVICE float read(float& e, const Token& t, u32 row, u32 lane, u32 group) const {
+        int sum[4] = {};
         #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            peak[r] = fabsf(x[r][0]);  // a row with a NaN has nothing else (`advance`), so that its scale is NaN
+        for (int i = 0; i < PIECES; i++) {
+            const uint4 a = piece(0, i), b = piece(1, i), digits = t.digits[i][group][lane];
+            Int8::mma(sum, a.x, b.x, a.y, b.y, digits.x, digits.y);
+            Int8::mma(sum, a.z, b.z, a.w, b.w, digits.z, digits.w);
+        }
+        float y[HEIGHT];  // S d k in lanes 0 and 1, S d q in lanes 2 and 3
+        #pragma unroll
+        for (int r = 0; r < HEIGHT; r++) {
+            y[r] = float(sum[2 * r] * 256 + sum[2 * r + 1]) * t.unit[lane] * scales[r * GROUPS];
+            y[r] += shuffle_xor(y[r], 1);
+        }
+        const bool second = lane / 2;
+        const float other = shuffle_xor(second ? y[0] : y[1], 2);
+        e = t.beta * (t.v[row] - (second ? other : y[0]));
+        return (second ? y[1] : other) + t.qk * e;
+    }
+
+    // Decay row r, add e k and round.
+    DEVICE void update(uint4 (&n)[PIECES], u32 r, float e, const Token& t, u32 lane) const {
+        #pragma unroll
+        for (int i = 0; i < PIECES; i++) n[i] = piece(r, i);
+        const float scale = updated(n, scales[r * GROUPS], e, t, lane);
+        warp_sync();
+        if (lane == 0) scales[r * GROUPS] = scale;
+    }
+    DEVICE uint4& piece(u32 r, u32 i) const { return pieces[r * PIECES + i][threadIdx.x % 32]; }
+
+private:
+    // Decay a row, add e k and round; return the new scale.
+    static DEVICE float updated(uint4 (&n)[PIECES], float scale, float e, const Token& t, u32 lane) {
+        const float steps = e * inverse_of(scale);
+        const bool kept = scale > LEAST_SCALE && fabsf(steps) < MOST_UPDATE;
+        const float unit = kept ? scale : 1.f, error = kept ? steps : e;
+        const u32 mask = opt_barrier(kept ? ~0u : 0u), magic = opt_barrier(0x4b000000u);  // else there are selects
+        float x[WIDTH];
+        #pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            const u32 words[4] = {n[i].x, n[i].y, n[i].z, n[i].w};
             #pragma unroll
-            for (int i = 1; i < WIDTH; i++) peak[r] = fmaxf(peak[r], fabsf(x[r][i]));
+            for (int w = 0; w < 4; w++) {
+                const u32 word = words[w] & mask ^ 0x80808080u, channel = (i * LANES + lane) * PIECE + 4 * w;
+                const float4 k = *reinterpret_cast<const float4*>(t.k + channel),
+                             d = *reinterpret_cast<const float4*>(t.decay + channel);
+                float* to = x + i * PIECE + 4 * w;
+                to[0] = fmaf(error, k.x, unpack(word, 0, magic) * d.x), to[1] = fmaf(error, k.y, unpack(word, 1, magic) * d.y);
+                to[2] = fmaf(error, k.z, unpack(word, 2, magic) * d.z), to[3] = fmaf(error, k.w, unpack(word, 3, magic) * d.w);
+            }
         }
-        const float mine = rounded_up(reduce<ROWS, Max>(peak, lane) * (1.f / 127));
-        if (lane % COPIES == 0) {
-            const u32 row = group * ROWS + lane / COPIES;
-            to.scale[row] = mine, to.inverse[row] = mine > LEAST_SCALE ? inverse_of(mine) : 0.f;
-        }
-        warp_sync();
-        return mine;
-    }
-    // Store the warp's rows in shared or global memory.
-    DEVICE void store(void* to, const Scales& scales, u32 group) const {
-        uint2* words = static_cast<uint2*>(to) + threadIdx.x % 32;
+        float peaks[4];  // four chains; a row with a NaN has nothing else, as its sums are NaN
         #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            const float inverse = scales.inverse[group * ROWS + r];
-            words[32 * r] = make_uint2(pack(x[r], inverse), pack(x[r] + 4, inverse));
-        }
-    }
-    // The same, to be taken again.
-    DEVICE void put_back(uint4 (*to)[32], const Scales& scales, u32 group) {
-        store(to, scales, group);
+        for (int i = 0; i < WIDTH; i++) peaks[i % 4] = i < 4 ? fabsf(x[i]) : fmaxf(peaks[i % 4], fabsf(x[i]));
+        float peak = fmaxf(fmaxf(peaks[0], peaks[1]), fmaxf(peaks[2], peaks[3]));
+        u32 hash = __float_as_uint(error) * HASH + __float_as_uint(peak) + lane;
+        peak = fmaxf(peak, shuffle_xor(peak, 1));
+        peak = fmaxf(peak, shuffle_xor(peak, 2));
+        scale = rounded_up(unit * (peak * (1.f / 127)));
+        const float ratio = scale > LEAST_SCALE ? unit * inverse_of(scale) : 0.f;
         #pragma unroll
-        for (int r = 0; r < ROWS; r++) scale[r] = scales.scale[group * ROWS + r];
+        for (int i = 0; i < PIECES; i++) {
+            const uint2 low = rounded(x + i * PIECE, ratio, hash), high = rounded(x + i * PIECE + 8, ratio, hash);
+            n[i] = make_uint4(low.x, low.y, high.x, high.y);
+        }
+        return scale;
     }
-
     // Within one rounding: 127 scale inverse rounds to 127, where a larger error could let the element become 128.
     static DEVICE float inverse_of(float x) {
         const float y = reciprocal(x);
@@ -85,22 +154,19 @@ struct State {
     static DEVICE float rounded_up(float x) {
         return x < 1e38f ? __uint_as_float(__float_as_uint(x) + 0x1ffu & ~0x1ffu) : x;
     }
-    // 2^15 + 128 + n has n ^ 128 in byte 1. As a scale has 15 bits, both products are exact.
-    static DEVICE void unpack(float* y, u32 word, float scale) {
-        word ^= 0x80808080u;
+    // Byte i is n + 128: 2^23 + 128 + n has it as its lowest.
+    static DEVICE float unpack(u32 word, int i, u32 magic) {
+        return __uint_as_float(select_bytes(word, magic, 0x7540 + i)) - 8388736.f;
+    }
+    // Eight neighbours, rounded with one random number u from -1/2 to 1/2: u for four and -u for the others, so that the
+    // error of their sum is less than that of independent ones. The nearest fp16 of 1536 + x + u is an integer, n in its
+    // lower byte. u is an odd multiple of 2^-13, the lowest bit of that sum in fp32: integers stay as they are.
+    static DEVICE uint2 rounded(const float* x, float ratio, u32& hash) {
+        hash = hash * HASH + 0x7f4a7c15u;
+        const float even = __uint_as_float(((hash | 1u << 19) >> 19) + 0x44bff000u), odd = 3072.f - even;
+        u32 pairs[4];
         #pragma unroll
-        for (int i = 0; i < 4; i++)
-            y[i] = fmaf(__uint_as_float(select_bytes(word, 0x47000000u, 0x7504 + 16 * i)), scale, -32896.f * scale);
-    }
-    // 384 + y has (128 + y) 2^15 in its mantissa. The rounded 128 + n is in bits 15 to 22.
-    static DEVICE u32 rounded(float y, float inverse) {
-        return __float_as_uint(fmaf(y, inverse, 384.f)) + (__float_as_uint(y) * 0x9e3779b1u >> 17);
-    }
-    // Two of them, in bytes 0 and 2.
-    static DEVICE u32 rounded_pair(const float* y, float inverse) {
-        return select_bytes(rounded(y[0], inverse), rounded(y[1], inverse), 0x6521) >> 7;
-    }
-    static DEVICE u32 pack(const float* y, float inverse) {
-        return select_bytes(rounded_pair(y, inverse), rounded_pair(y + 2, inverse), 0x6420) ^ 0x80808080u;
+        for (int i = 0; i < 4; i++) pairs[i] = Fp16::pack(fmaf(x[2 * i], ratio, even), fmaf(x[2 * i + 1], ratio, odd));
+        return make_uint2(select_bytes(pairs[0], pairs[1], 0x6420), select_bytes(pairs[2], pairs[3], 0x6420));
     }
 };

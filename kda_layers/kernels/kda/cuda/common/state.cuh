@@ -2,7 +2,8 @@
 //
 // A warp has WARP_ROWS rows of the state: it loads them once, updates them for all tokens of the sequence, and stores
 // them once, or after each token if each has a slot. LANES lanes share a row, in pieces of 16 bytes, which a lane copies
-// to shared memory and reads back itself: in flight they take no registers.
+// to shared memory and reads back itself: in flight they take no registers. An int8 state stays int8 in registers
+// (int8_state.cuh).
 //
 // Chosen by the build: K, V (128 or 64), IO, STATE_BYTES (of an element: 4 for fp32, 2 for bf16, 1 for int8), ROWS (per
 // lane), WARPS and LANES. Only LANES affects the bits of results. Parameter structs have the members `slots`,
@@ -11,34 +12,27 @@
 #include "gates.cuh"
 #include "ptx.cuh"
 
-// Elements that a lane reads at once: 16 bytes, of int8 8 bytes, so that LANES and with it the bits of outputs are the
-// same for all types.
-constexpr int PIECE = STATE_BYTES == 4 ? 4 : 8;
+constexpr int PIECE = 16 / STATE_BYTES;      // elements that a lane reads at once
 constexpr int PIECES = K / (LANES * PIECE);  // of a row in a lane
 constexpr int WIDTH = PIECES * PIECE;        // elements of a row in a lane
 constexpr int GROUPS = 32 / LANES;           // rows side by side in a warp
 constexpr int WARP_ROWS = ROWS * GROUPS;
-constexpr int WARP_PIECES = WARP_ROWS * K * STATE_BYTES / 512;  // of 16 bytes, in a lane that copies them
+constexpr int WARP_PIECES = ROWS * PIECES;  // in a lane
 constexpr int BLOCK_ROWS = WARP_ROWS * WARPS;
 constexpr int SLICES = V / BLOCK_ROWS;  // CTAs of a head
-constexpr int COPIES = LANES / ROWS;    // lanes that hold the same sum after `reduce`
+// Lanes that hold the same output: the same sum after `reduce`, or, with int8, that of one of two rows.
+constexpr int COPIES = STATE_BYTES == 1 ? LANES / 2 : LANES / ROWS;
 constexpr int PER_LANE = K / 32;        // elements of q, k and g in a lane that prepares a token
 // Resident warps per SM that registers are limited for: as many as are possible without spills.
 DEVICE constexpr int resident_warps() {
-    if (ROWS * WIDTH > 32) return STATE_BYTES == 1 && __CUDA_ARCH__ < 900 ? 12 : 16;
+    if (STATE_BYTES == 1) return 24;
+    if (ROWS * WIDTH > 32) return 16;
     if (K == 64 || __CUDA_ARCH__ < 900) return 24;
-    if (STATE_BYTES == 1) return __CUDA_ARCH__ == 900 ? 28 : 24;
     return __CUDA_ARCH__ == 900 ? 32 : 28;
 }
 constexpr int RESIDENT = resident_warps();
 static_assert(LANES <= 32 && WIDTH * LANES == K, "LANES must split a row into pieces of 16 bytes");
-static_assert(ROWS % 4 == 0 && COPIES >= 1 && SLICES * BLOCK_ROWS == V, "ROWS and WARPS must split V");
-
-struct Token {                   // in shared memory
-    float k[K], q[K], decay[K];  // q scaled
-    float v[BLOCK_ROWS];
-    float beta, qk, unused[2];
-};
+static_assert(SLICES * BLOCK_ROWS == V, "ROWS and WARPS must split V");
 
 DEVICE float sum_over_warp(float x) {
     #pragma unroll
@@ -46,26 +40,22 @@ DEVICE float sum_over_warp(float x) {
     return x;
 }
 
-struct Sum {
-    static DEVICE float of(float x, float y) { return x + y; }
-};
-
-// Sums (by Op) of x[0..count) over the lanes of a row; this lane returns that of index lane / (LANES / count). In every
+// Sums of x[0..count) over the lanes of a row; this lane returns that of index lane / (LANES / count). In every
 // step a lane sends half of its sums to its partner. The order of additions depends on LANES only.
-template <int count, class Op = Sum, int mask = LANES / 2> DEVICE float reduce(float* x, u32 lane) {
+template <int count, int mask = LANES / 2> DEVICE float reduce(float* x, u32 lane) {
     if constexpr (mask == 0) {
         return x[0];
     } else if constexpr (count == 1) {
-        x[0] = Op::of(x[0], shuffle_xor(x[0], mask));
-        return reduce<1, Op, mask / 2>(x, lane);
+        x[0] += shuffle_xor(x[0], mask);
+        return reduce<1, mask / 2>(x, lane);
     } else {
         const bool upper = lane & mask;
         #pragma unroll
         for (int i = 0; i < count / 2; i++) {
             const float low = x[i], high = x[i + count / 2];
-            x[i] = Op::of(upper ? high : low, shuffle_xor(upper ? low : high, mask));
+            x[i] = (upper ? high : low) + shuffle_xor(upper ? low : high, mask);
         }
-        return reduce<count / 2, Op, mask / 2>(x, lane);
+        return reduce<count / 2, mask / 2>(x, lane);
     }
 }
 
@@ -75,13 +65,9 @@ DEVICE constexpr int piece_offset(int row, int piece) {
     return (row * GROUPS * (K / PIECE) + piece * LANES) * PIECE * STATE_BYTES;
 }
 
-#if STATE_BYTES == 1
-#include "int8_state.cuh"
-#else
-struct State {
-    float x[ROWS][WIDTH];
-
-    // Call f with each row and piece of a lane.
+// The pieces of a lane.
+struct Pieces {
+    // Call f with each row and piece.
     template <class F> static DEVICE void each(F f) {
         #pragma unroll
         for (int r = 0; r < ROWS; r++) {
@@ -94,6 +80,21 @@ struct State {
             [&](int r, int i) { cp_async_16(&to[r * PIECES + i][threadIdx.x % 32], from + piece_offset(r, i), true); });
         cp_async_commit();
     }
+};
+
+#if STATE_BYTES == 1
+#include "int8_state.cuh"
+#else
+struct Token {                   // in shared memory
+    float k[K], q[K], decay[K];  // q scaled
+    float v[BLOCK_ROWS];
+    float beta, qk, unused[2];
+};
+
+struct State : Pieces {
+    static_assert(ROWS % 4 == 0 && COPIES >= 1, "advance reads the errors of four rows at a time");
+    float x[ROWS][WIDTH];
+
     DEVICE void take(const uint4 (*from)[32]) {
         cp_async_wait<0>();
         each([&](int r, int i) { unpack(x[r] + i * PIECE, from[r * PIECES + i][threadIdx.x % 32]); });
@@ -125,7 +126,6 @@ struct State {
     }
 #endif
 };
-#endif
 
 // This lane's WIDTH elements.
 DEVICE void spread(float (&to)[WIDTH], const float* from, u32 lane) {
@@ -171,6 +171,7 @@ DEVICE float advance(State& S, const Token& t, float* errors, u32 row, u32 lane,
     }
     return o;
 }
+#endif
 
 // ---------------------------------------------------------------- slots
 

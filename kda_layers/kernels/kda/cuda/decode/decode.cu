@@ -7,7 +7,8 @@
 //
 // The rows of S are independent: a CTA has BLOCK_ROWS of them (state.cuh). While the state is copied, one warp per token
 // computes the decays and normalises q and k. With more than a few tokens the kernel is bound by instructions, which
-// more rows per lane reduce. A bf16 or int8 state is rounded when stored, and after every p.stage tokens.
+// more rows per lane reduce. A bf16 state is rounded when stored, and after every p.stage tokens; an int8 state after
+// every token.
 //
 // Chosen by the build: what state.cuh names, IO (Bf16 or Fp16), and the shape of the work: ROWS, WARPS and LANES.
 #include "DecodeParams.h"
@@ -22,9 +23,10 @@ DEVICE u64 start(const Rows& at, u32 b, u32 t, u32 h) {
 
 struct Shared {
     uint4 state[WARPS][WARP_PIECES][32];
-    float errors[2][WARPS][WARP_ROWS];  // e of this token and of the previous one
 #if STATE_BYTES == 1
-    Scales scales[WARPS];
+    float scales[WARPS][WARP_ROWS];
+#else
+    float errors[2][WARPS][WARP_ROWS];  // e of this token and of the previous one
 #endif
     Token tokens[1];  // p.stage of them
 };
@@ -107,7 +109,11 @@ DEVICE void prepare_token(Token& to, const Raw& raw, const DecodeParams& p, u32 
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) q[i] *= q_factor, k[i] *= k_factor;
     decays_of_any_gate(g, raw, p);
+#if STATE_BYTES == 1
+    to.put_digits(q, k, g, lane);
+#else
     put_words(to.q + lane * PER_LANE, q);
+#endif
     put_words(to.k + lane * PER_LANE, k);
     put_words(to.decay + lane * PER_LANE, g);
     #pragma unroll
@@ -136,54 +142,26 @@ struct Place {
     }
 };
 
-// A head's state in slot 0 of the pool: where this thread's rows begin, or those of its warp if the state is int8.
+// A head's state in slot 0 of the pool: where this thread's rows begin; of scales, those of its warp.
 struct Pool {
     unsigned char* states;
     const DecodeParams& p;
 #if STATE_BYTES == 1
-    float* scales;  // of this thread's first row
+    float* scales;
 #endif
 
     DEVICE Pool(const DecodeParams& p, const Place& at) : p(p) {
-#if STATE_BYTES == 1
-        const u32 first_row = at.block_row + at.warp * WARP_ROWS;
-        states = p.state + 16 * u64(at.head) * p.head_stride + first_row * K;
-        scales = p.state_scale + u64(at.head) * p.scale_head_stride + first_row + at.group;
-#else
         const u32 first_row = at.block_row + at.warp * WARP_ROWS + at.group;
         states = p.state + 16 * (u64(at.head) * p.head_stride + first_row * (K / PIECE) + at.lane);
+#if STATE_BYTES == 1
+        scales = p.state_scale + u64(at.head) * p.scale_head_stride + at.block_row + at.warp * WARP_ROWS;
 #endif
     }
-    DEVICE unsigned char* slot_at(u32 slot) const { return states + 16 * (u64(slot) * p.slot_stride); }
+    DEVICE unsigned char* state_at(u32 slot) const { return states + 16 * (u64(slot) * p.slot_stride); }
 #if STATE_BYTES == 1
     DEVICE float* scales_at(u32 slot) const { return scales + u64(slot) * p.scale_slot_stride; }
 #endif
-    DEVICE void load(State& S, uint4 (*to)[32], u32 slot) const {
-        State::copy(to, slot_at(slot));
-#if STATE_BYTES == 1
-        S.load_scales(scales_at(slot));
-#endif
-    }
-    DEVICE void store(State& S, Shared& shared, const Place& at, u32 slot) const {
-#if STATE_BYTES == 1
-        const float scale = S.choose_scales(shared.scales[at.warp], at.lane, at.group);
-        if (at.lane % COPIES == 0) scales_at(slot)[at.lane / COPIES * GROUPS] = scale;
-        S.store(slot_at(slot), shared.scales[at.warp], at.group);
-#else
-        S.store(slot_at(slot));
-#endif
-    }
 };
-
-// Put the state back in shared memory.
-DEVICE void put_back(State& S, Shared& shared, const Place& at) {
-#if STATE_BYTES == 1
-    S.choose_scales(shared.scales[at.warp], at.lane, at.group);
-    S.put_back(shared.state[at.warp], shared.scales[at.warp], at.group);
-#else
-    S.put_back(shared.state[at.warp]);
-#endif
-}
 
 DEVICE void clear_outputs(u16* o, u32 tokens, u32 heads) {
     #pragma unroll 1
@@ -201,7 +179,48 @@ DEVICE void prepare_tokens(Shared& shared, const DecodeParams& p, u32 t, u32 cou
     }
 }
 
+#if STATE_BYTES == 1
+DEVICE void copy_scales(float* to, const float* from, u32 lane) {
+    #pragma unroll
+    for (u32 i = 0; i < WARP_ROWS; i += 32)
+        if (i + lane < WARP_ROWS) to[i + lane] = from[i + lane];
+}
+#endif
+
 // The tokens from `first` on that are in shared memory: their outputs, and the states after them that are kept.
+#if STATE_BYTES == 1
+DEVICE void advance_tokens(const Place& at, const DecodeParams& p, u16* o, const Pool& pool, u32 n, u32 first, u32 count,
+                           u32 tokens, u32& slot) {
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
+    #pragma unroll 1
+    for (u32 t = 0; t < count; t++) {
+        const bool kept = destination_of(p, n, first + t, tokens, slot);
+        unsigned char* to = pool.state_at(slot);
+        #pragma unroll 1
+        for (u32 tile = 0; tile < ROWS / Tile::HEIGHT; tile++) {
+            const u32 row = tile * Tile::HEIGHT * GROUPS;
+            const Tile S = {shared.state[at.warp] + tile * Tile::HEIGHT * PIECES,
+                            shared.scales[at.warp] + row + at.group};
+            float e;
+            const float y = S.read(e, shared.tokens[t], row + at.row, at.lane, at.group);
+            if (at.lane % COPIES == 0) o[u64(first + t) * at.heads * V + row] = u16(IO::pack(y, 0.f));
+            const float e_other = shuffle_xor(e, COPIES);
+            #pragma unroll 1
+            for (u32 r = 0; r < Tile::HEIGHT; r++) {
+                uint4 n[PIECES];
+                S.update(n, r, at.lane / COPIES == r ? e : e_other, shared.tokens[t], at.lane);
+                #pragma unroll
+                for (int i = 0; i < PIECES; i++) {
+                    if (kept) *reinterpret_cast<uint4*>(to + (row + r * GROUPS) * K + i * LANES * PIECE) = n[i];
+                    if (first + t + 1 < tokens) S.piece(r, i) = n[i];
+                }
+            }
+        }
+        warp_sync();
+        if (kept) copy_scales(pool.scales_at(slot), shared.scales[at.warp], threadIdx.x % 32);
+    }
+}
+#else
 DEVICE void advance_tokens(State& S, const Place& at, const DecodeParams& p, u16* o, const Pool& pool, u32 n, u32 first,
                            u32 count, u32 tokens, u32& slot) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
@@ -210,9 +229,10 @@ DEVICE void advance_tokens(State& S, const Place& at, const DecodeParams& p, u16
         const bool kept = destination_of(p, n, first + t, tokens, slot);
         const float y = advance(S, shared.tokens[t], shared.errors[t % 2][at.warp], at.row, at.lane, at.group);
         if (at.lane % COPIES == 0) o[u64(first + t) * at.heads * V] = u16(IO::pack(y, 0.f));
-        if (kept) pool.store(S, shared, at, slot);
+        if (kept) S.store(pool.state_at(slot));
     }
 }
+#endif
 
 // Grid: x = HV * SLICES, y z >= sequences. CTA: 32 WARPS threads. Dynamic shared memory: Shared with p.stage tokens.
 // A sequence without tokens changes nothing. Neither does one whose slot or number of accepted tokens is out of
@@ -242,18 +262,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     u32 slot;
     if (!source_of(p, n, slot)) return clear_outputs(o, tokens, at.heads);
     const Pool pool(p, at);
+    Pieces::copy(shared.state[at.warp], pool.state_at(slot));
+#if STATE_BYTES == 1
+    copy_scales(shared.scales[at.warp], pool.scales_at(slot), whole);
+#else
     State S;
-    pool.load(S, shared.state[at.warp], slot);
+#endif
     if (prepares) prepare_token(shared.tokens[at.warp], raw, p, whole);
     for (u32 first = 0; first < tokens; first += p.stage) {
         const u32 count = min(p.stage, tokens - first);
         prepare_tokens(shared, p, first ? at.warp : at.warp + WARPS, count, batch, start + first, at.head, at.block_row,
                        whole);
         barrier_sync(0, 32 * WARPS);
+#if STATE_BYTES == 1
+        cp_async_wait<0>();
+        advance_tokens(at, p, o, pool, n, first, count, tokens, slot);
+#else
         S.take(shared.state[at.warp]);
         advance_tokens(S, at, p, o, pool, n, first, count, tokens, slot);
+#endif
         if (first + p.stage < tokens) {
-            put_back(S, shared, at);
+#if STATE_BYTES != 1
+            S.put_back(shared.state[at.warp]);
+#endif
             barrier_sync(0, 32 * WARPS);
         }
     }

@@ -91,8 +91,9 @@ class Variant(NamedTuple):
         """Size in bytes of struct Shared in decode.cu with room for `stage` tokens."""
         rows = self._block_rows
         state, errors, token = rows * self.K * self.state_dtype.itemsize, 8 * rows, 4 * (3 * self.K + rows + 4)
-        scales = 8 * rows if self.state_dtype == torch.int8 else 0
-        return state + errors + scales + stage * token
+        if self.state_dtype == torch.int8:
+            errors, token = 4 * rows, 4 * (4 * self.K + rows + 8)
+        return state + errors + stage * token
 
     @property
     def _block_rows(self) -> int:
@@ -105,6 +106,8 @@ def variant_for(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, bu
 
     `busy`, for many tokens of many sequences, gives the same bits with fewer instructions but half as many blocks.
     """
+    if state_dtype == torch.int8:
+        return Variant(K, V, dtype, state_dtype, 4, *((4, V // 32) if busy else (2, 4)))
     lanes = K // 8
     return Variant(K, V, dtype, state_dtype, lanes, *((8, V // 32) if busy else (4, 4)))
 
