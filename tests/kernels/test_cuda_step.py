@@ -113,6 +113,21 @@ def test_stages_of_an_int8_state() -> None:
     assert torch.equal(got[1], states[1])
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_padding_of_an_int8_state(busy: bool) -> None:
+    """A sequence without a slot gets zeros in every row, and changes no state."""
+    x = make_inputs(ONE)
+    states = quantize_state(x.initial_state)
+    state, scale = (t.clone() for t in states)
+    slots = torch.tensor([-1, 1])
+    o = emulated.decode(step_inputs(x, state=state, state_scale=scale, state_indices=slots), busy=busy)
+    want_o, want, want_scale = int8_step(x, states)
+    assert not o[0].any()
+    assert torch.equal(o[1], want_o[1])
+    assert torch.equal(state, torch.stack((states[0][0], want[1])))
+    assert torch.equal(scale, torch.stack((states[1][0], want_scale[1])))
+
+
 def test_a_misaligned_int8_state() -> None:
     x = make_inputs(replace(ONE, T=2))
     state, scale = quantize_state(x.initial_state)

@@ -27,7 +27,8 @@ struct Token {  // in shared memory
     float beta, qk, unused[2];
 
     // Split d k and d q, q scaled, into digits.
-    DEVICE void put_digits(const float (&q)[PER_LANE], const float (&k)[PER_LANE], const float (&d)[PER_LANE], u32 lane) {
+    DEVICE void put_digits(const float (&q)[PER_LANE], const float (&k)[PER_LANE], const float (&d)[PER_LANE],
+                           u32 lane) {
         float y[PER_LANE];
         #pragma unroll
         for (int i = 0; i < PER_LANE; i++) y[i] = d[i] * k[i];
@@ -49,8 +50,7 @@ private:
         const float factor = __uint_as_float(283 - exponent << 23);
         u32 word[4] = {};  // of a channel: digit i, from -128 to 127, in byte i
         #pragma unroll
-        for (int i = 0; i < PER_LANE; i++)
-            word[i] = u32(round_to_int(y[i] * factor)) + 0x80808080u ^ 0x80808080u;
+        for (int i = 0; i < PER_LANE; i++) word[i] = u32(round_to_int(y[i] * factor)) + 0x80808080u ^ 0x80808080u;
         const u32 low[2] = {select_bytes(word[0], word[1], 0x5140), select_bytes(word[2], word[3], 0x5140)};
         const u32 high[2] = {select_bytes(word[0], word[1], 0x7362), select_bytes(word[2], word[3], 0x7362)};
         put_channels(first, select_bytes(high[0], high[1], 0x7632), lane);
@@ -71,7 +71,13 @@ private:
     }
 };
 
-// The state stays in shared memory, so that a warp may have many rows: this is a lane's view of the 16 of an MMA.
+// In shared memory, not in registers: a warp may have many rows.
+struct State : Pieces {
+    DEVICE void take(const uint4 (*)[32]) { cp_async_wait<0>(); }
+    DEVICE void put_back(const uint4 (*)[32]) const {}
+};
+
+// A lane's part of the 16 rows of an MMA.
 struct Tile {
     static constexpr int HEIGHT = 2;  // rows of a lane, GROUPS apart
     uint4 (*const pieces)[32];
@@ -114,19 +120,21 @@ private:
         const float steps = e * inverse_of(scale);
         const bool kept = scale > LEAST_SCALE && fabsf(steps) < MOST_UPDATE;
         const float unit = kept ? scale : 1.f, error = kept ? steps : e;
-        const u32 mask = opt_barrier(kept ? ~0u : 0u), magic = opt_barrier(0x4b000000u);  // else there are selects
+        const float keep = kept ? 1.f : 0.f, offset = kept ? -8388736.f : 0.f;
         float x[WIDTH];
         #pragma unroll
         for (int i = 0; i < PIECES; i++) {
             const u32 words[4] = {n[i].x, n[i].y, n[i].z, n[i].w};
             #pragma unroll
             for (int w = 0; w < 4; w++) {
-                const u32 word = words[w] & mask ^ 0x80808080u, channel = (i * LANES + lane) * PIECE + 4 * w;
+                const u32 word = words[w] ^ 0x80808080u, channel = (i * LANES + lane) * PIECE + 4 * w;
                 const float4 k = *reinterpret_cast<const float4*>(t.k + channel),
                              d = *reinterpret_cast<const float4*>(t.decay + channel);
                 float* to = x + i * PIECE + 4 * w;
-                to[0] = fmaf(error, k.x, unpack(word, 0, magic) * d.x), to[1] = fmaf(error, k.y, unpack(word, 1, magic) * d.y);
-                to[2] = fmaf(error, k.z, unpack(word, 2, magic) * d.z), to[3] = fmaf(error, k.w, unpack(word, 3, magic) * d.w);
+                to[0] = fmaf(error, k.x, fmaf(unpack(word, 0), keep, offset) * d.x),
+                to[1] = fmaf(error, k.y, fmaf(unpack(word, 1), keep, offset) * d.y);
+                to[2] = fmaf(error, k.z, fmaf(unpack(word, 2), keep, offset) * d.z),
+                to[3] = fmaf(error, k.w, fmaf(unpack(word, 3), keep, offset) * d.w);
             }
         }
         float peaks[4];  // four chains; a row with a NaN has nothing else, as its sums are NaN
@@ -154,9 +162,9 @@ private:
     static DEVICE float rounded_up(float x) {
         return x < 1e38f ? __uint_as_float(__float_as_uint(x) + 0x1ffu & ~0x1ffu) : x;
     }
-    // Byte i is n + 128: 2^23 + 128 + n has it as its lowest.
-    static DEVICE float unpack(u32 word, int i, u32 magic) {
-        return __uint_as_float(select_bytes(word, magic, 0x7540 + i)) - 8388736.f;
+    // 2^23 + byte i of the word.
+    static DEVICE float unpack(u32 word, int i) {
+        return __uint_as_float(i ? select_bytes(word, 0x4b000000u, 0x7540 + i) : word & 0xffu | 0x4b000000u);
     }
     // Eight neighbours, rounded with one random number u from -1/2 to 1/2: u for four and -u for the others, so that the
     // error of their sum is less than that of independent ones. The nearest fp16 of 1536 + x + u is an integer, n in its

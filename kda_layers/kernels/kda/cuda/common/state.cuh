@@ -22,7 +22,8 @@ constexpr int BLOCK_ROWS = WARP_ROWS * WARPS;
 constexpr int SLICES = V / BLOCK_ROWS;  // CTAs of a head
 // Lanes that hold the same output: the same sum after `reduce`, or, with int8, that of one of two rows.
 constexpr int COPIES = STATE_BYTES == 1 ? LANES / 2 : LANES / ROWS;
-constexpr int PER_LANE = K / 32;        // elements of q, k and g in a lane that prepares a token
+constexpr int OUTPUT_ROWS = GROUPS * (LANES / COPIES);  // of a warp, side by side in its lanes
+constexpr int PER_LANE = K / 32;                        // elements of q, k and g in a lane that prepares a token
 // Resident warps per SM that registers are limited for: as many as are possible without spills.
 DEVICE constexpr int resident_warps() {
     if (STATE_BYTES == 1) return 24;

@@ -165,7 +165,10 @@ struct Pool {
 
 DEVICE void clear_outputs(u16* o, u32 tokens, u32 heads) {
     #pragma unroll 1
-    for (u32 t = 0; t < tokens; t++) o[u64(t) * heads * V] = 0;
+    for (u32 t = 0; t < tokens; t++) {
+        #pragma unroll
+        for (u32 row = 0; row < WARP_ROWS; row += OUTPUT_ROWS) o[u64(t) * heads * V + row] = 0;
+    }
 }
 
 // Every WARPS-th of `count` tokens, from t on; `token` is the first's index in the batch.
@@ -189,30 +192,29 @@ DEVICE void copy_scales(float* to, const float* from, u32 lane) {
 
 // The tokens from `first` on that are in shared memory: their outputs, and the states after them that are kept.
 #if STATE_BYTES == 1
-DEVICE void advance_tokens(const Place& at, const DecodeParams& p, u16* o, const Pool& pool, u32 n, u32 first, u32 count,
-                           u32 tokens, u32& slot) {
+DEVICE void advance_tokens(State&, const Place& at, const DecodeParams& p, u16* o, const Pool& pool, u32 n, u32 first,
+                           u32 count, u32 tokens, u32& slot) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
     #pragma unroll 1
     for (u32 t = 0; t < count; t++) {
         const bool kept = destination_of(p, n, first + t, tokens, slot);
         unsigned char* to = pool.state_at(slot);
         #pragma unroll 1
-        for (u32 tile = 0; tile < ROWS / Tile::HEIGHT; tile++) {
-            const u32 row = tile * Tile::HEIGHT * GROUPS;
-            const Tile S = {shared.state[at.warp] + tile * Tile::HEIGHT * PIECES,
-                            shared.scales[at.warp] + row + at.group};
+        for (u32 tile = 0; tile < WARP_ROWS / OUTPUT_ROWS; tile++) {
+            const u32 row = tile * OUTPUT_ROWS, first_row = tile * Tile::HEIGHT;  // of the warp, of the lane
+            const Tile S = {shared.state[at.warp] + first_row * PIECES, shared.scales[at.warp] + row + at.group};
             float e;
             const float y = S.read(e, shared.tokens[t], row + at.row, at.lane, at.group);
             if (at.lane % COPIES == 0) o[u64(first + t) * at.heads * V + row] = u16(IO::pack(y, 0.f));
             const float e_other = shuffle_xor(e, COPIES);
             #pragma unroll 1
             for (u32 r = 0; r < Tile::HEIGHT; r++) {
-                uint4 n[PIECES];
-                S.update(n, r, at.lane / COPIES == r ? e : e_other, shared.tokens[t], at.lane);
+                uint4 words[PIECES];
+                S.update(words, r, at.lane / COPIES == r ? e : e_other, shared.tokens[t], at.lane);
                 #pragma unroll
                 for (int i = 0; i < PIECES; i++) {
-                    if (kept) *reinterpret_cast<uint4*>(to + (row + r * GROUPS) * K + i * LANES * PIECE) = n[i];
-                    if (first + t + 1 < tokens) S.piece(r, i) = n[i];
+                    if (kept) *reinterpret_cast<uint4*>(to + piece_offset(first_row + r, i)) = words[i];
+                    if (first + t + 1 < tokens) S.piece(r, i) = words[i];
                 }
             }
         }
@@ -262,11 +264,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     u32 slot;
     if (!source_of(p, n, slot)) return clear_outputs(o, tokens, at.heads);
     const Pool pool(p, at);
-    Pieces::copy(shared.state[at.warp], pool.state_at(slot));
+    State S;
+    S.copy(shared.state[at.warp], pool.state_at(slot));
 #if STATE_BYTES == 1
     copy_scales(shared.scales[at.warp], pool.scales_at(slot), whole);
-#else
-    State S;
 #endif
     if (prepares) prepare_token(shared.tokens[at.warp], raw, p, whole);
     for (u32 first = 0; first < tokens; first += p.stage) {
@@ -274,17 +275,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
         prepare_tokens(shared, p, first ? at.warp : at.warp + WARPS, count, batch, start + first, at.head, at.block_row,
                        whole);
         barrier_sync(0, 32 * WARPS);
-#if STATE_BYTES == 1
-        cp_async_wait<0>();
-        advance_tokens(at, p, o, pool, n, first, count, tokens, slot);
-#else
         S.take(shared.state[at.warp]);
         advance_tokens(S, at, p, o, pool, n, first, count, tokens, slot);
-#endif
         if (first + p.stage < tokens) {
-#if STATE_BYTES != 1
             S.put_back(shared.state[at.warp]);
-#endif
             barrier_sync(0, 32 * WARPS);
         }
     }
