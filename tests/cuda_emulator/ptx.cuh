@@ -175,7 +175,9 @@ DEVICE float log2_fast(float x) { return std::log2(x); }
 DEVICE float reciprocal(float x) { return 1 / x; }
 DEVICE float rsqrt_fast(float x) { return 1 / std::sqrt(x); }
 
-DEVICE int round_to_int(float x) { return x != x ? 0 : int(std::nearbyint(std::fmin(std::fmax(x, -0x1p31f), 0x1.fffffep30f))); }
+DEVICE int round_to_int(float x) {  // the nearest in range; of NaN 0
+    return x != x ? 0 : int(std::nearbyint(std::fmin(std::fmax(x, -0x1p31f), 0x1.fffffep30f)));
+}
 
 DEVICE u32 select_bytes(u32 x, u32 y, u32 which) {
     const u64 bytes = u64(y) << 32 | x;

@@ -91,7 +91,7 @@ def int8_step(x: Inputs, states: tuple[Tensor, Tensor], **launch: int) -> tuple[
     return emulated.decode(step_inputs(x, state=state, state_scale=scale), **launch), state, scale
 
 
-@pytest.mark.parametrize("launch", [{"seed": 1}, {"seed": 2}, {"busy": True}, {"warps": 2}, {"rows": 8, "warps": 1}], ids=str)
+@pytest.mark.parametrize("launch", [{"seed": 1}, {"busy": True}, {"warps": 2}, {"rows": 8, "warps": 1}], ids=str)
 @pytest.mark.parametrize("case", **ids([replace(ONE, T=3), NARROW]))
 def test_tilings_of_an_int8_state(case: Case, launch: dict[str, int]) -> None:
     x = make_inputs(case)

@@ -3,8 +3,8 @@
 A row [K] of a state [V, K] is n * scale, with n from -127 to 127 and one fp32 scale. Rounding to the nearest n would
 lose an update smaller than half a step at every token. An element is therefore rounded up with the probability of its
 fraction, at every token. The random number is a hash of values at hand, so that equal inputs give equal bits and no
-counter is kept; which hash is not part of the definition, and every backend has its own. docs/internals/kernels/decode.md
-compares other roundings.
+counter is kept. Which hash is not part of the definition: the CUDA kernel has another than `quantize_state`.
+docs/internals/kernels/decode.md compares other roundings.
 
 A scale is a row's largest magnitude / 127 with 15 bits of mantissa, rounded up. So 127 scale / 127 is scale again, and
 a row that does not change keeps its bits: a scale that changed would round every element at every token.

@@ -1,22 +1,23 @@
 // The state of a value head in int8 with a scale per row, and its update by a token: an element is n scale. Part of
 // state.cuh.
 //
-// The sums S k and S q are MMAs of the integers as loaded: d k and d q are split into four digits of 8 bits, the columns
-// of B, so that the sums are exact. A row is then updated in units of its scale, n' = n d + e / scale k, and rounded.
-// A warp has 16 rows, the height of an MMA: lane (g, t) = (group, lane) has rows g and g + 8, in each the pieces t and
-// t + 4, which are A's fragments if B's rows are in the same order.
+// The sums S d k and S d q of a token are MMAs of the integers as loaded. d k and d q are split into four digits of 8
+// bits each, the eight columns of B, so that the sums are exact. A row is then updated in units of its scale, to
+// n d + (e / scale) k, and rounded to its new scale. The MMA has 16 rows; lane (g, t) = (group, lane) has rows g and
+// g + 8. Its pieces, t and t + 4, are fragments of A as they are: any order of the channels will do that B shares.
 //
 // Rounded to the nearest integer, an update smaller than half a step would be lost at every token. An element is
-// therefore rounded up with the probability of its fraction, by a hash of the row's bits nearby: equal inputs give equal
-// bits, with no counter. docs/internals/kernels/decode.md compares other roundings and counts instructions.
+// therefore rounded up with the probability of its fraction, by a hash of the update and of the row's largest element
+// in the lane: equal inputs give equal bits, with no counter. docs/internals/kernels/decode.md compares other roundings
+// and counts instructions.
 //
-// A scale is a row's largest magnitude / 127 with 15 bits of mantissa, rounded up. So 127 scale / 127 is scale again, and
-// a row that does not change keeps its bits: a scale that changed would round every element at every token.
+// A scale is a row's largest magnitude / 127 with 15 bits of mantissa, rounded up. So 127 scale / 127 is scale again,
+// and a row that does not change keeps its bits: a scale that changed would round every element at every token.
 #pragma once
 
 constexpr float LEAST_SCALE = 1e-37f;  // of smaller ones the reciprocal overflows: the row is rounded to 0
 constexpr float MOST_UPDATE = 1e30f;   // in steps, beside which the row is nothing: larger ones could overflow
-constexpr u32 HASH = 0x9e3779b1u;
+constexpr u32 HASH = 0x9e3779b1u;      // 2^32 / the golden ratio
 static_assert(LANES == 4 && ROWS % 2 == 0, "the fragments of an MMA");
 
 struct Token {  // in shared memory
@@ -115,12 +116,13 @@ struct Tile {
     DEVICE uint4& piece(u32 r, u32 i) const { return pieces[r * PIECES + i][threadIdx.x % 32]; }
 
 private:
-    // Decay a row, add e k and round; return the new scale.
+    // Decay a row, add e k and round; return the new scale. A row at a time takes half of the registers that both of a
+    // lane would, and k and d are loaded twice.
     static DEVICE float updated(uint4 (&n)[PIECES], float scale, float e, const Token& t, u32 lane) {
         const float steps = e * inverse_of(scale);
         const bool kept = scale > LEAST_SCALE && fabsf(steps) < MOST_UPDATE;
         const float unit = kept ? scale : 1.f, error = kept ? steps : e;
-        const float keep = kept ? 1.f : 0.f, offset = kept ? -8388736.f : 0.f;
+        const float keep = kept ? 1.f : 0.f, offset = kept ? -8388736.f : 0.f;  // 2^23 + 128
         float x[WIDTH];
         #pragma unroll
         for (int i = 0; i < PIECES; i++) {
@@ -130,11 +132,10 @@ private:
                 const u32 word = words[w] ^ 0x80808080u, channel = (i * LANES + lane) * PIECE + 4 * w;
                 const float4 k = *reinterpret_cast<const float4*>(t.k + channel),
                              d = *reinterpret_cast<const float4*>(t.decay + channel);
-                float* to = x + i * PIECE + 4 * w;
-                to[0] = fmaf(error, k.x, fmaf(unpack(word, 0), keep, offset) * d.x),
-                to[1] = fmaf(error, k.y, fmaf(unpack(word, 1), keep, offset) * d.y);
-                to[2] = fmaf(error, k.z, fmaf(unpack(word, 2), keep, offset) * d.z),
-                to[3] = fmaf(error, k.w, fmaf(unpack(word, 3), keep, offset) * d.w);
+                const float each_k[4] = {k.x, k.y, k.z, k.w}, each_d[4] = {d.x, d.y, d.z, d.w};
+                #pragma unroll
+                for (int j = 0; j < 4; j++)
+                    x[i * PIECE + 4 * w + j] = fmaf(error, each_k[j], fmaf(unpack(word, j), keep, offset) * each_d[j]);
             }
         }
         float peaks[4];  // four chains; a row with a NaN has nothing else, as its sums are NaN
@@ -166,9 +167,9 @@ private:
     static DEVICE float unpack(u32 word, int i) {
         return __uint_as_float(i ? select_bytes(word, 0x4b000000u, 0x7540 + i) : word & 0xffu | 0x4b000000u);
     }
-    // Eight neighbours, rounded with one random number u from -1/2 to 1/2: u for four and -u for the others, so that the
-    // error of their sum is less than that of independent ones. The nearest fp16 of 1536 + x + u is an integer, n in its
-    // lower byte. u is an odd multiple of 2^-13, the lowest bit of that sum in fp32: integers stay as they are.
+    // Eight neighbours, rounded with one random number u from -1/2 to 1/2: u for four and -u for the others, so that
+    // the error of their sum is less than that of independent ones. The nearest fp16 of 1536 + x + u is an integer, n in
+    // its lower byte. u is an odd multiple of 2^-13, the lowest bit of that sum in fp32: integers stay as they are.
     static DEVICE uint2 rounded(const float* x, float ratio, u32& hash) {
         hash = hash * HASH + 0x7f4a7c15u;
         const float even = __uint_as_float(((hash | 1u << 19) >> 19) + 0x44bff000u), odd = 3072.f - even;

@@ -2,8 +2,7 @@
 //
 // A warp has WARP_ROWS rows of the state: it loads them once, updates them for all tokens of the sequence, and stores
 // them once, or after each token if each has a slot. LANES lanes share a row, in pieces of 16 bytes, which a lane copies
-// to shared memory and reads back itself: in flight they take no registers. An int8 state stays int8 in registers
-// (int8_state.cuh).
+// to shared memory and reads back itself: in flight they take no registers. An int8 state stays there: int8_state.cuh.
 //
 // Chosen by the build: K, V (128 or 64), IO, STATE_BYTES (of an element: 4 for fp32, 2 for bf16, 1 for int8), ROWS (per
 // lane), WARPS and LANES. Only LANES affects the bits of results. Parameter structs have the members `slots`,
@@ -26,7 +25,8 @@ constexpr int OUTPUT_ROWS = GROUPS * (LANES / COPIES);  // of a warp, side by si
 constexpr int PER_LANE = K / 32;                        // elements of q, k and g in a lane that prepares a token
 // Resident warps per SM that registers are limited for: as many as are possible without spills.
 DEVICE constexpr int resident_warps() {
-    if (STATE_BYTES == 1) return 24;
+    if (STATE_BYTES == 1 && ROWS == 2) return __CUDA_ARCH__ < 1000 ? 24 : 20;
+    if (STATE_BYTES == 1) return K == 128 && __CUDA_ARCH__ == 900 ? 28 : 24;
     if (ROWS * WIDTH > 32) return 16;
     if (K == 64 || __CUDA_ARCH__ < 900) return 24;
     return __CUDA_ARCH__ == 900 ? 32 : 28;

@@ -57,7 +57,7 @@ STAGE = 8  # tokens in shared memory at a time
 MOST_ROWS = 2**16 - 1  # limit of a grid's y and z
 FEW = 4  # tokens of a sequence; with more, compute and not memory is the limit
 MANY_HEADS = 128  # of all sequences together, about the number of multiprocessors
-MANY_INT8_HEADS = 8 * MANY_HEADS  # from which even one token is bound by instructions; estimated, not measured
+MANY_INT8_HEADS = 8 * MANY_HEADS  # from which an int8 state has a block per head; estimated, not measured
 
 
 class Variant(NamedTuple):
@@ -104,7 +104,8 @@ class Variant(NamedTuple):
 def variant_for(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, busy: bool = False) -> Variant:
     """The variant for these widths and dtypes.
 
-    `busy`, for many tokens of many sequences, gives the same bits with fewer instructions but half as many blocks.
+    `busy`, for many tokens of many sequences (int8 states: for many heads), gives the same bits with fewer instructions
+    but half as many blocks.
     """
     if state_dtype == torch.int8:
         return Variant(K, V, dtype, state_dtype, 4, *((4, V // 32) if busy else (2, 4)))
