@@ -9,12 +9,12 @@ struct Params {
 };
 
 // in: per lane A's 4 registers, B's 2 and C's 4; out: per lane D's 4.
-template <class Number> DEVICE void mma(const Params& p) {
+template <class Number, class Sum = float> DEVICE void mma(const Params& p) {
     const u32* x = p.in + threadIdx.x * 10;
-    float d[4];
-    for (int i = 0; i < 4; ++i) d[i] = __uint_as_float(x[6 + i]);
+    Sum d[4];
+    memcpy(d, x + 6, sizeof d);
     for (int i = 0; i < p.variant; ++i) Number::mma(d, x[0], x[1], x[2], x[3], x[4], x[5]);
-    for (int i = 0; i < 4; ++i) p.out[threadIdx.x * 4 + i] = __float_as_uint(d[i]);
+    memcpy(p.out + threadIdx.x * 4, d, sizeof d);
 }
 
 // in: pairs of floats; out: per pair packed, and unpacked again.
@@ -188,6 +188,7 @@ extern "C" __global__ void __launch_bounds__(128) self_test(const __grid_constan
     switch (p.test) {
         case MMA_BF16: mma<Bf16>(p); break;
         case MMA_FP16: mma<Fp16>(p); break;
+        case MMA_INT8: mma<Int8, int>(p); break;
         case CONVERT_BF16: convert<Bf16>(p); break;
         case CONVERT_FP16: convert<Fp16>(p); break;
         case MULTIPLY: p.out[i] = Fp16::multiply(p.in[2 * i], p.in[2 * i + 1]); break;

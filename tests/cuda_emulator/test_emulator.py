@@ -14,8 +14,8 @@ from tests.cuda_emulator import HERE, KERNELS, EmulatorError, Kernel, compile_ke
 WHY_NOT = unavailable()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
-TESTS = ["MMA_BF16", "MMA_FP16", "CONVERT_BF16", "CONVERT_FP16", "MULTIPLY", "LOAD", "TRANSPOSE", "SHUFFLE"]
-TESTS += ["HAND_OVER", "COPY", "MULTICAST", "RELAY", "BROKEN"]
+TESTS = ["MMA_BF16", "MMA_FP16", "MMA_INT8", "CONVERT_BF16", "CONVERT_FP16", "MULTIPLY", "LOAD", "TRANSPOSE"]
+TESTS += ["SHUFFLE", "HAND_OVER", "COPY", "MULTICAST", "RELAY", "BROKEN"]
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 SEEDS = range(20)
 
@@ -62,6 +62,23 @@ def test_mma(kernel: Kernel, name: str) -> None:
     x = torch.cat([words(fragment_a), words(fragment_b), words(c[place_c])], dim=1)
     out = run(kernel, f"MMA_{name}", x, 128, variant=1).view(torch.float32).view(32, 4)
     torch.testing.assert_close(out, (a.float() @ b.float() + c)[place_c], rtol=1e-6, atol=2e-6)
+
+
+def test_int8_mma(kernel: Kernel) -> None:
+    """Fragments as the tables of PTX's mma.m16n8k32 say: element i of a lane's A, B and C."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8) for shape in ((16, 32), (32, 8)))
+    c = torch.randint(-(2**20), 2**20, (16, 8), generator=generator, dtype=torch.int32)
+    group, thread = torch.arange(32)[:, None] // 4, torch.arange(32)[:, None] % 4
+    i = torch.arange(16)
+    fragment_a = a[group + 8 * (i // 4 % 2), thread * 4 + i % 4 + 16 * (i // 8)]
+    i = torch.arange(8)
+    fragment_b = b[thread * 4 + i % 4 + 16 * (i // 4), group]
+    i = torch.arange(4)
+    place_c = (group + 8 * (i // 2), thread * 2 + i % 2)
+    x = torch.cat([words(fragment_a), words(fragment_b), c[place_c]], dim=1)
+    out = run(kernel, "MMA_INT8", x, 128, variant=1).view(32, 4)
+    assert torch.equal(out, (a.int() @ b.int() + c)[place_c])
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -168,8 +168,8 @@ private:
         return __uint_as_float(i ? select_bytes(word, 0x4b000000u, 0x7540 + i) : word & 0xffu | 0x4b000000u);
     }
     // Eight neighbours, rounded with one random number u from -1/2 to 1/2: u for four and -u for the others, so that
-    // the error of their sum is less than that of independent ones. The nearest fp16 of 1536 + x + u is an integer, n in
-    // its lower byte. u is an odd multiple of 2^-13, the lowest bit of that sum in fp32: integers stay as they are.
+    // the error of their sum is less than that of independent ones. The nearest fp16 of 1536 + x + u is an integer, n
+    // in its lower byte. u is an odd multiple of 2^-13, the lowest bit of that sum in fp32: integers stay as they are.
     static DEVICE uint2 rounded(const float* x, float ratio, u32& hash) {
         hash = hash * HASH + 0x7f4a7c15u;
         const float even = __uint_as_float(((hash | 1u << 19) >> 19) + 0x44bff000u), odd = 3072.f - even;
