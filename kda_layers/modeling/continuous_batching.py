@@ -19,6 +19,7 @@ WRAPPED = (
     ("input_outputs", "ContinuousBatchingIOs", "_setup_static_tensors", "add_static_tensors"),
     ("continuous_api", "ContinuousMixin", "init_continuous_batching", "check_model"),
     ("continuous_api", "", "resolve_continuous_batching_config", "choose_graphs"),
+    ("initialization", "", "ensure_decode_fast_path_is_available", "allow_block_tables"),
     ("scheduler", "Scheduler", "add_waiting_request", "check_request"),
 )
 _enabled = False
@@ -31,9 +32,9 @@ def enable_continuous_batching() -> None:
     continuous_batching=True) then take `KDAForCausalLM` and the models that `swap_attention` converts to (KDALlama and
     so on). A request has one slot for the states of all its KDA layers, whatever its length. When all slots are taken,
     requests wait; a request that can never fit fails with a message that names the option. Prefix sharing is off for
-    these models. On an NVIDIA GPU, models without softmax attention are served with CUDA graphs and asynchronous
-    batching unless `ContinuousBatchingConfig` says otherwise (`use_cuda_graph`, `use_async_batching`). Models of other
-    kinds are served as before. Calling it again does nothing.
+    these models. On a GPU, models without softmax attention whose layers run on fast kernels (16 bits) are served with
+    CUDA graphs and asynchronous batching, unless `ContinuousBatchingConfig` says otherwise (`use_cuda_graph`,
+    `use_async_batching`) or compiles. Models of other kinds are served as before. Calling it again does nothing.
 
     For a model that cannot be served (`attention_bias="key"`, latent attention, tensor parallelism), these raise a
     ValueError.

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 import kda_layers
+from kda_layers.kernels.kda.contract import Problem
 from kda_layers.modeling import continuous_batching
 from kda_layers.modeling.slots import SlotState, read_slots
 from tests.modeling import stock_models
@@ -25,8 +26,10 @@ from tests.modeling.models import ALL_KDA, OURS, build, stock
 
 try:
     kda_layers.enable_continuous_batching()
-    from transformers import ContinuousBatchingConfig
-    from transformers.generation.continuous_batching import cache_allocators
+    from transformers import CompileConfig, ContinuousBatchingConfig
+    from transformers.generation.continuous_batching import cache_allocators, continuous_api, initialization
+
+    from kda_layers.modeling import state_allocator
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -260,37 +263,83 @@ def test_tokens_after_the_warmup(name: str) -> None:
     assert engine.tokens() == generated(name, given, 8)
 
 
-GRAPHS = dict(use_cuda_graph=True, use_async_batching=True)
+def resolved(name: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **given: Any) -> dict[str, Any]:
+    """What the engine makes of options for a model on a device, with graphs as a GPU has them."""
+    m, asked = model(name), ContinuousBatchingConfig(**given)
+    on_device = SimpleNamespace(device=torch.device(device), modules=m.modules)
+    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "cuda")
+    token = state_allocator._model.set(on_device)
+    try:
+        found = continuous_api.resolve_continuous_batching_config(
+            config=m.config,
+            cb_config=asked,
+            workload_hints=None,
+            has_logit_processors=False,
+            device=torch.device("cpu"),
+        )
+    finally:
+        state_allocator._model.reset(token)
+    assert asked == ContinuousBatchingConfig(**given), "the caller's options were changed"
+    names = "use_cuda_graph", "use_async_batching", "max_blocks_per_request", "decode_compile_config"
+    return {n: getattr(found, n) for n in names} | {"varlen": found.varlen_compile_config is not None}
+
+
+STOCK = dict(
+    use_cuda_graph=(False, False), use_async_batching=False, max_blocks_per_request=0, decode_compile_config=None,
+    varlen=False,
+)  # fmt: skip
+GRAPHS = STOCK | dict(use_cuda_graph=(True, True), use_async_batching=True, max_blocks_per_request=1)
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "given", "chosen"),
+    ("name", "given", "chosen"),
     [
-        ("kda", "cuda", {}, GRAPHS | dict(max_blocks_per_request=1)),
-        ("kda", "cuda", dict(cpu_offload_space=0.1), dict(use_cuda_graph=True, use_async_batching=False)),
-        ("kda", "cuda", dict(use_cuda_graph=False), dict(use_cuda_graph=False, use_async_batching=False)),
-        ("kda", "cuda", dict(use_async_batching=False), dict(use_cuda_graph=True, use_async_batching=False)),
-        ("kda", "cuda", dict(max_blocks_per_request=0), GRAPHS | dict(max_blocks_per_request=0)),
-        ("kda", "cpu", {}, dict(use_cuda_graph=None, use_async_batching=None, max_blocks_per_request=7)),
-        ("hybrid", "cuda", {}, dict(use_cuda_graph=None, use_async_batching=None, max_blocks_per_request=7)),
-        ("llama", "cuda", {}, dict(use_cuda_graph=None, use_async_batching=None, max_blocks_per_request=7)),
+        ("kda", {}, GRAPHS),
+        ("kda", dict(max_blocks_per_request=8), GRAPHS),
+        ("kda", dict(max_blocks_per_request=0), GRAPHS | dict(max_blocks_per_request=0)),
+        ("kda", dict(cpu_offload_space=0.1), GRAPHS | dict(use_async_batching=False)),
+        ("kda", dict(cpu_offload_space=None), GRAPHS | dict(use_async_batching=False)),
+        ("kda", dict(use_async_batching=False), GRAPHS | dict(use_async_batching=False)),
+        ("kda", dict(use_cuda_graph=False), STOCK | dict(max_blocks_per_request=1)),
+        ("kda", dict(varlen_compile_config=CompileConfig(mode="default")), STOCK | dict(varlen=True)),
+        ("kda", dict(decode_compile_config=CompileConfig(mode="default")), STOCK),
+        ("kda", dict(default_compile_level=1), STOCK | dict(varlen=True)),
+        ("hybrid", {}, STOCK),
+        ("llama", {}, STOCK),
     ],
 )
 def test_what_is_left_open_is_chosen_for_kda_layers_alone(
-    name: str, device: str, given: dict[str, Any], chosen: dict[str, Any]
+    name: str, given: dict[str, Any], chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kda_layers.modeling.state_allocator import choose_graphs
+    monkeypatch.setattr(state_allocator, "_reads_nothing", lambda module: True)
+    assert resolved(name, monkeypatch, **given) == chosen
+    assert resolved(name, monkeypatch, "cpu", **given) != GRAPHS
 
-    def resolve(config: Any, cb_config: Any, *, device: torch.device) -> Any:
-        found = copy.deepcopy(cb_config)
-        if found.max_blocks_per_request is None:
-            found.max_blocks_per_request = 7
-        return found
 
-    asked = ContinuousBatchingConfig(**given)
-    found = choose_graphs(resolve)(model(name).config, asked, device=torch.device(device))
-    assert {option: getattr(found, option) for option in chosen} == chosen
-    assert asked == ContinuousBatchingConfig(**given), "the caller's options were changed"
+def test_plain_pytorch_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads slots on the host; which backend serves a layer depends on its dtype and widths."""
+    assert resolved("kda", monkeypatch) == STOCK
+    asked = []
+
+    def select(problem: Problem, backend: str | None) -> Any:
+        asked.append(problem)
+        return SimpleNamespace(name="eager" if problem.decode else "sm90")
+
+    monkeypatch.setattr(state_allocator.KDA_BACKENDS, "select", select)
+    assert resolved("kda", monkeypatch) == STOCK
+    assert [p.decode for p in asked] == [False, True]
+    assert (asked[0].K, asked[0].V, asked[0].has_state, asked[0].packed) == (8, 8, True, True)
+    monkeypatch.setattr(state_allocator.KDA_BACKENDS, "select", lambda *_: SimpleNamespace(name="sm90"))
+    assert resolved("kda", monkeypatch) == GRAPHS
+
+
+def test_offloading_excludes_asynchronous_steps() -> None:
+    """None is a pool of the engine's choice, not none."""
+    manager = model("kda").init_continuous_batching(
+        generation(8), config(use_async_batching=True, cpu_offload_space=None)
+    )
+    with pytest.raises(ValueError, match="cpu_offload_space must be 0 with use_async_batching=True, got None"):
+        manager._create_batch_processor()
 
 
 def test_a_step_of_one_token_prompts_on_block_tables() -> None:
