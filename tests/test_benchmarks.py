@@ -853,6 +853,7 @@ def test_crossover_needs_a_time_for_each_T() -> None:
 
 TINY = Sizes(
     forward=(Case(1, 66, 2), Case(1, 66, 1, "fast", group=2, lengths=(30, 36), checkpoints=True)),
+    segments=(Case(1, 130, 1),),
     training=(Case(1, 66, 2), Case(1, 64, 1, given=True)),
     backward=(Case(1, 64, 1, given=True),),
     decode=(2,),
@@ -900,6 +901,16 @@ def test_sections_of_the_operator(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert line in text
     names = [p.name for p in tmp_path.iterdir()]
     assert names == ["gpu-forward-training-backward-decode-hard-hard-gradients-context.json"]
+
+
+def test_segments(tmp_path: Path) -> None:
+    """Every row names its mode; a backend without segments refuses to cut."""
+    assert run(tmp_path, "segments") == 0
+    found = {r["contender"]: r for r in rows_of(tmp_path)}
+    assert {name: r["status"] for name, r in found.items()} == {
+        "eager": "timed", "eager, segments": "refused", "cuDNN": "refused"
+    }  # fmt: skip
+    assert "segments is 'always'" in found["eager, segments"]["reason"]
 
 
 def test_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -955,7 +966,7 @@ def test_without_a_gpu_it_says_so(
 def test_unknown_sections_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.parse(["--only", "forward,backwards"])
-    assert "unknown backwards; known: forward, training" in capsys.readouterr().err
+    assert "unknown backwards; known: forward, segments, training" in capsys.readouterr().err
 
 
 def test_a_part_does_not_replace_the_results_of_the_whole() -> None:

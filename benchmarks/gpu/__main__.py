@@ -29,6 +29,7 @@ from kda_layers.kernels.kda.dispatch import KDA
 
 SECTIONS: dict[str, Callable[[Setup], list[Job]]] = {
     "forward": operator.forward,
+    "segments": operator.segments,
     "training": operator.training,
     "backward": operator.backward,
     "decode": operator.decode,
@@ -64,7 +65,7 @@ def _numbers(text: str) -> list[int]:
 
 def with_heads(sizes: Sizes, heads: list[int]) -> Sizes:
     """The sizes, without cases of the operator that have another number of heads."""
-    sections = ("forward", "training", "backward")
+    sections = ("forward", "segments", "training", "backward")
     chosen: dict[str, Any] = {s: tuple(c for c in getattr(sizes, s) if c.H in heads) for s in sections}
     return replace(sizes, **chosen)
 

@@ -73,6 +73,7 @@ class Sizes:
     """The sizes of every section."""
 
     forward: tuple[Case, ...]
+    segments: tuple[Case, ...]
     training: tuple[Case, ...]
     backward: tuple[Case, ...]
     decode: tuple[int, ...] = (1, 8, 32, 128, 256)  # sequences
@@ -109,6 +110,14 @@ FULL = Sizes(
         Case(1, 8192, 64),
         Case(1, 8192, 16, group=2),
     ),
+    segments=_both(
+        Case(1, 131072, 4),
+        Case(1, 65536, 8),
+        Case(1, 8192, 8),
+        Case(2, 16384, 12),
+        Case(1, 8192, 16),
+        Case(1, 1048576, 1),
+    ),
     training=(
         *_both(Case(1, 8192, 32), Case(8, 2048, 32)),
         Case(1, 8192, 32, given=True),
@@ -118,6 +127,7 @@ FULL = Sizes(
 )
 QUICK = Sizes(
     forward=_both(Case(1, 8192, 32)),
+    segments=_both(Case(1, 131072, 4)),
     training=(Case(1, 8192, 32),),
     backward=(Case(1, 8192, 32, given=True),),
     decode=(1, 32),

@@ -85,7 +85,7 @@ def ours_forward(backend: str, x: Inputs) -> Contender:
         require(backend, problem_of(x))
         return Prepared(torch.no_grad()(lambda: call(x, backend)), outputs)
 
-    return Contender(backend, prepare, ours=True)
+    return Contender(backend if x.segments == "never" else f"{backend}, segments", prepare, ours=True)
 
 
 def ours_training(backend: str, x: Inputs, d_o: Tensor, backward_alone: bool = False) -> Contender:

@@ -1,4 +1,4 @@
-"""Sections of the operator: forward, training, backward, decode, host, hard, hard_gradients, context, overhead.
+"""Sections of the operator: forward, segments, training, backward, decode, host, hard, context, overhead and so on.
 
 What is timed is replayed from CUDA graphs; what the host does for a call has a section of its own.
 """
@@ -56,6 +56,21 @@ def _forward(setup: Setup, case: Case) -> list[Row]:
     contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x)]
     truth = forward_truth(heads.inputs(x))
     floor_ms = forward_floor_ms(case)
+    contenders = _graphs(contenders, setup.machine)
+    return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, floor_ms=floor_ms, memory=True)
+
+
+def segments(setup: Setup) -> list[Job]:
+    """The forward pass over long sequences of few heads, in one piece and cut into segments."""
+    return [Job(case.fields(), partial(_segments, setup, case)) for case in setup.sizes.segments]
+
+
+def _segments(setup: Setup, case: Case) -> list[Row]:
+    x = make_inputs(case, setup.machine.device)
+    heads = Heads.first_and_last(x)
+    modes = (x, x._replace(segments="always"))
+    contenders = [*(ours_forward(b, mode) for b in setup.backends for mode in modes), cudnn_forward(x)]
+    truth, floor_ms = forward_truth(heads.inputs(x)), forward_floor_ms(case)
     contenders = _graphs(contenders, setup.machine)
     return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, floor_ms=floor_ms, memory=True)
 

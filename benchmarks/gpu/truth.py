@@ -86,7 +86,7 @@ def call(x: Inputs, backend: str) -> Any:
         gate_activation=x.gate_activation, lower_bound=x.lower_bound if x.gate_activation in BOUNDED_GATES else None,
         beta_activation=x.beta_activation, qk_l2norm=x.qk_l2norm, scale=x.scale, final_state=x.final_state,
         checkpoint_every=x.checkpoint_every, recompute=RECOMPUTE.get(x.recompute_above, x.recompute_above),
-        backend=backend,
+        segments=x.segments, backend=backend,
     )  # fmt: skip
 
 

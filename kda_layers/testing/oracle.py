@@ -29,7 +29,7 @@ def call(x: Inputs, backend: str | None = None) -> KDAOutput:
     """`kda` on the fields of Inputs."""
     return kda(
         *x[:5], **options(x), initial_state=x.initial_state, final_state=x.final_state,
-        checkpoint_every=x.checkpoint_every, backend=backend,
+        checkpoint_every=x.checkpoint_every, segments=x.segments, backend=backend,
     )  # fmt: skip
 
 

@@ -14,10 +14,11 @@ import torch
 
 from kda_layers.kernels.cuda import arch as archs
 from kda_layers.kernels.cuda import build, cache
-from kda_layers.kernels.kda.cuda.backward import gradients
+from kda_layers.kernels.kda.cuda.backward import gradients, reverse_segments
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
 from kda_layers.kernels.kda.cuda.decode import decode as step
 from kda_layers.kernels.kda.cuda.forward import forward as chunk
+from kda_layers.kernels.kda.cuda.forward import segments
 from tests.kernels.cases import BF16, FP16, FP32
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
@@ -105,6 +106,48 @@ def test_reverse(variant: reverse.Variant, arch: str) -> None:
     check_resources(cubin, "kda_reverse_scan", REGISTERS // reverse.THREADS, shares and variant.shared_bytes <= most)
     assert shares or build.resources(cubin)["kda_reverse_scan"].spill_loads <= 32
     assert "serialized" not in cubin.log  # as ptxas makes products that it takes for ones in need of each other
+
+
+SEGMENTS = [
+    pytest.param(
+        variant, arch, id=f"{K}-{'maps' if variant.part == segments.MAPS else 'walk'}{'-saves' * saves}-{arch}"
+    )
+    for K, dtype, gate, g_wide in (
+        (128, BF16, "lower_bound", False),
+        (128, FP16, "softplus", True),
+        (64, BF16, "log_decay", True),
+    )
+    for saves in (False, True)
+    for arch in SERVED
+    for variant in segments.variants_for(K, dtype, gate, g_wide, ARCHS[arch], saves)
+    if saves <= (variant.part == segments.WALK)
+]
+REVERSE_SEGMENTS = [
+    pytest.param(variant, arch, id=f"{variant.whole.K}-{str(variant.whole.dtype)[6:]}-{arch}")
+    for arch in SERVED
+    for variant in reverse_segments.variants(ARCHS[arch])
+]
+
+
+@pytest.mark.parametrize(("variant", "arch"), SEGMENTS)
+def test_segments(variant: segments.Variant, arch: str) -> None:
+    cubin = build.compile(variant.source, variant.defines, arch)
+    used = build.resources(cubin)
+    assert used.keys() == (
+        {"kda_forward"} if variant.part == segments.MAPS else {"kda_walk_segments", "kda_join_segments"}
+    )
+    assert all(r[1:] == (0, 0, 0, 0) for r in used.values())
+    assert variant.shared_bytes <= SERVED[arch]
+    assert "serialized" not in cubin.log
+
+
+@pytest.mark.parametrize(("variant", "arch"), REVERSE_SEGMENTS)
+def test_reverse_segments(variant: reverse_segments.Variant, arch: str) -> None:
+    cubin = build.compile(variant.source, variant.defines, arch)
+    used = build.resources(cubin)
+    assert used.keys() == {"kda_reverse_scan", "kda_join_gradients"}
+    assert all(r[1:] == (0, 0, 0, 0) for r in used.values())
+    assert "serialized" not in cubin.log
 
 
 GRADIENTS = [

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from .. import torch_private
 from ..checks import DTYPES, DtypeError, check_index, check_is_tensor, check_offsets, check_tensor, dtype_names
+from ..declarations import one_of
 from ..tracing import is_plain
 from .activations import BETA_ACTIVATIONS, GATE_ACTIVATIONS, GATES, GIVEN, LOG_DECAY, MIN_LOWER_BOUND
-from .contract import CHUNK, MOST_SAVED, DecodeInputs, Inputs, PrefillInputs, state_dtype, state_dtypes
+from .contract import CHUNK, MOST_SAVED, SEGMENTS, DecodeInputs, Inputs, PrefillInputs, state_dtype, state_dtypes
 
 
 def check_whole(x: Inputs) -> None:
@@ -231,6 +232,13 @@ def check_recompute(recompute: Any) -> float:
             f"got {recompute!r}"
         )
     return float(recompute)
+
+
+def check_segments(segments: Any) -> str:
+    """Check `segments`; return it."""
+    if not isinstance(segments, str) or segments not in SEGMENTS:
+        raise ValueError(f"segments must be {one_of([repr(s) for s in SEGMENTS])}, got {segments!r}")
+    return segments
 
 
 @torch_private.constant_to_compile  # a symbolic float would be traced twice

@@ -27,6 +27,7 @@ from .activations import BETA_CODES, GATE_CODES
 
 CHUNK = 64  # tokens of a chunk, and between two state checkpoints
 MOST_SAVED = 0.01  # share of the device's memory that one call may save with recompute="auto"
+SEGMENTS = ("never", "auto", "always")
 NO_SLOT = -1  # in state_indices: a padded row, or a state that is not stored
 
 
@@ -50,6 +51,7 @@ class Inputs(NamedTuple):
     final_state: bool
     checkpoint_every: int
     recompute_above: float = MOST_SAVED  # share of the device's memory: 0.0 to recompute always, 1.0 never
+    segments: str = "never"  # one of SEGMENTS
 
     @property
     def checkpoint_count(self) -> int:
@@ -150,6 +152,7 @@ class Problem(AnyProblem):
     checkpoints: bool = False
     bf16_state: bool = False  # of a decode step
     int8_state: bool = False  # of a decode step
+    segments: bool = False  # always
 
     LACKS = {  # noqa: RUF012
         "decode": "decodes, needs whole sequences",
@@ -159,6 +162,7 @@ class Problem(AnyProblem):
         "checkpoints": "checkpoints are asked for, needs checkpoint_every=0",
         "bf16_state": "state is bfloat16, needs float32",
         "int8_state": "state is int8, needs float32",
+        "segments": "segments is 'always', needs 'never' or 'auto'",
     }
 
     @classmethod
@@ -181,7 +185,7 @@ class Problem(AnyProblem):
         return (
             x.q.dtype, x.beta.dtype, index(K), index(V), index(HV) // index(H), x.gate_activation, x.beta_activation,
             x.qk_l2norm, decode, x.cu_seqlens is not None, needs_grad, has_state, checkpoints,
-            narrow == torch.bfloat16, narrow == torch.int8,
+            narrow == torch.bfloat16, narrow == torch.int8, isinstance(x, Inputs) and x.segments == "always",
         )  # fmt: skip
 
     @property

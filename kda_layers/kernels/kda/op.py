@@ -14,6 +14,7 @@ from .checks import (
     check_lower_bound,
     check_prefill,
     check_recompute,
+    check_segments,
     check_state_dtype,
     check_values,
     check_whole,
@@ -64,6 +65,7 @@ def kda(
     checkpoint_every: int = 0,
     state_dtype: torch.dtype | None = None,
     recompute: bool | float | str = "auto",
+    segments: str = "never",
     backend: str | None = None,
     state_indices: Tensor | None = None,
     checkpoint_at: Tensor | None = None,
@@ -98,6 +100,12 @@ def kda(
         recompute: True: keep only the inputs for the backward, which runs the forward again; False: also keep what the
             forward computed; a float between 0 and 1: keep that while it is at most this share of the device's memory;
             'auto': 0.01. Only our CUDA backends read it.
+        segments: 'never', 'always' or 'auto': whether a long sequence of few heads is cut into segments that a GPU
+            computes at once, exactly for any decays; outputs differ by rounding from those of the sequence in one
+            piece. Where it is cut depends on its own length and HV alone, so that it has the same bits in any batch.
+            'always' cuts what is longer than 1,024 tokens, if HV is at most 32. It is served by the 'sm90' and 'sm100'
+            backends, and not with what engines ask for. 'auto' cuts from 16,384 tokens on if HV is at most 8, where one
+            sequence is expected to gain (a batch that fills the GPU loses), and nothing where 'always' is not served.
         backend: name of a backend; None chooses (see `explain`).
         state_indices, checkpoint_at, out: for inference engines, under torch.no_grad(); no value is read on the host of
             a GPU, so that a CUDA graph can capture the call.
@@ -132,6 +140,7 @@ def kda(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), checkpoint_every, check_recompute(recompute),
+        check_segments(segments),
     )  # fmt: skip
     if not (state_indices is checkpoint_at is out is None):
         return _prefill(x, state_indices, checkpoint_at, out, state_dtype, backend)
@@ -229,6 +238,10 @@ def _prefill(
     given: Inputs, slots: Tensor | None, at: Tensor | None, out: Tensor | None, dtype: torch.dtype | None, backend: Any
 ) -> KDAOutput:
     """`kda` for engines: everything that it returns is written by the op."""
+    if given.segments == "always":
+        raise ValueError(
+            "segments='always' is not served with state_indices, checkpoint_at or out, needs segments='never' or 'auto'"
+        )
     o: Any = out  # None until a new one is made
     x = PrefillInputs(
         *given[:5], o, given.initial_state, None, given.A_log, given.dt_bias, slots, at,

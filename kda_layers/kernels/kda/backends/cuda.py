@@ -27,11 +27,12 @@ from ..contract import (
     Problem,
     Widths,
 )
-from ..cuda.backward import gradients, reverse_scan
+from ..cuda.backward import gradients, reverse_scan, reverse_segments
 from ..cuda.decode import decode
-from ..cuda.forward import forward
+from ..cuda.forward import forward, segments
 from ..cuda.forward.forward import TYPES, WIDTHS, Saved, aligned, aligned_inputs, recompute
 from ..cuda.forward.prefill import prefill
+from ..cuda.forward.segments import SavedInSegments
 from ..slots import prefill_by_forward
 
 CHUNKED = (forward, reverse_scan, gradients)  # kernels over whole sequences
@@ -59,6 +60,8 @@ class CudaBackend(Backend):
         arch = next((a for a in self.archs if a.capability == problem.arch), None)
         if arch is None or problem.K not in WIDTHS or problem.decode:
             return []
+        if problem.segments and not arch.bulk_copies:
+            return [f"segments is 'always', needs a GPU with bulk copies, sm_{arch.capability} has none"]
         kernels = CHUNKED if problem.needs_grad else (forward,)
         variants = ([v for v in kernel.variants(arch.capability) if v.K == problem.K] for kernel in kernels)
         needed = max(min(v.shared_bytes for v in of_kernel) for of_kernel in variants)
@@ -81,12 +84,24 @@ class CudaBackend(Backend):
         for kernel in CHUNKED:
             fitting = (v for v in kernel.variants(mine[0].capability) if v.shared_bytes <= most)
             yield from ((kernel.SOURCE, v.defines) for v in fitting)
+        for launcher in (segments, reverse_segments):
+            fitting = (v for v in launcher.variants(mine[0].capability) if v.shared_bytes <= most)
+            yield from ((v.source, v.defines) for v in fitting)
 
     def saved_like(self, x: Inputs) -> list[Tensor]:
-        return [] if self._recomputes(x) else list(Saved.like(x))
+        if self._recomputes(x):
+            return []
+        if segments.cuts(x, self.machine):
+            kept = SavedInSegments.like(x)
+            return [*kept.whole, kept.maps]
+        return list(Saved.like(x))
 
     def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
-        out, saved = forward.forward(x, self.machine, save and not self._recomputes(x))
+        save = save and not self._recomputes(x)
+        if segments.cuts(x, self.machine):
+            out, kept = segments.forward_in_segments(x, self.machine, save)
+            return out, [] if kept is None else [*kept.whole, kept.maps]
+        out, saved = forward.forward(x, self.machine, save)
         return out, list(saved or ())
 
     def backward(
@@ -107,9 +122,13 @@ class CudaBackend(Backend):
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
     ) -> tuple[Inputs, Machine, Saved, reverse_scan.Scanned, Tensor]:
         """Run the reverse scan; return the arguments of the kernel after it."""
-        x, d_o = aligned_inputs(x), aligned(d_o)
-        kept = Saved(*saved) if saved else recompute(x, self.machine)
-        return x, self.machine, kept, reverse_scan.reverse_scan(x, self.machine, kept, d_o, d_final, d_checkpoints), d_o
+        x, d_o, machine = aligned_inputs(x), aligned(d_o), self.machine
+        if segments.cuts(x, machine):
+            cut = SavedInSegments(Saved(*saved[:3]), saved[3]) if saved else segments.recompute(x, machine)
+            scanned = reverse_segments.reverse_scan_in_segments(x, machine, cut, d_o, d_final, d_checkpoints)
+            return x, machine, cut.whole, scanned, d_o
+        kept = Saved(*saved) if saved else recompute(x, machine)
+        return x, machine, kept, reverse_scan.reverse_scan(x, machine, kept, d_o, d_final, d_checkpoints), d_o
 
     def affine_map(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """By the reverse scan: from outputs without gradient, the gradient I of the final state becomes I P^T."""

@@ -41,7 +41,7 @@ from ..slots import prefill_by_forward
 
 class EagerBackend(Backend):
     name = "eager"
-    features = ALL_FEATURES - {"bf16_state"}
+    features = ALL_FEATURES - {"bf16_state", "segments"}
     fused = frozenset(("gate", "beta", "qk_l2norm"))
 
     def saved_like(self, x: Inputs) -> list[Tensor]:

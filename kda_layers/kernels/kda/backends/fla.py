@@ -49,7 +49,7 @@ class FLABackend(Backend):
         "gate_activation": Names(LOWER_BOUND.name, SOFTPLUS.name, LOG_DECAY),
         "beta_activation": Names(*BETAS, GIVEN),
     }
-    features = ALL_FEATURES - {"bf16_state", "int8_state"}
+    features = ALL_FEATURES - {"bf16_state", "int8_state", "segments"}
     fused = frozenset(("gate", "beta", "qk_l2norm"))
 
     def more_reasons(self, problem: Problem) -> list[str]:

@@ -253,10 +253,19 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     u32 count = 0;
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
-        const i64 first_checkpoint = i64(chunks_before(lane, p, tile.sequence, WHOLE)) * p.HV + tile.head;
+        const i64 first_checkpoint =
+            i64(chunks_before(lane, p, tile.sequence, WHOLE) + tile.skipped) * p.HV + tile.head;
         int chunk = tile.chunks() - 1;
         Carried x;
-        x.d.load(lane, p.d_final ? p.d_final + state_at(index, column) : nullptr);
+        const float* end = p.d_final;
+        i64 of_end = index;
+#if SEGMENTS
+        if (tile.length == 0 && !tile.last) continue;
+        const i64 row = of_cut_sequence(p, tile) ? segment_row(lane, p, tile) : 0;
+        of_end = i64(tile.sequence) * p.HV + tile.head;
+        if (!tile.last) end = p.d_ends, of_end = row;
+#endif
+        x.d.load(lane, end ? end + state_at(of_end, column) : nullptr);
         if (chunk >= 0) load_outputs(lane, x.O, shared, count);
         for (; chunk >= 0; chunk--, count++) {
             const Operands operands = first.at(count % STAGES * STAGE_BYTES);
@@ -272,7 +281,14 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             if (chunk > 0) load_outputs(lane, x.O, shared, count + 1);
             finish_chunk(lane, x, shared, count);
         }
-        if (p.d_initial) x.d.store(lane, p.d_initial + state_at(index, column));
+#if SEGMENTS
+        if (p.d_starts && tile.segment > 0) x.d.store(lane, p.d_starts + state_at(row, column));
+        if (tile.segment > 0) continue;
+        const i64 of_start = i64(tile.sequence) * p.HV + tile.head;
+#else
+        const i64 of_start = index;
+#endif
+        if (p.d_initial) x.d.store(lane, p.d_initial + state_at(of_start, column));
     }
 }
 
@@ -341,8 +357,9 @@ DEVICE void move(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
         int chunk = tile.chunks() - 1;
-        i64 row = i64(chunks_before(lane, p, tile.sequence, ALL) + chunk) * p.HV + tile.head;  // in per-chunk tensors
-        i64 at = tile.row(p, chunk * CHUNK) * V + column;                                      // in dO and d_v
+        const int before = chunks_before(lane, p, tile.sequence, ALL) + tile.skipped;
+        i64 row = i64(before + chunk) * p.HV + tile.head;  // in per-chunk tensors
+        i64 at = tile.row(p, chunk * CHUNK) * V + column;  // in dO and d_v
         Values next;
         if (chunk >= 0) {
             next.load(lane, p.d_o + at, stride, tile.length - chunk * CHUNK);
@@ -378,7 +395,7 @@ DEVICE void fetch_chunks(Lane lane, const ReverseScanParams& p, const Shared& sh
     u32 count = 0;
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
-        const int row = chunks_before(lane, p, tile.sequence, ALL);
+        const int row = chunks_before(lane, p, tile.sequence, ALL) + tile.skipped;
         for (int chunk = tile.chunks() - 1; chunk >= 0; chunk--, count++) {
             for (int token = chunk * CHUNK + lane.id; token < min((chunk + 1) * CHUNK, tile.length); token += 32) {
                 prefetch(p.d_o + tile.row(p, token) * V + slice() * BV);
@@ -415,3 +432,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const 
     }
     block_or_cluster_sync(THREADS);
 }
+
+#if SEGMENTS
+
+constexpr int JOIN_ROWS = 8;  // of a CTA, which has 2 K threads: a thread has half of them, of one column
+
+// Gradients of the states after segments, from those of the states before the next ones, which the scan has computed
+// from zeros: a state's gradient is d_starts + d_ends F^T. Grid: N * HV * V / JOIN_ROWS. Dynamic shared memory:
+// [2][JOIN_ROWS][K] floats.
+extern "C" __global__ void __launch_bounds__(2 * K) kda_join_gradients(const __grid_constant__ ReverseScanParams p) {
+    constexpr int BLOCKS = V / JOIN_ROWS, MINE = JOIN_ROWS / 2;
+    float* shared = reinterpret_cast<float*>(shared_memory());
+    const int head = blockIdx.x / BLOCKS % p.HV, sequence = blockIdx.x / BLOCKS / p.HV;
+    const int column = threadIdx.x % K, first = threadIdx.x / K * MINE;
+    const int place = (blockIdx.x % BLOCKS * JOIN_ROWS + first) * K + column;  // in [V, K]
+    const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
+    for (int segment = p.segments - 1; segment > 0; segment--) {
+        const WorkTile tile = work_tile(p, (sequence * p.segments + segment) * p.HV + head);
+        if (tile.length == 0) continue;
+        const i64 row = segment_row(lane, p, tile);
+        const float* now = shared + (segment % 2 * JOIN_ROWS + first) * K;  // of the state after this segment
+        float* before = shared + ((segment + 1) % 2 * JOIN_ROWS + first) * K;
+        float s[MINE];
+        #pragma unroll
+        for (int r = 0; r < MINE; r++) s[r] = p.d_starts[state_at(row, 0) + place + r * K];
+        const float* F = p.maps + (row * (V + K) + V + column) * K;
+        #pragma unroll 4
+        for (int k = 0; k < (tile.last ? 0 : K); k += 4) {
+            const float4 f = *reinterpret_cast<const float4*>(F + k);
+            #pragma unroll
+            for (int r = 0; r < MINE; r++) {
+                const float4 x = *reinterpret_cast<const float4*>(now + r * K + k);
+                s[r] += x.x * f.x, s[r] += x.y * f.y, s[r] += x.z * f.z, s[r] += x.w * f.w;
+            }
+        }
+        #pragma unroll
+        for (int r = 0; r < MINE; r++)
+            p.d_ends[state_at(row - p.HV, 0) + place + r * K] = before[r * K + column] = s[r];
+        barrier_sync(0, 2 * K);
+    }
+}
+
+#endif

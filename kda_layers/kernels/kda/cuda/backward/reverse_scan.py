@@ -25,8 +25,13 @@ PARAMS = Params("ReverseScanParams", """
     u16* d_v;                    // [B, T, HV, V]
     u16* d_states;               // [NC, HV, V, K], at each chunk's end
     float* d_initial;            // [N, HV, V, K], or null
+    // Of segments.cu, of the tiles of sequences that are cut: B and F; gradients of the states after and before them
+    const float* maps;           // [rows, V + K, K]
+    float* d_ends;               // [rows, V, K], or null for zeros
+    float* d_starts;             // [rows, V, K], or null
     int T, HV, tiles;            // tiles = N * HV; B * T < 2^31
     int int64_offsets;           // cu_seqlens is int64
+    int segments, cut_from;      // see forward.py
 """)  # fmt: skip
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 BV = 64  # columns of V per block
@@ -96,8 +101,8 @@ def reverse_scan(
     out = Scanned(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
     groups = min(tiles, max(processors // variant.slices, 1))  # shared memory fits one block per multiprocessor
     params = PARAMS.pack(
-        addresses((saved.prepared, *given, *out)), x.v.shape[1], HV, tiles,
-        x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
+        addresses((saved.prepared, *given, *out, *(None,) * 3)), x.v.shape[1], HV, tiles,
+        x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, 0, 0,
     )  # fmt: skip
     kernel = loaded(machine, SOURCE, "kda_reverse_scan", variant, x.v.device)
     kernel.launch(groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params)

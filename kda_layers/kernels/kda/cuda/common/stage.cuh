@@ -4,23 +4,33 @@
 #include "chunk.cuh"
 
 // Chosen by the build: K, V (128 or 64), BV (columns of V per CTA), CLUSTER (CTAs that one multicast of a prepared
-// chunk reaches, a divisor of V / BV; 0: no bulk copies), IO (Bf16 or Fp16), HAS_WGMMA (1 on sm_90a).
-constexpr int SLICES = V / BV;
+// chunk reaches, a divisor of SLICES; 0: no bulk copies), IO (Bf16 or Fp16), HAS_WGMMA (1 on sm_90a), and where sequences
+// are cut into segments SEGMENTS, SEGMENT_TOKENS and SEGMENT_TILES (segments.cu).
+#ifndef SEGMENTS
+#define SEGMENTS 0
+#define SEGMENT_TOKENS 1
+#define SEGMENT_TILES 1
+#endif
+enum Segments { WHOLE_SEQUENCES, MAPS, WALK, REVERSE };
+constexpr int SLICES = (SEGMENTS == MAPS ? 2 : 1) * V / BV;
 constexpr int RANKS = CLUSTER > 0 ? CLUSTER : 1;
 static_assert(SLICES % RANKS == 0, "the CTAs of a cluster must serve one head");
 
 // ---------------------------------------------------------------- work
 
-// A CTA group is SLICES CTAs that process the same work tiles, each its slice of V.
+// A CTA group is SLICES CTAs that process the same work tiles, each its slice of V; of a map, of V and then of K.
 DEVICE int slice() { return blockIdx.x % SLICES; }
 DEVICE int cta_group() { return blockIdx.x / SLICES; }
 DEVICE int cta_groups() { return gridDim.x / SLICES; }
 
-// One (sequence, value head).
+// One (sequence, value head), or one segment of it.
 struct WorkTile {
     int first;   // index of its first token among B * T
     int length;  // tokens
     int sequence, head;
+    int segment;  // of its sequence
+    int skipped;  // chunks of its sequence before it
+    bool last;    // it ends where its sequence does
 
     DEVICE int chunks() const { return (length + CHUNK - 1) / CHUNK; }
     template <class Params> DEVICE i64 row(const Params& p, int token) const {
@@ -31,14 +41,32 @@ struct WorkTile {
 // Offset of a column of V of matrix `index` in [., V, K]; a work tile's state has the tile's index.
 DEVICE i64 state_at(i64 index, int column) { return (index * V + column) * K; }
 
+template <class Params> DEVICE bool is_cut(const Params& p, int length) { return length >= p.cut_from; }
+
+// Reduce a tile, which has its whole sequence, to its segment. Segments have a power of two of tokens, so many that heads
+// and segments of the sequence are about SEGMENT_TILES; this depends on the sequence alone, never on its batch.
+template <class Params> DEVICE void take_segment(WorkTile& tile, const Params& p) {
+    if (!is_cut(p, tile.length)) {
+        tile.last = tile.segment == 0;
+        if (!tile.last) tile.length = 0;
+        return;
+    }
+    i64 tokens = SEGMENT_TOKENS;
+    while (tokens * SEGMENT_TILES < i64(tile.length) * p.HV) tokens *= 2;
+    const i64 before = tokens * tile.segment, left = tile.length - before;
+    tile.first += int(before), tile.skipped = int(before / CHUNK), tile.last = 0 < left && left <= tokens;
+    tile.length = int(max(min(left, tokens), i64(0)));
+}
 template <class Params> DEVICE WorkTile work_tile(const Params& p, int index) {
     WorkTile tile;
-    tile.sequence = index / p.HV, tile.head = index % p.HV;
+    tile.sequence = index / p.HV, tile.head = index % p.HV, tile.segment = tile.skipped = 0, tile.last = true;
+    if constexpr (SEGMENTS) tile.segment = tile.sequence % p.segments, tile.sequence /= p.segments;
     tile.first = tile.sequence * p.T, tile.length = p.T;
     if (p.cu_seqlens) {
         tile.first = offset_of(p, tile.sequence);
         tile.length = offset_of(p, tile.sequence + 1) - tile.first;
     }
+    if constexpr (SEGMENTS) take_segment(tile, p);
     return tile;
 }
 
@@ -53,6 +81,22 @@ template <class Params> DEVICE int chunks_before(Lane lane, const Params& p, int
     for (int i = lane.id; i < sequence; i += 32) sum += (offset_of(p, i + 1) - offset_of(p, i) + more) / CHUNK;
     for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
     return sum;
+}
+
+// The row of a tile whose sequence is cut in tensors that have rows for such tiles alone. Executed by a full warp.
+template <class Params> DEVICE i64 segment_row(Lane lane, const Params& p, const WorkTile& tile) {
+    u32 before = tile.sequence;
+    if (p.cu_seqlens) {
+        before = 0;
+        #pragma unroll 1
+        for (int i = lane.id; i < tile.sequence; i += 32) before += is_cut(p, offset_of(p, i + 1) - offset_of(p, i));
+        for (int mask = 1; mask < 32; mask *= 2) before += shuffle_xor(before, mask);
+    }
+    return (i64(before) * p.segments + tile.segment) * p.HV + tile.head;
+}
+// Whether a tile's sequence is cut.
+template <class Params> DEVICE bool of_cut_sequence(const Params& p, const WorkTile& tile) {
+    return tile.segment > 0 || !tile.last;
 }
 
 // ---------------------------------------------------------------- a prepared chunk

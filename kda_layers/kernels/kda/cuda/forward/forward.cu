@@ -6,8 +6,9 @@
 // every CTA of the group, where the scanning warps compute per chunk
 //     V' = T' (v - Kg S)     O = scale (Qg S + Aqk V')     S = gamma S + Kr^T V'
 // by wgmma where the arch has it, else by mma.sync (scan.cuh). Formulas and names: docs/internals/kernels/forward.md.
+// Of long sequences of few heads that are cut into segments (segments.cu), the scan computes their maps.
+#include "map_segments.cuh"
 #include "prepare.cuh"
-#include "scan.cuh"
 
 // Registers per thread by role, where the arch has setmaxnreg. At launch all roles have the same number, which is too
 // few for preparing.
@@ -37,7 +38,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_forward(const __gri
         prepare({(pair ^ pair / 2) * HALVES + lane.warp % HALVES, lane.id}, p, shared);
     } else if (lane.warp < PREPARE_WARPS + 4) {
         registers<SCAN>();
-        scan({lane.warp - PREPARE_WARPS, lane.id}, p, shared);
+        const Lane scanning = {lane.warp - PREPARE_WARPS, lane.id};
+        if constexpr (SEGMENTS == MAPS) scan_maps(scanning, p, shared);
+        else scan(scanning, p, shared);
     } else {
         registers<INVERT>();
         if (lane.warp < PREPARE_WARPS + 4 + INVERTERS)

@@ -35,6 +35,8 @@ PARAMS = Params("ForwardParams", """
     u16* states;                 // [NC, HV, V, K], at each chunk's start
     u16* errors;                 // [B, T, HV, V], V'
     const void *slots, *stops;   // read if POOLED: [N], or null: sequence n has slot n; no checkpoint
+    // Of segments.cu, of the tiles of sequences that are cut: [rows, V + K, K], B and F; [rows, V, K], their S0
+    float *maps, *starts;
     int T, H, HV, group, tiles;  // group = HV / H, tiles = N * HV; B * T < 2^31
     int int64_offsets;           // cu_seqlens is int64
     int beta_activation, beta_fp32, qk_l2norm;
@@ -43,6 +45,8 @@ PARAMS = Params("ForwardParams", """
     int key_row, value_row, beta_row;  // strides of tokens: of q and k, v, beta
     int int64_slots, int64_stops, slot_count;
     u64 slot_stride;
+    // Read by segments.cu
+    int segments, cut_from;  // of a sequence at most, tiles = N * segments * HV; tokens from which a sequence is cut
 """)  # fmt: skip
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 SOURCE = str(Path(__file__).with_suffix(".cu"))
@@ -109,12 +113,14 @@ def variant_for(
 ) -> Variant:  # fmt: skip
     """The variant for `tiles` pairs of a sequence and a value head, on `processors` multiprocessors of `arch`."""
     wide = ARCHS[arch].wgmma and tiles * (K // 16) > processors and not (dtype == torch.float16 and g_wide)
-    return _variant(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, saves, pooled)
+    return variant_of(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, saves, pooled)
 
 
-def _variant(
-    K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool, pooled: bool
-) -> Variant:
+def variant_of(
+    K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int,
+    saves: bool = False, pooled: bool = False,
+) -> Variant:  # fmt: skip
+    """The variant with blocks of BV columns."""
     has = ARCHS[arch]
     cluster = 0 if not has.bulk_copies else 2 if BV == 32 else 1  # two blocks share a copy where bandwidth limits
     return Variant(K, BV, cluster, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, saves, pooled)
@@ -125,7 +131,7 @@ def variants(arch: int) -> Iterable[Variant]:
     for K, BV, dtype, gate, g_wide in itertools.product(WIDTHS, (16, 32), TYPES, GATE_CODES, (False, True)):
         if BV == 16 or (ARCHS[arch].wgmma and not (dtype == torch.float16 and g_wide)):
             for saves, pooled in ((False, False), (True, False), (False, True)):
-                yield _variant(K, BV, dtype, gate, g_wide, arch, saves, pooled)
+                yield variant_of(K, BV, dtype, gate, g_wide, arch, saves, pooled)
 
 
 class Saved(NamedTuple):
@@ -196,7 +202,7 @@ def plan_of(
         raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
     rest = PARAMS.pack_values(
         T, H, HV, HV // H, tiles, offsets is not None and offsets[1] == torch.int64, BETA_CODES[beta_activation],
-        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale, *(pool or (0,) * 7),
+        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale, *(pool or (0,) * 7), 0, 0,
     )  # fmt: skip
     kernel = machine.load(SOURCE, "kda_forward", variant.defines, device)
     blocks, cluster = groups * variant.slices, max(variant.cluster, 1)
@@ -249,16 +255,19 @@ def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput,
     )  # fmt: skip
     o = torch.empty_like(v)
     final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
-    checkpoints = None
-    if x.checkpoint_every:
-        new = torch.empty if offsets is None else torch.zeros  # packed sequences may leave rows unused
-        shape = (q.shape[0], x.checkpoint_count, *plan.state_shape[1:])
-        checkpoints = new(shape, dtype=torch.float32, device=device)
+    checkpoints = new_checkpoints(x) if x.checkpoint_every else None
     saved = Saved.like(x) if save else None
-    outputs = (o, final, checkpoints, *scratch(plan, device), *(saved or (None, None, None)), None, None)
+    outputs = (o, final, checkpoints, *scratch(plan, device), *(saved or (None, None, None)), *(None,) * 4)
     params = PARAMS.pack_pointers(*addresses, *(0 if t is None else t.data_ptr() for t in outputs)) + plan.rest
     plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
     return KDAOutput(o, final, checkpoints), saved
+
+
+def new_checkpoints(x: Inputs) -> Tensor:
+    """Memory for the checkpoints of a call; packed sequences may leave rows unused, which are 0."""
+    new = torch.empty if x.cu_seqlens is None else torch.zeros
+    shape = (x.q.shape[0], x.checkpoint_count, *x.v.shape[2:], x.q.shape[3])
+    return new(shape, dtype=torch.float32, device=x.q.device)
 
 
 def scratch(plan: Plan, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

@@ -41,7 +41,7 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
     o = aligned(x.o)
     pointers = (
         q, k, v, g, beta, A_log, dt_bias, None, offsets, o, state, x.checkpoints, *scratch(plan, device), None, None,
-        None, slots, stops,
+        None, slots, stops, None, None,
     )  # fmt: skip
     params = PARAMS.pack_pointers(*addresses(pointers)) + plan.rest
     plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)

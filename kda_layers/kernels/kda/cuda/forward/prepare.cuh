@@ -41,7 +41,7 @@ struct Raw {
 };
 
 // Prefetch the next chunk's q and k where registers allow.
-constexpr bool LOADS_AHEAD = HAS_WGMMA && !SAVES;
+constexpr bool LOADS_AHEAD = HAS_WGMMA && !KEEPS;
 
 DEVICE void load_raw(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& at) {
     int channel = channel_of(lane);

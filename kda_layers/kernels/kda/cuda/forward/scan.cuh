@@ -98,9 +98,12 @@ struct Values {
         for (int r = 0; r < 2; r++) {  // rows after the end multiply zeros: any finite value will do
             const u16* at =
                 from + min(16 * lane.warp + lane.id / 4 + 8 * r, tokens - 1) * stride + BV / 4 * (lane.id % 4);
-            if constexpr (BV == 32) {
-                uint4 v = *reinterpret_cast<const uint4*>(at);
-                x[r][0] = v.x, x[r][1] = v.y, x[r][2] = v.z, x[r][3] = v.w;
+            if constexpr (BV >= 32) {
+                #pragma unroll
+                for (int i = 0; i < TILES; i += 4) {
+                    uint4 v = *reinterpret_cast<const uint4*>(at + 2 * i);
+                    x[r][i] = v.x, x[r][i + 1] = v.y, x[r][i + 2] = v.z, x[r][i + 3] = v.w;
+                }
             } else {
                 uint2 v = *reinterpret_cast<const uint2*>(at);
                 x[r][0] = v.x, x[r][1] = v.y;
@@ -125,8 +128,13 @@ struct Values {
             int token = 16 * lane.warp + lane.id / 4 + 8 * r;
             if (token >= tokens) continue;
             u16* at = to + token * stride + BV / 4 * (lane.id % 4);
-            if constexpr (BV == 32) *reinterpret_cast<uint4*>(at) = make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]);
-            else *reinterpret_cast<uint2*>(at) = make_uint2(x[r][0], x[r][1]);
+            if constexpr (BV >= 32) {
+                #pragma unroll
+                for (int i = 0; i < TILES; i += 4)
+                    *reinterpret_cast<uint4*>(at + 2 * i) = make_uint4(x[r][i], x[r][i + 1], x[r][i + 2], x[r][i + 3]);
+            } else {
+                *reinterpret_cast<uint2*>(at) = make_uint2(x[r][0], x[r][1]);
+            }
         }
     }
 };
@@ -272,6 +280,14 @@ DEVICE int stop_of(const ForwardParams& p, const WorkTile& tile) {
     return stop < 0 || stop > tile.length || stop % CHUNK ? NEVER : int(stop);
 }
 
+// The state before a segment.
+DEVICE void load_start(Lane lane, State& state, const ForwardParams& p, const WorkTile& tile, int place) {
+    const float* from = nullptr;
+    if (tile.length > 0 && of_cut_sequence(p, tile)) from = p.starts + state_at(segment_row(lane, p, tile), 0);
+    else if (tile.last && p.initial_state) from = p.initial_state + state_at(tile.sequence * p.HV + tile.head, 0);
+    state.load(from ? from + place : nullptr);
+}
+
 DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     const int stride = p.HV * V, v_stride = POOLED ? p.value_row : stride;
     const int column = slice() * BV, place = column * K + State::place(lane);
@@ -283,13 +299,15 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
         const WorkTile tile = work_tile(p, index);
         i64 tokens_at = tile.row(p, 0) * V + column;  // offset of the chunk in v and o
         // The chunk's row in checkpoints and in per-chunk tensors
-        int whole_row = !POOLED && p.checkpoints ? chunks_before(lane, p, tile.sequence, WHOLE) : 0;
-        int row = SAVES ? chunks_before(lane, p, tile.sequence, ALL) : 0;
+        int whole_row = !POOLED && p.checkpoints ? chunks_before(lane, p, tile.sequence, WHOLE) + tile.skipped : 0;
+        int row = SAVES ? chunks_before(lane, p, tile.sequence, ALL) + tile.skipped : 0;
         const int stop = POOLED ? stop_of(p, tile) : NEVER;
         State state;
         if constexpr (POOLED) {
             const float* initial = pooled_state(p, tile);
             state.load(initial ? initial + place : nullptr);
+        } else if constexpr (SEGMENTS) {
+            load_start(lane, state, p, tile, place);
         } else {
             state.load(p.initial_state ? p.initial_state + state_at(index, 0) + place : nullptr);
         }
@@ -330,7 +348,10 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
         } else {
             if (p.checkpoints && tile.length >= CHUNK && tile.length % CHUNK == 0)
                 state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + tile.head, 0) + place);
-            if (p.final_state) state.store(p.final_state + state_at(index, 0) + place);
+            if (p.final_state && tile.last) {
+                const int head = SEGMENTS ? tile.sequence * p.HV + tile.head : index;
+                state.store(p.final_state + state_at(head, 0) + place);
+            }
         }
     }
 }
@@ -338,22 +359,26 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
 // One warp copies every part of every chunk as soon as its stage is free.
 DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const Shared& shared) {
     u32 all = SHARED_CHUNKS ? chunks_of_cta_group(p) : 0, ready = 0;
+    u32 copied = 0;
     Cursor at;
-    if constexpr (SAVES) at.start(lane, p, 0);
+    if constexpr (KEEPS) at.start(lane, p, 0);
     for (u32 count = 0; count < all; count++) {
-        if (ready <= count) ready = wait_for_chunks(lane, p, ready);
-        if (lane.id == 0) {
+        if (PREPARES && ready <= count) ready = wait_for_chunks(lane, p, ready);
+        const bool wanted = SEGMENTS != MAPS || !at.tile.last;
+        const u32 place = SEGMENTS == MAPS ? copied : count;
+        if (wanted && lane.id == 0) {
 #if __CUDA_ARCH__ >= 900
             fence_proxy_async_global();
 #endif
-            for (int part = 0; part < PARTS; part++) {
-                if (count >= STAGES) wait_for(shared, part, count - STAGES);
-                expect(shared, part, count);
-                fetch(ring_at(p, at, count), shared, part, count);
+            for (int part = 0; part < (SEGMENTS == MAPS ? OUTPUT : PARTS); part++) {
+                if (place >= STAGES) wait_for(shared, part, place - STAGES);
+                expect(shared, part, place);
+                fetch(ring_at(p, at, count), shared, part, place);
             }
             if (RECYCLES && count >= STAGES) write_counter(landed(p, slice()), count - STAGES + 1);
         }
+        copied += wanted;
         warp_sync();
-        if constexpr (SAVES) at.skip(lane, p, 1);
+        if constexpr (KEEPS) at.skip(lane, p, 1);
     }
 }

@@ -7,12 +7,14 @@
 // Chosen by the build, in addition to stage.cuh's: GATE (see gates.cuh), G_FP32 (1: gate logits are fp32), SAVES (1:
 // save what the backward reads), POOLED (1: for engines: states in slots of a pool, one boundary state of each sequence,
 // rows of tokens with strides). If CLUSTER is 0, each CTA prepares all chunks for itself.
-constexpr int STAGES = 2;
+constexpr int STAGES = SEGMENTS == WALK ? 3 : 2;
 constexpr int PREPARE_WARPS = K / 16, INVERTERS = 3;
 constexpr int THREADS = 32 * (PREPARE_WARPS + 4 + 1 + INVERTERS);  // 4 warps scan, 1 fetches
 constexpr bool SHARED_CHUNKS = CLUSTER > 0;
-constexpr u32 RING = 3 * SLICES;                    // prepared chunks in global memory, per CTA group
-constexpr bool RECYCLES = SHARED_CHUNKS && !SAVES;  // slots of the ring
+constexpr u32 RING = 3 * SLICES;  // prepared chunks in global memory, per CTA group
+constexpr bool PREPARES = SEGMENTS != WALK;
+constexpr bool KEEPS = SAVES || SEGMENTS;           // each prepared chunk has a row of its own
+constexpr bool RECYCLES = SHARED_CHUNKS && !KEEPS;  // slots of the ring
 
 enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS + b: the warps of 16 tokens
 
@@ -43,18 +45,14 @@ struct Cursor {
         tile = work_tile(p, index);
         if constexpr (POOLED) keys = i64(tile.first) * p.key_row + tile.head / p.group * K;
         else keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
-        if constexpr (SAVES) first_row = chunks_before(lane, p, tile.sequence, ALL);
+        if constexpr (KEEPS) first_row = chunks_before(lane, p, tile.sequence, ALL) + tile.skipped;
     }
 };
 
 // Number of chunks of all work tiles of this CTA group.
 DEVICE u32 chunks_of_cta_group(const ForwardParams& p) {
     u32 all = 0;
-    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
-        int length = p.T;
-        if (p.cu_seqlens) length = offset_of(p, index / p.HV + 1) - offset_of(p, index / p.HV);
-        all += (length + CHUNK - 1) / CHUNK;
-    }
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) all += work_tile(p, index).chunks();
     return all;
 }
 
@@ -77,7 +75,7 @@ struct Shared {
     static constexpr int AT_SUMS = AT_COLUMNS_OF_T + 6 * 512;
     static constexpr int AT_LOGITS = AT_SUMS + PREPARE_WARPS * 16 * 16;
     static constexpr int AT_BIAS = AT_LOGITS + (G_FP32 ? 0 : CHUNK * K * 2);
-    static constexpr int AT_BARRIERS = AT_BIAS + PREPARE_WARPS * 256;
+    static constexpr int AT_BARRIERS = PREPARES ? AT_BIAS + PREPARE_WARPS * 256 : AT_COLUMNS;
     static constexpr int BYTES = AT_BARRIERS + (2 * PARTS * STAGES + 4) * 8;
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
@@ -140,9 +138,9 @@ static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory")
 // ---------------------------------------------------------------- the ring of prepared chunks
 
 // CTA count % SLICES of a CTA group prepares chunk `count`, into slot count % RING of the group's ring, or, if all
-// chunks are saved, into the chunk's own row; every CTA copies it from there (stage.cuh).
+// chunks are kept, into the chunk's own row; every CTA copies it from there (stage.cuh).
 DEVICE Stage ring_at(const ForwardParams& p, const Cursor& at, u32 count) {
-    if constexpr (SAVES) return {p.prepared + (i64(at.first_row + at.chunk) * p.HV + at.tile.head) * STAGE_BYTES};
+    if constexpr (KEEPS) return {p.prepared + (i64(at.first_row + at.chunk) * p.HV + at.tile.head) * STAGE_BYTES};
     return {p.ring + (i64(cta_group()) * RING + count % RING) * STAGE_BYTES};
 }
 // Counters of a CTA: chunks that it has prepared, and chunks that have arrived in its shared memory. Counters that are

@@ -1,0 +1,231 @@
+"""Launcher of segments.cu: the forward over sequences that are cut into segments, in three kernels."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....cuda.arch import ARCHS
+from ....cuda.machine import Launchable, Machine
+from ....cuda.params import addresses
+from ...activations import BETA_CODES, GATE_CODES
+from ...contract import CHUNK, Inputs, KDAOutput
+from . import forward as whole
+
+SOURCE = str(Path(__file__).with_suffix(".cu"))
+MAPS, WALK = 1, 2  # of stage.cuh's SEGMENTS
+AUTO_TOKENS, AUTO_HEADS = 2**14, 8  # what "auto" cuts: so many tokens or more of so few heads; not measured yet
+AUTO_PROCESSORS = 32  # and on so many multiprocessors or more: at most 16 are a group that maps
+WALK_STAGES = 3
+JOIN_ROWS = 8
+
+
+class Cut(NamedTuple):
+    """Where sequences are cut: by their own length and number of value heads alone."""
+
+    longer: int  # tokens from which a sequence is cut
+    shortest: int = 1024  # tokens of a segment
+    tiles: int = 64  # heads times segments of a sequence, about: with two blocks each they fill a GPU
+
+    def segment_tokens(self, length: int, heads: int) -> int:
+        """Tokens of a segment of a sequence that is cut: a power of two."""
+        tokens = self.shortest
+        while tokens * self.tiles < length * heads:
+            tokens *= 2
+        return tokens
+
+    def most_segments(self, tokens: int, heads: int, packed: bool) -> int:
+        """Segments of a sequence of `tokens`; if packed, at least those of any sequence of at most so many."""
+        if packed:
+            return max(1, min(-(-self.tiles // heads), -(-tokens // self.shortest)))
+        return -(-tokens // self.segment_tokens(tokens, heads)) if tokens >= self.longer else 1
+
+    def rows(self, x: Inputs) -> int:
+        """At least the segments of all sequences that are cut, times the value heads."""
+        B, T, HV = x.v.shape[:3]
+        sequences = B if x.cu_seqlens is None else T // self.longer
+        return sequences * self.most_segments(T, HV, x.cu_seqlens is not None) * HV
+
+    def defines(self, part: int) -> dict[str, str | int]:
+        return {"SEGMENTS": part, "SEGMENT_TOKENS": self.shortest, "SEGMENT_TILES": self.tiles}
+
+
+ALWAYS, AUTO = Cut(1024 + 1), Cut(AUTO_TOKENS)
+
+
+def cut_of(x: Inputs) -> Cut:
+    """The cut of a call whose sequences are cut."""
+    return AUTO if x.segments == "auto" else ALWAYS
+
+
+def cuts(x: Inputs, machine: Machine) -> bool:
+    """Whether a call has sequences that may be cut, by its options and shapes."""
+    if x.segments == "never":
+        return False
+    (T, HV), cut = x.v.shape[1:3], cut_of(x)
+    if cut.longer > T or cut.tiles < 2 * HV:
+        return False
+    if x.segments == "always":
+        return True
+    processors, arch, _ = machine.properties(x.q.device)
+    return HV <= AUTO_HEADS and ARCHS[arch].bulk_copies and processors >= AUTO_PROCESSORS
+
+
+class Variant(NamedTuple):
+    """The compile-time parameters of one of the kernels: those of `whole`, and the cut."""
+
+    whole: whole.Variant
+    part: int  # MAPS or WALK
+    cut: Cut
+
+    @property
+    def source(self) -> str:
+        return whole.SOURCE if self.part == MAPS else SOURCE
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        return self.whole.defines | self.cut.defines(self.part) | {"SHARED_BYTES": self.shared_bytes}
+
+    @property
+    def threads(self) -> int:
+        return self.whole.threads if self.part == MAPS else 160
+
+    @property
+    def slices(self) -> int:
+        return self.whole.slices * (2 if self.part == MAPS else 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        if self.part == MAPS:
+            return self.whole.shared_bytes
+        scan = 2 * self.whole.BV * (self.whole.K + 2 * CHUNK)
+        return WALK_STAGES * whole.stage_bytes(self.whole.K) + scan + 8 * (6 * WALK_STAGES + 4)
+
+
+def variants_for(
+    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool = False, cut: Cut = ALWAYS
+) -> tuple[Variant, Variant]:
+    """The variants that map and that walk."""
+    wide = ARCHS[arch].wgmma and not (dtype == torch.float16 and g_wide)
+    maps = whole.variant_of(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch)
+    walk = whole.variant_of(K, K // 2, dtype, "lower_bound", False, arch, saves)  # reads no gate
+    return Variant(maps, MAPS, cut), Variant(walk._replace(cluster=2), WALK, cut)
+
+
+def variants(arch: int) -> Iterable[Variant]:
+    """Every variant for `arch`."""
+    if not ARCHS[arch].bulk_copies:
+        return
+    flags = (False, True)
+    problems = itertools.product(whole.WIDTHS, whole.TYPES, GATE_CODES, flags)
+    found = (variants_for(*problem, arch, saves) for problem in problems for saves in flags)
+    yield from dict.fromkeys(itertools.chain.from_iterable(found))
+
+
+class SavedInSegments(NamedTuple):
+    """The tensors that the forward saves for the backward."""
+
+    whole: whole.Saved
+    maps: Tensor  # [rows, V + K, K] fp32, B and F of the segments of sequences that are cut
+
+    @classmethod
+    def like(cls, x: Inputs, cut: Cut | None = None) -> SavedInSegments:
+        """Unwritten tensors for inputs `x`."""
+        cut, K, V = cut_of(x) if cut is None else cut, x.q.shape[3], x.v.shape[3]
+        return cls(whole.Saved.like(x), x.q.new_empty(cut.rows(x), V + K, K, dtype=torch.float32))
+
+
+class Plan(NamedTuple):
+    """Everything that the launches need except pointers."""
+
+    maps: Launchable
+    join: Launchable
+    walk: Launchable
+    grids: list[tuple[int, Variant]]  # groups of CTAs that map, and that walk
+    segments: int  # of a sequence at most
+    sequences: int
+    rest: bytes  # of the parameters, after the pointers
+
+
+@functools.lru_cache(whole.PLANS)
+def plan_of(
+    machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
+    gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float,
+    saves: bool, cut: Cut,
+) -> Plan:  # fmt: skip
+    """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens."""
+    B, T, H, K = q_shape
+    HV = v_shape[2]
+    if B * T > whole.MOST_TOKENS:
+        raise ValueError(f"B * T must be at most {whole.MOST_TOKENS}, got {B * T}: split the batch")
+    N = B if offsets is None else offsets[0] - 1
+    segments = cut.most_segments(T, HV, offsets is not None)
+    processors, arch, _ = machine.properties(device)
+    mapping, walking = variants_for(K, dtype, gate_activation, g_dtype == torch.float32, arch, saves, cut)
+    if processors < mapping.slices:
+        raise ValueError(f"x must be on a GPU with at least {mapping.slices} multiprocessors, got {processors}")
+    grids = [(min(N * segments * HV, processors // v.slices), v) for v in (mapping, walking)]
+    rest = whole.PARAMS.pack_values(
+        T, H, HV, HV // H, N * segments * HV, offsets is not None and offsets[1] == torch.int64,
+        BETA_CODES[beta_activation], beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
+        *(0,) * 7, segments, cut.longer,
+    )  # fmt: skip
+    maps = machine.load(whole.SOURCE, "kda_forward", mapping.defines, device)
+    join, walk = (machine.load(SOURCE, f"kda_{what}_segments", walking.defines, device) for what in ("join", "walk"))
+    return Plan(maps, join, walk, grids, segments, N, rest)
+
+
+def forward_in_segments(
+    x: Inputs, machine: Machine, save: bool = False, cut: Cut | None = None
+) -> tuple[KDAOutput, SavedInSegments | None]:
+    """Return the outputs and, with `save`, the tensors for the backward.
+
+    Raises:
+        ValueError: as `forward.forward`
+    """
+    cut = cut_of(x) if cut is None else cut
+    x = whole.aligned_inputs(x)
+    q, v, offsets = x.q, x.v, x.cu_seqlens
+    device, K, (HV, V) = q.device, q.shape[3], v.shape[2:]
+    plan = plan_of(
+        machine, device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
+        None if offsets is None else (offsets.shape[0], offsets.dtype),
+        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save, cut,
+    )  # fmt: skip
+    fp32, N, rows = partial(torch.empty, dtype=torch.float32, device=device), plan.sequences, cut.rows(x)
+    o = torch.empty_like(v)
+    final = fp32(N, HV, V, K) if x.final_state else None
+    checkpoints = whole.new_checkpoints(x) if x.checkpoint_every else None
+    saved = SavedInSegments.like(x, cut) if save else None
+    if saved is not None:
+        (prepared, states, errors), maps = saved
+    else:
+        prepared = torch.empty(whole.chunk_rows(x), HV, whole.stage_bytes(K), dtype=torch.uint8, device=device)
+        states, errors, maps = None, None, fp32(rows, V + K, K)
+    progress = torch.zeros(plan.grids[0][0] * 64, dtype=torch.int32, device=device)
+    starts = fp32(rows, V, K)
+    tensors = (
+        q, x.k, v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, offsets, o, final, checkpoints, None, progress,
+        prepared, states, errors, None, None, maps, starts,
+    )  # fmt: skip
+    params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
+    mapping, walking = ((n * v.slices, v.threads, v.whole.cluster, v.shared_bytes) for n, v in plan.grids)
+    plan.maps.launch(*mapping, params)
+    plan.join.launch(N * HV * V // JOIN_ROWS, 2 * K, 1, 2 * JOIN_ROWS * K * 4, params)
+    plan.walk.launch(*walking, params)
+    return KDAOutput(o, final, checkpoints), saved
+
+
+def recompute(x: Inputs, machine: Machine) -> SavedInSegments:
+    """Run the forward again for the tensors that it saves."""
+    _, saved = forward_in_segments(x._replace(final_state=False, checkpoint_every=0), machine, save=True)
+    assert saved
+    return saved

@@ -1,0 +1,284 @@
+"""Sequences that the CUDA forward cuts into segments, in the emulator: accurate, and cut by their own length alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kda_layers import KDAOutput, kda
+from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.cuda.backward import reverse_segments
+from kda_layers.kernels.kda.cuda.forward import segments
+from kda_layers.kernels.kda.cuda.forward.segments import Cut
+from kda_layers.kernels.kda.dispatch import KDA
+from tests import cuda_emulator
+from tests.kernels import emulated
+from tests.kernels.cases import (
+    BF16,
+    FP16,
+    Case,
+    budget,
+    call,
+    check,
+    ids,
+    limits_of,
+    make_inputs,
+    oracle,
+    outputs,
+    run_draws,
+    to_fp64,
+)
+from tests.kernels.emulated_backends import EMULATED, registered
+from tests.kernels.test_cuda_chunk import assert_same
+from tests.kernels.test_hard_inputs import (
+    HALF_WRONG,
+    correlated_keys,
+    expected,
+    hard_inputs,
+    repeated_token,
+    resets,
+    turning_keys,
+)
+
+WHY_NOT = cuda_emulator.unavailable()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+SHORT, TILES = 64, 4  # instead of the launcher's, so that short sequences are cut
+FORMS = {"warpgroups": 90, "warps": 100}
+BATCHED = ("q", "k", "v", "g", "beta", "initial_state")
+in_every_form = pytest.mark.parametrize("form", FORMS)
+SLOW = Case(H=1, slow=True, state=True, final=True, checkpoints=True)
+SOFTPLUS = Case(K=64, V=64, dtype=FP16, gate="softplus", state=True, final=True, checkpoints=True)
+
+
+def cut(x: Inputs, form: str, processors: int = 16, seed: int = 0, longer: int = SHORT + 1) -> KDAOutput:
+    machine = emulated.Emulator(FORMS[form], processors, seed)
+    with emulated.GuardedMemory():
+        return segments.forward_in_segments(emulated.guarded_inputs(x), machine, cut=Cut(longer, SHORT, TILES))[0]
+
+
+def whole(x: Inputs, form: str) -> KDAOutput:
+    return emulated.forward(x, arch=FORMS[form])
+
+
+@in_every_form
+@pytest.mark.parametrize(
+    "case",
+    **ids(
+        [
+            replace(SLOW, T=300),
+            replace(SLOW, T=200, B=2, group=2),
+            replace(SLOW, T=256, state=False, beta="given"),
+            replace(SLOW, lengths=(150, 0, 1, 270, 64), g_wide=True),
+            replace(SOFTPLUS, T=321, H=2),
+        ]
+    ),
+)
+def test_in_budget(case: Case, form: str) -> None:
+    x = make_inputs(case)
+    truth, yardstick = (outputs(oracle(cast(x))) for cast in (to_fp64, lambda x: x))
+    check(outputs(cut(x, form)), truth, limits_of(yardstick, truth, x.q.dtype))
+
+
+@in_every_form
+@pytest.mark.parametrize(
+    "kind", [repeated_token, resets, correlated_keys, turning_keys], ids=lambda kind: kind.__name__
+)
+def test_hard_inputs(kind: Callable[[int, int, int], dict[str, Any]], form: str) -> None:
+    truth, yardstick = expected(kind, 400, 64, 2, BF16, False, True, True, "cpu")
+    got = outputs(cut(hard_inputs(kind, 400, 64, 2, BF16), form))
+    check(got, truth, {n: min(budget(e, BF16), HALF_WRONG) for n, e in yardstick.items()})
+
+
+NARROW = replace(SLOW, K=64, V=64)
+
+
+@pytest.mark.parametrize("backend", ["sm90@emulator", "sm100@emulator"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    **ids(
+        [
+            replace(NARROW, T=300, dtype=FP16, gate="softplus", checkpoints=False),
+            replace(NARROW, lengths=(150, 0, 1, 270), group=2),
+        ]
+    ),
+)
+def test_gradients(case: Case, recompute: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "ALWAYS", Cut(SHORT + 1, SHORT, TILES))
+    xs = [make_inputs(case, draw=n)._replace(recompute_above=float(not recompute)) for n in range(case.draws)]
+    xs = xs if not recompute else xs[:1]
+    with registered(EMULATED[backend]):
+        got = run_draws(lambda x: call(x._replace(segments="always"), backend), xs)
+        if recompute:  # the bits of what was kept
+            kept = run_draws(lambda x: call(x._replace(segments="always", recompute_above=1.0), backend), xs)
+            assert all(torch.equal(got[name], t) for name, t in kept.items())
+            return
+    truth, yardstick = (run_draws(oracle, [cast(x) for x in xs]) for cast in (to_fp64, lambda x: x))
+    check(got, truth, limits_of(yardstick, truth, case.dtype))
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@in_every_form
+def test_order_and_number_of_blocks(form: str) -> None:
+    x = make_inputs(replace(SLOW, lengths=(130, 0, 300)))
+    want = cut(x, form)
+    for seed, processors in ((1, 16), (2, 32), (3, 40)):
+        assert_same(cut(x, form, processors, seed), want)
+
+
+@in_every_form
+def test_alone_batched_and_packed(form: str) -> None:
+    x = make_inputs(replace(SLOW, B=3, T=200, checkpoints=False))
+    together = cut(x, form)
+    rows = [x._replace(**{n: getattr(x, n)[i : i + 1] for n in BATCHED}) for i in range(3)]
+    alone = [cut(row, form) for row in rows]
+    assert_same(KDAOutput(torch.cat([a.o for a in alone]), torch.cat([a.final_state for a in alone]), None), together)
+    flat = {n: getattr(x, n).flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
+    packed = cut(x._replace(**flat, cu_seqlens=200 * torch.arange(4)), form)
+    assert_same(packed._replace(o=packed.o.view_as(together.o)), together)
+
+
+@in_every_form
+def test_where_a_sequence_is_cut(form: str) -> None:
+    """Outputs are those of the whole sequence up to the first border, and differ by rounding after it."""
+    x = make_inputs(replace(SLOW, lengths=(300, 100)))
+    got, want = cut(x, form), whole(x, form)
+    differs = (got.o != want.o).flatten(2).any(2)[0]
+    assert Cut(65, SHORT, TILES).segment_tokens(300, 1) == 128
+    assert not differs[:128].any()
+    assert differs[128:300].any()
+    assert Cut(65, SHORT, TILES).segment_tokens(100, 1) == 64
+    assert not differs[300:364].any()
+    assert differs[364:].any()
+
+
+@in_every_form
+def test_what_is_not_cut_has_the_bits_of_the_whole(form: str) -> None:
+    x = make_inputs(replace(SLOW, lengths=(300, 100, 0)))
+    got, want = cut(x, form, longer=200), whole(x, form)
+    assert torch.equal(got.o[:, 300:], want.o[:, 300:])
+    assert torch.equal(got.final_state[1:], want.final_state[1:])
+    assert not torch.equal(got.o[:, :300], want.o[:, :300])
+
+
+def test_sizes_of_segments() -> None:
+    """Powers of two of 1,024 tokens or more; 64 tiles of a sequence at most, but for few more with odd heads."""
+    for heads in (1, 2, 3, 4, 8, 16, 63, 64, 96):
+        for length in (1, 1024, 1025, 8192, 65536, 100_000, 2**20, 2**27):
+            tokens = segments.ALWAYS.segment_tokens(length, heads)
+            count = segments.ALWAYS.most_segments(length, heads, packed=False)
+            assert tokens >= 1024
+            assert tokens & (tokens - 1) == 0
+            assert (count - 1) * tokens < length <= count * tokens or count == 1
+            assert (count - 1) * heads < 64
+            assert count <= segments.ALWAYS.most_segments(2**27, heads, packed=True)
+    assert [segments.ALWAYS.segment_tokens(131072, 4), segments.ALWAYS.segment_tokens(2**20, 1)] == [8192, 16384]
+
+
+# ---------------------------------------------------------------- the option
+
+LONG = replace(SLOW, K=64, V=64, T=segments.ALWAYS.shortest + 70, checkpoints=False)
+
+
+def called(x: Inputs, mode: str, backend: str, **options: Any) -> KDAOutput:
+    with registered(EMULATED[backend]):
+        return kda(
+            *x[:5], A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state, lower_bound=x.lower_bound,
+            final_state=True, segments=mode, backend=backend, **options,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["sm90@emulator", "sm100@emulator"])
+def test_always(backend: str) -> None:
+    x = make_inputs(LONG)
+    never, auto, always = (called(x, mode, backend) for mode in ("never", "auto", "always"))
+    assert_same(auto, never)
+    assert torch.equal(always.o[:, : segments.ALWAYS.shortest], never.o[:, : segments.ALWAYS.shortest])
+    assert not torch.equal(always.o, never.o)
+    truth, yardstick = (outputs(oracle(cast(x._replace(checkpoint_every=0)))) for cast in (to_fp64, lambda x: x))
+    check(outputs(always), truth, limits_of(yardstick, truth, BF16))
+
+
+def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cuts where 'always' does, from some length on and up to some heads."""
+    monkeypatch.setattr(segments, "AUTO_PROCESSORS", 16)
+    x, backend = make_inputs(LONG), "sm90@emulator"
+    monkeypatch.setattr(segments, "AUTO", Cut(LONG.T))
+    assert_same(called(x, "auto", backend), called(x, "always", backend))
+    monkeypatch.setattr(segments, "AUTO", Cut(LONG.T + 1))
+    assert_same(called(x, "auto", backend), called(x, "never", backend))
+    monkeypatch.setattr(segments, "AUTO", Cut(1))
+    monkeypatch.setattr(segments, "AUTO_HEADS", 0)
+    assert_same(called(x, "auto", backend), called(x, "never", backend))
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "message"),
+    [
+        ("eager", {}, "segments is 'always', needs 'never' or 'auto'"),
+        ("sm80@emulator", {}, "segments is 'always', needs a GPU with bulk copies, sm_80 has none"),
+        ("sm90@emulator", {"out": True}, "segments='always' is not served with state_indices, checkpoint_at or out"),
+        ("sm90@emulator", {"mode": "often"}, "segments must be 'never', 'auto' or 'always', got 'often'"),
+        ("sm90@emulator", {"mode": True}, "segments must be 'never', 'auto' or 'always', got True"),
+    ],
+)
+def test_refusals(backend: str, change: dict[str, Any], message: str) -> None:
+    x = make_inputs(replace(LONG, T=70))
+    options: dict[str, Any] = {"out": torch.empty_like(x.v)} if "out" in change else {}
+    emulated_backend = EMULATED[backend if backend in EMULATED else "sm90@emulator"]
+
+    def run(mode: Any) -> KDAOutput:
+        return kda(
+            *x[:5], A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=x.lower_bound, segments=mode, backend=backend,
+            **options,
+        )  # fmt: skip
+
+    with registered(emulated_backend):
+        run("never")  # what is known of a call does not hide it
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(change.get("mode", "always"))
+
+
+def test_auto_on_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few multiprocessors for a group of blocks that maps."""
+    monkeypatch.setattr(segments, "AUTO", Cut(65))
+    x = make_inputs(replace(LONG, T=200))._replace(segments="auto")
+    assert not segments.cuts(x, emulated.Emulator(100, processors=15))
+    assert segments.cuts(x, emulated.Emulator(100, processors=32))
+
+
+def test_memory_is_that_of_sequences_that_are_cut() -> None:
+    """Of a pack, at most as many as fit into it."""
+    x = make_inputs(replace(LONG, lengths=(1100, 1, 1, 1, 1, 1)))
+    cut = segments.ALWAYS
+    assert cut.rows(x) == 1105 // 1025 * cut.most_segments(1105, 1, packed=True) == 2
+    assert cut.rows(x._replace(cu_seqlens=None)) == 2
+
+
+def test_every_mode_runs_on_a_cpu() -> None:
+    """'auto' cuts nothing where 'always' is not served."""
+    x = make_inputs(replace(LONG, T=70))
+
+    def of(mode: str) -> Tensor:
+        return kda(*x[:5], A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=x.lower_bound, segments=mode).o
+
+    assert torch.equal(of("auto"), of("never"))
+    with pytest.raises(ValueError, match="segments is 'always'"):
+        of("always")
+
+
+def test_every_variant_is_listed() -> None:
+    for target, capability in (("sm_90a", 90), ("sm_100a", 100), ("sm_80", 80)):
+        listed = {str(sorted(d.items())) for b in KDA.backends().values() for _, d in b.variants(target)}
+        found = [*segments.variants(capability), *reverse_segments.variants(capability)]
+        assert len(set(found)) == len(found) == (0 if capability == 80 else 24 + 8 + 4)
+        assert {str(sorted(v.defines.items())) for v in found} <= listed
