@@ -94,7 +94,7 @@ template <class Params> DEVICE i64 segment_row(Lane lane, const Params& p, const
     }
     return (i64(before) * p.segments + tile.segment) * p.HV + tile.head;
 }
-// Whether a tile's sequence is cut.
+// Whether a tile is one of several segments of its sequence.
 template <class Params> DEVICE bool of_cut_sequence(const Params& p, const WorkTile& tile) {
     return tile.segment > 0 || !tile.last;
 }

@@ -7,7 +7,7 @@
 //     kda_walk_segments   scans all segments at once from their S0, over the prepared chunks, for the outputs
 //
 // Chosen by the build, in addition to shared.cuh's: SEGMENTS (MAPS for the first kernel, WALK for the others), SEGMENT_TOKENS
-// (of the shortest segment) and SEGMENT_TILES (see segment_tokens).
+// (of the shortest segment) and SEGMENT_TILES (see take_segment).
 #include "scan.cuh"
 
 constexpr int WALK_THREADS = 32 * 5;  // 4 warps scan, 1 fetches

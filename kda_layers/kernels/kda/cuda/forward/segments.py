@@ -133,7 +133,7 @@ class SavedInSegments(NamedTuple):
     """The tensors that the forward saves for the backward."""
 
     whole: whole.Saved
-    maps: Tensor  # [rows, V + K, K] fp32, B and F of the segments of sequences that are cut
+    maps: Tensor  # [rows, V + K, K] fp32, B and F of segments
 
     @classmethod
     def like(cls, x: Inputs, cut: Cut | None = None) -> SavedInSegments:
