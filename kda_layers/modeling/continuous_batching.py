@@ -13,14 +13,14 @@ from kda_layers.modeling import families
 ENGINE = "transformers.generation.continuous_batching"
 SERVER = "transformers.cli.serving.model_manager"
 TESTED = "5.23"
-# What is wrapped or added to: module, class ("" for the module), name, and the function of `state_allocator`.
+# What is wrapped or added to: module, class ("" for the module), name, and by which function of which file of ours.
 WRAPPED = (
-    ("cache", "PagedAttentionCache", "__init__", "finish_cache"),
-    ("input_outputs", "ContinuousBatchingIOs", "_setup_static_tensors", "add_static_tensors"),
-    ("continuous_api", "ContinuousMixin", "init_continuous_batching", "check_model"),
-    ("continuous_api", "", "resolve_continuous_batching_config", "choose_graphs"),
-    ("initialization", "", "ensure_decode_fast_path_is_available", "allow_block_tables"),
-    ("scheduler", "Scheduler", "add_waiting_request", "check_request"),
+    ("cache", "PagedAttentionCache", "__init__", "state_allocator.finish_cache"),
+    ("input_outputs", "ContinuousBatchingIOs", "_setup_static_tensors", "state_allocator.add_static_tensors"),
+    ("continuous_api", "ContinuousMixin", "init_continuous_batching", "engine_options.check_model"),
+    ("continuous_api", "", "resolve_continuous_batching_config", "engine_options.choose_graphs"),
+    ("initialization", "", "ensure_decode_fast_path_is_available", "engine_options.allow_block_tables"),
+    ("scheduler", "Scheduler", "add_waiting_request", "state_allocator.check_request"),
 )
 _enabled = False
 
@@ -51,7 +51,9 @@ def enable_continuous_batching() -> None:
     if missing:
         raise _unknown(f"CacheAllocator.{min(missing)} is new")
     for owner, (_, _, name, wrap) in zip(owners, WRAPPED, strict=True):
-        setattr(owner, name, getattr(ours, wrap)(getattr(owner, name)))
+        file, function = wrap.split(".")
+        wrapper = getattr(importlib.import_module(f"kda_layers.modeling.{file}"), function)
+        setattr(owner, name, wrapper(getattr(owner, name)))
     importlib.import_module(f"{ENGINE}.cache").ATTN_TYPE_TO_ALLOCATOR[ours.KDA] = ours.StateAllocator
     _name_models()
     _enabled = True

@@ -5,14 +5,11 @@ This file is imported by `enable_continuous_batching` alone: it needs names that
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,19 +18,13 @@ from transformers.generation.continuous_batching import cache_allocators
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import CacheAllocator
 
-from kda_layers.kernels.declarations import arch_of
-from kda_layers.kernels.kda.contract import NO_SLOT, Problem, state_dtype
-from kda_layers.kernels.kda.dispatch import KDA as KDA_BACKENDS
-from kda_layers.modeling.layer import KimiDeltaAttention
+from kda_layers.kernels.kda.contract import NO_SLOT, state_dtype
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.slots import Slots
 
 logger = logging.getLogger("kda_layers")
 KDA = "linear_attention"
 ALIGNMENT = 128  # bytes, of each layer's states
-# While `init_continuous_batching` runs: its model; whether block tables are chosen for the model.
-_model: ContextVar[Any] = ContextVar("kda_layers_model", default=None)
-_tables_of_slots: ContextVar[bool] = ContextVar("kda_layers_tables_of_slots", default=False)
 
 
 class StateAllocator(CacheAllocator):
@@ -236,94 +227,6 @@ def add_static_tensors(setup: Callable[..., None]) -> Callable[..., None]:
             self.attention_mask[KDA] = torch.empty(size, dtype=self.model_dtype, device=self.device)
 
     return wrapper
-
-
-def check_model(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `ContinuousMixin.init_continuous_batching`: refuse in the caller's thread what the engine cannot serve."""
-
-    @functools.wraps(init)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = self.config.get_text_config()
-        if KDA in (getattr(config, "layer_types", None) or ()):
-            check_config(config)
-            if getattr(self, "_device_mesh", None) is not None:
-                raise ValueError(
-                    "continuous batching of KDA layers needs the whole model on one device, got tensor parallelism: "
-                    "load it without distributed_config"
-                )
-        token = _model.set(self)
-        try:
-            return init(self, *args, **kwargs)
-        finally:
-            _model.reset(token)
-
-    return wrapper
-
-
-def choose_graphs(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `resolve_continuous_batching_config`: what the user leaves open, for a model that `_needs_no_mask`.
-
-    The engine uses CUDA graphs, asynchronous steps and steps of block tables with flash attention alone, as other
-    attention needs masks. KDA layers need none, and the first column of a block table is their slot.
-    """
-
-    @functools.wraps(resolve)
-    def wrapper(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
-        model = _model.get()
-        if model is None or not _needs_no_mask(model, config, cb_config):
-            return resolve(config, cb_config, *args, **kwargs)
-        chosen = copy.copy(cb_config)
-        if chosen.use_cuda_graph is None:
-            chosen.use_cuda_graph = True
-        if chosen.use_async_batching is None:  # which offloading excludes (`finish_cache`)
-            chosen.use_async_batching = any(chosen.cuda_graph_booleans) and chosen.cpu_offload_space == 0
-        token = _tables_of_slots.set(True)
-        try:
-            return resolve(config, chosen, *args, **kwargs)
-        finally:
-            _tables_of_slots.reset(token)
-
-    return wrapper
-
-
-def allow_block_tables(ensure: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `ensure_decode_fast_path_is_available`, within `choose_graphs`."""
-
-    @functools.wraps(ensure)
-    def wrapper(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
-        if not _tables_of_slots.get():
-            return ensure(config, cb_config, *args, **kwargs)
-        if cb_config.max_blocks_per_request != 0:
-            cb_config.max_blocks_per_request = 1
-
-    return wrapper
-
-
-def _needs_no_mask(model: Any, config: Any, cb_config: Any) -> bool:
-    """True for a model of KDA layers alone on a GPU, whose kernels read nothing on the host, without torch.compile."""
-    compiled = (
-        cb_config.varlen_compile_config,
-        cb_config.decode_compile_config,
-        getattr(config, "compile_config", None),
-    )
-    if cb_config.default_compile_level > 0 or any(c is not None for c in compiled):
-        return False
-    alone = set(getattr(config, "layer_types", None) or ()) == {KDA}
-    return alone and model.device.type == "cuda" and all(map(_reads_nothing, model.modules()))
-
-
-def _reads_nothing(module: Any) -> bool:
-    """False for a KDA layer of plain PyTorch, which reads slots on the host."""
-    if not isinstance(module, KimiDeltaAttention):
-        return True
-    weight, options = module.q_proj.weight, module.kda_options
-    problem = Problem(
-        weight.device.type, arch_of(weight.device), weight.dtype, weight.dtype, module.head_dim, module.head_v_dim,
-        module.num_v_heads // module.num_heads, options["gate_activation"], options["beta_activation"], True,
-        packed=True, has_state=True,
-    )  # fmt: skip
-    steps = problem, replace(problem, decode=True, packed=False)
-    return all(KDA_BACKENDS.select(step, options.get("backend")).name != "eager" for step in steps)
 
 
 def check_request(add: Callable[..., None]) -> Callable[..., None]:

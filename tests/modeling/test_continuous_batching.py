@@ -29,7 +29,7 @@ try:
     from transformers import CompileConfig, ContinuousBatchingConfig
     from transformers.generation.continuous_batching import cache_allocators, continuous_api, initialization
 
-    from kda_layers.modeling import state_allocator
+    from kda_layers.modeling import engine_options
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -268,7 +268,7 @@ def resolved(name: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda", *
     m, asked = model(name), ContinuousBatchingConfig(**given)
     on_device = SimpleNamespace(device=torch.device(device), modules=m.modules)
     monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "cuda")
-    token = state_allocator._model.set(on_device)
+    token = engine_options._model.set(on_device)
     try:
         found = continuous_api.resolve_continuous_batching_config(
             config=m.config,
@@ -278,7 +278,7 @@ def resolved(name: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda", *
             device=torch.device("cpu"),
         )
     finally:
-        state_allocator._model.reset(token)
+        engine_options._model.reset(token)
     assert asked == ContinuousBatchingConfig(**given), "the caller's options were changed"
     names = "use_cuda_graph", "use_async_batching", "max_blocks_per_request", "decode_compile_config"
     return {n: getattr(found, n) for n in names} | {"varlen": found.varlen_compile_config is not None}
@@ -311,7 +311,7 @@ GRAPHS = STOCK | dict(use_cuda_graph=(True, True), use_async_batching=True, max_
 def test_what_is_left_open_is_chosen_for_kda_layers_alone(
     name: str, given: dict[str, Any], chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_allocator, "_reads_nothing", lambda module: True)
+    monkeypatch.setattr(engine_options, "_reads_nothing", lambda module: True)
     assert resolved(name, monkeypatch, **given) == chosen
     assert resolved(name, monkeypatch, "cpu", **given) != GRAPHS
 
@@ -325,11 +325,11 @@ def test_plain_pytorch_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(problem)
         return SimpleNamespace(name="eager" if problem.decode else "sm90")
 
-    monkeypatch.setattr(state_allocator.KDA_BACKENDS, "select", select)
+    monkeypatch.setattr(engine_options.KDA_BACKENDS, "select", select)
     assert resolved("kda", monkeypatch) == STOCK
     assert [p.decode for p in asked] == [False, True]
     assert (asked[0].K, asked[0].V, asked[0].has_state, asked[0].packed) == (8, 8, True, True)
-    monkeypatch.setattr(state_allocator.KDA_BACKENDS, "select", lambda *_: SimpleNamespace(name="sm90"))
+    monkeypatch.setattr(engine_options.KDA_BACKENDS, "select", lambda *_: SimpleNamespace(name="sm90"))
     assert resolved("kda", monkeypatch) == GRAPHS
 
 
