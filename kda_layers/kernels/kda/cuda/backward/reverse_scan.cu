@@ -10,7 +10,7 @@
 // warps bring dO' to shared memory and take bX and dS from there, by whole rows of 128 bytes. One more warp copies the
 // chunks.
 #include "ReverseScanParams.h"
-#include "stage.cuh"
+#include "join.cuh"
 
 constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // as many as fit into shared memory
 constexpr int WARPS = 4;                     // of each role; but one copies chunks
@@ -247,12 +247,19 @@ DEVICE void finish_chunk(Lane lane, Carried& x, const Shared& shared, u32 count)
     release(lane, shared, ERRORS, count);
 }
 
+// The scan that is to find d_starts alone has no use for a sequence's first segment, and stores nothing else.
+DEVICE bool finds_starts(const ReverseScanParams& p) { return SEGMENTS && p.d_starts; }
+DEVICE bool is_left_out(const ReverseScanParams& p, const WorkTile& tile) {
+    return finds_starts(p) && tile.segment == 0;
+}
+
 DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     const int column = slice() * BV + 16 * lane.warp;
     const Operands first = Operands::of(shared.stage(0));
     u32 count = 0;
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
+        if (is_left_out(p, tile)) continue;
         const i64 first_checkpoint =
             i64(chunks_before(lane, p, tile.sequence, WHOLE) + tile.skipped) * p.HV + tile.head;
         int chunk = tile.chunks() - 1;
@@ -282,7 +289,7 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
             finish_chunk(lane, x, shared, count);
         }
 #if SEGMENTS
-        if (p.d_starts && tile.segment > 0) x.d.store(lane, p.d_starts + state_at(row, column));
+        if (finds_starts(p)) x.d.store(lane, p.d_starts + state_at(row, column));
         if (tile.segment > 0) continue;
         const i64 of_start = i64(tile.sequence) * p.HV + tile.head;
 #else
@@ -337,15 +344,16 @@ DEVICE void take_errors(Lane lane, u16* to, i64 stride, int tokens, const Shared
     });
 }
 
-// Store dS.
-DEVICE void take_rows(Lane lane, u16* to, const Shared& shared, u32 count) {
+// Store dS, if wanted.
+DEVICE void take_rows(Lane lane, u16* to, bool stores, const Shared& shared, u32 count) {
     constexpr int PIECES = K / 8;  // of a row
     mbarrier_wait(shared.rows_there(), count & 1);
     #pragma unroll
     for (int i = 0; i < PIECES / 2; i++) {
         int column = 16 * lane.warp + (32 * i + lane.id) / PIECES, piece = lane.id % PIECES;
-        *reinterpret_cast<uint4*>(to + column * K + 8 * piece) =
-            *reinterpret_cast<const uint4*>(shared.rows() + row_at(column, piece));
+        if (stores)
+            *reinterpret_cast<uint4*>(to + column * K + 8 * piece) =
+                *reinterpret_cast<const uint4*>(shared.rows() + row_at(column, piece));
     }
     signal(lane, shared.rows_taken());
 }
@@ -356,6 +364,7 @@ DEVICE void move(Lane lane, const ReverseScanParams& p, const Shared& shared) {
     u32 count = 0;
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
+        if (is_left_out(p, tile)) continue;
         int chunk = tile.chunks() - 1;
         const int before = chunks_before(lane, p, tile.sequence, ALL) + tile.skipped;
         i64 row = i64(before + chunk) * p.HV + tile.head;  // in per-chunk tensors
@@ -367,10 +376,11 @@ DEVICE void move(Lane lane, const ReverseScanParams& p, const Shared& shared) {
         }
         if (chunk >= 1) next.load(lane, p.d_o + at - CHUNK * stride, stride, CHUNK);
         for (; chunk >= 0; chunk--, count++, row -= p.HV, at -= CHUNK * stride) {
-            take_rows(lane, p.d_states + state_at(row, column), shared, count);
+            const bool stores = !finds_starts(p);
+            take_rows(lane, p.d_states + state_at(row, column), stores, shared, count);
             if (chunk >= 1) next.give(lane, shared, count + 1);
             if (chunk >= 2) next.load(lane, p.d_o + at - 2 * CHUNK * stride, stride, CHUNK);
-            take_errors(lane, p.d_v + at, stride, tile.length - chunk * CHUNK, shared, count);
+            take_errors(lane, p.d_v + at, stride, stores ? tile.length - chunk * CHUNK : 0, shared, count);
         }
     }
 }
@@ -395,6 +405,7 @@ DEVICE void fetch_chunks(Lane lane, const ReverseScanParams& p, const Shared& sh
     u32 count = 0;
     for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
+        if (is_left_out(p, tile)) continue;
         const int row = chunks_before(lane, p, tile.sequence, ALL) + tile.skipped;
         for (int chunk = tile.chunks() - 1; chunk >= 0; chunk--, count++) {
             for (int token = chunk * CHUNK + lane.id; token < min((chunk + 1) * CHUNK, tile.length); token += 32) {
@@ -435,41 +446,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const 
 
 #if SEGMENTS
 
-constexpr int JOIN_ROWS = 8;  // of a CTA, which has 2 K threads: a thread has half of them, of one column
-
 // Gradients of the states after segments, from those of the states before the next ones, which the scan has computed
-// from zeros: a state's gradient is d_starts + d_ends F^T. Grid: N * HV * V / JOIN_ROWS. Dynamic shared memory:
-// [2][JOIN_ROWS][K] floats.
-extern "C" __global__ void __launch_bounds__(2 * K) kda_join_gradients(const __grid_constant__ ReverseScanParams p) {
-    constexpr int BLOCKS = V / JOIN_ROWS, MINE = JOIN_ROWS / 2;
-    float* shared = reinterpret_cast<float*>(shared_memory());
-    const int head = blockIdx.x / BLOCKS % p.HV, sequence = blockIdx.x / BLOCKS / p.HV;
-    const int column = threadIdx.x % K, first = threadIdx.x / K * MINE;
-    const int place = (blockIdx.x % BLOCKS * JOIN_ROWS + first) * K + column;  // in [V, K]
-    const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
+// from zeros: a state's gradient is d_starts + d_ends F^T.
+extern "C" __global__ void __launch_bounds__(JOIN_THREADS)
+    kda_join_gradients(const __grid_constant__ ReverseScanParams p) {
+    const Join at = Join::of_thread(p);
     for (int segment = p.segments - 1; segment > 0; segment--) {
-        const WorkTile tile = work_tile(p, (sequence * p.segments + segment) * p.HV + head);
+        const WorkTile tile = at.tile(p, segment);
         if (tile.length == 0) continue;
-        const i64 row = segment_row(lane, p, tile);
-        const float* now = shared + (segment % 2 * JOIN_ROWS + first) * K;  // of the state after this segment
-        float* before = shared + ((segment + 1) % 2 * JOIN_ROWS + first) * K;
-        float s[MINE];
+        const i64 row = segment_row(at.lane, p, tile);
+        float s[Join::ROWS];
         #pragma unroll
-        for (int r = 0; r < MINE; r++) s[r] = p.d_starts[state_at(row, 0) + place + r * K];
-        const float* F = p.maps + (row * (V + K) + V + column) * K;
+        for (int r = 0; r < Join::ROWS; r++) s[r] = p.d_starts[state_at(row, 0) + at.place + r * K];
+        const float* F = p.maps + (row * (V + K) + V + at.column) * K;
+        const float* after = at.buffer(segment);  // of the state after this segment
         #pragma unroll 4
-        for (int k = 0; k < (tile.last ? 0 : K); k += 4) {
-            const float4 f = *reinterpret_cast<const float4*>(F + k);
-            #pragma unroll
-            for (int r = 0; r < MINE; r++) {
-                const float4 x = *reinterpret_cast<const float4*>(now + r * K + k);
-                s[r] += x.x * f.x, s[r] += x.y * f.y, s[r] += x.z * f.z, s[r] += x.w * f.w;
-            }
-        }
+        for (int k = 0; k < (tile.last ? 0 : K); k += 4)
+            Join::multiply(s, after, k, *reinterpret_cast<const float4*>(F + k));
+        float* before = at.buffer(segment + 1);
         #pragma unroll
-        for (int r = 0; r < MINE; r++)
-            p.d_ends[state_at(row - p.HV, 0) + place + r * K] = before[r * K + column] = s[r];
-        barrier_sync(0, 2 * K);
+        for (int r = 0; r < Join::ROWS; r++)
+            p.d_ends[state_at(row - p.HV, 0) + at.place + r * K] = before[r * K + at.column] = s[r];
+        barrier_sync(0, JOIN_THREADS);
     }
 }
 

@@ -1,8 +1,8 @@
 """Launcher of reverse_scan.cu over sequences that the forward has cut into segments (forward/segments.cu).
 
-The gradient of the state before a segment is d + D F^T, with D that of the state after it, F of the segment's map, and
-d what the scan computes from D = 0. So all segments are scanned at once from zeros, the gradients of the states between
-them are joined, and all segments are scanned again from these.
+Let D be the gradient of the state after a segment and d what the scan computes from D = 0. The gradient of the state
+before the segment is d + D F^T, with F of the segment's map. So all segments but the first are scanned at once for d,
+the gradients of the states between segments are joined, and all segments are scanned from these.
 """
 
 from __future__ import annotations

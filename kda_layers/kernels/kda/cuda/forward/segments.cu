@@ -8,10 +8,10 @@
 //
 // Chosen by the build, in addition to shared.cuh's: SEGMENTS (MAPS for the first kernel, WALK for the others), SEGMENT_TOKENS
 // (of the shortest segment) and SEGMENT_TILES (see take_segment).
+#include "join.cuh"
 #include "scan.cuh"
 
 constexpr int WALK_THREADS = 32 * 5;  // 4 warps scan, 1 fetches
-constexpr int JOIN_ROWS = 8;          // of a CTA, which has 2 K threads: a thread has half of them, of one column
 
 extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
     kda_walk_segments(const __grid_constant__ ForwardParams p) {
@@ -24,41 +24,29 @@ extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
     block_or_cluster_sync(WALK_THREADS);
 }
 
-// Grid: N * HV * V / JOIN_ROWS. Dynamic shared memory: [2][JOIN_ROWS][K] floats.
-extern "C" __global__ void __launch_bounds__(2 * K) kda_join_segments(const __grid_constant__ ForwardParams p) {
-    constexpr int BLOCKS = V / JOIN_ROWS, MINE = JOIN_ROWS / 2;
-    float* shared = reinterpret_cast<float*>(shared_memory());
-    const int head = blockIdx.x / BLOCKS % p.HV, sequence = blockIdx.x / BLOCKS / p.HV;
-    const int column = threadIdx.x % K, first = threadIdx.x / K * MINE;
-    const int place = (blockIdx.x % BLOCKS * JOIN_ROWS + first) * K + column;  // in [V, K]
-    const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
-    float s[MINE];
+extern "C" __global__ void __launch_bounds__(JOIN_THREADS) kda_join_segments(const __grid_constant__ ForwardParams p) {
+    const Join at = Join::of_thread(p);
+    const float* initial = nullptr;
+    if (p.initial_state) initial = p.initial_state + state_at(i64(at.sequence) * p.HV + at.head, 0) + at.place;
+    float s[Join::ROWS];
     #pragma unroll
-    for (int r = 0; r < MINE; r++)
-        s[r] = p.initial_state ? p.initial_state[state_at(i64(sequence) * p.HV + head, 0) + place + r * K] : 0.f;
+    for (int r = 0; r < Join::ROWS; r++) s[r] = initial ? initial[r * K] : 0.f;
     for (int segment = 0; segment < p.segments; segment++) {
-        const WorkTile tile = work_tile(p, (sequence * p.segments + segment) * p.HV + head);
+        const WorkTile tile = at.tile(p, segment);
         if (!of_cut_sequence(p, tile)) break;
-        const i64 row = segment_row(lane, p, tile);
-        float* now = shared + (segment % 2 * JOIN_ROWS + first) * K;
+        const i64 row = segment_row(at.lane, p, tile);
+        float* now = at.buffer(segment);
         #pragma unroll
-        for (int r = 0; r < MINE; r++) p.starts[state_at(row, 0) + place + r * K] = now[r * K + column] = s[r];
+        for (int r = 0; r < Join::ROWS; r++)
+            p.starts[state_at(row, 0) + at.place + r * K] = now[r * K + at.column] = s[r];
         if (tile.last) break;
-        barrier_sync(0, 2 * K);
+        barrier_sync(0, JOIN_THREADS);
         const float* B = p.maps + row * ((V + K) * K);
-        const float* F = B + V * K + column;
+        const float* F = B + V * K + at.column;
         #pragma unroll
-        for (int r = 0; r < MINE; r++) s[r] = B[place + r * K];
+        for (int r = 0; r < Join::ROWS; r++) s[r] = B[at.place + r * K];
         #pragma unroll 4
-        for (int k = 0; k < K; k += 4) {
-            float f[4];
-            #pragma unroll
-            for (int i = 0; i < 4; i++) f[i] = F[(k + i) * K];
-            #pragma unroll
-            for (int r = 0; r < MINE; r++) {
-                const float4 x = *reinterpret_cast<const float4*>(now + r * K + k);
-                s[r] += x.x * f[0], s[r] += x.y * f[1], s[r] += x.z * f[2], s[r] += x.w * f[3];
-            }
-        }
+        for (int k = 0; k < K; k += 4)
+            Join::multiply(s, now, k, make_float4(F[k * K], F[(k + 1) * K], F[(k + 2) * K], F[(k + 3) * K]));
     }
 }

@@ -149,7 +149,6 @@ class Plan(NamedTuple):
     join: Launchable
     walk: Launchable
     grids: list[tuple[int, Variant]]  # groups of CTAs that map, and that walk
-    segments: int  # of a sequence at most
     sequences: int
     rest: bytes  # of the parameters, after the pointers
 
@@ -180,7 +179,7 @@ def plan_of(
     )  # fmt: skip
     maps = machine.load(whole.SOURCE, "kda_forward", mapping.defines, device)
     join, walk = (machine.load(SOURCE, f"kda_{what}_segments", walking.defines, device) for what in ("join", "walk"))
-    return Plan(maps, join, walk, grids, segments, N, rest)
+    return Plan(maps, join, walk, grids, N, rest)
 
 
 def forward_in_segments(
