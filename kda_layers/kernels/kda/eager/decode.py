@@ -41,10 +41,8 @@ def decode(x: DecodeInputs) -> Tensor:
         S = (dequantize_state(x.state, x.state_scale) if x.state_scale is not None else x.state).contiguous()
         for t in range(T):
             recur(S, slice(t, None, T))
-            if x.state_scale is not None:
-                x.state[...], x.state_scale[...] = _round(S)
-        if S is not x.state and x.state_scale is None:
-            x.state[...] = S
+            if S is not x.state:
+                _store(x, ..., S, ...)
         return o
 
     def index(values: list[int]) -> Tensor:
@@ -58,14 +56,9 @@ def decode(x: DecodeInputs) -> Tensor:
         live = [s for s in sequences if s.length > t]
         updated = S[: len(live)]
         recur(updated, index([s.start + t for s in live]))
-        rounded = _round(updated) if x.state_scale is not None else None
-        stored = [(i, s.targets[t]) for i, s in enumerate(live) if s.targets[t] != NO_SLOT]
-        if stored and not in_place:
-            rows, slots = (index(list(part)) for part in zip(*stored, strict=True))
-            if x.state_scale is not None and rounded:
-                x.state[slots], x.state_scale[slots] = (y[rows] for y in rounded)
-            else:
-                x.state[slots] = updated[rows]
+        if not in_place:
+            kept = [(s.targets[t], i) for i, s in enumerate(live) if s.targets[t] != NO_SLOT]
+            _store(x, index([slot for slot, _ in kept]), updated, index([i for _, i in kept]))
     return o
 
 
@@ -74,11 +67,14 @@ def _read(x: DecodeInputs, slots: Any) -> Tensor:
     return x.state[slots] if x.state_scale is None else dequantize_state(x.state[slots], x.state_scale[slots])
 
 
-def _round(S: Tensor) -> tuple[Tensor, Tensor]:
-    """Round states in place, as after every token if they are int8; return the int8 states and their scales."""
+def _store(x: DecodeInputs, slots: Any, S: Tensor, rows: Any) -> None:
+    """Write rows of S to slots; if states are int8, round S itself, as after every token."""
+    if x.state_scale is None:
+        x.state[slots] = S[rows]
+        return
     n, scale = quantize_state(S)
     S.copy_(dequantize_state(n, scale))
-    return n, scale
+    x.state[slots], x.state_scale[slots] = n[rows], scale[rows]
 
 
 def _sequences(x: DecodeInputs) -> list[_Sequence]:
