@@ -446,7 +446,7 @@ def test_the_first_to_decode_does_not_plan_for_the_others(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["swap", "--output", str(tmp_path)])
     swap.main()
     (row,) = json.loads((tmp_path / "cpu-swap.json").read_text())["rows"]
-    assert row["times faster"] < 10  # with a plan it is 50
+    assert row["times faster"] < 10  # a plan takes 60 to 120 steps of this size on two cores
     assert row["stock times"]["median"] < 90
 
 

@@ -13,7 +13,7 @@ from kda_layers.modeling import families
 ENGINE = "transformers.generation.continuous_batching"
 SERVER = "transformers.cli.serving.model_manager"
 TESTED = "5.23"
-# What is wrapped or added to: module, class ("" for the module), name, and by which function of which file of ours.
+# (module of the engine, class or "" for a function, name, our wrapper as "file.function")
 WRAPPED = (
     ("cache", "PagedAttentionCache", "__init__", "state_allocator.finish_cache"),
     ("input_outputs", "ContinuousBatchingIOs", "_setup_static_tensors", "state_allocator.add_static_tensors"),

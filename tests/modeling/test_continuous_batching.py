@@ -313,7 +313,7 @@ def test_what_is_left_open_is_chosen_for_kda_layers_alone(
 ) -> None:
     monkeypatch.setattr(engine_options, "_reads_nothing", lambda module: True)
     assert resolved(name, monkeypatch, **given) == chosen
-    assert resolved(name, monkeypatch, "cpu", **given) != GRAPHS
+    assert resolved(name, monkeypatch, "cpu", **given) == resolved("llama", monkeypatch, **given)
 
 
 def test_plain_pytorch_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
