@@ -115,8 +115,15 @@ struct Fp16 {
         const float2 a = unpack(x), b = unpack(y);
         return pack(a.x * b.x, a.y * b.y);
     }
+    static DEVICE u32 multiply_add(u32 x, u32 y, u32 z) {  // exact in fp64 but for the last rounding
+        const float2 a = unpack(x), b = unpack(y), c = unpack(z);
+        return pack(double(a.x) * b.x + c.x, double(a.y) * b.y + c.y);
+    }
     static DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, CALLED_HERE) {
         emulator::Mma{{a0, a1, a2, a3}, {b0, b1}, d}.run<Fp16>(site);
+    }
+    static DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 b, CALLED_HERE) {  // m16n8k8: the first half of the above
+        emulator::Mma{{a0, a1, 0, 0}, {b, 0}, d}.run<Fp16>(site);
     }
 };
 

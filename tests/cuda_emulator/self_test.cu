@@ -17,6 +17,15 @@ template <class Number, class Sum = float> DEVICE void mma(const Params& p) {
     memcpy(p.out + threadIdx.x * 4, d, sizeof d);
 }
 
+// The same of m16n8k8: A's 2 registers, B's 1 and C's 4.
+DEVICE void mma_of_8(const Params& p) {
+    const u32* x = p.in + threadIdx.x * 7;
+    float d[4];
+    memcpy(d, x + 3, sizeof d);
+    Fp16::mma(d, x[0], x[1], x[2]);
+    memcpy(p.out + threadIdx.x * 4, d, sizeof d);
+}
+
 // in: pairs of floats; out: per pair packed, and unpacked again.
 template <class Number> DEVICE void convert(const Params& p) {
     const u32 i = threadIdx.x;
@@ -188,10 +197,12 @@ extern "C" __global__ void __launch_bounds__(128) self_test(const __grid_constan
     switch (p.test) {
         case MMA_BF16: mma<Bf16>(p); break;
         case MMA_FP16: mma<Fp16>(p); break;
+        case MMA_FP16_OF_8: mma_of_8(p); break;
         case MMA_INT8: mma<Int8, int>(p); break;
         case CONVERT_BF16: convert<Bf16>(p); break;
         case CONVERT_FP16: convert<Fp16>(p); break;
         case MULTIPLY: p.out[i] = Fp16::multiply(p.in[2 * i], p.in[2 * i + 1]); break;
+        case MULTIPLY_ADD: p.out[i] = Fp16::multiply_add(p.in[3 * i], p.in[3 * i + 1], p.in[3 * i + 2]); break;
         case LOAD: load(p); break;
         case TRANSPOSE: p.out[i] = transpose_8x8(p.in[i]); break;
         case SHUFFLE: p.out[i] = __float_as_uint(shuffle_xor(__uint_as_float(p.in[i]), p.variant)); break;

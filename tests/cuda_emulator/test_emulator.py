@@ -14,8 +14,8 @@ from tests.cuda_emulator import HERE, KERNELS, EmulatorError, Kernel, compile_ke
 WHY_NOT = unavailable()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
-TESTS = ["MMA_BF16", "MMA_FP16", "MMA_INT8", "CONVERT_BF16", "CONVERT_FP16", "MULTIPLY", "LOAD", "TRANSPOSE"]
-TESTS += ["SHUFFLE", "HAND_OVER", "COPY", "MULTICAST", "RELAY", "BROKEN"]
+TESTS = ["MMA_BF16", "MMA_FP16", "MMA_FP16_OF_8", "MMA_INT8", "CONVERT_BF16", "CONVERT_FP16", "MULTIPLY"]
+TESTS += ["MULTIPLY_ADD", "LOAD", "TRANSPOSE", "SHUFFLE", "HAND_OVER", "COPY", "MULTICAST", "RELAY", "BROKEN"]
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 SEEDS = range(20)
 
@@ -64,6 +64,20 @@ def test_mma(kernel: Kernel, name: str) -> None:
     torch.testing.assert_close(out, (a.float() @ b.float() + c)[place_c], rtol=1e-6, atol=2e-6)
 
 
+def test_mma_of_8(kernel: Kernel) -> None:
+    """Fragments as the tables of PTX's mma.m16n8k8 of fp16 say."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(*shape, generator=generator) for shape in ((16, 8), (8, 8), (16, 8)))
+    a, b = a.half(), b.half()
+    group, thread = torch.arange(32)[:, None] // 4, torch.arange(32)[:, None] % 4
+    i = torch.arange(4)
+    place = (group + 8 * (i // 2), thread * 2 + i % 2)  # of A and of C
+    fragment_b = b[thread * 2 + i[:2], group]
+    x = torch.cat([words(a[place]), words(fragment_b), words(c[place])], dim=1)
+    out = run(kernel, "MMA_FP16_OF_8", x, 128).view(torch.float32).view(32, 4)
+    torch.testing.assert_close(out, (a.float() @ b.float() + c)[place], rtol=1e-6, atol=2e-6)
+
+
 def test_int8_mma(kernel: Kernel) -> None:
     """Fragments as the tables of PTX's mma.m16n8k32 say: element i of a lane's A, B and C."""
     generator = torch.Generator().manual_seed(0)
@@ -95,6 +109,14 @@ def test_numbers(kernel: Kernel, name: str) -> None:
 def test_multiply(kernel: Kernel) -> None:
     x = torch.randn(32, 2, 2, generator=torch.Generator().manual_seed(0)).half()
     assert torch.equal(run(kernel, "MULTIPLY", words(x), 32), words(x[:, 0] * x[:, 1]).flatten())
+
+
+def test_multiply_add(kernel: Kernel) -> None:
+    """Rounded once, not after the product, too."""
+    x = torch.randn(32, 3, 2, generator=torch.Generator().manual_seed(0)).half()
+    want = (x[:, 0].double() * x[:, 1] + x[:, 2]).half()
+    assert torch.equal(run(kernel, "MULTIPLY_ADD", words(x), 32), words(want).flatten())
+    assert not torch.equal(want, x[:, 0] * x[:, 1] + x[:, 2])
 
 
 @pytest.mark.parametrize("transposed", [0, 1, 2])

@@ -53,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     x += exp2_fast(x) + log2_fast(x) + reciprocal(x) + rsqrt_fast(x) + shuffle_xor(x, 1);
     int sums[4] = {round_to_int(x)};
     Int8::mma(sums, 1, 2, 3, 4, 5, 6);
-    u32 r[4], word = Fp16::multiply(__float_as_uint(x), 7) + transpose_8x8(p.out[0]) + sums[0] + sums[3];
+    u32 r[4], word = Fp16::multiply(__float_as_uint(x), 7) + Fp16::multiply_add(p.out[1], 7, 8) +
+                     transpose_8x8(p.out[0]) + sums[0] + sums[3];
     cp_async_16(shared_memory() + 16, p.floats, threadIdx.x > 3);
     prefetch(p.halves);
     launch_dependents();

@@ -89,6 +89,19 @@ def test_outputs_and_states(case: Case, device: str, backend: str, required_back
 
 @on_every_backend
 @on_every_device
+@pytest.mark.parametrize("factor", [0.0, 1e-38, 1e-12, 1e-5, 1e-4, 1e-3, 1e-2, 1e5])
+def test_faint_and_strong_states(factor: float, device: str, backend: str, required_backends: frozenset[str]) -> None:
+    """Nothing is lost whose size is not a rounding, whatever a token's update is beside the state."""
+    x = inputs(Case(T=1, B=2, H=2, state=True), device, backend, required_backends)
+    state, scale = quantize_state(x.initial_state * factor)
+    wide = dequantize_state(state, scale)
+    step(x, state, scale, backend)
+    step(x, wide, None, backend)
+    check_rounded(state, scale, wide)
+
+
+@on_every_backend
+@on_every_device
 def test_the_mean_error_is_0(device: str, backend: str, required_backends: frozenset[str]) -> None:
     """Over all elements; and the errors of a row's elements do not add up."""
     x = inputs(Case(T=1, B=2, H=4, group=2, state=True), device, backend, required_backends)

@@ -451,23 +451,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const 
 extern "C" __global__ void __launch_bounds__(JOIN_THREADS)
     kda_join_gradients(const __grid_constant__ ReverseScanParams p) {
     const Join at = Join::of_thread(p);
+    float next[Join::ROWS] = {};
+    bool first = true;
     for (int segment = p.segments - 1; segment > 0; segment--) {
         const WorkTile tile = at.tile(p, segment);
         if (tile.length == 0) continue;
         const i64 row = segment_row(at.lane, p, tile);
+        const float* d_start = p.d_starts + state_at(row, 0) + at.place;
+        if (first) Join::load(next, d_start);
+        first = false;
         float s[Join::ROWS];
         #pragma unroll
-        for (int r = 0; r < Join::ROWS; r++) s[r] = p.d_starts[state_at(row, 0) + at.place + r * K];
-        const float* F = p.maps + (row * (V + K) + V + at.column) * K;
-        const float* after = at.buffer(segment);  // of the state after this segment
-        #pragma unroll 4
-        for (int k = 0; k < (tile.last ? 0 : K); k += 4)
-            Join::multiply(s, after, k, *reinterpret_cast<const float4*>(F + k));
+        for (int r = 0; r < Join::ROWS; r++) s[r] = next[r];
+        at.wait();
+        if (segment > 1) {  // the segment before is not the last: it has a map
+            at.fetch(segment - 1, p.maps + ((row - p.HV) * (V + K) + V) * K);
+            Join::load(next, d_start - state_at(p.HV, 0));
+        }
+        if (!tile.last) at.multiply<true>(s, at.buffer(segment), segment);  // by the gradient of the state after it
         float* before = at.buffer(segment + 1);
         #pragma unroll
         for (int r = 0; r < Join::ROWS; r++)
             p.d_ends[state_at(row - p.HV, 0) + at.place + r * K] = before[r * K + at.column] = s[r];
-        barrier_sync(0, JOIN_THREADS);
     }
 }
 

@@ -76,7 +76,6 @@ def reverse_scan_in_segments(
         )  # fmt: skip
 
     scan.launch(blocks, whole.THREADS, cluster, variant.shared_bytes, params(None, d_starts))
-    rows = segments.JOIN_ROWS
-    join.launch(N * HV * V // rows, 2 * K, 1, 2 * rows * K * 4, params(d_ends, d_starts))
+    join.launch(*segments.join_launch(N * HV, K), params(d_ends, d_starts))
     scan.launch(blocks, whole.THREADS, cluster, variant.shared_bytes, params(d_ends, None))
     return out

@@ -16,42 +16,54 @@
 #pragma once
 
 constexpr float LEAST_SCALE = 1e-37f;  // of smaller ones the reciprocal overflows: the row is rounded to 0
-constexpr float MOST_UPDATE = 1e30f;   // in steps, beside which the row is nothing: larger ones could overflow
+constexpr float MOST_UPDATE = 16384;   // in units of a row, as fp16 numbers
 constexpr u32 HASH = 0x9e3779b1u;      // 2^32 / the golden ratio
 static_assert(LANES == 4 && ROWS % 2 == 0, "the fragments of an MMA");
 
 struct Token {  // in shared memory
-    float k[K], decay[K];
+    // Of a channel, at `place`: d as the sum of two fp16 numbers, each in the half of a word that a diagonal matrix B has
+    // it in; k over key_unit, a power of two, as the sum of two fp16 numbers.
+    uint2 decay[K];
+    uint2 zeros[K];  // the rest of a diagonal matrix
+    u32 keys[K];
     uint4 digits[K / 64][8][LANES];  // of 64 channels each; the four of d k, then those of d q, most significant first
     float v[BLOCK_ROWS];
     float unit[LANES];  // of the digits 0 and 1, 2 and 3, ... together
-    float beta, qk, unused[2];
+    float beta, qk, key_unit;
+    u32 exponents;  // of four fp16 numbers 1024 + n; from memory, as of two constants `select_bytes` moves one each time
 
-    // Split d k and d q, q scaled, into digits.
-    DEVICE void put_digits(const float (&q)[PER_LANE], const float (&k)[PER_LANE], const float (&d)[PER_LANE],
-                           u32 lane) {
-        float y[PER_LANE];
-        #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) y[i] = d[i] * k[i];
-        put_digits(0, y, lane);
-        #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) y[i] = d[i] * q[i];
-        put_digits(4, y, lane);
+    // Place 8 j + n has column n of the j-th diagonal matrix: lane t of a row has columns 2 t and 2 t + 1.
+    static DEVICE u32 place(u32 channel) {
+        const u32 pair = channel / 2;
+        return 8 * (pair / 32 * 8 + pair % 8) + 2 * (pair / 8 % LANES) + channel % 2;
     }
-
-private:
-    // Multiplied by a power of two, the largest has 30 bits.
-    DEVICE void put_digits(int first, const float (&y)[PER_LANE], u32 lane) {
-        u32 peak = 0;
+    // Put the lane's decays, and its k, of which `largest` is the largest of any lane.
+    DEVICE void put_update(const float (&k)[PER_LANE], const float (&d)[PER_LANE], float largest, u32 lane) {
+        const u32 exponent = min(max(__float_as_uint(largest) >> 23, 30u), 252u);
+        const float inverse = __uint_as_float(253 - exponent << 23);
         #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) peak = max(peak, __float_as_uint(fabsf(y[i])));  // NaN is above all
-        #pragma unroll
-        for (int mask = 16; mask; mask /= 2) peak = max(peak, shuffle_xor(peak, mask));
-        const u32 exponent = max(peak >> 23, 30u);
+        for (int i = 0; i < PER_LANE; i++) {
+            const u32 at = place(lane * PER_LANE + i), both = halves(d[i]);
+            decay[at] = i % 2 ? make_uint2(both << 16, both & 0xffff0000u) : make_uint2(both & 0xffffu, both >> 16);
+            keys[at] = halves(k[i] * inverse);
+        }
+        for (int i = lane; i < K; i += 32) zeros[i] = {};
+        if (lane == 0) key_unit = __uint_as_float(exponent + 1 << 23), exponents = 0x64646464u;
+    }
+    // x as the sum of two fp16 numbers, the larger in the lower half: 22 bits.
+    static DEVICE u32 halves(float x) {
+        const u32 high = Fp16::pack(x, 0.f);
+        return Fp16::pack(x, x - Fp16::unpack(high).x);
+    }
+    // Split d y, the largest of magnitude `largest`, into digits from column `first` on: y is k or, scaled, q. Multiplied
+    // by a power of two, the largest has 30 bits.
+    DEVICE void put_digits(int first, const float (&y)[PER_LANE], const float (&d)[PER_LANE], float largest, u32 lane) {
+        const u32 exponent = max(__float_as_uint(largest) >> 23, 30u);
         const float factor = __uint_as_float(283 - exponent << 23);
         u32 word[4] = {};  // of a channel: digit i, from -128 to 127, in byte i
         #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) word[i] = u32(round_to_int(y[i] * factor)) + 0x80808080u ^ 0x80808080u;
+        for (int i = 0; i < PER_LANE; i++)
+            word[i] = u32(round_to_int(d[i] * y[i] * factor)) + 0x80808080u ^ 0x80808080u;
         const u32 low[2] = {select_bytes(word[0], word[1], 0x5140), select_bytes(word[2], word[3], 0x5140)};
         const u32 high[2] = {select_bytes(word[0], word[1], 0x7362), select_bytes(word[2], word[3], 0x7362)};
         put_channels(first, select_bytes(high[0], high[1], 0x7632), lane);
@@ -63,6 +75,8 @@ private:
             unit[first / 2] = 65536.f * least, unit[first / 2 + 1] = least;
         }
     }
+
+private:
     // A digit of the lane's channels.
     DEVICE void put_channels(int column, u32 bytes, u32 lane) {
         const u32 channel = lane * PER_LANE;
@@ -105,55 +119,82 @@ struct Tile {
         return (second ? y[1] : other) + t.qk * e;
     }
 
-    // Decay row r, add e k and round.
-    DEVICE void update(uint4 (&n)[PIECES], u32 r, float e, const Token& t, u32 lane) const {
+    // Decay the two rows, add e k and round.
+    DEVICE void update(uint4 (&n)[HEIGHT][PIECES], const float (&e)[HEIGHT], const Token& t, u32 lane,
+                       u32 group) const {
+        float x[MATRICES][4], unit[HEIGHT];  // x: of rows 0 and 1 two channels each
+        u32 keep[HEIGHT], offset[HEIGHT], errors[HEIGHT], hash[HEIGHT];
         #pragma unroll
-        for (int i = 0; i < PIECES; i++) n[i] = piece(r, i);
-        const float scale = updated(n, scales[r * GROUPS], e, t, lane);
+        for (int r = 0; r < HEIGHT; r++) {
+            // A unit of which the update is at most 2^14, as fp16 ends at 65504. If it is not the scale, the integers
+            // become fractions that fp16 may round: by a hundredth of a step of the new scale at most.
+            const float scale = scales[r * GROUPS], each = e[r] * t.key_unit;
+            unit[r] = fmaxf(fmaxf(scale, fabsf(each) * (1.f / MOST_UPDATE)), LEAST_SCALE);
+            const float inverse = inverse_of(unit[r]), steps = each * inverse, factor = scale * inverse;
+            keep[r] = Fp16::pack(factor, factor), offset[r] = Fp16::pack(-1152.f * factor, -1152.f * factor);
+            const float first = Fp16::unpack(Fp16::pack(steps, 0.f)).x, part = lane ? steps - first : first;
+            errors[r] = lane < 2 ? Fp16::pack(part, part) : 0;
+            hash[r] = __float_as_uint(steps) * HASH + lane;
+        }
+        const bool diagonal = group / 2 == lane;
+        const u32 exponents = t.exponents;
+        const uint2* decays = diagonal ? t.decay : t.zeros;
+        #pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            const uint4 both[HEIGHT] = {piece(0, i), piece(1, i)};
+            #pragma unroll
+            for (int w = 0; w < 4; w++) {
+                u32 words[HEIGHT];
+                #pragma unroll
+                for (int r = 0; r < HEIGHT; r++)
+                    words[r] = (w == 0 ? both[r].x : w == 1 ? both[r].y : w == 2 ? both[r].z : both[r].w) ^ 0x80808080u;
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int j = i * 8 + w * 2 + h;
+                    u32 a[HEIGHT];  // 1024 + the byte + 128 in fp16
+                    #pragma unroll
+                    for (int r = 0; r < HEIGHT; r++)
+                        a[r] = Fp16::multiply_add(select_bytes(words[r], exponents, h ? 0x4342 : 0x4140), keep[r],
+                                                  offset[r]);
+                    const uint2 d = decays[8 * j + group];
+                    x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0;
+                    Fp16::mma(x[j], a[0], a[1], d.x);
+                    Fp16::mma(x[j], a[0], a[1], d.y);
+                    Fp16::mma(x[j], errors[0], errors[1], t.keys[8 * j + group]);
+                }
+            }
+        }
+        #pragma unroll
+        for (int r = 0; r < HEIGHT; r++) {
+            float peaks[4];  // four chains; a row with a NaN has nothing else, as its sums are NaN
+            #pragma unroll
+            for (int i = 0; i < WIDTH; i++) {
+                const float y = fabsf(x[i / 2][2 * r + i % 2]);
+                peaks[i % 4] = i < 4 ? y : fmaxf(peaks[i % 4], y);
+            }
+            float peak = fmaxf(fmaxf(peaks[0], peaks[1]), fmaxf(peaks[2], peaks[3]));
+            hash[r] += __float_as_uint(peak);
+            peak = fmaxf(peak, shuffle_xor(peak, 1));
+            peak = fmaxf(peak, shuffle_xor(peak, 2));
+            const float scale = rounded_up(unit[r] * (peak * (1.f / 127)));
+            const float ratio = scale > LEAST_SCALE ? unit[r] * inverse_of(scale) : 0.f;
+            #pragma unroll
+            for (int i = 0; i < PIECES; i++) {
+                const uint2 low = rounded(x + i * 8, r, ratio, hash[r]),
+                            high = rounded(x + i * 8 + 4, r, ratio, hash[r]);
+                n[r][i] = make_uint4(low.x, low.y, high.x, high.y);
+            }
+            unit[r] = scale;
+        }
         warp_sync();
-        if (lane == 0) scales[r * GROUPS] = scale;
+        #pragma unroll
+        for (int r = 0; r < HEIGHT; r++)
+            if (lane == 0) scales[r * GROUPS] = unit[r];
     }
     DEVICE uint4& piece(u32 r, u32 i) const { return pieces[r * PIECES + i][threadIdx.x % 32]; }
 
 private:
-    // Decay a row, add e k and round; return the new scale. A row at a time takes half of the registers that both of a
-    // lane would, and k and d are loaded twice.
-    static DEVICE float updated(uint4 (&n)[PIECES], float scale, float e, const Token& t, u32 lane) {
-        const float steps = e * inverse_of(scale);
-        const bool kept = scale > LEAST_SCALE && fabsf(steps) < MOST_UPDATE;
-        const float unit = kept ? scale : 1.f, error = kept ? steps : e;
-        const float keep = kept ? 1.f : 0.f, offset = kept ? -8388736.f : 0.f;  // 2^23 + 128
-        float x[WIDTH];
-        #pragma unroll
-        for (int i = 0; i < PIECES; i++) {
-            const u32 words[4] = {n[i].x, n[i].y, n[i].z, n[i].w};
-            #pragma unroll
-            for (int w = 0; w < 4; w++) {
-                const u32 word = words[w] ^ 0x80808080u, channel = (i * LANES + lane) * PIECE + 4 * w;
-                const float4 k = *reinterpret_cast<const float4*>(t.k + channel),
-                             d = *reinterpret_cast<const float4*>(t.decay + channel);
-                const float each_k[4] = {k.x, k.y, k.z, k.w}, each_d[4] = {d.x, d.y, d.z, d.w};
-                #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    x[i * PIECE + 4 * w + j] = fmaf(error, each_k[j], fmaf(unpack(word, j), keep, offset) * each_d[j]);
-            }
-        }
-        float peaks[4];  // four chains; a row with a NaN has nothing else, as its sums are NaN
-        #pragma unroll
-        for (int i = 0; i < WIDTH; i++) peaks[i % 4] = i < 4 ? fabsf(x[i]) : fmaxf(peaks[i % 4], fabsf(x[i]));
-        float peak = fmaxf(fmaxf(peaks[0], peaks[1]), fmaxf(peaks[2], peaks[3]));
-        u32 hash = __float_as_uint(error) * HASH + __float_as_uint(peak) + lane;
-        peak = fmaxf(peak, shuffle_xor(peak, 1));
-        peak = fmaxf(peak, shuffle_xor(peak, 2));
-        scale = rounded_up(unit * (peak * (1.f / 127)));
-        const float ratio = scale > LEAST_SCALE ? unit * inverse_of(scale) : 0.f;
-        #pragma unroll
-        for (int i = 0; i < PIECES; i++) {
-            const uint2 low = rounded(x + i * PIECE, ratio, hash), high = rounded(x + i * PIECE + 8, ratio, hash);
-            n[i] = make_uint4(low.x, low.y, high.x, high.y);
-        }
-        return scale;
-    }
+    static constexpr int MATRICES = K / 8;  // diagonal ones
     // Within one rounding: 127 scale inverse rounds to 127, where a larger error could let the element become 128.
     static DEVICE float inverse_of(float x) {
         const float y = reciprocal(x);
@@ -163,19 +204,16 @@ private:
     static DEVICE float rounded_up(float x) {
         return x < 1e38f ? __uint_as_float(__float_as_uint(x) + 0x1ffu & ~0x1ffu) : x;
     }
-    // 2^23 + byte i of the word.
-    static DEVICE float unpack(u32 word, int i) {
-        return __uint_as_float(i ? select_bytes(word, 0x4b000000u, 0x7540 + i) : word & 0xffu | 0x4b000000u);
-    }
     // Eight neighbours, rounded with one random number u from -1/2 to 1/2: u for four and -u for the others, so that
     // the error of their sum is less than that of independent ones. The nearest fp16 of 1536 + x + u is an integer, n
     // in its lower byte. u is an odd multiple of 2^-13, the lowest bit of that sum in fp32: integers stay as they are.
-    static DEVICE uint2 rounded(const float* x, float ratio, u32& hash) {
+    static DEVICE uint2 rounded(const float (*x)[4], int r, float ratio, u32& hash) {
         hash = hash * HASH + 0x7f4a7c15u;
         const float even = __uint_as_float(((hash | 1u << 19) >> 19) + 0x44bff000u), odd = 3072.f - even;
         u32 pairs[4];
         #pragma unroll
-        for (int i = 0; i < 4; i++) pairs[i] = Fp16::pack(fmaf(x[2 * i], ratio, even), fmaf(x[2 * i + 1], ratio, odd));
+        for (int i = 0; i < 4; i++)
+            pairs[i] = Fp16::pack(fmaf(x[i][2 * r], ratio, even), fmaf(x[i][2 * r + 1], ratio, odd));
         return make_uint2(select_bytes(pairs[0], pairs[1], 0x6420), select_bytes(pairs[2], pairs[3], 0x6420));
     }
 };

@@ -25,9 +25,8 @@ constexpr int OUTPUT_ROWS = GROUPS * (LANES / COPIES);  // of a warp, side by si
 constexpr int PER_LANE = K / 32;                        // elements of q, k and g in a lane that prepares a token
 // Resident warps per SM that registers are limited for: as many as are possible without spills.
 DEVICE constexpr int resident_warps() {
-    if (STATE_BYTES == 1 && ROWS == 2) return __CUDA_ARCH__ < 1000 ? 24 : 20;
-    if (STATE_BYTES == 1) return K == 128 && __CUDA_ARCH__ == 900 ? 28 : 24;
-    if (ROWS * WIDTH > 32) return 16;
+    if (STATE_BYTES == 1 && ROWS == 8) return __CUDA_ARCH__ < 900 ? 12 : 16;
+    if (STATE_BYTES == 1 || ROWS * WIDTH > 32) return 16;
     if (K == 64 || __CUDA_ARCH__ < 900) return 24;
     return __CUDA_ARCH__ == 900 ? 32 : 28;
 }

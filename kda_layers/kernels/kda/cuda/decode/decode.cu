@@ -95,34 +95,60 @@ template <int gate = 0> DEVICE void decays_of_any_gate(float (&g)[PER_LANE], con
     else decays_of_any_gate<gate + 1>(g, raw, p);
 }
 
+// Of a token's q, k and decays before q and k are scaled.
+struct Totals {
+    float qq = 0, kk = 0, qk = 0;
+    u32 k = 0, dk = 0, dq = 0;  // bits of the largest |k|, |d k| and |d q|, which int8 states need; a NaN is above all
+
+    DEVICE void add(float q, float k, float d) {
+        qq += q * q, kk += k * k, qk += q * k;
+        if constexpr (STATE_BYTES == 1) raise(this->k, k), raise(dk, d * k), raise(dq, d * q);
+    }
+    DEVICE void reduce_over_warp() {  // in one chain of shuffles: the other warps wait for it
+        #pragma unroll
+        for (int mask = 16; mask; mask /= 2) {
+            qq += shuffle_xor(qq, mask), kk += shuffle_xor(kk, mask), qk += shuffle_xor(qk, mask);
+            if constexpr (STATE_BYTES == 1)
+                k = max(k, shuffle_xor(k, mask)), dk = max(dk, shuffle_xor(dk, mask)),
+                dq = max(dq, shuffle_xor(dq, mask));
+        }
+    }
+
+private:
+    static DEVICE void raise(u32& largest, float x) { largest = max(largest, __float_as_uint(fabsf(x))); }
+};
+
 DEVICE void prepare_token(Token& to, const Raw& raw, const DecodeParams& p, u32 lane) {
-    float q[PER_LANE], k[PER_LANE], g[PER_LANE], qq = 0, kk = 0, qk = 0;
+    float q[PER_LANE], k[PER_LANE], g[PER_LANE];
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
         q[i] = element(raw.q[i / 2], i % 2), k[i] = element(raw.k[i / 2], i % 2);
         g[i] = p.g_at.fp32 ? element(raw.g[i]) : element(raw.g[i / 2], i % 2);
-        qq += q[i] * q[i], kk += k[i] * k[i], qk += q[i] * k[i];
     }
-    qq = sum_over_warp(qq), kk = sum_over_warp(kk), qk = sum_over_warp(qk);
-    const float q_factor = p.scale * (p.qk_l2norm ? rsqrt_fast(qq + 1e-6f) : 1.f);
-    const float k_factor = p.qk_l2norm ? rsqrt_fast(kk + 1e-6f) : 1.f;
+    decays_of_any_gate(g, raw, p);
+    Totals t;
+    #pragma unroll
+    for (int i = 0; i < PER_LANE; i++) t.add(q[i], k[i], g[i]);
+    t.reduce_over_warp();
+    const float q_factor = p.scale * (p.qk_l2norm ? rsqrt_fast(t.qq + 1e-6f) : 1.f);
+    const float k_factor = p.qk_l2norm ? rsqrt_fast(t.kk + 1e-6f) : 1.f;
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) q[i] *= q_factor, k[i] *= k_factor;
-    decays_of_any_gate(g, raw, p);
 #if STATE_BYTES == 1
-    to.put_digits(q, k, g, lane);
+    to.put_digits(0, k, g, __uint_as_float(t.dk) * k_factor, lane);
+    to.put_digits(4, q, g, __uint_as_float(t.dq) * fabsf(q_factor), lane);
+    to.put_update(k, g, __uint_as_float(t.k) * k_factor, lane);
 #else
-    put_words(to.q + lane * PER_LANE, q);
+    const u32 channel = lane * PER_LANE;
+    put_words(to.q + channel, q), put_words(to.k + channel, k), put_words(to.decay + channel, g);
 #endif
-    put_words(to.k + lane * PER_LANE, k);
-    put_words(to.decay + lane * PER_LANE, g);
     #pragma unroll
     for (int i = 0; i < BLOCK_ROWS; i += 32) {
         if (i + lane < BLOCK_ROWS) to.v[i + lane] = element(raw.v[i / 32], 0);
     }
     if (lane == 0) {
         to.beta = write_strength(p.beta_at.fp32 ? element(raw.beta) : element(raw.beta, 0), p.beta_activation);
-        to.qk = qk * q_factor * k_factor;
+        to.qk = t.qk * q_factor * k_factor;
     }
 }
 
@@ -183,11 +209,21 @@ DEVICE void prepare_tokens(Shared& shared, const DecodeParams& p, u32 t, u32 cou
 }
 
 #if STATE_BYTES == 1
-DEVICE void copy_scales(float* to, const float* from, u32 lane) {
-    #pragma unroll
-    for (u32 i = 0; i < WARP_ROWS; i += 32)
-        if (i + lane < WARP_ROWS) to[i + lane] = from[i + lane];
-}
+// The scales of a warp's rows.
+struct Scales {
+    float x[(WARP_ROWS + 31) / 32];
+
+    DEVICE void load(const float* from, u32 lane) {
+        #pragma unroll
+        for (u32 i = 0; i < WARP_ROWS; i += 32)
+            if (i + lane < WARP_ROWS) x[i / 32] = from[i + lane];
+    }
+    DEVICE void store(float* to, u32 lane) const {
+        #pragma unroll
+        for (u32 i = 0; i < WARP_ROWS; i += 32)
+            if (i + lane < WARP_ROWS) to[i + lane] = x[i / 32];
+    }
+};
 #endif
 
 // The tokens from `first` on that are in shared memory: their outputs, and the states after them that are kept.
@@ -207,19 +243,25 @@ DEVICE void advance_tokens(State&, const Place& at, const DecodeParams& p, u16* 
             const float y = S.read(e, shared.tokens[t], row + at.row, at.lane, at.group);
             if (at.lane % COPIES == 0) o[u64(first + t) * at.heads * V + row] = u16(IO::pack(y, 0.f));
             const float e_other = shuffle_xor(e, COPIES);
-            #pragma unroll 1
+            const bool upper = at.lane / COPIES;
+            const float errors[Tile::HEIGHT] = {upper ? e_other : e, upper ? e : e_other};
+            uint4 words[Tile::HEIGHT][PIECES];
+            S.update(words, errors, shared.tokens[t], at.lane, at.group);
+            #pragma unroll
             for (u32 r = 0; r < Tile::HEIGHT; r++) {
-                uint4 words[PIECES];
-                S.update(words, r, at.lane / COPIES == r ? e : e_other, shared.tokens[t], at.lane);
                 #pragma unroll
                 for (int i = 0; i < PIECES; i++) {
-                    if (kept) *reinterpret_cast<uint4*>(to + piece_offset(first_row + r, i)) = words[i];
-                    if (first + t + 1 < tokens) S.piece(r, i) = words[i];
+                    if (kept) *reinterpret_cast<uint4*>(to + piece_offset(first_row + r, i)) = words[r][i];
+                    if (first + t + 1 < tokens) S.piece(r, i) = words[r][i];
                 }
             }
         }
         warp_sync();
-        if (kept) copy_scales(pool.scales_at(slot), shared.scales[at.warp], threadIdx.x % 32);
+        if (kept) {
+            Scales scales;
+            scales.load(shared.scales[at.warp], threadIdx.x % 32);
+            scales.store(pool.scales_at(slot), threadIdx.x % 32);
+        }
     }
 }
 #else
@@ -267,9 +309,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     State S;
     S.copy(shared.state[at.warp], pool.state_at(slot));
 #if STATE_BYTES == 1
-    copy_scales(shared.scales[at.warp], pool.scales_at(slot), whole);
+    Scales scales;
+    scales.load(pool.scales_at(slot), whole);
 #endif
     if (prepares) prepare_token(shared.tokens[at.warp], raw, p, whole);
+#if STATE_BYTES == 1
+    scales.store(shared.scales[at.warp], whole);  // not before: the token must not wait for them
+#endif
     for (u32 first = 0; first < tokens; first += p.stage) {
         const u32 count = min(p.stage, tokens - first);
         prepare_tokens(shared, p, first ? at.warp : at.warp + WARPS, count, batch, start + first, at.head, at.block_row,

@@ -92,7 +92,7 @@ class Variant(NamedTuple):
         rows = self._block_rows
         state, errors, token = rows * self.K * self.state_dtype.itemsize, 8 * rows, 4 * (3 * self.K + rows + 4)
         if self.state_dtype == torch.int8:
-            errors, token = 4 * rows, 4 * (4 * self.K + rows + 8)
+            errors, token = 4 * rows, 4 * (7 * self.K + rows + 8)
         return state + errors + stage * token
 
     @property
@@ -108,7 +108,7 @@ def variant_for(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, bu
     but half as many blocks.
     """
     if state_dtype == torch.int8:
-        return Variant(K, V, dtype, state_dtype, 4, *((4, V // 32) if busy else (2, 4)))
+        return Variant(K, V, dtype, state_dtype, 4, *((8, 1) if busy else (2, 4)))
     lanes = K // 8
     return Variant(K, V, dtype, state_dtype, lanes, *((8, V // 32) if busy else (4, 4)))
 

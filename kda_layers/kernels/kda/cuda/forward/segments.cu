@@ -28,25 +28,27 @@ extern "C" __global__ void __launch_bounds__(JOIN_THREADS) kda_join_segments(con
     const Join at = Join::of_thread(p);
     const float* initial = nullptr;
     if (p.initial_state) initial = p.initial_state + state_at(i64(at.sequence) * p.HV + at.head, 0) + at.place;
-    float s[Join::ROWS];
+    float s[Join::ROWS], next[Join::ROWS] = {};
     #pragma unroll
     for (int r = 0; r < Join::ROWS; r++) s[r] = initial ? initial[r * K] : 0.f;
     for (int segment = 0; segment < p.segments; segment++) {
         const WorkTile tile = at.tile(p, segment);
         if (!of_cut_sequence(p, tile)) break;
         const i64 row = segment_row(at.lane, p, tile);
+        const float* map = p.maps + row * ((V + K) * K);
+        if (segment == 0) at.fetch(0, map + V * K), Join::load(next, map + at.place);
         float* now = at.buffer(segment);
         #pragma unroll
         for (int r = 0; r < Join::ROWS; r++)
             p.starts[state_at(row, 0) + at.place + r * K] = now[r * K + at.column] = s[r];
         if (tile.last) break;
-        barrier_sync(0, JOIN_THREADS);
-        const float* B = p.maps + row * ((V + K) * K);
-        const float* F = B + V * K + at.column;
+        at.wait();
         #pragma unroll
-        for (int r = 0; r < Join::ROWS; r++) s[r] = B[at.place + r * K];
-        #pragma unroll 4
-        for (int k = 0; k < K; k += 4)
-            Join::multiply(s, now, k, make_float4(F[k * K], F[(k + 1) * K], F[(k + 2) * K], F[(k + 3) * K]));
+        for (int r = 0; r < Join::ROWS; r++) s[r] = next[r];
+        if (segment + 2 < p.segments && !at.tile(p, segment + 1).last) {
+            map += p.HV * ((V + K) * K);
+            at.fetch(segment + 1, map + V * K), Join::load(next, map + at.place);
+        }
+        at.multiply<false>(s, now, segment);
     }
 }

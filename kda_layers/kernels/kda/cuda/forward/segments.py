@@ -182,6 +182,11 @@ def plan_of(
     return Plan(maps, join, walk, grids, N, rest)
 
 
+def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:
+    """The grid, threads, cluster and shared bytes of a kernel that joins segments of `heads` (join.cuh)."""
+    return heads * K // JOIN_ROWS, 2 * K, 1, 4 * 2 * K * (JOIN_ROWS + K)
+
+
 def forward_in_segments(
     x: Inputs, machine: Machine, save: bool = False, cut: Cut | None = None
 ) -> tuple[KDAOutput, SavedInSegments | None]:
@@ -218,7 +223,7 @@ def forward_in_segments(
     params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
     mapping, walking = ((n * v.slices, v.threads, v.whole.cluster, v.shared_bytes) for n, v in plan.grids)
     plan.maps.launch(*mapping, params)
-    plan.join.launch(N * HV * V // JOIN_ROWS, 2 * K, 1, 2 * JOIN_ROWS * K * 4, params)
+    plan.join.launch(*join_launch(N * HV, K), params)
     plan.walk.launch(*walking, params)
     return KDAOutput(o, final, checkpoints), saved
 
