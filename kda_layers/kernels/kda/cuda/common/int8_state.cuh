@@ -24,7 +24,7 @@ struct Token {  // in shared memory
     // Of a channel, at `place`: d as the sum of two fp16 numbers, each in the half of a word that a diagonal matrix B has
     // it in; k over key_unit, a power of two, as the sum of two fp16 numbers.
     uint2 decay[K];
-    uint2 zeros[K];  // the rest of a diagonal matrix
+    uint2 zeros[8 + K];  // from 8 on the rest of the diagonal matrices, read at the same time from other banks
     u32 keys[K];
     uint4 digits[K / 64][8][LANES];  // of 64 channels each; the four of d k, then those of d q, most significant first
     float v[BLOCK_ROWS];
@@ -47,7 +47,7 @@ struct Token {  // in shared memory
             decay[at] = i % 2 ? make_uint2(both << 16, both & 0xffff0000u) : make_uint2(both & 0xffffu, both >> 16);
             keys[at] = halves(k[i] * inverse);
         }
-        for (int i = lane; i < K; i += 32) zeros[i] = {};
+        for (int i = lane; i < K; i += 32) zeros[8 + i] = {};
         if (lane == 0) key_unit = __uint_as_float(exponent + 1 << 23), exponents = 0x64646464u;
     }
     // x as the sum of two fp16 numbers, the larger in the lower half: 22 bits.
@@ -138,7 +138,7 @@ struct Tile {
         }
         const bool diagonal = group / 2 == lane;
         const u32 exponents = t.exponents;
-        const uint2* decays = diagonal ? t.decay : t.zeros;
+        const uint2* decays = diagonal ? t.decay : t.zeros + 8;
         #pragma unroll
         for (int i = 0; i < PIECES; i++) {
             const uint4 both[HEIGHT] = {piece(0, i), piece(1, i)};

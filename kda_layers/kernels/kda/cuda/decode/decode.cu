@@ -34,8 +34,9 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host's plan of shared memory");
 
 struct Raw {  // a lane's part of a token, as loaded
-    u32 q[PER_LANE / 2], k[PER_LANE / 2], g[PER_LANE], bias[PER_LANE], v[(BLOCK_ROWS + 31) / 32], beta;
-    float rate;  // its logarithm
+    u32 q[PER_LANE / 2], k[PER_LANE / 2], g[PER_LANE], bias[PER_LANE], v[(BLOCK_ROWS + 31) / 32],
+        beta[2];  // beta: halves
+    u32 rate;     // its logarithm
 };
 
 // Load `words` words from an address aligned to their size.
@@ -61,10 +62,11 @@ DEVICE void fetch(Raw& raw, const DecodeParams& p, u32 batch, u32 token, u32 hea
     const u16* v = p.v + start(p.v_at, batch, token, head) + first_row + lane;
     #pragma unroll
     for (int i = 0; i < BLOCK_ROWS; i += 32) raw.v[i / 32] = i + lane < BLOCK_ROWS ? v[i] : 0;
-    const u64 beta = start(p.beta_at, batch, token, head);
-    if (p.beta_at.fp32) raw.beta = static_cast<const u32*>(p.beta)[beta];
-    else raw.beta = static_cast<const u16*>(p.beta)[beta];
-    raw.rate = p.A_log ? p.A_log[head] : 0.f;
+    // Two loads without a branch, whose result would be moved, and so waited for, before the states are copied.
+    const u64 beta = start(p.beta_at, batch, token, head) << p.beta_at.fp32;
+    const u16* halves = static_cast<const u16*>(p.beta) + beta;
+    raw.beta[0] = halves[0], raw.beta[1] = halves[p.beta_at.fp32];
+    raw.rate = p.A_log ? __float_as_uint(p.A_log[head]) : 0;
     if (p.dt_bias) load_words<PER_LANE>(raw.bias, p.dt_bias + head * K + channel);
     else
         for (int i = 0; i < PER_LANE; i++) raw.bias[i] = 0;
@@ -83,7 +85,7 @@ DEVICE void put_words(float* to, const float (&x)[PER_LANE]) {
 }
 
 template <int gate> DEVICE void decays(float (&g)[PER_LANE], const Raw& raw, const DecodeParams& p) {
-    const Gates<gate> gates(exp2_fast(raw.rate * LOG2_E), p.lower_bound);
+    const Gates<gate> gates(exp2_fast(element(raw.rate) * LOG2_E), p.lower_bound);
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) g[i] = gates.decay(g[i], gates.bias(element(raw.bias[i])), true);
 }
@@ -118,7 +120,8 @@ private:
     static DEVICE void raise(u32& largest, float x) { largest = max(largest, __float_as_uint(fabsf(x))); }
 };
 
-DEVICE void prepare_token(Token& to, const Raw& raw, const DecodeParams& p, u32 lane) {
+DEVICE void prepare_token(Token& to, Raw& raw, const DecodeParams& p, u32 lane) {
+    raw.rate = opt_barrier(raw.rate);  // else it is waited for before the states are copied
     float q[PER_LANE], k[PER_LANE], g[PER_LANE];
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
@@ -147,7 +150,8 @@ DEVICE void prepare_token(Token& to, const Raw& raw, const DecodeParams& p, u32 
         if (i + lane < BLOCK_ROWS) to.v[i + lane] = element(raw.v[i / 32], 0);
     }
     if (lane == 0) {
-        to.beta = write_strength(p.beta_at.fp32 ? element(raw.beta) : element(raw.beta, 0), p.beta_activation);
+        to.beta = write_strength(p.beta_at.fp32 ? element(raw.beta[0] | raw.beta[1] << 16) : element(raw.beta[0], 0),
+                                 p.beta_activation);
         to.qk = t.qk * q_factor * k_factor;
     }
 }
@@ -300,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
 
     // Load the first tokens before the states: they need more work after they arrive.
     const u32 whole = threadIdx.x % 32;
-    const bool prepares = at.warp < min(p.stage, tokens);
+    const bool prepares = WARPS == 1 || at.warp < min(p.stage, tokens);
     Raw raw;
     if (prepares) fetch(raw, p, batch, start + at.warp, at.head, at.block_row, whole);
     u32 slot;

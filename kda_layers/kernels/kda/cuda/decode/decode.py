@@ -92,7 +92,7 @@ class Variant(NamedTuple):
         rows = self._block_rows
         state, errors, token = rows * self.K * self.state_dtype.itemsize, 8 * rows, 4 * (3 * self.K + rows + 4)
         if self.state_dtype == torch.int8:
-            errors, token = 4 * rows, 4 * (7 * self.K + rows + 8)
+            errors, token = 4 * rows, 4 * (7 * self.K + rows + 24)
         return state + errors + stage * token
 
     @property
