@@ -95,15 +95,15 @@ struct State : Pieces {
 // A lane's part of the 16 rows of an MMA.
 struct Tile {
     static constexpr int HEIGHT = 2;  // rows of a lane, GROUPS apart
-    uint4 (*const pieces)[32];
-    float* const scales;
+    uint4 (*pieces)[32];
+    float* scales;
 
-    // The output of row lane / 2, which is `row` of the CTA, and its error e.
-    DEVICE float read(float& e, const Token& t, u32 row, u32 lane, u32 group) const {
+    // The output of row lane / 2, which is `row` of the CTA, its error e, and the rows.
+    DEVICE float read(uint4 (&n)[HEIGHT][PIECES], float& e, const Token& t, u32 row, u32 lane, u32 group) const {
         int sum[4] = {};
         #pragma unroll
         for (int i = 0; i < PIECES; i++) {
-            const uint4 a = piece(0, i), b = piece(1, i), digits = t.digits[i][group][lane];
+            const uint4 a = n[0][i] = piece(0, i), b = n[1][i] = piece(1, i), digits = t.digits[i][group][lane];
             Int8::mma(sum, a.x, b.x, a.y, b.y, digits.x, digits.y);
             Int8::mma(sum, a.z, b.z, a.w, b.w, digits.z, digits.w);
         }
@@ -141,13 +141,11 @@ struct Tile {
         const uint2* decays = diagonal ? t.decay : t.zeros + 8;
         #pragma unroll
         for (int i = 0; i < PIECES; i++) {
-            const uint4 both[HEIGHT] = {piece(0, i), piece(1, i)};
             #pragma unroll
             for (int w = 0; w < 4; w++) {
                 u32 words[HEIGHT];
                 #pragma unroll
-                for (int r = 0; r < HEIGHT; r++)
-                    words[r] = (w == 0 ? both[r].x : w == 1 ? both[r].y : w == 2 ? both[r].z : both[r].w) ^ 0x80808080u;
+                for (int r = 0; r < HEIGHT; r++) words[r] = word(n[r][i], w) ^ 0x80808080u;
                 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const int j = i * 8 + w * 2 + h;
@@ -179,11 +177,7 @@ struct Tile {
             const float scale = rounded_up(unit[r] * (peak * (1.f / 127)));
             const float ratio = scale > LEAST_SCALE ? unit[r] * inverse_of(scale) : 0.f;
             #pragma unroll
-            for (int i = 0; i < PIECES; i++) {
-                const uint2 low = rounded(x + i * 8, r, ratio, hash[r]),
-                            high = rounded(x + i * 8 + 4, r, ratio, hash[r]);
-                n[r][i] = make_uint4(low.x, low.y, high.x, high.y);
-            }
+            for (int i = 0; i < PIECES; i++) n[r][i] = rounded(x + i * 8, r, ratio, hash[r]);
             unit[r] = scale;
         }
         warp_sync();
@@ -195,6 +189,8 @@ struct Tile {
 
 private:
     static constexpr int MATRICES = K / 8;  // diagonal ones
+
+    static DEVICE u32 word(const uint4& x, int w) { return w == 0 ? x.x : w == 1 ? x.y : w == 2 ? x.z : x.w; }
     // Within one rounding: 127 scale inverse rounds to 127, where a larger error could let the element become 128.
     static DEVICE float inverse_of(float x) {
         const float y = reciprocal(x);
@@ -204,16 +200,17 @@ private:
     static DEVICE float rounded_up(float x) {
         return x < 1e38f ? __uint_as_float(__float_as_uint(x) + 0x1ffu & ~0x1ffu) : x;
     }
-    // Eight neighbours, rounded with one random number u from -1/2 to 1/2: u for four and -u for the others, so that
-    // the error of their sum is less than that of independent ones. The nearest fp16 of 1536 + x + u is an integer, n
+    // A piece, rounded with one random number u from -1/2 to 1/2: u for eight and -u for the others, so that the error of
+    // their sum is less than that of independent ones. The nearest fp16 of 1536 + x + u is an integer, n
     // in its lower byte. u is an odd multiple of 2^-13, the lowest bit of that sum in fp32: integers stay as they are.
-    static DEVICE uint2 rounded(const float (*x)[4], int r, float ratio, u32& hash) {
+    static DEVICE uint4 rounded(const float (*x)[4], int r, float ratio, u32& hash) {
         hash = hash * HASH + 0x7f4a7c15u;
         const float even = __uint_as_float(((hash | 1u << 19) >> 19) + 0x44bff000u), odd = 3072.f - even;
-        u32 pairs[4];
+        u32 pairs[8];
         #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < 8; i++)
             pairs[i] = Fp16::pack(fmaf(x[i][2 * r], ratio, even), fmaf(x[i][2 * r + 1], ratio, odd));
-        return make_uint2(select_bytes(pairs[0], pairs[1], 0x6420), select_bytes(pairs[2], pairs[3], 0x6420));
+        return make_uint4(select_bytes(pairs[0], pairs[1], 0x6420), select_bytes(pairs[2], pairs[3], 0x6420),
+                          select_bytes(pairs[4], pairs[5], 0x6420), select_bytes(pairs[6], pairs[7], 0x6420));
     }
 };

@@ -238,27 +238,30 @@ DEVICE void advance_tokens(State&, const Place& at, const DecodeParams& p, u16* 
     #pragma unroll 1
     for (u32 t = 0; t < count; t++) {
         const bool kept = destination_of(p, n, first + t, tokens, slot);
+        const Token& token = shared.tokens[t];
         unsigned char* to = pool.state_at(slot);
+        u16* out = o + u64(first + t) * at.heads * V;
+        Tile S = {shared.state[at.warp], shared.scales[at.warp] + at.group};
         #pragma unroll 1
-        for (u32 tile = 0; tile < WARP_ROWS / OUTPUT_ROWS; tile++) {
-            const u32 row = tile * OUTPUT_ROWS, first_row = tile * Tile::HEIGHT;  // of the warp, of the lane
-            const Tile S = {shared.state[at.warp] + first_row * PIECES, shared.scales[at.warp] + row + at.group};
+        for (u32 row = at.row; row < at.row + WARP_ROWS; row += OUTPUT_ROWS) {
+            uint4 words[Tile::HEIGHT][PIECES];
             float e;
-            const float y = S.read(e, shared.tokens[t], row + at.row, at.lane, at.group);
-            if (at.lane % COPIES == 0) o[u64(first + t) * at.heads * V + row] = u16(IO::pack(y, 0.f));
+            const float y = S.read(words, e, token, row, at.lane, at.group);
+            if (at.lane % COPIES == 0) *out = u16(IO::pack(y, 0.f));
             const float e_other = shuffle_xor(e, COPIES);
             const bool upper = at.lane / COPIES;
             const float errors[Tile::HEIGHT] = {upper ? e_other : e, upper ? e : e_other};
-            uint4 words[Tile::HEIGHT][PIECES];
-            S.update(words, errors, shared.tokens[t], at.lane, at.group);
+            S.update(words, errors, token, at.lane, at.group);
             #pragma unroll
             for (u32 r = 0; r < Tile::HEIGHT; r++) {
                 #pragma unroll
                 for (int i = 0; i < PIECES; i++) {
-                    if (kept) *reinterpret_cast<uint4*>(to + piece_offset(first_row + r, i)) = words[r][i];
+                    if (kept) *reinterpret_cast<uint4*>(to + piece_offset(r, i)) = words[r][i];
                     if (first + t + 1 < tokens) S.piece(r, i) = words[r][i];
                 }
             }
+            S.pieces += Tile::HEIGHT * PIECES, S.scales += OUTPUT_ROWS;
+            to += piece_offset(Tile::HEIGHT, 0), out += OUTPUT_ROWS;
         }
         warp_sync();
         if (kept) {
