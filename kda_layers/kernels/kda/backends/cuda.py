@@ -29,7 +29,7 @@ from ..contract import (
 )
 from ..cuda.backward import gradients, reverse_scan, reverse_segments
 from ..cuda.decode import decode
-from ..cuda.forward import forward, segments
+from ..cuda.forward import forward, segments, tails
 from ..cuda.forward.forward import TYPES, WIDTHS, Saved, aligned, aligned_inputs, recompute
 from ..cuda.forward.prefill import prefill
 from ..cuda.forward.segments import SavedInSegments
@@ -80,6 +80,7 @@ class CudaBackend(Backend):
         if not mine:
             return
         yield from ((decode.SOURCE, v.defines) for v in decode.variants())
+        yield tails.SOURCE, tails.DEFINES
         most = max(a.shared_bytes for a in mine)
         for kernel in CHUNKED:
             fitting = (v for v in kernel.variants(mine[0].capability) if v.shared_bytes <= most)
@@ -97,7 +98,9 @@ class CudaBackend(Backend):
         return list(Saved.like(x))
 
     def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
-        save = save and not self._recomputes(x)
+        if not save:
+            return tails.forward(x, self.machine), []
+        save = not self._recomputes(x)
         if segments.cuts(x, self.machine):
             out, kept = segments.forward_in_segments(x, self.machine, save)
             return out, [] if kept is None else [*kept.whole, kept.maps]

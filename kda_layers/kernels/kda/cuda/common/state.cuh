@@ -75,9 +75,11 @@ struct Pieces {
             for (int i = 0; i < PIECES; i++) f(r, i);
         }
     }
-    static DEVICE void copy(uint4 (*to)[32], const unsigned char* from) {
-        each(
-            [&](int r, int i) { cp_async_16(&to[r * PIECES + i][threadIdx.x % 32], from + piece_offset(r, i), true); });
+    // Zeros if there is no state.
+    static DEVICE void copy(uint4 (*to)[32], const unsigned char* from, bool exists = true) {
+        each([&](int r, int i) {
+            cp_async_16(&to[r * PIECES + i][threadIdx.x % 32], from + piece_offset(r, i), exists);
+        });
         cp_async_commit();
     }
 };

@@ -10,9 +10,13 @@
 // more rows per lane reduce. A bf16 state is rounded when stored, and after every p.stage tokens; an int8 state after
 // every token.
 //
-// Chosen by the build: what state.cuh names, IO (Bf16 or Fp16), and the shape of the work: ROWS, WARPS and LANES.
+// Chosen by the build: what state.cuh names, IO (Bf16 or Fp16), and the shape of the work: ROWS, WARPS and LANES. If TAILS
+// is not 0, only the last tokens of each sequence, so many at most, after its whole chunks, whose state is in p.after;
+// that of a sequence without chunks is in p.before.
 #include "DecodeParams.h"
 #include "state.cuh"
+
+constexpr u32 CHUNK = 64;
 
 // Offset of a token's head in a tensor.
 DEVICE u64 start(const Rows& at, u32 b, u32 t, u32 h) {
@@ -188,6 +192,14 @@ struct Pool {
 #endif
     }
     DEVICE unsigned char* state_at(u32 slot) const { return states + 16 * (u64(slot) * p.slot_stride); }
+#if TAILS
+    // The state before the last tokens of sequence n, of which `whole` are in chunks; null if it is zero.
+    DEVICE const unsigned char* before(u32 n, u32 slot, u32 whole) const {
+        const unsigned char* from = whole ? p.after : p.before;
+        const u32 row = whole && p.places ? p.places[n] : slot;
+        return from ? from + (states - p.state) + 16 * (u64(row) * p.slot_stride) : nullptr;
+    }
+#endif
 #if STATE_BYTES == 1
     DEVICE float* scales_at(u32 slot) const { return scales + u64(slot) * p.scale_slot_stride; }
 #endif
@@ -280,7 +292,7 @@ DEVICE void advance_tokens(State& S, const Place& at, const DecodeParams& p, u16
         const bool kept = destination_of(p, n, first + t, tokens, slot);
         const float y = advance(S, shared.tokens[t], shared.errors[t % 2][at.warp], at.row, at.lane, at.group);
         if (at.lane % COPIES == 0) o[u64(first + t) * at.heads * V] = u16(IO::pack(y, 0.f));
-        if (kept) S.store(pool.state_at(slot));
+        if (kept && (!TAILS || p.state)) S.store(pool.state_at(slot));
     }
 }
 #endif
@@ -303,6 +315,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
         if (length <= 0) return;
         batch = 0, output = start, tokens = length;
     }
+#if TAILS
+    const u32 in_chunks = tokens / CHUNK * CHUNK;
+    start += in_chunks, output += in_chunks, tokens -= in_chunks;
+    if (tokens == 0 || tokens > TAILS) return;
+#endif
     u16* o = p.o + (output * at.heads + at.head) * V + at.block_row + at.row;
 
     // Load the first tokens before the states: they need more work after they arrive.
@@ -314,7 +331,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     if (!source_of(p, n, slot)) return clear_outputs(o, tokens, at.heads);
     const Pool pool(p, at);
     State S;
+#if TAILS
+    const unsigned char* from = pool.before(n, slot, in_chunks);
+    S.copy(shared.state[at.warp], from, from);
+#else
     S.copy(shared.state[at.warp], pool.state_at(slot));
+#endif
 #if STATE_BYTES == 1
     Scales scales;
     scales.load(pool.scales_at(slot), whole);

@@ -16,7 +16,7 @@ from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import DecodeInputs
-from ..forward.forward import TYPES, WIDTHS
+from ..forward.forward import TAIL, TYPES, WIDTHS
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 INDEX = """struct Index {  // of a tensor [N] or [N, columns]: strides in elements
@@ -36,6 +36,9 @@ PARAMS = Params("DecodeParams", """
     const void* accepted;          // null, or [N]: the state of sequence n is in column accepted[n] - 1 of its slots
     const void* offsets;           // null, or cu_seqlens [N + 1]
     float* state_scale;            // [slots, HV, V] of an int8 state, or null
+    // Read if TAILS; then `state` may be null
+    const unsigned char *before, *after;  // with the strides of state, or null: zero
+    const int* places;                    // [N], rows of `after`, or null: those of state
     // Above are pointers, packed at every launch; below, what a launch plan remembers.
     Rows q_at, k_at, v_at, g_at, beta_at;
     Index slots_at, accepted_at, offsets_at;
@@ -70,12 +73,14 @@ class Variant(NamedTuple):
     lanes: int  # that share a row of a state
     rows: int  # per lane
     warps: int  # per block
+    tails: int = 0  # if not 0, only the last tokens of each sequence, so many at most (forward/tails.py)
 
     @property
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.V, "IO": TYPES[self.dtype], "STATE_BYTES": self.state_dtype.itemsize,
-            "LANES": self.lanes, "ROWS": self.rows, "WARPS": self.warps, "SHARED_BYTES": self.shared_bytes(1),
+            "LANES": self.lanes, "ROWS": self.rows, "WARPS": self.warps, "TAILS": self.tails,
+            "SHARED_BYTES": self.shared_bytes(1),
         }  # fmt: skip
 
     @property
@@ -116,7 +121,10 @@ def variant_for(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, bu
 def variants() -> Iterator[Variant]:
     """Every variant that `variant_for` may return with K = V of the widths that the backend serves."""
     for width, dtype, state, busy in itertools.product(WIDTHS, TYPES, (*STATES, torch.int8), (False, True)):
-        yield variant_for(width, width, dtype, state, busy)
+        variant = variant_for(width, width, dtype, state, busy)
+        yield variant
+        if state == torch.float32 and not busy:
+            yield variant._replace(tails=TAIL)
 
 
 class Plan(NamedTuple):
@@ -165,7 +173,7 @@ def pack(
         q_at, k_at, v.data_ptr(), g_at, beta.data_ptr(), state_at, o.data_ptr(),
         0 if A_log is None else A_log.data_ptr(), bias_at, 0 if slots is None else slots.data_ptr(),
         0 if accepted is None else accepted.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
-        0 if scale is None else scale.data_ptr(),
+        0 if scale is None else scale.data_ptr(), 0, 0, 0,
     )  # fmt: skip
     return plan, pointers + plan.rest, x
 

@@ -37,6 +37,9 @@ PARAMS = Params("ForwardParams", """
     const void *slots, *stops;   // read if POOLED: [N], or null: sequence n has slot n; no checkpoint
     // Of segments.cu, of the tiles of sequences that are cut: [rows, V + K, K], B and F; [rows, V, K], their S0
     float *maps, *starts;
+    // Read if TAILS, of calls whose last tokens the decode kernel computes (tails.py)
+    const int* order;  // what order.cu writes, or null: all sequences as they come
+    float* handover;   // [sequences in that order, HV, V, K], states before last tokens, or null
     int T, H, HV, group, tiles;  // group = HV / H, tiles = N * HV; B * T < 2^31
     int int64_offsets;           // cu_seqlens is int64
     int beta_activation, beta_fp32, qk_l2norm;
@@ -47,6 +50,7 @@ PARAMS = Params("ForwardParams", """
     u64 slot_stride;
     // Read by segments.cu
     int segments, cut_from;  // of a sequence at most, tiles = N * segments * HV; tokens from which a sequence is cut
+    int tails;  // the decode kernel computes last tokens
 """)  # fmt: skip
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 SOURCE = str(Path(__file__).with_suffix(".cu"))
@@ -54,6 +58,7 @@ WIDTHS = (128, 64)
 STAGES = 2
 MOST_TOKENS = 2**31 - 1
 PLANS = 4096  # cached
+TAIL = 4  # tokens after the whole chunks of a sequence that the decode kernel computes, at most (tails.py)
 
 
 def stage_bytes(K: int) -> int:
@@ -81,7 +86,7 @@ class Variant(NamedTuple):
             "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
             "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "POOLED": int(self.pooled),
-            "SHARED_BYTES": self.shared_bytes,
+            "TAILS": 0 if self.saves else TAIL, "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property
@@ -162,6 +167,13 @@ def chunk_rows(x: Inputs) -> int:
     return B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
 
 
+class Tails(NamedTuple):
+    """What a call needs whose last tokens the decode kernel computes."""
+
+    order: Tensor | None = None  # what order.cu writes
+    handover: Tensor | None = None  # fp32 [sequences in that order, HV, V, K], states before last tokens, out
+
+
 class Plan(NamedTuple):
     """Everything that a launch needs except pointers."""
 
@@ -180,13 +192,14 @@ def plan_of(
     machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
     gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float, saves: bool,
-    pool: tuple[int, ...] | None = None,
+    pool: tuple[int, ...] | None = None, tails: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan for tensors of these shapes and dtypes.
 
     Args:
         offsets: the length and dtype of cu_seqlens
-        pool: the last values of the parameters for a call of an engine
+        pool: values of the parameters for a call of an engine
+        tails: the decode kernel computes last tokens
     """
     B, T, H, K = q_shape
     HV, V = v_shape[2:]
@@ -202,7 +215,7 @@ def plan_of(
         raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
     rest = PARAMS.pack_values(
         T, H, HV, HV // H, tiles, offsets is not None and offsets[1] == torch.int64, BETA_CODES[beta_activation],
-        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale, *(pool or (0,) * 7), 0, 0,
+        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale, *(pool or (0,) * 7), 0, 0, tails,
     )  # fmt: skip
     kernel = machine.load(SOURCE, "kda_forward", variant.defines, device)
     blocks, cluster = groups * variant.slices, max(variant.cluster, 1)
@@ -237,27 +250,37 @@ def _addresses(x: Inputs) -> list[int] | None:
     return addresses
 
 
-def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput, Saved | None]:
-    """Return the outputs and, with `save`, the tensors for the backward.
+def forward(
+    x: Inputs, machine: Machine, save: bool = False, tails: Tails | None = None
+) -> tuple[KDAOutput, Saved | None]:
+    """Return the outputs and, with `save`, the tensors for the backward; with `tails`, not those of last tokens.
 
     Raises:
         ValueError: there are more than `MOST_TOKENS` tokens, or the GPU (or its partition) is too small for a CTA group
     """
     addresses = _addresses(x)
     if addresses is None:
-        return forward(aligned_inputs(x), machine, save)
+        return forward(aligned_inputs(x), machine, save, tails)
     q, v, offsets = x.q, x.v, x.cu_seqlens
     device = q.device
     plan = plan_of(
         machine, device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
         None if offsets is None else (offsets.shape[0], offsets.dtype),
-        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save,
+        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save, None, tails is not None,
     )  # fmt: skip
     o = torch.empty_like(v)
     final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
     checkpoints = new_checkpoints(x) if x.checkpoint_every else None
     saved = Saved.like(x) if save else None
-    outputs = (o, final, checkpoints, *scratch(plan, device), *(saved or (None, None, None)), *(None,) * 4)
+    outputs = (
+        o,
+        final,
+        checkpoints,
+        *scratch(plan, device),
+        *(saved or (None, None, None)),
+        *(None,) * 4,
+        *(tails or Tails()),
+    )
     params = PARAMS.pack_pointers(*addresses, *(0 if t is None else t.data_ptr() for t in outputs)) + plan.rest
     plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
     return KDAOutput(o, final, checkpoints), saved

@@ -8,6 +8,7 @@ from torch import Tensor
 from ....cuda.machine import Machine
 from ....cuda.params import addresses
 from ...contract import PrefillInputs
+from . import tails
 from .forward import PARAMS, aligned, plan_of, scratch
 
 
@@ -29,6 +30,8 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
     state = None if x.state is None else _pool(x.state)
     device, indices = q.device, (x.state_indices, x.checkpoint_at)
     slots, stops = (None if t is None else t.contiguous() for t in indices)
+    T, packed = q.shape[1], offsets is not None
+    has_tails = tails.possible(T, packed)
     plan = plan_of(
         machine, device, q.dtype, g.dtype, beta.dtype, q.shape, v.shape,
         None if offsets is None else (offsets.shape[0], offsets.dtype),
@@ -37,14 +40,21 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
             _row(q), _row(v), _row(beta), _is_int64(slots), _is_int64(stops),
             0 if state is None else state.shape[0], 0 if state is None else state.stride(0),
         ),
+        has_tails,
     )  # fmt: skip
     o = aligned(x.o)
+    order = tails.order_of(offsets, stops, machine) if offsets is not None else None
+    kept = tails.handover(x, order) if has_tails and state is None else None
     pointers = (
         q, k, v, g, beta, A_log, dt_bias, None, offsets, o, state, x.checkpoints, *scratch(plan, device), None, None,
-        None, slots, stops, None, None,
+        None, slots, stops, None, None, None if order is None else order.order, kept,
     )  # fmt: skip
     params = PARAMS.pack_pointers(*addresses(pointers)) + plan.rest
-    plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
+    if packed or tails.has_chunks(T) or stops is not None:
+        plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
+    if has_tails:
+        given = x._replace(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=offsets)
+        tails.finish(given, o, state, state if kept is None else kept, state, machine, order, slots)
     if o is not x.o:
         x.o.copy_(o)
     if x.state is not None and state is not None and state is not x.state:

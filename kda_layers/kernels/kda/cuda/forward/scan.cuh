@@ -280,11 +280,14 @@ DEVICE int stop_of(const ForwardParams& p, const WorkTile& tile) {
     return stop < 0 || stop > tile.length || stop % CHUNK ? NEVER : int(stop);
 }
 
+// The index of a tile's head among those of all sequences.
+DEVICE int head_of(const ForwardParams& p, const WorkTile& tile) { return tile.sequence * p.HV + tile.head; }
+
 // The state before a segment.
 DEVICE void load_start(Lane lane, State& state, const ForwardParams& p, const WorkTile& tile, int place) {
     const float* from = nullptr;
     if (tile.length > 0 && of_cut_sequence(p, tile)) from = p.starts + state_at(segment_row(lane, p, tile), 0);
-    else if (tile.last && p.initial_state) from = p.initial_state + state_at(tile.sequence * p.HV + tile.head, 0);
+    else if (tile.last && p.initial_state) from = p.initial_state + state_at(head_of(p, tile), 0);
     state.load(from ? from + place : nullptr);
 }
 
@@ -295,7 +298,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     const Operand errors = operand(shared.errors(), CHUNK * 16);
     const Operands first = Operands::of(shared.stage(0));
     u32 count = 0;
-    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
+    for (int index = cta_group(); index < tile_count(p); index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
         i64 tokens_at = tile.row(p, 0) * V + column;  // offset of the chunk in v and o
         // The chunk's row in checkpoints and in per-chunk tensors
@@ -309,7 +312,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
         } else if constexpr (SEGMENTS) {
             load_start(lane, state, p, tile, place);
         } else {
-            state.load(p.initial_state ? p.initial_state + state_at(index, 0) + place : nullptr);
+            state.load(p.initial_state ? p.initial_state + state_at(head_of(p, tile), 0) + place : nullptr);
         }
         state.publish(lane, shared.state());
         operand_sync();
@@ -331,7 +334,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             if constexpr (SAVES) save_chunk(lane, p, shared, stage, count, i64(row++) * p.HV + tile.head, column);
             start_errors(lane, E, values, R, shared, operand_at(chunk.tokens, AT_T), residuals);
             if constexpr (POOLED) {
-                if (tile.length - left == stop) state.store(p.checkpoints + state_at(index, 0) + place);
+                if (tile.length - left == stop) state.store(p.checkpoints + state_at(head_of(p, tile), 0) + place);
             } else if (p.checkpoints && left < tile.length) {  // the state at this chunk's start
                 state.store(p.checkpoints + state_at(i64(whole_row++) * p.HV + tile.head, 0) + place);
             }
@@ -343,16 +346,17 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             values.store(lane, p.o + tokens_at, stride, left);
         }
         if constexpr (POOLED) {
-            if (tile.length == stop) state.store(p.checkpoints + state_at(index, 0) + place);
+            if (tile.length == stop) state.store(p.checkpoints + state_at(head_of(p, tile), 0) + place);
             if (float* final = pooled_state(p, tile)) state.store(final + place);
         } else {
             if (p.checkpoints && tile.length >= CHUNK && tile.length % CHUNK == 0)
                 state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + tile.head, 0) + place);
-            if (p.final_state && tile.last) {
-                const int head = SEGMENTS ? tile.sequence * p.HV + tile.head : index;
-                state.store(p.final_state + state_at(head, 0) + place);
-            }
+            if (p.final_state && tile.last) state.store(p.final_state + state_at(head_of(p, tile), 0) + place);
         }
+#if TAILS
+        if (p.handover && work_tile(p, index).tail && tile.last && tile.length)  // not held in a register
+            state.store(p.handover + state_at(SEGMENTS ? head_of(p, tile) : index, 0) + place);
+#endif
     }
 }
 

@@ -158,7 +158,7 @@ def plan_of(
     machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
     gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float,
-    saves: bool, cut: Cut,
+    saves: bool, cut: Cut, tails: bool,
 ) -> Plan:  # fmt: skip
     """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens."""
     B, T, H, K = q_shape
@@ -175,7 +175,7 @@ def plan_of(
     rest = whole.PARAMS.pack_values(
         T, H, HV, HV // H, N * segments * HV, offsets is not None and offsets[1] == torch.int64,
         BETA_CODES[beta_activation], beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
-        *(0,) * 7, segments, cut.longer,
+        *(0,) * 7, segments, cut.longer, tails,
     )  # fmt: skip
     maps = machine.load(whole.SOURCE, "kda_forward", mapping.defines, device)
     join, walk = (machine.load(SOURCE, f"kda_{what}_segments", walking.defines, device) for what in ("join", "walk"))
@@ -188,9 +188,9 @@ def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:
 
 
 def forward_in_segments(
-    x: Inputs, machine: Machine, save: bool = False, cut: Cut | None = None
+    x: Inputs, machine: Machine, save: bool = False, cut: Cut | None = None, tails: whole.Tails | None = None
 ) -> tuple[KDAOutput, SavedInSegments | None]:
-    """Return the outputs and, with `save`, the tensors for the backward.
+    """Return the outputs and, with `save`, the tensors for the backward; with `tails`, not those of last tokens.
 
     Raises:
         ValueError: as `forward.forward`
@@ -202,7 +202,7 @@ def forward_in_segments(
     plan = plan_of(
         machine, device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
         None if offsets is None else (offsets.shape[0], offsets.dtype),
-        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save, cut,
+        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save, cut, tails is not None,
     )  # fmt: skip
     fp32, N, rows = partial(torch.empty, dtype=torch.float32, device=device), plan.sequences, cut.rows(x)
     o = torch.empty_like(v)
@@ -218,7 +218,7 @@ def forward_in_segments(
     starts = fp32(rows, V, K)
     tensors = (
         q, x.k, v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, offsets, o, final, checkpoints, None, progress,
-        prepared, states, errors, None, None, maps, starts,
+        prepared, states, errors, None, None, maps, starts, *(tails or whole.Tails()),
     )  # fmt: skip
     params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
     mapping, walking = ((n * v.slices, v.threads, v.whole.cluster, v.shared_bytes) for n, v in plan.grids)

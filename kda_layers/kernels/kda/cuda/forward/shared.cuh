@@ -20,25 +20,33 @@ enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS 
 
 // ---------------------------------------------------------------- work
 
+// Work tiles of the call: only of sequences with chunks if these are listed (order.cu).
+DEVICE int tile_count(const ForwardParams& p) {
+#if TAILS
+    if (p.order) return p.order[0] * p.HV;
+#endif
+    return p.tiles;
+}
+
 // A chunk of a work tile of this CTA group; uniform in a warp.
 struct Cursor {
-    int index, chunk;
+    int tiles, index, chunk;
     WorkTile tile;
     i64 keys;       // offset of the tile's first token in q and k
     int first_row;  // the tile's first row in per-chunk tensors
 
-    DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
+    DEVICE bool valid() const { return index < tiles; }
     DEVICE void start(Lane lane, const ForwardParams& p, int first) {
-        index = cta_group(), chunk = first;
-        if (valid(p)) enter(lane, p);
+        tiles = tile_count(p), index = cta_group(), chunk = first;
+        if (valid()) enter(lane, p);
         skip(lane, p, 0);
     }
     // Advance, to the next tile where this one ends.
     DEVICE void skip(Lane lane, const ForwardParams& p, int chunks) {
         chunk += chunks;
-        while (valid(p) && chunk >= tile.chunks()) {
+        while (valid() && chunk >= tile.chunks()) {
             chunk -= tile.chunks(), index += cta_groups();
-            if (valid(p)) enter(lane, p);
+            if (valid()) enter(lane, p);
         }
     }
     DEVICE void enter(Lane lane, const ForwardParams& p) {
@@ -52,7 +60,8 @@ struct Cursor {
 // Number of chunks of all work tiles of this CTA group.
 DEVICE u32 chunks_of_cta_group(const ForwardParams& p) {
     u32 all = 0;
-    for (int index = cta_group(); index < p.tiles; index += cta_groups()) all += work_tile(p, index).chunks();
+    const int tiles = tile_count(p);
+    for (int index = cta_group(); index < tiles; index += cta_groups()) all += work_tile(p, index).chunks();
     return all;
 }
 
