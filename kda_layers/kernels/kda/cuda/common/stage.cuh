@@ -33,7 +33,6 @@ struct WorkTile {
     int sequence, head;
     int segment;  // of its sequence
     int skipped;  // chunks of its sequence before it
-    int tail;     // tokens of its sequence that are not in chunks
     bool last;    // it ends where its sequence does
 
     DEVICE int chunks() const { return (length + CHUNK - 1) / CHUNK; }
@@ -42,15 +41,18 @@ struct WorkTile {
     }
 };
 
+// Whether neither this nor any later tile is one: all listed sequences (order.cu) have been visited.
+DEVICE bool is_none(const WorkTile& tile) { return TAILS && tile.sequence < 0; }
+
 // Offset of a column of V of matrix `index` in [., V, K]; a work tile's state has the tile's index.
 DEVICE i64 state_at(i64 index, int column) { return (index * V + column) * K; }
 
-// Tokens of a sequence that are not in chunks.
-template <class Params> DEVICE int tail_of(const Params& p, int length) {
+// Tokens of a sequence that are in chunks.
+template <class Params> DEVICE int in_chunks(const Params& p, int length) {
 #if TAILS
-    if (p.tails && length % CHUNK <= TAILS) return length % CHUNK;
+    if (p.tails && (length & CHUNK - 1) <= TAILS) length &= -CHUNK;
 #endif
-    return 0;
+    return length;
 }
 
 template <class Params> DEVICE bool is_cut(const Params& p, int length) { return length >= p.cut_from; }
@@ -73,15 +75,16 @@ template <class Params> DEVICE WorkTile work_tile(const Params& p, int index) {
     WorkTile tile;
     tile.sequence = index / p.HV, tile.head = index % p.HV, tile.segment = tile.skipped = 0, tile.last = true;
     if constexpr (SEGMENTS) tile.segment = tile.sequence % p.segments, tile.sequence /= p.segments;
-#if TAILS
-    if (p.order) tile.sequence = p.order[1 + tile.sequence];
-#endif
     tile.first = tile.sequence * p.T, tile.length = p.T;
     if (p.cu_seqlens) {
+#if TAILS
+        if (p.order) tile.sequence = p.order[tile.sequence];
+        if (tile.sequence < 0) return tile.length = 0, tile;
+#endif
         tile.first = offset_of(p, tile.sequence);
         tile.length = offset_of(p, tile.sequence + 1) - tile.first;
     }
-    tile.tail = tail_of(p, tile.length), tile.length -= tile.tail;
+    tile.length = in_chunks(p, tile.length);
     if constexpr (SEGMENTS) take_segment(tile, p);
     return tile;
 }
@@ -105,10 +108,8 @@ template <class Params> DEVICE i64 segment_row(Lane lane, const Params& p, const
     if (p.cu_seqlens) {
         before = 0;
         #pragma unroll 1
-        for (int i = lane.id; i < tile.sequence; i += 32) {
-            const int length = offset_of(p, i + 1) - offset_of(p, i);
-            before += is_cut(p, length - tail_of(p, length));
-        }
+        for (int i = lane.id; i < tile.sequence; i += 32)
+            before += is_cut(p, in_chunks(p, offset_of(p, i + 1) - offset_of(p, i)));
         for (int mask = 1; mask < 32; mask *= 2) before += shuffle_xor(before, mask);
     }
     return (i64(before) * p.segments + tile.segment) * p.HV + tile.head;

@@ -16,8 +16,6 @@
 #include "DecodeParams.h"
 #include "state.cuh"
 
-constexpr u32 CHUNK = 64;
-
 // Offset of a token's head in a tensor.
 DEVICE u64 start(const Rows& at, u32 b, u32 t, u32 h) {
     return u64(b) * at.batch + u64(t) * at.token + u64(h) * at.head;
@@ -316,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
         batch = 0, output = start, tokens = length;
     }
 #if TAILS
-    const u32 in_chunks = tokens / CHUNK * CHUNK;
+    const u32 in_chunks = tokens / 64 * 64;
     start += in_chunks, output += in_chunks, tokens -= in_chunks;
     if (tokens == 0 || tokens > TAILS) return;
 #endif

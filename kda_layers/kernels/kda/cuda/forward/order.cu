@@ -1,7 +1,7 @@
 // The sequences of a packed call that have chunks, the longest first: the forward then neither visits the others, whose
 // few tokens the decode kernel computes, nor ends with a long one. One CTA.
 //
-//     order   [1 + sequences]: how many they are, then their indices, by classes of length
+//     order   [sequences]: their indices, by classes of length, then -1
 //     places  [sequences]: where in that list a sequence is; of the others, unwritten
 //
 // Also listed are sequences without any tokens, whose final state is the initial one, and those of which an engine wants
@@ -51,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) kda_order(const __grid_con
         u32 place = listed + sum - mine;
         listed += sums[buffer + THREADS - 1];
         for (int i = first; i < end; i++) {
-            if (class_of(p, i) == c) p.order[1 + place] = i, p.places[i] = place++;
+            if (class_of(p, i) == c) p.order[place] = i, p.places[i] = place++;
         }
         barrier_sync(0, THREADS);
     }
-    if (thread == 0) p.order[0] = listed;
+    for (int i = int(listed) + thread; i < p.sequences; i += THREADS) p.order[i] = -1;
 }

@@ -474,7 +474,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     // L and Aqk among the block's 16 tokens: binary anchoring
     Tile L = {}, own = {};  // diagonal blocks of L and Aqk
     anchor<1>(lane, L, own, near, far, d);
-    if (next.valid()) fetch_logits(lane, p, shared, next), prefetch_raw(lane.warp, lane.id, p, next);
+    if (next.valid(p)) fetch_logits(lane, p, shared, next), prefetch_raw(lane.warp, lane.id, p, next);
     anchor<2>(lane, L, own, near, far, d);
     anchor<4>(lane, L, own, near, far, d);
     Pairs &after = near, &before = far;  // as g / 8 is even, as if all 8 tokens were a lower half
@@ -498,7 +498,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     multiply_blocks(lane, L, A, between, decayed, shared, iteration, gives);
     arrive_by_warp(lane, shared.summed());
     store_Kg_Qg(lane, stage, decayed, between);
-    if (LOADS_AHEAD && next.valid()) load_raw(lane, raw, p, next);
+    if (LOADS_AHEAD && next.valid(p)) load_raw(lane, raw, p, next);
     if (HALVES > 1) barrier_sync(TOKENS + b, 32 * HALVES);
     if (gives) return;
     if (HALVES > 1) add_other_half(lane, A, own, shared, iteration, b);
@@ -510,19 +510,19 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
 DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     Cursor at;
     at.start(lane, p, slice() % STRIDE);
-    if (!at.valid()) return;
+    if (!at.valid(p)) return;
     fetch_logits(lane, p, shared, at);
     Gates<GATE> gates = load_gates(lane, p, shared, at.tile);
     Raw raw;
     if (LOADS_AHEAD) load_raw(lane, raw, p, at);
     u32 iteration = 0;
-    for (u32 count = slice() % STRIDE; at.valid(); count += STRIDE, iteration++) {
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, iteration++) {
         Cursor next = at;
         next.skip(lane, p, STRIDE);
         if (!LOADS_AHEAD) load_raw(lane, raw, p, at);
         prepare_chunk(lane, p, shared, gates, raw, at, next, count, iteration);
         arrive_by_warp(lane, shared.written());
-        if (next.valid() && next.index != at.index) gates = load_gates(lane, p, shared, next.tile);
+        if (next.valid(p) && next.index != at.index) gates = load_gates(lane, p, shared, next.tile);
         at = next;
     }
 }
@@ -544,7 +544,7 @@ DEVICE void invert_chunks(Lane lane, const ForwardParams& p, const Shared& share
     Cursor at;
     at.start(lane, p, slice() % STRIDE);
     u32 iteration = 0;
-    for (u32 count = slice() % STRIDE; at.valid(); count += STRIDE, iteration++, at.skip(lane, p, STRIDE)) {
+    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, iteration++, at.skip(lane, p, STRIDE)) {
         warp_sync();
         load_write_strengths(lane, beta, p, at);
         if (lane.warp == 0) make_room(lane, p, shared, count);

@@ -283,6 +283,11 @@ DEVICE int stop_of(const ForwardParams& p, const WorkTile& tile) {
 // The index of a tile's head among those of all sequences.
 DEVICE int head_of(const ForwardParams& p, const WorkTile& tile) { return tile.sequence * p.HV + tile.head; }
 
+DEVICE bool has_tail(const ForwardParams& p, int sequence) {
+    const int length = p.cu_seqlens ? offset_of(p, sequence + 1) - offset_of(p, sequence) : p.T;
+    return in_chunks(p, length) < length;
+}
+
 // The state before a segment.
 DEVICE void load_start(Lane lane, State& state, const ForwardParams& p, const WorkTile& tile, int place) {
     const float* from = nullptr;
@@ -298,8 +303,9 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
     const Operand errors = operand(shared.errors(), CHUNK * 16);
     const Operands first = Operands::of(shared.stage(0));
     u32 count = 0;
-    for (int index = cta_group(); index < tile_count(p); index += cta_groups()) {
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
         const WorkTile tile = work_tile(p, index);
+        if (is_none(tile)) break;
         i64 tokens_at = tile.row(p, 0) * V + column;  // offset of the chunk in v and o
         // The chunk's row in checkpoints and in per-chunk tensors
         int whole_row = !POOLED && p.checkpoints ? chunks_before(lane, p, tile.sequence, WHOLE) + tile.skipped : 0;
@@ -354,7 +360,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
             if (p.final_state && tile.last) state.store(p.final_state + state_at(head_of(p, tile), 0) + place);
         }
 #if TAILS
-        if (p.handover && work_tile(p, index).tail && tile.last && tile.length)  // not held in a register
+        if (p.handover && tile.last && tile.length && has_tail(p, tile.sequence))
             state.store(p.handover + state_at(SEGMENTS ? head_of(p, tile) : index, 0) + place);
 #endif
     }

@@ -20,37 +20,30 @@ enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS 
 
 // ---------------------------------------------------------------- work
 
-// Work tiles of the call: only of sequences with chunks if these are listed (order.cu).
-DEVICE int tile_count(const ForwardParams& p) {
-#if TAILS
-    if (p.order) return p.order[0] * p.HV;
-#endif
-    return p.tiles;
-}
-
 // A chunk of a work tile of this CTA group; uniform in a warp.
 struct Cursor {
-    int tiles, index, chunk;
+    int index, chunk;
     WorkTile tile;
     i64 keys;       // offset of the tile's first token in q and k
     int first_row;  // the tile's first row in per-chunk tensors
 
-    DEVICE bool valid() const { return index < tiles; }
+    DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
     DEVICE void start(Lane lane, const ForwardParams& p, int first) {
-        tiles = tile_count(p), index = cta_group(), chunk = first;
-        if (valid()) enter(lane, p);
+        index = cta_group(), chunk = first;
+        if (valid(p)) enter(lane, p);
         skip(lane, p, 0);
     }
     // Advance, to the next tile where this one ends.
     DEVICE void skip(Lane lane, const ForwardParams& p, int chunks) {
         chunk += chunks;
-        while (valid() && chunk >= tile.chunks()) {
+        while (valid(p) && chunk >= tile.chunks()) {
             chunk -= tile.chunks(), index += cta_groups();
-            if (valid()) enter(lane, p);
+            if (valid(p)) enter(lane, p);
         }
     }
     DEVICE void enter(Lane lane, const ForwardParams& p) {
         tile = work_tile(p, index);
+        if (is_none(tile)) index = p.tiles;
         if constexpr (POOLED) keys = i64(tile.first) * p.key_row + tile.head / p.group * K;
         else keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
         if constexpr (KEEPS) first_row = chunks_before(lane, p, tile.sequence, ALL) + tile.skipped;
@@ -60,8 +53,11 @@ struct Cursor {
 // Number of chunks of all work tiles of this CTA group.
 DEVICE u32 chunks_of_cta_group(const ForwardParams& p) {
     u32 all = 0;
-    const int tiles = tile_count(p);
-    for (int index = cta_group(); index < tiles; index += cta_groups()) all += work_tile(p, index).chunks();
+    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
+        const WorkTile tile = work_tile(p, index);
+        if (is_none(tile)) break;
+        all += tile.chunks();
+    }
     return all;
 }
 

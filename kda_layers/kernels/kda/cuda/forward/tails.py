@@ -27,7 +27,7 @@ from .forward import TAIL
 PARAMS = Params("OrderParams", """
     const void* cu_seqlens;  // [sequences + 1]
     const void* stops;       // [sequences], tokens after which an engine wants a state, or null
-    int* order;              // [1 + sequences]
+    int* order;              // [sequences]
     int* places;             // [sequences]
     int sequences, int64_offsets, int64_stops;
 """)  # fmt: skip
@@ -40,7 +40,7 @@ MANY = 64  # sequences from which visiting those without chunks costs more than 
 class Order(NamedTuple):
     """What order.cu writes."""
 
-    order: Tensor  # [1 + N] int32
+    order: Tensor  # [N] int32
     places: Tensor  # [N] int32
 
 
@@ -60,7 +60,7 @@ def order_of(cu_seqlens: Tensor, stops: Tensor | None, machine: Machine) -> Orde
     if N < MANY:
         return None
     new = functools.partial(torch.empty, dtype=torch.int32, device=cu_seqlens.device)
-    order = Order(new(1 + N), new(N))
+    order = Order(new(N), new(N))
     params = PARAMS.pack(
         addresses((cu_seqlens, stops, *order)), N, cu_seqlens.dtype == torch.int64,
         stops is not None and stops.dtype == torch.int64,

@@ -1,0 +1,208 @@
+"""The last few tokens of sequences, which our CUDA kernels decode: accurate, and with the same bits in any company."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kda_layers import KDAOutput, kda, kda_step
+from kda_layers.kernels.kda.contract import CHUNK, Inputs
+from kda_layers.kernels.kda.cuda.forward import tails
+from kda_layers.kernels.kda.cuda.forward.forward import TAIL
+from kda_layers.kernels.kda.dispatch import KDA, problem_of
+from tests import cuda_emulator
+from tests.kernels.cases import (
+    FP16,
+    Case,
+    call,
+    check,
+    ids,
+    limits_of,
+    make_inputs,
+    on_every_backend,
+    on_every_device,
+    options,
+    oracle,
+    outputs,
+    poisoned_memory,
+    serve,
+    to_fp64,
+)
+from tests.kernels.emulated_backends import EMULATED
+
+SEQUENCE = ("q", "k", "v", "g", "beta")
+# More than are visited without a list; last tokens after no, one and two chunks, none, and too many to be decoded.
+LENGTHS = (1, 4, 0, 5, 64, 65, *(1,) * 50, 63, 68, 69, 128, 130, 2, *(3,) * 8)
+ALONE = (0, 1, 2, 3, 4, 5, 56, 57, 58, 59, 60, 61, 62)
+needs_emulator = pytest.mark.skipif(bool(cuda_emulator.unavailable()), reason=cuda_emulator.unavailable() or "")
+
+
+def run(x: Inputs, backend: str, **engine: Any) -> KDAOutput:
+    with torch.no_grad(), poisoned_memory():
+        return kda(*x[:5], **options(x), **{"initial_state": x.initial_state} | engine, backend=backend)
+
+
+def alone(x: Inputs, n: int) -> Inputs:
+    """Sequence n of packed ones as a call of its own."""
+    start, end = x.cu_seqlens[n : n + 2].tolist()
+    state = None if x.initial_state is None else x.initial_state[n : n + 1]
+    part = {name: getattr(x, name)[:, start:end] for name in SEQUENCE}
+    return x._replace(**part, cu_seqlens=None, initial_state=state)
+
+
+def served(case: Case, device: str, backend: str, required: frozenset[str]) -> Inputs:
+    x = make_inputs(case, device)
+    serve(backend, problem_of(x), required)
+    return x
+
+
+def check_outputs(got: KDAOutput, x: Inputs) -> None:
+    truth, yardstick = ({n: outputs(oracle(y))[n] for n in outputs(got)} for y in (to_fp64(x), x))
+    check(outputs(got), truth, limits_of(yardstick, truth, x.q.dtype))
+
+
+def is_ours(backend: str) -> bool:
+    """Whether it is one of the CUDA kernels, whose bits depend on a sequence alone."""
+    return backend.startswith("sm")
+
+
+PACKED = Case(lengths=LENGTHS, H=1, K=64, V=64, slow=True)
+
+
+@on_every_backend
+@on_every_device
+@pytest.mark.parametrize("state", [False, True], ids=["", "state"])
+@pytest.mark.parametrize("final", [False, True], ids=["", "final"])
+def test_packed_alone_and_accurate(
+    state: bool, final: bool, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
+    """With and without memory for states between the two kernels."""
+    x = served(PACKED, device, backend, required_backends)
+    if state:
+        N, HV = len(LENGTHS), x.v.shape[2]
+        initial = torch.randn(N, HV, 64, 64, generator=torch.Generator().manual_seed(0)) / 8
+        x = x._replace(initial_state=initial.to(device))
+    x = x._replace(final_state=final)
+    got = run(x, backend, final_state=final)
+    check_outputs(got, x)
+    if not is_ours(backend):
+        return
+    for n in ALONE:
+        if LENGTHS[n] == 0:
+            continue
+        one = alone(x, n)
+        want, (start, end) = run(one, backend, final_state=final), x.cu_seqlens[n : n + 2].tolist()
+        assert torch.equal(got.o[:, start:end], want.o), LENGTHS[n]
+        if final:
+            assert torch.equal(got.final_state[n], want.final_state[0]), LENGTHS[n]
+
+
+@on_every_backend
+@on_every_device
+@pytest.mark.parametrize("T", [1, TAIL])
+def test_few_tokens_are_steps(T: int, device: str, backend: str, required_backends: frozenset[str]) -> None:
+    """A call of a few tokens has the bits of `kda_step`; one more token is a chunk."""
+    x = served(Case(T=T, B=3, H=1, group=2, state=True), device, backend, required_backends)
+    if not is_ours(backend):
+        pytest.skip("only our CUDA kernels promise the bits")
+    got, state = run(x, backend, final_state=True), x.initial_state.clone()
+    o = kda_step(*x[:5], state, **options(x), backend=backend)
+    assert torch.equal(got.o, o)
+    assert torch.equal(got.final_state, state)
+
+
+@on_every_backend
+@on_every_device
+@pytest.mark.parametrize("T", [66, 131])
+def test_parts_are_the_whole(T: int, device: str, backend: str, required_backends: frozenset[str]) -> None:
+    """Chunks in one call, the last tokens in another."""
+    x = served(Case(T=T, B=2, H=1, state=True, dtype=FP16), device, backend, required_backends)
+    if not is_ours(backend):
+        pytest.skip("only our CUDA kernels promise the bits")
+    want, cut = run(x, backend, final_state=True), T // CHUNK * CHUNK
+    first, last = (x._replace(**{n: getattr(x, n)[:, part] for n in SEQUENCE}) for part in (slice(cut), slice(cut, T)))
+    got = run(first, backend, final_state=True)
+    assert torch.equal(got.o, want.o[:, :cut])
+    got = run(last._replace(initial_state=got.final_state), backend, final_state=True)
+    assert torch.equal(got.o, want.o[:, cut:])
+    assert torch.equal(got.final_state, want.final_state)
+
+
+@on_every_backend
+@on_every_device
+def test_an_engine_s_batch(device: str, backend: str, required_backends: frozenset[str]) -> None:
+    """Slots in any order, sequences without one, and boundary states at token 0 of sequences that are only decoded."""
+    x = served(PACKED, device, backend, required_backends)
+    N, HV = len(LENGTHS), x.v.shape[2]
+    generator = torch.Generator().manual_seed(0)
+    initial = (torch.randn(N, HV, 64, 64, generator=generator) / 8).to(device)
+    plain = call(x._replace(initial_state=initial, final_state=True), backend)
+    slots = torch.randperm(N + 3, generator=generator)[:N].to(device)
+    padding = (1, 7, 58)
+    pool = torch.full((N + 3, HV, 64, 64), torch.nan, device=device)
+    pool[slots] = initial
+    at = torch.full((N,), -1, device=device)
+    at[[0, 1, 8, 57]] = torch.tensor([0, 0, 0, 64], device=device)
+    given = slots.clone()
+    given[list(padding)] = -1
+    got = run(x, backend, initial_state=pool, state_indices=given, checkpoint_at=at)
+    for n in range(N):
+        start, end = x.cu_seqlens[n : n + 2].tolist()
+        if n in padding:
+            assert not got.o[:, start:end].any()
+            assert torch.equal(pool[slots[n]], initial[n])
+            continue
+        assert torch.equal(got.o[:, start:end], plain.o[:, start:end]), n
+        assert torch.equal(pool[slots[n]], plain.final_state[n]), n
+    assert torch.equal(got.checkpoints[[0, 8]], initial[[0, 8]])
+    assert not got.checkpoints[1].any()
+    one = alone(x._replace(initial_state=initial), 57)
+    whole = one._replace(**{n: getattr(one, n)[:, :64] for n in SEQUENCE})
+    if is_ours(backend):
+        assert torch.equal(got.checkpoints[57], run(whole, backend, final_state=True).final_state[0])
+
+
+@needs_emulator
+@pytest.mark.parametrize("name", EMULATED)
+@pytest.mark.parametrize("case", **ids([Case(T=1100, B=1, H=1, state=True), Case(lengths=(1026, 3, 0, 1090), H=1)]))
+def test_with_segments(case: Case, name: str) -> None:
+    """Whether a sequence is cut does not depend on its last tokens."""
+    if name not in KDA.backends() and not EMULATED[name].archs[0].bulk_copies:
+        pytest.skip("no segments without bulk copies")
+    x = make_inputs(case)._replace(segments="always", final_state=True)
+    got = EMULATED[name].forward(x, False)[0]
+    check_outputs(got, x)
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("with_stops", [False, True], ids=["", "stops"])
+@pytest.mark.parametrize("count", [64, 300, 1000])
+def test_order(count: int, with_stops: bool, dtype: torch.dtype) -> None:
+    """Sequences with chunks by classes of length, the longest first, and those without that are wanted."""
+    generator = torch.Generator().manual_seed(count)
+    lengths = torch.randint(0, 6, (count,), generator=generator)
+    some = torch.randint(0, count, (20,), generator=generator)
+    lengths[some] = torch.randint(60, 70_000, (20,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(dtype)
+    stops = torch.randint(-1, 2, (count,), generator=generator, dtype=dtype) if with_stops else None
+    found = tails.order_of(offsets, stops, EMULATED["sm90@emulator"].machine)
+    assert found is not None
+    tail = torch.where(lengths % CHUNK <= TAIL, lengths % CHUNK, 0)
+    chunks = (lengths - tail + CHUNK - 1) // CHUNK
+    wanted = (chunks > 0) | (tail == 0)
+    if stops is not None:
+        wanted |= stops == 0
+    listed = found.order[: int(wanted.sum())].long()
+    assert (found.order[len(listed) :] == -1).all()
+    assert sorted(listed.tolist()) == wanted.nonzero()[:, 0].tolist()
+    assert torch.equal(found.places[listed], torch.arange(len(listed), dtype=torch.int32))
+    assert (chunks[listed][1:] < 4 * chunks[listed][:-1].clamp(min=1)).all()
+
+
+def test_few_sequences_are_visited_in_turn() -> None:
+    offsets: Tensor = torch.arange(tails.MANY)
+    assert tails.order_of(offsets, None, EMULATED["sm90@emulator"].machine) is None
