@@ -853,6 +853,7 @@ def test_crossover_needs_a_time_for_each_T() -> None:
 
 TINY = Sizes(
     forward=(Case(1, 66, 2), Case(1, 66, 1, "fast", group=2, lengths=(30, 36), checkpoints=True)),
+    packed=(Case(1, 66, 1, lengths=(60, 1, 1, 4), states=True),),
     segments=(Case(1, 130, 1),),
     training=(Case(1, 66, 2), Case(1, 64, 1, given=True)),
     backward=(Case(1, 64, 1, given=True),),

@@ -29,6 +29,7 @@ from kda_layers.kernels.kda.dispatch import KDA
 
 SECTIONS: dict[str, Callable[[Setup], list[Job]]] = {
     "forward": operator.forward,
+    "packed": operator.packed,
     "segments": operator.segments,
     "training": operator.training,
     "backward": operator.backward,
@@ -65,7 +66,7 @@ def _numbers(text: str) -> list[int]:
 
 def with_heads(sizes: Sizes, heads: list[int]) -> Sizes:
     """The sizes, without cases of the operator that have another number of heads."""
-    sections = ("forward", "segments", "training", "backward")
+    sections = ("forward", "packed", "segments", "training", "backward")
     chosen: dict[str, Any] = {s: tuple(c for c in getattr(sizes, s) if c.H in heads) for s in sections}
     return replace(sizes, **chosen)
 

@@ -14,6 +14,7 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ UNEVEN = (1300, 547, 2048, 963, 271, 3063)  # packed sequences of 8192 tokens
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the operator in bf16 with raw gate and beta logits, no initial state and K = V = 128."""
+    """One call of the operator in bf16 with raw gate and beta logits and K = V = 128."""
 
     B: int
     T: int
@@ -42,6 +43,11 @@ class Case:
     lengths: tuple[int, ...] = ()  # of packed sequences; their sum is T
     checkpoints: bool = False
     given: bool = False  # gate, beta and norm applied beforehand
+    states: bool = False  # initial and final ones
+
+    @property
+    def sequences(self) -> int:
+        return len(self.lengths) or self.B
 
     @property
     def HV(self) -> int:
@@ -51,8 +57,9 @@ class Case:
         """What identifies the case in a report."""
         what = []
         if self.lengths:
-            even = len(set(self.lengths)) == 1
-            what.append(f"packed {len(self.lengths)} x {self.lengths[0]}" if even else "packed uneven")
+            counts = [(n, len(list(equal))) for n, equal in groupby(self.lengths)]
+            parts = " + ".join(f"{many} x {n}" if many > 1 else f"{n}" for n, many in counts)
+            what.append(f"packed {parts}" if len(counts) <= 2 else "packed uneven")
         if self.group > 1:
             what.append(f"{self.HV} value heads")
         if self.gate == "softplus":
@@ -61,6 +68,8 @@ class Case:
             what.append("states every 64")
         if self.given:
             what.append("activations given")
+        if self.states:
+            what.append("states")
         return {"B": self.B, "T": self.T, "H": self.H, "what": ", ".join(what), "gates": self.gates}
 
 
@@ -74,6 +83,7 @@ class Sizes:
 
     forward: tuple[Case, ...]
     segments: tuple[Case, ...]
+    packed: tuple[Case, ...]
     training: tuple[Case, ...]
     backward: tuple[Case, ...]
     decode: tuple[int, ...] = (1, 8, 32, 128, 256)  # sequences
@@ -118,6 +128,15 @@ FULL = Sizes(
         Case(1, 8192, 16),
         Case(1, 1048576, 1),
     ),
+    packed=(
+        Case(1, 8192, 32, lengths=(7680, *(1,) * 512)),
+        Case(1, 8192, 32, lengths=(7680, *(1,) * 512), states=True),
+        Case(1, 8192, 32, lengths=(128,) * 64),
+        Case(1, 8192, 32, lengths=UNEVEN),
+        Case(1, 8192, 32, lengths=(1,) * 8192),
+        Case(1, 8192, 32, lengths=(65,) * 126 + (2,)),
+        Case(4, 4, 32, states=True),
+    ),
     training=(
         *_both(Case(1, 8192, 32), Case(8, 2048, 32)),
         Case(1, 8192, 32, given=True),
@@ -128,6 +147,7 @@ FULL = Sizes(
 QUICK = Sizes(
     forward=_both(Case(1, 8192, 32)),
     segments=_both(Case(1, 131072, 4)),
+    packed=(Case(1, 8192, 32, lengths=(7680, *(1,) * 512)),),
     training=(Case(1, 8192, 32),),
     backward=(Case(1, 8192, 32, given=True),),
     decode=(1, 32),
@@ -164,7 +184,7 @@ def gate_parameters(draw: Random, HV: int, gates: str) -> tuple[Tensor, Tensor]:
 
 def make_inputs(case: Case, device: str) -> Inputs:
     """The inputs of a case."""
-    draw = Random(str(case), device)
+    draw = Random(str(replace(case, states=False)), device)
     B, T, H, HV = case.B, case.T, case.H, case.HV
     A_log, dt_bias = gate_parameters(draw, HV, case.gates)
     q, k, v = draw.normal(B, T, H, D), draw.normal(B, T, H, D), draw.normal(B, T, HV, D)
@@ -173,10 +193,11 @@ def make_inputs(case: Case, device: str) -> Inputs:
     offsets = None
     if case.lengths:
         offsets = torch.tensor((0, *case.lengths), device=device).cumsum(0).int()
+    initial = 0.1 * draw.normal(case.sequences, HV, D, D) if case.states else None
     x = Inputs(
-        q, k, v, g, beta, A_log, dt_bias, None, offsets,
+        q, k, v, g, beta, A_log, dt_bias, initial, offsets,
         case.gate, float(LOWER_BOUND) if case.gate == "lower_bound" else 0.0, "sigmoid", True, D**-0.5,
-        False, CHUNK if case.checkpoints else 0,
+        case.states, CHUNK if case.checkpoints else 0,
     )  # fmt: skip
     if case.given:
         x = activate(x)
@@ -294,9 +315,9 @@ def _ms(tensor_bytes: float) -> float:
 
 
 def forward_floor_ms(case: Case) -> float:
-    """Reading q, k, v, g and writing o once, in bf16; with boundary states, writing those in fp32."""
-    states = case.B * (case.T // CHUNK) * case.HV * D * D * 4 if case.checkpoints else 0
-    return _ms(case.B * case.T * (2 * case.H + 3 * case.HV) * D * 2 + states)
+    """Reading q, k, v, g and writing o once, in bf16; writing boundary states, reading and writing others in fp32."""
+    states = case.B * (case.T // CHUNK) * case.checkpoints + 2 * case.sequences * case.states
+    return _ms(case.B * case.T * (2 * case.H + 3 * case.HV) * D * 2 + states * case.HV * D * D * 4)
 
 
 def training_floor_ms(case: Case) -> float:

@@ -1,4 +1,4 @@
-"""Sections of the operator: forward, segments, training, backward, decode, host, hard, context, overhead and so on.
+"""Sections of the operator: forward, packed, segments, training, backward, decode, host, hard, context and so on.
 
 What is timed is replayed from CUDA graphs; what the host does for a call has a section of its own.
 """
@@ -58,6 +58,11 @@ def _forward(setup: Setup, case: Case) -> list[Row]:
     floor_ms = forward_floor_ms(case)
     contenders = _graphs(contenders, setup.machine)
     return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, floor_ms=floor_ms, memory=True)
+
+
+def packed(setup: Setup) -> list[Job]:
+    """The operator's forward pass over short and uneven sequences."""
+    return [Job(case.fields(), partial(_forward, setup, case)) for case in setup.sizes.packed]
 
 
 def segments(setup: Setup) -> list[Job]:

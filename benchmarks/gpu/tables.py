@@ -15,6 +15,7 @@ from benchmarks.timing import AGREE
 
 ABOUT = {
     "forward": "Forward pass of the operator: bf16, K = V = 128, raw logits in, no initial state. ms.",
+    "packed": "The same over short and uneven sequences, side by side in one row. ms.",
     "segments": "The same over long sequences of few heads, in one piece and cut into segments. ms.",
     "training": "Forward and every gradient of the operator. ms.",
     "backward": "Every gradient, from a forward that kept what it likes and is not timed. ms.",
@@ -38,6 +39,7 @@ IN_TURNS = (
 CALLED_ALONE = "Contenders follow one another, from Python unless a mode says otherwise: short times are host-bound."
 CASE_COLUMNS = {
     "forward": ("B", "T", "H", "what", "gates"),
+    "packed": ("B", "T", "H", "what", "gates"),
     "segments": ("B", "T", "H", "what", "gates"),
     "training": ("B", "T", "H", "what", "gates"),
     "backward": ("B", "T", "H", "what", "gates"),
