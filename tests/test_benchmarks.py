@@ -967,7 +967,7 @@ def test_without_a_gpu_it_says_so(
 def test_unknown_sections_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.parse(["--only", "forward,backwards"])
-    assert "unknown backwards; known: forward, segments, training" in capsys.readouterr().err
+    assert "unknown backwards; known: forward, packed, segments, training" in capsys.readouterr().err
 
 
 def test_a_part_does_not_replace_the_results_of_the_whole() -> None:
