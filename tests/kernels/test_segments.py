@@ -189,11 +189,11 @@ def test_sizes_of_segments() -> None:
 LONG = replace(SLOW, K=64, V=64, T=segments.ALWAYS.shortest + 70, checkpoints=False)
 
 
-def called(x: Inputs, mode: str, backend: str, **options: Any) -> KDAOutput:
+def called(x: Inputs, mode: str, backend: str) -> KDAOutput:
     with registered(EMULATED[backend]):
         return kda(
             *x[:5], A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state, lower_bound=x.lower_bound,
-            final_state=True, segments=mode, backend=backend, **options,
+            final_state=True, segments=mode, backend=backend,
         )  # fmt: skip
 
 
@@ -209,16 +209,20 @@ def test_always(backend: str) -> None:
 
 
 def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cuts where 'always' does, from some length on and up to some heads."""
-    monkeypatch.setattr(segments, "AUTO_PROCESSORS", 16)
-    x, backend = make_inputs(LONG), "sm90@emulator"
+    """It cuts from some length on, up to some heads, without states and on a large GPU with bulk copies."""
+    x = make_inputs(LONG)._replace(segments="auto", initial_state=None, final_state=False)
+    large, small, without = (emulated.Emulator(arch, processors=n) for arch, n in ((100, 32), (100, 15), (80, 32)))
     monkeypatch.setattr(segments, "AUTO", Cut(LONG.T))
-    assert_same(called(x, "auto", backend), called(x, "always", backend))
-    monkeypatch.setattr(segments, "AUTO", Cut(LONG.T + 1))
-    assert_same(called(x, "auto", backend), called(x, "never", backend))
-    monkeypatch.setattr(segments, "AUTO", Cut(1))
+    assert segments.cuts(x, large)
+    assert not segments.cuts(x, small)
+    assert not segments.cuts(x, without)
+    hand_on = {"final_state": True, "checkpoint_every": 64, "initial_state": make_inputs(LONG).initial_state}
+    for name, value in hand_on.items():
+        assert not segments.cuts(x._replace(**{name: value}), large)
     monkeypatch.setattr(segments, "AUTO_HEADS", 0)
-    assert_same(called(x, "auto", backend), called(x, "never", backend))
+    assert not segments.cuts(x, large)
+    monkeypatch.undo()
+    assert not segments.cuts(x, large)
 
 
 @pytest.mark.parametrize(
@@ -246,14 +250,6 @@ def test_refusals(backend: str, change: dict[str, Any], message: str) -> None:
         run("never")  # what is known of a call does not hide it
         with pytest.raises(ValueError, match=re.escape(message)):
             run(change.get("mode", "always"))
-
-
-def test_auto_on_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too few multiprocessors for a group of blocks that maps."""
-    monkeypatch.setattr(segments, "AUTO", Cut(65))
-    x = make_inputs(replace(LONG, T=200))._replace(segments="auto")
-    assert not segments.cuts(x, emulated.Emulator(100, processors=15))
-    assert segments.cuts(x, emulated.Emulator(100, processors=32))
 
 
 def test_memory_is_that_of_sequences_that_are_cut() -> None:

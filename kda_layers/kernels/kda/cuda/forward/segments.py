@@ -21,7 +21,7 @@ from . import forward as whole
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 MAPS, WALK = 1, 2  # of stage.cuh's SEGMENTS
-AUTO_TOKENS, AUTO_HEADS = 2**14, 8  # what "auto" cuts: so many tokens or more of so few heads; not measured yet
+AUTO_TOKENS, AUTO_HEADS = 2**16, 4  # what "auto" cuts: so many tokens or more of so few heads, measured
 AUTO_PROCESSORS = 32  # and on so many multiprocessors or more: at most 16 are a group that maps
 WALK_STAGES = 3
 JOIN_ROWS = 8
@@ -67,15 +67,16 @@ def cut_of(x: Inputs) -> Cut:
 
 def cuts(x: Inputs, machine: Machine) -> bool:
     """Whether a call has sequences that may be cut, by its options and shapes."""
-    if x.segments == "never":
-        return False
     (T, HV), cut = x.v.shape[1:3], cut_of(x)
-    if cut.longer > T or cut.tiles < 2 * HV:
+    if x.segments == "never" or cut.tiles < 2 * HV:
         return False
     if x.segments == "always":
-        return True
+        return cut.longer <= T
+    hands_on = x.initial_state is not None or x.final_state or x.checkpoint_every  # equal bits in parts
+    if HV > AUTO_HEADS or hands_on or cut.longer > T:  # in this order: no guard on T while compiling most models
+        return False
     processors, arch, _ = machine.properties(x.q.device)
-    return HV <= AUTO_HEADS and ARCHS[arch].bulk_copies and processors >= AUTO_PROCESSORS
+    return ARCHS[arch].bulk_copies and processors >= AUTO_PROCESSORS
 
 
 class Variant(NamedTuple):
