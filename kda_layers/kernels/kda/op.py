@@ -104,9 +104,9 @@ def kda(
             computes at once, exactly for any decays; outputs differ by rounding from those of the sequence in one
             piece. Where it is cut depends on its own length and HV alone, so that it has the same bits in any batch.
             'always' cuts what is longer than 1,024 tokens, if HV is at most 32. It is served by the 'sm90' and 'sm100'
-            backends, and not with what engines ask for. 'auto' cuts from 65,536 tokens on if HV is at most 4, where up to
-            two sequences gain (more of them lose), nothing where 'always' is not served, and nothing of a call that
-            takes or returns states, so that a prefill in parts has the bits of the whole.
+            backends, and not with what engines ask for. 'auto' cuts from 65,536 tokens on if HV is at most 4, where one
+            or two sequences gain (more of them lose), but nothing where 'always' is not served, and nothing of a call
+            that takes or returns states: a prefill in parts has the bits of the whole.
         backend: name of a backend; None chooses (see `explain`).
         state_indices, checkpoint_at, out: for inference engines, under torch.no_grad(); no value is read on the host of
             a GPU, so that a CUDA graph can capture the call.
