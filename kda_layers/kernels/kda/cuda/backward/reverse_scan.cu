@@ -10,7 +10,10 @@
 // warps bring dO' to shared memory and take bX and dS from there, by whole rows of 128 bytes. One more warp copies the
 // chunks.
 #include "ReverseScanParams.h"
+#include "stage.cuh"
+#if SEGMENTS
 #include "join.cuh"
+#endif
 
 constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // as many as fit into shared memory
 constexpr int WARPS = 4;                     // of each role; but one copies chunks
@@ -448,32 +451,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const 
 
 // Gradients of the states after segments, from those of the states before the next ones, which the scan has computed
 // from zeros: a state's gradient is d_starts + d_ends F^T.
-extern "C" __global__ void __launch_bounds__(JOIN_THREADS)
+extern "C" __global__ void __launch_bounds__(JOIN_THREADS, 1)
     kda_join_gradients(const __grid_constant__ ReverseScanParams p) {
     const Join at = Join::of_thread(p);
-    float next[Join::ROWS] = {};
-    bool first = true;
-    for (int segment = p.segments - 1; segment > 0; segment--) {
-        const WorkTile tile = at.tile(p, segment);
-        if (tile.length == 0) continue;
-        const i64 row = segment_row(at.lane, p, tile);
-        const float* d_start = p.d_starts + state_at(row, 0) + at.place;
-        if (first) Join::load(next, d_start);
-        first = false;
-        float s[Join::ROWS];
-        #pragma unroll
-        for (int r = 0; r < Join::ROWS; r++) s[r] = next[r];
-        at.wait();
-        if (segment > 1) {  // the segment before is not the last: it has a map
-            at.fetch(segment - 1, p.maps + ((row - p.HV) * (V + K) + V) * K);
-            Join::load(next, d_start - state_at(p.HV, 0));
-        }
-        if (!tile.last) at.multiply<true>(s, at.buffer(segment), segment);  // by the gradient of the state after it
-        float* before = at.buffer(segment + 1);
-        #pragma unroll
-        for (int r = 0; r < Join::ROWS; r++)
-            p.d_ends[state_at(row - p.HV, 0) + at.place + r * K] = before[r * K + at.column] = s[r];
-    }
+    if (at.segments == 0) return;
+    float s[2][4];
+    at.load(s, p.d_starts + state_at(at.row + (at.segments - 1) * p.HV, 0));
+    const i64 row = at.row + (at.segments - 2) * p.HV, before = -state_at(p.HV, 0);
+    at.join<true>(s, at.segments - 2, {p.d_ends + state_at(row, 0), before},
+                  {p.maps + (row * (V + K) + V) * K, -p.HV * ((V + K) * K)}, {p.d_starts + state_at(row, 0), before});
 }
 
 #endif

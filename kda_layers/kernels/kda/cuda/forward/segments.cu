@@ -24,31 +24,14 @@ extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
     block_or_cluster_sync(WALK_THREADS);
 }
 
-extern "C" __global__ void __launch_bounds__(JOIN_THREADS) kda_join_segments(const __grid_constant__ ForwardParams p) {
+extern "C" __global__ void __launch_bounds__(JOIN_THREADS, 1)
+    kda_join_segments(const __grid_constant__ ForwardParams p) {
     const Join at = Join::of_thread(p);
-    const float* initial = nullptr;
-    if (p.initial_state) initial = p.initial_state + state_at(i64(at.sequence) * p.HV + at.head, 0) + at.place;
-    float s[Join::ROWS], next[Join::ROWS] = {};
-    #pragma unroll
-    for (int r = 0; r < Join::ROWS; r++) s[r] = initial ? initial[r * K] : 0.f;
-    for (int segment = 0; segment < p.segments; segment++) {
-        const WorkTile tile = at.tile(p, segment);
-        if (!of_cut_sequence(p, tile)) break;
-        const i64 row = segment_row(at.lane, p, tile);
-        const float* map = p.maps + row * ((V + K) * K);
-        if (segment == 0) at.fetch(0, map + V * K), Join::load(next, map + at.place);
-        float* now = at.buffer(segment);
-        #pragma unroll
-        for (int r = 0; r < Join::ROWS; r++)
-            p.starts[state_at(row, 0) + at.place + r * K] = now[r * K + at.column] = s[r];
-        if (tile.last) break;
-        at.wait();
-        #pragma unroll
-        for (int r = 0; r < Join::ROWS; r++) s[r] = next[r];
-        if (segment + 2 < p.segments && !at.tile(p, segment + 1).last) {
-            map += p.HV * ((V + K) * K);
-            at.fetch(segment + 1, map + V * K), Join::load(next, map + at.place);
-        }
-        at.multiply<false>(s, now, segment);
-    }
+    if (at.segments == 0) return;
+    float s[2][4] = {};
+    if (p.initial_state) at.load(s, p.initial_state + state_at(i64(at.sequence) * p.HV + at.head, 0));
+    const i64 stride = p.HV * ((V + K) * K);
+    const float* map = p.maps + at.row * ((V + K) * K);
+    at.join<false>(s, at.segments - 1, {p.starts + state_at(at.row, 0), state_at(p.HV, 0)}, {map + V * K, stride},
+                   {map, stride});
 }

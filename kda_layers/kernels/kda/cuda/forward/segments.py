@@ -24,7 +24,7 @@ MAPS, WALK = 1, 2  # of stage.cuh's SEGMENTS
 AUTO_TOKENS, AUTO_HEADS = 2**16, 4  # what "auto" cuts: so many tokens or more of so few heads, measured
 AUTO_PROCESSORS = 32  # and on so many multiprocessors or more: at most 16 are a group that maps
 WALK_STAGES = 3
-JOIN_ROWS = 8
+JOIN_ROWS, JOIN_STAGES = 8, 3
 
 
 class Cut(NamedTuple):
@@ -185,7 +185,7 @@ def plan_of(
 
 def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:
     """The grid, threads, cluster and shared bytes of a kernel that joins segments of `heads` (join.cuh)."""
-    return heads * K // JOIN_ROWS, 2 * K, 1, 4 * 2 * K * (JOIN_ROWS + K)
+    return heads * K // JOIN_ROWS, K, 1, 4 * K * (JOIN_STAGES * K + 2 * JOIN_ROWS) + 8 * JOIN_STAGES
 
 
 def forward_in_segments(
