@@ -53,6 +53,11 @@ class Case:
     def HV(self) -> int:
         return self.H * self.group
 
+    @property
+    def long(self) -> bool:
+        """Whether it is timed in segments, too: so few heads leave most of a GPU idle in one piece."""
+        return self.T >= 2**16 and self.HV <= 8
+
     def fields(self) -> dict[str, Any]:
         """What identifies the case in a report."""
         what = []
@@ -133,7 +138,6 @@ FULL = Sizes(
         Case(1, 8192, 32, lengths=(7680, *(1,) * 512), states=True),
         Case(1, 8192, 32, lengths=(128,) * 64),
         Case(1, 8192, 32, lengths=UNEVEN),
-        Case(1, 8192, 32, lengths=(1,) * 8192),
         Case(1, 8192, 32, lengths=(65,) * 126 + (2,)),
         Case(4, 4, 32, states=True),
     ),
@@ -141,6 +145,7 @@ FULL = Sizes(
         *_both(Case(1, 8192, 32), Case(8, 2048, 32)),
         Case(1, 8192, 32, given=True),
         *_both(Case(1, 8192, 96), Case(1, 32768, 32)),
+        *_both(Case(1, 65536, 8), Case(1, 131072, 4)),
     ),
     backward=(Case(1, 8192, 32, "fast", given=True), Case(1, 8192, 32, given=True)),
 )

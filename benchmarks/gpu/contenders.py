@@ -80,12 +80,16 @@ def require(backend: str, problem: Problem) -> None:
         raise Refusal(f"cannot serve [{problem}]: " + "; ".join(reasons))
 
 
+def _name(backend: str, x: Inputs) -> str:
+    return backend if x.segments == "never" else f"{backend}, segments"
+
+
 def ours_forward(backend: str, x: Inputs) -> Contender:
     def prepare() -> Prepared:
         require(backend, problem_of(x))
         return Prepared(torch.no_grad()(lambda: call(x, backend)), outputs)
 
-    return Contender(backend if x.segments == "never" else f"{backend}, segments", prepare, ours=True)
+    return Contender(_name(backend, x), prepare, ours=True)
 
 
 def ours_training(backend: str, x: Inputs, d_o: Tensor, backward_alone: bool = False) -> Contender:
@@ -96,7 +100,7 @@ def ours_training(backend: str, x: Inputs, d_o: Tensor, backward_alone: bool = F
         names, leaves = differentiable(x)
         return training(lambda: call(leaves, backend).o, names, leaves, d_o, backward_alone)
 
-    return Contender(backend, prepare, ours=True)
+    return Contender(_name(backend, x), prepare, ours=True)
 
 
 def ours_step(backend: str, x: Inputs, kept: str = "fp32", floor_ms: float | None = None) -> Contender:

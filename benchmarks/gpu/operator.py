@@ -37,6 +37,7 @@ from benchmarks.gpu.peers import (
 )
 from benchmarks.gpu.truth import Heads, Results, forward_truth, oracle, oracle_gradients, training_truth, upstream
 from benchmarks.timing import Times
+from kda_layers.kernels.kda.contract import Inputs
 
 BASELINE = "fla"  # our backend that runs flash-linear-attention's kernels: what lies between is our overhead
 
@@ -65,6 +66,11 @@ def packed(setup: Setup) -> list[Job]:
     return [Job(case.fields(), partial(_forward, setup, case)) for case in setup.sizes.packed]
 
 
+def _modes(x: Inputs) -> tuple[Inputs, Inputs]:
+    """In one piece and cut into segments."""
+    return x, x._replace(segments="always")
+
+
 def segments(setup: Setup) -> list[Job]:
     """The forward pass over long sequences of few heads, in one piece and cut into segments."""
     return [Job(case.fields(), partial(_segments, setup, case)) for case in setup.sizes.segments]
@@ -73,8 +79,7 @@ def segments(setup: Setup) -> list[Job]:
 def _segments(setup: Setup, case: Case) -> list[Row]:
     x = make_inputs(case, setup.machine.device)
     heads = Heads.first_and_last(x)
-    modes = (x, x._replace(segments="always"))
-    contenders = [*(ours_forward(b, mode) for b in setup.backends for mode in modes), cudnn_forward(x)]
+    contenders = [*(ours_forward(b, mode) for b in setup.backends for mode in _modes(x)), cudnn_forward(x)]
     truth, floor_ms = forward_truth(heads.inputs(x)), forward_floor_ms(case)
     contenders = _graphs(contenders, setup.machine)
     return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, floor_ms=floor_ms, memory=True)
@@ -89,7 +94,7 @@ def _training(setup: Setup, case: Case) -> list[Row]:
     x = make_inputs(case, setup.machine.device)
     heads, d_o = Heads.first_and_last(x), upstream(x)
     contenders = [
-        *(ours_training(b, x, d_o) for b in setup.backends),
+        *(ours_training(b, mode, d_o) for b in setup.backends for mode in _modes(x)[: 1 + case.long]),
         fla_training(x, d_o),
         fla_training(x, d_o, disable_recompute=True),
         cudnn_training(x, d_o),
