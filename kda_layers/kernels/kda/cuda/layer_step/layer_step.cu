@@ -35,6 +35,15 @@ struct Shared {
 
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host's plan of shared memory");
 
+// A number as it was loaded. It is converted where it is used: a conversion beside the load would wait for it, and loads
+// after that one would begin late.
+struct Loaded {
+    u32 bits;
+
+    DEVICE void load(const u16* from) { bits = *from; }
+    DEVICE float value() const { return IO::unpack(opt_barrier(bits)).x; }
+};
+
 DEVICE float rounded(float x) { return IO::unpack(IO::pack(x, 0.f)).x; }
 DEVICE void store(u16* to, float x) { *to = u16(IO::pack(x, 0.f)); }
 
@@ -44,7 +53,7 @@ struct Channel {
     const u16* x;      // of the first token
     u32 token_stride;  // of x
     u32 channel;       // of the convolution
-    float taps[TAPS], inputs[TAPS], next;
+    Loaded taps[TAPS], inputs[TAPS], next;
 
     // Channel `c` of a head's, those of q first.
     DEVICE void load_taps(const LayerStepParams& p, u32 c, u32 n, u32 head) {
@@ -56,14 +65,14 @@ struct Channel {
         token_stride = at.token;
         channel = part * p.qk_channels + within;
         #pragma unroll
-        for (int i = 0; i < TAPS; i++) taps[i] = IO::load(p.conv_weight + channel * TAPS + i);
+        for (int i = 0; i < TAPS; i++) taps[i].load(p.conv_weight + channel * TAPS + i);
     }
     // The history is in slot `slot`.
     DEVICE void load_inputs(const LayerStepParams& p, u32 slot) {
         const u16* history = state(p, slot);
         #pragma unroll
-        for (int i = 0; i < TAPS; i++) inputs[i] = IO::load(history + i * p.conv_tap_stride);
-        next = IO::load(x);
+        for (int i = 0; i < TAPS; i++) inputs[i].load(history + i * p.conv_tap_stride);
+        next.load(x);
     }
     DEVICE u16* state(const LayerStepParams& p, u32 slot) const {
         return p.conv_state + u64(slot) * p.conv_slot_stride + u64(channel) * p.conv_channel_stride;
@@ -72,18 +81,18 @@ struct Channel {
         #pragma unroll
         for (int i = 0; i + 1 < TAPS; i++) inputs[i] = inputs[i + 1];
         inputs[TAPS - 1] = next;
-        if (token + 1 < tokens) next = IO::load(x + u64(token + 1) * token_stride);
+        if (token + 1 < tokens) next.load(x + u64(token + 1) * token_stride);
     }
     DEVICE float output() const {
         float y = 0;
         #pragma unroll
-        for (int i = 0; i < TAPS; i++) y += taps[i] * inputs[i];
+        for (int i = 0; i < TAPS; i++) y += taps[i].value() * inputs[i].value();
         return rounded(y * sigmoid(y));
     }
     DEVICE void keep(const LayerStepParams& p, u32 slot) const {
         u16* kept = state(p, slot);
         #pragma unroll
-        for (int i = 0; i < TAPS; i++) store(kept + i * p.conv_tap_stride, inputs[i]);
+        for (int i = 0; i < TAPS; i++) kept[i * p.conv_tap_stride] = u16(inputs[i].bits);
     }
 };
 
@@ -183,7 +192,9 @@ template <int gate = 0> DEVICE float decay(int activation, float logit, float ra
 struct Row {
     u32 own, part;
     Logit f, g;
-    float rate, shift, bias;
+    u32 rate;  // of fp32
+    float shift;
+    Loaded bias;
 
     DEVICE Row(const LayerStepParams& p, u32 n, u32 head, u32 own, u32 part)
         : own(own),
@@ -191,18 +202,20 @@ struct Row {
           f(p.f, p.f_at, p.f_weight, n, head * K + own, part),
           g(p.gate, p.gate_at, p.gate_weight, n, head * K + own, part) {
         const u32 row = head * K + own;
-        rate = p.A_log ? p.A_log[head] : 0.f, shift = p.dt_bias ? p.dt_bias[row] : 0.f;
-        bias = p.gate_bias ? IO::load(p.gate_bias + row) : 0.f;
+        rate = p.A_log ? __float_as_uint(p.A_log[head]) : 0, shift = p.dt_bias ? p.dt_bias[row] : 0.f;
+        bias = {};
+        if (p.gate_bias) bias.load(p.gate_bias + row);
     }
 };
 
 DEVICE void decays_and_gate(const LayerStepParams& p, Shared& shared, const Row& row) {
+    const float rate = __uint_as_float(opt_barrier(row.rate)), bias = row.bias.value();
     #pragma unroll 1
     for (u32 t = 0; t < p.tokens; t++) {
-        const float x = row.f.of(t, 0.f), y = row.g.of(t, row.bias);
+        const float x = row.f.of(t, 0.f), y = row.g.of(t, bias);
         Operands& to = shared.operands[t];
         if (row.part != 0) continue;
-        to.token.decay[row.own] = decay(p.gate_activation, x, row.rate, row.shift, p.lower_bound);
+        to.token.decay[row.own] = decay(p.gate_activation, x, rate, row.shift, p.lower_bound);
         to.gate[row.own] = sigmoid(y);
     }
 }
@@ -245,7 +258,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_THREADS / THREADS
     const u32 n = blockIdx.z * gridDim.y + blockIdx.y, head = blockIdx.x, heads = gridDim.x;
     const Row of_thread(p, n, head, threadIdx.x / ROW_THREADS, threadIdx.x % ROW_THREADS);
     Convolution convolution(p, n, head);
-    const float norm_weight = threadIdx.x < V ? IO::load(p.norm_weight + threadIdx.x) : 0.f;
+    Loaded norm_weight = {}, logit = {};
+    if (threadIdx.x < V) norm_weight.load(p.norm_weight + threadIdx.x);
     wait_for_earlier_kernels();
     if (n >= p.sequences) return;
     const u32 warp = threadIdx.x / 32, group = threadIdx.x % 32 / LANES, lane = threadIdx.x % LANES;
@@ -263,11 +277,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_THREADS / THREADS
     unsigned char* states = p.state + 16 * (u64(head) * p.head_stride + first_row * (K / PIECE) + lane);
     State::copy(shared.state[warp], states + 16 * (u64(slot) * p.slot_stride));
     convolution.load_inputs(p, slot);
-    if (threadIdx.x < p.tokens) {
-        const float logit = IO::load(p.beta + u64(n) * p.beta_at.batch + u64(threadIdx.x) * p.beta_at.token + head);
-        shared.operands[threadIdx.x].token.beta = write_strength(logit, p.beta_activation);
-    }
+    if (threadIdx.x < p.tokens)
+        logit.load(p.beta + u64(n) * p.beta_at.batch + u64(threadIdx.x) * p.beta_at.token + head);
     decays_and_gate(p, shared, of_thread);
+    if (threadIdx.x < p.tokens)
+        shared.operands[threadIdx.x].token.beta = write_strength(logit.value(), p.beta_activation);
     convolution.run(p, shared, n, slot);
     barrier_sync(0, THREADS);
     for (u32 t = warp; t < p.tokens; t += WARPS) normalise(p, shared.operands[t].token, threadIdx.x % 32);
@@ -283,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_THREADS / THREADS
         if (kept) S.store(states + 16 * (u64(slot) * p.slot_stride));
         barrier_sync(0, THREADS);
         if (warp < V / 32)
-            gated_norm(shared.o[t % 2], shared.operands[t].gate, norm_weight, p.norm_eps, o + u64(t) * heads * V,
-                       threadIdx.x % 32);
+            gated_norm(shared.o[t % 2], shared.operands[t].gate, norm_weight.value(), p.norm_eps,
+                       o + u64(t) * heads * V, threadIdx.x % 32);
     }
 }
