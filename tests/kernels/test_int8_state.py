@@ -102,6 +102,25 @@ def test_faint_and_strong_states(factor: float, device: str, backend: str, requi
 
 @on_every_backend
 @on_every_device
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_not_finite(name: str, device: str, backend: str, required_backends: frozenset[str]) -> None:
+    """Neither an infinite nor a NaN input leaves a sequence finite; the other one keeps its bits."""
+    x = inputs(Case(T=1, B=2, H=1, state=True), device, backend, required_backends)
+    clean, clean_scale = quantize_state(x.initial_state)
+    step(x, clean, clean_scale, backend)
+    for value in (torch.inf, torch.nan) if name != "g" and name != "beta" else (torch.nan,):
+        t = getattr(x, name).clone()
+        t[1].view(-1)[3 % t[1].numel()] = value
+        state, scale = quantize_state(x.initial_state)
+        o = step(x._replace(**{name: t}), state, scale, backend)
+        bad = dequantize_state(state[1], scale[1])
+        assert not (o[1].isfinite().all() and bad.isfinite().all())
+        assert torch.equal(state[0], clean[0])
+        assert torch.equal(scale[0], clean_scale[0])
+
+
+@on_every_backend
+@on_every_device
 def test_the_mean_error_is_0(device: str, backend: str, required_backends: frozenset[str]) -> None:
     """Over all elements; and the errors of a row's elements do not add up."""
     x = inputs(Case(T=1, B=2, H=4, group=2, state=True), device, backend, required_backends)

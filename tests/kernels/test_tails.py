@@ -178,6 +178,60 @@ def test_with_segments(case: Case, name: str) -> None:
 
 
 @needs_emulator
+def test_segments_of_the_chunks() -> None:
+    """Of a sequence that would have longer segments with its last tokens."""
+    x = make_inputs(Case(T=4097, B=1, H=16, K=64, V=64))._replace(segments="always", final_state=True)
+    got = EMULATED["sm90@emulator"].forward(x._replace(checkpoint_every=0), False)[0]
+    assert not got.o.isnan().any()
+    assert not got.final_state.isnan().any()
+
+
+@needs_emulator
+@pytest.mark.parametrize("lengths", [(5, 65, *(0,) * 62), (*(63,) * 64, 66), (*(5,) * 70, 65, 130)])
+def test_a_row_for_every_state_between_the_kernels(lengths: tuple[int, ...]) -> None:
+    """Sequences with less than a chunk are listed, too, but behind those that hand a state over."""
+    x = make_inputs(Case(lengths=lengths, H=1, K=64, V=64))._replace(checkpoint_every=0)
+    backend = EMULATED["sm90@emulator"]
+    order = tails.order_of(x.cu_seqlens, None, backend.machine)
+    handed = torch.tensor([n for n, length in enumerate(lengths) if length > CHUNK and 1 <= length % CHUNK <= TAIL])
+    assert (order.places[handed] < tails.handover(x, order).shape[0]).all()
+    got, want = (backend.forward(x._replace(final_state=final), False)[0] for final in (False, True))
+    assert torch.equal(got.o, want.o)
+
+
+@on_every_backend
+@on_every_device
+@pytest.mark.parametrize("shift", [0, 1], ids=["apart", "shifted"])
+def test_a_pool_that_vectors_cannot_read(
+    shift: int, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
+    """Slots an odd number of elements apart, or from an odd one on."""
+    x = served(Case(T=66, B=3, H=1, K=64, V=64, state=True), device, backend, required_backends)
+    want = call(x._replace(final_state=True), backend)
+    memory = torch.full((5 * 4097 + 1,), torch.nan, device=device)
+    pool = memory[shift:].as_strided((5, 1, 64, 64), (4096 if shift else 4097, 4096, 64, 1))
+    slots = torch.tensor([4, 0, 2], device=device)
+    pool[slots] = x.initial_state
+    got = run(x, backend, initial_state=pool, state_indices=slots)
+    assert torch.equal(got.o, want.o)
+    assert torch.equal(pool[slots], want.final_state)
+    assert pool[[1, 3]].isnan().all()
+
+
+@needs_emulator
+def test_more_elements_than_32_bits_count() -> None:
+    """A plan for a million tokens of 32 heads."""
+    T, H = 2**20 + 1, 32
+    row = (H * 128, 128)
+    plan = tails.plan_of(
+        EMULATED["sm90@emulator"].machine, torch.device("cpu"), torch.bfloat16, False, False, (1, T, H, 128), H, 1,
+        (row, row, row, row, (H, 1)), (0, 0, 0, False), (0, 0, 0, False), H * 128 * 128, 1, "lower_bound", -5.0,
+        "sigmoid", True, 1.0,
+    )  # fmt: skip
+    assert plan.rest
+
+
+@needs_emulator
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("with_stops", [False, True], ids=["", "stops"])
 @pytest.mark.parametrize("count", [64, 300, 1000])
@@ -201,6 +255,8 @@ def test_order(count: int, with_stops: bool, dtype: torch.dtype) -> None:
     assert sorted(listed.tolist()) == wanted.nonzero()[:, 0].tolist()
     assert torch.equal(found.places[listed], torch.arange(len(listed), dtype=torch.int32))
     assert (chunks[listed][1:] < 4 * chunks[listed][:-1].clamp(min=1)).all()
+    whole = lengths[listed] >= CHUNK
+    assert whole[: int(whole.sum())].all()
 
 
 def test_few_sequences_are_visited_in_turn() -> None:

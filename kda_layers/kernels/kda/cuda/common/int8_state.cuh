@@ -39,7 +39,7 @@ struct Token {  // in shared memory
     }
     // Put the lane's decays, and its k, of which `largest` is the largest of any lane.
     DEVICE void put_update(const float (&k)[PER_LANE], const float (&d)[PER_LANE], float largest, u32 lane) {
-        const u32 exponent = min(max(__float_as_uint(largest) >> 23, 30u), 252u);
+        const u32 exponent = min(max(__float_as_uint(fabsf(largest)) >> 23, 30u), 252u);
         const float inverse = __uint_as_float(253 - exponent << 23);
         #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
@@ -58,7 +58,7 @@ struct Token {  // in shared memory
     // Split d y, the largest of magnitude `largest`, into digits from column `first` on: y is k or, scaled, q. Multiplied
     // by a power of two, the largest has 30 bits.
     DEVICE void put_digits(int first, const float (&y)[PER_LANE], const float (&d)[PER_LANE], float largest, u32 lane) {
-        const u32 exponent = max(__float_as_uint(largest) >> 23, 30u);
+        const u32 exponent = max(__float_as_uint(fabsf(largest)) >> 23, 30u);
         const float factor = __uint_as_float(283 - exponent << 23);
         u32 word[4] = {};  // of a channel: digit i, from -128 to 127, in byte i
         #pragma unroll

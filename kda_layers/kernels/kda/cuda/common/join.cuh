@@ -33,7 +33,7 @@ struct Join {
         Join at;
         at.sequence = blockIdx.x / BLOCKS / p.HV, at.head = blockIdx.x / BLOCKS % p.HV;
         const WorkTile tile = work_tile(p, at.sequence * p.segments * p.HV + at.head);
-        const int length = p.cu_seqlens ? offset_of(p, at.sequence + 1) - tile.first : p.T;
+        const int length = in_chunks(p, p.cu_seqlens ? offset_of(p, at.sequence + 1) - tile.first : p.T);
         at.segments = tile.last ? 0 : (length - 1) / tile.length + 1;
         at.row = segment_row(lane, p, tile);
         at.g = lane.id / 4, at.q = lane.id % 4;

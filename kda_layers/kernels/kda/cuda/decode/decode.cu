@@ -314,6 +314,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
         batch = 0, output = start, tokens = length;
     }
 #if TAILS
+    if (!p.offsets) batch = 0, start = n * tokens;  // all tokens are rows at one stride
     const u32 in_chunks = tokens / 64 * 64;
     start += in_chunks, output += in_chunks, tokens -= in_chunks;
     if (tokens == 0 || tokens > TAILS) return;

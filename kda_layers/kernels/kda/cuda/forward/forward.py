@@ -167,6 +167,11 @@ def chunk_rows(x: Inputs) -> int:
     return B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
 
 
+def in_chunks(T: int, tails: bool) -> int:
+    """Tokens of a sequence of T that are in chunks: all but the last ones, if the decode kernel computes those."""
+    return T - T % CHUNK if tails and T % CHUNK <= TAIL else T
+
+
 class Tails(NamedTuple):
     """What a call needs whose last tokens the decode kernel computes."""
 

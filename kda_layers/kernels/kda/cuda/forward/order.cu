@@ -26,6 +26,7 @@ DEVICE int class_of(const OrderParams& p, int sequence) {
             p.int64_stops ? static_cast<const i64*>(p.stops)[sequence] : static_cast<const int*>(p.stops)[sequence];
         return stop == 0 ? 0 : -1;
     }
+    if (length < CHUNK) return 0;  // behind all that have a whole chunk: a state is handed over after those alone
     for (; chunks > 0 && c + 1 < CLASSES; chunks /= 4) c++;
     return c;
 }

@@ -10,6 +10,7 @@ from ....cuda.params import addresses
 from ...contract import PrefillInputs
 from . import tails
 from .forward import PARAMS, aligned, plan_of, scratch
+from .tails import row_stride
 
 
 def prefill(x: PrefillInputs, machine: Machine) -> None:
@@ -19,7 +20,7 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
         ValueError: as `forward.forward`
     """
     q, k, v, beta = x.q, x.k, x.v, x.beta
-    if not (_has_rows(q) and _has_rows(k) and _row(q) == _row(k)):
+    if not (_has_rows(q) and _has_rows(k) and row_stride(q) == row_stride(k)):
         q, k = aligned(q), aligned(k)
     if not _has_rows(v):
         v = aligned(v)
@@ -27,30 +28,29 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
         beta = beta.contiguous()
     g, A_log, dt_bias, offsets = (None if t is None else aligned(t) for t in (x.g, x.A_log, x.dt_bias, x.cu_seqlens))
     assert g is not None
-    state = None if x.state is None else _pool(x.state)
+    has_tails = tails.possible(q.shape[1], x.cu_seqlens is not None)
+    state = None if x.state is None else _pool(x.state, has_tails)
     device, indices = q.device, (x.state_indices, x.checkpoint_at)
     slots, stops = (None if t is None else t.contiguous() for t in indices)
-    T, packed = q.shape[1], offsets is not None
-    has_tails = tails.possible(T, packed)
-    plan = plan_of(
-        machine, device, q.dtype, g.dtype, beta.dtype, q.shape, v.shape,
-        None if offsets is None else (offsets.shape[0], offsets.dtype),
-        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, False,
-        (
-            _row(q), _row(v), _row(beta), _is_int64(slots), _is_int64(stops),
-            0 if state is None else state.shape[0], 0 if state is None else state.stride(0),
-        ),
-        has_tails,
-    )  # fmt: skip
     o = aligned(x.o)
     order = tails.order_of(offsets, stops, machine) if offsets is not None else None
     kept = tails.handover(x, order) if has_tails and state is None else None
-    pointers = (
-        q, k, v, g, beta, A_log, dt_bias, None, offsets, o, state, x.checkpoints, *scratch(plan, device), None, None,
-        None, slots, stops, None, None, None if order is None else order.order, kept,
-    )  # fmt: skip
-    params = PARAMS.pack_pointers(*addresses(pointers)) + plan.rest
-    if packed or tails.has_chunks(T) or stops is not None:
+    if offsets is not None or tails.has_chunks(q.shape[1]) or stops is not None:
+        plan = plan_of(
+            machine, device, q.dtype, g.dtype, beta.dtype, q.shape, v.shape,
+            None if offsets is None else (offsets.shape[0], offsets.dtype),
+            x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, False,
+            (
+                row_stride(q), row_stride(v), row_stride(beta), _is_int64(slots), _is_int64(stops),
+                0 if state is None else state.shape[0], 0 if state is None else state.stride(0),
+            ),
+            has_tails,
+        )  # fmt: skip
+        pointers = (
+            q, k, v, g, beta, A_log, dt_bias, None, offsets, o, state, x.checkpoints, *scratch(plan, device), None,
+            None, None, slots, stops, None, None, None if order is None else order.order, kept,
+        )  # fmt: skip
+        params = PARAMS.pack_pointers(*addresses(pointers)) + plan.rest
         plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
     if has_tails:
         given = x._replace(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=offsets)
@@ -61,11 +61,6 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
         x.state.copy_(state)
 
 
-def _row(t: Tensor) -> int:
-    """Elements from a token of t [B, T, ...] to the next one. A dimension of size 1 may have any stride."""
-    return t.stride(1) if t.shape[1] > 1 else t.stride(0)
-
-
 def _flattens(t: Tensor) -> bool:
     """True if the tokens of t [B, T, ...] are rows at one stride."""
     return t.shape[0] == 1 or t.shape[1] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
@@ -73,14 +68,17 @@ def _flattens(t: Tensor) -> bool:
 
 def _has_rows(t: Tensor) -> bool:
     """True if the kernel can read t [B, T, heads, D], whose heads are side by side, by vectors of 16 bytes."""
-    aligned_rows = t.data_ptr() % 16 == 0 and _row(t) * t.element_size() % 16 == 0
+    aligned_rows = t.data_ptr() % 16 == 0 and row_stride(t) * t.element_size() % 16 == 0
     return t.stride()[2:] == (t.shape[3], 1) and _flattens(t) and aligned_rows
 
 
-def _pool(state: Tensor) -> Tensor:
-    """`state`, or a copy unless the heads of a slot are side by side."""
+def _pool(state: Tensor, in_vectors: bool) -> Tensor:
+    """`state`, or a copy unless the heads of a slot are side by side, and slots aligned if read `in_vectors`."""
     V, K = state.shape[2:]
-    return state if state.stride()[1:] == (V * K, K, 1) else state.contiguous()
+    aligned = state.data_ptr() % 16 == 0 and state.stride(0) * state.element_size() % 16 == 0
+    if state.stride()[1:] == (V * K, K, 1) and (aligned or not in_vectors):
+        return state
+    return state.clone(memory_format=torch.contiguous_format)
 
 
 def _is_int64(t: Tensor | None) -> bool:

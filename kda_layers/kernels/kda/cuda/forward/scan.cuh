@@ -368,7 +368,7 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
 
 // One warp copies every part of every chunk as soon as its stage is free.
 DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const Shared& shared) {
-    u32 all = SHARED_CHUNKS ? chunks_of_cta_group(p) : 0, ready = 0;
+    u32 all = SHARED_CHUNKS ? chunks_of_cta_group(lane, p) : 0, ready = 0;
     u32 copied = 0;
     Cursor at;
     if constexpr (KEEPS) at.start(lane, p, 0);

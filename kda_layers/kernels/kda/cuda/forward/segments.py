@@ -47,11 +47,11 @@ class Cut(NamedTuple):
             return max(1, min(-(-self.tiles // heads), -(-tokens // self.shortest)))
         return -(-tokens // self.segment_tokens(tokens, heads)) if tokens >= self.longer else 1
 
-    def rows(self, x: Inputs) -> int:
+    def rows(self, x: Inputs, tails: bool = False) -> int:
         """At least the segments of all sequences that are cut, times the value heads."""
-        B, T, HV = x.v.shape[:3]
-        sequences = B if x.cu_seqlens is None else T // self.longer
-        return sequences * self.most_segments(T, HV, x.cu_seqlens is not None) * HV
+        (B, T, HV), packed = x.v.shape[:3], x.cu_seqlens is not None
+        tokens = T if packed else whole.in_chunks(T, tails)
+        return (T // self.longer if packed else B) * self.most_segments(tokens, HV, packed) * HV
 
     def defines(self, part: int) -> dict[str, str | int]:
         return {"SEGMENTS": part, "SEGMENT_TOKENS": self.shortest, "SEGMENT_TILES": self.tiles}
@@ -167,7 +167,8 @@ def plan_of(
     if B * T > whole.MOST_TOKENS:
         raise ValueError(f"B * T must be at most {whole.MOST_TOKENS}, got {B * T}: split the batch")
     N = B if offsets is None else offsets[0] - 1
-    segments = cut.most_segments(T, HV, offsets is not None)
+    tokens = T if offsets is not None else whole.in_chunks(T, tails)
+    segments = cut.most_segments(tokens, HV, offsets is not None)
     processors, arch, _ = machine.properties(device)
     mapping, walking = variants_for(K, dtype, gate_activation, g_dtype == torch.float32, arch, saves, cut)
     if processors < mapping.slices:
@@ -205,7 +206,8 @@ def forward_in_segments(
         None if offsets is None else (offsets.shape[0], offsets.dtype),
         x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save, cut, tails is not None,
     )  # fmt: skip
-    fp32, N, rows = partial(torch.empty, dtype=torch.float32, device=device), plan.sequences, cut.rows(x)
+    fp32, N = partial(torch.empty, dtype=torch.float32, device=device), plan.sequences
+    rows = cut.rows(x, tails is not None)
     o = torch.empty_like(v)
     final = fp32(N, HV, V, K) if x.final_state else None
     checkpoints = whole.new_checkpoints(x) if x.checkpoint_every else None

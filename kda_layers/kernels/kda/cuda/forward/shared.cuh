@@ -50,14 +50,16 @@ struct Cursor {
     }
 };
 
-// Number of chunks of all work tiles of this CTA group.
-DEVICE u32 chunks_of_cta_group(const ForwardParams& p) {
+// Number of chunks of all work tiles of this CTA group. Executed by a full warp, a lane for every 32nd tile: one after the
+// other, the offsets of many short sequences would be waited for.
+DEVICE u32 chunks_of_cta_group(Lane lane, const ForwardParams& p) {
     u32 all = 0;
-    for (int index = cta_group(); index < p.tiles; index += cta_groups()) {
+    for (int index = cta_group() + lane.id * cta_groups(); index < p.tiles; index += 32 * cta_groups()) {
         const WorkTile tile = work_tile(p, index);
         if (is_none(tile)) break;
         all += tile.chunks();
     }
+    for (int mask = 1; mask < 32; mask *= 2) all += shuffle_xor(all, mask);
     return all;
 }
 

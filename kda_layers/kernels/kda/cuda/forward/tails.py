@@ -78,6 +78,11 @@ def handover(x: Inputs | PrefillInputs, order: Order | None) -> Tensor:
     return x.q.new_empty(rows, HV, V, K, dtype=torch.float32)
 
 
+def row_stride(t: Tensor) -> int:
+    """Elements from a token of t [B, T, ...] to the next one. A dimension of size 1 may have any stride."""
+    return t.stride(1) if t.shape[1] > 1 else t.stride(0)
+
+
 class Plan(NamedTuple):
     """Everything that a launch needs except pointers."""
 
@@ -98,13 +103,13 @@ def plan_of(
     offsets: tuple[int, int, int, bool], slot_stride: int, slot_count: int,
     gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float,
 ) -> Plan:  # fmt: skip
-    """The plan for tensors of these shapes and strides: of q, k, v, g, beta, and of the states' slots in elements."""
+    """The plan for tensors of these shapes and strides: of tokens and heads, and of the states' slots in elements."""
     T, H, K = q_shape[1:]
     variant = decode.variant_for(K, K, dtype, torch.float32)._replace(tails=TAIL)
     q, k, v, g, beta = strides
     piece = 4  # elements of fp32 in 16 bytes
     rest = decode.PARAMS.pack_values(
-        *q[:3], 0, *k[:3], 0, *v[:3], 0, *g[:3], g_wide, *beta, beta_wide, *slots, *index_values(None), *offsets,
+        0, *q, 0, 0, *k, 0, 0, *v, 0, 0, *g, g_wide, 0, *beta, beta_wide, *slots, *index_values(None), *offsets,
         -(-(2**32) // (HV // H)), slot_stride // piece, K * K // piece, slot_count, 0, 0, N, T, TAIL,
         GATE_CODES[gate_activation], BETA_CODES[beta_activation], qk_l2norm, lower_bound, scale,
     )  # fmt: skip
@@ -134,8 +139,8 @@ def finish(
     count = N if slots is None else 0 if final is None else final.shape[0]
     plan = plan_of(
         machine, x.q.device, x.q.dtype, x.g.dtype == torch.float32, x.beta.dtype == torch.float32, x.q.shape, HV, N,
-        tuple(t.stride() for t in (x.q, x.k, x.v, x.g, x.beta)), index_values(slots), index_values(x.cu_seqlens),
-        HV * V * K if pool is None else pool.stride(0), count,
+        tuple((row_stride(t), t.stride(2)) for t in (x.q, x.k, x.v, x.g, x.beta)), index_values(slots),
+        index_values(x.cu_seqlens), HV * V * K if pool is None else pool.stride(0), count,
         x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale,
     )  # fmt: skip
     places = order.places if order is not None and packed and after is not final else None
