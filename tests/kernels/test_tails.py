@@ -40,6 +40,12 @@ ALONE = (0, 1, 2, 3, 4, 5, 56, 57, 58, 59, 60, 61, 62)
 needs_emulator = pytest.mark.skipif(bool(cuda_emulator.unavailable()), reason=cuda_emulator.unavailable() or "")
 
 
+@pytest.fixture(autouse=True)
+def _listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are listed from fewer on than in use: the emulator is slow."""
+    monkeypatch.setattr(tails, "MANY", 64)
+
+
 def run(x: Inputs, backend: str, **engine: Any) -> KDAOutput:
     with torch.no_grad(), poisoned_memory():
         return kda(*x[:5], **options(x), **{"initial_state": x.initial_state} | engine, backend=backend)

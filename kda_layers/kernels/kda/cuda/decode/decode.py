@@ -60,7 +60,7 @@ STAGE = 8  # tokens in shared memory at a time
 MOST_ROWS = 2**16 - 1  # limit of a grid's y and z
 FEW = 4  # tokens of a sequence; with more, compute and not memory is the limit
 MANY_HEADS = 128  # of all sequences together, about the number of multiprocessors
-MANY_INT8_HEADS = 8 * MANY_HEADS  # from which an int8 state has a block per head; estimated, not measured
+MANY_INT8_HEADS = 4 * MANY_HEADS  # from which an int8 state has a block per head; with half as many both are as fast
 
 
 class Variant(NamedTuple):
@@ -113,7 +113,7 @@ def variant_for(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, bu
     but half as many blocks.
     """
     if state_dtype == torch.int8:
-        return Variant(K, V, dtype, state_dtype, 4, *((8, 1) if busy else (2, 4)))
+        return Variant(K, V, dtype, state_dtype, 4, *((8, V // 64) if busy else (2, 4)))
     lanes = K // 8
     return Variant(K, V, dtype, state_dtype, lanes, *((8, V // 32) if busy else (4, 4)))
 

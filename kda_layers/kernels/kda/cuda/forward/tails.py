@@ -34,7 +34,7 @@ PARAMS = Params("OrderParams", """
 SOURCE = str(Path(__file__).with_name("order.cu"))
 DEFINES = {"TAILS": TAIL}
 THREADS = 256  # of order.cu
-MANY = 64  # sequences from which visiting those without chunks costs more than listing the others
+MANY = 256  # sequences from which those that have chunks are listed: a list is one load more for each tile
 
 
 class Order(NamedTuple):
