@@ -278,14 +278,9 @@ def forward(
     checkpoints = new_checkpoints(x) if x.checkpoint_every else None
     saved = Saved.like(x) if save else None
     outputs = (
-        o,
-        final,
-        checkpoints,
-        *scratch(plan, device),
-        *(saved or (None, None, None)),
-        *(None,) * 4,
+        o, final, checkpoints, *scratch(plan, device), *(saved or (None, None, None)), *(None,) * 4,
         *(tails or Tails()),
-    )
+    )  # fmt: skip
     params = PARAMS.pack_pointers(*addresses, *(0 if t is None else t.data_ptr() for t in outputs)) + plan.rest
     plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
     return KDAOutput(o, final, checkpoints), saved
