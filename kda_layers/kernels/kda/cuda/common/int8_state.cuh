@@ -30,14 +30,14 @@ struct Token {  // in shared memory
     float v[BLOCK_ROWS];
     float unit[LANES];  // of the digits 0 and 1, 2 and 3, ... together
     float beta, qk, key_unit;
-    u32 exponents;  // of four fp16 numbers 1024 + n; from memory, as of two constants `select_bytes` moves one each time
+    u32 exponents;  // upper bytes of fp16 numbers 1024 + n; as a constant, each `select_bytes` would first move it
 
     // Place 8 j + n has column n of the j-th diagonal matrix: lane t of a row has columns 2 t and 2 t + 1.
     static DEVICE u32 place(u32 channel) {
         const u32 pair = channel / 2;
         return 8 * (pair / 32 * 8 + pair % 8) + 2 * (pair / 8 % LANES) + channel % 2;
     }
-    // Put the lane's decays, and its k, of which `largest` is the largest of any lane.
+    // Store the lane's decays and its k; `largest` is the token's largest |k|.
     DEVICE void put_update(const float (&k)[PER_LANE], const float (&d)[PER_LANE], float largest, u32 lane) {
         const u32 exponent = min(max(__float_as_uint(fabsf(largest)) >> 23, 30u), 252u);
         const float inverse = __uint_as_float(253 - exponent << 23);
@@ -55,8 +55,8 @@ struct Token {  // in shared memory
         const u32 high = Fp16::pack(x, 0.f);
         return Fp16::pack(x, x - Fp16::unpack(high).x);
     }
-    // Split d y, the largest of magnitude `largest`, into digits from column `first` on: y is k or, scaled, q. Multiplied
-    // by a power of two, the largest has 30 bits.
+    // Split d y into digits from column `first` on, where y is k or the scaled q. A power of two gives the token's
+    // largest |d y|, `largest`, 30 bits.
     DEVICE void put_digits(int first, const float (&y)[PER_LANE], const float (&d)[PER_LANE], float largest, u32 lane) {
         const u32 exponent = max(__float_as_uint(fabsf(largest)) >> 23, 30u);
         const float factor = __uint_as_float(283 - exponent << 23);
@@ -126,8 +126,8 @@ struct Tile {
         u32 keep[HEIGHT], offset[HEIGHT], errors[HEIGHT], hash[HEIGHT];
         #pragma unroll
         for (int r = 0; r < HEIGHT; r++) {
-            // A unit of which the update is at most 2^14, as fp16 ends at 65504. If it is not the scale, the integers
-            // become fractions that fp16 may round: by a hundredth of a step of the new scale at most.
+            // fp16 ends at 65504, so the unit is at least 2^-14 of the update. Where that exceeds the scale, the
+            // integers become fractions, which fp16 rounds by at most a hundredth of a step of the new scale.
             const float scale = scales[r * GROUPS], each = e[r] * t.key_unit;
             unit[r] = fmaxf(fmaxf(scale, fabsf(each) * (1.f / MOST_UPDATE)), LEAST_SCALE);
             const float inverse = inverse_of(unit[r]), steps = each * inverse, factor = scale * inverse;

@@ -6,7 +6,7 @@
 // Chosen by the build: K, V (128 or 64), BV (columns of V per CTA), CLUSTER (CTAs that one multicast of a prepared
 // chunk reaches, a divisor of SLICES; 0: no bulk copies), IO (Bf16 or Fp16), HAS_WGMMA (1 on sm_90a), and where sequences
 // are cut into segments SEGMENTS, SEGMENT_TOKENS and SEGMENT_TILES (segments.cu).
-#ifndef TAILS  // where it is not 0, the decode kernel computes that many tokens at most after a sequence's whole chunks
+#ifndef TAILS  // the decode kernel computes up to so many tokens after a sequence's whole chunks (tails.py)
 #define TAILS 0
 #endif
 #ifndef SEGMENTS
@@ -41,7 +41,7 @@ struct WorkTile {
     }
 };
 
-// Whether neither this nor any later tile is one: all listed sequences (order.cu) have been visited.
+// True behind the tiles of the last listed sequence (order.cu).
 DEVICE bool is_none(const WorkTile& tile) { return TAILS && tile.sequence < 0; }
 
 // Offset of a column of V of matrix `index` in [., V, K]; a work tile's state has the tile's index.

@@ -10,11 +10,15 @@
 // more rows per lane reduce. A bf16 state is rounded when stored, and after every p.stage tokens; an int8 state after
 // every token.
 //
-// Chosen by the build: what state.cuh names, IO (Bf16 or Fp16), and the shape of the work: ROWS, WARPS and LANES. If TAILS
-// is not 0, only the last tokens of each sequence, so many at most, after its whole chunks, whose state is in p.after;
-// that of a sequence without chunks is in p.before.
+// Chosen by the build: what state.cuh names, IO (Bf16 or Fp16), and the shape of the work: ROWS, WARPS and LANES. With
+// TAILS > 0 the kernel computes only the tokens after a sequence's whole chunks, if there are at most TAILS of them. It
+// starts from p.after, the state after the chunks, or from p.before if there are none.
 #include "DecodeParams.h"
 #include "state.cuh"
+
+#if TAILS
+constexpr u32 CHUNK = 64;
+#endif
 
 // Offset of a token's head in a tensor.
 DEVICE u64 start(const Rows& at, u32 b, u32 t, u32 h) {
@@ -191,7 +195,7 @@ struct Pool {
     }
     DEVICE unsigned char* state_at(u32 slot) const { return states + 16 * (u64(slot) * p.slot_stride); }
 #if TAILS
-    // The state before the last tokens of sequence n, of which `whole` are in chunks; null if it is zero.
+    // The state before the last tokens of sequence n, which has `whole` tokens in chunks; null if it is zero.
     DEVICE const unsigned char* before(u32 n, u32 slot, u32 whole) const {
         const unsigned char* from = whole ? p.after : p.before;
         const u32 row = whole && p.places ? p.places[n] : slot;
@@ -315,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     }
 #if TAILS
     if (!p.offsets) batch = 0, start = n * tokens;  // all tokens are rows at one stride
-    const u32 in_chunks = tokens / 64 * 64;
+    const u32 in_chunks = tokens / CHUNK * CHUNK;
     start += in_chunks, output += in_chunks, tokens -= in_chunks;
     if (tokens == 0 || tokens > TAILS) return;
 #endif

@@ -168,7 +168,7 @@ def chunk_rows(x: Inputs) -> int:
 
 
 def in_chunks(T: int, tails: bool) -> int:
-    """Tokens of a sequence of T that are in chunks: all but the last ones, if the decode kernel computes those."""
+    """How many of a sequence's T tokens are in chunks: with `tails`, not the last ones (tails.py)."""
     return T - T % CHUNK if tails and T % CHUNK <= TAIL else T
 
 
@@ -258,7 +258,7 @@ def _addresses(x: Inputs) -> list[int] | None:
 def forward(
     x: Inputs, machine: Machine, save: bool = False, tails: Tails | None = None
 ) -> tuple[KDAOutput, Saved | None]:
-    """Return the outputs and, with `save`, the tensors for the backward; with `tails`, not those of last tokens.
+    """Return the outputs and, with `save`, the tensors for the backward; with `tails`, last tokens stay unwritten.
 
     Raises:
         ValueError: there are more than `MOST_TOKENS` tokens, or the GPU (or its partition) is too small for a CTA group

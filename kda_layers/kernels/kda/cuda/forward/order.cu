@@ -1,12 +1,11 @@
-// The sequences of a packed call that have chunks, the longest first: the forward then neither visits the others, whose
-// few tokens the decode kernel computes, nor ends with a long one. One CTA.
+// Lists the sequences of a packed call that have chunks, the longest first. The forward visits these alone (the decode
+// kernel computes the few tokens of the others) and does not end with a long one. One CTA.
 //
 //     order   [sequences]: their indices, by classes of length, then -1
 //     places  [sequences]: where in that list a sequence is; of the others, unwritten
 //
-// Also listed are sequences without any tokens, whose final state is the initial one, and those of which an engine wants
-// the state at token 0.
-#define G_FP32 0
+// It also lists sequences without tokens, whose final state is the initial one, and those whose state at token 0 an
+// engine asks for.
 #define IO Bf16
 #include "OrderParams.h"
 #include "ptx.cuh"

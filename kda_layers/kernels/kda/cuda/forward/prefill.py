@@ -33,7 +33,7 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
     device, indices = q.device, (x.state_indices, x.checkpoint_at)
     slots, stops = (None if t is None else t.contiguous() for t in indices)
     o = aligned(x.o)
-    order = tails.order_of(offsets, stops, machine) if offsets is not None else None
+    order = tails.order_of(x._replace(cu_seqlens=offsets), stops, machine)
     kept = tails.handover(x, order) if has_tails and state is None else None
     if offsets is not None or tails.has_chunks(q.shape[1]) or stops is not None:
         plan = plan_of(

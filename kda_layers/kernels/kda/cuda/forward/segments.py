@@ -192,7 +192,7 @@ def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:
 def forward_in_segments(
     x: Inputs, machine: Machine, save: bool = False, cut: Cut | None = None, tails: whole.Tails | None = None
 ) -> tuple[KDAOutput, SavedInSegments | None]:
-    """Return the outputs and, with `save`, the tensors for the backward; with `tails`, not those of last tokens.
+    """Return the outputs and, with `save`, the tensors for the backward; with `tails`, last tokens stay unwritten.
 
     Raises:
         ValueError: as `forward.forward`

@@ -17,7 +17,7 @@ from torch import Tensor
 from ....cuda.machine import Launchable, Machine
 from ....cuda.params import Params, addresses
 from ...activations import BETA_CODES, GATE_CODES
-from ...contract import CHUNK, Inputs, KDAOutput, PrefillInputs
+from ...contract import CHUNK, Inputs, KDAOutput, PrefillInputs, outputs_like
 from ..decode import decode
 from ..decode.decode import MOST_ROWS, index_values
 from . import forward as whole
@@ -45,7 +45,7 @@ class Order(NamedTuple):
 
 
 def possible(T: int, packed: bool) -> bool:
-    """Whether sequences of a call may have last tokens for the decode kernel: of packed ones only the GPU knows."""
+    """Whether a call may have last tokens for the decode kernel; only the GPU knows the lengths of packed sequences."""
     return packed or 1 <= T % CHUNK <= TAIL
 
 
@@ -54,10 +54,10 @@ def has_chunks(T: int) -> bool:
     return T > TAIL
 
 
-def order_of(cu_seqlens: Tensor, stops: Tensor | None, machine: Machine) -> Order | None:
-    """List the sequences that have chunks; None if all may as well be visited."""
-    N = cu_seqlens.shape[0] - 1
-    if N < MANY:
+def order_of(x: Inputs | PrefillInputs, stops: Tensor | None, machine: Machine) -> Order | None:
+    """List the sequences that have chunks; None if there are too few sequences for a list to pay."""
+    cu_seqlens = x.cu_seqlens
+    if cu_seqlens is None or (N := cu_seqlens.shape[0] - 1) < MANY:
         return None
     new = functools.partial(torch.empty, dtype=torch.int32, device=cu_seqlens.device)
     order = Order(new(N), new(N))
@@ -70,7 +70,7 @@ def order_of(cu_seqlens: Tensor, stops: Tensor | None, machine: Machine) -> Orde
 
 
 def handover(x: Inputs | PrefillInputs, order: Order | None) -> Tensor:
-    """Memory for the states before last tokens, of a call that keeps no final states."""
+    """Memory for the states before last tokens, fp32 [rows, HV, V, K], of a call that keeps no final states."""
     (B, T, HV, V), K = x.v.shape, x.q.shape[3]
     rows = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     if order is not None:
@@ -122,7 +122,7 @@ def finish(
     x: Inputs | PrefillInputs, o: Tensor, before: Tensor | None, after: Tensor | None, final: Tensor | None,
     machine: Machine, order: Order | None = None, slots: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Compute the last tokens.
+    """Compute the outputs of last tokens, and the states after them.
 
     Args:
         x: as `forward.forward` or `prefill.prefill` read it
@@ -133,7 +133,7 @@ def finish(
         slots: [N], of before, after and final
     """
     HV, V = x.v.shape[2:]
-    K, packed = x.q.shape[3], x.cu_seqlens is not None
+    K = x.q.shape[3]
     N = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     pool = next((t for t in (final, before, after) if t is not None), None)
     count = N if slots is None else 0 if final is None else final.shape[0]
@@ -143,7 +143,7 @@ def finish(
         index_values(x.cu_seqlens), HV * V * K if pool is None else pool.stride(0), count,
         x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale,
     )  # fmt: skip
-    places = order.places if order is not None and packed and after is not final else None
+    places = order.places if order is not None and after is not final else None
     tensors = (
         x.q, x.k, x.v, x.g, x.beta, final, o, x.A_log, x.dt_bias, slots, None, x.cu_seqlens, None, before, after,
         places,
@@ -158,23 +158,17 @@ def forward(x: Inputs, machine: Machine) -> KDAOutput:
     Raises:
         ValueError: as `forward.forward`
     """
-    T, offsets = x.v.shape[1], x.cu_seqlens
-    cut = segments.cuts(x, machine)
-    if not possible(T, offsets is not None):
-        return (segments.forward_in_segments(x, machine) if cut else whole.forward(x, machine))[0]
+    T, packed, cut = x.v.shape[1], x.cu_seqlens is not None, segments.cuts(x, machine)
+    run = segments.forward_in_segments if cut else whole.forward
+    if not possible(T, packed):
+        return run(x, machine)[0]
     x = whole.aligned_inputs(x)
-    order = None
-    if offsets is None and not has_chunks(T):
-        final = handover(x, None) if x.final_state else None
-        kept, checkpoints = None, whole.new_checkpoints(x) if x.checkpoint_every else None
-        out = KDAOutput(torch.empty_like(x.v), final, checkpoints)
-    else:
-        order = None if offsets is None or cut else order_of(offsets, None, machine)
+    order = kept = None
+    if packed or has_chunks(T):
+        order = order_of(x, None, machine) if not cut else None
         kept = None if x.final_state else handover(x, order)
-        tails = whole.Tails(None if order is None else order.order, kept)
-        if cut:
-            out, _ = segments.forward_in_segments(x, machine, tails=tails)
-        else:
-            out, _ = whole.forward(x, machine, tails=tails)
+        out, _ = run(x, machine, tails=whole.Tails(None if order is None else order.order, kept))
+    else:
+        out = outputs_like(x)
     finish(x, out.o, x.initial_state, out.final_state if kept is None else kept, out.final_state, machine, order)
     return out
