@@ -12,7 +12,7 @@ from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
-from tests.kernels.cases import Case, call, check, limits_of, make_inputs, options, oracle, outputs, to_fp64
+from tests.kernels.cases import Case, call, check, limits_of, make_inputs, options, oracle, outputs, run_draws, to_fp64
 
 RUNS = 100
 # few heads (blocks of 16 columns), many (of 32, several items a unit), and ragged sequences
@@ -67,6 +67,21 @@ def test_a_graph_replays_on_new_inputs(case: Case, backend: str) -> None:
                 mine.copy_(new)
         graph.replay()
         assert_same(outputs(out), run(draw, backend))
+
+
+def test_segments(backend: str) -> None:
+    """Outputs and gradients of sequences that are cut: within the budgets, and the same in every run."""
+    case = Case(lengths=(2600, 70, 0, 1501), H=1, group=2, slow=True, state=True)
+    xs = [make_inputs(case, "cuda", draw)._replace(segments="always") for draw in range(case.draws)]
+    if not KDA.backends()[backend].archs[0].bulk_copies:  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="segments is 'always', needs a GPU with bulk copies"):
+            call(xs[0], backend)
+        return
+    got = run_draws(lambda x: call(x, backend), xs)
+    truth, yardstick = (run_draws(oracle, [cast(x) for x in xs]) for cast in (to_fp64, lambda x: x))
+    check(got, truth, limits_of(yardstick, truth, case.dtype))
+    for _ in range(5):
+        assert_same(run_draws(lambda x: call(x, backend), xs), got)
 
 
 def test_streams_at_once(backend: str) -> None:
