@@ -28,6 +28,8 @@ D = 128  # key and value width of every case
 LOWER_BOUND = -5
 COPY_TB_PER_S = 4.25  # read + write, measured on an H200: the byte floors are for that
 UNEVEN = (1300, 547, 2048, 963, 271, 3063)  # packed sequences of 8192 tokens
+DRAWN = (573, 506, 280, 172, 341, 270, 523, 202, 318, 389, 606, 336, 188, 504, 412, 167, 607, 656, 540, 602)
+SKEWED = (8192, 4096, 2048, 512, *(96,) * 16)
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,11 @@ FULL = Sizes(
         Case(1, 8192, 32, given=True),
         *_both(Case(1, 8192, 96), Case(1, 32768, 32)),
         *_both(Case(1, 65536, 8), Case(1, 131072, 4)),
+        Case(1, 8192, 16, group=2),
+        Case(2, 512, 32),
+        Case(1, 5120, 32, lengths=(512,) * 10),
+        Case(1, sum(DRAWN), 32, lengths=DRAWN),
+        Case(1, sum(SKEWED), 32, lengths=SKEWED),
     ),
     backward=(Case(1, 8192, 32, "fast", given=True), Case(1, 8192, 32, given=True)),
 )

@@ -55,9 +55,10 @@ struct Mbarrier {
 static_assert(sizeof(Mbarrier) == sizeof(u64));
 constexpr int most_arrivals = (1 << 20) - 1, most_bytes = (1 << 20) - 1;
 
-struct AsyncCopy {  // 16 bytes of one thread
+struct AsyncCopy {  // of one thread
     void* to;
     const void* from;  // null: zeros
+    size_t bytes;
     u32 group;
 };
 

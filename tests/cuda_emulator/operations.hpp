@@ -107,22 +107,23 @@ inline void check_global(const void* p, u32 bytes, u32 alignment) {
 inline void poison(void* p, size_t bytes) { memset(p, 0xff, bytes); }  // NaN in every format
 
 // The bytes of a copy come as late as they may: when the thread waits for them.
-inline void start_copy(void* to, const void* from, bool valid) {
+inline void start_copy(void* to, const void* from, bool valid, size_t bytes) {
     if (valid) {
-        check_global(from, 16, 16);
-        operation_reads(*current, from, 16);
+        check_global(from, bytes, bytes);
+        operation_reads(*current, from, bytes);
     }
-    operation_writes(*current, to, 16);
-    poison(to, 16);
-    current->copies.push_back({to, valid ? from : nullptr, current->groups});
+    operation_writes(*current, to, bytes);
+    poison(to, bytes);
+    current->copies.push_back({to, valid ? from : nullptr, bytes, current->groups});
 }
 inline void finish_copies(u32 pending) {
     std::vector<AsyncCopy>& copies = current->copies;
     size_t done = 0;  // they are plain writes of this thread
     for (; done < copies.size() && copies[done].group + pending < current->groups; ++done) {
-        if (copies[done].from) memcpy(copies[done].to, copies[done].from, 16);
-        else memset(copies[done].to, 0, 16);
-        operation_writes(*current, copies[done].to, 16);
+        const AsyncCopy& copy = copies[done];
+        if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
+        else memset(copy.to, 0, copy.bytes);
+        operation_writes(*current, copy.to, copy.bytes);
     }
     copies.erase(copies.begin(), copies.begin() + done);
     maybe_interrupt();
@@ -245,12 +246,20 @@ inline void deliver(const BulkCopy& copy) {
 
 // ---------------------------------------------------------------- products of a warpgroup
 
-// Row i of an operand, whose rows of blocks are `stride` bytes apart; a standing one is stored transposed.
+// 16 bytes of an operand: its rows of blocks are `stride` bytes apart, or if that is 0 it is swizzled. A line is a row, or
+// of a standing operand, which is stored transposed, a column.
+inline const unsigned char* piece_of(const unsigned char* operand, int stride, int line, int place) {
+    if (stride) return operand + line / 8 * stride + place / 8 * 128 + line % 8 * 16;
+    const auto at = reinterpret_cast<u64>(operand + line * 128 + place / 8 * 16);
+    return reinterpret_cast<const unsigned char*>(at ^ (at / 128 % 8 * 16));
+}
+
+// Row i of an operand.
 inline void load_row(float (&row)[16], const Product& product, const unsigned char* operand, int stride, bool stands,
                      int i) {
     for (int k = 0; k < 16; ++k) {
         const int line = stands ? k : i, place = stands ? i : k;
-        const unsigned char* at = operand + (line / 8) * stride + (place / 8) * 128 + (line % 8) * 16 + (place % 8) * 2;
+        const unsigned char* at = piece_of(operand, stride, line, place) + place % 8 * 2;
         shared_offset(at, 2, 2);
         row[k] = product.load(reinterpret_cast<const u16*>(at));
     }
@@ -299,7 +308,7 @@ template <class F>
 inline void each_piece(const unsigned char* operand, int stride, bool stands, int first, int count, F f) {
     for (int line = stands ? 0 : first; line < (stands ? 16 : first + count); ++line)
         for (int place = stands ? first : 0; place < (stands ? first + count : 16); place += 8)
-            f(operand + line / 8 * stride + place / 8 * 128 + line % 8 * 16);
+            f(piece_of(operand, stride, line, place));
 }
 template <class F> inline void each_piece(const Warp& warp, const Product& product, F f) {
     if (product.a) each_piece(product.a, product.a_stride, product.a_mn_major, 16 * (warp.index % 4), 16, f);

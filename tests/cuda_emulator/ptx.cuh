@@ -194,6 +194,7 @@ DEVICE u32 select_bytes(u32 x, u32 y, u32 which) {
 }
 
 template <class T> DEVICE T opt_barrier(T x) { return x; }
+DEVICE u32 read_thread_index() { return threadIdx.x; }
 
 // ---------------------------------------------------------------- within a warp
 
@@ -291,7 +292,11 @@ DEVICE unsigned char* shared_memory() { return emulator::own_block().shared; }
 
 DEVICE void cp_async_16(void* to, const void* from, bool valid, CALLED_HERE) {
     emulator::begin_shared("cp_async_16(byte %d)", site, to, 16, 16);
-    emulator::start_copy(to, from, valid);
+    emulator::start_copy(to, from, valid, 16);
+}
+DEVICE void cp_async_4(void* to, const void* from, bool valid, CALLED_HERE) {
+    emulator::begin_shared("cp_async_4(byte %d)", site, to, 4, 4);
+    emulator::start_copy(to, from, valid, 4);
 }
 DEVICE void cp_async_commit() { ++emulator::current->groups; }
 template <int pending> DEVICE void cp_async_wait(CALLED_HERE) {
@@ -394,6 +399,10 @@ struct Operand {
 DEVICE Operand operand(const void* p, int stride) { return {static_cast<const unsigned char*>(p), stride}; }
 DEVICE Operand mn_major_operand(const void* p, int stride) { return operand(p, stride); }
 DEVICE Operand operand_at(Operand operand, int bytes) { return {operand.p + bytes, operand.stride}; }
+DEVICE Operand swizzled_operand(const void* p) { return operand(p, 0); }
+DEVICE const unsigned char* block_row(Operand operand, int group, int piece, int line) {
+    return emulator::piece_of(operand.p, operand.stride, 8 * group + line, 8 * piece);
+}
 
 #if HAS_WGMMA
 template <class T, int N, bool a_mn_major = false, bool begins = false>
@@ -443,11 +452,11 @@ DEVICE void wgmma_ss(float (&d)[N / 8][4], Operand a, Operand b) {
     for (int i = 0; begins && i < N / 2; i++) d[i / 4][i % 4] = 0.f;
     int lane = threadIdx.x % 32, w = threadIdx.x / 32 % 4;
     u32 x[4], y[4];
-    int row = 2 * w + lane / 8 % 2, step = lane / 16, line = 16 * (lane % 8);
-    if constexpr (a_mn_major) ldmatrix_x4_trans(x, a.p + step * a.stride + row * 128 + line);
-    else ldmatrix_x4(x, a.p + row * a.stride + step * 128 + line);
+    int row = 2 * w + lane / 8 % 2, step = lane / 16, line = lane % 8;
+    if constexpr (a_mn_major) ldmatrix_x4_trans(x, block_row(a, step, row, line));
+    else ldmatrix_x4(x, block_row(a, row, step, line));
     for (int i = 0; i < N / 8; i += 2) {
-        ldmatrix_x4(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));
+        ldmatrix_x4(y, block_row(b, i + lane / 16, lane / 8 % 2, line));
         T::mma(d[i], x[0], x[1], x[2], x[3], y[0], y[1]);
         T::mma(d[i + 1], x[0], x[1], x[2], x[3], y[2], y[3]);
     }

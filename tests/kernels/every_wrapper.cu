@@ -40,6 +40,7 @@ DEVICE float products(const Params& p) {
     wgmma_rs<Fp16, 64, true, true>(e, held, mn_major_operand(shared_memory() + 1024, 1024));
     wgmma_rs<Fp16, 64>(e, held, b);
     wgmma_rs<Fp16, 128, true>(f, held, mn_major_operand(shared_memory() + 1024, 2048));
+    wgmma_ss<Fp16, 64>(e, swizzled_operand(shared_memory() + 1024), swizzled_operand(shared_memory() + 2048));
     wgmma_commit();
     wgmma_wait<0>();
     fence_operand(d), fence_operand(e), fence_operand(f);
@@ -56,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     u32 r[4], word = Fp16::multiply(__float_as_uint(x), 7) + Fp16::multiply_add(p.out[1], 7, 8) +
                      transpose_8x8(p.out[0]) + sums[0] + sums[3];
     cp_async_16(shared_memory() + 16, p.floats, threadIdx.x > 3);
+    cp_async_4(shared_memory() + 32, p.floats, read_thread_index() > 3);
     prefetch(p.halves);
     launch_dependents();
     wait_for_earlier_kernels();

@@ -136,6 +136,9 @@ DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu
 DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 // The first lane's x, which the compiler then knows to be uniform.
 DEVICE int broadcast(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+// threadIdx.x, anew at each call: the compiler neither holds it nor what is derived from it, for registers are few. By a
+// full warp.
+DEVICE u32 read_thread_index() { return shuffle_xor(threadIdx.x, 0); }
 DEVICE void warp_sync() { __syncwarp(); }
 
 // Transpose an 8 x 8 matrix of 16-bit elements in the order of mma's accumulators.
@@ -204,6 +207,13 @@ DEVICE void cp_async_16(void* to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :
                  : "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+// The same with 4 bytes.
+DEVICE void cp_async_4(void* to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 :
+                 : "r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0)
                  : "memory");
 }
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" : : : "memory"); }
@@ -328,6 +338,10 @@ DEVICE void fence_proxy_async_shared() {
 // bytes apart, neighbours along M or N `stride` bytes apart. The rows of a block run along K (K-major), or along M or N
 // if the operand is MN-major (transposed).
 //
+// A swizzled operand has rows of 64 elements, 128 bytes each, whose pieces of 16 bytes are permuted by the row (wgmma's
+// swizzle of 128 bytes), and begins at a multiple of 1,024 bytes; along K 16 elements are 32 bytes apart if it is K-major,
+// 2,048 if it is MN-major.
+//
 // wgmma_ss: d[64, N] += a[64, 16] b[N, 16]^T for N of 16, 32 or 64 (= instead of += if `overwrites`), 16 rows
 // of d per warp, in the order of mma's accumulators. Asynchronous, from wgmma_fence to wgmma_wait.
 // wgmma_rs: the same with the warp's 16 rows of a in registers, as mma's A, and N of 64 or 128; b may be MN-major.
@@ -339,6 +353,9 @@ DEVICE Operand operand(const void* p, int stride) {
 }
 DEVICE Operand mn_major_operand(const void* p, int stride) {
     return u64((shared_address(p) & 0x3ffff) >> 4) | u64(stride >> 4) << 16 | u64(128 >> 4) << 32;
+}
+DEVICE Operand swizzled_operand(const void* p) {
+    return u64((shared_address(p) & 0x3ffff) >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 DEVICE Operand operand_at(Operand operand, int bytes) { return operand + u64(bytes >> 4); }
 
@@ -422,10 +439,17 @@ template <int N> DEVICE void fence_operand(float (&d)[N][4]) {
 #else
 struct Operand {
     const unsigned char* p;
-    int stride;
+    int stride;  // 0: swizzled
 };
+// Row `line` of block (group, piece); of an MN-major operand, of block (piece, group) transposed.
+DEVICE const unsigned char* block_row(Operand operand, int group, int piece, int line) {
+    if (operand.stride) return operand.p + group * operand.stride + piece * 128 + 16 * line;
+    const u64 at = reinterpret_cast<u64>(operand.p + group * 1024 + line * 128 + piece * 16);
+    return reinterpret_cast<const unsigned char*>(at ^ (at / 128 % 8 * 16));
+}
 DEVICE Operand operand(const void* p, int stride) { return {static_cast<const unsigned char*>(p), stride}; }
 DEVICE Operand mn_major_operand(const void* p, int stride) { return operand(p, stride); }
+DEVICE Operand swizzled_operand(const void* p) { return operand(p, 0); }
 DEVICE Operand operand_at(Operand operand, int bytes) { return {operand.p + bytes, operand.stride}; }
 
 template <class T, int N, bool a_mn_major = false, bool overwrites = false>
@@ -434,12 +458,12 @@ DEVICE void wgmma_ss(float (&d)[N / 8][4], Operand a, Operand b) {
     for (int i = 0; overwrites && i < N / 2; i++) d[i / 4][i % 4] = 0.f;
     int lane = threadIdx.x % 32, w = threadIdx.x / 32 % 4;
     u32 x[4], y[4];
-    int row = 2 * w + lane / 8 % 2, step = lane / 16, line = 16 * (lane % 8);
-    if constexpr (a_mn_major) ldmatrix_x4_trans(x, a.p + step * a.stride + row * 128 + line);
-    else ldmatrix_x4(x, a.p + row * a.stride + step * 128 + line);
+    int row = 2 * w + lane / 8 % 2, step = lane / 16, line = lane % 8;
+    if constexpr (a_mn_major) ldmatrix_x4_trans(x, block_row(a, step, row, line));
+    else ldmatrix_x4(x, block_row(a, row, step, line));
     #pragma unroll
     for (int i = 0; i < N / 8; i += 2) {
-        ldmatrix_x4(y, b.p + (i + lane / 16) * b.stride + lane / 8 % 2 * 128 + 16 * (lane % 8));
+        ldmatrix_x4(y, block_row(b, i + lane / 16, lane / 8 % 2, line));
         T::mma(d[i], x[0], x[1], x[2], x[3], y[0], y[1]);
         T::mma(d[i + 1], x[0], x[1], x[2], x[3], y[2], y[3]);
     }

@@ -10,14 +10,14 @@ using Fragment = float[4];  // 16 channels x 8 tokens: [2 * (channel g, g + 8) +
 
 DEVICE int channel_of(Lane lane, int c) { return 16 * lane.warp + lane.id / 4 + 8 * c; }
 
-// Offset of a warp's part of block b, for ldmatrix and stmatrix.
-DEVICE int rows_at(Lane lane, int b) {
-    return block_at(2 * b + lane.id / 16, 2 * lane.warp + lane.id / 8 % 2, K / 8) + 16 * (lane.id % 8);
+// Offset of a warp's part of 16 rows of a matrix of `rows` rows, for ldmatrix and stmatrix.
+DEVICE int rows_at(Lane lane, int b, int rows) {
+    return piece_at(16 * b + lane.id / 16 * 8 + lane.id % 8, 2 * lane.warp + lane.id / 8 % 2, rows);
 }
 
-DEVICE void load_block(Lane lane, Fragment (&x)[2], const unsigned char* matrix, int b) {
+DEVICE void load_block(Lane lane, Fragment (&x)[2], const unsigned char* matrix, int b, int rows = CHUNK) {
     u32 r[4];
-    ldmatrix_x4_trans(r, matrix + rows_at(lane, b));
+    ldmatrix_x4_trans(r, matrix + rows_at(lane, b, rows));
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         float2 pair = Io::unpack(r[i]);
@@ -26,7 +26,7 @@ DEVICE void load_block(Lane lane, Fragment (&x)[2], const unsigned char* matrix,
 }
 
 DEVICE void store_block(Lane lane, unsigned char* matrix, const Fragment (&x)[2], int b) {
-    stmatrix_x4_trans(matrix + rows_at(lane, b), Io::pack(x[0][0], x[0][1]), Io::pack(x[0][2], x[0][3]),
+    stmatrix_x4_trans(matrix + rows_at(lane, b, CHUNK), Io::pack(x[0][0], x[0][1]), Io::pack(x[0][2], x[0][3]),
                       Io::pack(x[1][0], x[1][1]), Io::pack(x[1][2], x[1][3]));
 }
 
@@ -42,15 +42,9 @@ DEVICE void load_vectors(Lane lane, Fragment (&x)[2], const unsigned char* matri
 
 // ---------------------------------------------------------------- gates
 
-// Gate parameters of a warp's channels, read by this warp only.
-DEVICE void load_gates(Lane lane, const GradientsParams& p, const Shared& shared, int head) {
-    *shared.rate(lane.warp) = exp2_fast((p.A_log ? p.A_log[head] : 0.f) * LOG2_E);
-    int channel = 16 * lane.warp + lane.id % 16;
-    shared.bias()[channel] = p.dt_bias ? p.dt_bias[head * K + channel] : 0.f;
-    warp_sync();
-}
-
 DEVICE int token_of(Lane lane, int b, int o, int i) { return 16 * b + 8 * o + 2 * (lane.id % 4) + i % 2; }
+
+DEVICE float rate_of_gates(const Shared& shared) { return exp2_fast(*shared.A_log() * LOG2_E); }
 
 // Gate logits of block b plus bias.
 DEVICE void load_logits(Lane lane, Fragment (&x)[2], const Shared& shared, int b) {
@@ -131,13 +125,13 @@ DEVICE void decay_by(Fragment (&x)[2], uint4 pairs) {
     }
 }
 
-// Store every block's decays from its start, to its end and over it, for the products between blocks.
-DEVICE void exchange_decays(Lane lane, const GradientsParams& p, const Shared& shared, int tokens) {
+// Store the decays of a half's blocks from a block's start, to its end and over it, for the products between blocks.
+DEVICE void exchange_decays(HalfLane lane, const GradientsParams& p, const Shared& shared, int tokens) {
     #pragma unroll 1
-    for (int b = 0; b < BLOCKS; b++) {
+    for (int b = lane.half * HALF_BLOCKS; b < (lane.half + 1) * HALF_BLOCKS; b++) {
         Fragment e[2];
         load_logits(lane, e, shared, b);
-        decays_of(lane, e, e, p, *shared.rate(lane.warp), tokens, b);
+        decays_of(lane, e, e, p, rate_of_gates(shared), tokens, b);
         Decays d[2];
         #pragma unroll
         for (int o = 0; o < 2; o++) d[o].start(e[o]), d[o].to_2(), d[o].to_twice<1>(lane), d[o].to_twice<2>(lane);
@@ -149,5 +143,4 @@ DEVICE void exchange_decays(Lane lane, const GradientsParams& p, const Shared& s
             if (lane.id % 4 == 0) shared.totals(b)[channel_of(lane, c)] = d[0].all[c] * d[1].all[c];
         }
     }
-    warp_sync();
 }

@@ -7,7 +7,20 @@
 // Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), GATE (see gates.cuh), G_FP32 (1: gate logits are fp32),
 // HAS_WGMMA (1 on sm_90a).
 constexpr int BLOCKS = CHUNK / 16;
-constexpr int WARPS = K / 16, THREADS = 32 * WARPS;  // a warp has 16 channels
+// A warp has 16 channels of half of the chunk's tokens.
+constexpr int CHANNEL_WARPS = K / 16, HALVES = 2, WARPS = HALVES * CHANNEL_WARPS, THREADS = 32 * WARPS;
+constexpr int HALF_BLOCKS = BLOCKS / HALVES;
+
+struct HalfLane : Lane {  // `warp` counts those of a half, by channels
+    int half;
+
+    static DEVICE HalfLane of_thread() {
+        const u32 thread = read_thread_index(), all = u32(broadcast(int(thread / 32)));
+        return {{int(all % CHANNEL_WARPS), int(thread % 32)}, int(all / CHANNEL_WARPS % HALVES)};
+    }
+    // Finds the place again, which is cheaper than to hold it in registers.
+    DEVICE void opt_barrier() { *this = of_thread(); }
+};
 static_assert(K == V, "states are square");
 
 // ---------------------------------------------------------------- work
@@ -29,8 +42,9 @@ struct ChunkFinder {
 
     DEVICE Chunk find(Lane lane, const GradientsParams& p, int row) {  // executed by a full warp
         if (!p.cu_seqlens) {
-            int each = (p.T + CHUNK - 1) / CHUNK, at = row % each * CHUNK;
-            return {row, row / each * p.T + at, row < p.rows ? min(CHUNK, p.T - at) : 0};
+            const u32 each = u32(p.T + CHUNK - 1) / CHUNK, sequence = u32(row) / each;
+            const int at = int(row - sequence * each) * CHUNK;
+            return {row, int(sequence) * p.T + at, row < p.rows ? min(CHUNK, p.T - at) : 0};
         }
         for (; sequence < p.sequences; sequence += 32) {  // one sequence per lane
             int mine = sequence + lane.id, first = 0, length = 0;
@@ -68,7 +82,7 @@ struct WorkTile {
     DEVICE i64 chunk_row(const GradientsParams& p) const { return i64(chunk.row) * p.HV + head(p); }
 
     static DEVICE WorkTile of(Lane lane, const GradientsParams& p, int index, ChunkFinder& finder) {
-        return {index, index % p.H, 0, finder.find(lane, p, index / p.H)};
+        return {index, int(u32(index) % u32(p.H)), 0, finder.find(lane, p, int(u32(index) / u32(p.H)))};
     }
     DEVICE WorkTile next(Lane lane, const GradientsParams& p, ChunkFinder& finder) const {
         if (!last(p)) return {index, key_head, of_group + 1, chunk};
@@ -78,14 +92,22 @@ struct WorkTile {
 
 // ---------------------------------------------------------------- shared memory
 
-// Matrices are copied in row tiles of 16 rows, 16 bytes per thread.
-constexpr int ROW_TILE_BYTES = 16 * K * 2;  // bytes
+// A matrix lies in panels of 64 columns, swizzled (ptx.cuh): neither 8 rows of one piece of 16 bytes nor the pieces of
+// a row have bank conflicts. All threads copy one share of a panel at once.
+constexpr int PANELS = K / 64, PANEL_ROW = 128;  // bytes
+constexpr int SHARE = 16 * THREADS, SHARE_ROWS = SHARE / PANEL_ROW;
 constexpr int KEYS = CHUNK * K * 2, VALUES = CHUNK * V * 2, STATE = V * K * 2;
-constexpr int STATE_ROW_TILES = V / 16, TOKEN_ROW_TILES = CHUNK / 16;
-constexpr int INPUT_ROW_TILES = 2 * STATE_ROW_TILES + 3 * TOKEN_ROW_TILES;  // operands of the MMAs
-constexpr int BLOCK_ROW_TILES = 6;  // their results for 16 tokens replace this many
-constexpr int INPUTS =
-    (INPUT_ROW_TILES > BLOCKS * BLOCK_ROW_TILES ? INPUT_ROW_TILES : BLOCKS * BLOCK_ROW_TILES) * ROW_TILE_BYTES;
+constexpr int STATE_SHARES = STATE / SHARE, TOKEN_SHARES = KEYS / SHARE;
+constexpr int INPUT_SHARES = 2 * STATE_SHARES + 3 * TOKEN_SHARES;  // operands of the MMAs
+constexpr int BLOCK_SHARES = 3;                                    // their results for 16 tokens replace this many
+constexpr int INPUTS = (INPUT_SHARES > BLOCKS * BLOCK_SHARES ? INPUT_SHARES : BLOCKS * BLOCK_SHARES) * SHARE;
+constexpr int HALF_ROWS = CHUNK / HALVES * PANEL_ROW;  // bytes of a half's tokens in a panel
+static_assert(STATE_SHARES % PANELS == 0 && TOKEN_SHARES % PANELS == 0, "a share is of one panel");
+
+// The place of a piece of a matrix of `rows` rows.
+DEVICE constexpr int piece_at(int row, int piece, int rows) {
+    return (piece / 8 * rows + row) * PANEL_ROW + (piece ^ row) % 8 * 16;
+}
 constexpr int FP32_ROW = K + 4;  // fp32 logits, padded against bank conflicts
 constexpr int LOGITS = G_FP32 ? CHUNK * FP32_ROW * 4 : KEYS;
 constexpr int TRIANGLE = 36 * 256;  // 8 x 8 blocks of fp32 of a lower triangle
@@ -102,13 +124,12 @@ struct Shared {
     static constexpr int AT_G = AT_K + KEYS;
     static constexpr int AT_TRIANGLES = AT_G + LOGITS;
     static constexpr int AT_FACTORS = AT_TRIANGLES + 2 * TRIANGLE;
-    static constexpr int AT_TOTALS = AT_FACTORS + WARPS * 6 * 512;
+    static constexpr int AT_TOTALS = AT_FACTORS + CHANNEL_WARPS * 6 * 512;
     static constexpr int AT_DIAGONAL = AT_TOTALS + BLOCKS * K * 4;
     static constexpr int AT_NORMS = AT_DIAGONAL + CHUNK * 4;
     static constexpr int AT_PARTS = AT_NORMS + 2 * CHUNK * 4;
-    static constexpr int AT_SUMS = AT_PARTS + WARPS * CHUNK * 8;
-    static constexpr int AT_RATES = AT_SUMS + CHUNK * 8;
-    static constexpr int AT_BIAS = AT_RATES + 2 * WARPS * 4;
+    static constexpr int AT_RATES = AT_PARTS + CHANNEL_WARPS * CHUNK * 8;
+    static constexpr int AT_BIAS = AT_RATES + (WARPS + 1) * 4;
     static constexpr int AT_TILES = AT_BIAS + K * 4;
     static constexpr int AT_FINDER = AT_TILES + 2 * sizeof(WorkTile);
     static constexpr int BYTES = AT_FINDER + sizeof(ChunkFinder);
@@ -134,21 +155,26 @@ struct Shared {
     }
     // StateGradients of 8 tokens and a warp's channels, [lane]; they replace the MMAs' operands
     DEVICE float4* by_state(int which, int fragment, int warp) const {
-        return reinterpret_cast<float4*>(base + fragment / 2 * BLOCK_ROW_TILES * ROW_TILE_BYTES) +
-               ((which * WARPS + warp) * 2 + fragment % 2) * 32;
+        return reinterpret_cast<float4*>(base + fragment / 2 * BLOCK_SHARES * SHARE) +
+               ((which * CHANNEL_WARPS + warp) * 2 + fragment % 2) * 32;
     }
     DEVICE float* totals(int b) const { return floats(AT_TOTALS) + b * K; }  // [K] decays of whole blocks
-    DEVICE float* diagonal() const { return floats(AT_DIAGONAL); }           // of dAqk: [64]
-    DEVICE float* q_norms() const { return floats(AT_NORMS); }               // 1 / |q|: [64]
+    // A half's sums [K], in the place of what is read before both halves of a chunk have met
+    DEVICE float* d_bias(int half) const { return totals(half * (BLOCKS - 1)); }
+    DEVICE float* diagonal() const { return floats(AT_DIAGONAL); }  // of dAqk: [64]
+    DEVICE float* q_norms() const { return floats(AT_NORMS); }      // 1 / |q|: [64]
     DEVICE float* k_norms() const { return q_norms() + CHUNK; }
-    DEVICE float4* parts(int warp) const {
-        return reinterpret_cast<float4*>(base + AT_PARTS) + warp * 32;
-    }  // see sum_inner
-    DEVICE float4* inner() const { return reinterpret_cast<float4*>(base + AT_SUMS); }
-    DEVICE float* d_rates() const { return floats(AT_RATES); }  // [warp]
-    // In shared memory, as all registers are in use.
-    DEVICE float* rate(int warp) const { return d_rates() + WARPS + warp; }  // of the gates
-    DEVICE float* bias() const { return floats(AT_BIAS); }                   // [K]
+    DEVICE float4* parts(int warp) const { return reinterpret_cast<float4*>(base + AT_PARTS) + warp * 32; }
+    // What passes through block b, summed by one half's warp: [16 channels]; two halves' sums
+    DEVICE float* through(int warp, int half, int b) const {
+        return reinterpret_cast<float*>(parts(warp)) + (half * BLOCKS + b) * 16;
+    }
+    // <q, dq> and <k, dk> of all tokens over a warp's channels; a warp's copy of one block's sums. In the place of factors.
+    DEVICE float* inner_parts(int warp) const { return floats(AT_FACTORS + warp * 6 * 512); }
+    DEVICE float* inner(int warp, int half) const { return inner_parts(warp) + 2 * CHUNK + 32 * half; }
+    DEVICE float* d_rates() const { return floats(AT_RATES); }  // of all warps
+    DEVICE float* A_log() const { return d_rates() + WARPS; }   // the head's, or 0
+    DEVICE float* bias() const { return floats(AT_BIAS); }      // [K], or zeros
     DEVICE WorkTile& tile(int count) const { return reinterpret_cast<WorkTile*>(base + AT_TILES)[count % 2]; }
     DEVICE ChunkFinder& finder() const { return *reinterpret_cast<ChunkFinder*>(base + AT_FINDER); }
 };
@@ -160,58 +186,82 @@ static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory")
 DEVICE void block_sync() { barrier_sync(0, THREADS); }
 
 // Keeps addresses of copies from being held in registers.
-DEVICE int thread() { return opt_barrier(threadIdx.x); }
+DEVICE u32 thread() { return read_thread_index(); }
 
-// Copy a row tile, rows `stride` elements apart, into 8 x 8 blocks; rows from `valid` on become zeros.
-DEVICE void copy_row_tile(unsigned char* to, const u16* from, i64 stride, int valid) {
-    int at = thread(), row = at / K * 8 + at % 8;
-    cp_async_16(to + 16 * at, from + row * stride + at / 8 % (K / 8) * 8, row < valid);
-}
+// A thread's place in a share.
+struct Place {
+    int row, piece;
 
-// A matrix of a chunk's tokens.
+    static DEVICE Place of_thread() {
+        const u32 at = thread();
+        return {int(at / 8), int(at % 8)};
+    }
+    DEVICE int in_shared() const { return piece_at(row, piece, 0); }
+    DEVICE i64 in_global(i64 stride) const { return row * stride + 8 * piece; }
+};
+
+// The first row and column of a matrix's share, of `count`.
+DEVICE constexpr int row_of_share(int share, int count) { return share % (count / PANELS) * SHARE_ROWS; }
+DEVICE constexpr int column_of_share(int share, int count) { return share / (count / PANELS) * 64; }
+
+// Copy a matrix of a chunk's tokens, rows `stride` elements apart; rows from `valid` on become zeros.
 DEVICE void copy_rows(unsigned char* to, const u16* from, i64 stride, int valid) {
+    const Place at = Place::of_thread();
+    to += at.in_shared(), from += at.in_global(stride);
     #pragma unroll
-    for (int i = 0; i < TOKEN_ROW_TILES; i++)
-        copy_row_tile(to + i * ROW_TILE_BYTES, from + 16 * i * stride, stride, valid - 16 * i);
+    for (int i = 0; i < TOKEN_SHARES; i++) {
+        const int row = row_of_share(i, TOKEN_SHARES);
+        cp_async_16(to + i * SHARE, from + row * stride + column_of_share(i, TOKEN_SHARES), at.row + row < valid);
+    }
 }
 
 // The inverse of copy_rows.
 DEVICE void store_rows(u16* to, const unsigned char* from, i64 stride, int valid) {
-    int at = thread(), row = at / K * 8 + at % 8;
-    to += row * stride + at / 8 % (K / 8) * 8, from += 16 * at;
+    const Place at = Place::of_thread();
+    to += at.in_global(stride), from += at.in_shared();
     #pragma unroll
-    for (int i = 0; i < TOKEN_ROW_TILES; i++) {
-        if (row + 16 * i < valid)
-            *reinterpret_cast<uint4*>(to + 16 * i * stride) =
-                *reinterpret_cast<const uint4*>(from + i * ROW_TILE_BYTES);
+    for (int i = 0; i < TOKEN_SHARES; i++) {
+        const int row = row_of_share(i, TOKEN_SHARES);
+        if (at.row + row < valid)
+            *reinterpret_cast<uint4*>(to + row * stride + column_of_share(i, TOKEN_SHARES)) =
+                *reinterpret_cast<const uint4*>(from + i * SHARE);
     }
 }
 
-// Copy the MMAs' operands S, dS, bX, dO, V': row tiles `first` to `end`.
-DEVICE void copy_inputs(const GradientsParams& p, const Shared& shared, const WorkTile& tile, int first, int end) {
-    constexpr int STATES = 2 * STATE_ROW_TILES;
-    const int at = thread(), row = at / K * 8 + at % 8, column = at / 8 % (K / 8) * 8, tokens = tile.chunk.tokens - row;
-    const i64 stride = i64(p.HV) * V, states = tile.chunk_row(p) * V * K + row * K + column,
-              values = tile.row(p) * V + row * stride + column;
-    unsigned char* to = shared.base + 16 * at;
-    for (int i = first; i < min(end, STATES); i++) {
-        cp_async_16(to + i * ROW_TILE_BYTES,
-                    (i < STATE_ROW_TILES ? p.states : p.d_states) + states + i % STATE_ROW_TILES * 16 * K, true);
-    }
-    for (int row_tile = max(first, STATES); row_tile < end; row_tile++) {
-        int which = (row_tile - STATES) / TOKEN_ROW_TILES, i = row_tile % TOKEN_ROW_TILES * 16;
-        cp_async_16(to + row_tile * ROW_TILE_BYTES,
-                    (which == 0   ? p.d_v
-                     : which == 1 ? p.d_o
-                                  : p.errors) +
-                        values + i * stride,
-                    i < tokens);
+// Copy shares `first` to `end` of the MMAs' operands S, dS, bX, dO, V'.
+template <int first, int end>
+DEVICE void copy_inputs(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    const Place at = Place::of_thread();
+    const int tokens = tile.chunk.tokens - at.row;
+    const i64 stride = i64(p.HV) * V, states = tile.chunk_row(p) * V * K + at.in_global(K),
+              values = tile.row(p) * V + at.in_global(stride);
+    unsigned char* to = shared.base + at.in_shared();
+    #pragma unroll
+    for (int i = first; i < min(end, INPUT_SHARES); i++) {
+        if (i < 2 * STATE_SHARES) {
+            const int share = i % STATE_SHARES, row = row_of_share(share, STATE_SHARES);
+            const u16* from = i < STATE_SHARES ? p.states : p.d_states;
+            cp_async_16(to + i * SHARE, from + states + row * K + column_of_share(share, STATE_SHARES), true);
+        } else {
+            const int which = (i - 2 * STATE_SHARES) / TOKEN_SHARES, share = (i - 2 * STATE_SHARES) % TOKEN_SHARES;
+            const int row = row_of_share(share, TOKEN_SHARES);
+            const u16* from = which == 0 ? p.d_v : which == 1 ? p.d_o : p.errors;
+            cp_async_16(to + i * SHARE, from + values + row * stride + column_of_share(share, TOKEN_SHARES),
+                        row < tokens);
+        }
     }
 }
 
-// Copy the gate logits and, with a key head's first value head, q and k.
+// Those that take the place of what block b's results took.
+template <int b> DEVICE void replace_block(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    copy_inputs<b * BLOCK_SHARES, (b + 1) * BLOCK_SHARES>(p, shared, tile);
+}
+
+// Copy the gate's parameters and logits and, with a key head's first value head, q and k.
 DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
-    int tokens = tile.chunk.tokens;
+    const int tokens = tile.chunk.tokens, head = tile.head(p), channel = int(thread());
+    if (channel < K) cp_async_4(shared.bias() + channel, p.dt_bias + head * K + channel, p.dt_bias);
+    else if (channel == K) cp_async_4(shared.A_log(), p.A_log + head, p.A_log);
     if (tile.first()) {
         i64 keys = tile.key_row(p) * K, stride = i64(p.H) * K;
         copy_rows(shared.q(), p.q + keys, stride, tokens);
@@ -222,7 +272,7 @@ DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const Wo
     if constexpr (G_FP32) {
         #pragma unroll
         for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
-            int at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
+            const u32 at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
             cp_async_16(shared.g() + (row * FP32_ROW + column) * 4, g + row * stride + column, row < tokens);
         }
     } else {
@@ -236,7 +286,7 @@ DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const W
     if constexpr (G_FP32) {
         #pragma unroll
         for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
-            int at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
+            const u32 at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
             if (row < tile.chunk.tokens) {
                 *reinterpret_cast<float4*>(d_g + row * stride + column) =
                     *reinterpret_cast<const float4*>(shared.g() + (row * FP32_ROW + column) * 4);

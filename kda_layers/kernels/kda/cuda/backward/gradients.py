@@ -31,7 +31,7 @@ PARAMS = Params("GradientsParams", """
     u16 *d_q, *d_k;                        // like q, k
     void *d_g, *d_beta;                    // like g, beta
     float *d_A_log, *d_dt_bias;            // [rows, HV], [rows, HV, K]: each chunk's sum
-    float4* sums;                          // [blocks, 16, THREADS], or null where group is 1
+    float4* sums;                          // [blocks, 8, THREADS], or null where group is 1
     int T, H, HV, group, sequences, rows;  // group = HV / H; rows: at least the number of chunks
     int int64_offsets;                     // cu_seqlens is int64
     int beta_activation, beta_fp32, qk_l2norm;
@@ -57,7 +57,7 @@ class Variant(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return 2 * self.K
+        return 4 * self.K
 
     @property
     def shared_bytes(self) -> int:
@@ -67,7 +67,7 @@ class Variant(NamedTuple):
         row_tiles = max(2 * K // 16 + 12, 24)
         inputs = row_tiles * 32 * K + 2 * CHUNK * K * 2 + logits
         exchanged = 2 * 36 * 256 + warps * 6 * 512 + 4 * K * 4
-        return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + warps * 8 + K * 4 + 2 * 24 + 8
+        return inputs + exchanged + 3 * CHUNK * 4 + warps * CHUNK * 8 + (2 * warps + 1) * 4 + K * 4 + 2 * 24 + 8
 
 
 def variant_for(x: Inputs, arch: int) -> Variant:
@@ -113,7 +113,7 @@ def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: 
     if rows:
         blocks, sums = min(rows * H, processors * 128 // K), None  # with K = 64 two fit on a multiprocessor
         if H < HV:  # partial sums over the value heads of a group
-            sums = torch.empty(blocks, 64, variant.threads, dtype=torch.float32, device=device)
+            sums = torch.empty(blocks, 32, variant.threads, dtype=torch.float32, device=device)
         kernel = loaded(machine, SOURCE, "kda_gradients", variant, device)
         kernel.launch(blocks, variant.threads, 1, variant.shared_bytes, _pack(x, saved, scanned, d_o, out, sums, rows))
     return out._replace(

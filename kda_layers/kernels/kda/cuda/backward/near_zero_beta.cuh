@@ -8,13 +8,12 @@
 constexpr int ELEMENTS = K / 32;
 using Vector = float[ELEMENTS];  // elements id + 32 i
 
-// Row `row` of a matrix in 8 x 8 blocks.
+// Row `row` of a matrix of the chunk's tokens.
 DEVICE void load_row(Lane lane, Vector& x, const unsigned char* matrix, int row) {
     #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) {
         int column = lane.id + 32 * i;
-        x[i] = Io::load(reinterpret_cast<const u16*>(matrix + block_at(row / 8, column / 8, K / 8) + row % 8 * 16) +
-                        column % 8);
+        x[i] = Io::load(reinterpret_cast<const u16*>(matrix + piece_at(row, column / 8, CHUNK)) + column % 8);
     }
 }
 
@@ -42,8 +41,7 @@ DEVICE void add_state(Lane lane, Vector& to, float factor, const unsigned char* 
         #pragma unroll
         for (int i = 0; i < ELEMENTS; i++) {
             int v = lane.id + 32 * i;
-            to[i] += factor * whole[c] *
-                     Io::load(reinterpret_cast<const u16*>(state + block_at(v / 8, c / 8, K / 8) + v % 8 * 16) + c % 8);
+            to[i] += factor * whole[c] * Io::load(reinterpret_cast<const u16*>(state + piece_at(v, c / 8, V)) + c % 8);
         }
     }
     warp_sync();
@@ -58,7 +56,7 @@ DEVICE void load_unit(Lane lane, Vector& x, const GradientsParams& p, const unsi
 }
 
 DEVICE void decay_over(Lane lane, Vector& x, const GradientsParams& p, const Shared& shared, int token) {
-    const Gates<GATE> gates(*shared.rate(0), p.lower_bound);
+    const Gates<GATE> gates(rate_of_gates(shared), p.lower_bound);
     Vector logits;
     if constexpr (!G_FP32) load_row(lane, logits, shared.g(), token);
     #pragma unroll
@@ -100,12 +98,14 @@ DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const 
     return inner_product(x, e);
 }
 
-DEVICE void near_zero_beta_gradients(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+DEVICE void near_zero_beta_gradients(HalfLane lane, const GradientsParams& p, const Shared& shared,
+                                     const WorkTile& tile) {
     cp_async_wait<0>();
     block_sync();
-    for (int token = lane.warp; token < tile.chunk.tokens; token += WARPS) {
+    if (lane.half > 0) return;  // there is shared memory for the warps of one half
+    for (int token = lane.warp; token < tile.chunk.tokens; token += CHANNEL_WARPS) {
         i64 at = tile.row(p) + i64(token) * p.HV;
-        if (!is_near_zero(load_beta(p, at), p.beta_activation)) continue;
+        if (!is_near_zero(LoadedBeta::load(p, at).value(p), p.beta_activation)) continue;
         float x = near_zero_beta_gradient(lane, p, shared, tile, token);
         if (lane.id == 0) store_beta(p, at, x);
     }

@@ -12,73 +12,73 @@
 DEVICE void multiply(Fragment& d, const Fragment& a, float2 b) { Tf32::mma(d, a[0], a[2], a[1], a[3], b.x, b.y); }
 
 // An 8 x 8 block of a triangle's gradient as b: summed over its columns (the writing tokens), over its rows.
-DEVICE float2 rows_of(Lane lane, const float* block) { return reinterpret_cast<const float2*>(block)[lane.id]; }
-DEVICE float2 columns_of(Lane lane, const float* block) {
-    const float* at = block + lane.id % 4 * 16 + lane.id / 4;
-    return make_float2(at[0], at[8]);
+DEVICE float2 rows_of(Lane lane, const float* block) {
+    return *reinterpret_cast<const float2*>(block + triangle_row(lane.id / 4) + lane.id % 4 * 2);
 }
-
-DEVICE float over_tokens(float x) {  // sum over the lanes that have the same channels
-    x += shuffle_xor(x, 1);
-    return x + shuffle_xor(x, 2);
+DEVICE float2 columns_of(Lane lane, const float* block) {
+    const int row = triangle_row(lane.id % 4 * 2), next = row ^ 8;
+    return make_float2(block[row + lane.id / 4], block[next + lane.id / 4]);
 }
 
 // ---------------------------------------------------------------- between blocks
 
 using PerBlock = float[BLOCKS][2];  // of a lane's two channels
+constexpr int LAST = BLOCKS - 1;
 
-// total: decays of whole blocks; through: what passes through each, from the state before the chunk to the one after
-// it.
-DEVICE void start_through(Lane lane, const Shared& shared, PerBlock& total, PerBlock& through,
-                          const float (&states)[2]) {
+// The decay of a lane's channel over block b, loaded where it is needed: registers are few.
+DEVICE float total(Lane lane, const Shared& shared, int b, int c) { return shared.totals(b)[channel_of(lane, c)]; }
+
+// What passes through each block, from the state before the chunk to the one after it: this half's share.
+DEVICE void start_through(HalfLane lane, const Shared& shared, PerBlock& through) {
     #pragma unroll
     for (int c = 0; c < 2; c++) {
+        float all = lane.id % 4 == 0 ? shared.through(lane.warp, lane.half, 0)[lane.id / 4 + 8 * c] : 0.f;
         #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) total[b][c] = shared.totals(b)[channel_of(lane, c)];
-        float all = states[c] * (total[0][c] * total[1][c]) * (total[2][c] * total[3][c]);
+        for (int b = 0; b < BLOCKS; b++) all *= total(lane, shared, b, c);
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++) through[b][c] = all;
     }
 }
 
-DEVICE void store_through(Lane lane, const Shared& shared, PerBlock& through) {
+DEVICE void store_through(HalfLane lane, const Shared& shared, PerBlock& through) {
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
             through[b][c] = over_tokens(through[b][c]);
-            if (lane.id % 4 == 0) shared.totals(b)[channel_of(lane, c)] = through[b][c];
+            if (lane.id % 4 == 0) shared.through(lane.warp, lane.half, b)[lane.id / 4 + 8 * c] = through[b][c];
         }
     }
-    warp_sync();
 }
 
 // Decay the gradients of block b's readers over block j, and those of block j's writers over block b; add to `through`
 // what is read in b from before j, and what j has written and b has not read, up to the chunk's end.
-DEVICE void pass_through(PerBlock& through, Fragment (&queries)[2], Fragment (&readers)[2], Fragment (&writers)[2],
-                         const Fragment (&q)[2], const Fragment (&k)[2], const Fragment (&writer)[2],
-                         const PerBlock& total, int b, int j) {
+DEVICE void pass_through(Lane lane, const Shared& shared, PerBlock& through, Fragment (&queries)[2],
+                         Fragment (&readers)[2], Fragment (&writers)[2], const Fragment (&q)[2], const Fragment (&k)[2],
+                         const Fragment (&writer)[2], int b, int j) {
     float read[2] = {}, to_end[2] = {};
+    const float over_j[2] = {total(lane, shared, j, 0), total(lane, shared, j, 1)};
+    const float over_b[2] = {total(lane, shared, b, 0), total(lane, shared, b, 1)};
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             int c = i / 2;
             // Block b reads what was written before block j, decayed over j.
-            queries[o][i] *= total[j][c], readers[o][i] *= total[j][c];
+            queries[o][i] *= over_j[c], readers[o][i] *= over_j[c];
             read[c] += q[o][i] * queries[o][i] + k[o][i] * readers[o][i];
             to_end[c] += writer[o][i] * writers[o][i];
-            writers[o][i] *= total[b][c];
+            writers[o][i] *= over_b[c];
         }
     }
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         #pragma unroll
-        for (int between = j + 1; between < b; between++) read[c] *= total[between][c];
+        for (int between = j + 1; between < b; between++) read[c] *= total(lane, shared, between, c);
         through[j][c] += read[c];
         if (b < BLOCKS - 1) continue;  // from block j to the chunk's end
         #pragma unroll
-        for (int later = j + 1; later < BLOCKS; later++) to_end[c] *= total[later][c];
+        for (int later = j + 1; later < BLOCKS; later++) to_end[c] *= total(lane, shared, later, c);
         #pragma unroll
         for (int later = j + 1; later < BLOCKS; later++) through[later][c] += to_end[c];
     }
@@ -101,32 +101,64 @@ DEVICE void multiply_pair(Lane lane, const Shared& shared, Fragment (&queries)[2
     }
 }
 
-// Add the products between blocks to the StateGradients; the sums that pass through whole blocks replace the blocks'
-// decays. On entry `states` is this lane's part of the sum over V of S dS, for its two channels.
-DEVICE void between_blocks(Lane lane, const Shared& shared, const float (&states)[2]) {
-    float total[BLOCKS][2], through[BLOCKS][2];
-    start_through(lane, shared, total, through, states);
+// The products of block b, which reads, with all blocks before it. The last block's writers have the StateGradients; those
+// of others have `partial` sums, by block.
+template <int b>
+DEVICE void multiply_earlier(HalfLane lane, const Shared& shared, PerBlock& through, Fragment (*partial)[2]) {
+    lane.opt_barrier();
+    Fragment k[2], q[2], queries[2], readers[2];
+    uint4 rise = shared.rise(b, lane.warp)[lane.id];
+    load_vectors(lane, k, shared.k(), shared.k_norms(), b), decay_by(k, rise);
+    load_vectors(lane, q, shared.q(), shared.q_norms(), b), decay_by(q, rise);
+    load_gradients(lane, queries, shared, QUERIES, b), load_gradients(lane, readers, shared, READERS, b);
     #pragma unroll
-    for (int b = BLOCKS - 1; b > 0; b--) {
-        Fragment k[2], q[2], queries[2], readers[2];
-        uint4 rise = shared.rise(b, lane.warp)[lane.id];
-        load_vectors(lane, k, shared.k(), shared.k_norms(), b), decay_by(k, rise);
-        load_vectors(lane, q, shared.q(), shared.q_norms(), b), decay_by(q, rise);
-        load_gradients(lane, queries, shared, QUERIES, b), load_gradients(lane, readers, shared, READERS, b);
-        #pragma unroll
-        for (int j = 0; j < b; j++) {
-            Fragment writer[2], writers[2];
-            load_vectors(lane, writer, shared.k(), shared.k_norms(), j),
-                decay_by(writer, shared.fall(j, lane.warp)[lane.id]);
-            load_gradients(lane, writers, shared, WRITERS, j);
-            pass_through(through, queries, readers, writers, q, k, writer, total, b, j);
-            multiply_pair(lane, shared, queries, readers, writers, q, k, writer, b, j);
-            store_gradients(lane, shared, writers, WRITERS, j);
-        }
-        store_gradients(lane, shared, queries, QUERIES, b), store_gradients(lane, shared, readers, READERS, b);
+    for (int j = 0; j < b; j++) {
+        lane.opt_barrier();
+        Fragment writer[2], own[2];
+        load_vectors(lane, writer, shared.k(), shared.k_norms(), j),
+            decay_by(writer, shared.fall(j, lane.warp)[lane.id]);
+        if (b == LAST) load_gradients(lane, own, shared, WRITERS, j);
+        Fragment(&writers)[2] = b == LAST ? own : partial[j];
+        pass_through(lane, shared, through, queries, readers, writers, q, k, writer, b, j);
+        multiply_pair(lane, shared, queries, readers, writers, q, k, writer, b, j);
+        if (b == LAST) store_gradients(lane, shared, own, WRITERS, j);
         warp_sync();  // keeps the next block's loads from being hoisted, which would spill
     }
+    store_gradients(lane, shared, queries, QUERIES, b), store_gradients(lane, shared, readers, READERS, b);
+    warp_sync();
+}
+
+// Add the products between blocks to the StateGradients. The chunk's second half has the pairs of the last block, the first half the three others, whose
+// products with a writer it adds to what the last block has made of the writer's gradients.
+DEVICE void between_blocks(HalfLane lane, const Shared& shared) {
+    PerBlock through;
+    block_sync();
+    start_through(lane, shared, through);
+    if (lane.half == 1) {
+        multiply_earlier<LAST>(lane, shared, through, nullptr);
+        store_through(lane, shared, through);
+        block_sync();
+        return;
+    }
+    Fragment writers[2][2] = {};
+    multiply_earlier<2>(lane, shared, through, writers);
+    multiply_earlier<1>(lane, shared, through, writers);
     store_through(lane, shared, through);
+    block_sync();
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+        Fragment x[2];
+        load_gradients(lane, x, shared, WRITERS, j);
+        float over[2];  // the blocks that read in this half
+        #pragma unroll
+        for (int c = 0; c < 2; c++) over[c] = total(lane, shared, 2, c) * (j == 0 ? total(lane, shared, 1, c) : 1.f);
+        #pragma unroll
+        for (int i = 0; i < 8; i++) {
+            x[i / 4][i % 4] = x[i / 4][i % 4] * over[i % 4 / 2] + writers[j][i / 4][i % 4];
+        }
+        store_gradients(lane, shared, x, WRITERS, j);
+    }
+    warp_sync();
 }
 
 // ---------------------------------------------------------------- within a block
@@ -245,20 +277,19 @@ DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], VectorGradients& to, 
 
 // `e`: the tokens' decays; `d_g` becomes the gradient of their logarithms, the gradients of q and k are added to.
 DEVICE void within_block(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Fragment (&e)[2],
-                         const Shared& shared, int b) {
-    Fragment q[2], k[2];
-    load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
+                         const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b) {
     Decays decays[2];
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         Decays& d = decays[o];
         float2 diagonal = *reinterpret_cast<const float2*>(shared.diagonal() + 16 * b + 8 * o + 2 * (lane.id % 4));
-        const float* through = shared.totals(b) + channel_of(lane, 0);
+        const float *through = shared.through(lane.warp, 0, b) + lane.id / 4,
+                    *other = shared.through(lane.warp, 1, b) + lane.id / 4;
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             float x = i % 2 ? diagonal.y : diagonal.x;  // a query reads its own token's write
             to.q[o][i] += x * k[o][i], to.k[o][i] += x * q[o][i];
-            d_g[o][i] = through[i / 2 * 8];
+            d_g[o][i] = through[i / 2 * 8] + other[i / 2 * 8];
         }
         const Corner corner(lane, shared, 2 * b + o);
         d.start(e[o]);

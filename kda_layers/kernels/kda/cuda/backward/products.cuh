@@ -1,105 +1,142 @@
-// MMAs over a chunk, by four warps for each 64 channels:
+// MMAs over a chunk, by warpgroups, each with 64 rows by 32 tokens:
 //     dAqk = tril(dO' V'^T)   dL = -tril(bX V'^T)   dQg = dO' S^T   dKg = -bX S^T   dKr = V' dS^T
 // the last three transposed, channels by tokens, the order of all that follows. dO' = scale dO.
 #pragma once
 #include "decays.cuh"
 
-constexpr int GROUPS = WARPS / 4;
-using Tokens = Fragment[CHUNK / 8];  // a warp's channels of all tokens
+constexpr int OCTETS = CHUNK / 8 / HALVES;
+using Tokens = Fragment[OCTETS];  // 16 rows, of a half's tokens
+
+// Step s of a K-major operand of the chunk's tokens, 16 columns of V.
+DEVICE Operand values_at(Operand values, int s) { return operand_at(values, s / 4 * CHUNK * PANEL_ROW + s % 4 * 32); }
 
 DEVICE void clear(Tokens& x) {
     #pragma unroll
-    for (int i = 0; i < CHUNK / 2; i++) x[i / 4][i % 4] = 0.f;
+    for (int i = 0; i < 4 * OCTETS; i++) x[i / 4][i % 4] = 0.f;
 }
 
-DEVICE float load_beta(const GradientsParams& p, i64 at) {
-    return p.beta_fp32 ? static_cast<const float*>(p.beta)[at] : Io::load(static_cast<const u16*>(p.beta) + at);
-}
+// Beta as loaded: where it is converted, it is waited for.
+struct LoadedBeta {
+    u32 bits;
+
+    static DEVICE LoadedBeta load(const GradientsParams& p, i64 at) {
+        return {p.beta_fp32 ? static_cast<const u32*>(p.beta)[at] : u32(static_cast<const u16*>(p.beta)[at])};
+    }
+    DEVICE float value(const GradientsParams& p) const {
+        const u32 x = opt_barrier(bits);
+        return p.beta_fp32 ? __uint_as_float(x) : Io::unpack(x).x;
+    }
+};
 
 DEVICE void store_beta(const GradientsParams& p, i64 at, float x) {
     if (p.beta_fp32) static_cast<float*>(p.d_beta)[at] = x;
     else static_cast<u16*>(p.d_beta)[at] = u16(Io::pack(x, 0.f));
 }
 
-// dAqk and dL. Lane (g, t) stores elements 2 t and 2 t + 1 of row g of 8 x 8 block (i, j).
-DEVICE void multiply_triangles(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
-    const Operand errors = operand(shared.errors(), V * 16);
-    const int w = lane.warp % 4;
-    #pragma unroll
-    for (int i = 0; i < 2 / GROUPS; i++) {
-        const int which = GROUPS == 2 ? lane.warp / 4 : i;  // dAqk, dL
-        const Operand rows = operand(which ? shared.d_v() : shared.d_o(), V * 16);
-        const float factor = which ? -1.f : p.scale;
-        Tokens d;  // here tokens by tokens
-        clear(d);
-        wgmma_fence();
-        #pragma unroll
-        for (int s = 0; s < V / 16; s++) wgmma_ss<Io, CHUNK>(d, operand_at(rows, s * 256), operand_at(errors, s * 256));
-        wgmma_commit();
-        wgmma_wait<0>();
-        fence_operand(d);
+// The place of row r in an 8 x 8 block of a triangle: neither rows 0 to 3 or 4 to 7 nor even or odd ones share banks.
+DEVICE int triangle_row(int r) { return 8 * (r ^ r / 4); }
+
+// dAqk and dL, whose columns are a half's tokens: a warpgroup has one of them, or one after the other.
+struct Triangles {
+    static constexpr int EACH = 8 / CHANNEL_WARPS;  // of a warpgroup
+    Tokens x[EACH];                                 // here tokens by tokens
+    LoadedBeta betas[2];                            // of a lane's tokens on the diagonal of dL
+
+    static DEVICE bool is_L(Lane lane, int i) { return EACH == 1 ? lane.warp / 4 : i; }
+
+    static DEVICE int row_of(Lane lane, int r) { return 2 * (lane.warp % 4) + r; }  // of 8 tokens
+    static DEVICE bool on_diagonal(HalfLane lane, int r) {
+        return row_of(lane, r) / OCTETS == lane.half && lane.id / 8 == lane.id % 4;
+    }
+
+    // Asynchronous.
+    DEVICE void multiply(HalfLane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int row = 2 * w + r, token = 8 * row + lane.id / 4;
-            float own = 0.f;
+            const int token = 8 * row_of(lane, r) + lane.id / 4;
+            betas[r] = {};
+            if (is_L(lane, EACH - 1) && on_diagonal(lane, r) && token < tile.chunk.tokens)
+                betas[r] = LoadedBeta::load(p, tile.row(p) + i64(token) * p.HV);
+        }
+        const Operand errors = swizzled_operand(shared.errors() + lane.half * HALF_ROWS);
+        #pragma unroll
+        for (int i = 0; i < EACH; i++) clear(x[i]);
+        wgmma_fence();
+        #pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const Operand rows = swizzled_operand(is_L(lane, i) ? shared.d_v() : shared.d_o());
             #pragma unroll
-            for (int j = 0; j < CHUNK / 8; j++) {
-                float x = d[j][2 * r] * factor, y = d[j][2 * r + 1] * factor;
-                if (j == row) own = lane.id / 4 % 2 ? y : x;
-                float* to = which ? shared.dL(row, j) : shared.dA(row, j);
-                if (j <= row)
-                    *reinterpret_cast<float2*>(to + 2 * lane.id) = make_float2(Tf32::round(x), Tf32::round(y));
-            }
-            if (lane.id / 8 != lane.id % 4) continue;  // not on the diagonal
-            if (which == 0) shared.diagonal()[token] = own;
-            else if (token < tile.chunk.tokens) {  // -<bX, V'>
-                i64 at = tile.row(p) + i64(token) * p.HV;
-                float logit = load_beta(p, at);
-                if (!is_near_zero(logit, p.beta_activation))
-                    store_beta(p, at, write_strength_gradient<Io>(-own, logit, p.beta_activation));
+            for (int s = 0; s < V / 16; s++) wgmma_ss<Io, 8 * OCTETS>(x[i], values_at(rows, s), values_at(errors, s));
+        }
+        wgmma_commit();
+    }
+    // Lane (g, t) stores elements 2 t and 2 t + 1 of row g of 8 x 8 block (i, j).
+    DEVICE void store(HalfLane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) const {
+        #pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const bool L = is_L(lane, i);
+            const float factor = L ? -1.f : p.scale;
+            #pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int row = row_of(lane, r);
+                float own = 0.f;
+                #pragma unroll
+                for (int o = 0; o < OCTETS; o++) {
+                    const int j = OCTETS * lane.half + o;
+                    float a = x[i][o][2 * r] * factor, b = x[i][o][2 * r + 1] * factor;
+                    if (j == row) own = lane.id / 4 % 2 ? b : a;
+                    float* to = L ? shared.dL(row, j) : shared.dA(row, j);
+                    if (j <= row)
+                        *reinterpret_cast<float2*>(to + triangle_row(lane.id / 4) + lane.id % 4 * 2) =
+                            make_float2(Tf32::round(a), Tf32::round(b));
+                }
+                if (on_diagonal(lane, r))
+                    store_diagonal(own, L, betas[r].value(p), p, shared, tile, 8 * row + lane.id / 4);
             }
         }
     }
-}
+    // Of dAqk; or of dL, -<bX, V'>, for beta's gradient.
+    static DEVICE void store_diagonal(float x, bool L, float beta, const GradientsParams& p, const Shared& shared,
+                                      const WorkTile& tile, int token) {
+        if (!L) shared.diagonal()[token] = x;
+        else if (token < tile.chunk.tokens && !is_near_zero(beta, p.beta_activation))
+            store_beta(p, tile.row(p) + i64(token) * p.HV, write_strength_gradient<Io>(-x, beta, p.beta_activation));
+    }
+};
 
-// Gradients of a warp's channels through the state, at the ends of each block of 16 tokens: of queries and of keys that
+// Gradients of a warp's channels and tokens through the state, at the ends of each block of 16 tokens: of queries and of keys that
 // read, decayed from the block's start; of keys that write, decayed to its end.
 enum Which { QUERIES, READERS, WRITERS };
 struct StateGradients {
     Tokens x[3];
 
-    // Asynchronous; see wait().
-    DEVICE void multiply(Lane lane, const Shared& shared) {
-        const int at = lane.warp / 4 * 8 * 128;
-        const Operand state = operand_at(mn_major_operand(shared.state(), K * 16), at),
-                      d_state = operand_at(mn_major_operand(shared.d_state(), K * 16), at);
-        const Operand values[3] = {operand(shared.d_o(), V * 16), operand(shared.d_v(), V * 16),
-                                   operand(shared.errors(), V * 16)};
+    // Asynchronous.
+    DEVICE void multiply(HalfLane lane, const Shared& shared) {
+        const int at = lane.warp / 4 * V * PANEL_ROW, rows = lane.half * HALF_ROWS;
+        const Operand state = swizzled_operand(shared.state() + at), d_state = swizzled_operand(shared.d_state() + at);
+        const Operand values[3] = {swizzled_operand(shared.d_o() + rows), swizzled_operand(shared.d_v() + rows),
+                                   swizzled_operand(shared.errors() + rows)};
         clear(x[0]), clear(x[1]), clear(x[2]);
         wgmma_fence();
         #pragma unroll
         for (int which = 0; which < 3; which++) {
             #pragma unroll
             for (int s = 0; s < V / 16; s++) {
-                wgmma_ss<Io, CHUNK, true>(x[which], operand_at(which == WRITERS ? d_state : state, s * K * 32),
-                                          operand_at(values[which], s * 256));
+                wgmma_ss<Io, 8 * OCTETS, true>(x[which], operand_at(which == WRITERS ? d_state : state, s * 2048),
+                                               values_at(values[which], s));
             }
         }
         wgmma_commit();
     }
-    DEVICE void wait() {
-        wgmma_wait<0>();
-        fence_operand(x[0]), fence_operand(x[1]), fence_operand(x[2]);
-    }
     // Replaces the MMAs' operands.
-    DEVICE void store(Lane lane, const Shared& shared, float scale) const {
+    DEVICE void store(HalfLane lane, const Shared& shared, float scale) const {
         #pragma unroll
         for (int which = 0; which < 3; which++) {
             const float factor = which == QUERIES ? scale : which == READERS ? -1.f : 1.f;
             #pragma unroll
-            for (int o = 0; o < CHUNK / 8; o++) {
+            for (int o = 0; o < OCTETS; o++) {
                 const Fragment& y = x[which][o];
-                shared.by_state(which, o, lane.warp)[lane.id] =
+                shared.by_state(which, OCTETS * lane.half + o, lane.warp)[lane.id] =
                     make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
             }
         }
@@ -120,15 +157,27 @@ DEVICE void store_gradients(Lane lane, const Shared& shared, const Fragment (&x)
         shared.by_state(which, 2 * b + o, lane.warp)[lane.id] = make_float4(x[o][0], x[o][1], x[o][2], x[o][3]);
 }
 
-// This lane's partial sums of S dS over V, for its two channels.
-DEVICE void multiply_states(Lane lane, float (&sum)[2], const Shared& shared) {
-    sum[0] = sum[1] = 0.f;
+DEVICE float over_tokens(float x) {  // sum over the lanes that have the same channels
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
+}
+
+// Sums of S dS over a half of V, to shared memory.
+DEVICE void multiply_states(HalfLane lane, const Shared& shared) {
+    constexpr int COUNT = V / 16 / HALVES;
+    float sum[2] = {};
     #pragma unroll 2
-    for (int v = 0; v < V / 8; v += 2) {
+    for (int v = lane.half * COUNT; v < (lane.half + 1) * COUNT; v++) {
         Fragment s[2], d[2];
-        load_block(lane, s, shared.state(), v / 2);
-        load_block(lane, d, shared.d_state(), v / 2);
+        load_block(lane, s, shared.state(), v, V);
+        load_block(lane, d, shared.d_state(), v, V);
         #pragma unroll
         for (int x = 0; x < 8; x++) sum[x % 4 / 2] += s[x / 4][x % 4] * d[x / 4][x % 4];
     }
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+        sum[c] = over_tokens(sum[c]);
+        if (lane.id % 4 == 0) shared.through(lane.warp, lane.half, 0)[lane.id / 4 + 8 * c] = sum[c];
+    }
+    warp_sync();
 }
