@@ -34,7 +34,7 @@ PARAMS = Params("OrderParams", """
 SOURCE = str(Path(__file__).with_name("order.cu"))
 DEFINES = {"TAILS": TAIL}
 THREADS = 256  # of order.cu
-MANY = 256  # sequences from which those that have chunks are listed: a list is one load more for each tile
+MANY = 96  # sequences from which those that have chunks are listed: measured (docs/internals/kernels/forward.md)
 
 
 class Order(NamedTuple):
