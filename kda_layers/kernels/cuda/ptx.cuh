@@ -136,8 +136,8 @@ DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu
 DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 // The first lane's x, which the compiler then knows to be uniform.
 DEVICE int broadcast(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-// threadIdx.x, anew at each call: the compiler neither holds it nor what is derived from it, for registers are few. By a
-// full warp.
+// threadIdx.x, anew at each call: the compiler neither holds it nor what is derived from it, where registers are few. By
+// a full warp.
 DEVICE u32 read_thread_index() { return shuffle_xor(threadIdx.x, 0); }
 DEVICE void warp_sync() { __syncwarp(); }
 
@@ -339,8 +339,8 @@ DEVICE void fence_proxy_async_shared() {
 // if the operand is MN-major (transposed).
 //
 // A swizzled operand has rows of 64 elements, 128 bytes each, whose pieces of 16 bytes are permuted by the row (wgmma's
-// swizzle of 128 bytes), and begins at a multiple of 1,024 bytes; along K 16 elements are 32 bytes apart if it is K-major,
-// 2,048 if it is MN-major.
+// swizzle of 128 bytes), and begins at a multiple of 1,024 bytes; along K 16 elements are 32 bytes apart if it is
+// K-major, 2,048 if it is MN-major.
 //
 // wgmma_ss: d[64, N] += a[64, 16] b[N, 16]^T for N of 16, 32 or 64 (= instead of += if `overwrites`), 16 rows
 // of d per warp, in the order of mma's accumulators. Asynchronous, from wgmma_fence to wgmma_wait.

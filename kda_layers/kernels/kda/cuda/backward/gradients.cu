@@ -7,8 +7,8 @@
 #include "near_zero_beta.cuh"
 #include "pairs.cuh"
 
-// <q, dq> and <k, dk> of block b's tokens over a warp's channels, for the gradients of the norms. Lanes of the same tokens
-// exchange sums until each has one.
+// <q, dq> and <k, dk> of block b's tokens over a warp's channels, for the gradients of the norms. Lanes of the same
+// tokens exchange sums until each has one.
 DEVICE void sum_inner(Lane lane, const Shared& shared, const VectorGradients& d, const Fragment (&q)[2],
                       const Fragment (&k)[2], int b) {
     float x[2][4];  // of tokens 2 t, 2 t + 1 of each 8: q's, k's
@@ -20,20 +20,17 @@ DEVICE void sum_inner(Lane lane, const Shared& shared, const VectorGradients& d,
             x[o][i + 2] = k[o][i] * d.k[o][i] + k[o][i + 2] * d.k[o][i + 2];
         }
     }
-    auto keep = [&](int mask, float low, float high) {  // low in the lanes without the mask's bit
-        bool upper = lane.id & mask;
-        return (upper ? high : low) + shuffle_xor(upper ? low : high, mask);
-    };
     float octet[4];
     #pragma unroll
-    for (int i = 0; i < 4; i++) octet[i] = keep(4, x[0][i], x[1][i]);
-    float low = keep(8, octet[0], octet[1]), high = keep(8, octet[2], octet[3]), sum = keep(16, low, high);
+    for (int i = 0; i < 4; i++) octet[i] = keep(lane, 4, x[0][i], x[1][i]);
+    float low = keep(lane, 8, octet[0], octet[1]), high = keep(lane, 8, octet[2], octet[3]);
+    float sum = keep(lane, 16, low, high);
     int g = lane.id / 4;
     shared.inner_parts(lane.warp)[4 * (8 * b + 4 * (g % 2) + lane.id % 4) + 2 * (g / 4) + g / 2 % 2] = sum;
 }
 
-// From the gradients of block b's unit vectors q and k to those of the inputs, dq <- |q|^-1 (dq - q <q, dq>) and so dk, in
-// the inputs' places in shared memory.
+// From the gradients of block b's unit vectors q and k to those of the inputs, dq <- |q|^-1 (dq - q <q, dq>) and so dk,
+// in the inputs' places in shared memory.
 DEVICE void finish_vectors(HalfLane lane, VectorGradients& d, const Fragment (&q)[2], const Fragment (&k)[2],
                            const GradientsParams& p, const Shared& shared, int b) {
     float* sums = shared.inner(lane.warp, lane.half);
@@ -181,7 +178,7 @@ DEVICE void chunk_products(HalfLane& lane, const GradientsParams& p, const Share
     wgmma_wait<1>();
     #pragma unroll
     for (int i = 0; i < Triangles::EACH; i++) fence_operand(triangles.x[i]);
-    triangles.store(lane, p, shared, tile);
+    triangles.store(lane, p, shared);
     wgmma_wait<0>();
     #pragma unroll
     for (int i = 0; i < 3; i++) fence_operand(by_state.x[i]);
@@ -190,10 +187,10 @@ DEVICE void chunk_products(HalfLane& lane, const GradientsParams& p, const Share
 }
 
 // Find the next work tile; by one warp.
-DEVICE void find_next(Lane lane, const GradientsParams& p, const Shared& shared, int count) {
+DEVICE void find_next(Lane lane, const GradientsParams& p, const Shared& shared) {
     ChunkFinder finder = shared.finder();
     warp_sync();  // all lanes have read what all of them write
-    shared.tile(count + 1) = shared.tile(count).next(lane, p, finder), shared.finder() = finder;
+    shared.next() = shared.tile().next(lane, p, finder), shared.finder() = finder;
 }
 
 // The gradients of block b's q, k, which are loaded, and gate logits.
@@ -203,15 +200,16 @@ DEVICE void block_gradients(HalfLane lane, VectorGradients& d, Fragment (&q)[2],
     load_logits(lane, e, shared, b);
     decays_of(lane, e, e, p, rate_of_gates(shared), tile.chunk.tokens, b);
     start_sums(d, p, tile, b);
-    lane.opt_barrier();
     load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
-    within_block(lane, d_g, d, e, q, k, shared, b);
+    Writes writes;
+    within_block(lane, d_g, writes, d, e, q, k, shared, b);
+    sum_writes(lane, shared, writes, b);
     if (p.qk_l2norm && tile.last(p)) sum_inner(lane, shared, d, q, k, b);
     finish_logits(lane, d_g, p, shared, tile, b);
     keep_sums(d, p, tile, b);
 }
 
-// The gradients of the q, k and gate logits of a half's blocks; the next work tile's operands replace what they have read.
+// The gradients of the q, k and gate logits of a half's blocks; the next work tile's operands replace what was read.
 DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
                             const WorkTile& next) {
     #pragma unroll 1
@@ -226,16 +224,18 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
             if (i == 0) replace_block<0>(p, shared, next), replace_block<HALF_BLOCKS>(p, shared, next);
             else replace_block<1>(p, shared, next), replace_block<HALF_BLOCKS + 1>(p, shared, next);
         }
+        if (lane.warp == b) finish_betas(lane, p, shared, tile, b);  // another warp for each block
         if (tile.last(p)) finish_vectors(lane, d, q, k, p, shared, b);
     }
     cp_async_commit();
 }
 
-// Complete a work tile in shared memory, store it, and copy the next one's tokens in its place.
+// Store a work tile, go on to the next one, and copy its tokens.
 DEVICE void finish_tile(const GradientsParams& p, const Shared& shared, const WorkTile& tile, const WorkTile& next) {
     block_sync();
     store_outputs(p, shared, tile);
     block_sync();
+    if (threadIdx.x == 0) shared.tile() = next;  // read after the next barrier
     if (next.valid()) copy_tokens(p, shared, next);
     cp_async_commit();
 }
@@ -244,22 +244,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 128 / K)
     kda_gradients(const __grid_constant__ GradientsParams p) {
     const Shared shared{shared_memory()};
     HalfLane lane = HalfLane::of_thread();
+    const WorkTile &tile = shared.tile(), &next = shared.next();
     if (threadIdx.x < 32) {
         ChunkFinder finder = {0, 0};
-        shared.tile(0) = WorkTile::of(lane, p, blockIdx.x, finder), shared.finder() = finder;
+        shared.tile() = WorkTile::of(lane, p, blockIdx.x, finder), shared.finder() = finder;
     }
     block_sync();
-    if (shared.tile(0).valid()) {
-        copy_inputs<0, INPUT_SHARES>(p, shared, shared.tile(0)), cp_async_commit();
-        copy_tokens(p, shared, shared.tile(0)), cp_async_commit();
+    if (tile.valid()) {
+        copy_inputs<0, INPUT_SHARES>(p, shared, tile), cp_async_commit();
+        copy_tokens(p, shared, tile), cp_async_commit();
     }
-    for (int count = 0; broadcast(shared.tile(count).valid()); count++) {
-        const WorkTile &tile = shared.tile(count), &next = shared.tile(count + 1);
-        lane.opt_barrier();
-        if (threadIdx.x < 32) find_next(lane, p, shared, count);
+    for (;;) {
         cp_async_wait<1>();
         fence_proxy_async_shared();
         block_sync();
+        if (!broadcast(tile.valid())) break;
+        lane.opt_barrier();
+        if (threadIdx.x < 32) find_next(lane, p, shared);
         if (p.beta_activation == PRECOMPUTED) near_zero_beta_gradients(lane, p, shared, tile);
         chunk_products(lane, p, shared, tile);
         if (next.valid()) copy_inputs<BLOCKS * BLOCK_SHARES, INPUT_SHARES>(p, shared, next);

@@ -128,7 +128,8 @@ struct Shared {
     static constexpr int AT_DIAGONAL = AT_TOTALS + BLOCKS * K * 4;
     static constexpr int AT_NORMS = AT_DIAGONAL + CHUNK * 4;
     static constexpr int AT_PARTS = AT_NORMS + 2 * CHUNK * 4;
-    static constexpr int AT_RATES = AT_PARTS + CHANNEL_WARPS * CHUNK * 8;
+    static constexpr int AT_BETAS = AT_PARTS + CHANNEL_WARPS * CHUNK * 8;
+    static constexpr int AT_RATES = AT_BETAS + CHUNK * 8;
     static constexpr int AT_BIAS = AT_RATES + (WARPS + 1) * 4;
     static constexpr int AT_TILES = AT_BIAS + K * 4;
     static constexpr int AT_FINDER = AT_TILES + 2 * sizeof(WorkTile);
@@ -169,13 +170,17 @@ struct Shared {
     DEVICE float* through(int warp, int half, int b) const {
         return reinterpret_cast<float*>(parts(warp)) + (half * BLOCKS + b) * 16;
     }
-    // <q, dq> and <k, dk> of all tokens over a warp's channels; a warp's copy of one block's sums. In the place of factors.
+    // In the place of factors: <q, dq> and <k, dk> of all tokens over a warp's channels; a warp's copy of one block's
+    // sums over all channels; what all tokens write (beta_gradients.cuh)
     DEVICE float* inner_parts(int warp) const { return floats(AT_FACTORS + warp * 6 * 512); }
     DEVICE float* inner(int warp, int half) const { return inner_parts(warp) + 2 * CHUNK + 32 * half; }
-    DEVICE float* d_rates() const { return floats(AT_RATES); }  // of all warps
-    DEVICE float* A_log() const { return d_rates() + WARPS; }   // the head's, or 0
-    DEVICE float* bias() const { return floats(AT_BIAS); }      // [K], or zeros
-    DEVICE WorkTile& tile(int count) const { return reinterpret_cast<WorkTile*>(base + AT_TILES)[count % 2]; }
+    DEVICE float* writes(int warp) const { return inner_parts(warp) + 3 * CHUNK; }
+    DEVICE float2* betas() const { return reinterpret_cast<float2*>(base + AT_BETAS); }  // <bX, V'> and beta as given
+    DEVICE float* d_rates() const { return floats(AT_RATES); }                           // of all warps
+    DEVICE float* A_log() const { return d_rates() + WARPS; }                            // the head's, or 0
+    DEVICE float* bias() const { return floats(AT_BIAS); }                               // [K], or zeros
+    DEVICE WorkTile& tile() const { return reinterpret_cast<WorkTile*>(base + AT_TILES)[0]; }
+    DEVICE WorkTile& next() const { return (&tile())[1]; }
     DEVICE ChunkFinder& finder() const { return *reinterpret_cast<ChunkFinder*>(base + AT_FINDER); }
 };
 

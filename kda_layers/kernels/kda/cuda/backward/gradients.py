@@ -67,7 +67,7 @@ class Variant(NamedTuple):
         row_tiles = max(2 * K // 16 + 12, 24)
         inputs = row_tiles * 32 * K + 2 * CHUNK * K * 2 + logits
         exchanged = 2 * 36 * 256 + warps * 6 * 512 + 4 * K * 4
-        return inputs + exchanged + 3 * CHUNK * 4 + warps * CHUNK * 8 + (2 * warps + 1) * 4 + K * 4 + 2 * 24 + 8
+        return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + (2 * warps + 1) * 4 + K * 4 + 2 * 24 + 8
 
 
 def variant_for(x: Inputs, arch: int) -> Variant:

@@ -6,7 +6,7 @@
 // and of no others: differences of sums would leave the rounding of terms that cancel. Terms that end in a read pass
 // through the tokens up to it, terms that begin with a write through the tokens after it.
 #pragma once
-#include "products.cuh"
+#include "beta_gradients.cuh"
 
 // d += a b: 16 channels by 8 tokens by 8 tokens; b as `rows_of` and `columns_of` give it.
 DEVICE void multiply(Fragment& d, const Fragment& a, float2 b) { Tf32::mma(d, a[0], a[2], a[1], a[3], b.x, b.y); }
@@ -101,8 +101,8 @@ DEVICE void multiply_pair(Lane lane, const Shared& shared, Fragment (&queries)[2
     }
 }
 
-// The products of block b, which reads, with all blocks before it. The last block's writers have the StateGradients; those
-// of others have `partial` sums, by block.
+// The products of block b, which reads, with all blocks before it. The last block's writers have the StateGradients;
+// those of others have `partial` sums, by block.
 template <int b>
 DEVICE void multiply_earlier(HalfLane lane, const Shared& shared, PerBlock& through, Fragment (*partial)[2]) {
     lane.opt_barrier();
@@ -128,11 +128,11 @@ DEVICE void multiply_earlier(HalfLane lane, const Shared& shared, PerBlock& thro
     warp_sync();
 }
 
-// Add the products between blocks to the StateGradients. The chunk's second half has the pairs of the last block, the first half the three others, whose
-// products with a writer it adds to what the last block has made of the writer's gradients.
+// Add the products between blocks to the StateGradients. The chunk's second half has the pairs of the last block, the
+// first half the three others, whose products with a writer it adds to what the last block has made of the writer's.
 DEVICE void between_blocks(HalfLane lane, const Shared& shared) {
     PerBlock through;
-    block_sync();
+    block_sync();  // each half reads StateGradients of the other's tokens
     start_through(lane, shared, through);
     if (lane.half == 1) {
         multiply_earlier<LAST>(lane, shared, through, nullptr);
@@ -211,8 +211,9 @@ template <int size> DEVICE void add_terms(Lane lane, Fragment& g, const Fragment
 
 // One level of anchoring among 8 tokens: those in upper blocks of `level` tokens read what those in lower ones have
 // written. `near` is a token's decay towards the other block of its pair.
-template <int level> DEVICE void anchor(Lane lane, Fragment& d_g, Fragment& d_q, Fragment& d_k, const Fragment& near,
-                                        const Fragment& q, const Fragment& k, const Corner& corner) {
+template <int level> DEVICE void anchor(Lane lane, Fragment& d_g, float (&writes)[2], Fragment& d_q, Fragment& d_k,
+                                        const Fragment& near, const Fragment& q, const Fragment& k,
+                                        const Corner& corner) {
     Fragment near_q, near_k, terms, by_q = {}, by_k = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) near_q[i] = near[i] * q[i], near_k[i] = near[i] * k[i];
@@ -224,12 +225,12 @@ template <int level> DEVICE void anchor(Lane lane, Fragment& d_g, Fragment& d_q,
         terms[i] = near_q[i] * by_q[i] + near_k[i] * by_k[i];
         d_q[i] += near[i] * by_q[i], d_k[i] += near[i] * by_k[i];
     }
-    if constexpr (level == 1) d_g[1] += terms[1], d_g[3] += terms[3];
-    else add_terms<level>(lane, d_g, terms, lane.id & level / 2);
+    if constexpr (level == 1) d_g[1] += terms[1], d_g[3] += terms[3], writes[0] += terms[0] + terms[2];
+    else add_terms<level>(lane, d_g, terms, lane.id & level / 2), add_writes(writes, terms, !(lane.id & level / 2));
 }
 
 // Level 8: the upper 8 tokens read, the lower 8 have written.
-DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2],
+DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], Writes& writes, VectorGradients& to, const Decays (&decays)[2],
                      const Fragment (&q)[2], const Fragment (&k)[2], const float* dL, const float* dA) {
     Fragment reader_q, reader_k, writer, by_q = {}, by_k = {}, by_writer = {};
     #pragma unroll
@@ -248,11 +249,13 @@ DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const D
         by_q[i] = reader_q[i] * by_q[i] + reader_k[i] * by_k[i], by_writer[i] *= writer[i];
     }
     add_terms<8>(lane, d_g[1], by_q, true), add_terms<8>(lane, d_g[0], by_writer, false);
+    add_writes(writes[0], by_writer);
 }
 
 // Reads from before the block, and writes that are read after it.
-DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Decays (&decays)[2],
-                            const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b) {
+DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], Writes& written, VectorGradients& to,
+                            const Decays (&decays)[2], const Fragment (&q)[2], const Fragment (&k)[2],
+                            const Shared& shared, int b) {
     Fragment queries[2], readers[2], writers[2];
     load_gradients(lane, queries, shared, QUERIES, b), load_gradients(lane, readers, shared, READERS, b);
     load_gradients(lane, writers, shared, WRITERS, b);
@@ -267,6 +270,7 @@ DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], VectorGradients& to, 
             reads[i] = q[o][i] * by_q + k[o][i] * by_k, writes[i] = k[o][i] * by_writer;
         }
         add_terms<8>(lane, d_g[o], reads, true), add_terms<8>(lane, d_g[o], writes, false);
+        add_writes(written[o], writes);
         #pragma unroll
         for (int c = 0; c < 4; c += 2) {  // through all of the other 8 tokens
             float x = over_tokens(o ? reads[c] + reads[c + 1] : writes[c] + writes[c + 1]);
@@ -275,8 +279,9 @@ DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], VectorGradients& to, 
     }
 }
 
-// `e`: the tokens' decays; `d_g` becomes the gradient of their logarithms, the gradients of q and k are added to.
-DEVICE void within_block(Lane lane, Fragment (&d_g)[2], VectorGradients& to, const Fragment (&e)[2],
+// `e`: the tokens' decays; `d_g` becomes the gradient of their logarithms, `writes` what the tokens write; the gradients
+// of q and k are added to.
+DEVICE void within_block(Lane lane, Fragment (&d_g)[2], Writes& writes, VectorGradients& to, const Fragment (&e)[2],
                          const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b) {
     Decays decays[2];
     #pragma unroll
@@ -291,22 +296,24 @@ DEVICE void within_block(Lane lane, Fragment (&d_g)[2], VectorGradients& to, con
             to.q[o][i] += x * k[o][i], to.k[o][i] += x * q[o][i];
             d_g[o][i] = through[i / 2 * 8] + other[i / 2 * 8];
         }
+        writes[o][0] = diagonal.x * (q[o][0] * k[o][0] + q[o][2] * k[o][2]);
+        writes[o][1] = diagonal.y * (q[o][1] * k[o][1] + q[o][3] * k[o][3]);
         const Corner corner(lane, shared, 2 * b + o);
         d.start(e[o]);
         const Fragment own = {1.f, e[o][1], 1.f, e[o][3]};
-        anchor<1>(lane, d_g[o], to.q[o], to.k[o], own, q[o], k[o], corner);
+        anchor<1>(lane, d_g[o], writes[o], to.q[o], to.k[o], own, q[o], k[o], corner);
         d.to_2();
         Fragment near;
         d.towards(near, lane.id & 1);
-        anchor<2>(lane, d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner);
+        anchor<2>(lane, d_g[o], writes[o], to.q[o], to.k[o], near, q[o], k[o], corner);
         d.to_twice<1>(lane);
         d.towards(near, lane.id & 2);
-        anchor<4>(lane, d_g[o], to.q[o], to.k[o], near, q[o], k[o], corner);
+        anchor<4>(lane, d_g[o], writes[o], to.q[o], to.k[o], near, q[o], k[o], corner);
         d.to_twice<2>(lane);
         warp_sync();  // keeps registers free, as above
     }
-    anchor_8(lane, d_g, to, decays, q, k, shared.dL(2 * b + 1, 2 * b), shared.dA(2 * b + 1, 2 * b));
+    anchor_8(lane, d_g, writes, to, decays, q, k, shared.dL(2 * b + 1, 2 * b), shared.dA(2 * b + 1, 2 * b));
     to_16(decays);
     warp_sync();
-    to_other_blocks(lane, d_g, to, decays, q, k, shared, b);
+    to_other_blocks(lane, d_g, writes, to, decays, q, k, shared, b);
 }

@@ -71,7 +71,7 @@ struct Triangles {
         wgmma_commit();
     }
     // Lane (g, t) stores elements 2 t and 2 t + 1 of row g of 8 x 8 block (i, j).
-    DEVICE void store(HalfLane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) const {
+    DEVICE void store(HalfLane lane, const GradientsParams& p, const Shared& shared) const {
         #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const bool L = is_L(lane, i);
@@ -90,22 +90,19 @@ struct Triangles {
                         *reinterpret_cast<float2*>(to + triangle_row(lane.id / 4) + lane.id % 4 * 2) =
                             make_float2(Tf32::round(a), Tf32::round(b));
                 }
-                if (on_diagonal(lane, r))
-                    store_diagonal(own, L, betas[r].value(p), p, shared, tile, 8 * row + lane.id / 4);
+                if (on_diagonal(lane, r)) store_diagonal(own, L, betas[r].value(p), shared, 8 * row + lane.id / 4);
             }
         }
     }
     // Of dAqk; or of dL, -<bX, V'>, for beta's gradient.
-    static DEVICE void store_diagonal(float x, bool L, float beta, const GradientsParams& p, const Shared& shared,
-                                      const WorkTile& tile, int token) {
-        if (!L) shared.diagonal()[token] = x;
-        else if (token < tile.chunk.tokens && !is_near_zero(beta, p.beta_activation))
-            store_beta(p, tile.row(p) + i64(token) * p.HV, write_strength_gradient<Io>(-x, beta, p.beta_activation));
+    static DEVICE void store_diagonal(float x, bool L, float beta, const Shared& shared, int token) {
+        if (L) shared.betas()[token] = make_float2(-x, beta);
+        else shared.diagonal()[token] = x;
     }
 };
 
-// Gradients of a warp's channels and tokens through the state, at the ends of each block of 16 tokens: of queries and of keys that
-// read, decayed from the block's start; of keys that write, decayed to its end.
+// Gradients of a warp's channels and tokens through the state, at the ends of each block of 16 tokens: of queries and of
+// keys that read, decayed from the block's start; of keys that write, decayed to its end.
 enum Which { QUERIES, READERS, WRITERS };
 struct StateGradients {
     Tokens x[3];
