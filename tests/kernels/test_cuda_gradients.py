@@ -175,3 +175,23 @@ def test_same_bits(arch: int) -> None:
     for seed, processors in ((1, 1), (2, 3), (3, 100)):
         got = gradients(x, saved, arch=arch, seed=seed, processors=processors)
         assert [n for n, t in want.items() if not torch.equal(got[n], t)] == []
+
+
+def test_betas_gradient_is_taken_from_what_tokens_write() -> None:
+    """With random keys it is nearer the truth than <bX, V'> / beta^2, which has every rounding of bX."""
+    wrong: dict[str, list[Tensor]] = {"got": [], "by bX": []}
+    for draw in range(2):
+        x = make_inputs(Case(T=192, H=1, beta="given", beta_wide=True), draw=draw)
+        d_out = {"o": output_gradients(x)["o"].to(x.v.dtype)}
+        _, saved = emulated.forward_saving(x)
+        scanned = emulated.reverse_scan(x, saved, (d_out["o"], None, None))
+        truth = run(oracle, to_fp64(x), {"o": d_out["o"].double()})["d_beta"]
+        rounded = x.beta.to(x.v.dtype).double()
+        found = {
+            "got": gradients(x, Left(saved, scanned, d_out["o"]))["d_beta"].double(),
+            "by bX": (scanned.d_v.double() * saved.errors.double()).sum(-1) / rounded.square(),
+        }
+        for name, d_beta in found.items():
+            wrong[name].append((d_beta - truth).norm() / truth.norm())
+    got, by_bX = (torch.stack(errors).square().mean().sqrt() for errors in wrong.values())
+    assert got < 0.8 * by_bX
