@@ -123,12 +123,19 @@ DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& g
 
 // ---------------------------------------------------------------- directions
 
-// q and k as fp16 pairs. q is normalised; without qk_l2norm its length is a factor of the output. The length of k is at
-// most 1.
+// q and k as fp16 pairs. q has a length in [1, 2), and a power of two is the factor of the output: the gradient of the
+// output, which the backward multiplies by it, is then not rounded again. The length of k is at most 1.
 struct Directions {
     u32 q[2][8], k[2][8];  // [token g, g + 8][pairs of channels]
     float qk[2];           // <q, k> of one token: the diagonal of Aqk
 };
+
+// Reduce x to a power of two; return what it is multiplied by, in [1, 2).
+DEVICE float take_mantissa(float& x) {
+    const u32 bits = __float_as_uint(x);
+    x = __uint_as_float(bits & 0xff800000u);
+    return __uint_as_float((bits & 0x007fffffu) | 0x3f800000u);
+}
 
 DEVICE u32 word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
@@ -170,6 +177,7 @@ DEVICE void normalize(Lane lane, Directions& d, const Raw& raw, const ForwardPar
         float q_scale = rsqrt_fast(sums.x + (p.qk_l2norm ? 1e-6f : 1e-37f));
         float k_scale = p.qk_l2norm ? rsqrt_fast(sums.y + 1e-6f) : 1.f;
         float o_scale = p.qk_l2norm ? p.scale : p.scale * sums.x * q_scale;
+        q_scale *= take_mantissa(o_scale);
         if (!valid) q_scale = k_scale = 0.f;
         d.qk[r] = sums.z * q_scale * k_scale;
         #pragma unroll
