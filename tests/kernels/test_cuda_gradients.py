@@ -150,7 +150,14 @@ def test_against_fp64(case: Case, arch: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    "case", **ids([replace(WIDE, beta="given"), replace(SOFTPLUS, beta="given", beta_wide=True, l2norm=False)])
+    "case",
+    **ids(
+        [
+            replace(WIDE, beta="given"),
+            replace(WIDE, beta="given", slow=True, group=2),
+            replace(SOFTPLUS, beta="given", beta_wide=True, l2norm=False),
+        ]
+    ),
 )
 def test_near_zero_betas(case: Case, arch: int) -> None:
     """Precomputed betas of zero, and below what fp16 holds: the gradient of a beta that writes nothing is not 0."""
@@ -158,6 +165,15 @@ def test_near_zero_betas(case: Case, arch: int) -> None:
     for x in draws:
         x.beta[:, ::3], x.beta[:, 1::7] = 0.0, 1e-7
     check_in_budget(draws, arch=arch)
+
+
+def test_memory_accesses_with_near_zero_betas_are_ordered() -> None:
+    """Half of the warps do not compute what these betas need, and go on."""
+    x = make_inputs(Case(H=1, beta="given", slow=True, lengths=(17, 0, 66)))
+    x.beta[:, ::3] = 0.0
+    saved = saved_by(x, output_gradients(x))
+    with cuda_emulator.order_checked():
+        gradients(x, saved, processors=1)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -33,7 +33,7 @@ DEVICE void add(Vector& to, float factor, const Vector& x) {
 // to += factor * state [V, K] * x
 DEVICE void add_state(Lane lane, Vector& to, float factor, const unsigned char* state, const Vector& x,
                       const Shared& shared) {
-    float* whole = reinterpret_cast<float*>(shared.parts(lane.warp));
+    float* whole = shared.inner_parts(lane.warp);  // unused until the next barrier, which other warps may wait at
     #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) whole[lane.id + 32 * i] = x[i];
     warp_sync();
