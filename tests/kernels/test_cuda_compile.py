@@ -166,9 +166,9 @@ on_all_gradients = pytest.mark.parametrize(("variant", "arch"), GRADIENTS)
 def test_gradients(variant: gradients.Variant, arch: str) -> None:
     cubin = build.compile(gradients.SOURCE, variant.defines, arch)
     check_resources(cubin, "kda_gradients", REGISTERS // variant.threads, shipped=False)
-    # All registers are in use. What has been tuned spills nothing; some variants reload a few registers once a block.
+    # Every register is in use. The tuned variant does not spill; of the others here, none reloads more than 36 bytes.
     tuned = arch == "sm_90a" and variant.K == 128 and variant.dtype == BF16 and variant.gate_activation == "lower_bound"
-    assert build.resources(cubin)["kda_gradients"].spill_loads <= (0 if tuned and not variant.g_wide else 40)
+    assert build.resources(cubin)["kda_gradients"].spill_loads <= (0 if tuned and not variant.g_wide else 36)
     assert "serialized" not in cubin.log  # as ptxas does with products of a warpgroup that it thinks divergent
 
 

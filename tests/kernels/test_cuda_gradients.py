@@ -210,4 +210,4 @@ def test_betas_gradient_is_taken_from_what_tokens_write() -> None:
         for name, d_beta in found.items():
             wrong[name].append((d_beta - truth).norm() / truth.norm())
     got, by_bX = (torch.stack(errors).square().mean().sqrt() for errors in wrong.values())
-    assert got < 0.8 * by_bX
+    assert got < 0.8 * by_bX  # 0.57 of it over three draws

@@ -136,8 +136,8 @@ DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu
 DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 // The first lane's x, which the compiler then knows to be uniform.
 DEVICE int broadcast(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-// threadIdx.x, anew at each call: the compiler neither holds it nor what is derived from it, where registers are few. By
-// a full warp.
+// threadIdx.x through a shuffle, which ptxas does not look through: it cannot keep values computed from an earlier call
+// in registers. Executed by a full warp.
 DEVICE u32 read_thread_index() { return shuffle_xor(threadIdx.x, 0); }
 DEVICE void warp_sync() { __syncwarp(); }
 

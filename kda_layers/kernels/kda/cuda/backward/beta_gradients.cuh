@@ -16,12 +16,6 @@ DEVICE void add_writes(float (&to)[2], const Fragment& terms, bool writes = true
     to[0] += writes ? terms[0] + terms[2] : 0.f, to[1] += writes ? terms[1] + terms[3] : 0.f;
 }
 
-// The half of two values that a lane keeps when it exchanges sums with the lane whose index differs in one bit.
-DEVICE float keep(Lane lane, int mask, float low, float high) {
-    const bool upper = lane.id & mask;
-    return (upper ? high : low) + shuffle_xor(upper ? low : high, mask);
-}
-
 // Sums over a warp's channels of what block b's tokens write, to shared memory.
 DEVICE void sum_writes(Lane lane, const Shared& shared, const Writes& x, int b) {
     const float low = keep(lane, 4, x[0][0], x[1][0]), high = keep(lane, 4, x[0][1], x[1][1]);

@@ -29,20 +29,17 @@ DEVICE void sum_inner(Lane lane, const Shared& shared, const VectorGradients& d,
     shared.inner_parts(lane.warp)[4 * (8 * b + 4 * (g % 2) + lane.id % 4) + 2 * (g / 4) + g / 2 % 2] = sum;
 }
 
-// From the gradients of block b's unit vectors q and k to those of the inputs, dq <- |q|^-1 (dq - q <q, dq>) and so dk,
-// in the inputs' places in shared memory.
-DEVICE void finish_vectors(HalfLane lane, VectorGradients& d, const Fragment (&q)[2], const Fragment (&k)[2],
-                           const GradientsParams& p, const Shared& shared, int b) {
+// Through the norms of block b: dq <- |q|^-1 (dq - q <q, dq>), and so dk.
+DEVICE void through_norms(HalfLane lane, VectorGradients& d, const Fragment (&q)[2], const Fragment (&k)[2],
+                          const Shared& shared, int b) {
     float* sums = shared.inner(lane.warp, lane.half);
-    if (p.qk_l2norm) {
-        float sum = 0.f;
-        #pragma unroll
-        for (int w = 0; w < CHANNEL_WARPS; w++) sum += shared.inner_parts(w)[32 * b + lane.id];
-        sums[lane.id] = sum;
-        warp_sync();
-    }
+    float sum = 0.f;
     #pragma unroll
-    for (int o = 0; o < 2 && p.qk_l2norm; o++) {
+    for (int w = 0; w < CHANNEL_WARPS; w++) sum += shared.inner_parts(w)[32 * b + lane.id];
+    sums[lane.id] = sum;
+    warp_sync();
+    #pragma unroll
+    for (int o = 0; o < 2; o++) {
         const int tokens = 16 * b + 8 * o + 2 * (lane.id % 4);
         float4 inner = reinterpret_cast<const float4*>(sums)[4 * o + lane.id % 4];
         float2 q_norm = *reinterpret_cast<const float2*>(shared.q_norms() + tokens);
@@ -53,8 +50,6 @@ DEVICE void finish_vectors(HalfLane lane, VectorGradients& d, const Fragment (&q
             d.k[o][i] = (i % 2 ? k_norm.y : k_norm.x) * (d.k[o][i] - k[o][i] * (i % 2 ? inner.w : inner.z));
         }
     }
-    store_block(lane, shared.q(), d.q, b);
-    store_block(lane, shared.k(), d.k, b);
 }
 
 // 1 / |q| and 1 / |k|, or 1 without qk_l2norm: PARTS threads per token.
@@ -225,7 +220,9 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
             else replace_block<1>(p, shared, next), replace_block<HALF_BLOCKS + 1>(p, shared, next);
         }
         if (lane.warp == b) finish_betas(lane, p, shared, tile, b);  // another warp for each block
-        if (tile.last(p)) finish_vectors(lane, d, q, k, p, shared, b);
+        if (!tile.last(p)) continue;
+        if (p.qk_l2norm) through_norms(lane, d, q, k, shared, b);
+        store_block(lane, shared.q(), d.q, b), store_block(lane, shared.k(), d.k, b);
     }
     cp_async_commit();
 }

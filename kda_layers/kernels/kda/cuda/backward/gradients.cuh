@@ -18,7 +18,7 @@ struct HalfLane : Lane {  // `warp` counts those of a half, by channels
         const u32 thread = read_thread_index(), all = u32(broadcast(int(thread / 32)));
         return {{int(all % CHANNEL_WARPS), int(thread % 32)}, int(all / CHANNEL_WARPS % HALVES)};
     }
-    // Finds the place again, which is cheaper than to hold it in registers.
+    // Reading the thread index again costs less than keeping the lane in registers.
     DEVICE void opt_barrier() { *this = of_thread(); }
 };
 static_assert(K == V, "states are square");

@@ -159,6 +159,12 @@ DEVICE float over_tokens(float x) {  // sum over the lanes that have the same ch
     return x + shuffle_xor(x, 2);
 }
 
+// The half of two values that a lane keeps when it exchanges sums with the lane whose index differs in one bit.
+DEVICE float keep(Lane lane, int mask, float low, float high) {
+    const bool upper = lane.id & mask;
+    return (upper ? high : low) + shuffle_xor(upper ? low : high, mask);
+}
+
 // Sums of S dS over a half of V, to shared memory.
 DEVICE void multiply_states(HalfLane lane, const Shared& shared) {
     constexpr int COUNT = V / 16 / HALVES;
