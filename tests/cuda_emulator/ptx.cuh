@@ -340,6 +340,8 @@ DEVICE u32 read_counter(const u32* counter, CALLED_HERE) {
     emulator::begin("read_counter", site);
     return emulator::read_counter(counter);
 }
+DEVICE void store_global(void* to, uint4 x) { *static_cast<uint4*>(to) = x; }
+DEVICE void store_global(void* to, uint2 x) { *static_cast<uint2*>(to) = x; }
 DEVICE void back_off() {}
 DEVICE void launch_dependents() {}
 DEVICE void wait_for_earlier_kernels() {}
@@ -464,11 +466,11 @@ DEVICE void wgmma_ss(float (&d)[N / 8][4], Operand a, Operand b) {
 template <class T, int N, bool b_mn_major = false, bool begins = false>
 DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b) {
     for (int i = 0; begins && i < N / 2; i++) d[i / 4][i % 4] = 0.f;
-    int lane = threadIdx.x % 32, row = lane / 16, step = lane / 8 % 2, line = 16 * (lane % 8);
+    int lane = threadIdx.x % 32, row = lane / 16, step = lane / 8 % 2;
     u32 y[4];
     for (int i = 0; i < N / 8; i += 2) {
-        if constexpr (b_mn_major) ldmatrix_x4_trans(y, b.p + step * b.stride + (i + row) * 128 + line);
-        else ldmatrix_x4(y, b.p + (i + row) * b.stride + step * 128 + line);
+        if constexpr (b_mn_major) ldmatrix_x4_trans(y, b.p + step * b.stride + (i + row) * 128 + 16 * (lane % 8));
+        else ldmatrix_x4(y, block_row(b, i + row, step, lane % 8));
         T::mma(d[i], a[0], a[1], a[2], a[3], y[0], y[1]);
         T::mma(d[i + 1], a[0], a[1], a[2], a[3], y[2], y[3]);
     }

@@ -95,7 +95,10 @@ def test_chunk(variant: chunk.Variant, arch: str) -> None:
     most = max(a.shared_bytes for a in archs.ARCHS.values() if a.target == arch)
     shipped = variant.shared_bytes <= most  # else no GPU of the arch can run it, and none is asked to
     cubin = build.compile(chunk.SOURCE, variant.defines, arch)
-    check_resources(cubin, "kda_forward", REGISTERS // variant.threads, shipped)
+    # One that saves loads q and k a chunk ahead as well: none of these reloads more than 12 bytes.
+    saves = variant.saves and variant.wgmma
+    check_resources(cubin, "kda_forward", REGISTERS // variant.threads, shipped and not saves)
+    assert not saves or build.resources(cubin)["kda_forward"].spill_loads <= 12
 
 
 @on_every_reverse
@@ -166,9 +169,8 @@ on_all_gradients = pytest.mark.parametrize(("variant", "arch"), GRADIENTS)
 def test_gradients(variant: gradients.Variant, arch: str) -> None:
     cubin = build.compile(gradients.SOURCE, variant.defines, arch)
     check_resources(cubin, "kda_gradients", REGISTERS // variant.threads, shipped=False)
-    # Every register is in use. The tuned variant does not spill; of the others here, none reloads more than 36 bytes.
-    tuned = arch == "sm_90a" and variant.K == 128 and variant.dtype == BF16 and variant.gate_activation == "lower_bound"
-    assert build.resources(cubin)["kda_gradients"].spill_loads <= (0 if tuned and not variant.g_wide else 36)
+    # Every register is in use: with K = 128 none of these reloads more than 20 bytes, with K = 64 none more than 68.
+    assert build.resources(cubin)["kda_gradients"].spill_loads <= (20 if variant.K == 128 else 68)
     assert "serialized" not in cubin.log  # as ptxas does with products of a warpgroup that it thinks divergent
 
 

@@ -283,6 +283,16 @@ DEVICE u32 read_counter(const u32* counter) {
     return value;
 }
 // Called between two polls of a counter, to leave memory bandwidth to the CTAs that increment it.
+// One store to global memory: where its words are computed apart, the compiler makes one of each, and L2 merges them.
+DEVICE void store_global(void* to, uint4 x) {
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};"
+                 :
+                 : "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+DEVICE void store_global(void* to, uint2 x) {
+    asm volatile("st.global.v2.b32 [%0], {%1,%2};" : : "l"(to), "r"(x.x), "r"(x.y) : "memory");
+}
 DEVICE void back_off() { asm volatile("nanosleep.u32 50;"); }
 DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" : : : "memory"); }
 
@@ -394,6 +404,13 @@ WGMMA_SS(Fp16, "f16", 1, 0, "1")
 template <class T, int N, bool b_mn_major = false, bool overwrites = false>
 DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b);
 #define WGMMA_RS(TYPE, NAME, MN_MAJOR, OVERWRITES, SCALE_D)                                                           \
+    template <> DEVICE void wgmma_rs<TYPE, 32, MN_MAJOR, OVERWRITES>(float (&d)[4][4], const u32(&a)[4], Operand b) { \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME                                      \
+                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, " SCALE_D     \
+                     ", 1, 1, %21;"                                                                                   \
+                     : SUM4(0), SUM4(1), SUM4(2), SUM4(3)                                                             \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(MN_MAJOR));                            \
+    }                                                                                                                 \
     template <> DEVICE void wgmma_rs<TYPE, 64, MN_MAJOR, OVERWRITES>(float (&d)[8][4], const u32(&a)[4], Operand b) { \
         asm volatile(                                                                                                 \
             "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                               \
@@ -472,12 +489,12 @@ template <class T, int N, bool b_mn_major = false, bool overwrites = false>
 DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b) {
     #pragma unroll
     for (int i = 0; overwrites && i < N / 2; i++) d[i / 4][i % 4] = 0.f;
-    int lane = threadIdx.x % 32, row = lane / 16, step = lane / 8 % 2, line = 16 * (lane % 8);
+    int lane = threadIdx.x % 32, row = lane / 16, step = lane / 8 % 2;
     u32 y[4];
     #pragma unroll
     for (int i = 0; i < N / 8; i += 2) {
-        if constexpr (b_mn_major) ldmatrix_x4_trans(y, b.p + step * b.stride + (i + row) * 128 + line);
-        else ldmatrix_x4(y, b.p + (i + row) * b.stride + step * 128 + line);
+        if constexpr (b_mn_major) ldmatrix_x4_trans(y, b.p + step * b.stride + (i + row) * 128 + 16 * (lane % 8));
+        else ldmatrix_x4(y, block_row(b, i + row, step, lane % 8));
         T::mma(d[i], a[0], a[1], a[2], a[3], y[0], y[1]);
         T::mma(d[i + 1], a[0], a[1], a[2], a[3], y[2], y[3]);
     }

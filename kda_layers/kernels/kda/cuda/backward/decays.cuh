@@ -127,8 +127,9 @@ DEVICE void decay_by(Fragment (&x)[2], uint4 pairs) {
 
 // Store the decays of a half's blocks from a block's start, to its end and over it, for the products between blocks.
 DEVICE void exchange_decays(HalfLane lane, const GradientsParams& p, const Shared& shared, int tokens) {
-    #pragma unroll 1
-    for (int b = lane.half * HALF_BLOCKS; b < (lane.half + 1) * HALF_BLOCKS; b++) {
+    #pragma unroll
+    for (int i = 0; i < HALF_BLOCKS; i++) {
+        const int b = lane.half * HALF_BLOCKS + i;
         Fragment e[2];
         load_logits(lane, e, shared, b);
         decays_of(lane, e, e, p, rate_of_gates(shared), tokens, b);
@@ -138,9 +139,8 @@ DEVICE void exchange_decays(HalfLane lane, const GradientsParams& p, const Share
         to_16(d);
         if (b > 0) shared.rise(b, lane.warp)[lane.id] = as_pairs(d[0].before, d[1].before);
         if (b < BLOCKS - 1) shared.fall(b, lane.warp)[lane.id] = as_pairs(d[0].after, d[1].after);
-        #pragma unroll
-        for (int c = 0; c < 2; c++) {
-            if (lane.id % 4 == 0) shared.totals(b)[channel_of(lane, c)] = d[0].all[c] * d[1].all[c];
-        }
+        if (lane.id % 4 == 0)
+            shared.totals(b, lane.warp)[lane.id / 4] =
+                make_float2(d[0].all[0] * d[1].all[0], d[0].all[1] * d[1].all[1]);
     }
 }

@@ -104,9 +104,9 @@ DEVICE void finish_logits(HalfLane lane, Fragment (&g)[2], const GradientsParams
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float part, x = logit_gradient<GATE>(part, g[o][i], logits[o][i], rate, p.lower_bound);
-            bool valid = token_of(lane, b, o, i) < tile.chunk.tokens;
-            d_A_log += valid ? part : 0.f, d_bias[i / 2] += valid ? x : 0.f;
+            const float own = token_of(lane, b, o, i) < tile.chunk.tokens ? g[o][i] : 0.f;
+            float part, x = logit_gradient<GATE>(part, own, logits[o][i], rate, p.lower_bound);
+            d_A_log += part, d_bias[i / 2] += x;
             g[o][i] = x;
             if constexpr (G_FP32)
                 reinterpret_cast<float*>(shared.g())[token_of(lane, b, o, i) * FP32_ROW + channel_of(lane, i / 2)] = x;
@@ -122,12 +122,13 @@ DEVICE float4* sums_of(const GradientsParams& p, int b, int i) {
     return p.sums + ((i64(blockIdx.x) * HALF_BLOCKS + b % HALF_BLOCKS) * 4 + i) * THREADS + thread();
 }
 
-DEVICE void start_sums(VectorGradients& d, const GradientsParams& p, const WorkTile& tile, int b) {
+DEVICE void add_sums(VectorGradients& d, const GradientsParams& p, const WorkTile& tile, int b) {
+    if (tile.first()) return;
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         Fragment& to = i < 2 ? d.q[i] : d.k[i - 2];
-        float4 x = tile.first() ? make_float4(0.f, 0.f, 0.f, 0.f) : *sums_of(p, b, i);
-        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+        float4 x = *sums_of(p, b, i);
+        to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
     }
 }
 
@@ -158,26 +159,17 @@ DEVICE void store_outputs(const GradientsParams& p, const Shared& shared, const 
     }
 }
 
-// The triangles' gradients, and gradients as the state sees them; norms and decays are computed while the MMAs run.
-DEVICE void chunk_products(HalfLane& lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+// The triangles' gradients, and gradients as the state sees them.
+DEVICE void chunk_products(HalfLane lane, const GradientsParams& p, const Shared& shared) {
     Triangles triangles;
     StateGradients by_state;
-    lane.opt_barrier();
-    triangles.multiply(lane, p, shared, tile);
+    triangles.multiply(lane, shared);
     by_state.multiply(lane, shared);
-    multiply_states(lane, shared);
-    cp_async_wait<0>();
-    block_sync();
-    if (tile.first()) find_norms(p, shared);
-    exchange_decays(lane, p, shared, tile.chunk.tokens);
-    wgmma_wait<1>();
     #pragma unroll
     for (int i = 0; i < Triangles::EACH; i++) fence_operand(triangles.x[i]);
     triangles.store(lane, p, shared);
-    wgmma_wait<0>();
-    #pragma unroll
-    for (int i = 0; i < 3; i++) fence_operand(by_state.x[i]);
-    block_sync();
+    cp_async_wait<0>();
+    block_sync();  // the operands are read, and tokens are there
     by_state.store(lane, shared, p.scale);
 }
 
@@ -194,11 +186,11 @@ DEVICE void block_gradients(HalfLane lane, VectorGradients& d, Fragment (&q)[2],
     Fragment e[2], d_g[2];
     load_logits(lane, e, shared, b);
     decays_of(lane, e, e, p, rate_of_gates(shared), tile.chunk.tokens, b);
-    start_sums(d, p, tile, b);
     load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
     Writes writes;
     within_block(lane, d_g, writes, d, e, q, k, shared, b);
     sum_writes(lane, shared, writes, b);
+    add_sums(d, p, tile, b);
     if (p.qk_l2norm && tile.last(p)) sum_inner(lane, shared, d, q, k, b);
     finish_logits(lane, d_g, p, shared, tile, b);
     keep_sums(d, p, tile, b);
@@ -209,17 +201,17 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
                             const WorkTile& next) {
     #pragma unroll 1
     for (int i = 0; i < HALF_BLOCKS; i++) {
+        VectorGradients d = {};
+        Fragment q[2], k[2];
+        lane.opt_barrier();
+        block_gradients(lane, d, q, k, p, shared, tile, HALF_BLOCKS * lane.half + i);
+        block_sync();
         lane.opt_barrier();
         const int b = HALF_BLOCKS * lane.half + i;
-        VectorGradients d;
-        Fragment q[2], k[2];
-        block_gradients(lane, d, q, k, p, shared, tile, b);
-        block_sync();
         if (next.valid()) {
             if (i == 0) replace_block<0>(p, shared, next), replace_block<HALF_BLOCKS>(p, shared, next);
             else replace_block<1>(p, shared, next), replace_block<HALF_BLOCKS + 1>(p, shared, next);
         }
-        if (lane.warp == b) finish_betas(lane, p, shared, tile, b);  // another warp for each block
         if (!tile.last(p)) continue;
         if (p.qk_l2norm) through_norms(lane, d, q, k, shared, b);
         store_block(lane, shared.q(), d.q, b), store_block(lane, shared.k(), d.k, b);
@@ -227,12 +219,26 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
     cp_async_commit();
 }
 
-// Store a work tile, go on to the next one, and copy its tokens.
-DEVICE void finish_tile(const GradientsParams& p, const Shared& shared, const WorkTile& tile, const WorkTile& next) {
+// Store beta's gradient and load the next work tile's beta, of block b.
+DEVICE void turn_betas(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
+                       const WorkTile& next, int b) {
+    const int token = 16 * b + lane.id % 16;
+    const LoadedBeta beta = LoadedBeta::load(p, next, token);
+    finish_betas(lane, p, shared, tile, b);
+    warp_sync();
+    shared.betas()[token].y = beta.value(p);
+}
+
+// Store a work tile, go on to the next one, and copy its tokens: what a thread copies replaces what it has stored.
+DEVICE void finish_tile(const GradientsParams& p, const Shared& shared) {
+    const WorkTile tile = shared.tile(), next = shared.next();
     block_sync();
+    if (threadIdx.x == 0) shared.tile() = next;
+    // Betas would wait behind the copies' requests, and are not for the warps that store sums.
+    const HalfLane lane = HalfLane::of_thread();
+    const int b = lane.warp - (CHANNEL_WARPS - BLOCKS);
+    if (lane.half == HALVES - 1 && b >= 0) turn_betas(lane, p, shared, tile, next, b);
     store_outputs(p, shared, tile);
-    block_sync();
-    if (threadIdx.x == 0) shared.tile() = next;  // read after the next barrier
     if (next.valid()) copy_tokens(p, shared, next);
     cp_async_commit();
 }
@@ -250,6 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 128 / K)
     if (tile.valid()) {
         copy_inputs<0, INPUT_SHARES>(p, shared, tile), cp_async_commit();
         copy_tokens(p, shared, tile), cp_async_commit();
+        if (threadIdx.x < CHUNK) shared.betas()[threadIdx.x].y = LoadedBeta::load(p, tile, threadIdx.x).value(p);
     }
     for (;;) {
         cp_async_wait<1>();
@@ -259,12 +266,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 128 / K)
         lane.opt_barrier();
         if (threadIdx.x < 32) find_next(lane, p, shared);
         if (p.beta_activation == PRECOMPUTED) near_zero_beta_gradients(lane, p, shared, tile);
-        chunk_products(lane, p, shared, tile);
+        lane.opt_barrier();
+        chunk_products(lane, p, shared);
         if (next.valid()) copy_inputs<BLOCKS * BLOCK_SHARES, INPUT_SHARES>(p, shared, next);
+        lane.opt_barrier();
+        if (tile.first()) find_norms(p, shared);
+        exchange_decays(lane, p, shared, tile.chunk.tokens);
         lane.opt_barrier();
         between_blocks(lane, shared);
         lane.opt_barrier();
         token_gradients(lane, p, shared, tile, next);
-        finish_tile(p, shared, tile, next);
+        finish_tile(p, shared);
     }
 }

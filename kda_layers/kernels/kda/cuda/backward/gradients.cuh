@@ -106,7 +106,7 @@ static_assert(STATE_SHARES % PANELS == 0 && TOKEN_SHARES % PANELS == 0, "a share
 
 // The place of a piece of a matrix of `rows` rows.
 DEVICE constexpr int piece_at(int row, int piece, int rows) {
-    return (piece / 8 * rows + row) * PANEL_ROW + (piece ^ row) % 8 * 16;
+    return int((u32(piece) / 8 * u32(rows) + u32(row)) * PANEL_ROW + u32(piece ^ row) % 8 * 16);
 }
 constexpr int FP32_ROW = K + 4;  // fp32 logits, padded against bank conflicts
 constexpr int LOGITS = G_FP32 ? CHUNK * FP32_ROW * 4 : KEYS;
@@ -159,9 +159,11 @@ struct Shared {
         return reinterpret_cast<float4*>(base + fragment / 2 * BLOCK_SHARES * SHARE) +
                ((which * CHANNEL_WARPS + warp) * 2 + fragment % 2) * 32;
     }
-    DEVICE float* totals(int b) const { return floats(AT_TOTALS) + b * K; }  // [K] decays of whole blocks
+    DEVICE float2* totals(int b, int warp) const {  // decays of whole blocks, of a lane's two channels
+        return reinterpret_cast<float2*>(floats(AT_TOTALS) + b * K) + 8 * warp;
+    }
     // A half's sums [K], in the place of what is read before both halves of a chunk have met
-    DEVICE float* d_bias(int half) const { return totals(half * (BLOCKS - 1)); }
+    DEVICE float* d_bias(int half) const { return floats(AT_TOTALS) + half * (BLOCKS - 1) * K; }
     DEVICE float* diagonal() const { return floats(AT_DIAGONAL); }  // of dAqk: [64]
     DEVICE float* q_norms() const { return floats(AT_NORMS); }      // 1 / |q|: [64]
     DEVICE float* k_norms() const { return q_norms() + CHUNK; }
@@ -284,6 +286,21 @@ DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const Wo
         copy_rows(shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
     }
 }
+
+// Beta as loaded: where it is converted, it is waited for.
+struct LoadedBeta {
+    u32 bits;
+
+    static DEVICE LoadedBeta load(const GradientsParams& p, const WorkTile& tile, int token) {
+        if (token >= tile.chunk.tokens) return {0};
+        const i64 at = tile.row(p) + i64(token) * p.HV;
+        return {p.beta_fp32 ? static_cast<const u32*>(p.beta)[at] : u32(static_cast<const u16*>(p.beta)[at])};
+    }
+    DEVICE float value(const GradientsParams& p) const {
+        const u32 x = opt_barrier(bits);
+        return p.beta_fp32 ? __uint_as_float(x) : Io::unpack(x).x;
+    }
+};
 
 DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     Logit* d_g = static_cast<Logit*>(p.d_g) + tile.row(p) * K;

@@ -104,9 +104,8 @@ DEVICE void near_zero_beta_gradients(HalfLane lane, const GradientsParams& p, co
     block_sync();
     if (lane.half > 0) return;  // there is shared memory for the warps of one half
     for (int token = lane.warp; token < tile.chunk.tokens; token += CHANNEL_WARPS) {
-        i64 at = tile.row(p) + i64(token) * p.HV;
-        if (!is_near_zero(LoadedBeta::load(p, at).value(p), p.beta_activation)) continue;
+        if (!is_near_zero(shared.betas()[token].y, p.beta_activation)) continue;
         float x = near_zero_beta_gradient(lane, p, shared, tile, token);
-        if (lane.id == 0) store_beta(p, at, x);
+        if (lane.id == 0) store_beta(p, tile.row(p) + i64(token) * p.HV, x);
     }
 }

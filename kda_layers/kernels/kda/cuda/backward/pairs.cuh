@@ -25,19 +25,27 @@ DEVICE float2 columns_of(Lane lane, const float* block) {
 using PerBlock = float[BLOCKS][2];  // of a lane's two channels
 constexpr int LAST = BLOCKS - 1;
 
-// The decay of a lane's channel over block b, loaded where it is needed: registers are few.
-DEVICE float total(Lane lane, const Shared& shared, int b, int c) { return shared.totals(b)[channel_of(lane, c)]; }
+// The decays of a lane's two channels over block b, loaded where they are needed: registers are few.
+struct Total {
+    float over[2];
+
+    DEVICE Total(Lane lane, const Shared& shared, int b) {
+        const float2 x = shared.totals(b, lane.warp)[lane.id / 4];
+        over[0] = x.x, over[1] = x.y;
+    }
+    DEVICE void decay(float (&x)[2]) const { x[0] *= over[0], x[1] *= over[1]; }
+};
 
 // What passes through each block, from the state before the chunk to the one after it: this half's share.
 DEVICE void start_through(HalfLane lane, const Shared& shared, PerBlock& through) {
+    float all[2];
     #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        float all = lane.id % 4 == 0 ? shared.through(lane.warp, lane.half, 0)[lane.id / 4 + 8 * c] : 0.f;
-        #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) all *= total(lane, shared, b, c);
-        #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) through[b][c] = all;
-    }
+    for (int c = 0; c < 2; c++)
+        all[c] = lane.id % 4 == 0 ? shared.through(lane.warp, lane.half, 0)[lane.id / 4 + 8 * c] : 0.f;
+    #pragma unroll
+    for (int b = 0; b < BLOCKS; b++) Total(lane, shared, b).decay(all);
+    #pragma unroll
+    for (int b = 0; b < BLOCKS; b++) through[b][0] = all[0], through[b][1] = all[1];
 }
 
 DEVICE void store_through(HalfLane lane, const Shared& shared, PerBlock& through) {
@@ -57,31 +65,27 @@ DEVICE void pass_through(Lane lane, const Shared& shared, PerBlock& through, Fra
                          Fragment (&readers)[2], Fragment (&writers)[2], const Fragment (&q)[2], const Fragment (&k)[2],
                          const Fragment (&writer)[2], int b, int j) {
     float read[2] = {}, to_end[2] = {};
-    const float over_j[2] = {total(lane, shared, j, 0), total(lane, shared, j, 1)};
-    const float over_b[2] = {total(lane, shared, b, 0), total(lane, shared, b, 1)};
+    const Total of_j(lane, shared, j), of_b(lane, shared, b);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             int c = i / 2;
             // Block b reads what was written before block j, decayed over j.
-            queries[o][i] *= over_j[c], readers[o][i] *= over_j[c];
+            queries[o][i] *= of_j.over[c], readers[o][i] *= of_j.over[c];
             read[c] += q[o][i] * queries[o][i] + k[o][i] * readers[o][i];
             to_end[c] += writer[o][i] * writers[o][i];
-            writers[o][i] *= over_b[c];
+            writers[o][i] *= of_b.over[c];
         }
     }
     #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        #pragma unroll
-        for (int between = j + 1; between < b; between++) read[c] *= total(lane, shared, between, c);
-        through[j][c] += read[c];
-        if (b < BLOCKS - 1) continue;  // from block j to the chunk's end
-        #pragma unroll
-        for (int later = j + 1; later < BLOCKS; later++) to_end[c] *= total(lane, shared, later, c);
-        #pragma unroll
-        for (int later = j + 1; later < BLOCKS; later++) through[later][c] += to_end[c];
-    }
+    for (int between = j + 1; between < b; between++) Total(lane, shared, between).decay(read);
+    through[j][0] += read[0], through[j][1] += read[1];
+    if (b < BLOCKS - 1) return;  // from block j to the chunk's end
+    #pragma unroll
+    for (int later = j + 1; later < BLOCKS; later++) Total(lane, shared, later).decay(to_end);
+    #pragma unroll
+    for (int later = j + 1; later < BLOCKS; later++) through[later][0] += to_end[0], through[later][1] += to_end[1];
 }
 
 // Products of the 16 tokens of blocks b (readers) and j (writers).
@@ -149,9 +153,9 @@ DEVICE void between_blocks(HalfLane lane, const Shared& shared) {
     for (int j = 0; j < 2; j++) {
         Fragment x[2];
         load_gradients(lane, x, shared, WRITERS, j);
-        float over[2];  // the blocks that read in this half
+        float over[2] = {1.f, 1.f};  // the blocks that read in this half
         #pragma unroll
-        for (int c = 0; c < 2; c++) over[c] = total(lane, shared, 2, c) * (j == 0 ? total(lane, shared, 1, c) : 1.f);
+        for (int b = j + 1; b < LAST; b++) Total(lane, shared, b).decay(over);
         #pragma unroll
         for (int i = 0; i < 8; i++) {
             x[i / 4][i % 4] = x[i / 4][i % 4] * over[i % 4 / 2] + writers[j][i / 4][i % 4];
@@ -168,49 +172,69 @@ struct VectorGradients {
     Fragment q[2], k[2];
 };
 
-// The gradients of the triangles among 8 tokens: of L for both sides of a pair at once, as a token is on one side only.
+// The gradients of the triangles among 8 tokens, for the pairs of a lane's two tokens with another: of L for both sides
+// of a pair at once, as a token is on one side only. And for the two tokens with each other.
 struct Corner {
     float2 both, rows, columns;
+    float own_L, own_A;
 
     DEVICE Corner(Lane lane, const Shared& shared, int fragment) {
         const float *dL = shared.dL(fragment, fragment), *dA = shared.dA(fragment, fragment);
-        float2 row = rows_of(lane, dL), column = columns_of(lane, dL);
-        int g = lane.id / 4, m = lane.id % 4 * 2;
-        both = make_float2(g > m ? row.x : column.x, g > m + 1 ? row.y : column.y);
+        const u32 token = lane.id % 4 * 2, own = triangle_row(token + 1) + token;
+        const bool reads = lane.id / 4 > token;
+        const float2 row = rows_of(lane, dL), column = columns_of(lane, dL);
+        both = make_float2(reads ? row.x : column.x, reads ? row.y : column.y);
         rows = rows_of(lane, dA), columns = columns_of(lane, dA);
-        rows = make_float2(g > m ? rows.x : 0.f, g > m + 1 ? rows.y : 0.f);
-        columns = make_float2(g < m ? columns.x : 0.f, g < m + 1 ? columns.y : 0.f);
+        rows = make_float2(reads ? rows.x : 0.f, reads ? rows.y : 0.f);
+        columns = make_float2(reads ? 0.f : columns.x, reads ? 0.f : columns.y);
+        own_L = dL[own], own_A = dA[own];
     }
-    // Only pairs of tokens whose indices first differ in bit `level`.
+    // Only pairs of tokens whose indices first differ in bit `level`, 2 or 4.
     template <int level> static DEVICE float2 at(Lane lane, float2 x) {
-        int first = lane.id / 4 ^ lane.id % 4 * 2, second = first ^ 1;
-        return make_float2(first >= level && first < 2 * level ? x.x : 0.f,
-                           second >= level && second < 2 * level ? x.y : 0.f);
+        const u32 differ = (lane.id / 4 ^ lane.id % 4 * 2) & 6;
+        const bool here = level == 4 ? differ >= 4 : differ == 2;
+        return make_float2(here ? x.x : 0.f, here ? x.y : 0.f);
     }
 };
 
-// Sums along a lane's two tokens of each channel and the lanes that have their neighbours, from each token on or,
-// without it, of those before it, within aligned blocks of `size` tokens: added to g. Terms are of reads in the upper
-// block of a pair, of writes in the lower one.
-template <int size> DEVICE void add_terms(Lane lane, Fragment& g, const Fragment& terms, bool upper) {
+// Terms of tokens that read or write pass through the decays of tokens between the two: sums over tokens, as products with
+// 0s and 1s. As mma's b, an 8 x 8 matrix: 1 where the term of its row's token passes through its column's.
+template <class Passes> DEVICE float2 pattern(Lane lane, Passes passes) {
+    const u32 term = lane.id % 4 * 2, through = lane.id / 4;
+    return make_float2(passes(term, through) ? 1.f : 0.f, passes(term + 1, through) ? 1.f : 0.f);
+}
+
+// Add to g the terms that pass through each token.
+DEVICE void add_terms(Fragment& g, const Fragment& terms, float2 pattern) { multiply(g, terms, pattern); }
+
+// Of reads from before 8 tokens: through the tokens up to the one that reads. Of writes: through those after.
+constexpr float2 ALL = {1.f, 1.f};
+DEVICE float2 reads_of(Lane lane) {
+    return pattern(lane, [](u32 term, u32 through) { return through <= term; });
+}
+DEVICE float2 writes_of(Lane lane) {
+    return pattern(lane, [](u32 term, u32 through) { return through > term; });
+}
+// Both, among pairs of aligned blocks of `level` tokens: upper blocks read, lower ones write.
+template <int level> DEVICE float2 pairs_of(Lane lane) {
+    return pattern(
+        lane, [](u32 term, u32 through) { return (term ^ through) < level && (through > term) != bool(term & level); });
+}
+
+// Level 1: a lane's second token reads, its first has written. `e`: the tokens' decays.
+DEVICE void anchor_1(Fragment& d_g, float (&writes)[2], Fragment& d_q, Fragment& d_k, const Fragment& e,
+                     const Fragment& q, const Fragment& k, const Corner& corner) {
     #pragma unroll
-    for (int c = 0; c < 4; c += 2) {
-        float both = terms[c] + terms[c + 1], others = 0.f;
-        if constexpr (size >= 4) {
-            float x = shuffle_xor(both, 1);
-            others += upper != bool(lane.id & 1) ? x : 0.f;
-            if constexpr (size >= 8) {
-                float y = shuffle_xor(both + x, 2);
-                others += upper != bool(lane.id & 2) ? y : 0.f;
-            }
-        }
-        g[c] += others + (upper ? both : 0.f);
-        g[c + 1] += others + (upper ? terms[c + 1] : terms[c]);
+    for (int i = 0; i < 4; i += 2) {
+        const float L = corner.own_L * e[i + 1], A = corner.own_A * e[i + 1], by_writer = L * k[i + 1] + A * q[i + 1];
+        d_q[i + 1] += A * k[i], d_k[i + 1] += L * k[i], d_k[i] += by_writer;
+        const float term = k[i] * by_writer;
+        d_g[i + 1] += term, writes[0] += term;
     }
 }
 
-// One level of anchoring among 8 tokens: those in upper blocks of `level` tokens read what those in lower ones have
-// written. `near` is a token's decay towards the other block of its pair.
+// Level 2 or 4: tokens in upper blocks of `level` read what those in lower ones have written. `near` is a token's decay
+// towards the other block of its pair.
 template <int level> DEVICE void anchor(Lane lane, Fragment& d_g, float (&writes)[2], Fragment& d_q, Fragment& d_k,
                                         const Fragment& near, const Fragment& q, const Fragment& k,
                                         const Corner& corner) {
@@ -225,8 +249,7 @@ template <int level> DEVICE void anchor(Lane lane, Fragment& d_g, float (&writes
         terms[i] = near_q[i] * by_q[i] + near_k[i] * by_k[i];
         d_q[i] += near[i] * by_q[i], d_k[i] += near[i] * by_k[i];
     }
-    if constexpr (level == 1) d_g[1] += terms[1], d_g[3] += terms[3], writes[0] += terms[0] + terms[2];
-    else add_terms<level>(lane, d_g, terms, lane.id & level / 2), add_writes(writes, terms, !(lane.id & level / 2));
+    add_terms(d_g, terms, pairs_of<level>(lane)), add_writes(writes, terms, !(lane.id & level / 2));
 }
 
 // Level 8: the upper 8 tokens read, the lower 8 have written.
@@ -248,41 +271,44 @@ DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], Writes& writes, VectorGradie
         to.k[0][i] += decays[0].after[i] * by_writer[i];
         by_q[i] = reader_q[i] * by_q[i] + reader_k[i] * by_k[i], by_writer[i] *= writer[i];
     }
-    add_terms<8>(lane, d_g[1], by_q, true), add_terms<8>(lane, d_g[0], by_writer, false);
+    add_terms(d_g[1], by_q, reads_of(lane)), add_terms(d_g[0], by_writer, writes_of(lane));
     add_writes(writes[0], by_writer);
 }
 
-// Reads from before the block, and writes that are read after it.
-DEVICE void to_other_blocks(Lane lane, Fragment (&d_g)[2], Writes& written, VectorGradients& to,
-                            const Decays (&decays)[2], const Fragment (&q)[2], const Fragment (&k)[2],
-                            const Shared& shared, int b) {
-    Fragment queries[2], readers[2], writers[2];
-    load_gradients(lane, queries, shared, QUERIES, b), load_gradients(lane, readers, shared, READERS, b);
-    load_gradients(lane, writers, shared, WRITERS, b);
+// Reads of 8 tokens from before the block; `decay`: from its start.
+DEVICE void read_earlier(Lane lane, Fragment (&d_g)[2], Fragment& d_q, Fragment& d_k, const Fragment& decay,
+                         const Fragment& q, const Fragment& k, const Shared& shared, int b, int o) {
+    Fragment queries, readers, terms;
+    load_gradients(lane, queries, shared, QUERIES, 2 * b + o),
+        load_gradients(lane, readers, shared, READERS, 2 * b + o);
     #pragma unroll
-    for (int o = 0; o < 2; o++) {
-        Fragment reads, writes;
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float by_q = decays[o].before[i] * queries[o][i], by_k = decays[o].before[i] * readers[o][i],
-                  by_writer = decays[o].after[i] * writers[o][i];
-            to.q[o][i] += by_q, to.k[o][i] += by_k + by_writer;
-            reads[i] = q[o][i] * by_q + k[o][i] * by_k, writes[i] = k[o][i] * by_writer;
-        }
-        add_terms<8>(lane, d_g[o], reads, true), add_terms<8>(lane, d_g[o], writes, false);
-        add_writes(written[o], writes);
-        #pragma unroll
-        for (int c = 0; c < 4; c += 2) {  // through all of the other 8 tokens
-            float x = over_tokens(o ? reads[c] + reads[c + 1] : writes[c] + writes[c + 1]);
-            d_g[1 - o][c] += x, d_g[1 - o][c + 1] += x;
-        }
+    for (int i = 0; i < 4; i++) {
+        const float by_q = decay[i] * queries[i], by_k = decay[i] * readers[i];
+        d_q[i] += by_q, d_k[i] += by_k, terms[i] = q[i] * by_q + k[i] * by_k;
     }
+    add_terms(d_g[o], terms, reads_of(lane));
+    if (o == 1) add_terms(d_g[0], terms, ALL);
+}
+
+// Writes of 8 tokens that are read after the block; `decay`: to its end.
+DEVICE void write_later(Lane lane, Fragment (&d_g)[2], float (&writes)[2], Fragment& d_k, const Fragment& decay,
+                        const Fragment& k, const Shared& shared, int b, int o) {
+    Fragment writers, terms;
+    load_gradients(lane, writers, shared, WRITERS, 2 * b + o);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float by_writer = decay[i] * writers[i];
+        d_k[i] += by_writer, terms[i] = k[i] * by_writer;
+    }
+    add_terms(d_g[o], terms, writes_of(lane)), add_writes(writes, terms);
+    if (o == 0) add_terms(d_g[1], terms, ALL);
 }
 
 // `e`: the tokens' decays; `d_g` becomes the gradient of their logarithms, `writes` what the tokens write; the gradients
 // of q and k are added to.
-DEVICE void within_block(Lane lane, Fragment (&d_g)[2], Writes& writes, VectorGradients& to, const Fragment (&e)[2],
-                         const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b) {
+DEVICE void within_block(HalfLane& lane, Fragment (&d_g)[2], Writes& writes, VectorGradients& to,
+                         const Fragment (&e)[2], const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared,
+                         int b) {
     Decays decays[2];
     #pragma unroll
     for (int o = 0; o < 2; o++) {
@@ -300,8 +326,7 @@ DEVICE void within_block(Lane lane, Fragment (&d_g)[2], Writes& writes, VectorGr
         writes[o][1] = diagonal.y * (q[o][1] * k[o][1] + q[o][3] * k[o][3]);
         const Corner corner(lane, shared, 2 * b + o);
         d.start(e[o]);
-        const Fragment own = {1.f, e[o][1], 1.f, e[o][3]};
-        anchor<1>(lane, d_g[o], writes[o], to.q[o], to.k[o], own, q[o], k[o], corner);
+        anchor_1(d_g[o], writes[o], to.q[o], to.k[o], e[o], q[o], k[o], corner);
         d.to_2();
         Fragment near;
         d.towards(near, lane.id & 1);
@@ -310,10 +335,16 @@ DEVICE void within_block(Lane lane, Fragment (&d_g)[2], Writes& writes, VectorGr
         d.towards(near, lane.id & 2);
         anchor<4>(lane, d_g[o], writes[o], to.q[o], to.k[o], near, q[o], k[o], corner);
         d.to_twice<2>(lane);
+        Fragment from_start;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) from_start[i] = d.before[i] * (o ? decays[0].all[i / 2] : 1.f);
+        read_earlier(lane, d_g, to.q[o], to.k[o], from_start, q[o], k[o], shared, b, o);
         warp_sync();  // keeps registers free, as above
     }
+    lane.opt_barrier();
     anchor_8(lane, d_g, writes, to, decays, q, k, shared.dL(2 * b + 1, 2 * b), shared.dA(2 * b + 1, 2 * b));
-    to_16(decays);
-    warp_sync();
-    to_other_blocks(lane, d_g, writes, to, decays, q, k, shared, b);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) decays[0].after[i] *= decays[1].all[i / 2];
+    #pragma unroll
+    for (int o = 0; o < 2; o++) write_later(lane, d_g, writes[o], to.k[o], decays[o].after, k[o], shared, b, o);
 }

@@ -15,19 +15,6 @@ DEVICE void clear(Tokens& x) {
     for (int i = 0; i < 4 * OCTETS; i++) x[i / 4][i % 4] = 0.f;
 }
 
-// Beta as loaded: where it is converted, it is waited for.
-struct LoadedBeta {
-    u32 bits;
-
-    static DEVICE LoadedBeta load(const GradientsParams& p, i64 at) {
-        return {p.beta_fp32 ? static_cast<const u32*>(p.beta)[at] : u32(static_cast<const u16*>(p.beta)[at])};
-    }
-    DEVICE float value(const GradientsParams& p) const {
-        const u32 x = opt_barrier(bits);
-        return p.beta_fp32 ? __uint_as_float(x) : Io::unpack(x).x;
-    }
-};
-
 DEVICE void store_beta(const GradientsParams& p, i64 at, float x) {
     if (p.beta_fp32) static_cast<float*>(p.d_beta)[at] = x;
     else static_cast<u16*>(p.d_beta)[at] = u16(Io::pack(x, 0.f));
@@ -40,7 +27,6 @@ DEVICE int triangle_row(int r) { return 8 * (r ^ r / 4); }
 struct Triangles {
     static constexpr int EACH = 8 / CHANNEL_WARPS;  // of a warpgroup
     Tokens x[EACH];                                 // here tokens by tokens
-    LoadedBeta betas[2];                            // of a lane's tokens on the diagonal of dL
 
     static DEVICE bool is_L(Lane lane, int i) { return EACH == 1 ? lane.warp / 4 : i; }
 
@@ -50,14 +36,7 @@ struct Triangles {
     }
 
     // Asynchronous.
-    DEVICE void multiply(HalfLane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int token = 8 * row_of(lane, r) + lane.id / 4;
-            betas[r] = {};
-            if (is_L(lane, EACH - 1) && on_diagonal(lane, r) && token < tile.chunk.tokens)
-                betas[r] = LoadedBeta::load(p, tile.row(p) + i64(token) * p.HV);
-        }
+    DEVICE void multiply(HalfLane lane, const Shared& shared) {
         const Operand errors = swizzled_operand(shared.errors() + lane.half * HALF_ROWS);
         #pragma unroll
         for (int i = 0; i < EACH; i++) clear(x[i]);
@@ -90,40 +69,69 @@ struct Triangles {
                         *reinterpret_cast<float2*>(to + triangle_row(lane.id / 4) + lane.id % 4 * 2) =
                             make_float2(Tf32::round(a), Tf32::round(b));
                 }
-                if (on_diagonal(lane, r)) store_diagonal(own, L, betas[r].value(p), shared, 8 * row + lane.id / 4);
+                if (on_diagonal(lane, r)) store_diagonal(own, L, shared, 8 * row + lane.id / 4);
             }
         }
     }
     // Of dAqk; or of dL, -<bX, V'>, for beta's gradient.
-    static DEVICE void store_diagonal(float x, bool L, float beta, const Shared& shared, int token) {
-        if (L) shared.betas()[token] = make_float2(-x, beta);
+    static DEVICE void store_diagonal(float x, bool L, const Shared& shared, int token) {
+        if (L) shared.betas()[token].x = -x;
         else shared.diagonal()[token] = x;
     }
 };
 
+DEVICE float over_tokens(float x) {  // sum over the lanes that have the same channels
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
+}
+
 // Gradients of a warp's channels and tokens through the state, at the ends of each block of 16 tokens: of queries and of
-// keys that read, decayed from the block's start; of keys that write, decayed to its end.
+// keys that read, decayed from the block's start; of keys that write, decayed to its end. And what passes through the
+// whole chunk: sums of S dS over V, of which each half of the tokens has one half.
 enum Which { QUERIES, READERS, WRITERS };
 struct StateGradients {
     Tokens x[3];
+    float through[2];
 
-    // Asynchronous.
+    // The states stay in registers for all that they are multiplied by: the MMAs are bound by reading shared memory.
     DEVICE void multiply(HalfLane lane, const Shared& shared) {
-        const int at = lane.warp / 4 * V * PANEL_ROW, rows = lane.half * HALF_ROWS;
-        const Operand state = swizzled_operand(shared.state() + at), d_state = swizzled_operand(shared.d_state() + at);
+        constexpr int STEPS = V / 16 / HALVES;  // of V, whose states are in registers at once
+        const int rows = lane.half * HALF_ROWS;
         const Operand values[3] = {swizzled_operand(shared.d_o() + rows), swizzled_operand(shared.d_v() + rows),
                                    swizzled_operand(shared.errors() + rows)};
-        clear(x[0]), clear(x[1]), clear(x[2]);
-        wgmma_fence();
+        clear(x[0]), clear(x[1]), clear(x[2]), through[0] = through[1] = 0.f;
         #pragma unroll
-        for (int which = 0; which < 3; which++) {
+        for (int half = 0; half < HALVES; half++) {
+            u32 S[STEPS][4], dS[STEPS][4];
             #pragma unroll
-            for (int s = 0; s < V / 16; s++) {
-                wgmma_ss<Io, 8 * OCTETS, true>(x[which], operand_at(which == WRITERS ? d_state : state, s * 2048),
-                                               values_at(values[which], s));
+            for (int s = 0; s < STEPS; s++) {
+                ldmatrix_x4_trans(S[s], shared.state() + rows_at(lane, STEPS * half + s, V));
+                ldmatrix_x4_trans(dS[s], shared.d_state() + rows_at(lane, STEPS * half + s, V));
+            }
+            wgmma_fence();
+            #pragma unroll
+            for (int s = 0; s < STEPS; s++) {
+                #pragma unroll
+                for (int which = 0; which < 3; which++)
+                    wgmma_rs<Io, 8 * OCTETS>(x[which], which == WRITERS ? dS[s] : S[s],
+                                             values_at(values[which], STEPS * half + s));
+            }
+            wgmma_commit();
+            if (half == lane.half) sum_states(S, dS);
+            wgmma_wait<0>();
+            #pragma unroll
+            for (int which = 0; which < 3; which++) fence_operand(x[which]);
+        }
+    }
+    template <int steps> DEVICE void sum_states(const u32 (&S)[steps][4], const u32 (&dS)[steps][4]) {
+        #pragma unroll
+        for (int s = 0; s < steps; s++) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 a = Io::unpack(S[s][i]), b = Io::unpack(dS[s][i]);
+                through[i % 2] += a.x * b.x + a.y * b.y;
             }
         }
-        wgmma_commit();
     }
     // Replaces the MMAs' operands.
     DEVICE void store(HalfLane lane, const Shared& shared, float scale) const {
@@ -137,15 +145,21 @@ struct StateGradients {
                     make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
             }
         }
+        #pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const float sum = over_tokens(through[c]);
+            if (lane.id % 4 == 0) shared.through(lane.warp, lane.half, 0)[lane.id / 4 + 8 * c] = sum;
+        }
     }
 };
 
+// Of 8 tokens; of block b.
+DEVICE void load_gradients(Lane lane, Fragment& x, const Shared& shared, int which, int octet) {
+    float4 y = shared.by_state(which, octet, lane.warp)[lane.id];
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+}
 DEVICE void load_gradients(Lane lane, Fragment (&x)[2], const Shared& shared, int which, int b) {
-    #pragma unroll
-    for (int o = 0; o < 2; o++) {
-        float4 y = shared.by_state(which, 2 * b + o, lane.warp)[lane.id];
-        x[o][0] = y.x, x[o][1] = y.y, x[o][2] = y.z, x[o][3] = y.w;
-    }
+    load_gradients(lane, x[0], shared, which, 2 * b), load_gradients(lane, x[1], shared, which, 2 * b + 1);
 }
 
 DEVICE void store_gradients(Lane lane, const Shared& shared, const Fragment (&x)[2], int which, int b) {
@@ -154,33 +168,8 @@ DEVICE void store_gradients(Lane lane, const Shared& shared, const Fragment (&x)
         shared.by_state(which, 2 * b + o, lane.warp)[lane.id] = make_float4(x[o][0], x[o][1], x[o][2], x[o][3]);
 }
 
-DEVICE float over_tokens(float x) {  // sum over the lanes that have the same channels
-    x += shuffle_xor(x, 1);
-    return x + shuffle_xor(x, 2);
-}
-
 // The half of two values that a lane keeps when it exchanges sums with the lane whose index differs in one bit.
 DEVICE float keep(Lane lane, int mask, float low, float high) {
     const bool upper = lane.id & mask;
     return (upper ? high : low) + shuffle_xor(upper ? low : high, mask);
-}
-
-// Sums of S dS over a half of V, to shared memory.
-DEVICE void multiply_states(HalfLane lane, const Shared& shared) {
-    constexpr int COUNT = V / 16 / HALVES;
-    float sum[2] = {};
-    #pragma unroll 2
-    for (int v = lane.half * COUNT; v < (lane.half + 1) * COUNT; v++) {
-        Fragment s[2], d[2];
-        load_block(lane, s, shared.state(), v, V);
-        load_block(lane, d, shared.d_state(), v, V);
-        #pragma unroll
-        for (int x = 0; x < 8; x++) sum[x % 4 / 2] += s[x / 4][x % 4] * d[x / 4][x % 4];
-    }
-    #pragma unroll
-    for (int c = 0; c < 2; c++) {
-        sum[c] = over_tokens(sum[c]);
-        if (lane.id % 4 == 0) shared.through(lane.warp, lane.half, 0)[lane.id / 4 + 8 * c] = sum[c];
-    }
-    warp_sync();
 }

@@ -342,8 +342,8 @@ DEVICE void take_errors(Lane lane, u16* to, i64 stride, int tokens, const Shared
     Values::each(lane, [&](int, int token, int piece) {
         uint4 x = *reinterpret_cast<const uint4*>(shared.tokens(count) + token_at(token, piece));
         if (token < tokens)
-            *reinterpret_cast<uint4*>(to + token * stride + 8 * piece) =
-                make_uint4(x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS);
+            store_global(to + token * stride + 8 * piece,
+                         make_uint4(x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS));
     });
 }
 

@@ -109,7 +109,7 @@ class Variant(NamedTuple):
         exchanged = 2 * (CHUNK * self.K * 2 + 16 * self.K) + 20 * CHUNK
         sums = self.K // 64 * 10240 + 6 * 512 + self.K * 16
         gates = self.K * 16 + (0 if self.g_wide else CHUNK * self.K * 2)
-        return STAGES * stage_bytes(self.K) + scan + exchanged + sums + gates + 8 * (6 * STAGES + 4)
+        return STAGES * stage_bytes(self.K) + scan + exchanged + sums + gates + 8 * (6 * STAGES + 5)
 
 
 def variant_for(

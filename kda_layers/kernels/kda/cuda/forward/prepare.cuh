@@ -41,7 +41,7 @@ struct Raw {
 };
 
 // Prefetch the next chunk's q and k where registers allow.
-constexpr bool LOADS_AHEAD = HAS_WGMMA && !KEEPS;
+constexpr bool LOADS_AHEAD = HAS_WGMMA && (SAVES || !SEGMENTS);
 
 DEVICE void load_raw(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& at) {
     int channel = channel_of(lane);
@@ -497,7 +497,8 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     decayed.store_columns(lane, shared.columns(iteration));
     barrier_sync(PREPARED, 32 * PREPARE_WARPS);
     mbarrier_wait(shared.placed(), iteration & 1);
-    const Stage stage = place_of(p, shared, at, count);
+    // Finding the row of a saved chunk takes registers that loading ahead needs.
+    const Stage stage = SAVES ? Stage{*shared.place()} : place_of(p, shared, at, count);
     if (gives) send_sums(shared.sums_of_A(iteration, b, b) + lane.id, own);
     if (lane.warp == 0) store_scale(lane, stage, shared.scale(iteration));
     store_Kr(lane, shared, stage, decayed.k_fall, iteration);
@@ -517,6 +518,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
 
 DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     Cursor at;
+    at.has_rows = KEEPS && !SAVES;  // of saved chunks the inverters know the place
     at.start(lane, p, slice() % STRIDE);
     if (!at.valid(p)) return;
     fetch_logits(lane, p, shared, at);
@@ -536,12 +538,14 @@ DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
 }
 
 // Wait until the chunk's slot is free. Executed by a full warp.
-DEVICE void make_room(Lane lane, const ForwardParams& p, const Shared& shared, u32 count) {
+DEVICE void make_room(Lane lane, const ForwardParams& p, const Shared& shared, const Cursor& at, u32 count) {
     if (RECYCLES && count >= RING) wait_for_place(lane, p, count);
     if (!SHARED_CHUNKS) {
         for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
     }
-    if (lane.id == 0) mbarrier_arrive(shared.placed());
+    if (lane.id != 0) return;
+    if (SAVES) *shared.place() = place_of(p, shared, at, count).base;
+    mbarrier_arrive(shared.placed());
 }
 
 // The warps that invert. Inverter 0 finishes first and reserves the next slot; the last inverter publishes the chunk,
@@ -555,7 +559,7 @@ DEVICE void invert_chunks(Lane lane, const ForwardParams& p, const Shared& share
     for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, iteration++, at.skip(lane, p, STRIDE)) {
         warp_sync();
         load_write_strengths(lane, beta, p, at);
-        if (lane.warp == 0) make_room(lane, p, shared, count);
+        if (lane.warp == 0) make_room(lane, p, shared, at, count);
         mbarrier_wait(shared.summed(), iteration & 1);
         warp_sync();
         invert_chunk(lane, shared, place_of(p, shared, at, count), beta);

@@ -131,9 +131,9 @@ struct Values {
             if constexpr (BV >= 32) {
                 #pragma unroll
                 for (int i = 0; i < TILES; i += 4)
-                    *reinterpret_cast<uint4*>(at + 2 * i) = make_uint4(x[r][i], x[r][i + 1], x[r][i + 2], x[r][i + 3]);
+                    store_global(at + 2 * i, make_uint4(x[r][i], x[r][i + 1], x[r][i + 2], x[r][i + 3]));
             } else {
-                *reinterpret_cast<uint2*>(at) = make_uint2(x[r][0], x[r][1]);
+                store_global(at, make_uint2(x[r][0], x[r][1]));
             }
         }
     }

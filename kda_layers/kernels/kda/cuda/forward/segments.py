@@ -107,7 +107,7 @@ class Variant(NamedTuple):
         if self.part == MAPS:
             return self.whole.shared_bytes
         scan = 2 * self.whole.BV * (self.whole.K + 2 * CHUNK)
-        return WALK_STAGES * whole.stage_bytes(self.whole.K) + scan + 8 * (6 * WALK_STAGES + 4)
+        return WALK_STAGES * whole.stage_bytes(self.whole.K) + scan + 8 * (6 * WALK_STAGES + 5)
 
 
 def variants_for(

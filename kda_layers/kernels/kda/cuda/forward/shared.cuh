@@ -25,7 +25,8 @@ struct Cursor {
     int index, chunk;
     WorkTile tile;
     i64 keys;       // offset of the tile's first token in q and k
-    int first_row;  // the tile's first row in per-chunk tensors
+    int first_row;  // the tile's first row in per-chunk tensors, if they are asked for
+    bool has_rows = KEEPS;
 
     DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
     DEVICE void start(Lane lane, const ForwardParams& p, int first) {
@@ -46,7 +47,7 @@ struct Cursor {
         if (is_none(tile)) index = p.tiles;
         if constexpr (POOLED) keys = i64(tile.first) * p.key_row + tile.head / p.group * K;
         else keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
-        if constexpr (KEEPS) first_row = chunks_before(lane, p, tile.sequence, ALL) + tile.skipped;
+        if (has_rows) first_row = chunks_before(lane, p, tile.sequence, ALL) + tile.skipped;
     }
 };
 
@@ -83,7 +84,7 @@ struct Shared {
     static constexpr int AT_LOGITS = AT_SUMS + PREPARE_WARPS * 16 * 16;
     static constexpr int AT_BIAS = AT_LOGITS + (G_FP32 ? 0 : CHUNK * K * 2);
     static constexpr int AT_BARRIERS = PREPARES ? AT_BIAS + PREPARE_WARPS * 256 : AT_COLUMNS;
-    static constexpr int BYTES = AT_BARRIERS + (2 * PARTS * STAGES + 4) * 8;
+    static constexpr int BYTES = AT_BARRIERS + (2 * PARTS * STAGES + 5) * 8;
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
     DEVICE unsigned char* state() const { return base + AT_STATE; }          // S: [BV, K]
@@ -124,6 +125,7 @@ struct Shared {
     DEVICE u64* inverted() const { return summed() + 1; }
     DEVICE u64* written() const { return summed() + 2; }
     DEVICE u64* placed() const { return summed() + 3; }  // the chunk's slot is free
+    DEVICE unsigned char** place() const { return reinterpret_cast<unsigned char**>(summed() + 4); }
 
     // warps of a CTA that release a part
     static DEVICE constexpr int releases(int part) { return part == OUTPUT ? 4 : 1; }
