@@ -66,11 +66,13 @@ def train(args: argparse.Namespace) -> int:
         os.environ.setdefault(name, alone)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     text = load_text(args.data, args.seq_len).train
     torch.manual_seed(args.seed)  # the same weights and excerpts in every process
     model: Any = kda_layers.KDAForCausalLM(kda_layers.KDAConfig.from_pretrained(args.model)).to(device).train()
+    # After the model: transformers imports torch.distributed.nn, whose default arguments keep a group that exists by
+    # then beyond destroy_process_group; its threads can end the interpreter with "terminate called".
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     kda_layers.enable_context_parallel(model, mesh["cp"])
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

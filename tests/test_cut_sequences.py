@@ -66,3 +66,16 @@ def test_two_processes_train_to_the_loss_of_one() -> None:
     (first, one), (second, two) = losses[0][0], losses[1][0]
     assert (one, two) == ("1", "2")
     assert abs(float(first) - float(second)) <= 0.0011, "both are rounded to three places"
+
+
+def test_no_process_group_outlives_its_example() -> None:
+    """torch.distributed.nn's default arguments keep the group that exists when it is imported, with its threads."""
+    code = """
+import sys
+sys.path.insert(0, "examples")
+import train_long
+assert train_long.main(["--cpu", "--steps", "1", "--seq-len", "64"]) == 0
+from torch.distributed.nn.functional import broadcast
+assert broadcast.__defaults__ == (None,), broadcast.__defaults__
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
