@@ -56,8 +56,13 @@ class ContextParallelTrainer(Trainer):
         kda_layers.enable_context_parallel(model, mesh)
 
     def get_cp_size(self) -> int:
-        """By how many the Trainer divides the number of labels that all processes count."""
+        """How many processes share an excerpt, for the Trainer's count of batches."""
         return self.mesh.size()
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Tensor:
+        """Return how many labels a step has, each counted once: not every transformers divides by `get_cp_size`."""
+        counts = [(batch["labels"][:, 1:] != IGNORED).sum() for batch in batch_samples]
+        return self.accelerator.gather(torch.stack(counts).sum().to(device)).sum() / self.mesh.size()
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int]:
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
