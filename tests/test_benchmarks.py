@@ -887,7 +887,12 @@ def test_a_commit_can_be_given(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["stamp"]["commit"] == "abc1234"
 
 
-def test_sections_of_the_operator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sections_of_the_operator(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = {"fla", "cudnn"}
+    for name in peers | {name for name in sys.modules if name.split(".")[0] in peers}:
+        monkeypatch.setitem(sys.modules, name, None)  # as where they are not installed
     sections = ("forward", "training", "backward", "decode", "hard", "hard_gradients", "context")
     assert run(tmp_path, ",".join(sections)) == 0
     rows = rows_of(tmp_path)
@@ -1004,6 +1009,8 @@ def test_shares_of_autotuners_are_compiled_and_nothing_is_launched(monkeypatch: 
             compiled.append((n, num_warps))
 
     monkeypatch.setattr(jit.JITFunction, "run", lambda self, *, grid, warmup: launches.append(not warmup))
+    # All of them: on a GPU the tests' autotuners otherwise keep the first (tests/conftest.py).
+    monkeypatch.setattr(autotuner.Autotuner, "prune_configs", lambda self, kwargs: self.configs)
     before = jit.JITFunction.run, autotuner.Autotuner.run
     for share in range(2):
         configs = [autotuner.Config({}, num_warps=w) for w in (1, 2, 4)]
