@@ -269,6 +269,17 @@ DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
     while (!mbarrier_try_wait(barrier, parity)) {}
 }
 
+// One store to global memory. Of a plain assignment whose words are computed apart the compiler makes a store for each.
+DEVICE void store_global(void* to, uint4 x) {
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};"
+                 :
+                 : "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+DEVICE void store_global(void* to, uint2 x) {
+    asm volatile("st.global.v2.b32 [%0], {%1,%2};" : : "l"(to), "r"(x.x), "r"(x.y) : "memory");
+}
+
 // Counters in global memory. `red_add_release` releases earlier writes of the thread; a thread that reads the new count
 // and then executes `fence_gpu` acquires them. The others are relaxed.
 DEVICE void red_add_release(u32* counter, u32 more) {
@@ -283,16 +294,6 @@ DEVICE u32 read_counter(const u32* counter) {
     return value;
 }
 // Called between two polls of a counter, to leave memory bandwidth to the CTAs that increment it.
-// One store to global memory: where its words are computed apart, the compiler makes one of each, and L2 merges them.
-DEVICE void store_global(void* to, uint4 x) {
-    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};"
-                 :
-                 : "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-                 : "memory");
-}
-DEVICE void store_global(void* to, uint2 x) {
-    asm volatile("st.global.v2.b32 [%0], {%1,%2};" : : "l"(to), "r"(x.x), "r"(x.y) : "memory");
-}
 DEVICE void back_off() { asm volatile("nanosleep.u32 50;"); }
 DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" : : : "memory"); }
 

@@ -207,8 +207,9 @@ template <class Passes> DEVICE float2 pattern(Lane lane, Passes passes) {
 // Add to g the terms that pass through each token.
 DEVICE void add_terms(Fragment& g, const Fragment& terms, float2 pattern) { multiply(g, terms, pattern); }
 
-// Of reads from before 8 tokens: through the tokens up to the one that reads. Of writes: through those after.
 constexpr float2 ALL = {1.f, 1.f};
+// In a block of 8 tokens. A read of what came before the block passes through the tokens up to the one that reads; a write
+// that is read after the block, through the tokens after the one that writes.
 DEVICE float2 reads_of(Lane lane) {
     return pattern(lane, [](u32 term, u32 through) { return through <= term; });
 }

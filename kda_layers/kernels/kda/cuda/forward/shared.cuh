@@ -25,7 +25,7 @@ struct Cursor {
     int index, chunk;
     WorkTile tile;
     i64 keys;       // offset of the tile's first token in q and k
-    int first_row;  // the tile's first row in per-chunk tensors, if they are asked for
+    int first_row;  // the tile's first row in per-chunk tensors, set if `has_rows`
     bool has_rows = KEEPS;
 
     DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
