@@ -59,8 +59,10 @@ class ContextParallelTrainer(Trainer):
         """How many processes share an excerpt, for the Trainer's count of batches."""
         return self.mesh.size()
 
-    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Tensor:
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Tensor | None:
         """Return how many labels a step has, each counted once: not every transformers divides by `get_cp_size`."""
+        if not batch_samples:
+            return None
         counts = [(batch["labels"][:, 1:] != IGNORED).sum() for batch in batch_samples]
         return self.accelerator.gather(torch.stack(counts).sum().to(device)).sum() / self.mesh.size()
 
