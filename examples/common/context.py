@@ -60,7 +60,7 @@ class ContextParallelTrainer(Trainer):
         return self.mesh.size()
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Tensor | None:
-        """Return how many labels a step has, each counted once: not every transformers divides by `get_cp_size`."""
+        """Return how many labels a step has, each counted once: transformers 5.17 does not divide by `get_cp_size`."""
         if not batch_samples:
             return None
         counts = [(batch["labels"][:, 1:] != IGNORED).sum() for batch in batch_samples]

@@ -234,7 +234,7 @@ DEVICE void finish_tile(const GradientsParams& p, const Shared& shared) {
     const WorkTile tile = shared.tile(), next = shared.next();
     block_sync();
     if (threadIdx.x == 0) shared.tile() = next;
-    // Betas would wait behind the copies' requests, and are not for the warps that store sums.
+    // Before the copies, behind whose requests the load of beta would wait; by warps that store no sums of the gates.
     const HalfLane lane = HalfLane::of_thread();
     const int b = lane.warp - (CHANNEL_WARPS - BLOCKS);
     if (lane.half == HALVES - 1 && b >= 0) turn_betas(lane, p, shared, tile, next, b);

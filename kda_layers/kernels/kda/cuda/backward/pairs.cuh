@@ -173,7 +173,7 @@ struct VectorGradients {
 };
 
 // The gradients of the triangles among 8 tokens, for the pairs of a lane's two tokens with another: of L for both sides
-// of a pair at once, as a token is on one side only. And for the two tokens with each other.
+// of a pair at once, as a token is on one side only; and for the two tokens with each other.
 struct Corner {
     float2 both, rows, columns;
     float own_L, own_A;
