@@ -24,6 +24,7 @@ from kda_layers.kernels.kda.cuda.decode import decode as decode_launcher
 from kda_layers.kernels.kda.cuda.forward import forward as forward_launcher
 from tests import cuda_emulator
 
+THREADS = 1024  # that a multiprocessor holds; the operating system limits all together
 aten = torch.ops.aten
 UNWRITTEN = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
@@ -47,18 +48,21 @@ def end_of_memory(t: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A `machine.Launchable`. All blocks are resident at once, as they are on a GPU."""
+    """A `machine.Launchable`. As many blocks are resident at once as multiprocessors hold."""
 
     emulated: cuda_emulator.Kernel
     seed: int
+    processors: int
 
     def launch(
         self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes, overlap: bool = False
     ) -> None:
         grid = (grid, 1, 1) if isinstance(grid, int) else grid
-        assert math.prod(grid) % cluster == 0
+        blocks = math.prod(grid)
+        assert blocks % cluster == 0
+        resident = min(blocks, max(self.processors * max(THREADS // threads, 1), cluster)) // cluster
         self.emulated(
-            grid=grid, block=threads, cluster=cluster, resident=math.prod(grid) // cluster,
+            grid=grid, block=threads, cluster=cluster, resident=resident,
             shared_bytes=shared_bytes, params=params, seed=self.seed,
         )  # fmt: skip
 
@@ -79,7 +83,7 @@ class Emulator:
         return Properties(self.processors, self.arch, 2**40)
 
     def load(self, source: str, entry: str, defines: Mapping[str, str | int], device: torch.device) -> Kernel:
-        return Kernel(cuda_emulator.compile_kernel(source, entry, defines), self.seed)
+        return Kernel(cuda_emulator.compile_kernel(source, entry, defines), self.seed, self.processors)
 
 
 def machine_and_plan(launch: dict[str, Any]) -> tuple[Emulator, dict[str, Any]]:

@@ -27,7 +27,7 @@ from ..contract import (
     Problem,
     Widths,
 )
-from ..cuda.backward import gradients, reverse_scan, reverse_segments
+from ..cuda.backward import chunk_sums, gradients, reverse_scan, reverse_segments
 from ..cuda.decode import decode
 from ..cuda.forward import forward, segments, tails
 from ..cuda.forward.forward import TYPES, WIDTHS, Saved, aligned, aligned_inputs, recompute
@@ -81,6 +81,7 @@ class CudaBackend(Backend):
             return
         yield from ((decode.SOURCE, v.defines) for v in decode.variants())
         yield tails.SOURCE, tails.DEFINES
+        yield chunk_sums.SOURCE, {}
         most = max(a.shared_bytes for a in mine)
         for kernel in CHUNKED:
             fitting = (v for v in kernel.variants(mine[0].capability) if v.shared_bytes <= most)

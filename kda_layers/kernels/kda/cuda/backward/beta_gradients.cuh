@@ -13,7 +13,7 @@ template <> constexpr float ROUNDING<Fp16> = 1.f / 2048;
 using Writes = float[2][2];
 
 DEVICE void add_writes(float (&to)[2], const Fragment& terms, bool writes = true) {
-    to[0] += writes ? terms[0] + terms[2] : 0.f, to[1] += writes ? terms[1] + terms[3] : 0.f;
+    if (writes) to[0] += terms[0] + terms[2], to[1] += terms[1] + terms[3];
 }
 
 // Sums over a warp's channels of what block b's tokens write, to shared memory.
@@ -45,5 +45,5 @@ DEVICE void finish_betas(Lane lane, const GradientsParams& p, const Shared& shar
     for (int mask = 1; mask < 16; mask *= 2)
         squares += shuffle_xor(squares, mask), differences += shuffle_xor(differences, mask);
     const float c = differences > 0.f ? fminf(1.f, ROUNDING<Io> * ROUNDING<Io> * squares / differences) : 1.f;
-    if (here && lane.id < 16) store_beta(p, tile.row(p) + i64(token) * p.HV, x + c * d);
+    if (here && lane.id < 16) store_beta(p, tile.row + i64(token) * p.HV, x + c * d);
 }

@@ -46,28 +46,30 @@ DEVICE int token_of(Lane lane, int b, int o, int i) { return 16 * b + 8 * o + 2 
 
 DEVICE float rate_of_gates(const Shared& shared) { return exp2_fast(*shared.A_log() * LOG2_E); }
 
-// Gate logits of block b plus bias.
+// Gate logits of block b.
 DEVICE void load_logits(Lane lane, Fragment (&x)[2], const Shared& shared, int b) {
-    if constexpr (!G_FP32) load_block(lane, x, shared.g(), b);
-    #pragma unroll
-    for (int o = 0; o < 2; o++) {
+    if constexpr (!G_FP32) {
+        load_block(lane, x, shared.g(), b);
+    } else {
         #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if constexpr (G_FP32)
-                x[o][i] = reinterpret_cast<const float*>(
-                    shared.g())[token_of(lane, b, o, i) * FP32_ROW + channel_of(lane, i / 2)];
-            x[o][i] += shared.bias()[channel_of(lane, i / 2)];
-        }
+        for (int i = 0; i < 8; i++)
+            x[i / 4][i % 4] = reinterpret_cast<const float*>(
+                shared.g())[token_of(lane, b, i / 4, i) * FP32_ROW + channel_of(lane, i % 4 / 2)];
     }
 }
 
-DEVICE void decays_of(Lane lane, Fragment (&e)[2], const Fragment (&logits)[2], const GradientsParams& p, float rate,
-                      int tokens, int b) {
-    const Gates<GATE> gates(rate, p.lower_bound);
+// Decays of block b's tokens, from their logits.
+DEVICE void load_decays(Lane lane, Fragment (&e)[2], const GradientsParams& p, const Shared& shared, int tokens,
+                        int b) {
+    load_logits(lane, e, shared, b);
+    const Gates<GATE> gates(rate_of_gates(shared), p.lower_bound);
+    float bias[2];
+    #pragma unroll
+    for (int c = 0; c < 2; c++) bias[c] = gates.bias(shared.bias()[channel_of(lane, c)]);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
-        for (int i = 0; i < 4; i++) e[o][i] = gates.decay(logits[o][i], 0.f, token_of(lane, b, o, i) < tokens);
+        for (int i = 0; i < 4; i++) e[o][i] = gates.decay(e[o][i], bias[i / 2], token_of(lane, b, o, i) < tokens);
     }
 }
 
@@ -93,10 +95,12 @@ struct Decays {
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             float other = shuffle_xor(all[c], mask);
-            float from_start = lane.id & mask ? other : 1.f, to_end = lane.id & mask ? 1.f : other;
             all[c] *= other;
             #pragma unroll
-            for (int i = 2 * c; i < 2 * c + 2; i++) before[i] *= from_start, after[i] *= to_end;
+            for (int i = 2 * c; i < 2 * c + 2; i++) {
+                if (lane.id & mask) before[i] *= other;
+                else after[i] *= other;
+            }
         }
     }
     // The decay to the block's start or to its end.
@@ -131,8 +135,7 @@ DEVICE void exchange_decays(HalfLane lane, const GradientsParams& p, const Share
     for (int i = 0; i < HALF_BLOCKS; i++) {
         const int b = lane.half * HALF_BLOCKS + i;
         Fragment e[2];
-        load_logits(lane, e, shared, b);
-        decays_of(lane, e, e, p, rate_of_gates(shared), tokens, b);
+        load_decays(lane, e, p, shared, tokens, b);
         Decays d[2];
         #pragma unroll
         for (int o = 0; o < 2; o++) d[o].start(e[o]), d[o].to_2(), d[o].to_twice<1>(lane), d[o].to_twice<2>(lane);

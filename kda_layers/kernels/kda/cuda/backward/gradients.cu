@@ -52,30 +52,26 @@ DEVICE void through_norms(HalfLane lane, VectorGradients& d, const Fragment (&q)
     }
 }
 
-// 1 / |q| and 1 / |k|, or 1 without qk_l2norm: PARTS threads per token.
-DEVICE void find_norms(const GradientsParams& p, const Shared& shared) {
-    constexpr int PARTS = THREADS / CHUNK;
-    const int token = int(thread() / PARTS), part = int(thread() % PARTS);
-    float sums[2] = {};
+// 1 / |q| and 1 / |k|, or 1 without qk_l2norm: of 8 tokens at a time the diagonal of their products with each other, by
+// MMAs, which take an eighth of the instructions that sums of squares would.
+DEVICE void find_norms(HalfLane lane, const GradientsParams& p, const Shared& shared) {
     #pragma unroll
-    for (int which = 0; which < 2; which++) {
+    for (int i = 0; i < 2 * CHUNK / 8 / WARPS; i++) {
+        const int which = lane.half, octet = i * CHANNEL_WARPS + lane.warp;
+        const unsigned char* matrix = which ? shared.k() : shared.q();
+        Fragment sums[2] = {};
         #pragma unroll
-        for (int piece = 0; piece < K / 8; piece += PARTS) {
-            uint4 x = *reinterpret_cast<const uint4*>((which ? shared.k() : shared.q()) +
-                                                      piece_at(token, piece + part, CHUNK));
-            u32 words[4] = {x.x, x.y, x.z, x.w};
-            #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                float2 pair = Io::unpack(words[j]);
-                sums[which] += pair.x * pair.x + pair.y * pair.y;
-            }
+        for (int s = 0; s < K / 32; s++) {
+            u32 x[4];  // 8 tokens x 32 channels
+            ldmatrix_x4(x, matrix + piece_at(8 * octet + lane.id % 8, 4 * s + lane.id / 8, CHUNK));
+            Io::mma(sums[0], x[0], 0, x[1], 0, x[0], x[1]), Io::mma(sums[1], x[2], 0, x[3], 0, x[2], x[3]);
         }
-        #pragma unroll
-        for (int mask = 1; mask < PARTS; mask *= 2) sums[which] += shuffle_xor(sums[which], mask);
+        const int token = lane.id / 4;  // whose product with itself is in lane token / 2 of 4
+        if (lane.id % 4 != token / 2) continue;
+        const float square = token % 2 ? sums[0][1] + sums[1][1] : sums[0][0] + sums[1][0];
+        (which ? shared.k_norms() : shared.q_norms())[8 * octet + token] =
+            p.qk_l2norm ? rsqrt_fast(square + 1e-6f) : 1.f;
     }
-    if (part > 0) return;
-    shared.q_norms()[token] = p.qk_l2norm ? rsqrt_fast(sums[0] + 1e-6f) : 1.f;
-    shared.k_norms()[token] = p.qk_l2norm ? rsqrt_fast(sums[1] + 1e-6f) : 1.f;
 }
 
 // Add a warp's sums over block b's tokens to those of its half's block before, in shared memory: registers are few.
@@ -95,18 +91,21 @@ DEVICE void add_gate_gradients(HalfLane lane, const Shared& shared, float d_A_lo
 DEVICE void finish_logits(HalfLane lane, Fragment (&g)[2], const GradientsParams& p, const Shared& shared,
                           const WorkTile& tile, int b) {
     Fragment logits[2];
-    const float rate = rate_of_gates(shared);
+    const GateGradients<GATE> gates(rate_of_gates(shared), p.lower_bound);
     float d_A_log = 0.f, d_bias[2] = {};
     warp_sync();  // keeps the loads from being hoisted: registers are few
     load_logits(lane, logits, shared, b);
+    float bias[2];
+    #pragma unroll
+    for (int c = 0; c < 2; c++) bias[c] = shared.bias()[channel_of(lane, c)];
     warp_sync();
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float own = token_of(lane, b, o, i) < tile.chunk.tokens ? g[o][i] : 0.f;
-            float part, x = logit_gradient<GATE>(part, own, logits[o][i], rate, p.lower_bound);
-            d_A_log += part, d_bias[i / 2] += x;
+            const bool valid = token_of(lane, b, o, i) < tile.chunk.tokens;
+            const float x = gates.logit(d_A_log, g[o][i], logits[o][i] + bias[i / 2], valid);
+            d_bias[i / 2] += x;
             g[o][i] = x;
             if constexpr (G_FP32)
                 reinterpret_cast<float*>(shared.g())[token_of(lane, b, o, i) * FP32_ROW + channel_of(lane, i / 2)] = x;
@@ -146,11 +145,11 @@ DEVICE void store_outputs(const GradientsParams& p, const Shared& shared, const 
     if (p.d_A_log && threadIdx.x == 0) {
         float sum = 0.f;
         for (int w = 0; w < WARPS; w++) sum += shared.d_rates()[w];
-        p.d_A_log[tile.chunk_row(p)] = sum;
+        p.d_A_log[tile.chunk_row] = sum;
     }
     const u32 channel = thread();
     if (p.d_dt_bias && channel < K)
-        p.d_dt_bias[tile.chunk_row(p) * K + channel] = shared.d_bias(0)[channel] + shared.d_bias(1)[channel];
+        p.d_dt_bias[tile.chunk_row * K + channel] = shared.d_bias(0)[channel] + shared.d_bias(1)[channel];
     store_logits(p, shared, tile);
     if (tile.last(p)) {
         i64 keys = tile.key_row(p) * K, stride = i64(p.H) * K;
@@ -184,8 +183,7 @@ DEVICE void find_next(Lane lane, const GradientsParams& p, const Shared& shared)
 DEVICE void block_gradients(HalfLane lane, VectorGradients& d, Fragment (&q)[2], Fragment (&k)[2],
                             const GradientsParams& p, const Shared& shared, const WorkTile& tile, int b) {
     Fragment e[2], d_g[2];
-    load_logits(lane, e, shared, b);
-    decays_of(lane, e, e, p, rate_of_gates(shared), tile.chunk.tokens, b);
+    load_decays(lane, e, p, shared, tile.chunk.tokens, b);
     load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
     Writes writes;
     within_block(lane, d_g, writes, d, e, q, k, shared, b);
@@ -219,25 +217,23 @@ DEVICE void token_gradients(HalfLane& lane, const GradientsParams& p, const Shar
     cp_async_commit();
 }
 
-// Store beta's gradient and load the next work tile's beta, of block b.
-DEVICE void turn_betas(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
-                       const WorkTile& next, int b) {
-    const int token = 16 * b + lane.id % 16;
-    const LoadedBeta beta = LoadedBeta::load(p, next, token);
-    finish_betas(lane, p, shared, tile, b);
-    warp_sync();
-    shared.betas()[token].y = beta.value(p);
-}
-
 // Store a work tile, go on to the next one, and copy its tokens: what a thread copies replaces what it has stored.
 DEVICE void finish_tile(const GradientsParams& p, const Shared& shared) {
     const WorkTile tile = shared.tile(), next = shared.next();
+    // The warps that store no sums of the gates finish the betas of a block each. They load the next work tile's before
+    // the barrier, and before the copies, behind whose requests the load would wait.
+    const HalfLane lane = HalfLane::of_thread();
+    const int b = lane.warp - (CHANNEL_WARPS - BLOCKS), token = 16 * b + lane.id % 16;
+    const bool has_betas = lane.half == HALVES - 1 && b >= 0;
+    LoadedBeta beta = {0};
+    if (has_betas) beta = LoadedBeta::load(p, next, token);
     block_sync();
     if (threadIdx.x == 0) shared.tile() = next;
-    // Before the copies, behind whose requests the load of beta would wait; by warps that store no sums of the gates.
-    const HalfLane lane = HalfLane::of_thread();
-    const int b = lane.warp - (CHANNEL_WARPS - BLOCKS);
-    if (lane.half == HALVES - 1 && b >= 0) turn_betas(lane, p, shared, tile, next, b);
+    if (has_betas) {
+        finish_betas(lane, p, shared, tile, b);
+        warp_sync();
+        shared.betas()[token].y = beta.value(p);
+    }
     store_outputs(p, shared, tile);
     if (next.valid()) copy_tokens(p, shared, next);
     cp_async_commit();
@@ -248,10 +244,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 128 / K)
     const Shared shared{shared_memory()};
     HalfLane lane = HalfLane::of_thread();
     const WorkTile &tile = shared.tile(), &next = shared.next();
+    wait_for_earlier_kernels();
+    launch_dependents();
     if (threadIdx.x < 32) {
         ChunkFinder finder = {0, 0};
         shared.tile() = WorkTile::of(lane, p, blockIdx.x, finder), shared.finder() = finder;
     }
+    if (lane.half == 1) store_patterns(lane, shared);
     block_sync();
     if (tile.valid()) {
         copy_inputs<0, INPUT_SHARES>(p, shared, tile), cp_async_commit();
@@ -270,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 128 / K)
         chunk_products(lane, p, shared);
         if (next.valid()) copy_inputs<BLOCKS * BLOCK_SHARES, INPUT_SHARES>(p, shared, next);
         lane.opt_barrier();
-        if (tile.first()) find_norms(p, shared);
+        if (tile.first()) find_norms(lane, p, shared);
         exchange_decays(lane, p, shared, tile.chunk.tokens);
         lane.opt_barrier();
         between_blocks(lane, shared);

@@ -68,6 +68,7 @@ struct ChunkFinder {
 
 // A chunk of one value head. The value heads of one key head are consecutive.
 struct WorkTile {
+    i64 row, chunk_row;             // of its first token in [B * T, HV], its own in [rows, HV]
     int index, key_head, of_group;  // index: of chunk and key head
     Chunk chunk;
 
@@ -78,14 +79,14 @@ struct WorkTile {
     DEVICE i64 key_row(const GradientsParams& p) const {
         return i64(chunk.first) * p.H + key_head;
     }  // of the first token
-    DEVICE i64 row(const GradientsParams& p) const { return i64(chunk.first) * p.HV + head(p); }
-    DEVICE i64 chunk_row(const GradientsParams& p) const { return i64(chunk.row) * p.HV + head(p); }
 
     static DEVICE WorkTile of(Lane lane, const GradientsParams& p, int index, ChunkFinder& finder) {
-        return {index, int(u32(index) % u32(p.H)), 0, finder.find(lane, p, int(u32(index) / u32(p.H)))};
+        const int key_head = int(u32(index) % u32(p.H)), head = key_head * p.group;
+        const Chunk chunk = finder.find(lane, p, int(u32(index) / u32(p.H)));
+        return {i64(chunk.first) * p.HV + head, i64(chunk.row) * p.HV + head, index, key_head, 0, chunk};
     }
     DEVICE WorkTile next(Lane lane, const GradientsParams& p, ChunkFinder& finder) const {
-        if (!last(p)) return {index, key_head, of_group + 1, chunk};
+        if (!last(p)) return {row + 1, chunk_row + 1, index, key_head, of_group + 1, chunk};
         return of(lane, p, index + int(gridDim.x), finder);
     }
 };
@@ -129,11 +130,12 @@ struct Shared {
     static constexpr int AT_NORMS = AT_DIAGONAL + CHUNK * 4;
     static constexpr int AT_PARTS = AT_NORMS + 2 * CHUNK * 4;
     static constexpr int AT_BETAS = AT_PARTS + CHANNEL_WARPS * CHUNK * 8;
-    static constexpr int AT_RATES = AT_BETAS + CHUNK * 8;
-    static constexpr int AT_BIAS = AT_RATES + (WARPS + 1) * 4;
-    static constexpr int AT_TILES = AT_BIAS + K * 4;
+    static constexpr int AT_TILES = AT_BETAS + CHUNK * 8;
     static constexpr int AT_FINDER = AT_TILES + 2 * sizeof(WorkTile);
-    static constexpr int BYTES = AT_FINDER + sizeof(ChunkFinder);
+    static constexpr int AT_PATTERNS = AT_FINDER + sizeof(ChunkFinder);
+    static constexpr int AT_RATES = AT_PATTERNS + (G_FP32 ? 0 : 4 * 32 * 8);
+    static constexpr int AT_BIAS = AT_RATES + (WARPS + 1) * 4;
+    static constexpr int BYTES = AT_BIAS + K * 4;
 
     DEVICE unsigned char* state() const { return base; }                 // S: [V, K]
     DEVICE unsigned char* d_state() const { return base + AT_D_STATE; }  // dS
@@ -181,6 +183,12 @@ struct Shared {
     DEVICE float* d_rates() const { return floats(AT_RATES); }                           // of all warps
     DEVICE float* A_log() const { return d_rates() + WARPS; }                            // the head's, or 0
     DEVICE float* bias() const { return floats(AT_BIAS); }                               // [K], or zeros
+    // A lane's part of a pattern (pairs.cuh). Beside fp32 logits there is no room but in their rows' padding.
+    DEVICE float2& pattern(int which, Lane lane) const {
+        if constexpr (!G_FP32) return (reinterpret_cast<float2*>(base + AT_PATTERNS) + 32 * which)[lane.id];
+        float* padding = reinterpret_cast<float*>(g()) + (16 * which + lane.id / 2) * FP32_ROW + K;
+        return reinterpret_cast<float2*>(padding)[lane.id % 2];
+    }
     DEVICE WorkTile& tile() const { return reinterpret_cast<WorkTile*>(base + AT_TILES)[0]; }
     DEVICE WorkTile& next() const { return (&tile())[1]; }
     DEVICE ChunkFinder& finder() const { return *reinterpret_cast<ChunkFinder*>(base + AT_FINDER); }
@@ -240,8 +248,8 @@ template <int first, int end>
 DEVICE void copy_inputs(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     const Place at = Place::of_thread();
     const int tokens = tile.chunk.tokens - at.row;
-    const i64 stride = i64(p.HV) * V, states = tile.chunk_row(p) * V * K + at.in_global(K),
-              values = tile.row(p) * V + at.in_global(stride);
+    const i64 stride = i64(p.HV) * V, states = tile.chunk_row * V * K + at.in_global(K),
+              values = tile.row * V + at.in_global(stride);
     unsigned char* to = shared.base + at.in_shared();
     #pragma unroll
     for (int i = first; i < min(end, INPUT_SHARES); i++) {
@@ -274,7 +282,7 @@ DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const Wo
         copy_rows(shared.q(), p.q + keys, stride, tokens);
         copy_rows(shared.k(), p.k + keys, stride, tokens);
     }
-    const Logit* g = static_cast<const Logit*>(p.g) + tile.row(p) * K;
+    const Logit* g = static_cast<const Logit*>(p.g) + tile.row * K;
     i64 stride = i64(p.HV) * K;
     if constexpr (G_FP32) {
         #pragma unroll
@@ -293,7 +301,7 @@ struct LoadedBeta {
 
     static DEVICE LoadedBeta load(const GradientsParams& p, const WorkTile& tile, int token) {
         if (token >= tile.chunk.tokens) return {0};
-        const i64 at = tile.row(p) + i64(token) * p.HV;
+        const i64 at = tile.row + i64(token) * p.HV;
         return {p.beta_fp32 ? static_cast<const u32*>(p.beta)[at] : u32(static_cast<const u16*>(p.beta)[at])};
     }
     DEVICE float value(const GradientsParams& p) const {
@@ -303,7 +311,7 @@ struct LoadedBeta {
 };
 
 DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
-    Logit* d_g = static_cast<Logit*>(p.d_g) + tile.row(p) * K;
+    Logit* d_g = static_cast<Logit*>(p.d_g) + tile.row * K;
     i64 stride = i64(p.HV) * K;
     if constexpr (G_FP32) {
         #pragma unroll

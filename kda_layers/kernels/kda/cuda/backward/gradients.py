@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....cuda.arch import ARCHS
+from ....cuda.arch import ARCHS, OVERLAPS
 from ....cuda.machine import Machine
 from ....cuda.params import Params, addresses
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Gradients, Inputs
 from ..forward.forward import TYPES, WIDTHS, Saved, chunk_rows, loaded
+from .chunk_sums import chunk_sums
 from .reverse_scan import Scanned
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
@@ -67,7 +68,8 @@ class Variant(NamedTuple):
         row_tiles = max(2 * K // 16 + 12, 24)
         inputs = row_tiles * 32 * K + 2 * CHUNK * K * 2 + logits
         exchanged = 2 * 36 * 256 + warps * 6 * 512 + 4 * K * 4
-        return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + (2 * warps + 1) * 4 + K * 4 + 2 * 24 + 8
+        tiles, patterns, gate = 2 * 40 + 8, 0 if self.g_wide else 4 * 256, (2 * warps + 1 + K) * 4
+        return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + tiles + patterns + gate
 
 
 def variant_for(x: Inputs, arch: int) -> Variant:
@@ -104,9 +106,9 @@ def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: 
     (_, _, H, K), HV = x.q.shape, x.v.shape[2]
     device, rows = x.q.device, chunk_rows(x)
     processors, arch, _ = machine.properties(device)
-    new = torch.empty if x.cu_seqlens is None else torch.zeros  # packed sequences may leave rows unused
-    A_log = None if x.A_log is None else new(rows, HV, dtype=torch.float32, device=device)
-    dt_bias = None if x.dt_bias is None else new(rows, HV, K, dtype=torch.float32, device=device)
+    # Parts of chunks; packed sequences may leave rows unwritten, which nothing reads.
+    A_log = None if x.A_log is None else torch.empty(rows, HV, dtype=torch.float32, device=device)
+    dt_bias = None if x.dt_bias is None else torch.empty(rows, HV, K, dtype=torch.float32, device=device)
     q, k, g, beta = (torch.empty_like(t) for t in (x.q, x.k, x.g, x.beta))
     out = Gradients(q, k, scanned.d_v, g, beta, A_log, dt_bias, scanned.d_initial)
     variant = variant_for(x, arch)
@@ -115,7 +117,7 @@ def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: 
         if H < HV:  # partial sums over the value heads of a group
             sums = torch.empty(blocks, 32, variant.threads, dtype=torch.float32, device=device)
         kernel = loaded(machine, SOURCE, "kda_gradients", variant, device)
-        kernel.launch(blocks, variant.threads, 1, variant.shared_bytes, _pack(x, saved, scanned, d_o, out, sums, rows))
-    return out._replace(
-        A_log=None if A_log is None else A_log.sum(0), dt_bias=None if dt_bias is None else dt_bias.sum(0)
-    )
+        params = _pack(x, saved, scanned, d_o, out, sums, rows)
+        kernel.launch(blocks, variant.threads, 1, variant.shared_bytes, params, arch >= OVERLAPS)
+    d_A_log, d_dt_bias = chunk_sums(machine, A_log, dt_bias, x.cu_seqlens)
+    return out._replace(A_log=d_A_log, dt_bias=d_dt_bias)

@@ -70,7 +70,7 @@ DEVICE void decay_over(Lane lane, Vector& x, const GradientsParams& p, const Sha
 DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
                                      int token) {
     Vector key, y, e, x = {};
-    const u16* v = p.v + (tile.row(p) + i64(token) * p.HV) * V;
+    const u16* v = p.v + (tile.row + i64(token) * p.HV) * V;
     #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) e[i] = Io::load(v + lane.id + 32 * i);
     load_unit(lane, key, p, shared.k(), token);
@@ -106,6 +106,6 @@ DEVICE void near_zero_beta_gradients(HalfLane lane, const GradientsParams& p, co
     for (int token = lane.warp; token < tile.chunk.tokens; token += CHANNEL_WARPS) {
         if (!is_near_zero(shared.betas()[token].y, p.beta_activation)) continue;
         float x = near_zero_beta_gradient(lane, p, shared, tile, token);
-        if (lane.id == 0) store_beta(p, tile.row(p) + i64(token) * p.HV, x);
+        if (lane.id == 0) store_beta(p, tile.row + i64(token) * p.HV, x);
     }
 }

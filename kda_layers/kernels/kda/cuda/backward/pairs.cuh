@@ -181,46 +181,51 @@ struct Corner {
     DEVICE Corner(Lane lane, const Shared& shared, int fragment) {
         const float *dL = shared.dL(fragment, fragment), *dA = shared.dA(fragment, fragment);
         const u32 token = lane.id % 4 * 2, own = triangle_row(token + 1) + token;
-        const bool reads = lane.id / 4 > token;
+        const bool reads = reads_earlier(lane);
         const float2 row = rows_of(lane, dL), column = columns_of(lane, dL);
         both = make_float2(reads ? row.x : column.x, reads ? row.y : column.y);
         rows = rows_of(lane, dA), columns = columns_of(lane, dA);
-        rows = make_float2(reads ? rows.x : 0.f, reads ? rows.y : 0.f);
-        columns = make_float2(reads ? 0.f : columns.x, reads ? 0.f : columns.y);
         own_L = dL[own], own_A = dA[own];
     }
-    // Only pairs of tokens whose indices first differ in bit `level`, 2 or 4.
-    template <int level> static DEVICE float2 at(Lane lane, float2 x) {
+    // True if the token that a lane has as b's column is after its two others.
+    static DEVICE bool reads_earlier(Lane lane) { return lane.id / 4 > lane.id % 4 * 2; }
+    // Only pairs of tokens whose indices first differ in bit `level`, 2 or 4, and of these only some.
+    template <int level> static DEVICE float2 at(Lane lane, float2 x, bool some = true) {
         const u32 differ = (lane.id / 4 ^ lane.id % 4 * 2) & 6;
-        const bool here = level == 4 ? differ >= 4 : differ == 2;
+        const bool here = some && (level == 4 ? differ >= 4 : differ == 2);
         return make_float2(here ? x.x : 0.f, here ? x.y : 0.f);
     }
 };
 
-// Terms of tokens that read or write pass through the decays of tokens between the two: sums over tokens, as products with
-// 0s and 1s. As mma's b, an 8 x 8 matrix: 1 where the term of its row's token passes through its column's.
-template <class Passes> DEVICE float2 pattern(Lane lane, Passes passes) {
+// Terms of tokens that read or write pass through the decays of tokens between the two: sums over tokens, as products
+// with 0s and 1s. As mma's b, an 8 x 8 matrix: 1 where the term of its row's token passes through its column's. In shared
+// memory, where a lane loads its part in one instruction.
+//
+// In a block of 8 tokens. A read of what came before the block passes through the tokens up to the one that reads; a write
+// that is read after the block, through the tokens after the one that writes. Both, among pairs of aligned blocks of 2 or
+// 4 tokens: upper blocks read, lower ones write.
+enum Pattern { READS, WRITES, PAIRS_OF_2, PAIRS_OF_4, PATTERNS };
+
+DEVICE float passes(int which, u32 term, u32 through) {
+    if (which == READS) return through <= term;
+    if (which == WRITES) return through > term;
+    const u32 level = which == PAIRS_OF_2 ? 2 : 4;
+    return (term ^ through) < level && (through > term) != bool(term & level);
+}
+
+// By one warp for each pattern.
+DEVICE void store_patterns(Lane lane, const Shared& shared) {
     const u32 term = lane.id % 4 * 2, through = lane.id / 4;
-    return make_float2(passes(term, through) ? 1.f : 0.f, passes(term + 1, through) ? 1.f : 0.f);
+    if (lane.warp < PATTERNS)
+        shared.pattern(lane.warp, lane) =
+            make_float2(passes(lane.warp, term, through), passes(lane.warp, term + 1, through));
 }
 
 // Add to g the terms that pass through each token.
-DEVICE void add_terms(Fragment& g, const Fragment& terms, float2 pattern) { multiply(g, terms, pattern); }
-
-constexpr float2 ALL = {1.f, 1.f};
-// In a block of 8 tokens. A read of what came before the block passes through the tokens up to the one that reads; a write
-// that is read after the block, through the tokens after the one that writes.
-DEVICE float2 reads_of(Lane lane) {
-    return pattern(lane, [](u32 term, u32 through) { return through <= term; });
+DEVICE void add_terms(Lane lane, Fragment& g, const Fragment& terms, const Shared& shared, Pattern which) {
+    multiply(g, terms, shared.pattern(which, lane));
 }
-DEVICE float2 writes_of(Lane lane) {
-    return pattern(lane, [](u32 term, u32 through) { return through > term; });
-}
-// Both, among pairs of aligned blocks of `level` tokens: upper blocks read, lower ones write.
-template <int level> DEVICE float2 pairs_of(Lane lane) {
-    return pattern(
-        lane, [](u32 term, u32 through) { return (term ^ through) < level && (through > term) != bool(term & level); });
-}
+DEVICE void add_all_terms(Fragment& g, const Fragment& terms) { multiply(g, terms, make_float2(1.f, 1.f)); }
 
 // Level 1: a lane's second token reads, its first has written. `e`: the tokens' decays.
 DEVICE void anchor_1(Fragment& d_g, float (&writes)[2], Fragment& d_q, Fragment& d_k, const Fragment& e,
@@ -238,24 +243,26 @@ DEVICE void anchor_1(Fragment& d_g, float (&writes)[2], Fragment& d_q, Fragment&
 // towards the other block of its pair.
 template <int level> DEVICE void anchor(Lane lane, Fragment& d_g, float (&writes)[2], Fragment& d_q, Fragment& d_k,
                                         const Fragment& near, const Fragment& q, const Fragment& k,
-                                        const Corner& corner) {
+                                        const Corner& corner, const Shared& shared) {
     Fragment near_q, near_k, terms, by_q = {}, by_k = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) near_q[i] = near[i] * q[i], near_k[i] = near[i] * k[i];
     multiply(by_k, near_k, Corner::at<level>(lane, corner.both));
-    multiply(by_k, near_q, Corner::at<level>(lane, corner.columns));
-    multiply(by_q, near_k, Corner::at<level>(lane, corner.rows));
+    multiply(by_k, near_q, Corner::at<level>(lane, corner.columns, !Corner::reads_earlier(lane)));
+    multiply(by_q, near_k, Corner::at<level>(lane, corner.rows, Corner::reads_earlier(lane)));
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         terms[i] = near_q[i] * by_q[i] + near_k[i] * by_k[i];
         d_q[i] += near[i] * by_q[i], d_k[i] += near[i] * by_k[i];
     }
-    add_terms(d_g, terms, pairs_of<level>(lane)), add_writes(writes, terms, !(lane.id & level / 2));
+    add_terms(lane, d_g, terms, shared, level == 2 ? PAIRS_OF_2 : PAIRS_OF_4);
+    add_writes(writes, terms, !(lane.id & level / 2));
 }
 
 // Level 8: the upper 8 tokens read, the lower 8 have written.
 DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], Writes& writes, VectorGradients& to, const Decays (&decays)[2],
-                     const Fragment (&q)[2], const Fragment (&k)[2], const float* dL, const float* dA) {
+                     const Fragment (&q)[2], const Fragment (&k)[2], const Shared& shared, int b) {
+    const float *dL = shared.dL(2 * b + 1, 2 * b), *dA = shared.dA(2 * b + 1, 2 * b);
     Fragment reader_q, reader_k, writer, by_q = {}, by_k = {}, by_writer = {};
     #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -272,7 +279,7 @@ DEVICE void anchor_8(Lane lane, Fragment (&d_g)[2], Writes& writes, VectorGradie
         to.k[0][i] += decays[0].after[i] * by_writer[i];
         by_q[i] = reader_q[i] * by_q[i] + reader_k[i] * by_k[i], by_writer[i] *= writer[i];
     }
-    add_terms(d_g[1], by_q, reads_of(lane)), add_terms(d_g[0], by_writer, writes_of(lane));
+    add_terms(lane, d_g[1], by_q, shared, READS), add_terms(lane, d_g[0], by_writer, shared, WRITES);
     add_writes(writes[0], by_writer);
 }
 
@@ -287,8 +294,8 @@ DEVICE void read_earlier(Lane lane, Fragment (&d_g)[2], Fragment& d_q, Fragment&
         const float by_q = decay[i] * queries[i], by_k = decay[i] * readers[i];
         d_q[i] += by_q, d_k[i] += by_k, terms[i] = q[i] * by_q + k[i] * by_k;
     }
-    add_terms(d_g[o], terms, reads_of(lane));
-    if (o == 1) add_terms(d_g[0], terms, ALL);
+    add_terms(lane, d_g[o], terms, shared, READS);
+    if (o == 1) add_all_terms(d_g[0], terms);
 }
 
 // Writes of 8 tokens that are read after the block; `decay`: to its end.
@@ -301,8 +308,8 @@ DEVICE void write_later(Lane lane, Fragment (&d_g)[2], float (&writes)[2], Fragm
         const float by_writer = decay[i] * writers[i];
         d_k[i] += by_writer, terms[i] = k[i] * by_writer;
     }
-    add_terms(d_g[o], terms, writes_of(lane)), add_writes(writes, terms);
-    if (o == 0) add_terms(d_g[1], terms, ALL);
+    add_terms(lane, d_g[o], terms, shared, WRITES), add_writes(writes, terms);
+    if (o == 0) add_all_terms(d_g[1], terms);
 }
 
 // `e`: the tokens' decays; `d_g` becomes the gradient of their logarithms, `writes` what the tokens write; the gradients
@@ -331,10 +338,10 @@ DEVICE void within_block(HalfLane& lane, Fragment (&d_g)[2], Writes& writes, Vec
         d.to_2();
         Fragment near;
         d.towards(near, lane.id & 1);
-        anchor<2>(lane, d_g[o], writes[o], to.q[o], to.k[o], near, q[o], k[o], corner);
+        anchor<2>(lane, d_g[o], writes[o], to.q[o], to.k[o], near, q[o], k[o], corner, shared);
         d.to_twice<1>(lane);
         d.towards(near, lane.id & 2);
-        anchor<4>(lane, d_g[o], writes[o], to.q[o], to.k[o], near, q[o], k[o], corner);
+        anchor<4>(lane, d_g[o], writes[o], to.q[o], to.k[o], near, q[o], k[o], corner, shared);
         d.to_twice<2>(lane);
         Fragment from_start;
         #pragma unroll
@@ -342,8 +349,8 @@ DEVICE void within_block(HalfLane& lane, Fragment (&d_g)[2], Writes& writes, Vec
         read_earlier(lane, d_g, to.q[o], to.k[o], from_start, q[o], k[o], shared, b, o);
         warp_sync();  // keeps registers free, as above
     }
-    lane.opt_barrier();
-    anchor_8(lane, d_g, writes, to, decays, q, k, shared.dL(2 * b + 1, 2 * b), shared.dA(2 * b + 1, 2 * b));
+    lane.Lane::opt_barrier();
+    anchor_8(lane, d_g, writes, to, decays, q, k, shared, b);
     #pragma unroll
     for (int i = 0; i < 4; i++) decays[0].after[i] *= decays[1].all[i / 2];
     #pragma unroll

@@ -433,6 +433,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const 
     const Shared shared{shared_memory()};
     const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     if (threadIdx.x == 0) shared.init_barriers();
+    wait_for_earlier_kernels();
+    launch_dependents();
     block_or_cluster_sync(THREADS);
     if (lane.warp < WARPS) {
         registers<SCAN>();

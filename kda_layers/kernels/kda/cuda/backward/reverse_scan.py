@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....cuda.arch import ARCHS
+from ....cuda.arch import ARCHS, OVERLAPS
 from ....cuda.machine import Machine
 from ....cuda.params import Params, addresses
 from ...contract import CHUNK, Inputs
@@ -105,5 +105,7 @@ def reverse_scan(
         x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, 0, 0,
     )  # fmt: skip
     kernel = loaded(machine, SOURCE, "kda_reverse_scan", variant, x.v.device)
-    kernel.launch(groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params)
+    kernel.launch(
+        groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params, arch >= OVERLAPS
+    )
     return out

@@ -3,6 +3,7 @@
 #include "ptx.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LARGEST = 3.4e38f;  // its reciprocal is as good as 0
 
 enum Gate { LOWER_BOUND = 0, SOFTPLUS = 1, LOG_DECAY = 2, GATE_COUNT };
 enum Beta { SIGMOID = 0, TWICE_SIGMOID = 1, PRECOMPUTED = 2 };
@@ -19,17 +20,21 @@ DEVICE float sigmoid(float x) { return reciprocal(1.f + exp2_fast(-x * LOG2_E));
 // Decays of one head; the factors that do not depend on the token are computed once.
 template <int gate> struct Gates {
     static_assert(gate < GATE_COUNT, "a gate of activations.py that this file lacks");
-    float in, out;  // factors of the logit and of the activation, base 2
+    float in, out;  // factors of the logit and of the activation, base 2; LOWER_BOUND: the inverse of the latter
 
     DEVICE Gates(float rate, float lower_bound) {
         in = gate == LOWER_BOUND ? -rate * LOG2_E : 1.f;
-        out = (gate == LOWER_BOUND ? lower_bound : gate == SOFTPLUS ? -rate : 1.f) * LOG2_E;
+        // Finite, so that 0 times it is 0.
+        if constexpr (gate == LOWER_BOUND) out = fmaxf(reciprocal(lower_bound * LOG2_E), -LARGEST);
+        else out = (gate == SOFTPLUS ? -rate : 1.f) * LOG2_E;
     }
     DEVICE float bias(float x) const { return in * x; }  // scaled for decay()
     // Decay of one channel of a token; 1 if the token is not valid.
     DEVICE float decay(float logit, float bias, bool valid) const {
-        if constexpr (gate == LOWER_BOUND)
-            return exp2_fast((valid ? out : 0.f) * reciprocal(1.f + exp2_fast(in * logit + bias)));
+        if constexpr (gate == LOWER_BOUND) {  // bound / (1 + z) as 1 / (1 / bound + z / bound): one FMA
+            const float z = exp2_fast(in * logit + bias);
+            return exp2_fast(reciprocal((valid ? out : -LARGEST) + z * out));
+        }
         float x = gate == SOFTPLUS ? softplus(logit + bias) : logit;  // may be infinite
         return exp2_fast(valid ? out * x : 0.f);
     }
@@ -41,21 +46,30 @@ DEVICE float write_strength(float logit, int beta) {
 
 // ---------------------------------------------------------------- gradients
 
-// sigmoid'(x), which keeps its digits where the sigmoid is near 0 or 1.
-DEVICE float sigmoid_gradient(float x) {
-    float z = exp2_fast(-fabsf(x) * LOG2_E), y = reciprocal(1.f + z);
-    return z * y * y;
-}
+// From the gradients of a head's log-decays to those of logits and of A_log; factors as in Gates.
+template <int gate> struct GateGradients {
+    float in, out;
 
-// Gradient of the logit from d_g, the gradient of the log-decay; d_A_log is the element's contribution to the gradient
-// of A_log. `x` is the logit plus bias.
-template <int gate> DEVICE float logit_gradient(float& d_A_log, float d_g, float x, float rate, float lower_bound) {
-    float d_x = d_g;
-    d_A_log = 0.f;
-    if constexpr (gate == LOWER_BOUND) d_x = d_g * lower_bound * rate * sigmoid_gradient(rate * x), d_A_log = d_x * x;
-    if constexpr (gate == SOFTPLUS) d_x = d_g * -rate * sigmoid(x), d_A_log = d_g * -rate * softplus(x);
-    return d_x;
-}
+    DEVICE GateGradients(float rate, float lower_bound) {
+        in = -rate * LOG2_E;
+        out = gate == LOWER_BOUND ? lower_bound * rate : gate == SOFTPLUS ? -rate : 1.f;
+    }
+    // The gradient of the logit, from d_g; `x` is the logit plus bias. Adds what the element gives to the gradient of
+    // A_log. Both 0 if the token is not valid.
+    DEVICE float logit(float& d_A_log, float d_g, float x, bool valid) const {
+        const float d = d_g * (valid ? out : 0.f);
+        if constexpr (gate == LOWER_BOUND) {  // sigmoid' keeps its digits where the sigmoid is near 0 or 1
+            const float z = exp2_fast(fabsf(x) * in), y = reciprocal(1.f + z), d_x = d * (z * y) * y;
+            d_A_log += d_x * x;
+            return d_x;
+        }
+        if constexpr (gate == SOFTPLUS) {
+            d_A_log += d * softplus(x);
+            return d * sigmoid(x);
+        }
+        return d;
+    }
+};
 
 // Gradient of the beta logit, or of a precomputed beta that is not near zero, from `product` = <bX, V'> = beta^2
 // d_beta. bX and V' contain beta as rounded in T', so the division uses the rounded beta.

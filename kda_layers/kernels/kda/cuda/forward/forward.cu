@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_forward(const __gri
     const Shared shared{shared_memory()};
     const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     if (threadIdx.x == 0) shared.init_barriers();
+    launch_dependents();  // the backward's scan, after a recomputation
     block_or_cluster_sync(THREADS);
     if (lane.warp < PREPARE_WARPS) {
         registers<PREPARE>();

@@ -215,7 +215,9 @@ DEVICE void decays_and_gate(const LayerStepParams& p, Shared& shared, const Row&
         const float x = row.f.of(t, 0.f), y = row.g.of(t, bias);
         Operands& to = shared.operands[t];
         if (row.part != 0) continue;
-        to.token.decay[row.own] = decay(p.gate_activation, x, rate, row.shift, p.lower_bound);
+        // Keeps the gates' factors from being held from token to token, which would spill.
+        const float lower_bound = __uint_as_float(opt_barrier(__float_as_uint(p.lower_bound)));
+        to.token.decay[row.own] = decay(p.gate_activation, x, rate, row.shift, lower_bound);
         to.gate[row.own] = sigmoid(y);
     }
 }
