@@ -106,6 +106,7 @@ def make_inputs(case: Case, device: str = "cpu", draw: int = 0) -> Inputs:
         normal(N, HV, V, K).mul(0.5).to(wide) if case.state else None,
         offsets, case.gate, case.lower_bound if case.gate in BOUNDED_GATES else 0.0, case.beta, case.l2norm,
         K**-0.5 if case.scale is None else case.scale, case.final, 64 if case.checkpoints else 0,
+        fine_gradients=case.final,
     )  # fmt: skip
     return to_device(x, device)
 

@@ -98,6 +98,10 @@ struct Bf16 {
         return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
     }
     static DEVICE float load(const u16* p) { return __uint_as_float(u32(*p) << 16); }
+    static DEVICE u32 multiply(u32 x, u32 y) {
+        const float2 a = unpack(x), b = unpack(y);
+        return pack(a.x * b.x, a.y * b.y);
+    }
     static DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, CALLED_HERE) {
         emulator::Mma{{a0, a1, a2, a3}, {b0, b1}, d}.run<Bf16>(site);
     }

@@ -42,9 +42,9 @@ Family = tuple[int, int, torch.dtype, str, bool]
 
 
 def chunk_variant(arch: str, family: Family, form: str = "") -> chunk.Variant | None:
-    """The one of the arch's variants, if it has it; `form` is "", "saves" or "pooled"."""
-    fields = ("K", "BV", "dtype", "gate_activation", "g_wide", "saves", "pooled")
-    wanted = (*family, form == "saves", form == "pooled")
+    """The one of the arch's variants, if it has it; `form` is "", "saves", "fine" or "pooled"."""
+    fields = ("K", "BV", "dtype", "gate_activation", "g_wide", "saves", "fine", "pooled")
+    wanted = (*family, form in ("saves", "fine"), form == "fine", form == "pooled")
     found = [v for v in chunk.variants(ARCHS[arch]) if tuple(getattr(v, n) for n in fields) == wanted]
     return found[0] if found else None
 
@@ -56,13 +56,13 @@ def name_of(family: Family) -> str:
 CHUNKS = [
     pytest.param(variant, arch, id=f"{name_of(family)}{'-' * bool(form)}{form}-{arch}")
     for family in FAMILIES
-    for form in ("", "saves", "pooled")
+    for form in ("", "saves", "fine", "pooled")
     for arch in ARCHS
     if (variant := chunk_variant(arch, family, form))
 ]
 on_every_chunk = pytest.mark.parametrize(("variant", "arch"), CHUNKS)
 REVERSES = [
-    pytest.param(variant, arch, id=f"{variant.K}-{str(variant.dtype)[6:]}-{arch}")
+    pytest.param(variant, arch, id=f"{variant.K}-{str(variant.dtype)[6:]}{'-fine' * variant.fine}-{arch}")
     for arch in ARCHS
     for variant in reverse.variants(ARCHS[arch])
 ]
@@ -95,10 +95,10 @@ def test_chunk(variant: chunk.Variant, arch: str) -> None:
     most = max(a.shared_bytes for a in archs.ARCHS.values() if a.target == arch)
     shipped = variant.shared_bytes <= most  # else no GPU of the arch can run it, and none is asked to
     cubin = build.compile(chunk.SOURCE, variant.defines, arch)
-    # One that saves loads q and k a chunk ahead as well: none of these reloads more than 8 bytes.
+    # One that saves loads q and k a chunk ahead as well: none of these reloads more than 8 bytes, of the fine ones 12.
     saves = variant.saves and variant.wgmma
     check_resources(cubin, "kda_forward", REGISTERS // variant.threads, shipped and not saves)
-    assert not saves or build.resources(cubin)["kda_forward"].spill_loads <= 8
+    assert not saves or build.resources(cubin)["kda_forward"].spill_loads <= (12 if variant.fine else 8)
 
 
 @on_every_reverse
@@ -113,20 +113,24 @@ def test_reverse(variant: reverse.Variant, arch: str) -> None:
 
 SEGMENTS = [
     pytest.param(
-        variant, arch, id=f"{K}-{'maps' if variant.part == segments.MAPS else 'walk'}{'-saves' * saves}-{arch}"
+        variant,
+        arch,
+        id=f"{K}-{'maps' if variant.part == segments.MAPS else 'walk'}{'-saves' * saves}{'-fine' * fine}-{arch}",
     )
     for K, dtype, gate, g_wide in (
         (128, BF16, "lower_bound", False),
         (128, FP16, "softplus", True),
         (64, BF16, "log_decay", True),
     )
-    for saves in (False, True)
+    for saves, fine in ((False, False), (True, False), *(((False, True),) if dtype == BF16 else ()))
     for arch in SERVED
-    for variant in segments.variants_for(K, dtype, gate, g_wide, ARCHS[arch], saves)
-    if saves <= (variant.part == segments.WALK)
+    for variant in segments.variants_for(K, dtype, gate, g_wide, ARCHS[arch], saves, fine=fine)
+    if saves <= (variant.part == segments.WALK) and fine <= (variant.part == segments.MAPS)
 ]
 REVERSE_SEGMENTS = [
-    pytest.param(variant, arch, id=f"{variant.whole.K}-{str(variant.whole.dtype)[6:]}-{arch}")
+    pytest.param(
+        variant, arch, id=f"{variant.whole.K}-{str(variant.whole.dtype)[6:]}{'-fine' * variant.whole.fine}-{arch}"
+    )
     for arch in SERVED
     for variant in reverse_segments.variants(ARCHS[arch])
 ]
@@ -189,10 +193,10 @@ def test_every_variant_fits(arch: str) -> None:
 def test_every_choice_is_a_variant(arch: int) -> None:
     """What is compiled at first use, `--precompile` has compiled, and nothing else."""
     variants = set(chunk.variants(arch))
-    fields = {(v.K, v.dtype, v.gate_activation, v.g_wide, v.saves, v.pooled) for v in variants}
+    fields = {(v.K, v.dtype, v.gate_activation, v.g_wide, v.saves, v.pooled, v.fine) for v in variants}
     chosen = {
-        chunk.variant_for(*problem, items, 132, arch, saves, pooled)
-        for *problem, saves, pooled in fields
+        chunk.variant_for(*problem, items, 132, arch, *form)
+        for problem, form in ((f[:4], f[4:]) for f in fields)
         for items in (1, 2**20)
     }
     assert chosen == variants

@@ -22,6 +22,11 @@ struct Bf16 {
         return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
     }
     static DEVICE float load(const u16* p) { return __uint_as_float(u32(*p) << 16); }
+    static DEVICE u32 multiply(u32 x, u32 y) {  // before sm_90 there is no mul
+        u32 r;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(0x80008000u));
+        return r;
+    }
     static DEVICE void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

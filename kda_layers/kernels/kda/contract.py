@@ -52,6 +52,7 @@ class Inputs(NamedTuple):
     checkpoint_every: int
     recompute_above: float = MOST_SAVED  # share of the device's memory: 0.0 to recompute always, 1.0 never
     segments: str = "never"  # one of SEGMENTS
+    fine_gradients: bool = False  # v's and beta's with more bits, as gradients of the final state need
 
     @property
     def checkpoint_count(self) -> int:

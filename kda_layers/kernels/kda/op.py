@@ -141,7 +141,7 @@ def kda(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), checkpoint_every, check_recompute(recompute),
-        check_segments(segments),
+        check_segments(segments), bool(final_state),
     )  # fmt: skip
     if not (state_indices is checkpoint_at is out is None):
         return _prefill(x, state_indices, checkpoint_at, out, state_dtype, backend)

@@ -100,7 +100,8 @@ def kda_over_ranks(
     x = LocalInputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
-        check_scale(q, scale), bool(final_state), 0, check_recompute(recompute), "never", shards.group, shards.order,
+        check_scale(q, scale), bool(final_state), 0, check_recompute(recompute), "never", bool(final_state),
+        shards.group, shards.order,
     )  # fmt: skip
     check_whole(inputs_of(x)._replace(cu_seqlens=None))
     _check_cut(x, shards)

@@ -94,9 +94,8 @@ class CudaBackend(Backend):
         if self._recomputes(x):
             return []
         if segments.cuts(x, self.machine):
-            kept = SavedInSegments.like(x)
-            return [*kept.whole, kept.maps]
-        return list(Saved.like(x))
+            return SavedInSegments.like(x).tensors()
+        return Saved.like(x).tensors()
 
     def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
         if not save:
@@ -104,9 +103,9 @@ class CudaBackend(Backend):
         save = not self._recomputes(x)
         if segments.cuts(x, self.machine):
             out, kept = segments.forward_in_segments(x, self.machine, save)
-            return out, [] if kept is None else [*kept.whole, kept.maps]
+            return out, [] if kept is None else kept.tensors()
         out, saved = forward.forward(x, self.machine, save)
-        return out, list(saved or ())
+        return out, [] if saved is None else saved.tensors()
 
     def backward(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
@@ -128,7 +127,7 @@ class CudaBackend(Backend):
         """Run the reverse scan; return the arguments of the kernel after it."""
         x, d_o, machine = aligned_inputs(x), aligned(d_o), self.machine
         if segments.cuts(x, machine):
-            cut = SavedInSegments(Saved(*saved[:3]), saved[3]) if saved else segments.recompute(x, machine)
+            cut = SavedInSegments.of(saved) if saved else segments.recompute(x, machine)
             scanned = reverse_segments.reverse_scan_in_segments(x, machine, cut, d_o, d_final, d_checkpoints)
             return x, machine, cut.whole, scanned, d_o
         kept = Saved(*saved) if saved else recompute(x, machine)

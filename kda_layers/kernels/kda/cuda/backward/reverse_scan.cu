@@ -92,11 +92,11 @@ template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, 
 }
 
 // d += a b over the tokens 16 first to 16 last (= instead of += if `overwrites`), b [64, N].
-template <int N, int first = 0, int last = CHUNK / 16, bool overwrites = false>
+template <int N, int first = 0, int last = CHUNK / 16, bool overwrites = false, class Type = Io>
 DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
-    wgmma_rs<Io, N, true, overwrites>(d, a[first], operand_at(b, first * N * 32));
+    wgmma_rs<Type, N, true, overwrites>(d, a[first], operand_at(b, first * N * 32));
     #pragma unroll
-    for (int s = first + 1; s < last; s++) wgmma_rs<Io, N, true>(d, a[s], operand_at(b, s * N * 32));
+    for (int s = first + 1; s < last; s++) wgmma_rs<Type, N, true>(d, a[s], operand_at(b, s * N * 32));
     wgmma_commit();
 }
 
@@ -216,23 +216,70 @@ DEVICE void decay_state(Lane lane, Sums<CHUNK>& V1, const u32 (&S)[K / 16][4], C
     release(lane, shared, UPDATE, count);
 }
 
+#if FINE
+// dV' as operand A in fp16. Each row, a column of V, is scaled by a power of two, as gradients have any scale: the sum of
+// its magnitudes becomes 2^14 to 2^15. That takes fewer instructions than the largest one, and keeps NaN. The lanes of a row
+// sum in different orders that give the same bits.
+struct ScaledErrors {
+    using Type = Fp16;
+    Tokens x;
+    u32 restoring[2];  // of each row, as a pair: minus the power of two that undoes this and FINE_SHIFT
+
+    DEVICE ScaledErrors(const Sums<CHUNK>& V1) {
+        constexpr u32 ONE = 1u << 23;  // in the exponent
+        float scale[2];
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float sum = 0.f;
+            #pragma unroll
+            for (int i = 0; i < CHUNK / 8; i++) sum += fabsf(V1[i][2 * r]) + fabsf(V1[i][2 * r + 1]);
+            sum += shuffle_xor(sum, 1);
+            sum += shuffle_xor(sum, 2);
+            // Of at least 2^-104, so that both factors are normal numbers
+            const u32 exponent = max(__float_as_uint(sum) & 0xff * ONE, (127 - 104) * ONE);
+            scale[r] = __uint_as_float((2 * 127 + 14) * ONE - exponent);
+            const u32 back = (exponent - (14 + FINE_SHIFT) * ONE) | 0x80000000u;
+            restoring[r] = back | back >> 16;
+        }
+        #pragma unroll
+        for (int i = 0; i < CHUNK / 4; i++) {
+            const float by = scale[i % 2];
+            x[i / 4][i % 4] = Fp16::pack(V1[i / 2][i % 2 * 2] * by, V1[i / 2][i % 2 * 2 + 1] * by);
+        }
+    }
+    // -bX as operand A from the MMA's result.
+    DEVICE void negate(Tokens& X, const Sums<CHUNK>& X1) const {
+        as_operand<CHUNK>(X, X1);
+        #pragma unroll
+        for (int i = 0; i < CHUNK / 4; i++) X[i / 4][i % 4] = Bf16::multiply(X[i / 4][i % 4], restoring[i % 2]);
+    }
+};
+#else
+// dV' as operand A.
+struct ScaledErrors {
+    using Type = Io;
+    Tokens x;
+
+    DEVICE ScaledErrors(const Sums<CHUNK>& V1) { as_operand<CHUNK>(x, V1); }
+    DEVICE void negate(Tokens& X, const Sums<CHUNK>& X1) const { as_operand<CHUNK>(X, X1, SIGNS); }
+};
+#endif
+
 // bX = T'^T dV'.
-DEVICE void value_gradients(Sums<CHUNK>& X1, const Sums<CHUNK>& V1, Carried& x, const Shared& shared,
+DEVICE void value_gradients(Sums<CHUNK>& X1, const ScaledErrors& V0, Carried& x, const Shared& shared,
                             const Operands& operands, u32 count) {
-    Tokens V0;
-    as_operand<CHUNK>(V0, V1);
     wait_for(shared, ERRORS, count);
     wgmma_fence();
-    multiply_tokens<CHUNK, 0, 4, true>(X1, V0, operands.T);
+    multiply_tokens<CHUNK, 0, 4, true, ScaledErrors::Type>(X1, V0.x, operands.T);
     multiply_tokens<K, 2, 4>(x.d.S, x.O, operands.Qg());
     wgmma_wait<1>();
     fence_operand(X1);
 }
 
 // dS <- dS - Kg^T bX, in flight on return; X: -bX, rounded, also given to the moving warps.
-DEVICE void subtract_errors(Lane lane, Carried& x, Tokens& X, const Sums<CHUNK>& X1, const Shared& shared,
-                            const Operands& operands, u32 count) {
-    as_operand<CHUNK>(X, X1, SIGNS);
+DEVICE void subtract_errors(Lane lane, Carried& x, Tokens& X, const Sums<CHUNK>& X1, const ScaledErrors& V0,
+                            const Shared& shared, const Operands& operands, u32 count) {
+    V0.negate(X, X1);
     wgmma_fence();
     multiply_tokens<K>(x.d.S, X, operands.Kg);
     #pragma unroll
@@ -286,8 +333,9 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
                 x.d.add(lane, p.d_checkpoints + state_at(first_checkpoint + i64(chunk) * p.HV, column));
             error_gradients(V1, S, x, shared, operands, count);
             decay_state(lane, V1, S, x, shared, operands, count);
-            value_gradients(X1, V1, x, shared, operands, count);
-            subtract_errors(lane, x, X, X1, shared, operands, count);
+            const ScaledErrors V0(V1);
+            value_gradients(X1, V0, x, shared, operands, count);
+            subtract_errors(lane, x, X, X1, V0, shared, operands, count);
             if (chunk > 0) load_outputs(lane, x.O, shared, count + 1);
             finish_chunk(lane, x, shared, count);
         }
@@ -391,12 +439,14 @@ DEVICE void move(Lane lane, const ReverseScanParams& p, const Shared& shared) {
 // ---------------------------------------------------------------- the warp that copies chunks
 
 // Without bulk copies.
-DEVICE void copy_parts(Lane lane, const Stage& from, const Shared& shared, u32 count) {
+DEVICE void copy_parts(Lane lane, const Stage& from, const Shared& shared, u32 count, const unsigned char* T) {
     for (int part : {UPDATE, OUTPUT, ERRORS}) {
         wait_for_release(shared, part, count);
-        for (int i = part_at(part) + 16 * lane.id; i < part_at(part + 1); i += 512)
+        const int end = T && part == ERRORS ? AT_T : part_at(part + 1);
+        for (int i = part_at(part) + 16 * lane.id; i < end; i += 512)
             cp_async_16(shared.stage(count).base + i, from.base + i, true);
     }
+    for (int i = 16 * lane.id; T && i < SQUARE; i += 512) cp_async_16(shared.stage(count).T() + i, T + i, true);
     cp_async_commit();
     cp_async_wait<0>();
     warp_sync();
@@ -414,14 +464,16 @@ DEVICE void fetch_chunks(Lane lane, const ReverseScanParams& p, const Shared& sh
             for (int token = chunk * CHUNK + lane.id; token < min((chunk + 1) * CHUNK, tile.length); token += 32) {
                 prefetch(p.d_o + tile.row(p, token) * V + slice() * BV);
             }
-            const Stage from{p.prepared + (i64(row + chunk) * p.HV + tile.head) * STAGE_BYTES};
+            const i64 at = i64(row + chunk) * p.HV + tile.head;
+            const Stage from{p.prepared + at * STAGE_BYTES};
+            const unsigned char* T = FINE ? p.fine + at * SQUARE : nullptr;
             if constexpr (CLUSTER == 0) {
-                copy_parts(lane, from, shared, count);
+                copy_parts(lane, from, shared, count, T);
             } else if (lane.id == 0) {
                 for (int part : {UPDATE, OUTPUT, ERRORS}) {  // in the order of their release
                     if (count >= STAGES) wait_for(shared, part, count - STAGES);
                     expect(shared, part, count);
-                    fetch(from, shared, part, count);
+                    fetch(from, shared, part, count, T);
                 }
             }
             warp_sync();

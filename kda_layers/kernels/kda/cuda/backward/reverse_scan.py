@@ -14,10 +14,11 @@ from ....cuda.arch import ARCHS, OVERLAPS
 from ....cuda.machine import Machine
 from ....cuda.params import Params, addresses
 from ...contract import CHUNK, Inputs
-from ..forward.forward import TYPES, WIDTHS, Saved, aligned, loaded, stage_bytes
+from ..forward.forward import FINE, TYPES, WIDTHS, Saved, aligned, is_fine, loaded, stage_bytes
 
 PARAMS = Params("ReverseScanParams", """
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], NC chunks of all sequences
+    unsigned char* fine;         // [NC, HV, SQUARE] if FINE: T' in fp16, see stage.cuh
     const u16* d_o;              // [B, T, HV, V]
     const float* d_checkpoints;  // [B, T / 64, HV, V, K], or null
     const float* d_final;        // [N, HV, V, K], or null
@@ -46,12 +47,14 @@ class Variant(NamedTuple):
     dtype: torch.dtype
     wgmma: bool
     setmaxnreg: bool
+    fine: bool  # T' in fp16
 
     @property
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
-            "HAS_WGMMA": int(self.wgmma), "HAS_SETMAXNREG": int(self.setmaxnreg), "SHARED_BYTES": self.shared_bytes,
+            "HAS_WGMMA": int(self.wgmma), "HAS_SETMAXNREG": int(self.setmaxnreg), "FINE": int(self.fine),
+            "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property
@@ -68,16 +71,18 @@ class Variant(NamedTuple):
         return self.stages * (stage_bytes(self.K) + 2 * 3 * 8) + BV * 2 * (self.K + 2 * CHUNK) + 6 * 8
 
 
-def variant_for(K: int, dtype: torch.dtype, arch: int) -> Variant:
+def variant_for(K: int, dtype: torch.dtype, arch: int, fine: bool = False) -> Variant:
     """The variant for an arch (compute capability times ten): the slices of a head share the copies of its chunks."""
     has = ARCHS[arch]
-    return Variant(K, K // BV if has.bulk_copies else 0, dtype, has.wgmma, has.setmaxnreg)
+    return Variant(K, K // BV if has.bulk_copies else 0, dtype, has.wgmma, has.setmaxnreg, fine)
 
 
 def variants(arch: int) -> Iterable[Variant]:
     """Every variant that `variant_for` may return for `arch`, whatever its shared memory."""
     for K, dtype in itertools.product(WIDTHS, TYPES):
         yield variant_for(K, dtype, arch)
+        if dtype in FINE:
+            yield variant_for(K, dtype, arch, fine=True)
 
 
 class Scanned(NamedTuple):
@@ -91,17 +96,17 @@ class Scanned(NamedTuple):
 def reverse_scan(
     x: Inputs, machine: Machine, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
 ) -> Scanned:
-    """Run the scan for the gradients of the forward's outputs; of `x` only shapes and cu_seqlens are read."""
+    """Run the scan for the gradients of the forward's outputs; of `x` no other tensor than cu_seqlens is read."""
     HV, V = x.v.shape[2:]
     N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     given = [None if t is None else aligned(t) for t in (d_o, d_checkpoints, d_final, x.cu_seqlens)]
     tiles, (processors, arch, _) = N * HV, machine.properties(x.v.device)
-    variant = variant_for(x.q.shape[3], x.v.dtype, arch)
+    variant = variant_for(x.q.shape[3], x.v.dtype, arch, is_fine(x))
     d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, x.q.shape[3], dtype=torch.float32)
     out = Scanned(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
     groups = min(tiles, max(processors // variant.slices, 1))  # shared memory fits one block per multiprocessor
     params = PARAMS.pack(
-        addresses((saved.prepared, *given, *out, *(None,) * 3)), x.v.shape[1], HV, tiles,
+        addresses((saved.prepared, saved.fine, *given, *out, *(None,) * 3)), x.v.shape[1], HV, tiles,
         x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, 0, 0,
     )  # fmt: skip
     kernel = loaded(machine, SOURCE, "kda_reverse_scan", variant, x.v.device)

@@ -18,7 +18,7 @@ from ....cuda.machine import Machine
 from ....cuda.params import addresses
 from ...contract import Inputs
 from ..forward import segments
-from ..forward.forward import aligned, loaded
+from ..forward.forward import aligned, is_fine, loaded
 from . import reverse_scan as whole
 
 REVERSE = 3  # of stage.cuh's SEGMENTS
@@ -60,7 +60,7 @@ def reverse_scan_in_segments(
     count = cut.most_segments(T, HV, x.cu_seqlens is not None)
     given = [None if t is None else aligned(t) for t in (d_o, d_checkpoints, d_final, x.cu_seqlens)]
     tiles, (processors, arch, _) = N * count * HV, machine.properties(device)
-    variant = Variant(whole.variant_for(K, x.v.dtype, arch), cut)
+    variant = Variant(whole.variant_for(K, x.v.dtype, arch, is_fine(x)), cut)
     d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, K, dtype=torch.float32)
     out = whole.Scanned(torch.empty_like(saved.whole.errors), torch.empty_like(saved.whole.states), d_initial)
     d_starts, d_ends = (x.v.new_empty(cut.rows(x), V, K, dtype=torch.float32) for _ in range(2))
@@ -71,7 +71,8 @@ def reverse_scan_in_segments(
 
     def params(d_ends: Tensor | None, d_starts: Tensor | None) -> bytes:
         return whole.PARAMS.pack(
-            addresses((saved.whole.prepared, *given, *out, saved.maps, d_ends, d_starts)), T, HV, tiles,
+            addresses((saved.whole.prepared, saved.whole.fine, *given, *out, saved.maps, d_ends, d_starts)),
+            T, HV, tiles,
             x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, count, cut.longer,
         )  # fmt: skip
 

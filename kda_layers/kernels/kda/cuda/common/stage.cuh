@@ -9,6 +9,9 @@
 #ifndef TAILS  // the decode kernel computes up to so many tokens after a sequence's whole chunks (tails.py)
 #define TAILS 0
 #endif
+#ifndef FINE  // T' is kept in fp16 as well, and the reverse scan multiplies by that
+#define FINE 0
+#endif
 #ifndef SEGMENTS
 #define SEGMENTS 0
 #define SEGMENT_TOKENS 1
@@ -133,6 +136,10 @@ DEVICE constexpr int part_at(int part) {
 }
 DEVICE constexpr int part_bytes(int part) { return part_at(part + 1) - part_at(part); }
 
+// T' in fp16 (FINE) has the layout of T', times 2^FINE_SHIFT: diagonals down to 2^-22 have 11 bits, entries up to 255 do not
+// overflow.
+constexpr int FINE_SHIFT = 8;
+
 struct Stage {
     unsigned char* base;
     DEVICE unsigned char* Kg() const { return base; }                                  // e^G k: [64, K]
@@ -194,12 +201,17 @@ template <class Shared> DEVICE void wait_for_release(const Shared& shared, int p
 }
 
 // Copy a part of a prepared chunk if this CTA is the one to do so; by one thread of each CTA, for every chunk in order.
-template <class Shared> DEVICE void fetch(const Stage& from, const Shared& shared, int part, u32 count) {
+// T: what to copy in the place of T', unless null.
+template <class Shared>
+DEVICE void fetch(const Stage& from, const Shared& shared, int part, u32 count, const unsigned char* T = nullptr) {
 #if __CUDA_ARCH__ >= 900
     if (int(count % RANKS) != slice() % RANKS) return;
     wait_for_release(shared, part, count);
-    cp_async_bulk_multicast(shared.stage(count).base + part_at(part), from.base + part_at(part), part_bytes(part),
-                            shared.full(part, count), (1 << RANKS) - 1);
+    const int bytes = part_bytes(part) - (T && part == ERRORS ? SQUARE : 0);  // T' is the last of its part
+    unsigned char* to = shared.stage(count).base;
+    u64* full = shared.full(part, count);
+    cp_async_bulk_multicast(to + part_at(part), from.base + part_at(part), bytes, full, (1 << RANKS) - 1);
+    if (T && part == ERRORS) cp_async_bulk_multicast(to + AT_T, T, SQUARE, full, (1 << RANKS) - 1);
 #endif
 }
 

@@ -34,6 +34,7 @@ PARAMS = Params("ForwardParams", """
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], replaces the ring
     u16* states;                 // [NC, HV, V, K], at each chunk's start
     u16* errors;                 // [B, T, HV, V], V'
+    unsigned char* fine;         // [NC, HV, SQUARE] if FINE: T' in fp16, see stage.cuh
     const void *slots, *stops;   // read if POOLED: [N], or null: sequence n has slot n; no checkpoint
     // Of segments.cu, of the tiles of sequences that are cut: [rows, V + K, K], B and F; [rows, V, K], their S0
     float *maps, *starts;
@@ -53,6 +54,7 @@ PARAMS = Params("ForwardParams", """
     int tails;  // the decode kernel computes last tokens
 """)  # fmt: skip
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+FINE = (torch.bfloat16,)  # where fine gradients differ: in fp16 T' has 11 bits anyway
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 WIDTHS = (128, 64)
 STAGES = 2
@@ -79,6 +81,7 @@ class Variant(NamedTuple):
     setmaxnreg: bool
     saves: bool  # what the backward reads
     pooled: bool  # for engines: states in slots of a pool, rows of tokens with strides
+    fine: bool = False  # also saves T' in fp16
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -86,7 +89,7 @@ class Variant(NamedTuple):
             "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
             "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "POOLED": int(self.pooled),
-            "TAILS": 0 if self.saves else TAIL, "SHARED_BYTES": self.shared_bytes,
+            "FINE": int(self.fine), "TAILS": 0 if self.saves else TAIL, "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property
@@ -114,21 +117,21 @@ class Variant(NamedTuple):
 
 def variant_for(
     K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, tiles: int, processors: int, arch: int,
-    saves: bool = False, pooled: bool = False,
+    saves: bool = False, pooled: bool = False, fine: bool = False,
 ) -> Variant:  # fmt: skip
     """The variant for `tiles` pairs of a sequence and a value head, on `processors` multiprocessors of `arch`."""
     wide = ARCHS[arch].wgmma and tiles * (K // 16) > processors and not (dtype == torch.float16 and g_wide)
-    return variant_of(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, saves, pooled)
+    return variant_of(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, saves, pooled, fine)
 
 
 def variant_of(
     K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int,
-    saves: bool = False, pooled: bool = False,
+    saves: bool = False, pooled: bool = False, fine: bool = False,
 ) -> Variant:  # fmt: skip
     """The variant with blocks of BV columns."""
     has = ARCHS[arch]
     cluster = 0 if not has.bulk_copies else 2 if BV == 32 else 1  # two blocks share a copy where bandwidth limits
-    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, saves, pooled)
+    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, saves, pooled, fine)
 
 
 def variants(arch: int) -> Iterable[Variant]:
@@ -137,6 +140,8 @@ def variants(arch: int) -> Iterable[Variant]:
         if BV == 16 or (ARCHS[arch].wgmma and not (dtype == torch.float16 and g_wide)):
             for saves, pooled in ((False, False), (True, False), (False, True)):
                 yield variant_of(K, BV, dtype, gate, g_wide, arch, saves, pooled)
+            if dtype in FINE:
+                yield variant_of(K, BV, dtype, gate, g_wide, arch, saves=True, fine=True)
 
 
 class Saved(NamedTuple):
@@ -145,6 +150,7 @@ class Saved(NamedTuple):
     prepared: Tensor  # [NC, HV, stage_bytes] uint8
     states: Tensor  # [NC, HV, V, K], at each chunk's start
     errors: Tensor  # [B, T, HV, V], V'
+    fine: Tensor | None = None  # [NC, HV, 2 * 64 * 64] uint8, T' in fp16 for fine gradients
 
     @classmethod
     def like(cls, x: Inputs) -> Saved:
@@ -152,13 +158,24 @@ class Saved(NamedTuple):
         (*_, K), (HV, V) = x.q.shape, x.v.shape[2:]
         rows = chunk_rows(x)
         prepared = x.q.new_empty(rows, HV, stage_bytes(K), dtype=torch.uint8)
-        return cls(prepared, x.q.new_empty(rows, HV, V, K), torch.empty_like(x.v))
+        fine = x.q.new_empty(rows, HV, 2 * CHUNK * CHUNK, dtype=torch.uint8) if is_fine(x) else None
+        return cls(prepared, x.q.new_empty(rows, HV, V, K), torch.empty_like(x.v), fine)
 
     @staticmethod
     def nbytes(x: Inputs) -> int:
-        """Size in bytes of all three."""
+        """Size in bytes of all of them."""
         K, (B, T, HV, V) = x.q.shape[3], x.v.shape
-        return chunk_rows(x) * HV * (stage_bytes(K) + V * K * 2) + B * T * HV * V * 2
+        fine = 2 * CHUNK * CHUNK if is_fine(x) else 0
+        return chunk_rows(x) * HV * (stage_bytes(K) + V * K * 2 + fine) + B * T * HV * V * 2
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that exist, in the order of the fields."""
+        return [t for t in self if t is not None]
+
+
+def is_fine(x: Inputs) -> bool:
+    """True if the backward of a call reads T' in fp16."""
+    return x.fine_gradients and x.q.dtype in FINE
 
 
 def chunk_rows(x: Inputs) -> int:
@@ -197,7 +214,7 @@ def plan_of(
     machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
     gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float, saves: bool,
-    pool: tuple[int, ...] | None = None, tails: bool = False,
+    pool: tuple[int, ...] | None = None, tails: bool = False, fine: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan for tensors of these shapes and dtypes.
 
@@ -205,6 +222,7 @@ def plan_of(
         offsets: the length and dtype of cu_seqlens
         pool: values of the parameters for a call of an engine
         tails: the decode kernel computes last tokens
+        fine: save T' in fp16
     """
     B, T, H, K = q_shape
     HV, V = v_shape[2:]
@@ -213,7 +231,7 @@ def plan_of(
     N = B if offsets is None else offsets[0] - 1
     tiles, (processors, arch, _) = N * HV, machine.properties(device)
     variant = variant_for(
-        K, dtype, gate_activation, g_dtype == torch.float32, tiles, processors, arch, saves, pool is not None
+        K, dtype, gate_activation, g_dtype == torch.float32, tiles, processors, arch, saves, pool is not None, fine
     )
     groups = min(tiles, processors // variant.slices)  # CTAs of a group wait for each other: all must be resident
     if not groups:
@@ -272,13 +290,14 @@ def forward(
         machine, device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
         None if offsets is None else (offsets.shape[0], offsets.dtype),
         x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save, None, tails is not None,
+        save and is_fine(x),
     )  # fmt: skip
     o = torch.empty_like(v)
     final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
     checkpoints = new_checkpoints(x) if x.checkpoint_every else None
     saved = Saved.like(x) if save else None
     outputs = (
-        o, final, checkpoints, *scratch(plan, device), *(saved or (None, None, None)), *(None,) * 4,
+        o, final, checkpoints, *scratch(plan, device), *(saved or (None,) * 4), *(None,) * 4,
         *(tails or Tails()),
     )  # fmt: skip
     params = PARAMS.pack_pointers(*addresses, *(0 if t is None else t.data_ptr() for t in outputs)) + plan.rest

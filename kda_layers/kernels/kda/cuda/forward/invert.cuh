@@ -63,23 +63,24 @@ DEVICE void invert(Lane lane, Tile& T, const Tile& N) {
 }
 
 // Store a 16 x 16 block of T or Aqk.
-DEVICE void store_block(Lane lane, unsigned char* to, const Tile& x, int b, int j) {
+template <class Type = Io> DEVICE void store_block(Lane lane, unsigned char* to, const Tile& x, int b, int j) {
     #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32* at = reinterpret_cast<u32*>(to + block_at(2 * b + i / 2, 2 * j + i % 2, CHUNK / 8));
-        at[lane.id] = Io::pack(x[i % 2][2 * (i / 2)], x[i % 2][2 * (i / 2) + 1]);
+        at[lane.id] = Type::pack(x[i % 2][2 * (i / 2)], x[i % 2][2 * (i / 2) + 1]);
     }
 }
 
 // Store a row of blocks, zeros right of the diagonal.
+template <class Type = Io>
 DEVICE void store_row(Lane lane, unsigned char* to, const Tile (&left)[3], const Tile& own, int b) {
     const Tile zero = {};
     #pragma unroll
     for (int j = 0; j < 3; j++) {
-        if (j < b) store_block(lane, to, left[j], b, j);
-        else store_block(lane, to, zero, b, j + 1);
+        if (j < b) store_block<Type>(lane, to, left[j], b, j);
+        else store_block<Type>(lane, to, zero, b, j + 1);
     }
-    store_block(lane, to, own, b, b);
+    store_block<Type>(lane, to, own, b, b);
 }
 
 // x[i][j] *= columns[j]
@@ -94,6 +95,17 @@ DEVICE void scale_columns(Lane lane, Tile& x, const float* columns) {
 DEVICE void scale_rows(Tile& x, const float (&rows)[2]) {
     #pragma unroll
     for (int i = 0; i < 8; i++) x[i / 4][i % 4] *= rows[i % 4 / 2];
+}
+
+// Store a row of T' to the chunk and, unless `fine` is null, in fp16. Overwrites the row.
+DEVICE void store_T(Lane lane, const Stage& stage, unsigned char* fine, Tile (&left)[3], Tile& own, int b) {
+    store_row(lane, stage.T(), left, own, b);
+    if (!fine) return;
+    const float rows[2] = {1 << FINE_SHIFT, 1 << FINE_SHIFT};
+    #pragma unroll
+    for (int j = 0; j < 3; j++) scale_rows(left[j], rows);
+    scale_rows(own, rows);
+    store_row<Fp16>(lane, fine, left, own, b);
 }
 
 // Partial sums over one half of the channels.
@@ -123,14 +135,15 @@ DEVICE void load_block(Lane lane, Tile& x, const Shared& shared, const float* be
 // Warp 0 has the rows of blocks 0 and 1, warp 1 of block 2, warp 2 of block 3; they exchange blocks through shared
 // memory as B fragments.
 
-DEVICE void invert_upper(Lane lane, const Shared& shared, const Stage& stage, const float* beta, uint4* columns) {
+DEVICE void invert_upper(Lane lane, const Shared& shared, const Stage& stage, unsigned char* fine, const float* beta,
+                         uint4* columns) {
     Tile T[3] = {}, own, L;
     load_block(lane, L, shared, beta, 0, 0);
     invert(lane, own, L);
     uint4 t00 = as_columns(own);
     columns[T00 * 32] = t00;
     scale_columns(lane, own, beta);
-    store_row(lane, stage.T(), T, own, 0);
+    store_T(lane, stage, fine, T, own, 0);
 
     load_block(lane, L, shared, beta, 1, 1);
     invert(lane, own, L);
@@ -147,7 +160,7 @@ DEVICE void invert_upper(Lane lane, const Shared& shared, const Stage& stage, co
     barrier_sync(INVERTING, 32 * INVERTERS);
     scale_columns(lane, T[0], beta);
     scale_columns(lane, own, beta + 16);
-    store_row(lane, stage.T(), T, own, 1);
+    store_T(lane, stage, fine, T, own, 1);
 }
 
 // a = -x, as A fragments; x is unchanged.
@@ -157,8 +170,8 @@ DEVICE void as_negated_rows(u32 (&a)[4], Tile& x) {
     negate(x);
 }
 
-DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, const float* beta, uint4* columns,
-                         int b) {
+DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, unsigned char* fine, const float* beta,
+                         uint4* columns, int b) {
     Tile T[3] = {}, own, L;
     load_block(lane, L, shared, beta, b, b);
     invert(lane, own, L);
@@ -196,7 +209,7 @@ DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, co
     #pragma unroll
     for (int j = 0; j < 3; j++) scale_columns(lane, T[j], beta + 16 * j);
     scale_columns(lane, own, beta + 16 * b);
-    store_row(lane, stage.T(), T, own, b);
+    store_T(lane, stage, fine, T, own, b);
 }
 
 // Betas of a chunk, one copy per warp; zeros after the sequence's end.
@@ -212,8 +225,8 @@ DEVICE void load_write_strengths(Lane lane, float* to, const ForwardParams& p, c
     }
 }
 
-DEVICE void invert_chunk(Lane lane, const Shared& shared, const Stage& stage, const float* beta) {
+DEVICE void invert_chunk(Lane lane, const Shared& shared, const Stage& stage, unsigned char* fine, const float* beta) {
     uint4* columns = shared.columns_of_T() + lane.id;
-    if (lane.warp == 0) invert_upper(lane, shared, stage, beta, columns);
-    else invert_lower(lane, shared, stage, beta, columns, lane.warp + 1);
+    if (lane.warp == 0) invert_upper(lane, shared, stage, fine, beta, columns);
+    else invert_lower(lane, shared, stage, fine, beta, columns, lane.warp + 1);
 }

@@ -48,7 +48,7 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
         )  # fmt: skip
         pointers = (
             q, k, v, g, beta, A_log, dt_bias, None, offsets, o, state, x.checkpoints, *scratch(plan, device), None,
-            None, None, slots, stops, None, None, None if order is None else order.order, kept,
+            None, None, None, slots, stops, None, None, None if order is None else order.order, kept,
         )  # fmt: skip
         params = PARAMS.pack_pointers(*addresses(pointers)) + plan.rest
         plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)

@@ -111,11 +111,12 @@ class Variant(NamedTuple):
 
 
 def variants_for(
-    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool = False, cut: Cut = ALWAYS
-) -> tuple[Variant, Variant]:
+    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool = False, cut: Cut = ALWAYS,
+    fine: bool = False,
+) -> tuple[Variant, Variant]:  # fmt: skip
     """The variants that map and that walk."""
     wide = ARCHS[arch].wgmma and not (dtype == torch.float16 and g_wide)
-    maps = whole.variant_of(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch)
+    maps = whole.variant_of(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, fine=fine)
     walk = whole.variant_of(K, K // 2, dtype, "lower_bound", False, arch, saves)  # reads no gate
     return Variant(maps, MAPS, cut), Variant(walk._replace(cluster=2), WALK, cut)
 
@@ -126,7 +127,13 @@ def variants(arch: int) -> Iterable[Variant]:
         return
     flags = (False, True)
     problems = itertools.product(whole.WIDTHS, whole.TYPES, GATE_CODES, flags)
-    found = (variants_for(*problem, arch, saves) for problem in problems for saves in flags)
+    found = (
+        variants_for(*problem, arch, saves, fine=fine)
+        for problem in problems
+        for saves in flags
+        for fine in flags
+        if saves >= fine <= (problem[1] in whole.FINE)
+    )
     yield from dict.fromkeys(itertools.chain.from_iterable(found))
 
 
@@ -141,6 +148,16 @@ class SavedInSegments(NamedTuple):
         """Unwritten tensors for inputs `x`."""
         cut, K, V = cut_of(x) if cut is None else cut, x.q.shape[3], x.v.shape[3]
         return cls(whole.Saved.like(x), x.q.new_empty(cut.rows(x), V + K, K, dtype=torch.float32))
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> SavedInSegments:
+        """Undo `tensors`."""
+        maps, *kept = tensors
+        return cls(whole.Saved(*kept), maps)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that exist."""
+        return [self.maps, *self.whole.tensors()]
 
 
 class Plan(NamedTuple):
@@ -159,7 +176,7 @@ def plan_of(
     machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
     gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float,
-    saves: bool, cut: Cut, tails: bool,
+    saves: bool, cut: Cut, tails: bool, fine: bool,
 ) -> Plan:  # fmt: skip
     """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens."""
     B, T, H, K = q_shape
@@ -170,7 +187,7 @@ def plan_of(
     tokens = T if offsets is not None else whole.in_chunks(T, tails)
     segments = cut.most_segments(tokens, HV, offsets is not None)
     processors, arch, _ = machine.properties(device)
-    mapping, walking = variants_for(K, dtype, gate_activation, g_dtype == torch.float32, arch, saves, cut)
+    mapping, walking = variants_for(K, dtype, gate_activation, g_dtype == torch.float32, arch, saves, cut, fine)
     if processors < mapping.slices:
         raise ValueError(f"x must be on a GPU with at least {mapping.slices} multiprocessors, got {processors}")
     grids = [(min(N * segments * HV, processors // v.slices), v) for v in (mapping, walking)]
@@ -205,6 +222,7 @@ def forward_in_segments(
         machine, device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
         None if offsets is None else (offsets.shape[0], offsets.dtype),
         x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save, cut, tails is not None,
+        save and whole.is_fine(x),
     )  # fmt: skip
     fp32, N = partial(torch.empty, dtype=torch.float32, device=device), plan.sequences
     rows = cut.rows(x, tails is not None)
@@ -213,15 +231,15 @@ def forward_in_segments(
     checkpoints = whole.new_checkpoints(x) if x.checkpoint_every else None
     saved = SavedInSegments.like(x, cut) if save else None
     if saved is not None:
-        (prepared, states, errors), maps = saved
+        (prepared, states, errors, fine), maps = saved
     else:
         prepared = torch.empty(whole.chunk_rows(x), HV, whole.stage_bytes(K), dtype=torch.uint8, device=device)
-        states, errors, maps = None, None, fp32(rows, V + K, K)
+        states, errors, fine, maps = None, None, None, fp32(rows, V + K, K)
     progress = torch.zeros(plan.grids[0][0] * 64, dtype=torch.int32, device=device)
     starts = fp32(rows, V, K)
     tensors = (
         q, x.k, v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, offsets, o, final, checkpoints, None, progress,
-        prepared, states, errors, None, None, maps, starts, *(tails or whole.Tails()),
+        prepared, states, errors, fine, None, None, maps, starts, *(tails or whole.Tails()),
     )  # fmt: skip
     params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
     mapping, walking = ((n * v.slices, v.threads, v.whole.cluster, v.shared_bytes) for n, v in plan.grids)

@@ -152,6 +152,11 @@ DEVICE Stage ring_at(const ForwardParams& p, const Cursor& at, u32 count) {
     if constexpr (KEEPS) return {p.prepared + (i64(at.first_row + at.chunk) * p.HV + at.tile.head) * STAGE_BYTES};
     return {p.ring + (i64(cta_group()) * RING + count % RING) * STAGE_BYTES};
 }
+// The place of a chunk's T' in fp16, null in all CTAs but the one that stores it.
+DEVICE unsigned char* fine_place(const ForwardParams& p, const Cursor& at, u32 count) {
+    if (!FINE || int(count % SLICES) != slice()) return nullptr;
+    return p.fine + (i64(at.first_row + at.chunk) * p.HV + at.tile.head) * SQUARE;
+}
 // Counters of a CTA: chunks that it has prepared, and chunks that have arrived in its shared memory. Counters that are
 // polled together share a cache line.
 DEVICE u32* prepared(const ForwardParams& p, int slice) { return p.progress + cta_group() * 64 + slice; }
