@@ -22,6 +22,7 @@ from tests.kernels import emulated
 from tests.kernels.cases import (
     BF16,
     Case,
+    call,
     check,
     error,
     ids,
@@ -33,6 +34,7 @@ from tests.kernels.cases import (
     sequences,
     to_fp64,
 )
+from tests.kernels.emulated_backends import EMULATED, registered
 from tests.kernels.test_cuda_chunk import FORMS, PACKED, SOFTPLUS, WIDE, in_every_form, pytestmark, softplus_resets
 from tests.kernels.test_hard_inputs import hard_inputs, repeated_token
 
@@ -168,6 +170,14 @@ def test_a_repeated_token(form: str) -> None:
     assert fine["v"] < 0.015, errors
     assert plain["beta"] > 0.03, "this input asks for nothing"
     assert all(fine[n] < 1.02 * e for n, e in plain.items()), errors
+
+
+def test_a_call_with_a_final_state_is_fine() -> None:
+    x = hard_inputs(repeated_token, 256, 64, 2, BF16)._replace(checkpoint_every=0)
+    d_out, backend = output_gradients(x), "sm90@emulator"
+    with registered(EMULATED[backend]):
+        got = run(lambda x: call(x, backend), x, d_out)
+    assert error(got["d_beta"], run(oracle, to_fp64(x), d_out)["d_beta"]) < 0.03  # 0.017, 0.086 if it is not
 
 
 FINE = replace(WIDE, K=64, V=64, T=130, checkpoints=False, slow=True)

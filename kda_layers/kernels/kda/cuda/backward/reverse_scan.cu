@@ -218,8 +218,8 @@ DEVICE void decay_state(Lane lane, Sums<CHUNK>& V1, const u32 (&S)[K / 16][4], C
 
 #if FINE
 // dV' as operand A in fp16. Each row, a column of V, is scaled by a power of two, as gradients have any scale: the sum of
-// its magnitudes becomes 2^14 to 2^15. That takes fewer instructions than the largest one, and keeps NaN. The lanes of a row
-// sum in different orders that give the same bits.
+// its magnitudes becomes 2^14 to 2^15. Sums have twice the rate of maxima, and keep NaN. The four lanes of a row add the
+// same pairs, so that they agree on the power.
 struct ScaledErrors {
     using Type = Fp16;
     Tokens x;
@@ -235,7 +235,7 @@ struct ScaledErrors {
             for (int i = 0; i < CHUNK / 8; i++) sum += fabsf(V1[i][2 * r]) + fabsf(V1[i][2 * r + 1]);
             sum += shuffle_xor(sum, 1);
             sum += shuffle_xor(sum, 2);
-            // Of at least 2^-104, so that both factors are normal numbers
+            // The sum's, at least that of 2^-104, with which both factors are normal numbers
             const u32 exponent = max(__float_as_uint(sum) & 0xff * ONE, (127 - 104) * ONE);
             scale[r] = __uint_as_float((2 * 127 + 14) * ONE - exponent);
             const u32 back = (exponent - (14 + FINE_SHIFT) * ONE) | 0x80000000u;
