@@ -34,7 +34,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import report
-from kda_layers import KDAForCausalLM, use_backend
+from kda_layers import CapturedStep, KDAForCausalLM, use_backend
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -92,12 +92,41 @@ def build(run: Run, s: LMSettings) -> Any:
     return model.train()
 
 
-def train(run: Run, s: LMSettings, corpus: Corpus, device: torch.device, steps: int) -> dict[str, Any]:
+Step = Callable[[torch.Tensor], torch.Tensor]  # takes a batch, returns the loss
+
+
+def step_of(model: Any, s: LMSettings, device: torch.device, cuda_graph: bool) -> tuple[Step, torch.optim.Optimizer]:
+    """An optimizer step, with `cuda_graph` replayed from a CUDA graph: the same bits."""
+    optimizer = build_optimizer(model, capturable=cuda_graph)
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        with precision(device, s):
+            return model(input_ids=batch, labels=batch, use_cache=False).loss
+
+    if cuda_graph:
+        captured = CapturedStep(model, optimizer, loss_of=loss_of, max_norm=1.0)
+        # The next step overwrites the loss.
+        return lambda batch: captured({"batch": batch}).detach().clone(), optimizer
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, optimizer
+
+
+def train(
+    run: Run, s: LMSettings, corpus: Corpus, device: torch.device, steps: int, cuda_graph: bool = False
+) -> dict[str, Any]:
     """`steps` of the s.steps that fix the learning rate: losses, steps/s and memory."""
     s = dataclasses.replace(s, dtype=run.dtype)
     seed = s.seed + (run.change == "data")
     model = build(run, s).to(device)
-    optimizer = build_optimizer(model)
+    take_step, optimizer = step_of(model, s, device, cuda_graph)
     losses: list[float] = []
     unread: list[torch.Tensor] = []
     rates: list[float] = []
@@ -109,13 +138,7 @@ def train(run: Run, s: LMSettings, corpus: Corpus, device: torch.device, steps: 
             for group in optimizer.param_groups:
                 group["lr"] = s.lr * rate_factor(step / s.steps, s.schedule)
             batch = training_batch(corpus.train, s.batch_size, s.seq_len, seed, step).to(device).long()
-            with precision(device, s):
-                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            unread.append(loss.detach())
+            unread.append(take_step(batch))
             if len(unread) == WINDOW or step + 1 == steps:
                 losses += torch.stack(unread).tolist()
                 now = time.perf_counter()
@@ -129,7 +152,7 @@ def train(run: Run, s: LMSettings, corpus: Corpus, device: torch.device, steps: 
                     break
     finite = list(itertools.takewhile(math.isfinite, losses))
     memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-    del model, optimizer
+    del model, optimizer, take_step
     gc.collect()
     return {
         "name": run.name, **dataclasses.asdict(run), "dtype": run.dtype, "steps": len(finite), "losses": finite,
@@ -138,10 +161,10 @@ def train(run: Run, s: LMSettings, corpus: Corpus, device: torch.device, steps: 
     }  # fmt: skip
 
 
-def seconds_per_step(run: Run, s: LMSettings, corpus: Corpus, device: torch.device) -> float:
+def seconds_per_step(run: Run, s: LMSettings, corpus: Corpus, device: torch.device, cuda_graph: bool = False) -> float:
     """Of a short trial, after the first steps, in which kernels are compiled."""
     s = dataclasses.replace(s, steps=FIRST_STEPS + TIMED_STEPS)
-    rate = train(run, s, corpus, device, s.steps)["steps_per_s"]
+    rate = train(run, s, corpus, device, s.steps, cuda_graph)["steps_per_s"]
     if rate is None:
         raise RuntimeError(f"the trial of {run.name} did not train: its loss is not finite")
     return 1 / rate
@@ -290,6 +313,7 @@ def results(data: dict[str, Any]) -> dict[str, Any]:
 def settings_of(args: argparse.Namespace, s: LMSettings) -> dict[str, Any]:
     """What fixes a training but for the run's own precision."""
     settings = dataclasses.asdict(s) | {"config": Path(s.config).name, "asked_steps": args.steps}
+    settings["cuda_graph"] = args.cuda_graph
     del settings["dtype"], settings["minutes"]
     return settings
 
@@ -333,7 +357,7 @@ def _measure(
     kept = finished_runs(args.output, settings_of(args, s), args.steps) if args.resume else {}
     missing = [run for run in runs if run.name not in kept]
     tried = list(dict.fromkeys(run.backend for run in missing))
-    seconds = map_runs(seconds_per_step, map(Run, tried), *map(itertools.repeat, (s, corpus, device)))
+    seconds = map_runs(seconds_per_step, map(Run, tried), *map(itertools.repeat, (s, corpus, device, args.cuda_graph)))
     trials = dict(zip(tried, seconds, strict=True))
     steps = plan_steps(args.steps, args.budget_s, {run: trials[run.backend] for run in missing}) if missing else {}
     most = args.steps if kept else max(steps.values())
@@ -346,7 +370,8 @@ def _measure(
         "settings": settings_of(args, s), "corpus": corpus.facts, "parameters": parameters,
         "steps": most, "seconds_per_step_of_trials": trials, "runs": [],
     }  # fmt: skip
-    made = iter(map_runs(train, missing, *map(itertools.repeat, (s, corpus, device)), [steps[run] for run in missing]))
+    same = map(itertools.repeat, (s, corpus, device))
+    made = iter(map_runs(train, missing, *same, [steps[r] for r in missing], itertools.repeat(args.cuda_graph)))
     for run in runs:
         data["runs"].append(kept[run.name] if run.name in kept else next(made) | facts)
         (args.output / f"{NAME}.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
@@ -369,6 +394,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=120, metavar="S", help="seconds of each run (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="keep the whole runs that --output has already")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings in processes of their own (1)")
+    parser.add_argument("--cuda-graph", action="store_true", help="capture the training step, on CUDA (no)")
     parser.add_argument("--tokens", type=tokens, default="1x1024", metavar="BxT", help="of a step (%(default)s)")
     parser.add_argument("--lr", type=float, default=5e-4, help="peak learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data order (%(default)s)")
