@@ -47,6 +47,7 @@ class Case:
     checkpoints: bool = False
     given: bool = False  # gate, beta and norm applied beforehand
     states: bool = False  # initial and final ones
+    kept: bool = False  # what the backward reads is kept, however much
 
     @property
     def sequences(self) -> int:
@@ -76,6 +77,8 @@ class Case:
             what.append("states every 64")
         if self.given:
             what.append("activations given")
+        if self.kept:
+            what.append("kept")
         if self.states:
             what.append("states")
         return {"B": self.B, "T": self.T, "H": self.H, "what": ", ".join(what), "gates": self.gates}
@@ -147,7 +150,7 @@ FULL = Sizes(
     training=(
         *_both(Case(1, 8192, 32), Case(8, 2048, 32)),
         Case(1, 8192, 32, given=True),
-        *_both(Case(1, 8192, 96), Case(1, 32768, 32)),
+        *_both(Case(1, 8192, 96), Case(1, 32768, 32, kept=True), Case(1, 32768, 32)),
         *_both(Case(1, 65536, 8), Case(1, 131072, 4)),
         Case(1, 8192, 16, group=2),
         Case(2, 512, 32),
@@ -197,7 +200,7 @@ def gate_parameters(draw: Random, HV: int, gates: str) -> tuple[Tensor, Tensor]:
 
 def make_inputs(case: Case, device: str) -> Inputs:
     """The inputs of a case."""
-    draw = Random(str(replace(case, states=False)), device)
+    draw = Random(str(replace(case, states=False, kept=False)), device)
     B, T, H, HV = case.B, case.T, case.H, case.HV
     A_log, dt_bias = gate_parameters(draw, HV, case.gates)
     q, k, v = draw.normal(B, T, H, D), draw.normal(B, T, H, D), draw.normal(B, T, HV, D)
@@ -212,6 +215,8 @@ def make_inputs(case: Case, device: str) -> Inputs:
         case.gate, float(LOWER_BOUND) if case.gate == "lower_bound" else 0.0, "sigmoid", True, D**-0.5,
         case.states, CHUNK if case.checkpoints else 0,
     )  # fmt: skip
+    if case.kept:
+        x = x._replace(recompute_above=1.0)
     if case.given:
         x = activate(x)
         x = x._replace(q=x.q.bfloat16(), k=x.k.bfloat16())
