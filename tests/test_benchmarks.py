@@ -855,6 +855,7 @@ TINY = Sizes(
     forward=(Case(1, 66, 2), Case(1, 66, 1, "fast", group=2, lengths=(30, 36), checkpoints=True)),
     packed=(Case(1, 66, 1, lengths=(60, 1, 1, 4), states=True),),
     segments=(Case(1, 130, 1),),
+    cudnn_shapes=(Case(1, 66, 1, states=True),),
     training=(Case(1, 66, 2), Case(1, 64, 1, given=True)),
     backward=(Case(1, 64, 1, given=True),),
     decode=(2,),
@@ -919,6 +920,14 @@ def test_segments(tmp_path: Path) -> None:
     assert "segments is 'always'" in found["eager, segments"]["reason"]
 
 
+def test_cudnn_shapes(tmp_path: Path) -> None:
+    """With an initial state: what is compared has a final one."""
+    assert run(tmp_path, "cudnn_shapes") == 0
+    found = {r["contender"]: r for r in rows_of(tmp_path)}
+    assert {name: r["status"] for name, r in found.items()} == {"eager": "timed", "cuDNN": "refused"}
+    assert set(found["eager"]["errors"]) == {"o", "final_state"}
+
+
 def test_overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the eager backend in the place of both sides: the difference is between the two medians."""
     monkeypatch.setattr(operator, "BASELINE", "eager")
@@ -972,7 +981,7 @@ def test_without_a_gpu_it_says_so(
 def test_unknown_sections_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.parse(["--only", "forward,backwards"])
-    assert "unknown backwards; known: forward, packed, segments, training" in capsys.readouterr().err
+    assert "unknown backwards; known: forward, packed, segments, cudnn_shapes, training" in capsys.readouterr().err
 
 
 def test_a_part_does_not_replace_the_results_of_the_whole() -> None:

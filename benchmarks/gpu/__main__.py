@@ -31,6 +31,7 @@ SECTIONS: dict[str, Callable[[Setup], list[Job]]] = {
     "forward": operator.forward,
     "packed": operator.packed,
     "segments": operator.segments,
+    "cudnn_shapes": operator.cudnn_shapes,
     "training": operator.training,
     "backward": operator.backward,
     "decode": operator.decode,
@@ -66,7 +67,7 @@ def _numbers(text: str) -> list[int]:
 
 def with_heads(sizes: Sizes, heads: list[int]) -> Sizes:
     """The sizes, without cases of the operator that have another number of heads."""
-    sections = ("forward", "packed", "segments", "training", "backward")
+    sections = ("forward", "packed", "segments", "cudnn_shapes", "training", "backward")
     chosen: dict[str, Any] = {s: tuple(c for c in getattr(sizes, s) if c.H in heads) for s in sections}
     return replace(sizes, **chosen)
 

@@ -27,6 +27,11 @@ from kda_layers.kernels.kda.reference import activate
 D = 128  # key and value width of every case
 LOWER_BOUND = -5
 COPY_TB_PER_S = 4.25  # read + write, measured on an H200: the byte floors are for that
+# B, T, H of the shapes that cuDNN's front end publishes times of
+CUDNN_SHAPES = (
+    (1, 2048, 12), (1, 2048, 16), (1, 4096, 8), (1, 4096, 12), (4, 8192, 12),
+    (1, 8192, 16), (1, 1024, 4), (1, 3072, 10), (1, 8192, 24), (8, 16384, 16),
+)  # fmt: skip
 # Packed sequences: of 8192 tokens in all, 8192 with random lengths, 16384 with a few long ones
 UNEVEN = (1300, 547, 2048, 963, 271, 3063)
 DRAWN = (573, 506, 280, 172, 341, 270, 523, 202, 318, 389, 606, 336, 188, 504, 412, 167, 607, 656, 540, 602)
@@ -95,6 +100,7 @@ class Sizes:
     forward: tuple[Case, ...]
     segments: tuple[Case, ...]
     packed: tuple[Case, ...]
+    cudnn_shapes: tuple[Case, ...]
     training: tuple[Case, ...]
     backward: tuple[Case, ...]
     decode: tuple[int, ...] = (1, 8, 32, 128, 256)  # sequences
@@ -147,6 +153,7 @@ FULL = Sizes(
         Case(1, 8192, 32, lengths=(65,) * 126 + (2,)),
         Case(4, 4, 32, states=True),
     ),
+    cudnn_shapes=_both(*(Case(*shape, states=True) for shape in CUDNN_SHAPES)),
     training=(
         *_both(Case(1, 8192, 32), Case(8, 2048, 32)),
         Case(1, 8192, 32, given=True),
@@ -164,6 +171,7 @@ QUICK = Sizes(
     forward=_both(Case(1, 8192, 32)),
     segments=_both(Case(1, 131072, 4)),
     packed=(Case(1, 8192, 32, lengths=(7680, *(1,) * 512)),),
+    cudnn_shapes=(Case(1, 4096, 8, states=True),),
     training=(Case(1, 8192, 32),),
     backward=(Case(1, 8192, 32, given=True),),
     decode=(1, 32),

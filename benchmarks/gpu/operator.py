@@ -66,6 +66,19 @@ def packed(setup: Setup) -> list[Job]:
     return [Job(case.fields(), partial(_forward, setup, case)) for case in setup.sizes.packed]
 
 
+def cudnn_shapes(setup: Setup) -> list[Job]:
+    """The forward pass, with an initial state, over the shapes that cuDNN's front end publishes times of."""
+    return [Job(case.fields(), partial(_cudnn_shape, setup, case)) for case in setup.sizes.cudnn_shapes]
+
+
+def _cudnn_shape(setup: Setup, case: Case) -> list[Row]:
+    x = make_inputs(case, setup.machine.device)
+    heads, floor_ms = Heads.first_and_last(x), forward_floor_ms(case)
+    contenders = _graphs([*(ours_forward(b, x) for b in setup.backends), cudnn_forward(x)], setup.machine)
+    truth = forward_truth(heads.inputs(x))
+    return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, floor_ms=floor_ms)
+
+
 def _modes(x: Inputs) -> tuple[Inputs, Inputs]:
     """In one piece and cut into segments."""
     return x, x._replace(segments="always")

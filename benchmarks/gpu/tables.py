@@ -16,6 +16,7 @@ from benchmarks.timing import AGREE
 ABOUT = {
     "forward": "Forward pass of the operator: bf16, K = V = 128, raw logits in, no initial state. ms.",
     "packed": "The same over short and uneven sequences, side by side in one row. ms.",
+    "cudnn_shapes": "The same with an initial state, over the shapes that cuDNN's front end publishes times of. ms.",
     "segments": "The same over long sequences of few heads, in one piece and cut into segments. ms.",
     "training": "Forward and every gradient of the operator. ms.",
     "backward": "Every gradient, from a forward that kept what it likes and is not timed. ms.",
@@ -40,6 +41,7 @@ CALLED_ALONE = "Contenders follow one another, from Python unless a mode says ot
 CASE_COLUMNS = {
     "forward": ("B", "T", "H", "what", "gates"),
     "packed": ("B", "T", "H", "what", "gates"),
+    "cudnn_shapes": ("B", "T", "H", "what", "gates"),
     "segments": ("B", "T", "H", "what", "gates"),
     "training": ("B", "T", "H", "what", "gates"),
     "backward": ("B", "T", "H", "what", "gates"),
