@@ -86,7 +86,7 @@ class Plan(NamedTuple):
     starts: Tensor  # [N] first token, on the CPU
     lengths: Tensor  # [N] on the CPU, descending
     order: Tensor | None  # [N] on the device, original index of each sorted sequence; None if not packed
-    checkpoint_starts: Tensor  # [N] first checkpoint row, on the CPU
+    checkpoint_starts: Tensor  # [N] first checkpoint row, on the device
     chunks_per_segment: int
     device: torch.device
 
@@ -95,29 +95,48 @@ class Plan(NamedTuple):
         B, T = x.q.shape[:2]
         if x.cu_seqlens is None:
             rows, order = torch.arange(B, device="cpu"), None
-            starts, lengths, first = rows * T, torch.full_like(rows, T), rows * (T // CHUNK)
+            starts, lengths = rows * T, torch.full_like(rows, T)
+            first = torch.arange(B, device=x.q.device) * (T // CHUNK)
         else:
             offsets = torch.tensor(sequence_offsets(x.cu_seqlens, T), device="cpu")
             lengths, by_length = offsets.diff().sort(descending=True, stable=True)
             starts, order = offsets[:-1][by_length], by_length.to(x.q.device)
             counts = offsets.diff() // CHUNK
-            first = (counts.cumsum(0) - counts)[by_length]
+            first = (counts.cumsum(0) - counts)[by_length].to(x.q.device)
         return cls(starts, lengths, order, first, int(chunks_per_segment(x)), x.q.device)
 
     def segments(self) -> Iterator[Segment]:
-        total, place = -(-int(self.lengths[0]) // CHUNK), torch.arange(CHUNK, device="cpu")
-        for first in range(0, total, self.chunks_per_segment):
-            steps = range(first, min(first + self.chunks_per_segment, total))
+        for first in range(0, self.chunks, self.chunks_per_segment):
+            steps = range(first, min(first + self.chunks_per_segment, self.chunks))
             active = [int((self.lengths > c * CHUNK).sum()) for c in steps]
-            starts = torch.cat([self.starts[:a] + c * CHUNK for a, c in zip(active, steps, strict=True)])
-            left = torch.cat([self.lengths[:a] - c * CHUNK for a, c in zip(active, steps, strict=True)])
-            tokens = (starts[:, None] + place).flatten()
-            padding = (place >= left[:, None]).flatten()
-            if not padding.any():
-                yield Segment(first, active, tokens.to(self.device), None)
-            else:
-                tokens = tokens.masked_fill(padding, 0)
-                yield Segment(first, active, tokens.to(self.device), padding.to(self.device))
+            tokens, padding = self._equal_tokens(steps) if self.order is None else self._packed_tokens(steps, active)
+            yield Segment(first, active, tokens, padding)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the longest sequence."""
+        return -(-int(self.lengths[0]) // CHUNK)
+
+    def _equal_tokens(self, steps: range) -> tuple[Tensor, Tensor | None]:
+        """Tokens and padding of sequences of equal length, computed on the device: a CUDA graph can capture that."""
+        T = int(self.lengths[0])
+        place = torch.arange(steps.start * CHUNK, steps.stop * CHUNK, device=self.device).view(-1, 1, CHUNK)
+        row = torch.arange(len(self.lengths), device=self.device).view(1, -1, 1)
+        tokens = (place + row * T).flatten()
+        if steps.stop * CHUNK <= T:
+            return tokens, None
+        padding = (place >= T).expand(-1, len(self.lengths), -1).flatten()
+        return tokens.masked_fill_(padding, 0), padding
+
+    def _packed_tokens(self, steps: range, active: list[int]) -> tuple[Tensor, Tensor | None]:
+        place = torch.arange(CHUNK, device="cpu")
+        starts = torch.cat([self.starts[:a] + c * CHUNK for a, c in zip(active, steps, strict=True)])
+        left = torch.cat([self.lengths[:a] - c * CHUNK for a, c in zip(active, steps, strict=True)])
+        tokens = (starts[:, None] + place).flatten()
+        padding = (place >= left[:, None]).flatten()
+        if not padding.any():
+            return tokens.to(self.device), None
+        return tokens.masked_fill_(padding, 0).to(self.device), padding.to(self.device)
 
     def sort(self, state: Tensor) -> Tensor:
         """A contiguous copy in sorted order."""
@@ -138,4 +157,4 @@ class Plan(NamedTuple):
     def checkpoint_rows(self, chunk: int) -> Tensor:
         """Checkpoint rows of the sequences, a prefix, whose chunk `chunk` is whole."""
         whole = int((self.lengths >= (chunk + 1) * CHUNK).sum())
-        return (self.checkpoint_starts[:whole] + chunk).to(self.device)
+        return self.checkpoint_starts[:whole] + chunk
