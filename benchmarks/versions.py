@@ -1,0 +1,214 @@
+"""Versions of the package in turns: `python -m benchmarks.versions before=HEAD~1 now=. --cases training:1,8192,32`.
+
+A version is a commit, or a folder that holds `kda_layers`. Each runs in a process of its own, with the benchmarks of
+this working tree; on one GPU they take turns, as the contenders of every benchmark do. Results are compared with those
+of the first version. A case is PASS:B,T,H and, after further colons, fields of benchmarks.gpu.cases.Case, as in
+`forward:1,8192,32:gates=fast:lengths=64x128` or `training:1,65536,8:kept:segments=always`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import timing
+from benchmarks.gpu.cases import Case, make_inputs
+from benchmarks.gpu.contenders import Contender, ours_forward, ours_training
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.truth import Results, error, upstream
+
+ROOT = Path(__file__).resolve().parents[1]
+PASSES = ("forward", "training", "backward")
+CUDA = "benchmarks.gpu.machine:CudaMachine"
+
+
+# ---------------------------------------------------------------- cases
+
+
+def parse_case(text: str) -> tuple[str, Case, str]:
+    """The pass, the case, and `segments` of `kda`.
+
+    Raises:
+        ValueError: the text names no pass, has no three sizes, or a field that cases lack
+    """
+    pass_, sizes, *fields = text.split(":")
+    if pass_ not in PASSES:
+        raise ValueError(f"case must begin with one of {', '.join(PASSES)}, got {text!r}")
+    B, T, H = (int(n) for n in sizes.split(","))
+    options: dict[str, Any] = {}
+    segments = "never"
+    for name, _, value in (field.partition("=") for field in fields):
+        if name == "segments":
+            segments = value
+        elif name == "lengths":
+            options[name] = _lengths(value)
+        elif name not in Case.__dataclass_fields__:
+            raise ValueError(f"case must have fields of {', '.join(Case.__dataclass_fields__)}, got {name!r}")
+        else:
+            options[name] = int(value) if value.isdigit() else value or True
+    return pass_, Case(B, T, H, **options), segments
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Return (128, 128, 7) for "2x128+7"."""
+    parts = (part.rpartition("x") for part in text.split("+"))
+    return tuple(int(length) for many, _, length in parts for _ in range(int(many or 1)))
+
+
+def contender_of(text: str, backend: str, device: str) -> Contender:
+    pass_, case, segments = parse_case(text)
+    x = make_inputs(case, device)._replace(segments=segments)
+    if pass_ == "forward":
+        return ours_forward(backend, x)
+    if pass_ == "training":
+        return ours_training(backend, x, upstream(x))
+    return ours_training(backend, x._replace(recompute_above=1.0), upstream(x), backward_alone=True)
+
+
+# ---------------------------------------------------------------- the process of a version
+
+
+def send(connection: Connection, value: Any) -> None:
+    """Send by plain pickle: torch registers reducers for `Connection.send` that would share the memory of tensors."""
+    connection.send_bytes(pickle.dumps(value))
+
+
+def receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
+def work(fd: int, machine_class: str, backend: str) -> None:
+    """Serve `Version`, over the connection of that file descriptor, until it is closed."""
+    module, _, name = machine_class.partition(":")
+    machine: Machine = getattr(importlib.import_module(module), name)()
+    run: Any = None
+    with Connection(fd) as connection, contextlib.suppress(EOFError):
+        while True:
+            what, value = receive(connection)
+            try:
+                if what == "prepare":
+                    prepared = contender_of(value, backend, machine.device).prepare()
+                    results = prepared.results(prepared.run())
+                    run = prepared.run if value.startswith("backward") else machine.graph(prepared.run)
+                    answer: Any = {n: t.detach().cpu() for n, t in results.items()}, machine.warm_up(run)
+                else:
+                    answer = machine.turn(run, None, value)
+            except Exception as problem:
+                answer = RuntimeError(f"{type(problem).__name__}: {problem}")
+            send(connection, answer)
+
+
+class Version:
+    """A process that runs the package of a folder."""
+
+    def __init__(self, folder: Path, machine_class: str, backend: str):
+        self.connection, other = Pipe()
+        code = f"from benchmarks.versions import work; work({other.fileno()}, {machine_class!r}, {backend!r})"
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        # The folder comes first on the path of `python -c`, before the working tree and what is installed.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=folder, env=os.environ | {"PYTHONPATH": path}, pass_fds=[other.fileno()]
+        )
+        other.close()  # so that the end of the process is noticed
+
+    def ask(self, what: str, value: Any) -> Any:
+        try:
+            send(self.connection, (what, value))
+            answer = receive(self.connection)
+        except (EOFError, OSError):
+            raise RuntimeError(f"the process of a version ended with {self.process.wait()}: {what} {value}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def folder_of(what: str) -> Iterator[Path]:
+    """A folder that holds the package: `what`, or the files of that commit."""
+    if (Path(what) / "kda_layers").is_dir():
+        yield Path(what).resolve()
+        return
+    command = ["git", "-C", str(ROOT), "archive", what, "kda_layers"]
+    files = subprocess.run(command, check=True, capture_output=True).stdout
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(files)) as tar:
+            tar.extractall(folder, filter="data")
+        yield Path(folder)
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def difference(got: Results, want: Results) -> str:
+    """How far results are from those of the first version, the largest relative L2 difference of all."""
+    if all(torch.equal(got[n], t) for n, t in want.items()):
+        return "same bits"
+    name, most = max(((n, error(got[n], t)) for n, t in want.items()), key=lambda item: item[1])
+    return f"{name} {most:.1e} apart"
+
+
+def compare(case: str, versions: dict[str, Version]) -> list[str]:
+    """Lines of a Markdown table."""
+    made = {name: version.ask("prepare", case) for name, version in versions.items()}
+    turns = timing.PASSES * timing.rounds_of(len(versions))
+
+    def turn(name: str) -> Callable[[], list[float]]:
+        return lambda: versions[name].ask("turn", -(-made[name][1] // turns))
+
+    first, *_ = made.values()
+    lines = []
+    for name, times in timing.in_turns({name: turn(name) for name in versions}).items():
+        if isinstance(times, Exception):
+            raise times
+        row = times.summary()
+        passes = " / ".join(f"{ms:.4g}" for ms in row["passes"])
+        noise = f"{row['again']:.4g}" if "again" in row else ""
+        lines.append(
+            f"| {case} | {name} | {row['median']:.4g} | {passes} | {noise} | {difference(made[name][0], first[0])} |"
+        )
+    return lines
+
+
+def main(argv: Sequence[str] | None = None, machine_class: str = CUDA) -> int:
+    """The exit code; tests name a machine of their own, as module:class."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="+", metavar="NAME=COMMIT", help="or NAME=FOLDER")
+    parser.add_argument("--cases", nargs="+", required=True, metavar="CASE")
+    parser.add_argument("--backend", default="sm90", help="(%(default)s)")
+    args = parser.parse_args(argv)
+    for case in args.cases:
+        parse_case(case)
+    lines = ["| case | version | ms | passes | again | results |", "|" + " --- |" * 6]
+    with contextlib.ExitStack() as stack:
+        versions = {}
+        for name, _, what in (v.partition("=") for v in args.versions):
+            versions[name] = Version(stack.enter_context(folder_of(what)), machine_class, args.backend)
+            stack.callback(versions[name].close)
+        for case in tqdm(args.cases, desc="cases"):
+            lines += compare(case, versions)
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
