@@ -122,6 +122,18 @@ def compare_ms(
     return summaries
 
 
+def take_first_configurations() -> None:
+    """Let Triton's autotuners take the first configuration that fits: tuning compiles and times hundreds."""
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+
+    def first(self: Any, kwargs: Any) -> Any:
+        return prune(self, kwargs)[:1]
+
+    Autotuner.prune_configs = first
+
+
 def add_tuning_option(parser: argparse.ArgumentParser) -> None:
     what = "for which Triton's autotuners time each configuration, not 100"
     parser.add_argument("--tuning-ms", type=limit_tuning, help=what)

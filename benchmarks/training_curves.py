@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks import report
+from benchmarks import report, timing
 from kda_layers import CapturedStep, KDAForCausalLM, use_backend
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -313,7 +313,7 @@ def results(data: dict[str, Any]) -> dict[str, Any]:
 def settings_of(args: argparse.Namespace, s: LMSettings) -> dict[str, Any]:
     """What fixes a training but for the run's own precision."""
     settings = dataclasses.asdict(s) | {"config": Path(s.config).name, "asked_steps": args.steps}
-    settings["cuda_graph"] = args.cuda_graph
+    settings |= {"cuda_graph": args.cuda_graph, "untuned": args.untuned}
     del settings["dtype"], settings["minutes"]
     return settings
 
@@ -329,12 +329,15 @@ Map = Callable[..., Iterable[Any]]  # as the built-in
 
 
 @contextlib.contextmanager
-def mapping(at_once: int) -> Iterator[Map]:
+def mapping(at_once: int, untuned: bool) -> Iterator[Map]:
     """`map`, or one that runs so many calls at a time, each process with its own interpreter."""
+    begin = timing.take_first_configurations if untuned else None
     if at_once == 1:
+        if begin is not None:
+            begin()
         yield map
         return
-    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), begin) as pool:
         yield pool.map
 
 
@@ -347,7 +350,7 @@ def measure(args: argparse.Namespace, s: LMSettings, device: torch.device) -> No
     args.output.mkdir(parents=True, exist_ok=True)
     cache = args.cache or args.output
     corpus = load_corpus(args.data, s.max_mb, s.heldout_kb, None if vocab == BYTES else vocab, s.seq_len, cache)
-    with mapping(args.at_once) as map_runs:
+    with mapping(args.at_once, args.untuned) as map_runs:
         _measure(args, s, device, runs, corpus, map_runs)
 
 
@@ -395,6 +398,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep the whole runs that --output has already")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings in processes of their own (1)")
     parser.add_argument("--cuda-graph", action="store_true", help="capture the training step, on CUDA (no)")
+    parser.add_argument("--untuned", action="store_true", help="take Triton's first configurations, of any speed (no)")
     parser.add_argument("--tokens", type=tokens, default="1x1024", metavar="BxT", help="of a step (%(default)s)")
     parser.add_argument("--lr", type=float, default=5e-4, help="peak learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data order (%(default)s)")

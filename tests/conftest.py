@@ -14,7 +14,6 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -93,25 +92,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid in kept]
 
 
-def take_first_configurations() -> None:
-    """Triton's autotuners take the first configuration that fits: results must not depend on which one is fastest, and
-    tuning for every shape of the tests would take hours."""
-    from triton.runtime.autotuner import Autotuner
-
-    prune = Autotuner.prune_configs
-
-    def first(self: Any, kwargs: Any) -> Any:
-        return prune(self, kwargs)[:1]
-
-    Autotuner.prune_configs = first
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # torch does not collect garbage before a capture. A graph of an earlier test that the collector frees during a
     # capture invalidates it. The setting is per thread; tests run in this one.
     torch.compiler.config.force_cudagraph_gc = True
     torch.set_num_threads(1)  # tensors are small, and waiting threads spin where cores are shared or xdist runs
     if torch.cuda.is_available() and importlib.util.find_spec("triton"):
+        # Results must not depend on which configuration is fastest, and tuning for every shape would take hours.
+        from benchmarks.timing import take_first_configurations
+
         take_first_configurations()
     known = KDA.backends() | ATTENTION.backends()
     missing = sorted(REQUIRED - known.keys())

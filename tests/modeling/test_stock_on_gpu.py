@@ -89,7 +89,7 @@ def test_swapped_doge() -> None:
 def test_stock_models_on_flash_linear_attention() -> None:
     """In a process of its own, where transformers finds the package: elsewhere in these tests it is hidden."""
     code = f"""
-from tests.conftest import take_first_configurations
+from benchmarks.timing import take_first_configurations
 take_first_configurations()
 from tests.modeling import test_stock_on_gpu as tests
 for family in {FAMILIES}:
