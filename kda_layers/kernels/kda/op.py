@@ -93,7 +93,8 @@ def kda(
         beta_activation: 'sigmoid', '2sigmoid' (negative eigenvalues) or 'given'.
         qk_l2norm: normalise q and k over K: x / sqrt(sum(x^2) + 1e-6).
         scale: factor of the output; K ** -0.5 if None.
-        final_state: also return the state after the last token.
+        final_state: also return the state after the last token. With bf16 inputs our CUDA backend then computes the
+            gradients of v and beta with more bits, as gradients of the state need, and keeps 7 % more for the backward.
         checkpoint_every: 0, or 64 to also return the state at every 64-token boundary of each sequence.
         state_dtype: dtype of the returned states, one that initial_state may have; if None, initial_state's, or fp32
             (fp64) without one. States are computed in fp32 (fp64) and rounded once.
