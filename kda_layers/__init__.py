@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from packaging.version import Version
 
-if Version(transformers.__version__).release < (5, 17):
-    raise ImportError(f"kda_layers needs transformers 5.17 or newer, got {transformers.__version__}")
+# transformers 5.24 calls the argument `past_key_values` of every model `cache`.
+if not (5, 17) <= Version(transformers.__version__).release < (5, 24):
+    raise ImportError(
+        f"kda_layers needs transformers 5.17 to 5.23, got {transformers.__version__}: "
+        "pip install 'transformers>=5.17,<5.24'"
+    )
 
 # For type checkers; _PUBLIC holds the same names at run time.
 if TYPE_CHECKING:

@@ -71,7 +71,7 @@ def test_the_tested_versions_are_those_of_the_tests() -> None:
     pins = (ROOT / "constraints.txt").read_text()
     ends = {}
     for package in ("torch", "transformers"):
-        lowest = re.search(rf"'{package}>=([\d.]+)'", str(bounds))
+        lowest = re.search(rf"'{package}>=([\d.]+)[',]", str(bounds))
         newest = re.search(rf"^{package}==(\d+\.\d+)", pins, re.M)
         assert lowest
         assert newest

@@ -198,8 +198,13 @@ def test_dependencies_are_the_promised_ones_and_pinned_for_tests():
     assert (names(project["dependencies"]) | names(extras["plot"]) | names(extras["dev"])) - unpinned <= pinned
 
 
-def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["5.16.2", "5.24.0", "6.0.0"])
+def test_another_transformers_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the way out, and what pip would install is one that works."""
     found = sys.modules["transformers"]  # it may have replaced itself since this file was imported
-    monkeypatch.setattr(found, "__version__", "5.16.2")
-    with pytest.raises(ImportError, match=r"kda_layers needs transformers 5\.17 or newer, got 5\.16\.2"):
+    monkeypatch.setattr(found, "__version__", version)
+    needed = f"kda_layers needs transformers 5.17 to 5.23, got {version}: pip install 'transformers>=5.17,<5.24'"
+    with pytest.raises(ImportError, match=re.escape(needed)):
         runpy.run_path(str(kda_layers.__file__))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "transformers>=5.17,<5.24" in project["dependencies"]
