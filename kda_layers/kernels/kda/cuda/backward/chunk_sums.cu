@@ -1,5 +1,5 @@
-// Sums over all chunks of the gradients of A_log and dt_bias, of which gradients.cu leaves a part for each chunk: both in
-// one kernel, and always in the same order.
+// Sum the gradients of A_log and dt_bias over chunks. gradients.cu writes a row for each chunk; one kernel sums the rows
+// of both, always in the same order.
 //
 // A CTA has 32 columns of one of the two, one to a lane. Warp w adds rows w, w + WARPS and so on; then the warps' sums
 // are added in their order.
