@@ -198,6 +198,9 @@ def main(argv: Sequence[str] | None = None, machine_class: str = CUDA) -> int:
     args = parser.parse_args(argv)
     for case in args.cases:
         parse_case(case)
+    if machine_class == CUDA and not torch.cuda.is_available():
+        print("benchmarks.versions needs a CUDA device, and torch finds none here", file=sys.stderr)
+        return 2
     lines = ["| case | version | ms | passes | again | results |", "|" + " --- |" * 6]
     with contextlib.ExitStack() as stack:
         versions = {}

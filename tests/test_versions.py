@@ -56,6 +56,12 @@ def test_a_version_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
         versions.main([f"now={folder}", "--backend", "eager", "--cases", "forward:1,66,1"], MACHINE)
 
 
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert versions.main([f"now={ROOT}", "--cases", "forward:1,66,1"]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
 def test_a_commit_is_unpacked() -> None:
     with versions.folder_of("HEAD") as folder:
         assert (folder / "kda_layers" / "__init__.py").is_file()
