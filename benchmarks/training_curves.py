@@ -240,6 +240,10 @@ def table(data: dict[str, Any]) -> str:
     if any(r["at_once"] > 1 for r in runs):
         shared = " / ".join(r["name"] for r in runs if r["at_once"] > 1)
         lines.append(f"Of trainings that shared the device ({shared}) steps/s are not those of one alone.")
+    if s.get("cuda_graph"):
+        lines.append("Steps are replayed from CUDA graphs.")
+    if s.get("untuned"):
+        lines.append("Triton's kernels ran in their first configuration: their steps/s say nothing of their speed.")
     for r in runs:
         if r["status"] != "finished":
             lines.append(f"{r['name']} stopped: {r['status']}.")

@@ -50,7 +50,9 @@ def parse_case(text: str) -> tuple[str, Case, str]:
     pass_, sizes, *fields = text.split(":")
     if pass_ not in PASSES:
         raise ValueError(f"case must begin with one of {', '.join(PASSES)}, got {text!r}")
-    B, T, H = (int(n) for n in sizes.split(","))
+    if len(numbers := sizes.split(",")) != 3 or not all(n.isdigit() for n in numbers):
+        raise ValueError(f"case must have sizes B,T,H after its pass, got {text!r}")
+    B, T, H = map(int, numbers)
     options: dict[str, Any] = {}
     segments = "never"
     for name, _, value in (field.partition("=") for field in fields):
@@ -142,6 +144,21 @@ class Version:
         self.process.wait()
 
 
+def parse_versions(texts: Sequence[str]) -> dict[str, str]:
+    """Names, and what each stands for.
+
+    Raises:
+        ValueError: a text is not NAME=WHAT, or a name is there twice
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, what = text.partition("=")
+        if not name or not what or name in found:
+            raise ValueError(f"versions must be NAME=COMMIT or NAME=FOLDER with names that differ, got {text!r}")
+        found[name] = what
+    return found
+
+
 @contextlib.contextmanager
 def folder_of(what: str) -> Iterator[Path]:
     """A folder that holds the package: `what`, or the files of that commit."""
@@ -149,9 +166,12 @@ def folder_of(what: str) -> Iterator[Path]:
         yield Path(what).resolve()
         return
     command = ["git", "-C", str(ROOT), "archive", what, "kda_layers"]
-    files = subprocess.run(command, check=True, capture_output=True).stdout
+    archive = subprocess.run(command, capture_output=True)
+    if archive.returncode:
+        reason = archive.stderr.decode().strip()
+        raise ValueError(f"version must be a commit or a folder that holds kda_layers, got {what!r}: {reason}")
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(files)) as tar:
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
             tar.extractall(folder, filter="data")
         yield Path(folder)
 
@@ -196,6 +216,7 @@ def main(argv: Sequence[str] | None = None, machine_class: str = CUDA) -> int:
     parser.add_argument("--cases", nargs="+", required=True, metavar="CASE")
     parser.add_argument("--backend", default="sm90", help="(%(default)s)")
     args = parser.parse_args(argv)
+    named = parse_versions(args.versions)
     for case in args.cases:
         parse_case(case)
     if machine_class == CUDA and not torch.cuda.is_available():
@@ -204,7 +225,7 @@ def main(argv: Sequence[str] | None = None, machine_class: str = CUDA) -> int:
     lines = ["| case | version | ms | passes | again | results |", "|" + " --- |" * 6]
     with contextlib.ExitStack() as stack:
         versions = {}
-        for name, _, what in (v.partition("=") for v in args.versions):
+        for name, what in named.items():
             versions[name] = Version(stack.enter_context(folder_of(what)), machine_class, args.backend)
             stack.callback(versions[name].close)
         for case in tqdm(args.cases, desc="cases"):

@@ -56,7 +56,9 @@ def test_table() -> None:
     assert ["eager - a", "40", "1.5", "+1", ""] in rows
     assert "eager made 40 steps of 80" in curves.table(data)
     data["runs"][2]["at_once"] = 3
-    assert "shared the device (eager)" in curves.table(data)
+    data["settings"] |= {"cuda_graph": True, "untuned": True}
+    for what in ("shared the device (eager)", "replayed from CUDA graphs", "in their first configuration"):
+        assert what in curves.table(data)
 
 
 def test_the_slowest_decides_but_the_reference_does_not() -> None:

@@ -62,6 +62,20 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("texts", [["now"], ["=."], ["now="], ["now=.", "now=HEAD"]])
+def test_versions_that_are_none(texts: list[str]) -> None:
+    with pytest.raises(ValueError, match="NAME=COMMIT or NAME=FOLDER with names that differ"):
+        versions.main([*texts, "--cases", "forward:1,66,1"])
+
+
+def test_a_commit_that_does_not_exist() -> None:
+    with (
+        pytest.raises(ValueError, match=r"got 'no-such-commit': .*no-such-commit"),
+        versions.folder_of("no-such-commit"),
+    ):
+        pass
+
+
 def test_a_commit_is_unpacked() -> None:
     with versions.folder_of("HEAD") as folder:
         assert (folder / "kda_layers" / "__init__.py").is_file()
@@ -86,7 +100,7 @@ def test_cases(text: str, case: tuple[str, Case, str]) -> None:
     [
         ("sideways:1,2,3", "case must begin with one of forward, training, backward, got 'sideways:1,2,3'"),
         ("forward:1,2,3:fast", "case must have fields of B, T, .*, got 'fast'"),
-        ("forward:1,2", "not enough values"),
+        ("forward:1,2", "case must have sizes B,T,H after its pass, got 'forward:1,2'"),
     ],
 )
 def test_cases_that_are_none(text: str, problem: str) -> None:

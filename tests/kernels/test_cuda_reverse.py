@@ -166,10 +166,9 @@ def test_a_repeated_token(form: str) -> None:
         got = emulated.gradients(each, saved, scanned, d.o, arch=FORMS[form]["lower_bound"]["arch"])
         errors.append({n: error(getattr(got, n), truth[f"d_{n}"]) for n in ("q", "k", "v", "g", "beta")})
     plain, fine = errors
-    assert fine["beta"] < 0.02, errors
-    assert fine["v"] < 0.015, errors
-    assert plain["beta"] > 0.03, "this input asks for nothing"
-    assert all(fine[n] < 1.02 * e for n, e in plain.items()), errors
+    assert fine["beta"] < 0.03 < plain["beta"], errors  # 0.014 and 0.040
+    assert fine["v"] < plain["v"] / 2, errors  # 0.010 and 0.024
+    assert all(fine[n] < 1.02 * e for n, e in plain.items()), errors  # of q, k and g they are equal within 1 %
 
 
 def test_a_call_with_a_final_state_is_fine() -> None:

@@ -83,7 +83,7 @@ class Segment(NamedTuple):
 class Plan(NamedTuple):
     """Sequences sorted longest first, so that those with a chunk c are a prefix of the state."""
 
-    starts: Tensor  # [N] first token, on the CPU
+    starts: Tensor | None  # [N] first token, on the CPU; None if not packed
     lengths: Tensor  # [N] on the CPU, descending
     order: Tensor | None  # [N] on the device, original index of each sorted sequence; None if not packed
     checkpoint_starts: Tensor  # [N] first checkpoint row, on the device
@@ -94,8 +94,8 @@ class Plan(NamedTuple):
     def of(cls, x: Inputs) -> Plan:
         B, T = x.q.shape[:2]
         if x.cu_seqlens is None:
-            rows, order = torch.arange(B, device="cpu"), None
-            starts, lengths = rows * T, torch.full_like(rows, T)
+            starts = order = None
+            lengths = torch.full((B,), T, device="cpu")
             first = torch.arange(B, device=x.q.device) * (T // CHUNK)
         else:
             offsets = torch.tensor(sequence_offsets(x.cu_seqlens, T), device="cpu")
@@ -109,7 +109,10 @@ class Plan(NamedTuple):
         for first in range(0, self.chunks, self.chunks_per_segment):
             steps = range(first, min(first + self.chunks_per_segment, self.chunks))
             active = [int((self.lengths > c * CHUNK).sum()) for c in steps]
-            tokens, padding = self._equal_tokens(steps) if self.order is None else self._packed_tokens(steps, active)
+            if self.starts is None:
+                tokens, padding = self._equal_tokens(steps)
+            else:
+                tokens, padding = self._packed_tokens(self.starts, steps, active)
             yield Segment(first, active, tokens, padding)
 
     @property
@@ -128,9 +131,10 @@ class Plan(NamedTuple):
         padding = (place >= T).expand(-1, len(self.lengths), -1).flatten()
         return tokens.masked_fill_(padding, 0), padding
 
-    def _packed_tokens(self, steps: range, active: list[int]) -> tuple[Tensor, Tensor | None]:
+    def _packed_tokens(self, first: Tensor, steps: range, active: list[int]) -> tuple[Tensor, Tensor | None]:
+        """The same of packed sequences with these first tokens, whose lengths only the host knows."""
         place = torch.arange(CHUNK, device="cpu")
-        starts = torch.cat([self.starts[:a] + c * CHUNK for a, c in zip(active, steps, strict=True)])
+        starts = torch.cat([first[:a] + c * CHUNK for a, c in zip(active, steps, strict=True)])
         left = torch.cat([self.lengths[:a] - c * CHUNK for a, c in zip(active, steps, strict=True)])
         tokens = (starts[:, None] + place).flatten()
         padding = (place >= left[:, None]).flatten()

@@ -25,7 +25,14 @@ COLUMNS, THREADS = 32, 512  # of a block
 def chunk_sums(
     machine: Machine, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Sum fp32 `A_log` [rows, HV] and `dt_bias` [rows, HV, K] over the rows that are chunks; None stays None."""
+    """Sum fp32 `A_log` [rows, HV] and `dt_bias` [rows, HV, K] over the rows that are chunks; None stays None.
+
+    Args:
+        cu_seqlens: [N + 1] offsets of packed sequences, whose chunks come first; None if every row is a chunk.
+
+    Returns:
+        fp32 [HV] and [HV, K].
+    """
     given = [t for t in (A_log, dt_bias) if t is not None]
     if not given:
         return None, None
