@@ -1,7 +1,8 @@
 """Several GPUs: `torchrun --nproc-per-node 8 -m benchmarks.parallel`.
 
 One GPU and the first 2, 4, ... GPUs of the group take turns. Each case is what, and how many tokens: those of a whole
-sequence or batch, or with a trailing * of each rank (weak scaling).
+sequence or batch (strong scaling), or with a trailing * of each rank (weak scaling). A sequence that one GPU has no
+memory for is timed on more of them.
 
 * operator: forward and backward of one sequence that is cut over the ranks, 32 heads of 128, nothing recomputed; also
   flash-linear-attention's where that is installed.
@@ -10,7 +11,8 @@ sequence or batch, or with a trailing * of each rank (weak scaling).
 * FSDP2, heads: a training step of 8 sequences by FSDP2 and by tensor parallelism.
 * decode: a step of so many sequences by tensor parallelism.
 
-A time is that of the slowest rank, `MiB` its peak memory above what was held before the step. `exchange %` is what is
+A time is that of the slowest rank, `MiB` its peak memory above what was held before the step, `held MiB` weights and
+other tensors between steps. `exchange %` is what is
 saved where ranks keep what they would send and wait for nothing, so that results are wrong. `predicted ms` is the cost
 model of docs/internals/parallel_costs.md from the time of one GPU. `error` is that of a short call's outputs against
 fp64. On a CPU, a small model, to rehearse.
@@ -22,8 +24,10 @@ import argparse
 import contextlib
 import datetime
 import functools
+import gc
 import importlib.util
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,16 +46,17 @@ from kda_layers.testing.budgets import budget, error
 
 TITLE = "Several GPUs: sequences, weights and heads cut over them"
 COLUMNS = [
-    "what", "contender", "T", "ranks", "ms", "speedup", "of one rank's", "exchange %", "predicted ms", "MiB",
-    "held MiB", "tokens/s", "MFU %", "error",
+    "what", "contender", "scaling", "T", "ranks", "ms", "speedup", "of one rank's", "exchange %", "predicted ms", "MiB",
+    "held MiB", "tokens/s", "MFU %", "error", "reason",
 ]  # fmt: skip
 CASES = (
-    "operator:32768,operator:131072,model:131072,operator:131072*,model:131072*,hybrid:131072,hybrid:131072*,"
-    "FSDP2:65536,heads:65536,decode:64"
+    "operator:131072,model:131072,model:131072*,FSDP2:65536,heads:65536,decode:64,hybrid:131072,operator:32768,"
+    "operator:131072*,hybrid:131072*,model:786432,model:1048576"
 )
 ON_CPU = "operator:256,model:256,model:128*,FSDP2:512,heads:512,decode:4"
 WAIT = 54e-6  # ms a token of a scan forward and back over 16 heads of one layer, from the times of the kernels
 BYTES_PER_MS = 178e6  # of an all-reduce of gradients, one call for each parameter, between two H200s
+PASS_S = 12  # of calls as long as seconds a pass has fewer rounds, down to one
 
 
 @contextlib.contextmanager
@@ -106,61 +111,63 @@ def measure(what: str, lengths: dict[int, int], groups: dict[int, Any], device: 
     Args:
         lengths: number of tokens for each number of ranks.
     """
-    on_gpu = device == "cuda"
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-    allocated = torch.cuda.memory_allocated if on_gpu else lambda: 0
+    gc.collect()  # of models of earlier cases
     runs: dict[tuple[str, int, bool], Callable[[], Any]] = {}
-    memory, refused, parameters = {}, {}, 0
+    memory, reasons, seconds, parameters = {}, {}, 0.0, 0
     for contender, work in WORK[what].items():
         for ranks, group in groups.items():
-            takes_part, empty = dist.get_rank() < ranks, allocated()
-            try:
-                run = work(lengths[ranks], group, device) if takes_part else _nothing
-            except ValueError as problem:  # on every rank that takes part
-                refused[contender, ranks] = str(problem)
-                run = _nothing
-            if _largest(float((contender, ranks) in refused), device):
-                refused.setdefault((contender, ranks), "refused on other ranks")
+            run: Callable[[], Any] = _nothing
+            reason, spent, extra, held = "", 0.0, 0.0, 0
+            if dist.get_rank() < ranks:
+                before = _allocated(device)
+                try:
+                    run = work(lengths[ranks], group, device)
+                    held = _allocated(device) - before
+                    spent, extra = _warm_up(run, device)
+                except ValueError as problem:  # on every rank that takes part
+                    reason = str(problem)
+                except torch.OutOfMemoryError:
+                    if ranks > 1:
+                        raise  # other ranks wait for what this one would send
+                    reason = "out of memory"
+            if _largest(float(bool(reason)), device):
+                reasons[contender, ranks] = reason or "refused on other ranks"
                 continue
-            parameters = getattr(run, "parameters", parameters)
-            held = allocated() - empty
             runs[contender, ranks, True] = run
+            parameters = getattr(run, "parameters", parameters)
+            seconds += _largest(spent, device)
+            memory[contender, ranks] = _largest(extra, device), _largest(held, device)
             if ranks > 1 and contender == OURS and what in ("operator", "model", "hybrid"):
-                runs[contender, ranks, False] = functools.partial(_alone, run)
-            for _ in range(2):  # the second one's memory counts
-                if on_gpu:
-                    torch.cuda.reset_peak_memory_stats()
-                before = allocated()
-                run()
-                synchronize()
-                extra = torch.cuda.max_memory_allocated() - before if on_gpu else 0
-                memory[contender, ranks] = _largest(extra, device), _largest(held, device)
-    turns = {key: functools.partial(_turn, run, synchronize, device) for key, run in runs.items()}
-    for turn in turns.values():
-        turn()
+                alone = runs[contender, ranks, False] = functools.partial(_alone, run)
+                seconds += _largest(_warm_up(alone, device)[0], device)
+    turns = {key: functools.partial(_turn, run, device) for key, run in runs.items()}
+    rounds = max(1, min(timing.rounds_of(len(turns)), int(PASS_S / max(seconds, 1e-3))))
     found = {}
-    for key, times in timing.in_turns(turns).items():
+    for key, times in timing.in_turns(turns, rounds).items():
         if isinstance(times, Exception):
             raise times
         found[key] = times.summary()
     rows = []
     for contender, ranks in ((c, n) for c in WORK[what] for n in groups):
         row: dict[str, Any] = {"what": what, "contender": contender, "T": lengths[ranks], "ranks": ranks}
+        row["scaling"] = "strong" if len(set(lengths.values())) == 1 else "weak"
         rows.append(row)
-        if (contender, ranks) in refused:
-            row["reason"] = refused[contender, ranks]
+        if (contender, ranks) in reasons:
+            row["reason"] = reasons[contender, ranks]
             continue
-        time, one_ms = found[contender, ranks, True], found[contender, 1, True]["median"]
-        ms = time["median"]
-        speedup = lengths[ranks] / ms / (lengths[1] / one_ms)
-        row |= {"wall": time, "ms": ms, "speedup": speedup, "of one rank's": speedup / ranks}
+        row["wall"] = found[contender, ranks, True]
+        ms = row["ms"] = row["wall"]["median"]
         row["tokens/s"] = lengths[ranks] / ms * 1e3
-        if parameters and on_gpu:
-            row["MFU %"] = 600 * parameters * row["tokens/s"] / ranks / PEAK
-        if what == "model" and ranks > 1 and on_gpu:
-            row["predicted ms"] = predicted_ms(one_ms, lengths[1], lengths[ranks], ranks, parameters)
-        if on_gpu:
+        if (contender, 1, True) in found:
+            one_ms = found[contender, 1, True]["median"]
+            row["speedup"] = lengths[ranks] / ms / (lengths[1] / one_ms)
+            row["of one rank's"] = row["speedup"] / ranks
+            if what == "model" and ranks > 1 and device == "cuda":
+                row["predicted ms"] = predicted_ms(one_ms, lengths[1], lengths[ranks], ranks, parameters)
+        if device == "cuda":
             row["MiB"], row["held MiB"] = (n / 2**20 for n in memory[contender, ranks])
+            if parameters:
+                row["MFU %"] = 600 * parameters * row["tokens/s"] / ranks / PEAK
         if (contender, ranks, False) in found:
             row["exchange %"] = 100 * (1 - found[contender, ranks, False]["median"] / ms)
     return rows
@@ -175,9 +182,30 @@ def _alone(run: Callable[[], Any]) -> None:
         run()
 
 
-def _turn(run: Callable[[], Any], synchronize: Callable[[], Any], device: str) -> list[float]:
+def _warm_up(run: Callable[[], Any], device: str) -> tuple[float, float]:
+    """Call it twice; return the second call's seconds and its peak bytes above what was held."""
+    spent = extra = 0.0
+    for _ in range(2):
+        before = _allocated(device)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        spent = timing.wall_ms(run, synchronize=_synchronize(device))[0] / 1e3
+        if device == "cuda":
+            extra = torch.cuda.max_memory_allocated() - before
+    return spent, extra
+
+
+def _allocated(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def _synchronize(device: str) -> Callable[[], Any]:
+    return torch.cuda.synchronize if device == "cuda" else _nothing
+
+
+def _turn(run: Callable[[], Any], device: str) -> list[float]:
     dist.barrier()
-    return [_largest(ms, device) for ms in timing.wall_ms(run, synchronize=synchronize)]
+    return [_largest(ms, device) for ms in timing.wall_ms(run, synchronize=_synchronize(device))]
 
 
 def _largest(x: float, device: str) -> float:
@@ -192,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     report.add_name_option(parser, "gpu-parallel, on a CPU cpu-parallel")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--budget-s", type=float, help="start no case after so many seconds; those left out are listed")
     report.add_commit_option(parser)
     timing.add_tuning_option(parser)
     args = parser.parse_args(argv)
@@ -207,7 +236,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     errors = {key: _largest(e, args.device) for key, e in check(groups, args.device).items()}
     rows: list[dict[str, Any]] = []
     cases = (args.cases or (CASES if args.device == "cuda" else ON_CPU)).split(",")
+    began, left_out = time.monotonic(), []
     for case in tqdm(cases, unit="case", disable=dist.get_rank() > 0):
+        if args.budget_s is not None and _largest(time.monotonic() - began, args.device) > args.budget_s:
+            left_out.append(case)
+            continue
         what, tokens = case.split(":")
         per_rank = tokens.endswith("*")
         lengths = {n: int(tokens.rstrip("*")) * (n if per_rank else 1) for n in groups}
@@ -220,6 +253,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             report.save(args.output, results)
     if dist.get_rank() == 0:
         print(report.text(results))
+        if left_out:
+            print(f"not run, as --budget-s {args.budget_s:g} was spent: {', '.join(left_out)}")
     dist.destroy_process_group()
 
 

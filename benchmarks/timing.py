@@ -54,16 +54,19 @@ def rounds_of(contenders: int) -> int:
     return -(-FEWEST_ROUNDS // entries) * entries
 
 
-def in_turns(turns: Mapping[K, Callable[[], list[float]]]) -> dict[K, Times | Exception]:
+def in_turns(turns: Mapping[K, Callable[[], list[float]]], rounds: int | None = None) -> dict[K, Times | Exception]:
     """The times of contenders that have been warmed up, each a function that returns the times of one turn.
 
     Whoever raises takes no further part; the exception is its result.
+
+    Args:
+        rounds: of a pass; default `rounds_of`.
     """
     entries: list[tuple[K, bool]] = [(name, False) for name in turns] + [(name, True) for name in list(turns)[:1]]
     found = {name: Times([[] for _ in range(PASSES)]) for name in turns}
     broken: dict[K, Exception] = {}
     for pass_ in range(PASSES):
-        for round_ in range(rounds_of(len(turns)) if turns else 0):
+        for round_ in range(rounds_of(len(turns)) if rounds is None else rounds):
             for name, again in order(entries, round_, pass_):
                 if name in broken:
                     continue

@@ -7,11 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from benchmarks import parallel, report
+from benchmarks import parallel, report, timing
 from tests.processes import run_two
+from tests.ranks import Ranks, outcomes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,6 +36,39 @@ def test_a_sequence_over_two_processes_is_timed_beside_one(tmp_path: Path) -> No
         assert ("exchange %" in both) == (both["what"] in ("operator", "model"))
         assert "exchange %" not in alone
     assert all(rows[n]["error"] < 1e-6 for n in (0, 1))
+    assert [r["scaling"] for r in rows[::2]] == ["strong", "strong", "weak", "strong", "strong", "strong"]
+    assert all(r["wall"]["calls"] >= 2 and "reason" not in r for r in rows)
+
+
+def no_memory(T: int, group: Any, device: str) -> Any:
+    """Work that one rank has no memory for."""
+
+    def run() -> None:
+        if group is None:
+            raise torch.OutOfMemoryError("1 EiB")
+
+    return run
+
+
+def longer_than_one_rank_holds(ranks: Ranks) -> None:
+    with mock.patch.dict(parallel.WORK["model"], {parallel.OURS: no_memory}):
+        groups: Any = {1: None, 2: dist.group.WORLD}
+        alone, both = parallel.measure("model", {1: 64, 2: 64}, groups, "cpu")
+    reason = "refused on other ranks" if ranks.rank else "out of memory"
+    ranks.check(alone.get("reason") == reason and "ms" not in alone, str(alone))
+    ranks.check(both["ms"] > 0 and both["tokens/s"] > 0 and "speedup" not in both, str(both))
+
+
+def test_what_one_rank_has_no_memory_for(tmp_path_factory: pytest.TempPathFactory) -> None:
+    cases = {"no memory": longer_than_one_rank_holds}
+    assert outcomes(tmp_path_factory, "cut_sequences", 2, cases) == {"no memory": []}
+
+
+def test_calls_of_seconds_have_fewer_rounds() -> None:
+    order: list[str] = []
+    results = timing.in_turns({n: (lambda n=n: order.append(n) or [1.0]) for n in "ab"}, rounds=1)
+    assert order == ["a", "b", "a", "a", "b", "a"]
+    assert [results[n].summary()["calls"] for n in "ab"] == [2, 2]
 
 
 def test_the_cost_model() -> None:
