@@ -27,6 +27,7 @@ import functools
 import gc
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -57,6 +58,7 @@ ON_CPU = "operator:256,model:256,model:128*,FSDP2:512,heads:512,decode:4"
 WAIT = 54e-6  # ms a token of a scan forward and back over 16 heads of one layer, from the times of the kernels
 BYTES_PER_MS = 178e6  # of an all-reduce of gradients, one call for each parameter, between two H200s
 PASS_S = 12  # of calls as long as seconds a pass has fewer rounds, down to one
+FAILED = "failed"
 
 
 @contextlib.contextmanager
@@ -124,14 +126,15 @@ def measure(what: str, lengths: dict[int, int], groups: dict[int, Any], device: 
                     run = work(lengths[ranks], group, device)
                     held = _allocated(device) - before
                     spent, extra = _warm_up(run, device)
-                except ValueError as problem:  # on every rank that takes part
-                    reason = str(problem)
+                except ValueError as problem:
+                    reason = f"refused: {problem}"
                 except torch.OutOfMemoryError:
-                    if ranks > 1:
-                        raise  # other ranks wait for what this one would send
                     reason = "out of memory"
+                except Exception as problem:
+                    reason = f"{FAILED}: {type(problem).__name__}: {problem}"
+            # Whoever waits for a rank that has failed alone is ended by the group's timeout.
             if _largest(float(bool(reason)), device):
-                reasons[contender, ranks] = reason or "refused on other ranks"
+                reasons[contender, ranks] = reason or "not served on other ranks"
                 continue
             runs[contender, ranks, True] = run
             parameters = getattr(run, "parameters", parameters)
@@ -214,7 +217,8 @@ def _largest(x: float, device: str) -> float:
     return float(t)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 1 where something failed that was not refused."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", help=f"what:tokens, with commas between them ({CASES}; on a CPU {ON_CPU})")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
@@ -226,8 +230,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    minutes = datetime.timedelta(minutes=5)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=minutes)
+    patience = datetime.timedelta(minutes=10)  # Triton's autotuners may keep a rank for minutes
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=patience)
     name = args.name or ("gpu-parallel" if args.device == "cuda" else "cpu-parallel")
     counts = [2**i for i in range(dist.get_world_size().bit_length()) if 2**i <= dist.get_world_size()]
     groups = {n: None if n == 1 else dist.new_group(range(n)) for n in counts}
@@ -256,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if left_out:
             print(f"not run, as --budget-s {args.budget_s:g} was spent: {', '.join(left_out)}")
     dist.destroy_process_group()
+    return int(any(str(row.get("reason", "")).startswith(FAILED) for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

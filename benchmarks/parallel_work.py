@@ -108,12 +108,12 @@ def _config(device: str, **fields: Any) -> KDAConfig:
     return KDAConfig(**size, **both, **fields)
 
 
-def _model(device: str, **fields: Any) -> Any:
-    """The 0.70 B model of benchmarks/lm.py, in bf16 but for the gates' parameters; on a CPU a small one."""
+def _model(device: str, bf16: bool = True, **fields: Any) -> Any:
+    """The 0.70 B model of benchmarks/lm.py, in bf16 but for the gates' parameters; on a CPU a small one in fp32."""
     torch.manual_seed(0)
     with torch.device(device):
         model = KDAForCausalLM(_config(device, **fields))
-    return (to_bf16(model) if device == "cuda" else model).train()
+    return (to_bf16(model) if bf16 and device == "cuda" else model).train()
 
 
 def _tokens(device: str, *shape: int) -> Tensor:
@@ -162,8 +162,12 @@ def sequence_step(T: int, group: Any, device: str, **fields: Any) -> Callable[[]
 
 
 def sharded_step(T: int, group: Any, device: str) -> Callable[[], Any]:
-    """A training step, without optimizer, of ROWS sequences with T tokens in all, by FSDP2 over the ranks."""
-    model = _model(device)
+    """A training step, without optimizer, of ROWS sequences with T tokens in all, by FSDP2 over the ranks.
+
+    Weights are in fp32 and computed with under autocast: FSDP2 takes one dtype for all of a layer, and the gates'
+    parameters are in fp32.
+    """
+    model = _model(device, bf16=False)
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     rows = _tokens(device, ROWS, T // ROWS).chunk(ranks)[rank]
     timed = _timed(_step(model, rows), model)
@@ -198,7 +202,8 @@ def heads_decode(T: int, group: Any, device: str) -> Callable[[], Any]:
 def _step(model: Any, rows: Tensor) -> Callable[[], Tensor]:
     def run() -> Tensor:
         model.zero_grad()
-        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.is_cuda):
+            loss = model(input_ids=rows, labels=rows, use_cache=False).loss
         loss.backward()
         return loss.detach()
 
