@@ -103,6 +103,31 @@ def training_curves(results: Results) -> str:
     return svg.chart(panels, "Loss curves of one training by three backends")
 
 
+def parallel(results: Results) -> str:
+    """Speedups of the longest sequences that one GPU holds, and a GPU's speed where each has as many tokens."""
+    timed = [r for r in results["gpu-parallel"]["rows"] if "speedup" in r]
+    colors = {"operator": BLUE, "model": GREEN, "hybrid": ORANGE, "FSDP2": VIOLET, "heads": INK, "decode": GREY}
+
+    def lines(scaling: str, column: str) -> list[Line]:
+        found = []
+        for what, contender in dict.fromkeys((r["what"], r["contender"]) for r in timed if r["scaling"] == scaling):
+            rows = [r for r in timed if (r["what"], r["contender"], r["scaling"]) == (what, contender, scaling)]
+            longest = max(r["T"] for r in rows if r["ranks"] == 1)
+            points = {r["ranks"]: r[column] for r in rows if scaling == "weak" or r["T"] == longest}
+            ours = contender == "ours"
+            label = what if ours else f"{what}, {contender}"
+            found.append(Line(label, points, colors[what], "" if ours else "5 3"))
+        return found
+
+    panels = [
+        Panel("the same work on more GPUs", "GPUs", "times faster than one", lines("strong", "speedup"), log=False),
+        Panel(
+            "131,072 tokens a GPU", "GPUs", "speed of a GPU, of one alone", lines("weak", "of one rank's"), log=False
+        ),
+    ]
+    return svg.chart(panels, "Several GPUs")
+
+
 def train_120m(results: Results) -> str:
     run = results["gpu-train-120m-fla"]
     heldout = {e["step"]: e["nats_per_token"] for e in run["rows"]}
@@ -218,6 +243,7 @@ RUNS: dict[str, Callable[[Results], str]] = {  # beside the page of the result f
     "cpu-operator": cpu_operator,
     "gpu-operator": gpu_operator,
     "gpu-long-generation": long_generation,
+    "gpu-parallel": parallel,
     "gpu-training-curves": training_curves,
     "gpu-train-120m-fla": train_120m,
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 INK, GREY, GRID = "#1f2328", "#656d76", "#d8dee4"
 BLUE, ORANGE, GREEN, VIOLET = "#0b62c4", "#c75300", "#1a7f37", "#8250df"
+FEW = 8  # so many places on the x axis are all named
 
 
 @dataclass(frozen=True)
@@ -73,29 +74,35 @@ def figure(width: float, height: float, parts: Iterable[str], title: str) -> str
 
 def chart(panels: Sequence[Panel], title: str) -> str:
     """Return panels side by side, with one legend above them."""
-    width, high, left, top, gap = 834.0, 260.0, 62.0, 62.0, 88.0
+    width, high, left, gap = 834.0, 260.0, 62.0, 88.0
     wide = (width - left - 24 - (len(panels) - 1) * gap) / len(panels)
-    parts = [_legend([line for p in panels for line in p.lines], left)]
+    legend, below = _legend([line for p in panels for line in p.lines], left, width)
+    parts, top = [legend], below + 44
     for i, panel in enumerate(panels):
         parts.append(_panel(panel, left + i * (wide + gap), top, wide, high))
     return figure(width, top + high + 48, parts, title)
 
 
-def _legend(lines: Sequence[Line], x: float) -> str:
-    parts = []
+def _legend(lines: Sequence[Line], left: float, right: float) -> tuple[str, float]:
+    """Return the labels, in as many rows as they need, and the height of the last row."""
+    parts, x, y = [], left, 18.0
     for line in {line.label: line for line in lines}.values():
-        parts.append(path([(x, 18), (x + 26, 18)], line.color, 2.2, line.dash))
+        wide = 32 + 6.6 * len(line.label)
+        if x > left and x + wide > right:
+            x, y = left, y + 20
+        parts.append(path([(x, y), (x + 26, y)], line.color, 2.2, line.dash))
         if line.marker:
-            parts.append(f'<circle cx="{x + 13:.1f}" cy="18" r="3.4" fill="{line.color}"/>')
-        parts.append(text(x + 32, 22, line.label))
-        x += 32 + 6.6 * len(line.label) + 24
-    return "\n".join(parts)
+            parts.append(f'<circle cx="{x + 13:.1f}" cy="{y:g}" r="3.4" fill="{line.color}"/>')
+        parts.append(text(x + 32, y + 4, line.label))
+        x += wide + 24
+    return "\n".join(parts), y
 
 
 def _panel(panel: Panel, x0: float, y0: float, wide: float, high: float) -> str:
     xs = [x for line in panel.lines for x in line.points]
     ys = [y for line in panel.lines for y in line.points.values()]
-    x_ticks, y_ticks = (_x_ticks(xs), _decades(ys)) if panel.log else (_nice(xs), _nice(ys))
+    x_ticks = _x_ticks(xs) if panel.log or len(set(xs)) <= FEW else _nice(xs)
+    y_ticks = _decades(ys) if panel.log else _nice(ys)
     scale: Callable[[float], float] = math.log if panel.log else float
     to_x = _axis(scale, min([*xs, x_ticks[0]]), max([*xs, x_ticks[-1]]), x0 + 8, x0 + wide - 8)
     to_y = _axis(scale, y_ticks[0], y_ticks[-1], y0 + high, y0)

