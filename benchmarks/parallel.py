@@ -12,10 +12,9 @@ memory for is timed on more of them.
 * decode: a step of so many sequences by tensor parallelism.
 
 A time is that of the slowest rank, `MiB` its peak memory above what was held before the step, `held MiB` weights and
-other tensors between steps. `exchange %` is what is
-saved where ranks keep what they would send and wait for nothing, so that results are wrong. `predicted ms` is the cost
-model of docs/internals/parallel_costs.md from the time of one GPU. `error` is that of a short call's outputs against
-fp64. On a CPU, a small model, to rehearse.
+other tensors between steps. `exchange %` is what is saved where ranks keep what they would send and wait for nothing,
+so that results are wrong. `predicted ms` is the cost model of docs/internals/parallel_costs.md from the time of one
+GPU. `error` is that of a short call's outputs against fp64. On a CPU, a small model, to rehearse.
 """
 
 from __future__ import annotations
