@@ -28,9 +28,10 @@ import importlib.util
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -56,7 +57,7 @@ CASES = (
 ON_CPU = "operator:256,model:256,model:128*,FSDP2:512,heads:512,decode:4"
 WAIT = 54e-6  # ms a token of a scan forward and back over 16 heads of one layer, from the times of the kernels
 BYTES_PER_MS = 178e6  # of an all-reduce of gradients, one call for each parameter, between two H200s
-PASS_S = 12  # of calls as long as seconds a pass has fewer rounds, down to one
+PASS_S = 12  # seconds of a pass, about: longer calls get fewer rounds, at least one
 FAILED = "failed"
 
 
@@ -117,28 +118,17 @@ def measure(what: str, lengths: dict[int, int], groups: dict[int, Any], device: 
     memory, reasons, seconds, parameters = {}, {}, 0.0, 0
     for contender, work in WORK[what].items():
         for ranks, group in groups.items():
-            run: Callable[[], Any] = _nothing
-            reason, spent, extra, held = "", 0.0, 0.0, 0
-            if dist.get_rank() < ranks:
-                before = _allocated(device)
-                try:
-                    run = work(lengths[ranks], group, device)
-                    held = _allocated(device) - before
-                    spent, extra = _warm_up(run, device)
-                except ValueError as problem:
-                    reason = f"refused: {problem}"
-                except torch.OutOfMemoryError:
-                    reason = "out of memory"
-                except Exception as problem:
-                    reason = f"{FAILED}: {type(problem).__name__}: {problem}"
-            # Whoever waits for a rank that has failed alone is ended by the group's timeout.
-            if _largest(float(bool(reason)), device):
-                reasons[contender, ranks] = reason or "not served on other ranks"
+            takes_part = dist.get_rank() < ranks
+            started = _start(work, lengths[ranks], group, device) if takes_part else Started()
+            # If one rank alone fails, the others wait in a collective until the group's timeout ends them.
+            if _largest(float(bool(started.reason)), device):
+                reasons[contender, ranks] = started.reason or "not served on other ranks"
+                gc.collect()  # the model of a run that ran out of memory
                 continue
-            runs[contender, ranks, True] = run
+            run = runs[contender, ranks, True] = started.run
             parameters = getattr(run, "parameters", parameters)
-            seconds += _largest(spent, device)
-            memory[contender, ranks] = _largest(extra, device), _largest(held, device)
+            seconds += _largest(started.seconds, device)
+            memory[contender, ranks] = _largest(started.extra, device), _largest(started.held, device)
             if ranks > 1 and contender == OURS and what in ("operator", "model", "hybrid"):
                 alone = runs[contender, ranks, False] = functools.partial(_alone, run)
                 seconds += _largest(_warm_up(alone, device)[0], device)
@@ -182,6 +172,32 @@ def _nothing() -> None:
 def _alone(run: Callable[[], Any]) -> None:
     with without_exchange():
         run()
+
+
+class Started(NamedTuple):
+    """Work on this rank after its warm-up."""
+
+    run: Callable[[], Any] = _nothing
+    reason: str = ""  # why it does not run
+    seconds: float = 0.0  # of a call
+    extra: float = 0.0  # peak bytes of a call above `held`
+    held: float = 0.0  # bytes between calls
+
+
+def _start(work: Callable[..., Callable[[], Any]], T: int, group: Any, device: str) -> Started:
+    """Prepare work and warm it up."""
+    before = _allocated(device)
+    try:
+        run = work(T, group, device)
+        held = _allocated(device) - before
+        return Started(run, "", *_warm_up(run, device), held)
+    except ValueError as problem:
+        return Started(reason=f"refused: {problem}")
+    except torch.OutOfMemoryError:
+        return Started(reason="out of memory")
+    except Exception as problem:
+        traceback.print_exc()
+        return Started(reason=f"{FAILED}: {type(problem).__name__}: {problem}")
 
 
 def _warm_up(run: Callable[[], Any], device: str) -> tuple[float, float]:
@@ -234,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = args.name or ("gpu-parallel" if args.device == "cuda" else "cpu-parallel")
     counts = [2**i for i in range(dist.get_world_size().bit_length()) if 2**i <= dist.get_world_size()]
     groups = {n: None if n == 1 else dist.new_group(range(n)) for n in counts}
+    os.environ.setdefault("FLA_FLASH_KDA", "0")  # flash-linear-attention's own kernels, not FlashKDA's
     if args.device == "cuda" and importlib.util.find_spec("fla"):
         WORK["operator"][FLA] = operator_of_fla
     errors = {key: _largest(e, args.device) for key, e in check(groups, args.device).items()}

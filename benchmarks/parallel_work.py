@@ -200,6 +200,8 @@ def heads_decode(T: int, group: Any, device: str) -> Callable[[], Any]:
 
 
 def _step(model: Any, rows: Tensor) -> Callable[[], Tensor]:
+    """A training step under autocast, whatever the dtype of the weights."""
+
     def run() -> Tensor:
         model.zero_grad()
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.is_cuda):

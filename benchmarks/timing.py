@@ -60,7 +60,7 @@ def in_turns(turns: Mapping[K, Callable[[], list[float]]], rounds: int | None = 
     Whoever raises takes no further part; the exception is its result.
 
     Args:
-        rounds: of a pass; default `rounds_of`.
+        rounds: number of rounds in a pass; default: `rounds_of`.
     """
     entries: list[tuple[K, bool]] = [(name, False) for name in turns] + [(name, True) for name in list(turns)[:1]]
     found = {name: Times([[] for _ in range(PASSES)]) for name in turns}

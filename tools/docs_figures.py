@@ -119,11 +119,11 @@ def parallel(results: Results) -> str:
             found.append(Line(label, points, colors[what], "" if ours else "5 3"))
         return found
 
+    (tokens,) = {r["T"] for r in timed if r["scaling"] == "weak" and r["ranks"] == 1}
+    strong, weak = lines("strong", "speedup"), lines("weak", "of one rank's")
     panels = [
-        Panel("the same work on more GPUs", "GPUs", "times faster than one", lines("strong", "speedup"), log=False),
-        Panel(
-            "131,072 tokens a GPU", "GPUs", "speed of a GPU, of one alone", lines("weak", "of one rank's"), log=False
-        ),
+        Panel("the same work on more GPUs", "GPUs", "times faster than one", strong, log=False),
+        Panel(f"{tokens:,} tokens a GPU", "GPUs", "speed of a GPU, of one alone", weak, log=False),
     ]
     return svg.chart(panels, "Several GPUs")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 INK, GREY, GRID = "#1f2328", "#656d76", "#d8dee4"
 BLUE, ORANGE, GREEN, VIOLET = "#0b62c4", "#c75300", "#1a7f37", "#8250df"
-FEW = 8  # so many places on the x axis are all named
+FEW = 8  # label every x value if there are at most so many
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class CudaMachine(Machine):
         torch.cuda.current_stream().wait_stream(stream)
         run_before()
         gc.collect()  # a graph that the collector frees during the capture would invalidate it
-        torch.cuda.empty_cache()  # which nothing can do during the capture, where memory of earlier graphs is missed
+        torch.cuda.empty_cache()  # a capture cannot free cached memory when it runs out
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
