@@ -327,6 +327,10 @@ DEVICE bool mbarrier_try_wait(u64* barrier, u32 parity, CALLED_HERE) {
     emulator::begin_shared("mbarrier_try_wait(byte %d, parity %d)", site, barrier, 8, 8, parity);
     return emulator::poll(barrier, parity);
 }
+DEVICE bool mbarrier_test_wait(u64* barrier, u32 parity, CALLED_HERE) {
+    emulator::begin_shared("mbarrier_test_wait(byte %d, parity %d)", site, barrier, 8, 8, parity);
+    return emulator::poll(barrier, parity);
+}
 DEVICE void mbarrier_wait(u64* barrier, u32 parity, CALLED_HERE) {
     emulator::begin_shared("mbarrier_wait(byte %d, parity %d)", site, barrier, 8, 8, parity);
     emulator::wait_for_phase(barrier, parity);

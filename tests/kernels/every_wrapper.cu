@@ -39,6 +39,7 @@ DEVICE float products(const Params& p) {
     wgmma_ss<Fp16, 64, true>(e, mn_major_operand(shared_memory() + 1024, 256), b);
     wgmma_rs<Fp16, 64, true, true>(e, held, mn_major_operand(shared_memory() + 1024, 1024));
     wgmma_rs<Fp16, 64>(e, held, b);
+    wgmma_rs<Bf16, 64, false, true>(e, held, b);
     wgmma_rs<Fp16, 128, true>(f, held, mn_major_operand(shared_memory() + 1024, 2048));
     wgmma_ss<Fp16, 64>(e, swizzled_operand(shared_memory() + 1024), swizzled_operand(shared_memory() + 2048));
     wgmma_commit();
@@ -85,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     if (threadIdx.x == 0) mbarrier_init(barrier, 2);
     barrier_sync(1, 64);
     mbarrier_arrive(barrier);
-    word += mbarrier_try_wait(barrier, 0);
+    word += mbarrier_try_wait(barrier, 0) + mbarrier_test_wait(barrier, 0);
     mbarrier_wait(barrier, 0);
 #if __CUDA_ARCH__ >= 900
     clusters(p, barrier);

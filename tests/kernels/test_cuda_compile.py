@@ -17,8 +17,8 @@ from kda_layers.kernels.cuda import build, cache
 from kda_layers.kernels.kda.cuda.backward import gradients, reverse_segments
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
 from kda_layers.kernels.kda.cuda.decode import decode as step
+from kda_layers.kernels.kda.cuda.forward import few_heads, segments
 from kda_layers.kernels.kda.cuda.forward import forward as chunk
-from kda_layers.kernels.kda.cuda.forward import segments
 from tests.kernels.cases import BF16, FP16, FP32
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
@@ -109,6 +109,27 @@ def test_reverse(variant: reverse.Variant, arch: str) -> None:
     check_resources(cubin, "kda_reverse_scan", REGISTERS // reverse.THREADS, shares and variant.shared_bytes <= most)
     assert shares or build.resources(cubin)["kda_reverse_scan"].spill_loads <= 32
     assert "serialized" not in cubin.log  # as ptxas makes products that it takes for ones in need of each other
+
+
+FEW_HEADS = [
+    pytest.param(variant, arch, id=f"{K}-{str(dtype)[6:]}-{gate}-{arch}")
+    for K, dtype, gate, g_wide in (
+        (128, BF16, "lower_bound", False),
+        (128, FP16, "softplus", True),
+        (64, BF16, "log_decay", True),
+    )
+    for arch in SERVED
+    if archs.ARCHS[ARCHS[arch]].setmaxnreg
+    for variant in [few_heads.variant_for(K, dtype, gate, g_wide, ARCHS[arch])]
+]
+
+
+@pytest.mark.parametrize(("variant", "arch"), FEW_HEADS)
+def test_few_heads(variant: few_heads.Variant, arch: str) -> None:
+    cubin = build.compile(few_heads.SOURCE, variant.defines, arch)
+    check_resources(cubin, "kda_forward_few_heads", REGISTERS // few_heads.THREADS)
+    assert "serialized" not in cubin.log
+    assert variant.shared_bytes <= SERVED[arch]
 
 
 SEGMENTS = [

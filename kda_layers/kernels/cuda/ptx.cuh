@@ -269,6 +269,15 @@ DEVICE bool mbarrier_try_wait(u64* barrier, u32 parity) {
 #endif
     return done;
 }
+// Whether the phase of this parity has completed; does not wait.
+DEVICE bool mbarrier_test_wait(u64* barrier, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+    return done;
+}
 // Wait for the phase of this parity to complete; the first phase has parity 0.
 DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
     while (!mbarrier_try_wait(barrier, parity)) {}
@@ -440,9 +449,11 @@ DEVICE void wgmma_rs(float (&d)[N / 8][4], const u32 (&a)[4], Operand b);
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(MN_MAJOR));                                     \
     }
 WGMMA_RS(Bf16, "bf16", 0, 0, "1")
+WGMMA_RS(Bf16, "bf16", 0, 1, "0")
 WGMMA_RS(Bf16, "bf16", 1, 0, "1")
 WGMMA_RS(Bf16, "bf16", 1, 1, "0")
 WGMMA_RS(Fp16, "f16", 0, 0, "1")
+WGMMA_RS(Fp16, "f16", 0, 1, "0")
 WGMMA_RS(Fp16, "f16", 1, 0, "1")
 WGMMA_RS(Fp16, "f16", 1, 1, "0")
 #undef WGMMA_RS

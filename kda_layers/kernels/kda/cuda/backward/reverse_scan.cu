@@ -10,15 +10,13 @@
 // warps bring dO' to shared memory and take bX and dS from there, by whole rows of 128 bytes. One more warp copies the
 // chunks.
 #include "ReverseScanParams.h"
-#include "stage.cuh"
+#include "columns.cuh"
 #if SEGMENTS
 #include "join.cuh"
 #endif
 
 constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // as many as fit into shared memory
-constexpr int WARPS = 4;                     // of each role; but one copies chunks
-constexpr int THREADS = 3 * 32 * WARPS;
-static_assert(BV == 16 * WARPS, "a scanning warp has 16 columns");
+constexpr int THREADS = 3 * 32 * WARPS;      // of each role; but one copies chunks
 
 // Registers per thread by role, where the arch has setmaxnreg.
 enum Role { SCAN, MOVE, COPY };
@@ -64,53 +62,8 @@ struct Shared {
 
 static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
 
-// Arrive at a barrier that expects every warp of a role.
-DEVICE void signal(Lane lane, u64* barrier) {
-    warp_sync();
-    if (lane.id == 0) mbarrier_arrive(barrier);
-}
-
-// Wait for chunk `count` at one of two barriers, for even and for odd chunks.
-DEVICE void wait_in_turn(u64* barrier, u32 count) { mbarrier_wait(barrier, count / 2 & 1); }
-
-// Offset of 16 bytes of a row: in tokens() a token's columns 8 piece to 8 piece + 7, in rows() a column's channels.
-// Pieces are permuted so that those of eight rows have no bank conflicts, nor those of a row.
-DEVICE int token_at(int token, int piece) { return (token * (BV / 8) + (piece ^ token % 8)) * 16; }
+// Offset of 16 bytes of a column's channels in rows(), permuted like those of tokens().
 DEVICE int row_at(int column, int piece) { return (column * (K / 8) + (piece ^ column % 8)) * 16; }
-
-// ---------------------------------------------------------------- operands
-
-using Tokens = u32[CHUNK / 16][4];              // 16 columns by the chunk's tokens, rounded, as operand A
-template <int N> using Sums = float[N / 8][4];  // 16 columns by N, in mma's accumulator order
-
-constexpr u32 SIGNS = 0x80008000u;  // of a pair
-
-// Round x to operand A; `signs` is XORed with each pair, SIGNS to negate.
-template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, u32 signs = 0) {
-    #pragma unroll
-    for (int i = 0; i < N / 4; i++) to[i / 4][i % 4] = Io::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]) ^ signs;
-}
-
-// d += a b over the tokens 16 first to 16 last (= instead of += if `overwrites`), b [64, N].
-template <int N, int first = 0, int last = CHUNK / 16, bool overwrites = false, class Type = Io>
-DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
-    wgmma_rs<Type, N, true, overwrites>(d, a[first], operand_at(b, first * N * 32));
-    #pragma unroll
-    for (int s = first + 1; s < last; s++) wgmma_rs<Type, N, true>(d, a[s], operand_at(b, s * N * 32));
-    wgmma_commit();
-}
-
-// d += a b^T over the channels, b [64, K].
-DEVICE void multiply_channels(Sums<CHUNK>& d, const u32 (&a)[K / 16][4], Operand b) {
-    #pragma unroll
-    for (int s = 0; s < K / 16; s++) wgmma_rs<Io, CHUNK>(d, a[s], operand_at(b, s * 256));
-    wgmma_commit();
-}
-
-// The place in tokens() that a lane gives for step s of a warp's operand, the rows of four 8 x 8 matrices.
-DEVICE unsigned char* operand_row(Lane lane, unsigned char* tokens, int s) {
-    return tokens + token_at(16 * s + lane.id / 16 * 8 + lane.id % 8, 2 * lane.warp + lane.id / 8 % 2);
-}
 
 // ---------------------------------------------------------------- the state's gradient
 
@@ -191,7 +144,7 @@ DEVICE void error_gradients(Sums<CHUNK>& V1, u32 (&S)[K / 16][4], Carried& x, co
     as_operand<K>(S, x.d.S);
     wait_for(shared, UPDATE, count);
     wgmma_fence();
-    multiply_channels(V1, S, operands.Kr());
+    multiply_rows(V1, S, operands.Kr());
 }
 
 // Give dS, rounded, to the moving warps.
@@ -352,21 +305,8 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
 
 // ---------------------------------------------------------------- the moving warps
 
-// A warp's 16 tokens of a chunk of dO, whole rows of it: each lane has 16 bytes of four tokens.
-struct Values {
-    uint4 x[4];
-
-    template <class F> static DEVICE void each(Lane lane, F f) {
-        #pragma unroll
-        for (int i = 0; i < 4; i++) f(i, 16 * lane.warp + 4 * i + lane.id / 8, lane.id % 8);
-    }
-    // Load zeros for tokens from `tokens` on.
-    DEVICE void load(Lane lane, const u16* from, i64 stride, int tokens) {
-        each(lane, [&](int i, int token, int piece) {
-            x[i] = token < tokens ? *reinterpret_cast<const uint4*>(from + token * stride + 8 * piece)
-                                  : make_uint4(0, 0, 0, 0);
-        });
-    }
+// A warp's 16 tokens of a chunk of dO, whole rows of it, on their way to the scanning warps.
+struct Outputs : Rows {
     // Give them, scaled, to the scanning warps.
     DEVICE void give(Lane lane, const Shared& shared, u32 count) const {
         wait_for(shared, OUTPUT, count);
@@ -387,7 +327,7 @@ struct Values {
 // Store the gradient of v, which the scanning warps gave negated.
 DEVICE void take_errors(Lane lane, u16* to, i64 stride, int tokens, const Shared& shared, u32 count) {
     wait_in_turn(shared.errors_there(count), count);
-    Values::each(lane, [&](int, int token, int piece) {
+    Rows::each(lane, [&](int, int token, int piece) {
         uint4 x = *reinterpret_cast<const uint4*>(shared.tokens(count) + token_at(token, piece));
         if (token < tokens)
             store_global(to + token * stride + 8 * piece,
@@ -420,7 +360,7 @@ DEVICE void move(Lane lane, const ReverseScanParams& p, const Shared& shared) {
         const int before = chunks_before(lane, p, tile.sequence, ALL) + tile.skipped;
         i64 row = i64(before + chunk) * p.HV + tile.head;  // in per-chunk tensors
         i64 at = tile.row(p, chunk * CHUNK) * V + column;  // in dO and d_v
-        Values next;
+        Outputs next;
         if (chunk >= 0) {
             next.load(lane, p.d_o + at, stride, tile.length - chunk * CHUNK);
             next.give(lane, shared, count);

@@ -52,6 +52,8 @@ PARAMS = Params("ForwardParams", """
     // Read by segments.cu
     int segments, cut_from;  // of a sequence at most, tiles = N * segments * HV; tokens from which a sequence is cut
     int tails;  // the decode kernel computes last tokens
+    // Read by few_heads.cu
+    int groups, places;  // CTA groups that scan, and places in the ring of each
 """)  # fmt: skip
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 FINE = (torch.bfloat16,)  # where fine gradients differ: in fp16 T' has 11 bits anyway
@@ -238,7 +240,7 @@ def plan_of(
         raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
     rest = PARAMS.pack_values(
         T, H, HV, HV // H, tiles, offsets is not None and offsets[1] == torch.int64, BETA_CODES[beta_activation],
-        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale, *(pool or (0,) * 7), 0, 0, tails,
+        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale, *(pool or (0,) * 7), 0, 0, tails, 0, 0,
     )  # fmt: skip
     kernel = machine.load(SOURCE, "kda_forward", variant.defines, device)
     blocks, cluster = groups * variant.slices, max(variant.cluster, 1)

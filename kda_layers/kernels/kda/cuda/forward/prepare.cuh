@@ -91,23 +91,24 @@ DEVICE void load_8(float (&to)[8], const float* from) {
 }
 DEVICE void load_8(float (&to)[8], const u16* from) { unpack_8(to, *reinterpret_cast<const uint4*>(from)); }
 
-// The gates of a work tile's head.
-DEVICE Gates<GATE> load_gates(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& tile) {
-    const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[tile.head] * LOG2_E) : 1.f, p.lower_bound);
-    const float* from = p.dt_bias + tile.head * K + 64 * (lane.warp % HALVES);
-    float* to = shared.bias(lane.warp);
-    warp_sync();
-    #pragma unroll
-    for (int i = lane.id; i < 64; i += 32) to[i] = p.dt_bias ? gates.bias(from[i]) : 0.f;
-    warp_sync();
-    return gates;
+// The biases of 8 channels from 32 c on.
+DEVICE void load_biases(Lane lane, float (&bias)[8], int c, const Gates<GATE>& gates, const Shared& shared,
+                        u32 iteration) {
+    const int at = 32 * c + 8 * (lane.id % 4);
+    if constexpr (BLOCK_ROLES) {
+        load_8(bias, shared.bias(lane.warp, iteration) + at);
+        #pragma unroll
+        for (int i = 0; i < 8; i++) bias[i] = gates.bias(bias[i]);
+    } else {
+        load_8(bias, shared.bias(lane.warp) + at);
+    }
 }
 
 // Decays of 8 channels from 32 c on of a lane's tokens.
 DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& gates, const ForwardParams& p,
-                        const Shared& shared, const Cursor& at) {
+                        const Shared& shared, const Cursor& at, u32 iteration) {
     float bias[8];
-    load_8(bias, shared.bias(lane.warp) + 32 * c + 8 * (lane.id % 4));
+    load_biases(lane, bias, c, gates, shared, iteration);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         const Logit* from = G_FP32
@@ -271,11 +272,7 @@ DEVICE u32 as_io(u32 x) {
     return Io::pack(f.x, f.y);
 }
 
-constexpr int STRIDE = SHARED_CHUNKS ? SLICES : 1;
-
-DEVICE Stage place_of(const ForwardParams& p, const Shared& shared, const Cursor& at, u32 count) {
-    return SHARED_CHUNKS ? ring_at(p, at, count) : shared.stage(count);
-}
+constexpr bool TELLS_PLACE = SAVES || BLOCK_ROLES;  // the inverter that reserves a chunk's place tells it
 
 // Multiply with the lane whose index differs in one bit; each of the two keeps half of 2 n elements.
 template <int n> DEVICE void multiply_halves(Lane lane, float (&x)[16]) {
@@ -303,13 +300,13 @@ DEVICE float* decays_of(Lane lane, const Shared& shared, u32 iteration, int bloc
 
 // Decays of the lane's tokens, as `anchor<1>` takes them, and of the block, which are stored.
 DEVICE void start_decays(Lane lane, Pairs& near, Pairs& far, float* block_decays, const Gates<GATE>& gates,
-                         const ForwardParams& p, const Shared& shared, const Cursor& at) {
+                         const ForwardParams& p, const Shared& shared, const Cursor& at, u32 iteration) {
     int g = lane.id / 4;
     float block[16];  // decays over the block's tokens
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         float e[2][8];
-        load_decays(lane, e, c, gates, p, shared, at);
+        load_decays(lane, e, c, gates, p, shared, at, iteration);
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             #pragma unroll
@@ -391,13 +388,20 @@ DEVICE void store_Kr(Lane lane, const Shared& shared, const Stage& stage, const 
                 make_uint4(k[0], k[1], k[2], k[3]);
         }
         if (b == 0 && g == 0) {
-            float* gamma = stage.gamma() + 64 * h + 32 * c + 8 * t;
             float x[8];
             load_8(x, decays_of(lane, shared, iteration, 0) + 32 * c);
+#if BLOCK_ROLES
+            #pragma unroll
+            for (int i = 0; i < 8; i += 2)
+                *reinterpret_cast<float2*>(stage.gamma() + gamma_at(64 * h + 32 * c + 8 * t + i)) =
+                    make_float2(x[i] * rest[i], x[i + 1] * rest[i + 1]);
+#else
+            float* gamma = stage.gamma() + 64 * h + 32 * c + 8 * t;
             *reinterpret_cast<float4*>(gamma) =
                 make_float4(x[0] * rest[0], x[1] * rest[1], x[2] * rest[2], x[3] * rest[3]);
             *reinterpret_cast<float4*>(gamma + 4) =
                 make_float4(x[4] * rest[4], x[5] * rest[5], x[6] * rest[6], x[7] * rest[7]);
+#endif
         }
     }
 }
@@ -476,7 +480,8 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     Pairs near, far;
     float* block_decays = decays_of(lane, shared, iteration, b);
     cp_async_wait<0>();
-    start_decays(lane, near, far, block_decays, gates, p, shared, at);
+    if (BLOCK_ROLES) warp_sync();  // other lanes have copied biases
+    start_decays(lane, near, far, block_decays, gates, p, shared, at, iteration);
     Directions d;
     normalize(lane, d, raw, p, shared, at, iteration);
     // L and Aqk among the block's 16 tokens: binary anchoring
@@ -498,7 +503,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     barrier_sync(PREPARED, 32 * PREPARE_WARPS);
     mbarrier_wait(shared.placed(), iteration & 1);
     // Finding the row of a saved chunk takes registers that loading ahead needs.
-    const Stage stage = SAVES ? Stage{*shared.place()} : place_of(p, shared, at, count);
+    const Stage stage = TELLS_PLACE ? Stage{*shared.place()} : place_of(p, shared, at, count);
     if (gives) send_sums(shared.sums_of_A(iteration, b, b) + lane.id, own);
     if (lane.warp == 0) store_scale(lane, stage, shared.scale(iteration));
     store_Kr(lane, shared, stage, decayed.k_fall, iteration);
@@ -515,6 +520,51 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
 }
 
 // ---------------------------------------------------------------- the warps that prepare
+
+#if BLOCK_ROLES
+
+// A CTA changes its head with every chunk. So A_log and biases are loaded a chunk ahead, biases by cp.async: they are there
+// with the logits, whose copies are committed after them.
+DEVICE float fetch_gates(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& tile, u32 iteration) {
+    const float* from = p.dt_bias + tile.head * K + 64 * (lane.warp % HALVES);
+    if (lane.id < 16) cp_async_16(shared.bias(lane.warp, iteration) + 4 * lane.id, from + 4 * lane.id, p.dt_bias);
+    return p.A_log ? p.A_log[tile.head] : 0.f;
+}
+
+DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
+    Cursor at;
+    at.start(lane, p, 0);
+    if (!at.valid(p)) return;
+    float A_log = fetch_gates(lane, p, shared, at.tile, 0);
+    fetch_logits(lane, p, shared, at);
+    Raw raw;
+    if (LOADS_AHEAD) load_raw(lane, raw, p, at);
+    for (u32 iteration = 0; at.valid(p); iteration++) {
+        Cursor next = at;
+        next.skip(lane, p, 1);
+        if (!LOADS_AHEAD) load_raw(lane, raw, p, at);
+        const Gates<GATE> gates(p.A_log ? exp2_fast(A_log * LOG2_E) : 1.f, p.lower_bound);
+        warp_sync();  // all lanes have read the biases of the chunk before
+        if (next.valid(p)) A_log = fetch_gates(lane, p, shared, next.tile, iteration + 1);
+        prepare_chunk(lane, p, shared, gates, raw, at, next, at.count, iteration);
+        arrive_by_warp(lane, shared.written());
+        at = next;
+    }
+}
+
+#else
+
+// The gates of a work tile's head.
+DEVICE Gates<GATE> load_gates(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& tile) {
+    const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[tile.head] * LOG2_E) : 1.f, p.lower_bound);
+    const float* from = p.dt_bias + tile.head * K + 64 * (lane.warp % HALVES);
+    float* to = shared.bias(lane.warp);
+    warp_sync();
+    #pragma unroll
+    for (int i = lane.id; i < 64; i += 32) to[i] = p.dt_bias ? gates.bias(from[i]) : 0.f;
+    warp_sync();
+    return gates;
+}
 
 DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     Cursor at;
@@ -537,14 +587,13 @@ DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
     }
 }
 
+#endif
+
 // Wait until the chunk's slot is free. Executed by a full warp.
 DEVICE void make_room(Lane lane, const ForwardParams& p, const Shared& shared, const Cursor& at, u32 count) {
-    if (RECYCLES && count >= RING) wait_for_place(lane, p, count);
-    if (!SHARED_CHUNKS) {
-        for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
-    }
+    wait_for_free_place(lane, p, shared, at, count);
     if (lane.id != 0) return;
-    if (SAVES) *shared.place() = place_of(p, shared, at, count).base;
+    if (TELLS_PLACE) *shared.place() = place_of(p, shared, at, count).base;
     mbarrier_arrive(shared.placed());
 }
 
@@ -567,10 +616,7 @@ DEVICE void invert_chunks(Lane lane, const ForwardParams& p, const Shared& share
         arrive_by_warp(lane, shared.written());
         if (!last) continue;
         mbarrier_wait(shared.written(), iteration & 1);
-        if (lane.id == 0) {
-            if (SHARED_CHUNKS) red_add_release(prepared(p, slice()), 1);
-            for (int part = 0; !SHARED_CHUNKS && part < PARTS; part++) mbarrier_arrive(shared.full(part, count));
-        }
+        if (lane.id == 0) publish(p, shared, at, count);
         warp_sync();
     }
 }

@@ -283,11 +283,6 @@ DEVICE int stop_of(const ForwardParams& p, const WorkTile& tile) {
 // The index of a tile's head among those of all sequences.
 DEVICE int head_of(const ForwardParams& p, const WorkTile& tile) { return tile.sequence * p.HV + tile.head; }
 
-DEVICE bool has_tail(const ForwardParams& p, int sequence) {
-    const int length = p.cu_seqlens ? offset_of(p, sequence + 1) - offset_of(p, sequence) : p.T;
-    return in_chunks(p, length) < length;
-}
-
 // The state before a segment.
 DEVICE void load_start(Lane lane, State& state, const ForwardParams& p, const WorkTile& tile, int place) {
     const float* from = nullptr;

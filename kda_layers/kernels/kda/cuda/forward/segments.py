@@ -194,7 +194,7 @@ def plan_of(
     rest = whole.PARAMS.pack_values(
         T, H, HV, HV // H, N * segments * HV, offsets is not None and offsets[1] == torch.int64,
         BETA_CODES[beta_activation], beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
-        *(0,) * 7, segments, cut.longer, tails,
+        *(0,) * 7, segments, cut.longer, tails, 0, 0,
     )  # fmt: skip
     maps = machine.load(whole.SOURCE, "kda_forward", mapping.defines, device)
     join, walk = (machine.load(SOURCE, f"kda_{what}_segments", walking.defines, device) for what in ("join", "walk"))

@@ -1,4 +1,4 @@
-// Shared by the roles of forward.cu: parameters, the order of chunks, and the plan of shared memory.
+// Shared by the roles of the forward's warps: parameters, and the plan of shared memory.
 #pragma once
 #include "ForwardParams.h"
 #include "gates.cuh"
@@ -6,7 +6,11 @@
 
 // Chosen by the build, in addition to stage.cuh's: GATE (see gates.cuh), G_FP32 (1: gate logits are fp32), SAVES (1:
 // save what the backward reads), POOLED (1: for engines: states in slots of a pool, one boundary state of each sequence,
-// rows of tokens with strides). If CLUSTER is 0, each CTA prepares all chunks for itself.
+// rows of tokens with strides), BLOCK_ROLES (1: blocks either scan or prepare, see few_heads.cu). If CLUSTER is 0, each CTA
+// prepares all chunks for itself.
+#ifndef BLOCK_ROLES
+#define BLOCK_ROLES 0
+#endif
 constexpr int STAGES = SEGMENTS == WALK ? 3 : 2;
 constexpr int PREPARE_WARPS = K / 16, INVERTERS = 3;
 constexpr int THREADS = 32 * (PREPARE_WARPS + 4 + 1 + INVERTERS);  // 4 warps scan, 1 fetches
@@ -18,50 +22,10 @@ constexpr bool RECYCLES = SHARED_CHUNKS && !KEEPS;  // slots of the ring
 
 enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS + b: the warps of 16 tokens
 
-// ---------------------------------------------------------------- work
-
-// A chunk of a work tile of this CTA group; uniform in a warp.
-struct Cursor {
-    int index, chunk;
-    WorkTile tile;
-    i64 keys;       // offset of the tile's first token in q and k
-    int first_row;  // the tile's first row in per-chunk tensors, set if `has_rows`
-    bool has_rows = KEEPS;
-
-    DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
-    DEVICE void start(Lane lane, const ForwardParams& p, int first) {
-        index = cta_group(), chunk = first;
-        if (valid(p)) enter(lane, p);
-        skip(lane, p, 0);
-    }
-    // Advance, to the next tile where this one ends.
-    DEVICE void skip(Lane lane, const ForwardParams& p, int chunks) {
-        chunk += chunks;
-        while (valid(p) && chunk >= tile.chunks()) {
-            chunk -= tile.chunks(), index += cta_groups();
-            if (valid(p)) enter(lane, p);
-        }
-    }
-    DEVICE void enter(Lane lane, const ForwardParams& p) {
-        tile = work_tile(p, index);
-        if (is_none(tile)) index = p.tiles;
-        if constexpr (POOLED) keys = i64(tile.first) * p.key_row + tile.head / p.group * K;
-        else keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
-        if (has_rows) first_row = chunks_before(lane, p, tile.sequence, ALL) + tile.skipped;
-    }
-};
-
-// Number of chunks of all work tiles of this CTA group. Executed by a full warp, a lane for every 32nd tile: one after the
-// other, the offsets of many short sequences would be waited for.
-DEVICE u32 chunks_of_cta_group(Lane lane, const ForwardParams& p) {
-    u32 all = 0;
-    for (int index = cta_group() + lane.id * cta_groups(); index < p.tiles; index += 32 * cta_groups()) {
-        const WorkTile tile = work_tile(p, index);
-        if (is_none(tile)) break;
-        all += tile.chunks();
-    }
-    for (int mask = 1; mask < 32; mask *= 2) all += shuffle_xor(all, mask);
-    return all;
+// Whether the decode kernel computes a sequence's last tokens.
+DEVICE bool has_tail(const ForwardParams& p, int sequence) {
+    const int length = p.cu_seqlens ? offset_of(p, sequence + 1) - offset_of(p, sequence) : p.T;
+    return in_chunks(p, length) < length;
 }
 
 // ---------------------------------------------------------------- shared memory
@@ -70,10 +34,10 @@ struct Shared {
     static constexpr int STAGES = ::STAGES;
     unsigned char* base;
     // prepared chunks; operands of the scan; what the preparing warps exchange; barriers
-    static constexpr int AT_STATE = STAGES * STAGE_BYTES;
+    static constexpr int AT_STATE = BLOCK_ROLES ? 0 : STAGES * STAGE_BYTES;
     static constexpr int AT_RESIDUALS = AT_STATE + BV * K * 2;
     static constexpr int AT_ERRORS = AT_RESIDUALS + BV * CHUNK * 2;
-    static constexpr int AT_COLUMNS = AT_ERRORS + BV * CHUNK * 2;
+    static constexpr int AT_COLUMNS = BLOCK_ROLES ? 0 : AT_ERRORS + BV * CHUNK * 2;
     static constexpr int AT_DECAYS = AT_COLUMNS + 2 * CHUNK * K * 2;
     static constexpr int AT_SCALES = AT_DECAYS + 2 * 4 * K * 4;
     static constexpr int AT_BETA = AT_SCALES + 2 * CHUNK * 4;
@@ -83,7 +47,7 @@ struct Shared {
     static constexpr int AT_SUMS = AT_COLUMNS_OF_T + 6 * 512;
     static constexpr int AT_LOGITS = AT_SUMS + PREPARE_WARPS * 16 * 16;
     static constexpr int AT_BIAS = AT_LOGITS + (G_FP32 ? 0 : CHUNK * K * 2);
-    static constexpr int AT_BARRIERS = PREPARES ? AT_BIAS + PREPARE_WARPS * 256 : AT_COLUMNS;
+    static constexpr int AT_BARRIERS = PREPARES ? AT_BIAS + (BLOCK_ROLES ? 2 : 1) * PREPARE_WARPS * 256 : AT_COLUMNS;
     static constexpr int BYTES = AT_BARRIERS + (2 * PARTS * STAGES + 5) * 8;
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
@@ -115,7 +79,9 @@ struct Shared {
     }
     DEVICE uint4* columns_of_T() const { return reinterpret_cast<uint4*>(base + AT_COLUMNS_OF_T); }           // [6][32]
     DEVICE uint4* logits(int warp) const { return reinterpret_cast<uint4*>(base + AT_LOGITS) + warp * 128; }  // [4][32]
-    DEVICE float* bias(int warp) const { return reinterpret_cast<float*>(base + AT_BIAS) + warp * 64; }
+    DEVICE float* bias(int warp, u32 iteration = 0) const {
+        return reinterpret_cast<float*>(base + AT_BIAS) + (iteration % 2 * PREPARE_WARPS + warp) * 64;
+    }
     DEVICE float4* sums() const { return reinterpret_cast<float4*>(base + AT_SUMS); }  // [warp][16 tokens]
 
     DEVICE u64* barriers() const { return reinterpret_cast<u64*>(base + AT_BARRIERS); }
@@ -142,45 +108,11 @@ struct Shared {
     }
 };
 
-static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
+static_assert(BLOCK_ROLES || Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
 
-// ---------------------------------------------------------------- the ring of prepared chunks
-
-// CTA count % SLICES of a CTA group prepares chunk `count`, into slot count % RING of the group's ring, or, if all
-// chunks are kept, into the chunk's own row; every CTA copies it from there (stage.cuh).
-DEVICE Stage ring_at(const ForwardParams& p, const Cursor& at, u32 count) {
-    if constexpr (KEEPS) return {p.prepared + (i64(at.first_row + at.chunk) * p.HV + at.tile.head) * STAGE_BYTES};
-    return {p.ring + (i64(cta_group()) * RING + count % RING) * STAGE_BYTES};
-}
-// The place of a chunk's T' in fp16, null in all CTAs but the one that stores it.
-DEVICE unsigned char* fine_place(const ForwardParams& p, const Cursor& at, u32 count) {
-    if (!FINE || int(count % SLICES) != slice()) return nullptr;
-    return p.fine + (i64(at.first_row + at.chunk) * p.HV + at.tile.head) * SQUARE;
-}
-// Counters of a CTA: chunks that it has prepared, and chunks that have arrived in its shared memory. Counters that are
-// polled together share a cache line.
-DEVICE u32* prepared(const ForwardParams& p, int slice) { return p.progress + cta_group() * 64 + slice; }
-DEVICE u32* landed(const ForwardParams& p, int slice) { return prepared(p, slice) + 32; }
-
-// Wait until the previous chunk in the ring's slot has arrived in every CTA. Executed by a full warp.
-DEVICE void wait_for_place(Lane lane, const ForwardParams& p, u32 count) {
-    if (lane.id < SLICES) {
-        while (read_counter(landed(p, lane.id)) <= count - RING) back_off();
-    }
-    warp_sync();
-}
-
-// Wait until more than `ready` consecutive chunks have been prepared; return their number. Executed by a full warp.
-DEVICE u32 wait_for_chunks(Lane lane, const ForwardParams& p, u32 ready) {
-    for (;;) {
-        u32 next = lane.id < SLICES ? read_counter(prepared(p, lane.id)) * SLICES + lane.id
-                                    : ~0u;  // the CTA's first missing chunk
-        for (int mask = 1; mask < 32; mask *= 2) next = min(next, shuffle_xor(next, mask));
-        if (next > ready) {
-            fence_gpu();
-            warp_sync();  // lane 0 alone starts the copies: it needs what every lane has acquired
-            return next;
-        }
-        back_off();
-    }
-}
+// Which chunks a CTA prepares, and how they reach the scan.
+#if BLOCK_ROLES
+#include "roles.cuh"
+#else
+#include "groups.cuh"
+#endif

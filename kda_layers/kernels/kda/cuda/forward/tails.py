@@ -8,8 +8,9 @@ sequence's own length alone: it has the same bits alone, in any batch and in par
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput, PrefillInputs, outputs_like
 from ..decode import decode
 from ..decode.decode import MOST_ROWS, index_values
+from . import few_heads, segments
 from . import forward as whole
-from . import segments
 from .forward import TAIL
 
 PARAMS = Params("OrderParams", """
@@ -159,7 +160,9 @@ def forward(x: Inputs, machine: Machine) -> KDAOutput:
         ValueError: as `forward.forward`
     """
     T, packed, cut = x.v.shape[1], x.cu_seqlens is not None, segments.cuts(x, machine)
-    run = segments.forward_in_segments if cut else whole.forward
+    run: Callable[..., tuple[KDAOutput, Any]] = segments.forward_in_segments if cut else whole.forward
+    if not cut and few_heads.serves(x, machine):
+        run = few_heads.forward
     if not possible(T, packed):
         return run(x, machine)[0]
     x = whole.aligned_inputs(x)

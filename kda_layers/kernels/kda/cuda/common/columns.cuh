@@ -1,0 +1,79 @@
+// A scan whose MMAs have columns of V as rows: shared by the reverse scan and the forward's scan of few heads.
+//
+// A CTA has 64 columns of V, which are independent, and a scanning warp 16 of them: the result of one MMA, rounded, is
+// operand A of the next in the same lane, so that the chain from chunk to chunk does not pass through shared memory. What a
+// scanning warp issues is what a chunk takes, so it addresses no global memory: moving warps bring a chunk's values to shared
+// memory and take its results from there, by whole rows of 128 bytes.
+#pragma once
+#include "stage.cuh"
+
+constexpr int WARPS = 4;  // that scan, and that move
+static_assert(BV == 16 * WARPS, "a scanning warp has 16 columns");
+
+// Arrive at a barrier that expects every warp of a role.
+DEVICE void signal(Lane lane, u64* barrier) {
+    warp_sync();
+    if (lane.id == 0) mbarrier_arrive(barrier);
+}
+
+// Wait for chunk `count` at one of two barriers, for even and for odd chunks.
+DEVICE void wait_in_turn(u64* barrier, u32 count) { mbarrier_wait(barrier, count / 2 & 1); }
+
+// Offset of 16 bytes of a token, its columns 8 piece to 8 piece + 7, in a chunk's values or results [64, BV]. Pieces are
+// permuted so that those of eight rows have no bank conflicts, nor those of a row.
+DEVICE int token_at(int token, int piece) { return (token * (BV / 8) + (piece ^ token % 8)) * 16; }
+
+// ---------------------------------------------------------------- operands
+
+using Tokens = u32[CHUNK / 16][4];              // 16 columns by the chunk's tokens, rounded, as operand A
+template <int N> using Sums = float[N / 8][4];  // 16 columns by N, in mma's accumulator order
+
+constexpr u32 SIGNS = 0x80008000u;  // of a pair
+
+// Round x to operand A; `signs` is XORed with each pair, SIGNS to negate.
+template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, u32 signs = 0) {
+    #pragma unroll
+    for (int i = 0; i < N / 4; i++) to[i / 4][i % 4] = Io::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]) ^ signs;
+}
+
+// d += a b over the tokens 16 first to 16 last (= instead of += if `overwrites`), b N columns of [64, width].
+template <int N, int first = 0, int last = CHUNK / 16, bool overwrites = false, class Type = Io, int width = N>
+DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
+    wgmma_rs<Type, N, true, overwrites>(d, a[first], operand_at(b, first * width * 32));
+    #pragma unroll
+    for (int s = first + 1; s < last; s++) wgmma_rs<Type, N, true>(d, a[s], operand_at(b, s * width * 32));
+    wgmma_commit();
+}
+
+// d += a b^T over columns 16 first to 16 last of b, [64, 16 steps] (= instead of += if `overwrites`).
+template <int steps, int first = 0, int last = steps, bool overwrites = false>
+DEVICE void multiply_rows(Sums<CHUNK>& d, const u32 (&a)[steps][4], Operand b) {
+    wgmma_rs<Io, CHUNK, false, overwrites>(d, a[first], operand_at(b, first * 256));
+    #pragma unroll
+    for (int s = first + 1; s < last; s++) wgmma_rs<Io, CHUNK>(d, a[s], operand_at(b, s * 256));
+    wgmma_commit();
+}
+
+// The place in a chunk's values or results that a lane gives for step s of a warp's operand, the rows of four 8 x 8 matrices.
+DEVICE unsigned char* operand_row(Lane lane, unsigned char* tokens, int s) {
+    return tokens + token_at(16 * s + lane.id / 16 * 8 + lane.id % 8, 2 * lane.warp + lane.id / 8 % 2);
+}
+
+// ---------------------------------------------------------------- the moving warps
+
+// A warp's 16 tokens of a chunk, whole rows of 128 bytes: each lane has 16 bytes of four tokens.
+struct Rows {
+    uint4 x[4];
+
+    template <class F> static DEVICE void each(Lane lane, F f) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) f(i, 16 * lane.warp + 4 * i + lane.id / 8, lane.id % 8);
+    }
+    // Load zeros for tokens from `tokens` on.
+    DEVICE void load(Lane lane, const u16* from, i64 stride, int tokens) {
+        each(lane, [&](int i, int token, int piece) {
+            x[i] = token < tokens ? *reinterpret_cast<const uint4*>(from + token * stride + 8 * piece)
+                                  : make_uint4(0, 0, 0, 0);
+        });
+    }
+};

@@ -1,0 +1,65 @@
+// Forward over sequences of one length with few heads, by blocks of two roles: with few heads the chain of chunks is the
+// limit, so some blocks do nothing but scan, and the others nothing but prepare. The same results, bit by bit, as
+// forward.cu.
+//
+// A preparing block turns its chunks into the operands of the scan (prepare.cuh, invert.cuh), into a ring in global memory
+// that stays in L2. A CTA group of SLICES scanning blocks, a cluster, serves one (sequence, value head) after the other
+// (scan_columns.cuh). All blocks must be resident, as they wait for each other.
+#include "prepare.cuh"
+#include "scan_columns.cuh"
+
+constexpr int BLOCK_THREADS = 3 * 128;
+static_assert(32 * (PREPARE_WARPS + INVERTERS) <= BLOCK_THREADS && SCAN_THREADS <= BLOCK_THREADS);
+
+// Registers per thread by role, where the arch has setmaxnreg; three warpgroups share 504.
+enum Role { PREPARE, INVERT, SCAN, MOVE, COPY };
+template <int role> DEVICE void registers() {
+#if HAS_SETMAXNREG
+    if constexpr (role == PREPARE) setmaxnreg_inc<200>();
+    if constexpr (role == INVERT) setmaxnreg_dec<104>();
+    if constexpr (role == SCAN) setmaxnreg_inc<240>();
+    if constexpr (role == MOVE) setmaxnreg_inc<192>();
+    if constexpr (role == COPY) setmaxnreg_dec<72>();
+#endif
+}
+
+DEVICE void scan_block(Lane lane, const ForwardParams& p) {
+    const ScanShared shared{shared_memory()};
+    if (lane.warp < WARPS) {
+        registers<SCAN>();
+        scan_columns(lane, p, shared);
+    } else if (lane.warp < 2 * WARPS) {
+        registers<MOVE>();
+        move_rows({lane.warp - WARPS, lane.id}, p, shared);
+    } else {
+        registers<COPY>();
+        if (lane.warp == 2 * WARPS) fetch_from_ring(lane, p, shared);
+    }
+}
+
+DEVICE void prepare_block(Lane lane, const ForwardParams& p) {
+    const Shared shared{shared_memory()};
+    if (lane.warp < 8) {
+        registers<PREPARE>();
+        // Later tokens have more earlier blocks to multiply with: balances the work of the SM's four sub-partitions.
+        const int pair = lane.warp / HALVES;
+        if (lane.warp < PREPARE_WARPS) prepare({(pair ^ pair / 2) * HALVES + lane.warp % HALVES, lane.id}, p, shared);
+    } else {
+        registers<INVERT>();
+        if (lane.warp < 8 + INVERTERS) invert_chunks({lane.warp - 8, lane.id}, p, shared);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
+    kda_forward_few_heads(const __grid_constant__ ForwardParams p) {
+    const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
+    const bool scans = int(blockIdx.x) < scanning_blocks(p);
+    if (threadIdx.x == 0) {
+        if (scans) ScanShared{shared_memory()}.init_barriers();
+        else Shared{shared_memory()}.init_barriers();
+    }
+    block_or_cluster_sync(BLOCK_THREADS);
+    if (scans) scan_block(lane, p);
+    else prepare_block(lane, p);
+    block_or_cluster_sync(BLOCK_THREADS);
+}

@@ -1,0 +1,194 @@
+"""Launcher of few_heads.cu: the forward over sequences of one length with few heads, by blocks of two roles.
+
+Chosen where it is asked for, by KDA_LAYERS_FEW_HEADS=1 in the environment: all its blocks wait for each other, and two
+such calls on streams of their own could each hold multiprocessors that the other one waits for.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ....cuda.arch import ARCHS
+from ....cuda.machine import Launchable, Machine
+from ....cuda.params import addresses
+from ...activations import BETA_CODES, GATE_CODES
+from ...contract import CHUNK, Inputs, KDAOutput
+from . import forward as whole
+
+SOURCE = str(Path(__file__).with_suffix(".cu"))
+ENVIRONMENT_VARIABLE = "KDA_LAYERS_FEW_HEADS"
+WIDTH = 128  # of heads: that of the models with few heads
+BV = 64  # columns of V per block that scans
+THREADS = 384
+SCAN_STAGES = 3
+
+# Microseconds on an H200, fitted to measured times (docs/internals/lab_notes.md). A chunk of one head takes a
+# multiprocessor that prepares 5.35, and a group that scans 1.1; by forward.cu a chain of chunks takes 1.25 for each, or
+# 1.95 where blocks have 32 columns of V. The rest does not depend on the length.
+PREPARES, SCANS, STARTS = 5.35, 1.1, 16.0
+CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 1.95, 10.0
+MOST_TILES = 48  # measured
+
+
+class Shares(NamedTuple):
+    """How blocks are shared out."""
+
+    groups: int  # CTA groups that scan
+    preparers: int  # blocks that prepare
+    places: int  # for prepared chunks, in the ring of each group: more than SCAN_STAGES
+
+    @property
+    def counters(self) -> int:
+        """Elements of ForwardParams.progress."""
+        return self.groups * (-(-self.places // 32) * 32 + 32)
+
+
+class Variant(NamedTuple):
+    """The compile-time parameters of the kernel."""
+
+    K: int
+    dtype: torch.dtype
+    gate_activation: str
+    g_wide: bool  # g is fp32
+    wgmma: bool
+    setmaxnreg: bool
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        return {
+            "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.slices, "IO": whole.TYPES[self.dtype],
+            "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
+            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": 0, "POOLED": 0, "BLOCK_ROLES": 1, "TAILS": whole.TAIL,
+            "SHARED_BYTES": self.shared_bytes,
+        }  # fmt: skip
+
+    @property
+    def slices(self) -> int:
+        return self.K // BV
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size in bytes of struct ScanShared in scan_columns.cuh; struct Shared in shared.cuh is smaller."""
+        return SCAN_STAGES * whole.stage_bytes(self.K) + 4 * 2 * CHUNK * BV + 8 * (4 * SCAN_STAGES + 2)
+
+
+def variant_for(K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int) -> Variant:
+    """The variant for an arch with bulk copies."""
+    return Variant(K, dtype, gate_activation, g_wide, ARCHS[arch].wgmma, ARCHS[arch].setmaxnreg)
+
+
+def variants(arch: int) -> Iterable[Variant]:
+    """Every variant that may be chosen for `arch`."""
+    if ARCHS[arch].wgmma:
+        for dtype, gate, g_wide in itertools.product(whole.TYPES, GATE_CODES, (False, True)):
+            yield variant_for(WIDTH, dtype, gate, g_wide, arch)
+
+
+def is_asked_for() -> bool:
+    """Whether the environment asks for this kernel.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1
+    """
+    value = os.environ.get(ENVIRONMENT_VARIABLE) or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"{ENVIRONMENT_VARIABLE} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def serves(x: Inputs, machine: Machine) -> bool:
+    """Whether this kernel is asked for and, by its measured times, faster for a call without gradients."""
+    (B, T, HV, V), K = x.v.shape, x.q.shape[3]
+    if not is_asked_for() or x.cu_seqlens is not None or x.checkpoint_every or (K, V) != (WIDTH, WIDTH):
+        return False
+    processors, arch, _ = machine.properties(x.q.device)
+    return ARCHS[arch].wgmma and shares_for(B * HV, chunks_of(T), processors) is not None
+
+
+def chunks_of(T: int) -> int:
+    """Chunks of a sequence in a call without gradients; its last tokens may be none."""
+    return -(-whole.in_chunks(T, tails=True) // CHUNK)
+
+
+@functools.lru_cache(whole.PLANS)
+def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
+    """The fastest shares for `tiles` heads of `chunks` chunks, or None where forward.cu is as fast."""
+    slices = WIDTH // BV
+    if not 0 < tiles <= MOST_TILES or chunks == 0 or processors < 3 * slices:
+        return None
+    every = []
+    for groups in range(1, min(tiles, processors // slices - 1) + 1):
+        preparers = processors // slices * slices - groups * slices
+        prepare, scan = tiles * chunks * PREPARES / preparers, -(-tiles // groups) * chunks * SCANS
+        every.append((STARTS + max(prepare, scan), Shares(groups, preparers, 2 * -(-preparers // groups) + 4)))
+    fastest, shares = min(every)
+    wide = tiles * WIDTH // 16 > processors
+    rounds = -(-tiles // max(processors // (4 if wide else 8), 1))
+    together = STARTS_TOGETHER + rounds * chunks * (WIDE_CHAIN if wide else CHAIN)
+    return shares if fastest < 0.97 * together else None
+
+
+class Plan(NamedTuple):
+    """Everything that a launch needs except pointers."""
+
+    kernel: Launchable
+    variant: Variant
+    shares: Shares
+    state_shape: tuple[int, int, int, int]
+    rest: bytes  # of the parameters, after the pointers
+
+
+@functools.lru_cache(whole.PLANS)
+def plan_of(
+    machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], gate_activation: str, lower_bound: float,
+    beta_activation: str, qk_l2norm: bool, scale: float, tails: bool, shares: Shares,
+) -> Plan:  # fmt: skip
+    """The plan for tensors of these shapes and dtypes."""
+    B, T, H, K = q_shape
+    HV, V = v_shape[2:]
+    if B * T > whole.MOST_TOKENS:
+        raise ValueError(f"B * T must be at most {whole.MOST_TOKENS}, got {B * T}: split the batch")
+    variant = variant_for(K, dtype, gate_activation, g_dtype == torch.float32, machine.properties(device).capability)
+    rest = whole.PARAMS.pack_values(
+        T, H, HV, HV // H, B * HV, 0, BETA_CODES[beta_activation], beta_dtype == torch.float32, qk_l2norm, lower_bound,
+        scale, *(0,) * 9, tails, shares.groups, shares.places,
+    )  # fmt: skip
+    kernel = machine.load(SOURCE, "kda_forward_few_heads", variant.defines, device)
+    return Plan(kernel, variant, shares, (B, HV, V, K), rest)
+
+
+def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tuple[KDAOutput, None]:
+    """Return the outputs of a call that `serves`, and None; with `tails`, last tokens stay unwritten.
+
+    Raises:
+        ValueError: there are more than `forward.MOST_TOKENS` tokens
+    """
+    x = whole.aligned_inputs(x)
+    (B, T, HV, _), device = x.v.shape, x.v.device
+    shares = shares_for(B * HV, chunks_of(T), machine.properties(device).processors)
+    assert shares is not None  # as `serves` has found
+    plan = plan_of(
+        machine, device, x.q.dtype, x.g.dtype, x.beta.dtype, x.q.shape, x.v.shape, x.gate_activation, x.lower_bound,
+        x.beta_activation, x.qk_l2norm, x.scale, tails is not None, shares,
+    )  # fmt: skip
+    o = torch.empty_like(x.v)
+    final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
+    slices, ring_bytes = plan.variant.slices, shares.groups * shares.places * whole.stage_bytes(x.q.shape[3])
+    ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
+    progress = torch.zeros(shares.counters, dtype=torch.int32, device=device)
+    tensors = (
+        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, None, o, final, None, ring, progress,
+        *(None,) * 8, *(tails or whole.Tails()),
+    )  # fmt: skip
+    params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
+    blocks = shares.groups * slices + shares.preparers
+    plan.kernel.launch(blocks, THREADS, slices, plan.variant.shared_bytes, params)
+    return KDAOutput(o, final, None), None

@@ -1,0 +1,330 @@
+// The scan over prepared chunks with columns of V as rows of every MMA (columns.cuh), whose chain from chunk to chunk
+// stays in registers. Per chunk
+//     R = Kg S     V' = T' (v - R)     O = scale (Qg S + Aqk V')     S = gamma S + Kr^T V'
+// One warpgroup issues all MMAs, in the order R, O = Qg S, V', S, O += Aqk V': v - R is rounded while Qg S is computed,
+// and S while Aqk V' is. What reads or writes shared memory waits for every MMA that its warp has issued before, and the
+// next MMA waits for that. So all of it is done at one place, at the end of a chunk.
+#pragma once
+#include "columns.cuh"
+#include "shared.cuh"
+
+constexpr int AHEAD = 8;  // chunks of v that are brought into L2 before they are loaded
+constexpr int SCAN_STAGES = 3, SCAN_THREADS = 32 * (2 * WARPS + 1);  // scanning, moving, and one that copies chunks
+
+// Outputs' scales are powers of two: in bf16, which has the range of fp32, what is rounded can be scaled by the moving
+// warps, with the same result as from fp32 unless that is below 2^-126.
+template <class Type> constexpr bool HAS_RANGE = false;
+template <> constexpr bool HAS_RANGE<Bf16> = true;
+constexpr bool SCALES_LATE = HAS_RANGE<Io>;
+
+struct ScanShared {
+    static constexpr int STAGES = SCAN_STAGES, TOKENS = CHUNK * BV * 2;
+    unsigned char* base;
+    static constexpr int AT_VALUES = STAGES * STAGE_BYTES, AT_OUTPUTS = AT_VALUES + 2 * TOKENS;
+    static constexpr int AT_BARRIERS = AT_OUTPUTS + 2 * TOKENS, MOVES = AT_BARRIERS + (PARTS + 1) * STAGES * 8;
+    static constexpr int BYTES = MOVES + 2 * 8;
+
+    DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
+    // All parts of a chunk and its v.
+    DEVICE u64* full(int, u32 count) const { return reinterpret_cast<u64*>(base + AT_BARRIERS) + count % STAGES; }
+    DEVICE u64* full(u32 count) const { return full(0, count); }
+    DEVICE u64* empty(int part, u32 count) const { return full(count) + (part + 1) * STAGES; }
+
+    // Between the scanning and the moving warps: a chunk's v and o, [64, BV].
+    DEVICE unsigned char* values(u32 count) const { return base + AT_VALUES + count % 2 * TOKENS; }
+    DEVICE unsigned char* outputs(u32 count) const { return base + AT_OUTPUTS + count % 2 * TOKENS; }
+    DEVICE u64* moved(u32 count) const { return reinterpret_cast<u64*>(base + MOVES) + count % 2; }
+
+    // warps of a CTA that release a part; moving warps read the outputs' scale
+    static DEVICE constexpr int releases(int part) { return part == OUTPUT && SCALES_LATE ? 2 * WARPS : WARPS; }
+
+    DEVICE void init_barriers() const {
+        for (u32 i = 0; i < STAGES; i++) {
+            mbarrier_init(full(i), PARTS + WARPS);
+            for (int part = 0; part < PARTS; part++) mbarrier_init(empty(part, i), RANKS * releases(part));
+        }
+        for (int i = 0; i < 2; i++) mbarrier_init(moved(i), WARPS);
+#if __CUDA_ARCH__ >= 900
+        fence_mbarrier_init();
+#endif
+    }
+};
+
+static_assert(ScanShared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
+static_assert(Shared::BYTES <= SHARED_BYTES);
+
+// ---------------------------------------------------------------- the scanning warps
+
+// gamma of a lane's channels, in the order of gamma_at.
+struct Decays {
+    float4 x[K / 16];
+
+    DEVICE void load(Lane lane, const float* gamma) {
+        #pragma unroll
+        for (int i = 0; i < K / 16; i++) x[i] = *reinterpret_cast<const float4*>(gamma + 16 * i + lane.id % 4 * 4);
+    }
+};
+
+struct StateColumns {
+    Sums<K> S;  // its transpose: 16 columns of V by K
+
+    // Call f with each pair of neighbours and its offset in the warp's [16, K].
+    template <class F> DEVICE void each(Lane lane, F f) {
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            #pragma unroll
+            for (int i = 0; i < K / 8; i++)
+                f(S[i][2 * r], S[i][2 * r + 1], (lane.id / 4 + 8 * r) * K + 8 * i + lane.id % 4 * 2);
+        }
+    }
+    DEVICE void load(Lane lane, const float* from) {
+        each(lane, [&](float& a, float& b, int at) {
+            float2 x = from ? *reinterpret_cast<const float2*>(from + at) : make_float2(0.f, 0.f);
+            a = x.x, b = x.y;
+        });
+    }
+    DEVICE void store(Lane lane, float* to) {
+        each(lane, [&](float& a, float& b, int at) { *reinterpret_cast<float2*>(to + at) = make_float2(a, b); });
+    }
+    DEVICE void decay(const Decays& gamma) {
+        #pragma unroll
+        for (int i = 0; i < K / 8; i++) {
+            const float4 two = gamma.x[i / 2];
+            const float2 by = i % 2 ? make_float2(two.z, two.w) : make_float2(two.x, two.y);
+            S[i][0] *= by.x, S[i][1] *= by.y, S[i][2] *= by.x, S[i][3] *= by.y;
+        }
+    }
+};
+
+using Channels = u32[K / 16][4];  // 16 columns of S, rounded, as operand A
+
+DEVICE void load_values(Lane lane, Tokens& v, const ScanShared& shared, u32 count) {
+    #pragma unroll
+    for (int s = 0; s < CHUNK / 16; s++) ldmatrix_x4_trans(v[s], operand_row(lane, shared.values(count), s));
+}
+
+// v becomes v - R, rounded.
+DEVICE void subtract(Tokens& v, const Sums<CHUNK>& R) {
+    #pragma unroll
+    for (int i = 0; i < CHUNK / 4; i++) {
+        u32& x = v[i / 4][i % 4];
+        const float2 value = Io::unpack(x);
+        x = Io::pack(value.x - R[i / 2][i % 2 * 2], value.y - R[i / 2][i % 2 * 2 + 1]);
+    }
+}
+
+DEVICE void scale_outputs(Lane lane, Sums<CHUNK>& O, const float* scale) {
+    #pragma unroll
+    for (int i = 0; i < CHUNK / 8; i++) {
+        const float2 by = *reinterpret_cast<const float2*>(scale + 8 * i + lane.id % 4 * 2);
+        O[i][0] *= by.x, O[i][1] *= by.y, O[i][2] *= by.x, O[i][3] *= by.y;
+    }
+}
+
+// Round O for the moving warps.
+DEVICE void store_outputs(Lane lane, const Sums<CHUNK>& O, const ScanShared& shared, u32 count) {
+    #pragma unroll
+    for (int s = 0; s < CHUNK / 16; s++) {
+        u32 x[4];
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float* sums = O[2 * s + j / 2] + j % 2 * 2;
+            x[j] = Io::pack(sums[0], sums[1]);
+        }
+        stmatrix_x4_trans(operand_row(lane, shared.outputs(count), s), x[0], x[1], x[2], x[3]);
+    }
+}
+
+DEVICE u32 phase_of(u32 count) { return count / SCAN_STAGES & 1; }
+
+// A chunk's stage; kept, as computing it from the count takes longer than what it is needed for.
+struct Place {
+    u32 count, stage, phase;
+
+    DEVICE Place next() const {
+        const bool wraps = stage == SCAN_STAGES - 1;
+        return {count + 1, wraps ? 0 : stage + 1, phase ^ wraps};
+    }
+    DEVICE int bytes() const { return stage * STAGE_BYTES; }
+};
+
+// Release a part of a chunk to the CTA that copies the stage's next one; see stage.cuh.
+DEVICE void release(Lane lane, const ScanShared& shared, int part, const Place& at) {
+    warp_sync();
+    if (lane.id != 0) return;
+    u64* barrier = shared.empty(part, at.stage);
+#if __CUDA_ARCH__ >= 900
+    if constexpr (RANKS > 1) {
+        mbarrier_arrive_cluster(barrier, (at.count + SCAN_STAGES) % RANKS);
+        return;
+    }
+#endif
+    mbarrier_arrive(barrier);
+}
+
+// What a warp has at a chunk's start.
+struct Carried {
+    StateColumns state;
+    Channels S;    // the state, rounded
+    Tokens v;      // then v - R
+    Decays gamma;  // of the chunk
+};
+
+// Wait for a chunk and its v, and load what is in shared memory.
+DEVICE void enter(Lane lane, Carried& x, const ScanShared& shared, const Place& at, bool is_there) {
+    if (!is_there) mbarrier_wait(shared.full(at.stage), at.phase);
+    load_values(lane, x.v, shared, at.count);
+    x.gamma.load(lane, shared.stage(at.stage).gamma());
+}
+
+DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& shared) {
+    constexpr int STEPS = K / 16;
+    const int column = slice() * BV + 16 * lane.warp;
+    const Operand first_rows = operand(shared.stage(0).base, K * 16);
+    const Operand first_T = operand(shared.stage(0).T(), CHUNK * 16);
+    const Operand first_Kr = mn_major_operand(shared.stage(0).Kr(), K * 16);
+    Place at = {0, 0, 0};
+    for (int index = cta_group(); index < p.tiles; index += p.groups) {
+        const WorkTile tile = work_tile(p, index);
+        Carried x;
+        x.state.load(lane, p.initial_state ? p.initial_state + state_at(index, column) : nullptr);
+        as_operand<K>(x.S, x.state.S);
+        enter(lane, x, shared, at, false);
+        for (int left = tile.chunks(); left > 0; left--) {
+            const Place next = at.next();
+            const Operand rows = operand_at(first_rows, at.bytes()), T = operand_at(first_T, at.bytes());
+            Sums<CHUNK> W, O;  // R, then V'; outputs
+            Tokens E;          // V', rounded
+            fence_operand(x.state.S);
+            wgmma_fence();
+            multiply_rows<STEPS, 0, STEPS, true>(W, x.S, rows);
+            if (opt_barrier(left) > 0) x.state.decay(x.gamma);  // always; a branch keeps it behind these MMAs
+            wgmma_fence();
+            multiply_rows<STEPS, 0, STEPS, true>(O, x.S, operand_at(rows, AT_QG));
+            wgmma_wait<1>();
+            fence_operand(W);
+            subtract(x.v, W);
+            wgmma_fence();
+            multiply_rows<4, 0, 4, true>(W, x.v, T);
+            wgmma_wait<0>();
+            fence_operand(W);
+            const bool next_there = mbarrier_test_wait(shared.full(next.stage), next.phase);
+            as_operand<CHUNK>(E, W);
+            wgmma_fence();
+            multiply_tokens<K>(x.state.S, E, operand_at(first_Kr, at.bytes()));
+            multiply_rows<4>(O, E, operand_at(T, AT_AQK - AT_T));
+            release(lane, shared, ERRORS, at);
+            wgmma_wait<1>();
+            fence_operand(x.state.S);
+            as_operand<K>(x.S, x.state.S);
+            if (left > 1) enter(lane, x, shared, next, next_there);
+            wgmma_wait<0>();
+            fence_operand(O);
+            if constexpr (!SCALES_LATE) scale_outputs(lane, O, shared.stage(at.stage).scale());
+            store_outputs(lane, O, shared, at.count);
+            signal(lane, shared.moved(at.count));
+            release(lane, shared, UPDATE, at);
+            release(lane, shared, OUTPUT, at);
+            at = next;
+        }
+        if (p.final_state) x.state.store(lane, p.final_state + state_at(index, column));
+#if TAILS
+        if (p.handover && has_tail(p, tile.sequence)) x.state.store(lane, p.handover + state_at(index, column));
+#endif
+    }
+}
+
+// ---------------------------------------------------------------- the moving warps
+
+DEVICE void give_values(Lane lane, const Rows& v, const ScanShared& shared, u32 count) {
+    Rows::each(lane, [&](int i, int token, int piece) {
+        *reinterpret_cast<uint4*>(shared.values(count) + token_at(token, piece)) = v.x[i];
+    });
+    signal(lane, shared.full(count));
+}
+
+// A warp's outputs of a chunk.
+struct OutputRows : Rows {
+    DEVICE void take(Lane lane, const unsigned char* from, const float (&scale)[4]) {
+        each(lane, [&](int i, int token, int piece) {
+            x[i] = *reinterpret_cast<const uint4*>(from + token_at(token, piece));
+            if constexpr (SCALES_LATE) {
+                const u32 by = Io::pack(scale[i], scale[i]);
+                x[i] = make_uint4(Io::multiply(x[i].x, by), Io::multiply(x[i].y, by), Io::multiply(x[i].z, by),
+                                  Io::multiply(x[i].w, by));
+            }
+        });
+    }
+    DEVICE void store(Lane lane, u16* to, i64 stride, int tokens) const {
+        each(lane, [&](int i, int token, int piece) {
+            if (token < tokens) store_global(to + token * stride + 8 * piece, x[i]);
+        });
+    }
+};
+
+// Bring a warp's rows of v into L2.
+DEVICE void prefetch_rows(Lane lane, const u16* from, i64 stride, int tokens) {
+    const int token = 16 * lane.warp + lane.id;
+    if (lane.id < 16 && token < tokens) prefetch(from + token * stride);
+}
+
+// Read a chunk's scale, which the scanning warps have waited for, unless it is a tile's first.
+DEVICE void take_scale(Lane lane, float (&scale)[4], const ScanShared& shared, u32 count) {
+    if constexpr (SCALES_LATE) {
+        mbarrier_wait(shared.full(count), phase_of(count));
+        Rows::each(lane, [&](int i, int token, int) { scale[i] = shared.stage(count).scale()[token]; });
+        release(lane, shared, OUTPUT, count);
+    }
+}
+
+// When the scanning warps have stored o of a chunk, they have read v of the next one.
+DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& shared) {
+    const i64 stride = i64(p.HV) * V, step = CHUNK * stride;
+    u32 count = 0;
+    for (int index = cta_group(); index < p.tiles; index += p.groups) {
+        const WorkTile tile = work_tile(p, index);
+        const int chunks = tile.chunks();
+        i64 at = tile.row(p, 0) * V + slice() * BV;
+        Rows next;
+        for (int i = 0; i < AHEAD; i++) prefetch_rows(lane, p.v + at + i * step, stride, tile.length - i * CHUNK);
+        for (int i = 0; i < min(chunks, 3); i++) {
+            next.load(lane, p.v + at + i * step, stride, tile.length - i * CHUNK);
+            if (i < 2) give_values(lane, next, shared, count + i);
+        }
+        float scale[4];
+        take_scale(lane, scale, shared, count);
+        for (int i = 0; i < chunks; i++, count++, at += step) {
+            wait_in_turn(shared.moved(count), count);
+            OutputRows o;
+            o.take(lane, shared.outputs(count), scale);
+            if (i + 2 < chunks) give_values(lane, next, shared, count + 2);
+            if (i + 1 < chunks) take_scale(lane, scale, shared, count + 1);
+            if (i + 3 < chunks) next.load(lane, p.v + at + 3 * step, stride, tile.length - (i + 3) * CHUNK);
+            prefetch_rows(lane, p.v + at + AHEAD * step, stride, tile.length - (i + AHEAD) * CHUNK);
+            o.store(lane, p.o + at, stride, tile.length - i * CHUNK);
+        }
+    }
+}
+
+// ---------------------------------------------------------------- the warp that copies chunks
+
+DEVICE void fetch_from_ring(Lane lane, const ForwardParams& p, const ScanShared& shared) {
+    const int group = cta_group();
+    const u32 all = (p.tiles - group + p.groups - 1) / p.groups * chunks_of_tile(p);
+    u32 ready = 0;
+    for (u32 count = 0; count < all; count++) {
+        if (ready <= count) ready = wait_for_chunks(lane, p, group, count);
+        if (lane.id == 0) {
+#if __CUDA_ARCH__ >= 900
+            fence_proxy_async_global();
+#endif
+            if (count >= SCAN_STAGES) mbarrier_wait(shared.full(count), phase_of(count - SCAN_STAGES));
+            for (int part : {ERRORS, UPDATE, OUTPUT}) {
+                expect(shared, part, count);
+                fetch(ring_at(p, group, count), shared, part, count);
+            }
+            if (count >= SCAN_STAGES) write_counter(landed(p, group, slice()), count - SCAN_STAGES + 1);
+        }
+        warp_sync();
+    }
+}

@@ -1,0 +1,125 @@
+"""The forward kernel of few heads in the emulator: the bits of the forward kernel, however blocks are shared out."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from kda_layers import KDAOutput
+from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.cuda.forward import few_heads, tails
+from kda_layers.kernels.kda.cuda.forward.few_heads import Shares
+from tests import cuda_emulator
+from tests.kernels import emulated
+from tests.kernels.cases import BF16, FP16, Case, ids, make_inputs, outputs
+
+WHY_NOT = cuda_emulator.unavailable()
+emulates = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+# Groups that scan, blocks that prepare, places of a group; of four tiles, the last round has one or two.
+SHARES = [Shares(1, 2, 4), Shares(3, 2, 5), Shares(4, 6, 12)]
+NARROW = Case(K=64, V=64, dtype=FP16, gate="softplus", g_wide=True, T=200, state=True, checkpoints=False)
+CASES = [
+    Case(B=2, T=330, state=True, checkpoints=False),
+    Case(B=2, T=330, H=1, group=2, slow=True, final=False, checkpoints=False),
+    Case(T=40, state=True, dt_bias=False, A_log=False, l2norm=False, scale=0.3, checkpoints=False),
+    Case(T=192, dtype=FP16, gate="log_decay", beta="2sigmoid", g_wide=True, checkpoints=False),
+    NARROW,
+]
+
+
+def assert_same(got: KDAOutput, want: KDAOutput) -> None:
+    assert outputs(got).keys() == outputs(want).keys()
+    assert [n for n, t in outputs(want).items() if not torch.equal(outputs(got)[n], t)] == []
+
+
+@emulates
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("case", **ids(CASES))
+def test_bits_of_the_forward_kernel(case: Case, arch: int) -> None:
+    x = make_inputs(case)
+    want = emulated.forward(x, arch=arch)
+    for shares in SHARES:
+        assert_same(emulated.few_heads(x, shares, arch), want)
+
+
+@emulates
+def test_tokens_of_zeros() -> None:
+    x = make_inputs(CASES[0])
+    for t in (x.q, x.k, x.v):
+        t[:, 64:128], t[0, 130:140] = 0, 0
+    assert_same(emulated.few_heads(x, SHARES[1]), emulated.forward(x))
+
+
+@emulates
+@pytest.mark.parametrize("case", **ids([CASES[0], NARROW]))
+def test_order_of_concurrent_operations(case: Case) -> None:
+    x = make_inputs(case)
+    want = emulated.few_heads(x, SHARES[0])
+    for seed in range(1, 6):
+        assert_same(emulated.few_heads(x, SHARES[seed % 3], seed=seed), want)
+
+
+@emulates
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("T", [66, 192, 197])
+def test_chosen_with_last_tokens(T: int, final: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that takes this kernel has the bits of one that does not, last tokens and states too."""
+    x = make_inputs(Case(T=T, state=True, final=final, checkpoints=False))
+    shares = SHARES[0]
+
+    def call(x: Inputs) -> KDAOutput:
+        with emulated.GuardedMemory():
+            return tails.forward(emulated.guarded_inputs(x), emulated.Emulator(processors=16))
+
+    want = call(x)
+    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "1")
+    with (
+        mock.patch.object(few_heads, "shares_for", return_value=shares),
+        mock.patch.object(few_heads, "forward", wraps=few_heads.forward) as chosen,
+    ):
+        assert_same(call(x), want)
+    assert chosen.call_count == 1
+
+
+# ---------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize(
+    ("tiles", "tokens", "groups"),
+    [
+        (8, 8192, 8), (16, 8192, 16), (24, 8192, 24), (24, 16384, 24), (48, 8192, 24), (4, 32768, 4), (12, 4096, 12),
+        (28, 8192, None), (32, 8192, None), (128, 8192, None), (4, 1024, None), (12, 2048, None), (10, 3072, None),
+        (8, 0, None),
+    ],
+)  # fmt: skip
+def test_measured_choices(tiles: int, tokens: int, groups: int | None) -> None:
+    """What an H200 ran faster, and what it did not."""
+    shares = few_heads.shares_for(tiles, tokens // 64, 132)
+    assert (shares and shares.groups) == groups
+    if shares:
+        assert shares.groups * 2 + shares.preparers <= 132
+        assert shares.places > few_heads.SCAN_STAGES
+
+
+def test_few_multiprocessors() -> None:
+    assert few_heads.shares_for(8, 128, 4) is None
+
+
+def test_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = emulated.Emulator(processors=132)
+    x = make_inputs(Case(T=8192, H=8, K=128, V=128, dtype=BF16, checkpoints=False))
+    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE, raising=False)
+    assert not few_heads.serves(x, machine)
+    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "1")
+    assert few_heads.serves(x, machine)
+    assert not few_heads.serves(x, emulated.Emulator(arch=100, processors=132))
+    assert not few_heads.serves(x._replace(checkpoint_every=64), machine)
+    assert not few_heads.serves(x._replace(cu_seqlens=torch.tensor([0, 8192])), machine)
+    short = make_inputs(Case(T=64, H=8, checkpoints=False))
+    assert not few_heads.serves(short, machine)
+    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "yes")
+    with pytest.raises(ValueError, match="KDA_LAYERS_FEW_HEADS must be 0 or 1, got 'yes'"):
+        few_heads.serves(x, machine)
