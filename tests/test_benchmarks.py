@@ -24,15 +24,25 @@ from torch import Tensor
 
 from benchmarks import biased_attention, compare, decode_lengths, report, serving, swap, timing, training_curves
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import cases, kernel_shares, layer, operator, precompile, tables, truth
+from benchmarks.gpu import cases, contenders, kernel_shares, layer, operator, precompile, tables, truth
 from benchmarks.gpu.cases import Case, Sizes
-from benchmarks.gpu.contenders import Contender, Prepared, Refusal, graphed, ours_forward, ours_step
+from benchmarks.gpu.contenders import (
+    Contender,
+    Prepared,
+    Refusal,
+    few_heads_forward,
+    forwards,
+    graphed,
+    ours_forward,
+    ours_step,
+)
 from benchmarks.gpu.harness import Budget, ContextLost, Job, compete, failures, run_all, run_job
 from benchmarks.gpu.machine import CaptureError, CudaMachine, Machine
 from benchmarks.gpu.peers import softmax_forward, softmax_truth
 from kda_layers import KDAOutput, kda
 from kda_layers.kernels import fla_api
 from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.cuda.forward import few_heads
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.reference import activate, log_decay
 from kda_layers.modeling import captured_step
@@ -698,6 +708,18 @@ def test_host_times_take_turns() -> None:
     WallClock().host_us({n: (lambda n=n: order.append(n)) for n in "ab"}, batches=2, calls=1)
     turns = "".join(order).removeprefix("aaabbb")
     assert turns == "".join(2 * n for n in "ababaaaabababaaaab")
+
+
+def test_the_kernel_of_few_heads_is_asked_for_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, seen = cases.make_inputs(Case(1, 8, 1), "cpu"), []
+    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(contenders, "call", lambda *_: seen.append(few_heads.is_asked_for()))
+    monkeypatch.setattr(contenders, "require", lambda *_: None)
+    for contender in (ours_forward("sm90", x), few_heads_forward("sm90", x)):
+        contender.prepare().run()
+    assert seen == [False, True]
+    assert not few_heads.is_asked_for()
+    assert [c.name for c in forwards(["eager", "sm90"], x)] == ["eager", "sm90"]  # on a CPU
 
 
 def test_a_backend_that_does_not_serve_is_refused_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ that each gets what it likes best.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +18,9 @@ from torch import Tensor
 from benchmarks.gpu.machine import CaptureError, Machine
 from benchmarks.gpu.truth import Results, call, differentiable, outputs
 from kda_layers import dequantize_state, kda_step, quantize_state
+from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import DecodeInputs, Inputs, Problem
+from kda_layers.kernels.kda.cuda.forward import few_heads
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
 
 
@@ -90,6 +94,48 @@ def ours_forward(backend: str, x: Inputs) -> Contender:
         return Prepared(torch.no_grad()(lambda: call(x, backend)), outputs)
 
     return Contender(_name(backend, x), prepare, ours=True)
+
+
+def forwards(backends: Iterable[str], x: Inputs) -> list[Contender]:
+    """Our backends, and the kernel of few heads beside each that would choose it, were it asked for."""
+    return [c for b in backends for c in (ours_forward(b, x), *([few_heads_forward(b, x)] if _has_few(b, x) else []))]
+
+
+def _has_few(backend: str, x: Inputs) -> bool:
+    ours = KDA.backends().get(backend)
+    if not (isinstance(ours, CudaBackend) and x.v.is_cuda and x.segments == "never"):
+        return False
+    with few_heads_asked_for():
+        return few_heads.serves(x, ours.machine)
+
+
+def few_heads_forward(backend: str, x: Inputs) -> Contender:
+    """The forward by blocks of two roles."""
+    plain = ours_forward(backend, x)
+
+    def prepare() -> Prepared:
+        p = plain.prepare()
+
+        def run() -> Any:
+            with few_heads_asked_for():
+                return p.run()
+
+        return p._replace(run=run)
+
+    return replace(plain, name=f"{plain.name}, few heads", prepare=prepare)
+
+
+@contextlib.contextmanager
+def few_heads_asked_for() -> Iterator[None]:
+    before = os.environ.get(few_heads.ENVIRONMENT_VARIABLE)
+    os.environ[few_heads.ENVIRONMENT_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[few_heads.ENVIRONMENT_VARIABLE]
+        else:
+            os.environ[few_heads.ENVIRONMENT_VARIABLE] = before
 
 
 def ours_training(backend: str, x: Inputs, d_o: Tensor, backward_alone: bool = False) -> Contender:

@@ -21,7 +21,16 @@ from benchmarks.gpu.cases import (
     make_inputs,
     training_floor_ms,
 )
-from benchmarks.gpu.contenders import CALL, Contender, Prepared, graphed, ours_forward, ours_step, ours_training
+from benchmarks.gpu.contenders import (
+    CALL,
+    Contender,
+    Prepared,
+    forwards,
+    graphed,
+    ours_forward,
+    ours_step,
+    ours_training,
+)
 from benchmarks.gpu.harness import Job, Pick, Row, Setup, admit, compete, reason, timed
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.peers import (
@@ -54,7 +63,7 @@ def forward(setup: Setup) -> list[Job]:
 def _forward(setup: Setup, case: Case) -> list[Row]:
     x = make_inputs(case, setup.machine.device)
     heads = Heads.first_and_last(x)
-    contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x)]
+    contenders = [*forwards(setup.backends, x), fla_forward(x), cudnn_forward(x)]
     truth = forward_truth(heads.inputs(x))
     floor_ms = forward_floor_ms(case)
     contenders = _graphs(contenders, setup.machine)
@@ -74,7 +83,7 @@ def cudnn_shapes(setup: Setup) -> list[Job]:
 def _cudnn_shape(setup: Setup, case: Case) -> list[Row]:
     x = make_inputs(case, setup.machine.device)
     heads, floor_ms = Heads.first_and_last(x), forward_floor_ms(case)
-    contenders = _graphs([*(ours_forward(b, x) for b in setup.backends), cudnn_forward(x)], setup.machine)
+    contenders = _graphs([*forwards(setup.backends, x), cudnn_forward(x)], setup.machine)
     truth = forward_truth(heads.inputs(x))
     return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, floor_ms=floor_ms)
 
@@ -92,7 +101,7 @@ def segments(setup: Setup) -> list[Job]:
 def _segments(setup: Setup, case: Case) -> list[Row]:
     x = make_inputs(case, setup.machine.device)
     heads = Heads.first_and_last(x)
-    contenders = [*(ours_forward(b, mode) for b in setup.backends for mode in _modes(x)), cudnn_forward(x)]
+    contenders = [*(c for mode in _modes(x) for c in forwards(setup.backends, mode)), cudnn_forward(x)]
     truth, floor_ms = forward_truth(heads.inputs(x)), forward_floor_ms(case)
     contenders = _graphs(contenders, setup.machine)
     return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, floor_ms=floor_ms, memory=True)
