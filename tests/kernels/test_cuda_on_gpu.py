@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,22 @@ from torch import Tensor
 from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.cuda.forward import few_heads
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
-from tests.kernels.cases import Case, call, check, limits_of, make_inputs, options, oracle, outputs, run_draws, to_fp64
+from tests.kernels.cases import (
+    FP16,
+    Case,
+    call,
+    check,
+    ids,
+    limits_of,
+    make_inputs,
+    options,
+    oracle,
+    outputs,
+    run_draws,
+    to_fp64,
+)
 
 RUNS = 100
 # few heads (blocks of 16 columns), many (of 32, several items a unit), and ragged sequences
@@ -82,6 +97,29 @@ def test_segments(backend: str) -> None:
     check(got, truth, limits_of(yardstick, truth, case.dtype))
     for _ in range(5):
         assert_same(run_draws(lambda x: call(x, backend), xs), got)
+
+
+FEW_HEADS = [
+    Case(T=4096, H=12, slow=True, state=True, checkpoints=False),
+    Case(T=8192 + 3, H=8, group=2, dtype=FP16, checkpoints=False),
+    Case(T=4096 + 40, B=2, H=10, final=False, g_wide=True, checkpoints=False),
+    Case(T=4096, B=4, H=12, state=True, checkpoints=False),  # several tiles a group
+]
+
+
+@pytest.mark.parametrize("case", **ids(FEW_HEADS))
+def test_few_heads(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of two roles give the bits of blocks of one, in every run."""
+    if backend != "sm90":
+        pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
+    x = make_inputs(case, "cuda")
+    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE, raising=False)
+    want = run(x, backend)
+    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "1")
+    with mock.patch.object(few_heads, "forward", wraps=few_heads.forward) as chosen:
+        for _ in range(RUNS):
+            assert_same(run(x, backend), want)
+    assert chosen.call_count == RUNS
 
 
 def test_streams_at_once(backend: str) -> None:
