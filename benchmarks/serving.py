@@ -48,7 +48,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "cuda": dict(hidden_size=768, num_hidden_layers=12, heads=6, head_dim=128, intermediate_size=2048),
     "cpu": dict(hidden_size=64, num_hidden_layers=2, heads=2, head_dim=32, intermediate_size=128),
 }
-CACHE = {"cuda": 0.2, "cpu": 0.02}  # share of the free memory, for continuous batching
+CACHE = {"cuda": 0.2, "cpu": 0.05}  # share of the memory, for continuous batching: masks of 8192 tokens must fit
 SEED = 0
 T = TypeVar("T")
 

@@ -104,6 +104,7 @@ FEW_HEADS = [
     Case(T=8192 + 3, H=8, group=2, dtype=FP16, checkpoints=False),
     Case(T=4096 + 40, B=2, H=10, final=False, g_wide=True, checkpoints=False),
     Case(T=4096, B=4, H=12, state=True, checkpoints=False),  # several tiles a group
+    Case(T=4096, H=12, A_log=False, dt_bias=False, checkpoints=False),
 ]
 
 

@@ -54,6 +54,16 @@ def test_tokens_of_zeros() -> None:
 
 
 @emulates
+def test_the_fastest_decay_without_biases() -> None:
+    """exp(A_log) is infinite, and a bias of zero stays zero."""
+    x = make_inputs(Case(T=40, state=True, dt_bias=False, checkpoints=False))
+    x.A_log.fill_(100.0)
+    got = emulated.few_heads(x, SHARES[1])
+    assert_same(got, emulated.forward(x))
+    assert got.o.isfinite().all()
+
+
+@emulates
 @pytest.mark.parametrize("case", **ids([CASES[0], NARROW]))
 def test_order_of_concurrent_operations(case: Case) -> None:
     x = make_inputs(case)

@@ -46,9 +46,14 @@ INSIDE = {
 # Front doors: what users import by these paths.
 DOORS = {"kernels", "kernels.fla_api", "kernels.reference"}
 
-# Modules that read the environment: for the requested backend, the engines to plug into, and the directory of the
-# kernel cache, which affects no result.
-READERS = {"kda_layers.kernels.registry", "kda_layers.engines", "kda_layers.kernels.cuda.cache"}
+# Modules that read the environment: for the requested backend, the engines to plug into, the directory of the kernel
+# cache, and whether the kernel of few heads is asked for, which affect no result.
+READERS = {
+    "kda_layers.kernels.registry",
+    "kda_layers.engines",
+    "kda_layers.kernels.cuda.cache",
+    "kda_layers.kernels.kda.cuda.forward.few_heads",
+}
 
 
 def name_of(file: Path) -> str:

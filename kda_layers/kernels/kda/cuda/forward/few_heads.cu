@@ -1,6 +1,6 @@
 // Forward over sequences of one length with few heads, by blocks of two roles: with few heads the chain of chunks is the
 // limit, so some blocks do nothing but scan, and the others nothing but prepare. The same results, bit by bit, as
-// forward.cu.
+// forward.cu but where bf16 underflows or overflows (scan_columns.cuh).
 //
 // A preparing block turns its chunks into the operands of the scan (prepare.cuh, invert.cuh), into a ring in global memory
 // that stays in L2. A CTA group of SLICES scanning blocks, a cluster, serves one (sequence, value head) after the other

@@ -1,7 +1,8 @@
 """Launcher of few_heads.cu: the forward over sequences of one length with few heads, by blocks of two roles.
 
-Chosen where it is asked for, by KDA_LAYERS_FEW_HEADS=1 in the environment: all its blocks wait for each other, and two
-such calls on streams of their own could each hold multiprocessors that the other one waits for.
+Chosen where it is asked for, by KDA_LAYERS_FEW_HEADS=1 in the environment: all its blocks wait for each other. A kernel
+of another stream whose blocks do, too, could hold multiprocessors that this one waits for, and wait for those of this
+one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SCAN_STAGES = 3
 # 1.95 where blocks have 32 columns of V. The rest does not depend on the length.
 PREPARES, SCANS, STARTS = 5.35, 1.1, 16.0
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 1.95, 10.0
-MOST_TILES = 48  # measured
+MOST_TILES = 48  # with more, it was slower or not measured
 
 
 class Shares(NamedTuple):
@@ -154,6 +155,7 @@ def plan_of(
     """The plan for tensors of these shapes and dtypes."""
     B, T, H, K = q_shape
     HV, V = v_shape[2:]
+    assert shares.places > SCAN_STAGES, "a place is free when its chunk has landed, which is told SCAN_STAGES later"
     if B * T > whole.MOST_TOKENS:
         raise ValueError(f"B * T must be at most {whole.MOST_TOKENS}, got {B * T}: split the batch")
     variant = variant_for(K, dtype, gate_activation, g_dtype == torch.float32, machine.properties(device).capability)

@@ -28,8 +28,9 @@ PARAMS = Params("ForwardParams", """
     u16* o;                        // [B, T, HV, V]
     float* final_state;            // [N, HV, V, K], or null; if POOLED [slots, HV, V, K] or null, read and overwritten
     float* checkpoints;            // [B, T / 64, HV, V, K], or null; if POOLED [N, HV, V, K] zeros
-    unsigned char* ring;           // RING * STAGE_BYTES per CTA group, or null without shared chunks
-    u32* progress;                 // [CTA groups][2][32] zeros, or null likewise
+    // Null without shared chunks; of few_heads.cu see roles.cuh
+    unsigned char* ring;           // RING * STAGE_BYTES per CTA group
+    u32* progress;                 // [CTA groups][2][32] zeros
     // Saved if SAVES; NC chunks of all sequences
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], replaces the ring
     u16* states;                 // [NC, HV, V, K], at each chunk's start

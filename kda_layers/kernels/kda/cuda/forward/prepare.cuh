@@ -92,23 +92,19 @@ DEVICE void load_8(float (&to)[8], const float* from) {
 DEVICE void load_8(float (&to)[8], const u16* from) { unpack_8(to, *reinterpret_cast<const uint4*>(from)); }
 
 // The biases of 8 channels from 32 c on.
-DEVICE void load_biases(Lane lane, float (&bias)[8], int c, const Gates<GATE>& gates, const Shared& shared,
-                        u32 iteration) {
-    const int at = 32 * c + 8 * (lane.id % 4);
-    if constexpr (BLOCK_ROLES) {
-        load_8(bias, shared.bias(lane.warp, iteration) + at);
-        #pragma unroll
-        for (int i = 0; i < 8; i++) bias[i] = gates.bias(bias[i]);
-    } else {
-        load_8(bias, shared.bias(lane.warp) + at);
-    }
+DEVICE void load_biases(Lane lane, float (&bias)[8], int c, const Gates<GATE>& gates, const ForwardParams& p,
+                        const Shared& shared, u32 iteration) {
+    const float* from = shared.bias(lane.warp, BLOCK_ROLES ? iteration : 0);
+    load_8(bias, from + 32 * c + 8 * (lane.id % 4));
+    #pragma unroll
+    for (int i = 0; BLOCK_ROLES && i < 8; i++) bias[i] = p.dt_bias ? gates.bias(bias[i]) : 0.f;
 }
 
 // Decays of 8 channels from 32 c on of a lane's tokens.
 DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& gates, const ForwardParams& p,
                         const Shared& shared, const Cursor& at, u32 iteration) {
     float bias[8];
-    load_biases(lane, bias, c, gates, shared, iteration);
+    load_biases(lane, bias, c, gates, p, shared, iteration);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         const Logit* from = G_FP32
@@ -388,6 +384,7 @@ DEVICE void store_Kr(Lane lane, const Shared& shared, const Stage& stage, const 
                 make_uint4(k[0], k[1], k[2], k[3]);
         }
         if (b == 0 && g == 0) {
+            float* gamma = stage.gamma() + 64 * h + 32 * c + 8 * t;
             float x[8];
             load_8(x, decays_of(lane, shared, iteration, 0) + 32 * c);
 #if BLOCK_ROLES
@@ -396,7 +393,6 @@ DEVICE void store_Kr(Lane lane, const Shared& shared, const Stage& stage, const 
                 *reinterpret_cast<float2*>(stage.gamma() + gamma_at(64 * h + 32 * c + 8 * t + i)) =
                     make_float2(x[i] * rest[i], x[i + 1] * rest[i + 1]);
 #else
-            float* gamma = stage.gamma() + 64 * h + 32 * c + 8 * t;
             *reinterpret_cast<float4*>(gamma) =
                 make_float4(x[0] * rest[0], x[1] * rest[1], x[2] * rest[2], x[3] * rest[3]);
             *reinterpret_cast<float4*>(gamma + 4) =

@@ -12,7 +12,7 @@ constexpr int AHEAD = 8;  // chunks of v that are brought into L2 before they ar
 constexpr int SCAN_STAGES = 3, SCAN_THREADS = 32 * (2 * WARPS + 1);  // scanning, moving, and one that copies chunks
 
 // Outputs' scales are powers of two: in bf16, which has the range of fp32, what is rounded can be scaled by the moving
-// warps, with the same result as from fp32 unless that is below 2^-126.
+// warps. The result is that of rounding last, unless either is below 2^-126 or what is rounded overflows.
 template <class Type> constexpr bool HAS_RANGE = false;
 template <> constexpr bool HAS_RANGE<Bf16> = true;
 constexpr bool SCALES_LATE = HAS_RANGE<Io>;

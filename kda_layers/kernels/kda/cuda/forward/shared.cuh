@@ -80,7 +80,7 @@ struct Shared {
     DEVICE uint4* columns_of_T() const { return reinterpret_cast<uint4*>(base + AT_COLUMNS_OF_T); }           // [6][32]
     DEVICE uint4* logits(int warp) const { return reinterpret_cast<uint4*>(base + AT_LOGITS) + warp * 128; }  // [4][32]
     DEVICE float* bias(int warp, u32 iteration = 0) const {
-        return reinterpret_cast<float*>(base + AT_BIAS) + (iteration % 2 * PREPARE_WARPS + warp) * 64;
+        return reinterpret_cast<float*>(base + AT_BIAS) + (int(iteration % 2) * PREPARE_WARPS + warp) * 64;
     }
     DEVICE float4* sums() const { return reinterpret_cast<float4*>(base + AT_SUMS); }  // [warp][16 tokens]
 
