@@ -127,6 +127,7 @@ def few_heads_forward(backend: str, x: Inputs) -> Contender:
 
 @contextlib.contextmanager
 def few_heads_asked_for() -> Iterator[None]:
+    """Context in which the environment asks for the kernel of few heads."""
     before = os.environ.get(few_heads.ENVIRONMENT_VARIABLE)
     os.environ[few_heads.ENVIRONMENT_VARIABLE] = "1"
     try:
