@@ -6,11 +6,11 @@ that each gets what it likes best.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -125,18 +125,9 @@ def few_heads_forward(backend: str, x: Inputs) -> Contender:
     return replace(plain, name=f"{plain.name}, few heads", prepare=prepare)
 
 
-@contextlib.contextmanager
-def few_heads_asked_for() -> Iterator[None]:
+def few_heads_asked_for() -> Any:
     """Context in which the environment asks for the kernel of few heads."""
-    before = os.environ.get(few_heads.ENVIRONMENT_VARIABLE)
-    os.environ[few_heads.ENVIRONMENT_VARIABLE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[few_heads.ENVIRONMENT_VARIABLE]
-        else:
-            os.environ[few_heads.ENVIRONMENT_VARIABLE] = before
+    return mock.patch.dict(os.environ, {few_heads.ENVIRONMENT_VARIABLE: "1"})
 
 
 def ours_training(backend: str, x: Inputs, d_o: Tensor, backward_alone: bool = False) -> Contender:

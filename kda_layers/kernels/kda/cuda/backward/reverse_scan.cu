@@ -67,32 +67,12 @@ DEVICE int row_at(int column, int piece) { return (column * (K / 8) + (piece ^ c
 
 // ---------------------------------------------------------------- the state's gradient
 
-struct Gradient {
-    Sums<K> S;  // its transpose: columns of V by K
-
-    // Call f with each pair of neighbours and its offset in the warp's [16, K].
-    template <class F> DEVICE void each(Lane lane, F f) {
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            int column = lane.id / 4 + 8 * r;
-            #pragma unroll
-            for (int i = 0; i < K / 8; i++) f(S[i][2 * r], S[i][2 * r + 1], column * K + 8 * i + lane.id % 4 * 2);
-        }
-    }
-    DEVICE void load(Lane lane, const float* from) {
-        each(lane, [&](float& a, float& b, int at) {
-            float2 x = from ? *reinterpret_cast<const float2*>(from + at) : make_float2(0.f, 0.f);
-            a = x.x, b = x.y;
-        });
-    }
+struct Gradient : StateColumns {
     DEVICE void add(Lane lane, const float* from) {
         each(lane, [&](float& a, float& b, int at) {
             float2 x = *reinterpret_cast<const float2*>(from + at);
             a += x.x, b += x.y;
         });
-    }
-    DEVICE void store(Lane lane, float* to) {
-        each(lane, [&](float& a, float& b, int at) { *reinterpret_cast<float2*>(to + at) = make_float2(a, b); });
     }
     DEVICE void decay(Lane lane, const float* gamma) {
         #pragma unroll

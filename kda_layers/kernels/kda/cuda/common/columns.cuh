@@ -36,12 +36,12 @@ template <int N> DEVICE void as_operand(u32 (&to)[N / 16][4], const Sums<N>& x, 
     for (int i = 0; i < N / 4; i++) to[i / 4][i % 4] = Io::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]) ^ signs;
 }
 
-// d += a b over the tokens 16 first to 16 last (= instead of += if `overwrites`), b N columns of [64, width].
-template <int N, int first = 0, int last = CHUNK / 16, bool overwrites = false, class Type = Io, int width = N>
+// d += a b over the tokens 16 first to 16 last (= instead of += if `overwrites`), b [64, N].
+template <int N, int first = 0, int last = CHUNK / 16, bool overwrites = false, class Type = Io>
 DEVICE void multiply_tokens(Sums<N>& d, const Tokens& a, Operand b) {
-    wgmma_rs<Type, N, true, overwrites>(d, a[first], operand_at(b, first * width * 32));
+    wgmma_rs<Type, N, true, overwrites>(d, a[first], operand_at(b, first * N * 32));
     #pragma unroll
-    for (int s = first + 1; s < last; s++) wgmma_rs<Type, N, true>(d, a[s], operand_at(b, s * width * 32));
+    for (int s = first + 1; s < last; s++) wgmma_rs<Type, N, true>(d, a[s], operand_at(b, s * N * 32));
     wgmma_commit();
 }
 
@@ -58,6 +58,31 @@ DEVICE void multiply_rows(Sums<CHUNK>& d, const u32 (&a)[steps][4], Operand b) {
 DEVICE unsigned char* operand_row(Lane lane, unsigned char* tokens, int s) {
     return tokens + token_at(16 * s + lane.id / 16 * 8 + lane.id % 8, 2 * lane.warp + lane.id / 8 % 2);
 }
+
+// ---------------------------------------------------------------- a state, or its gradient
+
+struct StateColumns {
+    Sums<K> S;  // its transpose: columns of V by K
+
+    // Call f with each pair of neighbours and its offset in the warp's [16, K].
+    template <class F> DEVICE void each(Lane lane, F f) {
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int column = lane.id / 4 + 8 * r;
+            #pragma unroll
+            for (int i = 0; i < K / 8; i++) f(S[i][2 * r], S[i][2 * r + 1], column * K + 8 * i + lane.id % 4 * 2);
+        }
+    }
+    DEVICE void load(Lane lane, const float* from) {
+        each(lane, [&](float& a, float& b, int at) {
+            float2 x = from ? *reinterpret_cast<const float2*>(from + at) : make_float2(0.f, 0.f);
+            a = x.x, b = x.y;
+        });
+    }
+    DEVICE void store(Lane lane, float* to) {
+        each(lane, [&](float& a, float& b, int at) { *reinterpret_cast<float2*>(to + at) = make_float2(a, b); });
+    }
+};
 
 // ---------------------------------------------------------------- the moving warps
 

@@ -177,17 +177,22 @@ template <class Shared> DEVICE void wait_for(const Shared& shared, int part, u32
     mbarrier_wait(shared.full(part, count), (count / Shared::STAGES) & 1);
 }
 
-// Release a part of chunk `count` to the CTA that copies the stage's next chunk.
-template <class Shared> DEVICE void release(Lane lane, const Shared& shared, int part, u32 count) {
+// Release a part of a stage to the CTA that copies its next chunk, chunk `next`.
+DEVICE void release_at(Lane lane, u64* empty, u32 next) {
     warp_sync();
     if (lane.id != 0) return;
 #if __CUDA_ARCH__ >= 900
     if constexpr (RANKS > 1) {
-        mbarrier_arrive_cluster(shared.empty(part, count), (count + Shared::STAGES) % RANKS);
+        mbarrier_arrive_cluster(empty, next % RANKS);
         return;
     }
 #endif
-    mbarrier_arrive(shared.empty(part, count));
+    mbarrier_arrive(empty);
+}
+
+// Release a part of chunk `count`.
+template <class Shared> DEVICE void release(Lane lane, const Shared& shared, int part, u32 count) {
+    release_at(lane, shared.empty(part, count), count + Shared::STAGES);
 }
 
 // Wait until all warps have released the stage that a part of chunk `count` is copied to.

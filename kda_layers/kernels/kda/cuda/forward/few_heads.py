@@ -35,6 +35,7 @@ SCAN_STAGES = 3
 # 1.95 where blocks have 32 columns of V. The rest does not depend on the length.
 PREPARES, SCANS, STARTS = 5.35, 1.1, 16.0
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 1.95, 10.0
+WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
 MOST_TILES = 48  # with more, it was slower or not measured
 
 
@@ -107,7 +108,7 @@ def is_asked_for() -> bool:
 def serves(x: Inputs, machine: Machine) -> bool:
     """Whether this kernel is asked for and, by its measured times, faster for a call without gradients."""
     (B, T, HV, V), K = x.v.shape, x.q.shape[3]
-    if not is_asked_for() or x.cu_seqlens is not None or x.checkpoint_every or (K, V) != (WIDTH, WIDTH):
+    if x.cu_seqlens is not None or x.checkpoint_every or (K, V) != (WIDTH, WIDTH) or not is_asked_for():
         return False
     processors, arch, _ = machine.properties(x.q.device)
     return ARCHS[arch].wgmma and shares_for(B * HV, chunks_of(T), processors) is not None
@@ -130,10 +131,10 @@ def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
         prepare, scan = tiles * chunks * PREPARES / preparers, -(-tiles // groups) * chunks * SCANS
         every.append((STARTS + max(prepare, scan), Shares(groups, preparers, 2 * -(-preparers // groups) + 4)))
     fastest, shares = min(every)
-    wide = tiles * WIDTH // 16 > processors
+    wide = tiles * WIDTH // 16 > processors  # as forward.variant_for chooses
     rounds = -(-tiles // max(processors // (4 if wide else 8), 1))
     together = STARTS_TOGETHER + rounds * chunks * (WIDE_CHAIN if wide else CHAIN)
-    return shares if fastest < 0.97 * together else None
+    return shares if fastest < WORTH * together else None
 
 
 class Plan(NamedTuple):

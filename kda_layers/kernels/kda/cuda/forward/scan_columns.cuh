@@ -65,27 +65,7 @@ struct Decays {
     }
 };
 
-struct StateColumns {
-    Sums<K> S;  // its transpose: 16 columns of V by K
-
-    // Call f with each pair of neighbours and its offset in the warp's [16, K].
-    template <class F> DEVICE void each(Lane lane, F f) {
-        #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            #pragma unroll
-            for (int i = 0; i < K / 8; i++)
-                f(S[i][2 * r], S[i][2 * r + 1], (lane.id / 4 + 8 * r) * K + 8 * i + lane.id % 4 * 2);
-        }
-    }
-    DEVICE void load(Lane lane, const float* from) {
-        each(lane, [&](float& a, float& b, int at) {
-            float2 x = from ? *reinterpret_cast<const float2*>(from + at) : make_float2(0.f, 0.f);
-            a = x.x, b = x.y;
-        });
-    }
-    DEVICE void store(Lane lane, float* to) {
-        each(lane, [&](float& a, float& b, int at) { *reinterpret_cast<float2*>(to + at) = make_float2(a, b); });
-    }
+struct State : StateColumns {
     DEVICE void decay(const Decays& gamma) {
         #pragma unroll
         for (int i = 0; i < K / 8; i++) {
@@ -148,23 +128,13 @@ struct Place {
     DEVICE int bytes() const { return stage * STAGE_BYTES; }
 };
 
-// Release a part of a chunk to the CTA that copies the stage's next one; see stage.cuh.
 DEVICE void release(Lane lane, const ScanShared& shared, int part, const Place& at) {
-    warp_sync();
-    if (lane.id != 0) return;
-    u64* barrier = shared.empty(part, at.stage);
-#if __CUDA_ARCH__ >= 900
-    if constexpr (RANKS > 1) {
-        mbarrier_arrive_cluster(barrier, (at.count + SCAN_STAGES) % RANKS);
-        return;
-    }
-#endif
-    mbarrier_arrive(barrier);
+    release_at(lane, shared.empty(part, at.stage), at.count + SCAN_STAGES);
 }
 
 // What a warp has at a chunk's start.
 struct Carried {
-    StateColumns state;
+    State state;
     Channels S;    // the state, rounded
     Tokens v;      // then v - R
     Decays gamma;  // of the chunk
