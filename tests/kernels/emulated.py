@@ -56,12 +56,14 @@ class Kernel:
     processors: int
 
     def launch(
-        self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes, overlap: bool = False
-    ) -> None:
+        self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes, overlap: bool = False,
+        cooperative: bool = False,
+    ) -> None:  # fmt: skip
         grid = (grid, 1, 1) if isinstance(grid, int) else grid
         blocks = math.prod(grid)
         assert blocks % cluster == 0
         resident = min(blocks, max(self.processors * max(THREADS // threads, 1), cluster)) // cluster
+        assert not cooperative or resident * cluster == blocks, "a driver refuses what cannot run at once"
         self.emulated(
             grid=grid, block=threads, cluster=cluster, resident=resident,
             shared_bytes=shared_bytes, params=params, seed=self.seed,

@@ -123,11 +123,12 @@ def test_few_heads(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) ->
     assert chosen.call_count == RUNS
 
 
-def test_streams_at_once(backend: str) -> None:
-    """Blocks wait for each other, also when two launches share the multiprocessors."""
-    inputs = [make_inputs(CASES[1], "cuda", draw) for draw in range(4)]
+@pytest.mark.parametrize("cases", [CASES[1:2] * 4, [FEW_HEADS[0], CASES[1], FEW_HEADS[1], FEW_HEADS[3]]])
+def test_streams_at_once(cases: list[Case], backend: str) -> None:
+    """Blocks wait for each other, also when launches share the multiprocessors and some have priority."""
+    inputs = [make_inputs(case, "cuda", draw) for draw, case in enumerate(cases)]
     expected = [run(x, backend) for x in inputs]
-    streams = [torch.cuda.Stream() for _ in inputs]
+    streams = [torch.cuda.Stream(priority=-(i % 2)) for i in range(len(cases))]
     torch.cuda.synchronize()
     for _ in range(10):
         got = []

@@ -56,16 +56,20 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> tuple[gpu.Kernel, list[Any]]:
 
 @pytest.mark.parametrize("grid", [8, (8, 2, 3)])
 @pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_the_driver_gets(sent: tuple[gpu.Kernel, list[Any]], overlap: bool, cluster: int, grid: int | Dim) -> None:
+@pytest.mark.parametrize(("overlap", "cooperative"), [(False, False), (True, False), (False, True)])
+def test_what_the_driver_gets(
+    sent: tuple[gpu.Kernel, list[Any]], overlap: bool, cooperative: bool, cluster: int, grid: int | Dim
+) -> None:
     kernel, found = sent
     params, names = PARAMS.pack(1, 2, 3, 4, 5.0), driver.CUlaunchAttributeID
-    kernel.launch(grid, 64, cluster, SHARED, params, overlap)
+    kernel.launch(grid, 64, cluster, SHARED, params, overlap, cooperative)
     ((numbers, attributes, *rest),) = found
     assert numbers == (*((8, 1, 1) if grid == 8 else (8, 2, 3)), 64, 1, 1, SHARED, 0x1234)
     want = {int(names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION): (cluster, 1, 1)} if cluster > 1 else {}
     if overlap:
         want[int(names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)] = (1, 0, 0)
+    if cooperative:
+        want[int(names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE)] = (1, 0, 0)
     assert {name: tuple(values) for name, *values in attributes} == want
     assert rest == [7, params, 0]
 

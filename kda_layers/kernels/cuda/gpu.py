@@ -60,18 +60,20 @@ class Kernel:
         self._driver = driver  # an import at each launch would cost as much as the rest
 
     def launch(
-        self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes, overlap: bool = False
-    ) -> None:
+        self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes, overlap: bool = False,
+        cooperative: bool = False,
+    ) -> None:  # fmt: skip
         """Launch on the current stream; see `machine.Launchable`."""
         device = self.device
         if torch_private.current_device() != device:
             with torch.cuda.device(device):
-                return self.launch(grid, threads, cluster, shared_bytes, params, overlap)
+                return self.launch(grid, threads, cluster, shared_bytes, params, overlap, cooperative)
         if len(params) != self.params_bytes:
             raise ValueError(f"params of {self.name} must have {self.params_bytes} bytes, got {len(params)}")
         if not hasattr(_thread, "has_context"):
             _ensure_context(device)
-        config = _config(grid, threads, cluster, shared_bytes, overlap, torch_private.current_stream(device))
+        stream = torch_private.current_stream(device)
+        config = _config(grid, threads, cluster, shared_bytes, overlap, cooperative, stream)
         pointer = ctypes.c_char_p(params)  # not shared: threads may launch the same kernel at the same time
         (status,) = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointer), 0)
         if status.value != 0:
@@ -166,7 +168,9 @@ def _primary_context(device: int) -> Any:
 
 
 @functools.lru_cache(CONFIGS)
-def _config(grid: int | Dim, threads: int, cluster: int, shared_bytes: int, overlap: bool, stream: int) -> Any:
+def _config(
+    grid: int | Dim, threads: int, cluster: int, shared_bytes: int, overlap: bool, cooperative: bool, stream: int
+) -> Any:
     """A launch configuration, cached as making one costs as much as a launch. Threads share it: the driver reads it."""
     from cuda.bindings import driver
 
@@ -185,6 +189,10 @@ def _config(grid: int | Dim, threads: int, cluster: int, shared_bytes: int, over
         attributes.append(driver.CUlaunchAttribute())
         attributes[-1].id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    if cooperative:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attributes[-1].value.cooperative = 1
     if attributes:
         config.attrs, config.numAttrs = attributes, len(attributes)  # copied
     return config

@@ -23,8 +23,9 @@ class Launchable(Protocol):
     """A kernel that takes one struct by value."""
 
     def launch(
-        self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes, overlap: bool = False
-    ) -> None:
+        self, grid: int | Dim, threads: int, cluster: int, shared_bytes: int, params: bytes, overlap: bool = False,
+        cooperative: bool = False,
+    ) -> None:  # fmt: skip
         """Launch on the current stream of the kernel's device; a CUDA graph may capture it.
 
         Args:
@@ -35,10 +36,11 @@ class Launchable(Protocol):
             params: the struct, as `params.Params` packs it
             overlap: start before earlier kernels of the stream have ended (programmatic dependent launch, sm_90 and
                 newer); the kernel waits for them itself
+            cooperative: start when all blocks can run at once: they may wait for each other, beside any other kernel
 
         Raises:
             ValueError: params does not have the size of the struct
-            RuntimeError: the launch failed
+            RuntimeError: the launch failed, or blocks of a cooperative one cannot all run at once
         """
 
 

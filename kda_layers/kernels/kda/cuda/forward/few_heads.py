@@ -193,5 +193,5 @@ def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tu
     )  # fmt: skip
     params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
     blocks = shares.groups * slices + shares.preparers
-    plan.kernel.launch(blocks, THREADS, slices, plan.variant.shared_bytes, params)
+    plan.kernel.launch(blocks, THREADS, slices, plan.variant.shared_bytes, params, cooperative=True)
     return KDAOutput(o, final, None), None
