@@ -193,7 +193,6 @@ def cuda_sources_compile_from_the_variant() -> None:
     kernel = get_local_kernel(Path(os.environ["LOCAL_KERNELS"].partition("=")[2]) / "torch-cuda")
     folder = Path(kernel.__file__).parent
     toolchain, build = (import_module(f"{kernel.__name__}.kernels.cuda.{name}") for name in ("toolchain", "build"))
-    os.environ["KDA_LAYERS_FEW_HEADS"] = "1"  # else that kernel is none of them
     variants = dict(toolchain.variants_for("sm_90a"))
     assert set(map(Path, variants)) == set(folder.rglob("*.cu"))
     with tempfile.TemporaryDirectory() as empty:

@@ -30,9 +30,9 @@ from benchmarks.gpu.contenders import (
     Contender,
     Prepared,
     Refusal,
-    few_heads_forward,
     forwards,
     graphed,
+    one_role_forward,
     ours_forward,
     ours_step,
 )
@@ -710,15 +710,15 @@ def test_host_times_take_turns() -> None:
     assert turns == "".join(2 * n for n in "ababaaaabababaaaab")
 
 
-def test_the_kernel_of_few_heads_is_asked_for_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_role_is_chosen_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     x, seen = cases.make_inputs(Case(1, 8, 1), "cpu"), []
     monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setattr(contenders, "call", lambda *_: seen.append(few_heads.is_asked_for()))
+    monkeypatch.setattr(contenders, "call", lambda *_: seen.append(few_heads.is_on()))
     monkeypatch.setattr(contenders, "require", lambda *_: None)
-    for contender in (ours_forward("sm90", x), few_heads_forward("sm90", x)):
+    for contender in (ours_forward("sm90", x), one_role_forward("sm90", x)):
         contender.prepare().run()
-    assert seen == [False, True]
-    assert not few_heads.is_asked_for()
+    assert seen == [True, False]
+    assert few_heads.is_on()
     assert [c.name for c in forwards(["eager", "sm90"], x)] == ["eager", "sm90"]  # on a CPU
 
 

@@ -97,37 +97,29 @@ def ours_forward(backend: str, x: Inputs) -> Contender:
 
 
 def forwards(backends: Iterable[str], x: Inputs) -> list[Contender]:
-    """Our backends, and the kernel of few heads beside each that would choose it, were it asked for."""
-    return [c for b in backends for c in (ours_forward(b, x), *([few_heads_forward(b, x)] if _has_few(b, x) else []))]
+    """Our backends, and beside each that has a kernel of few heads for the call, what it would run without it."""
+    return [c for b in backends for c in (ours_forward(b, x), *([one_role_forward(b, x)] if _has_few(b, x) else []))]
 
 
 def _has_few(backend: str, x: Inputs) -> bool:
     ours = KDA.backends().get(backend)
-    if not (isinstance(ours, CudaBackend) and x.v.is_cuda and x.segments == "never"):
-        return False
-    with few_heads_asked_for():
-        return few_heads.serves(x, ours.machine)
+    return isinstance(ours, CudaBackend) and x.v.is_cuda and x.segments == "never" and few_heads.serves(x, ours.machine)
 
 
-def few_heads_forward(backend: str, x: Inputs) -> Contender:
-    """The forward by blocks of two roles."""
+def one_role_forward(backend: str, x: Inputs) -> Contender:
+    """The forward without blocks of two roles."""
     plain = ours_forward(backend, x)
 
     def prepare() -> Prepared:
         p = plain.prepare()
 
         def run() -> Any:
-            with few_heads_asked_for():
+            with mock.patch.dict(os.environ, {few_heads.ENVIRONMENT_VARIABLE: "0"}):
                 return p.run()
 
         return p._replace(run=run)
 
-    return replace(plain, name=f"{plain.name}, few heads", prepare=prepare)
-
-
-def few_heads_asked_for() -> Any:
-    """Context in which the environment asks for the kernel of few heads."""
-    return mock.patch.dict(os.environ, {few_heads.ENVIRONMENT_VARIABLE: "1"})
+    return replace(plain, name=f"{plain.name}, one role", prepare=prepare)
 
 
 def ours_training(backend: str, x: Inputs, d_o: Tensor, backward_alone: bool = False) -> Contender:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -84,8 +85,9 @@ def test_chosen_with_last_tokens(T: int, final: bool, monkeypatch: pytest.Monkey
         with emulated.GuardedMemory():
             return tails.forward(emulated.guarded_inputs(x), emulated.Emulator(processors=16))
 
+    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "0")
     want = call(x)
-    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "1")
+    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE)
     with (
         mock.patch.object(few_heads, "shares_for", return_value=shares),
         mock.patch.object(few_heads, "forward", wraps=few_heads.forward) as chosen,
@@ -118,12 +120,12 @@ def test_few_multiprocessors() -> None:
     assert few_heads.shares_for(8, 128, 4) is None
 
 
-def test_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = emulated.Emulator(processors=132)
     x = make_inputs(Case(T=8192, H=8, K=128, V=128, dtype=BF16, checkpoints=False))
-    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "0")
     assert not few_heads.serves(x, machine)
-    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "1")
+    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE)
     assert few_heads.serves(x, machine)
     assert not few_heads.serves(x, emulated.Emulator(arch=100, processors=132))
     assert not few_heads.serves(x._replace(checkpoint_every=64), machine)
@@ -133,3 +135,15 @@ def test_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "yes")
     with pytest.raises(ValueError, match="KDA_LAYERS_FEW_HEADS must be 0 or 1, got 'yes'"):
         few_heads.serves(x, machine)
+
+
+def test_a_part_of_a_gpu_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: object, cooperative: bool) -> None:
+        assert cooperative
+        raise RuntimeError("launching failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+
+    monkeypatch.setattr(emulated.Emulator, "load", lambda *_: SimpleNamespace(launch=launch))
+    x = make_inputs(Case(T=192, checkpoints=False))
+    message = "COOPERATIVE_LAUNCH_TOO_LARGE; all blocks must run at once: .* or set KDA_LAYERS_FEW_HEADS=0"
+    with pytest.raises(RuntimeError, match=message):
+        emulated.few_heads(x, SHARES[0])

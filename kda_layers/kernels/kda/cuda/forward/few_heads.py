@@ -1,8 +1,7 @@
 """Launcher of few_heads.cu: the forward over sequences of one length with few heads, by blocks of two roles.
 
-Chosen where it is asked for, by KDA_LAYERS_FEW_HEADS=1 in the environment: all its blocks wait for each other. A kernel
-of another stream whose blocks do, too, could hold multiprocessors that this one waits for, and wait for those of this
-one.
+All its blocks wait for each other, so it is launched cooperatively: a GPU starts it when all of them can run. With
+KDA_LAYERS_FEW_HEADS=0 in the environment it is not used.
 """
 
 from __future__ import annotations
@@ -93,22 +92,22 @@ def variants(arch: int) -> Iterable[Variant]:
             yield variant_for(WIDTH, dtype, gate, g_wide, arch)
 
 
-def is_asked_for() -> bool:
-    """Whether the environment asks for this kernel.
+def is_on() -> bool:
+    """Whether the environment allows this kernel.
 
     Raises:
         ValueError: the variable is neither 0 nor 1
     """
-    value = os.environ.get(ENVIRONMENT_VARIABLE) or "0"
+    value = os.environ.get(ENVIRONMENT_VARIABLE) or "1"
     if value not in ("0", "1"):
         raise ValueError(f"{ENVIRONMENT_VARIABLE} must be 0 or 1, got {value!r}")
     return value == "1"
 
 
 def serves(x: Inputs, machine: Machine) -> bool:
-    """Whether this kernel is asked for and, by its measured times, faster for a call without gradients."""
+    """Whether this kernel is allowed and, by its measured times, faster for a call without gradients."""
     (B, T, HV, V), K = x.v.shape, x.q.shape[3]
-    if x.cu_seqlens is not None or x.checkpoint_every or (K, V) != (WIDTH, WIDTH) or not is_asked_for():
+    if x.cu_seqlens is not None or x.checkpoint_every or (K, V) != (WIDTH, WIDTH) or not is_on():
         return False
     processors, arch, _ = machine.properties(x.q.device)
     return ARCHS[arch].wgmma and shares_for(B * HV, chunks_of(T), processors) is not None
@@ -173,6 +172,7 @@ def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tu
 
     Raises:
         ValueError: there are more than `forward.MOST_TOKENS` tokens
+        RuntimeError: the blocks cannot run at once
     """
     x = whole.aligned_inputs(x)
     (B, T, HV, _), device = x.v.shape, x.v.device
@@ -193,5 +193,10 @@ def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tu
     )  # fmt: skip
     params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
     blocks = shares.groups * slices + shares.preparers
-    plan.kernel.launch(blocks, THREADS, slices, plan.variant.shared_bytes, params, cooperative=True)
+    try:
+        plan.kernel.launch(blocks, THREADS, slices, plan.variant.shared_bytes, params, cooperative=True)
+    except RuntimeError as error:  # the process or the stream has a part of the GPU alone
+        raise RuntimeError(
+            f"{error}; all blocks must run at once: give it {blocks} multiprocessors, or set {ENVIRONMENT_VARIABLE}=0"
+        ) from error
     return KDAOutput(o, final, None), None
