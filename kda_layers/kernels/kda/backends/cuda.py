@@ -86,8 +86,7 @@ class CudaBackend(Backend):
         for kernel in CHUNKED:
             fitting = (v for v in kernel.variants(mine[0].capability) if v.shared_bytes <= most)
             yield from ((kernel.SOURCE, v.defines) for v in fitting)
-        if few_heads.is_asked_for():
-            yield from ((few_heads.SOURCE, v.defines) for v in few_heads.variants(mine[0].capability))
+        yield from ((few_heads.SOURCE, v.defines) for v in few_heads.variants(mine[0].capability))
         for launcher in (segments, reverse_segments):
             fitting = (v for v in launcher.variants(mine[0].capability) if v.shared_bytes <= most)
             yield from ((v.source, v.defines) for v in fitting)
