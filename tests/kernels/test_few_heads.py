@@ -137,13 +137,21 @@ def test_served_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         few_heads.serves(x, machine)
 
 
-def test_a_part_of_a_gpu_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("status", "way_out"),
+    [
+        ("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "; all blocks must run at once: .* or set KDA_LAYERS_FEW_HEADS=0"),
+        ("CUDA_ERROR_ILLEGAL_ADDRESS", "$"),
+    ],
+)
+def test_a_part_of_a_gpu_is_refused_with_the_way_out(
+    status: str, way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def launch(*_: object, cooperative: bool) -> None:
         assert cooperative
-        raise RuntimeError("launching failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+        raise RuntimeError(f"launching failed: {status}")
 
     monkeypatch.setattr(emulated.Emulator, "load", lambda *_: SimpleNamespace(launch=launch))
     x = make_inputs(Case(T=192, checkpoints=False))
-    message = "COOPERATIVE_LAUNCH_TOO_LARGE; all blocks must run at once: .* or set KDA_LAYERS_FEW_HEADS=0"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=status + way_out):
         emulated.few_heads(x, SHARES[0])

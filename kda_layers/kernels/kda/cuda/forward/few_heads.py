@@ -195,8 +195,10 @@ def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tu
     blocks = shares.groups * slices + shares.preparers
     try:
         plan.kernel.launch(blocks, THREADS, slices, plan.variant.shared_bytes, params, cooperative=True)
-    except RuntimeError as error:  # the process or the stream has a part of the GPU alone
-        raise RuntimeError(
+    except RuntimeError as error:
+        if "COOPERATIVE_LAUNCH_TOO_LARGE" not in str(error):
+            raise
+        raise RuntimeError(  # the process or the stream has a part of the GPU alone
             f"{error}; all blocks must run at once: give it {blocks} multiprocessors, or set {ENVIRONMENT_VARIABLE}=0"
         ) from error
     return KDAOutput(o, final, None), None
