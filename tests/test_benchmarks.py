@@ -713,12 +713,12 @@ def test_host_times_take_turns() -> None:
 def test_one_role_is_chosen_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     x, seen = cases.make_inputs(Case(1, 8, 1), "cpu"), []
     monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setattr(contenders, "call", lambda *_: seen.append(few_heads.is_on()))
+    monkeypatch.setattr(contenders, "call", lambda *_: seen.append(few_heads.is_enabled()))
     monkeypatch.setattr(contenders, "require", lambda *_: None)
     for contender in (ours_forward("sm90", x), one_role_forward("sm90", x)):
         contender.prepare().run()
     assert seen == [True, False]
-    assert few_heads.is_on()
+    assert few_heads.is_enabled()
     assert [c.name for c in forwards(["eager", "sm90"], x)] == ["eager", "sm90"]  # on a CPU
 
 

@@ -123,7 +123,10 @@ def test_few_heads(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) ->
     assert chosen.call_count == RUNS
 
 
-@pytest.mark.parametrize("cases", [CASES[1:2] * 4, [FEW_HEADS[0], CASES[1], FEW_HEADS[1], FEW_HEADS[3]]])
+AT_ONCE = {"many": CASES[1:2] * 4, "few and many": [FEW_HEADS[0], CASES[1], FEW_HEADS[1], FEW_HEADS[3]]}
+
+
+@pytest.mark.parametrize("cases", AT_ONCE.values(), ids=AT_ONCE)
 def test_streams_at_once(cases: list[Case], backend: str) -> None:
     """Blocks wait for each other, also when launches share the multiprocessors and some have priority."""
     inputs = [make_inputs(case, "cuda", draw) for draw, case in enumerate(cases)]

@@ -47,7 +47,7 @@ INSIDE = {
 DOORS = {"kernels", "kernels.fla_api", "kernels.reference"}
 
 # Modules that read the environment: for the requested backend, the engines to plug into, the directory of the kernel
-# cache, and whether the kernel of few heads is allowed, which affect no result.
+# cache, and whether the kernel of few heads is enabled, which affect no result.
 READERS = {
     "kda_layers.kernels.registry",
     "kda_layers.engines",

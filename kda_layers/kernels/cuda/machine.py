@@ -36,11 +36,11 @@ class Launchable(Protocol):
             params: the struct, as `params.Params` packs it
             overlap: start before earlier kernels of the stream have ended (programmatic dependent launch, sm_90 and
                 newer); the kernel waits for them itself
-            cooperative: start when all blocks can run at once: they may wait for each other, beside any other kernel
+            cooperative: start all blocks at once, so that they may wait for each other
 
         Raises:
             ValueError: params does not have the size of the struct
-            RuntimeError: the launch failed, or blocks of a cooperative one cannot all run at once
+            RuntimeError: the launch failed, or it is cooperative and the device cannot run all blocks at once
         """
 
 

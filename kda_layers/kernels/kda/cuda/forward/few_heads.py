@@ -92,8 +92,8 @@ def variants(arch: int) -> Iterable[Variant]:
             yield variant_for(WIDTH, dtype, gate, g_wide, arch)
 
 
-def is_on() -> bool:
-    """Whether the environment allows this kernel.
+def is_enabled() -> bool:
+    """Return False if the environment turns this kernel off.
 
     Raises:
         ValueError: the variable is neither 0 nor 1
@@ -105,12 +105,12 @@ def is_on() -> bool:
 
 
 def serves(x: Inputs, machine: Machine) -> bool:
-    """Whether this kernel is allowed and, by its measured times, faster for a call without gradients."""
+    """Return True if this kernel computes a call without gradients, is faster by its measured times, and enabled."""
     (B, T, HV, V), K = x.v.shape, x.q.shape[3]
-    if x.cu_seqlens is not None or x.checkpoint_every or (K, V) != (WIDTH, WIDTH) or not is_on():
+    if x.cu_seqlens is not None or x.checkpoint_every or (K, V) != (WIDTH, WIDTH):
         return False
     processors, arch, _ = machine.properties(x.q.device)
-    return ARCHS[arch].wgmma and shares_for(B * HV, chunks_of(T), processors) is not None
+    return ARCHS[arch].wgmma and shares_for(B * HV, chunks_of(T), processors) is not None and is_enabled()
 
 
 def chunks_of(T: int) -> int:
