@@ -169,6 +169,16 @@ def test_segments(variant: segments.Variant, arch: str) -> None:
     assert "serialized" not in cubin.log
 
 
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize(("variant", "arch"), [p for p in FEW_HEADS if p.values[0].K == 128 and p.values[0].wgmma])
+def test_maps_by_roles(variant: few_heads.Variant, arch: str, fine: bool) -> None:
+    maps = segments.MapsByRoles(variant, segments.ALWAYS, fine)
+    cubin = build.compile(maps.source, maps.defines, arch)
+    check_resources(cubin, "kda_forward_few_heads", REGISTERS // maps.threads)
+    assert "serialized" not in cubin.log
+    assert maps.shared_bytes <= SERVED[arch]
+
+
 @pytest.mark.parametrize(("variant", "arch"), REVERSE_SEGMENTS)
 def test_reverse_segments(variant: reverse_segments.Variant, arch: str) -> None:
     cubin = build.compile(variant.source, variant.defines, arch)

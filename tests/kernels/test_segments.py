@@ -136,6 +136,34 @@ def test_order_and_number_of_blocks(form: str) -> None:
         assert_same(cut(x, form, processors, seed), want)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_blocks_of_two_roles(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps have the same bits by blocks of two roles as of one, saved tensors too, however blocks are shared out."""
+    x = make_inputs(replace(SLOW, B=2, T=300))
+
+    def run(seed: int) -> list[Tensor]:
+        cut = Cut(SHORT + 1, SHORT, TILES)
+        with emulated.GuardedMemory():
+            machine = emulated.Emulator(90, 16, seed)
+            out, saved = segments.forward_in_segments(emulated.guarded_inputs(x), machine, save=True, cut=cut)
+        assert saved is not None
+        last = saved.maps.view(2, -1, x.v.shape[2], *saved.maps.shape[1:])[:, :-1]  # the last segments' are not written
+        return [*outputs(out).values(), last, *saved.whole.tensors()]
+
+    with monkeypatch.context() as patch:
+        patch.setenv("KDA_LAYERS_FEW_HEADS", "0")
+        want = run(0)
+    choose = segments.roles_for
+    monkeypatch.setattr(
+        segments, "roles_for",
+        lambda scanned, chunks, *_: choose(scanned, chunks, 1, 16)._replace(
+            groups=groups, preparers=16 - 2 * groups, places=-(-(-(-scanned // groups) * chunks) // 32) * 32
+        ),
+    )  # fmt: skip
+    for seed in (0, 1, 2):
+        assert [i for i, (a, b) in enumerate(zip(run(seed), want, strict=True)) if not torch.equal(a, b)] == []
+
+
 @in_every_form
 def test_alone_batched_and_packed(form: str) -> None:
     x = make_inputs(replace(SLOW, B=3, T=200, checkpoints=False))
@@ -278,5 +306,6 @@ def test_every_variant_is_listed() -> None:
         listed = {str(sorted(d.items())) for b in KDA.backends().values() for _, d in b.variants(target)}
         found = [*segments.variants(capability), *reverse_segments.variants(capability)]
         maps, walks, scans = 24 + 12, 8, 4 + 2  # of maps and scans 12 and 2 are fine
-        assert len(set(found)) == len(found) == (0 if capability == 80 else maps + walks + scans)
+        by_roles = 12 + 6 if capability == 90 else 0  # 6 are fine
+        assert len(set(found)) == len(found) == (0 if capability == 80 else maps + by_roles + walks + scans)
         assert {str(sorted(v.defines.items())) for v in found} <= listed

@@ -1,14 +1,13 @@
 // A scan whose MMAs have columns of V as rows: shared by the reverse scan and the forward's scan of few heads.
 //
-// A CTA has 64 columns of V, which are independent, and a scanning warp 16 of them: the result of one MMA, rounded, is
+// A CTA has BV columns of V, which are independent, and a scanning warp 16 of them: the result of one MMA, rounded, is
 // operand A of the next in the same lane, so that the chain from chunk to chunk does not pass through shared memory. What a
 // scanning warp issues is what a chunk takes, so it addresses no global memory: moving warps bring a chunk's values to shared
-// memory and take its results from there, by whole rows of 128 bytes.
+// memory and take its results from there, by whole rows.
 #pragma once
 #include "stage.cuh"
 
-constexpr int WARPS = 4;  // that scan, and that move
-static_assert(BV == 16 * WARPS, "a scanning warp has 16 columns");
+constexpr int WARPS = BV / 16, MOVERS = 4;  // warps that scan, 16 columns each, and that move
 
 // Arrive at a barrier that expects every warp of a role.
 DEVICE void signal(Lane lane, u64* barrier) {
@@ -86,13 +85,14 @@ struct StateColumns {
 
 // ---------------------------------------------------------------- the moving warps
 
-// A warp's 16 tokens of a chunk, whole rows of 128 bytes: each lane has 16 bytes of four tokens.
+// A warp's 16 tokens of a chunk, whole rows: each lane has 16 bytes of every TOKENS-th token.
 struct Rows {
-    uint4 x[4];
+    static constexpr int PIECES = BV / 8, TOKENS = 32 / PIECES;
+    uint4 x[16 / TOKENS];
 
     template <class F> static DEVICE void each(Lane lane, F f) {
         #pragma unroll
-        for (int i = 0; i < 4; i++) f(i, 16 * lane.warp + 4 * i + lane.id / 8, lane.id % 8);
+        for (int i = 0; i < 16 / TOKENS; i++) f(i, 16 * lane.warp + TOKENS * i + lane.id / PIECES, lane.id % PIECES);
     }
     // Load zeros for tokens from `tokens` on.
     DEVICE void load(Lane lane, const u16* from, i64 stride, int tokens) {

@@ -60,16 +60,22 @@ template <class Params> DEVICE int in_chunks(const Params& p, int length) {
 
 template <class Params> DEVICE bool is_cut(const Params& p, int length) { return length >= p.cut_from; }
 
-// Reduce a tile, which has its whole sequence, to its segment. Segments have a power of two of tokens, so many that heads
-// and segments of the sequence are about SEGMENT_TILES; this depends on the sequence alone, never on its batch.
+// Tokens of a segment of a sequence that is cut: a power of two, so many that heads and segments of the sequence are about
+// SEGMENT_TILES; this depends on the sequence alone, never on its batch.
+template <class Params> DEVICE i64 segment_tokens(const Params& p, int length) {
+    i64 tokens = SEGMENT_TOKENS;
+    while (tokens * SEGMENT_TILES < i64(length) * p.HV) tokens *= 2;
+    return tokens;
+}
+
+// Reduce a tile, which has its whole sequence, to its segment.
 template <class Params> DEVICE void take_segment(WorkTile& tile, const Params& p) {
     if (!is_cut(p, tile.length)) {
         tile.last = tile.segment == 0;
         if (!tile.last) tile.length = 0;
         return;
     }
-    i64 tokens = SEGMENT_TOKENS;
-    while (tokens * SEGMENT_TILES < i64(tile.length) * p.HV) tokens *= 2;
+    const i64 tokens = segment_tokens(p, tile.length);
     const i64 before = tokens * tile.segment, left = tile.length - before;
     tile.first += int(before), tile.skipped = int(before / CHUNK), tile.last = 0 < left && left <= tokens;
     tile.length = int(max(min(left, tokens), i64(0)));

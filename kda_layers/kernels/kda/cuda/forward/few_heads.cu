@@ -5,16 +5,27 @@
 // A preparing block turns its chunks into the operands of the scan (prepare.cuh, invert.cuh), into a ring in global memory
 // that stays in L2. A CTA group of SLICES scanning blocks, a cluster, serves one (sequence, value head) after the other
 // (scan_columns.cuh). All blocks must be resident, as they wait for each other.
+//
+// Of long sequences that are cut into segments (segments.cu), the scan computes their maps (map_columns.cuh).
+#include "map_columns.cuh"
 #include "prepare.cuh"
-#include "scan_columns.cuh"
 
-constexpr int BLOCK_THREADS = 3 * 128;
+constexpr int BLOCK_THREADS = (SEGMENTS == MAPS ? 4 : 3) * 128;
 static_assert(32 * (PREPARE_WARPS + INVERTERS) <= BLOCK_THREADS && SCAN_THREADS <= BLOCK_THREADS);
 
-// Registers per thread by role, where the arch has setmaxnreg; three warpgroups share 504.
-enum Role { PREPARE, INVERT, SCAN, MOVE, COPY };
+// Registers per thread by role, where the arch has setmaxnreg; three warpgroups share 504, four 512.
+enum Role { PREPARE, INVERT, SCAN, MOVE, COPY, NONE };
 template <int role> DEVICE void registers() {
 #if HAS_SETMAXNREG
+    if constexpr (SEGMENTS == MAPS) {
+        if constexpr (role == PREPARE) setmaxnreg_inc<192>();
+        if constexpr (role == INVERT) setmaxnreg_dec<104>();
+        if constexpr (role == SCAN) setmaxnreg_inc<208>();
+        if constexpr (role == MOVE) setmaxnreg_dec<64>();
+        if constexpr (role == COPY) setmaxnreg_dec<32>();
+        if constexpr (role == NONE) setmaxnreg_dec<24>();
+        return;
+    }
     if constexpr (role == PREPARE) setmaxnreg_inc<200>();
     if constexpr (role == INVERT) setmaxnreg_dec<104>();
     if constexpr (role == SCAN) setmaxnreg_inc<240>();
@@ -27,13 +38,16 @@ DEVICE void scan_block(Lane lane, const ForwardParams& p) {
     const ScanShared shared{shared_memory()};
     if (lane.warp < WARPS) {
         registers<SCAN>();
-        scan_columns(lane, p, shared);
-    } else if (lane.warp < 2 * WARPS) {
+        if constexpr (SEGMENTS == MAPS) scan_maps(lane, p, shared);
+        else scan_columns(lane, p, shared);
+    } else if (lane.warp < WARPS + MOVERS) {
         registers<MOVE>();
-        move_rows({lane.warp - WARPS, lane.id}, p, shared);
+        const Lane moving = {lane.warp - WARPS, lane.id};
+        if constexpr (SEGMENTS != MAPS) move_rows(moving, p, shared);
+        else if (has_values()) move_values(moving, p, shared);
     } else {
         registers<COPY>();
-        if (lane.warp == 2 * WARPS) fetch_from_ring(lane, p, shared);
+        if (lane.warp == WARPS + MOVERS) fetch_chunks(lane, p, shared);
     }
 }
 
@@ -44,6 +58,8 @@ DEVICE void prepare_block(Lane lane, const ForwardParams& p) {
         // Later tokens have more earlier blocks to multiply with: balances the work of the SM's four sub-partitions.
         const int pair = lane.warp / HALVES;
         if (lane.warp < PREPARE_WARPS) prepare({(pair ^ pair / 2) * HALVES + lane.warp % HALVES, lane.id}, p, shared);
+    } else if (lane.warp >= 12) {
+        registers<NONE>();
     } else {
         registers<INVERT>();
         if (lane.warp < 8 + INVERTERS) invert_chunks({lane.warp - 8, lane.id}, p, shared);

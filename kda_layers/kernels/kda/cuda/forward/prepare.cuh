@@ -41,7 +41,7 @@ struct Raw {
 };
 
 // Prefetch the next chunk's q and k where registers allow.
-constexpr bool LOADS_AHEAD = HAS_WGMMA && (SAVES || !SEGMENTS);
+constexpr bool LOADS_AHEAD = HAS_WGMMA && (SAVES || BLOCK_ROLES || !SEGMENTS);
 
 DEVICE void load_raw(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& at) {
     int channel = channel_of(lane);
@@ -387,7 +387,7 @@ DEVICE void store_Kr(Lane lane, const Shared& shared, const Stage& stage, const 
             float* gamma = stage.gamma() + 64 * h + 32 * c + 8 * t;
             float x[8];
             load_8(x, decays_of(lane, shared, iteration, 0) + 32 * c);
-#if BLOCK_ROLES
+#if BLOCK_ROLES && !SEGMENTS
             #pragma unroll
             for (int i = 0; i < 8; i += 2)
                 *reinterpret_cast<float2*>(stage.gamma() + gamma_at(64 * h + 32 * c + 8 * t + i)) =

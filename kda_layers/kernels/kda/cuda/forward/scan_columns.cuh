@@ -8,8 +8,15 @@
 #include "columns.cuh"
 #include "shared.cuh"
 
+constexpr int FETCHED = SEGMENTS == MAPS ? OUTPUT : PARTS;  // parts of a chunk that a scan reads: a map has no outputs
+// A map's first CTAs have columns of V, the others those of K, which have no values (map_columns.cuh).
+DEVICE bool has_values() { return SEGMENTS != MAPS || slice() < V / BV; }
+
 constexpr int AHEAD = 8;  // chunks of v that are brought into L2 before they are loaded
-constexpr int SCAN_STAGES = 3, SCAN_THREADS = 32 * (2 * WARPS + 1);  // scanning, moving, and one that copies chunks
+// Chunks in shared memory, and their v.
+constexpr int SCAN_STAGES = SEGMENTS == MAPS ? 4 : 3, VALUES = SEGMENTS == MAPS ? 4 : 2;
+constexpr int SCAN_STAGE_BYTES = part_at(FETCHED);
+constexpr int SCAN_THREADS = 32 * (WARPS + MOVERS + 1);  // scanning, moving, and one that copies chunks
 
 // Outputs' scales are powers of two: in bf16, which has the range of fp32, what is rounded can be scaled by the moving
 // warps. The result is that of rounding last, unless either is below 2^-126 or what is rounded overflows.
@@ -20,30 +27,31 @@ constexpr bool SCALES_LATE = HAS_RANGE<Io>;
 struct ScanShared {
     static constexpr int STAGES = SCAN_STAGES, TOKENS = CHUNK * BV * 2;
     unsigned char* base;
-    static constexpr int AT_VALUES = STAGES * STAGE_BYTES, AT_OUTPUTS = AT_VALUES + 2 * TOKENS;
-    static constexpr int AT_BARRIERS = AT_OUTPUTS + 2 * TOKENS, MOVES = AT_BARRIERS + (PARTS + 1) * STAGES * 8;
-    static constexpr int BYTES = MOVES + 2 * 8;
+    static constexpr int AT_VALUES = STAGES * SCAN_STAGE_BYTES, AT_OUTPUTS = AT_VALUES + VALUES * TOKENS;
+    static constexpr int AT_BARRIERS = AT_OUTPUTS + (SEGMENTS == MAPS ? 0 : 2 * TOKENS),
+                         MOVES = AT_BARRIERS + (PARTS + 1) * STAGES * 8;
+    static constexpr int BYTES = MOVES + VALUES * 8;
 
-    DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
+    DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * SCAN_STAGE_BYTES}; }
     // All parts of a chunk and its v.
     DEVICE u64* full(int, u32 count) const { return reinterpret_cast<u64*>(base + AT_BARRIERS) + count % STAGES; }
     DEVICE u64* full(u32 count) const { return full(0, count); }
     DEVICE u64* empty(int part, u32 count) const { return full(count) + (part + 1) * STAGES; }
 
     // Between the scanning and the moving warps: a chunk's v and o, [64, BV].
-    DEVICE unsigned char* values(u32 count) const { return base + AT_VALUES + count % 2 * TOKENS; }
+    DEVICE unsigned char* values(u32 count) const { return base + AT_VALUES + count % VALUES * TOKENS; }
     DEVICE unsigned char* outputs(u32 count) const { return base + AT_OUTPUTS + count % 2 * TOKENS; }
-    DEVICE u64* moved(u32 count) const { return reinterpret_cast<u64*>(base + MOVES) + count % 2; }
+    DEVICE u64* moved(u32 count) const { return reinterpret_cast<u64*>(base + MOVES) + count % VALUES; }
 
     // warps of a CTA that release a part; moving warps read the outputs' scale
-    static DEVICE constexpr int releases(int part) { return part == OUTPUT && SCALES_LATE ? 2 * WARPS : WARPS; }
+    static DEVICE constexpr int releases(int part) { return part == OUTPUT && SCALES_LATE ? WARPS + MOVERS : WARPS; }
 
     DEVICE void init_barriers() const {
         for (u32 i = 0; i < STAGES; i++) {
-            mbarrier_init(full(i), PARTS + WARPS);
+            mbarrier_init(full(i), FETCHED + (has_values() ? MOVERS : 0));
             for (int part = 0; part < PARTS; part++) mbarrier_init(empty(part, i), RANKS * releases(part));
         }
-        for (int i = 0; i < 2; i++) mbarrier_init(moved(i), WARPS);
+        for (int i = 0; i < VALUES; i++) mbarrier_init(moved(i), WARPS);
 #if __CUDA_ARCH__ >= 900
         fence_mbarrier_init();
 #endif
@@ -61,7 +69,14 @@ struct Decays {
 
     DEVICE void load(Lane lane, const float* gamma) {
         #pragma unroll
-        for (int i = 0; i < K / 16; i++) x[i] = *reinterpret_cast<const float4*>(gamma + 16 * i + lane.id % 4 * 4);
+        for (int i = 0; i < K / 16; i++) {
+            if constexpr (LANE_ORDER) x[i] = *reinterpret_cast<const float4*>(gamma + 16 * i + lane.id % 4 * 4);
+            else {
+                const float2 a = *reinterpret_cast<const float2*>(gamma + 16 * i + lane.id % 4 * 2);
+                const float2 b = *reinterpret_cast<const float2*>(gamma + 16 * i + 8 + lane.id % 4 * 2);
+                x[i] = make_float4(a.x, a.y, b.x, b.y);
+            }
+        }
     }
 };
 
@@ -125,7 +140,7 @@ struct Place {
         const bool wraps = stage == SCAN_STAGES - 1;
         return {count + 1, wraps ? 0 : stage + 1, phase ^ wraps};
     }
-    DEVICE int bytes() const { return stage * STAGE_BYTES; }
+    DEVICE int bytes() const { return stage * SCAN_STAGE_BYTES; }
 };
 
 DEVICE void release(Lane lane, const ScanShared& shared, int part, const Place& at) {
@@ -234,8 +249,9 @@ struct OutputRows : Rows {
 
 // Bring a warp's rows of v into L2.
 DEVICE void prefetch_rows(Lane lane, const u16* from, i64 stride, int tokens) {
-    const int token = 16 * lane.warp + lane.id;
-    if (lane.id < 16 && token < tokens) prefetch(from + token * stride);
+    constexpr int LINES = BV / 64;  // of 128 bytes in a row
+    const int token = 16 * lane.warp + lane.id / LINES;
+    if (lane.id < 16 * LINES && token < tokens) prefetch(from + token * stride + lane.id % LINES * 64);
 }
 
 // Read a chunk's scale, which the scanning warps have waited for, unless it is a tile's first.
@@ -278,9 +294,9 @@ DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& share
 
 // ---------------------------------------------------------------- the warp that copies chunks
 
-DEVICE void fetch_from_ring(Lane lane, const ForwardParams& p, const ScanShared& shared) {
+DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     const int group = cta_group();
-    const u32 all = (p.tiles - group + p.groups - 1) / p.groups * chunks_of_tile(p);
+    const u32 all = (scanned_tiles(p) - group + p.groups - 1) / p.groups * chunks_of_tile(p);
     u32 ready = 0;
     for (u32 count = 0; count < all; count++) {
         if (ready <= count) ready = wait_for_chunks(lane, p, group, count);
@@ -289,11 +305,12 @@ DEVICE void fetch_from_ring(Lane lane, const ForwardParams& p, const ScanShared&
             fence_proxy_async_global();
 #endif
             if (count >= SCAN_STAGES) mbarrier_wait(shared.full(count), phase_of(count - SCAN_STAGES));
-            for (int part : {ERRORS, UPDATE, OUTPUT}) {
+            const Stage from = scanned_at(p, group, count);
+            for (int part = 0; part < FETCHED; part++) {
                 expect(shared, part, count);
-                fetch(ring_at(p, group, count), shared, part, count);
+                fetch(from, shared, part, count);
             }
-            if (count >= SCAN_STAGES) write_counter(landed(p, group, slice()), count - SCAN_STAGES + 1);
+            if (count >= SCAN_STAGES) tell_landed(p, group, count - SCAN_STAGES + 1);
         }
         warp_sync();
     }

@@ -17,6 +17,7 @@ from ....cuda.machine import Launchable, Machine
 from ....cuda.params import addresses
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput
+from . import few_heads
 from . import forward as whole
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
@@ -25,6 +26,7 @@ AUTO_TOKENS, AUTO_HEADS = 2**16, 4  # what "auto" cuts: so many tokens or more o
 AUTO_PROCESSORS = 32  # and on so many multiprocessors or more: at most 16 are a group that maps
 WALK_STAGES = 3
 JOIN_ROWS, JOIN_STAGES = 8, 3
+SCANS_MAP = 1.5  # microseconds of a chunk, measured on an H100; as few_heads.PREPARES
 
 
 class Cut(NamedTuple):
@@ -103,11 +105,76 @@ class Variant(NamedTuple):
         return self.whole.slices * (2 if self.part == MAPS else 1)
 
     @property
+    def cluster(self) -> int:
+        return self.whole.cluster
+
+    @property
     def shared_bytes(self) -> int:
         if self.part == MAPS:
             return self.whole.shared_bytes
         scan = 2 * self.whole.BV * (self.whole.K + 2 * CHUNK)
         return WALK_STAGES * whole.stage_bytes(self.whole.K) + scan + 8 * (6 * WALK_STAGES + 5)
+
+
+class MapsByRoles(NamedTuple):
+    """The compile-time parameters of the kernel that maps by blocks of two roles (few_heads.cu)."""
+
+    whole: few_heads.Variant
+    cut: Cut
+    fine: bool  # also saves T' in fp16
+
+    @property
+    def source(self) -> str:
+        return few_heads.SOURCE
+
+    @property
+    def threads(self) -> int:
+        return 512
+
+    @property
+    def cluster(self) -> int:
+        return 1
+
+    @property
+    def slices(self) -> int:
+        return 2  # a block scans v, another rows of I
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        own = {"BV": self.whole.K, "CLUSTER": self.cluster, "FINE": int(self.fine), "SHARED_BYTES": self.shared_bytes}
+        return self.whole.defines | self.cut.defines(MAPS) | own
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size in bytes of struct ScanShared in scan_columns.cuh."""
+        K, stages, values = self.whole.K, 4, 4
+        read = 2 * CHUNK * (2 * K + CHUNK) + 4 * K  # of a prepared chunk
+        return stages * read + values * 2 * CHUNK * K + 8 * (4 * stages + values)
+
+
+class Roles(NamedTuple):
+    """How the blocks that map are shared out."""
+
+    groups: int  # of two blocks that scan
+    preparers: int  # blocks that prepare
+    places: int  # counters of a group
+
+
+def roles_for(scanned: int, chunks: int, all_chunks: int, processors: int) -> Roles:
+    """The fastest shares for `scanned` tiles of `chunks` chunks each, of `all_chunks` that are prepared."""
+
+    def time(groups: int) -> float:
+        prepare = all_chunks * few_heads.PREPARES / (processors - 2 * groups)
+        return max(prepare, -(-scanned // groups) * chunks * SCANS_MAP)
+
+    groups = min(range(1, min(scanned, (processors - 1) // 2) + 1), key=time)
+    return Roles(groups, processors - 2 * groups, -(-(-(-scanned // groups) * chunks) // 32) * 32)
+
+
+def maps_by_roles(K: int, V: int, packed: bool, segments: int, processors: int, arch: int) -> bool:
+    """Return True if blocks of two roles map: the same bits as of one role, sooner."""
+    known = not packed and segments > 1 and (K, V) == (few_heads.WIDTH, few_heads.WIDTH)
+    return known and ARCHS[arch].wgmma and processors >= 3
 
 
 def variants_for(
@@ -121,7 +188,7 @@ def variants_for(
     return Variant(maps, MAPS, cut), Variant(walk._replace(cluster=2), WALK, cut)
 
 
-def variants(arch: int) -> Iterable[Variant]:
+def variants(arch: int) -> Iterable[Variant | MapsByRoles]:
     """Every variant for `arch`."""
     if not ARCHS[arch].bulk_copies:
         return
@@ -135,6 +202,9 @@ def variants(arch: int) -> Iterable[Variant]:
         if saves >= fine <= (problem[1] in whole.FINE)
     )
     yield from dict.fromkeys(itertools.chain.from_iterable(found))
+    for variant, fine in itertools.product(few_heads.variants(arch), flags):
+        if not fine or variant.dtype in whole.FINE:
+            yield MapsByRoles(variant, ALWAYS, fine)
 
 
 class SavedInSegments(NamedTuple):
@@ -166,7 +236,9 @@ class Plan(NamedTuple):
     maps: Launchable
     join: Launchable
     walk: Launchable
-    grids: list[tuple[int, Variant]]  # groups of CTAs that map, and that walk
+    grids: list[tuple[int, int, int, int]]  # blocks, threads, cluster and shared bytes of those that map, and that walk
+    by_roles: bool  # the blocks that map
+    counters: int  # elements of ForwardParams.progress
     sequences: int
     rest: bytes  # of the parameters, after the pointers
 
@@ -176,9 +248,13 @@ def plan_of(
     machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
     gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float,
-    saves: bool, cut: Cut, tails: bool, fine: bool,
+    saves: bool, cut: Cut, tails: bool, fine: bool, roles: bool,
 ) -> Plan:  # fmt: skip
-    """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens."""
+    """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens.
+
+    Args:
+        roles: by blocks of two roles, if they can map
+    """
     B, T, H, K = q_shape
     HV = v_shape[2]
     if B * T > whole.MOST_TOKENS:
@@ -190,15 +266,28 @@ def plan_of(
     mapping, walking = variants_for(K, dtype, gate_activation, g_dtype == torch.float32, arch, saves, cut, fine)
     if processors < mapping.slices:
         raise ValueError(f"x must be on a GPU with at least {mapping.slices} multiprocessors, got {processors}")
-    grids = [(min(N * segments * HV, processors // v.slices), v) for v in (mapping, walking)]
+    groups = [min(N * segments * HV, processors // v.slices) for v in (mapping, walking)]
+    both = zip(groups, (mapping, walking), strict=True)
+    launches = [(n * v.slices, v.threads, v.cluster, v.shared_bytes) for n, v in both]
+    counters, shares = groups[0] * 64, Roles(0, 0, 0)
+    kernel: Variant | MapsByRoles = mapping
+    if roles and maps_by_roles(K, v_shape[3], offsets is not None, segments, processors, arch):
+        few = few_heads.variant_for(K, dtype, gate_activation, g_dtype == torch.float32, arch)
+        kernel = MapsByRoles(few, cut, fine)
+        chunks = cut.segment_tokens(tokens, HV) // CHUNK
+        shares = roles_for(N * (segments - 1) * HV, chunks, N * HV * -(-tokens // CHUNK), processors)
+        blocks = kernel.slices * shares.groups + shares.preparers
+        launches[0] = blocks, kernel.threads, kernel.cluster, kernel.shared_bytes
+        counters = shares.groups * shares.places + 32  # a warp reads 32 at once
     rest = whole.PARAMS.pack_values(
         T, H, HV, HV // H, N * segments * HV, offsets is not None and offsets[1] == torch.int64,
         BETA_CODES[beta_activation], beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
-        *(0,) * 7, segments, cut.longer, tails, 0, 0,
+        *(0,) * 7, segments, cut.longer, tails, shares.groups, shares.places,
     )  # fmt: skip
-    maps = machine.load(whole.SOURCE, "kda_forward", mapping.defines, device)
+    entry = "kda_forward_few_heads" if shares.groups else "kda_forward"
+    maps = machine.load(kernel.source, entry, kernel.defines, device)
     join, walk = (machine.load(SOURCE, f"kda_{what}_segments", walking.defines, device) for what in ("join", "walk"))
-    return Plan(maps, join, walk, grids, N, rest)
+    return Plan(maps, join, walk, launches, shares.groups > 0, counters, N, rest)
 
 
 def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:
@@ -222,7 +311,7 @@ def forward_in_segments(
         machine, device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
         None if offsets is None else (offsets.shape[0], offsets.dtype),
         x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save, cut, tails is not None,
-        save and whole.is_fine(x),
+        save and whole.is_fine(x), few_heads.is_enabled(),
     )  # fmt: skip
     fp32, N = partial(torch.empty, dtype=torch.float32, device=device), plan.sequences
     rows = cut.rows(x, tails is not None)
@@ -235,15 +324,15 @@ def forward_in_segments(
     else:
         prepared = torch.empty(whole.chunk_rows(x), HV, whole.stage_bytes(K), dtype=torch.uint8, device=device)
         states, errors, fine, maps = None, None, None, fp32(rows, V + K, K)
-    progress = torch.zeros(plan.grids[0][0] * 64, dtype=torch.int32, device=device)
+    progress = torch.zeros(plan.counters, dtype=torch.int32, device=device)
     starts = fp32(rows, V, K)
     tensors = (
         q, x.k, v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, offsets, o, final, checkpoints, None, progress,
         prepared, states, errors, fine, None, None, maps, starts, *(tails or whole.Tails()),
     )  # fmt: skip
     params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
-    mapping, walking = ((n * v.slices, v.threads, v.whole.cluster, v.shared_bytes) for n, v in plan.grids)
-    plan.maps.launch(*mapping, params)
+    mapping, walking = plan.grids
+    plan.maps.launch(*mapping, params, cooperative=plan.by_roles)
     plan.join.launch(*join_launch(N * HV, K), params)
     plan.walk.launch(*walking, params)
     return KDAOutput(o, final, checkpoints), saved
