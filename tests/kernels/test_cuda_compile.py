@@ -17,7 +17,7 @@ from kda_layers.kernels.cuda import build, cache
 from kda_layers.kernels.kda.cuda.backward import gradients, reverse_segments
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
 from kda_layers.kernels.kda.cuda.decode import decode as step
-from kda_layers.kernels.kda.cuda.forward import few_heads, segments
+from kda_layers.kernels.kda.cuda.forward import cut, few_heads, map_columns, segments
 from kda_layers.kernels.kda.cuda.forward import forward as chunk
 from tests.kernels.cases import BF16, FP16, FP32
 
@@ -136,7 +136,7 @@ SEGMENTS = [
     pytest.param(
         variant,
         arch,
-        id=f"{K}-{'maps' if variant.part == segments.MAPS else 'walk'}{'-saves' * saves}{'-fine' * fine}-{arch}",
+        id=f"{K}-{'maps' if variant.part == cut.MAPS else 'walk'}{'-saves' * saves}{'-fine' * fine}-{arch}",
     )
     for K, dtype, gate, g_wide in (
         (128, BF16, "lower_bound", False),
@@ -146,7 +146,7 @@ SEGMENTS = [
     for saves, fine in ((False, False), (True, False), *(((False, True),) if dtype == BF16 else ()))
     for arch in SERVED
     for variant in segments.variants_for(K, dtype, gate, g_wide, ARCHS[arch], saves, fine=fine)
-    if saves <= (variant.part == segments.WALK) and fine <= (variant.part == segments.MAPS)
+    if saves <= (variant.part == cut.WALK) and fine <= (variant.part == cut.MAPS)
 ]
 REVERSE_SEGMENTS = [
     pytest.param(
@@ -161,20 +161,18 @@ REVERSE_SEGMENTS = [
 def test_segments(variant: segments.Variant, arch: str) -> None:
     cubin = build.compile(variant.source, variant.defines, arch)
     used = build.resources(cubin)
-    assert used.keys() == (
-        {"kda_forward"} if variant.part == segments.MAPS else {"kda_walk_segments", "kda_join_segments"}
-    )
+    assert used.keys() == ({"kda_forward"} if variant.part == cut.MAPS else {"kda_walk_segments", "kda_join_segments"})
     assert all(r[1:] == (0, 0, 0, 0) for r in used.values())
     assert variant.shared_bytes <= SERVED[arch]
     assert "serialized" not in cubin.log
 
 
 @pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize(("variant", "arch"), [p for p in FEW_HEADS if p.values[0].K == 128 and p.values[0].wgmma])
-def test_maps_by_roles(variant: few_heads.Variant, arch: str, fine: bool) -> None:
-    maps = segments.MapsByRoles(variant, segments.ALWAYS, fine)
+@pytest.mark.parametrize(("variant", "arch"), [p for p in FEW_HEADS if p.values[0].K == 128])
+def test_map_columns(variant: few_heads.Variant, arch: str, fine: bool) -> None:
+    maps = map_columns.Variant(variant, cut.ALWAYS, fine)
     cubin = build.compile(maps.source, maps.defines, arch)
-    check_resources(cubin, "kda_forward_few_heads", REGISTERS // maps.threads)
+    check_resources(cubin, "kda_forward_few_heads", REGISTERS // map_columns.THREADS)
     assert "serialized" not in cubin.log
     assert maps.shared_bytes <= SERVED[arch]
 

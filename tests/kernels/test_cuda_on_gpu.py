@@ -99,6 +99,23 @@ def test_segments(backend: str) -> None:
         assert_same(run_draws(lambda x: call(x, backend), xs), got)
 
 
+@pytest.mark.parametrize("final", [False, True])
+def test_maps_of_segments(final: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of two roles give the bits of blocks of one, in every run; gradients too."""
+    if backend != "sm90":
+        pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
+    x = make_inputs(Case(T=20000, B=2, H=3, slow=True, state=True, final=final, checkpoints=False), "cuda")
+    x = x._replace(segments="always")
+    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "0")
+    want, gradients = run(x, backend), run_draws(lambda x: call(x, backend), [x])
+    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE)
+    with mock.patch.object(few_heads, "launch", wraps=few_heads.launch) as launched:
+        for _ in range(RUNS):
+            assert_same(run(x, backend), want)
+        assert launched.call_count == RUNS
+    assert_same(run_draws(lambda x: call(x, backend), [x]), gradients)
+
+
 FEW_HEADS = [
     Case(T=4096, H=12, slow=True, state=True, checkpoints=False),
     Case(T=8192 + 3, H=8, group=2, dtype=FP16, checkpoints=False),

@@ -14,8 +14,9 @@ from torch import Tensor
 from kda_layers import KDAOutput, kda
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.cuda.backward import reverse_segments
-from kda_layers.kernels.kda.cuda.forward import segments
-from kda_layers.kernels.kda.cuda.forward.segments import Cut
+from kda_layers.kernels.kda.cuda.forward import cut as cutting
+from kda_layers.kernels.kda.cuda.forward import few_heads, map_columns, segments
+from kda_layers.kernels.kda.cuda.forward.cut import ALWAYS, Cut
 from kda_layers.kernels.kda.dispatch import KDA
 from tests import cuda_emulator
 from tests.kernels import emulated
@@ -112,7 +113,7 @@ NARROW = replace(SLOW, K=64, V=64)
 )
 def test_gradients(case: Case, recompute: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In more segments than the joining kernels have stages for."""
-    monkeypatch.setattr(segments, "ALWAYS", Cut(SHORT + 1, SHORT, 2 * TILES))
+    monkeypatch.setattr(cutting, "ALWAYS", Cut(SHORT + 1, SHORT, 2 * TILES))
     xs = [make_inputs(case, draw=n)._replace(recompute_above=float(not recompute)) for n in range(case.draws)]
     xs = xs if not recompute else xs[:1]
     with registered(EMULATED[backend]):
@@ -136,32 +137,48 @@ def test_order_and_number_of_blocks(form: str) -> None:
         assert_same(cut(x, form, processors, seed), want)
 
 
+@in_every_form
+@pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-def test_blocks_of_two_roles(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Maps have the same bits by blocks of two roles as of one, saved tensors too, however blocks are shared out."""
-    x = make_inputs(replace(SLOW, B=2, T=300))
+def test_maps_by_blocks_of_two_roles(groups: int, fine: bool, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of blocks of one role, saved tensors too, however blocks are shared out."""
+    x = make_inputs(replace(SLOW, B=2, T=300))._replace(fine_gradients=fine)
 
-    def run(seed: int) -> list[Tensor]:
-        cut = Cut(SHORT + 1, SHORT, TILES)
+    def run(roles: bool, seed: int = 0) -> list[Tensor]:
+        monkeypatch.setattr(map_columns, "serves", lambda x, machine: roles)
         with emulated.GuardedMemory():
-            machine = emulated.Emulator(90, 16, seed)
-            out, saved = segments.forward_in_segments(emulated.guarded_inputs(x), machine, save=True, cut=cut)
+            out, saved = segments.forward_in_segments(
+                emulated.guarded_inputs(x), emulated.Emulator(FORMS[form], 16, seed), True, Cut(SHORT + 1, SHORT, TILES)
+            )
         assert saved is not None
-        last = saved.maps.view(2, -1, x.v.shape[2], *saved.maps.shape[1:])[:, :-1]  # the last segments' are not written
-        return [*outputs(out).values(), last, *saved.whole.tensors()]
+        assert (saved.whole.fine is not None) == fine
+        maps = saved.maps.unflatten(0, (x.v.shape[0], -1))[:, :-1]  # nobody writes those of last segments
+        return [*outputs(out).values(), maps, *saved.whole.tensors()]
 
-    with monkeypatch.context() as patch:
-        patch.setenv("KDA_LAYERS_FEW_HEADS", "0")
-        want = run(0)
-    choose = segments.roles_for
-    monkeypatch.setattr(
-        segments, "roles_for",
-        lambda scanned, chunks, *_: choose(scanned, chunks, 1, 16)._replace(
-            groups=groups, preparers=16 - 2 * groups, places=-(-(-(-scanned // groups) * chunks) // 32) * 32
-        ),
-    )  # fmt: skip
-    for seed in (0, 1, 2):
-        assert [i for i, (a, b) in enumerate(zip(run(seed), want, strict=True)) if not torch.equal(a, b)] == []
+    def shares(scanned: int, chunks: int, *_: int) -> few_heads.Shares:
+        return few_heads.Shares(groups, 16 - 2 * groups, -(-scanned // groups) * chunks)
+
+    want = run(roles=False)
+    monkeypatch.setattr(map_columns, "shares_for", shares)
+    for seed in range(3):
+        assert all(map(torch.equal, run(roles=True, seed=seed), want))
+
+
+def test_who_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, x = emulated.Emulator(90), make_inputs(replace(SLOW, T=70))
+    assert map_columns.serves(x, machine)
+    assert not map_columns.serves(x, emulated.Emulator(100))
+    assert not map_columns.serves(make_inputs(replace(SLOW, lengths=(70,))), machine)
+    assert not map_columns.serves(make_inputs(replace(SLOW, K=64, V=64)), machine)
+    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "0")
+    assert not map_columns.serves(x, machine)
+
+
+def test_shares_of_maps() -> None:
+    """Each multiprocessor has one block, and the slower of the two roles is as fast as it can be."""
+    shares = map_columns.shares_for(scanned=60, chunks=128, all_chunks=8192, processors=132)
+    assert shares == (20, 92, 3 * 128)
+    assert map_columns.shares_for(scanned=1, chunks=16, all_chunks=32, processors=16) == (1, 14, 16)
 
 
 @in_every_form
@@ -203,19 +220,19 @@ def test_sizes_of_segments() -> None:
     """Powers of two of 1,024 tokens or more; 64 tiles of a sequence at most, but for few more with odd heads."""
     for heads in (1, 2, 3, 4, 8, 16, 63, 64, 96):
         for length in (1, 1024, 1025, 8192, 65536, 100_000, 2**20, 2**27):
-            tokens = segments.ALWAYS.segment_tokens(length, heads)
-            count = segments.ALWAYS.most_segments(length, heads, packed=False)
+            tokens = ALWAYS.segment_tokens(length, heads)
+            count = ALWAYS.most_segments(length, heads, packed=False)
             assert tokens >= 1024
             assert tokens & (tokens - 1) == 0
             assert (count - 1) * tokens < length <= count * tokens or count == 1
             assert (count - 1) * heads < 64
-            assert count <= segments.ALWAYS.most_segments(2**27, heads, packed=True)
-    assert [segments.ALWAYS.segment_tokens(131072, 4), segments.ALWAYS.segment_tokens(2**20, 1)] == [8192, 16384]
+            assert count <= ALWAYS.most_segments(2**27, heads, packed=True)
+    assert [ALWAYS.segment_tokens(131072, 4), ALWAYS.segment_tokens(2**20, 1)] == [8192, 16384]
 
 
 # ---------------------------------------------------------------- the option
 
-LONG = replace(SLOW, K=64, V=64, T=segments.ALWAYS.shortest + 70, checkpoints=False)
+LONG = replace(SLOW, K=64, V=64, T=ALWAYS.shortest + 70, checkpoints=False)
 
 
 def called(x: Inputs, mode: str, backend: str) -> KDAOutput:
@@ -231,7 +248,7 @@ def test_always(backend: str) -> None:
     x = make_inputs(LONG)
     never, auto, always = (called(x, mode, backend) for mode in ("never", "auto", "always"))
     assert_same(auto, never)
-    assert torch.equal(always.o[:, : segments.ALWAYS.shortest], never.o[:, : segments.ALWAYS.shortest])
+    assert torch.equal(always.o[:, : ALWAYS.shortest], never.o[:, : ALWAYS.shortest])
     assert not torch.equal(always.o, never.o)
     truth, yardstick = (outputs(oracle(cast(x._replace(checkpoint_every=0)))) for cast in (to_fp64, lambda x: x))
     check(outputs(always), truth, limits_of(yardstick, truth, BF16))
@@ -241,17 +258,17 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cuts from some length on, up to some heads, without states and on a large GPU with bulk copies."""
     x = make_inputs(LONG)._replace(segments="auto", initial_state=None, final_state=False)
     large, small, without = (emulated.Emulator(arch, processors=n) for arch, n in ((100, 32), (100, 15), (80, 32)))
-    monkeypatch.setattr(segments, "AUTO", Cut(LONG.T))
-    assert segments.cuts(x, large)
-    assert not segments.cuts(x, small)
-    assert not segments.cuts(x, without)
+    monkeypatch.setattr(cutting, "AUTO", Cut(LONG.T))
+    assert cutting.cuts(x, large)
+    assert not cutting.cuts(x, small)
+    assert not cutting.cuts(x, without)
     hand_on = {"final_state": True, "checkpoint_every": 64, "initial_state": make_inputs(LONG).initial_state}
     for name, value in hand_on.items():
-        assert not segments.cuts(x._replace(**{name: value}), large)
-    monkeypatch.setattr(segments, "AUTO_HEADS", 0)
-    assert not segments.cuts(x, large)
+        assert not cutting.cuts(x._replace(**{name: value}), large)
+    monkeypatch.setattr(cutting, "AUTO_HEADS", 0)
+    assert not cutting.cuts(x, large)
     monkeypatch.undo()
-    assert not segments.cuts(x, large)
+    assert not cutting.cuts(x, large)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +301,7 @@ def test_refusals(backend: str, change: dict[str, Any], message: str) -> None:
 def test_memory_is_that_of_sequences_that_are_cut() -> None:
     """Of a pack, at most as many as fit into it."""
     x = make_inputs(replace(LONG, lengths=(1100, 1, 1, 1, 1, 1)))
-    cut = segments.ALWAYS
+    cut = ALWAYS
     assert cut.rows(x) == 1105 // 1025 * cut.most_segments(1105, 1, packed=True) == 2
     assert cut.rows(x._replace(cu_seqlens=None)) == 2
 

@@ -30,6 +30,7 @@ from ..contract import (
 from ..cuda.backward import chunk_sums, gradients, reverse_scan, reverse_segments
 from ..cuda.decode import decode
 from ..cuda.forward import few_heads, forward, segments, tails
+from ..cuda.forward.cut import cuts
 from ..cuda.forward.forward import TYPES, WIDTHS, Saved, aligned, aligned_inputs, recompute
 from ..cuda.forward.prefill import prefill
 from ..cuda.forward.segments import SavedInSegments
@@ -94,7 +95,7 @@ class CudaBackend(Backend):
     def saved_like(self, x: Inputs) -> list[Tensor]:
         if self._recomputes(x):
             return []
-        if segments.cuts(x, self.machine):
+        if cuts(x, self.machine):
             return SavedInSegments.like(x).tensors()
         return Saved.like(x).tensors()
 
@@ -102,7 +103,7 @@ class CudaBackend(Backend):
         if not save:
             return tails.forward(x, self.machine), []
         save = not self._recomputes(x)
-        if segments.cuts(x, self.machine):
+        if cuts(x, self.machine):
             out, kept = segments.forward_in_segments(x, self.machine, save)
             return out, [] if kept is None else kept.tensors()
         out, saved = forward.forward(x, self.machine, save)
@@ -127,7 +128,7 @@ class CudaBackend(Backend):
     ) -> tuple[Inputs, Machine, Saved, reverse_scan.Scanned, Tensor]:
         """Run the reverse scan; return the arguments of the kernel after it."""
         x, d_o, machine = aligned_inputs(x), aligned(d_o), self.machine
-        if segments.cuts(x, machine):
+        if cuts(x, machine):
             cut = SavedInSegments.of(saved) if saved else segments.recompute(x, machine)
             scanned = reverse_segments.reverse_scan_in_segments(x, machine, cut, d_o, d_final, d_checkpoints)
             return x, machine, cut.whole, scanned, d_o

@@ -15,8 +15,8 @@
 #include "join.cuh"
 #endif
 
-constexpr int STAGES = CLUSTER > 0 ? 3 : 2;  // as many as fit into shared memory
-constexpr int THREADS = 3 * 32 * WARPS;      // of each role; but one copies chunks
+constexpr int STAGES = CLUSTER > 0 ? 3 : 2;         // as many as fit into shared memory
+constexpr int THREADS = 32 * (WARPS + MOVERS + 4);  // one warp of the last four copies chunks
 
 // Registers per thread by role, where the arch has setmaxnreg.
 enum Role { SCAN, MOVE, COPY };
@@ -411,12 +411,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_reverse_scan(const 
     if (lane.warp < WARPS) {
         registers<SCAN>();
         scan(lane, p, shared);
-    } else if (lane.warp < 2 * WARPS) {
+    } else if (lane.warp < WARPS + MOVERS) {
         registers<MOVE>();
         move({lane.warp - WARPS, lane.id}, p, shared);
     } else {
         registers<COPY>();
-        if (lane.warp == 2 * WARPS) fetch_chunks(lane, p, shared);
+        if (lane.warp == WARPS + MOVERS) fetch_chunks(lane, p, shared);
     }
     block_or_cluster_sync(THREADS);
 }

@@ -18,6 +18,7 @@ from ....cuda.machine import Machine
 from ....cuda.params import addresses
 from ...contract import Inputs
 from ..forward import segments
+from ..forward.cut import ALWAYS, Cut, cut_of
 from ..forward.forward import aligned, is_fine, loaded
 from . import reverse_scan as whole
 
@@ -28,7 +29,7 @@ class Variant(NamedTuple):
     """The compile-time parameters of the kernels: those of `whole`, and the cut."""
 
     whole: whole.Variant
-    cut: segments.Cut
+    cut: Cut
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -46,15 +47,15 @@ class Variant(NamedTuple):
 def variants(arch: int) -> Iterable[Variant]:
     """Every variant for `arch`."""
     if ARCHS[arch].bulk_copies:
-        yield from (Variant(v, segments.ALWAYS) for v in whole.variants(arch))
+        yield from (Variant(v, ALWAYS) for v in whole.variants(arch))
 
 
 def reverse_scan_in_segments(
     x: Inputs, machine: Machine, saved: segments.SavedInSegments, d_o: Tensor, d_final: Tensor | None,
-    d_checkpoints: Tensor | None, cut: segments.Cut | None = None,
+    d_checkpoints: Tensor | None, cut: Cut | None = None,
 ) -> whole.Scanned:  # fmt: skip
     """Run the scan; see `reverse_scan.reverse_scan`. `cut` is that of the forward."""
-    cut = segments.cut_of(x) if cut is None else cut
+    cut = cut_of(x) if cut is None else cut
     (B, T, HV, V), K, device = x.v.shape, x.q.shape[3], x.v.device
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     count = cut.most_segments(T, HV, x.cu_seqlens is not None)

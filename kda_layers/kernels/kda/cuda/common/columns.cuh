@@ -8,6 +8,7 @@
 #include "stage.cuh"
 
 constexpr int WARPS = BV / 16, MOVERS = 4;  // warps that scan, 16 columns each, and that move
+static_assert(WARPS % 4 == 0, "whole warpgroups scan");
 
 // Arrive at a barrier that expects every warp of a role.
 DEVICE void signal(Lane lane, u64* barrier) {

@@ -17,20 +17,14 @@ static_assert(32 * (PREPARE_WARPS + INVERTERS) <= BLOCK_THREADS && SCAN_THREADS 
 enum Role { PREPARE, INVERT, SCAN, MOVE, COPY, NONE };
 template <int role> DEVICE void registers() {
 #if HAS_SETMAXNREG
-    if constexpr (SEGMENTS == MAPS) {
-        if constexpr (role == PREPARE) setmaxnreg_inc<192>();
-        if constexpr (role == INVERT) setmaxnreg_dec<104>();
-        if constexpr (role == SCAN) setmaxnreg_inc<208>();
-        if constexpr (role == MOVE) setmaxnreg_dec<64>();
-        if constexpr (role == COPY) setmaxnreg_dec<32>();
-        if constexpr (role == NONE) setmaxnreg_dec<24>();
-        return;
-    }
-    if constexpr (role == PREPARE) setmaxnreg_inc<200>();
+    constexpr bool maps = SEGMENTS == MAPS;
+    if constexpr (role == PREPARE) setmaxnreg_inc<maps ? 192 : 200>();
     if constexpr (role == INVERT) setmaxnreg_dec<104>();
-    if constexpr (role == SCAN) setmaxnreg_inc<240>();
-    if constexpr (role == MOVE) setmaxnreg_inc<192>();
-    if constexpr (role == COPY) setmaxnreg_dec<72>();
+    if constexpr (role == SCAN) setmaxnreg_inc<maps ? 208 : 240>();
+    if constexpr (role == MOVE && maps) setmaxnreg_dec<64>();
+    if constexpr (role == MOVE && !maps) setmaxnreg_inc<192>();
+    if constexpr (role == COPY) setmaxnreg_dec<maps ? 32 : 72>();
+    if constexpr (role == NONE) setmaxnreg_dec<24>();
 #endif
 }
 
@@ -58,11 +52,11 @@ DEVICE void prepare_block(Lane lane, const ForwardParams& p) {
         // Later tokens have more earlier blocks to multiply with: balances the work of the SM's four sub-partitions.
         const int pair = lane.warp / HALVES;
         if (lane.warp < PREPARE_WARPS) prepare({(pair ^ pair / 2) * HALVES + lane.warp % HALVES, lane.id}, p, shared);
-    } else if (lane.warp >= 12) {
-        registers<NONE>();
-    } else {
+    } else if (lane.warp < 12) {
         registers<INVERT>();
         if (lane.warp < 8 + INVERTERS) invert_chunks({lane.warp - 8, lane.id}, p, shared);
+    } else {
+        registers<NONE>();
     }
 }
 

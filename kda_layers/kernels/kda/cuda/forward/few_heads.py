@@ -22,7 +22,7 @@ from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput
 from . import forward as whole
 
-SOURCE = str(Path(__file__).with_suffix(".cu"))
+SOURCE, ENTRY = str(Path(__file__).with_suffix(".cu")), "kda_forward_few_heads"
 ENVIRONMENT_VARIABLE = "KDA_LAYERS_FEW_HEADS"
 WIDTH = 128  # of heads: that of the models with few heads
 BV = 64  # columns of V per block that scans
@@ -43,7 +43,7 @@ class Shares(NamedTuple):
 
     groups: int  # CTA groups that scan
     preparers: int  # blocks that prepare
-    places: int  # for prepared chunks, in the ring of each group: more than SCAN_STAGES
+    places: int  # for prepared chunks of each group, used in turn: more than SCAN_STAGES
 
     @property
     def counters(self) -> int:
@@ -163,7 +163,7 @@ def plan_of(
         T, H, HV, HV // H, B * HV, 0, BETA_CODES[beta_activation], beta_dtype == torch.float32, qk_l2norm, lower_bound,
         scale, *(0,) * 9, tails, shares.groups, shares.places,
     )  # fmt: skip
-    kernel = machine.load(SOURCE, "kda_forward_few_heads", variant.defines, device)
+    kernel = machine.load(SOURCE, ENTRY, variant.defines, device)
     return Plan(kernel, variant, shares, (B, HV, V, K), rest)
 
 
@@ -193,12 +193,21 @@ def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tu
     )  # fmt: skip
     params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
     blocks = shares.groups * slices + shares.preparers
+    launch(plan.kernel, blocks, THREADS, slices, plan.variant.shared_bytes, params)
+    return KDAOutput(o, final, None), None
+
+
+def launch(kernel: Launchable, blocks: int, threads: int, cluster: int, shared_bytes: int, params: bytes) -> None:
+    """Launch blocks of two roles, which wait for each other.
+
+    Raises:
+        RuntimeError: they cannot run at once
+    """
     try:
-        plan.kernel.launch(blocks, THREADS, slices, plan.variant.shared_bytes, params, cooperative=True)
+        kernel.launch(blocks, threads, cluster, shared_bytes, params, cooperative=True)
     except RuntimeError as error:
         if "COOPERATIVE_LAUNCH_TOO_LARGE" not in str(error):
             raise
         raise RuntimeError(  # the process or the stream has a part of the GPU alone
             f"{error}; all blocks must run at once: give it {blocks} multiprocessors, or set {ENVIRONMENT_VARIABLE}=0"
         ) from error
-    return KDAOutput(o, final, None), None

@@ -3,6 +3,7 @@
 #pragma once
 #include "scan_columns.cuh"
 
+// The warp's rows of I.
 DEVICE void set_identity(Lane lane, State& state, int first) {
     state.each(lane, [&](float& a, float& b, int at) {
         const int row = first + at / K, column = at % K;
@@ -10,16 +11,6 @@ DEVICE void set_identity(Lane lane, State& state, int first) {
     });
 }
 
-// Wait for a chunk, and load gamma and its v; zeros without values.
-DEVICE void enter(Lane lane, Tokens& v, Decays& gamma, const ScanShared& shared, const Place& at, bool is_there) {
-    if (!is_there) mbarrier_wait(shared.full(at.stage), at.phase);
-    gamma.load(lane, shared.stage(at.stage).gamma());
-    if (has_values()) return load_values(lane, v, shared, at.count);
-    #pragma unroll
-    for (int i = 0; i < CHUNK / 4; i++) v[i / 4][i % 4] = 0;
-}
-
-// Once the state's update is issued, nothing is left to do before it is there: no outputs are computed.
 DEVICE void scan_maps(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     constexpr int STEPS = K / 16;
     const Operand first_rows = operand(shared.stage(0).base, K * 16);
@@ -27,45 +18,42 @@ DEVICE void scan_maps(Lane lane, const ForwardParams& p, const ScanShared& share
     const Operand first_Kr = mn_major_operand(shared.stage(0).Kr(), K * 16);
     Place at = {0, 0, 0};
     for (int index = cta_group(); index < scanned_tiles(p); index += p.groups) {
-        State state;
-        Channels S;  // the state, rounded
-        Tokens v;    // then v - R
-        Decays gamma;
-        state.load(lane, nullptr);
-        if (!has_values()) set_identity(lane, state, slice() % (V / BV) * BV + 16 * lane.warp);
-        as_operand<K>(S, state.S);
-        enter(lane, v, gamma, shared, at, false);
+        Carried x;
+        x.state.load(lane, nullptr);
+        if (!has_values()) set_identity(lane, x.state, slice() % (V / BV) * BV + 16 * lane.warp);
+        as_operand<K>(x.S, x.state.S);
+        enter(lane, x, shared, at, false);
         for (int left = chunks_of_tile(p); left > 0; left--) {
             const Place next = at.next();
             const Operand rows = operand_at(first_rows, at.bytes()), T = operand_at(first_T, at.bytes());
             Sums<CHUNK> W;  // R, then V'
             Tokens E;       // V', rounded
-            fence_operand(state.S);
+            fence_operand(x.state.S);
             wgmma_fence();
-            multiply_rows<STEPS, 0, STEPS, true>(W, S, rows);
-            if (opt_barrier(left) > 0) state.decay(gamma);  // always; a branch keeps it behind these MMAs
+            multiply_rows<STEPS, 0, STEPS, true>(W, x.S, rows);
+            if (opt_barrier(left) > 0) x.state.decay(x.gamma);  // always; a branch keeps it behind these MMAs
             wgmma_wait<0>();
             fence_operand(W);
-            subtract(v, W);
+            subtract(x.v, W);
             wgmma_fence();
-            multiply_rows<4, 0, 4, true>(W, v, T);
+            multiply_rows<4, 0, 4, true>(W, x.v, T);
             wgmma_wait<0>();
             fence_operand(W);
             const bool next_there = mbarrier_test_wait(shared.full(next.stage), next.phase);
             as_operand<CHUNK>(E, W);
             wgmma_fence();
-            multiply_tokens<K>(state.S, E, operand_at(first_Kr, at.bytes()));
+            multiply_tokens<K>(x.state.S, E, operand_at(first_Kr, at.bytes()));
             wgmma_wait<0>();
-            fence_operand(state.S);
-            as_operand<K>(S, state.S);
+            fence_operand(x.state.S);
+            as_operand<K>(x.S, x.state.S);
             release(lane, shared, ERRORS, at);
             release(lane, shared, UPDATE, at);
-            if (left > 1) enter(lane, v, gamma, shared, next, next_there);
+            if (left > 1) enter(lane, x, shared, next, next_there);
             if (has_values()) signal(lane, shared.moved(at.count));
             at = next;
         }
         const i64 row = segment_row(lane, p, work_tile(p, scanned_tile(p, index)));
-        state.store(lane, p.maps + (row * (V + K) + slice() * BV + 16 * lane.warp) * K);
+        x.state.store(lane, p.maps + (row * (V + K) + slice() * BV + 16 * lane.warp) * K);
     }
 }
 

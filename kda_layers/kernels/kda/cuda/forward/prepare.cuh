@@ -387,17 +387,17 @@ DEVICE void store_Kr(Lane lane, const Shared& shared, const Stage& stage, const 
             float* gamma = stage.gamma() + 64 * h + 32 * c + 8 * t;
             float x[8];
             load_8(x, decays_of(lane, shared, iteration, 0) + 32 * c);
-#if BLOCK_ROLES && !SEGMENTS
-            #pragma unroll
-            for (int i = 0; i < 8; i += 2)
-                *reinterpret_cast<float2*>(stage.gamma() + gamma_at(64 * h + 32 * c + 8 * t + i)) =
-                    make_float2(x[i] * rest[i], x[i + 1] * rest[i + 1]);
-#else
-            *reinterpret_cast<float4*>(gamma) =
-                make_float4(x[0] * rest[0], x[1] * rest[1], x[2] * rest[2], x[3] * rest[3]);
-            *reinterpret_cast<float4*>(gamma + 4) =
-                make_float4(x[4] * rest[4], x[5] * rest[5], x[6] * rest[6], x[7] * rest[7]);
-#endif
+            if constexpr (LANE_ORDER) {
+                #pragma unroll
+                for (int i = 0; i < 8; i += 2)
+                    *reinterpret_cast<float2*>(stage.gamma() + gamma_at(64 * h + 32 * c + 8 * t + i)) =
+                        make_float2(x[i] * rest[i], x[i + 1] * rest[i + 1]);
+            } else {
+                *reinterpret_cast<float4*>(gamma) =
+                    make_float4(x[0] * rest[0], x[1] * rest[1], x[2] * rest[2], x[3] * rest[3]);
+                *reinterpret_cast<float4*>(gamma + 4) =
+                    make_float4(x[4] * rest[4], x[5] * rest[5], x[6] * rest[6], x[7] * rest[7]);
+            }
         }
     }
 }

@@ -8,13 +8,14 @@
 #include "columns.cuh"
 #include "shared.cuh"
 
-constexpr int FETCHED = SEGMENTS == MAPS ? OUTPUT : PARTS;  // parts of a chunk that a scan reads: a map has no outputs
-// A map's first CTAs have columns of V, the others those of K, which have no values (map_columns.cuh).
-DEVICE bool has_values() { return SEGMENTS != MAPS || slice() < V / BV; }
+// The maps of segments have no outputs, and the last CTAs of a group no values (map_columns.cuh).
+constexpr bool HAS_OUTPUTS = SEGMENTS != MAPS;
+DEVICE bool has_values() { return HAS_OUTPUTS || slice() < V / BV; }
+constexpr int FETCHED = HAS_OUTPUTS ? PARTS : OUTPUT;  // parts of a chunk that the scan reads
 
 constexpr int AHEAD = 8;  // chunks of v that are brought into L2 before they are loaded
 // Chunks in shared memory, and their v.
-constexpr int SCAN_STAGES = SEGMENTS == MAPS ? 4 : 3, VALUES = SEGMENTS == MAPS ? 4 : 2;
+constexpr int SCAN_STAGES = HAS_OUTPUTS ? 3 : 4, VALUES = HAS_OUTPUTS ? 2 : 4;
 constexpr int SCAN_STAGE_BYTES = part_at(FETCHED);
 constexpr int SCAN_THREADS = 32 * (WARPS + MOVERS + 1);  // scanning, moving, and one that copies chunks
 
@@ -28,7 +29,7 @@ struct ScanShared {
     static constexpr int STAGES = SCAN_STAGES, TOKENS = CHUNK * BV * 2;
     unsigned char* base;
     static constexpr int AT_VALUES = STAGES * SCAN_STAGE_BYTES, AT_OUTPUTS = AT_VALUES + VALUES * TOKENS;
-    static constexpr int AT_BARRIERS = AT_OUTPUTS + (SEGMENTS == MAPS ? 0 : 2 * TOKENS),
+    static constexpr int AT_BARRIERS = AT_OUTPUTS + (HAS_OUTPUTS ? 2 * TOKENS : 0),
                          MOVES = AT_BARRIERS + (PARTS + 1) * STAGES * 8;
     static constexpr int BYTES = MOVES + VALUES * 8;
 
@@ -98,6 +99,11 @@ DEVICE void load_values(Lane lane, Tokens& v, const ScanShared& shared, u32 coun
     for (int s = 0; s < CHUNK / 16; s++) ldmatrix_x4_trans(v[s], operand_row(lane, shared.values(count), s));
 }
 
+DEVICE void zero(Tokens& x) {
+    #pragma unroll
+    for (int i = 0; i < CHUNK / 4; i++) x[i / 4][i % 4] = 0;
+}
+
 // v becomes v - R, rounded.
 DEVICE void subtract(Tokens& v, const Sums<CHUNK>& R) {
     #pragma unroll
@@ -158,7 +164,8 @@ struct Carried {
 // Wait for a chunk and its v, and load what is in shared memory.
 DEVICE void enter(Lane lane, Carried& x, const ScanShared& shared, const Place& at, bool is_there) {
     if (!is_there) mbarrier_wait(shared.full(at.stage), at.phase);
-    load_values(lane, x.v, shared, at.count);
+    if (has_values()) load_values(lane, x.v, shared, at.count);
+    else zero(x.v);
     x.gamma.load(lane, shared.stage(at.stage).gamma());
 }
 
@@ -304,13 +311,13 @@ DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const ScanShared& sh
 #if __CUDA_ARCH__ >= 900
             fence_proxy_async_global();
 #endif
-            if (count >= SCAN_STAGES) mbarrier_wait(shared.full(count), phase_of(count - SCAN_STAGES));
             const Stage from = scanned_at(p, group, count);
+            if (count >= SCAN_STAGES) mbarrier_wait(shared.full(count), phase_of(count - SCAN_STAGES));
             for (int part = 0; part < FETCHED; part++) {
                 expect(shared, part, count);
                 fetch(from, shared, part, count);
             }
-            if (count >= SCAN_STAGES) tell_landed(p, group, count - SCAN_STAGES + 1);
+            if (count >= SCAN_STAGES) write_counter(landed(p, group, slice()), count - SCAN_STAGES + 1);
         }
         warp_sync();
     }

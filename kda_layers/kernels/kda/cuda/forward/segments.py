@@ -17,68 +17,13 @@ from ....cuda.machine import Launchable, Machine
 from ....cuda.params import addresses
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput
-from . import few_heads
+from . import few_heads, map_columns
 from . import forward as whole
+from .cut import ALWAYS, MAPS, WALK, Cut, cut_of
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
-MAPS, WALK = 1, 2  # of stage.cuh's SEGMENTS
-AUTO_TOKENS, AUTO_HEADS = 2**16, 4  # what "auto" cuts: so many tokens or more of so few heads, measured
-AUTO_PROCESSORS = 32  # and on so many multiprocessors or more: at most 16 are a group that maps
 WALK_STAGES = 3
 JOIN_ROWS, JOIN_STAGES = 8, 3
-SCANS_MAP = 1.5  # microseconds of a chunk, measured on an H100; as few_heads.PREPARES
-
-
-class Cut(NamedTuple):
-    """Where sequences are cut: by their own length and number of value heads alone."""
-
-    longer: int  # tokens from which a sequence is cut
-    shortest: int = 1024  # tokens of a segment
-    tiles: int = 64  # heads times segments of a sequence, about: with two blocks each they fill a GPU
-
-    def segment_tokens(self, length: int, heads: int) -> int:
-        """Tokens of a segment of a sequence that is cut: a power of two."""
-        tokens = self.shortest
-        while tokens * self.tiles < length * heads:
-            tokens *= 2
-        return tokens
-
-    def most_segments(self, tokens: int, heads: int, packed: bool) -> int:
-        """Segments of a sequence of `tokens`; if packed, at least those of any sequence of at most so many."""
-        if packed:
-            return max(1, min(-(-self.tiles // heads), -(-tokens // self.shortest)))
-        return -(-tokens // self.segment_tokens(tokens, heads)) if tokens >= self.longer else 1
-
-    def rows(self, x: Inputs, tails: bool = False) -> int:
-        """At least the segments of all sequences that are cut, times the value heads."""
-        (B, T, HV), packed = x.v.shape[:3], x.cu_seqlens is not None
-        tokens = T if packed else whole.in_chunks(T, tails)
-        return (T // self.longer if packed else B) * self.most_segments(tokens, HV, packed) * HV
-
-    def defines(self, part: int) -> dict[str, str | int]:
-        return {"SEGMENTS": part, "SEGMENT_TOKENS": self.shortest, "SEGMENT_TILES": self.tiles}
-
-
-ALWAYS, AUTO = Cut(1024 + 1), Cut(AUTO_TOKENS)
-
-
-def cut_of(x: Inputs) -> Cut:
-    """The cut of a call whose sequences are cut."""
-    return AUTO if x.segments == "auto" else ALWAYS
-
-
-def cuts(x: Inputs, machine: Machine) -> bool:
-    """Whether a call has sequences that may be cut, by its options and shapes."""
-    (T, HV), cut = x.v.shape[1:3], cut_of(x)
-    if x.segments == "never" or cut.tiles < 2 * HV:
-        return False
-    if x.segments == "always":
-        return cut.longer <= T
-    hands_on = x.initial_state is not None or x.final_state or x.checkpoint_every  # equal bits in parts
-    if HV > AUTO_HEADS or hands_on or cut.longer > T:  # in this order: no guard on T while compiling most models
-        return False
-    processors, arch, _ = machine.properties(x.q.device)
-    return ARCHS[arch].bulk_copies and processors >= AUTO_PROCESSORS
 
 
 class Variant(NamedTuple):
@@ -105,76 +50,11 @@ class Variant(NamedTuple):
         return self.whole.slices * (2 if self.part == MAPS else 1)
 
     @property
-    def cluster(self) -> int:
-        return self.whole.cluster
-
-    @property
     def shared_bytes(self) -> int:
         if self.part == MAPS:
             return self.whole.shared_bytes
         scan = 2 * self.whole.BV * (self.whole.K + 2 * CHUNK)
         return WALK_STAGES * whole.stage_bytes(self.whole.K) + scan + 8 * (6 * WALK_STAGES + 5)
-
-
-class MapsByRoles(NamedTuple):
-    """The compile-time parameters of the kernel that maps by blocks of two roles (few_heads.cu)."""
-
-    whole: few_heads.Variant
-    cut: Cut
-    fine: bool  # also saves T' in fp16
-
-    @property
-    def source(self) -> str:
-        return few_heads.SOURCE
-
-    @property
-    def threads(self) -> int:
-        return 512
-
-    @property
-    def cluster(self) -> int:
-        return 1
-
-    @property
-    def slices(self) -> int:
-        return 2  # a block scans v, another rows of I
-
-    @property
-    def defines(self) -> dict[str, str | int]:
-        own = {"BV": self.whole.K, "CLUSTER": self.cluster, "FINE": int(self.fine), "SHARED_BYTES": self.shared_bytes}
-        return self.whole.defines | self.cut.defines(MAPS) | own
-
-    @property
-    def shared_bytes(self) -> int:
-        """Size in bytes of struct ScanShared in scan_columns.cuh."""
-        K, stages, values = self.whole.K, 4, 4
-        read = 2 * CHUNK * (2 * K + CHUNK) + 4 * K  # of a prepared chunk
-        return stages * read + values * 2 * CHUNK * K + 8 * (4 * stages + values)
-
-
-class Roles(NamedTuple):
-    """How the blocks that map are shared out."""
-
-    groups: int  # of two blocks that scan
-    preparers: int  # blocks that prepare
-    places: int  # counters of a group
-
-
-def roles_for(scanned: int, chunks: int, all_chunks: int, processors: int) -> Roles:
-    """The fastest shares for `scanned` tiles of `chunks` chunks each, of `all_chunks` that are prepared."""
-
-    def time(groups: int) -> float:
-        prepare = all_chunks * few_heads.PREPARES / (processors - 2 * groups)
-        return max(prepare, -(-scanned // groups) * chunks * SCANS_MAP)
-
-    groups = min(range(1, min(scanned, (processors - 1) // 2) + 1), key=time)
-    return Roles(groups, processors - 2 * groups, -(-(-(-scanned // groups) * chunks) // 32) * 32)
-
-
-def maps_by_roles(K: int, V: int, packed: bool, segments: int, processors: int, arch: int) -> bool:
-    """Return True if blocks of two roles map: the same bits as of one role, sooner."""
-    known = not packed and segments > 1 and (K, V) == (few_heads.WIDTH, few_heads.WIDTH)
-    return known and ARCHS[arch].wgmma and processors >= 3
 
 
 def variants_for(
@@ -188,7 +68,7 @@ def variants_for(
     return Variant(maps, MAPS, cut), Variant(walk._replace(cluster=2), WALK, cut)
 
 
-def variants(arch: int) -> Iterable[Variant | MapsByRoles]:
+def variants(arch: int) -> Iterable[Variant | map_columns.Variant]:
     """Every variant for `arch`."""
     if not ARCHS[arch].bulk_copies:
         return
@@ -202,9 +82,7 @@ def variants(arch: int) -> Iterable[Variant | MapsByRoles]:
         if saves >= fine <= (problem[1] in whole.FINE)
     )
     yield from dict.fromkeys(itertools.chain.from_iterable(found))
-    for variant, fine in itertools.product(few_heads.variants(arch), flags):
-        if not fine or variant.dtype in whole.FINE:
-            yield MapsByRoles(variant, ALWAYS, fine)
+    yield from map_columns.variants(arch)
 
 
 class SavedInSegments(NamedTuple):
@@ -236,9 +114,9 @@ class Plan(NamedTuple):
     maps: Launchable
     join: Launchable
     walk: Launchable
-    grids: list[tuple[int, int, int, int]]  # blocks, threads, cluster and shared bytes of those that map, and that walk
-    by_roles: bool  # the blocks that map
+    launches: list[tuple[int, int, int, int]]  # blocks, threads, cluster and shared bytes of maps and walk
     counters: int  # elements of ForwardParams.progress
+    roles: bool  # the blocks that map have two roles
     sequences: int
     rest: bytes  # of the parameters, after the pointers
 
@@ -253,7 +131,7 @@ def plan_of(
     """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens.
 
     Args:
-        roles: by blocks of two roles, if they can map
+        roles: map by blocks of two roles, unless no sequence is long enough to be cut
     """
     B, T, H, K = q_shape
     HV = v_shape[2]
@@ -267,27 +145,26 @@ def plan_of(
     if processors < mapping.slices:
         raise ValueError(f"x must be on a GPU with at least {mapping.slices} multiprocessors, got {processors}")
     groups = [min(N * segments * HV, processors // v.slices) for v in (mapping, walking)]
-    both = zip(groups, (mapping, walking), strict=True)
-    launches = [(n * v.slices, v.threads, v.cluster, v.shared_bytes) for n, v in both]
-    counters, shares = groups[0] * 64, Roles(0, 0, 0)
-    kernel: Variant | MapsByRoles = mapping
-    if roles and maps_by_roles(K, v_shape[3], offsets is not None, segments, processors, arch):
-        few = few_heads.variant_for(K, dtype, gate_activation, g_dtype == torch.float32, arch)
-        kernel = MapsByRoles(few, cut, fine)
-        chunks = cut.segment_tokens(tokens, HV) // CHUNK
-        shares = roles_for(N * (segments - 1) * HV, chunks, N * HV * -(-tokens // CHUNK), processors)
-        blocks = kernel.slices * shares.groups + shares.preparers
-        launches[0] = blocks, kernel.threads, kernel.cluster, kernel.shared_bytes
-        counters = shares.groups * shares.places + 32  # a warp reads 32 at once
+    launches = [
+        (n * v.slices, v.threads, v.whole.cluster, v.shared_bytes)
+        for n, v in zip(groups, (mapping, walking), strict=True)
+    ]
+    source, entry, defines, counters = mapping.source, "kda_forward", mapping.defines, groups[0] * 64
+    shares, roles = few_heads.Shares(0, 0, 0), roles and segments > 1
+    if roles:
+        chunks, scanned = cut.segment_tokens(tokens, HV) // CHUNK, N * (segments - 1) * HV
+        shares = map_columns.shares_for(scanned, chunks, N * HV * -(-tokens // CHUNK), processors)
+        maps = map_columns.variant_for(K, dtype, gate_activation, g_dtype == torch.float32, arch, cut, fine)
+        source, entry, defines, counters = maps.source, few_heads.ENTRY, maps.defines, shares.counters
+        launches[0] = map_columns.SLICES * shares.groups + shares.preparers, map_columns.THREADS, 1, maps.shared_bytes
     rest = whole.PARAMS.pack_values(
         T, H, HV, HV // H, N * segments * HV, offsets is not None and offsets[1] == torch.int64,
         BETA_CODES[beta_activation], beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
         *(0,) * 7, segments, cut.longer, tails, shares.groups, shares.places,
     )  # fmt: skip
-    entry = "kda_forward_few_heads" if shares.groups else "kda_forward"
-    maps = machine.load(kernel.source, entry, kernel.defines, device)
+    first = machine.load(source, entry, defines, device)
     join, walk = (machine.load(SOURCE, f"kda_{what}_segments", walking.defines, device) for what in ("join", "walk"))
-    return Plan(maps, join, walk, launches, shares.groups > 0, counters, N, rest)
+    return Plan(first, join, walk, launches, counters, roles, N, rest)
 
 
 def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:
@@ -302,6 +179,7 @@ def forward_in_segments(
 
     Raises:
         ValueError: as `forward.forward`
+        RuntimeError: blocks of two roles cannot run at once
     """
     cut = cut_of(x) if cut is None else cut
     x = whole.aligned_inputs(x)
@@ -311,7 +189,7 @@ def forward_in_segments(
         machine, device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
         None if offsets is None else (offsets.shape[0], offsets.dtype),
         x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save, cut, tails is not None,
-        save and whole.is_fine(x), few_heads.is_enabled(),
+        save and whole.is_fine(x), map_columns.serves(x, machine),
     )  # fmt: skip
     fp32, N = partial(torch.empty, dtype=torch.float32, device=device), plan.sequences
     rows = cut.rows(x, tails is not None)
@@ -331,8 +209,11 @@ def forward_in_segments(
         prepared, states, errors, fine, None, None, maps, starts, *(tails or whole.Tails()),
     )  # fmt: skip
     params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
-    mapping, walking = plan.grids
-    plan.maps.launch(*mapping, params, cooperative=plan.by_roles)
+    mapping, walking = plan.launches
+    if plan.roles:
+        few_heads.launch(plan.maps, *mapping, params)
+    else:
+        plan.maps.launch(*mapping, params)
     plan.join.launch(*join_launch(N * HV, K), params)
     plan.walk.launch(*walking, params)
     return KDAOutput(o, final, checkpoints), saved

@@ -17,10 +17,14 @@ constexpr int THREADS = 32 * (PREPARE_WARPS + 4 + 1 + INVERTERS);  // 4 warps sc
 constexpr bool SHARED_CHUNKS = CLUSTER > 0;
 constexpr u32 RING = 3 * SLICES;  // prepared chunks in global memory, per CTA group
 constexpr bool PREPARES = SEGMENTS != WALK;
-constexpr bool KEEPS = SAVES || SEGMENTS;           // each prepared chunk has a row of its own
-constexpr bool RECYCLES = SHARED_CHUNKS && !KEEPS;  // slots of the ring
+constexpr bool KEEPS = SAVES || SEGMENTS;              // each prepared chunk has a row of its own
+constexpr bool LANE_ORDER = BLOCK_ROLES && !SEGMENTS;  // of gamma, see gamma_at
+constexpr bool RECYCLES = SHARED_CHUNKS && !KEEPS;     // slots of the ring
 
 enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS + b: the warps of 16 tokens
+
+// Place of a channel's gamma: a lane of the scan reads four at once, of the channels of its accumulators.
+DEVICE int gamma_at(int channel) { return channel / 16 * 16 + channel / 2 % 4 * 4 + channel / 8 % 2 * 2 + channel % 2; }
 
 // Whether the decode kernel computes a sequence's last tokens.
 DEVICE bool has_tail(const ForwardParams& p, int sequence) {

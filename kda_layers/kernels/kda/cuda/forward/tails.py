@@ -23,6 +23,7 @@ from ..decode import decode
 from ..decode.decode import MOST_ROWS, index_values
 from . import few_heads, segments
 from . import forward as whole
+from .cut import cuts
 from .forward import TAIL
 
 PARAMS = Params("OrderParams", """
@@ -159,7 +160,7 @@ def forward(x: Inputs, machine: Machine) -> KDAOutput:
     Raises:
         ValueError: as `forward.forward`
     """
-    T, packed, cut = x.v.shape[1], x.cu_seqlens is not None, segments.cuts(x, machine)
+    T, packed, cut = x.v.shape[1], x.cu_seqlens is not None, cuts(x, machine)
     run: Callable[..., tuple[KDAOutput, Any]] = segments.forward_in_segments if cut else whole.forward
     if not cut and few_heads.serves(x, machine):
         run = few_heads.forward
