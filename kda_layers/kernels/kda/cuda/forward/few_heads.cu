@@ -2,13 +2,13 @@
 // limit, so some blocks do nothing but scan, and the others nothing but prepare. The same results, bit by bit, as
 // forward.cu but where bf16 underflows or overflows (scan_columns.cuh).
 //
-// A preparing block turns its chunks into the operands of the scan (prepare.cuh, invert.cuh), into a ring in global memory
-// that stays in L2. A CTA group of SLICES scanning blocks, a cluster, serves one (sequence, value head) after the other
+// A preparing block turns its chunks into the operands of the scan (preparing_block.cuh), into a ring in global memory that
+// stays in L2. A CTA group of SLICES scanning blocks, a cluster, serves one (sequence, value head) after the other
 // (scan_columns.cuh). All blocks must be resident, as they wait for each other.
 //
 // Of long sequences that are cut into segments (segments.cu), the scan computes their maps (map_columns.cuh).
 #include "map_columns.cuh"
-#include "prepare.cuh"
+#include "preparing_block.cuh"
 
 constexpr int BLOCK_THREADS = (SEGMENTS == MAPS ? 4 : 3) * 128;
 static_assert(32 * (PREPARE_WARPS + INVERTERS) <= BLOCK_THREADS && SCAN_THREADS <= BLOCK_THREADS);
@@ -55,6 +55,7 @@ DEVICE void prepare_block(Lane lane, const ForwardParams& p) {
     } else if (lane.warp < 12) {
         registers<INVERT>();
         if (lane.warp < 8 + INVERTERS) invert_chunks({lane.warp - 8, lane.id}, p, shared);
+        else give_tasks(lane, p, shared);
     } else {
         registers<NONE>();
     }

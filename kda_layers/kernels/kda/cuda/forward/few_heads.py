@@ -30,12 +30,12 @@ THREADS = 384
 SCAN_STAGES = 3
 
 # Microseconds on an H200, fitted to measured times (docs/internals/lab_notes.md). A chunk of one head takes a
-# multiprocessor that prepares 5.35, and a group that scans 1.1; by forward.cu a chain of chunks takes 1.25 for each, or
+# multiprocessor that prepares 5.15, and a group that scans 1.1; by forward.cu a chain of chunks takes 1.25 for each, or
 # 1.95 where blocks have 32 columns of V. The rest does not depend on the length.
-PREPARES, SCANS, STARTS = 5.35, 1.1, 16.0
+PREPARES, SCANS, STARTS = 5.15, 1.1, 16.0
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 1.95, 10.0
 WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
-MOST_TILES = 48  # with more, it was slower or not measured
+MOST_TILES = 128  # with more, it was not measured
 
 
 class Shares(NamedTuple):

@@ -8,7 +8,7 @@
 // by wgmma where the arch has it, else by mma.sync (scan.cuh). Formulas and names: docs/internals/kernels/forward.md.
 // Of long sequences of few heads that are cut into segments (segments.cu), the scan computes their maps.
 #include "map_segments.cuh"
-#include "prepare.cuh"
+#include "preparing_group.cuh"
 
 // Registers per thread by role, where the arch has setmaxnreg. At launch all roles have the same number, which is too
 // few for preparing.

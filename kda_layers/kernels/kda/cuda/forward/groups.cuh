@@ -109,3 +109,9 @@ DEVICE void publish(const ForwardParams& p, const Shared& shared, const Cursor&,
     if (SHARED_CHUNKS) red_add_release(prepared(p, slice()), 1);
     for (int part = 0; !SHARED_CHUNKS && part < PARTS; part++) mbarrier_arrive(shared.full(part, count));
 }
+
+DEVICE void wait_for_room(const Shared& shared, u32 iteration) { mbarrier_wait(shared.placed(), iteration & 1); }
+// Finding the row of a saved chunk takes registers that loading ahead needs.
+DEVICE Stage room(const ForwardParams& p, const Shared& shared, const Cursor& at, u32 count, u32) {
+    return SAVES ? Stage{*shared.place()} : place_of(p, shared, at, count);
+}

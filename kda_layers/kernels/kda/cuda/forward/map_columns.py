@@ -18,7 +18,7 @@ from .cut import ALWAYS, MAPS, Cut
 THREADS = 512
 SLICES = 2  # a block scans v, another rows of I
 STAGES = 4  # chunks in shared memory, and their v
-SCANS = 1.5  # microseconds of a chunk, on an H100 (docs/internals/lab_notes.md); as few_heads.PREPARES
+SCANS = 1.2  # microseconds of a chunk, on an H100 (docs/internals/lab_notes.md); as few_heads.PREPARES
 
 
 class Variant(NamedTuple):

@@ -268,8 +268,6 @@ DEVICE u32 as_io(u32 x) {
     return Io::pack(f.x, f.y);
 }
 
-constexpr bool TELLS_PLACE = SAVES || BLOCK_ROLES;  // the inverter that reserves a chunk's place tells it
-
 // Multiply with the lane whose index differs in one bit; each of the two keeps half of 2 n elements.
 template <int n> DEVICE void multiply_halves(Lane lane, float (&x)[16]) {
     bool upper = lane.id & 2 * n;
@@ -497,9 +495,8 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     const Decayed decayed(d, before, after);
     decayed.store_columns(lane, shared.columns(iteration));
     barrier_sync(PREPARED, 32 * PREPARE_WARPS);
-    mbarrier_wait(shared.placed(), iteration & 1);
-    // Finding the row of a saved chunk takes registers that loading ahead needs.
-    const Stage stage = TELLS_PLACE ? Stage{*shared.place()} : place_of(p, shared, at, count);
+    wait_for_room(shared, iteration);
+    const Stage stage = room(p, shared, at, count, iteration);
     if (gives) send_sums(shared.sums_of_A(iteration, b, b) + lane.id, own);
     if (lane.warp == 0) store_scale(lane, stage, shared.scale(iteration));
     store_Kr(lane, shared, stage, decayed.k_fall, iteration);
@@ -513,106 +510,4 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     if (gives) return;
     if (HALVES > 1) add_other_half(lane, A, own, shared, iteration, b);
     store_row(lane, stage.Aqk(), A, own, b);
-}
-
-// ---------------------------------------------------------------- the warps that prepare
-
-#if BLOCK_ROLES
-
-// A CTA changes its head with every chunk. So A_log and biases are loaded a chunk ahead, biases by cp.async: they are there
-// with the logits, whose copies are committed after them.
-DEVICE float fetch_gates(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& tile, u32 iteration) {
-    const float* from = p.dt_bias + tile.head * K + 64 * (lane.warp % HALVES);
-    if (lane.id < 16) cp_async_16(shared.bias(lane.warp, iteration) + 4 * lane.id, from + 4 * lane.id, p.dt_bias);
-    return p.A_log ? p.A_log[tile.head] : 0.f;
-}
-
-DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
-    Cursor at;
-    at.start(lane, p, 0);
-    if (!at.valid(p)) return;
-    float A_log = fetch_gates(lane, p, shared, at.tile, 0);
-    fetch_logits(lane, p, shared, at);
-    Raw raw;
-    if (LOADS_AHEAD) load_raw(lane, raw, p, at);
-    for (u32 iteration = 0; at.valid(p); iteration++) {
-        Cursor next = at;
-        next.skip(lane, p, 1);
-        if (!LOADS_AHEAD) load_raw(lane, raw, p, at);
-        const Gates<GATE> gates(p.A_log ? exp2_fast(A_log * LOG2_E) : 1.f, p.lower_bound);
-        warp_sync();  // all lanes have read the biases of the chunk before
-        if (next.valid(p)) A_log = fetch_gates(lane, p, shared, next.tile, iteration + 1);
-        prepare_chunk(lane, p, shared, gates, raw, at, next, at.count, iteration);
-        arrive_by_warp(lane, shared.written());
-        at = next;
-    }
-}
-
-#else
-
-// The gates of a work tile's head.
-DEVICE Gates<GATE> load_gates(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& tile) {
-    const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[tile.head] * LOG2_E) : 1.f, p.lower_bound);
-    const float* from = p.dt_bias + tile.head * K + 64 * (lane.warp % HALVES);
-    float* to = shared.bias(lane.warp);
-    warp_sync();
-    #pragma unroll
-    for (int i = lane.id; i < 64; i += 32) to[i] = p.dt_bias ? gates.bias(from[i]) : 0.f;
-    warp_sync();
-    return gates;
-}
-
-DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
-    Cursor at;
-    at.has_rows = KEEPS && !SAVES;  // of saved chunks the inverters know the place
-    at.start(lane, p, slice() % STRIDE);
-    if (!at.valid(p)) return;
-    fetch_logits(lane, p, shared, at);
-    Gates<GATE> gates = load_gates(lane, p, shared, at.tile);
-    Raw raw;
-    if (LOADS_AHEAD) load_raw(lane, raw, p, at);
-    u32 iteration = 0;
-    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, iteration++) {
-        Cursor next = at;
-        next.skip(lane, p, STRIDE);
-        if (!LOADS_AHEAD) load_raw(lane, raw, p, at);
-        prepare_chunk(lane, p, shared, gates, raw, at, next, count, iteration);
-        arrive_by_warp(lane, shared.written());
-        if (next.valid(p) && next.index != at.index) gates = load_gates(lane, p, shared, next.tile);
-        at = next;
-    }
-}
-
-#endif
-
-// Wait until the chunk's slot is free. Executed by a full warp.
-DEVICE void make_room(Lane lane, const ForwardParams& p, const Shared& shared, const Cursor& at, u32 count) {
-    wait_for_free_place(lane, p, shared, at, count);
-    if (lane.id != 0) return;
-    if (TELLS_PLACE) *shared.place() = place_of(p, shared, at, count).base;
-    mbarrier_arrive(shared.placed());
-}
-
-// The warps that invert. Inverter 0 finishes first and reserves the next slot; the last inverter publishes the chunk,
-// so that only one warp waits for the writes to become visible.
-DEVICE void invert_chunks(Lane lane, const ForwardParams& p, const Shared& shared) {
-    const bool last = lane.warp == INVERTERS - 1;
-    float* beta = shared.beta(lane.warp);
-    Cursor at;
-    at.start(lane, p, slice() % STRIDE);
-    u32 iteration = 0;
-    for (u32 count = slice() % STRIDE; at.valid(p); count += STRIDE, iteration++, at.skip(lane, p, STRIDE)) {
-        warp_sync();
-        load_write_strengths(lane, beta, p, at);
-        if (lane.warp == 0) make_room(lane, p, shared, at, count);
-        mbarrier_wait(shared.summed(), iteration & 1);
-        warp_sync();
-        invert_chunk(lane, shared, place_of(p, shared, at, count), fine_place(p, at, count), beta);
-        arrive_by_warp(lane, shared.inverted());
-        arrive_by_warp(lane, shared.written());
-        if (!last) continue;
-        mbarrier_wait(shared.written(), iteration & 1);
-        if (lane.id == 0) publish(p, shared, at, count);
-        warp_sync();
-    }
 }

@@ -22,19 +22,19 @@ DEVICE int scanned_tile(const ForwardParams& p, int t) {
     return SEGMENTS ? t + t / ((p.segments - 1) * p.HV) * p.HV : t;
 }
 
-// A chunk that this CTA prepares; uniform in a warp.
-struct Cursor {
+// The next chunk that this CTA prepares; uniform in a warp.
+struct Search {
     int item, index, chunk, group;  // no group if it is not scanned
     u32 count;                      // chunks that the CTA group scans before
     WorkTile tile;
     i64 keys;  // offset of the tile's first token in q and k
 
     DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
-    DEVICE void start(Lane, const ForwardParams& p, int) {
+    DEVICE void start(const ForwardParams& p) {
         item = blockIdx.x - scanning_blocks(p);
         find(p);
     }
-    DEVICE void skip(Lane, const ForwardParams& p, int) {
+    DEVICE void skip(const ForwardParams& p) {
         item += gridDim.x - scanning_blocks(p);
         find(p);
     }
@@ -76,11 +76,9 @@ DEVICE Stage kept_at(const ForwardParams& p, const WorkTile& tile, int chunk) {
 DEVICE Stage ring_at(const ForwardParams& p, int group, u32 count) {
     return {p.ring + (i64(group) * p.places + count % p.places) * STAGE_BYTES};
 }
-// A chunk that a group scans.
-DEVICE Stage scanned_at(const ForwardParams& p, int group, u32 count) {
-    if (!KEEPS) return ring_at(p, group, count);
-    const u32 chunks = chunks_of_tile(p), round = count / chunks;
-    return kept_at(p, work_tile(p, scanned_tile(p, round * p.groups + group)), count - round * chunks);
+// The first chunk of a tile that is scanned; the next ones are p.HV rows apart.
+DEVICE Stage first_kept(const ForwardParams& p, int tile) {
+    return KEEPS ? kept_at(p, work_tile(p, scanned_tile(p, tile)), 0) : Stage{};
 }
 DEVICE u32* filled(const ForwardParams& p, int group, u32 count) {
     return p.progress + group * ((p.places + 31) / 32 * 32 + 32) + count % p.places;
@@ -91,7 +89,7 @@ DEVICE u32* landed(const ForwardParams& p, int group, int slice) {
 
 // Wait until the previous chunk in the place has arrived in every CTA of the group. Executed by a full warp.
 DEVICE void wait_for_place(Lane lane, const ForwardParams& p, int group, u32 count) {
-    if (lane.id < SLICES && count >= p.places) {
+    if (!KEEPS && lane.id < SLICES && count >= p.places) {
         while (read_counter(landed(p, group, lane.id)) <= count - p.places) back_off();
     }
     warp_sync();
@@ -114,22 +112,19 @@ DEVICE u32 wait_for_chunks(Lane lane, const ForwardParams& p, int group, u32 cou
 
 // ---------------------------------------------------------------- what the preparing warps ask for
 
-constexpr int STRIDE = 1;
+// A task as the preparing warps see it.
+struct Cursor {
+    i64 keys;
+    WorkTile tile;
+    static constexpr int chunk = 0;
 
-DEVICE Stage place_of(const ForwardParams& p, const Shared&, const Cursor& at, u32) {
-    return KEEPS ? kept_at(p, at.tile, at.chunk) : ring_at(p, at.group, at.count);
-}
-// The place of a chunk's T' in fp16.
-DEVICE unsigned char* fine_place(const ForwardParams& p, const Cursor& at, u32) {
-    return FINE ? p.fine + kept_row(p, at.tile, at.chunk) * SQUARE : nullptr;
-}
+    explicit DEVICE Cursor(const Task& task) : keys(task.keys) {
+        tile.first = task.first, tile.length = task.left, tile.head = task.head;
+    }
+    DEVICE bool valid(const ForwardParams&) const { return tile.length > 0; }
+};
 
-// Executed by a full warp.
-DEVICE void wait_for_free_place(Lane lane, const ForwardParams& p, const Shared&, const Cursor& at, u32) {
-    wait_for_place(lane, p, at.group, at.count);
-}
-
-// Tell the scan that a chunk is prepared. Executed by one thread.
-DEVICE void publish(const ForwardParams& p, const Shared&, const Cursor& at, u32) {
-    if (!SEGMENTS || at.group >= 0) red_add_release(filled(p, at.group, at.count), 1);
+DEVICE void wait_for_room(const Shared& shared, u32 iteration) { shared.tasks().wait_for(Tasks::PLACED, iteration); }
+DEVICE Stage room(const ForwardParams&, const Shared& shared, const Cursor&, u32, u32 iteration) {
+    return {shared.tasks()[iteration].place};
 }

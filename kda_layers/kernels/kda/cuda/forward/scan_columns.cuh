@@ -303,22 +303,26 @@ DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& share
 
 DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     const int group = cta_group();
-    const u32 all = (scanned_tiles(p) - group + p.groups - 1) / p.groups * chunks_of_tile(p);
-    u32 ready = 0;
-    for (u32 count = 0; count < all; count++) {
-        if (ready <= count) ready = wait_for_chunks(lane, p, group, count);
-        if (lane.id == 0) {
+    const u32 chunks = chunks_of_tile(p);
+    u32 count = 0, ready = 0;
+    for (int index = group; index < scanned_tiles(p); index += p.groups) {
+        Stage kept = first_kept(p, index);
+        for (u32 chunk = 0; chunk < chunks; chunk++, count++) {
+            if (ready <= count) ready = wait_for_chunks(lane, p, group, count);
+            if (lane.id == 0) {
 #if __CUDA_ARCH__ >= 900
-            fence_proxy_async_global();
+                fence_proxy_async_global();
 #endif
-            const Stage from = scanned_at(p, group, count);
-            if (count >= SCAN_STAGES) mbarrier_wait(shared.full(count), phase_of(count - SCAN_STAGES));
-            for (int part = 0; part < FETCHED; part++) {
-                expect(shared, part, count);
-                fetch(from, shared, part, count);
+                const Stage from = KEEPS ? kept : ring_at(p, group, count);
+                if (count >= SCAN_STAGES) mbarrier_wait(shared.full(count), phase_of(count - SCAN_STAGES));
+                for (int part = 0; part < FETCHED; part++) {
+                    expect(shared, part, count);
+                    fetch(from, shared, part, count);
+                }
+                if (!KEEPS && count >= SCAN_STAGES) write_counter(landed(p, group, slice()), count - SCAN_STAGES + 1);
             }
-            if (count >= SCAN_STAGES) write_counter(landed(p, group, slice()), count - SCAN_STAGES + 1);
+            kept.base += i64(p.HV) * STAGE_BYTES;
+            warp_sync();
         }
-        warp_sync();
     }
 }

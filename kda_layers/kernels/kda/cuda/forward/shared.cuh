@@ -3,6 +3,7 @@
 #include "ForwardParams.h"
 #include "gates.cuh"
 #include "stage.cuh"
+#include "task.cuh"
 
 // Chosen by the build, in addition to stage.cuh's: GATE (see gates.cuh), G_FP32 (1: gate logits are fp32), SAVES (1:
 // save what the backward reads), POOLED (1: for engines: states in slots of a pool, one boundary state of each sequence,
@@ -52,7 +53,8 @@ struct Shared {
     static constexpr int AT_LOGITS = AT_SUMS + PREPARE_WARPS * 16 * 16;
     static constexpr int AT_BIAS = AT_LOGITS + (G_FP32 ? 0 : CHUNK * K * 2);
     static constexpr int AT_BARRIERS = PREPARES ? AT_BIAS + (BLOCK_ROLES ? 2 : 1) * PREPARE_WARPS * 256 : AT_COLUMNS;
-    static constexpr int BYTES = AT_BARRIERS + (2 * PARTS * STAGES + 5) * 8;
+    static constexpr int AT_TASKS = AT_BARRIERS + (2 * PARTS * STAGES + 5) * 8;
+    static constexpr int BYTES = AT_TASKS + (BLOCK_ROLES ? Tasks::BYTES : 0);
 
     DEVICE Stage stage(u32 count) const { return {base + (count % STAGES) * STAGE_BYTES}; }
     DEVICE unsigned char* state() const { return base + AT_STATE; }          // S: [BV, K]
@@ -96,6 +98,7 @@ struct Shared {
     DEVICE u64* written() const { return summed() + 2; }
     DEVICE u64* placed() const { return summed() + 3; }  // the chunk's slot is free
     DEVICE unsigned char** place() const { return reinterpret_cast<unsigned char**>(summed() + 4); }
+    DEVICE Tasks tasks() const { return {base + AT_TASKS}; }  // with BLOCK_ROLES
 
     // warps of a CTA that release a part
     static DEVICE constexpr int releases(int part) { return part == OUTPUT ? 4 : 1; }
@@ -106,6 +109,7 @@ struct Shared {
         mbarrier_init(inverted(), INVERTERS);
         mbarrier_init(written(), PREPARE_WARPS + INVERTERS);
         mbarrier_init(placed(), 1);
+        if (BLOCK_ROLES) tasks().init_barriers(PREPARE_WARPS + INVERTERS);
 #if __CUDA_ARCH__ >= 900
         fence_mbarrier_init();
 #endif
