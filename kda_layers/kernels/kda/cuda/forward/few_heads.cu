@@ -11,7 +11,7 @@
 #include "preparing_block.cuh"
 
 constexpr int BLOCK_THREADS = (SEGMENTS == MAPS ? 4 : 3) * 128;
-static_assert(32 * (PREPARE_WARPS + INVERTERS) <= BLOCK_THREADS && SCAN_THREADS <= BLOCK_THREADS);
+static_assert(PREPARE_WARPS <= 8 && 8 + INVERTERS < 12 && SCAN_THREADS <= BLOCK_THREADS);
 
 // Registers per thread by role, where the arch has setmaxnreg; three warpgroups share 504, four 512.
 enum Role { PREPARE, INVERT, SCAN, MOVE, COPY, NONE };

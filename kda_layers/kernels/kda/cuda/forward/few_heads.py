@@ -29,11 +29,12 @@ BV = 64  # columns of V per block that scans
 THREADS = 384
 SCAN_STAGES = 3
 
-# Microseconds on an H200, fitted to measured times (docs/internals/lab_notes.md). A chunk of one head takes a
-# multiprocessor that prepares 5.15, and a group that scans 1.1; by forward.cu a chain of chunks takes 1.25 for each, or
-# 1.95 where blocks have 32 columns of V. The rest does not depend on the length.
-PREPARES, SCANS, STARTS = 5.15, 1.1, 16.0
-CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 1.95, 10.0
+# Microseconds, within 6 % of measured times (docs/internals/lab_notes.md). A chunk of one head takes a multiprocessor
+# that prepares 5.05, and a group that scans 1.04 and some for each group; by forward.cu a chain of chunks takes 1.25
+# for each, or where blocks have 32 columns of V 1.95 on an H200 and up to 2.4 on an H100. The rest does not depend on
+# the length.
+PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 1.04, 0.006, 16.0
+CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
 MOST_TILES = 128  # with more, it was not measured
 
@@ -127,7 +128,8 @@ def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
     every = []
     for groups in range(1, min(tiles, processors // slices - 1) + 1):
         preparers = processors // slices * slices - groups * slices
-        prepare, scan = tiles * chunks * PREPARES / preparers, -(-tiles // groups) * chunks * SCANS
+        prepare = tiles * chunks * PREPARES / preparers
+        scan = -(-tiles // groups) * chunks * (SCANS + SCANS_BESIDE * groups)
         every.append((STARTS + max(prepare, scan), Shares(groups, preparers, 2 * -(-preparers // groups) + 4)))
     fastest, shares = min(every)
     wide = tiles * WIDTH // 16 > processors  # as forward.variant_for chooses

@@ -17,7 +17,8 @@ DEVICE Task task_of(const ForwardParams& p, const Search& at) {
     return task;
 }
 
-// Give the block's warps one task after the other, and after each the place for its chunk.
+// Give the block's warps one task after the other, and with each the place for the chunk before, as they need a task before
+// they end the one before it.
 DEVICE void give_tasks(Lane lane, const ForwardParams& p, const Shared& shared) {
     const Tasks tasks = shared.tasks();
     Search at;

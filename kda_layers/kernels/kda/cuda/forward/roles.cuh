@@ -66,7 +66,7 @@ struct Search {
 
 // Each CTA group has p.places places for prepared chunks, used in turn: of a ring in global memory, or, if all chunks are
 // kept, the rows of its chunks, so many that none is used twice. Its counters: how often each place has been filled, and, on
-// a cache line of their own, how many chunks have arrived in the shared memory of each CTA.
+// a cache line of their own, how many chunks of a ring have arrived in the shared memory of each CTA.
 DEVICE i64 kept_row(const ForwardParams& p, const WorkTile& tile, int chunk) {
     return (i64(tile.sequence) * ((p.T + CHUNK - 1) / CHUNK) + tile.skipped + chunk) * p.HV + tile.head;
 }

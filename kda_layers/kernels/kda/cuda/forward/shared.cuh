@@ -38,7 +38,7 @@ DEVICE bool has_tail(const ForwardParams& p, int sequence) {
 struct Shared {
     static constexpr int STAGES = ::STAGES;
     unsigned char* base;
-    // prepared chunks; operands of the scan; what the preparing warps exchange; barriers
+    // prepared chunks; operands of the scan; what the preparing warps exchange; barriers; with BLOCK_ROLES, tasks
     static constexpr int AT_STATE = BLOCK_ROLES ? 0 : STAGES * STAGE_BYTES;
     static constexpr int AT_RESIDUALS = AT_STATE + BV * K * 2;
     static constexpr int AT_ERRORS = AT_RESIDUALS + BV * CHUNK * 2;
@@ -95,6 +95,7 @@ struct Shared {
     DEVICE u64* empty(int part, u32 count) const { return full(part, count) + PARTS * STAGES; }
     DEVICE u64* summed() const { return barriers() + 2 * PARTS * STAGES; }  // L of a chunk
     DEVICE u64* inverted() const { return summed() + 1; }
+    // Without BLOCK_ROLES: Tasks has its own
     DEVICE u64* written() const { return summed() + 2; }
     DEVICE u64* placed() const { return summed() + 3; }  // the chunk's slot is free
     DEVICE unsigned char** place() const { return reinterpret_cast<unsigned char**>(summed() + 4); }
