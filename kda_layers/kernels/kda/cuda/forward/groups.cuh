@@ -97,7 +97,7 @@ DEVICE Stage place_of(const ForwardParams& p, const Shared& shared, const Cursor
 }
 
 // Executed by a full warp.
-DEVICE void wait_for_free_place(Lane lane, const ForwardParams& p, const Shared& shared, const Cursor&, u32 count) {
+DEVICE void wait_for_free_place(Lane lane, const ForwardParams& p, const Shared& shared, u32 count) {
     if (RECYCLES && count >= RING) wait_for_place(lane, p, count);
     if (!SHARED_CHUNKS) {
         for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
@@ -105,7 +105,7 @@ DEVICE void wait_for_free_place(Lane lane, const ForwardParams& p, const Shared&
 }
 
 // Tell the scan that a chunk is prepared. Executed by one thread.
-DEVICE void publish(const ForwardParams& p, const Shared& shared, const Cursor&, u32 count) {
+DEVICE void publish(const ForwardParams& p, const Shared& shared, u32 count) {
     if (SHARED_CHUNKS) red_add_release(prepared(p, slice()), 1);
     for (int part = 0; !SHARED_CHUNKS && part < PARTS; part++) mbarrier_arrive(shared.full(part, count));
 }

@@ -33,15 +33,7 @@ DEVICE void scan_maps(Lane lane, const ForwardParams& p, const ScanShared& share
             multiply_rows<STEPS, 0, STEPS, true>(W, x.S, rows);
             if (opt_barrier(left) > 0) x.state.decay(x.gamma);  // always; a branch keeps it behind these MMAs
             wgmma_wait<0>();
-            fence_operand(W);
-            subtract(x.v, W);
-            wgmma_fence();
-            multiply_rows<4, 0, 4, true>(W, x.v, T);
-            wgmma_wait<0>();
-            fence_operand(W);
-            const bool next_there = mbarrier_test_wait(shared.full(next.stage), next.phase);
-            as_operand<CHUNK>(E, W);
-            wgmma_fence();
+            const bool next_there = compute_errors(E, W, x.v, T, shared, next);
             multiply_tokens<K>(x.state.S, E, operand_at(first_Kr, at.bytes()));
             wgmma_wait<0>();
             fence_operand(x.state.S);

@@ -37,7 +37,7 @@ DEVICE void prepare(Lane lane, const ForwardParams& p, const Shared& shared) {
 
 // Wait until the chunk's slot is free. Executed by a full warp.
 DEVICE void make_room(Lane lane, const ForwardParams& p, const Shared& shared, const Cursor& at, u32 count) {
-    wait_for_free_place(lane, p, shared, at, count);
+    wait_for_free_place(lane, p, shared, count);
     if (lane.id != 0) return;
     if (SAVES) *shared.place() = place_of(p, shared, at, count).base;
     mbarrier_arrive(shared.placed());
@@ -62,7 +62,7 @@ DEVICE void invert_chunks(Lane lane, const ForwardParams& p, const Shared& share
         arrive_by_warp(lane, shared.written());
         if (!last) continue;
         mbarrier_wait(shared.written(), iteration & 1);
-        if (lane.id == 0) publish(p, shared, at, count);
+        if (lane.id == 0) publish(p, shared, count);
         warp_sync();
     }
 }

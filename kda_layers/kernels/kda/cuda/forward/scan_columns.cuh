@@ -169,6 +169,22 @@ DEVICE void enter(Lane lane, Carried& x, const ScanShared& shared, const Place& 
     x.gamma.load(lane, shared.stage(at.stage).gamma());
 }
 
+// E = V', rounded, from W = R, whose MMAs are done; W and v are overwritten. The next MMA may follow. Return whether the
+// next chunk and its v have arrived.
+DEVICE bool compute_errors(Tokens& E, Sums<CHUNK>& W, Tokens& v, Operand T, const ScanShared& shared,
+                           const Place& next) {
+    fence_operand(W);
+    subtract(v, W);
+    wgmma_fence();
+    multiply_rows<4, 0, 4, true>(W, v, T);
+    wgmma_wait<0>();
+    fence_operand(W);
+    const bool next_there = mbarrier_test_wait(shared.full(next.stage), next.phase);
+    as_operand<CHUNK>(E, W);
+    wgmma_fence();
+    return next_there;
+}
+
 DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     constexpr int STEPS = K / 16;
     const int column = slice() * BV + 16 * lane.warp;
@@ -194,15 +210,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
             wgmma_fence();
             multiply_rows<STEPS, 0, STEPS, true>(O, x.S, operand_at(rows, AT_QG));
             wgmma_wait<1>();
-            fence_operand(W);
-            subtract(x.v, W);
-            wgmma_fence();
-            multiply_rows<4, 0, 4, true>(W, x.v, T);
-            wgmma_wait<0>();
-            fence_operand(W);
-            const bool next_there = mbarrier_test_wait(shared.full(next.stage), next.phase);
-            as_operand<CHUNK>(E, W);
-            wgmma_fence();
+            const bool next_there = compute_errors(E, W, x.v, T, shared, next);
             multiply_tokens<K>(x.state.S, E, operand_at(first_Kr, at.bytes()));
             multiply_rows<4>(O, E, operand_at(T, AT_AQK - AT_T));
             release(lane, shared, ERRORS, at);
