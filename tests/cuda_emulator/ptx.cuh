@@ -211,13 +211,25 @@ template <class T> DEVICE T shuffle_xor(T x, int mask, CALLED_HERE) {
     });
     return mine.result;
 }
-DEVICE int broadcast(int x, CALLED_HERE) {
+DEVICE int broadcast(int x, int lane = 0, CALLED_HERE) {
+    struct Operands { int x, result, lane; } mine = {x, x, lane};
     emulator::begin("broadcast", site);
-    emulator::together(x, [](int** lanes) {
-        for (int i = 1; i < 32; ++i) *lanes[i] = *lanes[0];
+    emulator::together(mine, [](Operands** lanes) {
+        for (int i = 0; i < 32; ++i) lanes[i]->result = lanes[lanes[i]->lane & 31]->x;
     });
-    return x;
+    return mine.result;
 }
+DEVICE u32 ballot(bool x, CALLED_HERE) {
+    struct Operands { bool x; u32 result; } mine = {x, 0};
+    emulator::begin("ballot", site);
+    emulator::together(mine, [](Operands** lanes) {
+        u32 bits = 0;
+        for (int i = 0; i < 32; ++i) bits |= u32(lanes[i]->x) << i;
+        for (int i = 0; i < 32; ++i) lanes[i]->result = bits;
+    });
+    return mine.result;
+}
+DEVICE int count_ones(u32 x) { return __builtin_popcount(x); }
 DEVICE void warp_sync(CALLED_HERE) {
     struct Operands {} mine;
     emulator::begin("warp_sync", site);

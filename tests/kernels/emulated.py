@@ -125,7 +125,7 @@ def few_heads(x: Inputs, shares: few_heads_launcher.Shares, arch: int = 90, seed
     """Outputs of the forward kernel of few heads, all of whose blocks are resident."""
     blocks = shares.groups * (x.q.shape[3] // few_heads_launcher.BV) + shares.preparers
     machine = Emulator(arch, blocks, seed)
-    with mock.patch.object(few_heads_launcher, "shares_for", return_value=shares), GuardedMemory():
+    with mock.patch.object(few_heads_launcher, "shares_of", return_value=shares), GuardedMemory():
         return few_heads_launcher.forward(guarded_inputs(x), machine)[0]
 
 

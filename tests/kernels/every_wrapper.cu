@@ -65,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     cp_async_commit();
     cp_async_wait<0>();
     warp_sync();
+    word += broadcast(int(word), 5) + ballot(word > 7) + count_ones(word);
     ldmatrix_x4(r, shared_memory() + 16);
     word += r[0] + r[1] + r[2] + r[3];
     ldmatrix_x4_trans(r, shared_memory() + 16);

@@ -122,9 +122,13 @@ FEW_HEADS = [
     if archs.ARCHS[ARCHS[arch]].setmaxnreg
     for variant in [few_heads.variant_for(K, dtype, gate, g_wide, ARCHS[arch])]
 ]
+PACKED = [
+    pytest.param(p.values[0]._replace(packed=True), p.values[1], id=f"packed-{p.id}")  # type: ignore[attr-defined]
+    for p in FEW_HEADS
+]
 
 
-@pytest.mark.parametrize(("variant", "arch"), FEW_HEADS)
+@pytest.mark.parametrize(("variant", "arch"), FEW_HEADS + PACKED)
 def test_few_heads(variant: few_heads.Variant, arch: str) -> None:
     cubin = build.compile(few_heads.SOURCE, variant.defines, arch)
     check_resources(cubin, "kda_forward_few_heads", REGISTERS // few_heads.THREADS)

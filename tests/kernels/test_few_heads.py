@@ -28,6 +28,10 @@ CASES = [
     Case(T=40, state=True, dt_bias=False, A_log=False, l2norm=False, scale=0.3, checkpoints=False),
     Case(T=192, dtype=FP16, gate="log_decay", beta="2sigmoid", g_wide=True, checkpoints=False),
     NARROW,
+    Case(lengths=(130, 0, 64, 1, 200, 5, 63), state=True, checkpoints=False),
+    Case(lengths=(64,) * 5, H=2, group=1, slow=True, final=False, checkpoints=False),
+    Case(lengths=(300, 65, 66), K=64, V=64, dtype=FP16, gate="softplus", g_wide=True, checkpoints=False),
+    Case(lengths=(0, 0), state=True, checkpoints=False),
 ]
 
 
@@ -89,7 +93,7 @@ def test_chosen_with_last_tokens(T: int, final: bool, monkeypatch: pytest.Monkey
     want = call(x)
     monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE)
     with (
-        mock.patch.object(few_heads, "shares_for", return_value=shares),
+        mock.patch.object(few_heads, "shares_of", return_value=shares),
         mock.patch.object(few_heads, "forward", wraps=few_heads.forward) as chosen,
     ):
         assert_same(call(x), want)
@@ -129,7 +133,9 @@ def test_served_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert few_heads.serves(x, machine)
     assert not few_heads.serves(x, emulated.Emulator(arch=100, processors=132))
     assert not few_heads.serves(x._replace(checkpoint_every=64), machine)
-    assert not few_heads.serves(x._replace(cu_seqlens=torch.tensor([0, 8192])), machine)
+    assert few_heads.serves(x._replace(cu_seqlens=torch.tensor([0, 8192])), machine)
+    many = torch.arange(0, 8192 + 1, 32)  # their mean length is less than a chunk
+    assert not few_heads.serves(x._replace(cu_seqlens=many), machine)
     short = make_inputs(Case(T=64, H=8, checkpoints=False))
     assert not few_heads.serves(short, machine)
     monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "yes")

@@ -139,8 +139,11 @@ template <class T> DEVICE T opt_barrier(T x) {
 
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-// The first lane's x, which the compiler then knows to be uniform.
-DEVICE int broadcast(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+// A lane's x, which the compiler then knows to be uniform.
+DEVICE int broadcast(int x, int lane = 0) { return __shfl_sync(0xffffffffu, x, lane); }
+// A bit for each lane.
+DEVICE u32 ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
+DEVICE int count_ones(u32 x) { return __popc(x); }
 // threadIdx.x through a shuffle, which ptxas does not look through: it cannot keep values computed from an earlier call
 // in registers. Executed by a full warp.
 DEVICE u32 read_thread_index() { return shuffle_xor(threadIdx.x, 0); }

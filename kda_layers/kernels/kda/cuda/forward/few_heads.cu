@@ -18,8 +18,8 @@ enum Role { PREPARE, INVERT, SCAN, MOVE, COPY, NONE };
 template <int role> DEVICE void registers() {
 #if HAS_SETMAXNREG
     constexpr bool maps = SEGMENTS == MAPS;
-    if constexpr (role == PREPARE) setmaxnreg_inc<maps ? 192 : 200>();
-    if constexpr (role == INVERT) setmaxnreg_dec<104>();
+    if constexpr (role == PREPARE) setmaxnreg_inc<maps ? 192 : PACKED ? 208 : 200>();
+    if constexpr (role == INVERT) setmaxnreg_dec<PACKED ? 88 : 104>();
     if constexpr (role == SCAN) setmaxnreg_inc<maps ? 208 : 240>();
     if constexpr (role == MOVE && maps) setmaxnreg_dec<64>();
     if constexpr (role == MOVE && !maps) setmaxnreg_inc<192>();
@@ -37,7 +37,8 @@ DEVICE void scan_block(Lane lane, const ForwardParams& p) {
     } else if (lane.warp < WARPS + MOVERS) {
         registers<MOVE>();
         const Lane moving = {lane.warp - WARPS, lane.id};
-        if constexpr (SEGMENTS != MAPS) move_rows(moving, p, shared);
+        if constexpr (PACKED) move_packed_rows(moving, p, shared);
+        else if constexpr (SEGMENTS != MAPS) move_rows(moving, p, shared);
         else if (has_values()) move_values(moving, p, shared);
     } else {
         registers<COPY>();
@@ -70,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
         else Shared{shared_memory()}.init_barriers();
     }
     block_or_cluster_sync(BLOCK_THREADS);
-    if (scans) scan_block(lane, p);
+    const u32 thread = PACKED ? read_thread_index() % 512 : threadIdx.x;  // else ptxas computes it again and spills
+    if (scans) scan_block({int(thread / 32), int(thread % 32)}, p);
     else prepare_block(lane, p);
     block_or_cluster_sync(BLOCK_THREADS);
 }

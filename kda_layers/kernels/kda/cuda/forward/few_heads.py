@@ -1,4 +1,4 @@
-"""Launcher of few_heads.cu: the forward over sequences of one length with few heads, by blocks of two roles.
+"""Launcher of few_heads.cu: the forward by blocks of two roles, faster with few heads and for packed sequences.
 
 All its blocks wait for each other, so it is launched cooperatively: a GPU starts it when all of them can run. With
 KDA_LAYERS_FEW_HEADS=0 in the environment it is not used.
@@ -36,7 +36,9 @@ SCAN_STAGES = 3
 PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 1.04, 0.006, 16.0
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
-MOST_TILES = 128  # with more, it was not measured
+MOST_TILES = 128  # of one length; with more, it was not measured
+MOST_GROUPS_PACKED = 32  # a lane follows each
+TILE, TILE_TOGETHER = 0.4, 1.4  # microseconds that a packed tile takes beside its chunks
 
 
 class Shares(NamedTuple):
@@ -45,6 +47,11 @@ class Shares(NamedTuple):
     groups: int  # CTA groups that scan
     preparers: int  # blocks that prepare
     places: int  # for prepared chunks of each group, used in turn: more than SCAN_STAGES
+
+    @classmethod
+    def of(cls, groups: int, preparers: int) -> Shares:
+        """With as many places as preparing blocks need."""
+        return cls(groups, preparers, 2 * -(-preparers // groups) + 4)
 
     @property
     def counters(self) -> int:
@@ -61,6 +68,7 @@ class Variant(NamedTuple):
     g_wide: bool  # g is fp32
     wgmma: bool
     setmaxnreg: bool
+    packed: bool  # sequences of any lengths
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -68,7 +76,7 @@ class Variant(NamedTuple):
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.slices, "IO": whole.TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
             "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": 0, "POOLED": 0, "BLOCK_ROLES": 1, "TAILS": whole.TAIL,
-            "SHARED_BYTES": self.shared_bytes,
+            "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed),
         }  # fmt: skip
 
     @property
@@ -81,16 +89,19 @@ class Variant(NamedTuple):
         return SCAN_STAGES * whole.stage_bytes(self.K) + 4 * 2 * CHUNK * BV + 8 * (4 * SCAN_STAGES + 2)
 
 
-def variant_for(K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int) -> Variant:
+def variant_for(
+    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, packed: bool = False
+) -> Variant:
     """The variant for an arch with bulk copies."""
-    return Variant(K, dtype, gate_activation, g_wide, ARCHS[arch].wgmma, ARCHS[arch].setmaxnreg)
+    return Variant(K, dtype, gate_activation, g_wide, ARCHS[arch].wgmma, ARCHS[arch].setmaxnreg, packed)
 
 
 def variants(arch: int) -> Iterable[Variant]:
     """Every variant that may be chosen for `arch`."""
     if ARCHS[arch].wgmma:
-        for dtype, gate, g_wide in itertools.product(whole.TYPES, GATE_CODES, (False, True)):
-            yield variant_for(WIDTH, dtype, gate, g_wide, arch)
+        flags = (False, True)
+        for dtype, gate, g_wide, packed in itertools.product(whole.TYPES, GATE_CODES, flags, flags):
+            yield variant_for(WIDTH, dtype, gate, g_wide, arch, packed)
 
 
 def is_enabled() -> bool:
@@ -107,16 +118,23 @@ def is_enabled() -> bool:
 
 def serves(x: Inputs, machine: Machine) -> bool:
     """Return True if this kernel computes a call without gradients, is faster by its measured times, and enabled."""
-    (B, T, HV, V), K = x.v.shape, x.q.shape[3]
-    if x.cu_seqlens is not None or x.checkpoint_every or (K, V) != (WIDTH, WIDTH):
+    if x.checkpoint_every or (x.q.shape[3], x.v.shape[3]) != (WIDTH, WIDTH):
         return False
     processors, arch, _ = machine.properties(x.q.device)
-    return ARCHS[arch].wgmma and shares_for(B * HV, chunks_of(T), processors) is not None and is_enabled()
+    return ARCHS[arch].wgmma and shares_of(x, processors) is not None and is_enabled()
 
 
 def chunks_of(T: int) -> int:
     """Chunks of a sequence in a call without gradients; its last tokens may be none."""
     return -(-whole.in_chunks(T, tails=True) // CHUNK)
+
+
+def shares_of(x: Inputs, processors: int) -> Shares | None:
+    """The fastest shares for a call, or None where forward.cu is as fast."""
+    B, T, HV, _ = x.v.shape
+    if x.cu_seqlens is not None:
+        return packed_shares_for(x.cu_seqlens.shape[0] - 1, T, HV, processors)
+    return shares_for(B * HV, chunks_of(T), processors)
 
 
 @functools.lru_cache(whole.PLANS)
@@ -130,12 +148,37 @@ def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
         preparers = processors // slices * slices - groups * slices
         prepare = tiles * chunks * PREPARES / preparers
         scan = -(-tiles // groups) * chunks * (SCANS + SCANS_BESIDE * groups)
-        every.append((STARTS + max(prepare, scan), Shares(groups, preparers, 2 * -(-preparers // groups) + 4)))
+        every.append((STARTS + max(prepare, scan), Shares.of(groups, preparers)))
     fastest, shares = min(every)
-    wide = tiles * WIDTH // 16 > processors  # as forward.variant_for chooses
-    rounds = -(-tiles // max(processors // (4 if wide else 8), 1))
-    together = STARTS_TOGETHER + rounds * chunks * (WIDE_CHAIN if wide else CHAIN)
+    wide, groups = together_groups(tiles, processors)
+    together = STARTS_TOGETHER + -(-tiles // groups) * chunks * (WIDE_CHAIN if wide else CHAIN)
     return shares if fastest < WORTH * together else None
+
+
+@functools.lru_cache(whole.PLANS)
+def packed_shares_for(sequences: int, tokens: int, heads: int, processors: int) -> Shares | None:
+    """The fastest shares for packed sequences, as if they had one length, or None where forward.cu is as fast.
+
+    Only the GPU knows their lengths. None too where their mean is less than a chunk: most have none, a few may be long.
+    """
+    slices, tiles, chunks = WIDTH // BV, sequences * heads, tokens // CHUNK * heads
+    if tokens < sequences * CHUNK or processors < 3 * slices:
+        return None
+    every = []
+    for groups in range(1, min(tiles, processors // slices - 1, MOST_GROUPS_PACKED) + 1):
+        preparers = processors // slices * slices - groups * slices
+        scan = (chunks * (SCANS + SCANS_BESIDE * groups) + tiles * TILE) / groups
+        every.append((STARTS + max(chunks * PREPARES / preparers, scan), Shares.of(groups, preparers)))
+    fastest, shares = min(every)
+    wide, groups = together_groups(tiles, processors)
+    together = STARTS_TOGETHER + (chunks * (WIDE_CHAIN if wide else CHAIN) + tiles * TILE_TOGETHER) / groups
+    return shares if fastest < WORTH * together else None
+
+
+def together_groups(tiles: int, processors: int) -> tuple[bool, int]:
+    """Whether forward.cu's blocks have 32 columns, and how many CTA groups that makes."""
+    wide = tiles * WIDTH // 16 > processors  # as forward.variant_for chooses
+    return wide, min(tiles, max(processors // (4 if wide else 8), 1))
 
 
 class Plan(NamedTuple):
@@ -151,22 +194,24 @@ class Plan(NamedTuple):
 @functools.lru_cache(whole.PLANS)
 def plan_of(
     machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
-    q_shape: tuple[int, ...], v_shape: tuple[int, ...], gate_activation: str, lower_bound: float,
-    beta_activation: str, qk_l2norm: bool, scale: float, tails: bool, shares: Shares,
+    q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
+    gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float, tails: bool,
+    shares: Shares,
 ) -> Plan:  # fmt: skip
-    """The plan for tensors of these shapes and dtypes."""
+    """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens."""
     B, T, H, K = q_shape
     HV, V = v_shape[2:]
     assert shares.places > SCAN_STAGES, "a place is free when its chunk has landed, which is told SCAN_STAGES later"
     if B * T > whole.MOST_TOKENS:
         raise ValueError(f"B * T must be at most {whole.MOST_TOKENS}, got {B * T}: split the batch")
-    variant = variant_for(K, dtype, gate_activation, g_dtype == torch.float32, machine.properties(device).capability)
+    N, arch = B if offsets is None else offsets[0] - 1, machine.properties(device).capability
+    variant = variant_for(K, dtype, gate_activation, g_dtype == torch.float32, arch, offsets is not None)
     rest = whole.PARAMS.pack_values(
-        T, H, HV, HV // H, B * HV, 0, BETA_CODES[beta_activation], beta_dtype == torch.float32, qk_l2norm, lower_bound,
-        scale, *(0,) * 9, tails, shares.groups, shares.places,
+        T, H, HV, HV // H, N * HV, offsets is not None and offsets[1] == torch.int64, BETA_CODES[beta_activation],
+        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale, *(0,) * 9, tails, shares.groups, shares.places,
     )  # fmt: skip
     kernel = machine.load(SOURCE, ENTRY, variant.defines, device)
-    return Plan(kernel, variant, shares, (B, HV, V, K), rest)
+    return Plan(kernel, variant, shares, (N, HV, V, K), rest)
 
 
 def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tuple[KDAOutput, None]:
@@ -177,12 +222,13 @@ def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tu
         RuntimeError: the blocks cannot run at once
     """
     x = whole.aligned_inputs(x)
-    (B, T, HV, _), device = x.v.shape, x.v.device
-    shares = shares_for(B * HV, chunks_of(T), machine.properties(device).processors)
+    device, offsets = x.v.device, x.cu_seqlens
+    shares = shares_of(x, machine.properties(device).processors)
     assert shares is not None  # as `serves` has found
     plan = plan_of(
-        machine, device, x.q.dtype, x.g.dtype, x.beta.dtype, x.q.shape, x.v.shape, x.gate_activation, x.lower_bound,
-        x.beta_activation, x.qk_l2norm, x.scale, tails is not None, shares,
+        machine, device, x.q.dtype, x.g.dtype, x.beta.dtype, x.q.shape, x.v.shape,
+        None if offsets is None else (offsets.shape[0], offsets.dtype),
+        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, tails is not None, shares,
     )  # fmt: skip
     o = torch.empty_like(x.v)
     final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
@@ -190,7 +236,7 @@ def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tu
     ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
     progress = torch.zeros(shares.counters, dtype=torch.int32, device=device)
     tensors = (
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, None, o, final, None, ring, progress,
+        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, offsets, o, final, None, ring, progress,
         *(None,) * 8, *(tails or whole.Tails()),
     )  # fmt: skip
     params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest

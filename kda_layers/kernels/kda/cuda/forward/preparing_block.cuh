@@ -22,10 +22,10 @@ DEVICE Task task_of(const ForwardParams& p, const Search& at) {
 DEVICE void give_tasks(Lane lane, const ForwardParams& p, const Shared& shared) {
     const Tasks tasks = shared.tasks();
     Search at;
-    at.start(p);
+    at.start(lane, p);
     int group = 0;
     u32 count = 0;  // of the chunk before
-    for (u32 iteration = 0;; iteration++, at.skip(p)) {
+    for (u32 iteration = 0;; iteration++, at.skip(lane, p)) {
         if (iteration >= Tasks::AHEAD) tasks.wait_for(Tasks::WRITTEN, iteration - Tasks::AHEAD);
         if (lane.id == 0) {
             tasks[iteration] = task_of(p, at);

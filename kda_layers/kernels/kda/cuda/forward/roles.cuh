@@ -1,8 +1,8 @@
 // Which chunks a CTA prepares, and how they reach the scan, where CTAs either scan or prepare (few_heads.cu).
 //
-// The CTAs that scan come first: p.groups CTA groups, each with one tile after the other, tile t with group t % p.groups. All
-// sequences have the same length. Chunks are prepared in the order in which they are scanned: of the tiles that are scanned
-// at the same time first all first chunks, then all second ones. CTA i of the n that prepare takes every n-th of them.
+// The CTAs that scan come first: p.groups CTA groups, each with one tile after the other, tile t with group t % p.groups.
+// Chunks are prepared in the order in which they are scanned: first the first chunk of every group, then every second one.
+// CTA i of the n that prepare takes every n-th of them.
 //
 // Where sequences are cut into segments, a sequence's last one is not scanned: its chunks are prepared after all others.
 #pragma once
@@ -22,19 +22,74 @@ DEVICE int scanned_tile(const ForwardParams& p, int t) {
     return SEGMENTS ? t + t / ((p.segments - 1) * p.HV) * p.HV : t;
 }
 
-// The next chunk that this CTA prepares; uniform in a warp.
-struct Search {
+// ---------------------------------------------------------------- the tiles of a CTA group
+
+// The tiles of a CTA group, one after the other.
+struct PlainTiles {
+    int index;
+
+    DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
+    DEVICE void start(const ForwardParams&, int group) { index = group; }
+    DEVICE void skip(const ForwardParams& p) { index += p.groups; }
+    DEVICE WorkTile at(const ForwardParams& p) const { return work_tile(p, index); }
+    // Index of the tile's state.
+    DEVICE i64 state(const ForwardParams&) const { return index; }
+};
+
+// The same of packed sequences, which may have no chunks. A tile is found while the one before it is worked on, as that takes
+// two loads, of which the second waits for the first.
+struct PackedTiles {
+    int index;
+    WorkTile tile, next;
+
+    DEVICE bool valid(const ForwardParams&) const { return tile.sequence >= 0; }
+    DEVICE void start(const ForwardParams& p, int group) {
+        index = group, tile = find(p, index), next = find(p, index + p.groups);
+    }
+    DEVICE void skip(const ForwardParams& p) { index += p.groups, tile = next, next = find(p, index + p.groups); }
+    DEVICE WorkTile at(const ForwardParams&) const { return tile; }
+    DEVICE i64 state(const ForwardParams& p) const { return i64(tile.sequence) * p.HV + tile.head; }
+    static DEVICE WorkTile find(const ForwardParams& p, int index) {
+        if (index < p.tiles) return work_tile(p, index);
+        WorkTile none = {};
+        none.sequence = -1;
+        return none;
+    }
+};
+
+// The chunks of packed sequences of a CTA group, one after the other.
+struct PackedChunks {
+    PackedTiles tiles;
+    int chunk;
+
+    DEVICE bool valid(const ForwardParams& p) const { return tiles.valid(p); }
+    DEVICE void start(const ForwardParams& p, int group) {
+        tiles.start(p, group), chunk = -1;
+        skip(p);
+    }
+    DEVICE void skip(const ForwardParams& p) {
+        for (chunk++; valid(p) && chunk >= tiles.tile.chunks(); chunk = 0) tiles.skip(p);
+    }
+    // Offset of its first token in v and o.
+    DEVICE i64 row(const ForwardParams& p) const { return tiles.tile.row(p, chunk * CHUNK) * V + slice() * BV; }
+    DEVICE int tokens() const { return tiles.tile.length - chunk * CHUNK; }  // from the chunk's start on
+};
+
+// ---------------------------------------------------------------- the chunks of a CTA that prepares
+
+// The next chunk that this CTA prepares, of sequences of one length; uniform in a warp.
+struct PlainSearch {
     int item, index, chunk, group;  // no group if it is not scanned
     u32 count;                      // chunks that the CTA group scans before
     WorkTile tile;
     i64 keys;  // offset of the tile's first token in q and k
 
     DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
-    DEVICE void start(const ForwardParams& p) {
+    DEVICE void start(Lane, const ForwardParams& p) {
         item = blockIdx.x - scanning_blocks(p);
         find(p);
     }
-    DEVICE void skip(const ForwardParams& p) {
+    DEVICE void skip(Lane, const ForwardParams& p) {
         item += gridDim.x - scanning_blocks(p);
         find(p);
     }
@@ -61,6 +116,57 @@ struct Search {
         index = t + (t / p.HV + 1) * (p.segments - 1) * p.HV;
     }
 };
+
+// The next chunk that this CTA prepares, of sequences of any lengths. Executed by a full warp: each lane follows a CTA group,
+// so there are at most 32.
+struct PackedSearch {
+    int chunk, group;
+    u32 count;  // chunks that the CTA group scans before
+    WorkTile tile;
+    i64 keys;  // offset of the tile's first token in q and k
+
+    PackedTiles tiles;  // of the lane's group
+    u32 end;            // chunks of the group through its tile
+    int offset;         // chunks `count` of lower groups that are before the next one to prepare
+    bool found;
+
+    DEVICE bool valid(const ForwardParams&) const { return found; }
+    DEVICE void start(Lane lane, const ForwardParams& p) {
+        tiles.start(p, lane.id < p.groups ? lane.id : p.tiles);
+        end = tiles.tile.chunks(), count = 0, offset = blockIdx.x - scanning_blocks(p);
+        find(lane, p);
+    }
+    DEVICE void skip(Lane lane, const ForwardParams& p) {
+        offset += gridDim.x - scanning_blocks(p);
+        find(lane, p);
+    }
+    DEVICE void find(Lane lane, const ForwardParams& p) {
+        for (;; count++) {
+            while (tiles.valid(p) && end <= count) tiles.skip(p), end += tiles.tile.chunks();
+            const u32 scanned = ballot(tiles.valid(p));  // groups that scan a chunk `count`
+            found = scanned != 0;
+            if (!found) return;
+            if (offset < count_ones(scanned)) return take(lane, p, scanned);
+            offset -= count_ones(scanned);
+        }
+    }
+    DEVICE void take(Lane lane, const ForwardParams& p, u32 scanned) {
+        const bool is_next = tiles.valid(p) && count_ones(scanned & (1u << lane.id) - 1) == offset;
+        group = count_ones(ballot(is_next) - 1);
+        tile.first = broadcast(tiles.tile.first, group), tile.length = broadcast(tiles.tile.length, group);
+        tile.head = broadcast(tiles.tile.head, group);
+        chunk = broadcast(int(count - end) + tiles.tile.chunks(), group);
+        keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
+    }
+};
+
+#if PACKED
+using Tiles = PackedTiles;
+using Search = PackedSearch;
+#else
+using Tiles = PlainTiles;
+using Search = PlainSearch;
+#endif
 
 // ---------------------------------------------------------------- prepared chunks
 

@@ -192,12 +192,13 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
     const Operand first_T = operand(shared.stage(0).T(), CHUNK * 16);
     const Operand first_Kr = mn_major_operand(shared.stage(0).Kr(), K * 16);
     Place at = {0, 0, 0};
-    for (int index = cta_group(); index < p.tiles; index += p.groups) {
-        const WorkTile tile = work_tile(p, index);
+    Tiles tiles;
+    for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
+        const WorkTile tile = tiles.at(p);
         Carried x;
-        x.state.load(lane, p.initial_state ? p.initial_state + state_at(index, column) : nullptr);
+        x.state.load(lane, p.initial_state ? p.initial_state + state_at(tiles.state(p), column) : nullptr);
         as_operand<K>(x.S, x.state.S);
-        enter(lane, x, shared, at, false);
+        if (!PACKED || tile.length > 0) enter(lane, x, shared, at, false);
         for (int left = tile.chunks(); left > 0; left--) {
             const Place next = at.next();
             const Operand rows = operand_at(first_rows, at.bytes()), T = operand_at(first_T, at.bytes());
@@ -227,9 +228,10 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
             release(lane, shared, OUTPUT, at);
             at = next;
         }
-        if (p.final_state) x.state.store(lane, p.final_state + state_at(index, column));
+        if (p.final_state) x.state.store(lane, p.final_state + state_at(tiles.state(p), column));
 #if TAILS
-        if (p.handover && has_tail(p, tile.sequence)) x.state.store(lane, p.handover + state_at(index, column));
+        if (p.handover && (!PACKED || tile.length > 0) && has_tail(p, tile.sequence))
+            x.state.store(lane, p.handover + state_at(tiles.index, column));
 #endif
     }
 }
@@ -307,30 +309,80 @@ DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& share
     }
 }
 
+// The same of packed sequences: v is loaded across tiles, as these may have few chunks.
+DEVICE void move_packed_rows(Lane lane, const ForwardParams& p, const ScanShared& shared) {
+    const i64 stride = i64(p.HV) * V;
+    PackedChunks at, loaded, prefetched;
+    at.start(p, cta_group());
+    if (!at.valid(p)) return;
+    loaded = prefetched = at;
+    const auto prefetch = [&] {
+        if (!prefetched.valid(p)) return;
+        prefetch_rows(lane, p.v + prefetched.row(p), stride, prefetched.tokens());
+        prefetched.skip(p);
+    };
+    for (int i = 0; i < AHEAD; i++) prefetch();
+    Rows next;
+    u32 loads = 0;
+    const auto load = [&] {
+        if (!loaded.valid(p)) return;
+        next.load(lane, p.v + loaded.row(p), stride, loaded.tokens());
+        loaded.skip(p), loads++;
+    };
+    for (u32 i = 0; i < 3; i++) {
+        load();
+        if (i < 2 && i < loads) give_values(lane, next, shared, i);
+    }
+    float scale[4];
+    take_scale(lane, scale, shared, 0);
+    for (u32 count = 0; at.valid(p); count++, at.skip(p)) {
+        wait_in_turn(shared.moved(count), count);
+        OutputRows o;
+        o.take(lane, shared.outputs(count), scale);
+        if (count + 2 < loads) give_values(lane, next, shared, count + 2);
+        if (count + 1 < loads) take_scale(lane, scale, shared, count + 1);
+        load();
+        prefetch();
+        o.store(lane, p.o + at.row(p), stride, at.tokens());
+    }
+}
+
 // ---------------------------------------------------------------- the warp that copies chunks
 
-DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const ScanShared& shared) {
+// Copy chunk `count` of the group, of which `ready` have been prepared, when its stage is free. Return how many have now.
+DEVICE u32 fetch_chunk(Lane lane, const ForwardParams& p, const ScanShared& shared, Stage from, u32 count, u32 ready) {
     const int group = cta_group();
-    const u32 chunks = chunks_of_tile(p);
+    if (ready <= count) ready = wait_for_chunks(lane, p, group, count);
+    if (lane.id == 0) {
+#if __CUDA_ARCH__ >= 900
+        fence_proxy_async_global();
+#endif
+        if (!KEEPS) from = ring_at(p, group, count);
+        if (count >= SCAN_STAGES) mbarrier_wait(shared.full(count), phase_of(count - SCAN_STAGES));
+        for (int part = 0; part < FETCHED; part++) {
+            expect(shared, part, count);
+            fetch(from, shared, part, count);
+        }
+        if (!KEEPS && count >= SCAN_STAGES) write_counter(landed(p, group, slice()), count - SCAN_STAGES + 1);
+    }
+    warp_sync();
+    return ready;
+}
+
+DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     u32 count = 0, ready = 0;
-    for (int index = group; index < scanned_tiles(p); index += p.groups) {
+#if PACKED
+    PackedChunks at;
+    for (at.start(p, cta_group()); at.valid(p); at.skip(p), count++)
+        ready = fetch_chunk(lane, p, shared, {}, count, ready);
+#else
+    const u32 chunks = chunks_of_tile(p);
+    for (int index = cta_group(); index < scanned_tiles(p); index += p.groups) {
         Stage kept = first_kept(p, index);
         for (u32 chunk = 0; chunk < chunks; chunk++, count++) {
-            if (ready <= count) ready = wait_for_chunks(lane, p, group, count);
-            if (lane.id == 0) {
-#if __CUDA_ARCH__ >= 900
-                fence_proxy_async_global();
-#endif
-                const Stage from = KEEPS ? kept : ring_at(p, group, count);
-                if (count >= SCAN_STAGES) mbarrier_wait(shared.full(count), phase_of(count - SCAN_STAGES));
-                for (int part = 0; part < FETCHED; part++) {
-                    expect(shared, part, count);
-                    fetch(from, shared, part, count);
-                }
-                if (!KEEPS && count >= SCAN_STAGES) write_counter(landed(p, group, slice()), count - SCAN_STAGES + 1);
-            }
+            ready = fetch_chunk(lane, p, shared, kept, count, ready);
             kept.base += i64(p.HV) * STAGE_BYTES;
-            warp_sync();
         }
     }
+#endif
 }
