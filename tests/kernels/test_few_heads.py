@@ -120,8 +120,26 @@ def test_measured_choices(tiles: int, tokens: int, groups: int | None) -> None:
         assert shares.places > few_heads.SCAN_STAGES
 
 
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "heads", "groups"),
+    [
+        (64, 8192, 32, 27),
+        (8, 8192, 96, 23),
+        (16, 8192, 16, 24),
+        (1, 8192, 8, 8),
+        (1, 8192, 16, 16),
+        (127, 8192, 32, None),
+        (0, 0, 8, None),
+    ],
+)
+def test_measured_choices_of_packed_sequences(sequences: int, tokens: int, heads: int, groups: int | None) -> None:
+    shares = few_heads.packed_shares_for(sequences, tokens, heads, 132)
+    assert (shares and shares.groups) == groups
+
+
 def test_few_multiprocessors() -> None:
     assert few_heads.shares_for(8, 128, 4) is None
+    assert few_heads.packed_shares_for(1, 8192, 8, 4) is None
 
 
 def test_served_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +152,7 @@ def test_served_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not few_heads.serves(x, emulated.Emulator(arch=100, processors=132))
     assert not few_heads.serves(x._replace(checkpoint_every=64), machine)
     assert few_heads.serves(x._replace(cu_seqlens=torch.tensor([0, 8192])), machine)
-    many = torch.arange(0, 8192 + 1, 32)  # their mean length is less than a chunk
+    many = torch.arange(0, 8192 + 1, 64)  # a chunk each
     assert not few_heads.serves(x._replace(cu_seqlens=many), machine)
     short = make_inputs(Case(T=64, H=8, checkpoints=False))
     assert not few_heads.serves(short, machine)

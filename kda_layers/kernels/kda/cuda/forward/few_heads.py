@@ -38,7 +38,9 @@ CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
 MOST_TILES = 128  # of one length; with more, it was not measured
 MOST_GROUPS_PACKED = 32  # a lane follows each
-TILE, TILE_TOGETHER = 0.4, 1.4  # microseconds that a packed tile takes beside its chunks
+TILE, TILE_TOGETHER = 0.95, 1.4  # microseconds that a packed tile takes beside its chunks, as above
+SCAN_WAITS = 1.05  # where both roles take as long, the scan waits for what has not been prepared
+LEAST_TOKENS_PACKED = 2 * CHUNK  # of a sequence, on average; with fewer, forward.cu was faster
 
 
 class Shares(NamedTuple):
@@ -159,20 +161,23 @@ def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
 def packed_shares_for(sequences: int, tokens: int, heads: int, processors: int) -> Shares | None:
     """The fastest shares for packed sequences, as if they had one length, or None where forward.cu is as fast.
 
-    Only the GPU knows their lengths. None too where their mean is less than a chunk: most have none, a few may be long.
+    Only the GPU knows their lengths. Where most are short, a few may be long.
     """
-    slices, tiles, chunks = WIDTH // BV, sequences * heads, tokens // CHUNK * heads
-    if tokens < sequences * CHUNK or processors < 3 * slices:
+    slices, tiles = WIDTH // BV, sequences * heads
+    if not sequences or tokens < sequences * LEAST_TOKENS_PACKED or processors < 3 * slices:
         return None
+    chunks = tokens / CHUNK / sequences  # of a tile
     every = []
     for groups in range(1, min(tiles, processors // slices - 1, MOST_GROUPS_PACKED) + 1):
         preparers = processors // slices * slices - groups * slices
-        scan = (chunks * (SCANS + SCANS_BESIDE * groups) + tiles * TILE) / groups
-        every.append((STARTS + max(chunks * PREPARES / preparers, scan), Shares.of(groups, preparers)))
-    fastest, shares = min(every)
+        prepare = tiles * chunks * PREPARES / preparers
+        scan = -(-tiles // groups) * (chunks * (SCANS + SCANS_BESIDE * groups) + TILE)
+        every.append((max(prepare, SCAN_WAITS * scan), max(prepare, scan), Shares.of(groups, preparers)))
+    _, fastest, shares = min(every)
     wide, groups = together_groups(tiles, processors)
-    together = STARTS_TOGETHER + (chunks * (WIDE_CHAIN if wide else CHAIN) + tiles * TILE_TOGETHER) / groups
-    return shares if fastest < WORTH * together else None
+    chain = chunks * (WIDE_CHAIN if wide else CHAIN) + TILE_TOGETHER
+    together = STARTS_TOGETHER + -(-tiles // groups) * chain
+    return shares if STARTS + fastest < WORTH * together else None
 
 
 def together_groups(tiles: int, processors: int) -> tuple[bool, int]:
