@@ -133,7 +133,7 @@ struct PackedSearch {
     DEVICE bool valid(const ForwardParams&) const { return found; }
     DEVICE void start(Lane lane, const ForwardParams& p) {
         tiles.start(p, lane.id < p.groups ? lane.id : p.tiles);
-        end = tiles.tile.chunks(), count = 0, offset = blockIdx.x - scanning_blocks(p);
+        end = max(tiles.tile.chunks(), 0), count = 0, offset = blockIdx.x - scanning_blocks(p);
         find(lane, p);
     }
     DEVICE void skip(Lane lane, const ForwardParams& p) {
@@ -142,7 +142,8 @@ struct PackedSearch {
     }
     DEVICE void find(Lane lane, const ForwardParams& p) {
         for (;; count++) {
-            while (tiles.valid(p) && end <= count) tiles.skip(p), end += tiles.tile.chunks();
+            // Offsets that fall are an error, but must not be waited for
+            while (tiles.valid(p) && end <= count) tiles.skip(p), end += max(tiles.tile.chunks(), 0);
             const u32 scanned = ballot(tiles.valid(p));  // groups that scan a chunk `count`
             found = scanned != 0;
             if (!found) return;
