@@ -38,9 +38,12 @@ CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
 MOST_TILES = 128  # of one length; with more, it was not measured
 MOST_GROUPS_PACKED = 32  # a lane follows each
-TILE, TILE_TOGETHER = 0.95, 1.4  # microseconds that a packed tile takes beside its chunks, as above
+# Packed sequences, as measured on an H100: a tile takes the first beside its chunks, or by forward.cu the second, and the
+# others for each state that is loaded or stored (2.0 of 2.5 were measured, with one number of groups).
+TILE, TILE_TOGETHER, STATE, STATE_TOGETHER = 0.95, 1.4, 2.5, 1.3
 SCAN_WAITS = 1.05  # where both roles take as long, the scan waits for what has not been prepared
-LEAST_TOKENS_PACKED = 2 * CHUNK  # of a sequence, on average; with fewer, forward.cu was faster
+LEAST_TOKENS = 2 * CHUNK  # of a sequence, on average; with fewer, forward.cu was faster
+MANY = 48  # sequences, of which none is expected to have most of the tokens
 
 
 class Shares(NamedTuple):
@@ -135,7 +138,8 @@ def shares_of(x: Inputs, processors: int) -> Shares | None:
     """The fastest shares for a call, or None where forward.cu is as fast."""
     B, T, HV, _ = x.v.shape
     if x.cu_seqlens is not None:
-        return packed_shares_for(x.cu_seqlens.shape[0] - 1, T, HV, processors)
+        states = int(x.initial_state is not None) + int(x.final_state)
+        return packed_shares_for(x.cu_seqlens.shape[0] - 1, T, HV, states, processors)
     return shares_for(B * HV, chunks_of(T), processors)
 
 
@@ -158,24 +162,30 @@ def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
 
 
 @functools.lru_cache(whole.PLANS)
-def packed_shares_for(sequences: int, tokens: int, heads: int, processors: int) -> Shares | None:
-    """The fastest shares for packed sequences, as if they had one length, or None where forward.cu is as fast.
+def packed_shares_for(sequences: int, tokens: int, heads: int, states: int, processors: int) -> Shares | None:
+    """The fastest shares for packed sequences, or None where forward.cu is as fast.
 
-    Only the GPU knows their lengths. Where most are short, a few may be long.
+    Only the GPU knows their lengths, so this is for equal ones. A single one may have most of the tokens. Unless there are
+    many, the groups then get its heads evenly: their number divides that of the heads, or is a multiple of it.
+
+    Args:
+        states: of the initial and the final one, how many the call has
     """
     slices, tiles = WIDTH // BV, sequences * heads
-    if not sequences or tokens < sequences * LEAST_TOKENS_PACKED or processors < 3 * slices:
+    if not sequences or tokens < sequences * LEAST_TOKENS or processors < 3 * slices:
         return None
     chunks = tokens / CHUNK / sequences  # of a tile
     every = []
     for groups in range(1, min(tiles, processors // slices - 1, MOST_GROUPS_PACKED) + 1):
+        if sequences < MANY and heads % groups and groups % heads:
+            continue
         preparers = processors // slices * slices - groups * slices
         prepare = tiles * chunks * PREPARES / preparers
-        scan = -(-tiles // groups) * (chunks * (SCANS + SCANS_BESIDE * groups) + TILE)
+        scan = -(-tiles // groups) * (chunks * (SCANS + SCANS_BESIDE * groups) + TILE + states * STATE)
         every.append((max(prepare, SCAN_WAITS * scan), max(prepare, scan), Shares.of(groups, preparers)))
     _, fastest, shares = min(every)
     wide, groups = together_groups(tiles, processors)
-    chain = chunks * (WIDE_CHAIN if wide else CHAIN) + TILE_TOGETHER
+    chain = chunks * (WIDE_CHAIN if wide else CHAIN) + TILE_TOGETHER + states * STATE_TOGETHER
     together = STARTS_TOGETHER + -(-tiles // groups) * chain
     return shares if STARTS + fastest < WORTH * together else None
 
