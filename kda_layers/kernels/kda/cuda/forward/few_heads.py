@@ -38,8 +38,8 @@ CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
 MOST_TILES = 128  # of one length; with more, it was not measured
 MOST_GROUPS_PACKED = 32  # a lane follows each
-# Packed sequences, as measured on an H100: a tile takes the first beside its chunks, or by forward.cu the second, and the
-# others for each state that is loaded or stored (2.0 of 2.5 were measured, with one number of groups).
+# Microseconds on an H100 that a packed tile takes beside its chunks, here and by forward.cu, and that loading or
+# storing its state takes: here 2.0 where it was measured, with 27 groups of short sequences, and more for the rest.
 TILE, TILE_TOGETHER, STATE, STATE_TOGETHER = 0.95, 1.4, 2.5, 1.3
 SCAN_WAITS = 1.05  # where both roles take as long, the scan waits for what has not been prepared
 LEAST_TOKENS = 2 * CHUNK  # of a sequence, on average; with fewer, forward.cu was faster
@@ -165,8 +165,8 @@ def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
 def packed_shares_for(sequences: int, tokens: int, heads: int, states: int, processors: int) -> Shares | None:
     """The fastest shares for packed sequences, or None where forward.cu is as fast.
 
-    Only the GPU knows their lengths, so this is for equal ones. A single one may have most of the tokens. Unless there are
-    many, the groups then get its heads evenly: their number divides that of the heads, or is a multiple of it.
+    Only the GPU knows their lengths, so this is for equal ones. A single one may have most of the tokens, unless there
+    are many. The groups then get its heads evenly: their number divides that of the heads, or is a multiple of it.
 
     Args:
         states: of the initial and the final one, how many the call has
@@ -216,6 +216,7 @@ def plan_of(
     """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens."""
     B, T, H, K = q_shape
     HV, V = v_shape[2:]
+    assert offsets is None or shares.groups <= MOST_GROUPS_PACKED
     assert shares.places > SCAN_STAGES, "a place is free when its chunk has landed, which is told SCAN_STAGES later"
     if B * T > whole.MOST_TOKENS:
         raise ValueError(f"B * T must be at most {whole.MOST_TOKENS}, got {B * T}: split the batch")
