@@ -22,13 +22,14 @@ emulates = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 # Groups that scan, blocks that prepare, places of a group; of four tiles, the last round has one or two.
 SHARES = [Shares(1, 2, 4), Shares(3, 2, 5), Shares(4, 6, 12)]
 NARROW = Case(K=64, V=64, dtype=FP16, gate="softplus", g_wide=True, T=200, state=True, checkpoints=False)
+PACKED = Case(lengths=(130, 0, 64, 1, 200, 5, 63), state=True, checkpoints=False)
 CASES = [
     Case(B=2, T=330, state=True, checkpoints=False),
     Case(B=2, T=330, H=1, group=2, slow=True, final=False, checkpoints=False),
     Case(T=40, state=True, dt_bias=False, A_log=False, l2norm=False, scale=0.3, checkpoints=False),
     Case(T=192, dtype=FP16, gate="log_decay", beta="2sigmoid", g_wide=True, checkpoints=False),
     NARROW,
-    Case(lengths=(130, 0, 64, 1, 200, 5, 63), state=True, checkpoints=False),
+    PACKED,
     Case(lengths=(64,) * 5, H=2, group=1, slow=True, final=False, checkpoints=False),
     Case(lengths=(300, 65, 66), K=64, V=64, dtype=FP16, gate="softplus", g_wide=True, checkpoints=False),
     Case(lengths=(0, 0), state=True, checkpoints=False),
@@ -69,7 +70,7 @@ def test_the_fastest_decay_without_biases() -> None:
 
 
 @emulates
-@pytest.mark.parametrize("case", **ids([CASES[0], NARROW]))
+@pytest.mark.parametrize("case", **ids([CASES[0], NARROW, PACKED]))
 def test_order_of_concurrent_operations(case: Case) -> None:
     x = make_inputs(case)
     want = emulated.few_heads(x, SHARES[0])
