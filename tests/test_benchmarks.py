@@ -42,7 +42,7 @@ from benchmarks.gpu.peers import softmax_forward, softmax_truth
 from kda_layers import KDAOutput, kda
 from kda_layers.kernels import fla_api
 from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.cuda.forward import few_heads
+from kda_layers.kernels.kda.cuda.forward import two_roles
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.reference import activate, log_decay
 from kda_layers.modeling import captured_step
@@ -712,13 +712,13 @@ def test_host_times_take_turns() -> None:
 
 def test_one_role_is_chosen_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     x, seen = cases.make_inputs(Case(1, 8, 1), "cpu"), []
-    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setattr(contenders, "call", lambda *_: seen.append(few_heads.is_enabled()))
+    monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(contenders, "call", lambda *_: seen.append(two_roles.is_enabled()))
     monkeypatch.setattr(contenders, "require", lambda *_: None)
     for contender in (ours_forward("sm90", x), one_role_forward("sm90", x)):
         contender.prepare().run()
     assert seen == [True, False]
-    assert few_heads.is_enabled()
+    assert two_roles.is_enabled()
     assert [c.name for c in forwards(["eager", "sm90"], x)] == ["eager", "sm90"]  # on a CPU
 
 

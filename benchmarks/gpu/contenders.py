@@ -20,7 +20,7 @@ from benchmarks.gpu.truth import Results, call, differentiable, outputs
 from kda_layers import dequantize_state, kda_step, quantize_state
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import DecodeInputs, Inputs, Problem
-from kda_layers.kernels.kda.cuda.forward import few_heads
+from kda_layers.kernels.kda.cuda.forward import two_roles
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
 
 
@@ -97,13 +97,13 @@ def ours_forward(backend: str, x: Inputs) -> Contender:
 
 
 def forwards(backends: Iterable[str], x: Inputs) -> list[Contender]:
-    """Our backends, and beside each that has a kernel of few heads for the call, what it would run without it."""
-    return [c for b in backends for c in (ours_forward(b, x), *([one_role_forward(b, x)] if _has_few(b, x) else []))]
+    """Our backends, and beside each that would run blocks of two roles, what it would run without them."""
+    return [c for b in backends for c in (ours_forward(b, x), *([one_role_forward(b, x)] if _has_roles(b, x) else []))]
 
 
-def _has_few(backend: str, x: Inputs) -> bool:
+def _has_roles(backend: str, x: Inputs) -> bool:
     ours = KDA.backends().get(backend)
-    return isinstance(ours, CudaBackend) and x.v.is_cuda and x.segments == "never" and few_heads.serves(x, ours.machine)
+    return isinstance(ours, CudaBackend) and x.v.is_cuda and x.segments == "never" and two_roles.serves(x, ours.machine)
 
 
 def one_role_forward(backend: str, x: Inputs) -> Contender:
@@ -114,7 +114,7 @@ def one_role_forward(backend: str, x: Inputs) -> Contender:
         p = plain.prepare()
 
         def run() -> Any:
-            with mock.patch.dict(os.environ, {few_heads.ENVIRONMENT_VARIABLE: "0"}):
+            with mock.patch.dict(os.environ, {two_roles.ENVIRONMENT_VARIABLE: "0"}):
                 return p.run()
 
         return p._replace(run=run)

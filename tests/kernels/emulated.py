@@ -21,8 +21,8 @@ from kda_layers.kernels.kda.contract import AnyInputs, DecodeInputs, Gradients, 
 from kda_layers.kernels.kda.cuda.backward import gradients as gradients_launcher
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse_launcher
 from kda_layers.kernels.kda.cuda.decode import decode as decode_launcher
-from kda_layers.kernels.kda.cuda.forward import few_heads as few_heads_launcher
 from kda_layers.kernels.kda.cuda.forward import forward as forward_launcher
+from kda_layers.kernels.kda.cuda.forward import two_roles as two_roles_launcher
 from tests import cuda_emulator
 
 THREADS = 1024  # that a multiprocessor holds; the operating system limits all together
@@ -121,12 +121,12 @@ def forward_saving(x: Inputs, save: bool = True, **launch: Any) -> tuple[KDAOutp
     return out, saved  # type: ignore[return-value]
 
 
-def few_heads(x: Inputs, shares: few_heads_launcher.Shares, arch: int = 90, seed: int = 0) -> KDAOutput:
-    """Outputs of the forward kernel of few heads, all of whose blocks are resident."""
-    blocks = shares.groups * (x.q.shape[3] // few_heads_launcher.BV) + shares.preparers
+def two_roles(x: Inputs, shares: two_roles_launcher.Shares, arch: int = 90, seed: int = 0) -> KDAOutput:
+    """Outputs of the forward by blocks of two roles, all of which are resident."""
+    blocks = shares.groups * (x.q.shape[3] // two_roles_launcher.BV) + shares.preparers
     machine = Emulator(arch, blocks, seed)
-    with mock.patch.object(few_heads_launcher, "shares_of", return_value=shares), GuardedMemory():
-        return few_heads_launcher.forward(guarded_inputs(x), machine)[0]
+    with mock.patch.object(two_roles_launcher, "shares_of", return_value=shares), GuardedMemory():
+        return two_roles_launcher.forward(guarded_inputs(x), machine)[0]
 
 
 def reverse_scan(

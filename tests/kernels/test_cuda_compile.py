@@ -17,7 +17,7 @@ from kda_layers.kernels.cuda import build, cache
 from kda_layers.kernels.kda.cuda.backward import gradients, reverse_segments
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
 from kda_layers.kernels.kda.cuda.decode import decode as step
-from kda_layers.kernels.kda.cuda.forward import cut, few_heads, map_columns, segments
+from kda_layers.kernels.kda.cuda.forward import cut, map_columns, segments, two_roles
 from kda_layers.kernels.kda.cuda.forward import forward as chunk
 from tests.kernels.cases import BF16, FP16, FP32
 
@@ -111,7 +111,7 @@ def test_reverse(variant: reverse.Variant, arch: str) -> None:
     assert "serialized" not in cubin.log  # as ptxas makes products that it takes for ones in need of each other
 
 
-FEW_HEADS = [
+TWO_ROLES = [
     pytest.param(variant, arch, id=f"{K}-{str(dtype)[6:]}-{gate}-{arch}")
     for K, dtype, gate, g_wide in (
         (128, BF16, "lower_bound", False),
@@ -120,18 +120,18 @@ FEW_HEADS = [
     )
     for arch in SERVED
     if archs.ARCHS[ARCHS[arch]].setmaxnreg
-    for variant in [few_heads.variant_for(K, dtype, gate, g_wide, ARCHS[arch])]
+    for variant in [two_roles.variant_for(K, dtype, gate, g_wide, ARCHS[arch])]
 ]
 PACKED = [
     pytest.param(p.values[0]._replace(packed=True), p.values[1], id=f"packed-{p.id}")  # type: ignore[attr-defined]
-    for p in FEW_HEADS
+    for p in TWO_ROLES
 ]
 
 
-@pytest.mark.parametrize(("variant", "arch"), FEW_HEADS + PACKED)
-def test_few_heads(variant: few_heads.Variant, arch: str) -> None:
-    cubin = build.compile(few_heads.SOURCE, variant.defines, arch)
-    check_resources(cubin, "kda_forward_few_heads", REGISTERS // few_heads.THREADS)
+@pytest.mark.parametrize(("variant", "arch"), TWO_ROLES + PACKED)
+def test_two_roles(variant: two_roles.Variant, arch: str) -> None:
+    cubin = build.compile(two_roles.SOURCE, variant.defines, arch)
+    check_resources(cubin, "kda_forward_two_roles", REGISTERS // two_roles.THREADS)
     assert "serialized" not in cubin.log
     assert variant.shared_bytes <= SERVED[arch]
 
@@ -172,11 +172,11 @@ def test_segments(variant: segments.Variant, arch: str) -> None:
 
 
 @pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize(("variant", "arch"), [p for p in FEW_HEADS if p.values[0].K == 128])
-def test_map_columns(variant: few_heads.Variant, arch: str, fine: bool) -> None:
+@pytest.mark.parametrize(("variant", "arch"), [p for p in TWO_ROLES if p.values[0].K == 128])
+def test_map_columns(variant: two_roles.Variant, arch: str, fine: bool) -> None:
     maps = map_columns.Variant(variant, cut.ALWAYS, fine)
     cubin = build.compile(maps.source, maps.defines, arch)
-    check_resources(cubin, "kda_forward_few_heads", REGISTERS // map_columns.THREADS)
+    check_resources(cubin, "kda_forward_two_roles", REGISTERS // map_columns.THREADS)
     assert "serialized" not in cubin.log
     assert maps.shared_bytes <= SERVED[arch]
 

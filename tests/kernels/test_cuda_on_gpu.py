@@ -12,7 +12,7 @@ from torch import Tensor
 from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.cuda.forward import few_heads
+from kda_layers.kernels.kda.cuda.forward import two_roles
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
 from tests.kernels.cases import (
     FP16,
@@ -106,17 +106,17 @@ def test_maps_of_segments(final: bool, backend: str, monkeypatch: pytest.MonkeyP
         pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
     x = make_inputs(Case(T=20000, B=2, H=3, slow=True, state=True, final=final, checkpoints=False), "cuda")
     x = x._replace(segments="always")
-    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "0")
+    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "0")
     want, gradients = run(x, backend), run_draws(lambda x: call(x, backend), [x])
-    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE)
-    with mock.patch.object(few_heads, "launch", wraps=few_heads.launch) as launched:
+    monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE)
+    with mock.patch.object(two_roles, "launch", wraps=two_roles.launch) as launched:
         for _ in range(RUNS):
             assert_same(run(x, backend), want)
         assert launched.call_count == RUNS
     assert_same(run_draws(lambda x: call(x, backend), [x]), gradients)
 
 
-FEW_HEADS = [
+TWO_ROLES = [
     Case(T=4096, H=12, slow=True, state=True, checkpoints=False),
     Case(T=8192 + 3, H=8, group=2, dtype=FP16, checkpoints=False),
     Case(T=4096 + 40, B=2, H=10, final=False, g_wide=True, checkpoints=False),
@@ -128,24 +128,24 @@ FEW_HEADS = [
 ]
 
 
-@pytest.mark.parametrize("case", **ids(FEW_HEADS))
-def test_few_heads(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", **ids(TWO_ROLES))
+def test_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of two roles give the bits of blocks of one, in every run."""
     if backend != "sm90":
         pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
     x = make_inputs(case, "cuda")
-    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "0")
+    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "0")
     want = run(x, backend)
-    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE)
+    monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE)
     # Packed sequences so uneven are left to blocks of one role
-    monkeypatch.setattr(few_heads, "packed_shares_for", lambda *args: few_heads.Shares.of(22, args[-1] - 44))
-    with mock.patch.object(few_heads, "forward", wraps=few_heads.forward) as chosen:
+    monkeypatch.setattr(two_roles, "packed_shares_for", lambda *args: two_roles.Shares.of(22, args[-1] - 44))
+    with mock.patch.object(two_roles, "forward", wraps=two_roles.forward) as chosen:
         for _ in range(RUNS):
             assert_same(run(x, backend), want)
     assert chosen.call_count == RUNS
 
 
-AT_ONCE = {"many": CASES[1:2] * 4, "few and many": [FEW_HEADS[0], CASES[1], FEW_HEADS[1], FEW_HEADS[3]]}
+AT_ONCE = {"many": CASES[1:2] * 4, "few and many": [TWO_ROLES[0], CASES[1], TWO_ROLES[1], TWO_ROLES[3]]}
 
 
 @pytest.mark.parametrize("cases", AT_ONCE.values(), ids=AT_ONCE)

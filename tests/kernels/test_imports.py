@@ -47,12 +47,12 @@ INSIDE = {
 DOORS = {"kernels", "kernels.fla_api", "kernels.reference"}
 
 # Modules that read the environment: for the requested backend, the engines to plug into, the directory of the kernel
-# cache, and whether the kernel of few heads is enabled, which affect no result.
+# cache, and whether blocks of two roles are enabled, which affect no result.
 READERS = {
     "kda_layers.kernels.registry",
     "kda_layers.engines",
     "kda_layers.kernels.cuda.cache",
-    "kda_layers.kernels.kda.cuda.forward.few_heads",
+    "kda_layers.kernels.kda.cuda.forward.two_roles",
 }
 
 

@@ -15,7 +15,7 @@ from kda_layers import KDAOutput, kda
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.cuda.backward import reverse_segments
 from kda_layers.kernels.kda.cuda.forward import cut as cutting
-from kda_layers.kernels.kda.cuda.forward import few_heads, map_columns, segments
+from kda_layers.kernels.kda.cuda.forward import map_columns, segments, two_roles
 from kda_layers.kernels.kda.cuda.forward.cut import ALWAYS, Cut
 from kda_layers.kernels.kda.dispatch import KDA
 from tests import cuda_emulator
@@ -155,8 +155,8 @@ def test_maps_by_blocks_of_two_roles(groups: int, fine: bool, form: str, monkeyp
         maps = saved.maps.unflatten(0, (x.v.shape[0], -1))[:, :-1]  # nobody writes those of last segments
         return [*outputs(out).values(), maps, *saved.whole.tensors()]
 
-    def shares(scanned: int, chunks: int, *_: int) -> few_heads.Shares:
-        return few_heads.Shares(groups, 16 - 2 * groups, -(-scanned // groups) * chunks)
+    def shares(scanned: int, chunks: int, *_: int) -> two_roles.Shares:
+        return two_roles.Shares(groups, 16 - 2 * groups, -(-scanned // groups) * chunks)
 
     want = run(roles=False)
     monkeypatch.setattr(map_columns, "shares_for", shares)
@@ -170,7 +170,7 @@ def test_who_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not map_columns.serves(x, emulated.Emulator(100))
     assert not map_columns.serves(make_inputs(replace(SLOW, lengths=(70,))), machine)
     assert not map_columns.serves(make_inputs(replace(SLOW, K=64, V=64)), machine)
-    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "0")
+    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "0")
     assert not map_columns.serves(x, machine)
 
 

@@ -29,7 +29,7 @@ from ..contract import (
 )
 from ..cuda.backward import chunk_sums, gradients, reverse_scan, reverse_segments
 from ..cuda.decode import decode
-from ..cuda.forward import few_heads, forward, segments, tails
+from ..cuda.forward import forward, segments, tails, two_roles
 from ..cuda.forward.cut import cuts
 from ..cuda.forward.forward import TYPES, WIDTHS, Saved, aligned, aligned_inputs, recompute
 from ..cuda.forward.prefill import prefill
@@ -87,7 +87,7 @@ class CudaBackend(Backend):
         for kernel in CHUNKED:
             fitting = (v for v in kernel.variants(mine[0].capability) if v.shared_bytes <= most)
             yield from ((kernel.SOURCE, v.defines) for v in fitting)
-        yield from ((few_heads.SOURCE, v.defines) for v in few_heads.variants(mine[0].capability))
+        yield from ((two_roles.SOURCE, v.defines) for v in two_roles.variants(mine[0].capability))
         for launcher in (segments, reverse_segments):
             fitting = (v for v in launcher.variants(mine[0].capability) if v.shared_bytes <= most)
             yield from ((v.source, v.defines) for v in fitting)

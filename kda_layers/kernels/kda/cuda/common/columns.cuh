@@ -1,4 +1,4 @@
-// A scan whose MMAs have columns of V as rows: shared by the reverse scan and the forward's scan of few heads.
+// A scan whose MMAs have columns of V as rows: shared by the reverse scan and the forward's by blocks of two roles.
 //
 // A CTA has BV columns of V, which are independent, and a scanning warp 16 of them: the result of one MMA, rounded, is
 // operand A of the next in the same lane, so that the chain from chunk to chunk does not pass through shared memory. What a

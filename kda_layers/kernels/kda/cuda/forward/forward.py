@@ -28,7 +28,7 @@ PARAMS = Params("ForwardParams", """
     u16* o;                        // [B, T, HV, V]
     float* final_state;            // [N, HV, V, K], or null; if POOLED [slots, HV, V, K] or null, read and overwritten
     float* checkpoints;            // [B, T / 64, HV, V, K], or null; if POOLED [N, HV, V, K] zeros
-    // Null without shared chunks; of few_heads.cu see roles.cuh
+    // Null without shared chunks; of two_roles.cu see roles.cuh
     unsigned char* ring;           // RING * STAGE_BYTES per CTA group
     u32* progress;                 // [CTA groups][2][32] zeros
     // Saved if SAVES; NC chunks of all sequences
@@ -53,7 +53,7 @@ PARAMS = Params("ForwardParams", """
     // Read by segments.cu
     int segments, cut_from;  // of a sequence at most, tiles = N * segments * HV; tokens from which a sequence is cut
     int tails;  // the decode kernel computes last tokens
-    // Read by few_heads.cu
+    // Read by two_roles.cu
     int groups, places;  // CTA groups that scan, and places in the ring of each
 """)  # fmt: skip
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}

@@ -1,4 +1,4 @@
-"""Maps of segments by blocks of two roles (map_columns.cuh in few_heads.cu): the bits of forward.cu's, in less time."""
+"""Maps of segments by blocks of two roles (map_columns.cuh in two_roles.cu): the bits of forward.cu's, in less time."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 from ....cuda.arch import ARCHS
 from ....cuda.machine import Machine
 from ...contract import CHUNK, Inputs
-from . import few_heads
 from . import forward as whole
+from . import two_roles
 from .cut import ALWAYS, MAPS, Cut
 
 THREADS = 512
 SLICES = 2  # a block scans v, another rows of I
 STAGES = 4  # chunks in shared memory, and their v
-SCANS = 1.2  # microseconds of a chunk, on an H100 (docs/internals/lab_notes.md); as few_heads.PREPARES
+SCANS = 1.2  # microseconds of a chunk, on an H100 (docs/internals/lab_notes.md); as two_roles.PREPARES
 
 
 class Variant(NamedTuple):
-    """The compile-time parameters of the kernel: those of few heads, the cut, and what is saved."""
+    """The compile-time parameters of the kernel: those of two_roles.cu, the cut, and what is saved."""
 
-    roles: few_heads.Variant
+    roles: two_roles.Variant
     cut: Cut
     fine: bool  # also saves T' in fp16
 
     @property
     def source(self) -> str:
-        return few_heads.SOURCE
+        return two_roles.SOURCE
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -49,32 +49,32 @@ def variant_for(
     K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, cut: Cut = ALWAYS, fine: bool = False
 ) -> Variant:
     """The variant for an arch with bulk copies."""
-    return Variant(few_heads.variant_for(K, dtype, gate_activation, g_wide, arch), cut, fine)
+    return Variant(two_roles.variant_for(K, dtype, gate_activation, g_wide, arch), cut, fine)
 
 
 def variants(arch: int) -> Iterable[Variant]:
     """Every variant that may be chosen for `arch`."""
-    for roles, fine in itertools.product(few_heads.variants(arch), (False, True)):
+    for roles, fine in itertools.product(two_roles.variants(arch), (False, True)):
         if not roles.packed and (not fine or roles.dtype in whole.FINE):
             yield Variant(roles, ALWAYS, fine)
 
 
 def serves(x: Inputs, machine: Machine) -> bool:
     """Return True if this kernel maps the segments of a call, and is enabled."""
-    if x.cu_seqlens is not None or (x.q.shape[3], x.v.shape[3]) != (few_heads.WIDTH, few_heads.WIDTH):
+    if x.cu_seqlens is not None or (x.q.shape[3], x.v.shape[3]) != (two_roles.WIDTH, two_roles.WIDTH):
         return False
-    return ARCHS[machine.properties(x.q.device).capability].wgmma and few_heads.is_enabled()
+    return ARCHS[machine.properties(x.q.device).capability].wgmma and two_roles.is_enabled()
 
 
-def shares_for(scanned: int, chunks: int, all_chunks: int, processors: int) -> few_heads.Shares:
+def shares_for(scanned: int, chunks: int, all_chunks: int, processors: int) -> two_roles.Shares:
     """The fastest shares for `scanned` segments of `chunks` chunks each; `all_chunks` are prepared.
 
     Every chunk has a place of its own, as it is kept.
     """
 
     def time(groups: int) -> float:
-        prepare = all_chunks * few_heads.PREPARES / (processors - SLICES * groups)
+        prepare = all_chunks * two_roles.PREPARES / (processors - SLICES * groups)
         return max(prepare, -(-scanned // groups) * chunks * SCANS)
 
     groups = min(range(1, min(scanned, (processors - 1) // SLICES) + 1), key=time)
-    return few_heads.Shares(groups, processors - SLICES * groups, -(-scanned // groups) * chunks)
+    return two_roles.Shares(groups, processors - SLICES * groups, -(-scanned // groups) * chunks)

@@ -1,4 +1,4 @@
-// The warps of a block that only prepares (few_heads.cu): one gives tasks, eight prepare, three invert.
+// The warps of a block that only prepares (two_roles.cu): one gives tasks, eight prepare, three invert.
 #pragma once
 #include "prepare.cuh"
 

@@ -1,4 +1,4 @@
-// Which chunks a CTA prepares, and how they reach the scan, where CTAs either scan or prepare (few_heads.cu).
+// Which chunks a CTA prepares, and how they reach the scan, where CTAs either scan or prepare (two_roles.cu).
 //
 // The CTAs that scan come first: p.groups CTA groups, each with one tile after the other, tile t with group t % p.groups.
 // Chunks are prepared in the order in which they are scanned: first the first chunk of every group, then every second one.

@@ -2,8 +2,8 @@
 // the other. Exact for any decays: a segment maps the state S0 before it to S0 F + B.
 //
 //     kda_forward         prepares all chunks, each into a row of its own, and scans all segments at once for F and B
-//                         (forward.cu, map_segments.cuh); or by blocks of two roles kda_forward_few_heads
-//                         (few_heads.cu, map_columns.cuh)
+//                         (forward.cu, map_segments.cuh); or by blocks of two roles kda_forward_two_roles
+//                         (two_roles.cu, map_columns.cuh)
 //     kda_join_segments   S0 of each segment from that of the segment before, in fp32
 //     kda_walk_segments   scans all segments at once from their S0, over the prepared chunks, for the outputs
 //

@@ -17,8 +17,8 @@ from ....cuda.machine import Launchable, Machine
 from ....cuda.params import addresses
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput
-from . import few_heads, map_columns
 from . import forward as whole
+from . import map_columns, two_roles
 from .cut import ALWAYS, MAPS, WALK, Cut, cut_of
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
@@ -150,12 +150,12 @@ def plan_of(
         for n, v in zip(groups, (mapping, walking), strict=True)
     ]
     source, entry, defines, counters = mapping.source, "kda_forward", mapping.defines, groups[0] * 64
-    shares, roles = few_heads.Shares(0, 0, 0), roles and segments > 1
+    shares, roles = two_roles.Shares(0, 0, 0), roles and segments > 1
     if roles:
         chunks, scanned = cut.segment_tokens(tokens, HV) // CHUNK, N * (segments - 1) * HV
         shares = map_columns.shares_for(scanned, chunks, N * HV * -(-tokens // CHUNK), processors)
         maps = map_columns.variant_for(K, dtype, gate_activation, g_dtype == torch.float32, arch, cut, fine)
-        source, entry, defines, counters = maps.source, few_heads.ENTRY, maps.defines, shares.counters
+        source, entry, defines, counters = maps.source, two_roles.ENTRY, maps.defines, shares.counters
         launches[0] = map_columns.SLICES * shares.groups + shares.preparers, map_columns.THREADS, 1, maps.shared_bytes
     rest = whole.PARAMS.pack_values(
         T, H, HV, HV // H, N * segments * HV, offsets is not None and offsets[1] == torch.int64,
@@ -211,7 +211,7 @@ def forward_in_segments(
     params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
     mapping, walking = plan.launches
     if plan.roles:
-        few_heads.launch(plan.maps, *mapping, params)
+        two_roles.launch(plan.maps, *mapping, params)
     else:
         plan.maps.launch(*mapping, params)
     plan.join.launch(*join_launch(N * HV, K), params)

@@ -21,8 +21,8 @@ from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput, PrefillInputs, outputs_like
 from ..decode import decode
 from ..decode.decode import MOST_ROWS, index_values
-from . import few_heads, segments
 from . import forward as whole
+from . import segments, two_roles
 from .cut import cuts
 from .forward import TAIL
 
@@ -162,8 +162,8 @@ def forward(x: Inputs, machine: Machine) -> KDAOutput:
     """
     T, packed, cut = x.v.shape[1], x.cu_seqlens is not None, cuts(x, machine)
     run: Callable[..., tuple[KDAOutput, Any]] = segments.forward_in_segments if cut else whole.forward
-    if not cut and few_heads.serves(x, machine):
-        run = few_heads.forward
+    if not cut and two_roles.serves(x, machine):
+        run = two_roles.forward
     if not possible(T, packed):
         return run(x, machine)[0]
     x = whole.aligned_inputs(x)

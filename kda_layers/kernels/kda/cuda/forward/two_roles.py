@@ -1,7 +1,7 @@
-"""Launcher of few_heads.cu: the forward by blocks of two roles, faster with few heads and for packed sequences.
+"""Launcher of two_roles.cu: the forward by blocks of two roles, faster with few heads and for packed sequences.
 
 All its blocks wait for each other, so it is launched cooperatively: a GPU starts it when all of them can run. With
-KDA_LAYERS_FEW_HEADS=0 in the environment it is not used.
+KDA_LAYERS_TWO_ROLES=0 in the environment it is not used.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput
 from . import forward as whole
 
-SOURCE, ENTRY = str(Path(__file__).with_suffix(".cu")), "kda_forward_few_heads"
-ENVIRONMENT_VARIABLE = "KDA_LAYERS_FEW_HEADS"
-WIDTH = 128  # of heads: that of the models with few heads
+SOURCE, ENTRY = str(Path(__file__).with_suffix(".cu")), "kda_forward_two_roles"
+ENVIRONMENT_VARIABLE = "KDA_LAYERS_TWO_ROLES"
+WIDTH = 128  # of heads
 BV = 64  # columns of V per block that scans
 THREADS = 384
 SCAN_STAGES = 3

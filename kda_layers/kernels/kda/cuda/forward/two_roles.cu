@@ -1,5 +1,5 @@
-// Forward over sequences of one length with few heads, by blocks of two roles: with few heads the chain of chunks is the
-// limit, so some blocks do nothing but scan, and the others nothing but prepare. The same results, bit by bit, as
+// Forward by blocks of two roles: with few heads the chain of chunks is the limit, and with many a block that does both does
+// both more slowly, so some blocks do nothing but scan, and the others nothing but prepare. The same results, bit by bit, as
 // forward.cu but where bf16 underflows or overflows (scan_columns.cuh).
 //
 // A preparing block turns its chunks into the operands of the scan (preparing_block.cuh), into a ring in global memory that
@@ -63,7 +63,7 @@ DEVICE void prepare_block(Lane lane, const ForwardParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
-    kda_forward_few_heads(const __grid_constant__ ForwardParams p) {
+    kda_forward_two_roles(const __grid_constant__ ForwardParams p) {
     const Lane lane = {int(threadIdx.x / 32), int(threadIdx.x % 32)};
     const bool scans = int(blockIdx.x) < scanning_blocks(p);
     if (threadIdx.x == 0) {

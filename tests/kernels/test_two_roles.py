@@ -1,4 +1,4 @@
-"""The forward kernel of few heads in the emulator: the bits of the forward kernel, however blocks are shared out."""
+"""The forward by blocks of two roles in the emulator: the bits of forward.cu, however blocks are shared out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from kda_layers import KDAOutput
 from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.cuda.forward import few_heads, tails
-from kda_layers.kernels.kda.cuda.forward.few_heads import Shares
+from kda_layers.kernels.kda.cuda.forward import tails, two_roles
+from kda_layers.kernels.kda.cuda.forward.two_roles import Shares
 from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import BF16, FP16, Case, ids, make_inputs, outputs
@@ -48,7 +48,7 @@ def test_bits_of_the_forward_kernel(case: Case, arch: int) -> None:
     x = make_inputs(case)
     want = emulated.forward(x, arch=arch)
     for shares in SHARES:
-        assert_same(emulated.few_heads(x, shares, arch), want)
+        assert_same(emulated.two_roles(x, shares, arch), want)
 
 
 @emulates
@@ -56,7 +56,7 @@ def test_tokens_of_zeros() -> None:
     x = make_inputs(CASES[0])
     for t in (x.q, x.k, x.v):
         t[:, 64:128], t[0, 130:140] = 0, 0
-    assert_same(emulated.few_heads(x, SHARES[1]), emulated.forward(x))
+    assert_same(emulated.two_roles(x, SHARES[1]), emulated.forward(x))
 
 
 @emulates
@@ -64,7 +64,7 @@ def test_the_fastest_decay_without_biases() -> None:
     """exp(A_log) is infinite, and a bias of zero stays zero."""
     x = make_inputs(Case(T=40, state=True, dt_bias=False, checkpoints=False))
     x.A_log.fill_(100.0)
-    got = emulated.few_heads(x, SHARES[1])
+    got = emulated.two_roles(x, SHARES[1])
     assert_same(got, emulated.forward(x))
     assert got.o.isfinite().all()
 
@@ -73,9 +73,9 @@ def test_the_fastest_decay_without_biases() -> None:
 @pytest.mark.parametrize("case", **ids([CASES[0], NARROW, PACKED]))
 def test_order_of_concurrent_operations(case: Case) -> None:
     x = make_inputs(case)
-    want = emulated.few_heads(x, SHARES[0])
+    want = emulated.two_roles(x, SHARES[0])
     for seed in range(1, 6):
-        assert_same(emulated.few_heads(x, SHARES[seed % 3], seed=seed), want)
+        assert_same(emulated.two_roles(x, SHARES[seed % 3], seed=seed), want)
 
 
 @emulates
@@ -90,12 +90,12 @@ def test_chosen_with_last_tokens(T: int, final: bool, monkeypatch: pytest.Monkey
         with emulated.GuardedMemory():
             return tails.forward(emulated.guarded_inputs(x), emulated.Emulator(processors=16))
 
-    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "0")
+    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "0")
     want = call(x)
-    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE)
+    monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE)
     with (
-        mock.patch.object(few_heads, "shares_of", return_value=shares),
-        mock.patch.object(few_heads, "forward", wraps=few_heads.forward) as chosen,
+        mock.patch.object(two_roles, "shares_of", return_value=shares),
+        mock.patch.object(two_roles, "forward", wraps=two_roles.forward) as chosen,
     ):
         assert_same(call(x), want)
     assert chosen.call_count == 1
@@ -114,11 +114,11 @@ def test_chosen_with_last_tokens(T: int, final: bool, monkeypatch: pytest.Monkey
 )  # fmt: skip
 def test_measured_choices(tiles: int, tokens: int, groups: int | None) -> None:
     """What an H200 or an H100 ran faster, and what it did not."""
-    shares = few_heads.shares_for(tiles, tokens // 64, 132)
+    shares = two_roles.shares_for(tiles, tokens // 64, 132)
     assert (shares and shares.groups) == groups
     if shares:
         assert shares.groups * 2 + shares.preparers <= 132
-        assert shares.places > few_heads.SCAN_STAGES
+        assert shares.places > two_roles.SCAN_STAGES
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_measured_choices_of_packed_sequences(
     sequences: int, tokens: int, heads: int, states: int, groups: int | None
 ) -> None:
     """What an H100 ran faster, and what it did not."""
-    shares = few_heads.packed_shares_for(sequences, tokens, heads, states, 132)
+    shares = two_roles.packed_shares_for(sequences, tokens, heads, states, 132)
     assert (shares and shares.groups) == groups
 
 
@@ -140,38 +140,38 @@ def test_a_long_packed_sequence_is_shared_out_evenly() -> None:
     """However long one of a few sequences is, no group gets two of its heads before another one gets its first."""
     for heads in (3, 8, 12, 16, 32, 48, 96):
         for sequences in (1, 2, 5, 20, 47):
-            shares = few_heads.packed_shares_for(sequences, 1 << 16, heads, 0, 132)
+            shares = two_roles.packed_shares_for(sequences, 1 << 16, heads, 0, 132)
             assert not shares or heads % shares.groups == 0 or shares.groups % heads == 0
 
 
 def test_few_multiprocessors() -> None:
-    assert few_heads.shares_for(8, 128, 4) is None
-    assert few_heads.packed_shares_for(1, 8192, 8, 0, 4) is None
+    assert two_roles.shares_for(8, 128, 4) is None
+    assert two_roles.packed_shares_for(1, 8192, 8, 0, 4) is None
 
 
 def test_served_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = emulated.Emulator(processors=132)
     x = make_inputs(Case(T=8192, H=8, K=128, V=128, dtype=BF16, checkpoints=False))
-    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "0")
-    assert not few_heads.serves(x, machine)
-    monkeypatch.delenv(few_heads.ENVIRONMENT_VARIABLE)
-    assert few_heads.serves(x, machine)
-    assert not few_heads.serves(x, emulated.Emulator(arch=100, processors=132))
-    assert not few_heads.serves(x._replace(checkpoint_every=64), machine)
-    assert few_heads.serves(x._replace(cu_seqlens=torch.tensor([0, 8192])), machine)
+    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "0")
+    assert not two_roles.serves(x, machine)
+    monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE)
+    assert two_roles.serves(x, machine)
+    assert not two_roles.serves(x, emulated.Emulator(arch=100, processors=132))
+    assert not two_roles.serves(x._replace(checkpoint_every=64), machine)
+    assert two_roles.serves(x._replace(cu_seqlens=torch.tensor([0, 8192])), machine)
     many = torch.arange(0, 8192 + 1, 64)  # a chunk each
-    assert not few_heads.serves(x._replace(cu_seqlens=many), machine)
+    assert not two_roles.serves(x._replace(cu_seqlens=many), machine)
     short = make_inputs(Case(T=64, H=8, checkpoints=False))
-    assert not few_heads.serves(short, machine)
-    monkeypatch.setenv(few_heads.ENVIRONMENT_VARIABLE, "yes")
-    with pytest.raises(ValueError, match="KDA_LAYERS_FEW_HEADS must be 0 or 1, got 'yes'"):
-        few_heads.serves(x, machine)
+    assert not two_roles.serves(short, machine)
+    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "yes")
+    with pytest.raises(ValueError, match="KDA_LAYERS_TWO_ROLES must be 0 or 1, got 'yes'"):
+        two_roles.serves(x, machine)
 
 
 @pytest.mark.parametrize(
     ("status", "way_out"),
     [
-        ("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "; all blocks must run at once: .* or set KDA_LAYERS_FEW_HEADS=0"),
+        ("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "; all blocks must run at once: .* or set KDA_LAYERS_TWO_ROLES=0"),
         ("CUDA_ERROR_ILLEGAL_ADDRESS", "$"),
     ],
 )
@@ -185,4 +185,4 @@ def test_a_part_of_a_gpu_is_refused_with_the_way_out(
     monkeypatch.setattr(emulated.Emulator, "load", lambda *_: SimpleNamespace(launch=launch))
     x = make_inputs(Case(T=192, checkpoints=False))
     with pytest.raises(RuntimeError, match=status + way_out):
-        emulated.few_heads(x, SHARES[0])
+        emulated.two_roles(x, SHARES[0])
