@@ -124,7 +124,7 @@ TWO_ROLES = [
     Case(T=4096, H=12, A_log=False, dt_bias=False, checkpoints=False),
     Case(lengths=(128,) * 64, H=32, slow=True, checkpoints=False),
     Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=16, group=2, state=True, checkpoints=False),
-    Case(lengths=(100, 1, 164) * 40, H=8, state=True, final=False, checkpoints=False),  # listed by length
+    Case(lengths=(100, 1, 164, 66) * 30, H=8, state=True, final=False, checkpoints=False),  # listed by length
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from unittest import mock
 
@@ -78,13 +79,27 @@ def test_order_of_concurrent_operations(case: Case) -> None:
         assert_same(emulated.two_roles(x, SHARES[seed % 3], seed=seed), want)
 
 
+TAILED = (1, 66, 0, 130, 3, 64, 195)
+
+
 @emulates
 @pytest.mark.parametrize("final", [True, False])
-@pytest.mark.parametrize("T", [66, 192, 197])
-def test_chosen_with_last_tokens(T: int, final: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "many"),
+    [
+        (Case(T=66, state=True, checkpoints=False), 96),
+        (Case(T=192, state=True, checkpoints=False), 96),
+        (Case(T=197, state=True, checkpoints=False), 96),
+        (Case(lengths=TAILED, H=2, state=True, checkpoints=False), 96),
+        (Case(lengths=TAILED, H=2, state=True, checkpoints=False, offsets_dtype=torch.int64), 3),  # listed
+    ],
+    ids=str,
+)
+def test_chosen_with_last_tokens(case: Case, many: int, final: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that takes this kernel has the bits of one that does not, last tokens and states too."""
-    x = make_inputs(Case(T=T, state=True, final=final, checkpoints=False))
-    shares = SHARES[0]
+    x = make_inputs(dataclasses.replace(case, final=final))
+    monkeypatch.setattr(tails, "MANY", many)
+    shares = SHARES[1]
 
     def call(x: Inputs) -> KDAOutput:
         with emulated.GuardedMemory():
@@ -99,6 +114,15 @@ def test_chosen_with_last_tokens(T: int, final: bool, monkeypatch: pytest.Monkey
     ):
         assert_same(call(x), want)
     assert chosen.call_count == 1
+
+
+@emulates
+def test_falling_offsets_are_not_waited_for() -> None:
+    """They are an error, but no reason for a GPU to hang."""
+    x = make_inputs(Case(lengths=(64, 0, 64), checkpoints=False))
+    assert x.cu_seqlens is not None
+    x.cu_seqlens[2] = 40
+    assert emulated.two_roles(x, SHARES[1]).o.shape == x.v.shape
 
 
 # ---------------------------------------------------------------- the choice

@@ -1,7 +1,8 @@
 // Which chunks a CTA prepares, and how they reach the scan, where CTAs either scan or prepare (two_roles.cu).
 //
 // The CTAs that scan come first: p.groups CTA groups, each with one tile after the other, tile t with group t % p.groups.
-// Chunks are prepared in the order in which they are scanned: first the first chunk of every group, then every second one.
+// Chunks are prepared in the order in which they are scanned: first the first chunk of every group, then the second one of
+// every group.
 // CTA i of the n that prepare takes every n-th of them.
 //
 // Where sequences are cut into segments, a sequence's last one is not scanned: its chunks are prepared after all others.
@@ -37,7 +38,7 @@ struct PlainTiles {
 };
 
 // The same of packed sequences, which may have no chunks. A tile is found while the one before it is worked on, as that takes
-// two loads, of which the second waits for the first.
+// loads, of its place in a list (order.cu) and then of its offsets.
 struct PackedTiles {
     int index;
     WorkTile tile, next;

@@ -309,7 +309,8 @@ DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& share
     }
 }
 
-// The same of packed sequences: v is loaded across tiles, as these may have few chunks.
+// The same of packed sequences, whose tiles may have few chunks: v is loaded across tiles. When the scanning warps have stored
+// o of a chunk, they have read its own v, whose place that of the next chunk but one takes.
 DEVICE void move_packed_rows(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     const i64 stride = i64(p.HV) * V;
     PackedChunks at, loaded, prefetched;

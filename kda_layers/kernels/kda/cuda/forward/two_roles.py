@@ -123,10 +123,10 @@ def is_enabled() -> bool:
 
 def serves(x: Inputs, machine: Machine) -> bool:
     """Return True if this kernel computes a call without gradients, is faster by its measured times, and enabled."""
-    if x.checkpoint_every or (x.q.shape[3], x.v.shape[3]) != (WIDTH, WIDTH):
+    if x.checkpoint_every or (x.q.shape[3], x.v.shape[3]) != (WIDTH, WIDTH) or not is_enabled():
         return False
     processors, arch, _ = machine.properties(x.q.device)
-    return ARCHS[arch].wgmma and shares_of(x, processors) is not None and is_enabled()
+    return ARCHS[arch].wgmma and shares_of(x, processors) is not None
 
 
 def chunks_of(T: int) -> int:
@@ -139,7 +139,7 @@ def shares_of(x: Inputs, processors: int) -> Shares | None:
     B, T, HV, _ = x.v.shape
     if x.cu_seqlens is not None:
         states = int(x.initial_state is not None) + int(x.final_state)
-        return packed_shares_for(x.cu_seqlens.shape[0] - 1, T, HV, states, processors)
+        return packed_shares_for(x.cu_seqlens.shape[0] - 1, T // CHUNK * CHUNK, HV, states, processors)  # few keys
     return shares_for(B * HV, chunks_of(T), processors)
 
 
