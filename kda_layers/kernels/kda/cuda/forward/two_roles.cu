@@ -71,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
         else Shared{shared_memory()}.init_barriers();
     }
     block_or_cluster_sync(BLOCK_THREADS);
-    const u32 thread = PACKED ? read_thread_index() % 512 : threadIdx.x;  // else ptxas computes it again and spills
+    // Each form as ptxas spills nothing for
+    const u32 thread = PACKED && HAS_WGMMA ? read_thread_index() % 512 : threadIdx.x;
     if (scans) scan_block({int(thread / 32), int(thread % 32)}, p);
     else prepare_block(lane, p);
     block_or_cluster_sync(BLOCK_THREADS);
