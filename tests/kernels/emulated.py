@@ -122,7 +122,7 @@ def forward_saving(x: Inputs, save: bool = True, **launch: Any) -> tuple[KDAOutp
 
 
 def two_roles(x: Inputs, shares: two_roles_launcher.Shares, arch: int = 90, seed: int = 0) -> KDAOutput:
-    """Outputs of the forward by blocks of two roles, all of which are resident."""
+    """Return the outputs of two_roles.cu, with every block resident."""
     blocks = shares.groups * (x.q.shape[3] // two_roles_launcher.BV) + shares.preparers
     machine = Emulator(arch, blocks, seed)
     with mock.patch.object(two_roles_launcher, "shares_of", return_value=shares), GuardedMemory():

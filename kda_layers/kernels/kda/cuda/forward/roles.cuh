@@ -37,8 +37,8 @@ struct PlainTiles {
     DEVICE i64 state(const ForwardParams&) const { return index; }
 };
 
-// The same of packed sequences, which may have no chunks. A tile is found while the one before it is worked on, as that takes
-// loads, of its place in a list (order.cu) and then of its offsets.
+// Packed sequences, which may have no chunks. Look one tile ahead, to hide the latency of two dependent loads: a sequence's
+// index (order.cu), then its offsets.
 struct PackedTiles {
     int index;
     WorkTile tile, next;
@@ -143,7 +143,7 @@ struct PackedSearch {
     }
     DEVICE void find(Lane lane, const ForwardParams& p) {
         for (;; count++) {
-            // Offsets that fall are an error, but must not be waited for
+            // max: decreasing offsets are an error, but must not hang
             while (tiles.valid(p) && end <= count) tiles.skip(p), end += max(tiles.tile.chunks(), 0);
             const u32 scanned = ballot(tiles.valid(p));  // groups that scan a chunk `count`
             found = scanned != 0;

@@ -309,8 +309,8 @@ DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& share
     }
 }
 
-// The same of packed sequences, whose tiles may have few chunks: v is loaded across tiles. When the scanning warps have stored
-// o of a chunk, they have read its own v, whose place that of the next chunk but one takes.
+// Packed sequences: v is loaded across tiles, which may have few chunks. When the scanning warps have stored o of a chunk,
+// they have read its v, so the v of the second chunk after it can take its place.
 DEVICE void move_packed_rows(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     const i64 stride = i64(p.HV) * V;
     PackedChunks at, loaded, prefetched;
@@ -350,7 +350,8 @@ DEVICE void move_packed_rows(Lane lane, const ForwardParams& p, const ScanShared
 
 // ---------------------------------------------------------------- the warp that copies chunks
 
-// Copy chunk `count` of the group, of which `ready` have been prepared, when its stage is free. Return how many have now.
+// Copy chunk `count` of the group when it is prepared and its stage is free. `ready` is the number of chunks known to be
+// prepared; return the new number.
 DEVICE u32 fetch_chunk(Lane lane, const ForwardParams& p, const ScanShared& shared, Stage from, u32 count, u32 ready) {
     const int group = cta_group();
     if (ready <= count) ready = wait_for_chunks(lane, p, group, count);

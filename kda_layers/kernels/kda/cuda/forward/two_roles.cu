@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
         else Shared{shared_memory()}.init_barriers();
     }
     block_or_cluster_sync(BLOCK_THREADS);
-    // Each form as ptxas spills nothing for
+    // The shuffle keeps ptxas from recomputing the lane, which spills with wgmma; without wgmma, holding it spills
     const u32 thread = PACKED && HAS_WGMMA ? read_thread_index() % 512 : threadIdx.x;
     if (scans) scan_block({int(thread / 32), int(thread % 32)}, p);
     else prepare_block(lane, p);

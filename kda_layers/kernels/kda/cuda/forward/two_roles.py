@@ -37,13 +37,13 @@ PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 1.04, 0.006, 16.0
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
 MOST_TILES = 128  # of one length; with more, it was not measured
-MOST_GROUPS_PACKED = 32  # a lane follows each
-# Microseconds on an H100 that a packed tile takes beside its chunks, here and by forward.cu, and that loading or
-# storing its state takes: here 2.0 where it was measured, with 27 groups of short sequences, and more for the rest.
+MOST_GROUPS_PACKED = 32  # one lane of a warp tracks each group
+# Microseconds per packed tile on an H100, in addition to its chunks, and per state loaded or stored; _TOGETHER: by
+# forward.cu. STATE was 2.0 with 27 groups of short sequences; 2.5 leaves a margin for shapes that were not measured.
 TILE, TILE_TOGETHER, STATE, STATE_TOGETHER = 0.95, 1.4, 2.5, 1.3
-SCAN_WAITS = 1.05  # where both roles take as long, the scan waits for what has not been prepared
-LEAST_TOKENS = 2 * CHUNK  # of a sequence, on average; with fewer, forward.cu was faster
-MANY = 48  # sequences, of which none is expected to have most of the tokens
+SCAN_WAITS = 1.05  # penalty on the scan's time: if both roles take equally long, the scan stalls on preparation
+LEAST_TOKENS = 2 * CHUNK  # mean length of packed sequences; below it forward.cu was faster
+MANY = 48  # with so many sequences, assume that no single one holds most of the tokens
 
 
 class Shares(NamedTuple):
@@ -135,11 +135,11 @@ def chunks_of(T: int) -> int:
 
 
 def shares_of(x: Inputs, processors: int) -> Shares | None:
-    """The fastest shares for a call, or None where forward.cu is as fast."""
+    """Return the fastest shares for a call, or None where forward.cu is as fast."""
     B, T, HV, _ = x.v.shape
     if x.cu_seqlens is not None:
         states = int(x.initial_state is not None) + int(x.final_state)
-        return packed_shares_for(x.cu_seqlens.shape[0] - 1, T // CHUNK * CHUNK, HV, states, processors)  # few keys
+        return packed_shares_for(x.cu_seqlens.shape[0] - 1, T // CHUNK * CHUNK, HV, states, processors)
     return shares_for(B * HV, chunks_of(T), processors)
 
 
@@ -163,13 +163,16 @@ def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
 
 @functools.lru_cache(whole.PLANS)
 def packed_shares_for(sequences: int, tokens: int, heads: int, states: int, processors: int) -> Shares | None:
-    """The fastest shares for packed sequences, or None where forward.cu is as fast.
+    """Return the fastest shares for packed sequences, or None where forward.cu is as fast.
 
-    Only the GPU knows their lengths, so this is for equal ones. A single one may have most of the tokens, unless there
-    are many. The groups then get its heads evenly: their number divides that of the heads, or is a multiple of it.
+    The lengths are known only on the GPU; the estimate assumes equal ones. With fewer than MANY sequences a single one
+    may hold most of the tokens, so the number of groups must divide the number of heads or be a multiple of it:
+    otherwise some groups would scan one head of that sequence more than others.
 
     Args:
-        states: of the initial and the final one, how many the call has
+        tokens: of all sequences
+        heads: value heads
+        states: 0 to 2, how many of the initial and the final state the call has
     """
     slices, tiles = WIDTH // BV, sequences * heads
     if not sequences or tokens < sequences * LEAST_TOKENS or processors < 3 * slices:
@@ -191,7 +194,7 @@ def packed_shares_for(sequences: int, tokens: int, heads: int, states: int, proc
 
 
 def together_groups(tiles: int, processors: int) -> tuple[bool, int]:
-    """Whether forward.cu's blocks have 32 columns, and how many CTA groups that makes."""
+    """Return whether forward.cu's blocks have 32 columns, and its number of CTA groups."""
     wide = tiles * WIDTH // 16 > processors  # as forward.variant_for chooses
     return wide, min(tiles, max(processors // (4 if wide else 8), 1))
 
