@@ -17,13 +17,14 @@ DEVICE void scan_maps(Lane lane, const ForwardParams& p, const ScanShared& share
     const Operand first_T = operand(shared.stage(0).T(), CHUNK * 16);
     const Operand first_Kr = mn_major_operand(shared.stage(0).Kr(), K * 16);
     Place at = {0, 0, 0};
-    for (int index = cta_group(); index < scanned_tiles(p); index += p.groups) {
+    PlainTiles tiles;
+    for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
         Carried x;
         x.state.load(lane, nullptr);
         if (!has_values()) set_identity(lane, x.state, slice() % (V / BV) * BV + 16 * lane.warp);
         as_operand<K>(x.S, x.state.S);
         enter(lane, x, shared, at, false);
-        for (int left = chunks_of_tile(p); left > 0; left--) {
+        for (int left = tiles.in_run(); left > 0; left--) {
             const Place next = at.next();
             const Operand rows = operand_at(first_rows, at.bytes()), T = operand_at(first_T, at.bytes());
             Sums<CHUNK> W;  // R, then V'
@@ -44,7 +45,7 @@ DEVICE void scan_maps(Lane lane, const ForwardParams& p, const ScanShared& share
             if (has_values()) signal(lane, shared.moved(at.count));
             at = next;
         }
-        const i64 row = segment_row(lane, p, work_tile(p, scanned_tile(p, index)));
+        const i64 row = segment_row(lane, p, tiles.at(p));
         x.state.store(lane, p.maps + (row * (V + K) + slice() * BV + 16 * lane.warp) * K);
     }
 }
@@ -63,10 +64,11 @@ DEVICE void copy_values(Lane lane, const u16* from, i64 stride, const ScanShared
 DEVICE void move_values(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     constexpr int UNDER_WAY = 2;
     const i64 stride = i64(p.HV) * V, step = CHUNK * stride;
-    const int chunks = chunks_of_tile(p);
     u32 count = 0;
-    for (int index = cta_group(); index < scanned_tiles(p); index += p.groups) {
-        const u16* from = p.v + work_tile(p, scanned_tile(p, index)).row(p, 0) * V + slice() * BV;
+    PlainTiles tiles;
+    for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
+        const int chunks = tiles.in_run();
+        const u16* from = p.v + tiles.at(p).row(p, 0) * V + slice() * BV;
         for (int i = 0; i < AHEAD; i++) prefetch_rows(lane, from + i * step, stride, i < chunks ? CHUNK : 0);
         for (int i = 0; i < chunks + UNDER_WAY; i++, from += step) {
             if (i < chunks) {

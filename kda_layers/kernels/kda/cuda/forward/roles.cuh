@@ -1,8 +1,7 @@
-// Which chunks a CTA prepares, and how they reach the scan, where CTAs either scan or prepare (two_roles.cu).
+// Which chunks a CTA scans or prepares, and how they reach the scan, where CTAs either scan or prepare (two_roles.cu).
 //
-// The CTAs that scan come first: p.groups CTA groups, each with one tile after the other, tile t with group t % p.groups.
-// Chunks are prepared in the order in which they are scanned: first the first chunk of every group, then the second one of
-// every group.
+// The CTAs that scan come first: p.groups CTA groups, each with one tile after the other. Chunks are prepared in the order in
+// which they are scanned: first the first chunk of every group, then the second one of every group.
 // CTA i of the n that prepare takes every n-th of them.
 //
 // Where sequences are cut into segments, a sequence's last one is not scanned: its chunks are prepared after all others.
@@ -25,14 +24,47 @@ DEVICE int scanned_tile(const ForwardParams& p, int t) {
 
 // ---------------------------------------------------------------- the tiles of a CTA group
 
-// The tiles of a CTA group, one after the other.
-struct PlainTiles {
-    int index;
+// With sequences of one length, the chunks of all tiles, one tile after the other, are divided into equally long runs, one
+// for each group. A group scans its run from the last tile to the first. A tile that two runs share is thus the first of one
+// and the last of the other: the group that begins it hands its state to the group that ends it. No run is shorter than a
+// tile, so the beginning is scanned before the end is reached (McNaughton's rule for preemptive schedules).
+// Maps of segments are not shared: their runs consist of whole tiles.
+struct Runs {
+    u32 chunks;         // of a tile
+    u32 least, longer;  // chunks of a run, at least; runs that have one unit more
+    u32 unit;           // chunks
 
-    DEVICE bool valid(const ForwardParams& p) const { return index < p.tiles; }
-    DEVICE void start(const ForwardParams&, int group) { index = group; }
-    DEVICE void skip(const ForwardParams& p) { index += p.groups; }
-    DEVICE WorkTile at(const ForwardParams& p) const { return work_tile(p, index); }
+    explicit DEVICE Runs(const ForwardParams& p) {
+        chunks = chunks_of_tile(p), unit = SEGMENTS ? chunks : 1;
+        const u32 units = SEGMENTS ? scanned_tiles(p) : scanned_tiles(p) * chunks;
+        least = units / p.groups, longer = units - least * p.groups, least *= unit;
+    }
+    DEVICE u32 start(u32 group) const { return group * least + min(group, longer) * unit; }
+};
+
+// The tiles of a CTA group's run, one after the other.
+struct PlainTiles {
+    u32 chunks, run;  // of a tile; the run's start
+    int index;
+    u32 first, end;  // chunks of the tile that are in the run
+
+    DEVICE bool valid(const ForwardParams&) const { return first < end; }
+    DEVICE void start(const ForwardParams& p, int group) {
+        const Runs runs(p);
+        chunks = runs.chunks, run = runs.start(group);
+        take(runs.start(group + 1));
+    }
+    DEVICE void skip(const ForwardParams&) { take(index * chunks + first); }
+    // The last tile of the run's chunks before `last`.
+    DEVICE void take(u32 last) {
+        index = (last - 1) / chunks;
+        const u32 start = index * chunks;
+        first = max(run, start) - start, end = last > run ? last - start : 0;
+    }
+    DEVICE int in_run() const { return end - first; }  // chunks
+    DEVICE bool begins() const { return first == 0; }
+    DEVICE bool ends() const { return end == chunks; }
+    DEVICE WorkTile at(const ForwardParams& p) const { return work_tile(p, scanned_tile(p, index)); }
     // Index of the tile's state.
     DEVICE i64 state(const ForwardParams&) const { return index; }
 };
@@ -49,6 +81,9 @@ struct PackedTiles {
     }
     DEVICE void skip(const ForwardParams& p) { index += p.groups, tile = next, next = find(p, index + p.groups); }
     DEVICE WorkTile at(const ForwardParams&) const { return tile; }
+    DEVICE int in_run() const { return tile.chunks(); }
+    static DEVICE constexpr bool begins() { return true; }
+    static DEVICE constexpr bool ends() { return true; }
     DEVICE i64 state(const ForwardParams& p) const { return i64(tile.sequence) * p.HV + tile.head; }
     static DEVICE WorkTile find(const ForwardParams& p, int index) {
         if (index < p.tiles) return work_tile(p, index);
@@ -95,20 +130,31 @@ struct PlainSearch {
         find(p);
     }
     DEVICE void find(const ForwardParams& p) {
-        const u32 chunks = chunks_of_tile(p), side_by_side = p.groups * chunks, round = u32(item) / side_by_side;
-        const int first = round * p.groups, width = min(p.groups, scanned_tiles(p) - first);
-        const u32 place = u32(item) - round * side_by_side;
-        index = p.tiles;
-        if (width <= 0 || place >= width * chunks) {
-            if (!SEGMENTS) return;
-            find_last(p, u32(item) - scanned_tiles(p) * chunks, chunks_of_sequence(p) - (p.segments - 1) * chunks);
-            if (!valid(p)) return;
-        } else {
-            chunk = place / width, group = place - chunk * width, count = round * chunks + chunk;
-            index = scanned_tile(p, first + group);
-        }
+        const Runs runs(p);
+        const u32 scanned = p.groups * runs.least + runs.longer * runs.unit;
+        if (u32(item) < scanned) find_scanned(p, runs);
+        else if (SEGMENTS) find_last(p, item - scanned, chunks_of_sequence(p) - (p.segments - 1) * runs.chunks);
+        else index = p.tiles;
+        if (!valid(p)) return;
         tile = work_tile(p, index);
         keys = (i64(tile.first) * p.H + tile.head / p.group) * K;
+    }
+    DEVICE void find_scanned(const ForwardParams& p, const Runs& runs) {
+        count = u32(item) / p.groups, group = item - count * p.groups;
+        if (count >= runs.least) {  // the rest of the longer runs
+            const u32 place = item - p.groups * runs.least;
+            count = place / runs.longer, group = place - count * runs.longer, count += runs.least;
+        }
+        const u32 start = runs.start(group), last = runs.start(group + 1), tiles = last / runs.chunks;
+        const u32 shared = last - tiles * runs.chunks;  // of the first tile
+        u32 t = tiles;
+        chunk = count;
+        if (count >= shared) {
+            const u32 scanned = (count - shared) / runs.chunks;
+            t = tiles - 1 - scanned, chunk = count - shared - scanned * runs.chunks;
+            chunk += max(start, t * runs.chunks) - t * runs.chunks;
+        }
+        index = scanned_tile(p, t);
     }
     // Chunk `place` of all sequences' last segments, of `chunks` each.
     DEVICE void find_last(const ForwardParams& p, u32 place, u32 chunks) {
@@ -174,7 +220,8 @@ using Search = PlainSearch;
 
 // Each CTA group has p.places places for prepared chunks, used in turn: of a ring in global memory, or, if all chunks are
 // kept, the rows of its chunks, so many that none is used twice. Its counters: how often each place has been filled, and, on
-// a cache line of their own, how many chunks of a ring have arrived in the shared memory of each CTA.
+// a cache line of their own, how many chunks of a ring have arrived in the shared memory of each CTA, and how many warps of it
+// have handed over the state of a tile that another group ends. These states are behind the ring.
 DEVICE i64 kept_row(const ForwardParams& p, const WorkTile& tile, int chunk) {
     return (i64(tile.sequence) * ((p.T + CHUNK - 1) / CHUNK) + tile.skipped + chunk) * p.HV + tile.head;
 }
@@ -193,6 +240,11 @@ DEVICE u32* filled(const ForwardParams& p, int group, u32 count) {
 }
 DEVICE u32* landed(const ForwardParams& p, int group, int slice) {
     return p.progress + (group + 1) * ((p.places + 31) / 32 * 32 + 32) - 32 + slice;
+}
+
+DEVICE u32* handed(const ForwardParams& p, int group, int slice) { return landed(p, group, SLICES + slice); }
+DEVICE float* handed_state(const ForwardParams& p, int group) {
+    return reinterpret_cast<float*>(p.ring + i64(p.groups) * p.places * STAGE_BYTES) + state_at(group, 0);
 }
 
 // Wait until the previous chunk in the place has arrived in every CTA of the group. Executed by a full warp.

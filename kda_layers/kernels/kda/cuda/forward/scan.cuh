@@ -101,7 +101,7 @@ struct Values {
             if constexpr (BV >= 32) {
                 #pragma unroll
                 for (int i = 0; i < TILES; i += 4) {
-                    uint4 v = *reinterpret_cast<const uint4*>(at + 2 * i);
+                    uint4 v = load_once(at + 2 * i);
                     x[r][i] = v.x, x[r][i + 1] = v.y, x[r][i + 2] = v.z, x[r][i + 3] = v.w;
                 }
             } else {
@@ -131,7 +131,7 @@ struct Values {
             if constexpr (BV >= 32) {
                 #pragma unroll
                 for (int i = 0; i < TILES; i += 4)
-                    store_global(at + 2 * i, make_uint4(x[r][i], x[r][i + 1], x[r][i + 2], x[r][i + 3]));
+                    store_once(at + 2 * i, make_uint4(x[r][i], x[r][i + 1], x[r][i + 2], x[r][i + 3]));
             } else {
                 store_global(at, make_uint2(x[r][0], x[r][1]));
             }

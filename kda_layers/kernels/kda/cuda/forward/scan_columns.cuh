@@ -185,6 +185,35 @@ DEVICE bool compute_errors(Tokens& E, Sums<CHUNK>& W, Tokens& v, Operand T, cons
     return next_there;
 }
 
+// The state at the start of a group's part of a tile.
+DEVICE void begin_tile(Lane lane, State& state, const ForwardParams& p, const Tiles& tiles, int column) {
+    if (tiles.begins()) {
+        state.load(lane, p.initial_state ? p.initial_state + state_at(tiles.state(p), column) : nullptr);
+    } else {
+        const int group = cta_group() - 1;
+        while (read_counter(handed(p, group, slice())) < WARPS) back_off();
+        fence_gpu();
+        warp_sync();
+        state.load(lane, handed_state(p, group) + state_at(0, column));
+    }
+}
+
+// Store the state at the end of a group's part of a tile.
+DEVICE void end_tile(Lane lane, State& state, const ForwardParams& p, const Tiles& tiles, const WorkTile& tile,
+                     int column) {
+    if (!tiles.ends()) {
+        state.store(lane, handed_state(p, cta_group()) + state_at(0, column));
+        warp_sync();
+        if (lane.id == 0) red_add_release(handed(p, cta_group(), slice()), 1);
+        return;
+    }
+    if (p.final_state) state.store(lane, p.final_state + state_at(tiles.state(p), column));
+#if TAILS
+    if (p.handover && (!PACKED || tile.length > 0) && has_tail(p, tile.sequence))
+        state.store(lane, p.handover + state_at(tiles.index, column));
+#endif
+}
+
 DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     constexpr int STEPS = K / 16;
     const int column = slice() * BV + 16 * lane.warp;
@@ -196,10 +225,10 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
     for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
         const WorkTile tile = tiles.at(p);
         Carried x;
-        x.state.load(lane, p.initial_state ? p.initial_state + state_at(tiles.state(p), column) : nullptr);
+        begin_tile(lane, x.state, p, tiles, column);
         as_operand<K>(x.S, x.state.S);
         if (!PACKED || tile.length > 0) enter(lane, x, shared, at, false);
-        for (int left = tile.chunks(); left > 0; left--) {
+        for (int left = tiles.in_run(); left > 0; left--) {
             const Place next = at.next();
             const Operand rows = operand_at(first_rows, at.bytes()), T = operand_at(first_T, at.bytes());
             Sums<CHUNK> W, O;  // R, then V'; outputs
@@ -228,11 +257,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
             release(lane, shared, OUTPUT, at);
             at = next;
         }
-        if (p.final_state) x.state.store(lane, p.final_state + state_at(tiles.state(p), column));
-#if TAILS
-        if (p.handover && (!PACKED || tile.length > 0) && has_tail(p, tile.sequence))
-            x.state.store(lane, p.handover + state_at(tiles.index, column));
-#endif
+        end_tile(lane, x.state, p, tiles, tile, column);
     }
 }
 
@@ -259,7 +284,7 @@ struct OutputRows : Rows {
     }
     DEVICE void store(Lane lane, u16* to, i64 stride, int tokens) const {
         each(lane, [&](int i, int token, int piece) {
-            if (token < tokens) store_global(to + token * stride + 8 * piece, x[i]);
+            if (token < tokens) store_once(to + token * stride + 8 * piece, x[i]);
         });
     }
 };
@@ -284,14 +309,15 @@ DEVICE void take_scale(Lane lane, float (&scale)[4], const ScanShared& shared, u
 DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     const i64 stride = i64(p.HV) * V, step = CHUNK * stride;
     u32 count = 0;
-    for (int index = cta_group(); index < p.tiles; index += p.groups) {
-        const WorkTile tile = work_tile(p, index);
-        const int chunks = tile.chunks();
-        i64 at = tile.row(p, 0) * V + slice() * BV;
+    PlainTiles tiles;
+    for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
+        const WorkTile tile = tiles.at(p);
+        const int chunks = tiles.in_run(), before = tiles.first * CHUNK, tokens = tile.length - before;
+        i64 at = tile.row(p, before) * V + slice() * BV;
         Rows next;
-        for (int i = 0; i < AHEAD; i++) prefetch_rows(lane, p.v + at + i * step, stride, tile.length - i * CHUNK);
+        for (int i = 0; i < AHEAD; i++) prefetch_rows(lane, p.v + at + i * step, stride, tokens - i * CHUNK);
         for (int i = 0; i < min(chunks, 3); i++) {
-            next.load(lane, p.v + at + i * step, stride, tile.length - i * CHUNK);
+            next.load(lane, p.v + at + i * step, stride, tokens - i * CHUNK);
             if (i < 2) give_values(lane, next, shared, count + i);
         }
         float scale[4];
@@ -302,9 +328,9 @@ DEVICE void move_rows(Lane lane, const ForwardParams& p, const ScanShared& share
             o.take(lane, shared.outputs(count), scale);
             if (i + 2 < chunks) give_values(lane, next, shared, count + 2);
             if (i + 1 < chunks) take_scale(lane, scale, shared, count + 1);
-            if (i + 3 < chunks) next.load(lane, p.v + at + 3 * step, stride, tile.length - (i + 3) * CHUNK);
-            prefetch_rows(lane, p.v + at + AHEAD * step, stride, tile.length - (i + AHEAD) * CHUNK);
-            o.store(lane, p.o + at, stride, tile.length - i * CHUNK);
+            if (i + 3 < chunks) next.load(lane, p.v + at + 3 * step, stride, tokens - (i + 3) * CHUNK);
+            prefetch_rows(lane, p.v + at + AHEAD * step, stride, tokens - (i + AHEAD) * CHUNK);
+            o.store(lane, p.o + at, stride, tokens - i * CHUNK);
         }
     }
 }
@@ -378,10 +404,10 @@ DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const ScanShared& sh
     for (at.start(p, cta_group()); at.valid(p); at.skip(p), count++)
         ready = fetch_chunk(lane, p, shared, {}, count, ready);
 #else
-    const u32 chunks = chunks_of_tile(p);
-    for (int index = cta_group(); index < scanned_tiles(p); index += p.groups) {
-        Stage kept = first_kept(p, index);
-        for (u32 chunk = 0; chunk < chunks; chunk++, count++) {
+    PlainTiles tiles;
+    for (tiles.start(p, cta_group()); tiles.valid(p); tiles.skip(p)) {
+        Stage kept = first_kept(p, tiles.index);
+        for (u32 chunk = tiles.first; chunk < tiles.end; chunk++, count++) {
             ready = fetch_chunk(lane, p, shared, kept, count, ready);
             kept.base += i64(p.HV) * STAGE_BYTES;
         }

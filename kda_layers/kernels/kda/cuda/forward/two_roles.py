@@ -29,11 +29,14 @@ BV = 64  # columns of V per block that scans
 THREADS = 384
 SCAN_STAGES = 3
 
-# Microseconds, within 6 % of measured times (docs/internals/lab_notes.md). A chunk of one head takes a multiprocessor
-# that prepares 5.05, and a group that scans 1.04 and some for each group; by forward.cu a chain of chunks takes 1.25
-# for each, or where blocks have 32 columns of V 1.95 on an H200 and up to 2.4 on an H100. The rest does not depend on
-# the length.
-PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 1.04, 0.006, 16.0
+# Microseconds, within 5 % of times measured on an H100 (docs/internals/lab_notes.md). A chunk of one head takes a
+# multiprocessor that prepares 5.05, and a group that scans 0.99 and some for each group; by forward.cu a chain of
+# chunks takes 1.25 for each, or where blocks have 32 columns of V 1.95 on an H200 and up to 2.2 on an H100. The rest
+# does not depend on the length.
+PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 0.99, 0.006, 16.0
+# Blocks that prepare for all groups in turn, not for one, are held up by each group that waits.
+PREPARES_FOR_ALL = 1.06
+MOST_PREPARERS = 7  # for each group; with more, the ring takes more of L2 and nothing is gained
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
 MOST_TILES = 128  # of one length; with more, it was not measured
@@ -55,8 +58,8 @@ class Shares(NamedTuple):
 
     @classmethod
     def of(cls, groups: int, preparers: int) -> Shares:
-        """With as many places as preparing blocks need."""
-        return cls(groups, preparers, 2 * -(-preparers // groups) + 4)
+        """With as many places as preparing blocks need; more would push the ring out of L2."""
+        return cls(groups, preparers, 2 * -(-preparers // groups) + 5)
 
     @property
     def counters(self) -> int:
@@ -145,20 +148,24 @@ def shares_of(x: Inputs, processors: int) -> Shares | None:
 
 @functools.lru_cache(whole.PLANS)
 def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
-    """The fastest shares for `tiles` heads of `chunks` chunks, or None where forward.cu is as fast."""
+    """The fastest shares for `tiles` heads of `chunks` chunks, or None where forward.cu is as fast.
+
+    The groups scan equally many chunks, as two of them can share a head (roles.cuh).
+    """
     slices = WIDTH // BV
     if not 0 < tiles <= MOST_TILES or chunks == 0 or processors < 3 * slices:
         return None
     every = []
     for groups in range(1, min(tiles, processors // slices - 1) + 1):
-        preparers = processors // slices * slices - groups * slices
-        prepare = tiles * chunks * PREPARES / preparers
-        scan = -(-tiles // groups) * chunks * (SCANS + SCANS_BESIDE * groups)
-        every.append((STARTS + max(prepare, scan), Shares.of(groups, preparers)))
-    fastest, shares = min(every)
+        scan = -(-tiles * chunks // groups) * (SCANS + SCANS_BESIDE * groups)
+        most = processors // slices * slices - groups * slices
+        for preparers in {most, min(most // groups, MOST_PREPARERS) * groups} - {0}:
+            prepare = tiles * chunks * PREPARES / preparers * (PREPARES_FOR_ALL if preparers % groups else 1)
+            every.append((max(prepare, SCAN_WAITS * scan), preparers, max(prepare, scan), Shares.of(groups, preparers)))
+    _, _, fastest, shares = min(every)
     wide, groups = together_groups(tiles, processors)
     together = STARTS_TOGETHER + -(-tiles // groups) * chunks * (WIDE_CHAIN if wide else CHAIN)
-    return shares if fastest < WORTH * together else None
+    return shares if STARTS + fastest < WORTH * together else None
 
 
 @functools.lru_cache(whole.PLANS)
@@ -219,7 +226,7 @@ def plan_of(
     """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens."""
     B, T, H, K = q_shape
     HV, V = v_shape[2:]
-    assert offsets is None or shares.groups <= MOST_GROUPS_PACKED
+    assert shares.groups <= (B * v_shape[2] if offsets is None else MOST_GROUPS_PACKED)
     assert shares.places > SCAN_STAGES, "a place is free when its chunk has landed, which is told SCAN_STAGES later"
     if B * T > whole.MOST_TOKENS:
         raise ValueError(f"B * T must be at most {whole.MOST_TOKENS}, got {B * T}: split the batch")
@@ -251,7 +258,9 @@ def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tu
     )  # fmt: skip
     o = torch.empty_like(x.v)
     final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
-    slices, ring_bytes = plan.variant.slices, shares.groups * shares.places * whole.stage_bytes(x.q.shape[3])
+    slices, K, V = plan.variant.slices, x.q.shape[3], x.v.shape[3]
+    # a ring and, unless the sequences are packed, a state that is handed over
+    ring_bytes = shares.groups * (shares.places * whole.stage_bytes(K) + (0 if offsets is not None else 4 * V * K))
     ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
     progress = torch.zeros(shares.counters, dtype=torch.int32, device=device)
     tensors = (
