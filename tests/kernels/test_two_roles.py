@@ -156,7 +156,7 @@ def test_measured_choices(tiles: int, tokens: int, groups: int | None) -> None:
 @pytest.mark.parametrize(
     ("sequences", "tokens", "heads", "states", "groups"),
     [
-        (64, 8192, 32, 0, 27), (8, 8192, 96, 0, 24), (1, 8192, 8, 2, 8), (1, 8192, 16, 0, 16),
+        (64, 8192, 32, 0, 26), (8, 8192, 96, 0, 24), (1, 8192, 8, 2, 8), (1, 8192, 16, 0, 16),
         (64, 8192, 32, 2, None), (127, 8192, 32, 0, None), (21, 8192, 32, 0, None), (0, 0, 8, 0, None),
     ],
 )  # fmt: skip

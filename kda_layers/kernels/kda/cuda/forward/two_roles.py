@@ -158,9 +158,8 @@ def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
     every = []
     for groups in range(1, min(tiles, processors // slices - 1) + 1):
         scan = -(-tiles * chunks // groups) * (SCANS + SCANS_BESIDE * groups)
-        most = processors // slices * slices - groups * slices
-        for preparers in {most, min(most // groups, MOST_PREPARERS) * groups} - {0}:
-            prepare = tiles * chunks * PREPARES / preparers * (PREPARES_FOR_ALL if preparers % groups else 1)
+        for preparers, each in preparers_for(groups, processors):
+            prepare = tiles * chunks * each
             every.append((max(prepare, SCAN_WAITS * scan), preparers, max(prepare, scan), Shares.of(groups, preparers)))
     _, _, fastest, shares = min(every)
     wide, groups = together_groups(tiles, processors)
@@ -189,15 +188,23 @@ def packed_shares_for(sequences: int, tokens: int, heads: int, states: int, proc
     for groups in range(1, min(tiles, processors // slices - 1, MOST_GROUPS_PACKED) + 1):
         if sequences < MANY and heads % groups and groups % heads:
             continue
-        preparers = processors // slices * slices - groups * slices
-        prepare = tiles * chunks * PREPARES / preparers
         scan = -(-tiles // groups) * (chunks * (SCANS + SCANS_BESIDE * groups) + TILE + states * STATE)
-        every.append((max(prepare, SCAN_WAITS * scan), max(prepare, scan), Shares.of(groups, preparers)))
-    _, fastest, shares = min(every)
+        for preparers, each in preparers_for(groups, processors):
+            prepare = tiles * chunks * each
+            every.append((max(prepare, SCAN_WAITS * scan), preparers, max(prepare, scan), Shares.of(groups, preparers)))
+    _, _, fastest, shares = min(every)
     wide, groups = together_groups(tiles, processors)
     chain = chunks * (WIDE_CHAIN if wide else CHAIN) + TILE_TOGETHER + states * STATE_TOGETHER
     together = STARTS_TOGETHER + -(-tiles // groups) * chain
     return shares if STARTS + fastest < WORTH * together else None
+
+
+def preparers_for(groups: int, processors: int) -> list[tuple[int, float]]:
+    """Return numbers of preparing blocks beside `groups` that scan, and the time per chunk that all of them need."""
+    slices = WIDTH // BV
+    most = processors // slices * slices - groups * slices
+    numbers = {most, min(most // groups, MOST_PREPARERS) * groups} - {0}
+    return [(n, PREPARES / n * (PREPARES_FOR_ALL if n % groups else 1)) for n in numbers]
 
 
 def together_groups(tiles: int, processors: int) -> tuple[bool, int]:
