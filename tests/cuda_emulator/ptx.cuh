@@ -360,10 +360,9 @@ DEVICE u32 read_counter(const u32* counter, CALLED_HERE) {
     emulator::begin("read_counter", site);
     return emulator::read_counter(counter);
 }
-DEVICE uint4 load_once(const void* from) { return *static_cast<const uint4*>(from); }
-DEVICE void store_once(void* to, uint4 x) { *static_cast<uint4*>(to) = x; }
+template <class T> DEVICE T load_once(const void* from) { return *static_cast<const T*>(from); }
+template <class T> DEVICE void store_once(void* to, T x) { *static_cast<T*>(to) = x; }
 DEVICE void store_global(void* to, uint4 x) { *static_cast<uint4*>(to) = x; }
-DEVICE void store_global(void* to, uint2 x) { *static_cast<uint2*>(to) = x; }
 DEVICE void back_off() {}
 DEVICE void launch_dependents() {}
 DEVICE void wait_for_earlier_kernels() {}

@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_con
     word += shared_address(barrier);
     stmatrix_x4_trans(shared_memory() + 512 + 16 * (threadIdx.x % 32), r[0], r[1], r[2], r[3]);
     stmatrix_x4(shared_memory() + 512 + 16 * (threadIdx.x % 32), r);
-    store_global(p.out + 128, make_uint4(r[0], r[1], r[2], r[3])), store_global(p.out + 132, make_uint2(r[0], word));
-    store_once(p.out + 136, load_once(p.out + 128));
+    store_global(p.out + 128, make_uint4(r[0], r[1], r[2], r[3]));
+    store_once(p.out + 132, load_once<uint4>(p.out + 128));
     red_add_release(p.out, word);
     write_counter(p.out, word);
     word += read_counter(p.out) + u32(products(p));

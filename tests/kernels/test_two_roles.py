@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -87,6 +88,15 @@ def test_order_of_concurrent_operations(case: Case) -> None:
         assert_same(by_two_roles(x, seed % 3, seed=seed), want)
 
 
+@emulates
+@pytest.mark.parametrize("more", [{"B": 2}, {"lengths": (130, 65)}], ids=str)
+def test_accesses_are_ordered(more: dict[str, Any]) -> None:
+    """Also those of a state that one group hands to another; the machine raises an error where nothing orders two."""
+    x = make_inputs(dataclasses.replace(NARROW, **more))
+    with cuda_emulator.order_checked():
+        by_two_roles(x, 1)
+
+
 TAILED = (1, 66, 0, 130, 3, 64, 195)
 
 
@@ -139,8 +149,9 @@ def test_falling_offsets_are_not_waited_for() -> None:
 @pytest.mark.parametrize(
     ("tiles", "tokens", "groups"),
     [
-        (4, 8192, 4), (8, 8192, 8), (12, 8192, 12), (16, 8192, 16), (20, 8192, 20), (24, 16384, 22), (26, 8192, 22),
-        (32, 8192, 22), (40, 8192, 22), (96, 8192, 22), (128, 8192, 22), (8, 65536, 8),
+        (4, 8192, 4), (8, 8192, 8), (12, 8192, 12), (16, 8192, 16), (20, 8192, 20), (24, 8192, 22), (24, 16384, 22),
+        (26, 8192, 22), (32, 8192, 22), (40, 8192, 22), (64, 8192, 22), (96, 8192, 22), (128, 8192, 22), (8, 65536, 8),
+        (10, 3072, 10), (8, 4096, 8), (12, 4096, 12),
         (4, 1024, None), (12, 2048, None), (8, 0, None),
     ],
 )  # fmt: skip

@@ -293,13 +293,10 @@ DEVICE void store_global(void* to, uint4 x) {
                  : "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                  : "memory");
 }
-DEVICE void store_global(void* to, uint2 x) {
-    asm volatile("st.global.v2.b32 [%0], {%1,%2};" : : "l"(to), "r"(x.x), "r"(x.y) : "memory");
-}
 
 // Global memory that is read or written once. L2 evicts it first, so that it keeps what blocks hand to each other.
-DEVICE uint4 load_once(const void* from) { return __ldcs(static_cast<const uint4*>(from)); }
-DEVICE void store_once(void* to, uint4 x) { __stcs(static_cast<uint4*>(to), x); }
+template <class T> DEVICE T load_once(const void* from) { return __ldcs(static_cast<const T*>(from)); }
+template <class T> DEVICE void store_once(void* to, T x) { __stcs(static_cast<T*>(to), x); }
 
 // Counters in global memory. `red_add_release` releases earlier writes of the thread; a thread that reads the new count
 // and then executes `fence_gpu` acquires them. The others are relaxed.

@@ -98,7 +98,7 @@ struct Rows {
     // Load zeros for tokens from `tokens` on.
     DEVICE void load(Lane lane, const u16* from, i64 stride, int tokens) {
         each(lane, [&](int i, int token, int piece) {
-            x[i] = token < tokens ? load_once(from + token * stride + 8 * piece) : make_uint4(0, 0, 0, 0);
+            x[i] = token < tokens ? load_once<uint4>(from + token * stride + 8 * piece) : make_uint4(0, 0, 0, 0);
         });
     }
 };

@@ -51,8 +51,8 @@ DEVICE void load_raw(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& 
         i64 key = key_at(p, at, row) + channel;
         #pragma unroll
         for (int c = 0; c < 2; c++) {
-            raw.q[r][c] = load_once(p.q + key + 32 * c);
-            raw.k[r][c] = load_once(p.k + key + 32 * c);
+            raw.q[r][c] = load_once<uint4>(p.q + key + 32 * c);
+            raw.k[r][c] = load_once<uint4>(p.k + key + 32 * c);
         }
     }
 }

@@ -36,7 +36,7 @@ struct Runs {
 
     explicit DEVICE Runs(const ForwardParams& p) {
         chunks = chunks_of_tile(p), unit = SEGMENTS ? chunks : 1;
-        const u32 units = SEGMENTS ? scanned_tiles(p) : scanned_tiles(p) * chunks;
+        const u32 units = scanned_tiles(p) * chunks / unit;
         least = units / p.groups, longer = units - least * p.groups, least *= unit;
     }
     DEVICE u32 start(u32 group) const { return group * least + min(group, longer) * unit; }

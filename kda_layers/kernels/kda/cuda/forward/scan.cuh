@@ -50,7 +50,7 @@ struct State {
         each([&](float& x, int at) { x = from ? from[at] : 0.f; });
     }
     DEVICE void store(float* to) {
-        each([&](float& x, int at) { to[at] = x; });
+        each([&](float& x, int at) { store_once(to + at, x); });
     }
     template <class F> DEVICE void each(F f) {
         #pragma unroll
@@ -103,11 +103,11 @@ struct Values {
                 for (int i = 0; i < TILES; i += 4) {
                     // not in maps: their scan would spill
                     const uint4 v =
-                        SEGMENTS == MAPS ? *reinterpret_cast<const uint4*>(at + 2 * i) : load_once(at + 2 * i);
+                        SEGMENTS == MAPS ? *reinterpret_cast<const uint4*>(at + 2 * i) : load_once<uint4>(at + 2 * i);
                     x[r][i] = v.x, x[r][i + 1] = v.y, x[r][i + 2] = v.z, x[r][i + 3] = v.w;
                 }
             } else {
-                uint2 v = *reinterpret_cast<const uint2*>(at);
+                uint2 v = load_once<uint2>(at);
                 x[r][0] = v.x, x[r][1] = v.y;
             }
         }
@@ -135,7 +135,7 @@ struct Values {
                 for (int i = 0; i < TILES; i += 4)
                     store_once(at + 2 * i, make_uint4(x[r][i], x[r][i + 1], x[r][i + 2], x[r][i + 3]));
             } else {
-                store_global(at, make_uint2(x[r][0], x[r][1]));
+                store_once(at, make_uint2(x[r][0], x[r][1]));
             }
         }
     }

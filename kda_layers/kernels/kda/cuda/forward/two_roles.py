@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,14 +29,15 @@ BV = 64  # columns of V per block that scans
 THREADS = 384
 SCAN_STAGES = 3
 
-# Microseconds, within 5 % of times measured on an H100 (docs/internals/lab_notes.md). A chunk of one head takes a
+# Microseconds, within 7 % of times measured on an H100 (docs/internals/lab_notes.md). A chunk of one head takes a
 # multiprocessor that prepares 5.05, and a group that scans 0.99 and some for each group; by forward.cu a chain of
 # chunks takes 1.25 for each, or where blocks have 32 columns of V 1.95 on an H200 and up to 2.2 on an H100. The rest
 # does not depend on the length.
 PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 0.99, 0.006, 16.0
-# Blocks that prepare for all groups in turn, not for one, are held up by each group that waits.
-PREPARES_FOR_ALL = 1.06
-MOST_PREPARERS = 7  # for each group; with more, the ring takes more of L2 and nothing is gained
+# Blocks that prepare for several groups wait for each of them. Relative to these times, 21 groups with 90 such blocks
+# took 7 % longer than 22 groups with 88 blocks, four for each group.
+PREPARES_FOR_SEVERAL = 1.06
+MOST_PREPARERS = 7  # for each group; more enlarge the ring, which is to stay in L2, and gained nothing
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
 MOST_TILES = 128  # of one length; with more, it was not measured
@@ -155,13 +156,11 @@ def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
     slices = WIDTH // BV
     if not 0 < tiles <= MOST_TILES or chunks == 0 or processors < 3 * slices:
         return None
-    every = []
-    for groups in range(1, min(tiles, processors // slices - 1) + 1):
-        scan = -(-tiles * chunks // groups) * (SCANS + SCANS_BESIDE * groups)
-        for preparers, each in preparers_for(groups, processors):
-            prepare = tiles * chunks * each
-            every.append((max(prepare, SCAN_WAITS * scan), preparers, max(prepare, scan), Shares.of(groups, preparers)))
-    _, _, fastest, shares = min(every)
+
+    def scan(groups: int) -> float:
+        return -(-tiles * chunks // groups) * (SCANS + SCANS_BESIDE * groups)
+
+    fastest, shares = fastest_shares(range(1, tiles + 1), tiles * chunks, scan, processors)
     wide, groups = together_groups(tiles, processors)
     together = STARTS_TOGETHER + -(-tiles // groups) * chunks * (WIDE_CHAIN if wide else CHAIN)
     return shares if STARTS + fastest < WORTH * together else None
@@ -184,27 +183,40 @@ def packed_shares_for(sequences: int, tokens: int, heads: int, states: int, proc
     if not sequences or tokens < sequences * LEAST_TOKENS or processors < 3 * slices:
         return None
     chunks = tokens / CHUNK / sequences  # of a tile
-    every = []
-    for groups in range(1, min(tiles, processors // slices - 1, MOST_GROUPS_PACKED) + 1):
-        if sequences < MANY and heads % groups and groups % heads:
-            continue
-        scan = -(-tiles // groups) * (chunks * (SCANS + SCANS_BESIDE * groups) + TILE + states * STATE)
-        for preparers, each in preparers_for(groups, processors):
-            prepare = tiles * chunks * each
-            every.append((max(prepare, SCAN_WAITS * scan), preparers, max(prepare, scan), Shares.of(groups, preparers)))
-    _, _, fastest, shares = min(every)
+    every = range(1, min(tiles, MOST_GROUPS_PACKED) + 1)
+    numbers = [n for n in every if sequences >= MANY or heads % n == 0 or n % heads == 0]
+
+    def scan(groups: int) -> float:
+        return -(-tiles // groups) * (chunks * (SCANS + SCANS_BESIDE * groups) + TILE + states * STATE)
+
+    fastest, shares = fastest_shares(numbers, tiles * chunks, scan, processors)
     wide, groups = together_groups(tiles, processors)
     chain = chunks * (WIDE_CHAIN if wide else CHAIN) + TILE_TOGETHER + states * STATE_TOGETHER
     together = STARTS_TOGETHER + -(-tiles // groups) * chain
     return shares if STARTS + fastest < WORTH * together else None
 
 
-def preparers_for(groups: int, processors: int) -> list[tuple[int, float]]:
-    """Return numbers of preparing blocks beside `groups` that scan, and the time per chunk that all of them need."""
-    slices = WIDTH // BV
-    most = processors // slices * slices - groups * slices
-    numbers = {most, min(most // groups, MOST_PREPARERS) * groups} - {0}
-    return [(n, PREPARES / n * (PREPARES_FOR_ALL if n % groups else 1)) for n in numbers]
+def fastest_shares(
+    numbers: Iterable[int], chunks: float, scan: Callable[[int], float], processors: int
+) -> tuple[float, Shares]:
+    """Return the shortest time of a call, less STARTS, and its shares.
+
+    Args:
+        numbers: of groups, from which one is chosen
+        chunks: that are prepared
+        scan: the time in which so many groups scan them
+    """
+    slices, every = WIDTH // BV, []
+    for groups in numbers:
+        most = processors // slices * slices - groups * slices
+        for preparers in {most, min(most // groups, MOST_PREPARERS) * groups}:
+            if preparers <= 0:
+                continue
+            prepare = chunks * PREPARES / preparers * (PREPARES_FOR_SEVERAL if preparers % groups else 1)
+            waits = max(prepare, SCAN_WAITS * scan(groups))
+            every.append((waits, preparers, max(prepare, scan(groups)), Shares.of(groups, preparers)))
+    _, _, fastest, shares = min(every)
+    return fastest, shares
 
 
 def together_groups(tiles: int, processors: int) -> tuple[bool, int]:
