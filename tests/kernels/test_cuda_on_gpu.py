@@ -122,6 +122,8 @@ TWO_ROLES = [
     Case(T=4096 + 40, B=2, H=10, final=False, g_wide=True, checkpoints=False),
     Case(T=4096, B=4, H=12, state=True, checkpoints=False),  # several tiles a group
     Case(T=4096, H=12, A_log=False, dt_bias=False, checkpoints=False),
+    Case(T=8192, H=1, checkpoints=False),
+    Case(T=8192, H=3, state=True, checkpoints=False),  # an odd number of groups
     Case(lengths=(128,) * 64, H=32, slow=True, checkpoints=False),
     Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=16, group=2, state=True, checkpoints=False),
     Case(lengths=(100, 1, 164, 66) * 30, H=8, state=True, final=False, checkpoints=False),  # listed by length

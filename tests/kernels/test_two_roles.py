@@ -188,6 +188,22 @@ def test_a_long_packed_sequence_is_shared_out_evenly() -> None:
     assert [pair for pair in groups if pair[0] % pair[1] and pair[1] % pair[0]] == []
 
 
+def test_blocks_are_whole_clusters() -> None:
+    """No grid is refused, and all blocks can run at once."""
+    slices = two_roles.WIDTH // two_roles.BV
+    chosen = 0
+    for processors, tiles in itertools.product((132, 131, 114, 33, 6), range(1, two_roles.MOST_TILES + 1)):
+        plain = [two_roles.shares_for(tiles, chunks, processors) for chunks in (32, 128, 16384)]
+        packed = [two_roles.packed_shares_for(n, 1 << 16, tiles, 0, processors) for n in (1, 7, 64)]
+        for shares in filter(None, plain + packed):
+            blocks = shares.groups * slices + shares.preparers
+            assert blocks % slices == 0
+            assert blocks <= processors
+            assert shares.preparers > 0
+            chosen += 1
+    assert chosen > 1000
+
+
 def test_few_multiprocessors() -> None:
     assert two_roles.shares_for(8, 128, 4) is None
     assert two_roles.packed_shares_for(1, 8192, 8, 0, 4) is None

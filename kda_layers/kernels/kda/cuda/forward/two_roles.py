@@ -209,7 +209,8 @@ def fastest_shares(
     slices, every = WIDTH // BV, []
     for groups in numbers:
         most = processors // slices * slices - groups * slices
-        for preparers in {most, min(most // groups, MOST_PREPARERS) * groups}:
+        each = min(most // groups, MOST_PREPARERS)
+        for preparers in {most, (each - each * groups % slices) * groups}:  # all blocks are whole clusters
             if preparers <= 0:
                 continue
             prepare = chunks * PREPARES / preparers * (PREPARES_FOR_SEVERAL if preparers % groups else 1)
