@@ -122,13 +122,14 @@ TWO_ROLES = [
     if archs.ARCHS[ARCHS[arch]].setmaxnreg
     for variant in [two_roles.variant_for(K, dtype, gate, g_wide, ARCHS[arch])]
 ]
-PACKED = [
-    pytest.param(p.values[0]._replace(packed=True), p.values[1], id=f"packed-{p.id}")  # type: ignore[attr-defined]
+OTHER_TWO_ROLES = [
+    pytest.param(p.values[0]._replace(**more), p.values[1], id="-".join((*more, p.id)))  # type: ignore[attr-defined]
+    for more in ({"packed": True}, {"checkpoints": True}, {"packed": True, "checkpoints": True})
     for p in TWO_ROLES
 ]
 
 
-@pytest.mark.parametrize(("variant", "arch"), TWO_ROLES + PACKED)
+@pytest.mark.parametrize(("variant", "arch"), TWO_ROLES + OTHER_TWO_ROLES)
 def test_two_roles(variant: two_roles.Variant, arch: str) -> None:
     cubin = build.compile(two_roles.SOURCE, variant.defines, arch)
     check_resources(cubin, "kda_forward_two_roles", REGISTERS // two_roles.THREADS)

@@ -124,7 +124,10 @@ TWO_ROLES = [
     Case(T=4096, H=12, A_log=False, dt_bias=False, checkpoints=False),
     Case(T=8192, H=1, checkpoints=False),
     Case(T=8192, H=3, state=True, checkpoints=False),  # an odd number of groups
+    Case(T=4096 + 3, B=2, H=12, slow=True, state=True),
+    Case(T=4096, B=4, H=12, g_wide=True),  # several tiles a group, some shared
     Case(lengths=(128,) * 64, H=32, slow=True, checkpoints=False),
+    Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=16, group=2, state=True),
     Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=16, group=2, state=True, checkpoints=False),
     Case(lengths=(100, 1, 164, 66) * 30, H=8, state=True, final=False, checkpoints=False),  # listed by length
 ]

@@ -37,6 +37,15 @@ CASES = [
     Case(lengths=(300, 65, 66), K=64, V=64, dtype=FP16, gate="softplus", g_wide=True, checkpoints=False),
     Case(lengths=(0, 0), state=True, checkpoints=False),
 ]
+STORING = [
+    Case(B=2, T=330, state=True),
+    Case(B=2, T=300, H=1, group=2, final=False),  # runs of 7, 7 and 6 chunks
+    Case(B=3, T=128, H=1, group=1, dtype=FP16, gate="softplus", g_wide=True),
+    Case(T=40),  # no whole chunk
+    dataclasses.replace(NARROW, checkpoints=True),
+    dataclasses.replace(PACKED, checkpoints=True),
+    Case(lengths=(64, 128, 63, 1, 192), H=2, group=1, slow=True, final=False),
+]
 
 
 def by_two_roles(x: Inputs, i: int, arch: int = 90, seed: int = 0) -> KDAOutput:
@@ -53,7 +62,7 @@ def assert_same(got: KDAOutput, want: KDAOutput) -> None:
 
 @emulates
 @pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("case", **ids(CASES))
+@pytest.mark.parametrize("case", **ids(CASES + STORING))
 def test_bits_of_the_forward_kernel(case: Case, arch: int) -> None:
     x = make_inputs(case)
     want = emulated.forward(x, arch=arch)
@@ -80,7 +89,7 @@ def test_the_fastest_decay_without_biases() -> None:
 
 
 @emulates
-@pytest.mark.parametrize("case", **ids([CASES[0], NARROW, PACKED]))
+@pytest.mark.parametrize("case", **ids([CASES[0], NARROW, PACKED, STORING[1], STORING[5]]))
 def test_order_of_concurrent_operations(case: Case) -> None:
     x = make_inputs(case)
     want = by_two_roles(x, 0)
@@ -89,7 +98,7 @@ def test_order_of_concurrent_operations(case: Case) -> None:
 
 
 @emulates
-@pytest.mark.parametrize("more", [{"B": 2}, {"lengths": (130, 65)}], ids=str)
+@pytest.mark.parametrize("more", [{"B": 2}, {"lengths": (130, 65)}, {"B": 2, "checkpoints": True}], ids=str)
 def test_accesses_are_ordered(more: dict[str, Any]) -> None:
     """Also those of a state that one group hands to another; the machine raises an error where nothing orders two."""
     x = make_inputs(dataclasses.replace(NARROW, **more))
@@ -108,8 +117,10 @@ TAILED = (1, 66, 0, 130, 3, 64, 195)
         (Case(B=2, T=66, state=True, checkpoints=False), 96),
         (Case(B=2, T=192, state=True, checkpoints=False), 96),
         (Case(B=2, T=197, state=True, checkpoints=False), 96),
+        (Case(B=2, T=66, state=True), 96),
         (Case(lengths=TAILED, H=2, state=True, checkpoints=False), 96),
         (Case(lengths=TAILED, H=2, state=True, checkpoints=False, offsets_dtype=torch.int64), 3),  # listed
+        (Case(lengths=TAILED, H=2), 3),
     ],
     ids=str,
 )
@@ -157,7 +168,7 @@ def test_falling_offsets_are_not_waited_for() -> None:
 )  # fmt: skip
 def test_measured_choices(tiles: int, tokens: int, groups: int | None) -> None:
     """What an H200 or an H100 ran faster, and what it did not."""
-    shares = two_roles.shares_for(tiles, tokens // 64, 132)
+    shares = two_roles.shares_for(tiles, tokens // 64, False, 132)
     assert (shares and shares.groups) == groups
     if shares:
         assert shares.groups * 2 + shares.preparers <= 132
@@ -175,14 +186,24 @@ def test_measured_choices_of_packed_sequences(
     sequences: int, tokens: int, heads: int, states: int, groups: int | None
 ) -> None:
     """What an H100 ran faster, and what it did not."""
-    shares = two_roles.packed_shares_for(sequences, tokens, heads, states, 132)
+    shares = two_roles.packed_shares_for(sequences, tokens, heads, states, False, 132)
+    assert (shares and shares.groups) == groups
+
+
+@pytest.mark.parametrize(
+    ("tiles", "groups"),
+    [(8, None), (16, None), (17, 17), (20, 20), (24, 24), (28, 28), (32, 28), (48, 28), (64, 28), (96, 28), (128, 28)],
+)
+def test_measured_choices_with_checkpoints(tiles: int, groups: int | None) -> None:
+    """What an H200 ran faster, and what it did not."""
+    shares = two_roles.shares_for(tiles, 128, True, 132)
     assert (shares and shares.groups) == groups
 
 
 def test_a_long_packed_sequence_is_shared_out_evenly() -> None:
     """However long one of a few sequences is, no group gets two of its heads before another one gets its first."""
     calls = itertools.product((1, 2, 5, 20, 47), (3, 8, 12, 16, 32, 48, 96))
-    chosen = [(heads, two_roles.packed_shares_for(n, 1 << 16, heads, 0, 132)) for n, heads in calls]
+    chosen = [(heads, two_roles.packed_shares_for(n, 1 << 16, heads, 0, False, 132)) for n, heads in calls]
     groups = [(heads, shares.groups) for heads, shares in chosen if shares]
     assert len(groups) > 5
     assert [pair for pair in groups if pair[0] % pair[1] and pair[1] % pair[0]] == []
@@ -193,8 +214,9 @@ def test_blocks_are_whole_clusters() -> None:
     slices = two_roles.WIDTH // two_roles.BV
     chosen = 0
     for processors, tiles in itertools.product((132, 131, 114, 33, 6), range(1, two_roles.MOST_TILES + 1)):
-        plain = [two_roles.shares_for(tiles, chunks, processors) for chunks in (32, 128, 16384)]
-        packed = [two_roles.packed_shares_for(n, 1 << 16, tiles, 0, processors) for n in (1, 7, 64)]
+        stores = tiles % 2 == 0
+        plain = [two_roles.shares_for(tiles, chunks, stores, processors) for chunks in (32, 128, 16384)]
+        packed = [two_roles.packed_shares_for(n, 1 << 16, tiles, 0, stores, processors) for n in (1, 7, 64)]
         for shares in filter(None, plain + packed):
             blocks = shares.groups * slices + shares.preparers
             assert blocks % slices == 0
@@ -205,8 +227,8 @@ def test_blocks_are_whole_clusters() -> None:
 
 
 def test_few_multiprocessors() -> None:
-    assert two_roles.shares_for(8, 128, 4) is None
-    assert two_roles.packed_shares_for(1, 8192, 8, 0, 4) is None
+    assert two_roles.shares_for(8, 128, False, 4) is None
+    assert two_roles.packed_shares_for(1, 8192, 8, 0, False, 4) is None
 
 
 def test_served_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +240,8 @@ def test_served_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert two_roles.serves(x, machine)
     assert not two_roles.serves(x, emulated.Emulator(arch=100, processors=132))
     assert not two_roles.serves(x._replace(checkpoint_every=64), machine)
+    more = make_inputs(Case(T=8192, H=24, K=128, V=128, dtype=BF16))
+    assert two_roles.serves(more, machine)
     assert two_roles.serves(x._replace(cu_seqlens=torch.tensor([0, 8192])), machine)
     many = torch.arange(0, 8192 + 1, 64)  # a chunk each
     assert not two_roles.serves(x._replace(cu_seqlens=many), machine)

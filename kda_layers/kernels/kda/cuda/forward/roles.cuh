@@ -62,6 +62,7 @@ struct PlainTiles {
         first = max(run, start) - start, end = last > run ? last - start : 0;
     }
     DEVICE int in_run() const { return end - first; }  // chunks
+    DEVICE int before_run() const { return first; }
     DEVICE bool begins() const { return first == 0; }
     DEVICE bool ends() const { return end == chunks; }
     DEVICE WorkTile at(const ForwardParams& p) const { return work_tile(p, scanned_tile(p, index)); }
@@ -82,6 +83,7 @@ struct PackedTiles {
     DEVICE void skip(const ForwardParams& p) { index += p.groups, tile = next, next = find(p, index + p.groups); }
     DEVICE WorkTile at(const ForwardParams&) const { return tile; }
     DEVICE int in_run() const { return tile.chunks(); }
+    static DEVICE constexpr int before_run() { return 0; }
     static DEVICE constexpr bool begins() { return true; }
     static DEVICE constexpr bool ends() { return true; }
     DEVICE i64 state(const ForwardParams& p) const { return i64(tile.sequence) * p.HV + tile.head; }

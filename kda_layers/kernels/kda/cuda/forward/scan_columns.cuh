@@ -185,6 +185,21 @@ DEVICE bool compute_errors(Tokens& E, Sums<CHUNK>& W, Tokens& v, Operand T, cons
     return next_there;
 }
 
+// Where a warp stores the states after the whole chunks of a group's part of a tile, one after the other, if CHECKPOINTS.
+struct Checkpoints {
+    float* next;
+    i64 step;
+
+    DEVICE void start(Lane lane, const ForwardParams& p, const Tiles& tiles, const WorkTile& tile, int column) {
+        const i64 row = chunks_before(lane, p, tile.sequence, WHOLE) + tiles.before_run();
+        next = p.checkpoints + state_at(row * p.HV + tile.head, column), step = i64(p.HV) * V * K;
+    }
+    DEVICE void store(Lane lane, State& state) {
+        state.each(lane, [&](float& a, float& b, int at) { store_once(next + at, make_float2(a, b)); });
+        next += step;
+    }
+};
+
 // The state at the start of a group's part of a tile.
 DEVICE void begin_tile(Lane lane, State& state, const ForwardParams& p, const Tiles& tiles, int column) {
     if (tiles.begins()) {
@@ -228,7 +243,10 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
         begin_tile(lane, x.state, p, tiles, column);
         as_operand<K>(x.S, x.state.S);
         if (!PACKED || tile.length > 0) enter(lane, x, shared, at, false);
-        for (int left = tiles.in_run(); left > 0; left--) {
+        const int chunks = tiles.in_run();
+        Checkpoints checkpoints;
+        if constexpr (CHECKPOINTS) checkpoints.start(lane, p, tiles, tile, column);
+        for (int left = chunks; left > 0; left--) {
             const Place next = at.next();
             const Operand rows = operand_at(first_rows, at.bytes()), T = operand_at(first_T, at.bytes());
             Sums<CHUNK> W, O;  // R, then V'; outputs
@@ -236,6 +254,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
             fence_operand(x.state.S);
             wgmma_fence();
             multiply_rows<STEPS, 0, STEPS, true>(W, x.S, rows);
+            if (CHECKPOINTS && left < chunks) checkpoints.store(lane, x.state);  // the one after the chunk before
             if (opt_barrier(left) > 0) x.state.decay(x.gamma);  // always; a branch keeps it behind these MMAs
             wgmma_fence();
             multiply_rows<STEPS, 0, STEPS, true>(O, x.S, operand_at(rows, AT_QG));
@@ -257,6 +276,8 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
             release(lane, shared, OUTPUT, at);
             at = next;
         }
+        const bool is_whole = !tiles.ends() || tile.length % CHUNK == 0;
+        if (CHECKPOINTS && chunks > 0 && is_whole) checkpoints.store(lane, x.state);
         end_tile(lane, x.state, p, tiles, tile, column);
     }
 }

@@ -8,12 +8,16 @@
 // Chosen by the build, in addition to stage.cuh's: GATE (see gates.cuh), G_FP32 (1: gate logits are fp32), SAVES (1:
 // save what the backward reads), POOLED (1: for engines: states in slots of a pool, one boundary state of each sequence,
 // rows of tokens with strides), BLOCK_ROLES (1: blocks either scan or prepare, see two_roles.cu), with that PACKED (1:
-// sequences have any lengths). If CLUSTER is 0, each CTA prepares all chunks for itself.
+// sequences have any lengths) and CHECKPOINTS (1: store the state after each whole chunk). If CLUSTER is 0, each CTA prepares
+// all chunks for itself.
 #ifndef BLOCK_ROLES
 #define BLOCK_ROLES 0
 #endif
 #ifndef PACKED
 #define PACKED 0
+#endif
+#ifndef CHECKPOINTS
+#define CHECKPOINTS 0
 #endif
 constexpr int STAGES = SEGMENTS == WALK ? 3 : 2;
 constexpr int PREPARE_WARPS = K / 16, INVERTERS = 3;

@@ -32,13 +32,15 @@ SCAN_STAGES = 3
 # Microseconds, within 7 % of times measured on an H100 (docs/internals/lab_notes.md). A chunk of one head takes a
 # multiprocessor that prepares 5.05, and a group that scans 0.99 and some for each group; by forward.cu a chain of
 # chunks takes 1.25 for each, or where blocks have 32 columns of V 1.95 on an H200 and up to 2.2 on an H100. The rest
-# does not depend on the length.
+# does not depend on the length. What storing checkpoints adds to a chunk that is scanned is from an H200; _TOGETHER: by
+# forward.cu.
 PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 0.99, 0.006, 16.0
 # Blocks that prepare for several groups wait for each of them. Relative to these times, 21 groups with 90 such blocks
 # took 7 % longer than 22 groups with 88 blocks, four for each group.
 PREPARES_FOR_SEVERAL = 1.06
 MOST_PREPARERS = 7  # for each group; more enlarge the ring, which is to stay in L2, and gained nothing
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
+STORES, STORES_TOGETHER, WIDE_STORES_TOGETHER = 0.72, 0.16, 0.3
 WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
 MOST_TILES = 128  # of one length; with more, it was not measured
 MOST_GROUPS_PACKED = 32  # one lane of a warp tracks each group
@@ -78,6 +80,7 @@ class Variant(NamedTuple):
     wgmma: bool
     setmaxnreg: bool
     packed: bool  # sequences of any lengths
+    checkpoints: bool
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -86,6 +89,7 @@ class Variant(NamedTuple):
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
             "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": 0, "POOLED": 0, "BLOCK_ROLES": 1, "TAILS": whole.TAIL,
             "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed),
+            "CHECKPOINTS": int(self.checkpoints),
         }  # fmt: skip
 
     @property
@@ -99,18 +103,20 @@ class Variant(NamedTuple):
 
 
 def variant_for(
-    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, packed: bool = False
-) -> Variant:
+    K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, packed: bool = False,
+    checkpoints: bool = False,
+) -> Variant:  # fmt: skip
     """The variant for an arch with bulk copies."""
-    return Variant(K, dtype, gate_activation, g_wide, ARCHS[arch].wgmma, ARCHS[arch].setmaxnreg, packed)
+    has = ARCHS[arch]
+    return Variant(K, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, packed, checkpoints)
 
 
 def variants(arch: int) -> Iterable[Variant]:
     """Every variant that may be chosen for `arch`."""
     if ARCHS[arch].wgmma:
         flags = (False, True)
-        for dtype, gate, g_wide, packed in itertools.product(whole.TYPES, GATE_CODES, flags, flags):
-            yield variant_for(WIDTH, dtype, gate, g_wide, arch, packed)
+        for dtype, gate, g_wide, *rest in itertools.product(whole.TYPES, GATE_CODES, flags, flags, flags):
+            yield variant_for(WIDTH, dtype, gate, g_wide, arch, *rest)
 
 
 def is_enabled() -> bool:
@@ -127,7 +133,7 @@ def is_enabled() -> bool:
 
 def serves(x: Inputs, machine: Machine) -> bool:
     """Return True if this kernel computes a call without gradients, is faster by its measured times, and enabled."""
-    if x.checkpoint_every or (x.q.shape[3], x.v.shape[3]) != (WIDTH, WIDTH) or not is_enabled():
+    if (x.q.shape[3], x.v.shape[3]) != (WIDTH, WIDTH) or not is_enabled():
         return False
     processors, arch, _ = machine.properties(x.q.device)
     return ARCHS[arch].wgmma and shares_of(x, processors) is not None
@@ -141,33 +147,37 @@ def chunks_of(T: int) -> int:
 def shares_of(x: Inputs, processors: int) -> Shares | None:
     """Return the fastest shares for a call, or None where forward.cu is as fast."""
     B, T, HV, _ = x.v.shape
+    stores = x.checkpoint_every > 0
     if x.cu_seqlens is not None:
         states = int(x.initial_state is not None) + int(x.final_state)
-        return packed_shares_for(x.cu_seqlens.shape[0] - 1, T // CHUNK * CHUNK, HV, states, processors)
-    return shares_for(B * HV, chunks_of(T), processors)
+        return packed_shares_for(x.cu_seqlens.shape[0] - 1, T // CHUNK * CHUNK, HV, states, stores, processors)
+    return shares_for(B * HV, chunks_of(T), stores, processors)
 
 
 @functools.lru_cache(whole.PLANS)
-def shares_for(tiles: int, chunks: int, processors: int) -> Shares | None:
+def shares_for(tiles: int, chunks: int, stores: bool, processors: int) -> Shares | None:
     """The fastest shares for `tiles` heads of `chunks` chunks, or None where forward.cu is as fast.
 
-    The groups scan equally many chunks, as two of them can share a head (roles.cuh).
+    The groups scan equally many chunks, as two of them can share a head (roles.cuh). With `stores` the call has
+    checkpoints.
     """
     slices = WIDTH // BV
     if not 0 < tiles <= MOST_TILES or chunks == 0 or processors < 3 * slices:
         return None
 
     def scan(groups: int) -> float:
-        return -(-tiles * chunks // groups) * (SCANS + SCANS_BESIDE * groups)
+        return -(-tiles * chunks // groups) * scans(groups, stores)
 
     fastest, shares = fastest_shares(range(1, tiles + 1), tiles * chunks, scan, processors)
-    wide, groups = together_groups(tiles, processors)
-    together = STARTS_TOGETHER + -(-tiles // groups) * chunks * (WIDE_CHAIN if wide else CHAIN)
-    return shares if STARTS + fastest < WORTH * together else None
+    groups, chain = together(tiles, stores, processors)
+    slowest = STARTS_TOGETHER + -(-tiles // groups) * chunks * chain
+    return shares if STARTS + fastest < WORTH * slowest else None
 
 
 @functools.lru_cache(whole.PLANS)
-def packed_shares_for(sequences: int, tokens: int, heads: int, states: int, processors: int) -> Shares | None:
+def packed_shares_for(
+    sequences: int, tokens: int, heads: int, states: int, stores: bool, processors: int
+) -> Shares | None:
     """Return the fastest shares for packed sequences, or None where forward.cu is as fast.
 
     The lengths are known only on the GPU; the estimate assumes equal ones. With fewer than MANY sequences a single one
@@ -178,6 +188,7 @@ def packed_shares_for(sequences: int, tokens: int, heads: int, states: int, proc
         tokens: of all sequences
         heads: value heads
         states: 0 to 2, how many of the initial and the final state the call has
+        stores: the call has checkpoints
     """
     slices, tiles = WIDTH // BV, sequences * heads
     if not sequences or tokens < sequences * LEAST_TOKENS or processors < 3 * slices:
@@ -187,13 +198,18 @@ def packed_shares_for(sequences: int, tokens: int, heads: int, states: int, proc
     numbers = [n for n in every if sequences >= MANY or heads % n == 0 or n % heads == 0]
 
     def scan(groups: int) -> float:
-        return -(-tiles // groups) * (chunks * (SCANS + SCANS_BESIDE * groups) + TILE + states * STATE)
+        return -(-tiles // groups) * (chunks * scans(groups, stores) + TILE + states * STATE)
 
     fastest, shares = fastest_shares(numbers, tiles * chunks, scan, processors)
-    wide, groups = together_groups(tiles, processors)
-    chain = chunks * (WIDE_CHAIN if wide else CHAIN) + TILE_TOGETHER + states * STATE_TOGETHER
-    together = STARTS_TOGETHER + -(-tiles // groups) * chain
-    return shares if STARTS + fastest < WORTH * together else None
+    groups, chain = together(tiles, stores, processors)
+    tile = chunks * chain + TILE_TOGETHER + states * STATE_TOGETHER
+    slowest = STARTS_TOGETHER + -(-tiles // groups) * tile
+    return shares if STARTS + fastest < WORTH * slowest else None
+
+
+def scans(groups: int, stores: bool) -> float:
+    """The time in which each of so many groups scans a chunk."""
+    return SCANS + SCANS_BESIDE * groups + (STORES if stores else 0)
 
 
 def fastest_shares(
@@ -220,10 +236,11 @@ def fastest_shares(
     return fastest, shares
 
 
-def together_groups(tiles: int, processors: int) -> tuple[bool, int]:
-    """Return whether forward.cu's blocks have 32 columns, and its number of CTA groups."""
-    wide = tiles * WIDTH // 16 > processors  # as forward.variant_for chooses
-    return wide, min(tiles, max(processors // (4 if wide else 8), 1))
+def together(tiles: int, stores: bool, processors: int) -> tuple[int, float]:
+    """Return forward.cu's number of CTA groups, and the time that each takes for a chunk."""
+    if tiles * WIDTH // 16 > processors:  # its blocks have 32 columns, as forward.variant_for chooses
+        return min(tiles, max(processors // 4, 1)), WIDE_CHAIN + (WIDE_STORES_TOGETHER if stores else 0)
+    return min(tiles, max(processors // 8, 1)), CHAIN + (STORES_TOGETHER if stores else 0)
 
 
 class Plan(NamedTuple):
@@ -241,7 +258,7 @@ def plan_of(
     machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
     q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
     gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float, tails: bool,
-    shares: Shares,
+    shares: Shares, checkpoints: bool,
 ) -> Plan:  # fmt: skip
     """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens."""
     B, T, H, K = q_shape
@@ -251,7 +268,8 @@ def plan_of(
     if B * T > whole.MOST_TOKENS:
         raise ValueError(f"B * T must be at most {whole.MOST_TOKENS}, got {B * T}: split the batch")
     N, arch = B if offsets is None else offsets[0] - 1, machine.properties(device).capability
-    variant = variant_for(K, dtype, gate_activation, g_dtype == torch.float32, arch, offsets is not None)
+    wide, packed = g_dtype == torch.float32, offsets is not None
+    variant = variant_for(K, dtype, gate_activation, wide, arch, packed, checkpoints)
     rest = whole.PARAMS.pack_values(
         T, H, HV, HV // H, N * HV, offsets is not None and offsets[1] == torch.int64, BETA_CODES[beta_activation],
         beta_dtype == torch.float32, qk_l2norm, lower_bound, scale, *(0,) * 9, tails, shares.groups, shares.places,
@@ -275,22 +293,24 @@ def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tu
         machine, device, x.q.dtype, x.g.dtype, x.beta.dtype, x.q.shape, x.v.shape,
         None if offsets is None else (offsets.shape[0], offsets.dtype),
         x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, tails is not None, shares,
+        x.checkpoint_every > 0,
     )  # fmt: skip
     o = torch.empty_like(x.v)
     final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
+    checkpoints = whole.new_checkpoints(x) if x.checkpoint_every else None
     slices, K, V = plan.variant.slices, x.q.shape[3], x.v.shape[3]
     # a ring and, unless the sequences are packed, a state that is handed over
     ring_bytes = shares.groups * (shares.places * whole.stage_bytes(K) + (0 if offsets is not None else 4 * V * K))
     ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
     progress = torch.zeros(shares.counters, dtype=torch.int32, device=device)
     tensors = (
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, offsets, o, final, None, ring, progress,
+        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, offsets, o, final, checkpoints, ring, progress,
         *(None,) * 8, *(tails or whole.Tails()),
     )  # fmt: skip
     params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
     blocks = shares.groups * slices + shares.preparers
     launch(plan.kernel, blocks, THREADS, slices, plan.variant.shared_bytes, params)
-    return KDAOutput(o, final, None), None
+    return KDAOutput(o, final, checkpoints), None
 
 
 def launch(kernel: Launchable, blocks: int, threads: int, cluster: int, shared_bytes: int, params: bytes) -> None:
