@@ -135,6 +135,18 @@ def test_ragged_and_alone(form: str) -> None:
 
 
 @in_every_form
+def test_unused_checkpoints_are_zeros(form: str) -> None:
+    """Sequences that leave as many tokens after their whole chunks as they can leave most rows unused."""
+    lengths = (127, 63, 63, 191, 63)
+    got = chunk(make_inputs(replace(WIDE, lengths=lengths)), form).checkpoints
+    assert got is not None
+    used = sum(length // 64 for length in lengths)
+    assert got.shape[1] == used + len(lengths) - 1
+    assert got[:, :used].isfinite().all()
+    assert not got[:, used:].any()
+
+
+@in_every_form
 @pytest.mark.parametrize("l2norm", [True, False])
 def test_tokens_of_zeros(l2norm: bool, form: str) -> None:
     """Queries, keys and values of padding, some, and of a whole chunk."""
