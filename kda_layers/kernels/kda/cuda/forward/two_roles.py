@@ -38,7 +38,7 @@ PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 0.99, 0.006, 16.0
 # Blocks that prepare for several groups wait for each of them. Relative to these times, 21 groups with 90 such blocks
 # took 7 % longer than 22 groups with 88 blocks, four for each group.
 PREPARES_FOR_SEVERAL = 1.06
-MOST_PREPARERS = 7  # for each group; more enlarge the ring, which is to stay in L2, and gained nothing
+MOST_PREPARERS = 8  # for each group; more enlarge the ring, which is to stay in L2, and gained nothing
 CHAIN, WIDE_CHAIN, STARTS_TOGETHER = 1.25, 2.1, 10.0
 STORES, STORES_TOGETHER, WIDE_STORES_TOGETHER = 0.72, 0.16, 0.3
 WORTH = 0.97  # of forward.cu's time: what is nearer is within the error of these times
@@ -61,8 +61,8 @@ class Shares(NamedTuple):
 
     @classmethod
     def of(cls, groups: int, preparers: int) -> Shares:
-        """With as many places as preparing blocks need; more would push the ring out of L2."""
-        return cls(groups, preparers, 2 * -(-preparers // groups) + 5)
+        """With as many places as preparing blocks need; more would push the ring out of L2, and gained nothing."""
+        return cls(groups, preparers, 2 * -(-preparers // groups) + 8)
 
     @property
     def counters(self) -> int:
