@@ -55,7 +55,7 @@ def variant_for(
 def variants(arch: int) -> Iterable[Variant]:
     """Every variant that may be chosen for `arch`."""
     for roles, fine in itertools.product(two_roles.variants(arch), (False, True)):
-        if not roles.packed and (not fine or roles.dtype in whole.FINE):
+        if not (roles.packed or roles.checkpoints) and (not fine or roles.dtype in whole.FINE):
             yield Variant(roles, ALWAYS, fine)
 
 
