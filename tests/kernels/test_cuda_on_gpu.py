@@ -128,6 +128,7 @@ TWO_ROLES = [
     Case(T=4096, B=4, H=12, g_wide=True),  # several tiles a group, some shared
     Case(lengths=(128,) * 64, H=32, slow=True, checkpoints=False),
     Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=16, group=2, state=True),
+    Case(lengths=(100, 1, 164, 66) * 30, H=8),
     Case(lengths=(130, 0, 4, 2000, 64, 1, 777, 3000), H=16, group=2, state=True, checkpoints=False),
     Case(lengths=(100, 1, 164, 66) * 30, H=8, state=True, final=False, checkpoints=False),  # listed by length
 ]
@@ -143,7 +144,7 @@ def test_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) ->
     want = run(x, backend)
     monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE)
     # Packed sequences so uneven are left to blocks of one role
-    monkeypatch.setattr(two_roles, "packed_shares_for", lambda *args: two_roles.Shares.of(22, args[-1] - 44))
+    monkeypatch.setattr(two_roles, "packed_shares_for", lambda *args: two_roles.Shares.of(22, (args[-1] - 44) // 2 * 2))
     with mock.patch.object(two_roles, "forward", wraps=two_roles.forward) as chosen:
         for _ in range(RUNS):
             assert_same(run(x, backend), want)

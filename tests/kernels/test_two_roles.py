@@ -45,6 +45,7 @@ STORING = [
     dataclasses.replace(NARROW, checkpoints=True),
     dataclasses.replace(PACKED, checkpoints=True),
     Case(lengths=(64, 128, 63, 1, 192), H=2, group=1, slow=True, final=False),
+    Case(lengths=(65, 1, 0) * 12, H=1, group=1, K=64, V=64, dtype=FP16, gate="softplus", g_wide=True),
 ]
 
 

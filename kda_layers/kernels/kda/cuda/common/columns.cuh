@@ -2,8 +2,8 @@
 //
 // A CTA has BV columns of V, which are independent, and a scanning warp 16 of them: the result of one MMA, rounded, is
 // operand A of the next in the same lane, so that the chain from chunk to chunk does not pass through shared memory. What a
-// scanning warp issues is what a chunk takes, so it addresses no global memory: moving warps bring a chunk's values to shared
-// memory and take its results from there, by whole rows.
+// scanning warp issues is what a chunk takes, so moving warps bring a chunk's values to shared memory and take its results from
+// there, by whole rows; of global memory, a scanning warp addresses only states and their gradients.
 #pragma once
 #include "stage.cuh"
 

@@ -312,7 +312,8 @@ def new_checkpoints(x: Inputs) -> Tensor:
     """Memory for the checkpoints of a call; packed sequences may leave rows at the end unused, which are 0."""
     shape = (x.q.shape[0], x.checkpoint_count, *x.v.shape[2:], x.q.shape[3])
     checkpoints = torch.empty(shape, dtype=torch.float32, device=x.q.device)
-    if x.cu_seqlens is not None:  # N sequences have at most 63 N tokens after their whole chunks, so N - 1 rows
+    if x.cu_seqlens is not None:
+        # N sequences have at most 63 N tokens after their whole chunks: up to N - 1 rows, as offsets end at T
         checkpoints[:, max(x.checkpoint_count - (x.cu_seqlens.shape[0] - 2), 0) :].zero_()
     return checkpoints
 

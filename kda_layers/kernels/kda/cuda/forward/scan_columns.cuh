@@ -185,7 +185,7 @@ DEVICE bool compute_errors(Tokens& E, Sums<CHUNK>& W, Tokens& v, Operand T, cons
     return next_there;
 }
 
-// Where a warp stores the states after the whole chunks of a group's part of a tile, one after the other, if CHECKPOINTS.
+// With CHECKPOINTS, where a warp stores the next state of a group's part of a tile: its whole chunks have consecutive rows.
 struct Checkpoints {
     float* next;
     i64 step;
@@ -254,7 +254,7 @@ DEVICE void scan_columns(Lane lane, const ForwardParams& p, const ScanShared& sh
             fence_operand(x.state.S);
             wgmma_fence();
             multiply_rows<STEPS, 0, STEPS, true>(W, x.S, rows);
-            if (CHECKPOINTS && left < chunks) checkpoints.store(lane, x.state);  // the one after the chunk before
+            if (CHECKPOINTS && left < chunks) checkpoints.store(lane, x.state);  // after the previous chunk
             if (opt_barrier(left) > 0) x.state.decay(x.gamma);  // always; a branch keeps it behind these MMAs
             wgmma_fence();
             multiply_rows<STEPS, 0, STEPS, true>(O, x.S, operand_at(rows, AT_QG));

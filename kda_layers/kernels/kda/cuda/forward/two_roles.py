@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,8 +33,8 @@ SCAN_STAGES = 3
 # Microseconds, within 7 % of times measured on an H100 (docs/internals/lab_notes.md). A chunk of one head takes a
 # multiprocessor that prepares 5.05, and a group that scans 0.99 and some for each group; by forward.cu a chain of
 # chunks takes 1.25 for each, or where blocks have 32 columns of V 1.95 on an H200 and up to 2.2 on an H100. The rest
-# does not depend on the length. What storing checkpoints adds to a chunk that is scanned is from an H200; _TOGETHER: by
-# forward.cu.
+# does not depend on the length. STORES is what a checkpoint adds to the scan of a chunk, within 3 % on an H200;
+# STORES_TOGETHER and WIDE_STORES_TOGETHER are the same for forward.cu.
 PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 0.99, 0.006, 16.0
 # Blocks that prepare for several groups wait for each of them. Relative to these times, 21 groups with 90 such blocks
 # took 7 % longer than 22 groups with 88 blocks, four for each group.
@@ -170,8 +171,8 @@ def shares_for(tiles: int, chunks: int, stores: bool, processors: int) -> Shares
 
     fastest, shares = fastest_shares(range(1, tiles + 1), tiles * chunks, scan, processors)
     groups, chain = together(tiles, stores, processors)
-    slowest = STARTS_TOGETHER + -(-tiles // groups) * chunks * chain
-    return shares if STARTS + fastest < WORTH * slowest else None
+    by_one_role = STARTS_TOGETHER + -(-tiles // groups) * chunks * chain
+    return shares if STARTS + fastest < WORTH * by_one_role else None
 
 
 @functools.lru_cache(whole.PLANS)
@@ -203,8 +204,8 @@ def packed_shares_for(
     fastest, shares = fastest_shares(numbers, tiles * chunks, scan, processors)
     groups, chain = together(tiles, stores, processors)
     tile = chunks * chain + TILE_TOGETHER + states * STATE_TOGETHER
-    slowest = STARTS_TOGETHER + -(-tiles // groups) * tile
-    return shares if STARTS + fastest < WORTH * slowest else None
+    by_one_role = STARTS_TOGETHER + -(-tiles // groups) * tile
+    return shares if STARTS + fastest < WORTH * by_one_role else None
 
 
 def scans(groups: int, stores: bool) -> float:
@@ -225,8 +226,8 @@ def fastest_shares(
     slices, every = WIDTH // BV, []
     for groups in numbers:
         most = processors // slices * slices - groups * slices
-        each = min(most // groups, MOST_PREPARERS)
-        for preparers in {most, (each - each * groups % slices) * groups}:  # all blocks are whole clusters
+        step = math.lcm(groups, slices)  # as many for each group, and whole clusters
+        for preparers in {most, min(most, MOST_PREPARERS * groups) // step * step}:
             if preparers <= 0:
                 continue
             prepare = chunks * PREPARES / preparers * (PREPARES_FOR_SEVERAL if preparers % groups else 1)
