@@ -23,6 +23,7 @@ from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse_launche
 from kda_layers.kernels.kda.cuda.decode import decode as decode_launcher
 from kda_layers.kernels.kda.cuda.forward import forward as forward_launcher
 from kda_layers.kernels.kda.cuda.forward import two_roles as two_roles_launcher
+from kda_layers.kernels.kda.cuda.forward.shares import BV, Shares
 from tests import cuda_emulator
 
 THREADS = 1024  # that a multiprocessor holds; the operating system limits all together
@@ -121,9 +122,9 @@ def forward_saving(x: Inputs, save: bool = True, **launch: Any) -> tuple[KDAOutp
     return out, saved  # type: ignore[return-value]
 
 
-def two_roles(x: Inputs, shares: two_roles_launcher.Shares, arch: int = 90, seed: int = 0) -> KDAOutput:
+def two_roles(x: Inputs, shares: Shares, arch: int = 90, seed: int = 0) -> KDAOutput:
     """Return the outputs of two_roles.cu, with every block resident."""
-    blocks = shares.groups * (x.q.shape[3] // two_roles_launcher.BV) + shares.preparers
+    blocks = shares.groups * (x.q.shape[3] // BV) + shares.preparers
     machine = Emulator(arch, blocks, seed)
     with mock.patch.object(two_roles_launcher, "shares_of", return_value=shares), GuardedMemory():
         return two_roles_launcher.forward(guarded_inputs(x), machine)[0]

@@ -131,12 +131,9 @@ def test_ragged_and_alone(form: str) -> None:
     assert not got.checkpoints[:, 3:].any()
 
 
-# ---------------------------------------------------------------- hard inputs
-
-
 @in_every_form
 def test_unused_checkpoints_are_zeros(form: str) -> None:
-    """Sequences that leave as many tokens after their whole chunks as they can leave most rows unused."""
+    """Sequences of 64 n + 63 tokens leave the most rows unused."""
     lengths = (127, 63, 63, 191, 63)
     got = chunk(make_inputs(replace(WIDE, lengths=lengths)), form).checkpoints
     assert got is not None
@@ -144,6 +141,9 @@ def test_unused_checkpoints_are_zeros(form: str) -> None:
     assert got.shape[1] == used + len(lengths) - 1
     assert got[:, :used].isfinite().all()
     assert not got[:, used:].any()
+
+
+# ---------------------------------------------------------------- hard inputs
 
 
 @in_every_form

@@ -12,7 +12,7 @@ from torch import Tensor
 from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.cuda.forward import two_roles
+from kda_layers.kernels.kda.cuda.forward import shares, two_roles
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
 from tests.kernels.cases import (
     FP16,
@@ -144,7 +144,7 @@ def test_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) ->
     want = run(x, backend)
     monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE)
     # Packed sequences so uneven are left to blocks of one role
-    monkeypatch.setattr(two_roles, "packed_shares_for", lambda *args: two_roles.Shares.of(22, (args[-1] - 44) // 2 * 2))
+    monkeypatch.setattr(shares, "packed_shares_for", lambda *args: shares.Shares.of(22, (args[-1] - 44) // 2 * 2))
     with mock.patch.object(two_roles, "forward", wraps=two_roles.forward) as chosen:
         for _ in range(RUNS):
             assert_same(run(x, backend), want)

@@ -17,6 +17,7 @@ from kda_layers.kernels.kda.cuda.backward import reverse_segments
 from kda_layers.kernels.kda.cuda.forward import cut as cutting
 from kda_layers.kernels.kda.cuda.forward import map_columns, segments, two_roles
 from kda_layers.kernels.kda.cuda.forward.cut import ALWAYS, Cut
+from kda_layers.kernels.kda.cuda.forward.shares import Shares
 from kda_layers.kernels.kda.dispatch import KDA
 from tests import cuda_emulator
 from tests.kernels import emulated
@@ -155,8 +156,8 @@ def test_maps_by_blocks_of_two_roles(groups: int, fine: bool, form: str, monkeyp
         maps = saved.maps.unflatten(0, (x.v.shape[0], -1))[:, :-1]  # nobody writes those of last segments
         return [*outputs(out).values(), maps, *saved.whole.tensors()]
 
-    def shares(scanned: int, chunks: int, *_: int) -> two_roles.Shares:
-        return two_roles.Shares(groups, 16 - 2 * groups, -(-scanned // groups) * chunks)
+    def shares(scanned: int, chunks: int, *_: int) -> Shares:
+        return Shares(groups, 16 - 2 * groups, -(-scanned // groups) * chunks)
 
     want = run(roles=False)
     monkeypatch.setattr(map_columns, "shares_for", shares)

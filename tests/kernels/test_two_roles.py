@@ -13,8 +13,9 @@ import torch
 
 from kda_layers import KDAOutput
 from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.cuda.forward import shares as model
 from kda_layers.kernels.kda.cuda.forward import tails, two_roles
-from kda_layers.kernels.kda.cuda.forward.two_roles import Shares
+from kda_layers.kernels.kda.cuda.forward.shares import Shares
 from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import BF16, FP16, Case, ids, make_inputs, outputs
@@ -51,7 +52,7 @@ STORING = [
 
 def by_two_roles(x: Inputs, i: int, arch: int = 90, seed: int = 0) -> KDAOutput:
     """The outputs with SHARES[i], and at most as many groups as there are heads to scan."""
-    heads = x.v.shape[0] * x.v.shape[2] if x.cu_seqlens is None else two_roles.MOST_GROUPS_PACKED
+    heads = x.v.shape[0] * x.v.shape[2] if x.cu_seqlens is None else model.MOST_GROUPS_PACKED
     shares = SHARES[i]._replace(groups=min(SHARES[i].groups, heads))
     return emulated.two_roles(x, shares, arch, seed)
 
@@ -169,7 +170,7 @@ def test_falling_offsets_are_not_waited_for() -> None:
 )  # fmt: skip
 def test_measured_choices(tiles: int, tokens: int, groups: int | None) -> None:
     """What an H200 or an H100 ran faster, and what it did not."""
-    shares = two_roles.shares_for(tiles, tokens // 64, False, 132)
+    shares = model.shares_for(tiles, tokens // 64, False, 132)
     assert (shares and shares.groups) == groups
     if shares:
         assert shares.groups * 2 + shares.preparers <= 132
@@ -187,7 +188,7 @@ def test_measured_choices_of_packed_sequences(
     sequences: int, tokens: int, heads: int, states: int, groups: int | None
 ) -> None:
     """What an H100 ran faster, and what it did not."""
-    shares = two_roles.packed_shares_for(sequences, tokens, heads, states, False, 132)
+    shares = model.packed_shares_for(sequences, tokens, heads, states, False, 132)
     assert (shares and shares.groups) == groups
 
 
@@ -197,14 +198,14 @@ def test_measured_choices_of_packed_sequences(
 )
 def test_measured_choices_with_checkpoints(tiles: int, groups: int | None) -> None:
     """What an H200 ran faster, and what it did not."""
-    shares = two_roles.shares_for(tiles, 128, True, 132)
+    shares = model.shares_for(tiles, 128, True, 132)
     assert (shares and shares.groups) == groups
 
 
 def test_a_long_packed_sequence_is_shared_out_evenly() -> None:
     """However long one of a few sequences is, no group gets two of its heads before another one gets its first."""
     calls = itertools.product((1, 2, 5, 20, 47), (3, 8, 12, 16, 32, 48, 96))
-    chosen = [(heads, two_roles.packed_shares_for(n, 1 << 16, heads, 0, False, 132)) for n, heads in calls]
+    chosen = [(heads, model.packed_shares_for(n, 1 << 16, heads, 0, False, 132)) for n, heads in calls]
     groups = [(heads, shares.groups) for heads, shares in chosen if shares]
     assert len(groups) > 5
     assert [pair for pair in groups if pair[0] % pair[1] and pair[1] % pair[0]] == []
@@ -212,12 +213,12 @@ def test_a_long_packed_sequence_is_shared_out_evenly() -> None:
 
 def test_blocks_are_whole_clusters() -> None:
     """No grid is refused, and all blocks can run at once."""
-    slices = two_roles.WIDTH // two_roles.BV
+    slices = model.SLICES
     chosen = 0
-    for processors, tiles in itertools.product((132, 131, 114, 33, 6), range(1, two_roles.MOST_TILES + 1)):
+    for processors, tiles in itertools.product((132, 131, 114, 33, 6), range(1, model.MOST_TILES + 1)):
         stores = tiles % 2 == 0
-        plain = [two_roles.shares_for(tiles, chunks, stores, processors) for chunks in (32, 128, 16384)]
-        packed = [two_roles.packed_shares_for(n, 1 << 16, tiles, 0, stores, processors) for n in (1, 7, 64)]
+        plain = [model.shares_for(tiles, chunks, stores, processors) for chunks in (32, 128, 16384)]
+        packed = [model.packed_shares_for(n, 1 << 16, tiles, 0, stores, processors) for n in (1, 7, 64)]
         for shares in filter(None, plain + packed):
             blocks = shares.groups * slices + shares.preparers
             assert blocks % slices == 0
@@ -228,8 +229,8 @@ def test_blocks_are_whole_clusters() -> None:
 
 
 def test_few_multiprocessors() -> None:
-    assert two_roles.shares_for(8, 128, False, 4) is None
-    assert two_roles.packed_shares_for(1, 8192, 8, 0, False, 4) is None
+    assert model.shares_for(8, 128, False, 4) is None
+    assert model.packed_shares_for(1, 8192, 8, 0, False, 4) is None
 
 
 def test_served_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,7 +313,7 @@ def new_checkpoints(x: Inputs) -> Tensor:
     shape = (x.q.shape[0], x.checkpoint_count, *x.v.shape[2:], x.q.shape[3])
     checkpoints = torch.empty(shape, dtype=torch.float32, device=x.q.device)
     if x.cu_seqlens is not None:
-        # N sequences have at most 63 N tokens after their whole chunks: up to N - 1 rows, as offsets end at T
+        # Offsets end at T, so N sequences leave at most 63 N tokens after their whole chunks: fewer than N rows
         checkpoints[:, max(x.checkpoint_count - (x.cu_seqlens.shape[0] - 2), 0) :].zero_()
     return checkpoints
 

@@ -14,11 +14,12 @@ from ...contract import CHUNK, Inputs
 from . import forward as whole
 from . import two_roles
 from .cut import ALWAYS, MAPS, Cut
+from .shares import PREPARES, WIDTH, Shares
 
 THREADS = 512
 SLICES = 2  # a block scans v, another rows of I
 STAGES = 4  # chunks in shared memory, and their v
-SCANS = 1.2  # microseconds of a chunk, on an H100 (docs/internals/lab_notes.md); as two_roles.PREPARES
+SCANS = 1.2  # microseconds of a chunk, on an H100 (docs/internals/lab_notes.md); as shares.PREPARES
 
 
 class Variant(NamedTuple):
@@ -61,20 +62,20 @@ def variants(arch: int) -> Iterable[Variant]:
 
 def serves(x: Inputs, machine: Machine) -> bool:
     """Return True if this kernel maps the segments of a call, and is enabled."""
-    if x.cu_seqlens is not None or (x.q.shape[3], x.v.shape[3]) != (two_roles.WIDTH, two_roles.WIDTH):
+    if x.cu_seqlens is not None or (x.q.shape[3], x.v.shape[3]) != (WIDTH, WIDTH):
         return False
     return ARCHS[machine.properties(x.q.device).capability].wgmma and two_roles.is_enabled()
 
 
-def shares_for(scanned: int, chunks: int, all_chunks: int, processors: int) -> two_roles.Shares:
+def shares_for(scanned: int, chunks: int, all_chunks: int, processors: int) -> Shares:
     """The fastest shares for `scanned` segments of `chunks` chunks each; `all_chunks` are prepared.
 
     Every chunk has a place of its own, as it is kept.
     """
 
     def time(groups: int) -> float:
-        prepare = all_chunks * two_roles.PREPARES / (processors - SLICES * groups)
+        prepare = all_chunks * PREPARES / (processors - SLICES * groups)
         return max(prepare, -(-scanned // groups) * chunks * SCANS)
 
     groups = min(range(1, min(scanned, (processors - 1) // SLICES) + 1), key=time)
-    return two_roles.Shares(groups, processors - SLICES * groups, -(-scanned // groups) * chunks)
+    return Shares(groups, processors - SLICES * groups, -(-scanned // groups) * chunks)

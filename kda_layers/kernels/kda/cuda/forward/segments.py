@@ -20,6 +20,7 @@ from ...contract import CHUNK, Inputs, KDAOutput
 from . import forward as whole
 from . import map_columns, two_roles
 from .cut import ALWAYS, MAPS, WALK, Cut, cut_of
+from .shares import Shares
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 WALK_STAGES = 3
@@ -150,7 +151,7 @@ def plan_of(
         for n, v in zip(groups, (mapping, walking), strict=True)
     ]
     source, entry, defines, counters = mapping.source, "kda_forward", mapping.defines, groups[0] * 64
-    shares, roles = two_roles.Shares(0, 0, 0), roles and segments > 1
+    shares, roles = Shares(0, 0, 0), roles and segments > 1
     if roles:
         chunks, scanned = cut.segment_tokens(tokens, HV) // CHUNK, N * (segments - 1) * HV
         shares = map_columns.shares_for(scanned, chunks, N * HV * -(-tokens // CHUNK), processors)
