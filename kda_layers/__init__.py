@@ -3,15 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import transformers
-from packaging.version import Version
-
-# transformers 5.24 calls the argument `past_key_values` of every model `cache`.
-if not (5, 17) <= Version(transformers.__version__).release < (5, 24):
-    raise ImportError(
-        f"kda_layers needs transformers 5.17 to 5.23, got {transformers.__version__}: "
-        "pip install 'transformers>=5.17,<5.24'"
-    )
+from kda_layers import versions
 
 # For type checkers; _PUBLIC holds the same names at run time.
 if TYPE_CHECKING:
@@ -74,10 +66,13 @@ _PUBLIC = {
     "use_backend": "kernels.registry",
 }
 __all__ = list(_PUBLIC)
+_WITHOUT_TRANSFORMERS = ("KimiDeltaAttention",)
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
+        if _PUBLIC[name].startswith("modeling.") and name not in _WITHOUT_TRANSFORMERS:
+            versions.require_transformers(name)
         value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -89,5 +84,7 @@ def __dir__() -> list[str]:
 
 # The operator registers itself with torch, and configurations with transformers' AutoConfig.
 importlib.import_module(f"{__name__}.{_PUBLIC['kda']}")
-importlib.import_module(f"{__name__}.{_PUBLIC['KDAConfig']}")
-importlib.import_module(f"{__name__}.modeling.families").register_configs()
+if versions.has_transformers():
+    importlib.import_module(f"{__name__}.{_PUBLIC['KDAConfig']}")
+    importlib.import_module(f"{__name__}.modeling.families").register_configs()
+versions.warn_if_untested()

@@ -11,9 +11,9 @@ import platform
 import signal
 
 import torch
-import transformers
 
 import kda_layers
+from kda_layers import versions
 from kda_layers.kernels.cuda import toolchain
 from kda_layers.kernels.registry import registries
 
@@ -49,7 +49,9 @@ def describe() -> None:
     else:
         device = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     print(f"kda_layers {kda_layers.__version__}, Python {platform.python_version()}")
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}")
+    others = ", ".join(f"{p} {'.'.join(map(str, versions.tested(p)[-1:]))}" for p in ("torch", "transformers"))
+    transformers = ".".join(map(str, versions.installed("transformers"))) or "not installed"
+    print(f"torch {torch.__version__}, transformers {transformers} (newest tested: {others})")
     print(f"device: {device}")
     for operator in registries():
         print(operator.explain(operator.problem.default()))

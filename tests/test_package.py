@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -198,13 +197,6 @@ def test_dependencies_are_the_promised_ones_and_pinned_for_tests():
     assert (names(project["dependencies"]) | names(extras["plot"]) | names(extras["dev"])) - unpinned <= pinned
 
 
-@pytest.mark.parametrize("version", ["5.16.2", "5.24.0", "6.0.0"])
-def test_another_transformers_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the way out, and what pip would install is one that works."""
-    found = sys.modules["transformers"]  # it may have replaced itself since this file was imported
-    monkeypatch.setattr(found, "__version__", version)
-    needed = f"kda_layers needs transformers 5.17 to 5.23, got {version}: pip install 'transformers>=5.17,<5.24'"
-    with pytest.raises(ImportError, match=re.escape(needed)):
-        runpy.run_path(str(kda_layers.__file__))
+def test_pip_takes_every_transformers_that_may_work():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert "transformers>=5.17,<5.24" in project["dependencies"]
+    assert "transformers>=5.17,<6" in project["dependencies"]

@@ -34,8 +34,8 @@ SUFFIXES = (".py", ".cu", ".cuh")
 FOLDERS = ("kernels", "hub_kernel")
 # What the forward of a layer needs; the rest of modeling imports transformers.
 MODELING = (
-    "attend", "checks", "decoding", "layer", "offloading", "offsets", "precision", "recompute", "shared_input",
-    "side_by_side", "slots", "state", "stock_layer",
+    "attend", "cache_argument", "checks", "decoding", "layer", "offloading", "offsets", "precision", "recompute",
+    "shared_input", "side_by_side", "slots", "state", "stock_layer",
 )  # fmt: skip
 # Files in which the kernel differs from the package; namespace.py is a variant's own.
 WRITTEN = {

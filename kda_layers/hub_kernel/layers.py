@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..kernels.kda.contract import state_dtype
 from ..kernels.kda.fla_api import chunk_kda, fused_recurrent_kda
+from ..modeling.cache_argument import takes_cache
 from ..modeling.offloading import loads_weights_of
 from ..modeling.offsets import given_offsets
 from ..modeling.side_by_side import SideBySide
@@ -95,10 +96,11 @@ class KimiLinearDeltaAttention(nn.Module):
     has_backward = True
     can_torch_compile = True
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
-        cache_params: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -106,9 +108,9 @@ class KimiLinearDeltaAttention(nn.Module):
 
         Args:
             hidden_states: [B, T, D].
-            cache_params: a transformers cache with a linear-attention layer at this layer's index, read and updated.
-                Its recurrent state is [N, H, V, K]: a cache filled by the stock layer, or by the two functions above,
-                holds [N, H, K, V] and cannot be continued.
+            cache: a transformers cache (before 5.24 `cache_params`) with a linear-attention layer at this layer's
+                index, read and updated. Its recurrent state is [N, H, V, K]: a cache filled by the stock layer, or by
+                the two functions above, holds [N, H, K, V] and cannot be continued.
             attention_mask: [B, S] with S >= T, nonzero for real tokens. Padding may be anywhere. None with packed
                 sequences.
             **kwargs: the model's other keywords; cu_seqlens or cu_seq_lens_q [N + 1], or seq_idx [1, T], separate the
@@ -118,7 +120,7 @@ class KimiLinearDeltaAttention(nn.Module):
             TypeError, ValueError: naming the argument, what was expected and what came; an activation other than SiLU,
                 a convolution with a bias, a cache of another number of sequences or one that records its past.
         """
-        return _run(self, hidden_states, cache_params, attention_mask, kwargs)
+        return _run(self, hidden_states, cache, attention_mask, kwargs)
 
 
 def _options(
@@ -144,13 +146,13 @@ def _options(
 def _run(
     layer: Any,
     hidden_states: Tensor,
-    cache_params: Cache | None,
+    cache: Cache | None,
     attention_mask: Tensor | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
     check_stock_layer(layer, None)
     offsets = given_offsets(hidden_states, *(kwargs.get(name) for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx")))
-    return _Stateless(layer).run(hidden_states, attention_mask, cache_params, offsets)
+    return _Stateless(layer).run(hidden_states, attention_mask, cache, offsets)
 
 
 class _Apart(SideBySide):

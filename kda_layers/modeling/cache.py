@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, StaticCache
 
 from kda_layers.kernels.kda.contract import CHUNK
+from kda_layers.modeling.seams import Cache, CacheLayerMixin, LinearAttentionLayer, StaticCache
 from kda_layers.modeling.state import Past, at_a_fixed_address, make_writable
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from kda_layers.modeling.cuda_graphs import CONSTANTS
+from kda_layers.modeling.seams import Cache
 
 
 class CacheState:

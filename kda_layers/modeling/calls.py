@@ -11,21 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
-from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.utils import TransformersKwargs
+
+from kda_layers.modeling.seams import CACHE, Cache, ForCausalLMLoss, TransformersKwargs
 
 # Inputs of a base model, in the order of its forward.
-INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+INPUTS = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache")
 # Keywords that transformers passes to any model: declared ones, options of its loss, those of tokenizers and generate.
 KNOWN = (
     frozenset(TransformersKwargs.__annotations__)
     | (inspect.signature(ForCausalLMLoss).parameters.keys() - {"logits", "labels", "vocab_size", "kwargs"})
     | {*INPUTS, "cu_seqlens", "return_dict", "token_type_ids", "mm_token_type_ids", "cache_position"}
 )
-
-# Keywords by which transformers' continuous batching calls a model, with `cache` among them.
-ENGINE = frozenset(("block_table", "cache", "logits_indices", "logits_processor_args", "read_index", "write_index"))
 
 SEQUENCES = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids", "attention_mask")  # describe sequences
 
@@ -45,15 +41,10 @@ def refuse_misspelt(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
             )
 
 
-def is_from_engine(kwargs: dict[str, Any]) -> bool:
-    """Return True for the keywords of a call by transformers' continuous batching."""
-    return hasattr(kwargs.get("cache"), "cache_allocators")
-
-
 def refuse_unknown(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
     """Raise a TypeError if a call of `model` has keywords that neither its forward nor transformers name."""
     for name in kwargs:  # a loop: torch.compile of torch 2.11 has no set algebra
-        if name in KNOWN or (name in ENGINE and is_from_engine(kwargs)):
+        if name in KNOWN:
             continue
         arguments = inspect.signature(model.forward).parameters.keys() - {"self", "kwargs"}
         if name not in arguments:

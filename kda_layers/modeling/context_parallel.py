@@ -121,7 +121,7 @@ def read_shards(
     tokens: Tensor,
     attention_mask: Any,
     position_ids: Tensor | None,
-    past_key_values: Any,
+    cache: Any,
     use_cache: bool | None,
     cu_seqlens: Tensor | None,
     cu_seq_lens_q: Tensor | None = None,
@@ -144,7 +144,7 @@ def read_shards(
     try:
         if not tokens.shape[1]:
             raise ValueError("input_ids must have at least one token on each rank, got none")
-        _check_supported(config, attention_mask, past_key_values, use_cache, offsets, seq_idx)
+        _check_supported(config, attention_mask, cache, use_cache, offsets, seq_idx)
         if offsets is None:
             facts = _facts_of_positions(tokens, position_ids)
         else:
@@ -183,10 +183,10 @@ class _Facts(NamedTuple):
 
 
 def _check_supported(
-    config: Any, attention_mask: Any, past_key_values: Any, use_cache: bool | None, offsets: Any, seq_idx: Any
+    config: Any, attention_mask: Any, cache: Any, use_cache: bool | None, offsets: Any, seq_idx: Any
 ) -> None:
-    if past_key_values is not None or use_cache:
-        given = "use_cache=True" if past_key_values is None else "past_key_values"
+    if cache is not None or use_cache:
+        given = "use_cache=True" if cache is None else "cache"
         raise ValueError(f"{given} must not be given with context parallelism, which has no cache over ranks")
     if isinstance(attention_mask, dict):
         attention_mask = [m for m in attention_mask.values() if m is not None] or None

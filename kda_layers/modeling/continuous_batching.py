@@ -8,20 +8,18 @@ from typing import Any
 
 import transformers
 
-from kda_layers.modeling import families
+from kda_layers.modeling import families, seams
 
-ENGINE = "transformers.generation.continuous_batching"
 SERVER = "transformers.cli.serving.model_manager"
-TESTED = "5.23"
-# (module of the engine, class or "" for a function, name, our wrapper as "file.function")
-WRAPPED = (
-    ("cache", "PagedAttentionCache", "__init__", "state_allocator.finish_cache"),
-    ("input_outputs", "ContinuousBatchingIOs", "_setup_static_tensors", "state_allocator.add_static_tensors"),
-    ("continuous_api", "ContinuousMixin", "init_continuous_batching", "engine_options.check_model"),
-    ("continuous_api", "", "resolve_continuous_batching_config", "engine_options.choose_graphs"),
-    ("initialization", "", "ensure_decode_fast_path_is_available", "engine_options.allow_block_tables"),
-    ("scheduler", "Scheduler", "add_waiting_request", "state_allocator.check_request"),
-)
+# Path of what is wrapped, one of `OF_ENGINE` -> our wrapper, as "file.function".
+WRAPPERS = {
+    "PagedAttentionCache.__init__": "state_allocator.finish_cache",
+    "ContinuousBatchingIOs._setup_static_tensors": "state_allocator.add_static_tensors",
+    "ContinuousMixin.init_continuous_batching": "engine_options.check_model",
+    "resolve_continuous_batching_config": "engine_options.choose_graphs",
+    "ensure_decode_fast_path_is_available": "engine_options.allow_block_tables",
+    "Scheduler.add_waiting_request": "state_allocator.check_request",
+}
 _enabled = False
 
 
@@ -40,21 +38,25 @@ def enable_continuous_batching() -> None:
     ValueError.
 
     Raises:
-        ImportError: this version of transformers has another engine.
+        ImportError: this version of transformers has another engine; names what it lacks.
     """
     global _enabled
     if _enabled:
         return
-    owners = _find_owners()
+    owners = {seam.path: seams.owner(seam) for seam in seams.OF_ENGINE}
+    types = getattr(*owners["ATTN_TYPE_TO_ALLOCATOR"])
     ours = importlib.import_module("kda_layers.modeling.state_allocator")
     missing = ours.StateAllocator.__abstractmethods__
     if missing:
         raise _unknown(f"CacheAllocator.{min(missing)} is new")
-    for owner, (_, _, name, wrap) in zip(owners, WRAPPED, strict=True):
+    if ours.KDA in types:
+        raise _unknown(f"it has an allocator of its own for {ours.KDA}")
+    for path, wrap in WRAPPERS.items():
         file, function = wrap.split(".")
         wrapper = getattr(importlib.import_module(f"kda_layers.modeling.{file}"), function)
+        owner, name = owners[path]
         setattr(owner, name, wrapper(getattr(owner, name)))
-    importlib.import_module(f"{ENGINE}.cache").ATTN_TYPE_TO_ALLOCATOR[ours.KDA] = ours.StateAllocator
+    types[ours.KDA] = ours.StateAllocator
     _name_models()
     _enabled = True
 
@@ -68,29 +70,10 @@ def check_enabled(model: Any) -> None:
         )
 
 
-def _find_owners() -> list[Any]:
-    """Return the classes of `WRAPPED`; raise an ImportError if the engine has another form."""
-    try:
-        importlib.import_module(f"{ENGINE}.cache_allocators.cache_allocator")
-        modules = [importlib.import_module(f"{ENGINE}.{module}") for module, *_ in WRAPPED]
-        types = importlib.import_module(f"{ENGINE}.cache").ATTN_TYPE_TO_ALLOCATOR
-    except (ImportError, AttributeError) as error:
-        raise _unknown(str(error)) from error
-    if "linear_attention" in types:
-        raise _unknown("it has an allocator of its own for linear_attention")
-    owners = []
-    for module, (_, kind, name, _) in zip(modules, WRAPPED, strict=True):
-        owner = getattr(module, kind, None) if kind else module
-        if not hasattr(owner, name):
-            raise _unknown(f"it has no {kind or module.__name__}.{name}")
-        owners.append(owner)
-    return owners
-
-
 def _unknown(reason: str) -> ImportError:
     return ImportError(
-        f"enable_continuous_batching needs the engine of transformers {TESTED}, got transformers "
-        f"{transformers.__version__}: {reason}"
+        f"enable_continuous_batching knows the engine of transformers {seams.OF_ENGINE[0].first} to "
+        f"{seams.OF_ENGINE[0].last}, got transformers {transformers.__version__}: {reason}"
     )
 
 

@@ -62,8 +62,8 @@ class DecodesByKernels:
         self.factors.refresh(module)
         return module
 
-    def decode(self, residual: Tensor, norm: nn.RMSNorm, past_key_values: Cache) -> Tensor | None:
-        """Return residual + forward(norm(residual), past_key_values=past_key_values) of one token of each sequence.
+    def decode(self, residual: Tensor, norm: nn.RMSNorm, cache: Cache) -> Tensor | None:
+        """Return residual + forward(norm(residual), cache=cache) of one token of each sequence.
 
         Of one sequence, three launches do it: norm and projections, `layer_step`, output projection and sum. None where
         the layers must be called themselves; the cache is then unchanged.
@@ -71,14 +71,14 @@ class DecodesByKernels:
         Args:
             residual: [B, 1, D].
             norm: the norm of the layer's input, `is_plain`.
-            past_key_values: as in `forward`.
+            cache: as in `forward`.
         """
         module: Any = self
         if not (only_multiplies(self.o_proj) and all(is_unhooked(m) for m in (module, self.conv1d, self.o_norm))):
             return None
         check_no_adapter(module, ("conv1d", "o_norm"))
         self._watch(residual)
-        o = self._decode(residual, LayerState(past_key_values, self.layer_idx, residual.shape[0]), norm)
+        o = self._decode(residual, LayerState(cache, self.layer_idx, residual.shape[0]), norm)
         return None if o is None else linear_step(o, self.o_proj.weight, residual=residual, overlap=True)
 
     def _decode(self, x: Tensor, state: LayerState, norm: nn.RMSNorm | None = None) -> Tensor | None:

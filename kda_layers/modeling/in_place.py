@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
 
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling import families
 from kda_layers.modeling.cache import with_kda_layers
+from kda_layers.modeling.cache_argument import rename_cache, takes_cache
 from kda_layers.modeling.calls import INPUTS, refuse_misspelt
 from kda_layers.modeling.checkpoints.naming import Format
 from kda_layers.modeling.context_parallel import read_shards
@@ -25,6 +25,7 @@ from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.offloading import loads_weights_of
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
 from kda_layers.modeling.precision import KeepsFP32
+from kda_layers.modeling.seams import CACHE, Cache, is_checkpointed
 from kda_layers.modeling.stock_layer import StockParameters, check_stock_layer, kda_options
 
 logger = logging.getLogger("kda_layers")
@@ -38,25 +39,25 @@ class StockKDALayer(StockParameters, KeepsFP32):
 
     kept_in_fp32 = KimiDeltaAttention.kept_in_fp32
 
+    @takes_cache
     @loads_weights_of("forget_gate")  # its parameters are read here, not in its own forward
     def forward(
         self,
         hidden_states: Tensor,
-        cache_params: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Map [B, T, D] to [B, T, D], called as the stock layer is.
 
         Args:
-            hidden_states, attention_mask: as in `KimiDeltaAttention.forward`.
-            cache_params: its past_key_values.
+            hidden_states, attention_mask, cache: as in `KimiDeltaAttention.forward`.
             **kwargs: the model's other keywords; only cu_seq_lens_q and shards are read, which `prepare_call` sets.
         """
         cu_seqlens, shards = kwargs.get("cu_seq_lens_q"), kwargs.get("shards")
         if cu_seqlens is not None:
             attention_mask = None  # the model made it: `prepare_call` refuses one from the caller
-        return self.run(hidden_states, attention_mask, cache_params, cu_seqlens, shards)
+        return self.run(hidden_states, attention_mask, cache, cu_seqlens, shards)
 
 
 PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
@@ -75,7 +76,7 @@ def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         TypeError: a misspelt keyword, which would be ignored.
         ValueError: masks or positions that KDA layers cannot follow, see `packing.read_layout`.
     """
-    kwargs = dict(zip(INPUTS, args, strict=False)) | kwargs
+    kwargs = rename_cache(dict(zip(INPUTS, args, strict=False)) | kwargs, CACHE)
     refuse_misspelt(kwargs, type(model))
     tokens = tokens_of(kwargs)
     if tokens is None:
@@ -83,8 +84,8 @@ def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     positions = kwargs.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 1:
         kwargs["position_ids"] = positions[None]
-    given = {name: kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values", *PACKING)}
-    return kwargs, read_layout(tokens, **given)
+    given = {name: kwargs.get(name) for name in ("attention_mask", "position_ids", *PACKING)}
+    return kwargs, read_layout(tokens, cache=kwargs.get(CACHE), **given)
 
 
 def prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
@@ -113,7 +114,7 @@ def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
     if getattr(model, "context_group", None) is not None:
         return _sharded_call(model, args, kwargs)
-    cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
+    cache = rename_cache(dict(zip(INPUTS, args, strict=False)) | kwargs, CACHE).get(CACHE)
     if cache is not None:
         with_kda_layers(cache)
     kwargs, layout = read_call(model, args, kwargs)
@@ -125,22 +126,22 @@ def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 f"{type(model).__name__} must get one sequence in each row, got {layout.cu_seqlens.shape[0] - 1} "
                 f"packed ones: its KDA layers keep them apart, but its {mixing[0]} layers do not"
             )
-    elif cache is None and not (model.gradient_checkpointing and model.training):
+    elif cache is None and not is_checkpointed(model):
         use_cache = kwargs.get("use_cache")
         if model.config.use_cache if use_cache is None else use_cache:
-            kwargs["past_key_values"] = with_kda_layers(DynamicCache(config=model.config))
+            kwargs[CACHE] = with_kda_layers(DynamicCache(config=model.config))
     return kwargs, layout
 
 
 def _sharded_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
     """Prepare a call under context parallelism, in place of `read_call`; see `enable_context_parallel`."""
-    kwargs = dict(zip(INPUTS, args, strict=False)) | kwargs
+    kwargs = rename_cache(dict(zip(INPUTS, args, strict=False)) | kwargs, CACHE)
     refuse_misspelt(kwargs, type(model))
     tokens = tokens_of(kwargs)
     if tokens is None:
         return kwargs, None  # the stock forward raises
-    inputs = {name: kwargs.get(name) for name in (*INPUTS[1:4], "use_cache", *PACKING)}
-    shards, offsets = read_shards(model.context_group, model.config, tokens, **inputs)
+    inputs = {name: kwargs.get(name) for name in ("attention_mask", "position_ids", "use_cache", *PACKING)}
+    shards, offsets = read_shards(model.context_group, model.config, tokens, cache=kwargs.get(CACHE), **inputs)
     # Masks of no layer: the stock forward would make those of a local sequence.
     masks = dict.fromkeys(model.config.layer_types)
     kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
@@ -163,8 +164,8 @@ def packed_call(
     """
     assert layout.cu_seqlens is not None
     N = layout.cu_seqlens.shape[0] - 1
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise ValueError(f"past_key_values must be None and use_cache unset or False with {N} packed sequences")
+    if kwargs.get(CACHE) is not None or kwargs.get("use_cache"):
+        raise ValueError(f"{CACHE} must be None and use_cache unset or False with {N} packed sequences")
     stock = [path for path, m in model.named_modules() if is_stock(m)]
     if stock:
         raise ValueError(

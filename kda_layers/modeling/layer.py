@@ -20,6 +20,7 @@ from ..kernels.over_ranks.shards import Shards
 from ..kernels.over_ranks.short_conv import short_convs_over_ranks
 from ..kernels.short_conv.op import short_convs
 from .attend import attend, attend_and_record
+from .cache_argument import takes_cache
 from .checks import as_int, check_epsilon, check_no_adapter
 from .decoding import DecodesByKernels, merged_weights
 from .offloading import loads_weights_of
@@ -161,21 +162,25 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         softplus, as in Kimi Linear: log-decay -exp(A_log) dt, with rates exp(A_log) uniform in [1, 16].
         lower_bound, as in GLM-5.3-Flash: log-decay lower_bound (1 - exp(-dt)), with rate 1.
         """
-        from transformers import initialization as init  # leaves weights alone that were loaded; not in a Hub kernel
-
+        try:
+            from transformers import initialization as init  # leaves weights alone that were loaded
+        except ImportError:  # without transformers, or one that is too old for models: nothing was loaded by it
+            init = nn.init
+        copy_ = getattr(init, "copy_", Tensor.copy_)
         if self.kda_options["gate_activation"] == "softplus":
-            init.copy_(self.A_log, init.uniform_(self.A_log, a=1.0, b=16.0).log())
+            copy_(self.A_log, init.uniform_(self.A_log, a=1.0, b=16.0).log())
         else:
             init.zeros_(self.A_log)
         dt = init.uniform_(self.dt_bias, a=math.log(1e-3), b=math.log(1e-1)).exp()
-        init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
+    @takes_cache
     @loads_weights_of("conv1d", "o_norm")  # their weights are read here, not in their own forward
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | Slots | None = None,
+        cache: Cache | Slots | None = None,
         cu_seqlens: Tensor | None = None,
         shards: Shards | None = None,
     ) -> Tensor:
@@ -185,7 +190,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
             hidden_states: [B, T, D].
             attention_mask: [B, S] with S >= T, nonzero for real tokens; only the last T columns are read. Padding may
                 be anywhere: it neither writes nor decays the state, and the convolution skips it.
-            past_key_values: a transformers cache whose layer `layer_idx` is a linear-attention layer; read and updated.
+            cache: a transformers cache whose layer `layer_idx` is a linear-attention layer; read and updated.
                 No gradient flows into or out of it. Or the slots of a serving engine, whose cu_seqlens must be given.
             cu_seqlens: [N + 1] int32 or int64 offsets of the sequences packed along T (then B = 1); the cache then
                 has N rows. Not with attention_mask. With `shards`, offsets into the tokens of all ranks.
@@ -200,12 +205,12 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
                 another number of sequences, an adapter on conv1d or o_norm; what `kda_layers.kda` raises.
         """
         check_no_adapter(self, ("conv1d", "o_norm"))
-        if shards is not None and (attention_mask is not None or past_key_values is not None):
-            name = "past_key_values" if attention_mask is None else "attention_mask"
+        if shards is not None and (attention_mask is not None or cache is not None):
+            name = "cache" if attention_mask is None else "attention_mask"
             raise ValueError(f"{name} must be None with shards: sequences over ranks have no padding and no cache")
         ranks = 1 if shards is None else len(shards.places)
         mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens, ranks)
-        state = read_state(past_key_values, self.layer_idx, sequences)
+        state = read_state(cache, self.layer_idx, sequences)
         self._watch(hidden_states)
         if mask is cu_seqlens is shards is None and (o := self._decode(hidden_states, state)) is not None:
             return self.o_proj(o)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from kda_layers.kernels import torch_private
 from kda_layers.kernels.linear_cross_entropy.op import linear_cross_entropy
+from kda_layers.modeling.seams import ForCausalLMLoss
 from kda_layers.modeling.side_by_side import trains_plainly
 
 

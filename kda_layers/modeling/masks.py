@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.utils.import_utils import is_tracing
 
 from kda_layers.modeling.offsets import offsets_of
+from kda_layers.modeling.seams import is_tracing
 
 # An additive mask may hide a score with any number that makes it 0 after the softmax.
 HIDDEN = -1e4

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from kda_layers.kernels.checks import check_is_tensor
 from kda_layers.modeling.masks import read_padding_mask, read_square_mask, readable
 from kda_layers.modeling.offsets import given_offsets, offsets_of
+from kda_layers.modeling.seams import Cache
 
 
 class Layout(NamedTuple):
@@ -26,7 +26,7 @@ def read_layout(
     tokens: Tensor,
     attention_mask: Tensor | dict[str, Tensor] | None = None,
     position_ids: Tensor | None = None,
-    past_key_values: Cache | None = None,
+    cache: Cache | None = None,
     *,
     cu_seqlens: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -44,7 +44,7 @@ def read_layout(
         attention_mask: [B, S] with 1 for real tokens; [1 or B, heads, T, S], see `masks.read_square_mask`; or a dict of
             prepared masks by layer type, which is not read.
         position_ids: [T], [1 or B, T], or [axes, B, T] for several axes, which may not restart.
-        past_key_values: the cache before this call.
+        cache: the cache before this call.
         cu_seqlens, cu_seq_lens_q: [N + 1] offsets; None if not given.
         seq_idx: [1, T] number of each token's sequence.
 
@@ -64,15 +64,15 @@ def read_layout(
         check_is_tensor("position_ids", position_ids)
     padding = documents = None
     square = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
-    if isinstance(attention_mask, Tensor) and (square or T > 1 or past_key_values is None):
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length()  # a static cache returns a tensor
+    if isinstance(attention_mask, Tensor) and (square or T > 1 or cache is None):
+        cached = 0 if cache is None else cache.get_seq_length()  # a static cache returns a tensor
         if square:
             padding, documents = read_square_mask(attention_mask, B, T, cached)
         elif (mask := read_padding_mask(attention_mask, B, T)) is not None:
             padding = _columns(mask, T, cached)
         elif offsets is not None or (isinstance(cached, int) and attention_mask.shape[1] == cached + T):
             attention_mask = None  # nothing to hide: one column per key, while a static cache has empty slots
-    if offsets is None and position_ids is not None and past_key_values is None:
+    if offsets is None and position_ids is not None and cache is None:
         offsets = _offsets_of_positions(position_ids, padding, B)
     if offsets is None:
         offsets = documents

@@ -69,11 +69,11 @@ class LayerState:
         if cache is None:
             return
         if layer_idx is None:
-            raise ValueError("layer_idx must be given to use past_key_values, got None")
+            raise ValueError("layer_idx must be given to use cache, got None")
         if layer_idx >= len(cache.layers) or not hasattr(cache.layers[layer_idx], "recurrent_states"):
             kind = type(cache.layers[layer_idx]).__name__ if layer_idx < len(cache.layers) else "no layer"
             raise ValueError(
-                f"past_key_values must have a linear-attention layer at index {layer_idx}, got {kind}: make it with "
+                f"cache must have a linear-attention layer at index {layer_idx}, got {kind}: make it with "
                 "DynamicCache(config=config), where config.layer_types[layer_idx] is 'linear_attention'"
             )
         self._layer: Any = cache.layers[layer_idx]
@@ -83,9 +83,7 @@ class LayerState:
             return
         self.conv, self.recurrent = self._layer.conv_states[0], self._layer.recurrent_states[0]
         if self.conv.shape[0] != sequences:
-            raise ValueError(
-                f"past_key_values must hold as many sequences as the call, {sequences}, got {self.conv.shape[0]}"
-            )
+            raise ValueError(f"cache must hold as many sequences as the call, {sequences}, got {self.conv.shape[0]}")
 
     def write_recurrent(self, state: Tensor) -> None:
         """Store the recurrent state [N, HV, V, K]; no gradient flows out of a cache."""
@@ -106,7 +104,7 @@ class LayerState:
         """Raise a ValueError unless the call can be recorded."""
         if not hasattr(self._layer, "record"):
             raise ValueError(
-                "past_key_values records its past, which KDA layers can take back only in a KDACacheLayer: "
+                "cache records its past, which KDA layers can take back only in a KDACacheLayer: "
                 "pass the cache through kda_layers.modeling.cache.with_kda_layers while it is empty"
             )
         if cu_seqlens is not None:

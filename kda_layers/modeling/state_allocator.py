@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.continuous_batching import cache_allocators
-from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
-from transformers.generation.continuous_batching.cache_allocators.cache_allocator import CacheAllocator
 
 from kda_layers.kernels.kda.contract import NO_SLOT, state_dtype
 from kda_layers.modeling.models.configuration_kda import KDAFields
+from kda_layers.modeling.seams import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    CacheAllocator,
+    FullAttentionCacheAllocator,
+    find_head_dim,
+)
 from kda_layers.modeling.slots import Slots
 
 logger = logging.getLogger("kda_layers")
@@ -63,8 +67,8 @@ class StateAllocator(CacheAllocator):
         needed = self.state_bytes + math.prod(self.conv_shape) * cache_dtype.itemsize
         # The engine hands out sectors, of the least common multiple of all blocks' sizes. It is a block here, if
         # rounded up to a multiple of a block of keys and values; otherwise it may be gigabytes.
-        page = cache_allocators.FullAttentionCacheAllocator.get_bytes_per_page(
-            num_key_value_heads, cache_allocators.full_attention.find_head_dim(config), cache_dtype, page_size
+        page = FullAttentionCacheAllocator.get_bytes_per_page(
+            num_key_value_heads, find_head_dim(config), cache_dtype, page_size
         )
         blocks = [page * config.layer_types.count(kind) for kind in (FULL_ATTENTION, SLIDING_ATTENTION)]
         unit, layers = math.lcm(ALIGNMENT, *filter(None, blocks)), len(layer_indices)
@@ -78,7 +82,7 @@ class StateAllocator(CacheAllocator):
         )
 
     def register_cache_tensor(
-        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: cache_allocators.CachePool
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
     ) -> None:
         """Make views [slots, ...] of every layer's states; slots are strided by a block."""
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, RowwiseParallel, TensorParallelLayer
 
 from kda_layers.modeling.checks import is_dtensor
 from kda_layers.modeling.layer import KimiDeltaAttention
+from kda_layers.modeling.seams import ALL_PARALLEL_STYLES, RowwiseParallel, TensorParallelLayer
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard

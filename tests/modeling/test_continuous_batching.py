@@ -519,9 +519,14 @@ def test_biased_attention_is_refused() -> None:
         model("key_bias").generate_batch(prompts(3), generation(2))
 
 
-def test_another_cache_is_no_engine() -> None:
-    with pytest.raises(TypeError, match="cache is not an argument of KDAForCausalLM"):
-        model("kda")(torch.tensor([[1, 2]]), cache=transformers.DynamicCache())
+def test_a_plain_cache_is_no_engine() -> None:
+    """The engine hands its cache by the name that any cache has since transformers 5.24."""
+    m = model("kda")
+    cache = transformers.DynamicCache(config=m.config)
+    with pytest.raises(TypeError, match="write_index is not an argument of KDAForCausalLM"):
+        m(torch.tensor([[1, 2]]), cache=cache, write_index=None)
+    m(torch.tensor([[1, 2]]), cache=cache)
+    assert cache.get_seq_length() == 2
 
 
 def test_it_is_off_until_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +551,7 @@ def test_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ATTN_TYPE_TO_ALLOCATOR", {})
     monkeypatch.delattr("transformers.generation.continuous_batching.scheduler.Scheduler.add_waiting_request")
     init = module.PagedAttentionCache.__init__
-    with pytest.raises(ImportError, match=r"transformers 5.23, got .*: it has no Scheduler.add_waiting_request"):
+    with pytest.raises(ImportError, match=r"Scheduler.add_waiting_request, seen in transformers 5.2. to .*lacks"):
         kda_layers.enable_continuous_batching()
     assert module.PagedAttentionCache.__init__ is init
     assert not module.ATTN_TYPE_TO_ALLOCATOR

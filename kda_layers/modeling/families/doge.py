@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import Cache
 
 from kda_layers.kernels import biased_attention
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.checks import accumulator_dtype, sequence_offsets
+from kda_layers.modeling.cache_argument import takes_cache
 from kda_layers.modeling.in_place import StockFamily, packed_call, read_call, tokens_of
 from kda_layers.modeling.models.key_bias import create_key_mask, key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
+from kda_layers.modeling.seams import CACHE, Cache
 
 ROWS = 128  # queries per chunk of key selection
 
@@ -41,12 +42,13 @@ class StockDogeLayer(KeepsFP32):
     layer_idx: int
     backend: str | None
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Return (output [B, T, D], None); called as the stock layer, attention_mask as in `key_bias.with_past`."""
@@ -59,7 +61,7 @@ class StockDogeLayer(KeepsFP32):
         q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), *position_embeddings, unsqueeze_dim=2)
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the norms return fp32, the dtype of their weights
         bias = key_bias(self.dt_proj(v.flatten(2)), self.A)
-        k, v, bias, causal = with_past(k, v, bias, attention_mask, past_key_values, self.layer_idx)
+        k, v, bias, causal = with_past(k, v, bias, attention_mask, cache, self.layer_idx)
         o = attend_to_largest(
             q, k, v, bias, causal, self.keep_window_size, kwargs.get("cu_seq_lens_q"),
             scale=self.scaling, backend=self.backend,
@@ -144,7 +146,7 @@ def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return (), packed | dict(attention_mask=nothing_hidden)
     if any(_is_stock(layer.self_attn) for layer in model.layers):
         return (), kwargs  # they need the mask of all scores, which ours can read
-    mask = create_key_mask(model.config, tokens, layout.attention_mask, kwargs.get("past_key_values"))
+    mask = create_key_mask(model.config, tokens, layout.attention_mask, kwargs.get(CACHE))
     return (), kwargs | dict(attention_mask=nothing_hidden if mask is None else mask)
 
 

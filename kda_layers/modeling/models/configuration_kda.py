@@ -37,8 +37,8 @@ LAYER_ARGUMENTS: dict[str, str | None] = {
 # Attributes that transformers or this package reads from a configuration without a field for them.
 UNDECLARED = (
     "attn_implementation", "auto_map", "compression_config", "converted_from", "custom_pipelines",
-    "experts_implementation", "per_layer_config", "quantization_config", "task_specific_params", "tie_encoder_decoder",
-    "tokenizer_class", "transformers_weights",
+    "experts_implementation", "keys_to_ignore_at_inference", "per_layer_config", "quantization_config",
+    "task_specific_params", "tie_encoder_decoder", "tokenizer_class", "transformers_weights",
 )  # fmt: skip
 ROPE = ("rope_theta", "partial_rotary_factor")  # become part of the field rope_parameters in a family that has it
 _warned: set[str] = set()  # unknown names that were logged already
@@ -208,7 +208,7 @@ class KDAConfig(KDAFields):
     """
 
     model_type = "kda_lm"  # flash-linear-attention's own model is "kda"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
     base_model_tp_plan = {  # noqa: RUF012  (class attributes that transformers reads)
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
-from transformers.utils.output_capturing import capture_outputs
 
 from kda_layers.kernels.over_ranks.shards import Shards
 from kda_layers.kernels.registry import keep_backend
 from kda_layers.modeling import tensor_parallel as tensor_parallel  # registers the styles of the plans
 from kda_layers.modeling.cache import with_kda_layers
-from kda_layers.modeling.calls import is_from_engine, loss_options, refuse_unknown, without_plans
+from kda_layers.modeling.cache_argument import takes_cache
+from kda_layers.modeling.calls import loss_options, refuse_unknown, without_plans
 from kda_layers.modeling.captured_decoding import CapturedDecoding, is_capturable
 from kda_layers.modeling.context_parallel import read_shards
 from kda_layers.modeling.continuous_batching import check_enabled
@@ -30,7 +27,21 @@ from kda_layers.modeling.models.hub import CardMixin
 from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate, masks_of_engine
 from kda_layers.modeling.packing import Layout, read_layout
 from kda_layers.modeling.residual import add_and_normalise
-from kda_layers.modeling.slots import read_slots
+from kda_layers.modeling.seams import (
+    CACHE,
+    OVERRIDDEN,
+    BaseModelOutputWithPast,
+    Cache,
+    CausalLMOutputWithPast,
+    can_return_tuple,
+    capture_outputs,
+    check,
+    is_checkpointed,
+    is_engine_cache,
+)
+from kda_layers.modeling.slots import Slots, read_slots
+
+check(OVERRIDDEN)
 
 
 class KDAAttention(KimiDeltaAttention):
@@ -43,17 +54,18 @@ class KDAAttention(KimiDeltaAttention):
         super().__init__(config.hidden_size, head_dim=config.linear_head_dim, layer_idx=layer_idx, **arguments)
         self.layers_in_model = config.layer_types.count("linear_attention")
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         cu_seqlens: Tensor | None = None,
         shards: Shards | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Return (output, None), as transformers' decoder layers expect; positions and the like are not read."""
-        return super().forward(hidden_states, attention_mask, past_key_values, cu_seqlens, shards), None
+        return super().forward(hidden_states, attention_mask, cache, cu_seqlens, shards), None
 
 
 class HybridPreTrainedModel(CardMixin, PreTrainedModel):
@@ -93,8 +105,10 @@ class HybridModel(HybridPreTrainedModel):
     """Embedding, decoder layers, final norm.
 
     A subclass defines `make_layer`. Layers are called with hidden_states [B, T, D] and the keywords attention_mask (of
-    their type), past_key_values, position_ids, cu_seqlens and those of `position_inputs`.
+    their type), cache (by the name `cache_name`), position_ids, cu_seqlens and those of `position_inputs`.
     """
+
+    cache_name: ClassVar[str] = "cache"
 
     norm_class: ClassVar[type[nn.Module]]
     context_group: str | None = None  # name of the process group that a sequence is cut over; see context_parallel
@@ -114,13 +128,14 @@ class HybridModel(HybridPreTrainedModel):
         """Return further keywords for layers to encode position_ids [B or 1, T]."""
         return {}
 
+    @takes_cache
     @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
@@ -135,7 +150,7 @@ class HybridModel(HybridPreTrainedModel):
                 layer type.
             position_ids: [T] or [B or 1, T], for softmax layers that encode positions. Without a cache they start at 0
                 or 1 and increase by 1; a step back or a repeat, in a single row, begins the next packed sequence.
-            past_key_values: cache to continue; updated.
+            cache: cache to continue; updated. `past_key_values`, its name before transformers 5.24, is read too.
             use_cache: return a cache; None for config.use_cache, except in training and for packed sequences.
             cu_seqlens: [N + 1] offsets of sequences packed along T (then B = 1), int32 or int64; also read from
                 cu_seq_lens_q, seq_idx, position_ids, as transformers' DataCollatorWithFlattening gives them, or a mask
@@ -143,7 +158,8 @@ class HybridModel(HybridPreTrainedModel):
             **kwargs: keywords of transformers for attention functions, outputs and continuous batching.
 
         Returns:
-            BaseModelOutputWithPast: last_hidden_state [B, T, D], past_key_values, and the recorded outputs requested.
+            BaseModelOutputWithPast: last_hidden_state [B, T, D], the recorded outputs requested, and the cache, which
+                transformers before 5.24 calls `past_key_values`.
 
         Raises:
             TypeError: a keyword that would be ignored.
@@ -151,69 +167,77 @@ class HybridModel(HybridPreTrainedModel):
                 checkpointing, or for packed sequences in a model with softmax layers; masks or positions that the KDA
                 layers cannot follow, see `packing.read_layout`; the errors of the layers.
         """
-        refuse_unknown(kwargs, type(self))
+        from_engine, slots = is_engine_cache(cache), None
+        if not from_engine:
+            refuse_unknown(kwargs, type(self))
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         over_ranks: dict[str, Any] = {}
-        from_engine, slots = is_from_engine(kwargs), None
         if self.context_group is not None:
             shards, offsets = read_shards(
-                self.context_group, self.config, inputs_embeds, attention_mask, position_ids, past_key_values,
+                self.context_group, self.config, inputs_embeds, attention_mask, position_ids, cache,
                 use_cache, cu_seqlens, **kwargs,
             )  # fmt: skip
             over_ranks, use_cache = {"shards": shards}, False
             layout = Layout(offsets, None, None, None)
         elif from_engine:
-            slots, use_cache = read_slots(position_ids=position_ids, **kwargs), False
+            slots, use_cache = read_slots(cache=cache, position_ids=position_ids, **kwargs), False
             layout = Layout(None if slots is None else slots.cu_seqlens, position_ids, None, attention_mask)
         else:
-            if past_key_values is not None:
-                with_kda_layers(past_key_values)
-            layout = read_layout(
-                inputs_embeds, attention_mask, position_ids, past_key_values, cu_seqlens=cu_seqlens, **kwargs
-            )
+            if cache is not None:
+                with_kda_layers(cache)
+            layout = read_layout(inputs_embeds, attention_mask, position_ids, cache, cu_seqlens=cu_seqlens, **kwargs)
         packed = layout.cu_seqlens is not None
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not packed
-        past_key_values = self._cache(past_key_values, use_cache, packed)
+        if not from_engine:
+            cache = self._cache(cache, use_cache, packed)
         masks = attention_mask
         if from_engine:
             masks = masks_of_engine(self.config, attention_mask)
         elif over_ranks or not isinstance(attention_mask, dict):
-            masks = masks_by_type(self.config, inputs_embeds, layout, past_key_values)
+            masks = masks_by_type(self.config, inputs_embeds, layout, cache)
         hidden_states, positions, encodings, T = inputs_embeds, None, {}, inputs_embeds.shape[1]
         if position_ids is not None and position_ids.shape[-1] != T:
             raise ValueError(f"position_ids must have shape [{T}] or [B or 1, {T}], got {list(position_ids.shape)}")
         if set(self.config.layer_types) != {"linear_attention"}:  # KDA layers read no positions
             positions = position_ids if layout.positions is None else layout.positions
             if positions is None:
-                past = 0 if past_key_values is None else past_key_values.get_seq_length()
+                past = 0 if cache is None else cache.get_seq_length()
                 positions = torch.arange(T, device=inputs_embeds.device)[None] + past
             encoded = positions if position_ids is None else position_ids
             encodings = self.position_inputs(hidden_states, encoded.view(-1, T))
-        with without_plans(inputs_embeds, past_key_values):
+        with without_plans(inputs_embeds, None if from_engine else cache):
             for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
                 hidden_states = layer(
                     hidden_states,
                     attention_mask=masks[kind],
-                    past_key_values=past_key_values if slots is None or kind != "linear_attention" else slots,
                     cu_seqlens=layout.cu_seqlens,
                     position_ids=positions,
+                    **self._cache_of(kind, cache, slots),
                     **over_ranks,
                     **encodings,
                     **kwargs,
                 )
         _, normed = add_and_normalise(hidden_states, None, self.norm)
-        return BaseModelOutputWithPast(last_hidden_state=normed, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=normed, **{CACHE: None if from_engine else cache})
+
+    def _cache_of(self, kind: str, cache: Any, slots: Slots | None) -> dict[str, Any]:
+        """Return the keywords by which a decoder layer of this type gets the cache, or the slots of an engine."""
+        if slots is not None and kind == "linear_attention":
+            return {self.cache_name: slots}
+        if self.cache_name != "cache" and is_engine_cache(cache):
+            return {"cache": cache}  # goes to the attention function, which updates it
+        return {self.cache_name: cache}
 
     def _cache(self, cache: Cache | None, use_cache: bool, packed: bool) -> Cache | None:
         """Return the cache that this call fills, or None."""
         wanted = use_cache or cache is not None
-        if wanted and self.gradient_checkpointing and self.training:
+        if wanted and is_checkpointed(self):
             raise ValueError(
-                "use_cache must be False and past_key_values None while training with gradient checkpointing, "
+                "use_cache must be False and cache None while training with gradient checkpointing, "
                 f"got use_cache={use_cache}: recomputation would advance the cache twice"
             )
         if wanted and packed and set(self.config.layer_types) != {"linear_attention"}:
@@ -250,13 +274,14 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -278,7 +303,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 that is None, too, True in training (`model.train()` and gradients enabled) with labels.
 
         Returns:
-            CausalLMOutputWithPast: loss (scalar) or None, logits [B, T, vocab_size] or None, past_key_values.
+            CausalLMOutputWithPast: loss (scalar) or None, logits [B, T, vocab_size] or None, the cache.
 
         Raises: as `HybridModel.forward`; keywords of the loss function are accepted too.
             ValueError: skip_logits=True without labels or with logits_to_keep.
@@ -289,12 +314,13 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             raise ValueError(f"skip_logits must be False or None without labels or with logits_to_keep, got {given}")
         for_loss = loss_options(kwargs, self.loss_function)
         kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
-        refuse_unknown(kwargs, type(self))
+        if not is_engine_cache(cache):
+            refuse_unknown(kwargs, type(self))
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
@@ -314,9 +340,9 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +365,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if cache is not None:
             with_kda_layers(cache)
             if generation_config.is_assistant:

@@ -12,9 +12,10 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, StaticLayer
 
 from kda_layers.kernels.checks import accumulator_dtype
+from kda_layers.modeling.cache_argument import takes_cache
+from kda_layers.modeling.seams import Cache, StaticLayer
 
 
 def key_bias(dt: Tensor, A: Tensor) -> Tensor:
@@ -28,11 +29,12 @@ def key_bias(dt: Tensor, A: Tensor) -> Tensor:
     return torch.exp(A.to(inner) * softplus).to(dt.dtype)
 
 
+@takes_cache
 def create_key_mask(
     config: PreTrainedConfig,
     inputs_embeds: Tensor,
     attention_mask: Tensor | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     position_ids: Tensor | None = None,
     layer_idx: int = 0,
 ) -> Tensor | None:
@@ -42,7 +44,7 @@ def create_key_mask(
         inputs_embeds: [B, T, D]; only its shape and device are read.
         attention_mask: [B, S], nonzero for real tokens, S counting those in the cache and these; a mask with 4
             dimensions is returned as it is.
-        past_key_values, layer_idx: the cache, before these tokens, and the layer that knows its lengths.
+        cache, layer_idx: the cache, before these tokens, and the layer that knows its lengths.
         config, position_ids: ignored.
 
     Returns:
@@ -55,8 +57,8 @@ def create_key_mask(
         return attention_mask
     B, T = inputs_embeds.shape[:2]
     slots, filled = T, T
-    if past_key_values is not None:
-        slots, filled = past_key_values.get_mask_sizes(T, layer_idx)[0], past_key_values.get_seq_length(layer_idx) + T
+    if cache is not None:
+        slots, filled = cache.get_mask_sizes(T, layer_idx)[0], cache.get_seq_length(layer_idx) + T
     counted = not isinstance(filled, Tensor)  # a static cache counts on the device
     if attention_mask is None:
         if counted and slots == filled:
@@ -117,7 +119,7 @@ def _update(cache: Cache, layer_idx: int, k: Tensor, v: Tensor, bias: Tensor) ->
     held = getattr(cache.layers[layer_idx], "values", None) if layer_idx < len(cache.layers) else None
     if held is not None and held.numel() and held.shape[-1] != values.shape[-1]:
         raise ValueError(
-            f"past_key_values must hold values of {values.shape[-1]} channels in layer {layer_idx}, {D} and a key's "
+            f"cache must hold values of {values.shape[-1]} channels in layer {layer_idx}, {D} and a key's "
             f"{values.shape[-1] - D} biases, got {held.shape[-1]}: it was filled by other layers, or initialised early"
         )
     k, values = cache.update(k.transpose(1, 2), values, layer_idx)

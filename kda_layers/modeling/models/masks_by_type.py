@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from kda_layers.modeling.cache_argument import takes_cache
 from kda_layers.modeling.models.key_bias import create_key_mask
 from kda_layers.modeling.packing import Layout, read_layout
+from kda_layers.modeling.seams import CACHE, Cache, create_causal_mask, create_sliding_window_causal_mask
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
 def masks_by_type(
-    config: PreTrainedConfig, inputs_embeds: Tensor, layout: Layout, past_key_values: Cache | None
+    config: PreTrainedConfig, inputs_embeds: Tensor, layout: Layout, cache: Cache | None
 ) -> dict[str, Any]:
     """Return the mask of each type of layer: padding [B, T] or None for KDA, transformers' masks for softmax layers.
 
@@ -32,7 +32,7 @@ def masks_by_type(
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=layout.attention_mask,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             position_ids=layout.positions,  # None unless packed: transformers would read their values
             layer_idx=kinds.index(kind),
         )
@@ -47,15 +47,16 @@ def masks_of_engine(config: PreTrainedConfig, attention_mask: Tensor | dict[str,
     return masks | {"linear_attention": None}
 
 
+@takes_cache
 def masks_for_generate(
     config: PreTrainedConfig,
     inputs_embeds: Tensor,
     attention_mask: Tensor | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     **_: Any,
 ) -> dict[str, Any]:
     """Return `masks_by_type` for generate, before a compiled forward that cannot read the values of a mask."""
-    layout = read_layout(inputs_embeds, attention_mask, None, past_key_values)
+    layout = read_layout(inputs_embeds, attention_mask, None, cache)
     if layout.cu_seqlens is not None:
         raise ValueError("attention_mask must hold one document in each row to generate, got packed documents")
-    return masks_by_type(config, inputs_embeds, layout, past_key_values)
+    return masks_by_type(config, inputs_embeds, layout, cache)

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers import initialization as init
-from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kda_layers.kernels import biased_attention
 from kda_layers.kernels.linear_step.op import linear_step
@@ -22,6 +19,13 @@ from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, Hy
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
 from kda_layers.modeling.residual import add_and_normalise
+from kda_layers.modeling.seams import (
+    ALL_ATTENTION_FUNCTIONS,
+    RENAMED,
+    Cache,
+    GradientCheckpointingLayer,
+    is_engine_cache,
+)
 from kda_layers.modeling.shared_input import projections, serves
 from kda_layers.modeling.side_by_side import DEVICES, SideBySide, is_plain, is_unhooked, only_multiplies
 
@@ -41,13 +45,15 @@ class KDASoftmaxAttention(nn.Module):
         self.o_proj = nn.Linear(q_dim, config.hidden_size, bias=False)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any, past_key_values: Cache | None, **kwargs: Any
+        self, hidden_states: Tensor, attention_mask: Any, cache: Cache | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return (output [B, T, D], attention weights or None); kwargs go to transformers' attention function."""
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None and not RENAMED and is_engine_cache(cache):
+            kwargs["cache"] = cache  # the attention function updates it
+        elif cache is not None:
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         dropout = self.config.attention_dropout if self.training else 0.0
         o, weights = attention(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
@@ -74,7 +80,7 @@ class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
@@ -83,7 +89,7 @@ class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = (p(hidden_states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
         bias = key_bias(self.dt_proj(v.flatten(2)), self.A)
-        k, v, bias, causal = with_past(k, v, bias, attention_mask, past_key_values, self.layer_idx)
+        k, v, bias, causal = with_past(k, v, bias, attention_mask, cache, self.layer_idx)
         o = biased_attention(q, k, v, bias, scale=self.scaling, causal=causal, cu_seqlens=cu_seqlens)
         return self.o_proj(o.flatten(2)), None
 
@@ -172,7 +178,7 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         self,
         x: Tensor,
         attention_mask: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> Tensor | None:
@@ -184,7 +190,7 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         if (
             x.shape[1] != 1
             or x.device.type not in DEVICES
-            or past_key_values is None
+            or cache is None
             or attention_mask is not None
             or cu_seqlens is not None
             or torch.is_grad_enabled()
@@ -196,7 +202,7 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         ):
             return None
         merged = self.mlp.merged()  # before the first launch, as it may copy the weights
-        y = self.self_attn.decode(x, norms[0], past_key_values)
+        y = self.self_attn.decode(x, norms[0], cache)
         return None if y is None else self.mlp.decode(y, norms[1], merged)
 
 
@@ -208,7 +214,7 @@ class KDAPreTrainedModel(HybridPreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["KDADecoderLayer"]  # noqa: RUF012  (class attributes that transformers reads)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, KDAAttention
+from kda_layers.modeling.seams import CACHE
 
 
 class VariantFields(KDAFields):
@@ -57,6 +58,7 @@ def stock_layer_types(config: PreTrainedConfig) -> list[str]:
 class VariantModel(HybridModel):
     """A family's base model with KDA layers: its own decoder layers, norm and rotary embedding."""
 
+    cache_name = CACHE
     layer_class: ClassVar[type[nn.Module]]
     rotary_class: ClassVar[type[nn.Module]]
 
