@@ -31,7 +31,8 @@ FEWER_EMULATED = 8
 SLOW = (
     "cuda_emulator/", "test_cuda_", "kernels/test_build", "attention/test_tr", "kernels/test_property",
     "modeling/test_distributed", "modeling/test_hub", "modeling/test_s", "modeling/test_training",
-    "tests/test_benchmarks", "tests/test_examples", "tests/test_finetune", "tests/test_makefile", "tests/test_package",
+    "tests/test_benchmarks", "tests/test_docs_code", "tests/test_examples", "tests/test_finetune",
+    "tests/test_makefile", "tests/test_package",
     "tests/test_serve", "tests/test_swap_example", "tests/test_train", "tests/test_cut", "test_over_ranks",
     "test_context_parallel", "builds_without_warnings", "compil", "every_element", "flash_linear_attention",
     "fresh_process", "importing", "new_family", "requiring", "short_conv_triton", "tensor_parallel",

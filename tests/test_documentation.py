@@ -24,13 +24,6 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = sorted(p for p in (ROOT / "docs").rglob("*.md") if docs.RUNS not in p.relative_to(ROOT).parents)
 TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, ROOT / "examples" / "quickstart.py"]
-EXECUTED = [
-    README,
-    *(ROOT / "docs" / f"{name}.md" for name in (
-        "tutorials/tiny_lm", "tutorials/distil_llama", "guides/biased_attention", "guides/fla_users",
-        "internals/binary_anchoring",
-    )),
-]  # fmt: skip
 PUBLIC = {f"kda_layers.{n}" for n in kda_layers.__all__} | {f"kda_layers.kernels.fla_api.{n}" for n in fla_api.__all__}
 
 
@@ -142,50 +135,6 @@ def test_a_file_that_was_edited_is_named(
     assert capsys.readouterr().err == "README.md: not as generated; run `python -m tools.docs`\n"
     assert docs.main([]) == 0
     assert readme.read_text() == README.read_text()
-
-
-# ---------------------------------------------------------------- code
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The paths in README, and folders with tiny models to put there."""
-    from transformers import KimiLinearConfig, KimiLinearForCausalLM, LlamaConfig, LlamaForCausalLM
-
-    size: dict[str, Any] = dict(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
-    )
-    kimi = KimiLinearConfig(
-        **size, linear_num_heads=2, linear_head_dim=16, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8,
-        v_head_dim=8, mlp_layer_types=["dense"] * 4, pad_token_id=0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    models = {
-        "path/to/kimi-linear": KimiLinearForCausalLM(kimi),
-        "path/to/llama": LlamaForCausalLM(LlamaConfig(**size)),
-    }
-    folders = {}
-    for path, model in models.items():
-        folders[path] = str(tmp_path_factory.mktemp(Path(path).name))
-        model.save_pretrained(folders[path])
-    return folders
-
-
-@pytest.mark.parametrize("path", EXECUTED, ids=name_of)
-def test_code_runs_and_prints_what_it_says(
-    path: Path, checkpoints: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    code = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), re.S))
-    for old, new in checkpoints.items():
-        code = code.replace(old, new)
-    monkeypatch.chdir(tmp_path)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        exec(compile(code, str(path), "exec"), {"__name__": "__main__"})
-    said = re.findall(r"^print\(.*\)  # (.*)$", code, re.M)
-    assert len(said) == code.count("print(")
-    for line, expected in zip(capsys.readouterr().out.splitlines(), said, strict=True):
-        assert line.startswith(expected)
 
 
 # ---------------------------------------------------------------- reference and links
