@@ -1,8 +1,8 @@
 """The Python of documentation pages, run as a reader would: in order, from the page's top, with what the page installs.
 
 A block whose title is "Needs ..." is not run, and says why. A title "In each of 2 processes ..." runs the whole page in
-so many processes, as torchrun would start them. As a script (`python -PS tests/doc_pages.py FILE`) this runs pages, each
-in a forked process and a folder of its own: torch and transformers are imported once.
+so many processes, as torchrun would start them. As a script (`python -PS tests/doc_pages.py FILE`) this runs pages in
+forked processes, each page in a folder of its own: torch and transformers are imported once.
 """
 
 from __future__ import annotations

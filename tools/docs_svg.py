@@ -10,6 +10,14 @@ from dataclasses import dataclass
 INK, GREY, GRID = "#1f2328", "#656d76", "#d8dee4"
 BLUE, ORANGE, GREEN, VIOLET = "#0b62c4", "#c75300", "#1a7f37", "#8250df"
 FEW = 8  # label every x value if there are at most so many
+WHITE = "#ffffff"
+# Color on a white ground -> color where the reader's system prefers a dark one.
+DARK = {
+    WHITE: "#0d1117", INK: "#e6edf3", GREY: "#9198a1", GRID: "#3d444d",
+    BLUE: "#4493f8", ORANGE: "#f0883e", GREEN: "#3fb950", VIOLET: "#a371f7",
+    "#cfe3fb": "#12406e", "#d6f0dd": "#14532d", "#fbe2cf": "#6b3410", "#e9dcfb": "#4a2a82", "#f6f8fa": "#1c2128",
+    "#eaf3fe": "#10294a", "#eaf7ee": "#11331d", "#fdf1e7": "#402611",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ def path(
 
 
 def figure(width: float, height: float, parts: Iterable[str], title: str) -> str:
-    """Return the whole file, on a white ground."""
+    """Return the whole file, on a white ground, or on a dark one where the reader's system prefers that."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="Helvetica, Arial, sans-serif" role="img">'
@@ -68,8 +76,19 @@ def figure(width: float, height: float, parts: Iterable[str], title: str) -> str
         '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         f'<path d="M0,0L8,4L0,8z" fill="{GREY}"/></marker></defs>'
     )
-    lines = [head, f"<title>{html.escape(title, quote=False)}</title>", arrow, rect(0, 0, width, height, "#ffffff")]
-    return "\n".join([*lines, *parts, "</svg>"]) + "\n"
+    lines = [f"<title>{html.escape(title, quote=False)}</title>", arrow, rect(0, 0, width, height, WHITE), *parts]
+    return "\n".join([head, _dark_style("\n".join(lines)), *lines, "</svg>"]) + "\n"
+
+
+def _dark_style(body: str) -> str:
+    """Return rules for a dark ground, of the colors in `body`: they override the attributes `fill` and `stroke`."""
+    rules = [
+        f'[{attribute}="{light}"]{{{attribute}:{dark}}}'
+        for light, dark in DARK.items()
+        for attribute in ("fill", "stroke")
+        if f'{attribute}="{light}"' in body
+    ]
+    return "<style>@media (prefers-color-scheme: dark) {" + " ".join(rules) + "}</style>"
 
 
 def chart(panels: Sequence[Panel], title: str) -> str:

@@ -25,6 +25,10 @@ def results(folder: Path = ROOT / "benchmarks" / "results") -> dict[str, Any]:
 
 # ---------------------------------------------------------------- pages
 
+UNSEARCHED = (
+    "---\nsearch:\n  exclude: true\n---\n\n"  # words of a record are found before those of the page that says it
+)
+
 
 def page(contents: dict[str, Any]) -> str:
     """Return the page of a result file: figure, table, stamp."""
@@ -33,13 +37,13 @@ def page(contents: dict[str, Any]) -> str:
     figure = f"\n![{contents['title']}]({name}.svg)\n" if name in RUNS else ""
     if not contents["columns"]:
         head, _, body = tables.markdown(contents).partition("\n")
-        return f"{head}\n\n{source}\n{figure}{body}"
-    return f"# {contents['title']}\n\n{source}\n{figure}\n{report.text(contents)}"
+        return f"{UNSEARCHED}{head}\n\n{source}\n{figure}{body}"
+    return f"{UNSEARCHED}# {contents['title']}\n\n{source}\n{figure}\n{report.text(contents)}"
 
 
 def index(found: Results) -> str:
     """Return the page that lists all result files."""
-    lines = ["# All runs", "", "| run | what was measured | device | date | commit |", "|" + " --- |" * 5]
+    lines = [f"{UNSEARCHED}# All runs", "", "| run | what was measured | device | date | commit |", "|" + " --- |" * 5]
     for name, contents in found.items():
         stamp = contents["stamp"]
         device = stamp.get("gpu") or stamp["cpu"]
@@ -74,15 +78,16 @@ def measured(found: Results) -> list[Measured]:
     """Return README's rows."""
     fla, case = "flash-linear-attention", dict(B=1, T=8192, H=32, what="", gates="slow")
 
-    def operator(title: str, name: str, **wanted: Any) -> Measured:
-        times = [median(found, name, contender=c, **wanted) for c in ("sm90", "FLA")]
+    def operator(title: str, name: str, peer: str = "FLA", **wanted: Any) -> Measured:
+        times = [median(found, name, contender=c, **wanted) for c in ("sm90", peer)]
         return Measured(title, "H200", times[0], fla, times[1], name)
 
     prefill = next(r for r in found["gpu-swap"]["rows"] if r["case"] == "prefill")
     cpu = next(r for r in found["cpu-operator"]["rows"] if (r["case"], r["T"], r["gates"]) == ("forward", 4096, "slow"))
     return [
         operator("forward, 8192 tokens, 32 heads", "gpu-forward-h32", **case),
-        operator("forward + backward, the same", "gpu-training-h32", **case),
+        operator("forward + backward, both recomputing nothing", "gpu-training-h32", peer="FLA saving more", **case),
+        operator("the same, the peer recomputing, its default", "gpu-training-h32", **case),
         operator("decode step, 32 sequences, 32 heads", "gpu-decode-host", section="decode", sequences=32),
         Measured(f"Kimi-Linear, prefill of {prefill['T']} tokens, before and after the swap", "H200",
                  prefill["swapped ms"], f"stock on {fla}", prefill["stock ms"], "gpu-swap"),
@@ -93,17 +98,42 @@ def measured(found: Results) -> list[Measured]:
 
 def speed(found: Results) -> str:
     """Return README's table of measured rows."""
-    return speed_of(measured(found))
+    return speed_of(measured(found), found)
 
 
-def speed_of(rows: Iterable[Measured]) -> str:
-    """Return the table of these rows."""
+def speed_of(rows: Iterable[Measured], found: Results) -> str:
+    """Return the table of these rows; it tells of a run whose sources are in no commit."""
     lines = ["| | device | ours, ms | peer | peer, ms | ratio | run |", "|" + " --- |" * 7]
     for row in rows:
         ratio = f"{row.theirs / row.ours:.{1 if row.theirs < 10 * row.ours else 0}f}"
         times = (tables.number(row.ours), row.peer, tables.number(row.theirs))
-        lines.append("| " + " | ".join((row.what, row.device, *times, ratio, f"`{row.name}`")) + " |")
+        run = f"`{row.name}`" + (", of uncommitted sources" if is_dirty(found[row.name]) else "")
+        lines.append("| " + " | ".join((row.what, row.device, *times, ratio, run)) + " |")
     return "\n".join(lines)
+
+
+def is_dirty(contents: Mapping[str, Any]) -> bool:
+    """True if a result file was measured with sources that are in no commit."""
+    return str(contents["stamp"]["commit"]).endswith("-dirty")
+
+
+def newer_rows(found: Results) -> list[Measured]:
+    """Return the rows of README's table whose date is later than that of README's figure, on the figure's GPU."""
+    figure = found[README_RUN]["stamp"]
+    stamps = [(row, found[row.name]["stamp"]) for row in measured(found)]
+    return [row for row, s in stamps if s.get("gpu") == figure["gpu"] and s["date"][:10] > figure["date"][:10]]
+
+
+def figure(found: Results) -> str:
+    """Return README's figure with its caption; instead of one that is older than the table below it, where it is."""
+    what = "time against length: kda_layers, flash-linear-attention, cuDNN and softmax attention"
+    if newer := newer_rows(found):
+        names = ", ".join(dict.fromkeys(f"`{row.name}`" for row in newer))
+        return (
+            f"A figure of {what}, is in [Benchmarks](docs/benchmarks/index.md#time-against-length). It is of "
+            f"{found[README_RUN]['stamp']['date']} and stands there because rows of the table below are newer: {names}."
+        )
+    return f"![{what}](docs/assets/time.svg)\n\n{caption(found)}"
 
 
 def caption(found: Results) -> str:
@@ -159,8 +189,8 @@ def widths(backend: Backend, problems: list[Problem], use: dict[str, Any]) -> st
 
 
 BLOCKS: dict[str, dict[str, Callable[[Results], str]]] = {
-    "README.md": {"figure": caption, "backends": backends, "speed": speed},
-    "docs/index.md": {"figure": caption},
+    "README.md": {"figure": figure, "backends": backends, "speed": speed},
+    "docs/benchmarks/index.md": {"figure": caption},
 }
 
 

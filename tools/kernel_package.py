@@ -107,7 +107,7 @@ def measured(found: Mapping[str, Any]) -> str:
     """Return the card's tables: times of the operator, and on what and when each was taken."""
     rows = [row for row in docs_tables.measured(found) if row.name != "gpu-swap"]  # of a swapped model, not of a kernel
     fields = ("torch", "cuda", "driver", "flash-linear-attention", "transformers", "date", "commit")
-    lines = [docs_tables.speed_of(rows), "", f"| run | device | {' | '.join(fields)} |", "|" + " --- |" * 9]
+    lines = [docs_tables.speed_of(rows, found), "", f"| run | device | {' | '.join(fields)} |", "|" + " --- |" * 9]
     for name in dict.fromkeys(row.name for row in rows):
         stamp = found[name]["stamp"]
         cells = (f"`{name}`", stamp.get("gpu") or stamp["cpu"], *(stamp.get(field, "none") for field in fields))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..kernels.checks import check_offsets, sequence_offsets
 from ..kernels.gated_norm.op import gated_rms_norm
-from ..kernels.kda.activations import MIN_LOWER_BOUND
 from ..kernels.kda.checks import check_lower_bound, check_recompute
 from ..kernels.kda.contract import state_dtype
 from ..kernels.over_ranks.kda import kda_over_ranks
@@ -73,7 +72,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         head_v_dim: int | None = None,
         conv_size: int = 4,
         gate_activation: str = "lower_bound",
-        lower_bound: float | None = float(MIN_LOWER_BOUND),
+        lower_bound: float | None = -5.0,
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
         gate_rank: int | None = None,

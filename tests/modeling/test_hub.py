@@ -145,7 +145,7 @@ def test_a_missing_package_and_missing_trust_are_explained(tmp_path: Path) -> No
     assert run.returncode == 0, run.stderr
     untrusted, missing = run.stdout.splitlines()
     assert "trust_remote_code=True" in untrusted
-    assert missing.startswith("ImportError('this checkpoint needs kda_layers: run `pip install .` in a clone")
+    assert missing.startswith("ImportError('this checkpoint needs kda_layers, which is on no package index: run")
     assert "pip install kda_layers" not in missing, "transformers names whatever has that name on PyPI"
 
 
@@ -259,7 +259,7 @@ def test_the_card_says_what_the_model_is(tmp_path: Path) -> None:
     for fact in (
         "pipeline_tag: text-generation", "KDAForCausalLM", "| model type | kda_lm |", f"{parameters:,}",
         "4: 3 KDA, 1 full attention", "lower_bound -5", "| dtype | bfloat16 |", "| converted from | someone/a-llama |",
-        f"torch {torch.__version__}", "`pip install .` in a clone", "trust_remote_code=True",
+        f"torch {torch.__version__}", "`pip install .` in a copy of its source", "with `trust_remote_code=True` too",
     ):  # fmt: skip
         assert fact in card, fact
     assert "$" not in card

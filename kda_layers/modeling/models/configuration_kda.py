@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from kda_layers.kernels.kda.activations import MIN_LOWER_BOUND
 from kda_layers.kernels.kda.checks import check_lower_bound, check_recompute
 from kda_layers.modeling.checks import check_epsilon
 from kda_layers.modeling.models import hub
@@ -72,7 +71,7 @@ class KDAFields(PreTrainedConfig):
     linear_value_head_dim: int | None = None
     linear_conv_kernel_dim: int = 4
     linear_gate_activation: str = "lower_bound"
-    linear_lower_bound: float | int | None = float(MIN_LOWER_BOUND)
+    linear_lower_bound: float | int | None = -5.0
     linear_allow_neg_eigval: bool = False
     linear_gate_rank: int | None = None
     linear_output_gate_bias: bool = False

@@ -32,7 +32,9 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "kda_layers":
         raise
-    raise ImportError("this checkpoint needs kda_layers: run `pip install .` in a clone of its repository") from error
+    raise ImportError(
+        "this checkpoint needs kda_layers, which is on no package index: run `pip install .` in a copy of its source"
+    ) from error
 
 
 class $config(PackageConfig):
@@ -69,7 +71,8 @@ $facts
 
 ## Loading
 
-Install kda_layers with `pip install .` in a clone of its repository, then
+The checkpoint needs the package kda_layers, with `trust_remote_code=True` too. No package index has it: run
+`pip install .` in a copy of its source, then
 
 ```python
 import kda_layers
