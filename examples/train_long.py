@@ -75,7 +75,9 @@ def train(args: argparse.Namespace) -> int:
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     kda_layers.enable_context_parallel(model, mesh["cp"])
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers 5.23 renamed it, and warns of the old name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     bar = tqdm(range(args.steps), disable=dist.get_rank() > 0, unit="step")
     for _ in bar:

@@ -19,6 +19,7 @@ import yaml
 import kda_layers
 from kda_layers import KimiDeltaAttention, kda
 from kda_layers.kernels import fla_api, reference
+from tests.test_makefile import dry_run, needs_make
 from tools import docs, docs_figures, docs_svg, docs_tables
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +75,16 @@ def test_the_tested_versions_are_those_of_the_tests() -> None:
 
 
 # ---------------------------------------------------------------- figures
+
+
+@needs_make
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_readme_names_two_commands_that_set_up_what_they_need(target: str) -> None:
+    assert f"\nmake {target} " in README.read_text()
+    commands = dry_run(target)
+    assert "-m venv .venv" in commands
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu" in commands  # without an NVIDIA GPU
+    assert re.search(r'\.venv/bin/pip install .* -e "\.\[', commands)
 
 
 def test_readme_takes_two_minutes() -> None:

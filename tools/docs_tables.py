@@ -152,6 +152,12 @@ def caption(found: Results) -> str:
     )
 
 
+def caption_with_date(found: Results) -> str:
+    """Return the caption of the figure, and which rows of README's table are newer, where it stands by itself."""
+    newer = dict.fromkeys(f"`{row.name}` ({found[row.name]['stamp']['date']})" for row in newer_rows(found))
+    return caption(found) + (f" Runs on this GPU since: {', '.join(newer)}." if newer else "")
+
+
 WIDTHS = (16, 64, 100, 128, 256, 512)  # K = V that the table asks for
 STAR = r"\*"  # in Markdown
 
@@ -190,7 +196,7 @@ def widths(backend: Backend, problems: list[Problem], use: dict[str, Any]) -> st
 
 BLOCKS: dict[str, dict[str, Callable[[Results], str]]] = {
     "README.md": {"figure": figure, "backends": backends, "speed": speed},
-    "docs/benchmarks/index.md": {"figure": caption},
+    "docs/benchmarks/index.md": {"figure": caption_with_date},
 }
 
 
