@@ -76,7 +76,8 @@ def median(found: Results, name: str, **wanted: Any) -> float:
 
 def measured(found: Results) -> list[Measured]:
     """Return README's rows."""
-    fla, case = "flash-linear-attention", dict(B=1, T=8192, H=32, what="", gates="slow")
+    fla = "flash-linear-attention"
+    case: dict[str, Any] = dict(B=1, T=8192, H=32, what="", gates="slow")
 
     def operator(title: str, name: str, peer: str = "FLA", **wanted: Any) -> Measured:
         times = [median(found, name, contender=c, **wanted) for c in ("sm90", peer)]
