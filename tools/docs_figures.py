@@ -47,7 +47,8 @@ def time_against_length(results: Results) -> str:
     who = {"sm90": ("kda_layers", BLUE, ""), "FLA": ("flash-linear-attention", ORANGE, "")}
     who |= {"cuDNN": ("cuDNN", GREEN, "5 3"), "softmax attention": ("softmax attention", GREY, "2 3")}
     panels = [length_panel(rows, title, who) for title in ("forward", "forward + backward")]
-    return svg.chart(panels, "Time against length on an H200")
+    gpu = results[README_RUN]["stamp"]["gpu"].removeprefix("NVIDIA ")
+    return svg.chart(panels, f"Time against length on an {gpu}")
 
 
 def cpu_operator(results: Results) -> str:

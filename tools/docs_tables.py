@@ -118,21 +118,23 @@ def is_dirty(contents: Mapping[str, Any]) -> bool:
     return str(contents["stamp"]["commit"]).endswith("-dirty")
 
 
-def newer_rows(found: Results) -> list[Measured]:
-    """Return the rows of README's table whose date is later than that of README's figure, on the figure's GPU."""
+def rows_apart(found: Results) -> list[Measured]:
+    """Return the rows of README's table beside which its figure cannot stand: those that were measured on another GPU,
+    or on the figure's at a later date."""
     figure = found[README_RUN]["stamp"]
-    stamps = [(row, found[row.name]["stamp"]) for row in measured(found)]
-    return [row for row, s in stamps if s.get("gpu") == figure["gpu"] and s["date"][:10] > figure["date"][:10]]
+    gpu = [(row, found[row.name]["stamp"]) for row in measured(found) if "gpu" in found[row.name]["stamp"]]
+    return [row for row, s in gpu if s["gpu"] != figure["gpu"] or s["date"][:10] > figure["date"][:10]]
 
 
 def figure(found: Results) -> str:
-    """Return README's figure with its caption; instead of one that is older than the table below it, where it is."""
+    """Return README's figure with its caption, or where it is while it cannot stand beside the table."""
     what = "time against length: kda_layers, flash-linear-attention, cuDNN and softmax attention"
-    if newer := newer_rows(found):
-        names = ", ".join(dict.fromkeys(f"`{row.name}`" for row in newer))
+    if apart := rows_apart(found):
+        stamp = found[README_RUN]["stamp"]
         return (
             f"A figure of {what}, is in [Benchmarks](docs/benchmarks/index.md#time-against-length). It is of "
-            f"{found[README_RUN]['stamp']['date']} and stands there because rows of the table below are newer: {names}."
+            f"{stamp['date']}, on an {stamp['gpu']}: not beside the table below, as rows of it are newer or of another "
+            f"GPU: {', '.join(dict.fromkeys(f'`{row.name}`' for row in apart))}."
         )
     return f"![{what}](docs/assets/time.svg)\n\n{caption(found)}"
 
@@ -153,10 +155,10 @@ def caption(found: Results) -> str:
     )
 
 
-def caption_with_date(found: Results) -> str:
-    """Return the caption of the figure, and which rows of README's table are newer, where it stands by itself."""
-    newer = dict.fromkeys(f"`{row.name}` ({found[row.name]['stamp']['date']})" for row in newer_rows(found))
-    return caption(found) + (f" Runs on this GPU since: {', '.join(newer)}." if newer else "")
+def caption_alone(found: Results) -> str:
+    """Return the caption of the figure where no table is beside it: with the rows of README's that are apart."""
+    apart = dict.fromkeys(f"`{row.name}` ({found[row.name]['stamp']['date']})" for row in rows_apart(found))
+    return caption(found) + (f" Newer, or of another GPU: {', '.join(apart)}." if apart else "")
 
 
 WIDTHS = (16, 64, 100, 128, 256, 512)  # K = V that the table asks for
@@ -197,7 +199,7 @@ def widths(backend: Backend, problems: list[Problem], use: dict[str, Any]) -> st
 
 BLOCKS: dict[str, dict[str, Callable[[Results], str]]] = {
     "README.md": {"figure": figure, "backends": backends, "speed": speed},
-    "docs/benchmarks/index.md": {"figure": caption_with_date},
+    "docs/benchmarks/index.md": {"figure": caption_alone},
 }
 
 
