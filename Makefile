@@ -32,12 +32,15 @@ SANITIZE = compute-sanitizer --report-api-errors no --kernel-regex kns=kda_ --to
 
 CASE ?= 1,8192,32
 
-.PHONY: profile demo quick test test-all lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs kernel clean
+.PHONY: profile demo quick test test-all test-oldest lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs kernel clean
 
 demo: $(DEMO)
 	$(RUN) examples/train_lm.py --output runs/demo
 
 PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
+
+# The oldest transformers that works, in a folder before the environment's own, with what it needs in another version.
+OLDEST = transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.19.post1
 
 quick: $(DEV)
 	$(VENV)/bin/ruff check .
@@ -48,6 +51,10 @@ test: lint
 
 test-all: lint $(DOCS)
 	$(PYTEST)
+
+# Models with the oldest transformers; `make test-all` runs them with the newest.
+test-oldest: $(DEV) .venv/oldest
+	PYTHONPATH=$(CURDIR)/.venv/oldest $(PYTEST) tests/modeling
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .
@@ -117,6 +124,11 @@ test-transformers: $(DEV)
 
 .venv/dev: .venv/torch pyproject.toml
 	$(PIP) -e ".[dev]"
+	touch $@
+
+.venv/oldest: Makefile | .venv/dev
+	rm -rf $@
+	.venv/bin/pip install -q --disable-pip-version-check --no-deps --target $@ $(OLDEST)
 	touch $@
 
 clean:

@@ -5,21 +5,28 @@ share of the cases of each parametrised test, always the same ones, and leave ou
 tests/kernels: CI runs it only where the kernels, their tests and the emulator are unchanged, and "all" elsewhere.
 KDA_LAYERS_REQUIRE="sm90,fla" names the backends that must serve on this machine: their skips are failures.
 KDA_LAYERS_FAILURES=FILE collects failures as they come.
+--record-versions adds the installed torch and transformers to `kda_layers/tested_versions.json` if the tests pass that
+stand for them: those of models for transformers, and those of kernels, too, for torch.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
 
+from kda_layers import versions
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.kda.dispatch import KDA
+
+ROOT = Path(__file__).resolve().parents[1]
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, which the conftest of a folder may do, before any hook is called.
@@ -68,6 +75,7 @@ FAILURES = "" if "PYTEST_XDIST_WORKER" in os.environ else os.environ.get("KDA_LA
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=TIERS, default="all", help="how many tests run (%(default)s)")
+    parser.addoption("--record-versions", action="store_true", help="note the versions that the tests have passed with")
 
 
 def chosen(tests: Iterable[str], tier: str) -> set[str]:
@@ -116,6 +124,31 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if FAILURES and report.failed:
         with open(FAILURES, "a") as file:
             file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
+
+
+def recorded_packages(config: pytest.Config) -> list[str]:
+    """Return the packages whose versions a run without failures may record: none if it left tests out."""
+    given = {Path(arg).resolve().relative_to(ROOT).as_posix() for arg in config.args}
+    whole = config.getoption("--tier") in ("all", "every") and not (config.option.keyword or config.option.markexpr)
+    if not whole or config.option.ignore_glob or config.option.deselect:
+        return []
+    models = given & {"tests", "tests/modeling"}
+    kernels = given & {"tests", "tests/kernels"}
+    return ["transformers", "torch"] if models and kernels else ["transformers"] if models else []
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ or not session.config.getoption("--record-versions"):
+        return
+    packages = recorded_packages(session.config)
+    if exitstatus != 0 or not packages:
+        raise pytest.UsageError("--record-versions: versions are recorded by a whole run of tests/modeling that passes")
+    found = json.loads(versions.FILE.read_text())
+    for package in packages:
+        new = ".".join(map(str, versions.installed(package)))
+        found[package] = sorted({*found[package], new}, key=versions.release)
+    rows = (f"  {json.dumps(package)}: {json.dumps(numbers)}" for package, numbers in found.items())
+    versions.FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks import report
 from benchmarks.gpu import tables
 from benchmarks.gpu.contenders import CALL
+from kda_layers import versions
 from kda_layers.kernels.kda.contract import Backend, Problem
 from kda_layers.kernels.kda.dispatch import KDA, default_problem
 from tools.docs_figures import README_RUN, RUNS, common_lengths
@@ -197,8 +198,15 @@ def widths(backend: Backend, problems: list[Problem], use: dict[str, Any]) -> st
     return f"K = V = {', '.join(texts)}" if texts else "no"
 
 
+def tested(_: Results) -> str:
+    """Return the versions that the tests have passed with."""
+    ends = {p: [".".join(v.split(".")[:2]) for v in versions.tested(p)] for p in ("torch", "transformers")}
+    ranges = ", ".join(f"{package} {numbers[0]} to {numbers[-1]}" for package, numbers in ends.items())
+    return f"Linux, Python 3.11 or newer. Tested with {ranges}; a newer one warns once."
+
+
 BLOCKS: dict[str, dict[str, Callable[[Results], str]]] = {
-    "README.md": {"figure": figure, "backends": backends, "speed": speed},
+    "README.md": {"versions": tested, "figure": figure, "backends": backends, "speed": speed},
     "docs/benchmarks/index.md": {"figure": caption_alone},
 }
 

@@ -168,14 +168,21 @@ def with_kda_layers(cache: Cache) -> Cache:
 
     Layers that already hold a state stay. Layers that count are used only if no other layer does: next to softmax
     layers, transformers would derive the sizes of masks from them.
+
+    Raises:
+        TypeError: what is no cache of transformers.
     """
-    kind: type[KDACacheLayer] = KDAOnlyStaticLayer if isinstance(cache, StaticCache) else KDAOnlyCacheLayer
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"cache must be a Cache of transformers, such as DynamicCache(config=...), got {type(cache).__name__}"
+        )
+    layer_class: type[KDACacheLayer] = KDAOnlyStaticLayer if isinstance(cache, StaticCache) else KDAOnlyCacheLayer
     if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
-        kind = KDACacheLayer
+        layer_class = KDACacheLayer
     counting: dict[str, Any] = {}  # of later layers that are made here: the one that counts for them
     for i, layer in enumerate(cache.layers):
         if type(layer) is LinearAttentionLayer and not any(layer.has_previous_state.values()):
-            new = kind(layer.number_of_states, **counting)
+            new = layer_class(layer.number_of_states, **counting)
             if isinstance(new, KDAOnlyStaticLayer):
                 counting.setdefault("counter", new)
             new.record_past = layer.record_past

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kda_layers.modeling.seams import CACHE, Cache, ForCausalLMLoss, TransformersKwargs
+from kda_layers.modeling.seams import CACHE, RENAMED, Cache, ForCausalLMLoss, TransformersKwargs
 
 # Inputs of a base model, in the order of its forward.
 INPUTS = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache")
@@ -27,6 +27,16 @@ SEQUENCES = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids", "attentio
 
 FEW_QUERIES = 16  # tokens of a decode step, drafts included
 _lock, _inside = threading.Lock(), 0  # calls of `_without_cudnn` in progress, in all threads
+
+
+def is_engine_cache(cache: Any) -> bool:
+    """Return True for the cache of transformers' continuous batching, which calls a model with it."""
+    return cache is not None and not isinstance(cache, Cache) and hasattr(cache, "cache_allocators")
+
+
+def is_checkpointed(model: Any) -> bool:
+    """Return True if this call of a model with gradient checkpointing recomputes its layers in the backward."""
+    return model.gradient_checkpointing and model.training and (not RENAMED or torch.is_grad_enabled())
 
 
 def refuse_misspelt(kwargs: dict[str, Any], model: type[nn.Module]) -> None:

@@ -17,7 +17,7 @@ from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling import families
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.cache_argument import rename_cache, takes_cache
-from kda_layers.modeling.calls import INPUTS, refuse_misspelt
+from kda_layers.modeling.calls import INPUTS, is_checkpointed, refuse_misspelt
 from kda_layers.modeling.checkpoints.naming import Format
 from kda_layers.modeling.context_parallel import read_shards
 from kda_layers.modeling.decoding import merged_weights
@@ -25,7 +25,7 @@ from kda_layers.modeling.layer import KimiDeltaAttention
 from kda_layers.modeling.offloading import loads_weights_of
 from kda_layers.modeling.packing import Layout, check_positions, read_layout
 from kda_layers.modeling.precision import KeepsFP32
-from kda_layers.modeling.seams import CACHE, Cache, is_checkpointed
+from kda_layers.modeling.seams import CACHE, Cache
 from kda_layers.modeling.stock_layer import StockParameters, check_stock_layer, kda_options
 
 logger = logging.getLogger("kda_layers")

@@ -8,10 +8,7 @@ deep names elsewhere.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any, NamedTuple
-
-import torch
 
 from kda_layers.versions import installed, require_transformers
 
@@ -91,19 +88,6 @@ OF_ENGINE = (
 # engine's cache themselves since then; and only calls with gradients are checkpointed.
 RENAMED = installed("transformers") >= (5, 24)
 CACHE = "cache" if RENAMED else "past_key_values"
-
-
-def is_checkpointed(model: Any) -> bool:
-    """Return True if this call of a model with gradient checkpointing recomputes its layers in the backward."""
-    return model.gradient_checkpointing and model.training and (not RENAMED or torch.is_grad_enabled())
-
-
-def is_engine_cache(cache: Any) -> bool:
-    """Return True for the cache of transformers' continuous batching, which calls a model with it."""
-    if cache is None or isinstance(cache, __getattr__("Cache")):
-        return False
-    engine = sys.modules.get(f"transformers.{ENGINE}.cache")
-    return engine is not None and isinstance(cache, engine.PagedAttentionCache)
 
 
 def owner(seam: Seam) -> tuple[Any, str]:

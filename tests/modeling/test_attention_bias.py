@@ -237,7 +237,7 @@ def test_chunked_prefill_of_a_static_cache(kind: str) -> None:
 def test_a_cache_of_other_layers_is_refused() -> None:
     plain, m, tokens = model("hybrid"), model("key_bias"), ids(2, T)
     cache = plain(tokens, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"past_key_values must hold values of 10 channels in layer 1, .* got 8"):
+    with pytest.raises(ValueError, match=r"cache must hold values of 10 channels in layer 1, .* got 8"):
         m(tokens[:, :1], past_key_values=cache)
 
 

@@ -200,7 +200,7 @@ def layer_refuses(ranks: Ranks) -> None:
     x = torch.randn(2, 8, 16, dtype=FP64)
     for match, call in (
         ("attention_mask must be None with shards", dict(attention_mask=torch.ones(2, 8))),
-        ("past_key_values must be None with shards", dict(past_key_values=object())),
+        ("cache must be None with shards", dict(past_key_values=object())),
         ("cu_seqlens needs packed sequences with B = 1, got B = 2", dict(cu_seqlens=torch.tensor([0, 16]))),
         ("hidden_states must have as many tokens in each of 2 pieces.*got T = 7", dict(hidden_states=x[:, :7])),
         ("hidden_states must have at least W - 1 = 3 tokens in each of the 2 pieces", dict(hidden_states=x[:, :4])),
@@ -417,7 +417,7 @@ def calls_refuse(ranks: Ranks) -> None:
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         "no tokens": ("input_ids must have at least one token on each rank", good | dict(input_ids=ids(1, 0))),
         "use_cache": ("use_cache=True must not be given", good | dict(use_cache=True)),
-        "cache": ("past_key_values must not be given", good | dict(past_key_values=filled)),
+        "cache": ("cache must not be given", good | dict(past_key_values=filled)),
         "holes": ("attention_mask must be None, or .* of ones", good | dict(attention_mask=holes)),
         "scores": ("attention_mask must be None, or", good | dict(attention_mask=torch.ones(1, 1, T, T).bool())),
         "masks": ("attention_mask must be None", good | dict(attention_mask={"linear_attention": holes})),
@@ -515,7 +515,7 @@ def softmax_refuses(ranks: Ranks) -> None:
     m.set_attn_implementation("gathering")
     with ranks.raises(ValueError, "cu_seqlens must be None with context parallelism in a model with softmax layers"):
         m(**call, cu_seqlens=torch.tensor([0, T * ranks.size]))
-    with ranks.raises(ValueError, "past_key_values|use_cache=True"):
+    with ranks.raises(ValueError, "cache|use_cache=True"):
         m.generate(ids(1, 4), max_new_tokens=2)
 
 

@@ -305,7 +305,7 @@ def test_what_a_swapped_model_refuses() -> None:
     filled = stock(tokens, past_key_values=DynamicCache(config=stock.config)).past_key_values
     calls: tuple[tuple[dict[str, Any], str], ...] = (
         (dict(output_attentions=True), "output_attentions must be False"),
-        (dict(past_key_values=filled), "past_key_values must hold values of 9 channels in layer 0, .* got 8"),
+        (dict(past_key_values=filled), "cache must hold values of 9 channels in layer 0, .* got 8"),
         (dict(attention_mask=torch.ones(1, 8)), r"attention_mask must have shape \[1, at least 9\] .* got \[1, 8\]"),
         (packed | dict(attention_mask=(tokens != tokens[0, 0]).long()), "attention_mask must be None with packed"),
         (packed | dict(use_cache=True), "use_cache unset or False with 2 packed"),

@@ -162,3 +162,8 @@ assert len(found) == {warned}, found
 assert all("transformers 5.17" in m and {version!r} in m for m in found), found
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_what_is_no_cache_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"cache must be one of transformers, .* got a tuple"):
+        build("kda")(ids(1, 3), past_key_values=((torch.ones(1), torch.ones(1)),))

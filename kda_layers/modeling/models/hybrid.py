@@ -16,7 +16,7 @@ from kda_layers.kernels.registry import keep_backend
 from kda_layers.modeling import tensor_parallel as tensor_parallel  # registers the styles of the plans
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.cache_argument import takes_cache
-from kda_layers.modeling.calls import loss_options, refuse_unknown, without_plans
+from kda_layers.modeling.calls import is_checkpointed, is_engine_cache, loss_options, refuse_unknown, without_plans
 from kda_layers.modeling.captured_decoding import CapturedDecoding, is_capturable
 from kda_layers.modeling.context_parallel import read_shards
 from kda_layers.modeling.continuous_batching import check_enabled
@@ -36,8 +36,6 @@ from kda_layers.modeling.seams import (
     can_return_tuple,
     capture_outputs,
     check,
-    is_checkpointed,
-    is_engine_cache,
 )
 from kda_layers.modeling.slots import Slots, read_slots
 

@@ -14,18 +14,13 @@ from kda_layers.kernels import biased_attention
 from kda_layers.kernels.linear_step.op import linear_step
 from kda_layers.kernels.swiglu.op import swiglu, swiglu_linear
 from kda_layers.kernels.torch_private import has_global_hooks
+from kda_layers.modeling.calls import is_engine_cache
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
 from kda_layers.modeling.residual import add_and_normalise
-from kda_layers.modeling.seams import (
-    ALL_ATTENTION_FUNCTIONS,
-    RENAMED,
-    Cache,
-    GradientCheckpointingLayer,
-    is_engine_cache,
-)
+from kda_layers.modeling.seams import ALL_ATTENTION_FUNCTIONS, RENAMED, Cache, GradientCheckpointingLayer
 from kda_layers.modeling.shared_input import projections, serves
 from kda_layers.modeling.side_by_side import DEVICES, SideBySide, is_plain, is_unhooked, only_multiplies
 
