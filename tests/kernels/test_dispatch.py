@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from kda_layers.kernels.kda import dispatch
 from kda_layers.kernels.kda.contract import Backend, DecodeInputs, Gradients, Inputs, Problem
 from kda_layers.kernels.kda.dispatch import KDA, default_problem, problem_of
 from kda_layers.kernels.registry import ENVIRONMENT_VARIABLE, keep_backend
+from kda_layers.kernels.tracing import may_run_again
 from tests.kernels.cases import (
     BF16,
     FP16,
@@ -415,6 +417,51 @@ def test_the_context_around_a_backward_reaches_autograds_threads(toy: Toy) -> No
         checkpoint(lambda q: call(x._replace(q=q)).o, q, use_reentrant=False).sum().backward()
     assert toy.got == []
     assert q.grad is not None
+
+
+def test_the_first_pass_of_reentrant_checkpointing_is_told_from_inference() -> None:
+    """By the forward of an autograd.Function, of which it is one; a backward is none."""
+    seen: list[bool] = []
+
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return squared(x)
+
+        @staticmethod
+        def backward(ctx: Any, d_y: Tensor) -> Tensor:
+            return squared(d_y)
+
+    def squared(x: Tensor) -> Tensor:
+        seen.append(may_run_again())
+        return x.square()
+
+    x = torch.ones(3, requires_grad=True)
+    squared(x).sum().backward()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            squared(x)
+    checkpoint(squared, x, use_reentrant=False).sum().backward()
+    assert seen == [False] * 5
+    seen.clear()
+    checkpoint(squared, x, use_reentrant=True).sum().backward()
+    Squared.apply(x).sum().backward()
+    assert seen == [True, False] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_both_passes_of_a_checkpoint_pose_the_same_problem(
+    reentrant: bool, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that has no gradients serves neither."""
+    x = make_inputs(SMALL)
+    monkeypatch.setattr(toy, "unsupported", lambda problem: ["has no gradients"] if problem.needs_grad else [])
+    q = x.q.clone().requires_grad_()
+    checkpoint(lambda q: call(x._replace(q=q)).o, q, use_reentrant=reentrant).sum().backward()
+    assert toy.got == []
+    with torch.no_grad():
+        call(x)
+    assert len(toy.got) == 1
 
 
 def run_pytest(required: str) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.contract import CHUNK, Inputs
@@ -121,6 +123,33 @@ def test_few_tokens_are_steps(T: int, device: str, backend: str, required_backen
     o = kda_step(*x[:5], state, **options(x), backend=backend)
     assert torch.equal(got.o, o)
     assert torch.equal(got.final_state, state)
+
+
+@on_every_backend
+@on_every_device
+@pytest.mark.parametrize("lengths", [None, (3, 65, 0, 64)], ids=["fixed", "packed"])
+def test_reentrant_checkpoints_have_the_bits_of_calls_with_gradients(
+    lengths: tuple[int, ...] | None, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
+    """Their first pass records no gradients, but no token of it is decoded: the second pass finds the same bits."""
+    x = make_inputs(Case(T=66, lengths=lengths, H=1, K=64, V=64, state=True, checkpoints=False), device)
+    serve(backend, problem_of(x, needs_grad=True), required_backends)
+    names = (*SEQUENCE, "A_log", "dt_bias", "initial_state")
+
+    def f(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        y = x._replace(**dict(zip(names, leaves, strict=True)))
+        out = kda(*y[:5], **options(y), initial_state=y.initial_state, final_state=True, backend=backend)
+        return out.o, out.final_state
+
+    results = []
+    for again in (False, True):
+        leaves = [getattr(x, n).clone().requires_grad_() for n in names]
+        with poisoned_memory():
+            out = checkpoint(f, *leaves, use_reentrant=True) if again else f(*leaves)
+            (out[0].float().square().sum() + out[1].square().sum()).backward()
+        results.append(dict(zip(("o", "final_state", *names), (*out, *(t.grad for t in leaves)), strict=True)))
+    want, got = results
+    assert [n for n in want if not torch.equal(got[n], want[n])] == []
 
 
 @on_every_backend
