@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +30,7 @@ from kda_layers.kernels.kda import backends as folder
 from kda_layers.kernels.kda import dispatch
 from kda_layers.kernels.kda.contract import Backend, DecodeInputs, Gradients, Inputs, Problem
 from kda_layers.kernels.kda.dispatch import KDA, default_problem, problem_of
+from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
 from kda_layers.kernels.registry import ENVIRONMENT_VARIABLE, keep_backend
 from kda_layers.kernels.tracing import may_run_again
 from tests.kernels.cases import (
@@ -224,6 +227,37 @@ def test_a_name_of_another_operator_leaves_the_choice_open(how: str, toy: Toy, m
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "abacus")
     with pytest.raises(ValueError, match=r"unknown backend 'abacus', known: .*eager"):
         biased_attention(q, q, q)
+
+
+NEVER_RUN = sorted(capability for capability, arch in ARCHS.items() if not arch.run)
+
+
+@pytest.mark.parametrize("arch", NEVER_RUN)
+def test_kernels_that_have_never_run_displace_none_that_have(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They rank between flash-linear-attention and plain PyTorch; the latter choice and `explain` say what they are."""
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    name = ARCHS[arch].backend
+    posed = dataclasses.replace(default_problem("cpu"), device="cuda", arch=arch, decode=True)
+    for backend in KDA.backends().values():  # as if drivers and packages were here
+        monkeypatch.setattr(backend, "problems", list)
+    why = rf"its kernels are compiled for .*{ARCHS[arch].gpus}.* and have never run there, so it ranks below 'fla'"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert KDA.select(posed).name == "fla"
+        assert KDA.select(posed, name).name == name
+    text = explain(posed)
+    assert re.search(rf"\n  {name} +can serve it, but {why}; backend='{name}' chooses it\n", text)
+    assert text.endswith("chosen: fla")
+    monkeypatch.setattr(KDA.backends()["fla"], "problems", lambda: ["fla-core is not installed"])
+    with pytest.warns(UserWarning, match=rf"^{name} serves .*, but {why}; .*others refused: .*fla-core is not inst"):
+        assert KDA.select(posed).name == name
+
+
+def test_every_backend_that_has_run_outranks_those_that_have_not() -> None:
+    for operator in (KDA, LAYER_STEP):
+        priorities = {name: operator.backends()[name].priority for name in {a.backend for a in ARCHS.values()}}
+        fla = KDA.backends()["fla"].priority
+        assert [n for n, p in priorities.items() if p > fla] == [a.backend for a in ARCHS.values() if a.run]
 
 
 def test_explain_knows_both_operators() -> None:
