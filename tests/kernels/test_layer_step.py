@@ -24,7 +24,6 @@ from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
 from kda_layers.kernels.layer_step.op import has_kernel, layer_step
 from kda_layers.modeling import decoding
 from kda_layers.modeling.cache import with_kda_layers
-from tests import cuda_emulator
 from tests.kernels import emulated as emulated_kernels
 from tests.kernels import emulated_layer_step as emulated
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, check, error, limits_of, map_tensors, to_fp64
@@ -32,8 +31,6 @@ from tests.kernels.emulated_layer_step import end_of_memory
 from tests.modeling import stock_models
 from tests.modeling.stock_models import cast, every_family, swapped_layers_of
 
-WHY_NOT = cuda_emulator.unavailable()
-needs_emulator = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 WRITTEN = ("conv_state", "state")
 EAGER = LAYER_STEP.backends()["eager"]
 
@@ -184,7 +181,7 @@ CASES = [
 on_every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@needs_emulator
+@pytest.mark.emulator
 @on_every_case
 @pytest.mark.parametrize("backend", ["sm90@emulator"])
 def test_against_fp64(case: Step, backend: str) -> None:
@@ -196,7 +193,7 @@ def test_against_fp64(case: Step, backend: str) -> None:
     check_in_budget(x, got)
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", [80, 100], ids=["sm80@emulator", "sm100@emulator"])
 def test_on_other_archs(arch: int) -> None:
     x = inputs_of(Step(T=2, slots="accepted", group=1 if arch == 80 else 2))
@@ -211,7 +208,7 @@ def tokens_of(x: Inputs, part: slice) -> Inputs:
     return x._replace(**{name: getattr(x, name)[:, part] for name in ("q", "k", "v", "f", "gate", "beta")})
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("backend", ["eager", "sm90@emulator"])
 def test_tokens_one_by_one(backend: str) -> None:
     """Several tokens of a call give the bits of as many calls, and each draft's slots those of the first tokens."""
@@ -240,7 +237,7 @@ def test_tokens_one_by_one(backend: str) -> None:
             assert torch.equal(drafted[name][slots[:, t]], getattr(after, name))
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("backend", ["eager", "sm90@emulator"])
 def test_padding(backend: str) -> None:
     """Slot -1: zeros, and nothing is written; the other sequences have the bits that they have alone."""
@@ -257,7 +254,7 @@ def test_padding(backend: str) -> None:
         assert all(torch.equal(got[name][slot], alone[name][0]) for name in WRITTEN)
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_slots_out_of_range_change_nothing() -> None:
     x = inputs_of(Step(B=4, T=2))
     slots = torch.tensor([[4, 1], [0, 2], [1, 3], [2, -5]], dtype=torch.int32)
@@ -279,7 +276,7 @@ def spread(t: Tensor) -> Tensor:
     return torch.stack((t, torch.full_like(t, torch.nan)), -1)[..., 0]
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("change", [moved, spread], ids=["misaligned", "strided"])
 @pytest.mark.parametrize("name", ["conv_weight", "f_weight", "gate_weight", "gate_bias", "norm_weight", "dt_bias"])
 def test_parameters_in_any_layout(name: str, change: Any) -> None:
@@ -291,7 +288,7 @@ def test_parameters_in_any_layout(name: str, change: Any) -> None:
     assert all(torch.equal(getattr(got, n), want[n]) for n in WRITTEN)
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("change", [{}, {"overlap": False}, {"f_weight": moved}], ids=["", "not asked", "copied"])
 def test_overlap(change: dict[str, Any], arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +304,7 @@ def test_overlap(change: dict[str, Any], arch: int, monkeypatch: pytest.MonkeyPa
     assert asked == [not change and arch >= 90]
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("state_dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_projections_and_states_in_any_layout(state_dtype: torch.dtype) -> None:
     """Odd strides of tokens; states that are part of a larger tensor, whose other elements stay as they are."""
@@ -330,7 +327,7 @@ def test_projections_and_states_in_any_layout(state_dtype: torch.dtype) -> None:
             assert (stores[name] == 7.0).all()
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_one_sequence_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The strides of dimensions of size 1 do not matter: no copy of a merged projection with an odd width."""
     x = inputs_of(Step(B=1, H=3))
@@ -517,7 +514,7 @@ def serves(backend: str | None = None, *fields: Any) -> bool:
     return has_kernel(backend, torch.device("cpu"), *(fields or FIELDS))
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_a_layer_uses_the_kernel_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where argument, context or environment ask for a backend of `kda` without such a kernel."""
     assert not serves()
@@ -599,6 +596,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("many", [False, True], ids=["factors", "logits"])
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 def test_a_layer_decodes(
@@ -624,6 +622,7 @@ def test_a_layer_decodes(
     check_layer(layer, got, x)
 
 
+@pytest.mark.emulator
 def test_a_layer_whose_gate_was_rounded(kernel: emulated.EmulatedLayerStep) -> None:
     """A_log and dt_bias in bf16, as a checkpoint that rounded them."""
     layer, cache = layer_and_cache()
@@ -635,6 +634,7 @@ def test_a_layer_whose_gate_was_rounded(kernel: emulated.EmulatedLayerStep) -> N
     check_layer(layer, got, x)
 
 
+@pytest.mark.emulator
 def test_a_decode_step_in_training_mode(kernel: emulated.EmulatedLayerStep) -> None:
     x = tokens(2)
     layer, cache = layer_and_cache()
@@ -644,6 +644,7 @@ def test_a_decode_step_in_training_mode(kernel: emulated.EmulatedLayerStep) -> N
     assert all(torch.equal(got[n], want[n]) for n in got)
 
 
+@pytest.mark.emulator
 def test_calls_that_a_layer_computes_by_its_own_operations(kernel: emulated.EmulatedLayerStep) -> None:
     """Gradients, autocast, padding, packed sequences, several tokens, drafts that may be taken back."""
     layer, cache = layer_and_cache()
@@ -668,6 +669,7 @@ def test_calls_that_a_layer_computes_by_its_own_operations(kernel: emulated.Emul
     assert cache.layers[0].get_seq_length() == seen - 1
 
 
+@pytest.mark.emulator
 def test_states_of_a_cache(kernel: emulated.EmulatedLayerStep) -> None:
     """In place, at fixed addresses; reordered beams; a prompt in parts; a cache made under inference mode."""
     layer, cache = layer_and_cache()
@@ -705,6 +707,7 @@ def test_states_of_a_cache(kernel: emulated.EmulatedLayerStep) -> None:
     assert torch.equal(outside, want["o"][:, 6:7])
 
 
+@pytest.mark.emulator
 def test_a_compiled_layer_decodes(kernel: emulated.EmulatedLayerStep) -> None:
     """One graph, which uses the merged weights and follows what is written to them."""
     layer, cache = layer_and_cache()
@@ -731,6 +734,7 @@ def test_a_compiled_layer_decodes(kernel: emulated.EmulatedLayerStep) -> None:
     assert len(products) <= 2  # the count of tokens becomes dynamic
 
 
+@pytest.mark.emulator
 @every_family
 def test_swapped_layers_decode(family: str, kernel: emulated.EmulatedLayerStep) -> None:
     """By the kernel as by the layers' own operations, which are used where the convolution is kept in fp32."""

@@ -17,7 +17,6 @@ from kda_layers.kernels.kda.cuda.decode import decode
 from kda_layers.kernels.kda.cuda.forward import tails
 from kda_layers.kernels.kda.cuda.forward.forward import TAIL
 from kda_layers.kernels.kda.dispatch import problem_of
-from tests import cuda_emulator
 from tests.kernels.cases import (
     FP16,
     Case,
@@ -41,7 +40,6 @@ SEQUENCE = ("q", "k", "v", "g", "beta")
 # More than are visited without a list; last tokens after no, one and two chunks, none, and too many to be decoded.
 LENGTHS = (1, 4, 0, 5, 64, 65, *(1,) * 50, 63, 68, 69, 128, 130, 2, *(3,) * 8)
 ALONE = (0, 1, 2, 3, 4, 5, 56, 57, 58, 59, 60, 61, 62)
-needs_emulator = pytest.mark.skipif(bool(cuda_emulator.unavailable()), reason=cuda_emulator.unavailable() or "")
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +202,7 @@ def test_a_batch_of_an_engine(device: str, backend: str, required_backends: froz
         assert torch.equal(got.checkpoints[57], run(whole, backend, final_state=True).final_state[0])
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("name", [name for name, backend in EMULATED.items() if backend.archs[0].bulk_copies])
 @pytest.mark.parametrize("case", **ids([Case(T=1100, B=1, H=1, state=True), Case(lengths=(1026, 3, 0, 1090), H=1)]))
 def test_with_segments(case: Case, name: str) -> None:
@@ -214,7 +212,7 @@ def test_with_segments(case: Case, name: str) -> None:
     check_outputs(got, x)
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_segments_of_the_chunks() -> None:
     """Of a sequence that would have longer segments with its last tokens."""
     x = make_inputs(Case(T=4097, B=1, H=16, K=64, V=64))._replace(segments="always", final_state=True)
@@ -223,7 +221,7 @@ def test_segments_of_the_chunks() -> None:
     assert not got.final_state.isnan().any()
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("lengths", [(5, 65, *(0,) * 62), (*(63,) * 64, 66), (*(5,) * 70, 65, 130)])
 def test_a_row_for_every_state_between_the_kernels(lengths: tuple[int, ...]) -> None:
     """Sequences with less than a chunk are listed, too, but behind those that hand a state over."""
@@ -267,7 +265,7 @@ def test_more_elements_than_32_bits_count() -> None:
     assert len(kernel.launch.call_args.args[-1]) == decode.PARAMS.nbytes
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("with_stops", [False, True], ids=["", "stops"])
 @pytest.mark.parametrize("count", [64, 300, 1000])
