@@ -64,8 +64,8 @@ OF_KERNELS = (
 COMPILED_TWICE = ("test_models.py::test_compiled_model[key_bias",)
 # What runs without a GPU, beside the emulated cases and those on the CPU: it compiles, or starts processes on the CPU.
 WITHOUT_GPU = (
-    "test_cuda_compile", "kernels/test_build", "kernels/test_imports", "test_over_ranks", "test_context_parallel",
-    "test_tensor_parallel",
+    "compiles_without", "test_cuda_compile", "kernels/test_build", "kernels/test_imports", "test_over_ranks",
+    "test_context_parallel", "test_tensor_parallel",
 )  # fmt: skip
 # Tier -> one in so many cases of a test, the same of tests/kernels, and parts of the ids that it leaves out. Of the
 # emulated cases of the tests of backends, "all" takes one in FEWER_EMULATED.
