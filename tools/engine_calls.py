@@ -105,7 +105,7 @@ def _vllm_targets(tree: ast.Module, file: str) -> Callable[[ast.expr], str | Non
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     if any(module == ops or module.startswith(f"{ops}.") for ops in vllm.FUNCTIONS):
         return lambda _: None  # calls within them
-    imported = {}
+    imported: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for ops in vllm.FUNCTIONS:
