@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
@@ -57,9 +58,9 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 def exists(name: str) -> bool:
-    """True if a module of an imported package is there; imports nothing, not even the packages between."""
+    """True if a module of an engine is there; imports the engine's top package and none between."""
     top, *packages, module = name.split(".")
-    folders = [Path(folder).joinpath(*packages) for folder in sys.modules[top].__path__]
+    folders = [Path(folder).joinpath(*packages) for folder in importlib.import_module(top).__path__]
     files = (file for folder in folders for file in (folder / f"{module}.py", folder / module / "__init__.py"))
     return name in sys.modules or any(file.is_file() for file in files)
 
