@@ -32,7 +32,8 @@ class CudaBackend(Backend):
             "widths": Widths(*WIDTHS),
             "tokens": OneOf(*range(1, layer_step.MOST_TOKENS + 1)),
             "taps": OneOf(*layer_step.TAPS),
-            "rank": OneOf(0, *layer_step.RANKS),
+            "decay_rank": OneOf(0, *layer_step.RANKS),
+            "gate_rank": OneOf(0, *layer_step.RANKS),
             "gate_activation": Names(*GATE_CODES),
             "beta_activation": Names(*(name for name in BETA_CODES if name != GIVEN)),
         }
