@@ -134,9 +134,9 @@ class DecodesByKernels:
             activations = options["gate_activation"], options["beta_activation"]
             return has_kernel(options.get("backend"), x.device, x.dtype, state_is, *sizes, *ranks, *activations)
 
-        if x.shape[0] * HV <= MOST_FACTORED and all(layer is None or is_plain(layer) for layer in factors):
-            if is_served(self.decay_rank, self.gate_rank):
-                return factors
+        few = x.shape[0] * HV <= MOST_FACTORED and all(layer is None or is_plain(layer) for layer in factors)
+        if few and is_served(self.decay_rank, self.gate_rank):
+            return factors
         return (None, None) if is_served(0, 0) else None
 
     def _projections(self, x: Tensor, norm: nn.RMSNorm | None) -> Sequence[Tensor]:
@@ -153,7 +153,7 @@ class DecodesByKernels:
         return y.split([q, k, v, f + g, b, whole.shape[0] - (q + k + v + f + g + b)], -1)[:-1]
 
     def _logits(self, gates: Tensor, widths: list[int]) -> Sequence[Tensor]:
-        """Return the logits of decays and gate from their projections [B, 1, sum of widths]; by one product if possible."""
+        """Return the logits of decays and gate from projections [B, 1, sum of widths]; by one product if possible."""
         factors, whole = self._factors(), None
         if self.decay_rank and self.gate_rank and factors[0].out_features == factors[1].out_features:
             whole = self.factors.weight(factors)

@@ -48,7 +48,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         lower_bound: in [-5, 0) nats per token with "lower_bound"; None with "softplus".
         allow_neg_eigval: beta in (0, 2) instead of (0, 1).
         norm_eps: epsilon of the output norm.
-        gate_rank: rank of the projection of the output gate, and of the log-decay's unless decay_rank is given; None for
+        gate_rank: rank of the output gate's projection, and of the log-decay's unless decay_rank is given; None for
             head_v_dim, as in Kimi Linear and GLM-5.3-Flash; 0 for full rank, as in Ling / Ring.
         decay_rank: rank of the log-decay's projection; None for gate_rank, 0 for full rank. Kimi K3 has decay_rank =
             head_dim beside gate_rank = 0.

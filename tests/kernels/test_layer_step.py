@@ -501,7 +501,8 @@ PROBLEM = Problem("cuda", 90, BF16, FP32, 128, 128, 1, 1, 4, 128, 128, "lower_bo
     [
         (dict(dtype=FP32), "dtype is float32"), (dict(state_dtype=FP64), "state_dtype is float64"),
         (dict(V=64), "128"), (dict(K=96, V=96), "96"), (dict(tokens=9), "tokens is 9"), (dict(taps=5), "taps is 5"),
-        (dict(decay_rank=32), "decay_rank is 32"), (dict(gate_rank=32), "gate_rank is 32"), (dict(group=9), "HV/H is 9, needs at most 8"),
+        (dict(decay_rank=32), "decay_rank is 32"),
+        (dict(gate_rank=32), "gate_rank is 32"), (dict(group=9), "HV/H is 9, needs at most 8"),
         (dict(beta_activation="given"), "beta_activation"), (dict(arch=100), "arch is sm_100, needs sm_90"),
         (dict(device="cpu", arch=0), "device is cpu"),
     ],
@@ -818,7 +819,8 @@ def test_compiled_kernels_fit_without_spills(variant: launcher.Variant, target: 
     assert used["kda_layer_step"].registers * 32 * variant.warps <= 65536
     assert variant.shared_bytes(launcher.MOST_TOKENS) <= SHARED[target]
     spilled = used["kda_layer_step"][2:]
-    if any(spilled) and (target != "sm_90a" or not 0 < variant.decay_rank <= variant.K or variant.gate_rank > variant.K):
+    usual = 0 < variant.decay_rank <= variant.K and variant.gate_rank <= variant.K
+    if any(spilled) and not (target == "sm_90a" and usual):
         pytest.xfail(f"bytes of stack, spilled stores and loads: {spilled}")
     assert not any(spilled)
 

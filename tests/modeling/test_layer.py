@@ -94,9 +94,7 @@ def straight_line(layer: KimiDeltaAttention, name: str, x: Tensor) -> tuple[Tens
         conv = conv * torch.sigmoid(conv)
         ranks = {"f": given.get("decay_rank", given.get("gate_rank")), "g": given.get("gate_rank")}
         logits, gate = (
-            w[f"{n}_proj.weight"] @ x[t]
-            if rank == 0
-            else w[f"{n}_b_proj.weight"] @ (w[f"{n}_a_proj.weight"] @ x[t])
+            w[f"{n}_proj.weight"] @ x[t] if rank == 0 else w[f"{n}_b_proj.weight"] @ (w[f"{n}_a_proj.weight"] @ x[t])
             for n, rank in ranks.items()
         )
         beta = torch.sigmoid((w["b_proj.weight"] @ x[t]).to(wide)) * (2 if given.get("allow_neg_eigval") else 1)

@@ -13,7 +13,7 @@ FAMILY = KDAFamily(
     stock_name="BailingHybridDeltaAttention",
     lower_bound=lambda layer: layer.forget_gate.lower_bound if layer.forget_gate.safe_gate else None,
     weights=Format(
-        STOCK | dict(gate_rank=0),
+        STOCK | dict(gate_rank=0, decay_rank=0),
         (
             Naming("bailing_hybrid", False, FULL_RANK, FORGET_GATE),
             Naming("bailing_hybrid", True, FULL_RANK, {"o_proj.weight": "dense.weight"}, separate_conv=True),

@@ -84,7 +84,7 @@ class Variant:
 
 
 def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:
-    """The variants for the usual layers: four taps, no grouped heads; factors of rank K, or of decays alone, or none."""
+    """The variants for the usual layers: four taps, no grouped heads; factors of rank K, of decays alone, or none."""
     for K, dtype, state, (f, gate) in itertools.product(widths, dtypes, STATES, ((1, 1), (1, 0), (0, 0))):
         yield Variant(K, dtype, state, f * K, gate * K, 4, 1)
 
