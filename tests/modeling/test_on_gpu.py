@@ -264,6 +264,15 @@ def test_decoding_by_one_kernel(interval: int, sequences: int, kernel_calls: lis
 
 
 @pytest.mark.parametrize("sequences", [1, 33])
+def test_a_low_rank_decay_beside_a_full_rank_gate_decodes_by_one_kernel(
+    sequences: int, kernel_calls: list[int]
+) -> None:
+    model = build(0, linear_gate_rank=0, linear_decay_rank=128)
+    ids = torch.randint(0, 97, (sequences, 75), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    check_decoding(model, copy.deepcopy(model).double(), ids, kernel_calls)
+
+
+@pytest.mark.parametrize("sequences", [1, 33])
 @pytest.mark.parametrize("family", stock_models.FAMILIES)
 def test_a_swapped_model_decodes_by_one_kernel(family: str, sequences: int, kernel_calls: list[int]) -> None:
     """With the convolution in bf16; where a family keeps it in fp32, its layers use their own operations."""

@@ -78,10 +78,12 @@ def layer() -> KimiDeltaAttention:
 
 
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("rank", [None, 0], ids=["low rank", "full rank"])
-def test_layer(rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "ranks", [{}, dict(gate_rank=0), dict(gate_rank=0, decay_rank=5)], ids=["low rank", "full rank", "mixed ranks"]
+)
+def test_layer(ranks: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    made, calls = KimiDeltaAttention(16, 2, 8, gate_rank=rank).double(), []
+    made, calls = KimiDeltaAttention(16, 2, 8, **ranks).double(), []
     multiplied = shared_input.multiplied
     monkeypatch.setattr(shared_input, "multiplied", lambda *args: calls.append(args) or multiplied(*args))
     results = []
