@@ -163,8 +163,8 @@ def _plan(x: Any, machine: Machine) -> Plan:
     """The plan for tensors of these shapes, strides and types."""
     (B, T, H, K), HV, slot_count, device = x.q.shape, x.v.shape[2], x.state.shape[0], x.q.device
     factors = (x.f, x.f_weight), (x.gate, x.gate_weight)
-    ranks = (0 if weight is None else weight.shape[1] for _, weight in factors)
-    variant = Variant(K, x.q.dtype, x.state.dtype, *ranks, x.conv_weight.shape[1], HV // H)
+    f_rank, gate_rank = (0 if weight is None else weight.shape[1] for _, weight in factors)
+    variant = Variant(K, x.q.dtype, x.state.dtype, f_rank, gate_rank, x.conv_weight.shape[1], HV // H)
     piece, state = 16 // x.state.dtype.itemsize, x.state.stride()
     tokens = (stride for t in (x.q, x.k, x.v, x.f, x.gate, x.beta) for stride in t.stride()[:2])
     rest = PARAMS.pack_values(
