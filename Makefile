@@ -1,8 +1,8 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip install -q --disable-pip-version-check -c constraints.txt
 WORKERS ?= 8
-# What needs no GPU, the emulated and the compiled CUDA kernels, is left to `make test-all`.
-TESTS ?= --ignore-glob='*/test_cuda_[!o]*.py' -k 'not emulator' tests/kernels tests/modeling
+TESTS ?= tests/kernels tests/modeling
+FAILURES ?= runs/test_gpu_failures.txt
 
 # VENV=/opt/x runs a target with that environment's Python as it is; nothing is installed.
 ifeq ($(origin VENV), undefined)
@@ -71,8 +71,14 @@ bench-swap: $(DEV)
 bench-gpu: $(GPU)
 	$(RUN) -m benchmarks.gpu
 
+# What needs no GPU is left to `make test-all`. Failures are in $(FAILURES) as they come. The kernels are compiled first:
+# processes that miss the same one at the same time would all compile it.
 test-gpu: $(GPU)
-	OMP_NUM_THREADS=1 KDA_LAYERS_REQUIRE=sm90,fla,eager,triton $(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs $(TESTS)
+	mkdir -p runs
+	rm -f $(FAILURES)
+	$(RUN) -m kda_layers --precompile
+	OMP_NUM_THREADS=1 KDA_LAYERS_REQUIRE=sm90,fla,eager,triton KDA_LAYERS_FAILURES=$(FAILURES) \
+		$(RUN) -m pytest --tier gpu -n $(WORKERS) --dist worksteal $(TESTS)
 
 # One forward and backward under ncu with line information; look at it with ncu-ui.
 profile: $(GPU)

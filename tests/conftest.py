@@ -2,7 +2,8 @@
 
 --tier chooses: "all", the default, is every test but most emulated cases, which "every" adds; "test" and "quick" take a
 share of the cases of each parametrised test, always the same ones, and leave out what is slow. "test" takes least of
-tests/kernels: CI runs it only where the kernels, their tests and the emulator are unchanged, and "all" elsewhere.
+tests/kernels: CI runs it only where the kernels, their tests and the emulator are unchanged, and "all" elsewhere. "gpu"
+leaves out what a GPU does not change, and names what is skipped.
 KDA_LAYERS_REQUIRE="sm90,fla" names the backends that must serve on this machine: their skips are failures.
 KDA_LAYERS_FAILURES=FILE collects failures as they come.
 --record-versions adds the installed torch and transformers to `kda_layers/tested_versions.json` if the tests pass that
@@ -14,8 +15,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,6 +27,7 @@ import torch
 from kda_layers import versions
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.kda.dispatch import KDA
+from tests import cuda_emulator
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,6 +63,11 @@ OF_KERNELS = (
 )  # fmt: skip
 # A model takes dynamo 10 s; without these cases the share is one model, not two.
 COMPILED_TWICE = ("test_models.py::test_compiled_model[key_bias",)
+# What runs without a GPU, beside the emulated cases and those on the CPU: it compiles, or starts processes on the CPU.
+WITHOUT_GPU = (
+    "compiles_without", "test_cuda_compile", "kernels/test_build", "kernels/test_imports", "test_over_ranks",
+    "test_context_parallel", "test_tensor_parallel",
+)  # fmt: skip
 # Tier -> one in so many cases of a test, the same of tests/kernels, and parts of the ids that it leaves out. Of the
 # emulated cases of the tests of backends, "all" takes one in FEWER_EMULATED.
 TIERS: dict[str, tuple[int, int, tuple[str, ...]]] = {
@@ -67,6 +75,7 @@ TIERS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "test": (6, 24, (*OF_KERNELS, *COMPILED_TWICE, "tests/test_training_curves", "tests/test_cut", EMULATED)),
     "all": (1, 1, ()),
     "every": (1, 1, ()),
+    "gpu": (1, 1, (EMULATED, *WITHOUT_GPU)),
 }
 
 REQUIRED = frozenset(n.strip() for n in os.environ.get("KDA_LAYERS_REQUIRE", "").split(",") if n.strip())
@@ -95,10 +104,34 @@ def chosen(tests: Iterable[str], tier: str) -> set[str]:
     return kept
 
 
+def runs_alike_without_gpu(item: pytest.Item) -> bool:
+    """True for a case in the emulator, and for one on the CPU of a test that also runs on the GPU."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return item.get_closest_marker("emulator") is not None or parameters.get("device") == "cpu"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = chosen([item.nodeid for item in items], config.getoption("--tier"))
+    tier = config.getoption("--tier")
+    kept = chosen([item.nodeid for item in items if tier != "gpu" or not runs_alike_without_gpu(item)], tier)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("emulator") and (why := cuda_emulator.unavailable()):
+        pytest.skip(why)
+
+
+@pytest.fixture(autouse=True)
+def _only_marked_tests_emulate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out of the tests on a GPU must not depend on who remembers it."""
+    if EMULATED in request.node.nodeid or request.node.get_closest_marker("emulator"):
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("expected @pytest.mark.emulator on a test that runs a kernel in the emulator, got none")
+
+    monkeypatch.setattr(cuda_emulator, "compile_kernel", refuse)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -149,6 +182,18 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         found[package] = sorted({*found[package], new}, key=versions.release)
     rows = (f"  {json.dumps(package)}: {json.dumps(numbers)}" for package, numbers in found.items())
     versions.FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name what a run on a GPU has skipped: each test with the number of its cases and the reason."""
+    if config.getoption("--tier") != "gpu":
+        return
+    reports = terminalreporter.stats.get("skipped", [])
+    problem = re.compile(r" \[[^]]*\](?=:)")  # differs from case to case
+    skipped = Counter((r.nodeid.partition("[")[0], problem.sub("", str(r.longrepr[2]))) for r in reports)
+    terminalreporter.section(f"{len(reports)} skipped")
+    for (test, reason), cases in sorted(skipped.items()):
+        terminalreporter.line(f"{test} ({cases}): {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(scope="session")

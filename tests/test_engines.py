@@ -1,7 +1,8 @@
-"""Plug-ins for inference engines, against stand-ins of the engines' call sites: vLLM 0.33 and SGLang 0.5.23.
+"""Plug-ins for inference engines: the calls of vLLM 0.33 and SGLang 0.5.23, with their keywords, shapes, strides,
+dtypes, pools and padding.
 
-A stand-in calls with the keywords, shapes, strides, dtypes, pools and padding of the engine; the truth is the
-recurrence of each sequence alone. The engines themselves are not run.
+The truth is the recurrence of each sequence alone. `test_engine_calls.py` binds and runs the same calls against the
+engines' own functions; `test_engine_imports.py` imports engines with the plug-ins.
 """
 
 from __future__ import annotations
@@ -9,11 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import logging
-import sys
-import types
-from collections import defaultdict
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +17,11 @@ import torch
 from torch import Tensor
 
 from kda_layers import engines
-from kda_layers.engines import sglang, vllm
+from kda_layers.engines import sglang, sglang_kernel, vllm, vllm_functions
 from kda_layers.kernels.kda.reference import recurrence
 from kda_layers.testing.budgets import FP32, budget, error
 from kda_layers.testing.oracle import Inputs
 
-ROOT = Path(__file__).resolve().parents[1]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_both_gates = pytest.mark.parametrize("bound", [None, -5.0], ids=["softplus", "bounded"])
@@ -89,56 +84,163 @@ class Layer:
                 assert error(got, exact) <= budget(error(plain, exact), self.dtype), n
 
 
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts stand-ins of an engine's modules into sys.modules: name -> its attributes."""
-
-    def install(**of_modules: dict[str, Any]) -> dict[str, types.ModuleType]:
-        made = {}
-        for name, attributes in of_modules.items():
-            parts = name.split(".")
-            for i in range(1, len(parts) + 1):
-                path = ".".join(parts[:i])
-                if path not in sys.modules or path == name:
-                    module = types.ModuleType(path)
-                    module.__path__ = []  # type: ignore[attr-defined]
-                    monkeypatch.setitem(sys.modules, path, module)
-            vars(sys.modules[name]).update(attributes)
-            made[name] = sys.modules[name]
-        return made
-
-    return install
-
-
 # ---------------------------------------------------------------- vLLM
 
-KIMI, GLM, LING = vllm.FUNCTIONS
+
+def vllm_function(target: str) -> Any:
+    """Our function for a full name of vLLM's."""
+    module, _, name = target.rpartition(".")
+    return getattr(vllm_functions, vllm.FUNCTIONS[module][name])
 
 
-@on_every_device
-@on_both_gates
-def test_vllm_prefill(bound: float | None, device: str) -> None:
-    """As KimiK3DeltaAttention calls it: states gathered before, put back after."""
-    x = Layer(device, bound)
-    q, k, v = x.qkv
-    o, states = vllm.chunk_from_logits(
-        q=q, k=k, v=v, raw_g=x.raw_g, raw_beta=x.raw_beta, A_log=x.A_log, g_bias=x.dt_bias, lower_bound=bound,
-        initial_state=x.states, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=x.offsets,
+def slots_of(x: Layer, *more: int) -> Tensor:
+    return torch.tensor([*SLOTS[: len(x.lengths)], *more], dtype=torch.int32, device=x.states.device)
+
+
+def kimi_prefill(x: Layer, out: Tensor | None = None) -> tuple[str, dict[str, Any]]:
+    """KimiK3DeltaAttention with the Triton backend: dense q, k and v, states gathered from the pool."""
+    q, k, v = (t.contiguous() for t in x.qkv)
+    return f"{vllm.KIMI}.chunk_kda_with_fused_gate", dict(
+        q=q, k=k, v=v, raw_g=x.raw_g, raw_beta=x.raw_beta, A_log=x.A_log, g_bias=x.dt_bias, lower_bound=x.bound,
+        initial_state=x.states, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=x.offsets, out=out,
     )  # fmt: skip
-    assert states is not None
-    x.check(o, states)
+
+
+def kimi_decode(x: Layer, pool: Tensor) -> tuple[str, dict[str, Any]]:
+    return f"{vllm.KIMI}.fused_recurrent_kda_packed_decode", dict(
+        mixed_qkv=x.mixed_qkv, raw_g=x.raw_g, raw_beta=x.raw_beta, A_log=x.A_log, dt_bias=x.dt_bias,
+        lower_bound=x.bound, initial_state=pool, state_indices=slots_of(x), out=None,
+    )  # fmt: skip
+
+
+def glm_prefill(x: Layer) -> tuple[str, dict[str, Any]]:
+    """Glm5NextLinearAttention with the Triton backend: beta after its activation, q, k and v in rows of three."""
+    q, k, v = x.qkv
+    return f"{vllm.GLM}.chunk_kda_with_fused_gate", dict(
+        q=q, k=k, v=v, raw_g=x.raw_g, beta=x.raw_beta.float().sigmoid(), A_log=x.A_log.view(1, 1, -1, 1),
+        g_bias=x.dt_bias, initial_state=x.states, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        cu_seqlens=x.offsets, safe_gate=x.bound is not None, lower_bound=-5.0,
+    )  # fmt: skip
+
+
+def glm_decode(x: Layer, pool: Tensor) -> tuple[str, dict[str, Any]]:
+    """Logits of gate and beta, written into the layer's output; more slots than sequences."""
+    q, k, v = x.qkv
+    return f"{vllm.GLM}.fused_recurrent_kda", dict(
+        q=q, k=k, v=v, g=x.raw_g, beta=x.raw_beta, initial_state=pool, use_qk_l2norm_in_kernel=True,
+        cu_seqlens=x.offsets, ssm_state_indices=slots_of(x, 0, 0), out=torch.empty(v.shape, dtype=v.dtype).to(v.device),
+        sigmoid_beta=True, a_log=x.A_log.view(1, 1, -1, 1), g_bias=x.dt_bias, compute_gate=True, lower_bound=x.bound,
+    )  # fmt: skip
+
+
+def decays(x: Layer) -> Tensor:
+    """What Ling's `fused_kda_gate` returns: the log-decay [1, T, H, D] in fp32."""
+    logits, rate = x.raw_g.float() + x.dt_bias.view(x.H, D), x.A_log.exp()[:, None]
+    softplus = torch.nn.functional.softplus
+    return -rate * softplus(logits) if x.bound is None else x.bound * (rate * logits).sigmoid()
+
+
+def ling_prefill(x: Layer) -> tuple[str, dict[str, Any]]:
+    """BailingMoeV3KimiDeltaAttention: log-decay and beta in fp32; safe_gate and lower_bound speak of the gate."""
+    q, k, v = (t.contiguous() for t in x.qkv)
+    return f"{vllm.LING}.chunk_kda", dict(
+        q=q, k=k, v=v, g=decays(x), beta=x.raw_beta.float().sigmoid(), initial_state=x.states, output_final_state=True,
+        use_qk_l2norm_in_kernel=True, safe_gate=x.bound is not None, lower_bound=x.bound, cu_seqlens=x.offsets,
+    )  # fmt: skip
+
+
+def ling_decode(x: Layer, pool: Tensor) -> tuple[str, dict[str, Any]]:
+    q, k, v = (t.contiguous() for t in x.qkv)
+    return f"{vllm.LING}.fused_recurrent_kda", dict(
+        q=q, k=k, v=v, g=decays(x), beta=x.raw_beta.float().sigmoid(), initial_state=pool,
+        use_qk_l2norm_in_kernel=True, safe_gate=x.bound is not None, lower_bound=x.bound, cu_seqlens=x.offsets,
+        ssm_state_indices=slots_of(x, 0),
+    )  # fmt: skip
+
+
+def ling_drafts(x: Layer, pool: Tensor, slots: Tensor, accepted: Tensor) -> tuple[str, dict[str, Any]]:
+    q, k, v = (t.contiguous() for t in x.qkv)
+    return f"{vllm.LING}.fused_recurrent_kda_fwd", dict(
+        q=q, k=k, v=v, g=decays(x), beta=x.raw_beta.float().sigmoid(), scale=D**-0.5, initial_state=pool,
+        inplace_final_state=True, cu_seqlens=x.offsets, ssm_state_indices=slots, num_accepted_tokens=accepted,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
 
 
 @on_every_device
 @on_both_gates
-def test_vllm_decode(bound: float | None, device: str) -> None:
+@pytest.mark.parametrize("prefill", [kimi_prefill, glm_prefill, ling_prefill])
+def test_vllm_prefill(prefill: Any, bound: float | None, device: str) -> None:
+    x = Layer(device, bound)
+    target, arguments = prefill(x)
+    x.check(*vllm_function(target)(**arguments))
+
+
+@on_every_device
+def test_vllm_prefill_into_a_slice_of_the_layers_output(device: str) -> None:
+    """Kimi-K3's prefills beside drafts, which stand before them in the layer's output."""
+    x = Layer(device, -5.0)
+    whole = torch.full((1, sum(LENGTHS) + 6, x.H, D), 7.0, dtype=x.dtype, device=device)
+    target, arguments = kimi_prefill(x, whole[:, 4:-2])
+    o, states = vllm_function(target)(**arguments)
+    assert o.data_ptr() == whole[:, 4:].data_ptr()
+    x.check(whole[:, 4:-2], states)
+    assert (whole[:, :4] == 7).all()
+    assert (whole[:, -2:] == 7).all()
+
+
+@on_every_device
+def test_vllm_prefill_returns_states_as_the_pool_has_them(device: str) -> None:
+    """Kimi-Linear puts them back without a cast."""
+    x = Layer("cpu", -5.0)
+    x.mixed_qkv, x.raw_g, x.raw_beta = (t.to(torch.bfloat16) for t in (x.mixed_qkv, x.raw_g, x.raw_beta))
+    x.states = x.states.to(torch.bfloat16)
+    target, arguments = kimi_prefill(x)
+    arguments = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    assert vllm_function(target)(**arguments)[1].dtype == torch.bfloat16
+
+
+@on_every_device
+@on_both_gates
+@pytest.mark.parametrize("decode", [kimi_decode, glm_decode, ling_decode])
+def test_vllm_decode(decode: Any, bound: float | None, device: str) -> None:
+    x = Layer(device, bound, (1, 1, 1))
+    pool = x.pool()
+    target, arguments = decode(x, pool)
+    o, same = vllm_function(target)(**arguments)
+    assert same is pool
+    x.check(o, pool[list(SLOTS)])
+    assert pool[[0, 1, 3, 5, 6, 8]].isnan().all()
+
+
+@on_every_device
+@on_both_gates
+def test_ling_drafts(bound: float | None, device: str) -> None:
+    """Each sequence starts from the state after its accepted tokens and keeps the state after every token."""
+    x = Layer(device, bound, (3, 3))
+    pool = x.pool(20)
+    pool[[10, 2]] = pool[[4, 2]]  # of the first, two tokens were accepted
+    pool[4] = torch.nan
+    slots = torch.tensor([[4, 10, 11], [2, 12, 13]], dtype=torch.int32, device=device)
+    target, arguments = ling_drafts(x, pool, slots, torch.tensor([2, 1], dtype=torch.int32, device=device))
+    o, _ = vllm_function(target)(**arguments)
+    x.check(o, pool[[11, 13]])
+    for token, of_tokens in enumerate(((4, 2), (10, 12))):
+        for n, slot in enumerate(of_tokens):
+            _, want = x.truth(n, end=token + 1)
+            assert error(pool[slot][None], want) <= budget(error(x.truth(n, FP32, token + 1)[1], want), x.dtype)
+
+
+@on_every_device
+@on_both_gates
+def test_vllm_decode_of_a_padded_batch(bound: float | None, device: str) -> None:
     """One token of each sequence, in rows of a padded batch: slot 0 is vLLM's null block."""
     x = Layer(device, bound, (1, 1, 1))
     pool = x.pool()
     slots = torch.tensor([*SLOTS, 0, 0], dtype=torch.int32, device=device)
     padded = torch.cat((x.mixed_qkv, torch.full_like(x.mixed_qkv[:2], torch.nan)))
     g, beta = (torch.cat((t, torch.full_like(t[:, :2], torch.nan)), 1) for t in (x.raw_g, x.raw_beta))
-    o, same = vllm.packed_decode_from_logits(
+    o, same = vllm_functions.packed_decode_from_logits(
         mixed_qkv=padded, raw_g=g, raw_beta=beta, A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=bound,
         initial_state=pool, state_indices=slots,
     )  # fmt: skip
@@ -158,7 +260,7 @@ def test_vllm_drafts(bound: float | None, device: str) -> None:
     offsets = torch.cat((x.offsets, x.offsets[-1:]))  # a padding sequence without tokens
     q, k, v = x.qkv
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    o, _ = vllm.recurrent_from_logits(
+    o, _ = vllm_functions.recurrent_from_logits(
         q=q, k=k, v=v, raw_g=x.raw_g, raw_beta=x.raw_beta, A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=bound,
         initial_state=pool, cu_seqlens=offsets, ssm_state_indices=slots,
         num_accepted_tokens=torch.tensor([1, 1, 1], dtype=torch.int32, device=device), out=out,
@@ -182,73 +284,18 @@ def test_vllm_drafts_of_a_padded_batch(device: str) -> None:
     accepted = torch.ones(6, dtype=torch.int32, device=device)
     for offsets in (x.offsets, torch.cat((x.offsets, x.offsets[-1:].expand(4)))):  # of 2 and of 6 sequences
         pool = x.pool(20)
-        o, _ = vllm.recurrent_from_logits(
+        o, _ = vllm_functions.recurrent_from_logits(
             q=q, k=k, v=v, raw_g=x.raw_g, raw_beta=x.raw_beta, A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=-5.0,
             initial_state=pool, cu_seqlens=offsets, ssm_state_indices=slots, num_accepted_tokens=accepted,
         )  # fmt: skip
         x.check(o, pool[[11, 13]])
 
 
-@on_every_device
-@on_both_gates
-def test_vllm_activations(bound: float | None, device: str) -> None:
-    """As GLM-5.3-Flash and Ling call: beta activated, in decoding the log-decay as well."""
-    x = Layer(device, bound)
-    q, k, v = x.qkv
-    beta = x.raw_beta.float().sigmoid()
-    o, states = vllm.chunk_from_beta(
-        q=q, k=k, v=v, raw_g=x.raw_g, beta=beta, A_log=x.A_log.view(1, 1, -1, 1), g_bias=x.dt_bias,
-        initial_state=x.states, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=x.offsets,
-        safe_gate=bound is not None, lower_bound=-5.0,
-    )  # fmt: skip
-    assert states is not None
-    x.check(o, states)
-
-    x = Layer(device, bound, (1, 1, 1))
-    q, k, v = x.qkv
-    logits, rate = x.raw_g.float() + x.dt_bias.view(x.H, D), x.A_log.exp()[:, None]
-    softplus = torch.nn.functional.softplus
-    decay = -rate * softplus(logits) if bound is None else bound * (rate * logits).sigmoid()
-    slots = torch.tensor(SLOTS, dtype=torch.int32, device=device)
-    common = dict(initial_state=None, use_qk_l2norm_in_kernel=True, cu_seqlens=x.offsets, ssm_state_indices=slots)
-    pool = x.pool()
-    o, _ = vllm.recurrent_from_decays(
-        q=q, k=k, v=v, g=decay, beta=x.raw_beta.float().sigmoid(), **common | {"initial_state": pool}
-    )
-    x.check(o, pool[list(SLOTS)])
-    if bound is not None:
-        pool = x.pool()
-        o, _ = vllm.recurrent_from_decays(
-            q=q, k=k, v=v, g=x.raw_g, beta=x.raw_beta, sigmoid_beta=True, compute_gate=True,
-            a_log=x.A_log.view(1, 1, -1, 1), g_bias=x.dt_bias, lower_bound=bound, **common | {"initial_state": pool},
-        )  # fmt: skip
-        x.check(o, pool[list(SLOTS)])
+def test_vllm_states_that_are_not_updated_in_place_are_refused() -> None:
+    x = Layer("cpu", -5.0, (1, 1, 1))
+    target, arguments = ling_decode(x, x.pool())
     with pytest.raises(ValueError, match="inplace_final_state True"):
-        vllm.recurrent_from_decays(q=q, k=k, v=v, g=decay, beta=decay, inplace_final_state=False)
-
-
-def stock(*_: Any, **__: Any) -> None:
-    raise AssertionError("the engine's own function was called")
-
-
-def test_vllm_functions_are_replaced_where_asked(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In their module, and in models that imported them before."""
-    names = vllm.FUNCTIONS[LING]
-    own = {name: (lambda *_, name=name: name) for name in names}
-    found = modules(**{LING: dict(own), "vllm.model_executor.models.ling": {"run": own["fused_recurrent_kda"]}})
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.33.0")
-    monkeypatch.delenv(engines.ENVIRONMENT_VARIABLE, raising=False)
-    vllm.register()
-    assert found[LING].fused_recurrent_kda is own["fused_recurrent_kda"], "off unless asked for"
-    monkeypatch.setenv(engines.ENVIRONMENT_VARIABLE, "vllm")
-    vllm.register()
-    assert found[LING].fused_recurrent_kda is vllm.recurrent_from_decays
-    assert found[LING].chunk_kda_with_fused_gate is vllm.chunk_from_beta
-    assert found["vllm.model_executor.models.ling"].run is vllm.recurrent_from_decays
-    modules(**{"vllm": {}})
-    del sys.modules[LING]
-    with pytest.raises(RuntimeError, match=r"vLLM 0\.33\.0 has none of vllm\.models\.kimi_k3.*the variable empty"):
-        vllm.register()
+        vllm_function(target)(**arguments, inplace_final_state=False)
 
 
 # ---------------------------------------------------------------- SGLang
@@ -276,7 +323,7 @@ def test_sglang_extend(raw: bool, bound: float | None, device: str) -> None:
     q, k, v = x.qkv
     pool, track = x.pool(), torch.full((3, x.H, D, D), torch.nan, device=device)
     beta = x.raw_beta if raw else x.raw_beta.float().sigmoid()
-    o, none = sglang.kernel(Stock)().extend(
+    o, none = sglang_kernel.kernel(Stock)().extend(
         q=q, k=k, v=v, g=x.raw_g[0], beta=beta, ssm_states=pool,
         cache_indices=torch.tensor(SLOTS, dtype=torch.int32, device=device), query_start_loc=x.offsets, A_log=x.A_log,
         dt_bias=x.dt_bias, lower_bound=bound, beta_is_raw=raw, return_intermediate_states=True, track_state=track,
@@ -301,7 +348,7 @@ def test_sglang_decode(packed: bool, bound: float | None, device: str) -> None:
     x.mixed_qkv = torch.cat((x.mixed_qkv, torch.full_like(x.mixed_qkv[:1], torch.nan)))
     a, b = (torch.cat((t, torch.full_like(t[:, :1], torch.nan)), 1) for t in (x.raw_g, x.raw_beta))
     given = dict(A_log=x.A_log, dt_bias=x.dt_bias, ssm_states=pool, cache_indices=slots, lower_bound=bound)
-    kernel = sglang.kernel(Stock)()
+    kernel = sglang_kernel.kernel(Stock)()
     if packed:
         o = kernel.packed_decode(
             x.mixed_qkv, a[0].flatten(1), b[0], scale=D**-0.5, num_v_heads=x.H, head_v_dim=D, **given
@@ -316,51 +363,75 @@ def test_sglang_decode(packed: bool, bound: float | None, device: str) -> None:
     assert pool[[0, 1, 3, 5, 6, 8]].isnan().all()
 
 
+@on_every_device
+def test_sglang_tracks_ends_of_sequences_by_the_pool(device: str) -> None:
+    """Where every boundary to keep ends a sequence, SGLang gives no buffer for it and copies states from the pool."""
+    x = Layer(device, -5.0, (64, 1, 128))
+    q, k, v = x.qkv
+    pool = x.pool()
+    o, none = sglang_kernel.kernel(Stock)().extend(
+        q=q, k=k, v=v, g=x.raw_g, beta=x.raw_beta, ssm_states=pool, cache_indices=slots_of(x),
+        query_start_loc=x.offsets, A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=-5.0, beta_is_raw=True,
+        return_intermediate_states=True, track_state=None, track_chunk_idx=None,
+        track_ssm_h_src=torch.empty(0, dtype=torch.int64, device=device),
+    )  # fmt: skip
+    assert none is None
+    x.check(o, pool[list(SLOTS)])
+
+
+@on_every_device
+@on_both_gates
+def test_sglang_captured_prefill(bound: float | None, device: str) -> None:
+    """A captured prefill has room for more sequences, without slots, and more tokens, whose rows SGLang clears."""
+    x = Layer(device, bound)
+    rows, T = 6, sum(LENGTHS)
+    padded = torch.cat((x.mixed_qkv, torch.full_like(x.mixed_qkv[:9], torch.nan)))
+    q, k, v = (t.unflatten(-1, (x.H, D))[None] for t in padded.split(x.H * D, -1))
+    g, beta = (torch.cat((t, torch.full_like(t[:, :9], torch.nan)), 1) for t in (x.raw_g, x.raw_beta))
+    pool, track = x.pool(), torch.full((rows, x.H, D, D), torch.nan, device=device)
+    o = sglang_kernel.kernel(Stock)().extend(
+        q=q, k=k, v=v, g=g, beta=beta, ssm_states=pool, cache_indices=slots_of(x, -1, -1, -1),
+        query_start_loc=torch.cat((x.offsets, x.offsets[-1:].expand(3))), A_log=x.A_log, dt_bias=x.dt_bias,
+        lower_bound=bound, beta_is_raw=True, extend_seq_lens_cpu=None, is_spec_decode=False,
+        return_intermediate_states=False, track_state=track,
+        track_chunk_idx=torch.tensor([1, -1, 2, -1, -1, -1], dtype=torch.int32, device=device),
+        chunk_indices=torch.zeros(12, 2, dtype=torch.int32, device=device), chunk_offsets=None,
+    )  # fmt: skip
+    x.check(o[:, :T], pool[list(SLOTS)])
+    assert pool[[0, 1, 3, 5, 6, 8]].isnan().all()
+    for n, tokens in ((0, 64), (2, 128)):
+        _, want = x.truth(n, end=tokens)
+        assert error(track[n][None], want) <= budget(error(x.truth(n, x.dtype, tokens)[1], want), x.dtype)
+
+
+def test_sglang_decodes_bounded_gates_from_packed_rows() -> None:
+    """Otherwise its dispatcher splits rows for `decode`."""
+    assert sglang_kernel.kernel(Stock).supports_packed_decode_safe_gate
+
+
 def test_what_is_left_to_sglang_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    x = Layer("cpu", None)
-    kernel = sglang.kernel(Stock)()
-    with caplog.at_level(logging.WARNING, "kda_layers"):
-        for _ in range(2):
-            states = dict(ssm_states=x.pool(), cache_indices=torch.tensor(SLOTS))
+    x = Layer("cpu", None, (1, 1, 1))
+    kernel = sglang_kernel.kernel(Stock)()
+    gate = dict(A_log=x.A_log, dt_bias=x.dt_bias, scale=D**-0.5, num_v_heads=2, head_v_dim=D)
+    ring = {f"replayssm_{name}": 1 for name in ("d", "k", "g", "write_pos")}
+    with caplog.at_level(logging.WARNING, "sglang.kda_layers"):
+        for source in (None, torch.ones(1)):
+            pool = x.pool()
+            states = dict(ssm_states=pool, cache_indices=slots_of(x))
             got = kernel.extend(
-                *x.qkv, x.raw_g, x.raw_beta, query_start_loc=x.offsets, return_intermediate_states=True, **states
-            )
+                *x.qkv, x.raw_g, x.raw_beta, query_start_loc=x.offsets, return_intermediate_states=True,
+                track_ssm_h_src=source, **states,
+            )  # fmt: skip
             assert got == "stock extend"
-            gate = dict(A_log=x.A_log, dt_bias=x.dt_bias, scale=1.0, num_v_heads=2, head_v_dim=D)
-            assert kernel.packed_decode(x.mixed_qkv, x.raw_g, x.raw_beta, **gate, **states, replayssm_write_pos=1) == (
-                "stock packed_decode"
-            )
+            got = kernel.packed_decode(x.mixed_qkv, x.raw_g, x.raw_beta, **gate, **states, **ring)
+            assert got == "stock packed_decode"
+            assert kernel.target_verify() == "stock target_verify"
     assert [record.message.partition(" not ")[0] for record in caplog.records] == [
-        "SGLang's own kernel serves extend,", "SGLang's own kernel serves packed_decode,",
-    ]  # fmt: skip
-    assert kernel.target_verify() == "stock target_verify"
-
-
-def test_sglang_class_is_replaced_where_asked(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: dict[str, Any] = defaultdict(list)
-
-    class HookType(Enum):
-        REPLACE = "replace"
-
-    class HookRegistry:
-        @classmethod
-        def register(cls, target: str, hook: Any, hook_type: HookType) -> None:
-            registered[target].append((hook, hook_type))
-
-    hooks = {"HookRegistry": HookRegistry, "HookType": HookType}
-    found = modules(**{"sglang.srt.plugins.hook_registry": hooks, sglang.MODULE: {sglang.CLASS: Stock}})
-    monkeypatch.setenv(engines.ENVIRONMENT_VARIABLE, "vllm")
-    sglang.register()
-    assert not registered
-    monkeypatch.setenv(engines.ENVIRONMENT_VARIABLE, "vllm, sglang")
-    sglang.register()
-    ((target, [(hook, kind)]),) = registered.items()
-    assert target == f"{sglang.MODULE}.{sglang.CLASS}"
-    assert issubclass(hook, Stock)
-    assert kind is HookType.REPLACE
-    del found[sglang.MODULE].TritonKDAKernel
-    with pytest.raises(ImportError, match=r"has no TritonKDAKernel: use SGLang 0\.5\.23, or leave"):
-        sglang.register()
+        f"SGLang's own kernel serves {name}," for name in ("extend", "packed_decode", "target_verify")
+    ]
+    x.bound = -5.0  # SGLang buffers no states of bounded gates
+    o = kernel.packed_decode(x.mixed_qkv, x.raw_g, x.raw_beta, lower_bound=-5.0, **gate, **states, **ring)
+    x.check(o, pool[list(SLOTS)])
 
 
 # ---------------------------------------------------------------- the switch

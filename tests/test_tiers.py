@@ -1,11 +1,16 @@
-"""What `make quick`, `make test` and `make test-all` run."""
+"""What `make quick`, `make test`, `make test-all` and `make test-gpu` run."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import TIERS, chosen
-from tests.test_makefile import dry_run, needs_make
+from tests.test_makefile import ROOT, dry_run, needs_make
 
 MANY = 100
 SLOW, THOROUGH = "tests/test_examples.py::one", "tests/cuda_emulator/test_kernels.py::one"
@@ -14,8 +19,8 @@ TESTS = [*(f"{place}::many[{n}]" for place in PLACES for n in range(MANY)), "tes
 
 
 def test_a_tier_runs_a_share_of_every_test() -> None:
-    quick, some, most, every = (chosen(TESTS, tier) for tier in TIERS)
-    assert quick < some < most == every == set(TESTS)
+    quick, some, most, every, on_gpu = (chosen(TESTS, tier) for tier in TIERS)
+    assert quick < some < most == every == on_gpu == set(TESTS)
     for name, tier in (("quick", quick), ("test", some)):
         for place, share in zip(PLACES, TIERS[name][:2], strict=True):
             assert sum(test.startswith(f"{place}::many") for test in tier) == -(-MANY // share)
@@ -39,4 +44,41 @@ def test_emulated_cases_are_fewer_and_replace_no_others() -> None:
     emulated = [f"tests/test_any.py::one[{n}-sm90@emulator]" for n in range(60)]
     kept = {tier: chosen([*plain, *emulated], tier) for tier in TIERS}
     assert all(kept[tier] & set(plain) == chosen(plain, tier) for tier in TIERS)
-    assert {tier: len(kept[tier] & set(emulated)) for tier in TIERS} == {"quick": 0, "test": 0, "all": 8, "every": 60}
+    counts = {tier: len(kept[tier] & set(emulated)) for tier in TIERS}
+    assert counts == {"quick": 0, "test": 0, "all": 8, "every": 60, "gpu": 0}
+
+
+RUNS_ON_A_GPU = """
+import pytest
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_devices(device): pytest.skip(f"eager cannot serve [{device}, K=4]: K is 4")
+
+@pytest.mark.emulator
+def test_emulated(): pass
+
+def test_emulates_without_a_mark():
+    from tests.kernels import emulated
+    emulated.Emulator().load("a.cu", "kernel", {}, None)
+
+def test_fails(): assert 0, "on purpose"
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "two workers"])
+def test_a_run_on_a_gpu(workers: tuple[str, ...], tmp_path: Path) -> None:
+    """It leaves out what a GPU does not change, names what it skips, and has failures in a file as they come."""
+    (tmp_path / "test_new.py").write_text(RUNS_ON_A_GPU)
+    failures = tmp_path / "failures.txt"
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--tier", "gpu", *workers, str(tmp_path)]
+    run = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), "-c", str(ROOT / "pyproject.toml")], cwd=ROOT, capture_output=True,
+        text=True, env=environment | {"KDA_LAYERS_FAILURES": str(failures)},
+    )  # fmt: skip
+    assert "2 failed, 1 skipped" in run.stdout, run.stdout + run.stderr
+    assert "test_new.py::test_devices (1): eager cannot serve: K is 4" in run.stdout
+    text = failures.read_text()
+    assert "test_new.py::test_fails (call)" in text
+    assert "on purpose" in text
+    assert "expected @pytest.mark.emulator on a test that runs a kernel in the emulator, got none" in text

@@ -167,8 +167,8 @@ class _Apart(SideBySide):
 
 APART = _Apart()
 READ = (
-    "hidden_size", "head_dim", "layer_idx", "training", "q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "g_b_proj",
-    "o_proj", "conv1d", "o_norm", "forget_gate",
+    "hidden_size", "head_dim", "layer_idx", "training", "q_proj", "k_proj", "v_proj", "b_proj", "o_proj", "conv1d",
+    "o_norm", "forget_gate",
 )  # fmt: skip
 
 
@@ -182,6 +182,8 @@ class _Stateless(StockParameters):
     side_by_side = factors = APART
 
     def __init__(self, layer: Any) -> None:
-        for name in READ:
+        self._modules = layer._modules  # which of them a layer has tells the ranks of its gates
+        gates = ("g_a_proj", "g_b_proj") if self.gate_rank else ("g_proj",)
+        for name in (*READ, *gates):
             setattr(self, name, getattr(layer, name))
         self.kda_options = kda_options(None)

@@ -97,6 +97,7 @@ class Backend(abc.ABC):
 
     name: str
     priority: int = 0  # the highest that serves the problem is chosen
+    caveat: str = ""  # what speaks against it although it can serve: `explain` says it, an automatic choice warns
     serves: Mapping[str, Allowed] = {}  # by field of the problem; other fields do not matter
     features: frozenset[str] = frozenset()  # supported keys of the problem's LACKS
 

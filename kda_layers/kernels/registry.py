@@ -144,6 +144,12 @@ class Registry(Generic[P, B]):
             reasons = candidate.unsupported(problem)
             if not reasons:
                 logger.info("%s serves [%s]%s", candidate.name, problem, "".join(f"\n  not {r}" for r in refusals))
+                if candidate.caveat and not self.advisory:
+                    warnings.warn(
+                        f"{candidate.name} serves [{problem}], but {candidate.caveat}; backend='eager' is plain "
+                        f"PyTorch; others refused: {'; '.join(refusals) or 'none is installed'}",
+                        stacklevel=4,
+                    )
                 if candidate.name == "eager" and problem.device not in ("cpu", "meta") and not self.advisory:
                     warnings.warn(
                         f"plain PyTorch serves [{problem}], which is slow on {problem.device}; "
@@ -159,7 +165,8 @@ class Registry(Generic[P, B]):
         lines = [f"problem: {problem}"]
         for b in self.backends().values():
             reasons = b.unsupported(problem)
-            lines.append(f"  {b.name:8} {'can serve it' if not reasons else 'cannot: ' + '; '.join(reasons)}")
+            can = f"can serve it, but {b.caveat}; backend={b.name!r} chooses it" if b.caveat else "can serve it"
+            lines.append(f"  {b.name:8} {can if not reasons else 'cannot: ' + '; '.join(reasons)}")
         try:
             lines.append(f"chosen: {self.select(problem).name}")
         except ValueError as error:

@@ -22,6 +22,9 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 transforms_active = torch._C._are_functorch_transforms_active
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
+# False in the forward of an autograd.Function and in inference mode, but not under torch.no_grad().
+forward_ad_enabled = torch._C._is_fwd_grad_enabled
+
 # True if hooks of all modules are registered: they expect every module to be called.
 has_global_hooks = torch.nn.modules.module._has_any_global_hook
 

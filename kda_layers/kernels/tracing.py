@@ -1,4 +1,4 @@
-"""Torch's state around a call: tracing, dispatch modes, torch.func transforms, autocast."""
+"""Torch's state around a call: tracing, dispatch modes, torch.func transforms, autocast, gradients."""
 
 from __future__ import annotations
 
@@ -26,6 +26,27 @@ def is_plain(x: Any) -> bool:
         and not x[0].is_meta
         and PLAIN.issuperset(map(type, x))
     )
+
+
+def may_run_again() -> bool:
+    """True in the forward of an autograd.Function, whose backward may run the same call again, with gradients.
+
+    The first pass of reentrant checkpointing is such a forward. It records no gradients, but must find the bits of the
+    second pass, so it takes the same kernels. Compiled code cannot guard on this and always gets False.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch_private.forward_ad_enabled()
+        or torch.is_inference_mode_enabled()
+    )
+
+
+def needs_gradients(values: Iterable[Any]) -> bool:
+    """True if autograd records a call with these inputs, or may record it when it runs again."""
+    if torch.is_grad_enabled():
+        return any(isinstance(t, Tensor) and t.requires_grad for t in values)
+    return may_run_again()
 
 
 def without_autocast(f: Callable[..., Any], x: Any, *args: Any) -> Any:

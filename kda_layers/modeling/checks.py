@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from ..kernels.kda.activations import GATES
+
 
 def as_int(name: str, value: Any) -> int:
     """Return the value as an int; raise a TypeError unless it is an integer of Python or NumPy."""
@@ -19,6 +21,23 @@ def as_int(name: str, value: Any) -> int:
         except TypeError:
             pass
     raise TypeError(f"{name} must be an integer, got {value!r}")
+
+
+def as_rank(name: str, value: Any) -> int:
+    """Return the rank of a projection as an int; raise a TypeError or ValueError unless it is 0 (full rank) or more."""
+    rank = as_int(name, value)
+    if rank < 0:
+        raise ValueError(f"{name} must be 0 (full rank) or more, got {rank}")
+    return rank
+
+
+def check_rate(gate_activation: str, learned_rate: bool) -> None:
+    """Raise a ValueError for a gate without a learned rate that needs one."""
+    if not learned_rate and GATES[gate_activation].needs_rate:
+        raise ValueError(
+            f"learned_rate must be True with gate_activation={gate_activation!r}, got {learned_rate}: only the "
+            "lower-bound gate has a form without A_log"
+        )
 
 
 def layer_indices(layers: Any, total: int, forms: str) -> list[int]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # more, a batched GEMM is faster (docs/internals/kernels/layer_step.md).
 MOST_FACTORED = 256
 ALIGNED = 8  # outputs of the projections together are a multiple
+OPTIONS = ("gate_activation", "lower_bound", "beta_activation", "backend")  # of the operator
 
 
 def merged_weights() -> tuple[SideBySide, SideBySide]:
@@ -33,7 +34,7 @@ class DecodesByKernels:
     """The decode step of a KDA layer, with the parameters of `KimiDeltaAttention` by name; a mixin of modules."""
 
     side_by_side: SideBySide  # q, k, v, log-decay, output gate, beta
-    factors: SideBySide  # the second factors of log-decay and output gate
+    factors: SideBySide  # the second factors of log-decay and output gate, if both have one
     q_proj: Any
     k_proj: Any
     v_proj: Any
@@ -52,6 +53,7 @@ class DecodesByKernels:
     head_dim: Any
     head_v_dim: Any
     gate_rank: Any
+    decay_rank: Any
     norm_eps: Any
     layer_idx: Any
     kda_options: dict[str, Any]
@@ -88,40 +90,54 @@ class DecodesByKernels:
         """
         if not state.cached or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return None
-        B, T, _ = x.shape
-        A_log, wide, conv, scale = self.A_log, state_dtype(x.dtype), self.conv1d.weight, self.o_norm.weight
-        K, V, HV = self.head_dim, self.head_v_dim, A_log.numel()
-        H = (conv.shape[0] - HV * V) // (2 * K)
-        factors = (self.f_b_proj, self.g_b_proj) if self.gate_rank and B * HV <= MOST_FACTORED else ()
-        if not all(is_plain(layer) for layer in factors):
-            factors = ()
-        if any(t.dtype != x.dtype for t in (conv, scale, *(layer.weight for layer in factors))):
+        T, K, V, (H, HV) = x.shape[1], self.head_dim, self.head_v_dim, self._heads()
+        if (in_kernel := self._multiplied_in_kernel(x, state)) is None:
             return None
-        gate, bound, beta = (self.kda_options[name] for name in ("gate_activation", "lower_bound", "beta_activation"))
-        rank, backend = self.gate_rank if factors else 0, self.kda_options.get("backend")
-        state_is = wide if state.recurrent is None else state.recurrent.dtype
-        if not has_kernel(backend, x.device, x.dtype, state_is, K, V, HV // H, 1, conv.shape[2], rank, gate, beta):
+        conv, scale = self.conv1d.weight, self.o_norm.weight
+        f_weight, gate_weight = (None if layer is None else layer.weight for layer in in_kernel)
+        if any(t is not None and t.dtype != x.dtype for t in (conv, scale, f_weight, gate_weight)):
             return None
         if state.conv is None or state.recurrent is None or state.recording or T != 1:
             self.side_by_side.weight(self._inputs())  # before a decode step is compiled or captured
-            if self.gate_rank:
-                self.factors.weight((self.f_b_proj, self.g_b_proj))
+            if self.decay_rank and self.gate_rank:
+                self.factors.weight(self._factors())
             return None
         if state.conv.dtype != x.dtype:
             return None
         q, k, v, gates, b = self._projections(x, norm)
-        R = self.gate_rank
-        f, g = self._logits(gates) if R and not factors else gates.split([R, R] if R else [HV * K, HV * V], -1)
-        rate, bias = A_log.to(wide), self.dt_bias.to(wide)
+        widths = [self.decay_rank or HV * K, self.gate_rank or HV * V]
+        f, g = gates.split(widths, -1) if in_kernel == self._factors() else self._logits(gates, widths)
+        A_log, dt_bias, wide = self.A_log, self.dt_bias, state_dtype(x.dtype)
+        rate, bias = None if A_log is None else A_log.to(wide), dt_bias.to(wide)
+        options = {name: self.kda_options.get(name) for name in OPTIONS}
         o = layer_step(
             q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, g, b, conv[:, 0], state.conv,
-            state.recurrent, norm_weight=scale, f_weight=factors[0].weight if factors else None,
-            gate_weight=factors[1].weight if factors else None, gate_bias=factors[1].bias if factors else None,
-            A_log=rate, dt_bias=bias.view(-1, K), gate_activation=gate, lower_bound=bound, beta_activation=beta,
-            norm_eps=self.norm_eps, overlap=rate is A_log and bias is self.dt_bias, backend=backend,
+            state.recurrent, norm_weight=scale, f_weight=f_weight, gate_weight=gate_weight,
+            gate_bias=None if gate_weight is None else in_kernel[1].bias, A_log=rate, dt_bias=bias.view(-1, K),
+            norm_eps=self.norm_eps, overlap=rate is A_log and bias is dt_bias, **options,
         )  # fmt: skip
         state.count(x)
         return o.flatten(2)
+
+    def _heads(self) -> tuple[int, int]:
+        """Return the numbers of q/k and of value heads, which are this rank's under tensor parallelism."""
+        HV = self.dt_bias.numel() // self.head_dim
+        return (self.conv1d.weight.shape[0] - HV * self.head_v_dim) // (2 * self.head_dim), HV
+
+    def _multiplied_in_kernel(self, x: Tensor, state: LayerState) -> tuple[Any, Any] | None:
+        """Return `_factors` as far as the kernel of a decode step multiplies them; None where no kernel serves it."""
+        (H, HV), factors, options = self._heads(), self._factors(), self.kda_options
+        state_is = state_dtype(x.dtype) if state.recurrent is None else state.recurrent.dtype
+        sizes = self.head_dim, self.head_v_dim, HV // H, 1, self.conv1d.weight.shape[2]
+
+        def is_served(*ranks: int) -> bool:
+            activations = options["gate_activation"], options["beta_activation"]
+            return has_kernel(options.get("backend"), x.device, x.dtype, state_is, *sizes, *ranks, *activations)
+
+        few = x.shape[0] * HV <= MOST_FACTORED and all(layer is None or is_plain(layer) for layer in factors)
+        if few and is_served(self.decay_rank, self.gate_rank):
+            return factors
+        return (None, None) if is_served(0, 0) else None
 
     def _projections(self, x: Tensor, norm: nn.RMSNorm | None) -> Sequence[Tensor]:
         """Return the projections of x for q, k, v, of log-decay beside output gate, and for beta; by one product if
@@ -136,15 +152,21 @@ class DecodesByKernels:
         q, k, v, f, g, b = (layer.out_features for layer in layers)
         return y.split([q, k, v, f + g, b, whole.shape[0] - (q + k + v + f + g + b)], -1)[:-1]
 
-    def _logits(self, low: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of decays and gate, from their factors' inputs [B, 1, 2 R]; by one product if possible."""
-        whole = self.factors.weight((self.f_b_proj, self.g_b_proj))
-        if whole is None or self.f_b_proj.out_features != self.g_b_proj.out_features:
-            f, g = low.chunk(2, -1)
-            return self.f_b_proj(f), self.g_b_proj(g)
-        pair = low[:, 0].unflatten(-1, (2, -1)).transpose(0, 1)
+    def _logits(self, gates: Tensor, widths: list[int]) -> Sequence[Tensor]:
+        """Return the logits of decays and gate from projections [B, 1, sum of widths]; by one product if possible."""
+        factors, whole = self._factors(), None
+        if self.decay_rank and self.gate_rank and factors[0].out_features == factors[1].out_features:
+            whole = self.factors.weight(factors)
+        if whole is None:
+            parts = zip(factors, gates.split(widths, -1), strict=True)
+            return [part if layer is None else layer(part) for layer, part in parts]
+        pair = gates[:, 0].unflatten(-1, (2, -1)).transpose(0, 1)
         f, g = torch.bmm(pair, whole.unflatten(0, (2, -1)).mT)
         return f[:, None], g[:, None]
+
+    def _factors(self) -> tuple[Any, Any]:
+        """Return the second factors of the log-decay's and the output gate's projections; None for one of full rank."""
+        return self.f_b_proj if self.decay_rank else None, self.g_b_proj if self.gate_rank else None
 
     def _watch(self, x: Tensor) -> None:
         self.side_by_side.watch(x)
@@ -152,5 +174,6 @@ class DecodesByKernels:
 
     def _inputs(self) -> tuple[Any, ...]:
         """Return the layers that read the input."""
-        f, g = (self.f_a_proj, self.g_a_proj) if self.gate_rank else (self.f_proj, self.g_proj)
+        f = self.f_a_proj if self.decay_rank else self.f_proj
+        g = self.g_a_proj if self.gate_rank else self.g_proj
         return self.q_proj, self.k_proj, self.v_proj, f, g, self.b_proj

@@ -281,9 +281,10 @@ class KDAFamily(StockFamily):
         return dict(recompute=recompute, layers_in_model=layers, gradient_checkpointing=checkpointed)
 
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
-        dtype = layers[0].forget_gate.A_log.dtype
-        if dtype in (torch.bfloat16, torch.float16):
+        dtypes = {name: getattr(layers[0].forget_gate, name).dtype for name in self.kept_in_fp32}
+        rounded = {name: dtype for name, dtype in dtypes.items() if dtype in (torch.bfloat16, torch.float16)}
+        if rounded:  # transformers 5.24 itself keeps dt_bias
             logger.warning(
-                "A_log and dt_bias of %s were rounded to %s when it was loaded: kda_layers.load_pretrained keeps fp32",
-                type(model).__name__, str(dtype).removeprefix("torch."),
+                "%s of %s were rounded to %s when it was loaded: kda_layers.load_pretrained keeps fp32",
+                " and ".join(rounded), type(model).__name__, str(next(iter(rounded.values()))).removeprefix("torch."),
             )  # fmt: skip

@@ -20,7 +20,7 @@ from ..kernels.over_ranks.short_conv import short_convs_over_ranks
 from ..kernels.short_conv.op import short_convs
 from .attend import attend, attend_and_record
 from .cache_argument import takes_cache
-from .checks import as_int, check_epsilon, check_no_adapter
+from .checks import as_int, as_rank, check_epsilon, check_no_adapter, check_rate
 from .decoding import DecodesByKernels, merged_weights
 from .offloading import loads_weights_of
 from .precision import KeepsFP32
@@ -47,17 +47,20 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         lower_bound: in [-5, 0) nats per token with "lower_bound"; None with "softplus".
         allow_neg_eigval: beta in (0, 2) instead of (0, 1).
         norm_eps: epsilon of the output norm.
-        gate_rank: rank of the projections of the log-decay and of the output gate; None for head_v_dim, as in Kimi
-            Linear and GLM-5.3-Flash; 0 for full rank, as in Ling / Ring.
+        gate_rank: rank of the output gate's projection, and of the log-decay's unless decay_rank is given; None for
+            head_v_dim, as in Kimi Linear and GLM-5.3-Flash; 0 for full rank, as in Ling / Ring.
+        decay_rank: rank of the log-decay's projection; None for gate_rank, 0 for full rank. Kimi K3 has decay_rank =
+            head_dim beside gate_rank = 0.
+        learned_rate: False to fix the rate exp(A_log) at 1, without the parameter A_log; with "lower_bound" only.
         output_gate_bias: True for an output gate with a bias, as in flash-linear-attention.
         layer_idx: index of this layer in a cache; needed only to use one.
         backend: name of a kernel backend; None chooses (see `kda_layers.explain`).
         recompute: as in `kda_layers.kda`; "auto" in a model depends on its number of KDA layers.
 
     Raises:
-        TypeError: a size, gate_rank or layer_idx that is not an integer; norm_eps or lower_bound that is not a number.
+        TypeError: a size, a rank or layer_idx that is not an integer; norm_eps or lower_bound that is not a number.
         ValueError: num_v_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound or
-            recompute; a negative norm_eps or gate_rank.
+            recompute; a negative norm_eps or rank; "softplus" without a learned rate.
     """
 
     kept_in_fp32 = ("A_log", "dt_bias")  # the decay is exponential in A_log
@@ -76,6 +79,8 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
         gate_rank: int | None = None,
+        decay_rank: int | None = None,
+        learned_rate: bool = True,
         output_gate_bias: bool = False,
         layer_idx: int | None = None,
         backend: str | None = None,
@@ -98,11 +103,11 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         if gate_activation not in ("lower_bound", "softplus"):
             raise ValueError(f"gate_activation must be 'lower_bound' or 'softplus', got {gate_activation!r}")
         check_lower_bound(gate_activation, lower_bound)
+        check_rate(gate_activation, learned_rate)
         check_epsilon("norm_eps", norm_eps)
         check_recompute(recompute)
-        self.gate_rank = gate_rank = head_v_dim if gate_rank is None else as_int("gate_rank", gate_rank)
-        if gate_rank < 0:
-            raise ValueError(f"gate_rank must be 0 (full rank) or more, got {gate_rank}")
+        self.gate_rank = head_v_dim if gate_rank is None else as_rank("gate_rank", gate_rank)
+        self.decay_rank = self.gate_rank if decay_rank is None else as_rank("decay_rank", decay_rank)
         self.hidden_size, self.head_dim, self.head_v_dim = hidden_size, head_dim, head_v_dim
         self.num_heads, self.num_v_heads = num_heads, num_v_heads
         self.layer_idx = None if layer_idx is None else as_int("layer_idx", layer_idx)
@@ -120,13 +125,15 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         self.v_proj = linear(hidden_size, v_dim)
         channels = 2 * q_dim + v_dim
         self.conv1d = nn.Conv1d(channels, channels, conv_size, groups=channels, bias=False)
-        if gate_rank:
-            self.f_a_proj, self.f_b_proj = linear(hidden_size, gate_rank), linear(gate_rank, gate_dim)
-            self.g_a_proj = linear(hidden_size, gate_rank)
-            self.g_b_proj = linear(gate_rank, v_dim, bias=output_gate_bias)
+        if rank := self.decay_rank:
+            self.f_a_proj, self.f_b_proj = linear(hidden_size, rank), linear(rank, gate_dim)
         else:
-            self.f_proj, self.g_proj = linear(hidden_size, gate_dim), linear(hidden_size, v_dim, bias=output_gate_bias)
-        self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
+            self.f_proj = linear(hidden_size, gate_dim)
+        if rank := self.gate_rank:
+            self.g_a_proj, self.g_b_proj = linear(hidden_size, rank), linear(rank, v_dim, bias=output_gate_bias)
+        else:
+            self.g_proj = linear(hidden_size, v_dim, bias=output_gate_bias)
+        self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32)) if learned_rate else None
         self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32))
         self.b_proj = linear(hidden_size, num_v_heads)
         self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps)
@@ -159,7 +166,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         """Initialise A_log and dt_bias from dt log-uniform in [1e-3, 1e-1] per channel.
 
         softplus, as in Kimi Linear: log-decay -exp(A_log) dt, with rates exp(A_log) uniform in [1, 16].
-        lower_bound, as in GLM-5.3-Flash: log-decay lower_bound (1 - exp(-dt)), with rate 1.
+        lower_bound, as in GLM-5.3-Flash: log-decay lower_bound (1 - exp(-dt)), with rate 1, fixed or learned.
         """
         try:
             from transformers import initialization as init  # leaves weights alone that were loaded
@@ -168,7 +175,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         copy_ = getattr(init, "copy_", Tensor.copy_)
         if self.kda_options["gate_activation"] == "softplus":
             copy_(self.A_log, init.uniform_(self.A_log, a=1.0, b=16.0).log())
-        else:
+        elif self.A_log is not None:
             init.zeros_(self.A_log)
         dt = init.uniform_(self.dt_bias, a=math.log(1e-3), b=math.log(1e-1)).exp()
         copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
@@ -227,8 +234,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
         v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
 
-        g = self.f_b_proj(f) if self.gate_rank else f
-        g = rearrange(g, "b t (h k) -> b t h k", k=self.head_dim)
+        g = rearrange(self.f_b_proj(f) if self.decay_rank else f, "b t (h k) -> b t h k", k=self.head_dim)
         if mask is not None:  # at the lowest logits decay and write are exactly none
             if g.dtype == torch.float16:  # its lowest value times a small exp(A_log) would still decay
                 g = g.float()
@@ -236,7 +242,8 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
             beta = beta.masked_fill(~mask[..., None], torch.finfo(beta.dtype).min)
 
         wide = state_dtype(q.dtype)
-        A_log, dt_bias = self.A_log.to(wide), self.dt_bias.to(wide).view(-1, self.head_dim)
+        A_log = None if self.A_log is None else self.A_log.to(wide)
+        dt_bias = self.dt_bias.to(wide).view(-1, self.head_dim)
         options = dict(cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **self.kda_options)
         inputs, recompute = (q, k, v, g, beta), self.operator_recompute()
         if shards is not None:
@@ -265,6 +272,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
     def extra_repr(self) -> str:
         return (
             f"heads={self.num_heads}, v_heads={self.num_v_heads}, K={self.head_dim}, V={self.head_v_dim}, "
+            f"decay_rank={self.decay_rank}, gate_rank={self.gate_rank}, learned_rate={self.A_log is not None}, "
             + ", ".join(f"{name}={value}" for name, value in self.kda_options.items())
             + f", recompute={self.recompute}"
         )

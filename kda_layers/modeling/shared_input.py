@@ -32,8 +32,7 @@ def projections(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | 
 def serves(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     """Return True if only the weights of `layers` matter in a call on x, as `projections` describes."""
     return (
-        torch.is_grad_enabled()
-        and x.requires_grad
+        tracing.needs_gradients((x,))
         and x.device.type in DEVICES
         and x.dtype in DTYPES
         and all(trains_plainly(layer) and layer.weight.dtype == x.dtype for layer in layers)

@@ -24,7 +24,8 @@ class StockParameters(DecodesByKernels, ChoosesRecompute):
     f_b_proj = property(lambda self: self.forget_gate.f_b_proj)
     f_proj = property(lambda self: self.forget_gate.f_proj)
     head_v_dim = property(lambda self: self.head_dim)
-    gate_rank: Any = property(lambda self: self.head_dim)
+    decay_rank: Any = property(lambda self: _rank(self.forget_gate, "f_a_proj"))
+    gate_rank: Any = property(lambda self: _rank(self, "g_a_proj"))
     norm_eps = property(lambda self: self.o_norm.variance_epsilon)
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
@@ -34,6 +35,12 @@ class StockParameters(DecodesByKernels, ChoosesRecompute):
         """Run `KimiDeltaAttention.forward`, with its arguments, over these parameters."""
         layer: Any = self
         return KimiDeltaAttention.forward(layer, *args)
+
+
+def _rank(owner: Any, name: str) -> int:
+    """Return the rank of the projection whose first factor has this name; 0 if it has full rank."""
+    first = owner._modules.get(name)
+    return 0 if first is None else first.out_features
 
 
 def kda_options(lower_bound: float | None, backend: str | None = None) -> dict[str, Any]:

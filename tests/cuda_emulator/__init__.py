@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import mmap
 import os
@@ -70,6 +71,7 @@ def _compiled_with(flags: tuple[str, ...]) -> Iterator[None]:
         _more_flags.reset(token)
 
 
+@functools.cache
 def unavailable() -> str:
     """Why kernels cannot be emulated on this machine; empty where they can."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":

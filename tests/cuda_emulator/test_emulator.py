@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda_emulator import HERE, KERNELS, EmulatorError, Kernel, compile_kernel, guarded, unavailable
+from tests.cuda_emulator import HERE, KERNELS, EmulatorError, Kernel, compile_kernel, guarded
 
-WHY_NOT = unavailable()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = pytest.mark.emulator
 
 TESTS = ["MMA_BF16", "MMA_FP16", "MMA_FP16_OF_8", "MMA_INT8", "CONVERT_BF16", "CONVERT_FP16", "MULTIPLY"]
 TESTS += ["MULTIPLY_ADD", "LOAD", "TRANSPOSE", "SHUFFLE", "HAND_OVER", "COPY", "MULTICAST", "RELAY", "BROKEN"]

@@ -11,8 +11,7 @@ import pytest
 from tests import cuda_emulator
 from tests.cuda_emulator.__main__ import main
 
-WHY_NOT = cuda_emulator.unavailable()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = pytest.mark.emulator
 
 SMALL = ("--K", "64", "--H", "1")
 PACKED = ("--lengths", "70,0,200", "--group", "2", "--state", "--processors", "4")

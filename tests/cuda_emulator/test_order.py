@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda_emulator import HERE, EmulatorError, compile_kernel, guarded, order_checked, unavailable
+from tests.cuda_emulator import HERE, EmulatorError, compile_kernel, guarded, order_checked
 
-WHY_NOT = unavailable()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = pytest.mark.emulator
 
 SEEDS = range(8)
 UNFENCED = r"wgmma reads byte \d+ of shared memory, written by block .* at fences.cu:.*"

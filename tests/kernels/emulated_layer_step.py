@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
-import pytest
 from torch import Tensor
 
 from kda_layers.kernels.cuda.arch import ARCHS
@@ -16,7 +15,6 @@ from kda_layers.kernels.layer_step.backends.cuda import CudaBackend
 from kda_layers.kernels.layer_step.contract import Inputs, Problem
 from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
 from kda_layers.modeling import side_by_side
-from tests import cuda_emulator
 from tests.kernels.emulated import Emulator, GuardedMemory, end_of_memory
 
 __all__ = ["EmulatedLayerStep", "end_of_memory", "first_choice", "registered", "step"]
@@ -61,8 +59,6 @@ def registered(backend: EmulatedLayerStep) -> Iterator[None]:
 @contextlib.contextmanager
 def first_choice() -> Iterator[EmulatedLayerStep]:
     """Context in which layers on a CPU decode by the emulated kernel, and their weights are laid side by side."""
-    if why := cuda_emulator.unavailable():
-        pytest.skip(why)
     backend = EmulatedLayerStep(90, priority=99)
     with mock.patch.object(side_by_side, "DEVICES", ("cpu",)), registered(backend):
         yield backend

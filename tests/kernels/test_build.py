@@ -499,6 +499,19 @@ def test_precompile_fills_the_cache(runs: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("few_variants")
+@pytest.mark.parametrize("cpus", [1, 2])
+def test_precompile_uses_every_cpu(cpus: int, runs: list[str], source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes compile; what one of them cannot compile is an error here."""
+    monkeypatch.setattr(toolchain, "PER_PROCESS", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    assert toolchain.precompile(["sm_80", "sm_90a"]).startswith("3 variants for sm_80, sm_90a, 3 of them new, ")
+    assert len(runs) == (3 if cpus == 1 else 0)
+    Path(source).write_text("nonsense")
+    with pytest.raises(RuntimeError, match=r"compiling number \[-DNUMBER=0\] for sm_80 failed"):
+        toolchain.precompile(["sm_80"])
+
+
+@pytest.mark.usefixtures("few_variants")
 @pytest.mark.filterwarnings("ignore:compiled kernels cannot be kept")
 def test_precompile_fails_where_nothing_can_be_kept(
     runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -11,18 +11,15 @@ from kda_layers.kernels.cuda.arch import TARGETS
 from kda_layers.kernels.cuda.gpu import GPU
 from kda_layers.kernels.kda.contract import CHUNK
 from kda_layers.kernels.kda.cuda.backward.chunk_sums import SOURCE, chunk_sums
-from tests import cuda_emulator
 from tests.kernels.emulated import Emulator, GuardedMemory, end_of_memory
 
 LENGTHS = (1, 0, 64, 65, 640, 63)  # 15 chunks
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.emulator), "cuda"])
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if request.param == "cpu" and cuda_emulator.unavailable():
-        pytest.skip(str(cuda_emulator.unavailable()))
     return str(request.param)
 
 

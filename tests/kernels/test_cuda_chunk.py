@@ -16,7 +16,6 @@ from hypothesis import given, settings
 
 from kda_layers import KDAOutput
 from kda_layers.kernels.kda.contract import Inputs
-from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import (
     BF16,
@@ -35,8 +34,7 @@ from tests.kernels.cases import (
 from tests.kernels.test_hard_inputs import HALF_WRONG, expected, hard_inputs, resets
 from tests.kernels.test_property import cases_in_16_bits
 
-WHY_NOT = cuda_emulator.unavailable()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = pytest.mark.emulator
 
 # Of each form few kernels are compiled: for K = V = 128 and the lower bound, for 128 and precomputed log-decays, for 64
 # and softplus.

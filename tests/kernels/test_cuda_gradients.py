@@ -37,8 +37,7 @@ from tests.kernels.emulated import end_of_memory
 from tests.kernels.test_cuda_chunk import softplus_resets
 from tests.kernels.test_hard_inputs import hard_inputs
 
-WHY_NOT = cuda_emulator.unavailable()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = pytest.mark.emulator
 
 NAMES = ("q", "k", "g", "beta", "A_log", "dt_bias")
 

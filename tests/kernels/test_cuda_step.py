@@ -30,8 +30,7 @@ from tests.kernels.cases import (
     to_fp64,
 )
 
-WHY_NOT = cuda_emulator.unavailable()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = pytest.mark.emulator
 
 STEP = ("q", "k", "v", "g", "beta")
 ONE = Case(T=1, B=2, state=True)

@@ -6,12 +6,15 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +30,9 @@ from kda_layers.kernels.kda import backends as folder
 from kda_layers.kernels.kda import dispatch
 from kda_layers.kernels.kda.contract import Backend, DecodeInputs, Gradients, Inputs, Problem
 from kda_layers.kernels.kda.dispatch import KDA, default_problem, problem_of
+from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
 from kda_layers.kernels.registry import ENVIRONMENT_VARIABLE, keep_backend
+from kda_layers.kernels.tracing import may_run_again
 from tests.kernels.cases import (
     BF16,
     FP16,
@@ -224,6 +229,37 @@ def test_a_name_of_another_operator_leaves_the_choice_open(how: str, toy: Toy, m
         biased_attention(q, q, q)
 
 
+NEVER_RUN = sorted(capability for capability, arch in ARCHS.items() if not arch.run)
+
+
+@pytest.mark.parametrize("arch", NEVER_RUN)
+def test_kernels_that_have_never_run_displace_none_that_have(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They rank between flash-linear-attention and plain PyTorch; the latter choice and `explain` say what they are."""
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    name = ARCHS[arch].backend
+    posed = dataclasses.replace(default_problem("cpu"), device="cuda", arch=arch, decode=True)
+    for backend in KDA.backends().values():  # as if drivers and packages were here
+        monkeypatch.setattr(backend, "problems", list)
+    why = rf"its kernels are compiled for .*{ARCHS[arch].gpus}.* and have never run there, so it ranks below 'fla'"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert KDA.select(posed).name == "fla"
+        assert KDA.select(posed, name).name == name
+    text = explain(posed)
+    assert re.search(rf"\n  {name} +can serve it, but {why}; backend='{name}' chooses it\n", text)
+    assert text.endswith("chosen: fla")
+    monkeypatch.setattr(KDA.backends()["fla"], "problems", lambda: ["fla-core is not installed"])
+    with pytest.warns(UserWarning, match=rf"^{name} serves .*, but {why}; .*others refused: .*fla-core is not inst"):
+        assert KDA.select(posed).name == name
+
+
+def test_every_backend_that_has_run_outranks_those_that_have_not() -> None:
+    for operator in (KDA, LAYER_STEP):
+        priorities = {name: operator.backends()[name].priority for name in {a.backend for a in ARCHS.values()}}
+        fla = KDA.backends()["fla"].priority
+        assert [n for n, p in priorities.items() if p > fla] == [a.backend for a in ARCHS.values() if a.run]
+
+
 def test_explain_knows_both_operators() -> None:
     lines = explain(attention_problem("cpu")).splitlines()
     assert lines[0] == (
@@ -415,6 +451,51 @@ def test_the_context_around_a_backward_reaches_autograds_threads(toy: Toy) -> No
         checkpoint(lambda q: call(x._replace(q=q)).o, q, use_reentrant=False).sum().backward()
     assert toy.got == []
     assert q.grad is not None
+
+
+def test_the_first_pass_of_reentrant_checkpointing_is_told_from_inference() -> None:
+    """By the forward of an autograd.Function, of which it is one; a backward is none."""
+    seen: list[bool] = []
+
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return squared(x)
+
+        @staticmethod
+        def backward(ctx: Any, d_y: Tensor) -> Tensor:
+            return squared(d_y)
+
+    def squared(x: Tensor) -> Tensor:
+        seen.append(may_run_again())
+        return x.square()
+
+    x = torch.ones(3, requires_grad=True)
+    squared(x).sum().backward()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            squared(x)
+    checkpoint(squared, x, use_reentrant=False).sum().backward()
+    assert seen == [False] * 5
+    seen.clear()
+    checkpoint(squared, x, use_reentrant=True).sum().backward()
+    Squared.apply(x).sum().backward()
+    assert seen == [True, False] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_both_passes_of_a_checkpoint_pose_the_same_problem(
+    reentrant: bool, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that has no gradients serves neither."""
+    x = make_inputs(SMALL)
+    monkeypatch.setattr(toy, "unsupported", lambda problem: ["has no gradients"] if problem.needs_grad else [])
+    q = x.q.clone().requires_grad_()
+    checkpoint(lambda q: call(x._replace(q=q)).o, q, use_reentrant=reentrant).sum().backward()
+    assert toy.got == []
+    with torch.no_grad():
+        call(x)
+    assert len(toy.got) == 1
 
 
 def run_pytest(required: str) -> subprocess.CompletedProcess[str]:

@@ -24,7 +24,6 @@ from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
 from kda_layers.kernels.layer_step.op import has_kernel, layer_step
 from kda_layers.modeling import decoding
 from kda_layers.modeling.cache import with_kda_layers
-from tests import cuda_emulator
 from tests.kernels import emulated as emulated_kernels
 from tests.kernels import emulated_layer_step as emulated
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, check, error, limits_of, map_tensors, to_fp64
@@ -32,8 +31,6 @@ from tests.kernels.emulated_layer_step import end_of_memory
 from tests.modeling import stock_models
 from tests.modeling.stock_models import cast, every_family, swapped_layers_of
 
-WHY_NOT = cuda_emulator.unavailable()
-needs_emulator = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 WRITTEN = ("conv_state", "state")
 EAGER = LAYER_STEP.backends()["eager"]
 
@@ -48,6 +45,7 @@ class Step:
     group: int = 1
     K: int = 64
     rank: int = 64  # 0: logits are given
+    gate_rank: int | None = None  # of the output gate; None: rank
     taps: int = 4
     dtype: torch.dtype = BF16
     state_dtype: torch.dtype = FP32
@@ -75,9 +73,10 @@ def inputs_of(case: Step, seed: int = 0) -> Inputs:
         return torch.randn(*shape, generator=generator)
 
     B, T, H, K, R, dtype = case.B, case.T, case.H, case.K, case.rank, case.dtype
+    gate_R = R if case.gate_rank is None else case.gate_rank
     HV, V = H * case.group, K
     D = 2 * H * K + HV * V
-    widths = H * K, H * K, HV * V, R or HV * K, R or HV * V, HV
+    widths = H * K, H * K, HV * V, R or HV * K, gate_R or HV * V, HV
     tokens = random(B, T, sum(widths)).to(dtype).split(widths, -1)
     q, k, v, f, gate, beta = tokens if case.merged else (t.contiguous() for t in tokens)
     if case.gate == "log_decay":
@@ -99,8 +98,8 @@ def inputs_of(case: Step, seed: int = 0) -> Inputs:
         (random(D, case.taps) / 2).to(dtype), conv_state, state,
         f_weight=-(random(HV * K, R).abs() / R).to(dtype) if R and given else
         (random(HV * K, R) * R**-0.5).to(dtype) if R else None,
-        gate_weight=(random(HV * V, R) * R**-0.5).to(dtype) if R else None,
-        gate_bias=(random(HV * V) / 3).to(dtype) if R and case.bias else None,
+        gate_weight=(random(HV * V, gate_R) * gate_R**-0.5).to(dtype) if gate_R else None,
+        gate_bias=(random(HV * V) / 3).to(dtype) if gate_R and case.bias else None,
         norm_weight=(1 + random(V) / 10).to(dtype),
         A_log=A_log if not given and (case.parameters or needs_rate) else None,
         dt_bias=dt_bias if not given and case.parameters else None,
@@ -163,6 +162,11 @@ CASES = [
     Step(K=128, B=1, rank=128),
     Step(K=128, B=1, rank=64, group=2, bias=False),
     Step(K=128, B=2, rank=0, gate="softplus"),
+    Step(K=128, B=1, rank=128, gate_rank=0),
+    Step(B=3, T=3, group=2, gate_rank=0, slots="accepted", channels_last=True),
+    Step(T=2, rank=0, gate_rank=64, gate="softplus", dtype=FP16, merged=False),
+    Step(T=2, rank=64, gate_rank=128),
+    Step(K=128, B=2, rank=128, gate_rank=64, bias=False),
     Step(H=2, group=2, gate="softplus", channels_last=True),
     Step(group=4, T=3, rank=0, taps=3, dtype=FP16, slots="accepted"),
     Step(group=8, B=2, rank=128, slots="pool", index_dtype=torch.int64),
@@ -184,7 +188,7 @@ CASES = [
 on_every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@needs_emulator
+@pytest.mark.emulator
 @on_every_case
 @pytest.mark.parametrize("backend", ["sm90@emulator"])
 def test_against_fp64(case: Step, backend: str) -> None:
@@ -196,7 +200,7 @@ def test_against_fp64(case: Step, backend: str) -> None:
     check_in_budget(x, got)
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", [80, 100], ids=["sm80@emulator", "sm100@emulator"])
 def test_on_other_archs(arch: int) -> None:
     x = inputs_of(Step(T=2, slots="accepted", group=1 if arch == 80 else 2))
@@ -211,7 +215,7 @@ def tokens_of(x: Inputs, part: slice) -> Inputs:
     return x._replace(**{name: getattr(x, name)[:, part] for name in ("q", "k", "v", "f", "gate", "beta")})
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("backend", ["eager", "sm90@emulator"])
 def test_tokens_one_by_one(backend: str) -> None:
     """Several tokens of a call give the bits of as many calls, and each draft's slots those of the first tokens."""
@@ -240,7 +244,7 @@ def test_tokens_one_by_one(backend: str) -> None:
             assert torch.equal(drafted[name][slots[:, t]], getattr(after, name))
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("backend", ["eager", "sm90@emulator"])
 def test_padding(backend: str) -> None:
     """Slot -1: zeros, and nothing is written; the other sequences have the bits that they have alone."""
@@ -257,7 +261,7 @@ def test_padding(backend: str) -> None:
         assert all(torch.equal(got[name][slot], alone[name][0]) for name in WRITTEN)
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_slots_out_of_range_change_nothing() -> None:
     x = inputs_of(Step(B=4, T=2))
     slots = torch.tensor([[4, 1], [0, 2], [1, 3], [2, -5]], dtype=torch.int32)
@@ -279,7 +283,7 @@ def spread(t: Tensor) -> Tensor:
     return torch.stack((t, torch.full_like(t, torch.nan)), -1)[..., 0]
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("change", [moved, spread], ids=["misaligned", "strided"])
 @pytest.mark.parametrize("name", ["conv_weight", "f_weight", "gate_weight", "gate_bias", "norm_weight", "dt_bias"])
 def test_parameters_in_any_layout(name: str, change: Any) -> None:
@@ -291,7 +295,7 @@ def test_parameters_in_any_layout(name: str, change: Any) -> None:
     assert all(torch.equal(getattr(got, n), want[n]) for n in WRITTEN)
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("change", [{}, {"overlap": False}, {"f_weight": moved}], ids=["", "not asked", "copied"])
 def test_overlap(change: dict[str, Any], arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +311,7 @@ def test_overlap(change: dict[str, Any], arch: int, monkeypatch: pytest.MonkeyPa
     assert asked == [not change and arch >= 90]
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("state_dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_projections_and_states_in_any_layout(state_dtype: torch.dtype) -> None:
     """Odd strides of tokens; states that are part of a larger tensor, whose other elements stay as they are."""
@@ -330,7 +334,7 @@ def test_projections_and_states_in_any_layout(state_dtype: torch.dtype) -> None:
             assert (stores[name] == 7.0).all()
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_one_sequence_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The strides of dimensions of size 1 do not matter: no copy of a merged projection with an odd width."""
     x = inputs_of(Step(B=1, H=3))
@@ -369,7 +373,9 @@ def call(x: Inputs, **more: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "case", [Step(), Step(rank=0, T=2, slots="accepted"), Step(dtype=FP64, state_dtype=FP64)], ids=str
+    "case",
+    [Step(), Step(rank=0, T=2, slots="accepted"), Step(gate_rank=0), Step(dtype=FP64, state_dtype=FP64)],
+    ids=str,
 )
 def test_the_torch_op(case: Step) -> None:
     """Schema, fake and mutations; the same bits with the dispatcher and without."""
@@ -427,12 +433,15 @@ def changes() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"gate": x.gate.repeat(1, 1, 2)}, "gate must have shape"
     yield {"q": x.q.repeat(1, 1, 1, 2)[..., ::2]}, "q must have the channels of a token side by side"
     yield {"f": x.f.repeat(1, 1, 2)[..., ::2]}, "f must have the channels of a token side by side"
-    yield {"f_weight": None}, "f_weight and gate_weight must both be given"
-    yield {"gate_weight": None}, "f_weight and gate_weight must both be given"
+    yield {"f_weight": x.f_weight.repeat(1, 2)}, r"f must have shape \[2, 1, 128\]"
+    yield {"f_weight": x.f_weight[:, :0]}, "f_weight must have a rank of at least 1"
+    yield {"gate_weight": None, "gate_bias": None, "gate": x.gate[..., :32]}, r"gate must have shape \[2, 1, 64\]"
+    yield {"gate_weight": None}, "gate_bias must be None without gate_weight"
     yield {"f_weight": [1.0]}, "f_weight must be a torch.Tensor"
     yield {"f_weight": x.f_weight[0]}, "f_weight must have 2 dimensions"
     yield {"f_weight": x.f_weight[:32]}, "f_weight must have shape"
-    yield {"gate_weight": x.gate_weight[:, :32]}, "gate_weight must have shape"
+    yield {"gate_weight": x.gate_weight[:32]}, "gate_weight must have shape"
+    yield {"gate_weight": x.gate_weight[:, :32]}, "gate must have shape"
     yield {"gate_bias": x.gate_bias[:5]}, "gate_bias must have shape"
     yield {"gate_bias": x.gate_bias.float()}, "gate_bias must be bfloat16"
     yield {"conv_weight": x.conv_weight[:, None]}, "conv_weight must have 2 dimensions"
@@ -484,7 +493,7 @@ def test_a_bias_without_its_weight_is_refused() -> None:
 
 # ---------------------------------------------------------------- the choice of a backend
 
-PROBLEM = Problem("cuda", 90, BF16, FP32, 128, 128, 1, 1, 4, 128, "lower_bound", "sigmoid")
+PROBLEM = Problem("cuda", 90, BF16, FP32, 128, 128, 1, 1, 4, 128, 128, "lower_bound", "sigmoid")
 
 
 @pytest.mark.parametrize(
@@ -492,7 +501,8 @@ PROBLEM = Problem("cuda", 90, BF16, FP32, 128, 128, 1, 1, 4, 128, "lower_bound",
     [
         (dict(dtype=FP32), "dtype is float32"), (dict(state_dtype=FP64), "state_dtype is float64"),
         (dict(V=64), "128"), (dict(K=96, V=96), "96"), (dict(tokens=9), "tokens is 9"), (dict(taps=5), "taps is 5"),
-        (dict(rank=32), "rank is 32"), (dict(group=9), "HV/H is 9, needs at most 8"),
+        (dict(decay_rank=32), "decay_rank is 32"),
+        (dict(gate_rank=32), "gate_rank is 32"), (dict(group=9), "HV/H is 9, needs at most 8"),
         (dict(beta_activation="given"), "beta_activation"), (dict(arch=100), "arch is sm_100, needs sm_90"),
         (dict(device="cpu", arch=0), "device is cpu"),
     ],
@@ -510,14 +520,14 @@ def test_a_group_needs_clusters() -> None:
     assert reason == "HV/H is 2, needs at most 1: a cluster of CTAs"
 
 
-FIELDS = BF16, FP32, 64, 64, 1, 1, 4, 64, "lower_bound", "sigmoid"
+FIELDS = BF16, FP32, 64, 64, 1, 1, 4, 64, 64, "lower_bound", "sigmoid"
 
 
 def serves(backend: str | None = None, *fields: Any) -> bool:
     return has_kernel(backend, torch.device("cpu"), *(fields or FIELDS))
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_a_layer_uses_the_kernel_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where argument, context or environment ask for a backend of `kda` without such a kernel."""
     assert not serves()
@@ -548,7 +558,8 @@ def layer_and_cache(**options: Any) -> tuple[KimiDeltaAttention, DynamicCache]:
     layer = KimiDeltaAttention(32, 2, 64, layer_idx=0, **options).to(BF16).eval()
     with torch.no_grad():
         layer.o_norm.weight.uniform_(0.5, 1.5)
-        layer.A_log.uniform_(-0.5, 0.5)
+        if layer.A_log is not None:
+            layer.A_log.uniform_(-0.5, 0.5)
     return layer, new_cache()
 
 
@@ -593,12 +604,18 @@ LAYERS = [
     {},
     dict(gate_rank=0, output_gate_bias=True),
     dict(gate_rank=32),
+    dict(gate_rank=0, decay_rank=64),
+    dict(gate_rank=0, decay_rank=32, learned_rate=False),
+    dict(gate_rank=64, decay_rank=0, output_gate_bias=True),
+    dict(gate_rank=64, decay_rank=128),
+    dict(learned_rate=False),
     dict(output_gate_bias=True, gate_activation="softplus", lower_bound=None, num_v_heads=4),
     dict(allow_neg_eigval=True, conv_size=2, lower_bound=-2.0),
     dict(backend="sm90@emulator"),
 ]
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("many", [False, True], ids=["factors", "logits"])
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 def test_a_layer_decodes(
@@ -613,17 +630,19 @@ def test_a_layer_decodes(
         monkeypatch.setitem(KDA.backends(), "sm90@emulator", KDA.backends()["eager"])
     x = tokens(2)
     got = decode(layer, cache, x)
-    rank = options.get("gate_rank", 64)
-    if rank == 32 and not many:  # a rank without a kernel
-        assert not kernel.calls
-        return
+    ranks = layer.decay_rank, layer.gate_rank
     assert len(kernel.calls) == 4
-    assert all((call.f_weight is None) == (many or rank == 0) for call in kernel.calls)
-    assert (layer.side_by_side.whole is not None) == (rank != 0 or not options.get("output_gate_bias"))
+    given = many or 32 in ranks  # a rank that the kernel does not have
+    for call in kernel.calls:
+        weights = call.f_weight, call.gate_weight
+        assert [0 if w is None else w.shape[1] for w in weights] == ([0, 0] if given else list(ranks))
+    assert (layer.side_by_side.whole is not None) == (layer.gate_rank != 0 or not options.get("output_gate_bias"))
+    assert (layer.factors.whole is not None) == (ranks[0] == ranks[1] != 0 and not options.get("output_gate_bias"))
     layer.kda_options["backend"] = None
     check_layer(layer, got, x)
 
 
+@pytest.mark.emulator
 def test_a_layer_whose_gate_was_rounded(kernel: emulated.EmulatedLayerStep) -> None:
     """A_log and dt_bias in bf16, as a checkpoint that rounded them."""
     layer, cache = layer_and_cache()
@@ -635,6 +654,7 @@ def test_a_layer_whose_gate_was_rounded(kernel: emulated.EmulatedLayerStep) -> N
     check_layer(layer, got, x)
 
 
+@pytest.mark.emulator
 def test_a_decode_step_in_training_mode(kernel: emulated.EmulatedLayerStep) -> None:
     x = tokens(2)
     layer, cache = layer_and_cache()
@@ -644,6 +664,7 @@ def test_a_decode_step_in_training_mode(kernel: emulated.EmulatedLayerStep) -> N
     assert all(torch.equal(got[n], want[n]) for n in got)
 
 
+@pytest.mark.emulator
 def test_calls_that_a_layer_computes_by_its_own_operations(kernel: emulated.EmulatedLayerStep) -> None:
     """Gradients, autocast, padding, packed sequences, several tokens, drafts that may be taken back."""
     layer, cache = layer_and_cache()
@@ -668,6 +689,7 @@ def test_calls_that_a_layer_computes_by_its_own_operations(kernel: emulated.Emul
     assert cache.layers[0].get_seq_length() == seen - 1
 
 
+@pytest.mark.emulator
 def test_states_of_a_cache(kernel: emulated.EmulatedLayerStep) -> None:
     """In place, at fixed addresses; reordered beams; a prompt in parts; a cache made under inference mode."""
     layer, cache = layer_and_cache()
@@ -705,6 +727,7 @@ def test_states_of_a_cache(kernel: emulated.EmulatedLayerStep) -> None:
     assert torch.equal(outside, want["o"][:, 6:7])
 
 
+@pytest.mark.emulator
 def test_a_compiled_layer_decodes(kernel: emulated.EmulatedLayerStep) -> None:
     """One graph, which uses the merged weights and follows what is written to them."""
     layer, cache = layer_and_cache()
@@ -731,6 +754,7 @@ def test_a_compiled_layer_decodes(kernel: emulated.EmulatedLayerStep) -> None:
     assert len(products) <= 2  # the count of tokens becomes dynamic
 
 
+@pytest.mark.emulator
 @every_family
 def test_swapped_layers_decode(family: str, kernel: emulated.EmulatedLayerStep) -> None:
     """By the kernel as by the layers' own operations, which are used where the convolution is kept in fp32."""
@@ -770,18 +794,20 @@ def test_swapped_layers_decode(family: str, kernel: emulated.EmulatedLayerStep) 
 TARGETS = ("sm_90a", "sm_100a", "sm_80", "sm_120a")
 SHARED = {target: min(a.shared_bytes for a in archs.ARCHS.values() if a.target == target) for target in TARGETS}
 VARIANTS = [
-    launcher.Variant(128, BF16, FP32, 128, 4, 1),
-    launcher.Variant(128, BF16, BF16, 0, 4, 8),
-    launcher.Variant(128, FP16, FP32, 64, 4, 2),
-    launcher.Variant(64, FP16, FP32, 128, 4, 4),
-    launcher.Variant(64, BF16, BF16, 64, 2, 1),
-    launcher.Variant(64, BF16, FP32, 0, 3, 1),
+    launcher.Variant(128, BF16, FP32, 128, 128, 4, 1),
+    launcher.Variant(128, BF16, BF16, 0, 0, 4, 8),
+    launcher.Variant(128, FP16, FP32, 64, 64, 4, 2),
+    launcher.Variant(64, FP16, FP32, 128, 128, 4, 4),
+    launcher.Variant(64, BF16, BF16, 64, 64, 2, 1),
+    launcher.Variant(64, BF16, FP32, 0, 0, 3, 1),
+    launcher.Variant(64, BF16, FP32, 64, 128, 4, 1),
+    launcher.Variant(128, BF16, FP32, 128, 0, 4, 1),
 ]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "variant", VARIANTS, ids=lambda v: f"{v.K}-{v.rank}-{v.taps}-{v.group}-{str(v.state_dtype)[6:]}"
+    "variant", VARIANTS, ids=lambda v: f"{v.K}-{v.decay_rank}-{v.gate_rank}-{v.taps}-{v.group}-{str(v.state_dtype)[6:]}"
 )
 def test_compiled_kernels_fit_without_spills(variant: launcher.Variant, target: str) -> None:
     pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
@@ -793,15 +819,16 @@ def test_compiled_kernels_fit_without_spills(variant: launcher.Variant, target: 
     assert used["kda_layer_step"].registers * 32 * variant.warps <= 65536
     assert variant.shared_bytes(launcher.MOST_TOKENS) <= SHARED[target]
     spilled = used["kda_layer_step"][2:]
-    if any(spilled) and (target != "sm_90a" or not 0 < variant.rank <= variant.K):
+    usual = 0 < variant.decay_rank <= variant.K and variant.gate_rank <= variant.K
+    if any(spilled) and not (target == "sm_90a" and usual):
         pytest.xfail(f"bytes of stack, spilled stores and loads: {spilled}")
     assert not any(spilled)
 
 
 def test_the_variants_of_a_layer_are_precompiled() -> None:
     listed = list(launcher.variants((64, 128), (BF16, FP16)))
-    assert launcher.Variant(128, BF16, FP32, 128, 4, 1) in listed
-    assert launcher.Variant(128, BF16, FP32, 0, 4, 1) in listed
+    assert launcher.Variant(128, BF16, FP32, 128, 128, 4, 1) in listed
+    assert launcher.Variant(128, BF16, FP32, 0, 0, 4, 1) in listed
     for name, target in (("sm90", "sm_90a"), ("sm80", "sm_80")):
         assert len(list(LAYER_STEP.backends()[name].variants(target))) == len(listed)
         assert not list(LAYER_STEP.backends()[name].variants("sm_100a"))

@@ -19,7 +19,6 @@ from kda_layers.kernels.kda.cuda.forward import map_columns, segments, two_roles
 from kda_layers.kernels.kda.cuda.forward.cut import ALWAYS, Cut
 from kda_layers.kernels.kda.cuda.forward.shares import Shares
 from kda_layers.kernels.kda.dispatch import KDA
-from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import (
     BF16,
@@ -48,8 +47,7 @@ from tests.kernels.test_hard_inputs import (
     turning_keys,
 )
 
-WHY_NOT = cuda_emulator.unavailable()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = pytest.mark.emulator
 
 SHORT, TILES = 64, 4  # instead of the launcher's, so that short sequences are cut
 FORMS = {"warpgroups": 90, "warps": 100}

@@ -8,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.contract import CHUNK, Inputs
@@ -15,7 +17,6 @@ from kda_layers.kernels.kda.cuda.decode import decode
 from kda_layers.kernels.kda.cuda.forward import tails
 from kda_layers.kernels.kda.cuda.forward.forward import TAIL
 from kda_layers.kernels.kda.dispatch import problem_of
-from tests import cuda_emulator
 from tests.kernels.cases import (
     FP16,
     Case,
@@ -39,7 +40,6 @@ SEQUENCE = ("q", "k", "v", "g", "beta")
 # More than are visited without a list; last tokens after no, one and two chunks, none, and too many to be decoded.
 LENGTHS = (1, 4, 0, 5, 64, 65, *(1,) * 50, 63, 68, 69, 128, 130, 2, *(3,) * 8)
 ALONE = (0, 1, 2, 3, 4, 5, 56, 57, 58, 59, 60, 61, 62)
-needs_emulator = pytest.mark.skipif(bool(cuda_emulator.unavailable()), reason=cuda_emulator.unavailable() or "")
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +125,33 @@ def test_few_tokens_are_steps(T: int, device: str, backend: str, required_backen
 
 @on_every_backend
 @on_every_device
+@pytest.mark.parametrize("lengths", [None, (3, 65, 0, 64)], ids=["fixed", "packed"])
+def test_reentrant_checkpoints_have_the_bits_of_calls_with_gradients(
+    lengths: tuple[int, ...] | None, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
+    """Their first pass records no gradients, but no token of it is decoded: the second pass finds the same bits."""
+    x = make_inputs(Case(T=66, lengths=lengths, H=1, K=64, V=64, state=True, checkpoints=False), device)
+    serve(backend, problem_of(x, needs_grad=True), required_backends)
+    names = (*SEQUENCE, "A_log", "dt_bias", "initial_state")
+
+    def f(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        y = x._replace(**dict(zip(names, leaves, strict=True)))
+        out = kda(*y[:5], **options(y), initial_state=y.initial_state, final_state=True, backend=backend)
+        return out.o, out.final_state
+
+    results = []
+    for again in (False, True):
+        leaves = [getattr(x, n).clone().requires_grad_() for n in names]
+        with poisoned_memory():
+            out = checkpoint(f, *leaves, use_reentrant=True) if again else f(*leaves)
+            (out[0].float().square().sum() + out[1].square().sum()).backward()
+        results.append(dict(zip(("o", "final_state", *names), (*out, *(t.grad for t in leaves)), strict=True)))
+    want, got = results
+    assert [n for n in want if not torch.equal(got[n], want[n])] == []
+
+
+@on_every_backend
+@on_every_device
 @pytest.mark.parametrize("T", [66, 131])
 def test_parts_are_the_whole(T: int, device: str, backend: str, required_backends: frozenset[str]) -> None:
     """Chunks in one call, the last tokens in another."""
@@ -175,7 +202,7 @@ def test_a_batch_of_an_engine(device: str, backend: str, required_backends: froz
         assert torch.equal(got.checkpoints[57], run(whole, backend, final_state=True).final_state[0])
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("name", [name for name, backend in EMULATED.items() if backend.archs[0].bulk_copies])
 @pytest.mark.parametrize("case", **ids([Case(T=1100, B=1, H=1, state=True), Case(lengths=(1026, 3, 0, 1090), H=1)]))
 def test_with_segments(case: Case, name: str) -> None:
@@ -185,7 +212,7 @@ def test_with_segments(case: Case, name: str) -> None:
     check_outputs(got, x)
 
 
-@needs_emulator
+@pytest.mark.emulator
 def test_segments_of_the_chunks() -> None:
     """Of a sequence that would have longer segments with its last tokens."""
     x = make_inputs(Case(T=4097, B=1, H=16, K=64, V=64))._replace(segments="always", final_state=True)
@@ -194,7 +221,7 @@ def test_segments_of_the_chunks() -> None:
     assert not got.final_state.isnan().any()
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("lengths", [(5, 65, *(0,) * 62), (*(63,) * 64, 66), (*(5,) * 70, 65, 130)])
 def test_a_row_for_every_state_between_the_kernels(lengths: tuple[int, ...]) -> None:
     """Sequences with less than a chunk are listed, too, but behind those that hand a state over."""
@@ -238,7 +265,7 @@ def test_more_elements_than_32_bits_count() -> None:
     assert len(kernel.launch.call_args.args[-1]) == decode.PARAMS.nbytes
 
 
-@needs_emulator
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("with_stops", [False, True], ids=["", "stops"])
 @pytest.mark.parametrize("count", [64, 300, 1000])

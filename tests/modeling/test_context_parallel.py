@@ -97,7 +97,8 @@ def slow(m: nn.Module) -> Any:
     for part in m.modules():
         if isinstance(part, KimiDeltaAttention):
             with torch.no_grad():
-                part.A_log.fill_(-3.0)
+                if part.A_log is not None:  # whose gates start slow
+                    part.A_log.fill_(-3.0)
                 part.b_proj.weight.mul_(0.3)
                 part.conv1d.weight.normal_(std=0.5)
     return m
@@ -156,6 +157,7 @@ def of_layer(ranks: Ranks) -> None:
         ("balanced", Shards.balanced(), None, {}),
         ("contiguous", Shards.contiguous(), None, dict(gate_activation="softplus", lower_bound=None, conv_size=1)),
         ("packed", Shards.contiguous(), packed, dict(allow_neg_eigval=True, gate_rank=0)),
+        ("mixed ranks", Shards.contiguous(), None, dict(gate_rank=0, decay_rank=3, learned_rate=False)),
     ):
         m = layer(**options)
         B = 1 if offsets is not None else 2

@@ -20,6 +20,8 @@ from tests.kernels import emulated_layer_step as emulated
 from tests.kernels.cases import BF16, budget, error
 from tests.modeling.stock_models import cast
 
+pytestmark = pytest.mark.emulator
+
 EAGER_LINEAR = LINEAR_STEP.backends()["eager"]
 
 

@@ -32,6 +32,10 @@ LAYERS = {
     "neg_eigval": dict(num_heads=1, head_dim=12, num_v_heads=3, head_v_dim=4, allow_neg_eigval=True, norm_eps=1e-2),
     "full_rank": dict(num_heads=2, head_dim=8, gate_rank=0),
     "rank_3_biased": dict(num_heads=1, head_dim=8, num_v_heads=2, gate_rank=3, output_gate_bias=True),
+    "low_rank_decay": dict(num_heads=2, head_dim=8, gate_rank=0, decay_rank=5),
+    "low_rank_gate_fixed_rate": dict(
+        num_heads=1, head_dim=8, num_v_heads=2, gate_rank=3, decay_rank=0, output_gate_bias=True, learned_rate=False
+    ),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 grad_or_not = pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
@@ -88,11 +92,10 @@ def straight_line(layer: KimiDeltaAttention, name: str, x: Tensor) -> tuple[Tens
         for i in range(W):
             conv = conv + w["conv1d.weight"][:, 0, i] * inputs[t + 1 + i]
         conv = conv * torch.sigmoid(conv)
+        ranks = {"f": given.get("decay_rank", given.get("gate_rank")), "g": given.get("gate_rank")}
         logits, gate = (
-            w[f"{n}_proj.weight"] @ x[t]
-            if given.get("gate_rank") == 0
-            else w[f"{n}_b_proj.weight"] @ (w[f"{n}_a_proj.weight"] @ x[t])
-            for n in "fg"
+            w[f"{n}_proj.weight"] @ x[t] if rank == 0 else w[f"{n}_b_proj.weight"] @ (w[f"{n}_a_proj.weight"] @ x[t])
+            for n, rank in ranks.items()
         )
         beta = torch.sigmoid((w["b_proj.weight"] @ x[t]).to(wide)) * (2 if given.get("allow_neg_eigval") else 1)
         gate = torch.sigmoid(gate + w["g_b_proj.bias"] if given.get("output_gate_bias") else gate)
@@ -104,7 +107,7 @@ def straight_line(layer: KimiDeltaAttention, name: str, x: Tensor) -> tuple[Tens
             v = conv[2 * H * K + i * V : 2 * H * K + (i + 1) * V].to(wide)
             q, k = (y / torch.sqrt((y * y).sum() + 1e-6) for y in (q, k))
             a = logits[i * K : (i + 1) * K].to(wide) + w["dt_bias"][i * K : (i + 1) * K]
-            rate = torch.exp(w["A_log"][i])
+            rate = torch.exp(w["A_log"][i]) if given.get("learned_rate", True) else 1.0
             if given.get("gate_activation") == "softplus":
                 log_decay = -rate * torch.log1p(torch.exp(a))
             else:
@@ -142,8 +145,9 @@ def test_against_a_straight_line(name: str) -> None:
 def test_low_precision(name: str) -> None:
     """A bf16 layer is as wrong as the same formulas in bf16, and keeps its gate's parameters where they are put."""
     layer, x = make_layer(name, BF16), tokens(1, 67, dtype=BF16)
-    for p in (layer.A_log, layer.dt_bias):
-        p.data = p.data.float()
+    for parameter_name, p in layer.named_parameters():
+        if parameter_name in layer.kept_in_fp32:
+            p.data = p.data.float()
     exact = copy.deepcopy(layer).double()
     with torch.no_grad():
         truth, _, state = straight_line(exact, name, x[0].double())

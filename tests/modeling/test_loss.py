@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from kda_layers.kernels.linear_cross_entropy import op
+from kda_layers.modeling.seams import BaseModelOutputWithPast
 from tests.kernels.cases import BF16, FP32, FP64, ROUNDOFF, budget, error
 from tests.modeling.models import build, every_model, ids
 
@@ -210,9 +210,7 @@ def test_transforms_use_the_loss_on_logits(how: str) -> None:
     """Of the head alone: KDA layers refuse transforms."""
     m, tokens = build("kda"), ids(2, 9)
     hidden = m.model(tokens).last_hidden_state.detach()
-    m.model.forward = lambda **_: SimpleNamespace(
-        last_hidden_state=hidden, past_key_values=None, hidden_states=None, attentions=None
-    )
+    m.model.forward = lambda **_: BaseModelOutputWithPast(last_hidden_state=hidden)
     weights = {"lm_head.weight": m.lm_head.weight.detach()}
 
     def loss(values: dict[str, Tensor]) -> Tensor:

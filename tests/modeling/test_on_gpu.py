@@ -216,7 +216,7 @@ def test_generation_compiled_into_cuda_graphs(interval: int) -> None:
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of sequences in the calls of `layer_step` by layers; a skip where no kernel serves."""
     if not has_kernel(
-        None, torch.device("cuda"), BF16, torch.float32, 128, 128, 1, 1, 4, 128, "lower_bound", "sigmoid"
+        None, torch.device("cuda"), BF16, torch.float32, 128, 128, 1, 1, 4, 128, 128, "lower_bound", "sigmoid"
     ):
         pytest.skip("no kernel serves a layer's decode step here: " + explain(StepProblem.default("cuda")))
     calls: list[int] = []
@@ -259,6 +259,15 @@ def check_decoding(model: Any, exact: Any, ids: Tensor, calls: list[int], mask: 
 @pytest.mark.parametrize("sequences", [1, 33])
 def test_decoding_by_one_kernel(interval: int, sequences: int, kernel_calls: list[int]) -> None:
     model = build(interval)
+    ids = torch.randint(0, 97, (sequences, 75), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    check_decoding(model, copy.deepcopy(model).double(), ids, kernel_calls)
+
+
+@pytest.mark.parametrize("sequences", [1, 33])
+def test_a_low_rank_decay_beside_a_full_rank_gate_decodes_by_one_kernel(
+    sequences: int, kernel_calls: list[int]
+) -> None:
+    model = build(0, linear_gate_rank=0, linear_decay_rank=128)
     ids = torch.randint(0, 97, (sequences, 75), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     check_decoding(model, copy.deepcopy(model).double(), ids, kernel_calls)
 

@@ -59,7 +59,17 @@ def test_hidden_states_of_a_swapped_layer(family: str) -> None:
         layer(torch.zeros(5, 32))
 
 
-SIZES = ("hidden_size", "num_heads", "head_dim", "num_v_heads", "head_v_dim", "conv_size", "gate_rank", "layer_idx")
+SIZES = (
+    "hidden_size",
+    "num_heads",
+    "head_dim",
+    "num_v_heads",
+    "head_v_dim",
+    "conv_size",
+    "gate_rank",
+    "decay_rank",
+    "layer_idx",
+)
 
 
 @pytest.mark.parametrize("name", SIZES)

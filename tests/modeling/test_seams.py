@@ -165,5 +165,5 @@ assert all("transformers 5.17" in m and {version!r} in m for m in found), found
 
 
 def test_what_is_no_cache_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"cache must be one of transformers, .* got a tuple"):
+    with pytest.raises(TypeError, match=r"cache must be a Cache of transformers, .* got tuple"):
         build("kda")(ids(1, 3), past_key_values=((torch.ones(1), torch.ones(1)),))

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
-from kda_layers.modeling import shared_input
+from kda_layers.modeling import shared_input, side_by_side
 from tests.kernels.cases import BEST_DEVICE, BF16, FP64, error
 
 ROWS = (6, 3, 1, 7)
@@ -78,10 +78,12 @@ def layer() -> KimiDeltaAttention:
 
 
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("rank", [None, 0], ids=["low rank", "full rank"])
-def test_layer(rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "ranks", [{}, dict(gate_rank=0), dict(gate_rank=0, decay_rank=5)], ids=["low rank", "full rank", "mixed ranks"]
+)
+def test_layer(ranks: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    made, calls = KimiDeltaAttention(16, 2, 8, gate_rank=rank).double(), []
+    made, calls = KimiDeltaAttention(16, 2, 8, **ranks).double(), []
     multiplied = shared_input.multiplied
     monkeypatch.setattr(shared_input, "multiplied", lambda *args: calls.append(args) or multiplied(*args))
     results = []
@@ -145,3 +147,20 @@ def test_compiled_and_checkpointed() -> None:
     for y in (compiled(x), checkpointed):
         got = torch.autograd.grad(y.square().sum(), [x, *made.parameters()])
         assert all(error(a, b) < 1e-12 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.usefixtures("served")
+def test_both_passes_of_a_reentrant_checkpoint_multiply_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first, which records no gradients, lays no weights side by side as inference does: its product is another."""
+    config = KDAConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2, linear_num_heads=2, linear_head_dim=8
+    )
+    torch.manual_seed(0)
+    model, ids, calls = KDAForCausalLM(config).double().train(), torch.arange(18).view(2, 9) % 11, []
+    multiplied = shared_input.multiplied
+    monkeypatch.setattr(shared_input, "multiplied", lambda *args: calls.append(args) or multiplied(*args))
+    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert len(calls) == 2 * 2 * 2  # passes, layers, attention and MLP
+    assert all(layer.mlp.side_by_side.whole is None for layer in model.model.layers)

@@ -32,6 +32,7 @@ from kda_layers import (
     restore_attention,
     swap_attention,
 )
+from kda_layers.modeling.seams import RENAMED
 from tests.kernels.cases import BF16, FP32, budget, error
 from tests.modeling.stock_models import (
     FAMILIES,
@@ -547,7 +548,7 @@ def test_speculative_decoding_is_greedy_decoding(family: str, how: str) -> None:
 
 
 @every_family
-def test_stock_layers_forced_to_speculate_are_wrong(family: str) -> None:
+def test_stock_layers_forced_to_speculate_are_wrong_or_refused(family: str) -> None:
     stock, _ = both(family)
     stock._is_stateful = False
     wrong = 0
@@ -556,7 +557,7 @@ def test_stock_layers_forced_to_speculate_are_wrong(family: str) -> None:
         want = stock.generate(prompt, **FEW)
         try:
             wrong += not torch.equal(stock.generate(prompt, **FEW, **guess), want)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # since transformers 5.24: "a cache that can be cropped"
             wrong += 1
     assert wrong
 
@@ -577,7 +578,7 @@ def test_a_users_stock_cache_is_upgraded_or_refused() -> None:
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f == "kimi_linear"])
 def test_gates_of_a_bf16_load(family: str, tmp_path: Path, device: torch.device) -> None:
-    """Stock rounds A_log and dt_bias of a Kimi-Linear; load_pretrained keeps them, and the rest is the same."""
+    """Stock rounds A_log of a Kimi-Linear, and before transformers 5.24 dt_bias; load_pretrained keeps them."""
     model = build(family)
     model.save_pretrained(tmp_path)
     stock = type(model).from_pretrained(tmp_path, dtype=BF16)
@@ -587,11 +588,12 @@ def test_gates_of_a_bf16_load(family: str, tmp_path: Path, device: torch.device)
     for (name, p), (_, q) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
         if name.endswith(("A_log", "dt_bias")):
             names.append(name)
-            assert (p.dtype, q.dtype) == (BF16, FP32)
+            kept = RENAMED and name.endswith("dt_bias")
+            assert (p.dtype, q.dtype) == (FP32 if kept else BF16, FP32)
             assert torch.equal(q, wanted[name])
-            assert not torch.equal(p.float(), wanted[name])
+            assert torch.equal(p.float(), wanted[name]) == kept
         else:
-            assert (q.dtype, p.dtype) == (BF16, BF16)
+            assert q.dtype == p.dtype
             assert torch.equal(p, q)
     assert len(names) == 2 * len(swapped_layers_of(model))
     assert all(type(m).__name__.startswith("Fast") for m in swapped_layers_of(ours).values())

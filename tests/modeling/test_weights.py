@@ -313,9 +313,9 @@ def test_prefixes() -> None:
     weights = {f"model.layers.{i}.self_attn.{n}": t for i in (1, 10) for n, t in kimi(seed=i).items()}
     layer = make_layer("kimi_linear")
     candidates = "'model.layers.1.self_attn.', 'model.layers.10.self_attn.'"
-    refused(f"got None; there are A_log of layers at {candidates}", weights, layer)
+    refused(f"got None; there are layers at {candidates}", weights, layer)
     refused(f"got 'model.layers.2.self_attn'; .* at {candidates}", weights, layer, prefix="model.layers.2.self_attn")
-    refused("no tensor is named A_log", {"layers.0.q_proj.weight": torch.ones(2, 2)}, layer)
+    refused("no tensor is named dt_bias", {"layers.0.q_proj.weight": torch.ones(2, 2)}, layer)
     refused("missing: .*, k_proj.weight, ", {"q_proj.weight": torch.ones(16, D)}, layer, family="kimi_linear")
     for i in (1, 10):
         load_kda_weights(weights, layer, prefix=f"model.layers.{i}.self_attn" + "." * (i == 1))
@@ -339,7 +339,7 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]")
     refused("index.json must be a JSON object with a weight_map", tmp_path, layer)
-    index.write_text('{"weight_map": {"A_log": "gone.safetensors"}}')
+    index.write_text('{"weight_map": {"dt_bias": "gone.safetensors"}}')
     refused("gone.safetensors", tmp_path, layer, FileNotFoundError)
     refused("source must be a state dict or a path, got int", 3, layer, TypeError)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 KIB = 1024
+HAS_RUN, NEVER_RUN = 20, 5  # priorities of backends; flash-linear-attention's is 10, that of plain PyTorch 0
 OVERLAPS = 90  # compute capability times ten from which on a kernel can start before earlier ones have ended
 
 
@@ -15,10 +17,9 @@ class Arch:
     capability: int  # times ten: 90 for an H200
     target: str  # compilation target; an "a" gives instructions of this arch alone, and cubins that only it runs
     backend: str  # name of the backend that serves it
-    priority: int  # of that backend; flash-linear-attention's is 10
     shared_bytes: int  # the most shared memory of a block
     gpus: str  # examples of GPUs
-    run: bool = False  # True if kernels have run on one, not only been compiled
+    run: bool = False  # True if kernels have run on one and are measured, not only compiled
     wgmma: bool = False  # has MMAs of a warpgroup
     bulk_copies: bool = False  # has cp.async.bulk and clusters
     setmaxnreg: bool = False  # moves registers between warpgroups
@@ -27,16 +28,14 @@ class Arch:
 ARCHS = {
     arch.capability: arch
     for arch in (
-        Arch(80, "sm_80", "sm80", 5, 163 * KIB, "A100"),
-        Arch(86, "sm_80", "sm80", 5, 99 * KIB, "RTX 30, A10"),
-        Arch(87, "sm_80", "sm80", 5, 163 * KIB, "Orin"),
-        Arch(89, "sm_80", "sm80", 5, 99 * KIB, "RTX 40, L4, L40"),
-        Arch(
-            90, "sm_90a", "sm90", 20, 227 * KIB, "H100, H200", run=True, wgmma=True, bulk_copies=True, setmaxnreg=True
-        ),
-        Arch(100, "sm_100a", "sm100", 30, 227 * KIB, "B200", bulk_copies=True, setmaxnreg=True),
-        Arch(103, "sm_103a", "sm100", 30, 227 * KIB, "GB300", bulk_copies=True, setmaxnreg=True),
-        Arch(120, "sm_120a", "sm120", 4, 99 * KIB, "RTX 50", bulk_copies=True, setmaxnreg=True),
+        Arch(80, "sm_80", "sm80", 163 * KIB, "A100"),
+        Arch(86, "sm_80", "sm80", 99 * KIB, "RTX 30, A10"),
+        Arch(87, "sm_80", "sm80", 163 * KIB, "Orin"),
+        Arch(89, "sm_80", "sm80", 99 * KIB, "RTX 40, L4, L40"),
+        Arch(90, "sm_90a", "sm90", 227 * KIB, "H100, H200", run=True, wgmma=True, bulk_copies=True, setmaxnreg=True),
+        Arch(100, "sm_100a", "sm100", 227 * KIB, "B200", bulk_copies=True, setmaxnreg=True),
+        Arch(103, "sm_103a", "sm100", 227 * KIB, "GB300", bulk_copies=True, setmaxnreg=True),
+        Arch(120, "sm_120a", "sm120", 99 * KIB, "RTX 50", bulk_copies=True, setmaxnreg=True),
     )
 }
 TARGETS = tuple(dict.fromkeys(arch.target for arch in ARCHS.values()))
@@ -48,3 +47,14 @@ def arch_for(capability: int) -> Arch:
         known = ", ".join(f"{a / 10}" for a in ARCHS)
         raise ValueError(f"compute capability must be one of {known}, got {capability / 10}")
     return ARCHS[capability]
+
+
+def priority_of(archs: Iterable[Arch]) -> int:
+    """Priority of the backend for `archs`: what has never run on one of them does not displace what has run there."""
+    return HAS_RUN if all(arch.run for arch in archs) else NEVER_RUN
+
+
+def caveat_of(archs: Iterable[Arch]) -> str:
+    """The `Backend.caveat` of the backend for `archs`."""
+    gpus = ", ".join(arch.gpus for arch in archs if not arch.run)
+    return f"its kernels are compiled for {gpus} and have never run there, so it ranks below 'fla'" if gpus else ""

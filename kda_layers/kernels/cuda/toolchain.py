@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import torch
 
@@ -14,6 +18,9 @@ from .cache import folder as cache_folder
 from .machine import Variant
 
 __all__ = ["TARGETS", "archs_here", "cache_folder", "explain", "precompile", "resources", "variants_for"]
+
+PER_PROCESS = 8  # variants at least: with fewer, a process takes longer to start than it saves
+Job = tuple[str, str, Mapping[str, str | int]]  # arch, source, macros
 
 
 def explain() -> str:
@@ -57,6 +64,8 @@ def resources(archs: Sequence[str]) -> str:
 def precompile(archs: Sequence[str]) -> str:
     """Compile what the backends may launch on `archs`, so that their first calls do not wait.
 
+    Many variants are compiled in as many processes as this one may use CPUs.
+
     Args:
         archs: some of `TARGETS`; compiling needs neither a GPU nor a driver
 
@@ -66,21 +75,43 @@ def precompile(archs: Sequence[str]) -> str:
     Raises:
         RuntimeError: the toolchain is missing, a kernel does not compile, or its cubin cannot be cached
     """
-    start, before, count = time.perf_counter(), len(cache.entries()), 0
-    for _ in _compiled(archs):
-        count += 1
-        if cache.problems():
-            raise RuntimeError(f"kernels cannot be kept for other processes: {'; '.join(cache.problems())}")
+    start, before, jobs = time.perf_counter(), len(cache.entries()), _jobs(archs)
+    processes = min(len(os.sched_getaffinity(0)), len(jobs) // PER_PROCESS)
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) if processes > 1 else None
+    try:
+        for problems in _progress((pool.map if pool else map)(_kept, jobs), len(jobs)):
+            if problems:
+                raise RuntimeError(f"kernels cannot be kept for other processes: {'; '.join(problems)}")
+    finally:
+        if pool:
+            pool.shutdown(cancel_futures=True)
     seconds, new = time.perf_counter() - start, len(cache.entries()) - before
-    return f"{count} variants for {', '.join(archs)}, {new} of them new, {seconds:.1f} s, in {cache_folder()}"
+    return f"{len(jobs)} variants for {', '.join(archs)}, {new} of them new, {seconds:.1f} s, in {cache_folder()}"
 
 
 def _compiled(archs: Sequence[str]) -> Iterator[tuple[str, Mapping[str, str | int], build.Cubin]]:
-    """Yield (arch, macros, cubin) of every variant for `archs`; progress goes to stderr."""
-    from tqdm import tqdm  # here: a Hub kernel, which never calls this, cannot declare it
+    """Yield (arch, macros, cubin) of every variant for `archs`."""
+    jobs = _jobs(archs)
+    for arch, source, defines in _progress(jobs, len(jobs)):
+        yield arch, defines, build.compile(source, defines, arch)
 
+
+def _jobs(archs: Sequence[str]) -> list[Job]:
+    """Return every variant for `archs`; raise a RuntimeError if nothing can be compiled."""
     if build.problems():
         raise RuntimeError(f"kernels cannot be compiled: {'; '.join(build.problems())}")
-    variants = [(arch, *variant) for arch in archs for variant in variants_for(arch)]
-    for arch, source, defines in tqdm(variants, desc="compiling", unit="variant", disable=not variants):
-        yield arch, defines, build.compile(source, defines, arch)
+    return [(arch, *variant) for arch in archs for variant in variants_for(arch)]
+
+
+def _kept(job: Job) -> list[str]:
+    """Compile a variant; return why it cannot be kept for other processes."""
+    arch, source, defines = job
+    build.compile(source, defines, arch)
+    return cache.problems()
+
+
+def _progress(jobs: Iterable[Any], count: int) -> Iterable[Any]:
+    """Show on stderr how many of `count` jobs are done."""
+    from tqdm import tqdm  # here: a Hub kernel, which never calls this, cannot declare it
+
+    return tqdm(jobs, total=count, desc="compiling", unit="variant", disable=not count)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..checks import check_scale
 from ..operator import NoGradOperator, Operator, no_output
+from ..tracing import may_run_again, needs_gradients
 from .checks import (
     check_decode,
     check_lower_bound,
@@ -138,16 +139,17 @@ def kda(
 
     Source: Kimi Linear, arXiv 2510.26692, equation (1).
     """
+    kept, again = check_recompute(recompute), may_run_again()
     x = Inputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
-        check_scale(q, scale), bool(final_state), checkpoint_every, check_recompute(recompute),
+        check_scale(q, scale), bool(final_state), checkpoint_every, 0.0 if again else kept,  # no backward reads it
         check_segments(segments), bool(final_state),
     )  # fmt: skip
     if not (state_indices is checkpoint_at is out is None):
         return _prefill(x, state_indices, checkpoint_at, out, state_dtype, backend)
-    cached = _cache.get(x, state_dtype, backend)
-    computed, returned, needs_grad, name, *fused = cached or _prepare(x, state_dtype, backend)
+    cached = _cache.get(x, state_dtype, backend, again)
+    computed, returned, needs_grad, name, *fused = cached or _prepare(x, state_dtype, backend, again)
     check_values(x)
     if initial_state is not None and initial_state.dtype != computed:
         x = x._replace(initial_state=initial_state.to(computed))
@@ -226,14 +228,14 @@ def kda_step(
     return out
 
 
-def _prepare(x: Inputs, state_dtype: torch.dtype | None, backend: str | None) -> tuple[Any, ...]:
+def _prepare(x: Inputs, state_dtype: torch.dtype | None, backend: str | None, again: bool) -> tuple[Any, ...]:
     """Check `x`; return the dtypes of states as computed and returned, needs_grad, the backend and what it fuses."""
     check_whole(x)
     computed, returned = state_dtypes(x.q.dtype)[0], check_state_dtype(x, state_dtype)
-    needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
+    needs_grad = needs_gradients(x)
     chosen = KDA.choose(backend, x.q.device, *Problem.fields_of(x, needs_grad))
     prepared = computed, returned, needs_grad, *chosen
-    return _cache.put(x, prepared, state_dtype, backend)
+    return _cache.put(x, prepared, state_dtype, backend, again)
 
 
 def _prefill(

@@ -1,7 +1,7 @@
 """The contract between the layer's decode step and its backends.
 
 B sequences    T tokens of each    H q/k heads    HV value heads    K, V widths    D channels, 2 H K + HV V
-W taps of the convolution    R rank of the factors of decays and gate    slots: B, or those of a pool
+W taps of the convolution    R, R' ranks of the factors of decays and gate    slots: B, or those of a pool
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Inputs(NamedTuple):
     k: Tensor  # [B, T, H, K]
     v: Tensor  # [B, T, HV, V]
     f: Tensor  # [B, T, R]      the decays' logits are f_weight f; without f_weight [B, T, HV K], the logits
-    gate: Tensor  # [B, T, R]   the same of the output gate; without gate_weight [B, T, HV V]
+    gate: Tensor  # [B, T, R']  the same of the output gate; without gate_weight [B, T, HV V]
     beta: Tensor  # [B, T, HV]  logits
     conv_weight: Tensor  # [D, W]
     conv_state: Tensor  # [slots, D, W]
     state: Tensor  # [slots, HV, V, K]
     f_weight: Tensor | None  # [HV K, R]
-    gate_weight: Tensor | None  # [HV V, R]
+    gate_weight: Tensor | None  # [HV V, R']
     gate_bias: Tensor | None  # [HV V], with gate_weight
     norm_weight: Tensor  # [V]
     A_log: Tensor | None  # [HV]
@@ -57,7 +57,8 @@ class Problem(AnyProblem):
     group: int  # HV // H
     tokens: int
     taps: int
-    rank: int  # 0: logits are given
+    decay_rank: int  # 0: logits are given
+    gate_rank: int  # the same of the output gate
     gate_activation: str
     beta_activation: str
 
@@ -65,14 +66,15 @@ class Problem(AnyProblem):
     def default(cls, device: str | None = None) -> Problem:
         """One token of a layer of the default configuration in bf16, on `device` or the best one here."""
         where = best_device(device)
-        return cls(*where, torch.bfloat16, torch.float32, 128, 128, 1, 1, 4, 128, "lower_bound", "sigmoid")
+        return cls(*where, torch.bfloat16, torch.float32, 128, 128, 1, 1, 4, 128, 128, "lower_bound", "sigmoid")
 
     @staticmethod
     def fields_of(x: Inputs, needs_grad: bool = False) -> tuple[Any, ...]:
         (_, T, H, K), (HV, V), index = x.q.shape, x.v.shape[2:], operator.index
         return (
             x.q.dtype, x.state.dtype, index(K), index(V), index(HV) // index(H), index(T),
-            index(x.conv_weight.shape[1]), 0 if x.f_weight is None else index(x.f_weight.shape[1]),
+            index(x.conv_weight.shape[1]),
+            *(0 if weight is None else index(weight.shape[1]) for weight in (x.f_weight, x.gate_weight)),
             x.gate_activation, x.beta_activation,
         )  # fmt: skip
 
@@ -81,8 +83,9 @@ class Problem(AnyProblem):
         return self.K, self.V
 
     def details(self) -> list[str]:
-        sizes = f"K={self.K}", f"V={self.V}", f"HV/H={self.group}", f"T={self.tokens}", f"rank={self.rank}"
-        return [*sizes, f"gate={self.gate_activation}", f"beta={self.beta_activation}"]
+        sizes = f"K={self.K}", f"V={self.V}", f"HV/H={self.group}", f"T={self.tokens}"
+        ranks = f"ranks={self.decay_rank},{self.gate_rank}"
+        return [*sizes, ranks, f"gate={self.gate_activation}", f"beta={self.beta_activation}"]
 
     def __str__(self) -> str:
         return f"decode step of a layer, {super().__str__()}"

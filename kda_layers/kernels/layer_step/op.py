@@ -56,8 +56,8 @@ def layer_step(
 
     Args:
         q, k: [B, T, H, K], before the convolution; v [B, T, HV, V] too. Each token's channels are contiguous.
-        f, gate: [B, T, R] with f_weight [HV K, R] and gate_weight [HV V, R]; without these [B, T, HV K] and
-            [B, T, HV V], the logits themselves.
+        f: [B, T, R] with f_weight [HV K, R]; without it [B, T, HV K], the logits themselves.
+        gate: [B, T, R'] with gate_weight [HV V, R']; without it [B, T, HV V], the logits themselves.
         beta: [B, T, HV] logits.
         conv_weight: [D, W], D = 2 H K + HV V, the channels of q first, then those of k and of v.
         conv_state: [B, D, W] in q's dtype, the last W inputs of the convolution, updated in place.
@@ -118,21 +118,16 @@ def check(x: Inputs) -> None:
     if HV % H:
         raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
     check_gate(x.gate_activation, x.beta_activation, x.A_log, x.dt_bias)
-    if (x.f_weight is None) != (x.gate_weight is None):
-        raise ValueError("f_weight and gate_weight must both be given, or both be None")
     if x.gate_weight is None and x.gate_bias is not None:
         raise ValueError("gate_bias must be None without gate_weight: add it to gate, the logits")
-    if x.f_weight is not None:
-        check_is_tensor("f_weight", x.f_weight)
-        _check_ndim("f_weight", x.f_weight, 2)
-    D, R = 2 * H * K + HV * V, None if x.f_weight is None else x.f_weight.shape[1]
-    wide = (accumulator_dtype(q.dtype),)
+    D, wide = 2 * H * K + HV * V, (accumulator_dtype(q.dtype),)
+    f_rank, gate_rank = (_rank(name, getattr(x, name)) for name in ("f_weight", "gate_weight"))
     expected: tuple[tuple[str, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
         ("k", (B, T, H, K), dtype), ("v", (B, T, HV, V), dtype), ("beta", (B, T, HV), dtype),
-        ("f", (B, T, HV * K if R is None else R), dtype), ("gate", (B, T, HV * V if R is None else R), dtype),
+        ("f", (B, T, f_rank or HV * K), dtype), ("gate", (B, T, gate_rank or HV * V), dtype),
         ("conv_weight", (D, x.conv_weight.shape[-1]), dtype),
         ("conv_state", (x.conv_state.shape[0], D, x.conv_weight.shape[-1]), dtype), ("norm_weight", (V,), dtype),
-        ("f_weight", (HV * K, R or 0), dtype), ("gate_weight", (HV * V, R or 0), dtype),
+        ("f_weight", (HV * K, f_rank), dtype), ("gate_weight", (HV * V, gate_rank), dtype),
         ("gate_bias", (HV * V,), dtype), ("A_log", (HV,), wide), ("dt_bias", (HV, K), wide),
     )  # fmt: skip
     for name, shape, dtypes in expected:
@@ -147,6 +142,17 @@ def check(x: Inputs) -> None:
         t = getattr(x, name)
         if t.stride(-1) != 1 or (t.ndim == 4 and t.shape[2] > 1 and t.stride(2) != t.shape[3]):
             raise ValueError(f"{name} must have the channels of a token side by side, got strides {t.stride()}")
+
+
+def _rank(name: str, weight: Tensor | None) -> int:
+    """Return the rank of a factor [rows, rank]; 0 for None."""
+    if weight is None:
+        return 0
+    check_is_tensor(name, weight)
+    _check_ndim(name, weight, 2)
+    if weight.shape[1] == 0:
+        raise ValueError(f"{name} must have a rank of at least 1, got shape {tuple(weight.shape)}")
+    return weight.shape[1]
 
 
 def _check_ndim(name: str, t: Tensor, ndim: int) -> None:

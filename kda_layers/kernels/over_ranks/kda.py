@@ -35,6 +35,7 @@ from ..kda.contract import Backend, Gradients, Inputs, KDAOutput, Problem, outpu
 from ..kda.dispatch import KDA
 from ..kda.reference import activate
 from ..operator import Differentiable, NoGradOperator, Operator
+from ..tracing import may_run_again, needs_gradients
 from .pieces import TOKENS, cut_of, inputs_of
 from .shards import Shards, check_chain, check_contiguous
 
@@ -97,15 +98,16 @@ def kda_over_ranks(
     """
     if not isinstance(shards, Shards):
         raise TypeError(f"shards must be a Shards, such as Shards.contiguous(group), got {type(shards).__name__}")
+    kept = check_recompute(recompute)
     x = LocalInputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
-        check_scale(q, scale), bool(final_state), 0, check_recompute(recompute), "never", bool(final_state),
+        check_scale(q, scale), bool(final_state), 0, 0.0 if may_run_again() else kept, "never", bool(final_state),
         shards.group, shards.order,
     )  # fmt: skip
     check_whole(inputs_of(x)._replace(cu_seqlens=None))
     _check_cut(x, shards)
-    needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x)
+    needs_grad = needs_gradients(x)
     with_state = inputs_of(x)._replace(initial_state=q)  # every piece has one; no value is read
     name, *fused = KDA.choose(backend, q.device, *Problem.fields_of(with_state, needs_grad))
     check_values(inputs_of(x)._replace(cu_seqlens=None))

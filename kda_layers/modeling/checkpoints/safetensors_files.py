@@ -63,6 +63,22 @@ def _weight_map(index: Path) -> dict[str, str]:
     return files
 
 
+def read_config(source: Source) -> dict[str, Any] | None:
+    """Return the text model's configuration in a checkpoint folder, its linear_attn_config merged into it.
+
+    None for a file, a state dict or a folder without config.json.
+    """
+    path = Path(source) / "config.json" if isinstance(source, str | PathLike) else None
+    if path is None or not path.exists():
+        return None
+    try:
+        config = json.loads(path.read_text())
+        text = config.get("text_config", config)
+        return text | (text.get("linear_attn_config") or {})
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} must be the configuration of a model, got: {error!r}") from error
+
+
 def open_weights(source: Source) -> Mapping[str, Tensor]:
     """Return `source` as a mapping of tensors: itself, or the contents of the file or folder."""
     if isinstance(source, Mapping):

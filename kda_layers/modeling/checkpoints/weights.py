@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kda_layers.modeling import families
-from kda_layers.modeling.checkpoints.naming import FLA, OURS, Format, Naming
-from kda_layers.modeling.checkpoints.safetensors_files import Source, open_weights
+from kda_layers.modeling.checkpoints.naming import ALICE_AI, FLA, KIMI_K3, OURS, Format, Naming
+from kda_layers.modeling.checkpoints.safetensors_files import Source, open_weights, read_config
 from kda_layers.modeling.checks import check_not_sharded, unwrapped_hint
 from kda_layers.modeling.layer import KimiDeltaAttention
 
@@ -20,7 +20,7 @@ from kda_layers.modeling.layer import KimiDeltaAttention
 def formats() -> dict[str, Format]:
     """Return the format of each family by name."""
     stock = {name: weights for name in families.IN_PLACE if (weights := families.load(name).weights)}
-    return {"kda_layers": OURS, **stock, "fla": FLA}
+    return {"kda_layers": OURS, **stock, "kimi_k3": KIMI_K3, "alice_ai": ALICE_AI, "fla": FLA}
 
 
 @torch.no_grad()
@@ -35,8 +35,8 @@ def load_kda_weights(
         source: a state dict, a .safetensors file, or a checkpoint folder with model.safetensors or its index.
         layer: a KimiDeltaAttention with options that fit; see `kda_layer_options`.
         family: the family that names the weights: "kimi_linear", "glm5_next" or "bailing_hybrid" of transformers, as in
-            its models or on disk; "fla" for flash-linear-attention's KDAForCausalLM; "kda_layers" for ours. None
-            recognises it.
+            its models or on disk; "kimi_k3" or "alice_ai", as in their files or in vLLM's modules; "fla" for
+            flash-linear-attention's KDAForCausalLM; "kda_layers" for ours. None recognises it.
         prefix: path of the layer in source, such as "model.layers.3.self_attn."; None if source holds one layer.
 
     Raises:
@@ -66,8 +66,8 @@ def export_kda_weights(layer: KimiDeltaAttention, family: str, *, on_disk: bool 
     Args:
         layer: the layer; its dtypes are kept.
         family: as in `load_kda_weights`.
-        on_disk: True for names and shapes of checkpoint files, False for those of transformers' models; no difference
-            for "kda_layers" and "fla".
+        on_disk: True for names and shapes of checkpoint files, False for those of transformers' models, or of vLLM's
+            for "kimi_k3" and "alice_ai"; no difference for "kda_layers" and "fla".
 
     Returns:
         dict[str, Tensor]: copies, by names relative to the layer.
@@ -79,23 +79,28 @@ def export_kda_weights(layer: KimiDeltaAttention, family: str, *, on_disk: bool 
     _check_layer(layer)
     _check_family(family)
     _check_options(family, layer)
-    naming = formats()[family].naming(on_disk)
-    return {name: view.clone(memory_format=torch.contiguous_format) for name, view in naming.views(layer).items()}
+    return formats()[family].naming(on_disk).export(layer)
 
 
 def kda_layer_options(source: Source, *, family: str | None = None, prefix: str | None = None) -> dict[str, Any]:
     """Return the options of the KimiDeltaAttention that weights fit: `KimiDeltaAttention(**options, ...)`.
 
-    Options that weights do not show are left out: norm_eps and layer_idx; allow_neg_eigval for "kda_layers" and "fla";
-    gate_activation and lower_bound except for "kimi_linear", which has only one gate.
+    Options that weights do not show are left out: norm_eps and layer_idx; allow_neg_eigval for "kda_layers", "fla" and
+    "alice_ai"; gate_activation and lower_bound except for "kimi_linear" and "alice_ai", which have only one gate. The
+    config.json of a folder with a "kimi_k3" or "alice_ai" shows them, and norm_eps.
 
-    Args, raises: as in `load_kda_weights`.
+    Args, raises: as in `load_kda_weights`; a ValueError for a config.json without these fields.
     """
     naming, tensors = _read(source, family, prefix)
     shown = _options_of_weights(naming, tensors)
     unseen = ("gate_activation", "lower_bound", "allow_neg_eigval")
-    options = formats()[naming.family].options
-    return shown | {n: options[n] for n in unseen if n in options}
+    options, _, settings = formats()[naming.family]
+    shown |= {n: options[n] for n in unseen if n in options}
+    config = None if settings is None else read_config(source)
+    try:
+        return shown if config is None else shown | settings(config)
+    except KeyError as error:
+        raise ValueError(f"config.json in source must have the field {error} of {naming.family}") from error
 
 
 def _read(source: Source, family: str | None, prefix: str | None) -> tuple[Naming, dict[str, Tensor]]:
@@ -103,23 +108,27 @@ def _read(source: Source, family: str | None, prefix: str | None) -> tuple[Namin
     if family is not None:
         _check_family(family)
     weights = open_weights(source)
-    logs = [n for n in weights if n.rpartition(".")[2] == "A_log"]  # every KDA layer has one
-    layers = list(dict.fromkeys(n.removesuffix("A_log").removesuffix("forget_gate.") for n in logs))
+    biases = [n for n in weights if n.rpartition(".")[2] == "dt_bias"]  # every KDA layer has one
+    layers = list(dict.fromkeys(n.removesuffix("dt_bias").removesuffix("forget_gate.") for n in biases))
     start = f"{prefix}." if prefix and not prefix.endswith(".") else prefix or ""  # layers.1 is not layers.10
     names = [n for n in weights if n.startswith(start)]
     one_layer = "" in layers or "q_proj.weight" in weights
     if not names or (prefix is None and not one_layer):
         raise ValueError(
             f"prefix must be the path of a KDA layer in source, got {prefix!r}; "
-            + (f"there are A_log of layers at {', '.join(map(repr, layers))}" if layers else "no tensor is named A_log")
+            + (f"there are layers at {', '.join(map(repr, layers))}" if layers else "no tensor is named dt_bias")
         )
     tensors = {n.removeprefix(start): weights[n] for n in names}
     check_values(tensors)
-    return _recognise(tensors, family), tensors
+    naming = _recognise(tensors, family)
+    return naming, naming.parts(tensors)
 
 
 def _recognise(tensors: Mapping[str, Tensor], family: str | None) -> Naming:
-    """Return the naming with the fewest unknown names, of the given family or of the only one that fits."""
+    """Return the naming with the fewest unknown names, of the given family or of the only one that fits.
+
+    Without a given family, of several namings that know all names the one of which the fewest are missing.
+    """
     A_log = next((t for n, t in tensors.items() if n in ("A_log", "forget_gate.A_log")), None)
 
     def strangeness(naming: Naming) -> tuple[int, bool]:
@@ -128,6 +137,9 @@ def _recognise(tensors: Mapping[str, Tensor], family: str | None) -> Naming:
     namings = [naming for format in formats().values() for naming in format.namings]
     least = min(map(strangeness, namings))
     near = [n for n in namings if strangeness(n) == least]
+    if family is None:
+        missing = [len(n.names() - tensors.keys()) for n in near]
+        near = [n for n, count in zip(near, missing, strict=True) if count == min(missing)]
     families = list(dict.fromkeys(n.family for n in near))
     if (family is None and len(families) > 1) or (family is not None and family not in families):
         raise ValueError(
@@ -180,19 +192,21 @@ def differences(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> 
 
 def _options_of_weights(naming: Naming, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the options that shapes show; raise a ValueError if they contradict each other."""
-    wrong = ", ".join(sorted(naming._replace(gates=()).names() - tensors.keys()))
+    wrong = ", ".join(sorted(naming._replace(gates=(), fused=()).names() - tensors.keys()))
     if wrong:
         raise ValueError(f"source must hold the {naming} weights of one layer, got missing: {wrong}")
-    q, conv, A_log, dt_bias, norm = (
-        tensors[naming.name(n)] for n in ("q_proj.weight", "conv1d.weight", "A_log", "dt_bias", "o_norm.weight")
+    q, conv, dt_bias, norm = (
+        tensors[naming.name(n)] for n in ("q_proj.weight", "conv1d.weight", "dt_bias", "o_norm.weight")
     )
-    head_dim = dt_bias.numel() // max(A_log.numel(), 1)
-    rank = tensors.get(naming.name("f_a_proj.weight"))
     try:
+        heads = tensors["b_proj.weight"].shape[0]
+        head_dim = dt_bias.numel() // max(heads, 1)
+        firsts = {n: tensors.get(naming.name(f"{n}_a_proj.weight")) for n in "fg"}
+        ranks = {n: 0 if first is None else first.shape[0] for n, first in firsts.items()}
         options: dict[str, Any] = dict(
             hidden_size=q.shape[-1], num_heads=q.shape[0] // max(head_dim, 1), head_dim=head_dim,
-            num_v_heads=A_log.numel(), head_v_dim=norm.numel(), conv_size=conv.shape[-1],
-            gate_rank=0 if rank is None else rank.shape[0],
+            num_v_heads=heads, head_v_dim=norm.numel(), conv_size=conv.shape[-1], gate_rank=ranks["g"],
+            decay_rank=ranks["f"], learned_rate=naming.name("A_log") in tensors,
             output_gate_bias=any(naming.name(n) in tensors for n in ("g_b_proj.bias", "g_proj.bias")),
         )  # fmt: skip
         with torch.device("meta"):
@@ -207,9 +221,10 @@ def _options_of_weights(naming: Naming, tensors: Mapping[str, Tensor]) -> dict[s
 
 def _unlike(layer: KimiDeltaAttention, options: Mapping[str, Any]) -> list[str]:
     """Describe the options that have another value in the layer; a wanted value may be the name of another option."""
-    sizes = ("hidden_size", "num_heads", "head_dim", "num_v_heads", "head_v_dim", "gate_rank")
+    sizes = ("hidden_size", "num_heads", "head_dim", "num_v_heads", "head_v_dim", "gate_rank", "decay_rank")
     has = {n: getattr(layer, n) for n in sizes} | dict(
         conv_size=layer.conv1d.weight.shape[-1],
+        learned_rate=layer.A_log is not None,
         output_gate_bias=(layer.g_b_proj if layer.gate_rank else layer.g_proj).bias is not None,
         gate_activation=layer.kda_options["gate_activation"],
         lower_bound=layer.kda_options["lower_bound"],

@@ -1,26 +1,19 @@
 """Ling / Ring: KDA with a lower-bound gate and full-rank gate projections, next to latent attention.
 
-transformers 5.17 has no such model; its weights can be read all the same.
+Unlike there, the log-decay is not rounded to bf16. transformers 5.17 has no such model; its weights can be read all the
+same.
 """
 
 from kda_layers.modeling.checkpoints.naming import FORGET_GATE, FULL_RANK, STOCK, Format, Naming
-from kda_layers.modeling.in_place import KDAFamily, StockKDALayer
-
-
-class FullRankLayer(StockKDALayer):
-    """A stock layer with gate projections of full rank; unlike there, the log-decay is not rounded to bf16."""
-
-    gate_rank = 0
-
+from kda_layers.modeling.in_place import KDAFamily
 
 FAMILY = KDAFamily(
     model_type="bailing_hybrid",
     base_name="BailingHybridModel",
     stock_name="BailingHybridDeltaAttention",
-    mixin=FullRankLayer,
     lower_bound=lambda layer: layer.forget_gate.lower_bound if layer.forget_gate.safe_gate else None,
     weights=Format(
-        STOCK | dict(gate_rank=0),
+        STOCK | dict(gate_rank=0, decay_rank=0),
         (
             Naming("bailing_hybrid", False, FULL_RANK, FORGET_GATE),
             Naming("bailing_hybrid", True, FULL_RANK, {"o_proj.weight": "dense.weight"}, separate_conv=True),

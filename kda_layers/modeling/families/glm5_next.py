@@ -33,7 +33,7 @@ FAMILY = KDAFamily(
     lower_bound=lambda layer: layer.forget_gate.safe_gate_lower_bound,
     prepare_call=prepare_masks,
     weights=Format(
-        STOCK | dict(gate_rank="head_dim"),
+        STOCK | dict(gate_rank="head_dim", decay_rank="head_dim"),
         (
             Naming("glm5_next", False, LOW_RANK, FORGET_GATE),
             Naming("glm5_next", True, LOW_RANK, separate_conv=True),

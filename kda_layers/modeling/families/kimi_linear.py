@@ -9,7 +9,7 @@ FAMILY = KDAFamily(
     stock_name="KimiLinearDeltaAttention",
     lower_bound=lambda layer: None,
     weights=Format(
-        STOCK | dict(gate_rank="head_dim", gate_activation="softplus", lower_bound=None),
+        STOCK | dict(gate_rank="head_dim", decay_rank="head_dim", gate_activation="softplus", lower_bound=None),
         (
             Naming("kimi_linear", False, LOW_RANK, FORGET_GATE, A_log_shape=(1, 1, -1, 1)),
             Naming("kimi_linear", True, LOW_RANK, separate_conv=True, A_log_shape=(1, 1, -1, 1)),

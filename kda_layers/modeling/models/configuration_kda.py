@@ -11,7 +11,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from kda_layers.kernels.kda.checks import check_lower_bound, check_recompute
-from kda_layers.modeling.checks import check_epsilon
+from kda_layers.modeling.checks import as_rank, check_epsilon, check_rate
 from kda_layers.modeling.models import hub
 
 PRESETS = Path(__file__).parents[2] / "configs"
@@ -28,6 +28,8 @@ LAYER_ARGUMENTS: dict[str, str | None] = {
     "allow_neg_eigval": "linear_allow_neg_eigval",
     "norm_eps": "rms_norm_eps",
     "gate_rank": "linear_gate_rank",
+    "decay_rank": "linear_decay_rank",
+    "learned_rate": "linear_learned_rate",
     "output_gate_bias": "linear_output_gate_bias",
     "recompute": "linear_recompute",
     "layer_idx": None,
@@ -55,8 +57,10 @@ class KDAFields(PreTrainedConfig):
         linear_gate_activation: "lower_bound" or "softplus".
         linear_lower_bound: lowest log-decay per token in [-5, 0) with "lower_bound"; None with "softplus".
         linear_allow_neg_eigval: beta in (0, 2) instead of (0, 1).
-        linear_gate_rank: rank of the projections of the log-decay and of the output gate; None for
-            linear_value_head_dim, 0 for full rank.
+        linear_gate_rank: rank of the projection of the output gate, and of the log-decay's unless linear_decay_rank is
+            given; None for linear_value_head_dim, 0 for full rank.
+        linear_decay_rank: rank of the log-decay's projection; None for linear_gate_rank, 0 for full rank.
+        linear_learned_rate: False to fix the rate exp(A_log) at 1, without A_log; with "lower_bound" only.
         linear_output_gate_bias: True for an output gate with a bias.
         linear_recompute: `recompute` of `kda_layers.kda`: True, False, a share of the device's memory per layer, or
             "auto", by which all KDA layers together keep at most a tenth of the device's memory for the backward.
@@ -74,6 +78,8 @@ class KDAFields(PreTrainedConfig):
     linear_lower_bound: float | int | None = -5.0
     linear_allow_neg_eigval: bool = False
     linear_gate_rank: int | None = None
+    linear_decay_rank: int | None = None
+    linear_learned_rate: bool = True
     linear_output_gate_bias: bool = False
     linear_recompute: bool | float | str = "auto"
     layer_types: list[str] | None = None
@@ -104,8 +110,10 @@ class KDAFields(PreTrainedConfig):
             plan = {name: style for name, style in plan.items() if ".self_attn." not in name or name.endswith(shared)}
         attention = {"": "kda_local_heads"}
         if "linear_attention" in types:
-            gates = ("f_b_proj", "g_b_proj") if self.linear_gate_rank else ("f_proj", "g_proj")
-            attention |= dict.fromkeys((*gates, "b_proj", "A_log", "dt_bias"), "colwise")
+            decay_rank = self.linear_gate_rank if self.linear_decay_rank is None else self.linear_decay_rank
+            gates = "f_b_proj" if decay_rank else "f_proj", "g_b_proj" if self.linear_gate_rank else "g_proj"
+            rate = ("A_log",) if self.linear_learned_rate else ()
+            attention |= dict.fromkeys((*gates, "b_proj", *rate, "dt_bias"), "colwise")
         if types & set(self.softmax_types) and getattr(self, "attention_bias", None) == "key":
             attention |= {"dt_proj": "kda_rowwise_to_heads", "A": "colwise"}
         return plan | {f"layers.*.self_attn.{name}".rstrip("."): style for name, style in attention.items()}
@@ -130,11 +138,12 @@ class KDAFields(PreTrainedConfig):
             )
         try:
             check_lower_bound(self.linear_gate_activation, self.linear_lower_bound)
+            check_rate(self.linear_gate_activation, self.linear_learned_rate)
             check_recompute(self.linear_recompute)
         except (TypeError, ValueError) as error:
             raise type(error)(f"linear_{error}") from error
-        if self.linear_gate_rank < 0:
-            raise ValueError(f"linear_gate_rank must be 0 (full rank) or more, got {self.linear_gate_rank}")
+        for name in ("linear_gate_rank", "linear_decay_rank"):
+            as_rank(name, getattr(self, name) or 0)
         check_epsilon("rms_norm_eps", self.rms_norm_eps)
         check_epsilon("initializer_range", self.initializer_range)
         if not 0 <= (self.attention_dropout or 0) <= 1:

@@ -1,7 +1,4 @@
-"""Our CUDA kernels: one class, a backend for each family of GPUs; docs/internals/lab_notes.md says which have run.
-
-Select those with a lower priority than flash-linear-attention with `backend=`.
-"""
+"""Our CUDA kernels: one class, a backend for each family of GPUs; docs/internals/lab_notes.md says which have run."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ...cuda.arch import ARCHS, Arch
+from ...cuda.arch import ARCHS, Arch, caveat_of, priority_of
 from ...cuda.gpu import GPU
 from ...cuda.machine import Machine
 from ...declarations import OneOf
@@ -47,7 +44,8 @@ class CudaBackend(Backend):
 
     def __init__(self, name: str, archs: tuple[Arch, ...], machine: Machine, device: str = "cuda") -> None:
         """Define the backend `name` of a machine whose tensors are on `device`."""
-        self.name, self.priority, self.archs, self.machine = name, archs[0].priority, archs, machine
+        self.name, self.archs, self.machine = name, archs, machine
+        self.priority, self.caveat = priority_of(archs), caveat_of(archs)
         self.serves = {
             "device": OneOf(device),
             "arch": OneOf(*(arch.capability for arch in archs), prefix="sm_"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from ...cuda.arch import ARCHS, Arch
+from ...cuda.arch import ARCHS, Arch, caveat_of, priority_of
 from ...cuda.gpu import GPU
 from ...cuda.machine import Machine
 from ...declarations import OneOf
@@ -22,7 +22,8 @@ class CudaBackend(Backend):
 
     def __init__(self, name: str, archs: tuple[Arch, ...], machine: Machine, device: str = "cuda") -> None:
         """Define the backend `name` of a machine whose tensors are on `device`."""
-        self.name, self.priority, self.archs, self.machine = name, archs[0].priority, archs, machine
+        self.name, self.archs, self.machine = name, archs, machine
+        self.priority, self.caveat = priority_of(archs), caveat_of(archs)
         self.serves = {
             "device": OneOf(device),
             "arch": OneOf(*(arch.capability for arch in archs), prefix="sm_"),
@@ -31,7 +32,8 @@ class CudaBackend(Backend):
             "widths": Widths(*WIDTHS),
             "tokens": OneOf(*range(1, layer_step.MOST_TOKENS + 1)),
             "taps": OneOf(*layer_step.TAPS),
-            "rank": OneOf(0, *layer_step.RANKS),
+            "decay_rank": OneOf(0, *layer_step.RANKS),
+            "gate_rank": OneOf(0, *layer_step.RANKS),
             "gate_activation": Names(*GATE_CODES),
             "beta_activation": Names(*(name for name in BETA_CODES if name != GIVEN)),
         }

@@ -6,7 +6,8 @@
 // read by every value head of its group: those are one cluster, and its first CTA writes them when all have read.
 //
 // Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), STATE_BYTES, ROWS, WARPS and LANES as in decode.cu, with
-// WARPS that hold all V rows; TAPS of the convolution; RANK of the factors of decays and gate, 0 if these are given.
+// WARPS that hold all V rows; TAPS of the convolution; DECAY_RANK and GATE_RANK of the factors of decays and output gate,
+// 0 where the logits are given.
 #include "LayerStepParams.h"
 #include "gates.cuh"
 #include "state.cuh"
@@ -15,11 +16,11 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int CHANNELS = 2 * K + V;                             // of a head: q, k, v
 constexpr int PER_THREAD = (CHANNELS + THREADS - 1) / THREADS;  // channels that a thread convolves
 constexpr int ROW_THREADS = THREADS / K;                        // threads that share a row of a factor
-constexpr int ROW_PIECES = RANK / 8 / ROW_THREADS;              // pieces of 8 elements of it in a thread
 // Resident threads per SM that registers are limited for: a small batch, which has the factors read here, leaves SMs idle.
-constexpr int RESIDENT_THREADS = RANK ? 512 : 1024;
+constexpr int RESIDENT_THREADS = DECAY_RANK || GATE_RANK ? 512 : 1024;
 static_assert(SLICES == 1 && K == V, "a CTA has the whole state of a head");
-static_assert(RANK % (8 * ROW_THREADS) == 0, "threads share a row in pieces of 16 bytes");
+static_assert(DECAY_RANK % (8 * ROW_THREADS) == 0 && GATE_RANK % (8 * ROW_THREADS) == 0,
+              "threads share a row in pieces of 16 bytes");
 
 struct Operands {
     Token token;
@@ -150,10 +151,10 @@ DEVICE float dot8(uint4 x, uint4 y, float sum) {
 }
 
 // One row of the logits [HV, width] of every token: row `row` of the head, by ROW_THREADS neighbouring threads.
-struct Logit {
+template <int RANK> struct Logit {
+    static constexpr int ROW_PIECES = RANK / 8 / ROW_THREADS;  // pieces of 8 elements in a thread
     const u16* from;
     Tokens at;
-#if RANK
     uint4 weights[ROW_PIECES];
 
     DEVICE Logit(const u16* from, const Tokens& at, const u16* weight, u32 n, u32 row, u32 part)
@@ -172,11 +173,15 @@ struct Logit {
         for (int mask = ROW_THREADS / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
         return rounded(sum + bias);
     }
-#else
+};
+
+template <> struct Logit<0> {
+    const u16* from;
+    Tokens at;
+
     DEVICE Logit(const u16* from, const Tokens& at, const u16*, u32 n, u32 row, u32)
         : from(from + u64(n) * at.batch + row), at(at) {}
     DEVICE float of(u32 token, float) const { return IO::load(from + u64(token) * at.token); }
-#endif
 };
 
 // The decay of a gate that is known at run time.
@@ -191,7 +196,8 @@ template <int gate = 0> DEVICE float decay(int activation, float logit, float ra
 // The row of this thread of decays and gate: what does not depend on the token, loaded before it is needed.
 struct Row {
     u32 own, part;
-    Logit f, g;
+    Logit<DECAY_RANK> f;
+    Logit<GATE_RANK> g;
     u32 rate;  // of fp32
     float shift;
     Loaded bias;

@@ -26,7 +26,7 @@ PARAMS = Params("LayerStepParams", """
     u16* conv_state;                         // [slots, D, TAPS]
     unsigned char* state;                    // [slots, HV, V, K]
     u16* o;                                  // [B, T, HV, V], contiguous
-    const u16 *f_weight, *gate_weight;       // [HV K, RANK] and [HV V, RANK], or null with RANK 0
+    const u16 *f_weight, *gate_weight;       // [HV K, DECAY_RANK] and [HV V, GATE_RANK], or null with a rank of 0
     const u16 *gate_bias, *norm_weight;      // [HV V] or null, and [V]
     const float *A_log, *dt_bias;            // [HV] and [HV, K], or null
     const void *slots, *accepted;            // as in DecodeParams
@@ -58,7 +58,8 @@ class Variant:
     K: int  # and V
     dtype: torch.dtype
     state_dtype: torch.dtype
-    rank: int  # 0: decays' and gate's logits are given
+    decay_rank: int  # 0: logits are given
+    gate_rank: int  # the same of the output gate
     taps: int
     group: int  # value heads of a q/k head
 
@@ -66,8 +67,9 @@ class Variant:
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "STATE_BYTES": self.state_dtype.itemsize,
-            "LANES": self.K // 8, "ROWS": 4, "WARPS": self.warps, "RANK": self.rank, "TAPS": self.taps,
-            "CLUSTER": self.group, "SHARED_BYTES": self.shared_bytes(1),
+            "LANES": self.K // 8, "ROWS": 4, "WARPS": self.warps, "DECAY_RANK": self.decay_rank,
+            "GATE_RANK": self.gate_rank, "TAPS": self.taps, "CLUSTER": self.group,
+            "SHARED_BYTES": self.shared_bytes(1),
         }  # fmt: skip
 
     @property
@@ -82,9 +84,9 @@ class Variant:
 
 
 def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:
-    """The variants for the usual layers: four taps, factors of rank K or logits given, no grouped heads."""
-    for K, dtype, state, given in itertools.product(widths, dtypes, STATES, (False, True)):
-        yield Variant(K, dtype, state, 0 if given else K, 4, 1)
+    """The variants for the usual layers: four taps, no grouped heads; factors of rank K, of decays alone, or none."""
+    for K, dtype, state, (f, gate) in itertools.product(widths, dtypes, STATES, ((1, 1), (1, 0), (0, 0))):
+        yield Variant(K, dtype, state, f * K, gate * K, 4, 1)
 
 
 @dataclass(frozen=True)
@@ -160,17 +162,20 @@ def _aligned(t: Tensor) -> Tensor:
 def _plan(x: Any, machine: Machine) -> Plan:
     """The plan for tensors of these shapes, strides and types."""
     (B, T, H, K), HV, slot_count, device = x.q.shape, x.v.shape[2], x.state.shape[0], x.q.device
-    rank, factored = x.f.shape[-1], x.f_weight is not None
-    variant = Variant(K, x.q.dtype, x.state.dtype, rank if factored else 0, x.conv_weight.shape[1], HV // H)
-    piece, f, gate, state = 16 // x.state.dtype.itemsize, x.f.stride(), x.gate.stride(), x.state.stride()
+    factors = (x.f, x.f_weight), (x.gate, x.gate_weight)
+    f_rank, gate_rank = (0 if weight is None else weight.shape[1] for _, weight in factors)
+    variant = Variant(K, x.q.dtype, x.state.dtype, f_rank, gate_rank, x.conv_weight.shape[1], HV // H)
+    piece, state = 16 // x.state.dtype.itemsize, x.state.stride()
     tokens = (stride for t in (x.q, x.k, x.v, x.f, x.gate, x.beta) for stride in t.stride()[:2])
     rest = PARAMS.pack_values(
         *tokens, *index_values(x.state_indices), *index_values(x.num_accepted), -(-(2**32) // (HV // H)),
         *x.conv_state.stride(), state[0] // piece, state[1] // piece, slot_count, B, T, H * K,
         GATE_CODES[x.gate_activation], BETA_CODES[x.beta_activation], x.lower_bound, x.scale, x.norm_eps,
     )  # fmt: skip
-    read = [(B, f[0], LINE), (T, f[1], LINE), (B, gate[0], LINE), (T, gate[1], LINE)] if factored else []
-    read += [(slot_count, state[0], piece), (HV, state[1], piece)]
+    read = [(slot_count, state[0], piece), (HV, state[1], piece)]
+    for t, weight in factors:
+        if weight is not None:
+            read += [(B, t.stride(0), LINE), (T, t.stride(1), LINE)]
     aligned = all(stride % line == 0 for size, stride, line in read if size > 1)
     grid, can_overlap = (HV, min(B, MOST_ROWS), -(-B // MOST_ROWS)), machine.properties(device).capability >= OVERLAPS
     return Plan(machine, variant, device, grid, can_overlap, rest, aligned)
