@@ -7,11 +7,11 @@ for models without softmax layers.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from kda_layers.kernels.kda.contract import CHUNK
 from kda_layers.modeling.seams import Cache, CacheLayerMixin, LinearAttentionLayer, StaticCache
@@ -134,38 +134,63 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
 class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
     """A `KDAOnlyCacheLayer` of a static cache, which counts in a device tensor as transformers' static layers do.
 
-    A compiled decode step is then neither recompiled for each count nor specialised to the count at tracing. One layer
-    of a cache counts for all, as each count is a launch.
+    A compiled decode step is then neither recompiled for each count nor specialised to the count at tracing. The first
+    layer of a cache counts for all, as each count is a launch.
     """
 
-    def __init__(self, number_of_states: int = 1, counter: KDAOnlyStaticLayer | None = None, **kwargs: Any):
+    def __init__(self, number_of_states: int = 1, counts: bool = True, **kwargs: Any):
         """Create an empty layer.
 
         Args:
             number_of_states: as in `KDACacheLayer`.
-            counter: layer whose count is used instead of one of this layer's own, or None.
+            counts: False for a layer behind the one that counts.
         """
         super().__init__(number_of_states)
-        self.counter = counter
+        self.counts = counts
 
     def count(self, x: Tensor) -> None:
-        if self.counter is not None:
+        if not self.counts:
             return
         if not isinstance(self.seen, Tensor):
             self.seen = at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
         self.seen.add_(x.shape[1])
 
     def get_seq_length(self) -> Any:
-        return (self.counter or self).seen
+        if not self.counts:
+            raise ValueError("the first layer of a static cache counts its tokens: cache.get_seq_length()")
+        return self.seen
 
     def reset_count(self, seen: int) -> None:
         if isinstance(self.seen, Tensor):
             self.seen.fill_(seen)
 
 
+class CropsAllOrNone(Cache):
+    """A cache whose `crop` changes no layer if a KDA layer cannot be cropped."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.layers:
+            if isinstance(layer, KDACacheLayer):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+
+class KDADynamicCache(CropsAllOrNone, DynamicCache):
+    """A DynamicCache with KDA layers."""
+
+
+class KDAStaticCache(CropsAllOrNone, StaticCache):
+    """A StaticCache with KDA layers."""
+
+
+# Classes, as transformers' exporter cannot describe a method in the instance's __dict__.
+CROPPING: dict[type[Cache], type[Cache]] = {DynamicCache: KDADynamicCache, StaticCache: KDAStaticCache}
+
+
 def with_kda_layers(cache: Cache) -> Cache:
     """Replace the stock linear-attention layers of `cache` by ones that can crop (and count); return it.
 
+    A DynamicCache or StaticCache becomes one whose `crop` is all or none; other classes crop layer by layer.
     Layers that already hold a state stay. Layers that count are used only if no other layer does: next to softmax
     layers, transformers would derive the sizes of masks from them.
 
@@ -179,26 +204,16 @@ def with_kda_layers(cache: Cache) -> Cache:
     layer_class: type[KDACacheLayer] = KDAOnlyStaticLayer if isinstance(cache, StaticCache) else KDAOnlyCacheLayer
     if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         layer_class = KDACacheLayer
-    counting: dict[str, Any] = {}  # of later layers that are made here: the one that counts for them
+    options: dict[str, Any] = {}
     for i, layer in enumerate(cache.layers):
         if type(layer) is LinearAttentionLayer and not any(layer.has_previous_state.values()):
-            new = layer_class(layer.number_of_states, **counting)
-            if isinstance(new, KDAOnlyStaticLayer):
-                counting.setdefault("counter", new)
+            new = layer_class(layer.number_of_states, **options)
+            options["counts"] = False  # of a static cache's later layers
             new.record_past = layer.record_past
             cache.layers[i] = new
             if not torch.compiler.is_compiling():
-                vars(cache)["crop"] = partial(_crop, cache.layers)
+                cache.__class__ = CROPPING.get(type(cache), type(cache))
     return cache
-
-
-def _crop(layers: list[Any], tokens_to_remove: int) -> None:
-    """Crop every layer of a cache, or none if a KDA layer cannot be cropped; replaces `Cache.crop`."""
-    for layer in layers:
-        if isinstance(layer, KDACacheLayer):
-            layer.check_crop(tokens_to_remove)
-    for layer in layers:
-        layer.crop(tokens_to_remove)
 
 
 def cache_bytes(cache: Cache) -> int:

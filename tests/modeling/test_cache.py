@@ -97,6 +97,10 @@ def test_kinds(interval: int, static: bool) -> None:
             assert new.number_of_states == old.number_of_states
         else:
             assert new is old
+    if kind is KDAOnlyStaticLayer:
+        assert cache.get_seq_length() == 0
+        with pytest.raises(ValueError, match="the first layer of a static cache counts"):
+            cache.get_seq_length(1)
     again = list(cache.layers)
     assert with_kda_layers(cache).layers == again, "layers were replaced twice"
 

@@ -20,12 +20,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy, log_softmax
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
 
-from kda_layers import KimiDeltaAttention
+from kda_layers import KimiDeltaAttention, enable_speculative_decoding
 from kda_layers.modeling.cache import KDACacheLayer, KDAOnlyCacheLayer
 from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT, budget, error
 from tests.modeling.common import same
@@ -154,6 +155,44 @@ def test_guessed_tokens_change_nothing(name: str, how: str, monkeypatch: pytest.
         saved += new - len(passes)
     assert saved > 0, "no guess was right"
     assert any(removed), "no guess was wrong"
+
+
+@every_model_and_swapped
+def test_early_exits_change_nothing(name: str) -> None:
+    """The first layers draft tokens, wrong ones are taken back, and the model is whole again afterwards."""
+    if name == "swapped glm5_next":
+        pytest.skip("the configuration of a vision-language model has no num_hidden_layers for generate to change")
+    m = build(name)
+    if name in SWAPPED:
+        enable_speculative_decoding(m)
+    layers, tokens = len(attention_layers(m)), ids(1, 9)
+    want = generate(m, tokens)
+    # transformers cannot start the cache of a swapped model whose first layers are all KDA.
+    for k in range(3 if name in SWAPPED else 1, layers + 1):
+        assert torch.equal(generate(m, tokens, assistant_early_exit=k), want)
+        assert torch.equal(generate(m, tokens), want)
+        assert m.config.num_hidden_layers == layers
+
+
+@every_model
+def test_a_decoder_cut_to_its_first_layers(name: str, tmp_path: pathlib.Path) -> None:
+    """Its greedy tokens are its largest logits, and it is saved once its configuration has been cut, too."""
+    m, want = build(name), ids(2, 9)
+    m.model.layers = m.model.layers[:1]
+    assert generate(m, want).shape == (2, 19)
+    m.config.num_hidden_layers = 1
+    with torch.no_grad():
+        for _ in range(10):
+            want = torch.cat((want, m(want, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+    assert torch.equal(generate(m, ids(2, 9)), want)
+    with pytest.raises(StrictDataclassError, match=r"cut it, too, config\.layer_types = config\.layer_types\[:1\]"):
+        m.save_pretrained(tmp_path)
+    m.config.layer_types = m.config.layer_types[:1]
+    if name == "key_bias":
+        m.config.attention_bias = "none"
+    m.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=FP64)
+    assert torch.equal(generate(loaded, ids(2, 9)), want)
 
 
 # ---------------------------------------------------------------- caches, masks and outputs of forward

@@ -151,7 +151,9 @@ class KDAFields(PreTrainedConfig):
             raise ValueError(f"attention_dropout must be in [0, 1], got {self.attention_dropout}")
         types = ("linear_attention", *self.softmax_types)
         if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(types):
-            raise ValueError(f"layer_types must hold {self.num_hidden_layers} of {types}, got {self.layer_types}")
+            n = self.num_hidden_layers
+            hint = f": cut it, too, config.layer_types = config.layer_types[:{n}]" if len(self.layer_types) > n else ""
+            raise ValueError(f"layer_types must hold {n} of {types}, got {self.layer_types}{hint}")
 
 
 def check_names(config: type[PreTrainedConfig], names: Iterable[str]) -> None:

@@ -207,8 +207,10 @@ class HybridModel(HybridPreTrainedModel):
                 positions = torch.arange(T, device=inputs_embeds.device)[None] + past
             encoded = positions if position_ids is None else position_ids
             encodings = self.position_inputs(hidden_states, encoded.view(-1, T))
+        # The first layers only where `generate` exits early, or where the rest was cut off.
+        layers = self.layers[: self.config.num_hidden_layers]
         with without_plans(inputs_embeds, None if from_engine else cache):
-            for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+            for layer, kind in zip(layers, self.config.layer_types, strict=False):
                 hidden_states = layer(
                     hidden_states,
                     attention_mask=masks[kind],
