@@ -42,6 +42,11 @@ class KDACacheLayer(LinearAttentionLayer):
         finally:
             self.record_past = recording
 
+    @property
+    def is_filled(self) -> bool:
+        """True once the layer has held a state: an early exit leaves the later layers' caches empty."""
+        return self.conv_states.get(0) is not None
+
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return the number of tokens that `crop` would take back, or raise its errors."""
         left = -int(tokens_to_remove)  # a tensor in transformers 5.17
@@ -50,6 +55,8 @@ class KDACacheLayer(LinearAttentionLayer):
                 f"crop takes minus the number of tokens to remove, got {-left}: to keep the first {-left} tokens, pass "
                 f"{-left} - cache.get_seq_length()"
             )
+        if not self.is_filled:
+            return 0
         if not self.record_past:
             raise RuntimeError("crop needs activate_past_recording() before the tokens that it takes back")
         recorded = 0
@@ -62,7 +69,7 @@ class KDACacheLayer(LinearAttentionLayer):
         return left
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last -tokens_to_remove tokens and clear the record; 0 only clears it.
+        """Take back the last -tokens_to_remove tokens and clear the record; 0 only clears it, as in an empty layer.
 
         Raises:
             ValueError: a positive number.
@@ -117,7 +124,7 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        seen = int(self.seen) + int(tokens_to_remove)
+        seen = int(self.seen) - self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         self.reset_count(seen)
 

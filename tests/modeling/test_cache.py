@@ -209,6 +209,16 @@ def test_refused_crops(layer: KimiDeltaAttention, kind: type[KDACacheLayer]) -> 
 
 
 @every_kind
+def test_an_empty_layer_has_nothing_to_take_back(layer: KimiDeltaAttention, kind: type[KDACacheLayer]) -> None:
+    """As a softmax layer's: an early exit never fills the caches of later layers."""
+    cache = new_cache(kind, record=False)
+    cache.crop(-3)
+    cache.activate_past_recording()
+    cache.crop(-3)
+    assert_holds(layer, cache, tokens(T)[:, :0])
+
+
+@every_kind
 def test_a_positive_crop_is_refused(layer: KimiDeltaAttention, kind: type[KDACacheLayer]) -> None:
     """Older caches took it as the length to keep; stock linear layers refuse it as well. Nothing changes."""
     x, cache = tokens(T), new_cache(kind)

@@ -162,6 +162,8 @@ def test_early_exits_change_nothing(name: str) -> None:
     """The first layers draft tokens, wrong ones are taken back, and the model is whole again afterwards."""
     if name == "swapped glm5_next":
         pytest.skip("the configuration of a vision-language model has no num_hidden_layers for generate to change")
+    if name in ("qwen3", "windows") and transformers.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 cannot crop the empty cache of a softmax layer, with stock models neither")
     m = build(name)
     if name in SWAPPED:
         enable_speculative_decoding(m)
