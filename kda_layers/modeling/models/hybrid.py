@@ -16,7 +16,7 @@ from kda_layers.kernels.registry import keep_backend
 from kda_layers.modeling import tensor_parallel as tensor_parallel  # registers the styles of the plans
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.cache_argument import takes_cache
-from kda_layers.modeling.calls import is_checkpointed, is_engine_cache, loss_options, refuse_unknown, without_plans
+from kda_layers.modeling.calls import is_checkpointed, is_engine_cache, loss_options, refuse_misspelt, without_plans
 from kda_layers.modeling.captured_decoding import CapturedDecoding, is_capturable
 from kda_layers.modeling.context_parallel import read_shards
 from kda_layers.modeling.continuous_batching import check_enabled
@@ -153,21 +153,22 @@ class HybridModel(HybridPreTrainedModel):
             cu_seqlens: [N + 1] offsets of sequences packed along T (then B = 1), int32 or int64; also read from
                 cu_seq_lens_q, seq_idx, position_ids, as transformers' DataCollatorWithFlattening gives them, or a mask
                 of scores. Softmax layers encode position_ids if they are given as well.
-            **kwargs: keywords of transformers for attention functions, outputs and continuous batching.
+            **kwargs: keywords of transformers for attention functions, outputs and continuous batching. Others are
+                ignored, as transformers' models ignore them, but for misspelt ones, see `calls.refuse_misspelt`.
 
         Returns:
             BaseModelOutputWithPast: last_hidden_state [B, T, D], the recorded outputs requested, and the cache, which
                 transformers before 5.24 calls `past_key_values`.
 
         Raises:
-            TypeError: a keyword that would be ignored.
+            TypeError: a keyword that is close to one that changes results, as cu_seqlen or past_key_value.
             ValueError: not exactly one of input_ids and inputs_embeds; a cache while training with gradient
                 checkpointing, or for packed sequences in a model with softmax layers; masks or positions that the KDA
                 layers cannot follow, see `packing.read_layout`; the errors of the layers.
         """
         from_engine, slots = is_engine_cache(cache), None
         if not from_engine:
-            refuse_unknown(kwargs, type(self))
+            refuse_misspelt(kwargs, type(self))
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
@@ -312,10 +313,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if skip_logits and (labels is None or not whole):
             given = "labels=None" if labels is None else f"logits_to_keep={logits_to_keep}"
             raise ValueError(f"skip_logits must be False or None without labels or with logits_to_keep, got {given}")
-        for_loss = loss_options(kwargs, self.loss_function)
+        for_loss = {} if is_engine_cache(cache) else loss_options(kwargs, type(self), self.loss_function)
         kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
-        if not is_engine_cache(cache):
-            refuse_unknown(kwargs, type(self))
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -362,6 +361,15 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if configured is None and is_capturable(self):
             return CapturedDecoding(self)
         return super().get_compiled_call(compile_config)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of a step as transformers does, without the tokenizer that finds stop strings.
+
+        Nothing reads it in a forward, and no CUDA graph or compiled step could hold it.
+        """
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("tokenizer", None)
+        return inputs
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
