@@ -21,7 +21,7 @@ from kda_layers.modeling.captured_decoding import CapturedDecoding, is_capturabl
 from kda_layers.modeling.context_parallel import read_shards
 from kda_layers.modeling.continuous_batching import check_enabled
 from kda_layers.modeling.layer import KimiDeltaAttention
-from kda_layers.modeling.loss import chunked_loss
+from kda_layers.modeling.loss import autocast_dtype, chunked_loss
 from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
 from kda_layers.modeling.models.hub import CardMixin
 from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate, masks_of_engine
@@ -37,6 +37,7 @@ from kda_layers.modeling.seams import (
     capture_outputs,
     check,
 )
+from kda_layers.modeling.skipped_logits import LazyLogitsOutput, SkippedLogits
 from kda_layers.modeling.slots import Slots, read_slots
 
 check(OVERRIDDEN)
@@ -256,7 +257,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
     Attributes:
         skip_logits: default of the keyword of `forward`. Set it to False for code that trains with labels and reads
-            `.logits`, but passes no keyword.
+            `.logits` in every step, but passes no keyword: the head then computes them once.
     """
 
     skip_logits: bool | None = None
@@ -293,8 +294,9 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return next-token logits, and the loss if labels are given.
 
-        In training with labels, the logits are None: the loss is computed by chunks of tokens, which saves most of the
-        memory of a step with a large vocabulary. `skip_logits=False` returns logits as well.
+        In training with labels, the loss is computed by chunks of tokens, which saves most of the memory of a step with
+        a large vocabulary. The logits are then computed when the output's are read (`skipped_logits.LazyLogitsOutput`),
+        with their gradients; `skip_logits=False` computes them at once and the loss from them.
 
         Args: as `HybridModel.forward`, and
             labels: [B, T] token ids, -100 to ignore; shifted here.
@@ -304,7 +306,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 that is None, too, True in training (`model.train()` and gradients enabled) with labels.
 
         Returns:
-            CausalLMOutputWithPast: loss (scalar) or None, logits [B, T, vocab_size] or None, the cache.
+            CausalLMOutputWithPast: loss (scalar) or None, logits [B, T, vocab_size], the cache.
 
         Raises: as `HybridModel.forward`; keywords of the loss function are accepted too.
             ValueError: skip_logits=True without labels or with logits_to_keep.
@@ -330,13 +332,16 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         hidden_states, logits, loss = outputs.last_hidden_state, None, None
         if skip_logits and labels is not None and whole and not for_loss:
             loss = chunked_loss(self, hidden_states, labels, **kwargs)
-        if loss is None:
+        output: type[CausalLMOutputWithPast] = CausalLMOutputWithPast
+        if loss is not None:
+            output, logits = LazyLogitsOutput, SkippedLogits(self.lm_head, hidden_states, autocast_dtype(hidden_states))
+        else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # -0 keeps all
             logits = self.lm_head(hidden_states[:, kept])
         if labels is not None and loss is None:
             vocab_size = self.config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs, **for_loss)
-        return CausalLMOutputWithPast(
+        return output(
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
