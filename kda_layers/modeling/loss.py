@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kda_layers.kernels import torch_private
 from kda_layers.kernels.linear_cross_entropy.op import linear_cross_entropy
+from kda_layers.kernels.tracing import autocasts
 from kda_layers.modeling.seams import ForCausalLMLoss
 from kda_layers.modeling.side_by_side import trains_plainly
 
@@ -62,6 +63,6 @@ def chunked_loss(
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast computes a linear layer in; None without autocast, which leaves fp64 alone."""
     device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if x.dtype == torch.float64 or not autocasts(device):
         return None
     return torch.get_autocast_dtype(device)

@@ -279,6 +279,21 @@ def test_recorded_outputs(name: str) -> None:
     assert isinstance(m(tokens, return_dict=False), tuple)
 
 
+@pytest.mark.parametrize(
+    "name", [n for n in (*OURS, *SWAPPED) if n != "swapped glm5_next"]
+)  # whose indexer reads values
+def test_the_meta_device(name: str) -> None:
+    """Shapes without values, as stock models compute them: a pass, a decode step, a backward."""
+    m, tokens = build(name, FP32).to("meta"), ids(2, 9).to("meta")
+    out = m(tokens, use_cache=True)
+    assert out.logits.shape == (2, 9, m.config.vocab_size)
+    assert m(tokens[:, :1], past_key_values=out.past_key_values).logits.shape == (2, 1, m.config.vocab_size)
+    loss = m.train()(tokens, labels=tokens).loss
+    loss.backward()
+    assert loss.is_meta
+    assert all(p.grad.is_meta for p in m.parameters() if p.grad is not None)
+
+
 # ---------------------------------------------------------------- packed documents
 
 
