@@ -12,7 +12,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from kda_layers.kernels.kda.activations import MIN_LOWER_BOUND
 from kda_layers.kernels.kda.checks import check_lower_bound, check_recompute
-from kda_layers.modeling.checks import as_rank, check_epsilon, check_rate
+from kda_layers.modeling.checks import OF_FLA, as_rank, check_epsilon, check_rate
 from kda_layers.modeling.models import hub
 
 PRESETS = Path(__file__).parents[2] / "configs"
@@ -172,6 +172,8 @@ def check_names(config: type[PreTrainedConfig], names: Iterable[str]) -> None:
         if name in LAYER_ARGUMENTS:
             meant = LAYER_ARGUMENTS[name]
             wrong.append(f"{name} (use {meant})" if meant else f"{name} (an argument of KimiDeltaAttention only)")
+        elif name in OF_FLA:
+            wrong.append(f"{name} (use the field of {OF_FLA[name]})")
         elif close := difflib.get_close_matches(name, fields, 1, 0.85):
             wrong.append(f"{name} (use {close[0]})")
         elif name.startswith("linear_"):
