@@ -392,7 +392,7 @@ import sys, torch, kda_layers
 from transformers import AutoModelForCausalLM
 assert not any("modeling_llama" in name for name in sys.modules)
 torch.set_num_threads(1)
-classes = dict(hybrid="KDA", llama="KDALlama", qwen3="KDAQwen3", mistral="KDAMistral")
+classes = dict(hybrid="KDA", llama="KDALlama", qwen2="KDAQwen2", qwen3="KDAQwen3", mistral="KDAMistral")
 for name, start in classes.items():
     path = f"{sys.argv[1]}/{name}"
     m, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
@@ -425,7 +425,7 @@ def test_save_and_load(name: str, tmp_path: pathlib.Path) -> None:
 
 def test_a_fresh_process_loads_them(tmp_path: pathlib.Path) -> None:
     """`import kda_layers` is all that another process needs; it does not itself import the families."""
-    for name in ("hybrid", "llama", "qwen3", "mistral"):
+    for name in ("hybrid", "llama", "qwen2", "qwen3", "mistral"):
         m, tokens = build(name, FP32), ids(2, 9)
         m.save_pretrained(tmp_path / name)
         with torch.no_grad():

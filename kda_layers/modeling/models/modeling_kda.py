@@ -17,6 +17,7 @@ from kda_layers.kernels.torch_private import has_global_hooks
 from kda_layers.kernels.tracing import autocasts, may_run_again
 from kda_layers.modeling.calls import is_engine_cache
 from kda_layers.modeling.models.configuration_kda import KDAConfig
+from kda_layers.modeling.models.heads import register_heads
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
@@ -252,3 +253,4 @@ class KDAForCausalLM(HybridForCausalLM, KDAPreTrainedModel):
 
 AutoModel.register(KDAConfig, KDAModel, exist_ok=True)
 AutoModelForCausalLM.register(KDAConfig, KDAForCausalLM, exist_ok=True)
+register_heads(KDAForCausalLM)
