@@ -59,8 +59,8 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         recompute: as in `kda_layers.kda`; "auto" in a model depends on its number of KDA layers.
 
     Raises:
-        TypeError: an unknown keyword; a size, a rank or layer_idx that is not an integer; norm_eps or lower_bound that is
-            not a number.
+        TypeError: an unknown keyword; a size, a rank or layer_idx that is not an integer; norm_eps or lower_bound that
+            is not a number.
         ValueError: num_v_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound or
             recompute; a negative norm_eps or rank; "softplus" without a learned rate.
     """

@@ -43,7 +43,7 @@ class SkippedLogits:
         device = self._hidden.device.type
         cast = torch.autocast(device, self._autocast) if self._autocast else contextlib.nullcontext()
         with cast:
-            return self._head(self._hidden)  # type: ignore[no-any-return]
+            return self._head(self._hidden)
 
     @property
     def has_gradient(self) -> bool:
@@ -73,9 +73,9 @@ class LazyLogitsOutput(CausalLMOutputWithPast):
         return logits
 
     @property
-    def logits(self) -> Tensor | None:  # type: ignore[override]
+    def logits(self) -> Tensor | None:
         """Logits [B, T, vocab_size]."""
-        return self._read(self.__dict__.get("logits"))  # type: ignore[no-any-return]
+        return self._read(self.__dict__.get("logits"))
 
     @logits.setter
     def logits(self, value: Any) -> None:

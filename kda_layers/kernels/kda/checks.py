@@ -193,10 +193,10 @@ def _check_layout(x: Inputs | DecodeInputs | PrefillInputs) -> None:
                 f"and g as [B, T, H, D], pass {name}.transpose(1, 2)"
             ) from None
     v = x.v.shape
-    for name, t in (("A_log [HV]", x.A_log), ("dt_bias [HV, K]", x.dt_bias)):
-        if isinstance(t, Tensor) and t.ndim and t.shape[0] == v[1] != v[2]:
+    for name, p in (("A_log [HV]", x.A_log), ("dt_bias [HV, K]", x.dt_bias)):
+        if isinstance(p, Tensor) and p.ndim and p.shape[0] == v[1] != v[2]:
             raise ValueError(
-                f"v looks like [B, H, T, D], got {list(v)} with {name} = {list(t.shape)}: kda takes q, k, v and g as "
+                f"v looks like [B, H, T, D], got {list(v)} with {name} = {list(p.shape)}: kda takes q, k, v and g as "
                 "[B, T, H, D] and beta as [B, T, H], pass .transpose(1, 2) of each"
             ) from None
 
