@@ -139,7 +139,7 @@ def test_unknown_fields_of_a_stock_model_stay_there(caplog: pytest.LogCaptureFix
     assert not hasattr(new.config, "note")
     assert new.config.rope_parameters == config.rope_parameters == rope
     assert new.config.rope_parameters is not config.rope_parameters
-    assert ours(caplog) == []
+    assert [m for m in ours(caplog) if not m.startswith("swap_attention returns a new")] == []
 
 
 @every_config
