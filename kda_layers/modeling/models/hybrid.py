@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -367,6 +368,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             return CapturedDecoding(self)
         return super().get_compiled_call(compile_config)
 
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate reads its signature
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the arguments of a step as transformers does, without the tokenizer that finds stop strings.
 
