@@ -265,6 +265,7 @@ class NoGradOperator(Generic[X]):
             torch.autograd.graph.increment_version([t for t in written if t is not None])
         return without_autocast(getattr(self.registry.backend(backend), self.method), x)
 
+    @torch.no_grad()  # an exported program may run with gradients enabled
     def _run(self, *args: Any) -> Any:
         y = without_autocast(getattr(self.registry.backend(args[-1]), self.method), self.inputs(*args[:-1]))
         return y if self.returns else None

@@ -49,10 +49,15 @@ def needs_gradients(values: Iterable[Any]) -> bool:
     return may_run_again()
 
 
+def autocasts(device: str) -> bool:
+    """Return True if autocast is enabled for a type of device; False for "meta", which it does not know."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def without_autocast(f: Callable[..., Any], x: Any, *args: Any) -> Any:
     """Return f(x, *args) with autocast off, which would run its matrix products in 16 bits."""
     device = x[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not autocasts(device):
         return f(x, *args)
     with torch.autocast(device, enabled=False):
         return f(x, *args)

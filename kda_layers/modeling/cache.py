@@ -7,11 +7,11 @@ for models without softmax layers.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from kda_layers.kernels.kda.contract import CHUNK
 from kda_layers.modeling.seams import Cache, CacheLayerMixin, LinearAttentionLayer, StaticCache
@@ -42,6 +42,11 @@ class KDACacheLayer(LinearAttentionLayer):
         finally:
             self.record_past = recording
 
+    @property
+    def is_filled(self) -> bool:
+        """True once the layer has held a state: an early exit leaves the later layers' caches empty."""
+        return self.conv_states.get(0) is not None
+
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return the number of tokens that `crop` would take back, or raise its errors."""
         left = -int(tokens_to_remove)  # a tensor in transformers 5.17
@@ -50,6 +55,8 @@ class KDACacheLayer(LinearAttentionLayer):
                 f"crop takes minus the number of tokens to remove, got {-left}: to keep the first {-left} tokens, pass "
                 f"{-left} - cache.get_seq_length()"
             )
+        if not self.is_filled:
+            return 0
         if not self.record_past:
             raise RuntimeError("crop needs activate_past_recording() before the tokens that it takes back")
         recorded = 0
@@ -62,7 +69,7 @@ class KDACacheLayer(LinearAttentionLayer):
         return left
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last -tokens_to_remove tokens and clear the record; 0 only clears it.
+        """Take back the last -tokens_to_remove tokens and clear the record; 0 only clears it, as in an empty layer.
 
         Raises:
             ValueError: a positive number.
@@ -117,7 +124,7 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        seen = int(self.seen) + int(tokens_to_remove)
+        seen = int(self.seen) - self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         self.reset_count(seen)
 
@@ -134,38 +141,63 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
 class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
     """A `KDAOnlyCacheLayer` of a static cache, which counts in a device tensor as transformers' static layers do.
 
-    A compiled decode step is then neither recompiled for each count nor specialised to the count at tracing. One layer
-    of a cache counts for all, as each count is a launch.
+    A compiled decode step is then neither recompiled for each count nor specialised to the count at tracing. The first
+    layer of a cache counts for all, as each count is a launch.
     """
 
-    def __init__(self, number_of_states: int = 1, counter: KDAOnlyStaticLayer | None = None, **kwargs: Any):
+    def __init__(self, number_of_states: int = 1, counts: bool = True, **kwargs: Any):
         """Create an empty layer.
 
         Args:
             number_of_states: as in `KDACacheLayer`.
-            counter: layer whose count is used instead of one of this layer's own, or None.
+            counts: False for a layer behind the one that counts.
         """
         super().__init__(number_of_states)
-        self.counter = counter
+        self.counts = counts
 
     def count(self, x: Tensor) -> None:
-        if self.counter is not None:
+        if not self.counts:
             return
         if not isinstance(self.seen, Tensor):
             self.seen = at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
         self.seen.add_(x.shape[1])
 
     def get_seq_length(self) -> Any:
-        return (self.counter or self).seen
+        if not self.counts:
+            raise ValueError("the first layer of a static cache counts its tokens: cache.get_seq_length()")
+        return self.seen
 
     def reset_count(self, seen: int) -> None:
         if isinstance(self.seen, Tensor):
             self.seen.fill_(seen)
 
 
+class CropsAllOrNone(Cache):
+    """A cache whose `crop` changes no layer if a KDA layer cannot be cropped."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.layers:
+            if isinstance(layer, KDACacheLayer):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+
+class KDADynamicCache(CropsAllOrNone, DynamicCache):
+    """A DynamicCache with KDA layers."""
+
+
+class KDAStaticCache(CropsAllOrNone, StaticCache):
+    """A StaticCache with KDA layers."""
+
+
+# Classes, as transformers' exporter cannot describe a method in the instance's __dict__.
+CROPPING: dict[type[Cache], type[Cache]] = {DynamicCache: KDADynamicCache, StaticCache: KDAStaticCache}
+
+
 def with_kda_layers(cache: Cache) -> Cache:
     """Replace the stock linear-attention layers of `cache` by ones that can crop (and count); return it.
 
+    A DynamicCache or StaticCache becomes one whose `crop` is all or none; other classes crop layer by layer.
     Layers that already hold a state stay. Layers that count are used only if no other layer does: next to softmax
     layers, transformers would derive the sizes of masks from them.
 
@@ -179,26 +211,16 @@ def with_kda_layers(cache: Cache) -> Cache:
     layer_class: type[KDACacheLayer] = KDAOnlyStaticLayer if isinstance(cache, StaticCache) else KDAOnlyCacheLayer
     if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         layer_class = KDACacheLayer
-    counting: dict[str, Any] = {}  # of later layers that are made here: the one that counts for them
+    options: dict[str, Any] = {}
     for i, layer in enumerate(cache.layers):
         if type(layer) is LinearAttentionLayer and not any(layer.has_previous_state.values()):
-            new = layer_class(layer.number_of_states, **counting)
-            if isinstance(new, KDAOnlyStaticLayer):
-                counting.setdefault("counter", new)
+            new = layer_class(layer.number_of_states, **options)
+            options["counts"] = False  # of a static cache's later layers
             new.record_past = layer.record_past
             cache.layers[i] = new
             if not torch.compiler.is_compiling():
-                vars(cache)["crop"] = partial(_crop, cache.layers)
+                cache.__class__ = CROPPING.get(type(cache), type(cache))
     return cache
-
-
-def _crop(layers: list[Any], tokens_to_remove: int) -> None:
-    """Crop every layer of a cache, or none if a KDA layer cannot be cropped; replaces `Cache.crop`."""
-    for layer in layers:
-        if isinstance(layer, KDACacheLayer):
-            layer.check_crop(tokens_to_remove)
-    for layer in layers:
-        layer.crop(tokens_to_remove)
 
 
 def cache_bytes(cache: Cache) -> int:

@@ -1,4 +1,4 @@
-"""Calls of a model: refuse keywords that would be ignored, and choose the attention kernels of decode steps."""
+"""Calls of a model: refuse misspelt keywords, and choose the attention kernels of decode steps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kda_layers.kernels.torch_private import constant_to_compile
 from kda_layers.modeling.seams import CACHE, RENAMED, Cache, ForCausalLMLoss, TransformersKwargs
 
 # Inputs of a base model, in the order of its forward.
@@ -23,7 +24,22 @@ KNOWN = (
     | {*INPUTS, "cu_seqlens", "return_dict", "token_type_ids", "mm_token_type_ids", "cache_position"}
 )
 
-SEQUENCES = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids", "attention_mask")  # describe sequences
+# Keywords that change what a base model returns, and those that only a language-model head reads.
+CHANGING = (
+    *INPUTS, "cache", "past_key_values", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx",
+    "output_attentions", "output_hidden_states",
+)  # fmt: skip
+OF_HEAD = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "skip_logits")
+# What other libraries call them, and an argument of our layers that a model makes itself.
+SYNONYMS = (
+    dict.fromkeys(("attn_mask", "input_mask", "key_padding_mask", "mask", "padding_mask"), "attention_mask")
+    | dict.fromkeys(("pos_ids", "positions"), "position_ids")
+    | dict.fromkeys(("cu_lens", "offsets", "seq_lens", "seqlens"), "cu_seqlens")
+    | dict.fromkeys(("doc_ids", "document_ids", "segment_ids", "seq_ids", "sequence_ids"), "seq_idx")
+    | dict.fromkeys(("embeddings", "embeds", "input_embeddings"), "inputs_embeds")
+    | dict.fromkeys(("kv_cache", "past", "past_kv"), "cache")
+    | {"label_ids": "labels", "shards": "kda_layers.enable_context_parallel"}
+)
 
 FEW_QUERIES = 16  # tokens of a decode step, drafts included
 _lock, _inside = threading.Lock(), 0  # calls of `_without_cudnn` in progress, in all threads
@@ -39,36 +55,39 @@ def is_checkpointed(model: Any) -> bool:
     return model.gradient_checkpointing and model.training and (not RENAMED or torch.is_grad_enabled())
 
 
-def refuse_misspelt(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
-    """Raise a TypeError if a call of a stock model has keywords that are close to those that describe sequences.
+def refuse_misspelt(kwargs: dict[str, Any], model: type[nn.Module], more: tuple[str, ...] = ()) -> None:
+    """Raise a TypeError if a call of `model` has a keyword that is probably meant for one that changes its results.
 
-    Others pass: its loss function, which the base model does not know, may read them.
+    All other unknown keywords are ignored, as models of transformers ignore them: columns of a tokenizer, what
+    `generate` leaves in a call, options of attention and loss functions.
+
+    Args:
+        kwargs: keywords that the forward does not name.
+        model: class, for the message.
+        more: keywords that change results beside `CHANGING`.
     """
-    for name in kwargs:
-        if name not in KNOWN and (close := difflib.get_close_matches(name, SEQUENCES, n=1, cutoff=0.75)):
+    for name in kwargs:  # a loop: torch.compile of torch 2.11 has no set algebra
+        if name not in KNOWN and name not in more and (meant := _meant_by(name, (*CHANGING, *more))):
             raise TypeError(
-                f"{name} is not an argument of {model.__name__} and would be ignored: did you mean {close[0]}?"
+                f"{name} is not an argument of {model.__name__} and would be ignored: did you mean {meant}?"
             )
 
 
-def refuse_unknown(kwargs: dict[str, Any], model: type[nn.Module]) -> None:
-    """Raise a TypeError if a call of `model` has keywords that neither its forward nor transformers name."""
-    for name in kwargs:  # a loop: torch.compile of torch 2.11 has no set algebra
-        if name in KNOWN:
-            continue
-        arguments = inspect.signature(model.forward).parameters.keys() - {"self", "kwargs"}
-        if name not in arguments:
-            close = difflib.get_close_matches(name, sorted(arguments | KNOWN), n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(arguments))}"
-            raise TypeError(f"{name} is not an argument of {model.__name__} and would be ignored: {hint}")
+@constant_to_compile
+def _meant_by(name: str, keywords: tuple[str, ...]) -> str | None:
+    """Return the keyword that `name` is probably a misspelling or a synonym of; None if there is none."""
+    close = difflib.get_close_matches(name, keywords, n=1, cutoff=0.85)
+    meant = close[0] if close else SYNONYMS.get(name)
+    return None if meant == name or (meant in OF_HEAD and meant not in keywords) else meant
 
 
-def loss_options(kwargs: dict[str, Any], loss: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keywords of a call that only its loss function names."""
+def loss_options(kwargs: dict[str, Any], model: type[nn.Module], loss: Callable[..., Any]) -> dict[str, Any]:
+    """Return the keywords of a call that only its loss function names; raise as `refuse_misspelt` does."""
     unknown = [name for name in kwargs if name not in KNOWN]
     if not unknown:
         return {}
     names = inspect.signature(loss).parameters.keys()
+    refuse_misspelt(kwargs, model, (*OF_HEAD, *names))
     return {name: kwargs[name] for name in unknown if name in names}
 
 

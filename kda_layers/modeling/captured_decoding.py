@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers.kernels.torch_private import current_stream, dispatch_modes, has_global_hooks
+from kda_layers.modeling.cache import KDAStaticCache
 from kda_layers.modeling.cache_argument import rename_cache
 from kda_layers.modeling.cache_state import CacheState
 from kda_layers.modeling.cuda_graphs import CONSTANTS, CudaGraphs
@@ -119,7 +120,7 @@ class CapturedDecoding:
     def _read(self, kwargs: dict[str, Any]) -> _Call | None:
         """Return what a graph would hold of a call and what it would read; None if the call must run eagerly."""
         cache, tokens, device = rename_cache(kwargs).get("cache"), kwargs.get("input_ids"), self._device
-        if type(cache) is not StaticCache or cache.offloading:
+        if type(cache) not in (StaticCache, KDAStaticCache) or cache.offloading:
             return None
         if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] != 1:
             return None

@@ -40,6 +40,21 @@ def check_rate(gate_activation: str, learned_rate: bool) -> None:
         )
 
 
+# Arguments of flash-linear-attention's layer, and what is used here.
+OF_FLA = {
+    "expand_v": "head_v_dim = head_dim * expand_v",
+    "safe_gate": "gate_activation='lower_bound' for True, 'softplus' with lower_bound=None for False",
+    "mode": "backend",
+}
+
+
+def check_no_unknown(cls: type, unknown: dict[str, Any]) -> None:
+    """Raise a TypeError for keywords that `cls` does not take, with what to use instead where it is known."""
+    if unknown:
+        hints = [f"{name}{f' (use {OF_FLA[name]})' if name in OF_FLA else ''}" for name in unknown]
+        raise TypeError(f"{cls.__name__} got an unexpected keyword argument {', '.join(hints)}")
+
+
 def layer_indices(layers: Any, total: int, forms: str) -> list[int]:
     """Return indices of layers in [0, total), in the given order.
 

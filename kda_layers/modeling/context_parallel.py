@@ -144,7 +144,7 @@ def read_shards(
     try:
         if not tokens.shape[1]:
             raise ValueError("input_ids must have at least one token on each rank, got none")
-        _check_supported(config, attention_mask, cache, use_cache, offsets, seq_idx)
+        _check_supported(config, tokens.device, attention_mask, cache, use_cache, offsets, seq_idx)
         if offsets is None:
             facts = _facts_of_positions(tokens, position_ids)
         else:
@@ -183,7 +183,13 @@ class _Facts(NamedTuple):
 
 
 def _check_supported(
-    config: Any, attention_mask: Any, cache: Any, use_cache: bool | None, offsets: Any, seq_idx: Any
+    config: Any,
+    device: torch.device,
+    attention_mask: Any,
+    cache: Any,
+    use_cache: bool | None,
+    offsets: Any,
+    seq_idx: Any,
 ) -> None:
     if cache is not None or use_cache:
         given = "use_cache=True" if cache is None else "cache"
@@ -198,13 +204,13 @@ def _check_supported(
     if seq_idx is not None:
         raise ValueError("seq_idx must be None with context parallelism: pass cu_seqlens over the tokens of all ranks")
     if "full_attention" in config.layer_types:
-        _check_softmax(config)
+        _check_softmax(config, device)
         if offsets is not None:
             raise ValueError("cu_seqlens must be None with context parallelism in a model with softmax layers")
 
 
-def _check_softmax(config: Any) -> None:
-    """Raise a ValueError if softmax attention would see the tokens of one rank alone."""
+def _check_softmax(config: Any, device: torch.device) -> None:
+    """Raise a ValueError if softmax attention would see the tokens of one rank alone, or torch has no ring of it."""
     name = config._attn_implementation
     if name in OWN_TOKENS_ONLY or "/" in name or name.startswith("paged|"):  # kernels of the Hub: owner/name
         raise ValueError(
@@ -216,6 +222,11 @@ def _check_softmax(config: Any) -> None:
             "the model must be called within torch.distributed.tensor.experimental.context_parallel, as its softmax "
             "layers otherwise see the tokens of one rank alone; kda_layers.enable_context_parallel(model, None) ends "
             "context parallelism"
+        )
+    if name == "sdpa" and device.type == "cpu":
+        raise ValueError(
+            "softmax layers must run on a GPU with context parallelism, got tokens on the CPU, for which torch has no "
+            "ring attention: models of KDA layers alone run there"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Iterable
 from dataclasses import fields
@@ -17,6 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kda_layers.modeling.checks import check_not_sharded, layer_indices
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.models.variant import VariantFamily, stock_layer_types
+
+logger = logging.getLogger("kda_layers")
 
 
 def convert(
@@ -55,6 +58,7 @@ def convert(
     with torch.device("meta"):  # nothing is allocated twice
         new = variant._from_config(new_config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    biases: set[str] = set()
     for i in chosen:
         attention = new.model.layers[i].self_attn.to_empty(device=model.device)
         attention.apply(new._init_weights)
@@ -62,7 +66,13 @@ def convert(
         path = f"model.layers.{i}.self_attn."
         old = {name.removeprefix(path): weights.pop(name) for name in list(weights) if name.startswith(path)}
         carried = carried_projections(old, new_config)
+        biases |= {name for name in old if name.endswith(".bias")}
         weights |= {path + name: tensor for name, tensor in (attention.state_dict() | carried).items()}
+    if biases:
+        logger.warning(
+            "%s of the %d converted layers of %s are dropped: the projections of KDA layers have no biases",
+            ", ".join(sorted(biases)), len(chosen), type(model).__name__,
+        )  # fmt: skip
     new.load_state_dict(weights, assign=True)
     new.tie_weights()
     new.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)  # its buffers are in no state dict
@@ -78,7 +88,8 @@ def carried_projections(old: dict[str, Tensor], config: PreTrainedConfig) -> dic
     the mean of the query heads that it stands for, and the k of their group. The default is H = Hq, where nothing is
     averaged: after the same distillation its divergence from the original was an eighth smaller than with H = Hkv.
 
-    KDA normalises q and k, so the weights of Qwen3's q and k norms are folded into the projections.
+    KDA normalises q and k, so the weights of Qwen3's q and k norms are folded into the projections. Biases of Qwen2 are
+    dropped: a KDA layer's projections, which its short convolution follows, have none.
 
     Args:
         old: weights of the softmax layer by name: q_proj.weight [Hq d, D], k_proj.weight and v_proj.weight [Hkv d, D],
@@ -151,7 +162,8 @@ def _variant_config(
     for i in chosen:
         layer_types[i] = "linear_attention"
     own = ("architectures", "layer_types", "transformers_version")
-    inherited = {f.name: copy.deepcopy(getattr(stock, f.name)) for f in fields(stock) if f.name not in own}
+    names = [f.name for f in fields(config_class) if f.name not in own and hasattr(stock, f.name)]
+    inherited = {name: copy.deepcopy(getattr(stock, name)) for name in names}
     try:
         config = config_class(**inherited, layer_types=layer_types, **fields_given)
     except StrictDataclassError as error:  # its cause names the field

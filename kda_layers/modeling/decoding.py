@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..kernels.kda.contract import state_dtype
 from ..kernels.layer_step.op import has_kernel, layer_step
 from ..kernels.linear_step.op import linear_step
+from ..kernels.tracing import autocasts
 from .checks import check_no_adapter
 from .side_by_side import SideBySide, is_plain, is_unhooked, only_multiplies
 from .state import LayerState
@@ -88,7 +89,7 @@ class DecodesByKernels:
 
         With `norm`, x is normalised by it first.
         """
-        if not state.cached or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        if not state.cached or torch.is_grad_enabled() or autocasts(x.device.type):
             return None
         T, K, V, (H, HV) = x.shape[1], self.head_dim, self.head_v_dim, self._heads()
         if (in_kernel := self._multiplied_in_kernel(x, state)) is None:

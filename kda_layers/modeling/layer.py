@@ -20,7 +20,7 @@ from ..kernels.over_ranks.short_conv import short_convs_over_ranks
 from ..kernels.short_conv.op import short_convs
 from .attend import attend, attend_and_record
 from .cache_argument import takes_cache
-from .checks import as_int, as_rank, check_epsilon, check_no_adapter, check_rate
+from .checks import as_int, as_rank, check_epsilon, check_no_adapter, check_no_unknown, check_rate
 from .decoding import DecodesByKernels, merged_weights
 from .offloading import loads_weights_of
 from .precision import KeepsFP32
@@ -58,7 +58,8 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         recompute: as in `kda_layers.kda`; "auto" in a model depends on its number of KDA layers.
 
     Raises:
-        TypeError: a size, a rank or layer_idx that is not an integer; norm_eps or lower_bound that is not a number.
+        TypeError: an unknown keyword; a size, a rank or layer_idx that is not an integer; norm_eps or lower_bound that
+            is not a number.
         ValueError: num_v_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound or
             recompute; a negative norm_eps or rank; "softplus" without a learned rate.
     """
@@ -85,8 +86,10 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         layer_idx: int | None = None,
         backend: str | None = None,
         recompute: bool | float | str = "auto",
+        **unknown: Any,
     ):
         super().__init__()
+        check_no_unknown(type(self), unknown)
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         head_v_dim = head_dim if head_v_dim is None else head_v_dim
         sizes = dict(

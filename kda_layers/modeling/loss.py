@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kda_layers.kernels import torch_private
 from kda_layers.kernels.linear_cross_entropy.op import linear_cross_entropy
+from kda_layers.kernels.tracing import autocasts
 from kda_layers.modeling.seams import ForCausalLMLoss
 from kda_layers.modeling.side_by_side import trains_plainly
 
@@ -36,7 +37,7 @@ def chunked_loss(
         shift_labels: [B, T] labels that are shifted already, used instead of `labels`.
         _: keywords that ForCausalLMLoss does not read, either.
     """
-    head, dtype = model.lm_head, _compute_dtype(hidden_states)
+    head, dtype = model.lm_head, autocast_dtype(hidden_states)
     if model.loss_function is not ForCausalLMLoss or not trains_plainly(head):
         return None
     if type(hidden_states) is not Tensor or head.weight.shape[0] != model.config.vocab_size:
@@ -59,9 +60,9 @@ def chunked_loss(
     return total / num_items_in_batch
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast computes a linear layer in; None without autocast, which leaves fp64 alone."""
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast computes a linear layer in; None without autocast, which leaves fp64 alone."""
     device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if x.dtype == torch.float64 or not autocasts(device):
         return None
     return torch.get_autocast_dtype(device)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from kda_layers.kernels import torch_private
 from kda_layers.kernels.add_rms_norm.op import add_rms_norm
+from kda_layers.kernels.tracing import autocasts
 from kda_layers.modeling.side_by_side import trains_plainly
 
 
@@ -28,6 +29,6 @@ def _is_fused(x: Tensor, norm: nn.Module) -> bool:
         and trains_plainly(norm, nn.RMSNorm)
         and norm.eps is not None
         and norm.weight.dtype == x.dtype
-        and not torch.is_autocast_enabled(x.device.type)
+        and not autocasts(x.device.type)
         and not torch_private.has_global_hooks()
     )

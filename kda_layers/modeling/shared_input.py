@@ -39,7 +39,7 @@ def serves(x: Tensor, layers: Sequence[nn.Module]) -> bool:
         and tracing.is_plain((x,))
         and not torch_private.transforms_active()
         and not torch_private.forward_ad_active()
-        and not torch.is_autocast_enabled(x.device.type)
+        and not tracing.autocasts(x.device.type)
     )
 
 

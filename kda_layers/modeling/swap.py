@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from types import MethodType
 from typing import Any, overload
@@ -16,6 +17,26 @@ from kda_layers.modeling import families
 from kda_layers.modeling.checks import check_not_sharded, layer_indices, unwrapped_hint
 from kda_layers.modeling.convert import convert
 from kda_layers.modeling.in_place import StockFamily
+
+logger = logging.getLogger("kda_layers")
+
+
+class ChangedPaths(list[str]):
+    """Module paths that were changed in place. Used as a model, the list says where the model is."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # looked up by copy and pickle
+            raise AttributeError(name)
+        raise AttributeError(f"no attribute {name}: {IN_PLACE}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"a list cannot be called: {IN_PLACE}")
+
+
+IN_PLACE = (
+    "swap_attention changed the layers of this model in place and returned their paths. Go on with the model itself, "
+    "swap_attention(model), not model = swap_attention(model)"
+)
 
 
 @overload
@@ -43,8 +64,8 @@ def swap_attention(
 
     A model with KDA layers (Kimi-Linear, GLM-5.3-Flash, Ling / Ring) or with biased softmax attention (Doge) is changed
     in place: these layers compute with our forward over the same parameters, so checkpoints, parameter names and
-    optimizers stay. `restore_attention` undoes it. Another softmax decoder (Llama, Qwen3, Mistral) is converted: a new
-    model with KDA in place of some of its attention layers is returned, and the original stays as it is.
+    optimizers stay. `restore_attention` undoes it. Another softmax decoder (Llama, Qwen2, Qwen3, Mistral) is converted:
+    a new model with KDA in place of some of its attention layers is returned, and the original stays as it is.
 
     Args:
         model: the transformers model; for a softmax decoder to be converted its ...ForCausalLM.
@@ -79,7 +100,11 @@ def swap_attention(
                     f"{config['linear_recompute']!r}"
                 )
             config["linear_recompute"] = recompute
-        return convert(model, layers, families.load(f"kda_{kind}"), backend, **config)
+        converted = convert(model, layers, families.load(f"kda_{kind}"), backend, **config)
+        logger.warning(
+            "swap_attention returns a new %s; the %s is unchanged", type(converted).__name__, type(model).__name__
+        )
+        return converted
     family = _stock_family(model)
     _check_backend(backend, family.backends())
     if recompute != "auto" and not family.recomputes:
@@ -107,7 +132,7 @@ def swap_attention(
     for base in _base_models(model, family):
         if family.prepare_call not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(family.prepare_call, with_kwargs=True)
-    return list(chosen)
+    return ChangedPaths(chosen)
 
 
 def restore_attention(model: PreTrainedModel) -> list[str]:

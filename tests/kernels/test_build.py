@@ -511,6 +511,16 @@ def test_precompile_uses_every_cpu(cpus: int, runs: list[str], source: str, monk
         toolchain.precompile(["sm_80"])
 
 
+def test_other_processes_find_the_structs_of_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has imported no launcher compiles a kernel that includes its parameters."""
+    kernels = [v for v in toolchain.variants_for("sm_90a") if Path(v[0]).name in ("chunk_sums.cu", "order.cu")][:2]
+    monkeypatch.setenv("KDA_LAYERS_CACHE", str(tmp_path))
+    monkeypatch.setattr(toolchain, "PER_PROCESS", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(toolchain, "_jobs", lambda archs: [("sm_90a", *kernel) for kernel in kernels])
+    assert toolchain.precompile(["sm_90a"]).startswith("2 variants for sm_90a, 2 of them new, ")
+
+
 @pytest.mark.usefixtures("few_variants")
 @pytest.mark.filterwarnings("ignore:compiled kernels cannot be kept")
 def test_precompile_fails_where_nothing_can_be_kept(

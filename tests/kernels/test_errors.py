@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from kda_layers import biased_attention, kda, kda_step
+from kda_layers import KimiDeltaAttention, biased_attention, kda, kda_step
 from kda_layers.kernels.kda.reference import log_decay, write_strength
 from kda_layers.kernels.short_conv import op as short_conv
 from kda_layers.kernels.short_conv.contract import Inputs as ConvInputs
@@ -64,6 +64,12 @@ def all_of(change: Callable[[Tensor], Tensor]) -> Callable[[Arguments], Argument
     return lambda a: {n: change(a[n]) for n in ("q", "k", "v", "g", "beta")}
 
 
+def heads_first_with(parameter: str) -> Callable[[Arguments], Arguments]:
+    """All tensors of tokens as [B, H, T, D], and of the gate's parameters only this one."""
+    others = dict.fromkeys({"A_log", "dt_bias"} - {parameter})
+    return lambda a: others | all_of(lambda t: t.transpose(1, 2))(a)
+
+
 def parametrize(cases: list[Bad]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("change", "error", "text"), [c[1:] for c in cases], ids=[c[0] for c in cases])
 
@@ -102,6 +108,9 @@ DTYPES_AND_DEVICES: list[Bad] = [
     ("q dtype", cast("q", FP16), TypeError, r"k must be float16 with q of float16, got \S*float32"),
     ("g dtype", cast("g", FP64), TypeError, r"g must be float32 with q of float32, got \S*float64"),
     ("beta dtype", cast("beta", FP16), TypeError, r"beta must be float32 with q of float32, got \S*float16"),
+    *((f"all heads first, {n}", heads_first_with(n), ValueError,
+       rf"v looks like \[B, H, T, D\], got \[2, 4, 5, 6\] with {n} .*pass \.transpose\(1, 2\) of each")
+      for n in ("A_log", "dt_bias")),
     ("integers", all_of(lambda t: t.long()), TypeError, r"q must be one of bfloat16 or .*float64, got \S*int64"),
     ("k integer", cast("k", torch.int32), TypeError, r"k must be float32 with q of float32, got \S*int32"),
     ("beta boolean", cast("beta", torch.bool), TypeError, r"beta must be float32 with q of float32, got \S*bool"),
@@ -121,7 +130,6 @@ LAYOUTS: list[Bad] = [
 ]  # fmt: skip
 
 GATES: list[Bad] = [
-    ("no bound", give(lower_bound=None), ValueError, r"lower_bound must be given .*'lower_bound', got None"),
     *((f"bound {b}", give(lower_bound=b), ValueError, rf"lower_bound must be in \[-5, 0\), got {b}")
       for b in (0, 0.0, 1.5, -5.01, float("nan"), float("-inf"))),
     ("bound boolean", give(lower_bound=True), TypeError, r"lower_bound must be a number, got bool"),
@@ -161,6 +169,20 @@ GATES: list[Bad] = [
 @parametrize(INPUTS + DTYPES_AND_DEVICES + LAYOUTS + GATES)
 def test_both(function: Callable, change: Callable[[Arguments], Arguments], error: type, text: str) -> None:
     check_raises(function, arguments(FIXED, function is kda_step), change, error, text)
+
+
+@pytest.mark.parametrize("function", [kda, kda_step])
+def test_a_bounded_gate_has_a_default_bound(function: Callable) -> None:
+    """With nothing but tensors it works, and is the gate of a layer without options."""
+    good = arguments(FIXED, function is kda_step)
+    plain = {name: good[name] for name in ("q", "k", "v", "g", "beta")}
+    results = []
+    for more in ({}, dict(lower_bound=None), dict(lower_bound=KimiDeltaAttention(8, 2, 4).kda_options["lower_bound"])):
+        state = (good["state"].clone(),) if function is kda_step else ()
+        out = function(*plain.values(), *state, **more)
+        results.append(out if isinstance(out, Tensor) else out.o)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -50,6 +52,7 @@ TINY_STOCK = dict(
 STOCK: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, dict(tie_word_embeddings=True)),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, dict(sliding_window=None)),
     "windows": (
         Qwen3Config, Qwen3ForCausalLM,
@@ -61,6 +64,7 @@ CONVERTED: dict[str, tuple[str, Any, dict[str, Any]]] = {  # family, layers, fie
     "llama": ("llama", "1:1", {}),
     "llama, all": ("llama", "all", dict(linear_num_heads=2)),
     "qwen3": ("qwen3", [1], dict(linear_gate_activation="softplus", linear_lower_bound=None, linear_gate_rank=0)),
+    "qwen2": ("qwen2", "1:1", {}),
     "windows": ("windows", [1], dict(linear_allow_neg_eigval=True)),
     "mistral": ("mistral", [0, -2], dict(linear_conv_kernel_dim=3)),
 }
@@ -73,7 +77,7 @@ every_attention = pytest.mark.parametrize("attention", ["sdpa", "eager"])
 
 
 def stock(family: str, dtype: torch.dtype = FP64, seed: int = 1, **fields: Any) -> PreTrainedModel:
-    """A random stock model; norms are random, too, so that one that is forgotten shows."""
+    """A random stock model; norms and biases are random, too, so that one that is forgotten shows."""
     torch.manual_seed(seed)
     config, model_class, more = STOCK[family]
     m = model_class(config(**(TINY_STOCK | more | fields)))
@@ -81,6 +85,8 @@ def stock(family: str, dtype: torch.dtype = FP64, seed: int = 1, **fields: Any) 
         for name, p in m.named_parameters():
             if "norm" in name:
                 p.uniform_(0.5, 1.5)
+            if name.endswith("bias"):
+                p.normal_()
     return m.to(dtype).eval()
 
 

@@ -97,6 +97,10 @@ def test_kinds(interval: int, static: bool) -> None:
             assert new.number_of_states == old.number_of_states
         else:
             assert new is old
+    if kind is KDAOnlyStaticLayer:
+        assert cache.get_seq_length() == 0
+        with pytest.raises(ValueError, match="the first layer of a static cache counts"):
+            cache.get_seq_length(1)
     again = list(cache.layers)
     assert with_kda_layers(cache).layers == again, "layers were replaced twice"
 
@@ -202,6 +206,16 @@ def test_refused_crops(layer: KimiDeltaAttention, kind: type[KDACacheLayer]) -> 
         cache.layers[0].crop(-1)
     cache.layers[0].crop(0)
     assert_holds(layer, cache, x[:, :-2])
+
+
+@every_kind
+def test_an_empty_layer_has_nothing_to_take_back(layer: KimiDeltaAttention, kind: type[KDACacheLayer]) -> None:
+    """As a softmax layer's: an early exit never fills the caches of later layers."""
+    cache = new_cache(kind, record=False)
+    cache.crop(-3)
+    cache.activate_past_recording()
+    cache.crop(-3)
+    assert_holds(layer, cache, tokens(T)[:, :0])
 
 
 @every_kind

@@ -40,7 +40,8 @@ def test_arguments_of_the_layer_are_no_fields(config: type[PreTrainedConfig]) ->
 
 @every_config
 def test_every_argument_of_the_layer_is_a_field_or_has_one(config: type[PreTrainedConfig]) -> None:
-    arguments = set(inspect.signature(KimiDeltaAttention).parameters) - config.__dataclass_fields__.keys()
+    parameters = inspect.signature(KimiDeltaAttention).parameters
+    arguments = set(parameters) - config.__dataclass_fields__.keys() - {"unknown"}
     assert arguments == LAYER_ARGUMENTS.keys()
     assert {field for field in LAYER_ARGUMENTS.values() if field} <= config.__dataclass_fields__.keys()
     for name, field in LAYER_ARGUMENTS.items():
@@ -60,6 +61,7 @@ def test_every_argument_of_the_layer_is_a_field_or_has_one(config: type[PreTrain
         ("num_hidden_layer", "num_hidden_layers"),
         ("rms_norm_epsilon", "rms_norm_eps"),
         ("layer_type", "layer_types"),
+        ("expand_v", r"the field of head_v_dim = head_dim \* expand_v"),
     ],
 )
 def test_misspelt_fields(config: type[PreTrainedConfig], name: str, field: str) -> None:
@@ -137,7 +139,7 @@ def test_unknown_fields_of_a_stock_model_stay_there(caplog: pytest.LogCaptureFix
     assert not hasattr(new.config, "note")
     assert new.config.rope_parameters == config.rope_parameters == rope
     assert new.config.rope_parameters is not config.rope_parameters
-    assert ours(caplog) == []
+    assert [m for m in ours(caplog) if not m.startswith("swap_attention returns a new")] == []
 
 
 @every_config

@@ -508,6 +508,11 @@ def softmax_refuses(ranks: Ranks) -> None:
     m.set_attn_implementation("sdpa")
     with ranks.raises(ValueError, "must be called within torch.distributed.tensor.experimental.context_parallel"):
         m(**call)
+    with (
+        cut_by_torch([torch.arange(T * ranks.size)[None]], False),
+        ranks.raises(ValueError, "must run on a GPU with context parallelism, got tokens on the CPU"),
+    ):
+        m(**call)
     for name in ("eager", "flash_attention_2", "flex_attention", "paged|sdpa", "kernels-community/flash-attn2"):
         with (
             mock.patch.object(m.config, "_attn_implementation_internal", name),

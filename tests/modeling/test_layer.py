@@ -382,7 +382,9 @@ def test_offsets_that_do_not_fit(offsets: list[int], message: str) -> None:
         (dict(lower_bound=None), ValueError, "lower_bound must be given"),
         (dict(lower_bound="-5"), TypeError, "lower_bound must be a number, got str"),
         (dict(gate_activation="softplus"), ValueError, "lower_bound must be None with gate_activation='softplus'"),
-        (dict(dropout=0.1), TypeError, "dropout"),
+        (dict(dropout=0.1), TypeError, "unexpected keyword argument dropout$"),
+        (dict(expand_v=2.0), TypeError, r"expand_v \(use head_v_dim = head_dim \* expand_v\)"),
+        (dict(safe_gate=True), TypeError, r"safe_gate \(use gate_activation='lower_bound' for True"),
     ],
     ids=lambda a: str(a) if isinstance(a, dict) else "",
 )

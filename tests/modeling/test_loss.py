@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import importlib
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from kda_layers.kernels.linear_cross_entropy import op
-from kda_layers.modeling.seams import BaseModelOutputWithPast
+from kda_layers.modeling.seams import BaseModelOutputWithPast, CausalLMOutputWithPast
+from kda_layers.modeling.skipped_logits import SkippedLogits
 from tests.kernels.cases import BF16, FP32, FP64, ROUNDOFF, budget, error
 from tests.modeling.models import build, every_model, ids
 
@@ -29,11 +35,17 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "CHUNK_BYTES", 64 * 29 * 4)
 
 
+def skipped(out: Any) -> bool:
+    """True if the logits have not been computed."""
+    return isinstance(dict(out.items()).get("logits"), SkippedLogits)
+
+
 def step(m: Any, tokens: Tensor, labels: Tensor, **arguments: Any) -> tuple[Tensor, Tensor | None, Results]:
     m.zero_grad()
     out = m(tokens, labels=labels, use_cache=False, **arguments)
     out.loss.backward()
-    return out.loss.detach(), out.logits, {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}
+    logits = None if skipped(out) else out.logits
+    return out.loss.detach(), logits, {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}
 
 
 def labels_of(tokens: Tensor) -> Tensor:
@@ -88,7 +100,7 @@ def test_options_of_the_loss(how: str) -> None:
         labels = torch.full_like(labels, -100)
     got = m(tokens, labels=labels, use_cache=False, **arguments)
     want = m(tokens, labels=labels, use_cache=False, skip_logits=False, **arguments)
-    assert got.logits is None
+    assert skipped(got)
     assert got.loss.shape == want.loss.shape
     torch.testing.assert_close(got.loss.float(), want.loss, rtol=2**-20, atol=0, equal_nan=how == "no labels")
     target = arguments.get("shift_labels", labels.roll(-1, 1))
@@ -104,23 +116,108 @@ def test_logits_where_they_are_asked_for() -> None:
     """Training skips them by default; the keyword, and the model's attribute for code that passes none, decide."""
     m, tokens = build("kda").train(), ids(2, 9)
     whole = m(tokens).logits
-    assert m(tokens, labels=tokens).logits is None
+    assert skipped(m(tokens, labels=tokens))
     assert torch.equal(m(tokens, labels=tokens, skip_logits=False).logits, whole)
-    assert m.eval()(tokens, labels=tokens, skip_logits=True).logits is None
+    assert skipped(m.eval()(tokens, labels=tokens, skip_logits=True))
     assert torch.equal(m(tokens, labels=tokens).logits, whole)
     with torch.no_grad():
         assert torch.equal(m.train()(tokens, labels=tokens).logits, whole)
-        assert m(tokens, labels=tokens, skip_logits=True).logits is None
+        assert skipped(m(tokens, labels=tokens, skip_logits=True))
     m.skip_logits = False
     assert torch.equal(m(tokens, labels=tokens).logits, whole)
-    assert m(tokens, labels=tokens, skip_logits=True).logits is None
+    assert skipped(m(tokens, labels=tokens, skip_logits=True))
     m.skip_logits = True
-    assert m.eval()(tokens, labels=tokens).logits is None
+    assert skipped(m.eval()(tokens, labels=tokens))
     assert torch.equal(m(tokens).logits, whole)
     assert m(tokens, logits_to_keep=2).logits.shape[1] == 2
     loss, logits = m(tokens, labels=tokens, skip_logits=False, return_dict=False)[:2]
     assert loss.ndim == 0
     assert torch.equal(logits, whole)
+
+
+WAYS_TO_READ: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda out: out.logits,
+    "item": lambda out: out["logits"],
+    "get": lambda out: out.get("logits"),
+    "index": lambda out: out[1],
+    "slice": lambda out: out[1:][0],
+    "tuple": lambda out: out.to_tuple()[1],
+    "cast by accelerate": lambda out: importlib.import_module("accelerate.utils").convert_to_fp32(out).logits,
+    "mapped as a tree": lambda out: tree_map(lambda x: x, out).logits,
+    "gathered": lambda out: type(out)([(key, out[key]) for key in out]).logits,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("way", WAYS_TO_READ)
+def test_skipped_logits_are_computed_when_somebody_reads_them(way: str, compiled: bool) -> None:
+    """With the gradients of the output with logits, for a z-loss or a distillation loss; even after a metric."""
+    m, tokens = build("hybrid", FP32).train(), ids(2, 9)
+    if way == "cast by accelerate":
+        pytest.importorskip("accelerate")
+    run = torch.compile(m, backend="aot_eager", fullgraph=True) if compiled else m
+    gradients = []
+    for arguments in ({}, dict(skip_logits=False)):
+        m.zero_grad()
+        out = run(tokens, labels=tokens, use_cache=False, **arguments)
+        with torch.no_grad():
+            assert out.logits.argmax(-1).shape == tokens.shape
+        logits = WAYS_TO_READ[way](out)
+        assert logits.shape == (2, 9, 29)
+        (out["loss"] + logits.logsumexp(-1).square().mean()).backward()
+        gradients.append({n: p.grad for n, p in m.named_parameters()})
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_lazy_output_is_an_output() -> None:
+    """Of the same keys and fields as one with logits, which are kept once they are computed with their gradient."""
+    m, tokens = build("kda", FP32).train(), ids(2, 9)
+    out, want = m(tokens, labels=tokens), m(tokens, labels=tokens, skip_logits=False)
+    assert isinstance(out, CausalLMOutputWithPast)
+    assert list(out) == list(want) == ["loss", "logits"]
+    torch.testing.assert_close((out[0], out["loss"]), (want.loss, want.loss))
+    assert skipped(out)
+    assert out.get("hidden_states", 7) == 7
+    with torch.no_grad():
+        assert torch.equal(out.logits, want.logits)
+    assert skipped(out)
+    assert out.logits is out.logits is out[1] is dict(out.items())["logits"]
+    assert torch.equal(m(tokens, labels=tokens, return_dict=False)[1], want.logits)
+    with torch.no_grad():
+        copied = copy.deepcopy(m(tokens, labels=tokens, skip_logits=True))
+    assert torch.equal(copied.logits, want.logits)
+
+
+def test_a_lazy_output_keeps_nothing_alive() -> None:
+    m, tokens = build("kda").train(), ids(2, 9)
+    out = m(tokens, labels=tokens)
+    hidden = weakref.ref(dict(out.items())["logits"]._hidden)
+    loss = out.loss
+    gc.disable()
+    try:
+        del out
+        loss.backward()
+        del loss
+        assert hidden() is None
+    finally:
+        gc.enable()
+
+
+def test_logits_of_weights_that_have_changed_are_refused() -> None:
+    m, tokens = build("kda", FP32).train(), ids(2, 9)
+    out = m(tokens, labels=tokens)
+    out.loss.backward()
+    torch.optim.SGD(m.parameters(), 1e-2).step()
+    with pytest.raises(RuntimeError, match=r"weights of the head have changed: .*skip_logits=False"):
+        out.logits  # noqa: B018
+
+
+def test_logits_read_after_autocast_are_those_of_autocast() -> None:
+    m, tokens = build("kda", FP32).train(), ids(2, 9)
+    with torch.autocast("cpu", BF16):
+        out, want = m(tokens, labels=tokens), m(tokens, labels=tokens, skip_logits=False)
+    assert torch.equal(out.logits, want.logits)
+    assert out.logits.dtype == BF16
 
 
 def test_skipping_what_is_asked_for_is_refused() -> None:
@@ -237,7 +334,7 @@ def test_compiled(autocast: bool, small_chunks: None, counter: CompileCounterWit
             want_loss, _, want = step(m, tokens, labels_of(tokens))
             m.zero_grad()
             out = compiled(tokens, labels=labels_of(tokens), use_cache=False)
-            assert out.logits is None
+            assert skipped(out)
             out.loss.backward()
             torch.testing.assert_close(out.loss, want_loss)
             for name, p in m.named_parameters():
@@ -268,24 +365,32 @@ def test_ddp(tmp_path: Path) -> None:
     m.zero_grad()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        out = DistributedDataParallel(m)(tokens, labels=tokens, use_cache=False)
-        assert out.logits is None
-        loss = out.loss
-        loss *= 2
-        loss.backward()
+        for options in ({}, dict(find_unused_parameters=True), dict(static_graph=True)):
+            m.zero_grad()
+            parallel = DistributedDataParallel(m, **options)
+            out = parallel(tokens, labels=tokens, use_cache=False)
+            assert skipped(out)
+            loss = out.loss
+            loss *= 2
+            loss.backward()
+            for name, p in m.named_parameters():
+                torch.testing.assert_close(p.grad, 2 * want[name])
+            m.zero_grad()
+            out = parallel(tokens, labels=tokens, use_cache=False)
+            (out.loss + out.logits.logsumexp(-1).mean()).backward()
     finally:
         dist.destroy_process_group()
-    for name, p in m.named_parameters():
-        torch.testing.assert_close(p.grad, 2 * want[name])
 
 
-def test_trainer(tmp_path: Path) -> None:
+def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unchanged: steps with gradient accumulation have the losses of the loss on logits, and metrics get logits."""
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
     rows = [dict(input_ids=row, labels=label) for row, label in zip(ids(12, 15), labels_of(ids(12, 15)), strict=True)]
-    histories, shapes = [], []
+    histories, shapes, computed = [], [], []
+    compute = SkippedLogits.compute
+    monkeypatch.setattr(SkippedLogits, "compute", lambda self: computed.append(1) or compute(self))  # type: ignore[func-returns-value]
 
     def metrics(prediction: Any) -> dict[str, float]:
         shapes.append(prediction.predictions.shape)
@@ -305,3 +410,30 @@ def test_trainer(tmp_path: Path) -> None:
         histories.append([*losses, trainer.evaluate()["eval_loss"]])
     assert histories[0] == pytest.approx(histories[1], rel=1e-4)
     assert shapes == [(4, 15, 29)] * 2
+    assert not computed, "Trainer read logits that it does not need"
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_trainer_whose_loss_reads_logits(bf16: bool, tmp_path: Path) -> None:
+    """As those of TRL do, for the accuracy and the entropy of a step; with bf16, accelerate casts the outputs."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    class WithEntropy(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            loss = loss + 0.1 * outputs.logits.float().logsumexp(-1).square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    rows, states = [dict(input_ids=row, labels=row) for row in ids(8, 15)], []
+    for skip_logits in (None, False):
+        m = build("hybrid", FP32)
+        m.skip_logits = skip_logits
+        options = TrainingArguments(
+            tmp_path, per_device_train_batch_size=2, max_steps=2, report_to=[], use_cpu=True, save_strategy="no",
+            learning_rate=1e-2, disable_tqdm=True, seed=3, bf16=bf16, optim="sgd",
+        )  # fmt: skip
+        WithEntropy(m, options, train_dataset=rows).train()
+        states.append(m.state_dict())
+    for name, p in states[0].items():
+        torch.testing.assert_close(p, states[1][name], rtol=0, atol=2e-3 if bf16 else 1e-5)

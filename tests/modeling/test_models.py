@@ -20,12 +20,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy, log_softmax
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
 
-from kda_layers import KimiDeltaAttention
+from kda_layers import KimiDeltaAttention, enable_speculative_decoding
 from kda_layers.modeling.cache import KDACacheLayer, KDAOnlyCacheLayer
 from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT, budget, error
 from tests.modeling.common import same
@@ -156,6 +157,46 @@ def test_guessed_tokens_change_nothing(name: str, how: str, monkeypatch: pytest.
     assert any(removed), "no guess was wrong"
 
 
+@every_model_and_swapped
+def test_early_exits_change_nothing(name: str) -> None:
+    """The first layers draft tokens, wrong ones are taken back, and the model is whole again afterwards."""
+    if name == "swapped glm5_next":
+        pytest.skip("the configuration of a vision-language model has no num_hidden_layers for generate to change")
+    if name in ("qwen3", "windows") and transformers.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 cannot crop the empty cache of a softmax layer, with stock models neither")
+    m = build(name)
+    if name in SWAPPED:
+        enable_speculative_decoding(m)
+    layers, tokens = len(attention_layers(m)), ids(1, 9)
+    want = generate(m, tokens)
+    # transformers cannot start the cache of a swapped model whose first layers are all KDA.
+    for k in range(3 if name in SWAPPED else 1, layers + 1):
+        assert torch.equal(generate(m, tokens, assistant_early_exit=k), want)
+        assert torch.equal(generate(m, tokens), want)
+        assert m.config.num_hidden_layers == layers
+
+
+@every_model
+def test_a_decoder_cut_to_its_first_layers(name: str, tmp_path: pathlib.Path) -> None:
+    """Its greedy tokens are its largest logits, and it is saved once its configuration has been cut, too."""
+    m, want = build(name), ids(2, 9)
+    m.model.layers = m.model.layers[:1]
+    assert generate(m, want).shape == (2, 19)
+    m.config.num_hidden_layers = 1
+    with torch.no_grad():
+        for _ in range(10):
+            want = torch.cat((want, m(want, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+    assert torch.equal(generate(m, ids(2, 9)), want)
+    with pytest.raises(StrictDataclassError, match=r"cut it, too, config\.layer_types = config\.layer_types\[:1\]"):
+        m.save_pretrained(tmp_path)
+    m.config.layer_types = m.config.layer_types[:1]
+    if name == "key_bias":
+        m.config.attention_bias = "none"
+    m.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=FP64)
+    assert torch.equal(generate(loaded, ids(2, 9)), want)
+
+
 # ---------------------------------------------------------------- caches, masks and outputs of forward
 
 
@@ -236,6 +277,21 @@ def test_recorded_outputs(name: str) -> None:
     assert plain.hidden_states is None
     assert plain.attentions is None
     assert isinstance(m(tokens, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in (*OURS, *SWAPPED) if n != "swapped glm5_next"]
+)  # whose indexer reads values
+def test_the_meta_device(name: str) -> None:
+    """Shapes without values, as stock models compute them: a pass, a decode step, a backward."""
+    m, tokens = build(name, FP32).to("meta"), ids(2, 9).to("meta")
+    out = m(tokens, use_cache=True)
+    assert out.logits.shape == (2, 9, m.config.vocab_size)
+    assert m(tokens[:, :1], past_key_values=out.past_key_values).logits.shape == (2, 1, m.config.vocab_size)
+    loss = m.train()(tokens, labels=tokens).loss
+    loss.backward()
+    assert loss.is_meta
+    assert all(p.grad.is_meta for p in m.parameters() if p.grad is not None)
 
 
 # ---------------------------------------------------------------- packed documents
@@ -336,7 +392,7 @@ import sys, torch, kda_layers
 from transformers import AutoModelForCausalLM
 assert not any("modeling_llama" in name for name in sys.modules)
 torch.set_num_threads(1)
-classes = dict(hybrid="KDA", llama="KDALlama", qwen3="KDAQwen3", mistral="KDAMistral")
+classes = dict(hybrid="KDA", llama="KDALlama", qwen2="KDAQwen2", qwen3="KDAQwen3", mistral="KDAMistral")
 for name, start in classes.items():
     path = f"{sys.argv[1]}/{name}"
     m, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
@@ -369,7 +425,7 @@ def test_save_and_load(name: str, tmp_path: pathlib.Path) -> None:
 
 def test_a_fresh_process_loads_them(tmp_path: pathlib.Path) -> None:
     """`import kda_layers` is all that another process needs; it does not itself import the families."""
-    for name in ("hybrid", "llama", "qwen3", "mistral"):
+    for name in ("hybrid", "llama", "qwen2", "qwen3", "mistral"):
         m, tokens = build(name, FP32), ids(2, 9)
         m.save_pretrained(tmp_path / name)
         with torch.no_grad():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -217,6 +219,28 @@ def test_a_pattern_that_leaves_no_softmax_layer(layers: str) -> None:
 @pytest.mark.parametrize(("layers", "total", "kda"), [("3:1", 4, 3), ("3:1", 6, 5), ("1:9", 4, 1), ("all", 4, 4)])
 def test_patterns(layers: str, total: int, kda: int) -> None:
     assert len(chosen_layers(layers, total)) == kda
+
+
+# ---------------------------------------------------------------- two results
+
+
+def test_what_is_swapped_in_place_returns_no_model() -> None:
+    """The paths are a list like any other, which says what it is where it is taken for the model."""
+    model = build("kimi_linear")
+    result: Any = swap_attention(model)
+    assert result == ["model.layers.0.self_attn", "model.layers.2.self_attn"]
+    assert copy.deepcopy(result) == pickle.loads(pickle.dumps(result)) == result
+    with pytest.raises(TypeError, match="changed the layers of this model in place"):
+        result(torch.tensor([[1]]))
+    for name in ("generate", "to", "config", "save_pretrained"):
+        with pytest.raises(AttributeError, match=f"no attribute {name}: .* Go on with the model itself"):
+            getattr(result, name)
+
+
+def test_a_conversion_says_that_the_original_is_unchanged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "kda_layers"):
+        swap_attention(llama(), "3:1")
+    assert "returns a new KDALlamaForCausalLM; the LlamaForCausalLM is unchanged" in caplog.text
 
 
 # ---------------------------------------------------------------- static types

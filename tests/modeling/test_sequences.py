@@ -448,24 +448,57 @@ def test_compiled_positions_are_asserted_not_to_restart(name: str) -> None:
     [
         ("cu_seq_lens", "cu_seq"),
         ("cu_seqlen", "cu_seqlens"),
+        ("cu_seq_len_q", "cu_seq_lens_q"),
+        ("seq_lens", "cu_seqlens"),
+        ("document_ids", "seq_idx"),
         ("position_id", "position_ids"),
-        ("frobnicate", "it takes"),
+        ("attn_mask", "attention_mask"),
+        ("attention_masks", "attention_mask"),
+        ("past_key_value", "past_key_values"),
+        ("kv_cache", "cache"),
+        ("input_embeds", "inputs_embeds"),
+        ("use_caches", "use_cache"),
+        ("shards", "enable_context_parallel"),
     ],
 )
-def test_keywords_that_nothing_reads(name: str, keyword: str, meant: str) -> None:
-    if name in SWAPPED and keyword == "frobnicate":
-        logits(model(name), ids(1, T), frobnicate=1)  # as stock: its loss function might read it
-        return
+def test_misspelt_keywords_are_refused(name: str, keyword: str, meant: str) -> None:
     with pytest.raises(TypeError, match=f"{keyword} is not an argument of .*{meant}"):
         logits(model(name), ids(1, T), **{keyword: OFFSETS})
 
 
 @pytest.mark.parametrize("name", ["kda", "hybrid", "llama"])
 def test_a_misspelt_argument_of_the_head(name: str) -> None:
-    with pytest.raises(TypeError, match=r"num_logits_to_keep is not .*did you mean logits_to_keep\?"):
-        logits(model(name), ids(1, T), num_logits_to_keep=1)
+    for keyword, meant in dict(
+        num_logits_to_keep="logits_to_keep", labels_="labels", label="labels", label_ids="labels",
+        num_items_in_batches="num_items_in_batch", skip_logit="skip_logits", shifted_labels="shift_labels",
+    ).items():  # fmt: skip
+        with pytest.raises(TypeError, match=rf"{keyword} is not .*ForCausalLM .*did you mean {meant}\?"):
+            logits(model(name), ids(1, T), **{keyword: 1})
+        model(name).model(ids(1, T), **{keyword: 1})  # none of a base model's, which ignores it as transformers' do
     with pytest.raises(TypeError, match=r"cu_seq_lens is not an argument of .*Model"):
         model(name).model(ids(1, T), cu_seq_lens=OFFSETS)
+
+
+IGNORED = (
+    "tokenizer", "assistant_tokenizer", "length", "special_tokens_mask", "overflow_to_sample_mapping", "offset_mapping",
+    "num_truncated_samples", "assistant_masks", "completion_mask", "loss_mask", "advantages", "prompt", "messages",
+    "text", "idx", "pixel_values", "image_grid_thw", "encoder_attention_mask", "decoder_input_ids", "frobnicate",
+)  # fmt: skip
+
+
+@one_of_each
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_keywords_are_ignored_as_by_stock_models(name: str, compiled: bool) -> None:
+    """What generate leaves in a call, columns of tokenizers and of data sets."""
+    m, tokens = model(name), ids(1, 9)
+    with torch.no_grad():
+        want = m(tokens, use_cache=False).logits
+        if not compiled:
+            assert torch.equal(m(tokens, use_cache=False, **dict.fromkeys(IGNORED, 1)).logits, want)
+        elif name not in SWAPPED:
+            torch.compiler.reset()
+            call = torch.compile(m, backend="eager", fullgraph=True)
+            assert torch.equal(call(tokens, use_cache=False, length=tokens, special_tokens_mask=tokens).logits, want)
 
 
 @one_of_each
@@ -484,8 +517,9 @@ def test_a_loss_function_has_keywords_of_its_own() -> None:
     assert (
         m(ids(1, 9), labels=ids(1, 9), weight_of_z=2.0).loss == 2 * m(ids(1, 9), labels=ids(1, 9), weight_of_z=1.0).loss
     )
-    with pytest.raises(TypeError, match="weight_of_y is not an argument"):
+    with pytest.raises(TypeError, match=r"weight_of_y is not an argument .*did you mean weight_of_z\?"):
         m(ids(1, 9), labels=ids(1, 9), weight_of_y=2.0)
+    m(ids(1, 9), labels=ids(1, 9), weight_of_z=2.0, tokenizer=object())
 
 
 @pytest.mark.parametrize("name", SWAPPED)

@@ -1,4 +1,4 @@
-"""What is special to Llama, Qwen3 and Mistral with KDA layers, and converting the stock models.
+"""What is special to Llama, Qwen2, Qwen3 and Mistral with KDA layers, and converting the stock models.
 
 What every model must do, generation, packing, saving and so on, test_models.py asks of them, too.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
@@ -190,6 +191,28 @@ def test_norms_of_qwen3_are_in_the_projections() -> None:
         torch.testing.assert_close(normalize(got), normalize(want).repeat_interleave(groups, 2), rtol=1e-6, atol=1e-6)
 
 
+def test_dropped_biases_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Softmax layers keep the biases of Qwen2; KDA layers have none."""
+    m = stock("qwen2", FP32)
+    with caplog.at_level("WARNING", "kda_layers"):
+        new = convert(m, [0, 2])
+    assert (
+        "k_proj.bias, q_proj.bias, v_proj.bias of the 2 converted layers of Qwen2ForCausalLM are dropped" in caplog.text
+    )
+    assert [n for n, _ in new.named_parameters() if n.endswith(".bias")] == [
+        f"model.layers.1.self_attn.{n}_proj.bias" for n in "qkv"
+    ]
+    caplog.clear()
+    convert(stock("llama", FP32), [0])
+    assert "dropped" not in caplog.text
+
+
+def test_the_width_of_a_head_is_carried_over() -> None:
+    """Qwen2's configuration has no field for it, but reads it."""
+    m = stock("qwen2", FP32, head_dim=16)
+    assert convert(m, [0]).config.head_dim == 16
+
+
 def test_new_parameters_start_as_in_any_kda_layer() -> None:
     m = convert(stock("llama", FP32, initializer_range=0.1, hidden_size=128), "all", linear_gate_rank=0)
     for layer in m.model.layers:
@@ -263,6 +286,15 @@ def test_refused_conversions(
         convert(m, layers, **options)
     assert m.config.to_dict() == config
     assert all(torch.equal(p, before[n]) for n, p in m.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Gemma2", "Gemma3Text"])
+def test_other_families_are_refused_with_the_supported_ones(kind: str) -> None:
+    config_class = getattr(transformers, f"{kind}Config")
+    m = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config_class(**TINY_STOCK))
+    message = rf"{type(m).__name__} must be of a supported family .*to convert: llama, mistral, qwen2, qwen3\), got"
+    with pytest.raises(ValueError, match=message):
+        convert(m, "all")
 
 
 def test_refused_models(tmp_path: pathlib.Path) -> None:

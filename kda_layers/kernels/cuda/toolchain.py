@@ -77,7 +77,9 @@ def precompile(archs: Sequence[str]) -> str:
     """
     start, before, jobs = time.perf_counter(), len(cache.entries()), _jobs(archs)
     processes = min(len(os.sched_getaffinity(0)), len(jobs) // PER_PROCESS)
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) if processes > 1 else None
+    pool = None
+    if processes > 1:
+        pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _load_launchers)
     try:
         for problems in _progress((pool.map if pool else map)(_kept, jobs), len(jobs)):
             if problems:
@@ -101,6 +103,11 @@ def _jobs(archs: Sequence[str]) -> list[Job]:
     if build.problems():
         raise RuntimeError(f"kernels cannot be compiled: {'; '.join(build.problems())}")
     return [(arch, *variant) for arch in archs for variant in variants_for(arch)]
+
+
+def _load_launchers() -> None:
+    """Import the launchers, which define the structs that sources include as headers."""
+    variants_for(TARGETS[0])
 
 
 def _kept(job: Job) -> list[str]:

@@ -181,13 +181,23 @@ def _check_tokens(x: Inputs | DecodeInputs | PrefillInputs, B: int, T: int, H: i
 
 
 def _check_layout(x: Inputs | DecodeInputs | PrefillInputs) -> None:
-    """Raise if the shape of beta [B, T, HV] shows that q or v has its heads before its tokens."""
+    """Raise if the shape of beta [B, T, HV] or of a parameter of the gate shows that q or v is [B, H, T, D].
+
+    Where all tensors of tokens agree in that order and no parameter has the heads, T and H cannot be told apart.
+    """
     beta = x.beta.shape if isinstance(x.beta, Tensor) else ()
     for name, t in (("q", x.q.shape), ("v", x.v.shape)):
         if len(beta) == 3 and beta[1] != t[1] and beta[1] == t[2] and beta[2] % t[1] == 0:
             raise ValueError(
                 f"{name} looks like [B, H, T, D], got {list(t)} with beta [B, T, H] = {list(beta)}: kda takes q, k, v "
                 f"and g as [B, T, H, D], pass {name}.transpose(1, 2)"
+            ) from None
+    v = x.v.shape
+    for name, p in (("A_log [HV]", x.A_log), ("dt_bias [HV, K]", x.dt_bias)):
+        if isinstance(p, Tensor) and p.ndim and p.shape[0] == v[1] != v[2]:
+            raise ValueError(
+                f"v looks like [B, H, T, D], got {list(v)} with {name} = {list(p.shape)}: kda takes q, k, v and g as "
+                "[B, T, H, D] and beta as [B, T, H], pass .transpose(1, 2) of each"
             ) from None
 
 
@@ -218,6 +228,14 @@ def check_lower_bound(gate_activation: str, lower_bound: Any) -> float:
     if not MIN_LOWER_BOUND <= lower_bound < 0:
         raise ValueError(f"lower_bound must be in [{MIN_LOWER_BOUND}, 0), got {lower_bound}")
     return float(lower_bound)
+
+
+def gate_bound(gate_activation: str, lower_bound: Any) -> float:
+    """Return the bound of an operator's gate as `check_lower_bound` does; the lowest for a bounded gate without one."""
+    gate = GATES.get(gate_activation)
+    if lower_bound is None and gate is not None and gate.bounded:
+        return float(MIN_LOWER_BOUND)
+    return check_lower_bound(gate_activation, lower_bound)
 
 
 def check_recompute(recompute: Any) -> float:

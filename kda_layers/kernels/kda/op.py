@@ -12,13 +12,13 @@ from ..operator import NoGradOperator, Operator, no_output
 from ..tracing import may_run_again, needs_gradients
 from .checks import (
     check_decode,
-    check_lower_bound,
     check_prefill,
     check_recompute,
     check_segments,
     check_state_dtype,
     check_values,
     check_whole,
+    gate_bound,
 )
 from .contract import (
     DecodeInputs,
@@ -74,6 +74,9 @@ def kda(
 ) -> KDAOutput:
     """Kimi Delta Attention over whole sequences, differentiable in every tensor.
 
+    Tokens come before heads, [B, T, H, D], as in flash-linear-attention; transpose tensors [B, H, T, D] of PyTorch's
+    attention. If all of them, beta too, have their heads first, T and H cannot be told apart.
+
     Per value head and token, with log-decay g [K] and the state S [V, K]:
     S <- S * exp(g);  S <- S + beta (v - S k) k^T;  o = scale * S q.
 
@@ -90,7 +93,8 @@ def kda(
         cu_seqlens: [N + 1] int32 or int64, offsets of the sequences packed along T (then B = 1); empty ones allowed.
         gate_activation: 'lower_bound': lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
             'softplus': -exp(A_log) * softplus(g + dt_bias); 'log_decay': g as it is.
-        lower_bound: in [-5, 0), in nats per token; required with gate_activation='lower_bound', else None.
+        lower_bound: in [-5, 0), in nats per token; None for -5 with gate_activation='lower_bound', as the layer's
+            default; only None with others.
         beta_activation: 'sigmoid', '2sigmoid' (negative eigenvalues) or 'given'.
         qk_l2norm: normalise q and k over K: x / sqrt(sum(x^2) + 1e-6).
         scale: factor of the output; K ** -0.5 if None.
@@ -142,7 +146,7 @@ def kda(
     kept, again = check_recompute(recompute), may_run_again()
     x = Inputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
-        gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
+        gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), checkpoint_every, 0.0 if again else kept,  # no backward reads it
         check_segments(segments), bool(final_state),
     )  # fmt: skip
@@ -215,7 +219,7 @@ def kda_step(
     """
     x = DecodeInputs(
         q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, state_scale, out,
-        gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
+        gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip
     cached = _step_cache.get(x, backend)

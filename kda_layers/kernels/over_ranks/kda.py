@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_offsets, check_scale, sequence_offsets
-from ..kda.checks import check_lower_bound, check_recompute, check_values, check_whole
+from ..kda.checks import check_recompute, check_values, check_whole, gate_bound
 from ..kda.contract import Backend, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
 from ..kda.dispatch import KDA
 from ..kda.reference import activate
@@ -101,7 +101,7 @@ def kda_over_ranks(
     kept = check_recompute(recompute)
     x = LocalInputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
-        gate_activation, check_lower_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
+        gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), 0, 0.0 if may_run_again() else kept, "never", bool(final_state),
         shards.group, shards.order,
     )  # fmt: skip

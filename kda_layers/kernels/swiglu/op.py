@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import torch_private
 from ..operator import Operator, once_differentiable
-from ..tracing import is_plain
+from ..tracing import autocasts, is_plain
 from .contract import Backend, Gradients, Inputs, Outputs
 from .dispatch import SWIGLU
 
@@ -55,7 +55,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, backend: str | None 
         RuntimeError: as `swiglu`, or a weight of another dtype or width.
     """
     name, transparent = _choose(gate, up, backend)
-    if transparent or not is_plain((weight,)) or torch.is_autocast_enabled(gate.device.type):
+    if transparent or not is_plain((weight,)) or autocasts(gate.device.type):
         return torch.nn.functional.linear(swiglu(gate, up, backend), weight)
     return _SwigluLinear.apply(gate, up, weight, SWIGLU.backend(name))
 

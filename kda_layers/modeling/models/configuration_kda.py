@@ -11,7 +11,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from kda_layers.kernels.kda.checks import check_lower_bound, check_recompute
-from kda_layers.modeling.checks import as_rank, check_epsilon, check_rate
+from kda_layers.modeling.checks import OF_FLA, as_rank, check_epsilon, check_rate
 from kda_layers.modeling.models import hub
 
 PRESETS = Path(__file__).parents[2] / "configs"
@@ -150,7 +150,9 @@ class KDAFields(PreTrainedConfig):
             raise ValueError(f"attention_dropout must be in [0, 1], got {self.attention_dropout}")
         types = ("linear_attention", *self.softmax_types)
         if len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - set(types):
-            raise ValueError(f"layer_types must hold {self.num_hidden_layers} of {types}, got {self.layer_types}")
+            n = self.num_hidden_layers
+            hint = f": cut it, too, config.layer_types = config.layer_types[:{n}]" if len(self.layer_types) > n else ""
+            raise ValueError(f"layer_types must hold {n} of {types}, got {self.layer_types}{hint}")
 
 
 def check_names(config: type[PreTrainedConfig], names: Iterable[str]) -> None:
@@ -169,6 +171,8 @@ def check_names(config: type[PreTrainedConfig], names: Iterable[str]) -> None:
         if name in LAYER_ARGUMENTS:
             meant = LAYER_ARGUMENTS[name]
             wrong.append(f"{name} (use {meant})" if meant else f"{name} (an argument of KimiDeltaAttention only)")
+        elif name in OF_FLA:
+            wrong.append(f"{name} (use the field of {OF_FLA[name]})")
         elif close := difflib.get_close_matches(name, fields, 1, 0.85):
             wrong.append(f"{name} (use {close[0]})")
         elif name.startswith("linear_"):

@@ -151,13 +151,12 @@ def write_card(model: PreTrainedModel, folder: Any) -> None:
 
 def model_card(model: PreTrainedModel) -> str:
     """Return the card in Markdown: a table of configuration and parameters, how to load the model, versions."""
-    generates = model.can_generate()
-    facts = _facts(model)
+    facts, head = _facts(model), type(model).__name__.partition("For")[2]
     return CARD_TEMPLATE.substitute(
         title=f"{facts['architecture']}, {facts['parameters']} parameters",
-        metadata="pipeline_tag: text-generation\n" if generates else "",
+        metadata="pipeline_tag: text-generation\n" if model.can_generate() else "",
         facts="\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in facts.items())]),
-        auto_class="AutoModelForCausalLM" if generates else "AutoModel",
+        auto_class=f"AutoModelFor{head}" if head else "AutoModel",
     )
 
 

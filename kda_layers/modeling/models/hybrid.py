@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -16,12 +17,12 @@ from kda_layers.kernels.registry import keep_backend
 from kda_layers.modeling import tensor_parallel as tensor_parallel  # registers the styles of the plans
 from kda_layers.modeling.cache import with_kda_layers
 from kda_layers.modeling.cache_argument import takes_cache
-from kda_layers.modeling.calls import is_checkpointed, is_engine_cache, loss_options, refuse_unknown, without_plans
+from kda_layers.modeling.calls import is_checkpointed, is_engine_cache, loss_options, refuse_misspelt, without_plans
 from kda_layers.modeling.captured_decoding import CapturedDecoding, is_capturable
 from kda_layers.modeling.context_parallel import read_shards
 from kda_layers.modeling.continuous_batching import check_enabled
 from kda_layers.modeling.layer import KimiDeltaAttention
-from kda_layers.modeling.loss import chunked_loss
+from kda_layers.modeling.loss import autocast_dtype, chunked_loss
 from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
 from kda_layers.modeling.models.hub import CardMixin
 from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate, masks_of_engine
@@ -37,6 +38,7 @@ from kda_layers.modeling.seams import (
     capture_outputs,
     check,
 )
+from kda_layers.modeling.skipped_logits import LazyLogitsOutput, SkippedLogits
 from kda_layers.modeling.slots import Slots, read_slots
 
 check(OVERRIDDEN)
@@ -153,21 +155,22 @@ class HybridModel(HybridPreTrainedModel):
             cu_seqlens: [N + 1] offsets of sequences packed along T (then B = 1), int32 or int64; also read from
                 cu_seq_lens_q, seq_idx, position_ids, as transformers' DataCollatorWithFlattening gives them, or a mask
                 of scores. Softmax layers encode position_ids if they are given as well.
-            **kwargs: keywords of transformers for attention functions, outputs and continuous batching.
+            **kwargs: keywords of transformers for attention functions, outputs and continuous batching. Others are
+                ignored, as transformers' models ignore them, but for misspelt ones, see `calls.refuse_misspelt`.
 
         Returns:
             BaseModelOutputWithPast: last_hidden_state [B, T, D], the recorded outputs requested, and the cache, which
                 transformers before 5.24 calls `past_key_values`.
 
         Raises:
-            TypeError: a keyword that would be ignored.
+            TypeError: a keyword that is close to one that changes results, as cu_seqlen or past_key_value.
             ValueError: not exactly one of input_ids and inputs_embeds; a cache while training with gradient
                 checkpointing, or for packed sequences in a model with softmax layers; masks or positions that the KDA
                 layers cannot follow, see `packing.read_layout`; the errors of the layers.
         """
         from_engine, slots = is_engine_cache(cache), None
         if not from_engine:
-            refuse_unknown(kwargs, type(self))
+            refuse_misspelt(kwargs, type(self))
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
@@ -207,8 +210,10 @@ class HybridModel(HybridPreTrainedModel):
                 positions = torch.arange(T, device=inputs_embeds.device)[None] + past
             encoded = positions if position_ids is None else position_ids
             encodings = self.position_inputs(hidden_states, encoded.view(-1, T))
+        # The first layers only where `generate` exits early, or where the rest was cut off.
+        layers = self.layers[: self.config.num_hidden_layers]
         with without_plans(inputs_embeds, None if from_engine else cache):
-            for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+            for layer, kind in zip(layers, self.config.layer_types, strict=False):
                 hidden_states = layer(
                     hidden_states,
                     attention_mask=masks[kind],
@@ -253,7 +258,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
     Attributes:
         skip_logits: default of the keyword of `forward`. Set it to False for code that trains with labels and reads
-            `.logits`, but passes no keyword.
+            `.logits` in every step, but passes no keyword: the head then computes them once.
     """
 
     skip_logits: bool | None = None
@@ -290,8 +295,9 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return next-token logits, and the loss if labels are given.
 
-        In training with labels, the logits are None: the loss is computed by chunks of tokens, which saves most of the
-        memory of a step with a large vocabulary. `skip_logits=False` returns logits as well.
+        In training with labels, the loss is computed by chunks of tokens, which saves most of the memory of a step with
+        a large vocabulary. The logits are then computed when the output's are read (`skipped_logits.LazyLogitsOutput`),
+        with their gradients; `skip_logits=False` computes them at once and the loss from them.
 
         Args: as `HybridModel.forward`, and
             labels: [B, T] token ids, -100 to ignore; shifted here.
@@ -301,7 +307,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 that is None, too, True in training (`model.train()` and gradients enabled) with labels.
 
         Returns:
-            CausalLMOutputWithPast: loss (scalar) or None, logits [B, T, vocab_size] or None, the cache.
+            CausalLMOutputWithPast: loss (scalar) or None, logits [B, T, vocab_size], the cache.
 
         Raises: as `HybridModel.forward`; keywords of the loss function are accepted too.
             ValueError: skip_logits=True without labels or with logits_to_keep.
@@ -310,10 +316,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if skip_logits and (labels is None or not whole):
             given = "labels=None" if labels is None else f"logits_to_keep={logits_to_keep}"
             raise ValueError(f"skip_logits must be False or None without labels or with logits_to_keep, got {given}")
-        for_loss = loss_options(kwargs, self.loss_function)
+        for_loss = {} if is_engine_cache(cache) else loss_options(kwargs, type(self), self.loss_function)
         kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
-        if not is_engine_cache(cache):
-            refuse_unknown(kwargs, type(self))
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -329,13 +333,16 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         hidden_states, logits, loss = outputs.last_hidden_state, None, None
         if skip_logits and labels is not None and whole and not for_loss:
             loss = chunked_loss(self, hidden_states, labels, **kwargs)
-        if loss is None:
+        output: type[CausalLMOutputWithPast] = CausalLMOutputWithPast
+        if loss is not None:
+            output, logits = LazyLogitsOutput, SkippedLogits(self.lm_head, hidden_states, autocast_dtype(hidden_states))
+        else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # -0 keeps all
             logits = self.lm_head(hidden_states[:, kept])
         if labels is not None and loss is None:
             vocab_size = self.config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs, **for_loss)
-        return CausalLMOutputWithPast(
+        return output(
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
@@ -360,6 +367,16 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if configured is None and is_capturable(self):
             return CapturedDecoding(self)
         return super().get_compiled_call(compile_config)
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate reads its signature
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of a step as transformers does, without the tokenizer that finds stop strings.
+
+        Nothing reads it in a forward, and no CUDA graph or compiled step could hold it.
+        """
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("tokenizer", None)
+        return inputs
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)

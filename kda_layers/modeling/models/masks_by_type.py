@@ -23,7 +23,7 @@ def masks_by_type(
     Each mask is made with the index of a layer of its type, whose cache knows the lengths. Without the index,
     transformers 5.17 takes a KDA layer for one of full attention if other layers have sliding windows.
     """
-    kinds = config.layer_types
+    kinds = config.layer_types[: config.num_hidden_layers]  # fewer where `generate` exits early
     # In a variant's configuration the field is a bool: projections with biases or without.
     biased = getattr(config, "attention_bias", None) == "key"
     functions = MASKS | ({"full_attention": create_key_mask} if biased else {})

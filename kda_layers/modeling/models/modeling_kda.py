@@ -14,9 +14,10 @@ from kda_layers.kernels import biased_attention
 from kda_layers.kernels.linear_step.op import linear_step
 from kda_layers.kernels.swiglu.op import swiglu, swiglu_linear
 from kda_layers.kernels.torch_private import has_global_hooks
-from kda_layers.kernels.tracing import may_run_again
+from kda_layers.kernels.tracing import autocasts, may_run_again
 from kda_layers.modeling.calls import is_engine_cache
 from kda_layers.modeling.models.configuration_kda import KDAConfig
+from kda_layers.modeling.models.heads import register_heads
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
@@ -117,7 +118,7 @@ class KDAMLP(nn.Module):
         layers = self.gate_proj, self.up_proj
         self.side_by_side.watch(x)
         # Autocast keeps its casts of parameters, not of a buffer.
-        separate = torch.is_grad_enabled() or may_run_again() or torch.is_autocast_enabled(x.device.type)
+        separate = torch.is_grad_enabled() or may_run_again() or autocasts(x.device.type)
         whole = None if separate else self.side_by_side.weight(layers)
         if whole is None:
             gate, up = projections(x, layers) or (layer(x) for layer in layers)
@@ -190,7 +191,7 @@ class KDADecoderLayer(GradientCheckpointingLayer):
             or attention_mask is not None
             or cu_seqlens is not None
             or torch.is_grad_enabled()
-            or torch.is_autocast_enabled(x.device.type)
+            or autocasts(x.device.type)
             or has_global_hooks()
             or type(self.self_attn) is not KDAAttention
             or type(self.mlp) is not KDAMLP
@@ -252,3 +253,4 @@ class KDAForCausalLM(HybridForCausalLM, KDAPreTrainedModel):
 
 AutoModel.register(KDAConfig, KDAModel, exist_ok=True)
 AutoModelForCausalLM.register(KDAConfig, KDAForCausalLM, exist_ok=True)
+register_heads(KDAForCausalLM)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kda_layers.modeling.models.configuration_kda import KDAFields
+from kda_layers.modeling.models.heads import register_heads
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, KDAAttention
 from kda_layers.modeling.seams import CACHE
 
@@ -93,3 +94,4 @@ class VariantFamily:
         AutoConfig.register(self.config.model_type, self.config, exist_ok=True)
         AutoModel.register(self.config, self.causal_lm.model_class, exist_ok=True)
         AutoModelForCausalLM.register(self.config, self.causal_lm, exist_ok=True)
+        register_heads(self.causal_lm)

@@ -1,0 +1,44 @@
+"""Heads of transformers on our base models: classification of sequences and of tokens, question answering."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridPreTrainedModel
+from kda_layers.modeling.seams import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+
+HEADS: dict[Any, type] = {
+    AutoModelForSequenceClassification: GenericForSequenceClassification,
+    AutoModelForTokenClassification: GenericForTokenClassification,
+    AutoModelForQuestionAnswering: GenericForQuestionAnswering,
+}
+
+
+def register_heads(causal_lm: type[HybridForCausalLM]) -> None:
+    """Make the models with other heads beside a language model, and register them with transformers' Auto classes.
+
+    KDAForCausalLM gets KDAForSequenceClassification and so on, as names of its module. They load checkpoints of the
+    language model, whose head they leave out, and follow transformers' rules: a sequence is classified by its last
+    token that is not config.pad_token_id.
+    """
+    pretrained = [base for base in causal_lm.__bases__ if base is not HybridForCausalLM]
+    if not any(issubclass(base, HybridPreTrainedModel) for base in pretrained):
+        pretrained.insert(0, HybridPreTrainedModel)
+    for auto, generic in HEADS.items():
+        name = causal_lm.__name__.replace("ForCausalLM", generic.__name__.removeprefix("Generic"))
+        doc = f"`{causal_lm.model_class.__name__}` with transformers' {generic.__name__}."
+        attributes = dict(config_class=causal_lm.config_class, __module__=causal_lm.__module__, __doc__=doc)
+        head = type(name, (generic, *pretrained), attributes)
+        setattr(sys.modules[causal_lm.__module__], name, head)  # where pickle finds it
+        auto.register(causal_lm.config_class, head, exist_ok=True)
