@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 import transformers
 
-from kda_layers.modeling import families, seams
+from kda_layers.modeling import seams
 
-SERVER = "transformers.cli.serving.model_manager"
 # Path of what is wrapped, one of `OF_ENGINE` -> our wrapper, as "file.function".
 WRAPPERS = {
     "PagedAttentionCache.__init__": "state_allocator.finish_cache",
     "ContinuousBatchingIOs._setup_static_tensors": "state_allocator.add_static_tensors",
     "ContinuousMixin.init_continuous_batching": "engine_options.check_model",
-    "resolve_continuous_batching_config": "engine_options.choose_graphs",
+    "resolve_continuous_batching_config": "engine_options.choose_options",
     "ensure_decode_fast_path_is_available": "engine_options.allow_block_tables",
-    "Scheduler.add_waiting_request": "state_allocator.check_request",
+    "Scheduler.add_waiting_request": "engine_requests.check_request",
+    "CBGenerateManager.init_cb": "serving.share_sampling",
+    "CBGenerateManager.generate_streaming": "serving.check_first",
+    "CBGenerateManager.generate_non_streaming": "serving.check_first",
+    "build_server": "serving.end_with_calls",
 }
 _enabled = False
 
@@ -57,7 +59,8 @@ def enable_continuous_batching() -> None:
         owner, name = owners[path]
         setattr(owner, name, wrapper(getattr(owner, name)))
     types[ours.KDA] = ours.StateAllocator
-    _name_models()
+    requests = importlib.import_module("kda_layers.modeling.engine_requests")
+    getattr(*owners["SCHEDULER_MAPPING"])[requests.FAIR] = requests.FairScheduler
     _enabled = True
 
 
@@ -75,14 +78,3 @@ def _unknown(reason: str) -> ImportError:
         f"enable_continuous_batching knows the engine of transformers {seams.OF_ENGINE[0].first} to "
         f"{seams.OF_ENGINE[0].last}, got transformers {transformers.__version__}: {reason}"
     )
-
-
-def _name_models() -> None:
-    """Set our model classes as attributes of transformers, where `transformers serve` looks a checkpoint's class up."""
-    classes = [importlib.import_module("kda_layers.modeling.models.modeling_kda").KDAForCausalLM]
-    classes += [families.load(f"kda_{kind}").causal_lm for kind in families.CONVERTED]
-    # The first import of a model replaces the module `transformers`; the server may have the one before.
-    server = sys.modules.get(SERVER)
-    for module in (sys.modules["transformers"], *([] if server is None else [server.transformers])):
-        for cls in classes:
-            setattr(module, cls.__name__, cls)

@@ -15,8 +15,11 @@ from typing import Any
 from kda_layers.kernels.declarations import arch_of
 from kda_layers.kernels.kda.contract import Problem
 from kda_layers.kernels.kda.dispatch import KDA as KDA_BACKENDS
+from kda_layers.modeling.engine_requests import FAIR
 from kda_layers.modeling.layer import KimiDeltaAttention
-from kda_layers.modeling.state_allocator import KDA, check_config
+from kda_layers.modeling.state_allocator import KDA, check_config, default_blocks, has_states
+
+CPU_BATCH_TOKENS = 512  # a step of so many keeps the cores of a CPU busy; the engine's 8192 take seconds
 
 # While `init_continuous_batching` runs: its model; whether block tables are chosen for the model.
 _model: ContextVar[Any] = ContextVar("kda_layers_model", default=None)
@@ -29,7 +32,7 @@ def check_model(init: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(init)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.config.get_text_config()
-        if KDA in (getattr(config, "layer_types", None) or ()):
+        if has_states(config):
             check_config(config)
             if getattr(self, "_device_mesh", None) is not None:
                 raise ValueError(
@@ -45,19 +48,27 @@ def check_model(init: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def choose_graphs(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `resolve_continuous_batching_config`: what the user leaves open, for a model that `_needs_no_mask`.
+def choose_options(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `resolve_continuous_batching_config`: what the user leaves open, for a model with KDA layers.
 
-    The engine uses CUDA graphs, asynchronous steps and steps of block tables with flash attention alone, as other
-    attention needs masks. KDA layers need none, and the first column of a block table is their slot.
+    Prompts are read in the order of `FairScheduler`. On a CPU, steps and the cache have a size that fits it. A model
+    that `_needs_no_mask` gets CUDA graphs, asynchronous steps and steps of block tables: the engine uses these with
+    flash attention alone, as other attention needs masks. KDA layers need none, and the first column of a block table
+    is their slot.
     """
 
     @functools.wraps(resolve)
     def wrapper(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
         model = _model.get()
-        if model is None or not _needs_no_mask(model, config, cb_config):
+        if model is None or not has_states(config):
             return resolve(config, cb_config, *args, **kwargs)
         chosen = copy.copy(cb_config)
+        if chosen.scheduler_type == "fifo":
+            chosen.scheduler_type = FAIR
+        if model.device.type == "cpu":
+            _choose_sizes(chosen)
+        if not _needs_no_mask(model, config, chosen):
+            return resolve(config, chosen, *args, **kwargs)
         if chosen.use_cuda_graph is None:
             chosen.use_cuda_graph = True
         if chosen.use_async_batching is None:  # which offloading excludes (`finish_cache`)
@@ -72,7 +83,7 @@ def choose_graphs(resolve: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def allow_block_tables(ensure: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `ensure_decode_fast_path_is_available`, within `choose_graphs`."""
+    """Wrap `ensure_decode_fast_path_is_available`, within `choose_options`."""
 
     @functools.wraps(ensure)
     def wrapper(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,6 +93,14 @@ def allow_block_tables(ensure: Callable[..., None]) -> Callable[..., None]:
             cb_config.max_blocks_per_request = 1
 
     return wrapper
+
+
+def _choose_sizes(chosen: Any) -> None:
+    """Set the sizes of steps and of the cache on a CPU that are not given."""
+    if chosen.max_batch_tokens is None:
+        chosen.max_batch_tokens = CPU_BATCH_TOKENS
+    if chosen.num_blocks is None and chosen.max_memory_percent is None:
+        chosen.num_blocks = default_blocks(chosen.page_size)
 
 
 def _needs_no_mask(model: Any, config: Any, cb_config: Any) -> bool:

@@ -8,6 +8,7 @@ deep names elsewhere.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any, NamedTuple
 
 from kda_layers.versions import installed, require_transformers
@@ -45,6 +46,8 @@ NAMES = {
         Seam(f"{ENGINE}.cache_allocators", "FullAttentionCacheAllocator", "5.18"),
         Seam(f"{ENGINE}.cache_allocators.cache_allocator", "CacheAllocator", "5.18"),
         Seam(f"{ENGINE}.cache_allocators.full_attention", "find_head_dim", "5.18"),
+        Seam(f"{ENGINE}.requests", "RequestStatus", "5.18"),
+        Seam(f"{ENGINE}.scheduler", "FIFOScheduler", "5.18"),
         Seam("loss.loss_utils", "ForCausalLMLoss"),
         Seam("masking_utils", "create_causal_mask"),
         Seam("masking_utils", "create_sliding_window_causal_mask"),
@@ -76,7 +79,8 @@ OVERRIDDEN = (
     Seam("modeling_utils", "PreTrainedModel.get_compiled_call"),
     Seam("modeling_utils", "PreTrainedModel._skip_keys_device_placement"),
 )
-# Names of the engine of continuous batching that `enable_continuous_batching` wraps.
+# Names of the engine of continuous batching and of its server that `enable_continuous_batching` wraps,
+# extends or calls.
 OF_ENGINE = (
     Seam(f"{ENGINE}.cache", "ATTN_TYPE_TO_ALLOCATOR", "5.18"),
     Seam(f"{ENGINE}.cache", "PagedAttentionCache.__init__", "5.18"),
@@ -84,13 +88,28 @@ OF_ENGINE = (
     Seam(f"{ENGINE}.continuous_api", "resolve_continuous_batching_config", "5.18"),
     Seam(f"{ENGINE}.initialization", "ensure_decode_fast_path_is_available", "5.18"),
     Seam(f"{ENGINE}.input_outputs", "ContinuousBatchingIOs._setup_static_tensors", "5.18"),
+    Seam(f"{ENGINE}.scheduler", "SCHEDULER_MAPPING", "5.18"),
+    Seam(f"{ENGINE}.scheduler", "Scheduler._process_candidates", "5.18"),
+    Seam(f"{ENGINE}.scheduler", "Scheduler._try_to_meet_safety_margin", "5.18"),
     Seam(f"{ENGINE}.scheduler", "Scheduler.add_waiting_request", "5.18"),
+    Seam("cli.serving.utils", "CBGenerateManager.init_cb", "5.18"),
+    Seam("cli.serving.utils", "CBGenerateManager.generate_streaming", "5.18"),
+    Seam("cli.serving.utils", "CBGenerateManager.generate_non_streaming", "5.18"),
+    Seam("cli.serving.server", "build_server", "5.18"),
 )
 
 # What differs between versions. transformers 5.24 calls the cache `cache` in every model; attention modules update the
 # engine's cache themselves since then; and only calls with gradients are checkpointed.
 RENAMED = installed("transformers") >= (5, 24)
 CACHE = "cache" if RENAMED else "past_key_values"
+
+
+def publish(model_class: type) -> None:
+    """Set a model class as an attribute of transformers, where `transformers serve` looks a checkpoint's class up."""
+    # The first import of a model replaces the module `transformers`; the server may have the one before.
+    server = sys.modules.get("transformers.cli.serving.model_manager")
+    for module in {sys.modules["transformers"], getattr(server, "transformers", sys.modules["transformers"])}:
+        setattr(module, model_class.__name__, model_class)
 
 
 def owner(seam: Seam) -> tuple[Any, str]:

@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from kda_layers.modeling.slots import Slots
 logger = logging.getLogger("kda_layers")
 KDA = "linear_attention"
 ALIGNMENT = 128  # bytes, of each layer's states
+DEFAULT_TOKENS = 32_768  # of all layers, which the cache has room for on a CPU
 
 
 class StateAllocator(CacheAllocator):
@@ -157,6 +159,19 @@ class StateAllocator(CacheAllocator):
         raise ValueError("a KDA layer has no keys and values: it reads and writes its states in `Slots`")
 
 
+def default_blocks(page_size: int) -> int:
+    """Return `num_blocks` on a CPU where neither it nor `max_memory_percent` is given.
+
+    The engine would take 60 % of all memory, and use most of it for masks [1, 1, max_batch_tokens, tokens in cache].
+    """
+    return -(-DEFAULT_TOKENS // page_size)
+
+
+def has_states(config: Any) -> bool:
+    """Return True for the (text) configuration of a model with linear-attention layers."""
+    return KDA in (getattr(config, "layer_types", None) or ())
+
+
 def check_config(config: Any) -> None:
     """Raise a ValueError unless the engine can serve models of this configuration, which has KDA layers."""
     kind = f"a {config.model_type} model"
@@ -183,16 +198,21 @@ def finish_cache(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def wrapper(self: Any, config: Any, continuous_batching_config: Any, *args: Any, **kwargs: Any) -> None:
         options = continuous_batching_config
-        has_states = KDA in (getattr(config, "layer_types", None) or ())
         # The engine then restores a request as of one token earlier, and computes that token again.
-        if has_states and options.use_async_batching and options.cpu_offload_space != 0:
+        if has_states(config) and options.use_async_batching and options.cpu_offload_space != 0:
             raise ValueError(
                 f"cpu_offload_space must be 0 with use_async_batching=True, got {options.cpu_offload_space}: a state "
                 "cannot take a token back. Set use_async_batching=False in ContinuousBatchingConfig to keep it"
             )
-        init(self, config, options, *args, **kwargs)
-        if not has_states:
-            return
+        if not has_states(config):
+            return init(self, config, options, *args, **kwargs)
+        try:
+            init(self, config, options, *args, **kwargs)
+        except MemoryError as error:
+            if options.num_blocks != default_blocks(options.page_size):
+                raise
+            logger.warning("no memory for the default num_blocks=%d, the engine chooses: %s", options.num_blocks, error)
+            init(self, config, replace(options, num_blocks=None), *args, **kwargs)
         allocators = self.cache_allocators
         if self.num_sectors < len(allocators):
             raise ValueError(
@@ -229,29 +249,5 @@ def add_static_tensors(setup: Callable[..., None]) -> Callable[..., None]:
         if self.attention_mask is not None:  # of no keys
             size = (1, 1, self.cache.max_batch_tokens, 0)
             self.attention_mask[KDA] = torch.empty(size, dtype=self.model_dtype, device=self.device)
-
-    return wrapper
-
-
-def check_request(add: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `Scheduler.add_waiting_request`: refuse a request that can never fit.
-
-    The engine fails that request. Without this it admits the request, and fails all when the cache is full.
-    """
-
-    @functools.wraps(add)
-    def wrapper(self: Any, state: Any) -> None:
-        cache = self.cache
-        if KDA in cache.cache_allocators:
-            prompt, new = len(state.initial_tokens), state.max_new_tokens or 0
-            blocks = {a: a.needs_new_blocks("", 0, prompt + new) for a in cache.cache_allocators.values()}
-            needed = sum(-(-n // a.blocks_per_sector) for a, n in blocks.items())
-            if needed > cache.num_sectors:
-                raise ValueError(
-                    f"a request of {prompt} prompt tokens and {new} new ones needs {needed * cache.bytes_per_sector} "
-                    f"bytes, but the cache has {cache.num_sectors * cache.bytes_per_sector}: shorten it (max_tokens), "
-                    "or raise num_blocks or max_memory_percent of ContinuousBatchingConfig"
-                )
-        add(self, state)
 
     return wrapper

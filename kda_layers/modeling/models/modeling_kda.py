@@ -22,7 +22,7 @@ from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, Hy
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.precision import KeepsFP32
 from kda_layers.modeling.residual import add_and_normalise
-from kda_layers.modeling.seams import ALL_ATTENTION_FUNCTIONS, RENAMED, Cache, GradientCheckpointingLayer
+from kda_layers.modeling.seams import ALL_ATTENTION_FUNCTIONS, RENAMED, Cache, GradientCheckpointingLayer, publish
 from kda_layers.modeling.shared_input import projections, serves
 from kda_layers.modeling.side_by_side import DEVICES, SideBySide, is_plain, is_unhooked, only_multiplies
 
@@ -254,3 +254,4 @@ class KDAForCausalLM(HybridForCausalLM, KDAPreTrainedModel):
 AutoModel.register(KDAConfig, KDAModel, exist_ok=True)
 AutoModelForCausalLM.register(KDAConfig, KDAForCausalLM, exist_ok=True)
 register_heads(KDAForCausalLM)
+publish(KDAForCausalLM)

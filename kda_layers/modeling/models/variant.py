@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.models.heads import register_heads
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, KDAAttention
-from kda_layers.modeling.seams import CACHE
+from kda_layers.modeling.seams import CACHE, publish
 
 
 class VariantFields(KDAFields):
@@ -95,3 +95,4 @@ class VariantFamily:
         AutoModel.register(self.config, self.causal_lm.model_class, exist_ok=True)
         AutoModelForCausalLM.register(self.config, self.causal_lm, exist_ok=True)
         register_heads(self.causal_lm)
+        publish(self.causal_lm)
