@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.metadata
 import importlib.util
+import json
 import pathlib
+import re
 import shlex
 import socket
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from transformers import PreTrainedModel
 
 import kda_layers
@@ -206,24 +213,112 @@ def test_a_request_that_is_too_long(server: Server) -> None:
     assert not server.slots
 
 
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        (dict(temperature=1e-42, do_sample=True), 400),  # logits would overflow, and NaN cannot be sampled
+        (dict(num_return_sequences=100_000, do_sample=True), 200),  # of each later request
+        (dict(eos_token_id=[1, None]), 500),  # would be the default of later requests
+    ],
+)
+def test_a_first_request_of_odd_options(server: Server, fields: dict[str, Any], status: int) -> None:
+    """The server starts its engine with the options of the first request: only how to sample is taken from it."""
+    import httpx
+
+    server.serve._generation_state.shutdown()
+    body = {"prompt": "abc", "generation_config": json.dumps(fields | {"max_new_tokens": 3})}
+    if "temperature" in fields:
+        body["temperature"] = str(fields["temperature"])
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    assert httpx.post(url, json=body, timeout=PATIENCE).status_code == status
+    assert len(server.complete("a short story.")) == 12
+    server.serve._generation_state.shutdown()
+    assert server.complete("a short story.") == expected(server.folder, "a short story.", 12)
+
+
+def test_a_server_without_enabling(folder: pathlib.Path) -> None:
+    """It finds the model's class, and says what continuous batching needs."""
+    code = f"""
+import kda_layers
+from transformers.cli.serving.model_manager import ModelManager
+(loaded,) = ModelManager(device="cpu", force_model={str(folder)!r}).loaded_models.values()
+print(type(loaded.model).__name__)
+try:
+    loaded.model.init_continuous_batching()
+except RuntimeError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert "KDALlamaForCausalLM\n" in run.stdout, run.stderr
+    assert "needs kda_layers.enable_continuous_batching(), called once before it" in run.stdout
+
+
 def blocks_of_tutorial(language: str) -> list[str]:
     return [block.partition("```")[0] for block in TUTORIAL.read_text().split(f"```{language}\n")[1:]]
 
 
+def installed_by_the_tutorial() -> set[str]:
+    """Names of the distributions that its install line brings."""
+    (line,) = [block for block in blocks_of_tutorial("bash") if "pip install" in block]
+    command, _, extra = re.fullmatch(r"(pip install) '(\.)\[(\w+)\]' .*\n", line).groups()  # type: ignore[union-attr]
+    project = tomllib.loads((TUTORIAL.parents[2] / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"][extra]]
+    names, found = [Requirement(r) for r in wanted], set()
+    while names:
+        requirement = names.pop()
+        name = canonicalize_name(requirement.name)
+        for of in ("", *requirement.extras):
+            if f"{name}[{of}]" in found:
+                continue
+            found.add(f"{name}[{of}]")
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                for text in importlib.metadata.requires(name) or ():
+                    more = Requirement(text)
+                    if more.marker is None or more.marker.evaluate({"extra": of}):
+                        names.append(more)
+    return {entry.partition("[")[0] for entry in found}
+
+
+ONLY_INSTALLED = """
+import sys
+class Installed:
+    def __init__(self, finders, hidden):
+        self.finders, self.hidden = finders, hidden
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.hidden:
+            return None
+        found = (f.find_spec(name, path, target) for f in self.finders if hasattr(f, "find_spec"))
+        return next((spec for spec in found if spec is not None), None)
+    def find_distributions(self, *args, **kwargs):
+        import importlib.metadata
+        return importlib.metadata.MetadataPathFinder.find_distributions(*args, **kwargs)
+sys.meta_path[:] = [Installed(list(sys.meta_path), {hidden!r})]
+"""
+
+
+@functools.cache
+def only_installed() -> str:
+    """Code by which a process finds no package but those of the tutorial's install line."""
+    kept = installed_by_the_tutorial() | {"kda-layers"}
+    packages = importlib.metadata.packages_distributions()
+    hidden = {top for top, of in packages.items() if not kept & {canonicalize_name(name) for name in of}}
+    assert {"pytest", "peft"} & set(packages) <= hidden
+    return ONLY_INSTALLED.format(hidden=hidden)
+
+
 @pytest.mark.parametrize("language", ["python", "bash"])
 def test_the_tutorial(folder: pathlib.Path, language: str) -> None:
-    """Its servers and its client run as they are printed, in processes of their own."""
+    """Its servers and its client run as they are printed, in processes of their own, with what it installs."""
     port = free_port()
     if language == "python":
         code = blocks_of_tutorial("python")[0].replace('"my-model"', repr(str(folder)))
-        code = code.replace("port=8000", f"port={port}, device='cpu', cb_num_blocks=6, cb_max_batch_tokens=256")
-        command = [sys.executable, "-c", code]
+        command = [sys.executable, "-c", only_installed() + code.replace("port=8000", f"port={port}, device='cpu'")]
     else:
         line = blocks_of_tutorial("bash")[1].replace("\\\n", "").replace("my-model", str(folder))
-        options = ["--device", "cpu", "--cb-num-blocks", "6", "--cb-max-batch-tokens", "256"]
-        command = [sys.executable, *shlex.split(line.replace("8000", str(port)))[1:], *options]
+        _, option, code, *options = shlex.split(line.replace("8000", str(port)))
+        command = [sys.executable, option, only_installed() + code, *options, "--device", "cpu"]
     client_code = blocks_of_tutorial("python")[1].replace('"my-model"', repr(str(folder)))
-    client_code = client_code.replace(":8000", f":{port}")
+    client_code = only_installed() + client_code.replace(":8000", f":{port}")
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     running = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
     lines: list[str] = []
@@ -233,6 +328,15 @@ def test_the_tutorial(folder: pathlib.Path, language: str) -> None:
         client = subprocess.run([sys.executable, "-c", client_code], timeout=PATIENCE, **pipes)  # type: ignore
         assert client.returncode == 0, client.stdout + "".join(lines)
         assert client.stdout.strip("\n") == expected(folder, "Once upon a time", 40)
+        status = pathlib.Path(f"/proc/{running.pid}/status")
+        if status.exists():  # Linux
+            assert int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) < 1.5 * 2**20  # type: ignore[index]
     finally:
         running.terminate()
         running.wait(PATIENCE)
+
+
+def test_the_tutorial_without_a_server(folder: pathlib.Path) -> None:
+    code = only_installed() + blocks_of_tutorial("python")[2].replace('"my-model"', repr(str(folder)))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert [len(json.loads(line)) for line in run.stdout.splitlines() if line.startswith("[")] == [20, 20], run.stderr

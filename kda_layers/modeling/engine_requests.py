@@ -82,12 +82,12 @@ class FairScheduler(FIFOScheduler):
     waits for two steps at most. Decoding comes first in any step.
     """
 
-    _shortest_first = False
+    _in_order = False  # True in every other step
 
     def _process_candidates(self, candidates: list[Any], *args: Any) -> Any:
-        self._shortest_first = not self._shortest_first
+        self._in_order = not self._in_order
         # With little of the cache left, only the first prompt is read: the oldest, so that it ends.
-        if self._shortest_first and self._try_to_meet_safety_margin():
+        if not self._in_order and self._try_to_meet_safety_margin():
             candidates = sorted(candidates, key=_unread)
         return super()._process_candidates(candidates, *args)
 

@@ -28,6 +28,8 @@ try:
     kda_layers.enable_continuous_batching()
     from transformers import CompileConfig, ContinuousBatchingConfig
     from transformers.generation.continuous_batching import cache_allocators, continuous_api, initialization
+    from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
+    from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
     from kda_layers.modeling import engine_options
 except ImportError as error:
@@ -467,6 +469,114 @@ def test_slots_and_memory_are_constant(name: str, requests: int) -> None:
         gc.collect()
         alive.add(sum(type(t) is Tensor for t in gc.get_objects()))
     assert len(alive) == 1
+
+
+# ---------------------------------------------------------------- requests that cannot be served
+
+
+@pytest.mark.parametrize("name", ["kda", "hybrid"])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt must have at least one token, got none"),
+        ([1, 29], "token ids must be from 0 to 28, the model's vocabulary, got 29"),
+        ([1, -1], "token ids must be from 0 to 28, the model's vocabulary, got -1"),
+        ([[1, 2]], "the prompt must be a list of token ids"),
+        ("ab", "the prompt must be a list of token ids"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_fails_alone(name: str, prompt: Any, message: str) -> None:
+    given = prompts(5, 9)
+    out = list(model(name).generate_batch([given[0], prompt, given[1]], generation(8), config()).values())
+    assert message in out[1].error
+    assert out[1].generated_tokens == []
+    assert [out[i].generated_tokens for i in (0, 2)] == generated(name, given, 8)
+
+
+def test_a_request_id_in_use_fails_alone() -> None:
+    engine, given = Engine(model("llama")), prompts(5, 6)
+    engine.add(given[0], request_id="same")
+    engine.step()
+    engine.add(given[1], request_id="same")
+    engine.step()
+    first = engine.manager.output_router.output_queue.get_nowait()
+    assert first.error == "request_id must not be that of a request in progress, got 'same'"
+    assert engine.run()["same"].generated_tokens == generated("llama", given[:1], 8)[0]
+    engine.check_empty()
+
+
+def test_a_request_of_no_limit_ends_with_the_cache() -> None:
+    """It would fail the others when it finds no page."""
+    engine = Engine(model("llama"), num_blocks=pages_for(model("llama"), 4))
+    engine.manager.generation_config.max_new_tokens = None
+    given = prompts(5, 7)
+    engine.add(given[0])
+    engine.add(given[1], max_new_tokens=8)
+    got = engine.run()
+    room = (engine.cache.num_sectors - 1) * engine.cache.cache_allocators["full_attention"].blocks_per_sector * 16
+    assert len(given[0]) + len(got["req_0"].generated_tokens) == room
+    assert got["req_0"].error is None
+    assert got["req_1"].generated_tokens == generated("llama", given[1:], 8)[0]
+    engine.check_empty()
+
+
+# ---------------------------------------------------------------- order of prompts
+
+
+@some
+def test_a_short_prompt_passes_long_ones(name: str) -> None:
+    """It waits for two steps at most, and the oldest prompt has every other step."""
+    engine, given = Engine(model(name), max_batch_tokens=16, num_blocks=400), prompts(400, 300, 6)
+    oldest = engine.add(given[0])
+    engine.add(given[1])
+    engine.step()
+    short = engine.add(given[2])
+    for _ in range(2):
+        engine.step()
+    assert engine.scheduler.active_requests[short].generated_len() > 0
+    read = engine.scheduler.active_requests[oldest].position_offset
+    for _ in range(10):
+        engine.step()
+    assert engine.scheduler.active_requests[oldest].position_offset >= read + 5 * (16 - 2)
+    assert engine.tokens() == generated(name, given, 8)
+    engine.check_empty()
+
+
+def test_stock_models_keep_the_order_of_arrival() -> None:
+    m = stock("llama", FP32)
+    assert (
+        type(m.init_continuous_batching(generation(8), config())._create_batch_processor().scheduler) is FIFOScheduler
+    )
+
+
+# ---------------------------------------------------------------- sizes on a CPU
+
+
+def sizes(name: str, **given: Any) -> tuple[int, int, int]:
+    """Tokens of a step, tokens of all layers that the cache has room for, bytes of the tensors of a step."""
+    manager = model(name).init_continuous_batching(generation(8), ContinuousBatchingConfig(**given))
+    processor = manager._create_batch_processor()
+    masks = processor.inputs_and_outputs.attention_mask or {}
+    return processor.cache.max_batch_tokens, processor.cache.num_blocks * 256, sum(m.nbytes for m in masks.values())
+
+
+@pytest.mark.parametrize("name", ["kda", "hybrid", "llama"])
+def test_sizes_on_a_cpu(name: str) -> None:
+    step, tokens, masks = sizes(name)
+    assert step == 512
+    assert 32_768 <= tokens < 40_000
+    assert masks < 300 * 2**20
+    assert sizes(name, max_batch_tokens=64, num_blocks=8)[0] == 64
+    assert sizes(name, num_blocks=8)[1] < 32_768
+
+
+def test_a_cpu_without_the_memory_for_them(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine then takes what there is; what was asked for raises."""
+    monkeypatch.setattr(PagedAttentionMemoryHandler, "get_available_memory", lambda self: 40 * 2**20)
+    assert 0 < sizes("hybrid")[1] < 32_768
+    assert "no memory for the default num_blocks=128" in caplog.text
+    with pytest.raises(MemoryError):
+        sizes("hybrid", num_blocks=300)
 
 
 # ---------------------------------------------------------------- prefix sharing
