@@ -223,14 +223,16 @@ def test_a_request_that_is_too_long(server: Server) -> None:
 )
 def test_a_first_request_of_odd_options(server: Server, fields: dict[str, Any], status: int) -> None:
     """The server starts its engine with the options of the first request: only how to sample is taken from it."""
-    import httpx
+    import openai
 
     server.serve._generation_state.shutdown()
-    body = {"prompt": "abc", "generation_config": json.dumps(fields | {"max_new_tokens": 3})}
-    if "temperature" in fields:
-        body["temperature"] = str(fields["temperature"])
-    url = f"http://127.0.0.1:{server.port}/v1/completions"
-    assert httpx.post(url, json=body, timeout=PATIENCE).status_code == status
+    body = {"generation_config": json.dumps(fields | {"max_new_tokens": 3})}
+    got = 200
+    try:
+        server.client().completions.create(model=str(server.folder), prompt="abc", extra_body=body)
+    except openai.APIStatusError as error:
+        got = error.status_code
+    assert got == status
     assert len(server.complete("a short story.")) == 12
     server.serve._generation_state.shutdown()
     assert server.complete("a short story.") == expected(server.folder, "a short story.", 12)
@@ -260,7 +262,7 @@ def blocks_of_tutorial(language: str) -> list[str]:
 def installed_by_the_tutorial() -> set[str]:
     """Names of the distributions that its install line brings."""
     (line,) = [block for block in blocks_of_tutorial("bash") if "pip install" in block]
-    command, _, extra = re.fullmatch(r"(pip install) '(\.)\[(\w+)\]' .*\n", line).groups()  # type: ignore[union-attr]
+    extra = re.fullmatch(r"pip install '\.\[(\w+)\]' .*\n", line)[1]  # type: ignore[index]
     project = tomllib.loads((TUTORIAL.parents[2] / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"][extra]]
     names, found = [Requirement(r) for r in wanted], set()
