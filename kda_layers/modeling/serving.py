@@ -41,8 +41,9 @@ def share_sampling(init_cb: Callable[..., None]) -> Callable[..., None]:
         if shared.do_sample and shared.temperature is not None and not shared.temperature >= COLDEST:
             raise _bad_request(f"temperature must be 0 or at least {COLDEST}, got {shared.temperature}")
         init_cb(self, model, shared)
+        engine: Any = self._cb
         # The loop pauses once its cache is made. If it fails there, the request says so.
-        with contextlib.suppress(RuntimeError), self._cb.pause():
+        with contextlib.suppress(RuntimeError), engine.pause():
             pass
 
     return wrapper
