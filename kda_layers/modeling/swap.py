@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from kda_layers.kernels.kda.checks import check_recompute
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling import families
+from kda_layers.modeling.checkpoints.saved_names import accept_saved_names, refuse_saved_names
 from kda_layers.modeling.checks import check_not_sharded, layer_indices, unwrapped_hint
 from kda_layers.modeling.convert import convert
 from kda_layers.modeling.in_place import StockFamily
@@ -132,6 +133,7 @@ def swap_attention(
     for base in _base_models(model, family):
         if family.prepare_call not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(family.prepare_call, with_kwargs=True)
+    accept_saved_names(model)
     return ChangedPaths(chosen)
 
 
@@ -161,6 +163,7 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
             if hook is family.prepare_call:
                 del base._forward_pre_hooks[key]
                 base._forward_pre_hooks_with_kwargs.pop(key, None)
+    refuse_saved_names(model)
     model.__dict__.pop("_is_stateful", None)
     return list(swapped)
 
