@@ -15,8 +15,14 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from kda_layers.modeling.seams import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    get_model_conversion_mapping,
+    rename_source_key,
+)
 
 Parts = dict[str, dict[str, Tensor]]  # of parameters that are merged: saved tensors by their names
 

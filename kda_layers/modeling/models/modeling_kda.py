@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM
 from transformers import initialization as init
 
 from kda_layers.kernels import biased_attention
@@ -17,12 +16,12 @@ from kda_layers.kernels.torch_private import has_global_hooks
 from kda_layers.kernels.tracing import autocasts, may_run_again
 from kda_layers.modeling.calls import is_engine_cache
 from kda_layers.modeling.models.configuration_kda import KDAConfig
-from kda_layers.modeling.models.heads import register_heads
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
+from kda_layers.modeling.models.registration import register
 from kda_layers.modeling.precision import KeepsFP32
 from kda_layers.modeling.residual import add_and_normalise
-from kda_layers.modeling.seams import ALL_ATTENTION_FUNCTIONS, RENAMED, Cache, GradientCheckpointingLayer, publish
+from kda_layers.modeling.seams import ALL_ATTENTION_FUNCTIONS, RENAMED, Cache, GradientCheckpointingLayer
 from kda_layers.modeling.shared_input import projections, serves
 from kda_layers.modeling.side_by_side import DEVICES, SideBySide, is_plain, is_unhooked, only_multiplies
 
@@ -251,7 +250,4 @@ class KDAForCausalLM(HybridForCausalLM, KDAPreTrainedModel):
         return None if self.config.attention_bias == "key" else super()._get_static_cache_init_shape()
 
 
-AutoModel.register(KDAConfig, KDAModel, exist_ok=True)
-AutoModelForCausalLM.register(KDAConfig, KDAForCausalLM, exist_ok=True)
-register_heads(KDAForCausalLM)
-publish(KDAForCausalLM)
+register(KDAForCausalLM)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from kda_layers.modeling.models.configuration_kda import KDAFields
-from kda_layers.modeling.models.heads import register_heads
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, KDAAttention
-from kda_layers.modeling.seams import CACHE, publish
+from kda_layers.modeling.models.registration import register
+from kda_layers.modeling.seams import CACHE
 
 
 class VariantFields(KDAFields):
@@ -92,7 +92,4 @@ class VariantFamily:
 
     def __post_init__(self) -> None:
         AutoConfig.register(self.config.model_type, self.config, exist_ok=True)
-        AutoModel.register(self.config, self.causal_lm.model_class, exist_ok=True)
-        AutoModelForCausalLM.register(self.config, self.causal_lm, exist_ok=True)
-        register_heads(self.causal_lm)
-        publish(self.causal_lm)
+        register(self.causal_lm)

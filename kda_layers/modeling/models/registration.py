@@ -1,4 +1,4 @@
-"""Heads of transformers on our base models: classification of sequences and of tokens, question answering."""
+"""What transformers has to know of our models: Auto classes, other heads, and the tables that go by names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -13,9 +15,11 @@ from transformers import (
 
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridPreTrainedModel
 from kda_layers.modeling.seams import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
     GenericForTokenClassification,
+    publish,
 )
 
 HEADS: dict[Any, type] = {
@@ -25,7 +29,21 @@ HEADS: dict[Any, type] = {
 }
 
 
-def register_heads(causal_lm: type[HybridForCausalLM]) -> None:
+def register(causal_lm: type[HybridForCausalLM]) -> None:
+    """Register a language model, its base model and models with other heads with transformers.
+
+    Its name goes into the table by which transformers' Trainer recognises models whose labels are shifted: with label
+    smoothing, another model would be trained to repeat the current token.
+    """
+    config: Any = causal_lm.config_class
+    AutoModel.register(config, causal_lm.model_class, exist_ok=True)
+    AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = causal_lm.__name__
+    _register_heads(causal_lm)
+    publish(causal_lm)
+
+
+def _register_heads(causal_lm: type[HybridForCausalLM]) -> None:
     """Make the models with other heads beside a language model, and register them with transformers' Auto classes.
 
     KDAForCausalLM gets KDAForSequenceClassification and so on, as names of its module. They load checkpoints of the
