@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kda_layers.modeling.models.configuration_kda import KDAConfig as KDAConfig
     from kda_layers.modeling.models.modeling_kda import KDAForCausalLM as KDAForCausalLM
     from kda_layers.modeling.models.modeling_kda import KDAModel as KDAModel
+    from kda_layers.modeling.parameter_groups import parameter_groups as parameter_groups
     from kda_layers.modeling.swap import enable_speculative_decoding as enable_speculative_decoding
     from kda_layers.modeling.swap import load_pretrained as load_pretrained
     from kda_layers.modeling.swap import restore_attention as restore_attention
@@ -60,6 +61,7 @@ _PUBLIC = {
     "keep_backend": "kernels.registry",
     "load_kda_weights": "modeling.checkpoints.weights",
     "load_pretrained": "modeling.swap",
+    "parameter_groups": "modeling.parameter_groups",
     "quantize_state": "kernels.kda.int8_state",
     "restore_attention": "modeling.swap",
     "swap_attention": "modeling.swap",

@@ -11,6 +11,7 @@ from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+import kda_layers
 from common.settings import TrainingSettings
 from common.text import Text, heldout_windows, training_batch
 
@@ -18,13 +19,8 @@ WARM_UP, COOL_DOWN = 0.05, 0.2  # parts of the run in which the learning rate ri
 
 
 def build_optimizer(model: nn.Module, capturable: bool = False) -> AdamW:
-    """AdamW that decays matrices only: not norms, gate parameters (A_log, dt_bias), biases or convolutions.
-
-    With `capturable`, a CUDA graph can hold its steps.
-    """
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    """AdamW that decays matrices only. With `capturable`, a CUDA graph can hold its steps."""
+    groups = kda_layers.parameter_groups(model, weight_decay=0.1)
     return AdamW(groups, betas=(0.9, 0.95), fused=True, capturable=capturable)
 
 
