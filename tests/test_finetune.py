@@ -26,6 +26,7 @@ import finetune  # noqa: E402
 from common import text  # noqa: E402
 
 from kda_layers import KDAConfig, KDAForCausalLM  # noqa: E402
+from tests.modeling.stock_models import FAMILIES, build  # noqa: E402
 from tests.processes import once, run_two  # noqa: E402
 
 SIZE: dict[str, Any] = dict(
@@ -114,6 +115,37 @@ def test_a_llama_is_swapped_and_a_run_resumed(tmp_path: Path, capsys: pytest.Cap
     state = json.loads((tmp_path / "run" / "checkpoint-3" / "trainer_state.json").read_text())
     assert {0, 2} <= {entry["step"] for entry in state["log_history"] if "eval_loss" in entry}  # where each run began
     assert "1 processes" in capsys.readouterr().out
+
+
+def interrupt(_: Any, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
+    """A callback's method that stops a run in its sixth step."""
+    if state.global_step == 6:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "glm5_next"])  # no causal LM to the Auto class
+def test_a_swapped_stock_model_is_resumed(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved has the Hub's names, and `--resume` starts from other weights if it does not read them."""
+    build(family, vocab_size=256).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_bytes(text.python_reference()[:3000])
+
+    def run(output: str, *more: str) -> Any:
+        files = ["--data", str(tmp_path / "text.txt"), "--model", str(tmp_path / "model"), "--swap", "all"]
+        options = [*files, "--output", str(tmp_path / output), "--steps", "8", "--save-every", "4", *FEW, *more]
+        return finetune.finetune(finetune.parse(options))
+
+    def losses(trainer: Any) -> list[float]:
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    whole = run("whole")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(finetune.RunRecord, "on_step_end", interrupt)
+        run("cut")
+    resumed = run("cut", "--resume")
+    assert len(losses(whole)) == 8
+    assert losses(resumed) == losses(whole)
+    parameters = dict(whole.model.named_parameters())
+    assert all(torch.equal(p, parameters[n]) for n, p in resumed.model.named_parameters())
 
 
 @pytest.fixture(scope="module")
