@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from kda_layers.kernels.kda.checks import check_recompute
 from kda_layers.kernels.kda.dispatch import KDA
@@ -17,7 +17,7 @@ from kda_layers.modeling import families
 from kda_layers.modeling.checkpoints.saved_names import accept_saved_names, refuse_saved_names
 from kda_layers.modeling.checks import check_not_sharded, layer_indices, unwrapped_hint
 from kda_layers.modeling.convert import convert
-from kda_layers.modeling.in_place import StockFamily
+from kda_layers.modeling.in_place import StockFamily, logger
 
 logger = logging.getLogger("kda_layers")
 
@@ -193,37 +193,79 @@ def enable_speculative_decoding(model: PreTrainedModel) -> None:
 
 def load_pretrained(
     path: Any, *, backend: str | None = None, recompute: bool | float | str = "auto", **kwargs: Any
-) -> PreTrainedModel:
+) -> Any:
     """Load a model that `swap_attention` changes in place, and swap it; A_log and dt_bias stay in fp32.
 
     transformers rounds these two of a Kimi-Linear to the dtype that the model is loaded in.
 
     Args:
-        path: checkpoint folder or Hub name.
+        path: checkpoint folder or Hub name; also of PEFT adapters, whose base model is then loaded with them.
         backend, recompute: as in `swap_attention`.
-        **kwargs: arguments of the stock class's from_pretrained (dtype, device_map, ...).
+        **kwargs: arguments of `AutoModelForCausalLM.from_pretrained` (dtype, device_map, revision, subfolder, ...) and
+            fields of the configuration (use_cache, ...). trust_remote_code is ignored with a warning: the layers that
+            are swapped are those of transformers' own classes.
 
     Returns:
-        The model, of the stock class.
+        The model, of the class of transformers that the configuration names in architectures; if it names none, of the
+        language model of its type. With output_loading_info=True also the dict that from_pretrained returns then.
 
     Raises:
-        ValueError: a checkpoint of an unsupported family, or that names no class of transformers; what
-            `swap_attention` raises.
+        ValueError: a checkpoint of an unsupported family; what `swap_attention` raises.
     """
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
-    family = _family(config.model_type, str(path))
-    name = (config.architectures or [None])[0]
-    stock = getattr(transformers, name or "", None)
-    if stock is None:
-        raise ValueError(f"{path} must name a class of transformers in architectures, got {config.architectures}")
-    strict = list(stock._keep_in_fp32_modules_strict or [])
-    # transformers looks up how checkpoints are named by the class's name and module: keep those of the stock class.
-    attributes = dict(__module__=stock.__module__, _keep_in_fp32_modules_strict=[*strict, *family.kept_in_fp32])
-    kept = type(name, (stock,), attributes)
-    model = kept.from_pretrained(path, config=config, **kwargs)  # type: ignore[attr-defined]
-    model.__class__ = stock
+    if kwargs.pop("trust_remote_code", None):
+        logger.warning("trust_remote_code=True is ignored: the layers of transformers' own classes are swapped")
+    loaded = _AutoStockModel.from_pretrained(path, trust_remote_code=False, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
     swap_attention(model, backend=backend, recompute=recompute)
-    return model
+    return loaded
+
+
+class _StockModel:
+    """The class of transformers that a configuration describes, made to keep what its family keeps in fp32."""
+
+    @staticmethod
+    def from_pretrained(path: Any, *, config: Any, **kwargs: Any) -> Any:
+        family = _family(config.model_type, str(path))
+        stock = _stock_class(config)
+        strict = list(stock._keep_in_fp32_modules_strict or [])
+        # transformers looks up how checkpoints are named by the class's name and module: keep those of the stock class.
+        attributes = dict(__module__=stock.__module__, _keep_in_fp32_modules_strict=[*strict, *family.kept_in_fp32])
+        kept = type(stock.__name__, (stock,), attributes)
+        loaded = kept.from_pretrained(path, config=config, **kwargs)  # type: ignore[attr-defined]
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.__class__ = stock
+        return loaded
+
+
+class _Always(dict[Any, Any]):
+    """A mapping from every key to `_StockModel`."""
+
+    def __contains__(self, key: Any) -> bool:
+        return True
+
+    def __missing__(self, key: Any) -> Any:
+        return _StockModel
+
+
+class _AutoStockModel(AutoModelForCausalLM):
+    """AutoModelForCausalLM, which reads configuration and adapters, with `_StockModel` for the class of the model."""
+
+    _model_mapping = _Always()
+
+
+def _stock_class(config: Any) -> Any:
+    """Return the class that the configuration names if transformers has it, else the language model of its type."""
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if getattr(named, "config_class", None) is type(config):
+            return named
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise ValueError(
+        f"the configuration must be of a class for which transformers has a model, got {type(config).__name__} with "
+        f"architectures {config.architectures}"
+    )
 
 
 def _check_model(model: Any) -> None:
@@ -234,6 +276,7 @@ def _check_model(model: Any) -> None:
 
 
 def _family(kind: str, what: str) -> StockFamily:
+    kind = kind.removesuffix("_text")  # the text part of a vision-language model alone
     if kind not in families.IN_PLACE:
         supported = ", ".join(families.IN_PLACE) + "; to convert: " + ", ".join(families.CONVERTED)
         ours = " (its KDA layers are of this package already)" if kind.startswith("kda") else ""
@@ -242,8 +285,7 @@ def _family(kind: str, what: str) -> StockFamily:
 
 
 def _stock_family(model: PreTrainedModel) -> StockFamily:
-    kind = model.config.model_type.removesuffix("_text")  # the text part of a vision-language model alone
-    return _family(kind, type(model).__name__)
+    return _family(model.config.model_type, type(model).__name__)
 
 
 def _check_backend(backend: str | None, known: Iterable[str]) -> None:
