@@ -89,7 +89,8 @@ class CapturedStep:
         self.max_norm, self.warmup = max_norm, as_int("warmup", warmup)
         self._loss_of = self._loss_of_model if loss_of is None else loss_of
         device = _check_arguments(model, optimizer, loss_of, max_norm, self.warmup)
-        self._graphs = CudaGraphs(device)
+        self._graphs = CudaGraphs(device)  # first: on a CPU no optimizer helps
+        _check_capturable(optimizer)
         self._parameters = list(dict.fromkeys([*model.parameters(), *_optimized(optimizer)]))
         self._rates = [_rate_like(group["lr"], device) for group in optimizer.param_groups]
         self._calls = 0
@@ -314,6 +315,14 @@ def _check_arguments(
     if warmup < 1:
         raise ValueError(f"warmup must be at least 1, got {warmup}: an eager step makes the optimizer's state")
     _check_not_parallel(model)
+    devices = {p.device for p in (*model.parameters(), *_optimized(optimizer))}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "no parameters"
+        raise ValueError(f"model and optimizer must have their parameters on one device, got {found}")
+    return devices.pop()
+
+
+def _check_capturable(optimizer: torch.optim.Optimizer) -> None:
     for i, group in enumerate(optimizer.param_groups):
         if not group.get("capturable", False):
             raise ValueError(
@@ -321,11 +330,6 @@ def _check_arguments(
                 f"{group.get('capturable', 'missing')}: build one that can be, with capturable=True, for example "
                 "torch.optim.AdamW(model.parameters(), fused=True, capturable=True)"
             )
-    devices = {p.device for p in (*model.parameters(), *_optimized(optimizer))}
-    if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "no parameters"
-        raise ValueError(f"model and optimizer must have their parameters on one device, got {found}")
-    return devices.pop()
 
 
 def _check_not_parallel(model: nn.Module) -> None:

@@ -641,10 +641,19 @@ def test_sharded_parameters_are_refused() -> None:
         (lambda m, o: dict(model=nn.Linear(2, 2, device="meta")), ValueError, "on one device, got cpu, meta"),
     ],
 )  # fmt: skip
-def test_arguments_that_cannot_be_captured(arguments: Any, error: type[Exception], message: str) -> None:
+def test_arguments_that_cannot_be_captured(
+    arguments: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_step, "CudaGraphs", TapedGraphs)
     model, optimizer = build("cpu")
     with pytest.raises(error, match=message):
         CapturedStep(**dict(model=model, optimizer=optimizer) | arguments(model, optimizer))
+
+
+def test_a_model_on_a_cpu_is_named_before_its_optimizer() -> None:
+    model, _ = build("cpu")
+    with pytest.raises(ValueError, match="model must be on a CUDA device, got cpu: move it there before the optimizer"):
+        CapturedStep(model, torch.optim.AdamW(model.parameters()))
 
 
 # ---------------------------------------------------------------- on a GPU alone
