@@ -59,23 +59,26 @@ def check_is_tensor(name: str, t: Any, instead: str = "") -> None:
         )
 
 
-def check_index(name: str, t: Any, q: Tensor) -> None:
-    """Raise unless `t` is an int32 or int64 tensor on q's device."""
+def check_index(name: str, t: Any, q: Tensor, like: str = "q") -> None:
+    """Raise unless `t` is an int32 or int64 tensor on the device of q, which messages call `like`."""
     check_is_tensor(name, t, f": pass torch.tensor({name}, dtype=torch.int32, device={str(q.device)!r})")
     if t.dtype not in (torch.int32, torch.int64):
         raise DtypeError(f"{name} must be int32 or int64, got {t.dtype}")
     if t.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
+        raise ValueError(f"{name} must be on {like}'s device {q.device}, got {t.device}")
 
 
-def check_offsets(cu_seqlens: Tensor, x: Tensor) -> None:
-    """Raise unless cu_seqlens has the dtype and shape of offsets into packed x [1, T, ...]; reads no value."""
-    check_index("cu_seqlens", cu_seqlens, x)
+def check_offsets(cu_seqlens: Tensor, x: Tensor, name: str = "cu_seqlens", like: str = "q") -> None:
+    """Raise unless cu_seqlens has the dtype and shape of offsets into packed x [1, T, ...]; reads no value.
+
+    Messages call the two arguments `name` and `like`.
+    """
+    check_index(name, cu_seqlens, x, like)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-        hint = ": pass cu_seqlens[0]" if cu_seqlens.ndim == 2 and cu_seqlens.shape[0] == 1 else ""
-        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}{hint}")
+        hint = f": pass {name}[0]" if cu_seqlens.ndim == 2 and cu_seqlens.shape[0] == 1 else ""
+        raise ValueError(f"{name} must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}{hint}")
     if x.shape[0] != 1:
-        raise ValueError(f"cu_seqlens needs packed sequences with B = 1, got B = {x.shape[0]}")
+        raise ValueError(f"{name} needs packed sequences with B = 1, got B = {x.shape[0]}")
 
 
 def check_scale(q: Any, scale: Any) -> float:
@@ -99,16 +102,16 @@ def dtype_names(dtypes: Any) -> str:
     return " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
 
 
-def sequence_offsets(cu_seqlens: Tensor, T: int) -> list[int]:
-    """Check the values of cu_seqlens and return them as Python integers (a host read)."""
+def sequence_offsets(cu_seqlens: Tensor, T: int, name: str = "cu_seqlens") -> list[int]:
+    """Check the values of the argument `name` and return them as Python integers (a host read)."""
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
+        raise ValueError(f"{name} must start at 0, got {offsets[0]}")
     for n, (a, b) in enumerate(itertools.pairwise(offsets)):
         if b < a:
-            raise ValueError(f"cu_seqlens must not decrease, got {a} then {b} at positions {n} and {n + 1}")
+            raise ValueError(f"{name} must not decrease, got {a} then {b} at positions {n} and {n + 1}")
     if offsets[-1] != T:
-        raise ValueError(f"cu_seqlens must end at T = {T}, got {offsets[-1]}")
+        raise ValueError(f"{name} must end at T = {T}, got {offsets[-1]}")
     return offsets
 
 

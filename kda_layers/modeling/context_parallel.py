@@ -136,7 +136,7 @@ def read_shards(
     Raises:
         ValueError: what context parallelism does not support, or slices that do not make up one sequence.
     """
-    offsets = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
+    name, offsets = ("cu_seqlens", cu_seqlens) if cu_seqlens is not None else ("cu_seq_lens_q", cu_seq_lens_q)
     softmax = config.layer_types.count("full_attention")
     between = config.layer_types.count("linear_attention") // (softmax + 1)  # KDA layers between two softmax layers
     shards = Shards.contiguous(process_group(group), between)._replace(memory={})
@@ -148,18 +148,19 @@ def read_shards(
         if offsets is None:
             facts = _facts_of_positions(tokens, position_ids)
         else:
+            check_offsets(offsets, tokens, name, "input_ids")
             facts = _facts_of_offsets(tokens, offsets, position_ids, shards.rank * tokens.shape[1])
     except (TypeError, ValueError) as e:
         refusal = e
     everyones = [_Facts(*of_rank) for of_rank in shards.everyones(facts[None])[:, 0].tolist()]
     if refusal is not None:
         raise refusal
-    for name, condition in (
+    for what, condition in (
         ("arguments that no rank refuses", [r for r, f in enumerate(everyones) if not f.accepted]),
         ("cu_seqlens on all ranks or on none", [r for r, f in enumerate(everyones) if f.packed != everyones[0].packed]),
     ):
         if condition:
-            raise ValueError(f"the model must be called with {name}, got others on ranks {condition} of the group")
+            raise ValueError(f"the model must be called with {what}, got others on ranks {condition} of the group")
     lengths = [f.tokens for f in everyones]
     if len(set(lengths)) > 1:
         raise ValueError(f"input_ids must have as many tokens on each rank, got {lengths}")
@@ -232,7 +233,6 @@ def _check_softmax(config: Any, device: torch.device) -> None:
 
 def _facts_of_offsets(tokens: Tensor, offsets: Tensor, position_ids: Tensor | None, start: int) -> Tensor:
     """Return the `_Facts` of a rank whose tokens begin at `start` of all, [fields]."""
-    check_offsets(offsets, tokens)
     T, row = tokens.shape[1], _rows_of(position_ids, tokens)[0]
     places = torch.arange(start, start + T, device=tokens.device)
     in_sequence = places - offsets[torch.searchsorted(offsets, places, right=True) - 1]

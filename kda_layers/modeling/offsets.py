@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.checks import check_is_tensor, check_offsets
+from ..kernels.checks import check_is_tensor, check_offsets, sequence_offsets
 
 
 def given_offsets(
@@ -15,16 +15,26 @@ def given_offsets(
 
     Args:
         tokens: [B, T, ...] token ids or embeddings; B = 1 with any of the others.
-        cu_seqlens, cu_seq_lens_q: [N + 1] int32 or int64 offsets, the first of them counts.
+        cu_seqlens, cu_seq_lens_q: [N + 1] int32 or int64 offsets; values are read on a CPU only.
         seq_idx: [1, T] number of each token's sequence; read only without offsets.
 
     Raises:
         TypeError: an argument that is no tensor, or offsets that are no integers.
-        ValueError: another shape, or more than one row.
+        ValueError: another shape, more than one row, offsets that do not go from 0 to T, or two that differ.
     """
-    offsets = cu_seqlens if cu_seqlens is not None else cu_seq_lens_q
+    offsets = None
+    for name, given in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seqlens", cu_seqlens)):
+        if given is not None:
+            check_offsets(given, tokens, name, "input_ids")
+            if given.device.type == "cpu" and not torch.compiler.is_compiling():
+                sequence_offsets(given, tokens.shape[1], name)
+                if offsets is not None and given.tolist() != offsets.tolist():
+                    raise ValueError(
+                        f"cu_seqlens and cu_seq_lens_q must be the same if both are given, got {given.tolist()} and "
+                        f"{offsets.tolist()}"
+                    )
+            offsets = given
     if offsets is not None:
-        check_offsets(offsets, tokens)
         return offsets
     if seq_idx is None:
         return None

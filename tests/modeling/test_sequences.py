@@ -534,13 +534,38 @@ def test_the_loss_function_of_a_swapped_model_has_keywords_of_its_own(name: str)
 def test_descriptions_that_are_no_tensors(name: str) -> None:
     m, tokens = model(name), ids(1, T)
     for arguments, message in (
-        (dict(cu_seq_lens_q=OFFSETS.tolist()), "cu_seqlens must be a torch.Tensor, got list: pass torch.tensor"),
+        (dict(cu_seq_lens_q=OFFSETS.tolist()), "cu_seq_lens_q must be a torch.Tensor, got list: pass torch.tensor"),
         (dict(cu_seqlens=OFFSETS[None]), r"cu_seqlens must have shape .*: pass cu_seqlens\[0\]"),
         (dict(seq_idx=[0] * T), "seq_idx must be a torch.Tensor, got list"),
         (dict(position_ids=[0] * T), "position_ids must be a torch.Tensor, got list"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             logits(m, tokens, **arguments)
+
+
+@one_of_each
+@pytest.mark.parametrize("argument", ["cu_seqlens", "cu_seq_lens_q"])
+def test_offsets_are_reported_under_the_name_they_were_given(argument: str, name: str) -> None:
+    m, tokens = model(name), ids(1, T)
+    for offsets, message in (
+        (OFFSETS + 1, "must start at 0, got 1"),
+        (torch.tensor([0, 5, 3, T]), "must not decrease, got 5 then 3"),
+        (OFFSETS[:-1], f"must end at T = {T}, got {OFFSETS[-2]}"),
+        (OFFSETS[None], rf"must have shape \[N \+ 1\].*: pass {argument}\[0\]"),
+        (OFFSETS.float(), "must be int32 or int64, got torch.float32"),
+        (OFFSETS.to("meta"), "must be on input_ids's device cpu, got meta"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{argument} {message}"):
+            logits(m, tokens, **{argument: offsets})
+
+
+@one_of_each
+def test_offsets_that_contradict_each_other(name: str) -> None:
+    m, tokens = model(name), ids(1, T)
+    want = logits(m, tokens, cu_seqlens=OFFSETS)
+    assert torch.equal(logits(m, tokens, cu_seqlens=OFFSETS, cu_seq_lens_q=OFFSETS.int()), want)
+    with pytest.raises(ValueError, match=r"cu_seqlens and cu_seq_lens_q must be the same .*, got \[0, .*\] and \[0, "):
+        logits(m, tokens, cu_seqlens=OFFSETS, cu_seq_lens_q=torch.tensor([0, T]))
 
 
 # ---------------------------------------------------------------- host reads and attention kernels
