@@ -8,7 +8,15 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..kernels.checks import DTYPES
+
+DEQUANTISE = (
+    "quantised weights mean nothing without their scales: dequantise the model first (model.dequantize() of "
+    "transformers), or load a checkpoint that is not quantised"
+)
 
 from ..kernels.kda.activations import GATES
 
@@ -104,6 +112,21 @@ def check_no_adapter(layer: nn.Module, names: Iterable[str]) -> None:
                 f"{name} must have no adapter, got {type(module).__name__}: its weight is read without calling it, "
                 f"so an adapter has no effect. Leave {name} out of target_modules, or train its weight itself "
                 f"with modules_to_save=[{name!r}]"
+            )
+
+
+def is_quantised(t: Tensor) -> bool:
+    """Return True for codes instead of numbers: integers, float8, packed dtypes, and torchao's tensors with scales."""
+    return t.dtype not in DTYPES or (is_traceable_wrapper_subclass(t) and not is_dtensor(t))
+
+
+def check_numbers(what: str, module: nn.Module) -> None:
+    """Raise a ValueError if torch's own layers in `module` hold bare codes as weights, which they take for numbers."""
+    for path, owner in module.named_modules():
+        if type(owner) in (nn.Linear, nn.Conv1d, nn.Embedding) and owner.weight.dtype not in DTYPES:
+            raise ValueError(
+                f"{what} must have weights in floating point of 16 bits or more, got {owner.weight.dtype} at "
+                f"{path}: {DEQUANTISE}"
             )
 
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kda_layers.modeling.checks import check_not_sharded, layer_indices
+from kda_layers.modeling.checks import DEQUANTISE, check_not_sharded, is_quantised, layer_indices
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.models.variant import VariantFamily, stock_layer_types
 
@@ -134,6 +134,9 @@ def _check_plain(model: PreTrainedModel) -> None:
             "accelerate: load it without device_map and offloading, and move what is returned"
         )
     check_not_sharded("model", model, "load it without distributed_config, convert and save it, and load that sharded")
+    for path, p in model.named_parameters():
+        if is_quantised(p):
+            raise ValueError(f"model must have weights that are numbers, got {p.dtype} at {path}: {DEQUANTISE}")
     with torch.device("meta"):
         plain = type(model)(copy.deepcopy(model.config)).state_dict().keys()
     if differences := sorted(plain ^ model.state_dict().keys()):

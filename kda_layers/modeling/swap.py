@@ -15,7 +15,7 @@ from kda_layers.kernels.kda.checks import check_recompute
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling import families
 from kda_layers.modeling.checkpoints.saved_names import accept_saved_names, refuse_saved_names
-from kda_layers.modeling.checks import check_not_sharded, layer_indices, unwrapped_hint
+from kda_layers.modeling.checks import check_not_sharded, check_numbers, layer_indices, unwrapped_hint
 from kda_layers.modeling.convert import convert
 from kda_layers.modeling.in_place import StockFamily, logger
 
@@ -121,6 +121,7 @@ def swap_attention(
     )
     for path, layer in chosen.items():
         family.check(path, layer)
+        check_numbers(path, layer)
         check_not_sharded(path, layer, hint)
         if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
             raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
@@ -164,7 +165,8 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
                 del base._forward_pre_hooks[key]
                 base._forward_pre_hooks_with_kwargs.pop(key, None)
     refuse_saved_names(model)
-    model.__dict__.pop("_is_stateful", None)
+    for name in ("_is_stateful", "_get_candidate_generator"):
+        model.__dict__.pop(name, None)
     return list(swapped)
 
 
@@ -189,6 +191,17 @@ def enable_speculative_decoding(model: PreTrainedModel) -> None:
             f"got stock layers at {', '.join(stock)}: they cannot take tokens back"
         )
     model._is_stateful = False
+    model._get_candidate_generator = MethodType(_get_candidate_generator, model)
+
+
+# Under the name of transformers' method, by which pickle finds one.
+def _get_candidate_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    if generation_config.use_mtp:
+        raise ValueError(
+            f"use_mtp must be unset for a {type(self).__name__}, got True: transformers has no multi-token prediction "
+            "for models with KDA layers. Draft by prompt_lookup_num_tokens= or assistant_model="
+        )
+    return type(self)._get_candidate_generator(self, generation_config, *args, **kwargs)
 
 
 def load_pretrained(

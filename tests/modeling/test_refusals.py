@@ -19,8 +19,10 @@ from kda_layers import (
     KDAConfig,
     KDAForCausalLM,
     KimiDeltaAttention,
+    biased_attention,
     enable_speculative_decoding,
     export_kda_weights,
+    kda,
     load_kda_weights,
     restore_attention,
     swap_attention,
@@ -136,6 +138,78 @@ def test_modules_to_save_train_the_convolution_and_the_norm() -> None:
     after = model(tokens).logits
     assert not torch.equal(after, before.logits)
     torch.testing.assert_close(model.merge_and_unload()(tokens).logits, after)
+
+
+# ---------------------------------------------------------------- quantised weights
+
+CODES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
+WAY_OUT = "quantised weights mean nothing without their scales: dequantise the model first"
+
+
+def coded(module: Any, dtype: torch.dtype) -> Any:
+    """The module with its matrices as bare codes."""
+    for p in module.parameters():
+        p.requires_grad_(False)
+        if p.ndim == 2:
+            p.data = p.data.to(dtype)
+    return module
+
+
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+def test_bare_codes_are_not_taken_for_numbers(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"model must have weights that are numbers, got {dtype} at .*: {WAY_OUT}"):
+        swap_attention(coded(llama(), dtype), [0])
+    for family in IN_PLACE:
+        model = coded(build(family), dtype)
+        before = {p: type(m) for p, m in model.named_modules()}
+        with pytest.raises(ValueError, match=f"self_attn must have weights in .*, got {dtype} at .*proj.*: {WAY_OUT}"):
+            swap_attention(model)
+        assert {p: type(m) for p, m in model.named_modules()} == before
+    layer = KimiDeltaAttention(D, 2, 8)
+    weights = export_kda_weights(layer, "kda_layers")
+    with pytest.raises(TypeError, match=f"must be a tensor of .*, got {dtype} on cpu: {WAY_OUT}"):
+        load_kda_weights(weights | {"q_proj.weight": weights["q_proj.weight"].to(dtype)}, layer)
+    with pytest.raises(TypeError, match=f"must be a tensor of .*, got {dtype} on cpu: {WAY_OUT}"):
+        export_kda_weights(coded(layer, dtype), "kda_layers")
+
+
+def test_inputs_of_other_dtypes_say_how_to_go_on() -> None:
+    q, beta = torch.zeros(1, 3, 2, 8, dtype=torch.float8_e4m3fn), torch.zeros(1, 3, 2)
+    with pytest.raises(TypeError, match=r"q must be one of .*, got torch.float8_e4m3fn: pass q.to\(torch.bfloat16\)"):
+        kda(q, q, q, q, beta, lower_bound=-5.0)
+    with pytest.raises(TypeError, match=r"q must be one of .*, got torch.float8_e4m3fn: pass q.to\(torch.bfloat16\)"):
+        biased_attention(q, q, q, torch.zeros(1, 2, 1, 3))
+
+
+def test_quantised_by_torchao() -> None:
+    """A model is swapped in place and runs; one to be converted, and a layer's weights, have to be numbers."""
+    quantization = pytest.importorskip("torchao.quantization")
+    config = quantization.Int8WeightOnlyConfig()
+    model = build("kimi_linear").bfloat16()
+    quantization.quantize_(model, config)
+    swap_attention(model)
+    assert model(torch.arange(8)[None]).logits.isfinite().all()
+    original = llama().bfloat16()
+    quantization.quantize_(original, config)
+    with pytest.raises(ValueError, match=f"model must have weights that are numbers.*: {WAY_OUT}"):
+        swap_attention(original, [0])
+    layer = KimiDeltaAttention(D, 2, 8)
+    quantization.quantize_(layer, config)
+    with pytest.raises(TypeError, match=WAY_OUT):
+        export_kda_weights(layer, "kda_layers")
+
+
+@pytest.mark.skipif("bailing_hybrid" not in FAMILIES, reason="transformers before 5.20 has no Ling")
+def test_multi_token_prediction_is_refused() -> None:
+    model, tokens = build("bailing_hybrid", num_mtp_layers=1), torch.arange(8)[None]
+    swap_attention(model)
+    enable_speculative_decoding(model)
+    with pytest.raises(ValueError, match=r"use_mtp must be unset for a BailingHybridForCausalLM, got True: .*Draft by"):
+        model.generate(tokens, max_new_tokens=2, use_mtp=True)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert copied.generate(tokens, max_new_tokens=2, prompt_lookup_num_tokens=2).shape == (1, 10)
+    restore_attention(model)
+    assert "_get_candidate_generator" not in vars(model)
 
 
 # ---------------------------------------------------------------- wrapped models and layers

@@ -347,12 +347,13 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
 def test_values_that_are_no_weights() -> None:
     layer = make_layer("kimi_linear")
     for bad, got in (
-        (torch.ones(16, D, dtype=torch.int8), "int8"),
+        (torch.ones(16, D, dtype=torch.int8), "int8 on cpu: .*scales: dequantise the model first"),
+        (torch.ones(16, D).to(torch.float8_e4m3fn), "float8_e4m3fn on cpu: .*scales: dequantise the model first"),
         (torch.ones(16, D, device="meta"), "meta"),
         ([1.0], "list"),
     ):
         refused(
-            f"q_proj.weight must be a floating-point tensor that holds values, got .*{got}",
+            f"q_proj.weight must be a tensor of bfloat16 or .* that holds values, got .*{got}",
             kimi() | {"q_proj.weight": bad},
             layer,
             TypeError,

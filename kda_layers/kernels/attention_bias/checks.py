@@ -22,7 +22,7 @@ def check(x: Inputs) -> None:
     if H % H_kv != 0:
         raise ValueError(f"q's {H} heads must be a multiple of k's {H_kv} heads (grouped heads)")
     if q.dtype not in DTYPES:
-        raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {q.dtype}")
+        raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {q.dtype}: pass q.to(torch.bfloat16)")
     check_tensor("k", k, (B, S, H_kv, D), (q.dtype,), q)
     check_tensor("v", x.v, (B, S, H_kv, D), (q.dtype,), q)
     if not isinstance(x.causal, bool):

@@ -168,7 +168,7 @@ def _check_tokens(x: Inputs | DecodeInputs | PrefillInputs, B: int, T: int, H: i
         raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
     q, dtype, wide = x.q, x.q.dtype, state_dtype(x.q.dtype)
     if dtype not in DTYPES:
-        raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {dtype}")
+        raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {dtype}: pass q.to(torch.bfloat16)")
     check_gate(x.gate_activation, x.beta_activation, x.A_log, x.dt_bias)
     check_tensor("k", x.k, (B, T, H, K), (dtype,), q)
     check_tensor("v", x.v, (B, T, HV, V), (dtype,), q)

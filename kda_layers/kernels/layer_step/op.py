@@ -111,7 +111,7 @@ def check(x: Inputs) -> None:
         check_is_tensor(name, getattr(x, name))
         _check_ndim(name, getattr(x, name), ndim)
     if q.dtype not in DTYPES:
-        raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {q.dtype}")
+        raise DtypeError(f"q must be one of {dtype_names(DTYPES)}, got {q.dtype}: pass q.to(torch.bfloat16)")
     (B, T, H, K), (HV, V), dtype = q.shape, v.shape[2:], (q.dtype,)
     if 0 in q.shape or 0 in v.shape:
         raise ValueError(f"q and v must have no dimension of size 0, got {tuple(q.shape)} and {tuple(v.shape)}")

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_layers.kernels.checks import DTYPES, dtype_names
 from kda_layers.modeling import families
 from kda_layers.modeling.checkpoints.naming import ALICE_AI, FLA, KIMI_K3, OURS, Format, Naming
 from kda_layers.modeling.checkpoints.safetensors_files import Source, open_weights, read_config
-from kda_layers.modeling.checks import check_not_sharded, unwrapped_hint
+from kda_layers.modeling.checks import DEQUANTISE, check_not_sharded, is_quantised, unwrapped_hint
 from kda_layers.modeling.layer import KimiDeltaAttention
 
 
@@ -157,6 +158,7 @@ def _check_layer(layer: Any) -> None:
             f"layer must have the parameters of a plain KimiDeltaAttention, got {', '.join(unknown)}: merge adapters "
             "first (merge_and_unload)"
         )
+    check_values({name: p for name, p in layer.named_parameters() if not p.is_meta})
     check_not_sharded(
         "layer", layer, "use a model loaded without distributed_config; save_pretrained saves whole weights"
     )
@@ -168,11 +170,13 @@ def _check_family(family: str) -> None:
 
 
 def check_values(tensors: Mapping[str, Tensor]) -> None:
-    """Raise a TypeError for tensors without floating-point values, such as quantised weights and meta tensors."""
+    """Raise a TypeError for tensors that hold no numbers, such as quantised weights and meta tensors."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:
+        quantised = isinstance(tensor, Tensor) and is_quantised(tensor)
+        if quantised or not isinstance(tensor, Tensor) or tensor.is_meta:
             got = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a floating-point tensor that holds values, got {got}")
+            hint = f": {DEQUANTISE}" if quantised else ""
+            raise TypeError(f"{name} must be a tensor of {dtype_names(DTYPES)} that holds values, got {got}{hint}")
 
 
 def differences(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
