@@ -90,6 +90,8 @@ def work(rank: int, backend: str, device: str, folder: Path) -> None:
             if rank == 0:
                 result = {n: p.detach().cpu() for n, p in parameters.items()}
                 torch.save((torch.cat(of_ranks, 1).cpu(), result), folder / f"{kind}.pt")
+        gradients = gradients_of_bf16_weights(build_model(backend, BF16, device), device, rank)
+        torch.save(gradients, folder / f"gradients of rank {rank}.pt")
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -104,6 +106,34 @@ def wrapped(model: Any, kind: str, device: str, rank: int) -> Any:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def sharded_by_dtype(model: Any, mesh: Any) -> None:
+    """As docs/guides/parallel.md says."""
+    gates = {p for p in model.parameters() if p.dtype == torch.float32}  # A_log and dt_bias
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, ignored_params=gates)
+
+    def average(p: torch.nn.Parameter) -> None:
+        dist.all_reduce(p.grad, group=mesh.get_group())
+        p.grad /= mesh.size()
+
+    for p in gates:
+        p.register_post_accumulate_grad_hook(average)
+
+
+def gradients_of_bf16_weights(model: Any, device: str, rank: int | None) -> dict[str, Tensor]:
+    """Gradients of two batches, of this rank's rows or of all of them, whole and in fp64."""
+    if rank is not None:
+        sharded_by_dtype(model, init_device_mesh(device, (RANKS,)))
+    for seed in range(2):
+        tokens = batch(seed, ROWS, device=device)
+        if rank is not None:
+            tokens = tokens.chunk(RANKS)[rank]
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        cross_entropy(logits.to(torch.promote_types(logits.dtype, FP32)).mT, tokens[:, 1:]).backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    return {n: (g.full_tensor() if hasattr(g, "full_tensor") else g).cpu().double() for n, g in grads.items()}
 
 
 def run_two(backend: str, device: str, folder: Path) -> None:
@@ -170,3 +200,15 @@ def test_two_processes_train_as_one(
             limit = budget(error(one, truth), precision(kind, device))
             print(f"{kind}, {name}: error {error(got, truth):.2g}, limit {limit:.2g}")
             assert error(got, truth) <= limit, f"{kind}: {name}"
+    check_gradients_of_bf16_weights(backend, device, tmp_path)
+
+
+def check_gradients_of_bf16_weights(backend: str, device: str, folder: Path) -> None:
+    """FSDP2 of a model loaded in bf16, whose gates are in fp32 and whole on every rank."""
+    first, second = (torch.load(folder / f"gradients of rank {rank}.pt") for rank in range(RANKS))
+    one = gradients_of_bf16_weights(build_model(backend, BF16, device), device, None)
+    truth = gradients_of_bf16_weights(build_model("eager", BF16, "cpu").double(), "cpu", None)
+    for name, want in truth.items():
+        assert torch.equal(first[name], second[name]), name
+        limit = budget(error(one[name], want), BF16)
+        assert error(first[name], want) <= limit < 0.2, f"{name}: {error(first[name], want):.2g} > {limit:.2g}"
