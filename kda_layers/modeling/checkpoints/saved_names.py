@@ -55,7 +55,7 @@ def convert_saved_names(model: PreTrainedModel, state_dict: dict[str, Tensor], p
     """
     own = model.state_dict()
     given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
-    waiting, _ = _waiting.get(model, ({}, None))
+    waiting = _waiting[model][0] if model in _waiting else {}
     foreign = {name: given[name] for name in given.keys() - own.keys()}
     for target, parts in waiting.items():
         if target not in given:
