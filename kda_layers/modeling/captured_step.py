@@ -15,8 +15,7 @@ from kda_layers.modeling.cuda_graphs import CONSTANTS, CudaGraphs
 from kda_layers.modeling.side_by_side import SideBySide
 
 Batch = Mapping[str, Any]
-# Classes whose gradients are reduced by hooks or whose parameters are shards; by name, as torch.distributed is slow to
-# import.
+# Classes that reduce gradients by hooks or shard parameters; by name, as torch.distributed is slow to import.
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 AGAIN = "build another CapturedStep after such a change"
 
