@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..kernels.checks import DTYPES
+from ..kernels.kda.activations import GATES
 
 DEQUANTISE = (
     "quantised weights mean nothing without their scales: dequantise the model first (model.dequantize() of "
     "transformers), or load a checkpoint that is not quantised"
 )
-
-from ..kernels.kda.activations import GATES
 
 
 def as_int(name: str, value: Any) -> int:
