@@ -17,7 +17,7 @@ from kda_layers.modeling import families
 from kda_layers.modeling.checkpoints.saved_names import accept_saved_names, refuse_saved_names
 from kda_layers.modeling.checks import check_not_sharded, check_numbers, layer_indices, unwrapped_hint
 from kda_layers.modeling.convert import convert
-from kda_layers.modeling.in_place import StockFamily, logger
+from kda_layers.modeling.in_place import StockFamily
 
 logger = logging.getLogger("kda_layers")
 
