@@ -159,7 +159,7 @@ def test_packed_sequences_are_strangers(case: Case, powers: tuple[float, ...]) -
 
 
 @on_every_backend
-@settings(fixed, max_examples=10 if BEST_DEVICE == "cpu" else 60)
+@settings(fixed, max_examples=10 if BEST_DEVICE == "cpu" else 24)  # Triton compiles for each
 @given(case=cases_in_16_bits())
 def test_in_16_bits(case: Case, backend: str, required_backends: frozenset[str]) -> None:
     x = make_inputs(case, BEST_DEVICE)
