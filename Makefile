@@ -71,12 +71,10 @@ bench-swap: $(DEV)
 bench-gpu: $(GPU)
 	$(RUN) -m benchmarks.gpu
 
-# What needs no GPU is left to `make test-all`. Failures are in $(FAILURES) as they come. The kernels are compiled first:
-# processes that miss the same one at the same time would all compile it.
+# What needs no GPU is left to `make test-all`. Failures are in $(FAILURES) as they come.
 test-gpu: $(GPU)
 	mkdir -p runs
 	rm -f $(FAILURES)
-	$(RUN) -m kda_layers --precompile
 	OMP_NUM_THREADS=1 KDA_LAYERS_REQUIRE=sm90,fla,eager,triton KDA_LAYERS_FAILURES=$(FAILURES) \
 		$(RUN) -m pytest --tier gpu -n $(WORKERS) --dist worksteal $(TESTS)
 

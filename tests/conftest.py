@@ -68,6 +68,8 @@ WITHOUT_GPU = (
     "compiles_without", "test_cuda_compile", "kernels/test_build", "kernels/test_imports", "test_over_ranks",
     "test_context_parallel", "test_tensor_parallel",
 )  # fmt: skip
+# What takes longest on a GPU, mostly by its compilers: the processes share it out and start with it.
+LONG_ON_GPU = ("[fla]", "-fla]", "-static-", "by_inductor", "compiled", "flash_linear_attention", "process")
 # Tier -> one in so many cases of a test, the same of tests/kernels, and parts of the ids that it leaves out. Of the
 # emulated cases of the tests of backends, "all" takes one in FEWER_EMULATED.
 TIERS: dict[str, tuple[int, int, tuple[str, ...]]] = {
@@ -115,6 +117,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = chosen([item.nodeid for item in items if tier != "gpu" or not runs_alike_without_gpu(item)], tier)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
+    if tier == "gpu":
+        items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def dealt(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Order tests for processes that each begin with a slice of the list: an equal share of the long ones is first in
+    every slice."""
+    ordered = sorted(items, key=lambda item: not any(part in item.nodeid for part in LONG_ON_GPU))
+    return [item for first in range(processes) for item in ordered[first::processes]]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

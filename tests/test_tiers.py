@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import TIERS, chosen
+from tests.conftest import TIERS, chosen, dealt
 from tests.test_makefile import ROOT, dry_run, needs_make
 
 MANY = 100
@@ -46,6 +47,14 @@ def test_emulated_cases_are_fewer_and_replace_no_others() -> None:
     assert all(kept[tier] & set(plain) == chosen(plain, tier) for tier in TIERS)
     counts = {tier: len(kept[tier] & set(emulated)) for tier in TIERS}
     assert counts == {"quick": 0, "test": 0, "all": 8, "every": 60, "gpu": 0}
+
+
+def test_every_process_starts_with_its_share_of_what_takes_long() -> None:
+    items = [SimpleNamespace(nodeid=f"tests/a.py::test[{n}-{'fla' if n < 8 else 'eager'}]") for n in range(40)]
+    order = dealt(items, 4)
+    assert sorted(map(id, order)) == sorted(map(id, items))
+    for first in range(0, 40, 10):
+        assert [item.nodeid.endswith("-fla]") for item in order[first : first + 10]] == [True] * 2 + [False] * 8
 
 
 RUNS_ON_A_GPU = """
