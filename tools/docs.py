@@ -1,6 +1,6 @@
 """`python -m tools.docs`: write every generated part of README and docs; `--check`: exit 1 if a committed one differs.
 
-Committed: README's table, the caption of its figure, docs/assets. Not committed: docs/benchmarks/runs, a page for each
+Committed: README's table, the caption of its figure, docs/assets, docs/guides/what_works.md. Not committed: docs/benchmarks/runs, a page for each
 result file.
 """
 
@@ -12,16 +12,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools import docs_figures, docs_tables
+from tools import docs_calls, docs_figures, docs_tables
 from tools.docs_tables import ROOT
 
 RUNS = Path("docs/benchmarks/runs")
+WHAT_WORKS = Path("docs/guides/what_works.md")
 
 
 def committed() -> dict[Path, str]:
     """Return {path from the root: text} of each committed file that is generated or holds a generated part."""
     found = docs_tables.results()
     files = {Path(path): figure(found) for path, figure in docs_figures.COMMITTED.items()}
+    files[WHAT_WORKS] = docs_calls.page()
     return files | {Path(p): docs_tables.filled(p, (ROOT / p).read_text(), found) for p in docs_tables.BLOCKS}
 
 
