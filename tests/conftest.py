@@ -28,6 +28,7 @@ from kda_layers import versions
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.kda.dispatch import KDA
 from tests import cuda_emulator
+from tests.parity.calls import HEAVY
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -46,7 +47,7 @@ SLOW = (
     "tests/test_serve", "tests/test_swap_example", "tests/test_train", "tests/test_cut", "test_over_ranks",
     "test_context_parallel", "builds_without_warnings", "compil", "every_element", "flash_linear_attention",
     "fresh_process", "importing", "new_family", "requiring", "short_conv_triton", "tensor_parallel",
-    "two_processes", EMULATED,
+    "two_processes", EMULATED, HEAVY,
 )  # fmt: skip
 # What "test" leaves out beside the training curves and the emulated cases, by seconds of CPU: other tests of the same
 # file run the same emulated kernels (95 s), a compiler again (45 s), processes that only build kernels (15 s), or the
@@ -74,7 +75,7 @@ LONG_ON_GPU = ("[fla]", "-fla]", "-static-", "by_inductor", "compiled", "flash_l
 # emulated cases of the tests of backends, "all" takes one in FEWER_EMULATED.
 TIERS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "quick": (24, 24, SLOW),
-    "test": (6, 24, (*OF_KERNELS, *COMPILED_TWICE, "tests/test_training_curves", "tests/test_cut", EMULATED)),
+    "test": (6, 24, (*OF_KERNELS, *COMPILED_TWICE, "tests/test_training_curves", "tests/test_cut", EMULATED, HEAVY)),
     "all": (1, 1, ()),
     "every": (1, 1, ()),
     "gpu": (1, 1, (EMULATED, *WITHOUT_GPU)),

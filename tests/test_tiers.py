@@ -91,3 +91,8 @@ def test_a_run_on_a_gpu(workers: tuple[str, ...], tmp_path: Path) -> None:
     assert "test_new.py::test_fails (call)" in text
     assert "on purpose" in text
     assert "expected @pytest.mark.emulator on a test that runs a kernel in the emulator, got none" in text
+
+
+def test_heavy_calls_run_in_the_whole_suite_alone() -> None:
+    calls = [f"tests/parity/test_calls.py::test_call[{call}-kda]" for call in ("from_pretrained", "serve@heavy")]
+    assert {tier: len(chosen(calls, tier)) for tier in TIERS} == {"quick": 1, "test": 1, "all": 2, "every": 2, "gpu": 2}

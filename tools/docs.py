@@ -1,7 +1,7 @@
 """`python -m tools.docs`: write every generated part of README and docs; `--check`: exit 1 if a committed one differs.
 
-Committed: README's table, the caption of its figure, docs/assets, docs/guides/what_works.md. Not committed: docs/benchmarks/runs, a page for each
-result file.
+Committed: README's table, the caption of its figure, docs/assets, docs/guides/what_works.md. Not committed:
+docs/benchmarks/runs, a page for each result file.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ COLUMNS = {
 HEAD = """\
 # What works
 
-Everyday calls of transformers, TRL, PEFT and accelerate, each tried by a test on a tiny model of four kinds and on a stock
-Llama, on a CPU. "yes": the result is checked, and of the same kind as the Llama's. A letter: the call raises an error
-that says why not, or cannot be made; the reason stands below the table.
+Everyday calls of transformers, TRL, PEFT and accelerate, each tried by a test on tiny models of four kinds and on a
+stock Llama, on a CPU. "yes": the result is checked, and of the same kind as the Llama's. A letter: the call raises an
+error that says why not, or cannot be made; the reason stands below the table.
 
 The models are a `KDAForCausalLM` of KDA layers alone; one with a softmax layer (a hybrid); a Llama that
 `swap_attention(llama, layers="1:1")` converted; and a Kimi-Linear after `swap_attention(model)`, or from
@@ -40,7 +40,9 @@ def section(group: str, calls: Iterable[Call]) -> str:
     reasons: dict[str, str] = {}
     for call in calls:
         title = call.title + (f" (transformers {call.since} or newer)" if call.since else "")
-        lines.append(f"| {title.replace('|', chr(92) + '|')} | " + " | ".join(cell(call, n, reasons) for n in COLUMNS) + " |")
+        lines.append(
+            f"| {title.replace('|', chr(92) + '|')} | " + " | ".join(cell(call, n, reasons) for n in COLUMNS) + " |"
+        )
     notes = [f"- **{letter}**: {reason}." for reason, letter in reasons.items()]
     return "\n".join([*lines, "", *notes, *([""] if notes else [])])
 

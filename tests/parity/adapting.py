@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -45,7 +44,10 @@ def assert_head_trains(m: Any, inputs: dict[str, Any], **labels: Any) -> Any:
     return {name: tuple(value.shape) for name, value in out.items() if name.endswith("logits")}
 
 
-@call("`AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)`, trained, saved, in a pipeline", refused=NO_HEAD)
+@call(
+    "`AutoModelForSequenceClassification.from_pretrained(folder)`, trained, saved, in a pipeline",
+    refused=NO_HEAD,
+)
 def sequence_classification(on: Subject) -> Any:
     m = with_head(on, AutoModelForSequenceClassification, num_labels=3)
     assert torch.equal(m.model.embed_tokens.weight, on.shared.model.embed_tokens.weight)
@@ -59,7 +61,7 @@ def sequence_classification(on: Subject) -> Any:
     return shapes, [sorted(f) for f in found]
 
 
-@call("`AutoModelForTokenClassification.from_pretrained(folder, num_labels=3)`, trained, in a pipeline", refused=NO_HEAD)
+@call("`AutoModelForTokenClassification.from_pretrained(folder)`, trained, in a pipeline", refused=NO_HEAD)
 def token_classification(on: Subject) -> Any:
     m = with_head(on, AutoModelForTokenClassification, num_labels=3)
     inputs = on.tokens(TEXT, SHORT)
@@ -94,7 +96,7 @@ def assert_adapts(on: Subject, config: Any, model: Any = None) -> Any:
     t = trained(on, m, learning_rate=2e-2)
     trainable = {n for n, p in m.named_parameters() if p.requires_grad}
     assert trainable
-    base = {n: p for n, p in on.shared.named_parameters()}
+    base = dict(on.shared.named_parameters())
     for name, p in m.base_model.named_parameters():  # nothing else changed
         clean = name.removeprefix("model.").replace(".base_layer", "")
         if clean in base and not p.requires_grad:
@@ -132,7 +134,9 @@ def lora(on: Subject) -> Any:
 def lora_everywhere(on: Subject) -> Any:
     from peft import LoraConfig
 
-    _, logged = assert_adapts(on, LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"], task_type="CAUSAL_LM"))
+    _, logged = assert_adapts(
+        on, LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    )
     return logged
 
 
@@ -164,7 +168,9 @@ def prompt_tuning(on: Subject) -> Any:
 def prefix_tuning(on: Subject) -> Any:
     from peft import PrefixTuningConfig
 
-    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_layers=3, token_dim=32, num_attention_heads=4)
+    config = PrefixTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=4, num_layers=3, token_dim=32, num_attention_heads=4
+    )
     return assert_adapts(on, config)[1]
 
 

@@ -1,9 +1,9 @@
 """Everyday calls of transformers, TRL, PEFT and accelerate, and what models of this package do with them.
 
-A call is a function of a `Subject`: it makes the call, checks the result, and returns what has to be as on a stock Llama
-(shapes, dtypes, kinds, names). A model of this package does what the Llama does, or raises an error that says why not,
-which the call declares. tests/parity/test_calls.py holds the models to it, and `python -m tools.docs` writes the page
-"What works" from the same table.
+A call is a function of a `Subject`: it makes the call, checks the result, and returns what has to be as on a stock
+Llama (shapes, dtypes, kinds, names). A model of this package does what the Llama does, or raises an error that says why
+not, which the call declares. tests/parity/test_calls.py holds the models to it, and `python -m tools.docs` writes the
+page "What works" from the same table.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+HEAVY = "@heavy"  # ends the names of calls that take seconds
 GROUPS = ("loading", "weights", "forward", "generating", "serving", "training", "adapting", "deploying")
 _found: list[Call] = []
 
@@ -49,8 +50,8 @@ class Call:
 
     @property
     def id(self) -> str:
-        """Name in a test's id; that of a heavy one ends with "@heavy", which tests/conftest.py knows."""
-        return self.run.__name__ + "@heavy" * self.heavy
+        """Name in a test's id."""
+        return self.run.__name__ + (HEAVY if self.heavy else "")
 
 
 def calls_of(group: str) -> Callable[..., Callable[[Any], Any]]:

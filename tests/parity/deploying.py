@@ -15,6 +15,10 @@ from tests.parity.subjects import OURS, Subject, assert_close, greedy, logits
 from tests.parity.training import first_loss
 
 call = calls_of("Compiling, exporting, distributing")
+NO_KEYS = Refusal(
+    "'LinearAttentionLayer' object has no attribute 'keys'",
+    "transformers' recipe keeps keys and values of every layer, and KDA layers have none; `DynamoExporter` serves",
+)
 
 
 @call('`torch.compile(model, fullgraph=True, backend="aot_eager")`', heavy=True)
@@ -66,18 +70,14 @@ def export_for_generation(on: Subject) -> Any:
     return sorted(getattr(found, "components", found))  # a dict before transformers 5.23
 
 
-@call(
-    "`TorchExportableModuleForDecoderOnlyLM` (ExecuTorch)", heavy=True,
-    refused=dict.fromkeys(OURS, Refusal(
-        "'LinearAttentionLayer' object has no attribute 'keys'",
-        "transformers' recipe keeps keys and values of every layer, which KDA layers do not have; `DynamoExporter` serves",
-    )),
-)
+@call("`TorchExportableModuleForDecoderOnlyLM` (ExecuTorch)", heavy=True, refused=dict.fromkeys(OURS, NO_KEYS))
 def executorch(on: Subject) -> Any:
     from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
     m = on.model()
-    m.generation_config.update(use_cache=True, cache_implementation="static", cache_config=dict(batch_size=1, max_cache_len=32, device="cpu"))
+    m.generation_config.update(
+        use_cache=True, cache_implementation="static", cache_config=dict(batch_size=1, max_cache_len=32, device="cpu")
+    )
     ids = on.tokens()["input_ids"][:, :1]
     program = TorchExportableModuleForDecoderOnlyLM(m, batch_size=1, max_cache_len=32, device="cpu").export(
         input_ids=ids, cache_position=torch.zeros(1, dtype=torch.long)

@@ -91,7 +91,7 @@ def hub_cache(on: Subject, repository: str) -> Path:
     return cache
 
 
-@call('`from_pretrained(repository, revision=..., cache_dir=..., token=..., local_files_only=True)`')
+@call("`from_pretrained(repository, revision=..., cache_dir=..., token=..., local_files_only=True)`")
 def revision(on: Subject) -> Any:
     where = dict(cache_dir=str(hub_cache(on, "someone/tiny")), local_files_only=True, token=False)
     with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):  # transformers asks for some files all the same

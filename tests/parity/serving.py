@@ -90,10 +90,12 @@ def feature_extraction(on: Subject) -> Any:
 
 @call(
     "`model.generate_batch(prompts)` (after `enable_continuous_batching()`)",
-    refused=dict(kimi=Refusal(
-        "continuous batching does not serve a kimi_linear model",
-        "transformers' paged cache does not fit latent attention; use `generate`",
-    )),
+    refused=dict(
+        kimi=Refusal(
+            "continuous batching does not serve a kimi_linear model",
+            "transformers' paged cache does not fit latent attention; use `generate`",
+        )
+    ),
 )
 def generate_batch(on: Subject) -> Any:
     enable_continuous_batching()

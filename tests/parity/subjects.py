@@ -38,7 +38,9 @@ _scratch = tempfile.TemporaryDirectory(prefix="parity")
 
 
 def _kimi(**fields: Any) -> Any:
-    own = {n: TINY[n] for n in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings")}
+    own = {
+        n: TINY[n] for n in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings")
+    }
     m = stock_models.build("kimi_linear", **(own | fields))
     swap_attention(m)
     return m
@@ -132,7 +134,9 @@ class Subject:
 
     def tokens(self, *texts: str) -> dict[str, Tensor]:
         """Return input_ids and attention_mask [B, T] of texts, padded on the left."""
-        return dict(self.tokenizer(list(texts or (TEXT,)), padding=True, return_tensors="pt", return_token_type_ids=False))
+        return dict(
+            self.tokenizer(list(texts or (TEXT,)), padding=True, return_tensors="pt", return_token_type_ids=False)
+        )
 
 
 TEXT, SHORT = "the cat sat on the mat.", "a dog."

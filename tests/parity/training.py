@@ -29,7 +29,11 @@ def rows(on: Subject, n: int = 8) -> list[dict[str, Any]]:
 
 def trainer(on: Subject, model: Any = None, data: Any = None, **options: Any) -> Trainer:
     """Return a Trainer of four steps; `options` are of TrainingArguments, or of Trainer itself."""
-    own = {name: options.pop(name) for name in ("eval_dataset", "data_collator", "compute_metrics", "callbacks") if name in options}
+    own = {
+        name: options.pop(name)
+        for name in ("eval_dataset", "data_collator", "compute_metrics", "callbacks")
+        if name in options
+    }
     arguments = dict(
         output_dir=str(scratch()), max_steps=4, per_device_train_batch_size=2, learning_rate=3e-3, logging_steps=1,
         report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, seed=0,
@@ -203,7 +207,9 @@ def evaluate(on: Subject) -> Any:
 
 @call("`EarlyStoppingCallback`")
 def early_stopping(on: Subject) -> Any:
-    options = dict(eval_strategy="steps", eval_steps=1, save_steps=1, greater_is_better=True, metric_for_best_model="eval_loss")
+    options = dict(
+        eval_strategy="steps", eval_steps=1, save_steps=1, greater_is_better=True, metric_for_best_model="eval_loss"
+    )
     stop = EarlyStoppingCallback(early_stopping_patience=2)
     t = saving(on, load_best_model_at_end=True, eval_dataset=rows(on, 2), callbacks=[stop], **options)
     t.train()

@@ -54,9 +54,13 @@ def masks_for_generate(
     attention_mask: Tensor | None,
     cache: Cache | None,
     **_: Any,
-) -> dict[str, Any]:
-    """Return `masks_by_type` for generate, before a compiled forward that cannot read the values of a mask."""
+) -> dict[str, Any] | None:
+    """Return `masks_by_type` for generate, before a compiled forward that cannot read the values of a mask.
+
+    None if no layer needs a mask: PEFT, which lengthens masks by a prompt's virtual tokens, takes no dict of None.
+    """
     layout = read_layout(inputs_embeds, attention_mask, None, cache)
     if layout.cu_seqlens is not None:
         raise ValueError("attention_mask must hold one document in each row to generate, got packed documents")
-    return masks_by_type(config, inputs_embeds, layout, cache)
+    masks = masks_by_type(config, inputs_embeds, layout, cache)
+    return masks if any(mask is not None for mask in masks.values()) else None
