@@ -36,7 +36,7 @@ class Call:
         run: what makes and checks it.
         refused: {subject: refusal} for each subject that cannot do it.
         absent: {subject: reason} for a subject that the call cannot be made with.
-        since: first version of transformers that has the call.
+        since: first version of transformers that has what the call needs.
         heavy: True for a call that takes seconds; `make test` leaves it out.
     """
 
