@@ -156,7 +156,7 @@ def serve(on: Subject) -> Any:
 
 
 @call(
-    "`transformers serve --continuous-batching` (after `enable_continuous_batching()`)", heavy=True,
+    "`transformers serve --continuous-batching` (after `enable_continuous_batching()`)", heavy=True, since="5.18",
     absent=dict(kimi=STOCK_CLASS),
 )  # fmt: skip
 def serve_continuous_batching(on: Subject) -> Any:

@@ -15,6 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
+import kda_layers
 from tests.parity.calls import calls_of
 from tests.parity.subjects import SHORT, TEXT, Subject, assert_close, logits, scratch
 
@@ -27,7 +28,7 @@ def rows(on: Subject, n: int = 8) -> list[dict[str, Any]]:
     return [dict(input_ids=ids, labels=ids) for _ in range(n)]
 
 
-def trainer(on: Subject, model: Any = None, data: Any = None, **options: Any) -> Trainer:
+def trainer(on: Subject, model: Any = None, data: Any = None, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
     """Return a Trainer of four steps; `options` are of TrainingArguments, or of Trainer itself."""
     own = {
         name: options.pop(name)
@@ -39,7 +40,7 @@ def trainer(on: Subject, model: Any = None, data: Any = None, **options: Any) ->
         report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, seed=0,
     )  # fmt: skip
     arguments = TrainingArguments(**(arguments | options))
-    return Trainer(on.model() if model is None else model, arguments, train_dataset=data or rows(on), **own)
+    return kind(on.model() if model is None else model, arguments, train_dataset=data or rows(on), **own)
 
 
 def losses(t: Trainer) -> list[float]:
@@ -216,16 +217,31 @@ def early_stopping(on: Subject) -> Any:
     return t.state.global_step
 
 
-@call("`weight_decay=0.1`: of matrices, not of gates, norms, biases")
-def weight_decay(on: Subject) -> Any:
-    t = trained(on, weight_decay=0.1)
+def assert_decays_matrices(t: Trainer, spared: tuple[str, ...]) -> list[float]:
+    """Raise unless projections are decayed and parameters with an ending in `spared` are not; return the decays."""
     decayed = set(t.get_decay_parameter_names(t.model))
-    assert not [n for n in decayed if n.endswith(("A_log", "dt_bias", "norm.weight", ".bias"))]
-    matrices = {n for n, p in t.model.named_parameters() if "_proj." in n or "lm_head" in n}
-    assert matrices <= decayed
-    sizes = [sum(p.numel() for p in g["params"]) for g in t.optimizer.param_groups]
-    assert sum(sizes) == t.model.num_parameters()
+    assert not [name for name in decayed if name.endswith(spared)]
+    assert {name for name, _ in t.model.named_parameters() if "_proj." in name or "lm_head" in name} <= decayed
+    assert sum(p.numel() for g in t.optimizer.param_groups for p in g["params"]) == t.model.num_parameters()
     return [g["weight_decay"] for g in t.optimizer.param_groups]
+
+
+@call(
+    "`weight_decay=0.1` (transformers decays A_log and short convolutions, also of stock models: see the next row)"
+)
+def weight_decay(on: Subject) -> Any:
+    return assert_decays_matrices(trained(on, weight_decay=0.1), ("dt_bias", "norm.weight", ".bias"))
+
+
+@call("`weight_decay=0.1` of a Trainer with the names from `kda_layers.parameter_groups(model)`")
+def parameter_groups(on: Subject) -> Any:
+    class KDATrainer(Trainer):
+        def get_decay_parameter_names(self, model: Any) -> list[str]:
+            decayed = {id(p) for p in kda_layers.parameter_groups(model)[0]["params"]}
+            return [name for name, p in model.named_parameters() if id(p) in decayed]
+
+    t = trained(on, weight_decay=0.1, kind=KDATrainer)
+    return assert_decays_matrices(t, ("A_log", "dt_bias", "conv1d.weight", "norm.weight", ".bias"))
 
 
 @call('`optim="adafactor"`, "sgd", "adamw_torch_fused"')

@@ -89,8 +89,9 @@ def autocast(on: Subject) -> Any:
 
 @call('`with torch.device("meta")`, a forward on meta tensors', refused=dict(kimi=NO_META))
 def meta_device(on: Subject) -> Any:
+    stock = on.shared
     with torch.device("meta"):
-        m = type(on.shared)(on.shared.config)
+        m = type(stock)(stock.config)
     m = on.swapped(m)
     out = m(torch.zeros(2, 7, dtype=torch.long, device="meta"))
     return out.logits.device.type, out.logits.shape, all(p.is_meta for p in m.parameters())
@@ -107,10 +108,10 @@ def to_meta(on: Subject) -> Any:
 def init_empty_weights(on: Subject) -> Any:
     from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 
-    folder = scratch()
-    torch.save(on.shared.state_dict(), folder / "pytorch_model.bin")
+    folder, stock = scratch(), on.shared
+    torch.save(stock.state_dict(), folder / "pytorch_model.bin")
     with init_empty_weights():
-        m = type(on.shared)(on.shared.config)
+        m = type(stock)(stock.config)
     m = load_checkpoint_and_dispatch(on.swapped(m), str(folder / "pytorch_model.bin"), device_map={"": "cpu"})
     assert_same(on, m)
 
