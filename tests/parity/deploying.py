@@ -20,6 +20,12 @@ NO_KEYS = Refusal(
     "transformers' recipe keeps keys and values of every layer, and KDA layers have none; `DynamoExporter` serves",
 )
 
+TWO_DTYPES = Refusal(
+    "FSDP expects uniform original parameter dtype",
+    "A_log and dt_bias stay in fp32, and a shard has one dtype: load in fp32 and give "
+    "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`",
+)
+
 
 @call('`torch.compile(model, fullgraph=True, backend="aot_eager")`', heavy=True)
 def compiled(on: Subject) -> Any:
@@ -159,7 +165,7 @@ def fsdp2_mixed(on: Subject) -> Any:
     return bool(grad.isfinite().all())
 
 
-@call("FSDP2 of a model loaded in bf16")
+@call("FSDP2 of a model loaded in bf16", refused=dict.fromkeys(OURS, TWO_DTYPES))
 def fsdp2_bf16(on: Subject) -> Any:
     ids = on.tokens()["input_ids"]
     with one_process():

@@ -109,10 +109,10 @@ def prompt_lookup(on: Subject) -> Any:
     assert_greedy(on, greedy(on.speculative(), inputs, prompt_lookup_num_tokens=3), inputs)
 
 
-@call("`generate(assistant_early_exit=1)`, and `generate` after it")
+@call("`generate(assistant_early_exit=2)`, and `generate` after it")
 def early_exit(on: Subject) -> Any:
     m = on.speculative()
-    assert_greedy(on, greedy(m, on.tokens(), assistant_early_exit=1), on.tokens())
+    assert_greedy(on, greedy(m, on.tokens(), assistant_early_exit=2), on.tokens())
     assert_greedy(on, greedy(m, on.tokens()), on.tokens())
 
 

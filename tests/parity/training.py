@@ -226,9 +226,7 @@ def assert_decays_matrices(t: Trainer, spared: tuple[str, ...]) -> list[float]:
     return [g["weight_decay"] for g in t.optimizer.param_groups]
 
 
-@call(
-    "`weight_decay=0.1` (transformers decays A_log and short convolutions, also of stock models: see the next row)"
-)
+@call("`weight_decay=0.1` (transformers decays A_log and short convolutions, also of stock models: see the next row)")
 def weight_decay(on: Subject) -> Any:
     return assert_decays_matrices(trained(on, weight_decay=0.1), ("dt_bias", "norm.weight", ".bias"))
 
