@@ -47,7 +47,7 @@ SLOW = (
     "tests/test_serve", "tests/test_swap_example", "tests/test_train", "tests/test_cut", "test_over_ranks",
     "test_context_parallel", "builds_without_warnings", "compil", "every_element", "flash_linear_attention",
     "fresh_process", "importing", "new_family", "requiring", "short_conv_triton", "tensor_parallel",
-    "two_processes", EMULATED, HEAVY,
+    "tests/parity", "two_processes", EMULATED,
 )  # fmt: skip
 # What "test" leaves out beside the training curves and the emulated cases, by seconds of CPU: other tests of the same
 # file run the same emulated kernels (95 s), a compiler again (45 s), processes that only build kernels (15 s), or the
