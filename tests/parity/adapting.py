@@ -131,7 +131,7 @@ def lora(on: Subject) -> Any:
     return type(merged) is type(on.shared), logged
 
 
-@call('PEFT: `LoraConfig(target_modules="all-linear")`, `modules_to_save=["lm_head"]`')
+@call('PEFT: `LoraConfig(target_modules="all-linear")`, `modules_to_save=["lm_head"]`', heavy=True)
 def lora_everywhere(on: Subject) -> Any:
     from peft import LoraConfig
 

@@ -206,7 +206,7 @@ def evaluate(on: Subject) -> Any:
     return keys(t), predicted.predictions.shape, sorted(predicted.metrics)
 
 
-@call("`EarlyStoppingCallback`")
+@call("`EarlyStoppingCallback`", heavy=True)
 def early_stopping(on: Subject) -> Any:
     options = dict(
         eval_strategy="steps", eval_steps=1, save_steps=1, greater_is_better=True, metric_for_best_model="eval_loss"
@@ -242,7 +242,7 @@ def parameter_groups(on: Subject) -> Any:
     return assert_decays_matrices(t, ("A_log", "dt_bias", "conv1d.weight", "norm.weight", ".bias"))
 
 
-@call('`optim="adafactor"`, "sgd", "adamw_torch_fused"')
+@call('`optim="adafactor"`, "sgd", "adamw_torch_fused"', heavy=True)
 def optimizers(on: Subject) -> Any:
     return [keys(trained(on, optim=name)) for name in ("adafactor", "sgd", "adamw_torch_fused")]
 
@@ -259,7 +259,7 @@ def neftune(on: Subject) -> Any:
     return keys(trained(on, neftune_noise_alpha=5.0))
 
 
-@call("`auto_find_batch_size=True`")
+@call("`auto_find_batch_size=True`", heavy=True)
 def auto_find_batch_size(on: Subject) -> Any:
     return keys(trained(on, auto_find_batch_size=True))
 
