@@ -90,6 +90,7 @@ def feature_extraction(on: Subject) -> Any:
 
 @call(
     "`model.generate_batch(prompts)` (after `enable_continuous_batching()`)",
+    since="5.18",
     refused=dict(
         kimi=Refusal(
             "continuous batching does not serve a kimi_linear model",
