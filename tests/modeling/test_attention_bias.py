@@ -20,6 +20,7 @@ from kda_layers.modeling.models import modeling_kda
 from kda_layers.modeling.models.key_bias import create_key_mask
 from kda_layers.modeling.models.masks_by_type import masks_for_generate
 from kda_layers.modeling.models.modeling_kda import KDABiasedAttention
+from kda_layers.versions import installed
 from tests.kernels.cases import BF16, FP32, FP64, budget, error
 from tests.modeling.common import same
 from tests.modeling.models import build, generate, ids, model
@@ -227,6 +228,8 @@ def test_chunked_prefill_of_a_static_cache(kind: str) -> None:
     """For which transformers makes the static cache early, as wide as it takes the values to be."""
     if kind == "offloaded_static" and not torch.cuda.is_available():
         pytest.skip("offloads from a GPU")
+    if kind == "offloaded_static" and installed("transformers") < (5, 20):
+        pytest.skip("transformers before 5.20 moves a layer back before its copy to the CPU is finished")
     device = "cpu" if kind == "static" else "cuda"
     m, tokens = copy.deepcopy(model("key_bias")).to(device), ids(2, T).to(device)
     # generate would compile a cache that moves between devices into CUDA graphs: the process aborted on an H200.
