@@ -37,7 +37,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 EMULATED = "@emulator"  # ends the names of backends whose CUDA kernels run in the emulator
-FEWER_EMULATED = 8
+# Tier -> ends of the ids of cases of which it takes one in so many (the emulator's name stands anywhere). On a GPU, flash-linear-attention's kernels, which
+# have tests of their own, take 20 s to compile for a case, and plain PyTorch computes what it does on a CPU.
+FEWER = {"all": {EMULATED: 8}, "gpu": {"fla": 3, "eager": 2}}
 # What compiles, trains or starts processes of its own: parts of test ids. `make quick` leaves it out.
 SLOW = (
     "cuda_emulator/", "test_cuda_", "kernels/test_build", "attention/test_tr", "kernels/test_property",
@@ -71,8 +73,7 @@ WITHOUT_GPU = (
 )  # fmt: skip
 # What takes longest on a GPU, mostly by its compilers: the processes share it out and start with it.
 LONG_ON_GPU = ("[fla]", "-fla]", "-static-", "by_inductor", "compiled", "flash_linear_attention", "process")
-# Tier -> one in so many cases of a test, the same of tests/kernels, and parts of the ids that it leaves out. Of the
-# emulated cases of the tests of backends, "all" takes one in FEWER_EMULATED.
+# Tier -> one in so many cases of a test, the same of tests/kernels, and parts of the ids that it leaves out.
 TIERS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "quick": (24, 24, SLOW),
     "test": (6, 24, (*OF_KERNELS, *COMPILED_TWICE, "tests/test_training_curves", "tests/test_cut", EMULATED, HEAVY)),
@@ -91,17 +92,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def chosen(tests: Iterable[str], tier: str) -> set[str]:
-    """The ids of tests that run in a tier: of each test's cases a share, but at least one. Of emulated cases, which are
-    slow, it is a smaller one, and they do not replace others."""
+    """The ids of tests that run in a tier: of each test's cases a share, but at least one. Of some backends' cases it is
+    a smaller one, and they do not replace others."""
     share, share_of_kernels, left_out = TIERS[tier]
-    cases: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    fewer = FEWER.get(tier, {})
+    cases: dict[tuple[str, str], list[str]] = defaultdict(list)
     for test in tests:
         if not any(part in test for part in left_out):
-            cases[test.partition("[")[0], EMULATED in test].append(test)
+            ends = (end for end in fewer if test.rstrip("]").endswith(end))
+            backend = EMULATED if EMULATED in test else next(ends, "")
+            cases[test.partition("[")[0], backend].append(test)
     kept: set[str] = set()
-    for (name, emulated), group in cases.items():
+    for (name, backend), group in cases.items():
         one_in = share_of_kernels if name.startswith("tests/kernels/") else share
-        one_in = FEWER_EMULATED if emulated and tier == "all" else one_in
+        one_in = fewer.get(backend, one_in)
         group.sort(key=lambda test: zlib.crc32(test.encode()))  # mixes options
         kept.update(group[: -(-len(group) // one_in)])
     return kept

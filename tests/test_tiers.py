@@ -47,6 +47,10 @@ def test_emulated_cases_are_fewer_and_replace_no_others() -> None:
     assert all(kept[tier] & set(plain) == chosen(plain, tier) for tier in TIERS)
     counts = {tier: len(kept[tier] & set(emulated)) for tier in TIERS}
     assert counts == {"quick": 0, "test": 0, "all": 8, "every": 60, "gpu": 0}
+    of_fla = [f"tests/kernels/test_any.py::one[{n}-cuda-fla]" for n in range(60)]
+    kept = {tier: chosen([*plain, *of_fla], tier) for tier in TIERS}
+    assert (len(kept["gpu"] & set(of_fla)), len(kept["gpu"] & set(plain))) == (20, 30)
+    assert kept["all"] == {*plain, *of_fla}
 
 
 def test_every_process_starts_with_its_share_of_what_takes_long() -> None:
