@@ -37,8 +37,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 EMULATED = "@emulator"  # ends the names of backends whose CUDA kernels run in the emulator
-# Tier -> ends of the ids of cases of which it takes one in so many (the emulator's name stands anywhere). On a GPU, flash-linear-attention's kernels, which
-# have tests of their own, take 20 s to compile for a case, and plain PyTorch computes what it does on a CPU.
+# Tier -> ends of the ids of cases of which it takes one in so many; the emulator's name stands anywhere. On a GPU,
+# flash-linear-attention's kernels, which have tests of their own, take 20 s to compile for a case, and plain PyTorch
+# computes what it does on a CPU.
 FEWER = {"all": {EMULATED: 8}, "gpu": {"fla": 3, "eager": 2}}
 # What compiles, trains or starts processes of its own: parts of test ids. `make quick` leaves it out.
 SLOW = (
@@ -92,8 +93,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def chosen(tests: Iterable[str], tier: str) -> set[str]:
-    """The ids of tests that run in a tier: of each test's cases a share, but at least one. Of some backends' cases it is
-    a smaller one, and they do not replace others."""
+    """The ids of tests that run in a tier: of each test's cases a share, but at least one. Some backends have a share
+    of their own, and their cases replace no others."""
     share, share_of_kernels, left_out = TIERS[tier]
     fewer = FEWER.get(tier, {})
     cases: dict[tuple[str, str], list[str]] = defaultdict(list)

@@ -84,17 +84,21 @@ def test_a_graph_replays_on_new_inputs(case: Case, backend: str) -> None:
         assert_same(outputs(out), run(draw, backend))
 
 
-def test_segments(backend: str) -> None:
+@pytest.mark.parametrize("H", [1, 16])
+def test_segments(H: int, backend: str) -> None:
     """Outputs and gradients of sequences that are cut: within the budgets, and the same in every run."""
-    case = Case(lengths=(2600, 70, 0, 1501), H=1, group=2, slow=True, state=True)
-    xs = [make_inputs(case, "cuda", draw)._replace(segments="always") for draw in range(case.draws)]
+    case = Case(lengths=(2600, 70, 0, 1501), H=H, group=2, slow=True, state=True)
+    xs = [make_inputs(case, "cuda")._replace(segments="always")]
     if not KDA.backends()[backend].archs[0].bulk_copies:  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="segments is 'always', needs a GPU with bulk copies"):
             call(xs[0], backend)
         return
     got = run_draws(lambda x: call(x, backend), xs)
-    truth, yardstick = (run_draws(oracle, [cast(x) for x in xs]) for cast in (to_fp64, lambda x: x))
-    check(got, truth, limits_of(yardstick, truth, case.dtype))
+    # The recurrence goes through the tokens one by one, which takes minutes for the draws that a single head would
+    # need: sixteen heads have as many elements in one.
+    if H == 16:
+        truth, yardstick = (run_draws(oracle, [cast(x) for x in xs]) for cast in (to_fp64, lambda x: x))
+        check(got, truth, limits_of(yardstick, truth, case.dtype))
     for _ in range(5):
         assert_same(run_draws(lambda x: call(x, backend), xs), got)
 
