@@ -157,7 +157,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import kda_layers
     import kda_layers.kernels
-found = [str(w.message) for w in caught if "was tested with" in str(w.message)]
+found = [str(w.message) for w in caught if "was tested with transformers" in str(w.message)]
 assert len(found) == {warned}, found
 assert all("transformers 5.17" in m and {version!r} in m for m in found), found
 """
