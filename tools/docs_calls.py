@@ -18,7 +18,7 @@ HEAD = """\
 
 Everyday calls of transformers, TRL, PEFT and accelerate, each tried by a test on tiny models of four kinds and on a
 stock Llama, on a CPU. "yes": the result is checked, and of the same kind as the Llama's. A letter: the call raises an
-error that says why not, or cannot be made; the reason stands below the table.
+error that says why not, or cannot be made; the reason is given below the table.
 
 The models are a `KDAForCausalLM` of KDA layers alone; one with a softmax layer (a hybrid); a Llama that
 `swap_attention(llama, layers="1:1")` converted; and a Kimi-Linear after `swap_attention(model)`, or from

@@ -454,7 +454,7 @@ def test_the_context_around_a_backward_reaches_autograds_threads(toy: Toy) -> No
 
 
 def test_the_first_pass_of_reentrant_checkpointing_is_told_from_inference() -> None:
-    """By the forward of an autograd.Function, of which it is one; a backward is none."""
+    """The first pass is the forward of an autograd.Function; a backward is not."""
     seen: list[bool] = []
 
     class Squared(torch.autograd.Function):

@@ -95,7 +95,7 @@ def _convert(
     for target, converter in merged.items():
         targets = [target.replace(converter.target_patterns[0], t) for t in converter.target_patterns]
         missing = sum(own[t].numel() for t in targets) - sum(t.numel() for t in parts[target].values())
-        if missing <= 0:  # what is too much has a wrong shape, of which torch complains
+        if missing <= 0:  # torch refuses the wrong shape of too many values
             del parts[target]
             for name, value in converter.convert(target, model=model, config=model.config).items():
                 converted[name] = value[0] if isinstance(value, list) else value

@@ -128,7 +128,7 @@ def _read(source: Source, family: str | None, prefix: str | None) -> tuple[Namin
 def _recognise(tensors: Mapping[str, Tensor], family: str | None) -> Naming:
     """Return the naming with the fewest unknown names, of the given family or of the only one that fits.
 
-    Without a given family, of several namings that know all names the one of which the fewest are missing.
+    Without a given family, take the naming that knows all names and misses the fewest.
     """
     A_log = next((t for n, t in tensors.items() if n in ("A_log", "forget_gate.A_log")), None)
 
