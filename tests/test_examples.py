@@ -486,19 +486,25 @@ def generated(
     )  # fmt: skip
 
 
+def not_torchao(stderr: bytes) -> bytes:
+    """Return what a process writes without the lines of torchao, which transformers imports where it is installed."""
+    lines = stderr.splitlines(keepends=True)
+    return b"".join(line for line in lines if b"torchao" not in line and b"torch/utils/_pytree.py" not in line)
+
+
 def test_a_reader_that_goes_away_ends_it_quietly(trained: Path) -> None:
     process = generated(trained, subprocess.PIPE, tokens=400)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.read(1) == b"H"
     process.stdout.close()
-    assert (process.stderr.read(), process.wait(60)) == (b"", 128 + signal.SIGPIPE)
+    assert (not_torchao(process.stderr.read()), process.wait(60)) == (b"", 128 + signal.SIGPIPE)
 
 
 def test_a_full_stdout_is_one_line(trained: Path) -> None:
     with open("/dev/full", "wb") as full:
         process = generated(trained, full)
-    error = process.communicate(timeout=60)[1].decode()
+    error = not_torchao(process.communicate(timeout=60)[1]).decode()
     assert process.returncode == 1
     assert error == "generate.py: error: [Errno 28] No space left on device\n"
 
@@ -506,7 +512,7 @@ def test_a_full_stdout_is_one_line(trained: Path) -> None:
 def test_what_stdout_cannot_encode_is_escaped(trained: Path) -> None:
     process = generated(trained, subprocess.PIPE, "Hé", PYTHONIOENCODING="ascii")
     out, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (0, b"")
+    assert (process.returncode, not_torchao(error)) == (0, b"")
     assert out.startswith(b"H\\xe9")
 
 
