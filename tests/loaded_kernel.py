@@ -359,17 +359,18 @@ def functions_in_other_dtypes() -> None:
 @check("functions")
 def the_guide_runs() -> None:
     """The last check of its group, as it replaces the whole layer, too."""
-    from tests.modeling.stock_models import build
-
     folder = os.environ["LOCAL_KERNELS"].partition("=")[2]
     text = (ROOT / "docs" / "guides" / "hub_kernel.md").read_text().replace('Path("build")', f"Path({folder!r})")
-    load, whole, functions = re.findall(r"```python\n(.*?)```", text, re.S)
-    model = build("kimi_linear", dense=True)
-    expected, names = logits(model), {"model": model}
+    load, whole, functions = re.findall(r"```python[^\n]*\n(.*?)```", text, re.S)
+    build, replace = whole.split("\n\nname = ")
+    names: dict[str, Any] = {}
     exec(load, names)
     assert names["kernel"] is first()
+    exec(build, names)
+    model = names["model"].eval()
+    expected = logits(model)
     layer, ours = model.model.layers[0].self_attn, first().layers.KimiLinearDeltaAttention.forward
-    exec(whole, names)
+    exec(f"name = {replace}", names)
     assert layer.forward.__func__ is ours
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     exec(functions, names)
