@@ -37,7 +37,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 EMULATED = "@emulator"  # ends the names of backends whose CUDA kernels run in the emulator
-# Tier -> ends of the ids of cases of which it takes one in so many; the emulator's name stands anywhere. On a GPU,
+# Tier -> end of an id (for the emulator any part) -> of such cases, the tier takes one in so many. On a GPU,
 # flash-linear-attention's kernels, which have tests of their own, take 20 s to compile for a case, and plain PyTorch
 # computes what it does on a CPU.
 FEWER = {"all": {EMULATED: 8}, "gpu": {"fla": 3, "eager": 2}}

@@ -35,7 +35,7 @@ class Naming(NamedTuple):
 
     family: str
     on_disk: bool | None  # None if model and files agree
-    gates: tuple[str, ...]  # our names of the gate weights, not all of which every layer has
+    gates: tuple[str, ...]  # our names of the gate weights; a layer has some of them
     renamed: Mapping[str, str] = {}  # our names to theirs if they differ
     separate_conv: bool = False
     A_log_shape: tuple[int, ...] = (-1,)
