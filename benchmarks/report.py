@@ -127,8 +127,22 @@ def save(folder: Path, contents: dict[str, Any]) -> Path:
     """Write the document to its file in `folder`, and return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{contents['name']}.json"
-    path.write_text(json.dumps(contents, indent=1) + "\n")
+    path.write_text(serialise(contents))
     return path
+
+
+def serialise(contents: dict[str, Any]) -> str:
+    """Return the document as JSON with each row, fact and detail on one line, so that diffs show what changed."""
+    fields = [f" {json.dumps(key)}: {_lines_of(value)}" for key, value in contents.items()]
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def _lines_of(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n }"
+    if isinstance(value, list) and any(isinstance(row, dict) for row in value):
+        return "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
+    return json.dumps(value)
 
 
 def load(path: Path) -> dict[str, Any]:

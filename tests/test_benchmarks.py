@@ -787,6 +787,7 @@ def test_the_operator_is_a_range_in_the_trace() -> None:
 # ---------------------------------------------------------------- reports
 
 RESULTS = Path(report.__file__).parent / "results"
+RECORDS = RESULTS.parents[1] / "docs" / "internals" / "records"
 
 
 def test_results_are_json_of_one_schema() -> None:
@@ -795,9 +796,16 @@ def test_results_are_json_of_one_schema() -> None:
         assert report.load(path)["rows"], path.name
 
 
+@pytest.mark.parametrize("path", [*RESULTS.iterdir(), *RECORDS.iterdir()], ids=lambda path: path.stem)
+def test_a_result_file_is_as_it_would_be_written(path: Path) -> None:
+    written = path.read_text()
+    contents = json.loads(written)
+    assert report.serialise(contents) == written
+    assert all(f"\n  {json.dumps(row)}" in written for row in contents["rows"])
+
+
 def test_superseded_runs_are_dated() -> None:
-    records = RESULTS.parents[1] / "docs" / "internals" / "records"
-    for path in records.iterdir():
+    for path in RECORDS.iterdir():
         contents = json.loads(path.read_text())
         name = f"{contents['stamp']['date']}-{contents['name']}"
         assert path.stem in (name, f"{name}-{contents['stamp']['commit']}")  # of several runs on a day
