@@ -165,7 +165,7 @@ def rows_of(shape: Shape, causal: bool, backward: bool, machine: Machine, backen
 
 
 def truth(x: Tensors, backward: bool) -> Results:
-    """Of the first and the last head, in fp64."""
+    """Return the outputs and gradients of the first and the last head, in fp64."""
     q, k, v, d_o = (t[:, :, [0, -1]].detach().double() for t in (x.q, x.k, x.v, x.d_o))
     bias = None if x.bias is None else x.bias[:, [0, -1]].detach().double()
     few = with_gradients(Tensors(q, k, v, bias, d_o, x.causal), x.bias is not None and x.bias.requires_grad)

@@ -75,7 +75,7 @@ def moved(a: dict[str, Any], b: dict[str, Any]) -> str:
 
 
 def text_of(key: Key) -> str:
-    """What was measured, in one line."""
+    """Return what was measured, in one line."""
     return ", ".join(f"{n} {v}" for n, v in key if (n, v) != ("time", "time"))
 
 

@@ -1,4 +1,4 @@
-"""What a whole language model costs beside its peers: `python -m benchmarks.lm --size 0.7b`, on a GPU.
+"""Cost of a language model beside its peers: `python -m benchmarks.lm --size 0.7b`, on a GPU.
 
 Models of one size with random weights in bf16: ours, the same with softmax attention in every layer,
 flash-linear-attention's own KDA model where that is installed, and transformers' Kimi-Linear, as it is (`kimi`) and

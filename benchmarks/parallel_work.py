@@ -1,4 +1,4 @@
-"""What benchmarks/parallel.py times: the operator and models over one rank and over several.
+"""The work that benchmarks/parallel.py times: the operator and models over one rank and over several.
 
 Each function takes the number of tokens, a process group or None for one rank, and the device; it returns what is
 timed, whose `parameters` say how many the whole model has.

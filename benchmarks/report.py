@@ -1,4 +1,4 @@
-"""What every benchmark shares: summaries, the stamp of machine and versions, result files (benchmarks/README.md)."""
+"""Summaries, the stamp of machine and versions, and result files of all benchmarks (benchmarks/README.md)."""
 
 from __future__ import annotations
 

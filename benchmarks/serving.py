@@ -122,7 +122,7 @@ WAYS: dict[str, Callable[[Any, list[list[int]], int], list[list[int]]]] = {
 
 
 class Alone(NamedTuple):
-    """What `generate` adds to one prompt."""
+    """The tokens that `generate` adds to one prompt."""
 
     tokens: list[int]
     noise: float  # the largest difference of a logit between its steps and a prefill of the same tokens

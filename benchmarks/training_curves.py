@@ -162,7 +162,7 @@ def train(
 
 
 def seconds_per_step(run: Run, s: LMSettings, corpus: Corpus, device: torch.device, cuda_graph: bool = False) -> float:
-    """Of a short trial, after the first steps, in which kernels are compiled."""
+    """Return the seconds per step of a short trial, after the first steps, in which kernels are compiled."""
     s = dataclasses.replace(s, steps=FIRST_STEPS + TIMED_STEPS)
     rate = train(run, s, corpus, device, s.steps, cuda_graph)["steps_per_s"]
     if rate is None:
@@ -171,7 +171,7 @@ def seconds_per_step(run: Run, s: LMSettings, corpus: Corpus, device: torch.devi
 
 
 def plan_steps(asked: int, budget_s: float, seconds: dict[Run, float]) -> dict[Run, int]:
-    """How many steps each run makes: all the same, but for a reference that is too slow for them."""
+    """Return the number of steps of each run: all the same, but for a reference that is too slow for them."""
     affordable = {run: max(FIRST_STEPS + 1, int(budget_s / each)) for run, each in seconds.items()}
     common = [n for run, n in affordable.items() if run.backend != REFERENCE] or list(affordable.values())
     steps = min(asked, *common)
@@ -315,7 +315,7 @@ def results(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(args: argparse.Namespace, s: LMSettings) -> dict[str, Any]:
-    """What fixes a training but for the run's own precision."""
+    """Return what fixes a training but for the run's own precision."""
     settings = dataclasses.asdict(s) | {"config": Path(s.config).name, "asked_steps": args.steps}
     settings |= {"cuda_graph": args.cuda_graph, "untuned": args.untuned}
     del settings["dtype"], settings["minutes"]

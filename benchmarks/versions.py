@@ -180,7 +180,7 @@ def folder_of(what: str) -> Iterator[Path]:
 
 
 def difference(got: Results, want: Results) -> str:
-    """How far results are from those of the first version, the largest relative L2 difference of all."""
+    """Return the largest relative L2 difference of results from those of the first version."""
     if all(torch.equal(got[n], t) for n, t in want.items()):
         return "same bits"
     name, most = max(((n, error(got[n], t)) for n, t in want.items()), key=lambda item: item[1])

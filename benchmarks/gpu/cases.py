@@ -1,4 +1,4 @@
-"""What is timed: sizes of every section, inputs in both gate regimes, hard inputs, byte floors.
+"""The timed cases: sizes of every section, inputs in both gate regimes, hard inputs, byte floors.
 
 Shapes and recipes are those of the project's record of earlier measurements, so that numbers can be laid side by side.
 The two gate regimes:
@@ -64,11 +64,11 @@ class Case:
 
     @property
     def long(self) -> bool:
-        """Whether it is timed in segments, too: so few heads leave most of a GPU idle in one piece."""
+        """True if it is also timed in segments: so few heads leave most of a GPU idle in one piece."""
         return self.T >= 2**16 and self.HV <= 8
 
     def fields(self) -> dict[str, Any]:
-        """What identifies the case in a report."""
+        """Return the fields that identify the case in a report."""
         what = []
         if self.lengths:
             counts = [(n, len(list(equal))) for n, equal in groupby(self.lengths)]

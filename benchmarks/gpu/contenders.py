@@ -171,7 +171,7 @@ def _kept(state: Tensor, kept: str) -> tuple[Tensor, ...]:
 def training(
     forward: Callable[[], Tensor], names: list[str], leaves: Inputs, d_o: Tensor, backward_alone: bool = False
 ) -> Prepared:
-    """Of a contender that has computed o from the leaves of these names with `forward`: that and every gradient, or
+    """Return a training call of a contender that computes o from these leaves by `forward`: that and every gradient, or
     every gradient of one forward that is not timed."""
     tensors = [getattr(leaves, n) for n in names]
 

@@ -34,7 +34,7 @@ class ContextLost(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a section needs to make its jobs."""
+    """The arguments from which a section makes its jobs."""
 
     machine: Machine
     sizes: Sizes
@@ -59,7 +59,7 @@ class Budget:
 
 
 def wrong(errors: dict[str, float], limit: float = LIMIT) -> bool:
-    """Whether any error is beyond its limit, or NaN."""
+    """Return True if any error is beyond its limit, or NaN."""
     return not all(e <= max(limit, LIMITS.get(n, 0)) for n, e in errors.items())
 
 
@@ -217,7 +217,7 @@ def run_all(jobs: list[tuple[str, Job]], machine: Machine, budget: Budget, done:
 
 
 def failures(rows: list[Row]) -> list[str]:
-    """What makes a run fail: nothing to report, or something of ours that is wrong or broke."""
+    """Return the reasons why a run fails: nothing to report, or something of ours that is wrong or broke."""
     found = [
         f"{r['section']} {r['contender']}: {r['status']}: {r['reason']}"
         for r in rows

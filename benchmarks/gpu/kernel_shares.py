@@ -1,4 +1,4 @@
-"""Where GPU time goes: kernels by what launched them, from the profiler's trace.
+"""Shares of GPU time: kernels by what launched them, from the profiler's trace.
 
 A kernel's trace event names, by a correlation number, the launch call on the host; what was running on that thread at
 that time launched it. Kernels whose launch call was not recorded are assigned by the profiler's own number for the

@@ -1,4 +1,4 @@
-"""How things are measured: on a GPU by CUDA events after an L2 flush, host time apart from GPU time, CUDA graphs."""
+"""Methods of measuring: CUDA events after an L2 flush, host time separate from GPU time, CUDA graphs."""
 
 from __future__ import annotations
 

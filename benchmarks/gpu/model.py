@@ -118,7 +118,7 @@ def _per_second(row: Row, tokens: int) -> Row:
 
 
 def _graph_note(facts: Row, mode: str) -> Row:
-    """What is known of a timed step; and whether inductor left out its CUDA graphs, which it does quietly."""
+    """Return a note on a timed step; it says if inductor left out its CUDA graphs, which it does silently."""
     skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] if mode == REDUCE_OVERHEAD else 0
     return facts | ({"note": f"inductor left out {skipped} CUDA graphs"} if skipped else {})
 

@@ -332,7 +332,7 @@ def _overhead(setup: Setup, pass_: str, measure: str, case: Case) -> list[Row]:
 
 
 def _difference(fields: Row, timed: list[Row], measure: str) -> list[Row]:
-    """What ours takes more than the other, in microseconds and percent; nothing unless both were timed."""
+    """Return the time ours takes more, in microseconds and percent; empty unless both were timed."""
     if len(timed) != 2:
         return []
     ours, other = (r["time"]["median"] for r in timed)

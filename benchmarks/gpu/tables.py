@@ -164,7 +164,7 @@ def number(value: Any) -> str:
 
 
 def _noise(rows: list[Row]) -> list[str]:
-    """How far apart the medians of a contender that took part twice were at most."""
+    """Return a line on the largest difference between the medians of a contender that took part twice."""
     apart = [abs(r["time"]["again"] / r["time"]["median"] - 1) for r in rows if "again" in r.get("time", {})]
     return [f"one contender entered twice: medians at most {max(apart):.1%} apart"] if apart else []
 

@@ -1,4 +1,4 @@
-"""What is right: the eager backend in fp32 for some heads of a case, itself checked against the fp64 oracle.
+"""The reference: the eager backend in fp32 for some heads of a case, itself checked against the fp64 oracle.
 
 Heads do not mix in the operator, so those that are looked at are computed alone, from the same 16-bit values. First
 and last are looked at: what goes wrong with the size of a grid shows at its end.
@@ -56,7 +56,7 @@ class Heads(NamedTuple):
         return x._replace(q=x.q[:, :, self.qk], k=x.k[:, :, self.qk], initial_state=state, **of_v)
 
     def results(self, results: Results) -> Results:
-        """What a contender computed for these heads."""
+        """Return what a contender computed for these heads."""
         return {
             n: t.index_select(HEAD_AXIS[n], torch.tensor(self.qk if n in OF_QK_HEADS else self.v, device=t.device))
             for n, t in results.items()
@@ -91,7 +91,7 @@ def call(x: Inputs, backend: str) -> Any:
 
 
 def outputs(out: Any) -> Results:
-    """Those outputs of the operator that were asked for, by name."""
+    """Return the requested outputs of the operator, by name."""
     return {n: t for n, t in zip(("o", "final_state", "checkpoints"), out, strict=True) if t is not None}
 
 
