@@ -101,7 +101,7 @@ def _calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _vllm_targets(tree: ast.Module, file: str) -> Callable[[ast.expr], str | None]:
-    """What is imported from the modules whose functions we replace; in a layer's file whatever is named after KDA."""
+    """Return a test for calls of what the modules that we replace export; in a layer's file, of names with KDA."""
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     if any(module == ops or module.startswith(f"{ops}.") for ops in vllm.FUNCTIONS):
         return lambda _: None  # calls within them

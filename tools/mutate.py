@@ -1,4 +1,4 @@
-"""How many wrong programs the tests notice: `python -m tools.mutate --seed 0 --mutants 40`.
+"""Count the wrong programs that the tests notice: `python -m tools.mutate --seed 0 --mutants 40`.
 
 Draws files of the package by seed, one small change in each (a comparison, an operator, a constant, a condition, a
 call left out), and runs the tests that reach the changed line, in random order, until one fails or the time is up.
@@ -183,7 +183,7 @@ def pytest_runtest_logfinish(nodeid, location):
 
 
 def killed_by(tree: Path, tests: set[str], seed: int, seconds: float) -> str | None:
-    """What notices the mutant: a test's id, "import" or "hangs"; None: it survives."""
+    """Return what notices the mutant: a test's id, "import" or "hangs"; None if it survives."""
     files = sorted({name.rpartition(".")[0].replace(".", "/") + ".py" for name in tests})
     present = [file for file in files if (tree / file).exists()]
     env = environment(tree) | {"TESTS": " ".join(tests), "SEED": str(seed), "SECONDS_": str(seconds)}

@@ -56,7 +56,7 @@ class ContextParallelTrainer(Trainer):
         kda_layers.enable_context_parallel(model, mesh)
 
     def get_cp_size(self) -> int:
-        """How many processes share an excerpt, for the Trainer's count of batches."""
+        """Number of processes that share an excerpt, for the Trainer's count of batches."""
         return self.mesh.size()
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Tensor]], device: torch.device) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What several processes may share, and what not."""
+"""Checks of what several processes may share."""
 
 from __future__ import annotations
 

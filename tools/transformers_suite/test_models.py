@@ -23,7 +23,7 @@ TrainingTesterMixin: Any = training.TrainingTesterMixin
 
 
 class ModelTester:
-    """What transformers' tests ask of a model: configurations, inputs and sizes."""
+    """Configurations, inputs and sizes of a model, as transformers' tests ask for them."""
 
     batch_size, seq_length, is_training = 13, 7, True
 
