@@ -1,4 +1,4 @@
-"""What a Hugging Face kernel of this package offers, and the layers that transformers' models find in it.
+"""A Hugging Face kernel of this package: its functions, and the layers that transformers' models find in it.
 
 `tools/kernel_package.py` copies this folder, `kernels` and the files of `modeling` that a layer's forward needs. What
 it copies imports the standard library, torch, einops and itself, and itself relatively.

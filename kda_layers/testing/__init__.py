@@ -1,4 +1,4 @@
-"""What tests of a backend need: cases and their inputs, the oracle, error budgets, poisoned memory.
+"""Tools for tests of a backend: cases and their inputs, the oracle, error budgets, poisoned memory.
 
 The truth is `kernels.reference.recurrence` in fp64 on exactly the values that the backend gets (16-bit inputs are
 rounded first). The yardstick is the same recurrence in the working dtype, on the device of the backend, whose exp and

@@ -1,4 +1,4 @@
-"""How far from the truth a result may be."""
+"""Error budgets: the allowed distance of a result from the truth."""
 
 from __future__ import annotations
 

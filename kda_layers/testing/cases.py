@@ -54,7 +54,7 @@ class Case:
 
     @property
     def draws(self) -> int:
-        """How often the inputs are drawn. A tensor of a few elements has an error of known size only over several
+        """Number of draws of the inputs. A tensor of a few elements has an error of known size only over several
         draws: A_log's gradient has one element for each head, a sum over all tokens that may happen to be small."""
         return {FP64: 1, FP32: 8}.get(self.dtype, 16)
 

@@ -39,7 +39,7 @@ def oracle(x: Inputs) -> KDAOutput:
 
 
 def outputs(out: KDAOutput) -> dict[str, Tensor]:
-    """What was asked for, by name."""
+    """Return the requested outputs, by name."""
     return {n: t.detach() for n, t in out._asdict().items() if t is not None and t.numel()}
 
 
