@@ -1,4 +1,4 @@
-"""Which tests run, and on what.
+"""Choice of the tests that run, and of their devices.
 
 --tier chooses: "all", the default, is every test but most emulated cases, which "every" adds; "test" and "quick" take a
 share of the cases of each parametrised test, always the same ones, and leave out what is slow. "test" takes least of
@@ -141,7 +141,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _only_marked_tests_emulate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left out of the tests on a GPU must not depend on who remembers it."""
+    """Fail a test that uses the emulator without its marker, which leaves it out of the tests on a GPU."""
     if EMULATED in request.node.nodeid or request.node.get_closest_marker("emulator"):
         return
 

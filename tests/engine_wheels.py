@@ -1,4 +1,4 @@
-"""Where tests find unpacked wheels of vLLM and SGLang: in the folders vllm and sglang of KDA_LAYERS_ENGINE_WHEELS.
+"""Unpacked wheels of vLLM and SGLang, in the folders vllm and sglang of KDA_LAYERS_ENGINE_WHEELS.
 
 `tools/engine_calls.py` says how to make them.
 """

@@ -601,7 +601,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class GraphNotSupportedError(Exception):
-    """What cuDNN raises for a graph that it has no kernel for."""
+    """Error of cuDNN for a graph that it has no kernel for."""
 
 
 def cudnn_stand_in(
@@ -1026,7 +1026,7 @@ def test_cases_of_some_heads(tmp_path: Path) -> None:
 
 
 def test_less_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Triton looks for its benchmark, which autotuners ask at each tuning."""
+    """Triton's autotuners look their benchmark up at each tuning."""
     testing = pytest.importorskip("triton.testing")
     monkeypatch.setattr(testing, "do_bench", lambda f, warmup=25, rep=100: (f, warmup, rep))
     assert gpu.parse(["--tuning-ms", "20"]).tuning_ms == 20
@@ -1042,7 +1042,7 @@ def test_shares_of_autotuners_are_compiled_and_nothing_is_launched(monkeypatch: 
     class Kernel:
         @staticmethod
         def fn(x: Tensor, T: int, n: int) -> None:
-            """What Triton would compile."""
+            """Stand-in for a function that Triton compiles."""
 
         def run(self, x: Tensor, T: int, n: int, num_warps: int, **_: Any) -> None:
             compiled.append((n, num_warps))
@@ -1233,7 +1233,7 @@ def test_parts_of_a_language_models_step() -> None:
 
 @pytest.mark.parametrize(("size", "millions"), [("0.7b", 700), ("120m", 120)])
 def test_sizes_of_language_models(size: str, millions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared has the size that it is named after."""
+    """Compared models have the size that they are named after."""
     from benchmarks import lm
 
     monkeypatch.setattr(lm, "DEVICE", "meta")

@@ -1,4 +1,4 @@
-"""What runs in several processes over one sequence: benchmarks/parallel.py and examples/train_long.py."""
+"""Programs that run in several processes over one sequence: benchmarks/parallel.py and examples/train_long.py."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def commit_time(commit: str) -> int | None:
 
 
 def test_no_figure_stands_beside_rows_that_are_newer() -> None:
-    """Of rows on a GPU: the same GPU and no later date; of one day no later commit, where git knows both; and where
+    """Rows on a GPU have its GPU and no later date; of one day no later commit, where git knows both; and where
     both show the same, forwards and training at 8192 tokens, times that differ by at most a tenth."""
     found = docs_tables.results()
     shown, apart = "docs/assets/time.svg" in README.read_text(), docs_tables.rows_apart(found)

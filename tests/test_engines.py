@@ -134,7 +134,7 @@ def glm_decode(x: Layer, pool: Tensor) -> tuple[str, dict[str, Any]]:
 
 
 def decays(x: Layer) -> Tensor:
-    """What Ling's `fused_kda_gate` returns: the log-decay [1, T, H, D] in fp32."""
+    """Return the log-decay [1, T, H, D] in fp32, as Ling's `fused_kda_gate` does."""
     logits, rate = x.raw_g.float() + x.dt_bias.view(x.H, D), x.A_log.exp()[:, None]
     softplus = torch.nn.functional.softplus
     return -rate * softplus(logits) if x.bound is None else x.bound * (rate * logits).sigmoid()
@@ -365,7 +365,7 @@ def test_sglang_decode(packed: bool, bound: float | None, device: str) -> None:
 
 @on_every_device
 def test_sglang_tracks_ends_of_sequences_by_the_pool(device: str) -> None:
-    """Where every boundary to keep ends a sequence, SGLang gives no buffer for it and copies states from the pool."""
+    """SGLang gives no buffer if every boundary to keep ends a sequence, and copies states from the pool."""
     x = Layer(device, -5.0, (64, 1, 128))
     q, k, v = x.qkv
     pool = x.pool()

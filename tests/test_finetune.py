@@ -125,7 +125,7 @@ def interrupt(_: Any, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "glm5_next"])  # no causal LM to the Auto class
 def test_a_swapped_stock_model_is_resumed(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is saved has the Hub's names, and `--resume` starts from other weights if it does not read them."""
+    """Saved weights have the Hub's names, and `--resume` starts from other weights if it does not read them."""
     build(family, vocab_size=256).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_bytes(text.python_reference()[:3000])
 

@@ -145,7 +145,7 @@ def test_every_argument(case: str, packed: bool, v_first: bool, function: Callab
 @packed_or_not
 @pytest.mark.parametrize("case", ["softplus, bias", "bound", "all"])
 def test_gradients(case: str, packed: bool, v_first: bool, function: Callable) -> None:
-    """Of o and of the final state, with respect to every tensor."""
+    """Compare gradients of o and of the final state with respect to every tensor."""
     tensors, options = make(case, packed)
     for t in tensors.values():
         t.requires_grad_()
@@ -289,7 +289,7 @@ def test_final_state_is_fp32(function: Callable) -> None:
 @every_function
 @pytest.mark.parametrize("width", ["K", "V"])
 def test_initial_state_of_width_one_is_left_as_it_was(width: str, function: Callable) -> None:
-    """Where both layouts are the same memory, too."""
+    """The initial state is unchanged even if both layouts are the same memory."""
     tensors, _ = make("state")
     narrow = ("q", "k", "g") if width == "K" else ("v",)
     tensors |= {n: tensors[n][..., :1].contiguous() for n in narrow}

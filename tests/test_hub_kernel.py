@@ -232,7 +232,7 @@ def test_loaded_in_a_fresh_process(
 
 
 def test_transformers_takes_this_version_of_the_library() -> None:
-    """Where it does not, the checks of `functions` above run with transformers' bound lowered in their process."""
+    """The checks of `functions` above lower transformers' bound in their process if this version is too old for it."""
     installed = library().__version__
     from transformers.utils import import_utils
 

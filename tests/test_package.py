@@ -61,7 +61,7 @@ def test_every_public_name_is_there_and_others_are_not():
 
 
 def test_the_table_of_public_names_is_whole() -> None:
-    """What `dir` shows, what a type checker reads and what is imported are the same names."""
+    """The names that `dir` shows, a type checker reads and an import finds are the same."""
     assert set(kda_layers.__all__) <= set(dir(kda_layers))
     (block,) = (node for node in ast.parse(Path(kda_layers.__file__).read_text()).body if is_type_checking(node))
     typed = {alias.asname: f"{node.module}.{alias.name}" for node in block.body for alias in node.names}
@@ -175,7 +175,7 @@ def test_the_licence_is_apache_2() -> None:
 
 
 def test_versions_agree() -> None:
-    """Of the package, the citation, and the latest release of the changelog."""
+    """The versions of package, citation and latest release in the changelog agree."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == kda_layers.__version__
     assert citation["license"] == "Apache-2.0"

@@ -1,4 +1,4 @@
-"""What `make sanitize` runs on a GPU, with another backend: the truth, the pools of states, the end."""
+"""The program of `make sanitize` with another backend: the truth, the pools of states, the end."""
 
 from __future__ import annotations
 

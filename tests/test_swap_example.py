@@ -42,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def output(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a finished run."""
+    """Return the output of a finished run."""
 
     def run(folder: Path) -> None:
         threads = torch.get_num_threads()

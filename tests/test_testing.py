@@ -37,7 +37,7 @@ def test_a_wrong_one_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_kernels_for_this_gpu_are_under_test() -> None:
-    """Those for Hopper where there is no GPU, and no others of ours."""
+    """Without a GPU the kernels for Hopper are under test, and no others of ours."""
     capability = arch_of(torch.device("cuda")) if torch.cuda.is_available() else 90
     ours = [n for n in installed_backends() if isinstance(KDA.backends()[n], CudaBackend)]
     assert ours == ([ARCHS[capability].backend] if capability in ARCHS else [])

@@ -1,4 +1,4 @@
-"""What `make quick`, `make test`, `make test-all` and `make test-gpu` run."""
+"""Tests that `make quick`, `make test`, `make test-all` and `make test-gpu` run."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CONFIG = dict(
 
 
 def data_of(**losses: list[float]) -> dict[str, Any]:
-    """What the benchmark writes of runs with these losses; "a_rounding" is a run of "a" with that change."""
+    """Return what the benchmark writes of runs with these losses; "a_rounding" is a run of "a" with that change."""
     runs = []
     for name, values in losses.items():
         run = Run(*name.split("_"))
@@ -114,7 +114,7 @@ def test_a_run_of_the_eager_backend(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_two_at_once(folder: Path) -> None:
-    """What a training is given and gives goes from one process to another, and results come in their order."""
+    """Inputs and results of a training go from one process to another, and results come in their order."""
     s = LMSettings(config=str(folder / "tiny.json"), steps=6)
     corpus = load_corpus(str(folder / "text.txt"), 1, 1, None, 8, folder)
     given = (curves.train, Run("eager", "data"), s, corpus, torch.device("cpu"))

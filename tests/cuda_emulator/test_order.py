@@ -32,7 +32,7 @@ class Params(ctypes.Structure):
 
 
 class Launch(NamedTuple):
-    """How a kernel of fences.cu is launched, and its valid variants."""
+    """Launch of a kernel of fences.cu, and its valid variants."""
 
     threads: int
     words: int

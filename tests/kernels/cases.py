@@ -97,7 +97,7 @@ def ids(cases: list[Case]) -> dict:
 
 
 def trains_only_without_checkpoints(x: Inputs, backend: str) -> bool:
-    """Whether the backend has gradients for `x` without the states at boundaries, but not with them."""
+    """Return True if the backend has gradients for `x` without boundary states, but not with them."""
     problems = [problem_of(y, needs_grad=True) for y in (x, x._replace(checkpoint_every=0))]
     with_reasons, reasons = (KDA.backends()[backend].unsupported(p) for p in problems)
     return bool(with_reasons) and not reasons

@@ -1,4 +1,4 @@
-"""What a backend of `kda` tells other ranks: its map of the state, and the gradient of the initial state alone."""
+"""Affine maps of the state, which `kda` sends to other ranks, and the gradient of the initial state alone."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_every_variant_fits(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
 def test_every_choice_is_a_variant(arch: int) -> None:
-    """What is compiled at first use, `--precompile` has compiled, and nothing else."""
+    """`--precompile` compiles exactly what would be compiled at first use."""
     variants = set(chunk.variants(arch))
     fields = {(v.K, v.dtype, v.gate_activation, v.g_wide, v.saves, v.pooled, v.fine) for v in variants}
     chosen = {

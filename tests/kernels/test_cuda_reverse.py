@@ -1,4 +1,4 @@
-"""What the forward kernel keeps for the backward, and what the reverse scan makes of it, in the emulator.
+"""Tensors that the forward kernel keeps for the backward, and those of the reverse scan, in the emulator.
 
 Gradients of every case are compared with the recurrence by the tests of every backend; here are, for a few cases, the
 tensors between the kernels. Forms are those of test_cuda_chunk.py.

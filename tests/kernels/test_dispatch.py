@@ -1,4 +1,4 @@
-"""Which backend serves a call: reasons, precedence, what is logged, and what a backend that fuses nothing gets."""
+"""Choice of a call's backend: reasons, precedence, what is logged, and what a backend that fuses nothing gets."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_recompute_changes_no_bit(
 def test_autocast_stays_outside(
     dtype: torch.dtype, device: str, backend: str, required_backends: frozenset[str]
 ) -> None:
-    """What is computed inside in fp32 stays in fp32, forward, backward and decoding."""
+    """Internal fp32 computations stay in fp32, forward, backward and decoding."""
     x = make_inputs(for_training(Case(T=70, H=1, state=True, dtype=dtype), backend, device), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     d_out, results = output_gradients(x), []

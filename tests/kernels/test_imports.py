@@ -88,7 +88,7 @@ def ours(file: Path) -> set[str]:
 
 
 def of_kernels(file: Path) -> set[str]:
-    """What a file below kernels imports from kernels, as kda.contract, cuda.build, ...; and it imports nothing else."""
+    """Return a file's imports from kernels, as kda.contract, cuda.build, ...; fail if it imports from above them."""
     found = ours(file)
     assert [n for n in found if not n.startswith("kernels")] == [], "kernels import nothing above them"
     return {n.removeprefix("kernels.") for n in found}
@@ -193,7 +193,7 @@ print(sorted(new & {HEAVY}), torch.cuda.is_initialized())
 
 
 def test_importing_and_calling_work_without_gpu_libraries() -> None:
-    """Where importing any of them fails."""
+    """Both work in a process in which importing any of these libraries fails."""
     code = f"""
 import sys, torch
 sys.modules.update(dict.fromkeys({sorted(HEAVY - {"triton"})}))  # None: an import of it raises

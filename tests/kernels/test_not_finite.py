@@ -1,4 +1,4 @@
-"""How far a NaN or inf in the inputs reaches, and how to find it: as the operator's documentation says."""
+"""Reach of a NaN or inf in the inputs, and ways to find it: as the operator's documentation says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ every_input = pytest.mark.parametrize(
 
 
 def good(o: Tensor) -> Tensor:
-    """Which tokens of o [..., HV, V] are finite in every channel."""
+    """Return a mask of the tokens of o [..., HV, V] that are finite in every channel."""
     return o.isfinite().all(-1).all(-1)
 
 

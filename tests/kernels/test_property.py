@@ -75,7 +75,7 @@ def cases_in_16_bits(
     dtypes: Sequence[torch.dtype] = (BF16, FP16),
     g_wide: bool = False,
 ) -> Case:
-    """What fast backends serve, packed or not."""
+    """Draw a case that fast backends serve, packed or not."""
     case = draw(cases(packed=draw(st.booleans())))
     width = draw(st.sampled_from(widths))
     return replace(

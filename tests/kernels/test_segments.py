@@ -298,7 +298,7 @@ def test_refusals(backend: str, change: dict[str, Any], message: str) -> None:
 
 
 def test_memory_is_that_of_sequences_that_are_cut() -> None:
-    """Of a pack, at most as many as fit into it."""
+    """A pack has at most as many segments as fit into it."""
     x = make_inputs(replace(LONG, lengths=(1100, 1, 1, 1, 1, 1)))
     cut = ALWAYS
     assert cut.rows(x) == 1105 // 1025 * cut.most_segments(1105, 1, packed=True) == 2

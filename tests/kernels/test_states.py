@@ -77,7 +77,7 @@ def test_fp64_inputs_have_fp64_states() -> None:
 @on_every_device
 @on_every_case
 def test_gradients(case: Case, device: str, backend: str, required_backends: frozenset[str]) -> None:
-    """Those of the same states in fp32; of the initial state rounded to its dtype."""
+    """Gradients are those of the same states in fp32; the initial state's is rounded to its dtype."""
     x = make_inputs(for_training(case, backend, device), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     d_out = {n: t.to(device) for n, t in output_gradients(x).items()}

@@ -73,7 +73,7 @@ def check_outputs(got: KDAOutput, x: Inputs) -> None:
 
 
 def is_ours(backend: str) -> bool:
-    """Whether it is one of the CUDA kernels, whose bits depend on a sequence alone."""
+    """Return True for the CUDA kernels, whose bits depend on a sequence alone."""
     return backend.startswith("sm")
 
 
@@ -206,7 +206,7 @@ def test_a_batch_of_an_engine(device: str, backend: str, required_backends: froz
 @pytest.mark.parametrize("name", [name for name, backend in EMULATED.items() if backend.archs[0].bulk_copies])
 @pytest.mark.parametrize("case", **ids([Case(T=1100, B=1, H=1, state=True), Case(lengths=(1026, 3, 0, 1090), H=1)]))
 def test_with_segments(case: Case, name: str) -> None:
-    """Whether a sequence is cut does not depend on its last tokens."""
+    """Cuts of a sequence do not depend on its last tokens."""
     x = make_inputs(case)._replace(segments="always", final_state=True)
     got = EMULATED[name].forward(x, False)[0]
     check_outputs(got, x)
@@ -214,7 +214,7 @@ def test_with_segments(case: Case, name: str) -> None:
 
 @pytest.mark.emulator
 def test_segments_of_the_chunks() -> None:
-    """Of a sequence that would have longer segments with its last tokens."""
+    """A sequence that would have longer segments with its last tokens."""
     x = make_inputs(Case(T=4097, B=1, H=16, K=64, V=64))._replace(segments="always", final_state=True)
     got = EMULATED["sm90@emulator"].forward(x._replace(checkpoint_every=0), False)[0]
     assert not got.o.isnan().any()

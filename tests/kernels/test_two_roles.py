@@ -166,7 +166,7 @@ def test_falling_offsets_are_not_waited_for() -> None:
     ],
 )  # fmt: skip
 def test_measured_choices(tiles: int, tokens: int, groups: int | None) -> None:
-    """What an H200 or an H100 ran faster, and what it did not."""
+    """Choices agree with what an H200 or an H100 ran faster."""
     shares = model.shares_for(tiles, tokens // 64, False, 132)
     assert (shares and shares.groups) == groups
     if shares:
@@ -184,7 +184,7 @@ def test_measured_choices(tiles: int, tokens: int, groups: int | None) -> None:
 def test_measured_choices_of_packed_sequences(
     sequences: int, tokens: int, heads: int, states: int, groups: int | None
 ) -> None:
-    """What an H100 ran faster, and what it did not."""
+    """Choices agree with what an H100 ran faster."""
     shares = model.packed_shares_for(sequences, tokens, heads, states, False, 132)
     assert (shares and shares.groups) == groups
 
@@ -194,7 +194,7 @@ def test_measured_choices_of_packed_sequences(
     [(8, None), (16, None), (17, 17), (20, 20), (24, 24), (28, 28), (32, 28), (48, 28), (64, 28), (96, 28), (128, 28)],
 )
 def test_measured_choices_with_checkpoints(tiles: int, groups: int | None) -> None:
-    """What an H200 ran faster, and what it did not."""
+    """Choices agree with what an H200 ran faster."""
     shares = model.shares_for(tiles, 128, True, 132)
     assert (shares and shares.groups) == groups
 

@@ -1,4 +1,4 @@
-"""What a Triton kernel that was compiled for a GPU not here uses of a multiprocessor."""
+"""Resources that a Triton kernel takes of a multiprocessor, compiled for a GPU that is not here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 
 class Usage(NamedTuple):
-    """Of a thread."""
+    """Registers and stack of a thread."""
 
     registers: int
     stack: int  # bytes, to which registers are spilled

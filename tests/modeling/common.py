@@ -1,4 +1,4 @@
-"""What the tests of the layer, the cache and the model share."""
+"""Helpers of the tests of the layer, the cache and the model."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapedGraphs:
-    """What `CudaGraphs` is on a GPU."""
+    """Stand-in for `CudaGraphs`, for use without a GPU."""
 
     recording = False
 

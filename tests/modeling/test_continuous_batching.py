@@ -59,7 +59,7 @@ def _generated(name: str, prompt: tuple[int, ...], new: int) -> list[int]:
 
 
 def generated(name: str, prompts: list[list[int]], new: int) -> list[list[int]]:
-    """What `generate` gives for each prompt alone."""
+    """Return what `generate` gives for each prompt alone."""
     return [_generated(name, tuple(p), new) for p in prompts]
 
 
@@ -266,7 +266,7 @@ def test_tokens_after_the_warmup(name: str) -> None:
 
 
 def resolved(name: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda", **given: Any) -> dict[str, Any]:
-    """What the engine makes of options for a model on a device, with graphs as a GPU has them."""
+    """Return the engine's options for a model on a device, with graphs as a GPU has them."""
     m, asked = model(name), ContinuousBatchingConfig(**given)
     on_device = SimpleNamespace(device=torch.device(device), modules=m.modules)
     monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "cuda")

@@ -37,7 +37,7 @@ SECONDS = 120  # for processes that compile kernels on a busy machine; on a CPU 
 
 
 def precision(kind: str, device: str) -> torch.dtype:
-    """What products are computed in: fast backends need 16 bits."""
+    """Dtype of matrix products: fast backends need 16 bits."""
     return BF16 if device == "cuda" or kind == "fsdp in bf16" else FP32
 
 
@@ -67,7 +67,7 @@ def train(model: Any, rank: int | None, kind: str, device: str) -> Tensor:
 
 
 def work(rank: int, backend: str, device: str, folder: Path) -> None:
-    """What each process does: every kind of training; the first one leaves the results in `folder`."""
+    """Run every kind of training, in each process; the first one leaves the results in `folder`."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -186,7 +186,7 @@ def test_two_processes_train_as_one(
     assert all(sizes.values()), "a parameter was not trained"
 
     def update(parameters: dict[str, Tensor]) -> Tensor:
-        """What training changed, every parameter at the same weight."""
+        """Return what training changed, every parameter at the same weight."""
         assert parameters.keys() == first.keys()
         return torch.cat([((p.double() - first[n]) / sizes[n]).flatten() for n, p in parameters.items()])
 

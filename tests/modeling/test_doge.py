@@ -97,7 +97,7 @@ def test_many_lots_are_as_exact_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_logits_loss_and_every_gradient_of_long_sequences() -> None:
-    """Of tokens that are all different, for which no two biases are equal; in fp64, as biases in another order are
+    """Compare tokens that are all different, for which no two biases are equal; in fp64, as biases in another order are
     another model."""
     stock = build("doge", keep_window_size=KEEP).double()
     swapped = copy.deepcopy(stock)
@@ -202,7 +202,7 @@ def test_experts() -> None:
 
 
 def test_autocast_trains_as_stock() -> None:
-    """Where the norms of queries and keys return wide numbers. The truth is stock in fp32."""
+    """Norms of queries and keys return fp32. The truth is the stock model in fp32."""
     stock, swapped = both("doge")
     tokens, results = ids(2, 20), []
     for model, cast in ((stock, False), (stock, True), (swapped, True)):

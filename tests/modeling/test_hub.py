@@ -1,4 +1,4 @@
-"""What save_pretrained adds for others: code for loading without an import, and a model card."""
+"""Files that save_pretrained adds for others: code for loading without an import, and a model card."""
 
 from __future__ import annotations
 

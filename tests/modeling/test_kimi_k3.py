@@ -126,7 +126,7 @@ def new_cache() -> DynamicCache:
 
 
 def test_outputs_and_gradients(family: str, layer: KimiDeltaAttention) -> None:
-    """Of the input and of every weight, in the names of the files."""
+    """Compare gradients of the input and of every weight, by the names of the files."""
     w = {n: t.requires_grad_() for n, t in weights_of(family).items()}
     x, d_o = tokens(2, 67).requires_grad_(), tokens(2, 67).flip(1)
     want = torch.stack([token_by_token(w, row)[0] for row in x])

@@ -170,7 +170,7 @@ def test_skipped_logits_are_computed_when_somebody_reads_them(way: str, compiled
 
 
 def test_a_lazy_output_is_an_output() -> None:
-    """Of the same keys and fields as one with logits, which are kept once they are computed with their gradient."""
+    """A lazy output has the keys and fields of one with logits; once computed, these are kept with their gradient."""
     m, tokens = build("kda", FP32).train(), ids(2, 9)
     out, want = m(tokens, labels=tokens), m(tokens, labels=tokens, skip_logits=False)
     assert isinstance(out, CausalLMOutputWithPast)
@@ -304,7 +304,7 @@ def test_lora_in_the_body() -> None:
 
 @pytest.mark.parametrize("how", ["grad", "jvp"])
 def test_transforms_use_the_loss_on_logits(how: str) -> None:
-    """Of the head alone: KDA layers refuse transforms."""
+    """Transform the head alone: KDA layers refuse transforms."""
     m, tokens = build("kda"), ids(2, 9)
     hidden = m.model(tokens).last_hidden_state.detach()
     m.model.forward = lambda **_: BaseModelOutputWithPast(last_hidden_state=hidden)

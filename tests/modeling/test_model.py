@@ -1,4 +1,4 @@
-"""What is special to the KDA language model: guesses, turns, initialisation, config files. The rest: test_models.py."""
+"""Tests of the KDA language model alone: guesses, turns, initialisation, config files. The rest: test_models.py."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ WRONG_TYPES = [
 
 @every_model
 def test_config_files_hold_the_fields(name: str, tmp_path: pathlib.Path) -> None:
-    """Those that were given, and the JSON of a config that was built from a file has all that the file has."""
+    """A file holds the given fields, and the JSON of a config that was built from a file has all that the file has."""
     config = KDAConfig(**(TINY | KDA_LM[name]), note="kept")
     config.save_pretrained(tmp_path)
     on_disk = json.loads((tmp_path / "config.json").read_text())

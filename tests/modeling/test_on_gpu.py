@@ -1,4 +1,4 @@
-"""What only a GPU has: CUDA graphs, compiled kernels, and memory that must not grow."""
+"""Tests that need a GPU: CUDA graphs, compiled kernels, and memory that must not grow."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_decode_step_in_a_graph(backend: str, required_backends: frozenset[str])
 
 
 def test_slots_and_drafts_in_a_graph() -> None:
-    """Which slots and how many accepted tokens are read at replay, not at capture."""
+    """Slots and numbers of accepted tokens are read at replay, not at capture."""
     x = make_inputs(Case(T=4, B=3, state=True), "cuda")
     serve_step("fla", x, frozenset())
     pool = torch.randn(16, *x.initial_state.shape[1:], device="cuda")

@@ -60,7 +60,7 @@ def test_padding_leaves_the_states_as_they_are(A_log: float, T: int, dtype: torc
 @every_dtype
 @pytest.mark.parametrize("A_log", [-12.0, 0.0, 4.0])
 def test_gradients_of_padding_are_zero(A_log: float, dtype: torch.dtype, gate: str) -> None:
-    """Those of padded tokens, exactly; the parameters' are those of the row without them."""
+    """Gradients of padded tokens are exactly 0; the parameters' are those of the row without them."""
     layer = layer_with_rate(A_log, gate, dtype)
     exact = copy.deepcopy(layer).double()
     mask = torch.tensor([[1] * 4 + [0] * 5 + [1] * 3])
@@ -78,7 +78,7 @@ def test_gradients_of_padding_are_zero(A_log: float, dtype: torch.dtype, gate: s
 
 
 def gradients(layer: nn.Module, x: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """Of x [1, T, D] and of every parameter, for the sum of the squares of real tokens' outputs."""
+    """Return gradients of x [1, T, D] and of every parameter, for the sum of the squares of real tokens' outputs."""
     leaf = x.clone().requires_grad_()
     layer.zero_grad()
     o = layer(leaf, mask)

@@ -54,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Inputs]:
 
 
 def shares(model: torch.nn.Module, calls: list[Inputs], tokens: int = 6) -> list[float]:
-    """What the operator gets in a forward of a training step, a call for each KDA layer."""
+    """Return what the operator gets in a forward of a training step, a call for each KDA layer."""
     calls.clear()
     mask = torch.ones(2, tokens, dtype=torch.long)
     mask[0, 0] = 0
@@ -273,7 +273,7 @@ def test_compiled_models_see_a_constant(recompute: Any, counter: CompileCounterW
 
 @pytest.mark.emulator
 def test_gradients_have_the_same_bits() -> None:
-    """Of a layer on our kernels, which keep more or less for the backward."""
+    """Compare gradients of a layer on our kernels, which keep more or less for the backward."""
     backend = EMULATED["sm80@emulator"]
     torch.manual_seed(0)
     layer = KimiDeltaAttention(64, 1, 64, backend=backend.name).to(BF16)

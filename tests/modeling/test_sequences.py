@@ -1,4 +1,4 @@
-"""Which sequences a call holds: masks of scores, masks of padding, positions, keywords, in models that share layers."""
+"""Sequences of a call: masks of scores, masks of padding, positions, keywords, in models that share layers."""
 
 from __future__ import annotations
 
@@ -489,7 +489,7 @@ IGNORED = (
 @one_of_each
 @pytest.mark.parametrize("compiled", [False, True])
 def test_other_keywords_are_ignored_as_by_stock_models(name: str, compiled: bool) -> None:
-    """What generate leaves in a call, columns of tokenizers and of data sets."""
+    """Keywords that generate leaves in a call, columns of tokenizers and of data sets."""
     m, tokens = model(name), ids(1, 9)
     with torch.no_grad():
         want = m(tokens, use_cache=False).logits

@@ -281,7 +281,7 @@ def test_a_change_is_seen(change: Any, compiled: bool) -> None:
     "change", [replace_parameter, assign, double_and_back, replace_layer], ids=lambda c: c.__name__
 )
 def test_compiled_code_is_guarded(change: Any) -> None:
-    """What was compiled with the buffer is not used after the parameters have been replaced."""
+    """Code that was compiled with the buffer is not used after the parameters have been replaced."""
     m = mlp()
     infer(m)
     torch._dynamo.reset()

@@ -71,7 +71,7 @@ def check_ties(model: Any, greedy: Tensor, got: Tensor, prompt: int) -> None:
 @pytest.mark.parametrize("how", ["prompt lookup", "draft"])
 @pytest.mark.parametrize("name", ["hybrid", *FAMILIES])
 def test_bf16_is_greedy_but_for_ties(name: str, how: str) -> None:
-    """Where a token differs first, its logit and the greedy one's are closer than two ways to compute them."""
+    """The logit of the first other token and the greedy one's are closer than two ways to compute them."""
     model = model_of(name)
     draft = copy.deepcopy(model)
     torch.manual_seed(2)

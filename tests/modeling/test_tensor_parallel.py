@@ -186,7 +186,7 @@ def draft_of(path: Path) -> Any:
 
 
 def work(folder: Path) -> None:
-    """What each of the two processes does, in this order on both: collectives wait for the other one."""
+    """Run the cases in each of the two processes, in this order on both: collectives wait for the other one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results: dict[str, Any] = {}
@@ -321,7 +321,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    """What each rank computed."""
+    """Return what each rank computed."""
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 

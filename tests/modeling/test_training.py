@@ -1,4 +1,4 @@
-"""What a trainer does with layers and models, on every backend that serves gradients, on the best device here.
+"""Training of layers and models as trainers do it, on every backend that serves gradients, on the best device here.
 
 On a GPU in bf16 with heads of 128 channels, which the fast backends are made for; on a CPU with small ones.
 """

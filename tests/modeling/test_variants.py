@@ -1,4 +1,4 @@
-"""What is special to Llama, Qwen2, Qwen3 and Mistral with KDA layers, and converting the stock models.
+"""Tests of Llama, Qwen2, Qwen3 and Mistral with KDA layers alone, and of converting the stock models.
 
 What every model must do, generation, packing, saving and so on, test_models.py asks of them, too.
 """

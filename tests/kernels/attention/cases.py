@@ -1,4 +1,4 @@
-"""What the tests of `biased_attention` share: cases and their inputs, the truth, and how far from it a result may be.
+"""Cases of the tests of `biased_attention`: inputs, the truth, and the allowed distance of a result from it.
 
 The truth is dense attention in fp64, with the bias expanded and autograd through every score. The yardstick is the same
 in the working dtype; no backend may be more than twice as wrong as that plus one rounding of the dtype.

@@ -1,4 +1,4 @@
-"""What a training loop relies on: gradients by finite differences, determinism, nothing read that nobody wrote,
+"""Needs of a training loop: gradients by finite differences, determinism, nothing read that nobody wrote,
 autocast, checkpointing, torch.compile in one graph, and torch's own checks of the ops."""
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_results_do_not_depend_on_tiles(
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120])
 def test_tiles_are_multiples_of_each_other(arch: int) -> None:
-    """What a mask is needed for is worked out in whole tiles, powers of two."""
+    """The launcher decides by multiples of tiles, powers of two, where a mask is needed."""
     for problem in itertools.product((torch.bfloat16, torch.float16, FP32), (16, 32, 64, 128, 256), (False, True)):
         for launch in launches(arch, *problem).values():
             assert {launch.block_m, launch.block_n} <= {16, 32, 64, 128}
