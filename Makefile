@@ -27,7 +27,7 @@ MEMCHECKED_STEPS = test_more_slots or test_drafted_tokens_of or (int32 and (test
 MEMCHECKED = (cuda-fla and (test_ragged or $(MEMCHECKED_STEPS))) or (test_layer_kernels and bfloat16)
 MEMCHECK = compute-sanitizer --tool memcheck --error-exitcode 9
 
-# Asking the driver whether it has a function is no error. racecheck does not follow mbarriers: its report is to be read (docs/internals/lab_notes.md).
+# Asking the driver whether it has a function is no error. racecheck does not follow mbarriers: its report is to be read (docs/internals/studies/2026-11-22-test-runs.md).
 SANITIZE = compute-sanitizer --report-api-errors no --kernel-regex kns=kda_ --tool
 
 CASE ?= 1,8192,32

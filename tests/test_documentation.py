@@ -270,7 +270,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
     nav = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     written = [p.relative_to(ROOT / "docs").as_posix() for p in PAGES]
-    assert sorted([*nav, "internals/lab_notes.md"]) == sorted(written)
+    studies = [page for page in written if re.match(r"internals/studies/\d", page)]
+    assert sorted([*nav, *studies]) == sorted(written)
 
 
 @pytest.mark.parametrize("path", [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"], ids=name_of)
@@ -293,4 +294,4 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     assert "MIN_LOWER_BOUND" not in layer
     found = {entry["location"].partition("#")[0] for entry in json.loads(index.read_text())["docs"]}
     assert {"quickstart/", "install/", "limits/", "guides/training/"} <= found
-    assert not [page for page in found if page.startswith(("benchmarks/runs/", "internals/lab_notes/"))]
+    assert not [page for page in found if page.startswith(("benchmarks/runs/", "internals/studies/"))]

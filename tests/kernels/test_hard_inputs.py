@@ -136,7 +136,8 @@ def hard_inputs(kind: Callable[[int, int, int], dict], T: int, D: int, H: int, d
 
 
 # Known to be out of budget: A_log's gradient, a sum of small differences of products where every channel decays at the
-# bound. flash-linear-attention's backward takes three bf16 MMAs for one in fp32 (docs/internals/lab_notes.md).
+# bound. flash-linear-attention's backward takes three bf16 MMAs for one in fp32:
+# docs/internals/studies/2026-11-21-fla-backend.md.
 FLA_LOSES = ("fla", lower_bound_everywhere, 32)
 
 

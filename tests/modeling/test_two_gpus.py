@@ -215,7 +215,8 @@ def _case(f: Callable[..., None], args: Any, options: Any, ranks: Ranks) -> None
 
 
 # Inputs and lengths of flash-linear-attention's tests/context_parallel/test_cp_kda.py, those of two GPUs. Keys are
-# almost parallel; its limit, 8e-3 from fp32, is less than the error of one GPU: docs/internals/lab_notes.md.
+# almost parallel; its limit, 8e-3 from fp32, is less than the error of one GPU:
+# docs/internals/studies/2026-11-23-two-gpus.md.
 LIKE_FLA = dict(T=10240, H=12, HV=12, like_fla=True)
 OF_TWO: Cases = {
     **{

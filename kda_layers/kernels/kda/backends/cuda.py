@@ -1,4 +1,4 @@
-"""Our CUDA kernels: one class, a backend for each family of GPUs; docs/internals/lab_notes.md says which have run."""
+"""Our CUDA kernels: one class, a backend for each family of GPUs; docs/guides/backends.md says which have run."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 //     a = <bX, V'> / b     w = <k, dk of what the token writes>     b dbeta = a = w
 // a has the rounding of everything that bX passed through; w that of V', which is proportional to b, and of pairs of
 // tokens, which correlated keys sum up. Taken is a + c (w - a): w where the gradients of 16 tokens agree to a rounding to
-// 16 bits, else part of the way to it. Derivation and errors: docs/internals/lab_notes.md, "Beta's gradient, a study".
+// 16 bits, else part of the way to it. Derivation and errors: docs/internals/studies/2026-11-23-beta-gradient.md.
 #pragma once
 #include "products.cuh"
 
