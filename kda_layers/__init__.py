@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kda_layers.kernels.kda.int8_state import dequantize_state as dequantize_state
     from kda_layers.kernels.kda.int8_state import quantize_state as quantize_state
     from kda_layers.kernels.kda.op import kda as kda
+    from kda_layers.kernels.kda.op import kda_prefill as kda_prefill
     from kda_layers.kernels.kda.op import kda_step as kda_step
     from kda_layers.kernels.over_ranks.kda import kda_over_ranks as kda_over_ranks
     from kda_layers.kernels.over_ranks.shards import Shards as Shards
@@ -57,6 +58,7 @@ _PUBLIC = {
     "kda": "kernels.kda.op",
     "kda_layer_options": "modeling.checkpoints.weights",
     "kda_over_ranks": "kernels.over_ranks.kda",
+    "kda_prefill": "kernels.kda.op",
     "kda_step": "kernels.kda.op",
     "keep_backend": "kernels.registry",
     "load_kda_weights": "modeling.checkpoints.weights",

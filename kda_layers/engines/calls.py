@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.kda.contract import KDAOutput
-from kda_layers.kernels.kda.op import kda, kda_step
+from kda_layers.kernels.kda.contract import PrefillOutput, state_dtype
+from kda_layers.kernels.kda.op import kda_prefill, kda_step
 
 
 def gate(A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None, K: int) -> dict[str, Any]:
@@ -24,18 +24,35 @@ def gate(A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None, K: in
 
 @torch.no_grad()
 def prefill(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, out: Tensor | None = None, **options: Any
-) -> KDAOutput:
-    """`kda` of packed sequences, which reads rows of wider tensors in place.
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, out: Tensor | None = None,
+    **options: Any,
+) -> PrefillOutput:  # fmt: skip
+    """`kda_prefill` of packed sequences, which reads rows of wider tensors in place.
 
     Args:
         q, k, v: [1, T, heads, D].
         g, beta: logits or activations with T HV K and T HV elements.
-        out: as of `kda`; None for a new tensor.
+        state, out: as of `kda_prefill`.
     """
     (_, T, HV, _), K = v.shape, q.shape[3]
-    out = v.new_empty(v.shape) if out is None else out
-    return kda(q, k, v, g.reshape(1, T, HV, K), beta.reshape(1, T, HV), out=out, **options)
+    return kda_prefill(q, k, v, g.reshape(1, T, HV, K), beta.reshape(1, T, HV), state, out=out, **options)
+
+
+def prefill_from(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, final_state: bool,
+    cu_seqlens: Tensor | None, out: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`prefill` that does not write the initial states [N, HV, V, K]; returns o and the final states, or None."""
+    state, wide = None, state_dtype(q.dtype)
+    if initial_state is not None:
+        state = initial_state.to(wide, copy=True, memory_format=torch.contiguous_format)
+    elif final_state:
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = q.new_zeros(N, *v.shape[2:], q.shape[3], dtype=wide)
+    o, _ = prefill(q, k, v, g, beta, state, out, cu_seqlens=cu_seqlens, **options)
+    if not final_state or state is None:
+        return o, None
+    return o, state if initial_state is None else state.to(initial_state.dtype)
 
 
 @torch.no_grad()

@@ -89,9 +89,8 @@ def kernel(stock: type[Any]) -> type[Any]:
                 cache_indices = pad(cache_indices, (0, 1), value=NO_SLOT)
                 at = None if at is None else pad(at, (0, 1), value=NO_SLOT)
             found = calls.prefill(
-                q, k, v, g, beta, initial_state=ssm_states, state_indices=cache_indices, checkpoint_at=at,
-                cu_seqlens=query_start_loc, beta_activation="sigmoid" if beta_is_raw else "given",
-                state_dtype=torch.float32, **activation,
+                q, k, v, g, beta, ssm_states, state_indices=cache_indices, checkpoint_at=at,
+                cu_seqlens=query_start_loc, beta_activation="sigmoid" if beta_is_raw else "given", **activation,
             )  # fmt: skip
             if track_state is not None and at is not None and found.checkpoints is not None:
                 N = track_state.shape[0]

@@ -43,12 +43,11 @@ def chunk_from_logits(
 
     `beta_activation`, as of `kda`, is not vLLM's.
     """
-    found = calls.prefill(
-        q, k, v, raw_g, raw_beta, out, initial_state=initial_state, final_state=output_final_state, scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, beta_activation=beta_activation,
+    return calls.prefill_from(
+        q, k, v, raw_g, raw_beta, initial_state, output_final_state, cu_seqlens, out, scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_activation=beta_activation,
         **calls.gate(A_log, g_bias, lower_bound, q.shape[3]),
     )  # fmt: skip
-    return found.o, found.final_state
 
 
 def recurrent_from_logits(
@@ -144,11 +143,10 @@ def chunk_from_decays(
 
     `safe_gate` and `lower_bound` speak of the gate that Ling has applied; they are not read, as in vLLM.
     """
-    found = calls.prefill(
-        q, k, v, g, beta, initial_state=initial_state, final_state=output_final_state, scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, beta_activation="given", gate_activation="log_decay",
+    return calls.prefill_from(
+        q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_activation="given", gate_activation="log_decay",
     )  # fmt: skip
-    return found.o, found.final_state
 
 
 def recurrent_from_decays(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.kda.contract import CHUNK
-from ..kernels.kda.op import kda, kda_step
+from ..kernels.kda.op import kda, kda_prefill, kda_step
 from ..kernels.short_conv.op import state_after
 from .slots import SlotState
 from .state import LayerState, Past
@@ -41,7 +41,8 @@ def _attend_in_slots(state: SlotState, inputs: Sequence[Tensor], options: dict[s
         q, k, v, g, beta = (t.transpose(0, 1) for t in inputs)
         options = options | dict(cu_seqlens=None)
         return kda_step(q, k, v, g, beta, state.pool, state_indices=state.slots.index, **options).transpose(0, 1)
-    return kda(*inputs, initial_state=state.pool, state_indices=state.slots.index, **options).o
+    q, k, v, g, beta = inputs
+    return kda_prefill(q, k, v, g, beta, state.pool, state_indices=state.slots.index, **options).o
 
 
 def attend_and_record(

@@ -1,4 +1,4 @@
-"""`kda` for engines: from and into slots of a pool, one boundary state of each sequence, outputs that are given."""
+"""`kda_prefill`: from and into slots of a pool, one boundary state of each sequence, outputs that are given."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers import KDAOutput, kda
+from kda_layers import explain, kda, kda_prefill
 from kda_layers.kernels.kda import op
 from kda_layers.kernels.kda import slots as slot_copies
-from kda_layers.kernels.kda.contract import Inputs, PrefillInputs
+from kda_layers.kernels.kda.contract import Inputs, PrefillInputs, PrefillOutput
 from kda_layers.kernels.kda.cuda.forward import prefill as launcher
-from kda_layers.kernels.kda.dispatch import problem_of
+from kda_layers.kernels.kda.dispatch import KDA, problem_of
 from tests.kernels.cases import (
     BF16,
     FP64,
@@ -48,11 +48,10 @@ def engine_case(lengths: tuple[int, ...] | None, **fields: Any) -> Case:
     return Case(**{"lengths": lengths, "H": 1, "group": 2, "slow": True, "state": True} | fields)
 
 
-def prefill(x: Inputs, backend: str, **engine: Any) -> KDAOutput:
-    """`kda` on the fields of Inputs for an engine; the initial state is `engine`'s, if it has one."""
-    given = {"initial_state": x.initial_state} | engine
+def prefill(x: Inputs, backend: str | None, state: Tensor | None, **engine: Any) -> PrefillOutput:
+    """`kda_prefill` on the fields of Inputs."""
     with torch.no_grad(), poisoned_memory():
-        return kda(*x[:5], **options(x), **given, backend=backend)
+        return kda_prefill(*x[:5], state, **options(x), **engine, backend=backend)
 
 
 def serve_prefill(backend: str, x: Inputs, required: frozenset[str]) -> None:
@@ -92,9 +91,8 @@ def test_the_bits_of_a_plain_call(
     want = call(x._replace(final_state=True, checkpoint_every=64), backend)
     pool, out = pool_of(x.initial_state), torch.full_like(x.v, torch.nan)
     slots, at = (torch.tensor(t, device=device, dtype=index) for t in (SLOTS, AT))
-    got = prefill(x, backend, initial_state=pool, state_indices=slots, checkpoint_at=at, out=out)
+    got = prefill(x, backend, pool, state_indices=slots, checkpoint_at=at, out=out)
     assert got.o is out
-    assert got.final_state is None
     assert torch.equal(out, want.o)
     assert torch.equal(pool[list(SLOTS)], want.final_state)
     assert pool[[1, 4, 7]].isnan().all()
@@ -128,7 +126,7 @@ def test_padding(
     index = torch.tensor(slots, device=device, dtype=torch.int32)
     if lengths is not None:
         at[1] = 0
-    got = prefill(x, backend, initial_state=pool, state_indices=index, checkpoint_at=at)
+    got = prefill(x, backend, pool, state_indices=index, checkpoint_at=at)
     for n in range(5):
         rows, tokens = tokens_of(x, n)
         if n in padding:
@@ -146,25 +144,25 @@ def test_padding(
 @on_every_device
 @pytest.mark.parametrize("lengths", [None, (70, 65, 128, 64, 2)], ids=["rows", "packed"])
 def test_each_option_alone(lengths: Any, device: str, backend: str, required_backends: frozenset[str]) -> None:
-    """The caller's initial state is not written without state_indices."""
+    """Without state_indices, `state` holds one for each sequence; None is zero and not kept."""
     x = make_inputs(engine_case(lengths), device)
     serve_prefill(backend, x, required_backends)
     want, initial = call(x._replace(final_state=True, checkpoint_every=64), backend), x.initial_state.clone()
     out = torch.empty_like(x.v)
-    got = prefill(x, backend, out=out, final_state=True)
+    state = initial.clone()
+    got = prefill(x, backend, state, out=out)
     assert torch.equal(out, want.o)
-    assert torch.equal(got.final_state, want.final_state)
+    assert got.o is out
+    assert got.checkpoints is None
+    assert torch.equal(state, want.final_state)
     at = torch.tensor([64, 64, 0, -1, 0], device=device)
-    got = prefill(x, backend, checkpoint_at=at)
+    got = prefill(x, backend, initial.clone(), checkpoint_at=at)
     assert torch.equal(got.o, want.o)
     assert torch.equal(got.checkpoints[0], want.checkpoints.flatten(0, 1)[0])
     assert torch.equal(got.checkpoints[[2, 4]], initial[[2, 4]])
     assert not got.checkpoints[3].any()
-    assert torch.equal(x.initial_state, initial)
     pool = pool_of(x.initial_state)
-    assert torch.equal(
-        prefill(x, backend, initial_state=pool, state_indices=torch.tensor(SLOTS, device=device)).o, want.o
-    )
+    assert torch.equal(prefill(x, backend, pool, state_indices=torch.tensor(SLOTS, device=device)).o, want.o)
     assert torch.equal(pool[list(SLOTS)], want.final_state)
 
 
@@ -176,9 +174,8 @@ def test_no_state_at_all(lengths: Any, device: str, backend: str, required_backe
     serve_prefill(backend, x, required_backends)
     want = call(x._replace(final_state=True, checkpoint_every=64), backend)
     at = torch.tensor(AT, device=device)
-    got = prefill(x, backend, out=torch.empty_like(x.v), checkpoint_at=at, final_state=True)
+    got = prefill(x, backend, None, out=torch.empty_like(x.v), checkpoint_at=at)
     assert torch.equal(got.o, want.o)
-    assert torch.equal(got.final_state, want.final_state)
     assert torch.equal(got.checkpoints[0], want.checkpoints.flatten(0, 1)[0])
     assert not got.checkpoints[1].any()
 
@@ -201,7 +198,7 @@ def test_chunks_of_a_prefill_are_one_pass(
         for a, b in batches:
             part = {n: getattr(x, n)[a:b, start:end].contiguous() for n in ("q", "k", "v", "g", "beta")}
             index = torch.tensor(SLOTS[a:b], device=device)
-            o[a:b, start:end] = prefill(x._replace(**part), backend, initial_state=pool, state_indices=index).o
+            o[a:b, start:end] = prefill(x._replace(**part), backend, pool, state_indices=index).o
     check({"o": o}, {"o": truth.o}, limits)
     whole = call(x._replace(final_state=True), backend)
     if backend != "eager" and "fla" not in backend:
@@ -227,7 +224,7 @@ def test_views_of_wider_rows(lengths: Any, device: str, backend: str, required_b
     pool = buffer[:, : HV * V * K].view(8, HV, V, K)
     pool.copy_(pool_of(x.initial_state))
     slots = torch.tensor([[slot, 7] for slot in SLOTS], device=device)[:, 0]
-    got = prefill(views, backend, initial_state=pool, state_indices=slots)
+    got = prefill(views, backend, pool, state_indices=slots)
     assert torch.equal(got.o, want.o)
     assert torch.equal(pool[list(SLOTS)], want.final_state)
     assert buffer[:, HV * V * K :].isnan().all()
@@ -246,7 +243,7 @@ def test_one_token_of_each_sequence(device: str, backend: str, required_backends
     assert views["q"].stride(1) == 5 * views["q"].stride(0)
     pool = pool_of(x.initial_state)
     slots = torch.tensor(SLOTS, device=device)
-    got = prefill(x._replace(**views), backend, initial_state=pool, state_indices=slots)
+    got = prefill(x._replace(**views), backend, pool, state_indices=slots)
     assert torch.equal(got.o, want.o)
     assert torch.equal(pool[list(SLOTS)], want.final_state)
 
@@ -268,10 +265,10 @@ def test_what_only_the_gpu_knows(lengths: Any, device: str, backend: str, requir
             before = pool.clone()
             for given in (dict(state_indices=slots), dict(state_indices=slots.clamp(-1, 7), checkpoint_at=boundaries)):
                 with pytest.raises(ValueError, match=r"state_indices must be in|checkpoint_at must be multiples of 64"):
-                    prefill(x, backend, initial_state=pool, **given)
+                    prefill(x, backend, pool, **given)
             assert torch.equal(pool.nan_to_num(7), before.nan_to_num(7))
             continue
-        got = prefill(x, backend, initial_state=pool, state_indices=slots, checkpoint_at=boundaries)
+        got = prefill(x, backend, pool, state_indices=slots, checkpoint_at=boundaries)
         assert not got.checkpoints[[0, 2, 3, 4]].any(), at
         assert got.checkpoints[1].any()
         for n, live in enumerate((True, True, False, False, True)):
@@ -309,7 +306,7 @@ def test_views_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
             view.copy_(t)
         copied.clear()
         with registered(backend):
-            prefill(x._replace(q=q, k=k, v=v), backend.name, out=torch.empty_like(x.v))
+            prefill(x._replace(q=q, k=k, v=v), backend.name, None, out=torch.empty_like(x.v))
         assert [any(t.data_ptr() == view.data_ptr() for t in copied) for view in (q, k, v)] == [not in_place] * 3
 
 
@@ -322,7 +319,7 @@ def test_a_pool_in_bf16(device: str, backend: str, required_backends: frozenset[
     initial = x.initial_state.to(BF16)
     want = call(x._replace(initial_state=initial.float(), final_state=True), backend)
     pool = pool_of(initial)
-    got = prefill(x, backend, initial_state=pool, state_indices=torch.tensor(SLOTS, device=device))
+    got = prefill(x, backend, pool, state_indices=torch.tensor(SLOTS, device=device))
     assert torch.equal(got.o, want.o)
     assert torch.equal(pool[list(SLOTS)], want.final_state.to(BF16))
 
@@ -330,11 +327,11 @@ def test_a_pool_in_bf16(device: str, backend: str, required_backends: frozenset[
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (dict(initial_state=None), ValueError, "initial_state must be a pool of states with state_indices, got None"),
-        (dict(final_state=True), ValueError, "final_state must be False with state_indices"),
-        (dict(checkpoint_every=64), ValueError, "checkpoint_every must be 0 with state_indices or out, got 64: pass"),
-        (dict(checkpoint_every=64, checkpoint_at=torch.zeros(2, dtype=torch.int32)), ValueError,
-         "checkpoint_every must be 0 with checkpoint_at, got 64"),
+        (dict(state=None), ValueError, "state must be a pool of states with state_indices, got None"),
+        (dict(state=[0]), TypeError, "state must be a torch.Tensor, got list"),
+        (dict(state=torch.zeros(3, 2, 32, 16), state_indices=None), ValueError, r"state must have shape .*\[2, 2, 32"),
+        (dict(state=torch.zeros(1, 2, 32, 16).expand(2, -1, -1, -1), state_indices=None), ValueError,
+         "state must not be expanded"),
         (dict(state_indices=torch.zeros(3, dtype=torch.int32)), ValueError, r"state_indices must have shape \[2\]"),
         (dict(state_indices=torch.zeros(2)), TypeError, "state_indices must be int32 or int64, got torch.float32"),
         (dict(state_indices=[0, 1]), TypeError, "state_indices must be a torch.Tensor, got list: pass torch.tensor"),
@@ -346,17 +343,17 @@ def test_a_pool_in_bf16(device: str, backend: str, required_backends: frozenset[
         (dict(out=torch.zeros(2, 70, 2, 33)), ValueError, r"out must have shape \[2, 70, 2, 32\]"),
         (dict(out=torch.zeros(2, 70, 2, 32, dtype=FP64)), TypeError, "out must be float32"),
         (dict(out=torch.zeros(2, 70, 32, 2).mT), ValueError, "out must be contiguous, got strides"),
-        (dict(initial_state=torch.zeros(0, 2, 32, 16)), ValueError, "initial_state must have at least 1 slot, got 0"),
-        (dict(initial_state=torch.zeros(1, 2, 32, 16).expand(4, -1, -1, -1)), ValueError, "must not be expanded"),
+        (dict(state=torch.zeros(0, 2, 32, 16)), ValueError, "state must have at least 1 slot, got 0"),
+        (dict(state=torch.zeros(1, 2, 32, 16).expand(4, -1, -1, -1)), ValueError, "must not be expanded"),
     ],
 )  # fmt: skip
 def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
     """Nothing is written before one is raised."""
     x = make_inputs(Case(T=70, B=2, H=1, group=2, K=16, V=32, dtype=torch.float32), "cpu")
     pool = torch.ones(4, 2, 32, 16)
-    given = dict(initial_state=pool, state_indices=torch.tensor([2, 0])) | change
+    given = dict(state=pool, state_indices=torch.tensor([2, 0])) | change
     with torch.no_grad(), pytest.raises(error, match=message):
-        kda(*x[:5], **options(x), **given)
+        kda_prefill(*x[:5], **options(x), **given)
     assert (pool == 1).all()
 
 
@@ -366,7 +363,7 @@ def test_calls_alike_are_known() -> None:
     for seed in range(3):
         x = make_inputs(engine_case(LENGTHS, dtype=torch.float32, K=16, V=32), "cpu", seed)
         slots, at = torch.tensor(SLOTS), torch.tensor(AT)
-        prefill(x, "eager", initial_state=pool_of(x.initial_state), state_indices=slots, checkpoint_at=at)
+        prefill(x, "eager", pool_of(x.initial_state), state_indices=slots, checkpoint_at=at)
     ((_, alike),) = op._prefill_cache._values.items()
     assert len(alike) == 1
     held = [t for key in op._prefill_cache._values for t in key if isinstance(t, Tensor)]
@@ -380,13 +377,71 @@ def test_an_output_over_an_input_is_refused() -> None:
             torch.no_grad(),
             pytest.raises(ValueError, match=f"out must not overlap an input, got the memory of {name}"),
         ):
-            kda(*x[:5], **options(x), out=getattr(x, name))
+            kda_prefill(*x[:5], None, **options(x), out=getattr(x, name))
 
 
 def test_gradients_are_refused() -> None:
     x = make_inputs(Case(T=70, dtype=torch.float32), "cpu")
-    with pytest.raises(ValueError, match=r"no gradient: call kda under torch.no_grad\(\), or without them"):
-        kda(x.q.requires_grad_(), *x[1:5], **options(x), out=torch.empty_like(x.v))
+    with pytest.raises(ValueError, match=r"kda_prefill updates .* no gradient: call it under torch.no_grad\(\)"):
+        kda_prefill(x.q.requires_grad_(), *x[1:5], None, **options(x))
+
+
+DEPRECATED = "state_indices, checkpoint_at and out of kda are deprecated: call kda_layers.kda_prefill"
+
+
+@on_rows_and_packed
+def test_keywords_of_kda_for_one_release(lengths: Any) -> None:
+    """`kda` warns and does what it did: only a pool is written."""
+    x = make_inputs(engine_case(lengths, dtype=torch.float32, K=16, V=32), "cpu")
+    want, initial = call(x._replace(final_state=True, checkpoint_every=64)), x.initial_state.clone()
+    slots, at, out = torch.tensor(SLOTS), torch.tensor(AT), torch.empty_like(x.v)
+    pool = pool_of(x.initial_state)
+    with torch.no_grad(), pytest.warns(DeprecationWarning, match=DEPRECATED):
+        got = kda(*x[:5], **options(x), initial_state=pool, state_indices=slots, checkpoint_at=at, out=out)
+    assert got.o is out
+    assert got.final_state is None
+    assert torch.equal(out, want.o)
+    assert torch.equal(pool[list(SLOTS)], want.final_state)
+    assert torch.equal(got.checkpoints[1], initial[1])
+    for state in (initial, None):
+        with torch.no_grad(), pytest.warns(DeprecationWarning, match=DEPRECATED):
+            got = kda(*x[:5], **options(x), initial_state=state, final_state=True, out=out)
+        assert torch.equal(got.final_state, call(x._replace(initial_state=state, final_state=True)).final_state)
+    assert torch.equal(initial, x.initial_state)
+    for change, message in (
+        (dict(final_state=True), "final_state False with state_indices"),
+        (dict(initial_state=None), "initial_state must be a pool of states and"),
+        (dict(checkpoint_every=64), "checkpoint_every must be 0 with state_indices, checkpoint_at or out, got 64"),
+        (dict(segments="always"), "segments must be 'never' or 'auto' with state_indices"),
+    ):
+        given: dict[str, Any] = dict(initial_state=pool, state_indices=slots) | change
+        with (
+            torch.no_grad(),
+            pytest.warns(DeprecationWarning, match=DEPRECATED),
+            pytest.raises(ValueError, match=message),
+        ):
+            kda(*x[:5], **options(x), **given)
+
+
+def test_a_backend_without_prefill_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feature of its own: the other functions may still choose the backend."""
+    eager = KDA.backends()["eager"]
+    other = type("Other", (type(eager),), {"name": "other", "features": eager.features - {"prefill"}, "priority": 99})()
+    x = make_inputs(Case(T=70, H=1, K=16, V=16, dtype=torch.float32, state=True), "cpu")
+    fields = {n: getattr(x, n, None) for n in PrefillInputs._fields} | {"state": x.initial_state}
+    reason = "prefills states in place, needs kda with final_state=True"
+    monkeypatch.setattr(KDA, "_found", {"other": other, "eager": eager})
+    KDA.clear_caches()
+    try:
+        asked = problem_of(PrefillInputs(**fields))
+        assert KDA.select(asked) is eager
+        assert f"other    cannot: {reason}" in explain(asked)
+        assert KDA.select(problem_of(x)) is other
+        with torch.no_grad(), pytest.raises(ValueError, match=f"'other' cannot serve .*: {reason}"):
+            kda_prefill(*x[:5], x.initial_state.clone(), **options(x), backend="other")
+        prefill(x, None, x.initial_state.clone())
+    finally:
+        KDA.clear_caches()
 
 
 @on_every_device
@@ -395,7 +450,7 @@ def test_compiled(device: str) -> None:
     slots, at = (torch.tensor(t, device=device) for t in (SLOTS, AT))
 
     def step(pool: Tensor, out: Tensor) -> Tensor:
-        got = kda(*x[:5], **options(x), initial_state=pool, state_indices=slots, checkpoint_at=at, out=out)
+        got = kda_prefill(*x[:5], pool, **options(x), state_indices=slots, checkpoint_at=at, out=out)
         return got.checkpoints + 0
 
     results = []
@@ -419,7 +474,7 @@ def test_captured_in_a_graph(backend: str, required_backends: frozenset[str]) ->
     pool, out, results = pool_of(x.initial_state), torch.empty_like(x.v), []
 
     def step() -> Tensor:
-        return prefill(x, backend, initial_state=pool, state_indices=slots, checkpoint_at=at, out=out).checkpoints
+        return prefill(x, backend, pool, state_indices=slots, checkpoint_at=at, out=out).checkpoints
 
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -275,7 +275,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("eager", {}, "segments is 'always', needs 'never' or 'auto'"),
         ("sm80@emulator", {}, "segments is 'always', needs a GPU with bulk copies, sm_80 has none"),
-        ("sm90@emulator", {"out": True}, "segments='always' is not served with state_indices, checkpoint_at or out"),
+        ("sm90@emulator", {"out": True}, "segments must be 'never' or 'auto' with state_indices"),
         ("sm90@emulator", {"mode": "often"}, "segments must be 'never', 'auto' or 'always', got 'often'"),
         ("sm90@emulator", {"mode": True}, "segments must be 'never', 'auto' or 'always', got True"),
     ],

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kda_layers import KDAOutput, kda, kda_step
-from kda_layers.kernels.kda.contract import CHUNK, Inputs
+from kda_layers import KDAOutput, kda, kda_prefill, kda_step
+from kda_layers.kernels.kda.contract import CHUNK, Inputs, PrefillOutput
 from kda_layers.kernels.kda.cuda.decode import decode
 from kda_layers.kernels.kda.cuda.forward import tails
 from kda_layers.kernels.kda.cuda.forward.forward import TAIL
@@ -51,6 +51,11 @@ def _listed(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(x: Inputs, backend: str, **engine: Any) -> KDAOutput:
     with torch.no_grad(), poisoned_memory():
         return kda(*x[:5], **options(x), **{"initial_state": x.initial_state} | engine, backend=backend)
+
+
+def prefill(x: Inputs, backend: str, pool: Tensor, **engine: Any) -> PrefillOutput:
+    with torch.no_grad(), poisoned_memory():
+        return kda_prefill(*x[:5], pool, **options(x), **engine, backend=backend)
 
 
 def alone(x: Inputs, n: int) -> Inputs:
@@ -185,7 +190,7 @@ def test_a_batch_of_an_engine(device: str, backend: str, required_backends: froz
     at[[0, 1, 8, 57]] = torch.tensor([0, 0, 0, 64], device=device)
     given = slots.clone()
     given[list(padding)] = -1
-    got = run(x, backend, initial_state=pool, state_indices=given, checkpoint_at=at)
+    got = prefill(x, backend, pool, state_indices=given, checkpoint_at=at)
     for n in range(N):
         start, end = x.cu_seqlens[n : n + 2].tolist()
         if n in padding:
@@ -247,7 +252,7 @@ def test_a_pool_that_vectors_cannot_read(
     pool = memory[shift:].as_strided((5, 1, 64, 64), (4096 if shift else 4097, 4096, 64, 1))
     slots = torch.tensor([4, 0, 2], device=device)
     pool[slots] = x.initial_state
-    got = run(x, backend, initial_state=pool, state_indices=slots)
+    got = prefill(x, backend, pool, state_indices=slots)
     assert torch.equal(got.o, want.o)
     assert torch.equal(pool[slots], want.final_state)
     assert pool[[1, 3]].isnan().all()

@@ -1,4 +1,4 @@
-"""The validators of `kda` and `kda_step`: an error names the argument, what was expected and what came."""
+"""The validators of the operators: an error names the argument, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -24,27 +24,24 @@ def check_whole(x: Inputs) -> None:
         raise ValueError(f"checkpoint_every must be 0 or {CHUNK}, got {x.checkpoint_every}")
 
 
-def check_prefill(x: PrefillInputs, final_state: bool, checkpoint_every: Any) -> None:
-    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of `kda` for engines; `x.o` is
-    the caller's `out` or None."""
+def check_prefill(x: PrefillInputs) -> None:
+    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of `kda_prefill`; `x.o` is the
+    caller's `out` or None."""
     N, _, HV, V, K = _check_common(x)
     if x.state_indices is not None:
         if x.state is None:
-            raise ValueError("initial_state must be a pool of states with state_indices, got None")
-        if final_state:
-            raise ValueError("final_state must be False with state_indices: the states after the call are in the pool")
-        _check_pool("initial_state", x.state, x.q, (HV, V, K))
+            raise ValueError("state must be a pool of states with state_indices, got None")
+        check_is_tensor("state", x.state)
+        _check_state("state", x.state, x.q, (*x.state.shape[:1], HV, V, K))
+        if not x.state.shape[0]:
+            raise ValueError("state must have at least 1 slot, got 0")
         _check_of_sequences("state_indices", x.state_indices, x.q, N)
     elif x.state is not None:
-        _check_state("initial_state", x.state, x.q, (N, HV, V, K))
+        _check_state("state", x.state, x.q, (N, HV, V, K))
+    if x.state is not None and not torch.compiler.is_compiling():
+        check_writable("state", x.state)
     if x.checkpoint_at is not None:
-        if checkpoint_every:
-            raise ValueError(f"checkpoint_every must be 0 with checkpoint_at, got {checkpoint_every}")
         _check_of_sequences("checkpoint_at", x.checkpoint_at, x.q, N)
-    elif checkpoint_every:
-        raise ValueError(
-            f"checkpoint_every must be 0 with state_indices or out, got {checkpoint_every}: pass checkpoint_at"
-        )
     _check_out(x.o, x)
 
 
@@ -60,16 +57,6 @@ def _check_out(out: Any, x: DecodeInputs | PrefillInputs) -> None:
     for name in ("q", "k", "v", "g", "beta") if is_plain(x) else ():
         if getattr(x, name).data_ptr() == out.data_ptr():
             raise ValueError(f"out must not overlap an input, got the memory of {name}: pass torch.empty_like(v)")
-
-
-def _check_pool(name: str, state: Any, q: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise unless `state` is a pool [slots, *shape] that can be written."""
-    slots = state.shape[0] if isinstance(state, Tensor) and state.ndim == 4 else 1
-    _check_state(name, state, q, (slots, *shape))
-    if not slots:
-        raise ValueError(f"{name} must have at least 1 slot, got 0")
-    if not torch.compiler.is_compiling():
-        check_writable(name, state)
 
 
 def _check_of_sequences(name: str, t: Any, q: Tensor, N: int) -> None:
@@ -264,7 +251,7 @@ def _most_saved() -> float:
     return MOST_SAVED
 
 
-def check_values(x: Inputs | DecodeInputs) -> None:
+def check_values(x: Inputs | DecodeInputs | PrefillInputs) -> None:
     """Raise if a precomputed gate or beta is outside of its domain; NaN passes.
 
     Only plain CPU tensors are read: on a device this would synchronise, and it would break a trace.

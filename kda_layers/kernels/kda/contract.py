@@ -84,7 +84,7 @@ class DecodeInputs(NamedTuple):
 
 
 class PrefillInputs(NamedTuple):
-    """The arguments of the op behind `kda` for engines, which writes `o`, `state` and `checkpoints`."""
+    """The arguments of the op of `kda_prefill`, which writes `o`, `state` and `checkpoints`."""
 
     q: Tensor
     k: Tensor
@@ -119,7 +119,14 @@ class KDAOutput(NamedTuple):
 
     o: Tensor  # [B, T, HV, V] in v's dtype
     final_state: Tensor | None  # [N, HV, V, K] in the states' dtype
-    checkpoints: Tensor | None  # [B, T // 64, HV, V, K], or with checkpoint_at [N, HV, V, K], in the states' dtype
+    checkpoints: Tensor | None  # [B, T // 64, HV, V, K] in the states' dtype
+
+
+class PrefillOutput(NamedTuple):
+    """Outputs of `kda_prefill`."""
+
+    o: Tensor  # [B, T, HV, V] in v's dtype
+    checkpoints: Tensor | None  # [N, HV, V, K] in fp32 (fp64 for fp64 inputs)
 
 
 class Gradients(NamedTuple):
@@ -137,7 +144,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem(AnyProblem):
-    """The properties of a call of `kda` or `kda_step` that decide on its backend."""
+    """The properties of a call of `kda`, `kda_prefill` or `kda_step` that decide on its backend."""
 
     beta_dtype: torch.dtype
     K: int
@@ -154,6 +161,7 @@ class Problem(AnyProblem):
     bf16_state: bool = False  # of a decode step
     int8_state: bool = False  # of a decode step
     segments: bool = False  # always
+    prefill: bool = False  # of an engine, in place
 
     LACKS = {  # noqa: RUF012
         "decode": "decodes, needs whole sequences",
@@ -164,6 +172,7 @@ class Problem(AnyProblem):
         "bf16_state": "state is bfloat16, needs float32",
         "int8_state": "state is int8, needs float32",
         "segments": "segments is 'always', needs 'never' or 'auto'",
+        "prefill": "prefills states in place, needs kda with final_state=True",
     }
 
     @classmethod
@@ -187,6 +196,7 @@ class Problem(AnyProblem):
             x.q.dtype, x.beta.dtype, index(K), index(V), index(HV) // index(H), x.gate_activation, x.beta_activation,
             x.qk_l2norm, decode, x.cu_seqlens is not None, needs_grad, has_state, checkpoints,
             narrow == torch.bfloat16, narrow == torch.int8, isinstance(x, Inputs) and x.segments == "always",
+            isinstance(x, PrefillInputs),
         )  # fmt: skip
 
     @property
@@ -224,7 +234,7 @@ class Names(OneOf):
 
 
 class Backend(Differentiable):
-    """One implementation of `kda` (`forward`, `backward`) and `kda_step` (`decode`)."""
+    """One implementation of `kda` (`forward`, `backward`), `kda_prefill` (`prefill`) and `kda_step` (`decode`)."""
 
     fused: frozenset[str] = frozenset()  # of {"gate", "beta", "qk_l2norm"}: others are applied before the call
 
@@ -265,7 +275,7 @@ class Backend(Differentiable):
         return d_initial
 
     def prefill(self, x: PrefillInputs) -> None:
-        """Run `forward` from and into `x.state`, without a host read.
+        """Run `forward` from and into `x.state`, without a host read; see `slots.prefill_by_forward`.
 
         Sequences without a slot (NO_SLOT) get o = 0. Rows of `x.checkpoints`, which come as zeros, stay so where
         checkpoint_at is no boundary of the sequence.

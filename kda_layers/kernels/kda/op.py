@@ -1,7 +1,8 @@
-"""The public operators: `kda` for whole sequences, `kda_step` for decoding."""
+"""The public operators: `kda` for whole sequences, `kda_prefill` and `kda_step` for inference engines."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .contract import (
     Inputs,
     KDAOutput,
     PrefillInputs,
+    PrefillOutput,
     Problem,
     outputs_like,
     state_dtypes,
@@ -110,27 +112,16 @@ def kda(
             computes at once, exactly for any decays; outputs differ by rounding from those of the sequence in one
             piece. Where it is cut depends on its own length and HV alone, so that it has the same bits in any batch.
             'always' cuts what is longer than 1,024 tokens, if HV is at most 32. It is served by the 'sm90' and 'sm100'
-            backends, and not with what engines ask for. 'auto' cuts from 65,536 tokens on if HV is at most 4, where one
+            backends. 'auto' cuts from 65,536 tokens on if HV is at most 4, where one
             or two sequences gain (more of them lose), but nothing where 'always' is not served, and nothing of a call
             that takes or returns states: a prefill in parts has the bits of the whole.
         backend: name of a backend; None chooses (see `explain`).
-        state_indices, checkpoint_at, out: for inference engines, under torch.no_grad(); no value is read on the host of
-            a GPU, so that a CUDA graph can capture the call.
-        state_indices: [N] int32 or int64: initial_state is a pool [slots, HV, V, K] whose slot state_indices[n] holds
-            the state before sequence n, zeros for a new one, and is overwritten with the state after it. -1 is no slot:
-            a padding sequence, which gets o = 0 (on a CPU, a given beta and log-decay of it are checked, too). Two
-            sequences must not share a slot. As in `kda_step`, 'eager' raises on that and on slots outside of the pool;
-            on CUDA such slots count as -1, and which update of a shared slot survives is undefined. Not with
-            final_state, which is in the pool.
-        checkpoint_at: [N] int32 or int64: return one state of each sequence, after checkpoint_at[n] tokens, a multiple
-            of 64 up to its length. -1: none, the row is zero, as for a padding sequence. Other values raise with
-            'eager' and give zeros on CUDA. Not with checkpoint_every.
-        out: [B, T, HV, V] contiguous, in v's dtype: o is written there. It must not overlap an input.
+        state_indices, checkpoint_at, out: deprecated, those of `kda_prefill`; with state_indices, initial_state is its
+            `state`.
 
     Returns:
         KDAOutput: o [B, T, HV, V] in v's dtype; final_state [N, HV, V, K] or None; checkpoints
-        [B, T // 64, HV, V, K] or None, for packed sequences one after the other, unused rows zero; with checkpoint_at
-        [N, HV, V, K].
+        [B, T // 64, HV, V, K] or None, for packed sequences one after the other, unused rows zero.
 
     Raises:
         TypeError, ValueError: an argument breaks this contract; the message names it, what was expected, what came.
@@ -151,7 +142,7 @@ def kda(
         check_segments(segments), bool(final_state),
     )  # fmt: skip
     if not (state_indices is checkpoint_at is out is None):
-        return _prefill(x, state_indices, checkpoint_at, out, state_dtype, backend)
+        return _as_prefill(x, state_indices, checkpoint_at, out, state_dtype, backend)
     cached = _cache.get(x, state_dtype, backend, again)
     computed, returned, needs_grad, name, *fused = cached or _prepare(x, state_dtype, backend, again)
     check_values(x)
@@ -162,6 +153,62 @@ def kda(
         return result
     states = result.final_state, result.checkpoints
     return KDAOutput(result.o, *(None if t is None else t.to(returned) for t in states))
+
+
+def kda_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    checkpoint_at: Tensor | None = None,
+    gate_activation: str = "lower_bound",
+    lower_bound: float | None = None,
+    beta_activation: str = "sigmoid",
+    qk_l2norm: bool = True,
+    scale: float | None = None,
+    backend: str | None = None,
+    out: Tensor | None = None,
+) -> PrefillOutput:
+    """Run whole sequences or parts of them, updating `state` in place; not differentiable.
+
+    No value of a tensor is read on the host of a GPU, so that a CUDA graph can capture the call.
+
+    Args:
+        q, k, v, g, beta, A_log, dt_bias, cu_seqlens, gate_activation, lower_bound, beta_activation, qk_l2norm, scale,
+            backend: as in `kda`.
+        state: [N, HV, V, K] fp32 (fp64 for fp64 inputs; with 16-bit inputs also bf16), the state before each sequence,
+            overwritten with the one after it. None: zero, and not kept. With state_indices a pool [slots, HV, V, K],
+            whose other slots are not changed.
+        state_indices: [N] int32 or int64, each sequence's slot. -1 is no slot: a padding sequence, which gets o = 0 (on
+            a CPU, a given beta and log-decay of it are checked, too). Two sequences must not share a slot. As in
+            `kda_step`, 'eager' raises on that and on slots outside of the pool; on CUDA such slots count as -1, and
+            which update of a shared slot survives is undefined.
+        checkpoint_at: [N] int32 or int64: return one state of each sequence, after checkpoint_at[n] tokens, a multiple
+            of 64 up to its length. -1: none, the row is zero, as for a padding sequence. Other values raise with
+            'eager' and give zeros on CUDA.
+        out: [B, T, HV, V] contiguous, in v's dtype: o is written there. It must not overlap an input.
+
+    Returns:
+        PrefillOutput: o [B, T, HV, V] in v's dtype, or `out`; checkpoints [N, HV, V, K] in fp32 (fp64 for fp64 inputs)
+        with checkpoint_at, else None.
+
+    Raises:
+        TypeError, ValueError: as `kda_step`.
+    """
+    o: Any = out  # None until a new one is made
+    x = PrefillInputs(
+        q, k, v, g, beta, o, state, None, A_log, dt_bias, state_indices, checkpoint_at, cu_seqlens,
+        gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
+        check_scale(q, scale),
+    )  # fmt: skip
+    return _prefill(x, backend)
 
 
 def kda_step(
@@ -242,56 +289,79 @@ def _prepare(x: Inputs, state_dtype: torch.dtype | None, backend: str | None, ag
     return _cache.put(x, prepared, state_dtype, backend, again)
 
 
-def _prefill(
+def _as_prefill(
     given: Inputs, slots: Tensor | None, at: Tensor | None, out: Tensor | None, dtype: torch.dtype | None, backend: Any
 ) -> KDAOutput:
-    """`kda` for engines: everything that it returns is written by the op."""
+    """`kda` with the keywords of `kda_prefill`; the initial state is not written without `slots`."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            "state_indices, checkpoint_at and out of kda are deprecated: call kda_layers.kda_prefill, which updates "
+            "states in place",
+            DeprecationWarning,
+            stacklevel=3,
+        )
     if given.segments == "always":
+        raise ValueError("segments must be 'never' or 'auto' with state_indices, checkpoint_at or out, got 'always'")
+    if given.checkpoint_every:
         raise ValueError(
-            "segments='always' is not served with state_indices, checkpoint_at or out, needs segments='never' or 'auto'"
+            f"checkpoint_every must be 0 with state_indices, checkpoint_at or out, got {given.checkpoint_every}: pass "
+            "checkpoint_at"
         )
-    o: Any = out  # None until a new one is made
-    x = PrefillInputs(
-        *given[:5], o, given.initial_state, None, given.A_log, given.dt_bias, slots, at,
-        given.cu_seqlens, given.gate_activation, given.lower_bound, given.beta_activation, given.qk_l2norm, given.scale,
-    )  # fmt: skip
-    cached = _prefill_cache.get(x, given.final_state, given.checkpoint_every, dtype, backend)
-    state_shape, computed, returned, name, *fused = cached or _prepare_prefill(x, given, dtype, backend)
-    check_values(given)
-    if out is None:
-        x = x._replace(o=torch.empty_like(x.v, memory_format=torch.contiguous_format))
-    if at is not None:
-        x = x._replace(checkpoints=x.q.new_zeros(state_shape, dtype=computed))
-    if slots is None:  # the caller's initial state is not written
-        if x.state is not None:
-            x = x._replace(state=x.state.to(computed, copy=True, memory_format=torch.contiguous_format))
+    state = given.initial_state
+    if slots is None:
+        check_whole(given)
+        N = given.q.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
+        computed = state_dtypes(given.q.dtype)[0]
+        if state is not None:
+            state = state.to(computed, copy=True, memory_format=torch.contiguous_format)
         elif given.final_state:
-            x = x._replace(state=x.q.new_zeros(state_shape, dtype=computed))
-    _kda_prefill(activate(x, fused), name, plain=cached is not None)
-    final = x.state if given.final_state else None
-    return KDAOutput(x.o, *(None if t is None else t.to(returned) for t in (final, x.checkpoints)))
-
-
-def _prepare_prefill(
-    x: PrefillInputs, given: Inputs, dtype: torch.dtype | None, backend: str | None
-) -> tuple[Any, ...]:
-    """Check a call; return the shape and dtypes of states [N, HV, V, K], the backend and what it fuses."""
-    check_prefill(x, given.final_state, given.checkpoint_every)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
+            state = given.q.new_zeros(N, *given.v.shape[2:], given.q.shape[3], dtype=computed)
+    elif state is None or given.final_state:
         raise ValueError(
-            "state_indices, checkpoint_at and out are for inference and have no gradient: call kda under "
-            "torch.no_grad(), or without them"
+            "initial_state must be a pool of states and final_state False with state_indices, which has the states "
+            f"after the call, got {type(state).__name__} and {given.final_state}"
         )
+    o, boundaries = _prefill(
+        PrefillInputs(
+            *given[:5], out, state, None, given.A_log, given.dt_bias, slots, at, given.cu_seqlens,  # type: ignore[arg-type]
+            given.gate_activation, given.lower_bound, given.beta_activation, given.qk_l2norm, given.scale,
+        ),
+        backend,
+    )  # fmt: skip
+    returned, final = check_state_dtype(given, dtype), state if given.final_state else None
+    return KDAOutput(o, *(None if t is None else t.to(returned) for t in (final, boundaries)))
+
+
+def _prefill(x: PrefillInputs, backend: str | None) -> PrefillOutput:
+    """`kda_prefill` of inputs that are not checked, with `x.o` None for a new tensor."""
+    cached = _prefill_cache.get(x, backend)
+    state_shape, computed, name, *fused = cached or _prepare_prefill(x, backend)
+    check_values(x)
+    if x.o is None:
+        x = x._replace(o=torch.empty_like(x.v, memory_format=torch.contiguous_format))
+    if x.checkpoint_at is not None:
+        x = x._replace(checkpoints=x.q.new_zeros(state_shape, dtype=computed))
+    _kda_prefill(activate(x, fused), name, plain=cached is not None)
+    return PrefillOutput(x.o, x.checkpoints)
+
+
+def _prepare_prefill(x: PrefillInputs, backend: str | None) -> tuple[Any, ...]:
+    """Check `x`; return the shape and dtype of checkpoints [N, HV, V, K], the backend and what it fuses."""
+    check_prefill(x)
+    _refuse_gradients("kda_prefill", x)
     state_shape = x.sequences, *x.v.shape[2:], x.q.shape[3]
-    dtypes = state_dtypes(x.q.dtype)[0], check_state_dtype(given, dtype)
-    prepared = state_shape, *dtypes, *KDA.choose(backend, x.q.device, *Problem.fields_of(x))
-    return _prefill_cache.put(x, prepared, given.final_state, given.checkpoint_every, dtype, backend)
+    chosen = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
+    return _prefill_cache.put(x, (state_shape, state_dtypes(x.q.dtype)[0], *chosen), backend)
 
 
 def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
     """Check `x`; return the backend and what it fuses."""
     check_decode(x)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
-        raise ValueError("kda_step updates the state in place and has no gradient: call it under torch.no_grad()")
+    _refuse_gradients("kda_step", x)
     chosen: tuple[Any, ...] = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
     return _step_cache.put(x, chosen, backend)
+
+
+def _refuse_gradients(name: str, x: PrefillInputs | DecodeInputs) -> None:
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
+        raise ValueError(f"{name} updates the state in place and has no gradient: call it under torch.no_grad()")
