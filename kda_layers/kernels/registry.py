@@ -176,7 +176,8 @@ class Registry(Generic[P, B]):
 
 @functools.cache
 def registries() -> tuple[Registry[Any, Any], ...]:
-    """The registries of all operators: every folder here with a file `dispatch`."""
+    """The registries of all operators: those of `fused`, and every folder here with a file `dispatch`."""
+    importlib.import_module(f"{__package__}.fused")
     folder = importlib.import_module(__package__)
     for m in pkgutil.iter_modules(folder.__path__):
         if m.ispkg and importlib.util.find_spec(f"{__package__}.{m.name}.dispatch"):

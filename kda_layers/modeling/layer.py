@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..kernels.checks import check_offsets, sequence_offsets
-from ..kernels.gated_norm.op import gated_rms_norm
+from ..kernels.fused.gated_norm import gated_rms_norm
 from ..kernels.kda.checks import check_lower_bound, check_recompute
 from ..kernels.kda.contract import state_dtype
 from ..kernels.over_ranks.kda import kda_over_ranks
@@ -260,7 +260,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
 
         gate = self.g_b_proj(gate) if self.gate_rank else gate
         gate = rearrange(gate, "b t (h v) -> b t h v", v=self.head_v_dim)
-        o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.gated_norm, backend)
+        o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.gated_norm, backend=backend)
         return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:

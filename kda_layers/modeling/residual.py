@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers.kernels import torch_private
-from kda_layers.kernels.add_rms_norm.op import add_rms_norm
+from kda_layers.kernels.fused.add_rms_norm import add_rms_norm
 from kda_layers.kernels.tracing import autocasts
 from kda_layers.modeling.side_by_side import trains_plainly
 

@@ -15,22 +15,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kda_layers.kernels import column_sums as sums
-from kda_layers.kernels.add_rms_norm.backends.triton import PER_THREAD as OF_ADD_RMS_NORM
-from kda_layers.kernels.add_rms_norm.triton import rows as add_rms_norm
-from kda_layers.kernels.gated_norm.backends.triton import PER_THREAD as OF_GATED_NORM
-from kda_layers.kernels.gated_norm.triton import rows as gated_norm
-from kda_layers.kernels.row_tiles import RowTiles
+from kda_layers.kernels.fused import rows as launches
+from kda_layers.kernels.fused.add_rms_norm import PER_THREAD as OF_ADD_RMS_NORM
+from kda_layers.kernels.fused.gated_norm import PER_THREAD as OF_GATED_NORM
+from kda_layers.kernels.fused.rows import RowTiles
+from kda_layers.kernels.fused.triton import rows
 from kda_layers.kernels.swiglu.backends.triton import BLOCK, WARPS
 from kda_layers.kernels.swiglu.triton import elementwise as swiglu
-from kda_layers.kernels.triton import column_sums
 from tests.kernels.triton_usage import usage
 
 SIZES = ("rows", "D", "W", "blocks")
 CASES = [
-    *[(add_rms_norm, f"norm_{n}", D) for D in (1024, 2048, 4096, 8192) for n in ("forward_kernel", "backward_kernel")],
-    *[(gated_norm, f"gated_norm_{n}", D) for D in (64, 128, 256) for n in ("forward_kernel", "backward_kernel")],
-    (column_sums, "column_sums_kernel", 2048),
+    *[(rows, f"norm_{n}", D) for D in (1024, 2048, 4096, 8192) for n in ("forward_kernel", "backward_kernel")],
+    *[(rows, f"gated_norm_{n}", D) for D in (64, 128, 256) for n in ("forward_kernel", "backward_kernel")],
+    (rows, "column_sums_kernel", 2048),
     *[(swiglu, f"swiglu_{n}", 5632) for n in ("forward_kernel", "backward_kernel")],
 ]
 
@@ -49,7 +47,8 @@ def compiled(module: Any, name: str, D: int, sm: int) -> dict[str, Any]:
     if "swiglu" in name:
         constants["BLOCK"], warps = BLOCK, WARPS
     if "sums" in name:
-        constants["ROWS"], constants["COLUMNS"], warps = sums.ROWS, sums.COLUMNS, sums.WARPS
+        constants["ROWS"], constants["COLUMNS"] = launches.SUM_ROWS, launches.SUM_COLUMNS
+        warps = launches.SUM_WARPS
     types, values, hints = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from kda_layers.kernels import row_tiles
-from kda_layers.kernels.add_rms_norm.backends import triton
-from kda_layers.kernels.add_rms_norm.dispatch import ADD_RMS_NORM
-from kda_layers.kernels.add_rms_norm.op import add_rms_norm
+from kda_layers.kernels.fused import rows
+from kda_layers.kernels.fused.add_rms_norm import ADD_RMS_NORM, add_rms_norm
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, any_length, budget, error, poisoned_memory
 
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
@@ -46,7 +44,7 @@ def run(backend: str, given: list[Tensor | None], eps: float = EPS, used: tuple[
     """The outputs, then the gradients of the inputs from the outputs `used`."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in given]
     with poisoned_memory():
-        outputs = add_rms_norm(*leaves, eps, backend)
+        outputs = add_rms_norm(*leaves, eps, backend=backend)
         d_outputs = gradients_of([t.detach() for t in outputs])
         trained = [t for t in leaves if t is not None]
         grads = torch.autograd.grad(
@@ -98,7 +96,7 @@ def test_gradients_of_another_layout(adds: bool) -> None:
     trained = [t for t in leaves if t is not None]
     results = []
     for backend in ("triton", "eager"):
-        total, y = add_rms_norm(*leaves, EPS, backend)
+        total, y = add_rms_norm(*leaves, EPS, backend=backend)
         d_total, d_y = normal(2, 24, 5).to(total).mT, normal(1, 1, 24).to(total).expand_as(y)
         results.append(torch.autograd.grad((total, y), trained, (d_total, d_y)))
     for a, b in zip(*results, strict=True):
@@ -125,8 +123,8 @@ def test_rows_beyond_the_last() -> None:
 @needs_triton
 @pytest.mark.parametrize("programs", [1, 3, 1000])
 def test_several_tiles_for_a_program(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_tiles, "SUMMING", programs)
-    monkeypatch.setattr(row_tiles, "TILE", 64)
+    monkeypatch.setattr(rows, "SUMMING", programs)
+    monkeypatch.setattr(rows, "TILE", 64)
     given = inputs(2, 5, 24, FP32)
     got = run("triton", given)
     for a, b in zip(got, run("eager", given), strict=True):
@@ -138,13 +136,13 @@ def test_several_tiles_for_a_program(programs: int, monkeypatch: pytest.MonkeyPa
 def test_residual_alone_is_not_copied() -> None:
     residual, _, weight = inputs(1, 4, 6, FP32, False)
     leaf = residual.requires_grad_()
-    total, _ = add_rms_norm(leaf, None, weight, EPS, "triton")
+    total, _ = add_rms_norm(leaf, None, weight, EPS, backend="triton")
     assert total.data_ptr() == leaf.data_ptr()
     assert total.grad_fn is not None
     with pytest.raises(RuntimeError, match="modified inplace"):
         total.add_(1)
     written = leaf * 1
-    _, y = add_rms_norm(written, None, weight, EPS, "triton")
+    _, y = add_rms_norm(written, None, weight, EPS, backend="triton")
     with torch.no_grad():
         written.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -157,7 +155,7 @@ def test_keeps_the_sum_only(adds: bool) -> None:
     residual, x, weight = (None if t is None else t.requires_grad_() for t in inputs(1, 4, 6, FP32, adds))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        total, y = add_rms_norm(residual, x, weight, EPS, "triton")
+        total, y = add_rms_norm(residual, x, weight, EPS, backend="triton")
     assert [t.data_ptr() for t in kept] == [total.data_ptr(), weight.data_ptr()]
     first = torch.autograd.grad((total + y).sum(), weight, retain_graph=True)
     assert torch.equal(first[0], torch.autograd.grad((total + y).sum(), weight)[0])
@@ -170,11 +168,11 @@ def test_frozen_inputs(trained: int) -> None:
     leaves[trained].requires_grad_()
     results = []
     for backend in ("triton", "eager"):
-        total, y = add_rms_norm(*leaves, EPS, backend)
+        total, y = add_rms_norm(*leaves, EPS, backend=backend)
         results.append(torch.autograd.grad((total * y).sum(), leaves[trained])[0])
     torch.testing.assert_close(*results)
     with torch.no_grad():
-        assert not any(t.requires_grad for t in add_rms_norm(*leaves, EPS, "triton"))
+        assert not any(t.requires_grad for t in add_rms_norm(*leaves, EPS, backend="triton"))
 
 
 @with_and_without_x
@@ -185,7 +183,7 @@ def test_eager_has_the_bits_of_the_module(dtype: torch.dtype, adds: bool) -> Non
     with torch.no_grad():
         norm.weight.copy_(weight)
     want = residual if x is None else residual + x
-    total, y = add_rms_norm(residual, x, weight, EPS, "eager")
+    total, y = add_rms_norm(residual, x, weight, EPS, backend="eager")
     assert torch.equal(total, want)
     assert torch.equal(y, norm(want))
 
@@ -195,11 +193,12 @@ def test_who_gets_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of another rank, of two dtypes, torch.func's and forward mode, compiled code, dispatch modes."""
     residual, x, weight = inputs(1, 4, 6, FP32)
     calls: list[object] = []
-    normalise = triton.BACKEND.normalise
-    monkeypatch.setattr(triton.BACKEND, "normalise", lambda *args: calls.append(args) or normalise(*args))
+    form = ADD_RMS_NORM.backend("triton")
+    run = form.run
+    monkeypatch.setattr(form, "run", lambda *args: calls.append(args) or run(*args))
 
     def added(t: Tensor) -> Tensor:
-        total, y = add_rms_norm(t, x.to(t.dtype), weight, EPS, "triton")
+        total, y = add_rms_norm(t, x.to(t.dtype), weight, EPS, backend="triton")
         return (total * y).sum()
 
     def plain(t: Tensor) -> Tensor:
@@ -214,12 +213,12 @@ def test_who_gets_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
     with FlopCounterMode(display=False):
         added(residual)
     assert added(residual[0]).isfinite()
-    assert add_rms_norm(residual, x[:, :1], weight, EPS, "triton")[0].shape == residual.shape
-    assert add_rms_norm(residual.double(), x, weight.double(), EPS, "triton")[0].dtype == FP64
+    assert add_rms_norm(residual, x[:, :1], weight, EPS, backend="triton")[0].shape == residual.shape
+    assert add_rms_norm(residual.double(), x, weight.double(), EPS, backend="triton")[0].dtype == FP64
     assert calls == []
     added(residual)
     assert len(calls) == 1
-    y = add_rms_norm(residual.requires_grad_(), x, weight, EPS, "triton")[1]
+    y = add_rms_norm(residual.requires_grad_(), x, weight, EPS, backend="triton")[1]
     (d,) = torch.autograd.grad(y.sum(), residual, create_graph=True)
     with pytest.raises(RuntimeError, match="add_rms_norm has no second derivative"):
         d.sum().backward()

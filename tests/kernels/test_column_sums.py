@@ -7,7 +7,8 @@ import importlib.util
 import pytest
 import torch
 
-from kda_layers.kernels.column_sums import ROWS, column_sums
+from kda_layers.kernels.fused.rows import SUM_ROWS as ROWS
+from kda_layers.kernels.fused.rows import column_sums
 from tests.kernels.cases import BF16, FP32, budget, error
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")

@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from kda_layers import KimiDeltaAttention
-from kda_layers.kernels import row_tiles
-from kda_layers.kernels.gated_norm.backends import triton
-from kda_layers.kernels.gated_norm.dispatch import GATED_NORM
-from kda_layers.kernels.gated_norm.op import gated_rms_norm
+from kda_layers.kernels.fused import rows
+from kda_layers.kernels.fused.gated_norm import GATED_NORM, gated_rms_norm
 from kda_layers.kernels.registry import use_backend
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, any_length, budget, error, poisoned_memory
 
@@ -83,8 +81,8 @@ def test_strided() -> None:
 
 @pytest.mark.parametrize("programs", [1, 3])
 def test_several_tiles_for_a_program(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_tiles, "SUMMING", programs)
-    monkeypatch.setattr(row_tiles, "TILE", 64)
+    monkeypatch.setattr(rows, "SUMMING", programs)
+    monkeypatch.setattr(rows, "TILE", 64)
     given = inputs(2, 5, 3, 24, dtype=FP32)
     got = run("triton", given)
     for a, b in zip(got, run("eager", given), strict=True):
@@ -111,8 +109,9 @@ def test_who_gets_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.func's and forward mode, compiled code, dispatch modes, tensors that broadcast; `plain` where given."""
     x, gate, weight = inputs(1, 4, 2, 8, dtype=FP32)
     calls: list[object] = []
-    normalise = triton.BACKEND.normalise
-    monkeypatch.setattr(triton.BACKEND, "normalise", lambda *args: calls.append(args) or normalise(*args))
+    form = GATED_NORM.backend("triton")
+    run = form.run
+    monkeypatch.setattr(form, "run", lambda *args: calls.append(args) or run(*args))
 
     def loss(t: Tensor, backend: str = "triton") -> Tensor:
         return gated_rms_norm(t, gate, weight, EPS, backend=backend).square().sum()
@@ -132,7 +131,7 @@ def test_who_gets_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
     (d,) = torch.autograd.grad(loss(x.requires_grad_()), x, create_graph=True)
     with pytest.raises(RuntimeError, match="gated_rms_norm has no second derivative"):
         d.sum().backward()
-    assert gated_rms_norm(x, gate[:, :1], weight, EPS, lambda x, gate: gate * 0, "triton").shape == (1, 1, 2, 8)
+    assert gated_rms_norm(x, gate[:, :1], weight, EPS, lambda x, gate: gate * 0, backend="triton").shape == (1, 1, 2, 8)
 
 
 def test_layer() -> None:

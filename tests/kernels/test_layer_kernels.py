@@ -17,8 +17,7 @@ from transformers import DynamicCache
 
 from kda_layers import KDAConfig, KimiDeltaAttention
 from kda_layers.kernels.fla.package import problems
-from kda_layers.kernels.gated_norm.dispatch import GATED_NORM
-from kda_layers.kernels.gated_norm.op import gated_rms_norm
+from kda_layers.kernels.fused.gated_norm import GATED_NORM, gated_rms_norm
 from kda_layers.kernels.registry import Registry, explain, use_backend
 from kda_layers.kernels.short_conv import op as short_conv
 from kda_layers.kernels.short_conv.backends import fla
@@ -96,7 +95,7 @@ def test_they_are_left_out_where_plain_pytorch_is_asked_for() -> None:
     x, gate, weight = (torch.ones(1, 128, 2) for _ in range(3))
     for name in ("eager", None):
         with use_backend("eager") if name is None else contextlib.nullcontext():
-            assert gated_rms_norm(x, gate, weight[0, 0], 1e-5, lambda x, gate: gate * 3, name).unique() == 3
+            assert gated_rms_norm(x, gate, weight[0, 0], 1e-5, lambda x, gate: gate * 3, backend=name).unique() == 3
 
 
 @pytest.fixture

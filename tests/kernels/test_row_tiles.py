@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kda_layers.kernels.row_tiles import MOST_WARPS, TILE, RowTiles
+from kda_layers.kernels.fused.rows import MOST_WARPS, TILE, RowTiles
 
 
 @pytest.mark.parametrize("D", [1, 24, 64, 128, 1500, 2048, 5000, 8192, 20000])

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers import KDAConfig, KDAForCausalLM
-from kda_layers.kernels.add_rms_norm.dispatch import ADD_RMS_NORM
-from kda_layers.kernels.gated_norm.dispatch import GATED_NORM
+from kda_layers.kernels.fused.add_rms_norm import ADD_RMS_NORM
+from kda_layers.kernels.fused.gated_norm import GATED_NORM
 from kda_layers.kernels.registry import use_backend
 from kda_layers.kernels.swiglu.dispatch import SWIGLU
 from kda_layers.modeling import residual, shared_input

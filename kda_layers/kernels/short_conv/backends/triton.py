@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...column_sums import column_sums
 from ...declarations import OneOf
+from ...fused.rows import column_sums
 from ...triton_package import TritonBackend, even_rows, on_device_of
 from ..contract import Backend, Gradients, Inputs, Outputs, TripleGradients, TripleInputs, TripleOutputs
 

@@ -1,1 +1,0 @@
-"""RMSNorm of a residual stream after an addition to it."""

@@ -1,1 +1,0 @@
-"""The backends of add_rms_norm: one file each, found by listing this folder."""

@@ -1,1 +1,0 @@
-"""Triton kernels of add_rms_norm. Files with kernels import triton: they are imported where they are launched."""

@@ -1,0 +1,87 @@
+"""RMSNorm times the sigmoid of a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import accumulator_dtype
+from ..fla.package import layer_functions
+from ..operator import once_differentiable
+from .mechanism import FLA, Fused, Triton
+from .rows import RowTiles
+
+PER_THREAD = 8  # elements of a tile for a thread
+Plain = Callable[[Tensor, Tensor], Tensor]  # (x, gate): the gated norm as the caller's module rounds it
+
+
+class _GatedNorm(torch.autograd.Function):
+    """(x, gate, weight, eps) -> y, one launch each way; rounds once and keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from .triton.rows import gated_norm_forward_kernel
+
+        y = torch.empty_like(x)
+        _tiles(x).launch(gated_norm_forward_kernel, x, gate, weight, y, eps)
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    @once_differentiable("gated_rms_norm")
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        from .triton.rows import gated_norm_backward_kernel
+
+        x, gate, weight = ctx.saved_tensors
+        d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
+        d_weight = _tiles(x).launch_summing(
+            weight, gated_norm_backward_kernel, x, gate, d_y.contiguous(), weight, d_x, d_gate, ctx.eps
+        )
+        return d_x, d_gate, d_weight, None
+
+
+def _tiles(x: Tensor) -> RowTiles:
+    return RowTiles(x.shape[:-1].numel(), x.shape[-1], PER_THREAD)
+
+
+def _triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None) -> Tensor:
+    return _GatedNorm.apply(x.contiguous(), gate.contiguous(), weight.contiguous(), eps)
+
+
+def _fla(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None) -> Tensor:
+    with torch.cuda.device(x.device):
+        return layer_functions().rms_norm_gated(x, gate, weight, None, activation="sigmoid", eps=eps)
+
+
+def _fits(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None) -> bool:
+    return gate.shape == x.shape and weight.shape == x.shape[-1:]
+
+
+GATED_NORM = Fused("gated_norm", "gated norm", Triton(_triton), FLA(_fla), fits=_fits)
+
+
+@GATED_NORM.plain
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None, *, backend: str | None = None
+) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate) over the last dimension, differentiable.
+
+    Args:
+        x, gate: [B, T, ..., D], any float dtype.
+        weight: [D]. torch.compile, torch.func, and tensors of another class or shape get the plain form.
+        plain: (x, gate) -> the same in plain PyTorch, for callers whose module rounds intermediate results; None
+            computes in fp32 (fp64 for fp64) and rounds once.
+        backend: name of a backend, used if it serves this call; None chooses.
+
+    Returns:
+        [B, T, ..., D] in x's dtype, or what `plain` returns.
+    """
+    if plain is not None:
+        return plain(x, gate)
+    dtype = accumulator_dtype(x.dtype)
+    y = torch.nn.functional.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps)
+    return (y * torch.sigmoid(gate.to(dtype))).to(x.dtype)

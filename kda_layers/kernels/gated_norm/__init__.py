@@ -1,1 +1,0 @@
-"""RMSNorm times a sigmoid gate."""
