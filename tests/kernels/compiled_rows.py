@@ -19,9 +19,8 @@ from kda_layers.kernels.fused import rows as launches
 from kda_layers.kernels.fused.add_rms_norm import PER_THREAD as OF_ADD_RMS_NORM
 from kda_layers.kernels.fused.gated_norm import PER_THREAD as OF_GATED_NORM
 from kda_layers.kernels.fused.rows import RowTiles
-from kda_layers.kernels.fused.triton import rows
-from kda_layers.kernels.swiglu.backends.triton import BLOCK, WARPS
-from kda_layers.kernels.swiglu.triton import elementwise as swiglu
+from kda_layers.kernels.fused.swiglu import BLOCK, WARPS
+from kda_layers.kernels.fused.triton import rows, swiglu
 from tests.kernels.triton_usage import usage
 
 SIZES = ("rows", "D", "W", "blocks")

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from kda_layers import KDAConfig
-from kda_layers.kernels.swiglu.backends.triton import BACKEND
-from kda_layers.kernels.swiglu.dispatch import SWIGLU
-from kda_layers.kernels.swiglu.op import swiglu, swiglu_linear
+from kda_layers.kernels.fused.swiglu import SWIGLU, swiglu, swiglu_linear
 from kda_layers.modeling.models.modeling_kda import KDAMLP
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
@@ -27,7 +25,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def with_gradients(backend: str, gate: Tensor, up: Tensor, d_y: Tensor) -> list[Tensor]:
     gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
     with poisoned_memory():
-        y = swiglu(gate, up, backend)
+        y = swiglu(gate, up, backend=backend)
         return [y.detach(), *torch.autograd.grad(y, (gate, up), d_y.to(y))]
 
 
@@ -61,7 +59,7 @@ def test_strided_rows() -> None:
     got = with_gradients("triton", gate, up, d_y)
     want = with_gradients("triton", gate.contiguous(), up.contiguous(), d_y.contiguous())
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert swiglu(gate[:0], up[:0], "triton").shape == (0, 3, 10)
+    assert swiglu(gate[:0], up[:0], backend="triton").shape == (0, 3, 10)
     gate, up = (t[:1].transpose(0, 1) for t in (gate.contiguous(), up.contiguous()))  # which torch calls contiguous
     got, want = with_gradients("triton", gate, up, up), with_gradients("eager", gate, up, up)
     for a, b in zip(got, want, strict=True):
@@ -69,18 +67,11 @@ def test_strided_rows() -> None:
 
 
 @needs_triton
-def test_op() -> None:
-    gate, up = (normal(1, 4, 6, seed=i).to(BEST_DEVICE, FP32) for i in range(2))
-    for save in (False, True):
-        torch.library.opcheck(torch.ops.kda_layers.swiglu.default, (gate, up, save, "triton"))
-
-
-@needs_triton
 def test_keeps_its_inputs_only() -> None:
     gate, up = (normal(1, 4, 6, seed=i).to(BEST_DEVICE, FP32).requires_grad_() for i in range(2))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        swiglu(gate, up, "triton")
+        swiglu(gate, up, backend="triton")
     assert [t.data_ptr() for t in kept] == [gate.data_ptr(), up.data_ptr()]
 
 
@@ -91,18 +82,18 @@ def test_mlp_is_plain_on_a_cpu_and_compiled() -> None:
     want = mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
     assert torch.equal(mlp(x), want)
     assert torch.equal(torch.compile(mlp, backend="aot_eager", fullgraph=True)(x), want)
-    assert SWIGLU.choose(None, torch.device("cpu"), FP32) == ("eager", True)
+    assert SWIGLU.choose(None, torch.device("cpu"), FP32) == "eager"
 
 
 @needs_triton
 def test_who_gets_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of another rank, of two dtypes, torch.func's and forward mode, compiled code, dispatch modes."""
-    x, forward = normal(1, 4, 6).to(BEST_DEVICE, FP32), BACKEND.forward
-    calls: list[object] = []
-    monkeypatch.setattr(BACKEND, "forward", lambda *args: calls.append(args) or forward(*args))
+    x, form = normal(1, 4, 6).to(BEST_DEVICE, FP32), SWIGLU.backend("triton")
+    calls, run = [], form.run
+    monkeypatch.setattr(form, "run", lambda *args: calls.append(args) or run(*args))
 
     def squared(t: Tensor) -> Tensor:
-        return swiglu(t, t, "triton").sum()
+        return swiglu(t, t, backend="triton").sum()
 
     want = torch.autograd.functional.jacobian(lambda t: (nn.functional.silu(t) * t).sum(), x)
     torch.testing.assert_close(torch.func.grad(squared)(x), want)
@@ -113,10 +104,13 @@ def test_who_gets_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
         squared(x)
     assert squared(x[0]).isfinite()
     assert squared(x[0, 0]).isfinite()
-    assert swiglu(x, x.double(), "triton").dtype == FP64
+    assert swiglu(x, x.double(), backend="triton").dtype == FP64
     assert calls == []
     squared(x)
     assert len(calls) == 1
+    (d,) = torch.autograd.grad(squared(x.requires_grad_()), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="swiglu has no second derivative"):
+        d.sum().backward()
 
 
 # ---------------------------------------------------------------- with the linear layer that follows
@@ -130,11 +124,11 @@ def linear_with_gradients(function: Callable[..., Tensor], *inputs: Tensor, d_ou
 
 
 def separate(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    return nn.functional.linear(swiglu(gate, up, "triton"), weight)
+    return nn.functional.linear(swiglu(gate, up, backend="triton"), weight)
 
 
 def together(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    return swiglu_linear(gate, up, weight, "triton")
+    return swiglu_linear(gate, up, weight, backend="triton")
 
 
 @needs_triton
@@ -148,7 +142,7 @@ def test_linear_has_the_bits_of_the_two_calls(D: int, dtype: torch.dtype) -> Non
     want = linear_with_gradients(separate, gate, up, weight, d_out=d_out)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert swiglu_linear(gate[:0], up[:0], weight, "triton").shape == (0, 3, 7)
+    assert swiglu_linear(gate[:0], up[:0], weight, backend="triton").shape == (0, 3, 7)
 
 
 @needs_triton
@@ -157,7 +151,7 @@ def test_linear_keeps_no_activation() -> None:
     weight = normal(5, 6).to(gate).requires_grad_()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out = swiglu_linear(gate, up, weight, "triton")
+        out = swiglu_linear(gate, up, weight, backend="triton")
     assert [t.data_ptr() for t in kept] == [t.data_ptr() for t in (gate, up, weight)]
     first = torch.autograd.grad(out.sum(), (gate, up, weight), retain_graph=True)
     assert all(
@@ -183,11 +177,11 @@ def test_linear_in_the_plain_form() -> None:
         assert together(gate, gate, weight).dtype == BF16
     with FlopCounterMode(display=False):
         assert "Swiglu" not in type(together(gate, gate, weight).grad_fn).__name__
-    assert "Swiglu" not in type(swiglu_linear(gate, gate, weight, "eager").grad_fn).__name__
+    assert "Swiglu" not in type(swiglu_linear(gate, gate, weight, backend="eager").grad_fn).__name__
     compiled = torch.compile(together, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(gate, gate, weight), together(gate, gate, weight))
     got = torch.func.grad(lambda t: together(t, t, weight).sum())(gate)
-    torch.testing.assert_close(got, torch.func.grad(lambda t: swiglu_linear(t, t, weight, "eager").sum())(gate))
+    torch.testing.assert_close(got, torch.func.grad(lambda t: swiglu_linear(t, t, weight, backend="eager").sum())(gate))
     (d,) = torch.autograd.grad(together(gate, gate.requires_grad_(), weight).sum(), weight, create_graph=True)
     with pytest.raises(RuntimeError, match="swiglu_linear has no second derivative"):
         d.sum().backward()

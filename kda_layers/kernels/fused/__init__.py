@@ -1,5 +1,5 @@
 """Operators around a layer's core, one file each, and the mechanism that makes them operators of the registry."""
 
-from . import add_rms_norm, gated_norm
+from . import add_rms_norm, gated_norm, swiglu
 
-__all__ = ["add_rms_norm", "gated_norm"]
+__all__ = ["add_rms_norm", "gated_norm", "swiglu"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...swiglu.op import swiglu
+from ...fused.swiglu import swiglu
 from ..contract import Backend, Inputs
 
 

@@ -1,1 +1,0 @@
-"""Gated activation of an MLP: silu(gate) * up."""

@@ -1,1 +1,0 @@
-"""The backends of swiglu: one file each, found by listing this folder."""
