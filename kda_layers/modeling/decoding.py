@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.fused.linear_step import linear_step
 from ..kernels.kda.contract import state_dtype
 from ..kernels.layer_step.op import has_kernel, layer_step
-from ..kernels.linear_step.op import linear_step
 from ..kernels.tracing import autocasts
 from .checks import check_no_adapter
 from .side_by_side import SideBySide, is_plain, is_unhooked, only_multiplies

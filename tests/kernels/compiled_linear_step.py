@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kda_layers.kernels.linear_step.backends.triton import (
+from kda_layers.kernels.fused.linear_step import (
     OUTPUTS,
     OVERLAPS,
     TILE_ARCHS,
@@ -25,8 +25,7 @@ from kda_layers.kernels.linear_step.backends.triton import (
     WARPS,
     columns,
 )
-from kda_layers.kernels.linear_step.triton.row import row_kernel
-from kda_layers.kernels.linear_step.triton.tile import tile_kernel
+from kda_layers.kernels.fused.triton.linear_step import row_kernel, tile_kernel
 from tests.kernels.triton_usage import usage
 
 INTEGERS = ("x_stride", "residual_stride", "rows", "N", "D")

@@ -23,7 +23,7 @@ TRITON = [f for f in KERNELS if f.parent.name == "triton" and "@triton.jit" in f
 
 # A folder for each operator; the rest of kernels serves all of them and knows none.
 OPERATORS = (
-    "kda", "attention_bias", "short_conv", "layer_step", "linear_step",
+    "kda", "attention_bias", "short_conv", "layer_step",
 )  # fmt: skip
 MADE_OF = {"layer_step": {"kda"}}  # the other operators whose parts an operator uses
 ABOVE = {"over_ranks": {"kda", "short_conv"}}  # folders that run operators, and which

@@ -13,10 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.linear_step.backends.triton import BACKEND, MOST_IDLE, columns
-from kda_layers.kernels.linear_step.contract import Inputs, Problem, work_of
-from kda_layers.kernels.linear_step.dispatch import LINEAR_STEP
-from kda_layers.kernels.linear_step.op import linear_step
+from kda_layers.kernels.fused.linear_step import (
+    LINEAR_STEP,
+    MOST_IDLE,
+    Inputs,
+    Problem,
+    columns,
+    linear_step,
+    work_of,
+)
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
@@ -112,9 +117,9 @@ def test_compiled() -> None:
 def test_a_tile_against_fp64(B: int, N: int, D: int, dtype: torch.dtype) -> None:
     x = inputs(B, N, D, dtype, False, True, False)
     if BEST_DEVICE == "cpu" and dtype == BF16:
-        (reason,) = BACKEND.refusals(Problem("cpu", 0, BF16, "tile"))
+        (reason,) = LINEAR_STEP.backend("triton").refusals(Problem("cpu", 0, BF16, "tile"))
         pytest.skip(reason)
-    assert LINEAR_STEP.choose("triton", x["x"].device, dtype, "tile")[0] == "triton"
+    assert LINEAR_STEP.choose("triton", x["x"].device, dtype, "tile") == "triton"
     truth, plain = linear_step(**wide(x), backend="eager"), linear_step(**x, backend="eager")
     with poisoned_memory():
         got = linear_step(**x, backend="triton")
@@ -139,7 +144,7 @@ def test_what_a_call_is_to_a_kernel(rows: int, weight: tuple[int, int], more: di
 
 @needs_triton
 def test_choice() -> None:
-    assert LINEAR_STEP.choose(None, torch.device("cpu"), FP32, "row") == ("eager", True)
+    assert LINEAR_STEP.choose(None, torch.device("cpu"), FP32, "row") == "eager"
     for work, dtype, arch, reasons in (
         ("row", FP32, 80, []),
         ("tile", BF16, 90, []),
@@ -147,7 +152,7 @@ def test_choice() -> None:
         ("tile", BF16, 120, ["arch is sm_120, needs sm_90, sm_100 or sm_103 for a tile"]),
         ("product", BF16, 90, ["work is product, needs row or tile"]),
     ):
-        assert BACKEND.refusals(Problem("cuda", arch, dtype, work)) == reasons
+        assert LINEAR_STEP.backend("triton").refusals(Problem("cuda", arch, dtype, work)) == reasons
 
 
 @pytest.mark.parametrize("D", [1, 100, 256, 768, 1000, 2048, 2560, 4100, 5632, 11008, 14336, 20000])

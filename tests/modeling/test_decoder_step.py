@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAConfig, KDAForCausalLM, use_backend
-from kda_layers.kernels.linear_step.dispatch import LINEAR_STEP
+from kda_layers.kernels.fused.linear_step import LINEAR_STEP
 from kda_layers.modeling import side_by_side
 from kda_layers.modeling.models import modeling_kda
 from kda_layers.modeling.models.hybrid import KDAAttention
@@ -35,9 +35,9 @@ def kernel() -> Iterator[emulated.EmulatedLayerStep]:
 def launched(kernel: emulated.EmulatedLayerStep, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Decoder layers decode by five launches on this CPU; the inputs of their `linear_step`s."""
     launched: list[Any] = []
-    apply = EAGER_LINEAR.apply
+    run = EAGER_LINEAR.run
     monkeypatch.setattr(modeling_kda, "DEVICES", ("cpu",))
-    monkeypatch.setattr(EAGER_LINEAR, "apply", lambda x: launched.append(x) or apply(x))
+    monkeypatch.setattr(EAGER_LINEAR, "run", lambda x: launched.append(x) or run(x))
     return launched
 
 
@@ -176,7 +176,7 @@ def test_weights_are_laid_before_the_first_launch(
 ) -> None:
     """A launch that overlaps with the one before must not follow a copy of its weights."""
     model, order = a_model(), list[str]()
-    lay, apply = side_by_side.SideBySide._lay, EAGER_LINEAR.apply
+    lay, apply = side_by_side.SideBySide._lay, EAGER_LINEAR.run
     with torch.no_grad():
         past = model(IDS[:, :-2], use_cache=True).past_key_values
         if before == "replaced":
@@ -187,7 +187,7 @@ def test_weights_are_laid_before_the_first_launch(
         else:
             layer.mlp.side_by_side.forget()
     monkeypatch.setattr(side_by_side.SideBySide, "_lay", lambda *args: order.append("lay") or lay(*args))
-    monkeypatch.setattr(EAGER_LINEAR, "apply", lambda x: order.append("launch") or apply(x))
+    monkeypatch.setattr(EAGER_LINEAR, "run", lambda x: order.append("launch") or apply(x))
     with torch.no_grad():
         model(IDS[:, -1:], past_key_values=past)
     assert order == ["lay", *["launch"] * 4] * 2

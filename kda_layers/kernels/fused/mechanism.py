@@ -72,7 +72,7 @@ class FLA(LayerBackend, Form):
 class Forms(Registry[Any, Any]):
     """The forms of an operator, which its module lists."""
 
-    def __init__(self, name: str, problem: type[Problem], *forms: Form) -> None:
+    def __init__(self, name: str, problem: type[AnyProblem], *forms: Form) -> None:
         super().__init__(name, None, problem, advisory=True)
         self.forms = forms
 

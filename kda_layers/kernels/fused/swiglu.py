@@ -26,7 +26,8 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     @once_differentiable("swiglu")
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
-        return _gradients(*ctx.saved_tensors, even_rows(d_y), output=False)
+        gate, up = ctx.saved_tensors
+        return _gradients(gate, up, even_rows(d_y), output=False)
 
 
 class _SwigluLinear(torch.autograd.Function):

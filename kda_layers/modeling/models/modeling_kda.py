@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from kda_layers.kernels import biased_attention
+from kda_layers.kernels.fused.linear_step import linear_step
 from kda_layers.kernels.fused.swiglu import swiglu, swiglu_linear
-from kda_layers.kernels.linear_step.op import linear_step
 from kda_layers.kernels.torch_private import has_global_hooks
 from kda_layers.kernels.tracing import autocasts, may_run_again
 from kda_layers.modeling.calls import is_engine_cache

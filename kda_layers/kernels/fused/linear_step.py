@@ -1,0 +1,230 @@
+"""A linear layer of a decode step: one launch from the residual stream to the next operator."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..checks import check_is_tensor, check_tensor
+from ..cuda.arch import OVERLAPS
+from ..declarations import OneOf, arch_of
+from ..declarations import Problem as AnyProblem
+from ..operator import NoGradOperator
+from ..triton_package import even_rows, on_device_of
+from . import swiglu
+from .mechanism import FLOATS, Forms, Plain, Triton
+
+# Sizes tuned on an H200. A program of row_kernel: elements of the output, warps, and the most columns read at a time.
+OUTPUTS, WARPS = 4, 4
+MOST_COLUMNS = 2048
+MOST_IDLE = 0.125  # share of the last columns' lanes that may be idle
+# A program of tile_kernel: rows -> warps and stages.
+TILES = {16: (2, 3), 32: (4, 4), 64: (4, 5)}
+TILE_OUTPUTS, TILE_COLUMNS = 16, 256
+TILE_ARCHS = (90, 100, 103)  # with the shared memory for its stages
+# What is faster than cuBLAS (docs/internals/kernels/linear_step.md).
+MOST_ROWS = 4
+MOST_PRODUCTS = 2**25  # rows times elements of the weight, for more than one row
+MOST_IN_TILE = 64  # rows
+
+
+class Inputs(NamedTuple):
+    """The arguments of the op, in its order."""
+
+    x: Tensor  # [B, T, D]
+    weight: Tensor  # [N, D], or [2 N, D] with swiglu: the gate's rows first
+    norm_weight: Tensor | None  # [D]
+    residual: Tensor | None  # [B, T, N]
+    norm_eps: float
+    swiglu: bool
+    overlap: bool
+
+
+def work_of(x: Inputs) -> str:
+    """Return the kind of a call by its number of tokens.
+
+    "row" is one token, or a few of a small weight; "tile" is up to `MOST_IN_TILE` onto a residual, without norm or
+    activation; "product" is everything else.
+    """
+    rows = x.x.shape[0] * x.x.shape[1]
+    if rows == 1 or (rows <= MOST_ROWS and rows * x.weight.numel() <= MOST_PRODUCTS):
+        return "row"
+    if rows <= MOST_IN_TILE and x.residual is not None and x.norm_weight is None and not x.swiglu:
+        return "tile"
+    return "product"
+
+
+@dataclass(frozen=True)
+class Problem(AnyProblem):
+    """What a form may decide on."""
+
+    work: str = "product"  # see `work_of`
+
+    def __str__(self) -> str:
+        return f"linear layer of a decode step, {super().__str__()}, {self.work}"
+
+
+def _plain(x: Inputs) -> Tensor:
+    """Plain PyTorch, for any number of tokens; torch.compile fuses what surrounds the product."""
+    y = x.x
+    if x.norm_weight is not None:
+        y = F.rms_norm(y, x.norm_weight.shape, x.norm_weight, x.norm_eps)
+    y = F.linear(y, x.weight)
+    if x.swiglu:
+        gate, up = y.chunk(2, -1)
+        y = swiglu.swiglu(gate, up)
+    return y if x.residual is None else x.residual + y
+
+
+class _Triton(Triton):
+    serves = {"dtype": FLOATS, "work": OneOf("row", "tile")}  # noqa: RUF012
+
+    def more_reasons(self, problem: Problem) -> list[str]:
+        reasons = super().more_reasons(problem)
+        if problem.work == "tile" and not reasons:
+            archs, dtypes = OneOf(*TILE_ARCHS, prefix="sm_"), OneOf(torch.bfloat16, torch.float16)
+            if problem.device == "cuda" and (refused := archs.refuses(problem.arch)):
+                reasons.append(f"arch {refused} for a tile")
+            if refused := dtypes.refuses(problem.dtype):
+                reasons.append(f"dtype {refused} for a tile")
+            if problem.device == "cpu" and problem.dtype == torch.bfloat16:
+                reasons.append("dtype is bfloat16, which Triton's interpreter multiplies wrongly, needs float16")
+        return reasons
+
+
+def _fused(x: Inputs) -> Tensor:
+    B, T, _ = x.x.shape
+    y = x.x.new_empty((B, T, x.weight.shape[0] // (2 if x.swiglu else 1)))
+    if y.numel() == 0:
+        return y
+    x = x._replace(
+        x=even_rows(x.x), weight=x.weight.contiguous(),
+        residual=None if x.residual is None else even_rows(x.residual),
+        overlap=x.overlap and x.weight.is_contiguous() and arch_of(x.x.device) >= OVERLAPS,  # not behind its copy
+    )  # fmt: skip
+    with on_device_of(y):
+        (_tile if work_of(x) == "tile" else _rows)(x, y)
+    return y
+
+
+def _rows(x: Inputs, y: Tensor) -> None:
+    from .triton.linear_step import row_kernel
+
+    B, T, N = y.shape
+    D, block = x.x.shape[2], columns(x.x.shape[2], x.swiglu)
+    row_kernel[(B * T * -(-N // OUTPUTS),)](
+        x.x, x.weight, x.norm_weight, x.residual, y, x.x.stride(1),
+        0 if x.residual is None else x.residual.stride(1), x.norm_eps, B * T, N, D,
+        OUTPUTS=OUTPUTS, BLOCK=block, STEPS=-(-D // block), NORM=x.norm_weight is not None,
+        RESIDUAL=x.residual is not None, SWIGLU=x.swiglu, OVERLAP=x.overlap, num_warps=WARPS, **_launch(x),
+    )  # fmt: skip
+
+
+def _tile(x: Inputs, y: Tensor) -> None:
+    from .triton.linear_step import tile_kernel
+
+    assert x.residual is not None
+    B, T, N = y.shape
+    rows = next(n for n in TILES if n >= B * T)
+    warps, stages = TILES[rows]
+    tile_kernel[(-(-N // TILE_OUTPUTS),)](
+        x.x, x.weight, x.residual, y, x.x.stride(1), x.residual.stride(1), B * T, N, x.x.shape[2],
+        ROWS=rows, OUTPUTS=TILE_OUTPUTS, BLOCK=TILE_COLUMNS, STAGES=stages, OVERLAP=x.overlap, num_warps=warps,
+        **_launch(x),
+    )  # fmt: skip
+
+
+def _launch(x: Inputs) -> dict[str, Any]:
+    return {"launch_pdl": True} if x.overlap else {}
+
+
+@functools.cache
+def columns(D: int, swiglu: bool) -> int:
+    """Columns of a weight with D of them that a program reads at a time, a power of two."""
+    block = MOST_COLUMNS // (2 if swiglu else 1)
+    while block > 256 and -D % block > MOST_IDLE * D:
+        block //= 2
+    return block
+
+
+LINEAR_STEP = Forms("linear_step", Problem, Plain(_plain), _Triton(_fused))
+_cache = LINEAR_STEP.call_cache(Inputs)
+
+
+def _output_like(x: Inputs) -> Tensor:
+    return x.x.new_empty((*x.x.shape[:2], x.weight.shape[0] // (2 if x.swiglu else 1)))
+
+
+_linear_step: NoGradOperator[Inputs] = NoGradOperator("linear_step", Inputs, (), LINEAR_STEP, "run", _output_like)
+
+
+def linear_step(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    overlap: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Return residual + f(rms_norm(x) weight^T), where the norm, the sum and f, SwiGLU, are optional. No gradient.
+
+    Args:
+        x: [B, T, D], any float dtype.
+        weight: [N, D] in x's dtype, contiguous; with swiglu [2 N, D], the rows of the gate above those of the other.
+        norm_weight: [D] in x's dtype, with which x is RMS-normalised; None for x as it is.
+        norm_eps: epsilon of the norm.
+        residual: [B, T, N] in x's dtype, or None.
+        swiglu: True for f(gate, up) = silu(gate) * up.
+        overlap: True if the kernel launched before this one on the stream does not write `weight`, which may then be
+            read before that kernel has ended (programmatic dependent launch, from compute capability 9.0 on).
+        backend: name of a backend, used if it serves this call; None chooses.
+
+    Returns:
+        [B, T, N]. A fused kernel rounds once; plain PyTorch after each operation.
+
+    Raises:
+        TypeError, ValueError: an argument breaks this contract; the message names it.
+        RuntimeError: called while gradients are recorded.
+    """
+    inputs = Inputs(x, weight, norm_weight, residual, float(norm_eps), swiglu, overlap)
+    cached = _cache.get(inputs, backend)
+    name = cached or _prepare(inputs, backend)
+    if name == "eager":  # which torch.compile traces
+        return LINEAR_STEP.backend(name).run(inputs)
+    return _linear_step(inputs, name, plain=cached is not None)
+
+
+def _prepare(x: Inputs, backend: str | None) -> str:
+    """Check `x`; return the name of a form."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
+        raise RuntimeError("linear_step has no gradient: call it under torch.no_grad()")
+    check(x)
+    name: str = LINEAR_STEP.choose(backend, x.x.device, x.x.dtype, work_of(x))
+    return _cache.put(x, name, backend)
+
+
+def check(x: Inputs) -> None:
+    """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract."""
+    for name in ("x", "weight"):
+        check_is_tensor(name, getattr(x, name))
+    if x.x.ndim != 3 or x.weight.ndim != 2:
+        raise ValueError(
+            f"x and weight must have shapes [B, T, D] and [N, D], got {tuple(x.x.shape)} and {tuple(x.weight.shape)}"
+        )
+    (B, T, D), rows = x.x.shape, x.weight.shape[0]
+    if x.swiglu and rows % 2:
+        raise ValueError(f"weight must have an even number of rows with swiglu, got {rows}")
+    expected = (
+        ("weight", (rows, D)), ("norm_weight", (D,)), ("residual", (B, T, rows // 2 if x.swiglu else rows)),
+    )  # fmt: skip
+    for name, shape in expected:
+        if (t := getattr(x, name)) is not None:
+            check_tensor(name, t, shape, (x.x.dtype,), x.x, "x")
