@@ -1,1 +1,1 @@
-"""Benchmarks: correctness first, then medians and spread side by side in one run, stamped with the machine."""
+"""Benchmarks: correctness first, then medians and spread in one run, stamped with the machine."""

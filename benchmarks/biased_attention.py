@@ -1,4 +1,4 @@
-"""`python -m benchmarks.biased_attention`: softmax attention with a learned bias for each key, on a GPU, side by side.
+"""`python -m benchmarks.biased_attention`: softmax attention with a learned bias for each key, and its peers, on a GPU.
 
 (B, T, H, D) = (1, 8192, 32, 128), bf16, bias [1, 32, 1, 8192], causal and not; forward, and forward + backward, with
 the gradient of the bias and without. Ours; FlexAttention (a score_mod that adds the bias, compiled); torch's scaled dot
@@ -191,7 +191,7 @@ SWEEP = {
 
 
 def tune(shape: Shape, causal: bool, machine: Machine) -> list[Row]:
-    """Milliseconds of the forward, or of the whole backward, with each launch of one kernel, the others as they are."""
+    """Milliseconds of the forward, or of the full backward, with each launch of one kernel, the others as they are."""
     x = make(shape, machine.device, causal)
     inputs = Inputs(x.q, x.k, x.v, x.bias, None, shape.D**-0.5, causal, True)
     rows: list[Row] = []

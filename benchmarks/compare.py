@@ -1,6 +1,6 @@
 """`python -m benchmarks.compare A.json B.json`: what became faster or slower between two runs of a benchmark.
 
-Rows are matched by the fields that say what was measured: strings and whole numbers. A time has moved if its medians
+Rows are matched by the fields that say what was measured: strings and integers. A time has moved if its medians
 differ by more than the larger of the two spreads: from first to last decile of the calls, or from the fastest to the
 slowest where a file has no deciles.
 """

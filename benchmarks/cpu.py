@@ -1,4 +1,4 @@
-"""`make bench-cpu`: the eager backend against transformers' own PyTorch path for KDA, side by side in one run.
+"""`make bench-cpu`: the eager backend against transformers' own PyTorch path for KDA, in one run.
 
 fp32, K = V = 128, two threads, both gate regimes (docs/glossary.md): "slow" gates are those of a fresh or
 long-memory model, "fast" ones forget within some ten tokens. Results are checked against the fp64 oracle first.

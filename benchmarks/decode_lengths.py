@@ -119,7 +119,7 @@ def measure(
 
 
 def row(c: Contender, context: int, visit: str, passes: list[list[float]]) -> dict[str, Any]:
-    """The result of one contender; the first step of a pass also pays for what follows a prompt, so it is apart."""
+    """The result of one contender; the first step of a pass also pays for what follows a prompt, so it is separate."""
     times = timing.Times([p[1:] for p in passes]).summary()
     return {
         **c._asdict(), "context": context, "visit": visit, "ms": times["median"], "p10": times["p10"],

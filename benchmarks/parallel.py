@@ -1,6 +1,6 @@
 """Several GPUs: `torchrun --nproc-per-node 8 -m benchmarks.parallel`.
 
-One GPU and the first 2, 4, ... GPUs of the group take turns. Each case is what, and how many tokens: those of a whole
+One GPU and the first 2, 4, ... GPUs of the group take turns. Each case is what, and how many tokens: those of a full
 sequence or batch (strong scaling), or with a trailing * of each rank (weak scaling). A sequence that one GPU has no
 memory for is timed on more of them.
 

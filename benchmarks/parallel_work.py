@@ -1,7 +1,7 @@
 """The work that benchmarks/parallel.py times: the operator and models over one rank and over several.
 
 Each function takes the number of tokens, a process group or None for one rank, and the device; it returns what is
-timed, whose `parameters` say how many the whole model has.
+timed, whose `parameters` say how many the full model has.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _tokens(device: str, *shape: int) -> Tensor:
 
 
 def _timed(run: Callable[[], Any], model: Any) -> Callable[[], Any]:
-    run.parameters = sum(p.numel() for p in model.parameters())  # type: ignore[attr-defined]  # of DTensors, the whole
+    run.parameters = sum(p.numel() for p in model.parameters())  # type: ignore[attr-defined]  # of DTensors, all elements
     return run
 
 

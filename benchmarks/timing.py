@@ -3,7 +3,7 @@
 What the first call at a shape builds (plans, autotuned kernels, memory pools) is often kept for the process, so whoever
 is first would pay for all: every contender is warmed up before any is timed. Then they take turns, in an order rotated
 from round to round and reversed in the second of two passes. Passes whose medians differ by more than AGREE are
-marked. The first contender is entered twice: how far its two medians are apart is the noise of the comparison.
+marked. The first contender is entered twice: how far its two medians differ is the noise of the comparison.
 """
 
 from __future__ import annotations

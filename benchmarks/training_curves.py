@@ -399,7 +399,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--noise", type=names, default="rounding", help="rounding, data, or both (%(default)s)")
     parser.add_argument("--steps", type=int, default=2000, help="of each run (%(default)s)")
     parser.add_argument("--budget-s", type=float, default=120, metavar="S", help="seconds of each run (%(default)s)")
-    parser.add_argument("--resume", action="store_true", help="keep the whole runs that --output has already")
+    parser.add_argument("--resume", action="store_true", help="keep the finished runs that --output has already")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings in processes of their own (1)")
     parser.add_argument("--cuda-graph", action="store_true", help="capture the training step, on CUDA (no)")
     parser.add_argument("--untuned", action="store_true", help="take Triton's first configurations, of any speed (no)")

@@ -110,7 +110,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--save-every", type=int, default=0, metavar="N", help="steps per checkpoint to resume from (0: none)"
     )
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of the whole run (%(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of the run (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="excerpts per process and step (%(default)s)")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens per excerpt (%(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (%(default)s)")

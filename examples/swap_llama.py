@@ -2,7 +2,7 @@
 
 Pre-trains a small byte-level Llama on English text (in practice: a checkpoint), swaps three of four attention layers
 for KDA, and distils the new model from the original: first each KDA layer to the output of the layer that it replaces,
-then the whole model to the original's next-byte probabilities. Prints perplexity after each phase, and the memory and
+then the model to the original's next-byte probabilities. Prints perplexity after each phase, and the memory and
 time of decoding at a short and at a long context.
 """
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 examples/train_long.py --data book.txt --seq-len 1048576 --bf16 --gradient-checkpointing
     torchrun --nproc-per-node 2 examples/train_long.py
 
-With one process (or without torchrun) the same sequences are trained whole, to the same losses up to rounding.
+With one process (or without torchrun) the same sequences are trained uncut, to the same losses up to rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def step(model: nn.Module, tokens: Tensor, mesh: Any, bf16: bool = False) -> Tensor:
-    """Return the mean loss of a sequence [1, T + 1]; gradients are those of the whole sequence on every process."""
+    """Return the mean loss of a sequence [1, T + 1]; gradients are those of the full sequence on every process."""
     T, ranks, rank = tokens.shape[1] - 1, mesh.size(), mesh.get_local_rank()
     own = slice(T * rank // ranks, T * (rank + 1) // ranks)
     labels, positions = tokens[:, 1:][:, own], torch.arange(T, device=tokens.device)[None, own]

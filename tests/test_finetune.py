@@ -192,7 +192,7 @@ def test_the_newest_whole_checkpoint_is_resumed(
     capsys.readouterr()
     assert finetune.main([*resumable(path), *same, "--steps", "4", "--resume"]) == 0
     out = capsys.readouterr().out
-    assert re.search(rf"{new} is skipped and renamed: it is not a whole checkpoint, .*{re.escape(reason)}", out)
+    assert re.search(rf"{new} is skipped and renamed: it is not a complete checkpoint, .*{re.escape(reason)}", out)
     assert [p.name for p in new.parent.iterdir() if p.name.endswith("-10")] == ["incomplete-checkpoint-10"]
     state = json.loads((path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [0, 2]  # where each run began

@@ -67,7 +67,7 @@ def path(
 
 
 def figure(width: float, height: float, parts: Iterable[str], title: str) -> str:
-    """Return the whole file, on a white ground, or on a dark one where the reader's system prefers that."""
+    """Return the file, on a white ground, or on a dark one where the reader's system prefers that."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="Helvetica, Arial, sans-serif" role="img">'
@@ -92,7 +92,7 @@ def _dark_style(body: str) -> str:
 
 
 def chart(panels: Sequence[Panel], title: str) -> str:
-    """Return panels side by side, with one legend above them."""
+    """Return panels in a row, with one legend above them."""
     width, high, left, gap = 834.0, 260.0, 62.0, 88.0
     wide = (width - left - 24 - (len(panels) - 1) * gap) / len(panels)
     legend, below = _legend([line for p in panels for line in p.lines], left, width)

@@ -2,7 +2,7 @@
 
 Draws files of the package by seed, one small change in each (a comparison, an operator, a constant, a condition, a
 call left out), and runs the tests that reach the changed line, in random order, until one fails or the time is up.
-Prints a line for each mutant and writes all of them to a JSON file. Coverage of the whole suite comes first and takes
+Prints a line for each mutant and writes all of them to a JSON file. Coverage of the suite comes first and takes
 minutes; `--map` keeps it. Needs `pip install coverage`.
 """
 
@@ -103,7 +103,7 @@ def python_mutants(path: str, text: str) -> Iterator[Mutant]:
 
 
 def cuda_mutants(path: str, text: str) -> Iterator[Mutant]:
-    """Changes of CUDA code: operators between blanks, whole numbers, and barriers, waits and fences left out."""
+    """Changes of CUDA code: operators between blanks, integers, and barriers, waits and fences left out."""
     code = re.sub(r"//.*|/\*.*?\*/|^ *#.*|static_assert.*?;", lambda m: " " * len(m[0]), text, flags=re.M)
     for pattern in (CPP_OPERATOR, CPP_NUMBER, CPP_WAIT):
         for match in pattern.finditer(code):

@@ -1,6 +1,6 @@
 """The timed cases: sizes of every section, inputs in both gate regimes, hard inputs, byte floors.
 
-Shapes and recipes are those of the project's record of earlier measurements, so that numbers can be laid side by side.
+Shapes and recipes are those of the project's record of earlier measurements, so that numbers can be compared.
 The two gate regimes:
 
     fast   gate logits N(0, 1), A_log and dt_bias U(0, 1): the state forgets within some ten tokens

@@ -97,7 +97,7 @@ def ours_forward(backend: str, x: Inputs) -> Contender:
 
 
 def forwards(backends: Iterable[str], x: Inputs) -> list[Contender]:
-    """Our backends, and beside each that would run blocks of two roles, what it would run without them."""
+    """Our backends, and beside each that would run specialised CTAs, what it would run without them."""
     return [c for b in backends for c in (ours_forward(b, x), *([one_role_forward(b, x)] if _has_roles(b, x) else []))]
 
 
@@ -107,7 +107,7 @@ def _has_roles(backend: str, x: Inputs) -> bool:
 
 
 def one_role_forward(backend: str, x: Inputs) -> Contender:
-    """The forward without blocks of two roles."""
+    """The forward without specialised CTAs."""
     plain = ours_forward(backend, x)
 
     def prepare() -> Prepared:

@@ -1,7 +1,7 @@
 """Section model: tokens per second of a language model, all KDA and all softmax attention.
 
-Decoding is one greedy step over a static cache, compiled whole and replayed from a CUDA graph. The softmax model gets
-its best case: every position of its cache is in use, so that no mask is built or read. A KDA model's step does not
+Decoding is one greedy step over a static cache, compiled in one graph and replayed from a CUDA graph. The softmax model
+gets its best case: every position of its cache is in use, so that no mask is built or read. A KDA model's step does not
 depend on the context, so it is measured once for each batch.
 """
 
@@ -29,7 +29,7 @@ from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
 from kda_layers.kernels.kda.dispatch import default_problem
 from kda_layers.modeling.cache import cache_bytes
 
-LIMIT = 0.1  # a whole model in bf16 against fp32: each of its layers rounds, which alone makes about 0.04
+LIMIT = 0.1  # a model in bf16 against fp32: each of its layers rounds, which alone makes about 0.04
 PEAK = 989e12  # flop/s of an H200 in bf16, dense, by its data sheet
 PROMPT = 64  # tokens in a KDA model's states before the step
 NO_MASK = {"full_attention": None, "linear_attention": None}
@@ -229,7 +229,7 @@ def _softmax_truth(made: Any, cache: Any, context: int, ids: Tensor) -> Results:
     return {"logits": wide(input_ids=ids, past_key_values=same, use_cache=True, attention_mask=NO_MASK).logits[:, -1]}
 
 
-# ---------------------------------------------------------------- whole sequences
+# ---------------------------------------------------------------- full sequences
 
 
 def _whole_fields(setup: Setup, what: str, mode: str) -> Row:

@@ -60,7 +60,7 @@ def fla_forward(x: Inputs) -> Contender:
 
 
 def _after_chunks(before: Tensor, final: Tensor) -> Tensor:
-    """[B, chunks, HV, V, K] states before each of a number of whole chunks -> states after each."""
+    """[B, chunks, HV, V, K] states before each of a number of full chunks -> states after each."""
     return torch.cat((before[:, 1:].float(), final[:, None]), 1)
 
 

@@ -15,7 +15,7 @@ from benchmarks.timing import AGREE
 
 ABOUT = {
     "forward": "Forward pass of the operator: bf16, K = V = 128, raw logits in, no initial state. ms.",
-    "packed": "The same over short and uneven sequences, side by side in one row. ms.",
+    "packed": "The same over short and uneven sequences, packed in one row. ms.",
     "cudnn_shapes": "The same with an initial state, over the shapes that cuDNN's front end publishes times of. ms.",
     "segments": "The same over long sequences of few heads, in one piece and cut into segments. ms.",
     "training": "Forward and every gradient of the operator. ms.",
@@ -61,7 +61,7 @@ LISTED = {  # sections with a row for each contender, and the columns that follo
 
 
 def markdown(contents: dict[str, Any]) -> str:
-    """Return the whole report of a result file's contents (benchmarks/README.md)."""
+    """Return the report of a result file's contents (benchmarks/README.md)."""
     rows: list[Row] = contents["rows"]
     parts = [f"# {contents['title']}", "", ", ".join(f"{k} {v}" for k, v in contents["stamp"].items()), ""]
     how = CALLED_ALONE
@@ -157,7 +157,7 @@ def _error_values(r: Row) -> str:
 
 
 def number(value: Any) -> str:
-    """Three digits of a float, whole from 100 on; anything else as it is."""
+    """Three digits of a float, none after the point from 100 on; anything else as it is."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 
 class InputError(ValueError):
-    """An argument or a file that cannot be used; the message is the whole explanation."""
+    """An argument or a file that cannot be used; the message explains it completely."""
 
 
 def exit_status(name: str, example: Callable[[], int]) -> int:

@@ -1,4 +1,4 @@
-"""Distillation of a model with swapped attention from the original: layer by layer, then as a whole."""
+"""Distillation of a model with swapped attention from the original: layer by layer, then end to end."""
 
 from __future__ import annotations
 

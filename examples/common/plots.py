@@ -24,7 +24,7 @@ def figure_of(columns: int = 1) -> Any:
 
 
 def plot_phases(losses: Mapping[str, Sequence[float]], labels: Mapping[str, str], path: Path) -> None:
-    """Draw the losses of training phases side by side.
+    """Draw the losses of training phases, a panel for each.
 
     Args:
         losses: loss of each step, by phase.

@@ -35,7 +35,7 @@ class TrainingSettings:
 class ModelSettings(TrainingSettings):
     """Settings of the examples that build a small byte-level model of their own."""
 
-    steps: int = option(600, "optimizer steps of the whole run")
+    steps: int = option(600, "optimizer steps of the run")
     hidden_size: int = option(128, "width of the model")
     layers: int = option(4, "layers of the model")
     heads: int = option(2, "KDA heads of each layer, 32 wide")
@@ -53,7 +53,7 @@ class LMSettings(TrainingSettings):
 
     config: str = option(str(CONFIGS / "120m.json"), "configuration of the model", metavar="FILE")
     minutes: float = option(5.0, "of training, after the first steps")
-    steps: int = option(0, "optimizer steps of the whole run; 0: by --minutes")
+    steps: int = option(0, "optimizer steps of the run; 0: by --minutes")
     dtype: str = option("bfloat16", "bfloat16: autocast, with float32 parameters", choices=("float32", "bfloat16"))
     seq_len: int = option(8192, "tokens per training excerpt")
     lr: float = option(1e-3, "peak learning rate")

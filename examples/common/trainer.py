@@ -1,4 +1,4 @@
-"""Resuming the Trainer of transformers: a record of the run, and the newest checkpoint that is whole."""
+"""Resuming the Trainer of transformers: a record of the run, and the newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunRecord(TrainerCallback, ExportableState):
 
 
 def last_checkpoint(output: str) -> tuple[str, dict[str, Any]]:
-    """Return the newest whole checkpoint in `output` and the options of its run.
+    """Return the newest complete checkpoint in `output` and the options of its run.
 
     Newer ones that an interrupted save left are reported and renamed: the Trainer keeps the checkpoint with the highest
     number where a file system has no exact times.
@@ -41,7 +41,7 @@ def last_checkpoint(output: str) -> tuple[str, dict[str, Any]]:
             state = whole_state(path)
         except Exception as error:  # damaged files fail in as many ways as there are parsers
             if os.environ.get("RANK", "0") == "0":
-                print(f"{path} is skipped and renamed: it is not a whole checkpoint, {first_line(error)}")
+                print(f"{path} is skipped and renamed: it is not a complete checkpoint, {first_line(error)}")
                 aside = path.with_name(f"incomplete-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
@@ -50,11 +50,11 @@ def last_checkpoint(output: str) -> tuple[str, dict[str, Any]]:
             return str(path), state["stateful_callbacks"][RunRecord.__name__]["args"]["options"]
         except KeyError as error:
             raise InputError(f"--resume: expected a checkpoint of this version of the script, got {path}") from error
-    raise InputError(f"--resume: expected a run with --save-every in --output {output}, got no whole checkpoint there")
+    raise InputError(f"--resume: expected a run with --save-every in --output {output}, got no complete checkpoint")
 
 
 def whole_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the Trainer's state in a checkpoint; raise unless each of its files is there and whole."""
+    """Return the Trainer's state in a checkpoint; raise unless each of its files is there and complete."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())  # the file that the Trainer writes last
     for pattern in ("*model[-._]*", "optimizer*", "scheduler*"):
         if not any(checkpoint.glob(pattern)):

@@ -29,20 +29,20 @@ def _base(bias: Tensor) -> Tensor | None:
 
 
 class _Compact(torch.autograd.Function):
-    """Give every element of the expanded bias an equal share of the sum, as one element with stride 0.
+    """Give every element of the expanded bias an equal part of the sum, as one element with stride 0.
 
-    The backward of the expansion adds the shares up again, and no tensor of the expanded size is ever in memory. The
-    shares may underflow in fp16.
+    The backward of the expansion adds the parts up again, and no tensor of the expanded size is ever in memory. The
+    parts may underflow in fp16.
     """
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, dims: tuple[int, ...]) -> Tensor:
-        ctx.shape, ctx.shares = bias.shape, 1
+        ctx.shape, ctx.copies = bias.shape, 1
         for d in dims:
-            ctx.shares *= bias.shape[d]
+            ctx.copies *= bias.shape[d]
             bias = bias.narrow(d, 0, 1)
         return bias
 
     @staticmethod
     def backward(ctx: Any, d_bias: Tensor) -> Any:
-        return (d_bias / ctx.shares).expand(ctx.shape), None
+        return (d_bias / ctx.copies).expand(ctx.shape), None

@@ -50,7 +50,7 @@ def biased_attention(
         every gradient through it.
 
     The gradient of an expanded bias goes to the tensor that it is a view of. Where that is impossible (an expanded
-    leaf, a view with hooks, inside torch.compile), elements that share memory get equal shares of the sum, which may
+    leaf, a view with hooks, inside torch.compile), elements that share memory get equal parts of the sum, which may
     underflow in fp16: prefer size 1.
 
     Raises:

@@ -1,10 +1,11 @@
 """`kda` over a sequence that is cut over the ranks of a process group.
 
-A run of tokens is an affine map of the state [V, K]: S_out = S_in P + C, with P [K, K] of each value head. P depends on
-k, g and beta alone; C is the state after the run from zero. There are two ways to the state before each piece:
+A slice of tokens is an affine map of the state [V, K], its transition: S_out = S_in P + C, with P [K, K] of each value
+head. P depends on k, g and beta alone; C is the state after the slice from zero. There are two ways to the state before
+each piece:
 
 * A chain: the rank of the piece before sends the state after it. Nothing is computed twice, and the results are those
-  of one rank bit by bit if pieces are whole chunks. A rank is a scan over its slice behind the one before, once for all
+  of one rank bit by bit if pieces are full chunks. A rank is a scan over its slice behind the one before, once for all
   layers that follow each other, as ranks ahead do not wait for those behind.
 * To gather: every rank computes P and C of its pieces, all ranks gather all of them, and the state before each piece is
   a prefix over the pieces before it. No rank waits for another one's scan, but every piece is scanned twice.
@@ -13,7 +14,7 @@ Then each piece is an ordinary call with that initial state.
 
 Backward, with D the gradient of the state after a piece. Chain: the gradient of the state before the piece goes to the
 rank of the piece before, as soon as the scan has it. To gather: with E the gradient of the state before a piece by its
-own outputs, the whole is E + D P^T. E depends on no other piece. All ranks gather E and P, and D of each piece is a
+own outputs, the sum is E + D P^T. E depends on no other piece. All ranks gather E and P, and D of each piece is a
 suffix over the pieces after it. Then each piece is an ordinary backward with D as the gradient of its final state. P
 and C themselves need no gradient.
 
@@ -82,12 +83,12 @@ def kda_over_ranks(
     Args:
         q, k, v, g, beta: as in `kda`, [B, T, ...] this rank's tokens; T is the same on all ranks.
         shards: where they lie in the sequence.
-        initial_state: [B, HV, V, K], the state before the whole sequence, the same on all ranks; None for zero.
+        initial_state: [B, HV, V, K], the state before the full sequence, the same on all ranks; None for zero.
         cu_seqlens: [N + 1] offsets of the sequences packed along the tokens of all ranks (then B = 1), the same on all
             ranks. Only with contiguous shards, and without states.
         A_log, dt_bias, gate_activation, lower_bound, beta_activation, qk_l2norm, scale, recompute, backend: as in
             `kda`.
-        final_state: also return the state after the whole sequence, on all ranks.
+        final_state: also return the state after the full sequence, on all ranks.
 
     Returns:
         KDAOutput: o [B, T, HV, V] of this rank's tokens; final_state [B, HV, V, K] or None; no checkpoints.
@@ -164,14 +165,14 @@ class OverRanks(Differentiable):
 
         Returns:
             In a chain the state before this rank's piece, [1, B, HV, V, K]. Else [pieces + 1, B, HV, V + K, K], the
-            states before the pieces and below them their P, and last the state after the whole sequence.
+            states before the pieces and below them their P, and last the state after the full sequence.
         """
         shards = Shards.read(x.group, x.order)
         if shards.chain:
             first = shards.neighbour(-1) is None and x.initial_state is not None
             return x.initial_state[None].clone() if first else shards.receive(states_before_like(x), -1)
         cut = cut_of(x)
-        P, C = cut.maps(*self.inner.affine_map(cut.inputs))
+        P, C = cut.transitions(*self.inner.affine_map(cut.inputs))
         V = C.shape[-2]
         gathered = [t.double() for t in shards.gathered(torch.cat((C, P), -2))]
         state = torch.zeros_like(gathered[0][..., :V, :]) if x.initial_state is None else x.initial_state.double()
@@ -210,10 +211,10 @@ class OverRanks(Differentiable):
             last = shards.neighbour(1) is None
             after = end[None].to(_wide(x)) if last and end is not None else shards.receive(like, 1)
             grads = self.inner.backward_handing_on(
-                local, saved, d_o, cut.final(after), lambda d: shards.send(cut.handed_on(d), -1)
+                local, saved, d_o, cut.final(after), lambda d: shards.send(cut.passed_on(d), -1)
             )
             assert grads.initial_state is not None, "every piece has an initial state"
-            before = cut.handed_on(grads.initial_state)[0]
+            before = cut.passed_on(grads.initial_state)[0]
         else:
             before, after = self._suffix(x, cut, self.inner.initial_gradient(local, saved, d_o), end)
             grads = self.inner.backward(local, saved, d_o, cut.final(after), None)
@@ -226,7 +227,7 @@ class OverRanks(Differentiable):
 
     def _suffix(self, x: Any, cut: Any, d_initial: Tensor, end: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the gradients of the state before the sequence and of those after the local pieces."""
-        E, V = cut.handed_on(d_initial), x.v.shape[3]
+        E, V = cut.passed_on(d_initial), x.v.shape[3]
         P = x.exchanged[:-1, ..., V:, :]
         gathered = [t.double() for t in cut.shards.gathered(torch.cat((E, P), -2))]
         state = torch.zeros_like(gathered[0][..., :V, :]) if end is None else end

@@ -43,24 +43,24 @@ class Rows:
     def of_rows(self, t: Tensor) -> Tensor:
         return t.transpose(0, 1).flatten(0, 1).contiguous()
 
-    def maps(self, P: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps of the state that is handed on, [pieces, B, HV, ., K], of those of all local sequences."""
+    def transitions(self, P: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+        """Transitions that are passed on, [pieces, B, HV, ., K], of those of all local sequences."""
         return self.of_pieces(P), self.of_pieces(C)
 
     def last(self, final: Tensor) -> Tensor:
-        """The states that this rank hands on, [pieces, B, HV, V, K], from those after all local sequences."""
+        """The states that this rank passes on, [pieces, B, HV, V, K], from those after all local sequences."""
         return self.of_pieces(final)
 
     def initial(self, before: Tensor) -> Tensor:
-        """Initial states of the local sequences from the states handed on, [pieces, B, HV, V, K]."""
+        """Initial states of the local sequences from the states passed on, [pieces, B, HV, V, K]."""
         return self.of_rows(before)
 
-    def handed_on(self, gradient: Tensor) -> Tensor:
-        """Gradients of the states handed on from those of all initial states."""
+    def passed_on(self, gradient: Tensor) -> Tensor:
+        """Gradients of the states passed on from those of all initial states."""
         return self.of_pieces(gradient)
 
     def final(self, after: Tensor) -> Tensor:
-        """Gradients of all final states from those of the states that this rank hands on."""
+        """Gradients of all final states from those of the states that this rank passes on."""
         return self.of_rows(after)
 
 
@@ -83,7 +83,7 @@ class Packed:
         self.inputs = inputs_of(x)._replace(cu_seqlens=local, initial_state=None, final_state=True)
         self.N = offsets.shape[0] - 1
 
-    def maps(self, P: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    def transitions(self, P: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
         P, C = P.index_select(0, self.last_one[None]), self.last(C)
         return P.masked_fill(~self.through, 0)[None], C
 
@@ -93,7 +93,7 @@ class Packed:
     def initial(self, before: Tensor) -> Tensor:
         return self._placed(before.masked_fill(~self.continues, 0), self.first_one)
 
-    def handed_on(self, gradient: Tensor) -> Tensor:
+    def passed_on(self, gradient: Tensor) -> Tensor:
         return gradient.index_select(0, self.first_one[None]).masked_fill(~self.continues, 0)[None]
 
     def final(self, after: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ CHAINED = "chain "  # begins the string of shards that hand on states one by one
 class Shards(NamedTuple):
     """The places of each rank's tokens in a sequence that is cut over a process group.
 
-    Every rank holds the same number of pieces of the sequence, all of one length, side by side along its tokens.
+    Every rank holds the same number of pieces of the sequence, all of one length, concatenated along its tokens.
 
     Attributes:
         group: name of the process group (`group.group_name`).
@@ -40,7 +40,7 @@ class Shards(NamedTuple):
             group: process group; None for all ranks
             layers: how many calls follow each other in which ranks exchange nothing else, such as those of the KDA
                 layers between two softmax layers. It decides on `chain`: rank r may be r calls behind the first one, so
-                that a chain costs the time of a scan over the whole sequence once, and gathering that of a scan over
+                that a chain costs the time of a scan over the full sequence once, and gathering that of a scan over
                 each rank's slice in every layer.
 
         Raises:
@@ -188,7 +188,7 @@ def check_contiguous(shards: Shards) -> None:
 
 
 def check_chain(shards: Shards) -> None:
-    """Raise a ValueError if states are to be handed on one by one, but ranks have several pieces."""
+    """Raise a ValueError if states are to be passed on one by one, but ranks have several pieces."""
     if shards.chain and shards.pieces > 1:
         raise ValueError(
             f"shards must have one piece for each rank with chain=True, got {shards.pieces}: pass chain=False"

@@ -30,7 +30,7 @@ def query_kernel(
     first, begin, end = tile_of(Tiles, tile, T, BLOCK_M, PACKED)
     if first >= end:
         return
-    shift, whole_end, last, key_end = key_span(first, begin, end, T, S, CAUSAL, PACKED, BLOCK_M, BLOCK_N)
+    shift, unmasked_end, last, key_end = key_span(first, begin, end, T, S, CAUSAL, PACKED, BLOCK_M, BLOCK_N)
     rows = first + tl.arange(0, BLOCK_M)
     heads = (b * T * H + h) * D
     do = load_rows(DO + heads, H * D, first, end, BLOCK_M, D, BLOCK_D, True)
@@ -44,7 +44,7 @@ def query_kernel(
     Bias += b * bias_strides[0] + h // BIAS_GROUP * bias_strides[1]
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for masked in tl.static_range(2):  # tiles of keys that need no mask, then the others
-        for col in range(whole_end if masked else begin, last if masked else whole_end, BLOCK_N):
+        for col in range(unmasked_end if masked else begin, last if masked else unmasked_end, BLOCK_N):
             k = load_rows(K, k_strides[1], col, key_end, BLOCK_N, D, BLOCK_D, masked)
             v = load_rows(V, v_strides[1], col, key_end, BLOCK_N, D, BLOCK_D, masked)
             s = scores(
@@ -69,7 +69,7 @@ def key_kernel(
 ):  # fmt: skip
     """DK, DV [B, S, H_KV, D] and, with BIAS_GRAD, DBias fp32 [B, H, S] (PER_HEAD) or [B, H_KV, S].
 
-    A program holds a tile of keys of one key head and walks over the queries that see it, head by head of its group
+    A program holds a tile of keys of one key head and loops over the queries that see it, head by head of its group
     and tile by tile: sums over queries and over the group stay in registers and have one order.
     """
     program = tl.program_id(0)
@@ -81,15 +81,15 @@ def key_kernel(
     query_end, shift = end, 0
     if not PACKED:
         query_end, shift = T, S - T
-    # Tiles of queries: masked ones from `low` on, whole ones from whole_begin to whole_end, a masked one at the tail.
-    low, whole_begin = begin, begin
-    whole_end = begin + (query_end - begin) // BLOCK_M * BLOCK_M
+    # Tiles of queries: masked ones from `low` on, then unmasked ones to unmasked_end, then a masked one.
+    low, unmasked_begin = begin, begin
+    unmasked_end = begin + (query_end - begin) // BLOCK_M * BLOCK_M
     if CAUSAL:
         low = begin + tl.maximum(first - shift - begin, 0) // BLOCK_M * BLOCK_M
-        whole_begin = begin + tl.maximum(first + BLOCK_N - 1 - shift - begin + BLOCK_M - 1, 0) // BLOCK_M * BLOCK_M
-        whole_begin = tl.minimum(whole_begin, tl.cdiv(query_end - begin, BLOCK_M) * BLOCK_M + begin)
-        whole_end = tl.maximum(whole_end, whole_begin)
-    masked_end = whole_begin + tl.maximum(query_end - whole_end, 0)
+        unmasked_begin = begin + tl.maximum(first + BLOCK_N - 1 - shift - begin + BLOCK_M - 1, 0) // BLOCK_M * BLOCK_M
+        unmasked_begin = tl.minimum(unmasked_begin, tl.cdiv(query_end - begin, BLOCK_M) * BLOCK_M + begin)
+        unmasked_end = tl.maximum(unmasked_end, unmasked_begin)
+    masked_end = unmasked_begin + tl.maximum(query_end - unmasked_end, 0)
 
     cols = first + tl.arange(0, BLOCK_N)
     k = load_rows(K + b * k_strides[0] + h_kv * k_strides[2], k_strides[1], first, end, BLOCK_N, D, BLOCK_D, True)
@@ -107,13 +107,13 @@ def key_kernel(
         if BIAS == PER_KEY:
             bias = load_bias(bias_head, bias_strides, first, first, end, end, BLOCK_M, BLOCK_N, BIAS, True)
             bias = tl.reshape(bias, [BLOCK_N])
-        for whole in tl.static_range(2):  # the masked tiles first
-            for at in range(whole_begin if whole else low, whole_end if whole else masked_end, BLOCK_M):
-                row = at if whole else tl.where(at < whole_begin, at, at + whole_end - whole_begin)
+        for unmasked in tl.static_range(2):  # the masked tiles first
+            for at in range(unmasked_begin if unmasked else low, unmasked_end if unmasked else masked_end, BLOCK_M):
+                row = at if unmasked else tl.where(at < unmasked_begin, at, at + unmasked_end - unmasked_begin)
                 dk, dv, db = _key_step(
                     q_head, do_head, Lse + stats, Delta + stats, k, v, bias_head, bias, q_strides, bias_strides,
                     dk, dv, db, scale_log2, H * D, row, first, query_end, end, shift,
-                    BIAS, BIAS_GRAD, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, not whole,
+                    BIAS, BIAS_GRAD, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, not unmasked,
                 )  # fmt: skip
         if BIAS_GRAD and PER_HEAD:
             tl.store(DBias + (b * H + h) * S + cols, db, mask=cols < end)

@@ -1,4 +1,4 @@
-"""The forward kernel: a program holds a tile of queries and walks over the keys that they see.
+"""The forward kernel: a program holds a tile of queries and loops over the keys that they see.
 
 Online softmax as in FlashAttention-2, arXiv 2307.08691: only the output and one number for each query leave the chip.
 """
@@ -26,7 +26,7 @@ def forward_kernel(
     first, begin, end = tile_of(Tiles, tile, T, BLOCK_M, PACKED)
     if first >= end:
         return
-    shift, whole_end, last, key_end = key_span(first, begin, end, T, S, CAUSAL, PACKED, BLOCK_M, BLOCK_N)
+    shift, unmasked_end, last, key_end = key_span(first, begin, end, T, S, CAUSAL, PACKED, BLOCK_M, BLOCK_N)
     q = load_rows(Q + b * q_strides[0] + h * q_strides[2], q_strides[1], first, end, BLOCK_M, D, BLOCK_D, True)
     K += b * k_strides[0] + h // GROUP * k_strides[2]
     V += b * v_strides[0] + h // GROUP * v_strides[2]
@@ -35,7 +35,7 @@ def forward_kernel(
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for masked in tl.static_range(2):  # tiles of keys that need no mask, then the others
-        for col in range(whole_end if masked else begin, last if masked else whole_end, BLOCK_N):
+        for col in range(unmasked_end if masked else begin, last if masked else unmasked_end, BLOCK_N):
             k = load_rows(K, k_strides[1], col, key_end, BLOCK_N, D, BLOCK_D, masked)
             s = scores(
                 q, k, Bias, bias_strides, scale_log2, first, col, end, key_end, shift,

@@ -32,12 +32,12 @@ def key_span(
     key_end, shift = end, 0
     if not PACKED:
         key_end, shift = S, S - T
-    whole_end = begin + (key_end - begin) // BLOCK_N * BLOCK_N
+    unmasked_end = begin + (key_end - begin) // BLOCK_N * BLOCK_N
     last = key_end
     if CAUSAL:
-        whole_end = begin + (first + shift + 1 - begin) // BLOCK_N * BLOCK_N
+        unmasked_end = begin + (first + shift + 1 - begin) // BLOCK_N * BLOCK_N
         last = tl.minimum(first + BLOCK_M, end) + shift
-    return shift, whole_end, last, key_end
+    return shift, unmasked_end, last, key_end
 
 
 @triton.jit
