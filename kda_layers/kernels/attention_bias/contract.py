@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem(AnyProblem):
-    """What a backend may decide on. Every backend serves every combination of flags, so none is a feature."""
+    """The facts of a call on which a backend may decide. Every backend serves every combination of flags, so none is a feature."""
 
     D: int
     group: int  # H // H_kv
@@ -84,7 +84,7 @@ class Problem(AnyProblem):
 
 
 class Outputs(NamedTuple):
-    """What the operator returns."""
+    """The results of the operator."""
 
     o: Tensor  # [B, T, H, D] in v's dtype
 

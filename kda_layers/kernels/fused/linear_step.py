@@ -61,7 +61,7 @@ def work_of(x: Inputs) -> str:
 
 @dataclass(frozen=True)
 class Problem(AnyProblem):
-    """What a form may decide on."""
+    """The facts of a call on which a form may decide."""
 
     work: str = "product"  # see `work_of`
 

@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Problem(AnyProblem):
-    """What a form may decide on."""
+    """The facts of a call on which a form may decide."""
 
     few_tokens: bool = False
 

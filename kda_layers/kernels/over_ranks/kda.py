@@ -238,7 +238,7 @@ class OverRanks(Differentiable):
         return state.to(_wide(x)), cut.shards.own(after).to(_wide(x))
 
     def _with_shapes(self, x: Any, saved: list[Tensor]) -> list[Tensor]:
-        """What is saved, with the tensors that replace inputs of their shapes."""
+        """Return the saved tensors, with those that replace inputs of their shapes."""
         names = self.replaces(x)
         replacing = [t.reshape(getattr(x, n).shape) for n, t in zip(names, saved, strict=False)]
         return [*replacing, *saved[len(names) :]]

@@ -1,4 +1,4 @@
-"""How a sequence is cut over the ranks of a process group, and what its pieces tell each other."""
+"""Cuts of a sequence over the ranks of a process group, and messages between its pieces."""
 
 from __future__ import annotations
 

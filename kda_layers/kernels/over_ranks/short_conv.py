@@ -165,7 +165,7 @@ class _Call:
 
 
 class _Packed:
-    """Where the slice of a rank, T tokens, lies among packed sequences.
+    """Position of a rank's slice, T tokens, among packed sequences.
 
     Attributes:
         offsets: [N + 1] of its tokens; sequences of other ranks are empty.

@@ -74,7 +74,7 @@ def silu_slope(z: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem(AnyProblem):
-    """What a backend may decide on."""
+    """The facts of a call on which a backend may decide."""
 
     few_tokens: bool = False
     masked: bool = False

@@ -96,7 +96,7 @@ def _sequences(x: DecodeInputs) -> list[_Sequence]:
 def slots_of(
     indices: Tensor, accepted: Tensor | None, lengths: list[int], count: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Of each sequence the slot of its state before the call, and those after each token; checked, of `count` slots."""
+    """Return each sequence's slot before the call, and those after each token; checked, of `count` slots."""
     if indices.ndim == 1:
         sources = indices.tolist()
         check_slots_exist(sources, count)

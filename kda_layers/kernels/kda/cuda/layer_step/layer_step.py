@@ -53,7 +53,7 @@ LINE = 8  # elements of 16 bytes
 
 @dataclass(frozen=True)
 class Variant:
-    """What is compiled apart, and what follows from it."""
+    """A compiled variant, and what follows from its parameters."""
 
     K: int  # and V
     dtype: torch.dtype
