@@ -272,7 +272,7 @@ class NoGradOperator(Generic[X]):
 
 
 def no_output(_: Any) -> None:
-    """Return the output of an operator that only writes inputs."""
+    """Return None, the output of an operator that only writes inputs."""
 
 
 def define(name: str, signature: str, run: Any, fake: Any, autograd: Any = None) -> Any:

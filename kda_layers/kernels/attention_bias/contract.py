@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem(AnyProblem):
-    """The facts of a call on which a backend may decide. Every backend serves every combination of flags, so none is a feature."""
+    """The facts on which backends may decide. All serve every combination of flags, so none is a feature."""
 
     D: int
     group: int  # H // H_kv

@@ -1,4 +1,4 @@
-"""Launch parameters of each kernel: rows and columns of a tile, warps and pipeline stages, by GPU, dtype and head width."""
+"""Launches of the kernels: rows and columns of a tile, warps and pipeline stages, by GPU, dtype and head width."""
 
 from __future__ import annotations
 
