@@ -18,7 +18,7 @@ from transformers import StaticCache
 from benchmarks import report
 from benchmarks.gpu.machine import CudaMachine
 from kda_layers import KDAConfig, KDAForCausalLM
-from kda_layers.modeling.cache import cache_bytes
+from kda_layers.modeling.layer.cache import cache_bytes
 
 TITLE = "Memory of a small KDA model while it generates"
 SIZES = dict(

@@ -19,40 +19,40 @@ if TYPE_CHECKING:
     from kda_layers.kernels.registry import explain as explain
     from kda_layers.kernels.registry import keep_backend as keep_backend
     from kda_layers.kernels.registry import use_backend as use_backend
-    from kda_layers.modeling.captured_step import CapturedStep as CapturedStep
     from kda_layers.modeling.checkpoints.fla_checkpoint import convert_fla_checkpoint as convert_fla_checkpoint
     from kda_layers.modeling.checkpoints.weights import export_kda_weights as export_kda_weights
     from kda_layers.modeling.checkpoints.weights import kda_layer_options as kda_layer_options
     from kda_layers.modeling.checkpoints.weights import load_kda_weights as load_kda_weights
-    from kda_layers.modeling.context_parallel import enable_context_parallel as enable_context_parallel
-    from kda_layers.modeling.continuous_batching import enable_continuous_batching as enable_continuous_batching
-    from kda_layers.modeling.layer import KimiDeltaAttention as KimiDeltaAttention
+    from kda_layers.modeling.cuda_graphs.training_step import CapturedStep as CapturedStep
+    from kda_layers.modeling.layer.layer import KimiDeltaAttention as KimiDeltaAttention
     from kda_layers.modeling.models.configuration_kda import KDAConfig as KDAConfig
     from kda_layers.modeling.models.modeling_kda import KDAForCausalLM as KDAForCausalLM
     from kda_layers.modeling.models.modeling_kda import KDAModel as KDAModel
-    from kda_layers.modeling.parameter_groups import parameter_groups as parameter_groups
-    from kda_layers.modeling.swap import enable_speculative_decoding as enable_speculative_decoding
-    from kda_layers.modeling.swap import load_pretrained as load_pretrained
-    from kda_layers.modeling.swap import restore_attention as restore_attention
-    from kda_layers.modeling.swap import swap_attention as swap_attention
+    from kda_layers.modeling.models.parameter_groups import parameter_groups as parameter_groups
+    from kda_layers.modeling.parallel.context_parallel import enable_context_parallel as enable_context_parallel
+    from kda_layers.modeling.serving.continuous_batching import enable_continuous_batching as enable_continuous_batching
+    from kda_layers.modeling.swap.swap import enable_speculative_decoding as enable_speculative_decoding
+    from kda_layers.modeling.swap.swap import load_pretrained as load_pretrained
+    from kda_layers.modeling.swap.swap import restore_attention as restore_attention
+    from kda_layers.modeling.swap.swap import swap_attention as swap_attention
 
 __version__ = "0.1.0"
 
 # The public names and their modules, imported on first use: transformers' modelling code takes a second.
 _PUBLIC = {
-    "CapturedStep": "modeling.captured_step",
+    "CapturedStep": "modeling.cuda_graphs.training_step",
     "KDAConfig": "modeling.models.configuration_kda",
     "KDAForCausalLM": "modeling.models.modeling_kda",
     "KDAModel": "modeling.models.modeling_kda",
     "KDAOutput": "kernels.kda.contract",
-    "KimiDeltaAttention": "modeling.layer",
+    "KimiDeltaAttention": "modeling.layer.layer",
     "Shards": "kernels.over_ranks.shards",
     "biased_attention": "kernels.attention_bias.op",
     "convert_fla_checkpoint": "modeling.checkpoints.fla_checkpoint",
     "dequantize_state": "kernels.kda.int8_state",
-    "enable_context_parallel": "modeling.context_parallel",
-    "enable_continuous_batching": "modeling.continuous_batching",
-    "enable_speculative_decoding": "modeling.swap",
+    "enable_context_parallel": "modeling.parallel.context_parallel",
+    "enable_continuous_batching": "modeling.serving.continuous_batching",
+    "enable_speculative_decoding": "modeling.swap.swap",
     "explain": "kernels.registry",
     "export_kda_weights": "modeling.checkpoints.weights",
     "kda": "kernels.kda.op",
@@ -62,11 +62,11 @@ _PUBLIC = {
     "kda_step": "kernels.kda.op",
     "keep_backend": "kernels.registry",
     "load_kda_weights": "modeling.checkpoints.weights",
-    "load_pretrained": "modeling.swap",
-    "parameter_groups": "modeling.parameter_groups",
+    "load_pretrained": "modeling.swap.swap",
+    "parameter_groups": "modeling.models.parameter_groups",
     "quantize_state": "kernels.kda.int8_state",
-    "restore_attention": "modeling.swap",
-    "swap_attention": "modeling.swap",
+    "restore_attention": "modeling.swap.swap",
+    "swap_attention": "modeling.swap.swap",
     "use_backend": "kernels.registry",
 }
 __all__ = list(_PUBLIC)
@@ -90,5 +90,5 @@ def __dir__() -> list[str]:
 importlib.import_module(f"{__name__}.{_PUBLIC['kda']}")
 if versions.has_transformers():
     importlib.import_module(f"{__name__}.{_PUBLIC['KDAConfig']}")
-    importlib.import_module(f"{__name__}.modeling.families").register_configs()
+    importlib.import_module(f"{__name__}.modeling.swap.families").register_configs()
 versions.warn_if_untested()

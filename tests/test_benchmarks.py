@@ -45,7 +45,7 @@ from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.cuda.forward import two_roles
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.reference import activate, log_decay
-from kda_layers.modeling import captured_step
+from kda_layers.modeling.cuda_graphs import training_step
 from tests.modeling.taped_graphs import TapedGraphs
 from tools import docs_figures, docs_tables
 
@@ -1274,7 +1274,7 @@ def test_tasks_of_language_models(contender: str, monkeypatch: pytest.MonkeyPatc
     """Every task runs in every mode but those that need a GPU or a compiler, on a CPU with small sizes."""
     from benchmarks import lm
 
-    monkeypatch.setattr(captured_step, "CudaGraphs", TapedGraphs)
+    monkeypatch.setattr(training_step, "CudaGraphs", TapedGraphs)
     for name, value in {"DEVICE": "cpu", "T": 24, "PROMPT": 8, "TOKENS": 3}.items():
         monkeypatch.setattr(lm, name, value)
     sizes = dict(hidden_size=64, num_hidden_layers=2, heads=1, intermediate_size=64, vocab_size=50)

@@ -105,7 +105,7 @@ def test_what_ships_imports_the_standard_library_torch_einops_and_itself() -> No
         # Folders `triton` are imported where a backend launches what is in them, as in the package.
         allowed = AT_IMPORT | ({"triton"} if Path(path).parent.name == "triton" else set())
         wrong[path] = [*(others(found) - allowed), *missing(found)]
-    assert {"kernels/kda/op.py", "modeling/layer.py", "hub_kernel/layers.py"} <= wrong.keys()
+    assert {"kernels/kda/op.py", "modeling/layer/layer.py", "hub_kernel/layers.py"} <= wrong.keys()
     assert {path: names for path, names in wrong.items() if names} == {}
 
 
@@ -113,7 +113,7 @@ def test_functions_of_what_ships_import_nothing_that_is_missing() -> None:
     wrong = {}
     for path in PYTHON:
         found = set(imports(running(path, functions=True), path))
-        allowed = AT_IMPORT | OPTIONAL | ({"transformers"} if path == "modeling/layer.py" else set())
+        allowed = AT_IMPORT | OPTIONAL | ({"transformers"} if path == "modeling/layer/layer.py" else set())
         wrong[path] = [*(others(found) - allowed), *missing(found)]
     assert {path: names for path, names in wrong.items() if names} == {}
 

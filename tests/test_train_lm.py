@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kda_layers import KDAConfig, KDAForCausalLM
-from kda_layers.modeling import captured_step
+from kda_layers.modeling.cuda_graphs import training_step
 from tests.modeling.taped_graphs import TapedGraphs
 from tests.processes import once
 
@@ -134,7 +134,7 @@ def test_same_seed_same_losses_compiled_or_not(files: Path, tmp_path: Path, monk
 
 def test_captured_steps_are_the_eager_ones(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the learning rate in fp32; either may go on with what the other one saved."""
-    monkeypatch.setattr(captured_step, "CudaGraphs", TapedGraphs)
+    monkeypatch.setattr(training_step, "CudaGraphs", TapedGraphs)
     options = {"eager": "", "captured": "--cuda-graph"}
     for name, more in options.items():
         assert train(files, tmp_path / name, f"--vocab byte --steps 14 --evaluations 2 --log-every 4 {more}") == 0
@@ -149,7 +149,7 @@ def test_captured_steps_are_the_eager_ones(files: Path, tmp_path: Path, monkeypa
 def test_a_run_resumes_captured_or_not(
     first: str, then: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_step, "CudaGraphs", TapedGraphs)
+    monkeypatch.setattr(training_step, "CudaGraphs", TapedGraphs)
     run = "--vocab byte --steps 12 --evaluations 1 --log-every 4"
     assert train(files, tmp_path / "whole", run) == 0
     with monkeypatch.context() as patch:

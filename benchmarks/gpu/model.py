@@ -27,7 +27,7 @@ from benchmarks.gpu.peers import SOFTMAX
 from benchmarks.gpu.truth import Results
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
 from kda_layers.kernels.kda.dispatch import default_problem
-from kda_layers.modeling.cache import cache_bytes
+from kda_layers.modeling.layer.cache import cache_bytes
 
 LIMIT = 0.1  # a model in bf16 against fp32: each of its layers rounds, which alone makes about 0.04
 PEAK = 989e12  # flop/s of an H200 in bf16, dense, by its data sheet

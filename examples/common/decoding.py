@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
-from kda_layers.modeling.cache import cache_bytes
+from kda_layers.modeling.layer.cache import cache_bytes
 
 
 class ByteStreamer(BaseStreamer):

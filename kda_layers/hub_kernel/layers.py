@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ..kernels.kda.contract import state_dtype
 from ..kernels.kda.fla_api import chunk_kda, fused_recurrent_kda
-from ..modeling.cache_argument import takes_cache
-from ..modeling.offloading import loads_weights_of
-from ..modeling.offsets import given_offsets
-from ..modeling.side_by_side import SideBySide
-from ..modeling.stock_layer import StockParameters, check_stock_layer, kda_options
+from ..modeling.inputs.cache_argument import takes_cache
+from ..modeling.inputs.offsets import given_offsets
+from ..modeling.layer.merged_weights import MergedWeights
+from ..modeling.layer.offloading import loads_weights_of
+from ..modeling.swap.stock_layer import StockParameters, check_stock_layer, kda_options
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -155,7 +155,7 @@ def _run(
     return _Stateless(layer).run(hidden_states, attention_mask, cache, offsets)
 
 
-class _Apart(SideBySide):
+class _Apart(MergedWeights):
     """Weights that are never laid side by side: a layer without state has nowhere to keep their buffer."""
 
     def weight(self, layers: Sequence[nn.Module]) -> None:
@@ -179,7 +179,7 @@ class _Stateless(StockParameters):
     # more memory for the backward than in a model that `swap_attention` changed.
     layers_in_model = 32
     gradient_checkpointing = False
-    side_by_side = factors = APART
+    merged_weights = factors = APART
 
     def __init__(self, layer: Any) -> None:
         self._modules = layer._modules  # which of them a layer has tells the ranks of its gates

@@ -156,3 +156,8 @@ def _is_tensor_parallel(owner: nn.Module, p: Any) -> bool:
 def is_dtensor(t: Any) -> bool:
     """Return True for a torch DTensor, without importing its module, which takes half a second."""
     return hasattr(t, "device_mesh")
+
+
+def is_stock(module: Any) -> bool:
+    """Return True for one of transformers' own KDA layers that is not swapped."""
+    return hasattr(module, "forget_gate") and not hasattr(module, "kda_options")

@@ -7,14 +7,15 @@ import sys
 from types import ModuleType
 from typing import Any
 
-VARIANTS = ("families.kda_llama", "families.kda_mistral", "families.kda_qwen3")
+VARIANTS = ("swap.families.kda_llama", "swap.families.kda_mistral", "swap.families.kda_qwen3")
 # Old path -> new paths, all below this folder.
 MOVED = {
     "configuration_kda": ("models.configuration_kda",),
     "configuration_variants": VARIANTS,
-    "families.llama": ("families.kda_llama",),
-    "families.mistral": ("families.kda_mistral",),
-    "families.qwen3": ("families.kda_qwen3",),
+    "families.llama": ("swap.families.kda_llama",),
+    "families.mistral": ("swap.families.kda_mistral",),
+    "families.qwen3": ("swap.families.kda_qwen3",),
+    **{f"families.kda_{kind}": (f"swap.families.kda_{kind}",) for kind in ("llama", "mistral", "qwen2", "qwen3")},
     "hybrid": ("models.hybrid",),
     "modeling_kda": ("models.modeling_kda",),
 }

@@ -14,7 +14,7 @@ from kda_layers.kernels.kda.cuda.layer_step import layer_step as launcher
 from kda_layers.kernels.layer_step.backends.cuda import CudaBackend
 from kda_layers.kernels.layer_step.contract import Inputs, Problem
 from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
-from kda_layers.modeling import side_by_side
+from kda_layers.modeling.layer import merged_weights
 from tests.kernels.emulated import Emulator, GuardedMemory, end_of_memory
 
 __all__ = ["EmulatedLayerStep", "end_of_memory", "first_choice", "registered", "step"]
@@ -60,5 +60,5 @@ def registered(backend: EmulatedLayerStep) -> Iterator[None]:
 def first_choice() -> Iterator[EmulatedLayerStep]:
     """Context in which layers on a CPU decode by the emulated kernel, and their weights are laid side by side."""
     backend = EmulatedLayerStep(90, priority=99)
-    with mock.patch.object(side_by_side, "DEVICES", ("cpu",)), registered(backend):
+    with mock.patch.object(merged_weights, "DEVICES", ("cpu",)), registered(backend):
         yield backend

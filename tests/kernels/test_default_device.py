@@ -14,7 +14,7 @@ from kda_layers import KDAConfig, KimiDeltaAttention, biased_attention, kda_step
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.reference import recurrence
 from kda_layers.kernels.short_conv.op import short_conv
-from kda_layers.modeling.cache import with_kda_layers
+from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels.cases import FP32, Case, call, make_inputs, options
 
 SMALL = dict(H=1, group=2, K=4, V=6, dtype=FP32, state=True)

@@ -76,7 +76,7 @@ def imports(tree: ast.AST, file: Path) -> Iterator[str]:
 
 
 def ours(file: Path) -> set[str]:
-    """The modules of kda_layers that a file imports, as kernels.contract, modeling.layer, ..."""
+    """The modules of kda_layers that a file imports, as kernels.contract, modeling.layer.layer, ..."""
     known = {name_of(f) for f in FILES}
     found = set()
     for name in imports(ast.parse(file.read_text()), file):
@@ -202,3 +202,40 @@ q, v = torch.ones(1, 3, 1, 4), torch.ones(1, 3, 1, 4)
 print(kda_layers.kda(q, q, v, q, v[..., 0], lower_bound=-5.0, backend="eager").o.shape[1])
 """
     assert run_python(code) == "3"
+
+
+# The rooms of modeling, lowest first: a file imports from its own room, from rooms below, and from those beside it as
+# far as these do not import from its own.
+FLOORS = (
+    {"seams", "checks", "inputs"},
+    {"layer"},
+    {"cuda_graphs", "parallel"},
+    {"models"},
+    {"swap", "serving", "checkpoints"},
+)
+ROOMS = [f for f in FILES if f.is_relative_to(PACKAGE / "modeling") and f.stem not in ("old_paths", "__init__")]
+
+
+def room_of(module: str) -> str:
+    """inputs for modeling.inputs.packing."""
+    return module.split(".")[1]
+
+
+@pytest.mark.parametrize("file", ROOMS, ids=name_of)
+def test_modeling_imports_downwards(file: Path) -> None:
+    room = room_of(name_of(file).removeprefix("kda_layers."))
+    floor = next((i for i, rooms in enumerate(FLOORS) if room in rooms), None)
+    assert floor is not None, f"{room} is on no floor"
+    reached = set.union(*FLOORS[: floor + 1])
+    assert {room_of(n) for n in ours(file) if n.startswith("modeling.")} <= reached
+
+
+def test_rooms_beside_each_other_import_one_way() -> None:
+    edges = {
+        (room_of(name_of(f).removeprefix("kda_layers.")), room_of(n))
+        for f in ROOMS
+        for n in ours(f)
+        if n.startswith("modeling.")
+    }
+    assert ("models", "layer") in edges
+    assert {(a, b) for a, b in edges if a != b and (b, a) in edges} == set()

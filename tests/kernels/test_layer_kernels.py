@@ -23,7 +23,7 @@ from kda_layers.kernels.short_conv import op as short_conv
 from kda_layers.kernels.short_conv.backends import fla
 from kda_layers.kernels.short_conv.contract import Inputs
 from kda_layers.kernels.short_conv.dispatch import SHORT_CONV
-from kda_layers.modeling.cache import with_kda_layers
+from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels need a CUDA device")

@@ -22,8 +22,8 @@ from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.layer_step.contract import Inputs, Problem
 from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
 from kda_layers.kernels.layer_step.op import has_kernel, layer_step
-from kda_layers.modeling import decoding
-from kda_layers.modeling.cache import with_kda_layers
+from kda_layers.modeling.layer import decode_step
+from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels import emulated as emulated_kernels
 from tests.kernels import emulated_layer_step as emulated
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, check, error, limits_of, map_tensors, to_fp64
@@ -623,7 +623,7 @@ def test_a_layer_decodes(
 ) -> None:
     """As its own operations do; by products with the factors apart where there are many sequences."""
     if many:
-        monkeypatch.setattr(decoding, "MOST_FACTORED", 1)
+        monkeypatch.setattr(decode_step, "MOST_FACTORED", 1)
     layer, cache = layer_and_cache(**options | dict(backend=None))
     layer.kda_options["backend"] = options.get("backend")
     if options.get("backend"):
@@ -636,7 +636,7 @@ def test_a_layer_decodes(
     for call in kernel.calls:
         weights = call.f_weight, call.gate_weight
         assert [0 if w is None else w.shape[1] for w in weights] == ([0, 0] if given else list(ranks))
-    assert (layer.side_by_side.whole is not None) == (layer.gate_rank != 0 or not options.get("output_gate_bias"))
+    assert (layer.merged_weights.whole is not None) == (layer.gate_rank != 0 or not options.get("output_gate_bias"))
     assert (layer.factors.whole is not None) == (ranks[0] == ranks[1] != 0 and not options.get("output_gate_bias"))
     layer.kda_options["backend"] = None
     check_layer(layer, got, x)

@@ -13,7 +13,13 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
-from kda_layers.modeling.cache import KDACacheLayer, KDAOnlyCacheLayer, KDAOnlyStaticLayer, cache_bytes, with_kda_layers
+from kda_layers.modeling.layer.cache import (
+    KDACacheLayer,
+    KDAOnlyCacheLayer,
+    KDAOnlyStaticLayer,
+    cache_bytes,
+    with_kda_layers,
+)
 from tests.kernels.cases import FP64
 from tests.modeling.common import same
 

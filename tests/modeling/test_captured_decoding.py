@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import CompileConfig, GenerationMixin, LogitsProcessor, PreTrainedModel, StaticCache
 
-from kda_layers.modeling import captured_decoding, side_by_side
-from kda_layers.modeling.captured_decoding import CapturedDecoding
+from kda_layers.modeling.cuda_graphs import decoding
+from kda_layers.modeling.cuda_graphs.decoding import CapturedDecoding
+from kda_layers.modeling.layer import merged_weights
 from tests.kernels.cases import BF16
 from tests.modeling import models
 from tests.modeling.models import ids, left_padded
@@ -51,8 +52,8 @@ class Captures:
 @pytest.fixture(params=["cpu", on_cuda])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "cpu":
-        monkeypatch.setattr(captured_decoding, "CudaGraphs", TapedGraphs)
-        monkeypatch.setattr(captured_decoding, "DEVICES", ("cpu",))
+        monkeypatch.setattr(decoding, "CudaGraphs", TapedGraphs)
+        monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
         monkeypatch.setattr(
             GenerationMixin, "_valid_auto_compile_criteria", lambda model, kwargs, config: not config.disable_compile
         )
@@ -62,7 +63,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def captures(device: str, monkeypatch: pytest.MonkeyPatch) -> Captures:
-    return Captures(monkeypatch, captured_decoding.CudaGraphs)
+    return Captures(monkeypatch, decoding.CudaGraphs)
 
 
 def build(name: str, device: str, **fields: Any) -> PreTrainedModel:
@@ -268,7 +269,7 @@ def test_threads(device: str) -> None:
     check_same(got, wanted[0])
     check_same(inner[0], wanted[1])
     check_same(inner[1], wanted[2])
-    assert len(captured_decoding._histories[m].idle) == 2, "one for the two in turns"
+    assert len(decoding._histories[m].idle) == 2, "one for the two in turns"
 
 
 # ---------------------------------------------------------------- a model that changes
@@ -317,14 +318,14 @@ def test_another_dtype_and_a_copy(device: str, captures: Captures) -> None:
 def test_weights_may_move_after_a_capture(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph of a generate is gone when weights are laid side by side again."""
     if device == "cpu":
-        monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
-        monkeypatch.setattr(side_by_side, "is_capturing", lambda device: TapedGraphs.recording)
+        monkeypatch.setattr(merged_weights, "DEVICES", ("cpu",))
+        monkeypatch.setattr(merged_weights, "is_capturing", lambda device: TapedGraphs.recording)
     m, tokens = build("kda", device), ids(1, 9).to(device)
     for _ in range(2):
         check_like_eager(m, tokens)
         for layer in m.model.layers:
-            assert not layer.mlp.side_by_side.fixed
-            assert layer.mlp.side_by_side.whole is not None
+            assert not layer.mlp.merged_weights.fixed
+            assert layer.mlp.merged_weights.whole is not None
         load(m)
 
 
@@ -333,10 +334,10 @@ def test_models_are_not_kept(device: str) -> None:
     m, tokens = build("kda", device), ids(1, 9).to(device)
     generated(m, tokens)
     gc.collect()
-    before = len(captured_decoding._histories)
+    before = len(decoding._histories)
     del m
     gc.collect()
-    assert len(captured_decoding._histories) == before - 1
+    assert len(decoding._histories) == before - 1
 
 
 def hook(m: Any) -> None:
@@ -402,15 +403,15 @@ def test_options_global_hooks_and_windows(device: str, monkeypatch: pytest.Monke
 
 
 def test_a_model_on_two_devices(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_decoding, "DEVICES", (device, "meta"))
+    monkeypatch.setattr(decoding, "DEVICES", (device, "meta"))
     m = build("kda", device)
-    assert captured_decoding.is_capturable(m)
+    assert decoding.is_capturable(m)
     m.model.norm.to("meta")
-    assert not captured_decoding.is_capturable(m)
+    assert not decoding.is_capturable(m)
 
 
 def test_a_cpu_is_not_captured() -> None:
-    assert not captured_decoding.is_capturable(models.build("kda"))
+    assert not decoding.is_capturable(models.build("kda"))
 
 
 # ---------------------------------------------------------------- calls of other kinds

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers import CapturedStep, KDAConfig, KDAForCausalLM
-from kda_layers.modeling import captured_step
+from kda_layers.modeling.cuda_graphs import training_step
 from tests.modeling.taped_graphs import TapedGraphs
 
 VOCAB, WARMUP = 61, 2
@@ -28,7 +28,7 @@ CONFIG = dict(
 @pytest.fixture(params=["cpu", on_cuda])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "cpu":
-        monkeypatch.setattr(captured_step, "CudaGraphs", TapedGraphs)
+        monkeypatch.setattr(training_step, "CudaGraphs", TapedGraphs)
     yield request.param
     gc.collect()
 
@@ -325,9 +325,9 @@ def test_evaluation_between_steps(device: str) -> None:
                 model.train()
         results.append(contents(model, optimizer))
     assert differing(results[1], results[0]) == []
-    holders = [m for m in model.modules() if hasattr(m, "side_by_side")]
+    holders = [m for m in model.modules() if hasattr(m, "merged_weights")]
     assert holders
-    assert all(m.side_by_side.fixed for m in holders)
+    assert all(m.merged_weights.fixed for m in holders)
     assert all(m.factors.fixed for m in holders if hasattr(m, "factors"))
 
 
@@ -644,7 +644,7 @@ def test_sharded_parameters_are_refused() -> None:
 def test_arguments_that_cannot_be_captured(
     arguments: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_step, "CudaGraphs", TapedGraphs)
+    monkeypatch.setattr(training_step, "CudaGraphs", TapedGraphs)
     model, optimizer = build("cpu")
     with pytest.raises(error, match=message):
         CapturedStep(**dict(model=model, optimizer=optimizer) | arguments(model, optimizer))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kda_layers.modeling import clipping
-from kda_layers.modeling.clipping import clip_grad_norm_
+from kda_layers.modeling.cuda_graphs import clipping
+from kda_layers.modeling.cuda_graphs.clipping import clip_grad_norm_
 from tests.kernels.cases import BF16, FP64
 
 FP16, FP32 = torch.float16, torch.float32

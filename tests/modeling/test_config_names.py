@@ -13,11 +13,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from kda_layers import KDAConfig, KimiDeltaAttention
-from kda_layers.modeling.families.kda_llama import KDALlamaConfig
-from kda_layers.modeling.families.kda_mistral import KDAMistralConfig
-from kda_layers.modeling.families.kda_qwen3 import KDAQwen3Config
 from kda_layers.modeling.models import configuration_kda
 from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
+from kda_layers.modeling.swap.families.kda_llama import KDALlamaConfig
+from kda_layers.modeling.swap.families.kda_mistral import KDAMistralConfig
+from kda_layers.modeling.swap.families.kda_qwen3 import KDAQwen3Config
 
 CONFIGS = (KDAConfig, KDALlamaConfig, KDAQwen3Config, KDAMistralConfig)
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.__name__)

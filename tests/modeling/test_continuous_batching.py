@@ -19,8 +19,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import kda_layers
 from kda_layers.kernels.kda.contract import Problem
-from kda_layers.modeling import continuous_batching
-from kda_layers.modeling.slots import SlotState, read_slots
+from kda_layers.modeling.layer.slots import SlotState, read_slots
+from kda_layers.modeling.serving import continuous_batching
 from tests.modeling import stock_models
 from tests.modeling.models import ALL_KDA, OURS, build, stock
 
@@ -31,7 +31,7 @@ try:
     from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
     from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
-    from kda_layers.modeling import engine_options
+    from kda_layers.modeling.serving import engine_options
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 from kda_layers import enable_speculative_decoding, restore_attention, swap_attention
-from kda_layers.modeling.families import doge
+from kda_layers.modeling.swap.families import doge
 from tests.kernels.cases import BF16, FP32, FP64, budget, error
 from tests.modeling.common import same
 from tests.modeling.stock_models import build, swapped_layers_of, with_oracle

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 from kda_layers import KDAConfig, KDAForCausalLM, KDAModel
 from kda_layers.modeling import old_paths
-from kda_layers.modeling.families.kda_llama import KDALlamaConfig, KDALlamaForCausalLM
 from kda_layers.modeling.models import hub
+from kda_layers.modeling.swap.families.kda_llama import KDALlamaConfig, KDALlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = dict(

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from kda_layers import KDAConfig, KimiDeltaAttention
 from kda_layers.kernels.kda.dispatch import KDA
-from kda_layers.modeling.cache import with_kda_layers
+from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels.cases import BF16, FP64, budget, error
 from tests.modeling.common import same
 

@@ -27,7 +27,7 @@ from kda_layers import (
     restore_attention,
     swap_attention,
 )
-from kda_layers.modeling.convert import chosen_layers
+from kda_layers.modeling.swap.convert import chosen_layers
 from tests.modeling.stock_models import FAMILIES, IN_PLACE, build, every_family, swapped_layers_of
 
 D = 16

@@ -17,7 +17,7 @@ from kda_layers.kernels.fused.add_rms_norm import ADD_RMS_NORM
 from kda_layers.kernels.fused.gated_norm import GATED_NORM
 from kda_layers.kernels.fused.swiglu import SWIGLU
 from kda_layers.kernels.registry import use_backend
-from kda_layers.modeling import residual, shared_input
+from kda_layers.modeling.layer import residual, shared_input
 from kda_layers.modeling.models import modeling_kda
 from tests.kernels.cases import BEST_DEVICE, FP32, any_length, error
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask
 
 from kda_layers import swap_attention
-from kda_layers.modeling.calls import without_plans
+from kda_layers.modeling.inputs.keywords import without_plans
 from kda_layers.modeling.models.hybrid import HybridForCausalLM
 from tests.kernels.cases import FP64_LIMIT, error
 from tests.modeling import models, stock_models, test_on_gpu
@@ -257,7 +257,7 @@ def test_where_values_cannot_be_read_a_mask_of_scores_is_refused(name: str, monk
     """As in the capture of a CUDA graph; masks that are prepared for each type of layer pass."""
     m, tokens = model(name), ids(1, T)
     causal = torch.ones(T, T).tril().bool()[None, None]
-    monkeypatch.setattr("kda_layers.modeling.masks.is_tracing", lambda tensor=None: True)
+    monkeypatch.setattr("kda_layers.modeling.inputs.masks.is_tracing", lambda tensor=None: True)
     with pytest.raises(ValueError, match=r"attention_mask must have 2 dimensions .* under torch.compile"):
         logits(m, tokens, attention_mask=causal)
     prepared = dict.fromkeys(m.config.layer_types, causal) | {"linear_attention": None}

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
-from kda_layers.modeling import shared_input, side_by_side
+from kda_layers.modeling.layer import merged_weights, shared_input
 from tests.kernels.cases import BEST_DEVICE, BF16, FP64, error
 
 ROWS = (6, 3, 1, 7)
@@ -159,8 +159,8 @@ def test_both_passes_of_a_reentrant_checkpoint_multiply_alike(monkeypatch: pytes
     model, ids, calls = KDAForCausalLM(config).double().train(), torch.arange(18).view(2, 9) % 11, []
     multiplied = shared_input.multiplied
     monkeypatch.setattr(shared_input, "multiplied", lambda *args: calls.append(args) or multiplied(*args))
-    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    monkeypatch.setattr(merged_weights, "DEVICES", ("cpu",))
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model(ids, labels=ids, use_cache=False).loss.backward()
     assert len(calls) == 2 * 2 * 2  # passes, layers, attention and MLP
-    assert all(layer.mlp.side_by_side.whole is None for layer in model.model.layers)
+    assert all(layer.mlp.merged_weights.whole is None for layer in model.model.layers)

@@ -26,10 +26,10 @@ from transformers.distributed import DistributedConfig
 
 import kda_layers
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
-from kda_layers.modeling import layer as layer_module
-from kda_layers.modeling.cache import KDACacheLayer
 from kda_layers.modeling.checks import is_dtensor
-from kda_layers.modeling.tensor_parallel import check_heads
+from kda_layers.modeling.layer import layer as layer_module
+from kda_layers.modeling.layer.cache import KDACacheLayer
+from kda_layers.modeling.parallel.tensor_parallel import check_heads
 from tests.kernels.cases import FP64, error
 from tests.modeling import stock_models
 from tests.modeling.models import STOCK, TINY, TINY_STOCK, build, generate, ids, left_padded

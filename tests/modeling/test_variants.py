@@ -31,7 +31,7 @@ from transformers import (
 import kda_layers
 from kda_layers import KimiDeltaAttention
 from kda_layers import swap_attention as convert
-from kda_layers.modeling.families import CONVERTED, load
+from kda_layers.modeling.swap.families import CONVERTED, load
 from tests.kernels.cases import BF16, FP32, FP64
 from tests.modeling.common import same
 from tests.modeling.models import STOCK, TINY_STOCK, build, generate, ids, stock

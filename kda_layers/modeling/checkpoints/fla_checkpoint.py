@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kda_layers.modeling.checkpoints.naming import FLA
 from kda_layers.modeling.checkpoints.safetensors_files import open_weights
 from kda_layers.modeling.checkpoints.weights import check_values, differences
+from kda_layers.modeling.layer.checkpoint_names import FLA
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.modeling_kda import KDAForCausalLM
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.checks import DTYPES, dtype_names
-from kda_layers.modeling import families
-from kda_layers.modeling.checkpoints.naming import ALICE_AI, FLA, KIMI_K3, OURS, Format, Naming
 from kda_layers.modeling.checkpoints.safetensors_files import Source, open_weights, read_config
 from kda_layers.modeling.checks import DEQUANTISE, check_not_sharded, is_quantised, unwrapped_hint
-from kda_layers.modeling.layer import KimiDeltaAttention
+from kda_layers.modeling.layer.checkpoint_names import ALICE_AI, FLA, KIMI_K3, OURS, Format, Naming
+from kda_layers.modeling.layer.layer import KimiDeltaAttention
+from kda_layers.modeling.swap import families
 
 
 @functools.cache

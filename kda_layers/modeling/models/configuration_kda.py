@@ -101,7 +101,7 @@ class KDAFields(PreTrainedConfig):
     def _tensor_parallel_plan(self) -> dict[str, str]:
         """Return the class's plan with rules for the KDA layers: {module or parameter: style}.
 
-        `modeling.tensor_parallel` defines the styles. transformers logs a rule that matches nothing.
+        `modeling.parallel.tensor_parallel` defines the styles. transformers logs a rule that matches nothing.
         """
         plan = dict(self.base_model_tp_plan or {})
         types = set(self.layer_types or ())

@@ -19,20 +19,27 @@ from transformers import (
 
 from kda_layers.kernels.over_ranks.shards import Shards
 from kda_layers.kernels.registry import keep_backend
-from kda_layers.modeling import tensor_parallel as tensor_parallel  # registers the styles of the plans
-from kda_layers.modeling.cache import with_kda_layers
-from kda_layers.modeling.cache_argument import takes_cache
-from kda_layers.modeling.calls import is_checkpointed, is_engine_cache, loss_options, refuse_misspelt, without_plans
-from kda_layers.modeling.captured_decoding import CapturedDecoding, is_capturable
-from kda_layers.modeling.context_parallel import read_shards
-from kda_layers.modeling.continuous_batching import check_enabled
-from kda_layers.modeling.layer import KimiDeltaAttention
-from kda_layers.modeling.loss import autocast_dtype, chunked_loss
+from kda_layers.modeling.cuda_graphs.decoding import CapturedDecoding, is_capturable
+from kda_layers.modeling.inputs.cache_argument import takes_cache
+from kda_layers.modeling.inputs.keywords import (
+    is_checkpointed,
+    is_engine_cache,
+    loss_options,
+    refuse_misspelt,
+    without_plans,
+)
+from kda_layers.modeling.inputs.packing import Layout, read_layout
+from kda_layers.modeling.layer.cache import with_kda_layers
+from kda_layers.modeling.layer.layer import KimiDeltaAttention
+from kda_layers.modeling.layer.residual import add_and_normalise
+from kda_layers.modeling.layer.slots import Slots, read_slots
 from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
 from kda_layers.modeling.models.hub import CardMixin
+from kda_layers.modeling.models.loss import autocast_dtype, chunked_loss
 from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate, masks_of_engine
-from kda_layers.modeling.packing import Layout, read_layout
-from kda_layers.modeling.residual import add_and_normalise
+from kda_layers.modeling.models.skipped_logits import LazyLogitsOutput, SkippedLogits
+from kda_layers.modeling.parallel import tensor_parallel as tensor_parallel  # registers the styles of the plans
+from kda_layers.modeling.parallel.context_parallel import read_shards
 from kda_layers.modeling.seams import (
     CACHE,
     OVERRIDDEN,
@@ -43,8 +50,6 @@ from kda_layers.modeling.seams import (
     capture_outputs,
     check,
 )
-from kda_layers.modeling.skipped_logits import LazyLogitsOutput, SkippedLogits
-from kda_layers.modeling.slots import Slots, read_slots
 
 check(OVERRIDDEN)
 
@@ -267,6 +272,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     """
 
     skip_logits: bool | None = None
+    batches_continuously: ClassVar[bool] = False  # `enable_continuous_batching` was called
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
@@ -357,7 +363,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Return transformers' manager of continuous batching; see `kda_layers.enable_continuous_batching`."""
-        check_enabled(self)
+        if not HybridForCausalLM.batches_continuously:
+            raise RuntimeError(
+                f"continuous batching of {type(self).__name__} needs kda_layers.enable_continuous_batching(), called "
+                "once before it"
+            )
         return super().init_continuous_batching(*args, **kwargs)
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:

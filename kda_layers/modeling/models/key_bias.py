@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from kda_layers.kernels.checks import accumulator_dtype
-from kda_layers.modeling.cache_argument import takes_cache
+from kda_layers.modeling.inputs.cache_argument import takes_cache
 from kda_layers.modeling.seams import Cache, StaticLayer
 
 

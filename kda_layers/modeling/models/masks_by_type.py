@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kda_layers.modeling.cache_argument import takes_cache
+from kda_layers.modeling.inputs.cache_argument import takes_cache
+from kda_layers.modeling.inputs.packing import Layout, read_layout
 from kda_layers.modeling.models.key_bias import create_key_mask
-from kda_layers.modeling.packing import Layout, read_layout
 from kda_layers.modeling.seams import CACHE, Cache, create_causal_mask, create_sliding_window_causal_mask
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}

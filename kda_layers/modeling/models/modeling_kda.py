@@ -14,16 +14,16 @@ from kda_layers.kernels.fused.linear_step import linear_step
 from kda_layers.kernels.fused.swiglu import swiglu, swiglu_linear
 from kda_layers.kernels.torch_private import has_global_hooks
 from kda_layers.kernels.tracing import autocasts, may_run_again
-from kda_layers.modeling.calls import is_engine_cache
+from kda_layers.modeling.inputs.keywords import is_engine_cache
+from kda_layers.modeling.layer.merged_weights import DEVICES, MergedWeights, is_plain, is_unhooked, only_multiplies
+from kda_layers.modeling.layer.precision import KeepsFP32
+from kda_layers.modeling.layer.residual import add_and_normalise
+from kda_layers.modeling.layer.shared_input import projections, serves
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.models.registration import register
-from kda_layers.modeling.precision import KeepsFP32
-from kda_layers.modeling.residual import add_and_normalise
 from kda_layers.modeling.seams import ALL_ATTENTION_FUNCTIONS, RENAMED, Cache, GradientCheckpointingLayer
-from kda_layers.modeling.shared_input import projections, serves
-from kda_layers.modeling.side_by_side import DEVICES, SideBySide, is_plain, is_unhooked, only_multiplies
 
 
 class KDASoftmaxAttention(nn.Module):
@@ -111,14 +111,14 @@ class KDAMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.side_by_side = SideBySide()
+        self.merged_weights = MergedWeights()
 
     def forward(self, x: Tensor) -> Tensor:
         layers = self.gate_proj, self.up_proj
-        self.side_by_side.watch(x)
+        self.merged_weights.watch(x)
         # Autocast keeps its casts of parameters, not of a buffer.
         separate = torch.is_grad_enabled() or may_run_again() or autocasts(x.device.type)
-        whole = None if separate else self.side_by_side.weight(layers)
+        whole = None if separate else self.merged_weights.weight(layers)
         if whole is None:
             gate, up = projections(x, layers) or (layer(x) for layer in layers)
         else:
@@ -131,7 +131,7 @@ class KDAMLP(nn.Module):
         """Return the weights of gate and up side by side if `decode` is what calling the layers does."""
         if not (only_multiplies(self.down_proj) and is_unhooked(self)):
             return None
-        return self.side_by_side.weight((self.gate_proj, self.up_proj))
+        return self.merged_weights.weight((self.gate_proj, self.up_proj))
 
     def decode(self, residual: Tensor, norm: nn.RMSNorm, merged: Tensor | None) -> Tensor:
         """Return residual + forward(norm(residual)) of one token of each sequence [B, 1, D].
@@ -145,7 +145,7 @@ class KDAMLP(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
-        self.side_by_side.refresh(self)
+        self.merged_weights.refresh(self)
         return self
 
 

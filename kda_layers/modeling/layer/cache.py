@@ -1,0 +1,234 @@
+"""Cache layers for KDA, with what the linear-attention layer of transformers lacks.
+
+`LinearAttentionLayer` holds the state of the short convolution [N, D, W] and the recurrent state [N, HV, V, K], of
+constant length. `KDACacheLayer` can also take tokens back (speculative decoding), and `KDAOnlyCacheLayer` counts tokens
+for models without softmax layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kda_layers.kernels.kda.contract import CHUNK
+from kda_layers.modeling.layer.state import Past, at_a_fixed_address, make_writable
+from kda_layers.modeling.seams import Cache, CacheLayerMixin, LinearAttentionLayer, StaticCache
+
+
+class KDACacheLayer(LinearAttentionLayer):
+    """A linear-attention cache layer that can take tokens back exactly after `activate_past_recording()`."""
+
+    is_croppable = True  # replaces the stock property
+
+    def __init__(self, number_of_states: int = 1, **kwargs: Any):
+        super().__init__(number_of_states, **kwargs)
+        self.past: list[Past] = []
+
+    def record(self, past: Past) -> None:
+        """Add a call to the record, which keeps the last 128 tokens or a little more."""
+        self.past.append(past)
+        while sum(p.tokens for p in self.past[1:]) >= 2 * CHUNK:
+            del self.past[0]
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Update as the stock layer does; the past is recorded in `past`, so that the state never grows."""
+        recording = self.record_past  # type: ignore[has-type]
+        self.record_past = False
+        try:
+            return super().update_conv_state(conv_states, state_idx, **kwargs)
+        finally:
+            self.record_past = recording
+
+    @property
+    def is_filled(self) -> bool:
+        """True once the layer has held a state: an early exit leaves the later layers' caches empty."""
+        return self.conv_states.get(0) is not None
+
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """Return the number of tokens that `crop` would take back, or raise its errors."""
+        left = -int(tokens_to_remove)  # a tensor in transformers 5.17
+        if left < 0:
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, got {-left}: to keep the first {-left} tokens, pass "
+                f"{-left} - cache.get_seq_length()"
+            )
+        if not self.is_filled:
+            return 0
+        if not self.record_past:
+            raise RuntimeError("crop needs activate_past_recording() before the tokens that it takes back")
+        recorded = 0
+        for past in reversed(self.past):
+            recorded += past.tokens
+            if not past.complete:
+                break
+        if left > recorded:
+            raise RuntimeError(f"crop can take back at most {recorded} recorded tokens here, got {left}")
+        return left
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last -tokens_to_remove tokens and clear the record; 0 only clears it, as in an empty layer.
+
+        Raises:
+            ValueError: a positive number.
+            RuntimeError: not recording, or more tokens than are recorded. Nothing is changed then.
+        """
+        left = self.check_crop(tokens_to_remove)
+        make_writable(self)
+        while left:
+            past = self.past.pop()
+            states = past.before if left >= past.tokens else past.states_after(past.tokens - left)
+            left = max(left - past.tokens, 0)
+            if left:
+                continue
+            if states is None:
+                self.reset()
+            else:
+                self.recurrent_states[0].copy_(states[0])
+                self.conv_states[0].copy_(states[1])
+        self.past = []
+
+    def reset(self) -> None:
+        make_writable(self)
+        super().reset()
+        self.past = []
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.past = []  # beams are never taken back
+
+
+class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
+    """A `KDACacheLayer` that also counts tokens, for models without a softmax layer to count them."""
+
+    is_sliding = False
+
+    def __init__(self, number_of_states: int = 1, **kwargs: Any):
+        CacheLayerMixin.__init__(self)
+        KDACacheLayer.__init__(self, number_of_states)
+        self.seen: Any = 0
+
+    def count(self, x: Tensor) -> None:
+        """Count the tokens of x [B, T, ...]."""
+        self.seen += x.shape[1]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("a KDA layer's cache holds no keys and values: use update_conv_state, update_recurrent_state")
+
+    def get_seq_length(self) -> Any:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        seen = int(self.seen) - self.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+        self.reset_count(seen)
+
+    def reset(self) -> None:
+        super().reset()
+        self.reset_count(0)
+
+    def reset_count(self, seen: int) -> None:
+        self.seen = seen
+
+    offload, prefetch = LinearAttentionLayer.offload, LinearAttentionLayer.prefetch
+
+
+class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
+    """A `KDAOnlyCacheLayer` of a static cache, which counts in a device tensor as transformers' static layers do.
+
+    A compiled decode step is then neither recompiled for each count nor specialised to the count at tracing. The first
+    layer of a cache counts for all, as each count is a launch.
+    """
+
+    def __init__(self, number_of_states: int = 1, counts: bool = True, **kwargs: Any):
+        """Create an empty layer.
+
+        Args:
+            number_of_states: as in `KDACacheLayer`.
+            counts: False for a layer behind the one that counts.
+        """
+        super().__init__(number_of_states)
+        self.counts = counts
+
+    def count(self, x: Tensor) -> None:
+        if not self.counts:
+            return
+        if not isinstance(self.seen, Tensor):
+            self.seen = at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
+        self.seen.add_(x.shape[1])
+
+    def get_seq_length(self) -> Any:
+        if not self.counts:
+            raise ValueError("the first layer of a static cache counts its tokens: cache.get_seq_length()")
+        return self.seen
+
+    def reset_count(self, seen: int) -> None:
+        if isinstance(self.seen, Tensor):
+            self.seen.fill_(seen)
+
+
+class CropsAllOrNone(Cache):
+    """A cache whose `crop` changes no layer if a KDA layer cannot be cropped."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.layers:
+            if isinstance(layer, KDACacheLayer):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+
+class KDADynamicCache(CropsAllOrNone, DynamicCache):
+    """A DynamicCache with KDA layers."""
+
+
+class KDAStaticCache(CropsAllOrNone, StaticCache):
+    """A StaticCache with KDA layers."""
+
+
+# Classes, as transformers' exporter cannot describe a method in the instance's __dict__.
+CROPPING: dict[type[Cache], type[Cache]] = {DynamicCache: KDADynamicCache, StaticCache: KDAStaticCache}
+
+
+def with_kda_layers(cache: Cache) -> Cache:
+    """Replace the stock linear-attention layers of `cache` by ones that can crop (and count); return it.
+
+    A DynamicCache or StaticCache becomes one whose `crop` is all or none; other classes crop layer by layer.
+    Layers that already hold a state stay. Layers that count are used only if no other layer does: next to softmax
+    layers, transformers would derive the sizes of masks from them.
+
+    Raises:
+        TypeError: what is no cache of transformers.
+    """
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"cache must be a Cache of transformers, such as DynamicCache(config=...), got {type(cache).__name__}"
+        )
+    layer_class: type[KDACacheLayer] = KDAOnlyStaticLayer if isinstance(cache, StaticCache) else KDAOnlyCacheLayer
+    if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        layer_class = KDACacheLayer
+    options: dict[str, Any] = {}
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is LinearAttentionLayer and not any(layer.has_previous_state.values()):
+            new = layer_class(layer.number_of_states, **options)
+            options["counts"] = False  # of a static cache's later layers
+            new.record_past = layer.record_past
+            cache.layers[i] = new
+            if not torch.compiler.is_compiling():
+                cache.__class__ = CROPPING.get(type(cache), type(cache))
+    return cache
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Return the size in bytes of all tensors in a cache."""
+    total = 0
+    for layer in cache.layers:
+        tensors = [getattr(layer, "keys", None), getattr(layer, "values", None)]
+        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            tensors += states.values()
+        total += sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    return total

@@ -1,0 +1,180 @@
+"""A decode step of a KDA layer by few launches: merged projections, one kernel between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.fused.linear_step import linear_step
+from ...kernels.kda.contract import state_dtype
+from ...kernels.layer_step.op import has_kernel, layer_step
+from ...kernels.tracing import autocasts
+from ..checks import check_no_adapter
+from .merged_weights import MergedWeights, is_plain, is_unhooked, only_multiplies
+from .state import LayerState
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+# Value heads of all sequences for which a decode step's kernel multiplies the factors of decays and gate itself. For
+# more, a batched GEMM is faster (docs/internals/kernels/layer_step.md).
+MOST_FACTORED = 256
+ALIGNED = 8  # outputs of the projections together are a multiple
+OPTIONS = ("gate_activation", "lower_bound", "beta_activation", "backend")  # of the operator
+
+
+def new_merged_weights() -> tuple[MergedWeights, MergedWeights]:
+    """Return `merged_weights` and `factors` of a new layer."""
+    return MergedWeights(ALIGNED), MergedWeights()
+
+
+class DecodesByKernels:
+    """The decode step of a KDA layer, with the parameters of `KimiDeltaAttention` by name; a mixin of modules."""
+
+    merged_weights: MergedWeights  # q, k, v, log-decay, output gate, beta
+    factors: MergedWeights  # the second factors of log-decay and output gate, if both have one
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    b_proj: Any
+    o_proj: Any
+    conv1d: Any
+    o_norm: Any
+    f_a_proj: Any
+    f_b_proj: Any
+    g_a_proj: Any
+    g_b_proj: Any
+    f_proj: Any
+    g_proj: Any
+    A_log: Any
+    dt_bias: Any
+    head_dim: Any
+    head_v_dim: Any
+    gate_rank: Any
+    decay_rank: Any
+    norm_eps: Any
+    layer_idx: Any
+    kda_options: dict[str, Any]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        module: nn.Module = super()._apply(fn, recurse)  # type: ignore[misc]
+        self.merged_weights.refresh(module)
+        self.factors.refresh(module)
+        return module
+
+    def decode(self, residual: Tensor, norm: nn.RMSNorm, cache: Cache) -> Tensor | None:
+        """Return residual + forward(norm(residual), cache=cache) of one token of each sequence.
+
+        Of one sequence, three launches do it: norm and projections, `layer_step`, output projection and sum. None where
+        the layers must be called themselves; the cache is then unchanged.
+
+        Args:
+            residual: [B, 1, D].
+            norm: the norm of the layer's input, `is_plain`.
+            cache: as in `forward`.
+        """
+        module: Any = self
+        if not (only_multiplies(self.o_proj) and all(is_unhooked(m) for m in (module, self.conv1d, self.o_norm))):
+            return None
+        check_no_adapter(module, ("conv1d", "o_norm"))
+        self._watch(residual)
+        o = self._decode(residual, LayerState(cache, self.layer_idx, residual.shape[0]), norm)
+        return None if o is None else linear_step(o, self.o_proj.weight, residual=residual, overlap=True)
+
+    def _decode(self, x: Tensor, state: LayerState, norm: nn.RMSNorm | None = None) -> Tensor | None:
+        """Return o [B, 1, HV V] of a decode step x [B, 1, D] by one kernel; None where no kernel serves it.
+
+        With `norm`, x is normalised by it first.
+        """
+        if not state.cached or torch.is_grad_enabled() or autocasts(x.device.type):
+            return None
+        T, K, V, (H, HV) = x.shape[1], self.head_dim, self.head_v_dim, self._heads()
+        if (in_kernel := self._multiplied_in_kernel(x, state)) is None:
+            return None
+        conv, scale = self.conv1d.weight, self.o_norm.weight
+        f_weight, gate_weight = (None if layer is None else layer.weight for layer in in_kernel)
+        if any(t is not None and t.dtype != x.dtype for t in (conv, scale, f_weight, gate_weight)):
+            return None
+        if state.conv is None or state.recurrent is None or state.recording or T != 1:
+            self.merged_weights.weight(self._inputs())  # before a decode step is compiled or captured
+            if self.decay_rank and self.gate_rank:
+                self.factors.weight(self._factors())
+            return None
+        if state.conv.dtype != x.dtype:
+            return None
+        q, k, v, gates, b = self._projections(x, norm)
+        widths = [self.decay_rank or HV * K, self.gate_rank or HV * V]
+        f, g = gates.split(widths, -1) if in_kernel == self._factors() else self._logits(gates, widths)
+        A_log, dt_bias, wide = self.A_log, self.dt_bias, state_dtype(x.dtype)
+        rate, bias = None if A_log is None else A_log.to(wide), dt_bias.to(wide)
+        options = {name: self.kda_options.get(name) for name in OPTIONS}
+        o = layer_step(
+            q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, g, b, conv[:, 0], state.conv,
+            state.recurrent, norm_weight=scale, f_weight=f_weight, gate_weight=gate_weight,
+            gate_bias=None if gate_weight is None else in_kernel[1].bias, A_log=rate, dt_bias=bias.view(-1, K),
+            norm_eps=self.norm_eps, overlap=rate is A_log and bias is dt_bias, **options,
+        )  # fmt: skip
+        state.count(x)
+        return o.flatten(2)
+
+    def _heads(self) -> tuple[int, int]:
+        """Return the numbers of q/k and of value heads, which are this rank's under tensor parallelism."""
+        HV = self.dt_bias.numel() // self.head_dim
+        return (self.conv1d.weight.shape[0] - HV * self.head_v_dim) // (2 * self.head_dim), HV
+
+    def _multiplied_in_kernel(self, x: Tensor, state: LayerState) -> tuple[Any, Any] | None:
+        """Return `_factors` as far as the kernel of a decode step multiplies them; None where no kernel serves it."""
+        (H, HV), factors, options = self._heads(), self._factors(), self.kda_options
+        state_is = state_dtype(x.dtype) if state.recurrent is None else state.recurrent.dtype
+        sizes = self.head_dim, self.head_v_dim, HV // H, 1, self.conv1d.weight.shape[2]
+
+        def is_served(*ranks: int) -> bool:
+            activations = options["gate_activation"], options["beta_activation"]
+            return has_kernel(options.get("backend"), x.device, x.dtype, state_is, *sizes, *ranks, *activations)
+
+        few = x.shape[0] * HV <= MOST_FACTORED and all(layer is None or is_plain(layer) for layer in factors)
+        if few and is_served(self.decay_rank, self.gate_rank):
+            return factors
+        return (None, None) if is_served(0, 0) else None
+
+    def _projections(self, x: Tensor, norm: nn.RMSNorm | None) -> Sequence[Tensor]:
+        """Return the projections of x for q, k, v, of log-decay beside output gate, and for beta; by one product if
+        possible."""
+        layers = self._inputs()
+        whole = self.merged_weights.weight(layers)
+        if whole is None:
+            x = x if norm is None else norm(x)
+            q, k, v, f, g, b = (layer(x) for layer in layers)
+            return q, k, v, torch.cat((f, g), -1), b
+        y = linear_step(x, whole) if norm is None else linear_step(x, whole, norm_weight=norm.weight, norm_eps=norm.eps)
+        q, k, v, f, g, b = (layer.out_features for layer in layers)
+        return y.split([q, k, v, f + g, b, whole.shape[0] - (q + k + v + f + g + b)], -1)[:-1]
+
+    def _logits(self, gates: Tensor, widths: list[int]) -> Sequence[Tensor]:
+        """Return the logits of decays and gate from projections [B, 1, sum of widths]; by one product if possible."""
+        factors, whole = self._factors(), None
+        if self.decay_rank and self.gate_rank and factors[0].out_features == factors[1].out_features:
+            whole = self.factors.weight(factors)
+        if whole is None:
+            parts = zip(factors, gates.split(widths, -1), strict=True)
+            return [part if layer is None else layer(part) for layer, part in parts]
+        pair = gates[:, 0].unflatten(-1, (2, -1)).transpose(0, 1)
+        f, g = torch.bmm(pair, whole.unflatten(0, (2, -1)).mT)
+        return f[:, None], g[:, None]
+
+    def _factors(self) -> tuple[Any, Any]:
+        """Return the second factors of the log-decay's and the output gate's projections; None for one of full rank."""
+        return self.f_b_proj if self.decay_rank else None, self.g_b_proj if self.gate_rank else None
+
+    def _watch(self, x: Tensor) -> None:
+        self.merged_weights.watch(x)
+        self.factors.watch(x)
+
+    def _inputs(self) -> tuple[Any, ...]:
+        """Return the layers that read the input."""
+        f = self.f_a_proj if self.decay_rank else self.f_proj
+        g = self.g_a_proj if self.gate_rank else self.g_proj
+        return self.q_proj, self.k_proj, self.v_proj, f, g, self.b_proj

@@ -1,0 +1,306 @@
+"""The KDA layer."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ...kernels.checks import check_offsets, sequence_offsets
+from ...kernels.fused.gated_norm import gated_rms_norm
+from ...kernels.kda.checks import check_lower_bound, check_recompute
+from ...kernels.kda.contract import state_dtype
+from ...kernels.over_ranks.kda import kda_over_ranks
+from ...kernels.over_ranks.shards import Shards
+from ...kernels.over_ranks.short_conv import short_convs_over_ranks
+from ...kernels.short_conv.op import short_convs
+from ..checks import as_int, as_rank, check_epsilon, check_no_adapter, check_no_unknown, check_rate
+from ..inputs.cache_argument import takes_cache
+from .attend import attend, attend_and_record
+from .decode_step import DecodesByKernels, new_merged_weights
+from .offloading import loads_weights_of
+from .precision import KeepsFP32
+from .recompute import ChoosesRecompute
+from .shared_input import projections
+from .slots import Slots
+from .state import read_state
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+
+class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
+    """Kimi Delta Attention layer (Kimi Linear, arXiv 2510.26692, section 4).
+
+    Args:
+        hidden_size: width D of the input and the output.
+        num_heads: query / key heads H.
+        head_dim: key width K.
+        num_v_heads: value heads HV, a multiple of num_heads; None for num_heads.
+        head_v_dim: value width V; None for head_dim.
+        conv_size: taps W of the short convolution over q, k and v.
+        gate_activation: "lower_bound" (log-decay in (lower_bound, 0)) or "softplus" (unbounded).
+        lower_bound: in [-5, 0) nats per token with "lower_bound"; None with "softplus".
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1).
+        norm_eps: epsilon of the output norm.
+        gate_rank: rank of the output gate's projection, and of the log-decay's unless decay_rank is given; None for
+            head_v_dim, as in Kimi Linear and GLM-5.3-Flash; 0 for full rank, as in Ling / Ring.
+        decay_rank: rank of the log-decay's projection; None for gate_rank, 0 for full rank. Kimi K3 has decay_rank =
+            head_dim beside gate_rank = 0.
+        learned_rate: False to fix the rate exp(A_log) at 1, without the parameter A_log; with "lower_bound" only.
+        output_gate_bias: True for an output gate with a bias, as in flash-linear-attention.
+        layer_idx: index of this layer in a cache; needed only to use one.
+        backend: name of a kernel backend; None chooses (see `kda_layers.explain`).
+        recompute: as in `kda_layers.kda`; "auto" in a model depends on its number of KDA layers.
+
+    Raises:
+        TypeError: an unknown keyword; a size, a rank or layer_idx that is not an integer; norm_eps or lower_bound that
+            is not a number.
+        ValueError: num_v_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound or
+            recompute; a negative norm_eps or rank; "softplus" without a learned rate.
+    """
+
+    kept_in_fp32 = ("A_log", "dt_bias")  # the decay is exponential in A_log
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int = 128,
+        *,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int = 4,
+        gate_activation: str = "lower_bound",
+        lower_bound: float | None = -5.0,
+        allow_neg_eigval: bool = False,
+        norm_eps: float = 1e-6,
+        gate_rank: int | None = None,
+        decay_rank: int | None = None,
+        learned_rate: bool = True,
+        output_gate_bias: bool = False,
+        layer_idx: int | None = None,
+        backend: str | None = None,
+        recompute: bool | float | str = "auto",
+        **unknown: Any,
+    ):
+        super().__init__()
+        check_no_unknown(type(self), unknown)
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        head_v_dim = head_dim if head_v_dim is None else head_v_dim
+        sizes = dict(
+            hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, num_v_heads=num_v_heads,
+            head_v_dim=head_v_dim, conv_size=conv_size,
+        )  # fmt: skip
+        for name, size in sizes.items():
+            sizes[name] = as_int(name, size)
+            if sizes[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        hidden_size, num_heads, head_dim, num_v_heads, head_v_dim, conv_size = sizes.values()
+        if num_v_heads % num_heads:
+            raise ValueError(f"num_v_heads must be a multiple of num_heads = {num_heads}, got {num_v_heads}")
+        if gate_activation not in ("lower_bound", "softplus"):
+            raise ValueError(f"gate_activation must be 'lower_bound' or 'softplus', got {gate_activation!r}")
+        check_lower_bound(gate_activation, lower_bound)
+        check_rate(gate_activation, learned_rate)
+        check_epsilon("norm_eps", norm_eps)
+        check_recompute(recompute)
+        self.gate_rank = head_v_dim if gate_rank is None else as_rank("gate_rank", gate_rank)
+        self.decay_rank = self.gate_rank if decay_rank is None else as_rank("decay_rank", decay_rank)
+        self.hidden_size, self.head_dim, self.head_v_dim = hidden_size, head_dim, head_v_dim
+        self.num_heads, self.num_v_heads = num_heads, num_v_heads
+        self.layer_idx = None if layer_idx is None else as_int("layer_idx", layer_idx)
+        self.recompute = recompute
+        q_dim, v_dim, gate_dim = num_heads * head_dim, num_v_heads * head_v_dim, num_v_heads * head_dim
+        self.kda_options: dict[str, Any] = dict(
+            gate_activation=gate_activation,
+            lower_bound=lower_bound,
+            beta_activation="2sigmoid" if allow_neg_eigval else "sigmoid",
+            backend=backend,
+        )
+
+        linear = partial(nn.Linear, bias=False)
+        self.q_proj, self.k_proj = linear(hidden_size, q_dim), linear(hidden_size, q_dim)
+        self.v_proj = linear(hidden_size, v_dim)
+        channels = 2 * q_dim + v_dim
+        self.conv1d = nn.Conv1d(channels, channels, conv_size, groups=channels, bias=False)
+        if rank := self.decay_rank:
+            self.f_a_proj, self.f_b_proj = linear(hidden_size, rank), linear(rank, gate_dim)
+        else:
+            self.f_proj = linear(hidden_size, gate_dim)
+        if rank := self.gate_rank:
+            self.g_a_proj, self.g_b_proj = linear(hidden_size, rank), linear(rank, v_dim, bias=output_gate_bias)
+        else:
+            self.g_proj = linear(hidden_size, v_dim, bias=output_gate_bias)
+        self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32)) if learned_rate else None
+        self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32))
+        self.b_proj = linear(hidden_size, num_v_heads)
+        self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps)
+        self.o_proj = linear(v_dim, hidden_size)
+        self.merged_weights, self.factors = new_merged_weights()
+        self.reset_gate()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)  # from_pretrained replaces parameters through this
+        self._mark_no_weight_decay()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # copies and pickles lose attributes of parameters
+        self._mark_no_weight_decay()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)  # to_empty makes new parameters
+        self._mark_no_weight_decay()
+        return self
+
+    def _mark_no_weight_decay(self) -> None:
+        """Mark A_log and dt_bias for code that builds an optimizer's parameter groups."""
+        for name in ("A_log", "dt_bias"):
+            p = self._parameters.get(name)
+            if p is not None:
+                p._no_weight_decay = True  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def reset_gate(self) -> None:
+        """Initialise A_log and dt_bias from dt log-uniform in [1e-3, 1e-1] per channel.
+
+        softplus, as in Kimi Linear: log-decay -exp(A_log) dt, with rates exp(A_log) uniform in [1, 16].
+        lower_bound, as in GLM-5.3-Flash: log-decay lower_bound (1 - exp(-dt)), with rate 1, fixed or learned.
+        """
+        try:
+            from transformers import initialization as init  # leaves weights alone that were loaded
+        except ImportError:  # without transformers, or one that is too old for models: nothing was loaded by it
+            init = nn.init
+        copy_ = getattr(init, "copy_", Tensor.copy_)
+        if self.kda_options["gate_activation"] == "softplus":
+            copy_(self.A_log, init.uniform_(self.A_log, a=1.0, b=16.0).log())
+        elif self.A_log is not None:
+            init.zeros_(self.A_log)
+        dt = init.uniform_(self.dt_bias, a=math.log(1e-3), b=math.log(1e-1)).exp()
+        copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+    @takes_cache
+    @loads_weights_of("conv1d", "o_norm")  # their weights are read here, not in their own forward
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Cache | Slots | None = None,
+        cu_seqlens: Tensor | None = None,
+        shards: Shards | None = None,
+    ) -> Tensor:
+        """Return the attention output.
+
+        Args:
+            hidden_states: [B, T, D].
+            attention_mask: [B, S] with S >= T, nonzero for real tokens; only the last T columns are read. Padding may
+                be anywhere: it neither writes nor decays the state, and the convolution skips it.
+            cache: a transformers cache whose layer `layer_idx` is a linear-attention layer; read and updated.
+                No gradient flows into or out of it. Or the slots of a serving engine, whose cu_seqlens must be given.
+            cu_seqlens: [N + 1] int32 or int64 offsets of the sequences packed along T (then B = 1); the cache then
+                has N rows. Not with attention_mask. With `shards`, offsets into the tokens of all ranks.
+            shards: places of these tokens in sequences that are cut over a process group; every rank must call the
+                layer. Not with a mask or a cache. Gradients of parameters are partial sums.
+
+        Returns:
+            [B, T, D] in the dtype of hidden_states.
+
+        Raises:
+            ValueError: hidden_states or attention_mask of a wrong rank or size, cu_seqlens with a mask, a cache of
+                another number of sequences, an adapter on conv1d or o_norm; what `kda_layers.kda` raises.
+        """
+        check_no_adapter(self, ("conv1d", "o_norm"))
+        if shards is not None and (attention_mask is not None or cache is not None):
+            name = "cache" if attention_mask is None else "attention_mask"
+            raise ValueError(f"{name} must be None with shards: sequences over ranks have no padding and no cache")
+        ranks = 1 if shards is None else len(shards.places)
+        mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens, ranks)
+        state = read_state(cache, self.layer_idx, sequences)
+        self._watch(hidden_states)
+        if mask is cu_seqlens is shards is None and (o := self._decode(hidden_states, state)) is not None:
+            return self.o_proj(o)
+        x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
+        backend = self.kda_options.get("backend")
+
+        layers = self._inputs()
+        *qkv, f, gate, beta = projections(x, layers) or tuple(layer(x) for layer in layers)
+        taps = self.conv1d.weight.squeeze(1)
+        if shards is None:
+            (q, k, v), conv_state = short_convs(qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend)
+        else:
+            shards = shards.of_layer(self)
+            q, k, v = short_convs_over_ranks(qkv, taps, shards, cu_seqlens, backend)
+        q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
+        v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
+
+        g = rearrange(self.f_b_proj(f) if self.decay_rank else f, "b t (h k) -> b t h k", k=self.head_dim)
+        if mask is not None:  # at the lowest logits decay and write are exactly none
+            if g.dtype == torch.float16:  # its lowest value times a small exp(A_log) would still decay
+                g = g.float()
+            g = g.masked_fill(~mask[..., None, None], torch.finfo(g.dtype).min)
+            beta = beta.masked_fill(~mask[..., None], torch.finfo(beta.dtype).min)
+
+        wide = state_dtype(q.dtype)
+        A_log = None if self.A_log is None else self.A_log.to(wide)
+        dt_bias = self.dt_bias.to(wide).view(-1, self.head_dim)
+        options = dict(cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **self.kda_options)
+        inputs, recompute = (q, k, v, g, beta), self.operator_recompute()
+        if shards is not None:
+            o = kda_over_ranks(*inputs, shards, recompute=recompute, **options).o
+        elif state.recording:
+            o = attend_and_record(state, inputs, options, recompute, torch.cat(qkv, -1), taps.shape[-1], mask)
+        else:
+            o = attend(state, inputs, options, recompute)
+        if state.cached:
+            state.write_conv(conv_state, x)
+
+        gate = self.g_b_proj(gate) if self.gate_rank else gate
+        gate = rearrange(gate, "b t (h v) -> b t h v", v=self.head_v_dim)
+        o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.gated_norm, backend=backend)
+        return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))
+
+    def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        """Return o [B, T, HV, V] normalised over V, times the sigmoid of gate [B, T, HV, V], in plain PyTorch."""
+        return self.o_norm(o.to(self.o_norm.weight.dtype)) * torch.sigmoid(gate)
+
+    @property
+    def norm_eps(self) -> float:
+        """Epsilon of the output norm."""
+        return self.o_norm.eps
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.num_heads}, v_heads={self.num_v_heads}, K={self.head_dim}, V={self.head_v_dim}, "
+            f"decay_rank={self.decay_rank}, gate_rank={self.gate_rank}, learned_rate={self.A_log is not None}, "
+            + ", ".join(f"{name}={value}" for name, value in self.kda_options.items())
+            + f", recompute={self.recompute}"
+        )
+
+
+def _read_call(
+    x: Tensor, D: int, mask: Tensor | None, cu_seqlens: Tensor | None, ranks: int
+) -> tuple[Tensor | None, int]:
+    """Check a call's arguments; return the mask of its tokens, [B, T] bool, and its number of sequences."""
+    if x.ndim != 3 or x.shape[-1] != D:
+        raise ValueError(f"hidden_states must have shape [B, T, D = {D}], got {list(x.shape)}")
+    B, T = x.shape[:2]
+    if cu_seqlens is not None:
+        if mask is not None:
+            raise ValueError("attention_mask must be None with cu_seqlens: packed sequences have no padding")
+        check_offsets(cu_seqlens, x)
+        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # no wait for a device
+            sequence_offsets(cu_seqlens, ranks * T)
+        return None, cu_seqlens.shape[0] - 1
+    if mask is None:
+        return None, B
+    if mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask must have 2 dimensions [B, S], nonzero for real tokens, got shape {tuple(mask.shape)}"
+        )
+    if mask.shape[0] != B or mask.shape[1] < T:
+        raise ValueError(f"attention_mask must have shape [{B}, at least {T}], got {list(mask.shape)}")
+    return mask[:, -T:] != 0, B

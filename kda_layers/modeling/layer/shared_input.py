@@ -1,0 +1,80 @@
+"""Linear layers with the same input while training: their gradients of it accumulate in one buffer.
+
+Autograd would sum them pairwise: five additions of [B, T, D] tensors for the six projections of a layer. Here the first
+product writes the buffer and the others accumulate into it in their epilogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels import torch_private, tracing
+from .merged_weights import trains_plainly
+
+# Elsewhere the sums of the gradient keep torch's order, and with it their bits.
+DEVICES, DTYPES = ("cuda",), (torch.bfloat16, torch.float16)
+NARROW = 512  # outputs of a layer whose product is mostly reading the input: such layers share one product
+
+
+def projections(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+    """Return layer(x) for each of `layers`; None where each must be called itself.
+
+    Serves training in 16 bits on a GPU, without compiler, autocast and dispatch modes, if every layer is a plain
+    `nn.Linear` without bias.
+    """
+    return multiplied(x, [layer.weight for layer in layers]) if serves(x, layers) else None  # type: ignore[misc]
+
+
+def serves(x: Tensor, layers: Sequence[nn.Module]) -> bool:
+    """Return True if only the weights of `layers` matter in a call on x, as `projections` describes."""
+    return (
+        tracing.needs_gradients((x,))
+        and x.device.type in DEVICES
+        and x.dtype in DTYPES
+        and all(trains_plainly(layer) and layer.weight.dtype == x.dtype for layer in layers)
+        and tracing.is_plain((x,))
+        and not torch_private.transforms_active()
+        and not torch_private.forward_ad_active()
+        and not tracing.autocasts(x.device.type)
+    )
+
+
+def multiplied(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return x @ weight.mT for each of `weights` [N_i, D]; those that are narrow are rows of one tensor."""
+    rows = [w.shape[0] for w in weights]
+    narrow = [i for i, n in enumerate(rows) if n < NARROW]
+    if len(narrow) < 2:
+        return _SharedInput.apply(x, *weights)
+    wide = [i for i in range(len(rows)) if i not in narrow]
+    *outputs, together = _SharedInput.apply(x, *(weights[i] for i in wide), torch.cat([weights[i] for i in narrow]))
+    outputs += together.split([rows[i] for i in narrow], -1)
+    found = dict(zip([*wide, *narrow], outputs, strict=True))
+    return tuple(found[i] for i in range(len(rows)))
+
+
+class _SharedInput(torch.autograd.Function):
+    """(x [..., D], weights [N_i, D]) -> x @ weight.mT for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        return tuple(nn.functional.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, *needs_weights = ctx.needs_input_grad
+        inputs = x.flatten(0, -2)
+        d_x: Tensor | None = None
+        d_weights: list[Tensor | None] = []
+        for weight, d, needed in zip(weights, d_outputs, needs_weights, strict=True):
+            rows = None if d is None else d.flatten(0, -2)
+            if needs_x and rows is not None:
+                d_x = rows @ weight if d_x is None else d_x.addmm_(rows, weight)
+            d_weights.append(rows.mT @ inputs if needed and rows is not None else None)
+        return None if d_x is None else d_x.view(x.shape), *d_weights

@@ -1,0 +1,1 @@
+"""Models over several GPUs: sequences cut over ranks, heads shared by ranks."""

@@ -1,0 +1,1 @@
+"""Continuous batching by transformers' engine, and its server."""

@@ -1,0 +1,253 @@
+"""The states of KDA layers in the cache of transformers' continuous batching, and what the engine lacks for them.
+
+This file is imported by `enable_continuous_batching` alone: it needs names that older transformers do not have.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_layers.kernels.kda.contract import NO_SLOT, state_dtype
+from kda_layers.modeling.layer.slots import Slots
+from kda_layers.modeling.models.configuration_kda import KDAFields
+from kda_layers.modeling.seams import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    CacheAllocator,
+    FullAttentionCacheAllocator,
+    find_head_dim,
+)
+
+logger = logging.getLogger("kda_layers")
+KDA = "linear_attention"
+ALIGNMENT = 128  # bytes, of each layer's states
+DEFAULT_TOKENS = 32_768  # of all layers, which the cache has room for on a CPU
+
+
+class StateAllocator(CacheAllocator):
+    """Gives each request one block, its slot, for the states of all KDA layers, whatever its length.
+
+    A slot is given before a request's first token and returned after its last. It is not cleared: a step reads no state
+    of a sequence whose first token is at position 0. The engine's forks copy whole blocks.
+
+    Prefix sharing is off in a model with KDA layers. The engine shares pages whose content is a function of the tokens
+    before their end and never changes again. A state changes with every token, so a prefix could be shared only as a
+    copy of its state at the end of each page, which the engine has no place for.
+    """
+
+    supports_block_sharing = False
+    supports_block_table = True  # a row of it is the slot
+    layer_type = KDA
+    rows_per_token = 1
+
+    def __init__(
+        self,
+        index: int,
+        config: Any,
+        num_key_value_heads: int,
+        cache_dtype: torch.dtype,
+        page_size: int,
+        layer_indices: list[int],
+        allow_block_sharing: bool,
+    ):
+        """Compute sizes; the arguments are those of the engine's other allocators."""
+        check_config(config)
+        H, HV, W = config.linear_num_heads, config.linear_num_value_heads, config.linear_conv_kernel_dim
+        K, V = config.linear_head_dim, config.linear_value_head_dim
+        self.state_dtype, self.conv_dtype = state_dtype(cache_dtype), cache_dtype
+        self.state_shape, self.conv_shape = (HV, V, K), (2 * H * K + HV * V, W)
+        self.state_bytes = math.prod(self.state_shape) * self.state_dtype.itemsize
+        needed = self.state_bytes + math.prod(self.conv_shape) * cache_dtype.itemsize
+        # The engine hands out sectors, of the least common multiple of all blocks' sizes. It is a block here, if
+        # rounded up to a multiple of a block of keys and values; otherwise it may be gigabytes.
+        page = FullAttentionCacheAllocator.get_bytes_per_page(
+            num_key_value_heads, find_head_dim(config), cache_dtype, page_size
+        )
+        blocks = [page * config.layer_types.count(kind) for kind in (FULL_ATTENTION, SLIDING_ATTENTION)]
+        unit, layers = math.lcm(ALIGNMENT, *filter(None, blocks)), len(layer_indices)
+        unit = math.lcm(ALIGNMENT, unit // math.gcd(unit, layers))
+        self._before_cache_tensor_init(
+            index=index,
+            layer_indices=layer_indices,
+            tokens_per_page=1,
+            bytes_per_page=-(-needed // unit) * unit,
+            allow_block_sharing=allow_block_sharing,
+        )
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
+    ) -> None:
+        """Make views [slots, ...] of every layer's states; slots are strided by a block."""
+        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        self.spare = self.blocks_per_sector  # in the second sector, which nobody reads
+        self.write_trash_index = NO_SLOT  # of padding tokens
+        self.pools = {}
+        for i, layer_idx in enumerate(self.layer_indices):
+            page = self._copy_view[:, i * self.bytes_per_page : (i + 1) * self.bytes_per_page]
+            size = math.prod(self.conv_shape) * self.conv_dtype.itemsize
+            conv = page[:, self.state_bytes : self.state_bytes + size].view(self.conv_dtype)
+            state = page[:, : self.state_bytes].view(self.state_dtype)
+            self.pools[layer_idx] = conv.unflatten(1, self.conv_shape), state.unflatten(1, self.state_shape)
+
+    def step(
+        self,
+        position_ids: Tensor,
+        cu_seq_lens_q: Tensor,
+        max_length_q: int,
+        write_index: Sequence[Tensor],
+        block_table: Tensor | None,
+    ) -> Slots:
+        """Return the slots of a step from the keywords by which the engine calls a model.
+
+        A padded step has sequences of length 0 and, after all sequences, tokens of none. These become one more sequence
+        without a slot.
+
+        Args:
+            position_ids: [1, T], counted from the start of each request.
+            cu_seq_lens_q: [N + 1] int32 offsets; the last may be less than T.
+            max_length_q: length of the longest sequence; 1 if the step is made of block tables.
+            write_index: for each allocator [T] int64, here the slot of each token's request, -1 at padding.
+            block_table: [allocators, N, blocks] int32, here the slot in the first column, -1 at padding; None if
+                write_index is used.
+        """
+        T, N = position_ids.shape[1], cu_seq_lens_q.shape[0] - 1
+        if block_table is not None or (max_length_q == 1 and N == T):
+            slots = write_index[self.index] if block_table is None else block_table[self.index, :, 0].long()
+            offsets = torch.arange(T + 1, dtype=cu_seq_lens_q.dtype, device=cu_seq_lens_q.device)
+            return Slots(self.pools, offsets, slots, position_ids[0] == 0, True, self.spare)
+        offsets = torch.cat((cu_seq_lens_q, cu_seq_lens_q.new_full((1,), T)))
+        first = torch.cat((cu_seq_lens_q[:-1], cu_seq_lens_q.new_full((1,), T)))
+        # One more token, as empty sequences may begin after the last one.
+        slots = torch.nn.functional.pad(write_index[self.index], (0, 1), value=NO_SLOT)[first]
+        fresh = torch.nn.functional.pad(position_ids[0], (0, 1))[first] == 0
+        empty = torch.nn.functional.pad(cu_seq_lens_q.diff() == 0, (0, 1), value=True)
+        return Slots(self.pools, offsets, slots.masked_fill(empty, NO_SLOT), fresh, False, self.spare)
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        return int(not self.block_table.get(request_id))
+
+    def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
+        if not self.block_table.get(request_id):
+            self.block_table[request_id] = self.pool.get_free_blocks(self.index, 1)
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        return 0  # no keys
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        return []
+
+    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        return self.block_table[request_id] * query_length
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        block_table[0] = self.block_table[request_id][0]
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise ValueError("a KDA layer has no keys and values to update: it reads and writes its states in `Slots`")
+
+    def get_cache_for_block_table(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        raise ValueError("a KDA layer has no keys and values: it reads and writes its states in `Slots`")
+
+
+def default_blocks(page_size: int) -> int:
+    """Return `num_blocks` on a CPU where neither it nor `max_memory_percent` is given.
+
+    The engine would take 60 % of all memory, and use most of it for masks [1, 1, max_batch_tokens, tokens in cache].
+    """
+    return -(-DEFAULT_TOKENS // page_size)
+
+
+def has_states(config: Any) -> bool:
+    """Return True for the (text) configuration of a model with linear-attention layers."""
+    return KDA in (getattr(config, "layer_types", None) or ())
+
+
+def check_config(config: Any) -> None:
+    """Raise a ValueError unless the engine can serve models of this configuration, which has KDA layers."""
+    kind = f"a {config.model_type} model"
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError(
+            f"continuous batching does not serve {kind}: transformers' paged cache has one width for keys and values, "
+            "which its latent attention (MLA) does not have. Use generate"
+        )
+    if not isinstance(config, KDAFields):
+        raise ValueError(
+            f"continuous batching does not serve {kind}: its linear-attention layers are not those of kda_layers. "
+            "Use generate"
+        )
+    if getattr(config, "attention_bias", None) == "key":
+        raise ValueError(
+            "continuous batching does not serve attention_bias='key': transformers' paged cache has no place for the "
+            "bias of a key. Use generate"
+        )
+
+
+def finish_cache(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `PagedAttentionCache.__init__`: check a cache with states, and derive what does not hold for them."""
+
+    @functools.wraps(init)
+    def wrapper(self: Any, config: Any, continuous_batching_config: Any, *args: Any, **kwargs: Any) -> None:
+        options = continuous_batching_config
+        # The engine then restores a request as of one token earlier, and computes that token again.
+        if has_states(config) and options.use_async_batching and options.cpu_offload_space != 0:
+            raise ValueError(
+                f"cpu_offload_space must be 0 with use_async_batching=True, got {options.cpu_offload_space}: a state "
+                "cannot take a token back. Set use_async_batching=False in ContinuousBatchingConfig to keep it"
+            )
+        if not has_states(config):
+            return init(self, config, options, *args, **kwargs)
+        try:
+            init(self, config, options, *args, **kwargs)
+        except MemoryError as error:
+            if options.num_blocks != default_blocks(options.page_size):
+                raise
+            logger.warning("no memory for the default num_blocks=%d, the engine chooses: %s", options.num_blocks, error)
+            init(self, config, replace(options, num_blocks=None), *args, **kwargs)
+        allocators = self.cache_allocators
+        if self.num_sectors < len(allocators):
+            raise ValueError(
+                f"the cache must hold a slot and keys and values of at least one request, {len(allocators)} parts of "
+                f"{self.bytes_per_sector} bytes, got room for {self.num_sectors}: raise num_blocks (now "
+                f"{options.num_blocks}) or max_memory_percent of ContinuousBatchingConfig"
+            )
+        others = [a for kind, a in allocators.items() if kind != KDA]
+        # A state is read whole. Reading it is not limited, while transformers would count the tokens before.
+        if not others:
+            self.read_cache_limit = 0
+        elif len(others) == 1 and others[0].layer_type == SLIDING_ATTENTION:
+            self.read_cache_limit = others[0].sliding_window
+        if self.max_blocks_per_request and all(a.supports_block_table for a in others):
+            pages = [a.tokens_per_page for a in others]
+            self.max_decode_fast_path_length = min(pages) * self.max_blocks_per_request if pages else sys.maxsize
+        states = allocators[KDA]
+        logger.info("states of at most %d requests, %d bytes each", states.num_blocks, states.bytes_per_block)
+
+    return wrapper
+
+
+def add_static_tensors(setup: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `ContinuousBatchingIOs._setup_static_tensors`, which names full and sliding attention only."""
+
+    @functools.wraps(setup)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        setup(self, *args, **kwargs)
+        if KDA not in self.cache.cache_allocators:
+            return
+        rows = self.max_requests_per_batch + 1
+        self.cumulative_seqlens_k[KDA] = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.total_seqlen_k[KDA] = self.max_length_k[KDA] = 0
+        if self.attention_mask is not None:  # of no keys
+            size = (1, 1, self.cache.max_batch_tokens, 0)
+            self.attention_mask[KDA] = torch.empty(size, dtype=self.model_dtype, device=self.device)
+
+    return wrapper

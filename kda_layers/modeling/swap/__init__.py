@@ -1,0 +1,1 @@
+"""transformers' own models with our KDA layers: in place, or converted."""

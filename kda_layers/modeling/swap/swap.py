@@ -1,0 +1,340 @@
+"""Swap attention in transformers models: run stock layers on our forward, or replace softmax layers by KDA layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any, overload
+
+import transformers
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from kda_layers.kernels.kda.checks import check_recompute
+from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.modeling.checks import check_not_sharded, check_numbers, layer_indices, unwrapped_hint
+from kda_layers.modeling.swap import families
+from kda_layers.modeling.swap.convert import convert
+from kda_layers.modeling.swap.in_place import StockFamily
+from kda_layers.modeling.swap.saved_names import accept_saved_names, refuse_saved_names
+
+logger = logging.getLogger("kda_layers")
+
+
+class ChangedPaths(list[str]):
+    """Module paths that were changed in place. Used as a model, the list says where the model is."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # looked up by copy and pickle
+            raise AttributeError(name)
+        raise AttributeError(f"no attribute {name}: {IN_PLACE}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"a list cannot be called: {IN_PLACE}")
+
+
+IN_PLACE = (
+    "swap_attention changed the layers of this model in place and returned their paths. Go on with the model itself, "
+    "swap_attention(model), not model = swap_attention(model)"
+)
+
+
+@overload
+def swap_attention(
+    model: PreTrainedModel, layers: None = None, *, backend: str | None = None, recompute: bool | float | str = "auto"
+) -> list[str]: ...
+@overload
+def swap_attention(
+    model: PreTrainedModel,
+    layers: Iterable[int] | str | None,
+    *,
+    backend: str | None = None,
+    recompute: bool | float | str = "auto",
+    **config: Any,
+) -> Any: ...
+def swap_attention(
+    model: PreTrainedModel,
+    layers: Iterable[int] | str | None = None,
+    *,
+    backend: str | None = None,
+    recompute: bool | float | str = "auto",
+    **config: Any,
+) -> Any:
+    """Put layers of this package into a transformers model.
+
+    A model with KDA layers (Kimi-Linear, GLM-5.3-Flash, Ling / Ring) or with biased softmax attention (Doge) is changed
+    in place: these layers compute with our forward over the same parameters, so checkpoints, parameter names and
+    optimizers stay. `restore_attention` undoes it. Another softmax decoder (Llama, Qwen2, Qwen3, Mistral) is converted:
+    a new model with KDA in place of some of its attention layers is returned, and the original stays as it is.
+
+    Args:
+        model: the transformers model; for a softmax decoder to be converted its ...ForCausalLM.
+        layers: indices of decoder layers. For a model that is changed in place None means all that can be swapped; for
+            one that is converted indices, "all", or a pattern such as "3:1" (three KDA layers, one softmax layer,
+            repeated).
+        backend: name of a kernel backend for these layers; None chooses (see `kda_layers.explain`).
+        recompute: for KDA layers, as in `KimiDeltaAttention`; linear_recompute of a converted model's configuration.
+        **config: for a model to be converted, fields of its new configuration (linear_num_heads, ...).
+
+    Returns:
+        list[str], the module paths that were changed; or the converted model, of the family's KDA...ForCausalLM.
+
+    Raises:
+        TypeError: model is not a PreTrainedModel but, for instance, a wrapper of one (PEFT, torch.compile); layers that
+            are neither text nor integers; a keyword that is not a field of the configuration; recompute and
+            linear_recompute together.
+        ValueError: a model class that is not supported; layers that do not exist, are not of the right kind or are
+            swapped already; a gate, convolution, bias, window or dropout that layers here do not have; weights sharded
+            by tensor parallelism; an unknown backend; a bad recompute, or one for layers without it (Doge). The model
+            is unchanged then.
+    """
+    _check_model(model)
+    check_recompute(recompute)
+    kind = model.config.model_type
+    if kind in families.CONVERTED:
+        _check_backend(backend, KDA.backends())
+        if recompute != "auto":
+            if "linear_recompute" in config:
+                raise TypeError(
+                    f"recompute must be 'auto' with linear_recompute, which is the same, got {recompute!r} and "
+                    f"{config['linear_recompute']!r}"
+                )
+            config["linear_recompute"] = recompute
+        converted = convert(model, layers, families.load(f"kda_{kind}"), backend, **config)
+        logger.warning(
+            "swap_attention returns a new %s; the %s is unchanged", type(converted).__name__, type(model).__name__
+        )
+        return converted
+    family = _stock_family(model)
+    _check_backend(backend, family.backends())
+    if recompute != "auto" and not family.recomputes:
+        raise ValueError(
+            f"recompute must be 'auto' for a {type(model).__name__}, without KDA layers, got {recompute!r}"
+        )
+    if config:
+        raise TypeError(f"{type(model).__name__} keeps its layers' shapes: unexpected {sorted(config)}")
+    chosen = _chosen_layers(model, family, layers)
+    hint = (
+        f"the plan of {type(model).__name__} does not shard it by heads. Override all its rules for self_attn, "
+        "DistributedConfig(tp_plan={'...self_attn.o_proj': 'replicate'})"
+    )
+    for path, layer in chosen.items():
+        family.check(path, layer)
+        check_numbers(path, layer)
+        check_not_sharded(path, layer, hint)
+        if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
+            raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
+    family.warn(model, list(chosen.values()))
+    for path, layer in chosen.items():
+        attributes = family.attributes(layer, backend) | family.attributes_in_model(model, path, recompute)
+        for name, value in attributes.items():
+            setattr(layer, name, value)
+        _set_class(layer, family.layer)
+    for base in _base_models(model, family):
+        if family.prepare_call not in base._forward_pre_hooks.values():
+            base.register_forward_pre_hook(family.prepare_call, with_kwargs=True)
+    accept_saved_names(model)
+    return ChangedPaths(chosen)
+
+
+def restore_attention(model: PreTrainedModel) -> list[str]:
+    """Undo `swap_attention` on a model that it changed in place, and `enable_speculative_decoding`.
+
+    Returns:
+        The module paths that were changed back.
+
+    Raises:
+        TypeError: model is not a PreTrainedModel.
+        ValueError: no layer is swapped; a converted softmax decoder, whose original was never changed.
+    """
+    _check_model(model)
+    family = _stock_family(model)
+    swapped = {path: m for path, m in model.named_modules() if type(m) is family.layer}
+    if not swapped:
+        raise ValueError(f"{type(model).__name__} must have swapped layers to restore, got none")
+    for path, layer in swapped.items():
+        _set_class(layer, family.stock_layer)
+        for name in family.attributes(layer, None):
+            delattr(layer, name)
+        for name in (*family.attributes_in_model(model, path, "auto"), "_gradient_checkpointing_func"):
+            layer.__dict__.pop(name, None)
+    for base in _base_models(model, family):
+        for key, hook in list(base._forward_pre_hooks.items()):
+            if hook is family.prepare_call:
+                del base._forward_pre_hooks[key]
+                base._forward_pre_hooks_with_kwargs.pop(key, None)
+    refuse_saved_names(model)
+    for name in ("_is_stateful", "_get_candidate_generator"):
+        model.__dict__.pop(name, None)
+    return list(swapped)
+
+
+def enable_speculative_decoding(model: PreTrainedModel) -> None:
+    """Let a swapped model's `generate` draft tokens: by prompt lookup, or by an assistant model (`assistant_model=`).
+
+    The tokens are those of greedy decoding: our layers take rejected drafts back exactly. transformers refuses to draft
+    with KDA layers, because its own cannot. Models of this package and Doge need no call.
+
+    Raises:
+        TypeError: model is not a PreTrainedModel.
+        ValueError: a KDA layer of the model is not swapped.
+    """
+    _check_model(model)
+    family = _stock_family(model)
+    if not model._is_stateful:
+        return
+    stock = [path for path, m in model.named_modules() if type(m) is family.stock_layer]
+    if stock:
+        raise ValueError(
+            f"every {family.noun} of {type(model).__name__} must be swapped before (kda_layers.swap_attention), "
+            f"got stock layers at {', '.join(stock)}: they cannot take tokens back"
+        )
+    model._is_stateful = False
+    model._get_candidate_generator = MethodType(_get_candidate_generator, model)
+
+
+# Under the name of transformers' method, by which pickle finds one.
+def _get_candidate_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    if generation_config.use_mtp:
+        raise ValueError(
+            f"use_mtp must be unset for a {type(self).__name__}, got True: transformers has no multi-token prediction "
+            "for models with KDA layers. Draft by prompt_lookup_num_tokens= or assistant_model="
+        )
+    return type(self)._get_candidate_generator(self, generation_config, *args, **kwargs)
+
+
+def load_pretrained(
+    path: Any, *, backend: str | None = None, recompute: bool | float | str = "auto", **kwargs: Any
+) -> Any:
+    """Load a model that `swap_attention` changes in place, and swap it; A_log and dt_bias stay in fp32.
+
+    transformers rounds these two of a Kimi-Linear to the dtype that the model is loaded in.
+
+    Args:
+        path: checkpoint folder or Hub name; also of PEFT adapters, whose base model is then loaded with them.
+        backend, recompute: as in `swap_attention`.
+        **kwargs: arguments of `AutoModelForCausalLM.from_pretrained` (dtype, device_map, revision, subfolder, ...) and
+            fields of the configuration (use_cache, ...). trust_remote_code is ignored with a warning: the layers that
+            are swapped are those of transformers' own classes.
+
+    Returns:
+        The model, of the class of transformers that the configuration names in architectures; if it names none, of the
+        language model of its type. With output_loading_info=True also the dict that from_pretrained returns then.
+
+    Raises:
+        ValueError: a checkpoint of an unsupported family; what `swap_attention` raises.
+    """
+    if kwargs.pop("trust_remote_code", None):
+        logger.warning("trust_remote_code=True is ignored: the layers of transformers' own classes are swapped")
+    loaded = _AutoStockModel.from_pretrained(path, trust_remote_code=False, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    swap_attention(model, backend=backend, recompute=recompute)
+    return loaded
+
+
+class _StockModel:
+    """The class of transformers that a configuration describes, made to keep what its family keeps in fp32."""
+
+    @staticmethod
+    def from_pretrained(path: Any, *, config: Any, **kwargs: Any) -> Any:
+        family = _family(config.model_type, str(path))
+        stock = _stock_class(config)
+        strict = list(stock._keep_in_fp32_modules_strict or [])
+        # transformers looks up how checkpoints are named by the class's name and module: keep those of the stock class.
+        attributes = dict(__module__=stock.__module__, _keep_in_fp32_modules_strict=[*strict, *family.kept_in_fp32])
+        kept = type(stock.__name__, (stock,), attributes)
+        loaded = kept.from_pretrained(path, config=config, **kwargs)  # type: ignore[attr-defined]
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.__class__ = stock
+        return loaded
+
+
+class _Always(dict[Any, Any]):
+    """A mapping from every key to `_StockModel`."""
+
+    def __contains__(self, key: Any) -> bool:
+        return True
+
+    def __missing__(self, key: Any) -> Any:
+        return _StockModel
+
+
+class _AutoStockModel(AutoModelForCausalLM):
+    """AutoModelForCausalLM, which reads configuration and adapters, with `_StockModel` for the class of the model."""
+
+    _model_mapping = _Always()
+
+
+def _stock_class(config: Any) -> Any:
+    """Return the class that the configuration names if transformers has it, else the language model of its type."""
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if getattr(named, "config_class", None) is type(config):
+            return named
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise ValueError(
+        f"the configuration must be of a class for which transformers has a model, got {type(config).__name__} with "
+        f"architectures {config.architectures}"
+    )
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers PreTrainedModel, got {type(model).__name__}{unwrapped_hint(model)}"
+        )
+
+
+def _family(kind: str, what: str) -> StockFamily:
+    kind = kind.removesuffix("_text")  # the text part of a vision-language model alone
+    if kind not in families.IN_PLACE:
+        supported = ", ".join(families.IN_PLACE) + "; to convert: " + ", ".join(families.CONVERTED)
+        ours = " (its KDA layers are of this package already)" if kind.startswith("kda") else ""
+        raise ValueError(f"{what} must be of a supported family ({supported}), got model_type {kind!r}{ours}")
+    return families.load(kind)
+
+
+def _stock_family(model: PreTrainedModel) -> StockFamily:
+    return _family(model.config.model_type, type(model).__name__)
+
+
+def _check_backend(backend: str | None, known: Iterable[str]) -> None:
+    if backend is not None and backend not in known:
+        raise ValueError(f"backend must be one of {', '.join(known)}, got {backend!r}")
+
+
+def _base_models(model: nn.Module, family: StockFamily) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, family.base_model)]
+
+
+def _chosen_layers(model: nn.Module, family: StockFamily, layers: Iterable[int] | str | None) -> dict[str, Any]:
+    """Return the requested stock layers by path."""
+    found: dict[str, Any] = {p: m for p, m in model.named_modules() if isinstance(m, family.stock_layer)}
+    if not found:
+        raise ValueError(f"{type(model).__name__} must have a {family.noun} to swap, got none")
+    chosen = found
+    if not (layers is None or (isinstance(layers, str) and layers == "all")):  # arrays compare element by element
+        config, name = _base_models(model, family)[0].config, type(model).__name__
+        by_index = {m.layer_idx: path for path, m in found.items()}
+        indices = layer_indices(layers, config.num_hidden_layers, f"None, 'all' or indices for a {name}")
+        for i in indices:
+            if i not in by_index:
+                raise ValueError(
+                    f"layers must be indices of {family.noun}s, {sorted(by_index)}, got {i}, which is of "
+                    f"{config.layer_types[i]}: in a {name} only these are swapped"
+                )
+        chosen = {by_index[i]: found[by_index[i]] for i in indices}
+    swapped = [path for path, m in chosen.items() if type(m) is not family.stock_layer]
+    if swapped:
+        kinds = sorted({type(chosen[path]).__name__ for path in swapped})
+        raise ValueError(f"layers must not be swapped already, got {', '.join(swapped)} of {', '.join(kinds)}")
+    return chosen
+
+
+def _set_class(layer: Any, cls: type[nn.Module]) -> None:
+    layer.__class__ = cls
+    if "_old_forward" in layer.__dict__:  # accelerate's hooks call the forward that they found
+        layer._old_forward = MethodType(cls.forward, layer)
