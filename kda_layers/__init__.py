@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kda_layers.kernels.over_ranks.shards import Shards as Shards
     from kda_layers.kernels.registry import explain as explain
     from kda_layers.kernels.registry import keep_backend as keep_backend
+    from kda_layers.kernels.registry import register_backend as register_backend
     from kda_layers.kernels.registry import use_backend as use_backend
     from kda_layers.modeling.checkpoints.fla_checkpoint import convert_fla_checkpoint as convert_fla_checkpoint
     from kda_layers.modeling.checkpoints.weights import export_kda_weights as export_kda_weights
@@ -65,6 +66,7 @@ _PUBLIC = {
     "load_pretrained": "modeling.swap.swap",
     "parameter_groups": "modeling.models.parameter_groups",
     "quantize_state": "kernels.kda.int8_state",
+    "register_backend": "kernels.registry",
     "restore_attention": "modeling.swap.swap",
     "swap_attention": "modeling.swap.swap",
     "use_backend": "kernels.registry",

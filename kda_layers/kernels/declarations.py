@@ -100,6 +100,7 @@ class Backend(abc.ABC):
     caveat: str = ""  # what speaks against it although it can serve: `explain` says it, an automatic choice warns
     serves: Mapping[str, Allowed] = {}  # by field of the problem; other fields do not matter
     features: frozenset[str] = frozenset()  # supported keys of the problem's LACKS
+    NEEDED_BY: ClassVar[Mapping[str, str]] = {}  # method to be written -> the feature that needs it, "" for all
 
     def unsupported(self, problem: Any) -> list[str]:
         """Every reason why this backend cannot serve `problem` here, each 'what it is, what it needs'."""
@@ -117,6 +118,23 @@ class Backend(abc.ABC):
     def more_reasons(self, problem: Any) -> list[str]:
         """Reasons that `serves` cannot express: combinations of fields, shared memory."""
         return []
+
+    def check_declaration(self, problem: type[Problem]) -> None:
+        """Raise a ValueError unless the name, `serves`, `features` and the methods go together, for this operator."""
+        if not (isinstance(getattr(self, "name", None), str) and self.name):
+            raise ValueError(f"{type(self).__qualname__}.name must be a string, got {getattr(self, 'name', None)!r}")
+        properties = {*dir(problem), *problem.__dataclass_fields__}
+        for what, given, known in (
+            ("serves", {*self.serves}, properties),
+            ("features", self.features, {*problem.LACKS}),
+        ):
+            if unknown := sorted(given - known):
+                raise ValueError(f"{what} of {self.name!r} must be of {problem.__qualname__}, got {', '.join(unknown)}")
+        kind = next(c for c in type(self).__mro__ if "NEEDED_BY" in vars(c))
+        for method, feature in self.NEEDED_BY.items():
+            if feature in ("", *self.features) and getattr(type(self), method) is getattr(kind, method):
+                why = f"with the feature {feature!r}" if feature else "always"
+                raise ValueError(f"backend {self.name!r} must define {method}, {why}")
 
     def problems(self) -> list[str]:
         """Packages or drivers that this machine lacks; called last, as it may take seconds."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -29,6 +30,7 @@ from .namespace import NAMESPACE
 from .torch_private import constant_to_compile
 
 ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
+ENTRY_POINTS = "kda_layers.backends"  # group of other distributions' entry points, each a backend
 
 logger = logging.getLogger("kda_layers")
 _override: ContextVar[str | None] = ContextVar("kda_layers_backend", default=None)  # "": explicitly no context
@@ -42,7 +44,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[P, B]):
-    """The backends of one operator: the modules of its folder `backends`, each with one as `BACKEND`."""
+    """The backends of one operator: those in the modules of its folder `backends`, and those of other distributions."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Registry(Generic[P, B]):
         problem: type[P],
         answer: Callable[[B], Any] = lambda backend: backend.name,
         advisory: bool = False,
+        kind: type[B] | None = None,
     ):
         """Register the operator whose folder is `package`.
 
@@ -59,7 +62,10 @@ class Registry(Generic[P, B]):
             answer: what `choose` returns for a backend, a constant to torch.compile
             advisory: a requested backend that cannot serve leaves the choice open instead of raising, for operators
                 that accompany another one
+            kind: the class of its backends, by which those of other distributions are known; None: there are none
         """
+        self.kind = kind
+        self.broken: dict[str, str] = {}  # entry points that gave no backend, and why
         self.operator, self.package, self.problem = operator, f"{package}.backends", problem
         self.answer, self.advisory = answer, advisory
         self._found: dict[str, B] | None = None
@@ -82,7 +88,30 @@ class Registry(Generic[P, B]):
         """Every backend by name, highest priority first."""
         if self._found is None:
             self._found = self.discover()
+            if self.kind is not None and NAMESPACE == "kda_layers":  # not in a Hub kernel, whose classes are others
+                self._load_entry_points()
         return self._found
+
+    def register(self, backend: B) -> None:
+        """Add a backend; see `register_backend`."""
+        known = self.backends()
+        backend.check_declaration(self.problem)
+        if backend.name in known:
+            raise ValueError(f"backend must have a new name, got {backend.name!r}, known: {', '.join(known)}")
+        self._found = dict(sorted([*known.items(), (backend.name, backend)], key=lambda item: -item[1].priority))
+        self.clear_caches()
+
+    def _load_entry_points(self) -> None:
+        """Register the backends of other distributions; one that fails stays out, with a warning and in `broken`."""
+        for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+            name = f"entry point {point.name} = {point.value} of {point.dist.name if point.dist else 'no distribution'}"
+            try:
+                backend = point.load()
+                if registry_of(backend) is self:
+                    self.register(backend)
+            except Exception as error:  # anything that the code of others raises
+                self.broken[name] = f"{type(error).__name__}: {error}"
+                warnings.warn(f"{name} gives no backend: {self.broken[name]}", stacklevel=2)
 
     def backend(self, name: str) -> B:
         """The backend of this name; torch.compile may trace this."""
@@ -138,7 +167,7 @@ class Registry(Generic[P, B]):
             if not self.advisory:
                 raise ValueError(f"backend {name!r} cannot serve [{problem}]: " + "; ".join(reasons))
         elif name is not None and not self.advisory:
-            raise ValueError(f"unknown backend {name!r}, known: {', '.join(known)}")
+            raise ValueError(f"unknown backend {name!r}, known: {', '.join(known)}" + self._broken("; "))
         refusals: list[str] = []
         for candidate in known.values():
             reasons = candidate.unsupported(problem)
@@ -167,11 +196,16 @@ class Registry(Generic[P, B]):
             reasons = b.unsupported(problem)
             can = f"can serve it, but {b.caveat}; backend={b.name!r} chooses it" if b.caveat else "can serve it"
             lines.append(f"  {b.name:8} {can if not reasons else 'cannot: ' + '; '.join(reasons)}")
+        if self.broken:
+            lines.append(self._broken("  "))
         try:
             lines.append(f"chosen: {self.select(problem).name}")
         except ValueError as error:
             lines.append(f"chosen: none ({error})")
         return "\n".join(lines)
+
+    def _broken(self, separator: str) -> str:
+        return "".join(f"{separator}{name} gives no backend: {why}" for name, why in self.broken.items())
 
 
 @functools.cache
@@ -183,6 +217,32 @@ def registries() -> tuple[Registry[Any, Any], ...]:
         if m.ispkg and importlib.util.find_spec(f"{__package__}.{m.name}.dispatch"):
             importlib.import_module(f"{__package__}.{m.name}.dispatch")
     return tuple(_registries.values())
+
+
+def registry_of(backend: Any) -> Registry[Any, Any]:
+    """Return the registry of the operator of which `backend` is one, or raise a TypeError."""
+    known = {r.kind: r for r in registries() if r.kind is not None}
+    for kind, registry in known.items():
+        if isinstance(backend, kind):
+            return registry
+    kinds = " or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in known)
+    raise TypeError(f"backend must be an instance of {kinds}, got {backend!r}")
+
+
+def register_backend(backend: Any) -> None:
+    """Add a backend of `kda`, `kda_prefill` and `kda_step` that is not part of this package, for this process.
+
+    It is chosen, refused and explained as ours are. A distribution that has an entry point for it in the group
+    `kda_layers.backends` need not call this. See the guide on backends.
+
+    Args:
+        backend: an instance of `kda_layers.kernels.kda.contract.Backend`.
+
+    Raises:
+        TypeError: it is no such instance.
+        ValueError: its name is taken, it declares what the operator does not know, or a feature without its method.
+    """
+    registry_of(backend).register(backend)
 
 
 def explain(problem: Any = None) -> str:

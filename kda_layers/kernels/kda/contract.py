@@ -12,9 +12,9 @@ Backends get inputs that `checks.py` has accepted; they check only values that n
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -236,6 +236,9 @@ class Names(OneOf):
 class Backend(Differentiable):
     """One implementation of `kda` (`forward`, `backward`), `kda_prefill` (`prefill`) and `kda_step` (`decode`)."""
 
+    NEEDED_BY: ClassVar[Mapping[str, str]] = {
+        "forward": "", "saved_like": "needs_grad", "backward": "needs_grad", "prefill": "prefill", "decode": "decode",
+    }  # fmt: skip
     fused: frozenset[str] = frozenset()  # of {"gate", "beta", "qk_l2norm"}: others are applied before the call
 
     def backward(
