@@ -1,4 +1,4 @@
-"""The dtypes of states that `kda` takes and returns: it computes in fp32 whatever they are, and rounds once."""
+"""The dtypes and layouts of states that operators take and return; they compute in fp32 whatever they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers import KDAOutput, kda
+from kda_layers import KDAOutput, kda, kda_prefill, kda_step
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
@@ -90,3 +90,55 @@ def test_gradients(case: Case, device: str, backend: str, required_backends: fro
         grads[dtype] = torch.autograd.grad([out.o, out.final_state], [k, initial], [d_out["o"], d_final])
     assert torch.equal(grads[BF16][0], grads[FP32][0])
     assert torch.equal(grads[BF16][1], grads[FP32][1].bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_states_in_the_other_layout(dtype: torch.dtype) -> None:
+    """With K = V no shape tells them apart: values, gradients and memory do."""
+    x = make_inputs(Case(T=130, H=1, group=2, K=32, V=32, dtype=dtype, state=True))
+    more = dict(options(x), final_state=True, checkpoint_every=64)
+    results = []
+    for layout in ("vk", "kv"):
+        turn = (lambda t: t.mT) if layout == "kv" else (lambda t: t)
+        initial = turn(x.initial_state.detach().clone()).contiguous().requires_grad_()
+        out = kda(*x[:5], **more, initial_state=initial, state_layout=layout)
+        loss = out.o.float().sum() + (turn(out.final_state)[..., 0] ** 2).sum() + turn(out.checkpoints)[..., 1].sum()
+        loss.backward()
+        results.append([out.o, *map(turn, (out.final_state, out.checkpoints, initial.grad))])
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(got, want)
+    assert not torch.equal(out.final_state, results[0][1])
+
+
+def test_states_in_the_other_layout_are_updated_in_place() -> None:
+    """Where their memory is [V, K], as that of states that `kda` returns; else nothing is written."""
+    x = make_inputs(Case(T=70, B=2, H=1, K=16, V=16, dtype=FP32, state=True))
+    token, slots = [t[:, :1] for t in x[:5]], torch.tensor([2, 0])
+    for run, given in ((kda_prefill, x[:5]), (kda_step, token)):
+        for more in ({}, {"state_indices": slots}):
+            want = x.initial_state.clone() if not more else torch.stack([x.initial_state[1], *x.initial_state.flip(0)])
+            state = want.clone().mT
+            address, extra = state.data_ptr(), {} if run is kda_step else {"checkpoint_at": torch.tensor([0, 0])}
+            with torch.no_grad():
+                o = run(*given, want, **options(x), **more, **extra)
+                got = run(*given, state, **options(x), **more, **extra, state_layout="kv")
+            if run is kda_prefill:
+                assert torch.equal(got.checkpoints.mT, o.checkpoints)
+                o, got = o.o, got.o
+            assert torch.equal(got, o)
+            assert torch.equal(state.mT, want)
+            assert state.data_ptr() == address
+        other = x.initial_state.mT.contiguous()
+        before = other.clone()
+        with torch.no_grad(), pytest.raises(ValueError, match=r"state must be a view .* in place .*mT\.contiguous"):
+            run(*given, other, **options(x), state_layout="kv")
+        assert torch.equal(other, before)
+
+
+def test_state_layouts_are_named() -> None:
+    x = make_inputs(Case(T=5, H=1, K=16, V=32, dtype=FP32, state=True))
+    for run, more in ((kda, {}), (kda_prefill, {"state": x.initial_state}), (kda_step, {"state": x.initial_state})):
+        with torch.no_grad(), pytest.raises(ValueError, match="state_layout must be 'vk' or 'kv', got 'VK'"):
+            run(*x[:5], **options(x), **more, state_layout="VK")
+    with pytest.raises(ValueError, match=r"initial_state must have shape .* \[K, V\] layout, pass state_layout='kv'"):
+        kda(*x[:5], **options(x), initial_state=x.initial_state.mT.contiguous())

@@ -281,13 +281,36 @@ def check_state_dtype(x: Inputs, dtype: Any) -> torch.dtype:
     return dtype
 
 
+def check_state_layout(state_layout: Any) -> bool:
+    """Check `state_layout`; return True if states are [..., K, V]."""
+    if state_layout not in ("vk", "kv"):
+        raise ValueError(f"state_layout must be 'vk' or 'kv', got {state_layout!r}")
+    return bool(state_layout == "kv")
+
+
+def from_kv(name: str, state: Any, in_place: bool) -> Tensor:
+    """Return a state [..., K, V] as [..., V, K], `in_place` as a view, which its memory must then allow."""
+    check_is_tensor(name, state)
+    if state.ndim < 2:
+        raise ValueError(f"{name} must have shape [N, HV, K, V] with state_layout='kv', got {list(state.shape)}")
+    (K, V), strides = state.shape[-2:], state.stride()[-2:]
+    if K == 1 or V == 1 or strides == (1, K):
+        return state.mT
+    if in_place:
+        raise ValueError(
+            f"{name} must be a view [..., K, V] of [V, K] matrices (strides 1, {K}) with state_layout='kv', as it is "
+            f"updated in place by rows of K, got strides {strides}; pass {name}.mT.contiguous().mT and keep it"
+        )
+    return state.mT.contiguous()
+
+
 def _check_state(
     name: str, state: Any, q: Tensor, shape: tuple[int, ...], more_dtypes: tuple[torch.dtype, ...] = ()
 ) -> None:
     check_is_tensor(name, state)
     if state.shape != shape:
         swapped = tuple(state.shape) == (*shape[:2], shape[3], shape[2])
-        hint = "; this is the [K, V] layout, pass state.mT.contiguous()" if swapped else ""
+        hint = "; this is the [K, V] layout, pass state_layout='kv'" if swapped else ""
         raise ValueError(f"{name} must have shape [N, HV, V, K] = {list(shape)}, got {list(state.shape)}{hint}")
     dtypes = state_dtypes(q.dtype)
     if state.dtype not in (*dtypes, *more_dtypes):

@@ -17,8 +17,10 @@ from .checks import (
     check_recompute,
     check_segments,
     check_state_dtype,
+    check_state_layout,
     check_values,
     check_whole,
+    from_kv,
     gate_bound,
 )
 from .contract import (
@@ -69,12 +71,13 @@ def kda(
     state_dtype: torch.dtype | None = None,
     recompute: bool | float | str = "auto",
     segments: str = "auto",
+    state_layout: str = "vk",
     backend: str | None = None,
     state_indices: Tensor | None = None,
     checkpoint_at: Tensor | None = None,
     out: Tensor | None = None,
 ) -> KDAOutput:
-    """Kimi Delta Attention over whole sequences, differentiable in every tensor.
+    """Kimi Delta Attention over whole sequences, differentiable in every tensor; states are [N, HV, V, K].
 
     Tokens come before heads, [B, T, H, D], as in flash-linear-attention; transpose tensors [B, H, T, D] of PyTorch's
     attention. If all of them, beta too, have their heads first, T and H cannot be told apart.
@@ -115,6 +118,9 @@ def kda(
             backends. 'auto' cuts from 65,536 tokens on if HV is at most 4, where one
             or two sequences gain (more of them lose), but nothing where 'always' is not served, and nothing of a call
             that takes or returns states: a prefill in parts has the bits of the whole.
+        state_layout: 'vk', or 'kv' where all states of the call are [N, HV, K, V], as flash-linear-attention's are by
+            default. An initial state is then copied; returned states are views that `kda_prefill` and `kda_step` can
+            update in place.
         backend: name of a backend; None chooses (see `explain`).
         state_indices, checkpoint_at, out: deprecated, those of `kda_prefill`; with state_indices, initial_state is its
             `state`.
@@ -134,7 +140,9 @@ def kda(
 
     Source: Kimi Linear, arXiv 2510.26692, equation (1).
     """
-    kept, again = check_recompute(recompute), may_run_again()
+    kept, again, kv = check_recompute(recompute), may_run_again(), check_state_layout(state_layout)
+    if kv and initial_state is not None:
+        initial_state = from_kv("initial_state", initial_state, in_place=state_indices is not None)
     x = Inputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
@@ -142,17 +150,22 @@ def kda(
         check_segments(segments), bool(final_state),
     )  # fmt: skip
     if not (state_indices is checkpoint_at is out is None):
-        return _as_prefill(x, state_indices, checkpoint_at, out, state_dtype, backend)
+        return _in_layout(_as_prefill(x, state_indices, checkpoint_at, out, state_dtype, backend), kv)
     cached = _cache.get(x, state_dtype, backend, again)
     computed, returned, needs_grad, name, *fused = cached or _prepare(x, state_dtype, backend, again)
     check_values(x)
     if initial_state is not None and initial_state.dtype != computed:
         x = x._replace(initial_state=initial_state.to(computed))
     result = _kda(activate(x, fused), needs_grad, name, plain=cached is not None)
-    if returned == computed:
-        return result
-    states = result.final_state, result.checkpoints
-    return KDAOutput(result.o, *(None if t is None else t.to(returned) for t in states))
+    if returned != computed:
+        states = result.final_state, result.checkpoints
+        result = KDAOutput(result.o, *(None if t is None else t.to(returned) for t in states))
+    return _in_layout(result, kv)
+
+
+def _in_layout(out: Any, kv: bool) -> Any:
+    """Outputs, of which the states are views [..., K, V] if `kv`."""
+    return type(out)(out.o, *(None if t is None else t.mT for t in out[1:])) if kv else out
 
 
 def kda_prefill(
@@ -173,10 +186,11 @@ def kda_prefill(
     beta_activation: str = "sigmoid",
     qk_l2norm: bool = True,
     scale: float | None = None,
+    state_layout: str = "vk",
     backend: str | None = None,
     out: Tensor | None = None,
 ) -> PrefillOutput:
-    """Run whole sequences or parts of them, updating `state` in place; not differentiable.
+    """Run whole sequences or parts of them, updating `state` [N, HV, V, K] in place; not differentiable.
 
     No value of a tensor is read on the host of a GPU, so that a CUDA graph can capture the call.
 
@@ -190,6 +204,8 @@ def kda_prefill(
             a CPU, a given beta and log-decay of it are checked, too). Two sequences must not share a slot. As in
             `kda_step`, 'eager' raises on that and on slots outside of the pool; on CUDA such slots count as -1, and
             which update of a shared slot survives is undefined.
+        state_layout: 'vk', or 'kv' where `state` and checkpoints are [..., K, V]. As `state` is updated in place and
+            kernels read rows of K, its memory must still be [V, K]: a view like `t.mT` of a contiguous t [N, HV, V, K].
         checkpoint_at: [N] int32 or int64: return one state of each sequence, after checkpoint_at[n] tokens, a multiple
             of 64 up to its length. -1: none, the row is zero, as for a padding sequence. Other values raise with
             'eager' and give zeros on CUDA.
@@ -202,13 +218,16 @@ def kda_prefill(
     Raises:
         TypeError, ValueError: as `kda_step`.
     """
+    kv = check_state_layout(state_layout)
+    if kv and state is not None:
+        state = from_kv("state", state, in_place=True)
     o: Any = out  # None until a new one is made
     x = PrefillInputs(
         q, k, v, g, beta, o, state, None, A_log, dt_bias, state_indices, checkpoint_at, cu_seqlens,
         gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip
-    return _prefill(x, backend)
+    return _in_layout(_prefill(x, backend), kv)
 
 
 def kda_step(
@@ -230,10 +249,11 @@ def kda_step(
     beta_activation: str = "sigmoid",
     qk_l2norm: bool = True,
     scale: float | None = None,
+    state_layout: str = "vk",
     backend: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decode one or a few tokens per sequence, updating `state` in place; not differentiable.
+    """Decode one or a few tokens per sequence, updating `state` [N, HV, V, K] in place; not differentiable.
 
     Args:
         q, k, v, g, beta, A_log, dt_bias, gate_activation, lower_bound, beta_activation, qk_l2norm, scale, backend:
@@ -251,6 +271,7 @@ def kda_step(
             sequences must not share a slot. 'eager', which reads the values, raises on that and on slots outside of the
             pool; on CUDA, where the host reads no value, such slots count as -1, and which update of a shared slot
             survives is undefined.
+        state_layout: as in `kda_prefill`.
         num_accepted: [N] int32 or int64, with state_indices [N, T]: how many of the previous call's tokens were
             accepted; sequence n then reads slot [n, num_accepted[n] - 1]. Ignored in rows where every slot is -1.
         cu_seqlens: as in `kda`, for sequences of different lengths.
@@ -264,6 +285,8 @@ def kda_step(
         TypeError, ValueError: as `kda`, or the state cannot be written (it is expanded, or an inference tensor outside
             of torch.inference_mode()); the state is then unchanged.
     """
+    if check_state_layout(state_layout):
+        state = from_kv("state", state, in_place=True)
     x = DecodeInputs(
         q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, state_scale, out,
         gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
