@@ -171,7 +171,7 @@ class CapturedDecoding:
 
 
 class _Call(NamedTuple):
-    """What a graph holds of a call, and the tensors that it reads."""
+    """A call as a graph holds it, with the tensors that it reads."""
 
     cache: StaticCache
     arguments: Any
@@ -202,7 +202,7 @@ class _Captured:
 
 
 class _History:
-    """What the objects of one model leave to later ones."""
+    """Facts that the objects of one model leave to later ones."""
 
     def __init__(self) -> None:
         self.captured: set[int] = set()  # hashes of kinds of steps: if two agree, one may be captured too early

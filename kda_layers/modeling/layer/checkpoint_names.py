@@ -1,4 +1,4 @@
-"""How a family names, splits and shapes the weights of a KDA layer."""
+"""Names, splits and shapes of the weights of a KDA layer in each family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers has to know of our models: Auto classes, other heads, and the tables that go by names."""
+"""Registration of our models in transformers: Auto classes, other heads, and the tables that go by names."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def read_shards(
 
 
 class _Facts(NamedTuple):
-    """What ranks tell each other about their arguments."""
+    """Facts about their arguments that ranks exchange."""
 
     accepted: int  # 0 on a rank that refuses its arguments
     packed: int

@@ -1,4 +1,4 @@
-"""What transformers' continuous batching is asked to serve, and the options that it chooses for models with KDA layers.
+"""Requests to transformers' continuous batching, and the options that it chooses for models with KDA layers.
 
 This file is imported by `enable_continuous_batching` alone.
 """
