@@ -1,3 +1,3 @@
 """The KDA layer, its cache, language models made of it, and transformers' models with it."""
 
-from kda_layers.modeling import old_paths as old_paths
+from kda_layers.modeling.models import hub as hub  # makes the modules of older checkpoints importable

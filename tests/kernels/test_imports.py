@@ -213,7 +213,7 @@ FLOORS = (
     {"models"},
     {"swap", "serving", "checkpoints"},
 )
-ROOMS = [f for f in FILES if f.is_relative_to(PACKAGE / "modeling") and f.stem not in ("old_paths", "__init__")]
+ROOMS = [f for f in FILES if f.is_relative_to(PACKAGE / "modeling") and f.stem != "__init__"]
 
 
 def room_of(module: str) -> str:

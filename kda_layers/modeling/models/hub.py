@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import re
 import secrets
@@ -10,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 from string import Template
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `import kda_layers` imports this module, but not transformers' modelling code
@@ -21,7 +23,7 @@ MARK = "written by kda_layers, "
 # Imports are absolute, because transformers copies relatively imported files along with the code, and stand in a try
 # block: outside of one, transformers tells the user to install the package that is named like a missing module, whoever
 # registered it. Classes are subclassed, because transformers marks those that it loads from a checkpoint's folder.
-# Module paths are part of the checkpoint format: a module that moves gets a row in `old_paths.MOVED`.
+# Module paths are part of the checkpoint format: one that moves gets a row in MOVED.
 CODE_TEMPLATE = Template('''\
 """Loads this checkpoint with trust_remote_code=True. All code is in the package kda_layers."""
 
@@ -55,6 +57,31 @@ class $causal_lm(PackageForCausalLM):
 
 # The code of version 0.1 begins with this and has no digest.
 UNSIGNED = '"""Loads this checkpoint with trust_remote_code=True. All code is in the package: '
+
+# Modules that the code of older checkpoints imports -> those that have their names now, all below kda_layers.modeling.
+MOVED = {
+    "configuration_kda": ("models.configuration_kda",),
+    "modeling_kda": ("models.modeling_kda",),
+    "configuration_variants": tuple(f"swap.families.kda_{kind}" for kind in ("llama", "mistral", "qwen3")),
+    **{f"families.{kind}": (f"swap.families.kda_{kind}",) for kind in ("llama", "mistral", "qwen3")},
+    **{f"families.kda_{kind}": (f"swap.families.kda_{kind}",) for kind in ("llama", "mistral", "qwen2", "qwen3")},
+}
+
+
+class MovedModule(ModuleType):
+    """A module at its old path; imports the new one when a name of it is first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):  # inspect looks for __file__ and the like in every module
+            package, _, old = self.__name__.partition(".modeling.")
+            for new in MOVED[old]:
+                module = importlib.import_module(f"{package}.modeling.{new}")
+                if hasattr(module, name):
+                    return getattr(module, name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+sys.modules |= {path: MovedModule(path) for path in (f"kda_layers.modeling.{old}" for old in MOVED)}
 
 CARD_TEMPLATE = Template("""\
 ---
