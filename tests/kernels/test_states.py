@@ -111,7 +111,7 @@ def test_states_in_the_other_layout(dtype: torch.dtype) -> None:
 
 
 def test_states_in_the_other_layout_are_updated_in_place() -> None:
-    """Where their memory is [V, K], as that of states that `kda` returns; else nothing is written."""
+    """States are written if their memory is [V, K], as of those that `kda` returns; otherwise nothing is."""
     x = make_inputs(Case(T=70, B=2, H=1, K=16, V=16, dtype=FP32, state=True))
     token, slots = [t[:, :1] for t in x[:5]], torch.tensor([2, 0])
     for run, given in ((kda_prefill, x[:5]), (kda_step, token)):

@@ -1,1 +1,1 @@
-"""What a model reads of a call: packing, masks, offsets, keywords and the cache by any of its names."""
+"""Inputs of a model's call: packing, masks, offsets, keywords and the cache by any of its names."""
