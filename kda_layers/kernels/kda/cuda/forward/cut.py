@@ -1,4 +1,4 @@
-"""Which sequences the forward cuts into segments, and where."""
+"""Cuts of the forward's sequences into segments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AUTO_PROCESSORS = 32  # and on so many multiprocessors or more: at most 16 are a
 
 
 class Cut(NamedTuple):
-    """Where sequences are cut: by their own length and number of value heads alone."""
+    """Cuts of sequences, by their own length and number of value heads alone."""
 
     longer: int  # tokens from which a sequence is cut
     shortest: int = 1024  # tokens of a segment
@@ -53,7 +53,7 @@ def cut_of(x: Inputs) -> Cut:
 
 
 def cuts(x: Inputs, machine: Machine) -> bool:
-    """Whether a call has sequences that may be cut, by its options and shapes."""
+    """Return True if a call has sequences that may be cut, by its options and shapes."""
     (T, HV), cut = x.v.shape[1:3], cut_of(x)
     if x.segments == "never" or cut.tiles < 2 * HV:
         return False

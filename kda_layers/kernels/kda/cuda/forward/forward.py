@@ -188,12 +188,12 @@ def chunk_rows(x: Inputs) -> int:
 
 
 def in_chunks(T: int, tails: bool) -> int:
-    """How many of a sequence's T tokens are in chunks: with `tails`, not the last ones (tails.py)."""
+    """Return the number of a sequence's T tokens that are in chunks: with `tails`, not the last ones (tails.py)."""
     return T - T % CHUNK if tails and T % CHUNK <= TAIL else T
 
 
 class Tails(NamedTuple):
-    """What a call needs whose last tokens the decode kernel computes."""
+    """Tensors of a call whose last tokens the decode kernel computes."""
 
     order: Tensor | None = None  # what order.cu writes
     handover: Tensor | None = None  # fp32 [sequences in that order, HV, V, K], states before last tokens, out

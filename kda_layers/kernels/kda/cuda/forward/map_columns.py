@@ -19,7 +19,7 @@ from .shares import PREPARES, WIDTH, Shares
 THREADS = 512
 SLICES = 2  # a block scans v, another rows of I
 STAGES = 4  # chunks in shared memory, and their v
-SCANS = 1.2  # microseconds of a chunk, on an H100 (docs/internals/lab_notes.md); as shares.PREPARES
+SCANS = 1.2  # microseconds of a chunk, on an H100 (docs/internals/studies); as shares.PREPARES
 
 
 class Variant(NamedTuple):

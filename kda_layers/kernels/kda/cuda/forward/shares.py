@@ -1,4 +1,4 @@
-"""How the blocks of two_roles.cu are shared out between scanning and preparing, and whether that is worth it.
+"""Partition of the blocks of two_roles.cu into scanning and preparing ones, and whether that is worth it.
 
 Both follow from a model of measured times.
 """
@@ -17,7 +17,7 @@ WIDTH = 128  # of heads
 BV = 64  # columns of V per block that scans
 SLICES = WIDTH // BV  # blocks of a CTA group that scans, a cluster
 
-# Microseconds, within 7 % of times measured on an H100 (docs/internals/lab_notes.md). A chunk of one head takes a
+# Microseconds, within 7 % of times measured on an H100 (docs/internals/studies). A chunk of one head takes a
 # multiprocessor that prepares 5.05, and a group that scans 0.99 and some for each group; by forward.cu a chain of
 # chunks takes 1.25 for each, or where blocks have 32 columns of V 1.95 on an H200 and up to 2.2 on an H100. The rest
 # does not depend on the length. STORES is what a checkpoint adds to the scan of a chunk, within 3 % on an H200;
@@ -41,7 +41,7 @@ MANY = 48  # with so many sequences, assume that no single one holds most of the
 
 
 class Shares(NamedTuple):
-    """How blocks are shared out."""
+    """A partition of blocks."""
 
     groups: int  # CTA groups that scan
     preparers: int  # blocks that prepare
@@ -49,7 +49,7 @@ class Shares(NamedTuple):
 
     @classmethod
     def of(cls, groups: int, preparers: int) -> Shares:
-        """Return shares with as many places as preparing blocks need; more gained nothing (lab notes)."""
+        """Return shares with as many places as preparing blocks need; more gained nothing (docs/internals/studies)."""
         return cls(groups, preparers, 2 * -(-preparers // groups) + 8)
 
     @property

@@ -40,19 +40,19 @@ MANY = 96  # sequences from which those that have chunks are listed: measured (d
 
 
 class Order(NamedTuple):
-    """What order.cu writes."""
+    """Tensors that order.cu writes."""
 
     order: Tensor  # [N] int32
     places: Tensor  # [N] int32
 
 
 def possible(T: int, packed: bool) -> bool:
-    """Whether a call may have last tokens for the decode kernel; only the GPU knows the lengths of packed sequences."""
+    """Return True if a call may have last tokens; only the GPU knows the lengths of packed sequences."""
     return packed or 1 <= T % CHUNK <= TAIL
 
 
 def has_chunks(T: int) -> bool:
-    """Whether sequences of T tokens have any."""
+    """Return True if sequences of T tokens have any."""
     return T > TAIL
 
 
