@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -171,6 +172,32 @@ def test_every_argument_has_a_name(file: Path) -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     takers = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, functions) and n.args.kwarg]
     assert [f"line {n.lineno}: **{n.args.kwarg.arg}" for n in takers] == []
+
+
+VAGUE = re.compile(r"(What|Of|Which|Where|How|Those|Whether)\b")
+
+
+def vague_docstrings(source: str) -> list[str]:
+    """Return the first lines of docstrings that begin with neither a verb nor a noun."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = (ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
+    return [text.splitlines()[0] for text in texts if VAGUE.match(text)]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    root = PACKAGE.parent
+    folders = ("kda_layers", "tools", "benchmarks", "examples", "tests")
+    files = [file for folder in folders for file in (root / folder).rglob("*.py")]
+    assert len(files) > 100
+    found = {str(file.relative_to(root)): vague_docstrings(file.read_text()) for file in files}
+    assert {name: texts for name, texts in found.items() if texts} == {}
+
+
+def test_vague_docstrings_are_found() -> None:
+    source = '"""{}"""\nclass A:\n    """{}"""\n    def f(self):\n        """{}"""\nasync def g():\n    """{}"""\n'
+    texts = ["What it is.", "Of a class.", "Where it lies.", "Whether it holds."]
+    assert sorted(vague_docstrings(source.format(*texts))) == sorted(texts)
+    assert vague_docstrings(source.format("Howls.", "Offsets.", "", "Return what it is.")) == []
 
 
 def run_python(code: str) -> str:
