@@ -15,8 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kda_layers.kernels.short_conv.backends.triton import BACKWARD_CHANNELS, FORWARD_CHANNELS, MOST_CHANNELS, STRIPS
-from kda_layers.kernels.short_conv.triton.convolution import conv_backward_kernel, conv_forward_kernel
+from kda_layers.kernels.fused.triton.short_conv import (
+    BACKWARD_CHANNELS,
+    FORWARD_CHANNELS,
+    MOST_CHANNELS,
+    STRIPS,
+    conv_backward_kernel,
+    conv_forward_kernel,
+)
 from tests.kernels.triton_usage import usage
 
 INTEGERS = {"D0", "D1", "D2", "T", "N", "strips"}

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kda_layers import KDAConfig, KimiDeltaAttention, biased_attention, kda_step
+from kda_layers.kernels.fused.short_conv import short_conv
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.reference import recurrence
-from kda_layers.kernels.short_conv.op import short_conv
 from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels.cases import FP32, Case, call, make_inputs, options
 

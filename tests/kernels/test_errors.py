@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from kda_layers import KimiDeltaAttention, biased_attention, kda, kda_step
+from kda_layers.kernels.fused import short_conv
 from kda_layers.kernels.kda.reference import log_decay, write_strength
-from kda_layers.kernels.short_conv import op as short_conv
-from kda_layers.kernels.short_conv.contract import Inputs as ConvInputs
 from tests.kernels.cases import BF16, FP16, FP32, FP64, Case, call, make_inputs, options
 
 Arguments = dict[str, Any]
@@ -418,7 +417,7 @@ def batched_backward(q: Tensor) -> Tensor:
 
 
 def convolved(q: Tensor) -> Tensor:
-    return short_conv._short_conv(ConvInputs(q.flatten(2), ONES, None, None), True, "fla").y.sum()
+    return short_conv._short_conv(short_conv.Inputs(q.flatten(2), None, None, ONES, None, None), True, "fla").y0.sum()
 
 
 TRANSFORMED: dict[str, Callable[[Tensor], Any]] = {

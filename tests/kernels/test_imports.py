@@ -24,21 +24,20 @@ TRITON = [f for f in KERNELS if f.parent.name == "triton" and "@triton.jit" in f
 
 # A folder for each operator; the rest of kernels serves all of them and knows none.
 OPERATORS = (
-    "kda", "attention_bias", "short_conv", "layer_step",
+    "kda", "attention_bias", "layer_step",
 )  # fmt: skip
 MADE_OF = {"layer_step": {"kda"}}  # the other operators whose parts an operator uses
-ABOVE = {"over_ranks": {"kda", "short_conv"}}  # folders that run operators, and which
+ABOVE = {"over_ranks": {"kda"}}  # folders that run operators, and which
 # Inside an operator's folder: X -> what of that folder it may import.
 INSIDE = {
     "activations": set(),
-    "history": set(),
     "int8_state": set(),
     "compact": set(),
     "contract": {"activations"},
     "reference": {"activations", "contract"},
     "checks": {"activations", "contract"},
     "dispatch": {"contract"},
-    "op": {"checks", "compact", "contract", "dispatch", "history", "reference"},
+    "op": {"checks", "compact", "contract", "dispatch", "reference"},
     "fla_gate": {"activations", "checks", "contract"},
     "fla_api": {"checks", "contract", "fla_gate", "op"},
     "fla_slots": {"contract"},

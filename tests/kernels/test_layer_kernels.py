@@ -17,12 +17,10 @@ from transformers import DynamicCache
 
 from kda_layers import KDAConfig, KimiDeltaAttention
 from kda_layers.kernels.fla.package import problems
+from kda_layers.kernels.fused import short_conv
 from kda_layers.kernels.fused.gated_norm import GATED_NORM, gated_rms_norm
+from kda_layers.kernels.fused.short_conv import SHORT_CONV
 from kda_layers.kernels.registry import Registry, explain, use_backend
-from kda_layers.kernels.short_conv import op as short_conv
-from kda_layers.kernels.short_conv.backends import fla
-from kda_layers.kernels.short_conv.contract import Inputs
-from kda_layers.kernels.short_conv.dispatch import SHORT_CONV
 from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
@@ -85,13 +83,13 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_they_are_left_out_where_plain_pytorch_is_asked_for() -> None:
     """A name is followed where it can be: of a backend that only the operator next to it has, nothing follows."""
     problem = torch.device("cpu"), BF16, False, False
-    assert SHORT_CONV.choose(None, *problem) == ("fla", False)
-    assert SHORT_CONV.choose("eager", *problem) == ("eager", True)
-    assert SHORT_CONV.choose("sm90", *problem) == ("fla", False)
-    assert SHORT_CONV.choose(None, *problem, 5) == ("fla", False)
-    assert SHORT_CONV.choose("fla", torch.device("cpu"), BF16, True, False) == ("eager", True)
+    assert SHORT_CONV.choose(None, *problem) == "fla"
+    assert SHORT_CONV.choose("eager", *problem) == "eager"
+    assert SHORT_CONV.choose("sm90", *problem) == "fla"
+    assert SHORT_CONV.choose(None, *problem, 5) == "fla"
+    assert SHORT_CONV.choose("fla", torch.device("cpu"), BF16, True, False) == "eager"
     with use_backend("eager"):
-        assert SHORT_CONV.choose(None, *problem) == ("eager", True)
+        assert SHORT_CONV.choose(None, *problem) == "eager"
     x, gate, weight = (torch.ones(1, 128, 2) for _ in range(3))
     for name in ("eager", None):
         with use_backend("eager") if name is None else contextlib.nullcontext():
@@ -114,7 +112,7 @@ def played_kernel(served: None, monkeypatch: pytest.MonkeyPatch) -> None:
             return other.submit(recorded).result()
 
     functions = SimpleNamespace(causal_conv1d_fwd=forward, causal_conv1d_bwd=backward)
-    monkeypatch.setattr(fla, "layer_functions", lambda: functions)
+    monkeypatch.setattr(short_conv, "layer_functions", lambda: functions)
     monkeypatch.setattr(GATED_NORM.backends()["fla"], "problems", lambda: ["not here"])
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)  # a class still: torch asks isinstance of it
 
@@ -145,7 +143,7 @@ def test_conv_op(with_state: bool, lengths: tuple[int, ...] | None) -> None:
     state = normal(N, 5, 4, seed=2) if with_state else None
     args = (x, weight, state, offsets(lengths))
     for save in (False, True):
-        inputs = (x.detach(), weight.detach(), *args[2:], save, "fla")
+        inputs = (x.detach(), None, None, weight.detach(), *args[2:], save, "fla")
         torch.library.opcheck(torch.ops.kda_layers.short_conv.default, inputs)
     compiled = torch.compile(short_conv.short_conv, backend="aot_eager", fullgraph=True)
     results = []
@@ -168,14 +166,15 @@ def test_routing(T: int, with_state: bool, lengths: tuple[int, ...] | None, monk
     weight, state = normal(11, 4, seed=9), normal(N, 11, 4, seed=10) if with_state else None
     cu_seqlens = offsets(lengths)
     plain = short_conv.short_convs(xs, weight, state, cu_seqlens, backend="eager")
-    calls, forward = [], fla.BACKEND.forward
+    calls, functions = [], short_conv.layer_functions()
+    convolve = functions.causal_conv1d_fwd
 
-    def counted(x: Inputs, save: bool) -> Any:
-        calls.append(x.x.shape[-1])
-        return forward(x, save)
+    def counted(x: Tensor, **more: Any) -> Any:
+        calls.append(x.shape[-1])
+        return convolve(x, **more)
 
-    monkeypatch.setattr(fla.BACKEND, "forward", counted)
-    monkeypatch.setattr(fla.BACKEND, "features", frozenset(("few_tokens",)))
+    monkeypatch.setattr(functions, "causal_conv1d_fwd", counted)
+    monkeypatch.setattr(SHORT_CONV.backend("fla"), "features", frozenset(("few_tokens",)))
     fused = short_conv.short_convs(xs, weight, state, cu_seqlens)
     assert calls == list(widths)
     for got, want in zip((*fused[0], fused[1]), (*plain[0], plain[1]), strict=True):
@@ -229,7 +228,7 @@ def test_short_conv(
             with use_backend("eager"):
                 return short_conv.short_conv(x, weight, state, cu_seqlens)[0]
         chosen = "triton" if backend is None and 2 <= W <= 4 else "fla"
-        assert SHORT_CONV.choose(backend, x.device, x.dtype, False, False, W) == (chosen, False)
+        assert SHORT_CONV.choose(backend, x.device, x.dtype, False, False, W) == chosen
         return short_conv.short_conv(x, weight, state, cu_seqlens, backend=backend)[0]
 
     check_against_fp64(run, tensors, dtype)

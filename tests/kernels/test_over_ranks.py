@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from kda_layers.kernels.fused.short_conv import short_convs
 from kda_layers.kernels.kda.backends.eager import EagerBackend
 from kda_layers.kernels.kda.contract import Gradients, Inputs, KDAOutput
 from kda_layers.kernels.kda.dispatch import KDA
@@ -27,7 +28,6 @@ from kda_layers.kernels.over_ranks.kda import kda_over_ranks
 from kda_layers.kernels.over_ranks.pieces import TOKENS
 from kda_layers.kernels.over_ranks.shards import Shards, chain_pays
 from kda_layers.kernels.over_ranks.short_conv import short_convs_over_ranks
-from kda_layers.kernels.short_conv.op import short_convs
 from kda_layers.testing.budgets import BF16, FP32, FP64, budget, error
 from tests.ranks import Cases, Ranks, exchanges, outcomes
 

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels import triton_package
-from kda_layers.kernels.short_conv.backends.triton import BACKEND
-from kda_layers.kernels.short_conv.dispatch import SHORT_CONV
-from kda_layers.kernels.short_conv.op import short_conv, short_convs
+from kda_layers.kernels.fused.short_conv import SHORT_CONV, short_conv, short_convs
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
+TRITON = SHORT_CONV.backend("triton")
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
 ON_GPU = torch.cuda.is_available()
 WIDTHS = (3, 40, 6)
@@ -35,7 +34,7 @@ T = sum(LENGTHS)
 @pytest.fixture(autouse=True)
 def _any_length(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels serve a few tokens as well, so that the cases can be small."""
-    monkeypatch.setattr(BACKEND, "features", frozenset(("few_tokens",)))
+    monkeypatch.setattr(TRITON, "features", frozenset(("few_tokens",)))
     SHORT_CONV.clear_caches()
     yield
     SHORT_CONV.clear_caches()
@@ -101,7 +100,7 @@ def test_against_fp64(W: int, dtype: torch.dtype, packed: bool, with_state: bool
     xs = [normal(B, T, width, seed=i) for i, width in enumerate(WIDTHS)]
     state = normal(N, sum(WIDTHS), W, seed=9) if with_state else None
     cu_seqlens = offsets(LENGTHS, torch.int64 if with_state else torch.int32) if packed else None
-    assert SHORT_CONV.choose("triton", torch.device(BEST_DEVICE), dtype, True, False, W) == ("triton", False)
+    assert SHORT_CONV.choose("triton", torch.device(BEST_DEVICE), dtype, True, False, W) == "triton"
     check_against_fp64(xs, normal(sum(WIDTHS), W, seed=8), state, cu_seqlens, dtype=dtype)
 
 
@@ -192,7 +191,7 @@ def test_op(packed: bool) -> None:
     state = normal(2 if packed else 1, 6, 2, seed=2).to(BEST_DEVICE, FP32)
     for save in (False, True):
         args = (*(x.detach() for x in xs), weight.detach(), state, cu_seqlens, save, "triton")
-        torch.library.opcheck(torch.ops.kda_layers.short_conv_triple.default, args)
+        torch.library.opcheck(torch.ops.kda_layers.short_conv.default, args)
     compiled = torch.compile(short_convs, backend="aot_eager", fullgraph=True)
     results = []
     for f in (short_convs, compiled):
@@ -206,7 +205,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = dataclasses.replace(SHORT_CONV.problem.default("cpu"), device="cuda", arch=90)
 
     def reasons(**changes: object) -> str:
-        return "; ".join(BACKEND.unsupported(dataclasses.replace(gpu, **changes)))
+        return "; ".join(TRITON.unsupported(dataclasses.replace(gpu, **changes)))
 
     monkeypatch.setattr(triton_package, "is_installed", lambda: True)
     monkeypatch.setattr(triton_package, "interprets", lambda: False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from kda_layers.kernels.short_conv.op import short_conv
+from kda_layers.kernels.fused.short_conv import short_conv
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, error
 from tests.modeling.common import same
 

@@ -41,9 +41,9 @@ class Problem(AnyProblem):
 
 
 class Form(Backend):
-    """A backend that is a function with the arguments of the operator."""
+    """A backend that is a function with the arguments of the operator, or the `forward` and `backward` of its op."""
 
-    def __init__(self, run: Callable[..., Any], few_tokens: bool = False) -> None:
+    def __init__(self, run: Any = None, few_tokens: bool = False) -> None:
         """Declare a form; `few_tokens` is True if it also serves calls with few tokens."""
         self.run = run
         if few_tokens:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import accumulator_dtype
-from ..declarations import Backend as AnyBackend
+from ..declarations import Backend
+from ..fused.short_conv import SHORT_CONV, Gradients, Inputs, Outputs, choose, given, short_convs, silu_slope, three
 from ..operator import Differentiable, NoGradOperator, Operator
-from ..short_conv.contract import Backend, Inputs, TripleInputs, silu_slope
-from ..short_conv.dispatch import SHORT_CONV
-from ..short_conv.op import choose, short_convs
 from .shards import Shards, check_chain, check_contiguous
 
 
@@ -68,10 +66,10 @@ def short_convs_over_ranks(
                 ends = torch.cat([x.detach()[:, 1 - W :] for x in rows], -1)
                 halo = _halo(_Ends(ends, cu_seqlens, shards.group, shards.order, T), "")
             shards.remember("convolution", halo)
-        x = _Inputs(*_three(rows), weight, halo, cu_seqlens, shards.group, shards.order)
+        x = _Inputs(*three(rows), weight, halo, cu_seqlens, shards.group, shards.order)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*rows, weight))
-        name, _ = choose(backend, rows[0], weight, None)
-        ys = _given(_short_convs_over_ranks(x, needs_grad, name))
+        name = choose(backend, rows[0], weight, None)
+        ys = given(_short_convs_over_ranks(x, needs_grad, name))
     return [y.reshape(x.shape) for y, x in zip(ys, xs, strict=False)]
 
 
@@ -86,61 +84,37 @@ class _Inputs(NamedTuple):
     order: str
 
 
-class _Outputs(NamedTuple):
-    y0: Tensor
-    y1: Tensor | None
-    y2: Tensor | None
-
-
-class _Gradients(NamedTuple):
-    x0: Tensor
-    x1: Tensor | None
-    x2: Tensor | None
-    weight: Tensor
-
-
 class _OverRanks(Differentiable):
-    """A backend of the short convolution, over ranks."""
+    """A form of the short convolution, over ranks."""
 
-    def __init__(self, name: str, inner: Backend):
+    def __init__(self, name: str, inner: Any):
         self.name, self.inner = name, inner
 
     def saved_like(self, x: _Inputs) -> list[Tensor]:
         return []
 
-    def forward(self, x: _Inputs, save: bool) -> tuple[_Outputs, list[Tensor]]:
+    def forward(self, x: _Inputs, save: bool) -> tuple[Outputs, list[Tensor]]:
         call = _Call(x)
         ys, _ = short_convs(call.xs, x.weight, call.state, call.offsets, keep_state=False, backend=self.name)
-        return _Outputs(*_three([y.contiguous() for y in ys])), []
+        return Outputs(*three([y.contiguous() for y in ys])), []
 
-    def backward(self, x: _Inputs, saved: list[Tensor], *d_outputs: Tensor | None) -> _Gradients:
+    def backward(self, x: _Inputs, saved: list[Tensor], *d_outputs: Tensor | None) -> Gradients:
         call = _Call(x)
         d_ys = [torch.zeros_like(t) if d is None else d for t, d in zip(call.xs, d_outputs, strict=False)]
-        *d_xs, d_weight = self._gradients(call, d_ys)
+        inputs = Inputs(*three(call.xs), call.weight, call.state, call.offsets)  # the state is a constant
+        gradients = self.inner.backward(inputs, [], *d_ys)
+        d_xs = given(gradients)
         d_ends = _shifted(call.halo_gradient(d_ys), call.shards, 1)
         for d_x, d_end in zip(d_xs, d_ends.split(call.widths, -1), strict=True):
             d_x[:, -d_end.shape[1] :] += d_end
-        return _Gradients(*_three(d_xs), d_weight)
-
-    def _gradients(self, call: _Call, d_ys: list[Tensor]) -> list[Tensor]:
-        """Gradients of the inputs and of the weight for a constant state."""
-        if self.inner.together and len(call.xs) == 3:
-            x0, x1, x2 = call.xs
-            together = TripleInputs(x0, x1, x2, call.weight, call.state, call.offsets)
-            return list(self.inner.backward(together, [], *d_ys))
-        weights, states = call.weight.split(call.widths), call.state.split(call.widths, 1)
-        parts = [
-            self.inner.backward(Inputs(x, weight, state, call.offsets), [], d_y)
-            for x, weight, state, d_y in zip(call.xs, weights, states, d_ys, strict=True)
-        ]
-        return [*(part.x for part in parts), torch.cat([part.weight for part in parts])]
+        return Gradients(*three(d_xs), gradients.weight)
 
 
 class _Call:
     """A call as an ordinary convolution of the local sequences, whose states begin with the halo."""
 
     def __init__(self, x: _Inputs):
-        self.xs, self.weight, self.halo = _given(x), x.weight, x.halo
+        self.xs, self.weight, self.halo = given(x), x.weight, x.halo
         self.widths = [t.shape[2] for t in self.xs]
         self.shards, self.packed = Shards.read(x.group, x.order), None
         self.state, self.offsets = pad(x.halo.mT, (1, 0)), None
@@ -198,7 +172,7 @@ def _shifted(rows: Tensor, shards: Shards, step: int) -> Tensor:
     return shards.shifted(pieces, step).transpose(0, 1).flatten(0, 1)
 
 
-class _Exchange(AnyBackend):
+class _Exchange(Backend):
     """Hands the ends of pieces on to the pieces after them."""
 
     def halo(self, x: _Ends) -> Tensor:
@@ -220,32 +194,21 @@ class _Only:
 
 
 class _Backends:
-    """The backends of the short convolution, over ranks, by name."""
+    """The forms of the short convolution, over ranks, by name."""
 
     @functools.cache  # noqa: B019  (one object)
     def backend(self, name: str) -> _OverRanks:
         return _OverRanks(name, SHORT_CONV.backend(name))
 
 
-def _given(x: _Inputs | _Outputs) -> list[Tensor]:
-    """Return the tensors that are convolved, or the results."""
-    return [t for t in x[:3] if isinstance(t, Tensor)]
-
-
-def _three(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    first, *others = tensors
-    second, third = [*others, None, None][:2]
-    return first, second, third
-
-
 _halo: NoGradOperator[_Ends] = NoGradOperator(
     "short_convs_halo", _Ends, (), _Only(), "halo", lambda x: x.ends.new_empty(x.ends.shape)
 )
-_short_convs_over_ranks: Operator[_Inputs, _Outputs] = Operator(
+_short_convs_over_ranks: Operator[_Inputs, Outputs] = Operator(
     "short_convs_over_ranks",
     _Inputs,
-    _Outputs,
-    _Gradients,
+    Outputs,
+    Gradients,
     _Backends(),
-    lambda x: _Outputs(*_three([t.new_empty(t.shape) for t in _given(x)])),
+    lambda x: Outputs(*three([t.new_empty(t.shape) for t in given(x)])),
 )

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.fused.short_conv import state_after
 from ...kernels.kda.contract import CHUNK
 from ...kernels.kda.op import kda, kda_prefill, kda_step
-from ...kernels.short_conv.op import state_after
 from .slots import SlotState
 from .state import LayerState, Past
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ...kernels.checks import check_offsets, sequence_offsets
 from ...kernels.fused.gated_norm import gated_rms_norm
+from ...kernels.fused.short_conv import short_convs
 from ...kernels.kda.checks import check_lower_bound, check_recompute
 from ...kernels.kda.contract import state_dtype
 from ...kernels.over_ranks.kda import kda_over_ranks
 from ...kernels.over_ranks.shards import Shards
 from ...kernels.over_ranks.short_conv import short_convs_over_ranks
-from ...kernels.short_conv.op import short_convs
 from ..checks import as_int, as_rank, check_epsilon, check_no_adapter, check_no_unknown, check_rate
 from ..inputs.cache_argument import takes_cache
 from .attend import attend, attend_and_record

@@ -1,1 +1,0 @@
-"""Triton kernels of short_conv. Files with kernels import triton: they are imported where they are launched."""
