@@ -286,7 +286,7 @@ DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
     while (!mbarrier_try_wait(barrier, parity)) {}
 }
 
-// One store to global memory. Of a plain assignment whose words are computed apart the compiler makes a store for each.
+// One store to global memory. The compiler splits a plain assignment whose words are computed separately.
 DEVICE void store_global(void* to, uint4 x) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};"
                  :

@@ -80,13 +80,13 @@ def _choose(x: PrefillInputs, boundaries: Tensor, initial: Tensor | None, live: 
     assert x.checkpoint_at is not None
     at = x.checkpoint_at.long()
     lengths = torch.full_like(at, x.q.shape[1]) if x.cu_seqlens is None else x.cu_seqlens.diff().long()
-    whole = lengths // CHUNK
+    full_chunks = lengths // CHUNK
     valid = (at >= 0) & (at % CHUNK == 0) & (at <= lengths)
     if live is not None:
         valid &= live
     chosen = torch.zeros_like(x.checkpoints) if initial is None else initial
     rows = boundaries.flatten(0, 1)
     if rows.shape[0]:
-        row = (whole.cumsum(0) - whole + at // CHUNK - 1).clamp(0, rows.shape[0] - 1)
+        row = (full_chunks.cumsum(0) - full_chunks + at // CHUNK - 1).clamp(0, rows.shape[0] - 1)
         chosen = torch.where(_by_sequence(at > 0), rows[row], chosen)
     x.checkpoints.copy_(torch.where(_by_sequence(valid), chosen, 0.0))

@@ -242,15 +242,15 @@ def _scan(
 
 
 def _checkpoints(x: Inputs, h: Tensor, final: Tensor | None, table: list[Tensor]) -> Tensor:
-    """The states after whole chunks [B, T // 64, HV, V, K], from those before every chunk and the final ones."""
+    """The states after full chunks [B, T // 64, HV, V, K], from those before every chunk and the final ones."""
     assert final is not None
     rows = x.checkpoint_count
     if x.cu_seqlens is None:
         return torch.cat((h[:, 1:], final[:, None]), 1)[:, :rows].contiguous()
-    first, whole = table[1].long(), x.cu_seqlens.diff().long() // CHUNK
-    offsets = torch.nn.functional.pad(whole.cumsum(0), (1, 0))
+    first, full_chunks = table[1].long(), x.cu_seqlens.diff().long() // CHUNK
+    offsets = torch.nn.functional.pad(full_chunks.cumsum(0), (1, 0))
     row = torch.arange(rows, device=h.device)
-    sequence = (torch.searchsorted(offsets, row, right=True) - 1).clamp(max=len(whole) - 1)
+    sequence = (torch.searchsorted(offsets, row, right=True) - 1).clamp(max=len(full_chunks) - 1)
     after = first[sequence] + row - offsets[sequence] + 1
     last = (after >= first[sequence + 1])[:, None, None, None]
     states = torch.where(last, final[sequence], h[0, after.clamp(max=h.shape[1] - 1)])

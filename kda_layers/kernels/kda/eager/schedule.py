@@ -159,6 +159,6 @@ class Plan(NamedTuple):
         return x.q.new_zeros(shape, dtype=state_dtype(x.q.dtype))
 
     def checkpoint_rows(self, chunk: int) -> Tensor:
-        """Checkpoint rows of the sequences, a prefix, whose chunk `chunk` is whole."""
-        whole = int((self.lengths >= (chunk + 1) * CHUNK).sum())
-        return self.checkpoint_starts[:whole] + chunk
+        """Checkpoint rows of the sequences, a prefix, whose chunk `chunk` is full."""
+        count = int((self.lengths >= (chunk + 1) * CHUNK).sum())
+        return self.checkpoint_starts[:count] + chunk

@@ -161,7 +161,7 @@ struct Shared {
         return reinterpret_cast<float4*>(base + fragment / 2 * BLOCK_SHARES * SHARE) +
                ((which * CHANNEL_WARPS + warp) * 2 + fragment % 2) * 32;
     }
-    DEVICE float2* totals(int b, int warp) const {  // decays of whole blocks, of a lane's two channels
+    DEVICE float2* totals(int b, int warp) const {  // decays of full blocks, of a lane's two channels
         return reinterpret_cast<float2*>(floats(AT_TOTALS) + b * K) + 8 * warp;
     }
     // A half's sums [K], in the place of what is read before both halves of a chunk have met

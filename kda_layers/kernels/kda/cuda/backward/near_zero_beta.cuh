@@ -33,15 +33,15 @@ DEVICE void add(Vector& to, float factor, const Vector& x) {
 // to += factor * state [V, K] * x
 DEVICE void add_state(Lane lane, Vector& to, float factor, const unsigned char* state, const Vector& x,
                       const Shared& shared) {
-    float* whole = shared.inner_parts(lane.warp);  // unused until the next barrier, which other warps may wait at
+    float* staged = shared.inner_parts(lane.warp);  // unused until the next barrier, which other warps may wait at
     #pragma unroll
-    for (int i = 0; i < ELEMENTS; i++) whole[lane.id + 32 * i] = x[i];
+    for (int i = 0; i < ELEMENTS; i++) staged[lane.id + 32 * i] = x[i];
     warp_sync();
     for (int c = 0; c < K; c++) {
         #pragma unroll
         for (int i = 0; i < ELEMENTS; i++) {
             int v = lane.id + 32 * i;
-            to[i] += factor * whole[c] * Io::load(reinterpret_cast<const u16*>(state + piece_at(v, c / 8, V)) + c % 8);
+            to[i] += factor * staged[c] * Io::load(reinterpret_cast<const u16*>(state + piece_at(v, c / 8, V)) + c % 8);
         }
     }
     warp_sync();

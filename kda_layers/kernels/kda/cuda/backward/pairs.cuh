@@ -1,6 +1,6 @@
 // Gradients through pairs of a chunk's tokens, and of the decays between them.
 //
-// Between blocks of 16 tokens the decay is a product of three: from the later block's start, of whole blocks between,
+// Between blocks of 16 tokens the decay is a product of three: from the later block's start, of full blocks between,
 // to the earlier block's end. Within 16 tokens it is split at the middle of the smallest aligned block of 2, 4, 8 or 16
 // that holds both, as in prepare.cuh. The gradient of a token's log-decay is the sum of the terms that pass through it,
 // and of no others: differences of sums would leave the rounding of terms that cancel. Terms that end in a read pass

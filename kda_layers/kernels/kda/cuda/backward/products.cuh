@@ -87,7 +87,7 @@ DEVICE float over_tokens(float x) {  // sum over the lanes that have the same ch
 
 // Gradients of a warp's channels and tokens through the state, at the ends of each block of 16 tokens: of queries and of
 // keys that read, decayed from the block's start; of keys that write, decayed to its end. Also <S, dS> for each channel,
-// what passes through the whole chunk: the warps of either half of the tokens sum it over one half of V.
+// what passes through the chunk: the warps of either half of the tokens sum it over one half of V.
 enum Which { QUERIES, READERS, WRITERS };
 struct StateGradients {
     Tokens x[3];

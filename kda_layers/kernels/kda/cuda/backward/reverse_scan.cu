@@ -7,7 +7,7 @@
 // A CTA has 64 columns of V, which are independent, and a scanning warp 16 of them, as rows of every MMA: the result of
 // one MMA, rounded, is operand A of the next in the same lane. So the chain from chunk to chunk does not pass through
 // shared memory. What a scanning warp issues is what a chunk takes, so in the loop it addresses no global memory: moving
-// warps bring dO' to shared memory and take bX and dS from there, by whole rows of 128 bytes. One more warp copies the
+// warps bring dO' to shared memory and take bX and dS from there, by complete rows of 128 bytes. One more warp copies the
 // chunks.
 #include "ReverseScanParams.h"
 #include "columns.cuh"
@@ -285,7 +285,7 @@ DEVICE void scan(Lane lane, const ReverseScanParams& p, const Shared& shared) {
 
 // ---------------------------------------------------------------- the moving warps
 
-// A warp's 16 tokens of a chunk of dO, whole rows of it, on their way to the scanning warps.
+// A warp's 16 tokens of a chunk of dO, complete rows of it, on their way to the scanning warps.
 struct Outputs : Rows {
     // Give them, scaled, to the scanning warps.
     DEVICE void give(Lane lane, const Shared& shared, u32 count) const {

@@ -17,6 +17,6 @@ template <class Params> DEVICE int offset_of(const Params& p, int sequence) {
                            : static_cast<const int*>(p.cu_seqlens)[sequence];
 }
 
-// Matrices of 16-bit elements are stored in 8 x 8 blocks of 128 bytes, 8 elements of a row side by side: the byte of
-// block (i, j) of a matrix with `columns` blocks side by side.
+// Matrices of 16-bit elements are stored in 8 x 8 blocks of 128 bytes, 8 adjacent elements of a row: the byte of
+// block (i, j) of a matrix that is `columns` blocks wide.
 DEVICE constexpr int block_at(int i, int j, int columns) { return (i * columns + j) * 128; }

@@ -3,12 +3,12 @@
 // A CTA has BV columns of V, which are independent, and a scanning warp 16 of them: the result of one MMA, rounded, is
 // operand A of the next in the same lane, so that the chain from chunk to chunk does not pass through shared memory. What a
 // scanning warp issues is what a chunk takes, so moving warps bring a chunk's values to shared memory and take its results from
-// there, by whole rows; of global memory, a scanning warp addresses only states and their gradients.
+// there, by complete rows; of global memory, a scanning warp addresses only states and their gradients.
 #pragma once
 #include "stage.cuh"
 
 constexpr int WARPS = BV / 16, MOVERS = 4;  // warps that scan, 16 columns each, and that move
-static_assert(WARPS % 4 == 0, "whole warpgroups scan");
+static_assert(WARPS % 4 == 0, "only full warpgroups scan");
 
 // Arrive at a barrier that expects every warp of a role.
 DEVICE void signal(Lane lane, u64* barrier) {
@@ -86,7 +86,7 @@ struct StateColumns {
 
 // ---------------------------------------------------------------- the moving warps
 
-// A warp's 16 tokens of a chunk, whole rows: each lane has 16 bytes of every TOKENS-th token.
+// A warp's 16 tokens of a chunk, complete rows: each lane has 16 bytes of every TOKENS-th token.
 struct Rows {
     static constexpr int PIECES = BV / 8, TOKENS = 32 / PIECES;
     uint4 x[16 / TOKENS];

@@ -14,14 +14,14 @@
 constexpr int PIECE = 16 / STATE_BYTES;      // elements that a lane reads at once
 constexpr int PIECES = K / (LANES * PIECE);  // of a row in a lane
 constexpr int WIDTH = PIECES * PIECE;        // elements of a row in a lane
-constexpr int GROUPS = 32 / LANES;           // rows side by side in a warp
+constexpr int GROUPS = 32 / LANES;           // rows in a warp at once
 constexpr int WARP_ROWS = ROWS * GROUPS;
 constexpr int WARP_PIECES = ROWS * PIECES;  // in a lane
 constexpr int BLOCK_ROWS = WARP_ROWS * WARPS;
 constexpr int SLICES = V / BLOCK_ROWS;  // CTAs of a head
 // Lanes that hold the same output: the same sum after `reduce`, or, with int8, that of one of two rows.
 constexpr int COPIES = STATE_BYTES == 1 ? LANES / 2 : LANES / ROWS;
-constexpr int OUTPUT_ROWS = GROUPS * (LANES / COPIES);  // of a warp, side by side in its lanes
+constexpr int OUTPUT_ROWS = GROUPS * (LANES / COPIES);  // of a warp, in its lanes at once
 constexpr int PER_LANE = K / 32;                        // elements of q, k and g in a lane that prepares a token
 // Resident warps per SM that registers are limited for: as many as are possible without spills.
 DEVICE constexpr int resident_warps() {

@@ -11,7 +11,7 @@
 // every token.
 //
 // Chosen by the build: what state.cuh names, IO (Bf16 or Fp16), and the shape of the work: ROWS, WARPS and LANES. With
-// TAILS > 0 the kernel computes only the tokens after a sequence's whole chunks, if there are at most TAILS of them. It
+// TAILS > 0 the kernel computes only the tokens after a sequence's full chunks, if there are at most TAILS of them. It
 // starts from p.after, the state after the chunks, or from p.before if there are none.
 #include "DecodeParams.h"
 #include "state.cuh"
@@ -195,10 +195,10 @@ struct Pool {
     }
     DEVICE unsigned char* state_at(u32 slot) const { return states + 16 * (u64(slot) * p.slot_stride); }
 #if TAILS
-    // The state before the last tokens of sequence n, which has `whole` tokens in chunks; null if it is zero.
-    DEVICE const unsigned char* before(u32 n, u32 slot, u32 whole) const {
-        const unsigned char* from = whole ? p.after : p.before;
-        const u32 row = whole && p.places ? p.places[n] : slot;
+    // The state before the last tokens of sequence n, which has `in_chunks` tokens in chunks; null if it is zero.
+    DEVICE const unsigned char* before(u32 n, u32 slot, u32 in_chunks) const {
+        const unsigned char* from = in_chunks ? p.after : p.before;
+        const u32 row = in_chunks && p.places ? p.places[n] : slot;
         return from ? from + (states - p.state) + 16 * (u64(row) * p.slot_stride) : nullptr;
     }
 #endif
@@ -326,10 +326,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     u16* o = p.o + (output * at.heads + at.head) * V + at.block_row + at.row;
 
     // Load the first tokens before the states: they need more work after they arrive.
-    const u32 whole = threadIdx.x % 32;
+    const u32 lane = threadIdx.x % 32;
     const bool prepares = WARPS == 1 || at.warp < min(p.stage, tokens);
     Raw raw;
-    if (prepares) fetch(raw, p, batch, start + at.warp, at.head, at.block_row, whole);
+    if (prepares) fetch(raw, p, batch, start + at.warp, at.head, at.block_row, lane);
     u32 slot;
     if (!source_of(p, n, slot)) return clear_outputs(o, tokens, at.heads);
     const Pool pool(p, at);
@@ -342,16 +342,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
 #endif
 #if STATE_BYTES == 1
     Scales scales;
-    scales.load(pool.scales_at(slot), whole);
+    scales.load(pool.scales_at(slot), lane);
 #endif
-    if (prepares) prepare_token(shared.tokens[at.warp], raw, p, whole);
+    if (prepares) prepare_token(shared.tokens[at.warp], raw, p, lane);
 #if STATE_BYTES == 1
-    scales.store(shared.scales[at.warp], whole);  // not before: the token must not wait for them
+    scales.store(shared.scales[at.warp], lane);  // not before: the token must not wait for them
 #endif
     for (u32 first = 0; first < tokens; first += p.stage) {
         const u32 count = min(p.stage, tokens - first);
         prepare_tokens(shared, p, first ? at.warp : at.warp + WARPS, count, batch, start + first, at.head, at.block_row,
-                       whole);
+                       lane);
         barrier_sync(0, 32 * WARPS);
         S.take(shared.state[at.warp]);
         advance_tokens(S, at, p, o, pool, n, first, count, tokens, slot);

@@ -2,7 +2,7 @@
 // and SiLU of q, k and v, their normalisation, decays and output gate from their low-rank factors, the state's update
 // (see decode.cu), and the gated norm. Both states are updated in place.
 //
-// A CTA has one value head of one sequence, the whole state of it. A q/k head's channels of the convolution's state are
+// A CTA has one value head of one sequence, with all of its state. A q/k head's channels of the convolution's state are
 // read by every value head of its group: those are one cluster, and its first CTA writes them when all have read.
 //
 // Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), STATE_BYTES, ROWS, WARPS and LANES as in decode.cu, with
@@ -18,7 +18,7 @@ constexpr int PER_THREAD = (CHANNELS + THREADS - 1) / THREADS;  // channels that
 constexpr int ROW_THREADS = THREADS / K;                        // threads that share a row of a factor
 // Resident threads per SM that registers are limited for: a small batch, which has the factors read here, leaves SMs idle.
 constexpr int RESIDENT_THREADS = DECAY_RANK || GATE_RANK ? 512 : 1024;
-static_assert(SLICES == 1 && K == V, "a CTA has the whole state of a head");
+static_assert(SLICES == 1 && K == V, "a CTA has the complete state of a head");
 static_assert(DECAY_RANK % (8 * ROW_THREADS) == 0 && GATE_RANK % (8 * ROW_THREADS) == 0,
               "threads share a row in pieces of 16 bytes");
 
