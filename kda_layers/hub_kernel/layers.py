@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class chunk_kimi_delta_attention(nn.Module):
-    """Kimi Delta Attention over whole sequences."""
+    """Kimi Delta Attention over full sequences."""
 
     has_backward = True
     can_torch_compile = True
@@ -91,7 +91,7 @@ class recurrent_kimi_delta_attention(nn.Module):
 
 
 class KimiLinearDeltaAttention(nn.Module):
-    """The whole layer of Kimi-Linear between hidden states: projections, convolution, operator, norm and cache."""
+    """The full layer of Kimi-Linear between hidden states: projections, convolution, operator, norm and cache."""
 
     has_backward = True
     can_torch_compile = True
@@ -156,7 +156,7 @@ def _run(
 
 
 class _Apart(MergedWeights):
-    """Weights that are never laid side by side: a layer without state has nowhere to keep their buffer."""
+    """Weights that are never merged: a layer without state has nowhere to keep their buffer."""
 
     def weight(self, layers: Sequence[nn.Module]) -> None:
         return None

@@ -55,7 +55,7 @@ def check_is_tensor(name: str, t: Any, instead: str = "") -> None:
     if hasattr(t, "to_local"):
         raise TypeError(
             f"{name} must be a tensor of this process, got {type(t).__name__}: pass {name}.to_local() where it holds "
-            f"whole sequences and heads, else {name}.full_tensor()"
+            f"full sequences and heads, else {name}.full_tensor()"
         )
 
 

@@ -139,13 +139,13 @@ def check_not_sharded(what: str, module: nn.Module, hint: str) -> None:
     ]
     if sharded:
         raise ValueError(
-            f"{what} must have its whole weights on every rank, got shards of tensor parallelism at "
+            f"{what} must have unsharded weights on every rank, got shards of tensor parallelism at "
             f"{', '.join(sharded[:4])}{', ...' if sharded[4:] else ''}: {hint}"
         )
 
 
 def _is_tensor_parallel(owner: nn.Module, p: Any) -> bool:
-    """Return True for a shard of tensor parallelism; False for a whole tensor and for a shard of FSDP2."""
+    """Return True for a shard of tensor parallelism; False for an unsharded tensor and for a shard of FSDP2."""
     if not is_dtensor(p):
         return False
     names = p.device_mesh.mesh_dim_names  # None in transformers 5.17, which marks the module as 5.23 does

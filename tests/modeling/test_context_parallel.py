@@ -458,7 +458,7 @@ def positions_refused(ranks: Ranks) -> None:
     m, start = tiny("kda"), ranks.rank * T
     enable_context_parallel(m, mesh())
     row = torch.arange(start, start + T)
-    made_up = "position_ids of all ranks must make up one sequence from 0 or 1, .*, got runs of"
+    made_up = "position_ids of all ranks must make up one sequence from 0 or 1, .*, got ranges of"
     swapped = torch.cat((row[:4], row[4:].flip(0)))
     for name, positions in (
         ("the same slice on all ranks", torch.arange(T)),

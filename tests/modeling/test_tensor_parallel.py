@@ -1,4 +1,4 @@
-"""Two processes that share a model's heads compute what one process with the whole model does.
+"""Two processes that share a model's heads compute what one process with the full model does.
 
 The two processes of a module-wide fixture run every case once and leave their results in files. The tests compare
 both ranks with one process in fp64: agreement of the ranks shows nothing, as sums over ranks are the same on both.
@@ -173,7 +173,7 @@ GENERATED: dict[str, Callable[[Any, Any], Tensor]] = {  # of the model and a dra
 
 
 def draft_of(path: Path) -> Any:
-    """A whole model close to that of the checkpoint, whose guesses are often but not always right."""
+    """An unsharded model close to that of the checkpoint, whose guesses are often but not always right."""
     model = alone(path)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -261,7 +261,7 @@ def message(call: Callable[..., Any], *args: Any) -> str:
 
 
 def after_an_error(model: Any) -> tuple[str, bool]:
-    """The error of a call that fails inside of a layer, and True if the layer then has its whole weights."""
+    """The error of a call that fails inside of a layer, and True if the layer then has its unsharded weights."""
     attention = model.model.layers[0].self_attn
     found = message(attention, torch.zeros(1, 3, TINY["hidden_size"], dtype=FP64), torch.ones(1, 2))
     parameters = [attention.conv1d.weight, attention.o_norm.weight, attention.A_log]
@@ -424,7 +424,7 @@ def test_accepted_head_counts(H: int, HV: int, accepted: tuple[int, ...]) -> Non
 
 def test_whole_layers_are_exported(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["refused export"].startswith("layer must have its whole weights on every rank, got shards")
+        assert rank["refused export"].startswith("layer must have unsharded weights on every rank, got shards")
 
 
 # ---------------------------------------------------------------- models of transformers
@@ -447,10 +447,10 @@ def test_swapped_layers_under_the_stock_plan(folder: Path, ranks: list[dict[str,
 def test_plans_that_shard_attention_otherwise(folder: Path, ranks: list[dict[str, Any]]) -> None:
     """GLM-5.3-Flash's rules for latent attention meet the o_proj of its KDA layers; Doge's cut v but not its bias."""
     for rank in ranks:
-        assert "self_attn must have its whole weights on every rank, got shards" in rank["glm5_next"]
+        assert "self_attn must have unsharded weights on every rank, got shards" in rank["glm5_next"]
         assert "at o_proj.weight: the plan of Glm5Next" in rank["glm5_next"]
-        assert "self_attn must have its whole weights on every rank, got shards" in rank["doge"]
-        assert rank["convert"].startswith("model must have its whole weights on every rank, got shards")
+        assert "self_attn must have unsharded weights on every rank, got shards" in rank["doge"]
+        assert rank["convert"].startswith("model must have unsharded weights on every rank, got shards")
     if can_replicate():
         model = alone(folder / "glm5_next", AutoModelForImageTextToText)
         kda_layers.swap_attention(model)

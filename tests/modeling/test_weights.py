@@ -332,10 +332,10 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
     )
     refused(r"must hold model.safetensors or model.safetensors.index.json", str(tmp_path), layer, FileNotFoundError)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00" * 20)
-    refused("pytorch_model.bin must be a whole safetensors file", tmp_path / "pytorch_model.bin", layer)
+    refused("pytorch_model.bin must be a complete safetensors file", tmp_path / "pytorch_model.bin", layer)
     save_file(kimi(), tmp_path / "cut.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "cut.safetensors").read_bytes()[:-8])
-    refused("cut.safetensors must be a whole safetensors file", tmp_path / "cut.safetensors", layer)
+    refused("cut.safetensors must be a complete safetensors file", tmp_path / "cut.safetensors", layer)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]")
     refused("index.json must be a JSON object with a weight_map", tmp_path, layer)

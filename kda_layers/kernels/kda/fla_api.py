@@ -29,7 +29,7 @@ __all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda"]
 
 # Arguments of flash-linear-attention without a counterpart here: name, default, what to do instead.
 UNSUPPORTED = (
-    ("cp_context", None, "context parallelism is not supported, give every rank whole sequences"),
+    ("cp_context", None, "context parallelism is not supported, give every rank full sequences"),
     ("use_graph", False, "a CUDA graph captures the call without it, and reads cu_seqlens again at every replay"),
     ("max_num_seqs", None, "the shape of cu_seqlens says how many sequences there are"),
     ("chunk_indices", None, "they follow from cu_seqlens"),
@@ -68,7 +68,7 @@ def chunk_kda(
     intermediate_states_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """Kimi Delta Attention over whole sequences, with flash-linear-attention's arguments; see `kda_layers.kda`.
+    """Kimi Delta Attention over full sequences, with flash-linear-attention's arguments; see `kda_layers.kda`.
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. g: [B, T, HV, K]. beta: [B, T, HV].
@@ -264,7 +264,7 @@ def _v_first(state: Tensor, q: Tensor, v: Tensor, v_first: bool) -> Tensor:
 
 
 def _states_before_chunks(checkpoints: Tensor, initial: Tensor | None, T: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Turn the states after whole chunks [B, T // 64, HV, V, K] into the states before every chunk, whole or not."""
+    """Turn the states after full chunks [B, T // 64, HV, V, K] into the states before every chunk, full or not."""
     B, _, HV, V, K = checkpoints.shape
     if cu_seqlens is None:
         first = checkpoints.new_zeros(B, 1, HV, V, K) if initial is None else initial[:, None].to(checkpoints)

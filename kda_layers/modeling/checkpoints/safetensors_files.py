@@ -49,7 +49,7 @@ def _open(path: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except SafetensorError as error:
-        raise ValueError(f"{path} must be a whole safetensors file, got: {error}") from error
+        raise ValueError(f"{path} must be a complete safetensors file, got: {error}") from error
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -160,7 +160,7 @@ def _check_layer(layer: Any) -> None:
         )
     check_values({name: p for name, p in layer.named_parameters() if not p.is_meta})
     check_not_sharded(
-        "layer", layer, "use a model loaded without distributed_config; save_pretrained saves whole weights"
+        "layer", layer, "use a model loaded without distributed_config; save_pretrained saves unsharded weights"
     )
 
 

@@ -1,6 +1,6 @@
 """Softmax attention with a bias for each key, computed from the key's values: bias, mask and cache.
 
-Trainable Dynamic Mask Sparse Attention, arXiv 2508.02124, has this bias; `biased_attention` gives its whole gradient.
+Trainable Dynamic Mask Sparse Attention, arXiv 2508.02124, has this bias; `biased_attention` gives its full gradient.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def with_past(
         k, v: [B, T, H_kv, D], of these tokens.
         bias: [B, T, H] or [B, T, H_kv], of these tokens.
         mask: False, or a negative number, where a key is hidden. [1|B, 1, 1, S] applies to all queries and adds
-            causality; [1|B, 1, T, S] is the whole mask and costs memory for T S scores.
+            causality; [1|B, 1, T, S] is the full mask and costs memory for T S scores.
         cache: updated; keeps the bias of past keys beside their values.
         layer_idx: index of the layer in the cache.
 
@@ -112,7 +112,7 @@ def _update(cache: Cache, layer_idx: int, k: Tensor, v: Tensor, bias: Tensor) ->
     The biases of a key head's queries are cached as further channels of its values. Whatever any class of cache does
     with values (growing, static buffers, beams, cropping, offloading) then applies to them too, and they are exact, as
     they have the values' dtype. Computing them again from all cached values, as transformers' Doge does, would cost
-    each decode step the projection dt_proj of the whole past.
+    each decode step the projection dt_proj of all past tokens.
     """
     H_kv, D = v.shape[2:]
     values = torch.cat((v.transpose(1, 2), rearrange(bias, "b (h g) 1 t -> b h t g", h=H_kv)), -1)

@@ -33,10 +33,10 @@ def enable_context_parallel(model: nn.Module, mesh: Any) -> None:
     Each rank's loss is that of its own labels, and gradients of parameters are its own part, to be summed over the mesh
     if the loss is divided by the labels of all ranks (`num_items_in_batch`). Every call needs position_ids, from which
     the model reads which tokens it has: each rank one slice or two of equal length, in any order, that make up the
-    whole sequence together. Models of KDA layers alone need no context: slices that you cut yourself do as well.
+    full sequence together. Models of KDA layers alone need no context: slices that you cut yourself do as well.
 
     Packed sequences, for models of KDA layers alone, are described by cu_seqlens over the tokens of all ranks, the same
-    on all; rank r then holds the r-th slice, and position_ids count in the whole row or in each sequence.
+    on all; rank r then holds the r-th slice, and position_ids count in the full row or in each sequence.
 
     Args:
         model: a KDAForCausalLM, KDAModel, a variant, a stock model whose KDA layers are all swapped, or a module with
@@ -178,8 +178,8 @@ class _Facts(NamedTuple):
     packed: int
     tokens: int
     first: int  # position of the first token; for packed sequences the last offset
-    second: int  # position of the first token of the second half; for packed sequences a sum that tells offsets apart
-    whole: int  # positions go on by 1; for packed sequences they are those of the slice
+    second: int  # position of the first token of the second half; for packed sequences a sum that distinguishes offsets
+    consecutive: int  # positions go on by 1; for packed sequences they are those of the slice
     halves: int  # positions go on by 1 in each half
 
 
@@ -255,7 +255,7 @@ def _rows_of(position_ids: Tensor | None, tokens: Tensor) -> Tensor:
     if position_ids is None:
         raise ValueError(
             "position_ids must be given with context parallelism, [1 or B, T]: the positions of this rank's tokens in "
-            "the whole sequence"
+            "the full sequence"
         )
     check_index("position_ids", position_ids, tokens)
     B, T = tokens.shape[:2]
@@ -279,11 +279,11 @@ def _check_packed(everyones: list[_Facts], tokens: int) -> None:
         )
     if len({f.second for f in everyones}) > 1:
         raise ValueError("cu_seqlens must be the same on all ranks, got others")
-    wrong = [rank for rank, f in enumerate(everyones) if not f.whole]
+    wrong = [rank for rank, f in enumerate(everyones) if not f.consecutive]
     if wrong:
         raise ValueError(
             "position_ids of packed sequences must be those of slices in the order of the ranks, from 0 or 1 in the "
-            f"whole row or in each sequence, got others on ranks {wrong} of the group: set "
+            f"full row or in each sequence, got others on ranks {wrong} of the group: set "
             "torch.distributed.tensor.experimental._attention._cp_options.enable_load_balance = False"
         )
 
@@ -291,16 +291,16 @@ def _check_packed(everyones: list[_Facts], tokens: int) -> None:
 def _read_positions(everyones: list[_Facts]) -> tuple[tuple[int, ...], ...]:
     """Return the places of `Shards` that the positions of all ranks describe."""
     T = everyones[0].tokens
-    if all(f.whole for f in everyones):
+    if all(f.consecutive for f in everyones):
         starts, length = [[f.first] for f in everyones], T
     else:
         starts, length = [[f.first, f.second] for f in everyones], T // 2
     in_order = sorted(start for of_rank in starts for start in of_rank)
     right = [in_order[0] + i * length for i in range(len(in_order))]
-    if not all(f.halves or f.whole for f in everyones) or in_order[0] not in (0, 1) or in_order != right:
+    if not all(f.halves or f.consecutive for f in everyones) or in_order[0] not in (0, 1) or in_order != right:
         found = "; ".join(", ".join(map(str, of_rank)) for of_rank in starts)
         raise ValueError(
-            f"position_ids of all ranks must make up one sequence from 0 or 1, each rank with one run of positions or "
-            f"with two of equal length, got runs of {length} that start at {found} on the ranks in turn"
+            f"position_ids of all ranks must make up one sequence from 0 or 1, each rank with one range of positions "
+            f"or with two of equal length, got ranges of {length} that start at {found} on the ranks in turn"
         )
     return tuple(tuple((s - in_order[0]) // length for s in of_rank) for of_rank in starts)

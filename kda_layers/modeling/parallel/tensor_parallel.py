@@ -1,7 +1,7 @@
 """Tensor parallelism: the styles that transformers' plans need for KDA layers.
 
 A plan (`base_model_tp_plan` of a configuration) shards a KDA layer by heads: "colwise" for its projections, `A_log` and
-`dt_bias`, "rowwise" for `o_proj`. The convolution and the output norm are whole on every rank, as no style of
+`dt_bias`, "rowwise" for `o_proj`. The convolution and the output norm are replicated on every rank, as no style of
 transformers cuts their weights by heads: the convolution's channels are those of the q, k and v heads one after the
 other. The layer itself knows nothing of ranks: the sizes of its heads come from the tensors that it is given.
 """
@@ -28,8 +28,8 @@ class LocalHeads(TensorParallelLayer):
     """Style "kda_local_heads" of an attention module: its forward reads this rank's heads as plain tensors.
 
     For the time of the forward, parameters that the module holds itself are their local shards, and those that a KDA
-    layer's submodules hold whole (`conv1d`, `o_norm`) are the part of this rank's heads. The latter pass an identity
-    whose backward sums over the ranks the gradients of their heads. transformers'
+    layer's submodules hold unsharded (`conv1d`, `o_norm`) are the part of this rank's heads. The latter pass an
+    identity whose backward sums over the ranks the gradients of their heads. transformers'
     "replicated_with_grad_allreduce" sums in the forward of a submodule; a KDA layer reads the weights of these two
     without calling them.
     """
@@ -49,19 +49,19 @@ class LocalHeads(TensorParallelLayer):
 
     @contextlib.contextmanager
     def context_around_forward(self, module: nn.Module, mesh: Any) -> Iterator[None]:
-        whole = []
+        replaced = []
         try:
             for owner, name, local in _local_parameters(module, mesh):
-                whole.append((owner, name, owner._parameters[name]))
+                replaced.append((owner, name, owner._parameters[name]))
                 owner._parameters[name] = local  # type: ignore[assignment]  # not a leaf while gradients are recorded
             yield
         finally:
-            for owner, name, parameter in whole:
+            for owner, name, parameter in replaced:
                 owner._parameters[name] = parameter
 
 
 def check_heads(module: nn.Module, ranks: int) -> None:
-    """Raise a ValueError unless each of `ranks` gets whole heads of an attention module, and equally many."""
+    """Raise a ValueError unless each of `ranks` gets full heads of an attention module, and equally many."""
     if isinstance(module, KimiDeltaAttention):
         heads = {"linear_num_heads": module.num_heads, "linear_num_value_heads": module.num_v_heads}
     else:
@@ -72,7 +72,7 @@ def check_heads(module: nn.Module, ranks: int) -> None:
         largest = math.gcd(*heads.values())
         raise ValueError(
             f"{' and '.join(heads)} must be multiples of tp_size = {ranks}, got "
-            f"{' and '.join(map(str, heads.values()))}: a rank holds whole heads. Use a tp_size that divides {largest}"
+            f"{' and '.join(map(str, heads.values()))}: a rank holds full heads. Use a tp_size that divides {largest}"
         )
 
 
@@ -95,11 +95,11 @@ def _local_channels(layer: KimiDeltaAttention, taps: Tensor, mesh: Any) -> Tenso
     return torch.cat([part.chunk(ranks)[rank] for part in taps.split([q, q, v])])
 
 
-def _summing(whole: Tensor, mesh: Any) -> Tensor:
-    """Return `whole`, which every rank holds; its gradient is summed over the ranks."""
-    if not (torch.is_grad_enabled() and whole.requires_grad):
-        return whole
-    return DTensor.from_local(whole, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+def _summing(replicated: Tensor, mesh: Any) -> Tensor:
+    """Return `replicated`, which every rank holds; its gradient is summed over the ranks."""
+    if not (torch.is_grad_enabled() and replicated.requires_grad):
+        return replicated
+    return DTensor.from_local(replicated, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 if torch.distributed.is_available():

@@ -36,7 +36,7 @@ def check_model(init: Callable[..., Any]) -> Callable[..., Any]:
             check_config(config)
             if getattr(self, "_device_mesh", None) is not None:
                 raise ValueError(
-                    "continuous batching of KDA layers needs the whole model on one device, got tensor parallelism: "
+                    "continuous batching of KDA layers needs the full model on one device, got tensor parallelism: "
                     "load it without distributed_config"
                 )
         token = _model.set(self)

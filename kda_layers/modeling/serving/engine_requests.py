@@ -65,7 +65,7 @@ def check_prompt(cache: Any, tokens: Sequence[int], new: int | None) -> None:
 
 
 def longest_request(cache: Any) -> int:
-    """Return the largest number of tokens of one request that the whole cache can hold."""
+    """Return the largest number of tokens of one request that the cache can hold."""
 
     def sectors(tokens: int) -> int:
         blocks = ((a.needs_new_blocks("", 0, tokens), a.blocks_per_sector) for a in cache.cache_allocators.values())

@@ -37,7 +37,7 @@ class StateAllocator(CacheAllocator):
     """Gives each request one block, its slot, for the states of all KDA layers, whatever its length.
 
     A slot is given before a request's first token and returned after its last. It is not cleared: a step reads no state
-    of a sequence whose first token is at position 0. The engine's forks copy whole blocks.
+    of a sequence whose first token is at position 0. The engine's forks copy complete blocks.
 
     Prefix sharing is off in a model with KDA layers. The engine shares pages whose content is a function of the tokens
     before their end and never changes again. A state changes with every token, so a prefix could be shared only as a
@@ -221,7 +221,7 @@ def finish_cache(init: Callable[..., None]) -> Callable[..., None]:
                 f"{options.num_blocks}) or max_memory_percent of ContinuousBatchingConfig"
             )
         others = [a for kind, a in allocators.items() if kind != KDA]
-        # A state is read whole. Reading it is not limited, while transformers would count the tokens before.
+        # A state is read in one piece. Reading it is not limited, while transformers would count the tokens before.
         if not others:
             self.read_cache_limit = 0
         elif len(others) == 1 and others[0].layer_type == SLIDING_ATTENTION:
