@@ -32,7 +32,7 @@ SANITIZE = compute-sanitizer --report-api-errors no --kernel-regex kns=kda_ --to
 
 CASE ?= 1,8192,32
 
-.PHONY: profile demo quick test test-all test-oldest lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs kernel clean
+.PHONY: profile demo quick test test-models test-all test-oldest lint test-gpu memcheck sanitize bench-cpu bench-swap bench-gpu test-transformers docs kernel clean
 
 demo: $(DEMO)
 	$(RUN) examples/train_lm.py --output runs/demo
@@ -42,17 +42,22 @@ PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 # The oldest transformers that works, in a folder before the environment's own, with what it needs in another version.
 OLDEST = transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.19.post1
 
+# Marks: see pyproject.toml.
 quick: $(DEV)
 	$(VENV)/bin/ruff check .
-	$(PYTEST) --tier quick
+	$(PYTEST) -m "not (slow or compiles or emulated or combination)" tests/kernels tests/modeling
 
 test: lint
-	$(PYTEST) --tier test
+	$(PYTEST) -m "not (slow or emulated or combination)"
+
+# What `make test` leaves out of the tests of models.
+test-models: $(DEV)
+	$(PYTEST) -m "(slow or combination) and not emulated" tests/modeling tests/parity
 
 test-all: lint $(DOCS)
-	$(PYTEST)
+	$(PYTEST) -m "not (emulated and combination)"
 
-# Models with the oldest transformers; `make test-all` runs them with the newest.
+# Models with the oldest transformers; `make test-models` and `make test-all` run them with the newest.
 test-oldest: $(DEV) .venv/oldest
 	PYTHONPATH=$(CURDIR)/.venv/oldest $(PYTEST) tests/modeling
 
@@ -71,12 +76,15 @@ bench-swap: $(DEV)
 bench-gpu: $(GPU)
 	$(RUN) -m benchmarks.gpu
 
-# What needs no GPU is left to `make test-all`. Failures are in $(FAILURES) as they come.
+# What needs no GPU is left to `make test-all`, and so are combinations that take a compiler long, as those of
+# flash-linear-attention's kernels do. Failures are in $(FAILURES) as they come.
+CPU_ONLY = test_build test_cuda_compile test_imports test_over_ranks test_context_parallel test_tensor_parallel
 test-gpu: $(GPU)
 	mkdir -p runs
 	rm -f $(FAILURES)
 	OMP_NUM_THREADS=1 KDA_LAYERS_REQUIRE=sm90,fla,eager,triton KDA_LAYERS_FAILURES=$(FAILURES) \
-		$(RUN) -m pytest --tier gpu -n $(WORKERS) --dist worksteal $(TESTS)
+		$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not (emulated or compiles and combination)" \
+		$(CPU_ONLY:%=--ignore-glob='*/%.py') $(TESTS)
 
 # One forward and backward under ncu with line information; look at it with ncu-ui.
 profile: $(GPU)

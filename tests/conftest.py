@@ -1,9 +1,8 @@
-"""Choice of the tests that run, and of their devices.
+"""Marks of tests, which the Makefile chooses by, and what a run of tests needs.
 
---tier chooses: "all", the default, is every test but most emulated cases, which "every" adds; "test" and "quick" take a
-share of the cases of each parametrised test, always the same ones, and leave out what is slow. "test" takes least of
-tests/kernels: CI runs it only where the kernels, their tests and the emulator are unchanged, and "all" elsewhere. "gpu"
-leaves out what a GPU does not change, and names what is skipped.
+A test is marked where it stands: `slow`, `compiles`, `emulated` or `gpu` (see pyproject.toml). `combination` is
+set here: a test runs each value of each of its parameters in one case at least, and its other cases are combinations
+of values that have run, which `make test` leaves to `make test-all`.
 KDA_LAYERS_REQUIRE="sm90,fla" names the backends that must serve on this machine: their skips are failures.
 KDA_LAYERS_FAILURES=FILE collects failures as they come.
 --record-versions adds the installed torch and transformers to `kda_layers/tested_versions.json` if the tests pass that
@@ -16,9 +15,8 @@ import importlib.util
 import json
 import os
 import re
-import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,125 +26,75 @@ from kda_layers import versions
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.kda.dispatch import KDA
 from tests import cuda_emulator
-from tests.parity.calls import HEAVY
 
 ROOT = Path(__file__).resolve().parents[1]
+ON_GPU = torch.cuda.is_available()
+ALL_TESTS = "not (emulated and combination)"  # of `make test-all`
 
-if not torch.cuda.is_available():
+if not ON_GPU:
     # Triton reads it when it is imported, which the conftest of a folder may do, before any hook is called.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-EMULATED = "@emulator"  # ends the names of backends whose CUDA kernels run in the emulator
-# Tier -> end of an id (for the emulator any part) -> of such cases, the tier takes one in so many. On a GPU,
-# flash-linear-attention's kernels, which have tests of their own, take 20 s to compile for a case, and plain PyTorch
-# computes what it does on a CPU.
-FEWER = {"all": {EMULATED: 8}, "gpu": {"fla": 3, "eager": 2}}
-# What compiles, trains or starts processes of its own: parts of test ids. `make quick` leaves it out.
-SLOW = (
-    "cuda_emulator/", "test_cuda_", "kernels/test_build", "attention/test_tr", "kernels/test_property",
-    "modeling/test_distributed", "modeling/test_hub", "modeling/test_s", "modeling/test_training",
-    "tests/test_benchmarks", "tests/test_docs_code", "tests/test_examples", "tests/test_finetune",
-    "tests/test_makefile", "tests/test_package",
-    "tests/test_serve", "tests/test_swap_example", "tests/test_train", "tests/test_cut", "test_over_ranks",
-    "test_context_parallel", "builds_without_warnings", "compil", "every_element", "flash_linear_attention",
-    "fresh_process", "importing", "new_family", "requiring", "short_conv_triton", "tensor_parallel",
-    "tests/parity", "two_processes", EMULATED,
-)  # fmt: skip
-# What "test" leaves out beside the training curves and the emulated cases, by seconds of CPU: other tests of the same
-# file run the same emulated kernels (95 s), a compiler again (45 s), processes that only build kernels (15 s), or the
-# operator over ranks, which models over ranks run, too (60 s).
-OF_KERNELS = (
-    "cuda_emulator/test_kernels", "test_cuda_chunk.py", "test_cuda_gradients.py::test_near_zero",
-    "test_cuda_gradients.py::test_resets", "test_cuda_gradients.py::test_same_bits",
-    "test_cuda_reverse.py::test_nan", "test_cuda_reverse.py::test_packed", "test_cuda_reverse.py::test_resets",
-    "test_cuda_reverse.py::test_saved", "test_cuda_reverse.py::test_the_scan", "test_cuda_step.py::test_tilings",
-    "kernels/test_compile.py::test_compiled_by_inductor", "attention/test_training.py::test_compiled_by_inductor",
-    "test_triton.py::test_compiles_without", "test_short_conv_triton.py::test_compiles_without",
-    "test_build.py::test_two_processes", "test_dispatch.py::test_requiring_known",
-    "test_recompute.py::test_gradients_have_the_same_bits", "kernels/test_over_ranks",
-)  # fmt: skip
-# A model takes dynamo 10 s; without these cases the share is one model, not two.
-COMPILED_TWICE = ("test_models.py::test_compiled_model[key_bias",)
-# What runs without a GPU, beside the emulated cases and those on the CPU: it compiles, or starts processes on the CPU.
-WITHOUT_GPU = (
-    "compiles_without", "test_cuda_compile", "kernels/test_build", "kernels/test_imports", "test_over_ranks",
-    "test_context_parallel", "test_tensor_parallel",
-)  # fmt: skip
-# What takes longest on a GPU, mostly by its compilers: the processes share it out and start with it.
-LONG_ON_GPU = ("[fla]", "-fla]", "-static-", "by_inductor", "compiled", "flash_linear_attention", "process")
-# Tier -> one in so many cases of a test, the same of tests/kernels, and parts of the ids that it leaves out.
-TIERS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "quick": (24, 24, SLOW),
-    "test": (6, 24, (*OF_KERNELS, *COMPILED_TWICE, "tests/test_training_curves", "tests/test_cut", EMULATED, HEAVY)),
-    "all": (1, 1, ()),
-    "every": (1, 1, ()),
-    "gpu": (1, 1, (EMULATED, *WITHOUT_GPU)),
-}
 
 REQUIRED = frozenset(n.strip() for n in os.environ.get("KDA_LAYERS_REQUIRE", "").split(",") if n.strip())
 FAILURES = "" if "PYTEST_XDIST_WORKER" in os.environ else os.environ.get("KDA_LAYERS_FAILURES", "")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=TIERS, default="all", help="how many tests run (%(default)s)")
     parser.addoption("--record-versions", action="store_true", help="note the versions that the tests have passed with")
 
 
-def chosen(tests: Iterable[str], tier: str) -> set[str]:
-    """The ids of tests that run in a tier: of each test's cases a share, but at least one. Some backends have a share
-    of their own, and their cases replace no others."""
-    share, share_of_kernels, left_out = TIERS[tier]
-    fewer = FEWER.get(tier, {})
-    cases: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for test in tests:
-        if not any(part in test for part in left_out):
-            ends = (end for end in fewer if test.rstrip("]").endswith(end))
-            backend = EMULATED if EMULATED in test else next(ends, "")
-            cases[test.partition("[")[0], backend].append(test)
-    kept: set[str] = set()
-    for (name, backend), group in cases.items():
-        one_in = share_of_kernels if name.startswith("tests/kernels/") else share
-        one_in = fewer.get(backend, one_in)
-        group.sort(key=lambda test: zlib.crc32(test.encode()))  # mixes options
-        kept.update(group[: -(-len(group) // one_in)])
-    return kept
+def combinations(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases whose every parameter has its value in another case of the test that is not yielded.
+
+    Cases on another backend or device are a test of their own; emulated backends take turns.
+    """
+    tests: dict[tuple[str, ...], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            emulated = item.get_closest_marker("emulated") is not None
+            place = (str(item.callspec.params.get(name)) for name in ("device", *["backend"] * (not emulated)))
+            tests[item.nodeid.partition("[")[0], str(emulated), *place].append(item)
+    for cases in tests.values():
+        values = {item: [*enumerate(item.callspec._idlist)] for item in cases}  # type: ignore[attr-defined]
+        times: Counter[tuple[int, str]] = Counter()
+        while values:
+            case = max(values, key=lambda c: (sum(not times[v] for v in values[c]), -sum(times[v] for v in values[c])))
+            if all(times[value] for value in values[case]):
+                break
+            times.update(values.pop(case))
+        yield from values
 
 
-def runs_alike_without_gpu(item: pytest.Item) -> bool:
-    """True for a case in the emulator, and for one on the CPU of a test that also runs on the GPU."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return item.get_closest_marker("emulator") is not None or parameters.get("device") == "cpu"
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    tier = config.getoption("--tier")
-    kept = chosen([item.nodeid for item in items if tier != "gpu" or not runs_alike_without_gpu(item)], tier)
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
-    items[:] = [item for item in items if item.nodeid in kept]
-    if tier == "gpu":
+@pytest.hookimpl(tryfirst=True)  # before pytest reads -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in combinations(items):
+        item.add_marker("combination")
+    if ON_GPU:
         items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def dealt(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """Order tests for processes that each begin with a slice of the list: an equal share of the long ones is first in
-    every slice."""
-    ordered = sorted(items, key=lambda item: not any(part in item.nodeid for part in LONG_ON_GPU))
+    """Order tests for processes that each begin with a slice of the list: an equal share of the long ones, which are
+    those of compilers on a GPU, is first in every slice."""
+    ordered = sorted(items, key=lambda item: not any(map(item.get_closest_marker, ("compiles", "slow"))))
     return [item for first in range(processes) for item in ordered[first::processes]]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("emulator") and (why := cuda_emulator.unavailable()):
+    if item.get_closest_marker("gpu") and not ON_GPU:
+        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("emulated") and (why := cuda_emulator.unavailable()):
         pytest.skip(why)
 
 
 @pytest.fixture(autouse=True)
 def _only_marked_tests_emulate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail a test that uses the emulator without its marker, which leaves it out of the tests on a GPU."""
-    if EMULATED in request.node.nodeid or request.node.get_closest_marker("emulator"):
+    if request.node.get_closest_marker("emulated"):
         return
 
     def refuse(*_: object, **__: object) -> None:
-        pytest.fail("expected @pytest.mark.emulator on a test that runs a kernel in the emulator, got none")
+        pytest.fail("expected @pytest.mark.emulated on a test that runs a kernel in the emulator, got none")
 
     monkeypatch.setattr(cuda_emulator, "compile_kernel", refuse)
 
@@ -156,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # capture invalidates it. The setting is per thread; tests run in this one.
     torch.compiler.config.force_cudagraph_gc = True
     torch.set_num_threads(1)  # tensors are small, and waiting threads spin where cores are shared or xdist runs
-    if torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    if ON_GPU and importlib.util.find_spec("triton"):
         # Results must not depend on which configuration is fastest, and tuning for every shape would take hours.
         from benchmarks.timing import take_first_configurations
 
@@ -179,7 +127,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def recorded_packages(config: pytest.Config) -> list[str]:
     """Return the packages whose versions a run without failures may record: none if it left tests out."""
     given = {Path(arg).resolve().relative_to(ROOT).as_posix() for arg in config.args}
-    whole = config.getoption("--tier") in ("all", "every") and not (config.option.keyword or config.option.markexpr)
+    whole = config.option.markexpr in ("", ALL_TESTS) and not config.option.keyword
     if not whole or config.option.ignore_glob or config.option.deselect:
         return []
     models = given & {"tests", "tests/modeling"}
@@ -201,9 +149,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     versions.FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Name what a run on a GPU has skipped: each test with the number of its cases and the reason."""
-    if config.getoption("--tier") != "gpu":
+    if not ON_GPU:
         return
     reports = terminalreporter.stats.get("skipped", [])
     problem = re.compile(r" \[[^]]*\](?=:)")  # differs from case to case

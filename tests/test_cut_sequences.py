@@ -17,6 +17,8 @@ from benchmarks import parallel, report, timing
 from tests.processes import run_two
 from tests.ranks import Ranks, outcomes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -84,6 +84,7 @@ def results(folder: Path) -> list[Any]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_processes_agree_on_the_parameters(folder: Path, results: list[Any]) -> None:
     (losses, first, _), (_, second, _) = results
     assert losses[-1] < 0.7 * losses[0]
@@ -93,6 +94,7 @@ def test_the_loss_falls_and_the_processes_agree_on_the_parameters(folder: Path, 
         assert torch.equal(parameter, saved[name]), name
 
 
+@pytest.mark.slow
 def test_gradients_of_two_processes_are_those_of_one_on_the_joined_batch(results: list[Any]) -> None:
     model = hybrid()
     model(input_ids=batch(), labels=batch()).loss.backward()

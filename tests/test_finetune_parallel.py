@@ -89,6 +89,7 @@ def logged(path: Path, name: str) -> list[float]:
     return [entry[name] for entry in json.loads((path / "log.json").read_text()) if name in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_two_processes_train_as_one(way: str, folder: Path) -> None:
     assert "2 processes" in (folder / f"{way}.txt").read_text()

@@ -310,6 +310,7 @@ def test_strided_initial_state(function: Callable) -> None:
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
+@pytest.mark.compiles
 @every_function
 def test_compiled(function: Callable) -> None:
     """One graph, with the deprecated name of the layout as well."""
@@ -617,6 +618,7 @@ def test_gate_as_called_by_kimi_linear() -> None:
     assert torch.equal(fused_kda_gate(g.flatten(-2), A_log, K), fused_kda_gate(g, A_log))
 
 
+@pytest.mark.compiles
 def test_compiled_gate() -> None:
     g, A_log, dt_bias = gate_tensors((1, 1, HV, 1), (HV * K,), FP32, FP32)
     compiled = torch.compile(fused_kda_gate, fullgraph=True, backend="aot_eager")

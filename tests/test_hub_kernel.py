@@ -221,6 +221,7 @@ def results(factory: pytest.TempPathFactory, built: Path, group: str) -> dict[st
 CHECKS = [(group, f.__name__) for group, checks in loaded_kernel.GROUPS.items() for f in checks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "check"), CHECKS)
 def test_loaded_in_a_fresh_process(
     group: str, check: str, built: Path, tmp_path_factory: pytest.TempPathFactory

@@ -132,6 +132,7 @@ def test_a_python_that_is_not_there_is_named(clone: Path) -> None:
     assert "expected Python, got no python0; choose another with PYTHON=" in done.stderr
 
 
+@pytest.mark.slow
 def test_stock_models_run_on_a_cpu_with_flash_linear_attention_installed(tmp_path: Path) -> None:
     package = tmp_path / "fla" / "ops" / "kda"
     package.mkdir(parents=True)

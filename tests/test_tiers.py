@@ -3,71 +3,104 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.conftest import TIERS, chosen, dealt
+from tests import conftest
+from tests.conftest import ALL_TESTS, dealt
 from tests.test_makefile import ROOT, dry_run, needs_make
 
-MANY = 100
-SLOW, THOROUGH = "tests/test_examples.py::one", "tests/cuda_emulator/test_kernels.py::one"
-PLACES = ("tests/a.py", "tests/kernels/a.py")
-TESTS = [*(f"{place}::many[{n}]" for place in PLACES for n in range(MANY)), "tests/a.py::one", SLOW, THOROUGH]
+MARKED = """
+import pytest
+
+BACKENDS = ["plain", *(pytest.param(n, marks=pytest.mark.emulated) for n in "xyz")]
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("b", range(4))
+@pytest.mark.parametrize(("a", "rest"), [(0, 0), (0, 1), (1, 1)])
+def test_all(a, b, rest, backend): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+
+@pytest.mark.compiles
+def test_compiles(): pass
+
+@pytest.mark.gpu
+def test_gpu(): pass
+"""
 
 
-def test_a_tier_runs_a_share_of_every_test() -> None:
-    quick, some, most, every, on_gpu = (chosen(TESTS, tier) for tier in TIERS)
-    assert quick < some < most == every == on_gpu == set(TESTS)
-    for name, tier in (("quick", quick), ("test", some)):
-        for place, share in zip(PLACES, TIERS[name][:2], strict=True):
-            assert sum(test.startswith(f"{place}::many") for test in tier) == -(-MANY // share)
-    assert {t for t in quick if "many" not in t} == {"tests/a.py::one"}
-    assert {t for t in some if "many" not in t} == {"tests/a.py::one", SLOW}
+def pytest_runs(folder: Path, text: str, *runs: list[str], **environment: str) -> str:
+    """The output of pytest on one file with the project's hooks and settings, once for each list of arguments."""
+    (folder / "test_new.py").write_text(text)
+    same = [
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        folder,
+        "-c",
+        ROOT / "pyproject.toml",
+        folder,
+    ]
+    code = (
+        f"import pytest; [print('run', pytest.main({list(map(str, same))} + run), flush=True) for run in {list(runs)}]"
+    )
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")} | environment
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
+    return done.stdout + done.stderr
 
 
-def test_the_choice_does_not_depend_on_the_order() -> None:
-    assert all(chosen(TESTS[::-1], tier) == chosen(TESTS, tier) for tier in TIERS)
+def expression(target: str) -> str:
+    """The marks that the last command of a target chooses by."""
+    words = shlex.split(dry_run(target).rstrip().splitlines()[-1])
+    return words[words.index("-m", words.index("pytest")) + 1]
 
 
 @needs_make
-@pytest.mark.parametrize(("target", "tier"), [("quick", "--tier quick"), ("test", "--tier test"), ("test-all", "")])
-def test_targets(target: str, tier: str) -> None:
-    last = dry_run(target).rstrip().splitlines()[-1]
-    assert last.endswith(f"-m pytest -n 2 --dist worksteal {tier}".rstrip())
-
-
-def test_emulated_cases_are_fewer_and_replace_no_others() -> None:
-    plain = [f"tests/test_any.py::one[{n}-eager]" for n in range(60)]
-    emulated = [f"tests/test_any.py::one[{n}-sm90@emulator]" for n in range(60)]
-    kept = {tier: chosen([*plain, *emulated], tier) for tier in TIERS}
-    assert all(kept[tier] & set(plain) == chosen(plain, tier) for tier in TIERS)
-    counts = {tier: len(kept[tier] & set(emulated)) for tier in TIERS}
-    assert counts == {"quick": 0, "test": 0, "all": 8, "every": 60, "gpu": 0}
-    of_fla = [f"tests/kernels/test_any.py::one[{n}-cuda-fla]" for n in range(60)]
-    kept = {tier: chosen([*plain, *of_fla], tier) for tier in TIERS}
-    assert (len(kept["gpu"] & set(of_fla)), len(kept["gpu"] & set(plain))) == (20, 30)
-    assert kept["all"] == {*plain, *of_fla}
+def test_what_targets_run(tmp_path: Path) -> None:
+    targets = ("quick", "test", "test-models", "test-all")
+    arguments = ["--collect-only", "-q", "-o", "addopts=--strict-markers", "-m"]
+    output = pytest_runs(tmp_path, MARKED, *([*arguments, expression(target)] for target in targets))
+    ids = [re.findall(r"::(\S+)", part) for part in re.split(r"^run .*$", output, flags=re.MULTILINE)]
+    runs = dict(zip(targets, ids, strict=False))
+    # Each row of a table and each other value runs once, in a combination that is the same in every run.
+    plain = [f"test_all[{row}-{b}-plain]" for row, b in (("0-0", 0), ("0-1", 1), ("1-1", 2), ("0-0", 3))]
+    assert sorted(runs["quick"]) == sorted([*plain, "test_gpu"]), output
+    assert sorted(runs["test"]) == sorted([*plain, "test_compiles", "test_gpu"])
+    emulated = [test for test in runs["test-all"] if test[-2] in "xyz"]
+    assert len(emulated) == 4
+    for part, values in ((0, {"0-0", "0-1", "1-1"}), (1, set("0123")), (2, set("xyz"))):
+        assert {test[9:-1].rsplit("-", 2)[part] for test in emulated} == values
+    assert len(set(runs["test-all"]) - set(emulated)) == 3 * 4 + 3
+    assert sorted(runs["test"] + runs["test-models"] + emulated) == sorted(runs["test-all"])
+    assert expression("test-all") == ALL_TESTS
 
 
 def test_every_process_starts_with_its_share_of_what_takes_long() -> None:
-    items = [SimpleNamespace(nodeid=f"tests/a.py::test[{n}-{'fla' if n < 8 else 'eager'}]") for n in range(40)]
+    def item(long: bool) -> SimpleNamespace:
+        return SimpleNamespace(long=long, get_closest_marker=lambda name: (name == "compiles" and long) or None)
+
+    items = [item(n < 8) for n in range(40)]
     order = dealt(items, 4)
     assert sorted(map(id, order)) == sorted(map(id, items))
     for first in range(0, 40, 10):
-        assert [item.nodeid.endswith("-fla]") for item in order[first : first + 10]] == [True] * 2 + [False] * 8
+        assert [item.long for item in order[first : first + 10]] == [True] * 2 + [False] * 8
 
 
-RUNS_ON_A_GPU = """
+FAILS = """
 import pytest
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_devices(device): pytest.skip(f"eager cannot serve [{device}, K=4]: K is 4")
-
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_emulated(): pass
 
 def test_emulates_without_a_mark():
@@ -78,25 +111,27 @@ def test_fails(): assert 0, "on purpose"
 """
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "two workers"])
-def test_a_run_on_a_gpu(workers: tuple[str, ...], tmp_path: Path) -> None:
-    """It leaves out what a GPU does not change, names what it skips, and has failures in a file as they come."""
-    (tmp_path / "test_new.py").write_text(RUNS_ON_A_GPU)
+def test_a_run_on_a_gpu_names_what_it_skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = ("eager cannot serve [cuda, K=4]: K is 4", "eager cannot serve [cuda, K=5]: K is 4")
+    reports = [
+        SimpleNamespace(nodeid=f"a.py::test[{n}]", longrepr=("a.py", 1, f"Skipped: {r}")) for n, r in enumerate(reasons)
+    ]
+    lines: list[str] = []
+    reporter: Any = SimpleNamespace(stats={"skipped": reports}, section=lines.append, line=lines.append)
+    for on_gpu in (False, True):
+        monkeypatch.setattr(conftest, "ON_GPU", on_gpu)
+        assert lines == []
+        conftest.pytest_terminal_summary(reporter)
+    assert lines == ["2 skipped", "a.py::test (2): eager cannot serve: K is 4"]
+
+
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["alone", "workers"])
+def test_failures_are_in_a_file_as_they_come(workers: tuple[str, ...], tmp_path: Path) -> None:
     failures = tmp_path / "failures.txt"
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--tier", "gpu", *workers, str(tmp_path)]
-    run = subprocess.run(
-        [*command, "--rootdir", str(tmp_path), "-c", str(ROOT / "pyproject.toml")], cwd=ROOT, capture_output=True,
-        text=True, env=environment | {"KDA_LAYERS_FAILURES": str(failures)},
-    )  # fmt: skip
-    assert "2 failed, 1 skipped" in run.stdout, run.stdout + run.stderr
-    assert "test_new.py::test_devices (1): eager cannot serve: K is 4" in run.stdout
+    output = pytest_runs(tmp_path, FAILS, [*workers, "-m", "not emulated"], KDA_LAYERS_FAILURES=str(failures))
+    assert "2 failed" in output, output
+    assert "passed" not in output
     text = failures.read_text()
     assert "test_new.py::test_fails (call)" in text
     assert "on purpose" in text
-    assert "expected @pytest.mark.emulator on a test that runs a kernel in the emulator, got none" in text
-
-
-def test_heavy_calls_run_in_the_whole_suite_alone() -> None:
-    calls = [f"tests/parity/test_calls.py::test_call[{call}-kda]" for call in ("from_pretrained", "serve@heavy")]
-    assert {tier: len(chosen(calls, tier)) for tier in TIERS} == {"quick": 0, "test": 1, "all": 2, "every": 2, "gpu": 2}
+    assert "expected @pytest.mark.emulated on a test that runs a kernel in the emulator, got none" in text

@@ -119,6 +119,8 @@ def test_the_checkpoint_is_the_measured_model(files: Path, trained: Path) -> Non
     assert nats == pytest.approx(report["heldout"][-1]["nats_per_token"], rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.compiles
 def test_same_seed_same_losses_compiled_or_not(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     (tmp_path / "tiny.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))  # compiles in half the time

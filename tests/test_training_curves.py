@@ -15,6 +15,8 @@ from benchmarks import training_curves as curves
 from benchmarks.training_curves import LMSettings, Run, load_corpus
 from kda_layers.kernels.registry import requested
 
+pytestmark = pytest.mark.slow
+
 CONFIG = dict(
     model_type="kda_lm", vocab_size=256, hidden_size=32, num_hidden_layers=1, linear_num_heads=2, linear_head_dim=16,
     intermediate_size=48, num_attention_heads=2,

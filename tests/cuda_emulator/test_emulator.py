@@ -11,7 +11,7 @@ import torch
 
 from tests.cuda_emulator import HERE, KERNELS, EmulatorError, Kernel, compile_kernel, guarded
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.emulated
 
 TESTS = ["MMA_BF16", "MMA_FP16", "MMA_FP16_OF_8", "MMA_INT8", "CONVERT_BF16", "CONVERT_FP16", "MULTIPLY"]
 TESTS += ["MULTIPLY_ADD", "LOAD", "TRANSPOSE", "SHUFFLE", "HAND_OVER", "COPY", "MULTICAST", "RELAY", "BROKEN"]

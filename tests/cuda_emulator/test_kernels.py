@@ -11,7 +11,7 @@ import pytest
 from tests import cuda_emulator
 from tests.cuda_emulator.__main__ import main
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.emulated
 
 SMALL = ("--K", "64", "--H", "1")
 PACKED = ("--lengths", "70,0,200", "--group", "2", "--state", "--processors", "4")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.cuda_emulator import HERE, EmulatorError, compile_kernel, guarded, order_checked
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.emulated
 
 SEEDS = range(8)
 UNFENCED = r"wgmma reads byte \d+ of shared memory, written by block .* at fences.cu:.*"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -50,15 +51,15 @@ from tests.kernels.emulated_backends import EMULATED
 
 __all__ = [
     "BEST_DEVICE", "BF16", "DEVICES", "FP16", "FP32", "FP64", "FP64_LIMIT", "ROUNDOFF", "Case", "any_length", "budget",
-    "call", "check", "check_near", "draws", "error", "for_device", "for_training", "ids", "limits_of", "make_inputs",
-    "map_tensors", "on_every_backend", "on_every_device", "on_installed_backends", "on_typical_shapes", "options",
-    "oracle", "output_gradients", "outputs",
+    "call", "check", "check_near", "draws", "emulated", "error", "for_device", "for_training", "ids", "limits_of",
+    "make_inputs", "map_tensors", "on_every_backend", "on_every_device", "on_installed_backends", "on_typical_shapes",
+    "options", "oracle", "output_gradients", "outputs",
     "poisoned_memory", "run", "run_draws", "sequences", "serve", "step_inputs", "to_device", "to_fp64",
     "trains_only_without_checkpoints",
 ]  # fmt: skip
 
 BEST_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DEVICES = sorted({"cpu", BEST_DEVICE})
+DEVICES = [BEST_DEVICE]  # the results of a CPU do not depend on whether the machine has a GPU: tests there take the GPU
 
 
 @contextmanager
@@ -82,8 +83,20 @@ def installed_backends() -> list[str]:
     return [n for n in KDA.backends() if n not in capabilities or arch in capabilities[n]]
 
 
-on_installed_backends = pytest.mark.parametrize("backend", installed_backends())
-on_every_backend = pytest.mark.parametrize("backend", [*installed_backends(), *EMULATED])
+def emulated(*values: Any) -> Any:
+    """Parameters of a case that runs a kernel in the emulator."""
+    return pytest.param(*values, marks=pytest.mark.emulated)
+
+
+def of_this_device() -> list[Any]:
+    """The installed backends that serve anything on the best device; Triton takes 20 s to compile fla's kernels."""
+    devices = {n: KDA.backends()[n].serves.get("device") for n in installed_backends()}
+    names = [n for n, allowed in devices.items() if allowed is None or not allowed.refuses(BEST_DEVICE)]
+    return [pytest.param(n, marks=pytest.mark.compiles) if n == "fla" else n for n in names]
+
+
+on_installed_backends = pytest.mark.parametrize("backend", of_this_device())
+on_every_backend = pytest.mark.parametrize("backend", [*of_this_device(), *map(emulated, EMULATED)])
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 # for tests of one feature: what shows the smallest mistake, and what every fast backend serves
 on_typical_shapes = pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from kda_layers import __main__
 from kda_layers.kernels.cuda import build, cache, gpu, toolchain
 from kda_layers.kernels.cuda.arch import TARGETS
 
+pytestmark = pytest.mark.compiles
+
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
 HERE = Path(__file__).parent
@@ -323,6 +325,7 @@ def test_the_folder_is_private_whatever_the_umask(source: str) -> None:
     assert (stat.S_IMODE(cache.folder().stat().st_mode), stat.S_IMODE(entry.stat().st_mode)) == (0o700, 0o600)
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(source: str, tmp_path: Path) -> None:
     code = f"""
 import hashlib, os, time
@@ -512,6 +515,7 @@ def test_precompile_uses_every_cpu(cpus: int, runs: list[str], source: str, monk
         toolchain.precompile(["sm_80"])
 
 
+@pytest.mark.slow
 def test_other_processes_find_the_structs_of_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has imported no launcher compiles a kernel that includes its parameters."""
     kernels = [v for v in toolchain.variants_for("sm_90a") if Path(v[0]).name in ("chunk_sums.cu", "order.cu")][:2]

@@ -16,10 +16,8 @@ from tests.kernels.emulated import Emulator, GuardedMemory, end_of_memory
 LENGTHS = (1, 0, 64, 65, 640, 63)  # 15 chunks
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.emulator), "cuda"])
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.emulated), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     return str(request.param)
 
 
@@ -63,6 +61,7 @@ def test_rows_that_are_no_chunk_are_not_read(dtype: torch.dtype, device: str) ->
     assert_summed(biases, dt_bias[:chunks])
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("arch", TARGETS)
 def test_compiles_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")

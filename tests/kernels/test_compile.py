@@ -30,6 +30,8 @@ from tests.kernels.cases import (
     step_inputs,
 )
 
+pytestmark = pytest.mark.compiles
+
 BIG = Case(T=70, B=2, H=1, group=2, state=True)
 
 

@@ -34,7 +34,7 @@ from tests.kernels.cases import (
 from tests.kernels.test_hard_inputs import HALF_WRONG, expected, hard_inputs, resets
 from tests.kernels.test_property import cases_in_16_bits
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.emulated
 
 # Of each form few kernels are compiled: for K = V = 128 and the lower bound, for 128 and precomputed log-decays, for 64
 # and softplus.

@@ -21,6 +21,8 @@ from kda_layers.kernels.kda.cuda.forward import cut, map_columns, segments, two_
 from kda_layers.kernels.kda.cuda.forward import forward as chunk
 from tests.kernels.cases import BF16, FP16, FP32
 
+pytestmark = pytest.mark.compiles
+
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
 ARCHS = {a.target: a.capability for a in reversed(archs.ARCHS.values())}  # the oldest that each is compiled for
@@ -90,6 +92,7 @@ def check_resources(cubin: build.Cubin, entry: str, most_registers: int, shipped
         assert used[entry][1:] == (0, 0, 0, 0)
 
 
+@pytest.mark.slow
 @on_every_chunk
 def test_chunk(variant: chunk.Variant, arch: str) -> None:
     most = max(a.shared_bytes for a in archs.ARCHS.values() if a.target == arch)
@@ -101,6 +104,7 @@ def test_chunk(variant: chunk.Variant, arch: str) -> None:
     assert not saves or build.resources(cubin)["kda_forward"].spill_loads <= (12 if variant.fine else 8)
 
 
+@pytest.mark.slow
 @on_every_reverse
 def test_reverse(variant: reverse.Variant, arch: str) -> None:
     most = max(a.shared_bytes for a in archs.ARCHS.values() if a.target == arch)
@@ -129,6 +133,7 @@ OTHER_TWO_ROLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "arch"), TWO_ROLES + OTHER_TWO_ROLES)
 def test_two_roles(variant: two_roles.Variant, arch: str) -> None:
     cubin = build.compile(two_roles.SOURCE, variant.defines, arch)
@@ -162,6 +167,7 @@ REVERSE_SEGMENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "arch"), SEGMENTS)
 def test_segments(variant: segments.Variant, arch: str) -> None:
     cubin = build.compile(variant.source, variant.defines, arch)
@@ -172,6 +178,7 @@ def test_segments(variant: segments.Variant, arch: str) -> None:
     assert "serialized" not in cubin.log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize(("variant", "arch"), [p for p in TWO_ROLES if p.values[0].K == 128])
 def test_map_columns(variant: two_roles.Variant, arch: str, fine: bool) -> None:
@@ -182,6 +189,7 @@ def test_map_columns(variant: two_roles.Variant, arch: str, fine: bool) -> None:
     assert maps.shared_bytes <= SERVED[arch]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "arch"), REVERSE_SEGMENTS)
 def test_reverse_segments(variant: reverse_segments.Variant, arch: str) -> None:
     cubin = build.compile(variant.source, variant.defines, arch)
@@ -203,6 +211,7 @@ GRADIENTS = [
 on_all_gradients = pytest.mark.parametrize(("variant", "arch"), GRADIENTS)
 
 
+@pytest.mark.slow
 @on_all_gradients
 def test_gradients(variant: gradients.Variant, arch: str) -> None:
     cubin = build.compile(gradients.SOURCE, variant.defines, arch)
@@ -236,6 +245,7 @@ def test_every_choice_is_a_variant(arch: int) -> None:
     assert chosen == variants
 
 
+@pytest.mark.slow
 @on_every_arch
 @pytest.mark.parametrize("variant", STEPS)
 def test_step(variant: step.Variant, arch: str) -> None:
@@ -243,6 +253,7 @@ def test_step(variant: step.Variant, arch: str) -> None:
     check_resources(build.compile(step.SOURCE, variant.defines, arch), "kda_decode", REGISTERS // variant.threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", SERVED)
 def test_seconds(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first use of a variant."""

@@ -37,7 +37,7 @@ from tests.kernels.emulated import end_of_memory
 from tests.kernels.test_cuda_chunk import softplus_resets
 from tests.kernels.test_hard_inputs import hard_inputs
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.emulated
 
 NAMES = ("q", "k", "g", "beta", "A_log", "dt_bias")
 

@@ -30,7 +30,7 @@ from tests.kernels.cases import (
     to_fp64,
 )
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.emulated
 
 STEP = ("q", "k", "v", "g", "beta")
 ONE = Case(T=1, B=2, state=True)

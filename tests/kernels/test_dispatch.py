@@ -384,6 +384,7 @@ def test_unfused_activations_in_a_step(toy: Toy) -> None:
     assert error(state, want.final_state) <= budget(0.0, FP64)
 
 
+@pytest.mark.compiles
 def test_unfused_activations_are_compiled_too(toy: Toy) -> None:
     x = make_inputs(dataclasses.replace(SMALL, dtype=FP64))
     torch.compiler.reset()
@@ -443,7 +444,7 @@ def test_a_checkpoint_of_ones_own_keeps_the_backend(toy: Toy) -> None:
     assert q.grad is not None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, where autograd has threads of its own")
+@pytest.mark.gpu  # autograd has threads of its own there
 def test_the_context_around_a_backward_reaches_autograds_threads(toy: Toy) -> None:
     x = make_inputs(SMALL, "cuda")
     q = x.q.clone().requires_grad_()
@@ -505,12 +506,14 @@ def run_pytest(required: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
 
 
+@pytest.mark.slow
 def test_requiring_an_unknown_backend_fails_the_run() -> None:
     result = run_pytest("eager,abacus")
     assert result.returncode != 0
     assert "KDA_LAYERS_REQUIRE names unknown backends abacus" in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_requiring_known_backends_does_not() -> None:
     result = run_pytest(" eager ,")
     assert result.returncode == 0, result.stdout + result.stderr

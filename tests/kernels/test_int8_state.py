@@ -281,6 +281,7 @@ def test_rounding_again_changes_nothing() -> None:
     assert torch.equal(scale_again[stays], scale[stays])
 
 
+@pytest.mark.compiles
 def test_a_compiled_step() -> None:
     x = make_inputs(Case(T=1, B=2, H=1, K=8, V=8, dtype=FP32, state=True))
     state, scale = quantize_state(x.initial_state)

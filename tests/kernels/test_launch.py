@@ -99,8 +99,6 @@ def test_an_unknown_gpu_is_named() -> None:
 
 # ---------------------------------------------------------------- on a GPU
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def clusters() -> list[int]:
     return CLUSTERS if torch.cuda.get_device_capability()[0] >= 9 else CLUSTERS[:1]
@@ -128,7 +126,6 @@ class Run:
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_launch() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     kernel = load(device)
@@ -145,7 +142,6 @@ def test_launch() -> None:
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("loaded_before", [True, False])
 def test_capture(loaded_before: bool) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
@@ -163,7 +159,6 @@ def test_capture(loaded_before: bool) -> None:
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_threads() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
 
@@ -182,7 +177,6 @@ def test_threads() -> None:
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_a_thread_that_has_never_called_cuda() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     kernel, run = load(device), Run(device, clusters()[-1])
@@ -204,7 +198,6 @@ def test_two_devices() -> None:
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_refusals_leave_the_gpu_usable(tmp_path: Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     kernel, run = load(device), Run(device, 1)

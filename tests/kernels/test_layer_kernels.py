@@ -24,7 +24,7 @@ from kda_layers.kernels.registry import Registry, explain, use_backend
 from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="fused kernels need a CUDA device")
+needs_gpu = pytest.mark.gpu
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ CASES = [
 on_every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @on_every_case
 @pytest.mark.parametrize("backend", ["sm90@emulator"])
 def test_against_fp64(case: Step, backend: str) -> None:
@@ -200,7 +200,7 @@ def test_against_fp64(case: Step, backend: str) -> None:
     check_in_budget(x, got)
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("arch", [80, 100], ids=["sm80@emulator", "sm100@emulator"])
 def test_on_other_archs(arch: int) -> None:
     x = inputs_of(Step(T=2, slots="accepted", group=1 if arch == 80 else 2))
@@ -215,7 +215,7 @@ def tokens_of(x: Inputs, part: slice) -> Inputs:
     return x._replace(**{name: getattr(x, name)[:, part] for name in ("q", "k", "v", "f", "gate", "beta")})
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("backend", ["eager", "sm90@emulator"])
 def test_tokens_one_by_one(backend: str) -> None:
     """Several tokens of a call give the bits of as many calls, and each draft's slots those of the first tokens."""
@@ -244,7 +244,7 @@ def test_tokens_one_by_one(backend: str) -> None:
             assert torch.equal(drafted[name][slots[:, t]], getattr(after, name))
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("backend", ["eager", "sm90@emulator"])
 def test_padding(backend: str) -> None:
     """Slot -1: zeros, and nothing is written; the other sequences have the bits that they have alone."""
@@ -261,7 +261,7 @@ def test_padding(backend: str) -> None:
         assert all(torch.equal(got[name][slot], alone[name][0]) for name in WRITTEN)
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_slots_out_of_range_change_nothing() -> None:
     x = inputs_of(Step(B=4, T=2))
     slots = torch.tensor([[4, 1], [0, 2], [1, 3], [2, -5]], dtype=torch.int32)
@@ -283,7 +283,7 @@ def spread(t: Tensor) -> Tensor:
     return torch.stack((t, torch.full_like(t, torch.nan)), -1)[..., 0]
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("change", [moved, spread], ids=["misaligned", "strided"])
 @pytest.mark.parametrize("name", ["conv_weight", "f_weight", "gate_weight", "gate_bias", "norm_weight", "dt_bias"])
 def test_parameters_in_any_layout(name: str, change: Any) -> None:
@@ -295,7 +295,7 @@ def test_parameters_in_any_layout(name: str, change: Any) -> None:
     assert all(torch.equal(getattr(got, n), want[n]) for n in WRITTEN)
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("change", [{}, {"overlap": False}, {"f_weight": moved}], ids=["", "not asked", "copied"])
 def test_overlap(change: dict[str, Any], arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ def test_overlap(change: dict[str, Any], arch: int, monkeypatch: pytest.MonkeyPa
     assert asked == [not change and arch >= 90]
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("state_dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_projections_and_states_in_any_layout(state_dtype: torch.dtype) -> None:
     """Odd strides of tokens; states that are part of a larger tensor, whose other elements stay as they are."""
@@ -334,7 +334,7 @@ def test_projections_and_states_in_any_layout(state_dtype: torch.dtype) -> None:
             assert (stores[name] == 7.0).all()
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_one_sequence_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The strides of dimensions of size 1 do not matter: no copy of a merged projection with an odd width."""
     x = inputs_of(Step(B=1, H=3))
@@ -393,6 +393,7 @@ def test_the_torch_op(case: Step) -> None:
     assert all(not torch.equal(getattr(plain, n), getattr(x, n)) for n in WRITTEN)
 
 
+@pytest.mark.compiles
 def test_compiled() -> None:
     x = inputs_of(Step(T=2))
     want, got = (x._replace(**{n: getattr(x, n).clone() for n in WRITTEN}) for _ in range(2))
@@ -527,7 +528,7 @@ def serves(backend: str | None = None, *fields: Any) -> bool:
     return has_kernel(backend, torch.device("cpu"), *(fields or FIELDS))
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_a_layer_uses_the_kernel_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where argument, context or environment ask for a backend of `kda` without such a kernel."""
     assert not serves()
@@ -615,7 +616,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("many", [False, True], ids=["factors", "logits"])
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 def test_a_layer_decodes(
@@ -642,7 +643,7 @@ def test_a_layer_decodes(
     check_layer(layer, got, x)
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_a_layer_whose_gate_was_rounded(kernel: emulated.EmulatedLayerStep) -> None:
     """A_log and dt_bias in bf16, as a checkpoint that rounded them."""
     layer, cache = layer_and_cache()
@@ -654,7 +655,7 @@ def test_a_layer_whose_gate_was_rounded(kernel: emulated.EmulatedLayerStep) -> N
     check_layer(layer, got, x)
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_a_decode_step_in_training_mode(kernel: emulated.EmulatedLayerStep) -> None:
     x = tokens(2)
     layer, cache = layer_and_cache()
@@ -664,7 +665,7 @@ def test_a_decode_step_in_training_mode(kernel: emulated.EmulatedLayerStep) -> N
     assert all(torch.equal(got[n], want[n]) for n in got)
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_calls_that_a_layer_computes_by_its_own_operations(kernel: emulated.EmulatedLayerStep) -> None:
     """Gradients, autocast, padding, packed sequences, several tokens, drafts that may be taken back."""
     layer, cache = layer_and_cache()
@@ -689,7 +690,7 @@ def test_calls_that_a_layer_computes_by_its_own_operations(kernel: emulated.Emul
     assert cache.layers[0].get_seq_length() == seen - 1
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_states_of_a_cache(kernel: emulated.EmulatedLayerStep) -> None:
     """In place, at fixed addresses; reordered beams; a prompt in parts; a cache made under inference mode."""
     layer, cache = layer_and_cache()
@@ -727,7 +728,8 @@ def test_states_of_a_cache(kernel: emulated.EmulatedLayerStep) -> None:
     assert torch.equal(outside, want["o"][:, 6:7])
 
 
-@pytest.mark.emulator
+@pytest.mark.compiles
+@pytest.mark.emulated
 def test_a_compiled_layer_decodes(kernel: emulated.EmulatedLayerStep) -> None:
     """One graph, which uses the merged weights and follows what is written to them."""
     layer, cache = layer_and_cache()
@@ -754,7 +756,7 @@ def test_a_compiled_layer_decodes(kernel: emulated.EmulatedLayerStep) -> None:
     assert len(products) <= 2  # the count of tokens becomes dynamic
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @every_family
 def test_swapped_layers_decode(family: str, kernel: emulated.EmulatedLayerStep) -> None:
     """By the kernel as by the layers' own operations, which are used where the convolution is kept in fp32."""
@@ -805,6 +807,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     "variant", VARIANTS, ids=lambda v: f"{v.K}-{v.decay_rank}-{v.gate_rank}-{v.taps}-{v.group}-{str(v.state_dtype)[6:]}"
@@ -825,6 +828,7 @@ def test_compiled_kernels_fit_without_spills(variant: launcher.Variant, target: 
     assert not any(spilled)
 
 
+@pytest.mark.compiles
 def test_the_variants_of_a_layer_are_precompiled() -> None:
     listed = list(launcher.variants((64, 128), (BF16, FP16)))
     assert launcher.Variant(128, BF16, FP32, 128, 128, 4, 1) in listed

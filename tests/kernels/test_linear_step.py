@@ -103,6 +103,7 @@ def test_op() -> None:
     torch.library.opcheck(torch.ops.kda_layers.linear_step.default, args)
 
 
+@pytest.mark.compiles
 @needs_triton
 def test_compiled() -> None:
     x = inputs(1, 4, 30, FP32, True, True, True)
@@ -193,6 +194,8 @@ def test_no_gradient() -> None:
         assert linear_step(torch.zeros(1, 1, 20), weight).shape == (1, 1, 6)
 
 
+@pytest.mark.slow
+@pytest.mark.compiles
 @needs_triton
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_compiles_without_a_gpu(sm: int) -> None:

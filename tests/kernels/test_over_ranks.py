@@ -561,6 +561,7 @@ OF_THREE: dict[str, Any] = {
 CASES: dict[int, Cases] = {2: OF_TWO, 3: OF_THREE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])
 def test_two_processes_as_one_pass(size: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     failures = outcomes(tmp_path_factory, "over_ranks", size, CASES[size])[name]

@@ -291,7 +291,7 @@ def test_slots_are_not_read_by_the_host() -> None:
     slot_copies._choose(PrefillInputs(**chosen | more), meta(1, 2, 2, 128, 128), None, meta(2, dtype=torch.bool))
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_views_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our CUDA forward copies rows only where it cannot read them by vectors."""
     backend = EMULATED["sm90@emulator"]
@@ -444,6 +444,7 @@ def test_a_backend_without_prefill_is_not_chosen(monkeypatch: pytest.MonkeyPatch
         KDA.clear_caches()
 
 
+@pytest.mark.compiles
 @on_every_device
 def test_compiled(device: str) -> None:
     x = make_inputs(replace(engine_case(LENGTHS), dtype=torch.float32, K=16, V=32), device)
@@ -464,7 +465,6 @@ def test_compiled(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("backend", ["sm90", "fla"])
 def test_captured_in_a_graph(backend: str, required_backends: frozenset[str]) -> None:
     """One graph for every batch of up to 5 sequences: offsets, slots, boundaries and tokens are read on the GPU."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -34,6 +35,8 @@ from tests.kernels.cases import (
     serve,
     to_fp64,
 )
+
+pytestmark = pytest.mark.slow
 
 RELATIVE = 1e-10
 NOTHING = 1e-100  # inputs are of size 1: gradients below this are of gates that have erased everything

@@ -47,7 +47,7 @@ from tests.kernels.test_hard_inputs import (
     turning_keys,
 )
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.emulated
 
 SHORT, TILES = 64, 4  # instead of the launcher's, so that short sequences are cut
 FORMS = {"warpgroups": 90, "warps": 100}

@@ -23,6 +23,8 @@ from kda_layers.kernels import triton_package
 from kda_layers.kernels.fused.short_conv import SHORT_CONV, short_conv, short_convs
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, budget, error, poisoned_memory
 
+pytestmark = pytest.mark.compiles
+
 TRITON = SHORT_CONV.backend("triton")
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
 ON_GPU = torch.cuda.is_available()
@@ -221,6 +223,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons() == "triton is not installed"
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("sm", [80, 90])
 def test_compiles_without_a_gpu(sm: int) -> None:

@@ -75,6 +75,7 @@ def test_keeps_its_inputs_only() -> None:
     assert [t.data_ptr() for t in kept] == [gate.data_ptr(), up.data_ptr()]
 
 
+@pytest.mark.compiles
 def test_mlp_is_plain_on_a_cpu_and_compiled() -> None:
     config = KDAConfig(hidden_size=8, intermediate_size=12, num_hidden_layers=1, linear_num_heads=1, linear_head_dim=8)
     torch.manual_seed(0)

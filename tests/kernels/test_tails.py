@@ -207,7 +207,7 @@ def test_a_batch_of_an_engine(device: str, backend: str, required_backends: froz
         assert torch.equal(got.checkpoints[57], run(whole, backend, final_state=True).final_state[0])
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", [name for name, backend in EMULATED.items() if backend.archs[0].bulk_copies])
 @pytest.mark.parametrize("case", **ids([Case(T=1100, B=1, H=1, state=True), Case(lengths=(1026, 3, 0, 1090), H=1)]))
 def test_with_segments(case: Case, name: str) -> None:
@@ -217,7 +217,7 @@ def test_with_segments(case: Case, name: str) -> None:
     check_outputs(got, x)
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_segments_of_the_chunks() -> None:
     """A sequence that would have longer segments with its last tokens."""
     x = make_inputs(Case(T=4097, B=1, H=16, K=64, V=64))._replace(segments="always", final_state=True)
@@ -226,7 +226,7 @@ def test_segments_of_the_chunks() -> None:
     assert not got.final_state.isnan().any()
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("lengths", [(5, 65, *(0,) * 62), (*(63,) * 64, 66), (*(5,) * 70, 65, 130)])
 def test_a_row_for_every_state_between_the_kernels(lengths: tuple[int, ...]) -> None:
     """Sequences with less than a chunk are listed, too, but behind those that hand a state over."""
@@ -270,7 +270,7 @@ def test_more_elements_than_32_bits_count() -> None:
     assert len(kernel.launch.call_args.args[-1]) == decode.PARAMS.nbytes
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("with_stops", [False, True], ids=["", "stops"])
 @pytest.mark.parametrize("count", [64, 300, 1000])

@@ -59,7 +59,7 @@ def assert_same(got: KDAOutput, want: KDAOutput) -> None:
     assert [n for n, t in outputs(want).items() if not torch.equal(outputs(got)[n], t)] == []
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("case", **ids(CASES + STORING))
 def test_bits_of_the_forward_kernel(case: Case, arch: int) -> None:
@@ -69,7 +69,7 @@ def test_bits_of_the_forward_kernel(case: Case, arch: int) -> None:
         assert_same(by_two_roles(x, i, arch), want)
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_tokens_of_zeros() -> None:
     x = make_inputs(CASES[0])
     for t in (x.q, x.k, x.v):
@@ -77,7 +77,7 @@ def test_tokens_of_zeros() -> None:
     assert_same(by_two_roles(x, 1), emulated.forward(x))
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_the_fastest_decay_without_biases() -> None:
     """exp(A_log) is infinite, and a bias of zero stays zero."""
     x = make_inputs(Case(T=40, state=True, dt_bias=False, checkpoints=False))
@@ -87,7 +87,7 @@ def test_the_fastest_decay_without_biases() -> None:
     assert got.o.isfinite().all()
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", **ids([CASES[0], NARROW, PACKED, STORING[1], STORING[5]]))
 def test_order_of_concurrent_operations(case: Case) -> None:
     x = make_inputs(case)
@@ -96,7 +96,7 @@ def test_order_of_concurrent_operations(case: Case) -> None:
         assert_same(by_two_roles(x, seed % 3, seed=seed), want)
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("more", [{"B": 2}, {"lengths": (130, 65)}, {"B": 2, "checkpoints": True}], ids=str)
 def test_accesses_are_ordered(more: dict[str, Any]) -> None:
     """Also those of a state that one group hands to another; the machine raises an error where nothing orders two."""
@@ -108,7 +108,7 @@ def test_accesses_are_ordered(more: dict[str, Any]) -> None:
 TAILED = (1, 66, 0, 130, 3, 64, 195)
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("final", [True, False])
 @pytest.mark.parametrize(
     ("case", "many"),
@@ -144,7 +144,7 @@ def test_chosen_with_last_tokens(case: Case, many: int, final: bool, monkeypatch
     assert chosen.call_count == 1
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_falling_offsets_are_not_waited_for() -> None:
     """Decreasing offsets are the caller's error, but must not hang the GPU; a hang is a test that never ends."""
     x = make_inputs(Case(lengths=(200, 0, 200), checkpoints=False))

@@ -17,12 +17,12 @@ from transformers import CompileConfig, GenerationMixin, LogitsProcessor, PreTra
 from kda_layers.modeling.cuda_graphs import decoding
 from kda_layers.modeling.cuda_graphs.decoding import CapturedDecoding
 from kda_layers.modeling.layer import merged_weights
-from tests.kernels.cases import BF16
+from tests.kernels.cases import BF16, DEVICES
 from tests.modeling import models
 from tests.modeling.models import ids, left_padded
 from tests.modeling.taped_graphs import TapedGraphs
 
-on_cuda = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")])
+on_cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 NAMES = ("kda", "hybrid", "llama")  # KDA alone, beside softmax attention, in a variant
 # On a GPU as its kernels want it.
 ON_CUDA: dict[str, Any] = dict(hidden_size=256, intermediate_size=512, head_dim=128, num_attention_heads=2)
@@ -49,7 +49,7 @@ class Captures:
         return made
 
 
-@pytest.fixture(params=["cpu", on_cuda])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "cpu":
         monkeypatch.setattr(decoding, "CudaGraphs", TapedGraphs)

@@ -15,17 +15,18 @@ from torch import Tensor, nn
 
 from kda_layers import CapturedStep, KDAConfig, KDAForCausalLM
 from kda_layers.modeling.cuda_graphs import training_step
+from tests.kernels.cases import DEVICES
 from tests.modeling.taped_graphs import TapedGraphs
 
 VOCAB, WARMUP = 61, 2
-on_cuda = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")])
+on_cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 CONFIG = dict(
     vocab_size=VOCAB, num_hidden_layers=2, linear_num_heads=2, num_attention_heads=2, use_cache=False,
     bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
 
 
-@pytest.fixture(params=["cpu", on_cuda])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "cpu":
         monkeypatch.setattr(training_step, "CudaGraphs", TapedGraphs)
@@ -176,6 +177,7 @@ def test_ten_steps_are_the_eager_ones(
         assert all(found["norm"] > max_norm for found in want), "nothing was clipped"
 
 
+@pytest.mark.compiles
 @needs_cuda
 def test_a_compiled_optimizer(device: str) -> None:
     """The optimizer's step of torch.compile: a schedule's learning rates reach it, too."""
@@ -701,6 +703,7 @@ def test_the_first_replay_draws_what_an_eager_step_draws(device: str, monkeypatc
     check_same_steps(results[1], results[0])
 
 
+@pytest.mark.compiles
 @needs_cuda
 def test_a_compiled_model(device: str) -> None:
     """Compiled once, so that both runs have the configurations that Inductor found fastest."""

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from kda_layers.modeling.cuda_graphs import clipping
 from kda_layers.modeling.cuda_graphs.clipping import clip_grad_norm_
-from tests.kernels.cases import BF16, FP64
+from tests.kernels.cases import BF16, DEVICES, FP64
 
 FP16, FP32 = torch.float16, torch.float32
-needs_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")]
 DTYPES = [(BF16, FP32), (FP16, FP32), (BF16, FP16), (BF16, FP32, FP64), (FP16, BF16, FP32), (BF16,), (FP32,)]
 on_all_dtypes = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: " ".join(str(x)[6:] for x in d))
 on_all_values = pytest.mark.parametrize("value", [None, float("inf"), float("-inf"), float("nan")])
@@ -43,7 +42,7 @@ def check_same(got: list[Tensor], want: list[Tensor]) -> None:
         assert torch.equal(a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("max_norm", [MAX_NORM, 1e-7, 1e7])
 @on_all_dtypes
 @on_all_values

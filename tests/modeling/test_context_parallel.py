@@ -583,6 +583,7 @@ OF_TWO: Cases = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_TWO)
 def test_two_processes_as_one(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     failures = outcomes(tmp_path_factory, "context_parallel", 2, OF_TWO)[name]

@@ -20,7 +20,7 @@ from tests.kernels import emulated_layer_step as emulated
 from tests.kernels.cases import BF16, budget, error
 from tests.modeling.stock_models import cast
 
-pytestmark = pytest.mark.emulator
+pytestmark = pytest.mark.emulated
 
 EAGER_LINEAR = LINEAR_STEP.backends()["eager"]
 
@@ -129,6 +129,7 @@ def test_decoder_layers_that_are_called_as_they_are(kernel: emulated.EmulatedLay
     assert [x.norm_weight for x in launched] == [None]  # the attention's projections alone
 
 
+@pytest.mark.compiles
 def test_a_compiled_model_decodes(kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
     """In one graph, by the same launches."""
     model = a_model()

@@ -31,6 +31,8 @@ from kda_layers.kernels.kda.dispatch import default_problem
 from tests.kernels.cases import BF16, FP32, FP64, budget, error, on_every_device, on_installed_backends, serve
 from tests.modeling.test_training import WIDTH, batch, build_model
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("ddp", "fsdp", "fsdp in bf16")
 RANKS, ROWS, STEPS = 2, 4, 3
 SECONDS = 120  # for processes that compile kernels on a busy machine; on a CPU they take a tenth of it

@@ -14,6 +14,8 @@ from transformers.exporters.utils import decompose_for_generation
 
 from tests.modeling.models import build, every_model_and_swapped, ids
 
+pytestmark = pytest.mark.compiles
+
 CACHES = {"dynamic": None, "static": GenerationConfig(cache_implementation="static", max_new_tokens=4)}
 
 

@@ -309,8 +309,8 @@ def test_a_shard_may_be_a_link_as_in_the_cache_of_the_hub(tmp_path: Path) -> Non
 # ---------------------------------------------------------------- flash-linear-attention itself
 
 
+@pytest.mark.compiles
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash-linear-attention needs a GPU")
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(
     "options",

@@ -73,6 +73,7 @@ torch.save([logits, tokens, hidden.detach()], out + "/results.pt")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kda", "kda_llama"])
 def test_a_process_without_the_import_loads_it_with_trust_remote_code(kind: str, tmp_path: Path) -> None:
     model = make(kind)

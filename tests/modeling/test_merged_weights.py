@@ -152,6 +152,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_shards_that_fsdp2_gathers() -> None:
     """FSDP2 keeps a parameter and gathers into memory of its own: an evaluation must not move that."""
     done = subprocess.run([sys.executable, "-c", FSDP2], capture_output=True, text=True, timeout=120, check=False)
@@ -277,6 +278,7 @@ def test_a_change_is_seen(change: Any, compiled: bool) -> None:
         assert not torch.allclose(got, infer(before), atol=1e-3)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     "change", [replace_parameter, assign, double_and_back, replace_layer], ids=lambda c: c.__name__
 )

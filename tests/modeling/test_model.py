@@ -341,12 +341,15 @@ compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.compiles
 def test_compiled_first_of_all_in_a_fresh_process() -> None:
     """The trace finds the backends, which nothing has looked for yet."""
     done = subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("case", ["padded", "packed"])
 def test_compiled_layer(case: str, counter: CompileCounterWithBackend) -> None:
     """Forward and backward in one graph for every length, equal to the uncompiled layer."""

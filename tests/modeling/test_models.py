@@ -423,6 +423,7 @@ def test_save_and_load(name: str, tmp_path: pathlib.Path) -> None:
     assert torch.equal(base(ids(2, 5)).last_hidden_state, m.model(ids(2, 5)).last_hidden_state)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_loads_them(tmp_path: pathlib.Path) -> None:
     """`import kda_layers` is all that another process needs; it does not itself import the families."""
     for name in ("hybrid", "llama", "qwen2", "qwen3", "mistral"):
@@ -527,6 +528,8 @@ COMPILED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.compiles
 @pytest.mark.parametrize(("name", "case"), COMPILED)
 def test_compiled_model(name: str, case: str, counter: CompileCounterWithBackend) -> None:
     """One graph for every length, equal to the uncompiled model; also backward."""
@@ -554,6 +557,8 @@ def test_compiled_model(name: str, case: str, counter: CompileCounterWithBackend
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
+@pytest.mark.compiles
 @pytest.mark.parametrize("name", ["kda", "hybrid", "key_bias", "llama", "qwen3", "mistral"])
 def test_compiled_generation(name: str, counter: CompileCounterWithBackend) -> None:
     """With a static cache and a compile_config, transformers compiles the decode step; later calls do not recompile."""

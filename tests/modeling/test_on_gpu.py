@@ -31,7 +31,7 @@ from tests.kernels.cases import BF16, Case, budget, call, error, make_inputs, on
 from tests.kernels.test_step import serve_step
 from tests.modeling import stock_models
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 SIZES = dict(
     vocab_size=97, hidden_size=256, num_hidden_layers=4, linear_num_heads=2, linear_head_dim=128,
@@ -138,6 +138,7 @@ def test_whole_sequences_in_a_graph(lengths: tuple[int, ...] | None) -> None:
 # ---------------------------------------------------------------- torch.compile
 
 
+@pytest.mark.compiles
 @on_installed_backends
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_compiled_layer(train: bool, backend: str, required_backends: frozenset[str]) -> None:
@@ -172,6 +173,7 @@ def test_compiled_layer(train: bool, backend: str, required_backends: frozenset[
     assert graphs[0] == graphs[-1]
 
 
+@pytest.mark.compiles
 @every_kind
 def test_compiled_training_of_a_model(interval: int) -> None:
     """Loss and gradients under bf16 autocast, compiled whole, against the same without torch.compile."""
@@ -190,6 +192,7 @@ def test_compiled_training_of_a_model(interval: int) -> None:
     assert error(results[1][1], results[0][1]) < 2**-4
 
 
+@pytest.mark.compiles
 @every_kind
 def test_generation_compiled_into_cuda_graphs(interval: int) -> None:
     """A static cache and mode 'reduce-overhead': no graph break, no second graph, the tokens of plain generation."""

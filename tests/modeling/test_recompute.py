@@ -261,6 +261,8 @@ def test_layers_left_out_of_checkpointing_share(calls: list[Inputs]) -> None:
 # ---------------------------------------------------------------- results
 
 
+@pytest.mark.slow
+@pytest.mark.compiles
 @pytest.mark.parametrize("recompute", [0.25, "auto"], ids=repr)
 def test_compiled_models_see_a_constant(recompute: Any, counter: CompileCounterWithBackend) -> None:
     model = kda_lm(num_hidden_layers=1, linear_recompute=recompute)
@@ -271,7 +273,7 @@ def test_compiled_models_see_a_constant(recompute: Any, counter: CompileCounterW
     assert counter.frame_count == 1
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_gradients_have_the_same_bits() -> None:
     """Compare gradients of a layer on our kernels, which keep more or less for the backward."""
     backend = EMULATED["sm80@emulator"]

@@ -203,6 +203,7 @@ def test_a_cpu_that_chooses_by_itself_calls_the_modules() -> None:
     assert torch.equal(y, norm(x + 2 * x))
 
 
+@pytest.mark.compiles
 @needs_triton
 def test_compiled(calls: list[str]) -> None:
     model = made()

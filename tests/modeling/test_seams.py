@@ -139,6 +139,7 @@ m.version = hidden
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "got"), [("raise m.PackageNotFoundError(name)", "none"), ("return '5.16.2'", "5.16.2")]
 )
@@ -148,6 +149,7 @@ def test_operator_and_layer_work_without_transformers(answer: str, got: str) -> 
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "warned"), [("5.99.0", 1), ("6.0.0.dev0", 1), ("5.17.3", 0)])
 def test_an_untested_version_warns_once(version: str, warned: int) -> None:
     answer = HIDDEN.format(answer=f"return {version!r}")

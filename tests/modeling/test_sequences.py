@@ -264,6 +264,7 @@ def test_where_values_cannot_be_read_a_mask_of_scores_is_refused(name: str, monk
     assert error(logits(m, tokens, attention_mask=prepared), logits(m, tokens)) < limit(name)
 
 
+@pytest.mark.compiles
 def test_a_compiled_model_refuses_a_mask_of_scores() -> None:
     torch.compiler.reset()
     compiled = torch.compile(model("hybrid"), backend="eager", fullgraph=True)
@@ -424,6 +425,7 @@ def test_positions_of_several_axes() -> None:
             logits(m, tokens, position_ids=text.expand(3, 1, 8))
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("name", ["kda", "hybrid"])
 def test_compiled_positions_are_asserted_not_to_restart(name: str) -> None:
     torch.compiler.reset()
@@ -592,7 +594,6 @@ def test_nothing_is_read_where_nothing_is_given(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("interval", [0, 2], ids=["kda", "hybrid"])
 def test_a_gpu_is_not_waited_for(interval: int) -> None:
     """Training, packed sequences and decoding, under torch's own watch for synchronisation."""

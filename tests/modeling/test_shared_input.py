@@ -138,6 +138,7 @@ def test_who_is_called_itself() -> None:
     torch.func.grad(differentiated)(x.detach())
 
 
+@pytest.mark.compiles
 @pytest.mark.usefixtures("served")
 def test_compiled_and_checkpointed() -> None:
     made, x = layer(), normal(2, 9, 16).requires_grad_()

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAConfig, KDAForCausalLM, enable_speculative_decoding, swap_attention
-from tests.kernels.cases import BF16
+from tests.kernels.cases import BF16, DEVICES
 from tests.modeling.stock_models import FAMILIES, build, cast
+
+pytestmark = pytest.mark.slow
 
 NEW = 24
 
 
-@pytest.fixture(autouse=True, params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+@pytest.fixture(autouse=True, params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     with torch.device(request.param) as device:
         yield device

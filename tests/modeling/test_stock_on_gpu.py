@@ -24,7 +24,7 @@ from tests.kernels.cases import BF16, FP64, budget, error, serve
 from tests.modeling.stock_models import FAMILIES, build, cast, every_family, with_oracle
 from tests.modeling.test_speculative import check_ties
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda"
@@ -85,6 +85,7 @@ def test_swapped_doge() -> None:
     compare(wide("doge"))
 
 
+@pytest.mark.compiles
 @pytest.mark.skipif(not importlib.util.find_spec("fla"), reason="flash-linear-attention is not installed")
 def test_stock_models_on_flash_linear_attention() -> None:
     """In a process of its own, where transformers finds the package: elsewhere in these tests it is hidden."""

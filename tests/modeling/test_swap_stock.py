@@ -33,7 +33,7 @@ from kda_layers import (
     swap_attention,
 )
 from kda_layers.modeling.seams import RENAMED
-from tests.kernels.cases import BF16, FP32, budget, error
+from tests.kernels.cases import BF16, DEVICES, FP32, budget, error
 from tests.modeling.stock_models import (
     FAMILIES,
     IN_PLACE,
@@ -54,7 +54,7 @@ FEW = dict(max_new_tokens=24, do_sample=False, suppress_tokens=[0, 1, 2, *range(
 MODELS, DRAWS = 5, 2
 
 
-@pytest.fixture(autouse=True, params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+@pytest.fixture(autouse=True, params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Every test runs wholly on each device of this machine."""
     with torch.device(request.param) as device:
@@ -239,6 +239,7 @@ def test_copies_stay_swapped(family: str, how: str) -> None:
     swapped.generate(prompt, **lookup)  # the copy was restored, not the original
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["kimi_linear", "doge"])
 def test_a_pickle_is_read_in_a_fresh_process(family: str, tmp_path: Path) -> None:
     """Pickles name the class of swapped layers, which is made on first use."""
@@ -258,6 +259,7 @@ print(len(kda_layers.restore_attention(model)))
     assert int(done.stdout) == len(swapped_layers_of(model))
 
 
+@pytest.mark.slow
 @every_family_in_place
 @pytest.mark.parametrize("kind", ["cpu", "disk"])
 @pytest.mark.parametrize("first", ["swap", "offload"])
@@ -317,6 +319,8 @@ TWO_LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.compiles
 @every_family_in_place
 def test_compile_fullgraph(family: str) -> None:
     dense = {} if family == "doge" else dict(mlp_layer_types=["dense", "dense"])
@@ -338,6 +342,8 @@ def test_compile_fullgraph(family: str) -> None:
     assert apart.keys() <= {n for n, p in swapped.named_parameters() if p.numel() < 8}
 
 
+@pytest.mark.slow
+@pytest.mark.compiles
 @every_family
 def test_compiled_generation(family: str) -> None:
     """With a static cache transformers compiles the decoding step whole."""
@@ -412,6 +418,7 @@ os._exit(0)  # the interpreter's end, with gloo's threads, was seen to hang now 
 """
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one() -> None:
     run_two("-c", TWO_PROCESSES, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
@@ -519,6 +526,7 @@ def test_right_padding_leaves_the_state_alone(family: str) -> None:
             assert error(got, swapped(more[1:], past_key_values=alone.past_key_values).logits) < limit(family)
 
 
+@pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("how", ["prompt lookup", "exact draft", "other draft"])
 def test_speculative_decoding_is_greedy_decoding(family: str, how: str) -> None:
@@ -628,6 +636,7 @@ sys.modules.update({"fla": fla, "fla.ops": ops, "fla.ops.kda": kda})
 """
 
 
+@pytest.mark.slow
 def test_with_flash_linear_attention_installed_on_a_cpu() -> None:
     """Stock layers take its GPU kernels whatever the device (a stand-in that fails as Triton does); ours do not."""
     code = f"""{STUB if "fla" not in sys.modules and not _has_fla() else ""}

@@ -35,6 +35,8 @@ from tests.modeling import stock_models
 from tests.modeling.models import STOCK, TINY, TINY_STOCK, build, generate, ids, left_padded
 from tests.processes import once, run_two
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 RANKS = 2
 EVEN = dict(vocab_size=30)  # transformers 5.17 shards the head of such vocabularies only

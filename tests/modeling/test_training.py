@@ -21,13 +21,15 @@ from kda_layers.kernels.kda.dispatch import default_problem
 from kda_layers.modeling.models.skipped_logits import LazyLogitsOutput
 from tests.kernels.cases import BEST_DEVICE, BF16, FP32, on_installed_backends, serve
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 97
 WIDTH = 128 if BEST_DEVICE == "cuda" else 16
 CONFIG = dict(
     vocab_size=VOCAB, hidden_size=2 * WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=2, linear_num_heads=2,
     linear_head_dim=WIDTH, num_attention_heads=2, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
-needs_cuda = pytest.mark.skipif(BEST_DEVICE != "cuda", reason="needs a CUDA device")
+needs_cuda = pytest.mark.gpu
 
 
 @pytest.fixture

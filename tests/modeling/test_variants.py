@@ -376,6 +376,7 @@ print(type(model).__name__, model.config.layer_types.count("linear_attention"))
 """
 
 
+@pytest.mark.slow
 def test_a_new_family_is_one_file(tmp_path: pathlib.Path) -> None:
     """In a copy of the package with the file of Arcee, which is Llama's under other names."""
     package = pathlib.Path(kda_layers.__file__).parent

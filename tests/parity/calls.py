@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-HEAVY = "@heavy"  # ends the names of calls that take seconds
 GROUPS = ("loading", "weights", "forward", "generating", "serving", "training", "adapting", "deploying")
 _found: list[Call] = []
 
@@ -37,7 +36,7 @@ class Call:
         refused: {subject: refusal} for each subject that cannot do it.
         absent: {subject: reason} for a subject that the call cannot be made with.
         since: first version of transformers that has what the call needs.
-        heavy: True for a call that takes seconds; `make test` leaves it out.
+        heavy: True for a call that takes seconds: its tests are marked slow.
     """
 
     group: str
@@ -47,11 +46,6 @@ class Call:
     absent: dict[str, str] = field(default_factory=dict)
     since: str | None = None
     heavy: bool = False
-
-    @property
-    def id(self) -> str:
-        """Name in a test's id."""
-        return self.run.__name__ + (HEAVY if self.heavy else "")
 
 
 def calls_of(group: str) -> Callable[..., Callable[[Any], Any]]:

@@ -17,6 +17,7 @@ from tests.parity.calls import Call, table
 from tests.parity.subjects import OURS, STOCK, subject
 
 CALLS = table()
+CASES = [pytest.param(call, marks=[pytest.mark.slow] * call.heavy, id=call.run.__name__) for call in CALLS]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def of_stock(call: Call) -> Any:
 
 
 @pytest.mark.parametrize("name", [STOCK, *OURS])
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
+@pytest.mark.parametrize("call", CASES)
 def test_call(call: Call, name: str) -> None:
     if call.since and Version(transformers.__version__).release < Version(call.since).release:
         pytest.skip(f"transformers {transformers.__version__} has no such call: since {call.since}")

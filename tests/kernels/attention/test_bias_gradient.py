@@ -30,6 +30,7 @@ from tests.kernels.attention.cases import (
 from tests.kernels.cases import BF16, FP16, FP32, ROUNDOFF
 
 
+@pytest.mark.slow
 @on_every_backend
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])

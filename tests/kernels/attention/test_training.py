@@ -116,6 +116,7 @@ OPS = [
 ]
 
 
+@pytest.mark.compiles
 @on_every_backend
 @pytest.mark.parametrize("needs_grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("case", **ids(OPS))
@@ -129,6 +130,7 @@ def test_op(case: Case, needs_grad: bool, backend: str, device: str, required_ba
         torch.library.opcheck(torch.ops.kda_layers.biased_attention.default, (*x, needs_grad, backend))
 
 
+@pytest.mark.compiles
 @on_every_backend
 @pytest.mark.parametrize("case", **ids(OPS))
 def test_grad_op(case: Case, backend: str, device: str, required_backends: frozenset[str]) -> None:
@@ -142,6 +144,7 @@ def test_grad_op(case: Case, backend: str, device: str, required_backends: froze
         )
 
 
+@pytest.mark.compiles
 @on_every_backend
 @pytest.mark.parametrize("kind", ["per key", "expanded", "packed"])
 def test_training_compiles_once(kind: str, backend: str, device: str, required_backends: frozenset[str]) -> None:
@@ -165,6 +168,7 @@ def test_training_compiles_once(kind: str, backend: str, device: str, required_b
     assert counter.frame_count == 1
 
 
+@pytest.mark.compiles
 def test_a_bias_of_given_heads_compiles() -> None:
     """Sizes that the code names meet sizes that the compiler takes for variable."""
     torch.compiler.reset()
@@ -177,6 +181,8 @@ def test_a_bias_of_given_heads_compiles() -> None:
     assert torch.equal(torch.compile(forward, backend="aot_eager", fullgraph=True, dynamic=True)(*x[:4]), want)
 
 
+@pytest.mark.slow
+@pytest.mark.compiles
 def test_compiled_by_inductor() -> None:
     """With ordinary code around the call, a bias computed from the values among it."""
     torch.compiler.reset()

@@ -96,6 +96,8 @@ def test_tiles_are_multiples_of_each_other(arch: int) -> None:
 
 
 # Shared memory: what a block may have. Stack: the most that Triton 3.6 and 3.9 leave, up to the next 64 bytes.
+@pytest.mark.slow
+@pytest.mark.compiles
 @needs_triton
 @pytest.mark.parametrize(
     ("sm", "bias", "kernels", "shared", "stack"),
