@@ -6,10 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
 
 import kda_layers
 
@@ -94,6 +92,25 @@ def of_kernels(file: Path) -> set[str]:
     return {n.removeprefix("kernels.") for n in found}
 
 
+def rule_of(files: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Make a test of a rule that every one of the files keeps; it names all that break it."""
+
+    def test_of(rule: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            broken = {}
+            for file in files:
+                try:
+                    rule(file)
+                except AssertionError as error:
+                    broken[name_of(file)] = str(error)
+            assert broken == {}
+
+        test.__name__, test.__doc__ = rule.__name__, rule.__doc__
+        return test
+
+    return test_of
+
+
 def test_the_files_are_found() -> None:
     assert {"contract", "op", "reference", "registry"} <= {f.stem for f in KERNELS}
     assert "eager" in {f.stem for f in BACKENDS}
@@ -101,14 +118,14 @@ def test_the_files_are_found() -> None:
     assert {"forward", "backward"} <= {f.stem for f in TRITON}
 
 
-@pytest.mark.parametrize("file", KERNELS, ids=name_of)
+@rule_of(KERNELS)
 def test_kernels_import_each_other_relatively(file: Path) -> None:
     """The folder can be moved as a whole."""
     absolute = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom) and not n.level]
     assert [n.module for n in absolute if n.module and n.module.startswith("kda_layers")] == []
 
 
-@pytest.mark.parametrize("file", KERNELS, ids=name_of)
+@rule_of(KERNELS)
 def test_kernels_import_downwards(file: Path) -> None:
     found, name = of_kernels(file), name_of(file).removeprefix("kda_layers.")
     if name in DOORS:
@@ -131,19 +148,19 @@ def test_kernels_import_downwards(file: Path) -> None:
         assert {n.split(".")[0] for n in own} & {"op", "dispatch", "backends", "fla_api"} == set()
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f not in KERNELS + TESTING], ids=name_of)
+@rule_of([f for f in FILES if f not in KERNELS + TESTING])
 def test_what_is_above_the_kernels_knows_no_backend(file: Path) -> None:
     inside = {"backends", "cuda", "reference", *(b.stem for b in BACKENDS)}
     found = {n for n in ours(file) if n.startswith("kernels.") and set(n.split(".")[1:]) & inside}
     assert found == ({"kernels.cuda.toolchain"} if file.name == "__main__.py" else set())
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f not in TESTING], ids=name_of)
+@rule_of([f for f in FILES if f not in TESTING])
 def test_the_package_does_not_need_its_testing(file: Path) -> None:
     assert [n for n in ours(file) if n.startswith("testing")] == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@rule_of(FILES)
 def test_heavy_imports_live_in_functions(file: Path) -> None:
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
@@ -157,7 +174,7 @@ def test_heavy_imports_live_in_functions(file: Path) -> None:
         assert [n for n in found if n.startswith(tuple(map(name_of, TRITON)))] == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
+@rule_of(FILES)
 def test_the_environment_is_read_where_it_is_said(file: Path) -> None:
     tree = ast.parse(file.read_text())
     readers = {"environ", "environb", "getenv", "putenv"}
@@ -166,7 +183,7 @@ def test_the_environment_is_read_where_it_is_said(file: Path) -> None:
     assert reads == ({"environ"} if name_of(file) in READERS else set())
 
 
-@pytest.mark.parametrize("file", KERNELS, ids=name_of)
+@rule_of(KERNELS)
 def test_every_argument_has_a_name(file: Path) -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     takers = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, functions) and n.args.kwarg]
@@ -247,7 +264,7 @@ def room_of(module: str) -> str:
     return module.split(".")[1]
 
 
-@pytest.mark.parametrize("file", ROOMS, ids=name_of)
+@rule_of(ROOMS)
 def test_modeling_imports_downwards(file: Path) -> None:
     room = room_of(name_of(file).removeprefix("kda_layers."))
     floor = next((i for i, rooms in enumerate(FLOORS) if room in rooms), None)
