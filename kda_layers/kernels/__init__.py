@@ -1,9 +1,9 @@
-"""Operators and their backends: a folder for each operator, and the modules that they share.
+"""Operators and their backends, and the modules that they share.
 
-Kimi Delta Attention (`kda`), softmax attention with a bias (`attention_bias`), the short convolution and gated norm of
-a layer (`short_conv`, `gated_norm`), its decode step between the projections (`layer_step`), the activation of an MLP
-(`swiglu`), the norms of the residual stream (`add_rms_norm`), and linear layers of a decode step (`linear_step`). The
-loss of language models (`linear_cross_entropy`) has no backends.
+A folder each for Kimi Delta Attention (`kda`), softmax attention with a bias (`attention_bias`) and the decode step of
+a layer between its projections (`layer_step`). Operators around a layer's core are one file each in `fused`: the short
+convolution and gated norm of a layer, the activation of an MLP, the norms of the residual stream, linear layers of a
+decode step, and the loss of language models.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .declarations import AtLeast, Backend
-
 
 def is_installed() -> bool:
     """True if triton can be imported."""
@@ -22,29 +20,6 @@ def interprets() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
-
-
-class TritonBackend(Backend):
-    """A backend of the operators around a layer's core, with kernels of this package."""
-
-    name = "triton"
-
-    @property
-    def priority(self) -> int:  # type: ignore[override]
-        """20, or -10 without a GPU: Triton's interpreter serves only calls that name the backend."""
-        return 20 if torch.cuda.is_available() else -10
-
-    def more_reasons(self, problem: Any) -> list[str]:
-        reasons = []
-        if problem.device == "cuda" and (refused := AtLeast(80, "sm_").refuses(problem.arch)):
-            reasons.append(f"arch {refused}")
-        if problem.device not in ("cuda", "cpu"):
-            reasons.append(f"device is {problem.device}, needs cuda")
-        elif not is_installed():
-            reasons.append("triton is not installed")
-        elif problem.device == "cpu" and not interprets():
-            reasons.append("device is cpu, needs cuda")
-        return reasons
 
 
 def on_device_of(t: Tensor) -> Any:

@@ -21,9 +21,9 @@ HEAVY = {"triton", "fla", "cuda", "cupy", "pynvml"}  # only inside functions, an
 TRITON = [f for f in KERNELS if f.parent.name == "triton" and "@triton.jit" in f.read_text()]
 
 # A folder for each operator; the rest of kernels serves all of them and knows none.
-OPERATORS = (
-    "kda", "attention_bias", "layer_step",
-)  # fmt: skip
+OPERATORS = ("kda", "attention_bias", "layer_step")
+# In `fused`, where a file is an operator: what serves all of them, and the other operators that one uses.
+FUSED_PARTS, FUSED_OF = {"mechanism", "rows", "triton"}, {"linear_step": {"swiglu"}}
 MADE_OF = {"layer_step": {"kda"}}  # the other operators whose parts an operator uses
 ABOVE = {"over_ranks": {"kda"}}  # folders that run operators, and which
 # Inside an operator's folder: X -> what of that folder it may import.
@@ -132,6 +132,10 @@ def test_kernels_import_downwards(file: Path) -> None:
         return
     folder, *inside = name.removeprefix("kernels.").split(".")
     operators = {n.split(".")[0] for n in found} & set(OPERATORS)
+    fused = {n.split(".")[1] for n in found if n.startswith("fused.")}
+    if folder == "fused" and inside:
+        of_all = set(inside) & FUSED_PARTS
+        assert fused <= (FUSED_PARTS if of_all else FUSED_PARTS | FUSED_OF.get(inside[0], set())) | {inside[-1]}
     if folder not in OPERATORS:
         assert operators <= ABOVE.get(folder, set()), "what serves all operators knows none"
         return

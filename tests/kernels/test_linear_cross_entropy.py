@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from kda_layers.kernels.linear_cross_entropy import op
-from kda_layers.kernels.linear_cross_entropy.op import linear_cross_entropy
+from kda_layers.kernels.fused import linear_cross_entropy as op
+from kda_layers.kernels.fused.linear_cross_entropy import linear_cross_entropy
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, budget, error
 
 VOCAB, D = 97, 32
@@ -190,7 +190,7 @@ def test_a_label_outside_of_the_vocabulary_is_nan_on_a_gpu(label: int) -> None:
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
 def test_the_triton_kernel(dtype: torch.dtype, vocab: int, gradient: bool) -> None:
     """Rows with masked logits, certain ones and ignored ones, as plain PyTorch computes them."""
-    from kda_layers.kernels.linear_cross_entropy.triton.rows import loss_rows
+    from kda_layers.kernels.fused.triton.cross_entropy import loss_rows
 
     torch.manual_seed(0)
     logits = (4 * torch.randn(41, vocab + 3)).to(BEST_DEVICE, dtype)[:, :vocab]
@@ -252,7 +252,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (3, 1500)], ids=str)
 def test_the_triton_kernel_that_scales(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """As PyTorch does by a factor in fp32, which is not rounded to the dtype of the gradient."""
-    from kda_layers.kernels.linear_cross_entropy.triton.rows import scale
+    from kda_layers.kernels.fused.triton.cross_entropy import scale
 
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(BEST_DEVICE, dtype)
     factor = torch.tensor(1 / 8191, device=BEST_DEVICE)

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from kda_layers.kernels.linear_cross_entropy import op
+from kda_layers.kernels.fused import linear_cross_entropy as op
 from kda_layers.modeling.models.skipped_logits import SkippedLogits
 from kda_layers.modeling.seams import BaseModelOutputWithPast, CausalLMOutputWithPast
 from tests.kernels.cases import BF16, FP32, FP64, ROUNDOFF, budget, error

@@ -14,14 +14,14 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from .. import torch_private
-from ..declarations import Backend, OneOf
+from .. import torch_private, triton_package
+from ..declarations import AtLeast, Backend, OneOf
 from ..declarations import Problem as AnyProblem
-from ..fla.layer import FEW_TOKENS, LayerBackend, few_tokens
+from ..fla import package
 from ..registry import Registry
 from ..tracing import is_plain
-from ..triton_package import TritonBackend
 
+MIN_TOKENS = 128  # with fewer, launching takes longer than computing
 FLOATS = OneOf(torch.bfloat16, torch.float16, torch.float32)
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,7 +34,7 @@ class Problem(AnyProblem):
     few_tokens: bool = False
 
     LABEL: ClassVar[str]
-    LACKS = {"few_tokens": FEW_TOKENS}  # noqa: RUF012
+    LACKS = {"few_tokens": f"there are too few tokens, needs B * T of at least {MIN_TOKENS}"}  # noqa: RUF012
 
     def __str__(self) -> str:
         return f"{self.LABEL}, {super().__str__()}"
@@ -44,7 +44,7 @@ class Form(Backend):
     """A backend that is a function with the arguments of the operator, or the `forward` and `backward` of its op."""
 
     def __init__(self, run: Any = None, few_tokens: bool = False) -> None:
-        """Declare a form; `few_tokens` is True if it also serves calls with few tokens."""
+        """Declare a form; `few_tokens` is True if it also serves fewer than `MIN_TOKENS` tokens."""
         self.run = run
         if few_tokens:
             self.features = frozenset(("few_tokens",))
@@ -59,14 +59,39 @@ class Plain(Form):
         return []
 
 
-class Triton(TritonBackend, Form):
-    """Triton kernels of this package, for 16 bits and fp32."""
+class Triton(Form):
+    """Triton kernels of this package: any CUDA GPU, 16 bits and fp32; for tests also Triton's interpreter."""
 
+    name = "triton"
     serves = {"dtype": FLOATS}  # noqa: RUF012
 
+    @property
+    def priority(self) -> int:  # type: ignore[override]
+        """20, or -10 without a GPU: Triton's interpreter serves only calls that name the backend."""
+        return 20 if torch.cuda.is_available() else -10
 
-class FLA(LayerBackend, Form):
-    """flash-linear-attention's kernels."""
+    def more_reasons(self, problem: Any) -> list[str]:
+        reasons = []
+        if problem.device == "cuda" and (refused := AtLeast(80, "sm_").refuses(problem.arch)):
+            reasons.append(f"arch {refused}")
+        if problem.device not in ("cuda", "cpu"):
+            reasons.append(f"device is {problem.device}, needs cuda")
+        elif not triton_package.is_installed():
+            reasons.append("triton is not installed")
+        elif problem.device == "cpu" and not triton_package.interprets():
+            reasons.append("device is cpu, needs cuda")
+        return reasons
+
+
+class FLA(Form):
+    """flash-linear-attention's kernels: CUDA, 16 bits and fp32."""
+
+    name = "fla"
+    priority = 10
+    serves = {"device": OneOf("cuda"), "dtype": FLOATS}  # noqa: RUF012
+
+    def problems(self) -> list[str]:
+        return package.problems()
 
 
 class Forms(Registry[Any, Any]):
@@ -119,3 +144,10 @@ class Fused(Forms):
             return self.backend("eager")
         x = args[0]
         return self.backend(self.choose(backend, x.device, x.dtype, few_tokens(x)))
+
+
+def few_tokens(x: Tensor) -> bool:
+    """True if x [B, T, ...] has so few tokens that launching takes longer than computing."""
+    # While compiling, a bound on B * T would split the graph's range of sizes. The `if` makes the result a constant.
+    few = x.shape[1] == 1 if torch.compiler.is_compiling() else x.shape[0] * x.shape[1] < MIN_TOKENS
+    return True if few else False  # noqa: SIM210

@@ -17,11 +17,10 @@ from torch.nn.functional import pad
 from ..checks import accumulator_dtype
 from ..declarations import OneOf
 from ..fla.chunk_table import chunk_table
-from ..fla.layer import few_tokens
 from ..fla.package import layer_functions
 from ..operator import Differentiable, Operator
 from . import mechanism
-from .mechanism import FLA, FLOATS, Forms, Plain, Triton
+from .mechanism import FLA, FLOATS, Forms, Plain, Triton, few_tokens
 
 
 class Inputs(NamedTuple):

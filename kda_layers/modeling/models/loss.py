@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers.kernels import torch_private
-from kda_layers.kernels.linear_cross_entropy.op import linear_cross_entropy
+from kda_layers.kernels.fused.linear_cross_entropy import linear_cross_entropy
 from kda_layers.kernels.tracing import autocasts
 from kda_layers.modeling.layer.merged_weights import trains_plainly
 from kda_layers.modeling.seams import ForCausalLMLoss

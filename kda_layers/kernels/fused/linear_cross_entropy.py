@@ -8,7 +8,6 @@ are not divided by a number of tokens before, so that float16 does not underflow
 from __future__ import annotations
 
 import functools
-import importlib.util
 import warnings
 from typing import Any
 
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import torch_private
+from ..declarations import OneOf
 from ..operator import define, once_differentiable
 from ..tracing import is_plain, refuse_transforms, without_autocast
-
-__all__ = ["linear_cross_entropy"]
+from . import mechanism
+from .mechanism import FLOATS, Forms, Plain, Triton
 
 CHUNK_BYTES = 128 << 20  # logits of a chunk: 2048 tokens of 32000 bf16 logits. Fewer tokens slow the matrix products.
 SOFTMAX_BYTES = 32 << 20  # fp32 logits that plain PyTorch takes at a time; they stay in the cache of a large GPU
@@ -108,7 +108,7 @@ def _loss_and_gradients(
     losses = x.new_empty(tokens, dtype=loss.dtype)
     logits = x.new_empty(min(rows, tokens), weight.shape[0])
     total: Tensor | None = None  # of the gradient of W, in fp32
-    softmax = _fused_softmax if _has_fused_softmax(x) else _softmax
+    softmax = LINEAR_CROSS_ENTROPY.backend(_form(x)).run
     for first in range(0, tokens, rows):
         chunk = slice(first, min(first + rows, tokens))
         part, x_part = logits[: chunk.stop - first], x[chunk]
@@ -150,7 +150,7 @@ def _softmax(logits: Tensor, target: Tensor, losses: Tensor, ignore_index: int, 
 
 
 def _fused_softmax(logits: Tensor, target: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> None:
-    from .triton.rows import loss_rows
+    from .triton.cross_entropy import loss_rows
 
     with torch.cuda.device(logits.device):
         loss_rows(logits, target, losses, ignore_index, gradient)
@@ -158,8 +158,8 @@ def _fused_softmax(logits: Tensor, target: Tensor, losses: Tensor, ignore_index:
 
 def _scale(x: Tensor, factor: Tensor) -> None:
     """Multiply x by a scalar tensor, in place."""
-    if is_plain((x, factor)) and x.is_contiguous() and _has_fused_softmax(x):
-        from .triton.rows import scale
+    if is_plain((x, factor)) and x.is_contiguous() and _form(x) == "triton":
+        from .triton.cross_entropy import scale
 
         with torch.cuda.device(x.device):
             scale(x, factor)
@@ -167,22 +167,41 @@ def _scale(x: Tensor, factor: Tensor) -> None:
         x.mul_(factor.reshape(1))  # of one dimension: as a scalar it would be rounded to x's dtype
 
 
-def _has_fused_softmax(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64 and _builds_fused_softmax(x.device, x.dtype)
-
-
 @functools.cache
-def _builds_fused_softmax(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if Triton is installed and builds the kernel, for which it needs a C compiler; warn if it does not."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    logits, target = torch.zeros(1, 16, device=device, dtype=dtype), torch.zeros(1, device=device, dtype=torch.int64)
+def _build_problems(dtype: torch.dtype) -> list[str]:
+    """Return the reason why Triton does not build the kernel, for which it needs a C compiler; warn of it."""
+    logits, target = torch.zeros(1, 16, device="cuda", dtype=dtype), torch.zeros(1, device="cuda", dtype=torch.int64)
     try:
-        _fused_softmax(logits, target, torch.zeros(1, device=device), -100, True)
+        _fused_softmax(logits, target, torch.zeros(1, device="cuda"), -100, True)
     except Exception as error:  # Triton raises its own types
         warnings.warn(f"the loss uses plain PyTorch, as Triton did not build its kernel: {error}", stacklevel=2)
-        return False
-    return True
+        return [f"Triton did not build the kernel: {error}"]
+    return []
+
+
+class Problem(mechanism.Problem):
+    """The facts of a call on which a form may decide."""
+
+    LABEL = "linear cross entropy"
+
+
+class _Triton(Triton):
+    serves = {"device": OneOf("cuda"), "dtype": FLOATS}  # noqa: RUF012
+
+    def more_reasons(self, problem: Problem) -> list[str]:
+        return super().more_reasons(problem) if problem.device == "cuda" else []
+
+    def unsupported(self, problem: Problem) -> list[str]:
+        return super().unsupported(problem) or _build_problems(problem.dtype)
+
+
+# The forms are those of the softmax; the matrix products are PyTorch's.
+LINEAR_CROSS_ENTROPY = Forms("linear_cross_entropy", Problem, Plain(_softmax), _Triton(_fused_softmax))
+
+
+def _form(x: Tensor) -> str:
+    name: str = LINEAR_CROSS_ENTROPY.choose(None, x.device, x.dtype)
+    return name
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,1 +1,0 @@
-"""The pointwise part of the loss as a Triton kernel."""
