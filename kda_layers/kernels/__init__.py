@@ -1,9 +1,9 @@
 """Operators and their backends, and the modules that they share.
 
-A folder each for Kimi Delta Attention (`kda`), softmax attention with a bias (`attention_bias`) and the decode step of
-a layer between its projections (`layer_step`). Operators around a layer's core are one file each in `fused`: the short
-convolution and gated norm of a layer, the activation of an MLP, the norms of the residual stream, linear layers of a
-decode step, and the loss of language models.
+A folder each for Kimi Delta Attention (`kda`), with the decode step of a layer between its projections
+(`kda.cuda.layer_step`), and for softmax attention with a bias (`attention_bias`). Operators around a layer's core are
+one file each in `fused`: the short convolution and gated norm of a layer, the activation of an MLP, the norms of the
+residual stream, linear layers of a decode step, and the loss of language models.
 """
 
 from typing import TYPE_CHECKING, Any

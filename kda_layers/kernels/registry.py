@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import pkgutil
@@ -30,6 +29,7 @@ from .namespace import NAMESPACE
 from .torch_private import constant_to_compile
 
 ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
+OPERATORS = "attention_bias.dispatch", "fused", "kda.dispatch", "kda.cuda.layer_step.contract"  # make the registries
 ENTRY_POINTS = "kda_layers.backends"  # group of other distributions' entry points, each a backend
 
 logger = logging.getLogger("kda_layers")
@@ -44,7 +44,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[P, B]):
-    """The backends of one operator: those in the modules of its folder `backends`, and those of other distributions."""
+    """The backends of one operator: those of `backends`, a folder or a module, and those of other distributions."""
 
     def __init__(
         self,
@@ -123,9 +123,10 @@ class Registry(Generic[P, B]):
         return bool(self.backends())
 
     def discover(self) -> dict[str, B]:
-        """Import the folder's modules and return what each defines as `BACKEND`, or as `BACKENDS` if several."""
+        """Import the modules and return what each defines as `BACKEND`, or as `BACKENDS` if several."""
         package = importlib.import_module(self.package)
-        modules = [importlib.import_module(f"{self.package}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+        names = [f"{self.package}.{m.name}" for m in pkgutil.iter_modules(getattr(package, "__path__", []))]
+        modules = [importlib.import_module(name) for name in names] or [package]
         found: list[B] = [b for m in modules for b in (m.BACKENDS if hasattr(m, "BACKENDS") else (m.BACKEND,))]
         return {b.name: b for b in sorted(found, key=lambda b: -b.priority)}
 
@@ -210,12 +211,9 @@ class Registry(Generic[P, B]):
 
 @functools.cache
 def registries() -> tuple[Registry[Any, Any], ...]:
-    """The registries of all operators: those of `fused`, and every folder here with a file `dispatch`."""
-    importlib.import_module(f"{__package__}.fused")
-    folder = importlib.import_module(__package__)
-    for m in pkgutil.iter_modules(folder.__path__):
-        if m.ispkg and importlib.util.find_spec(f"{__package__}.{m.name}.dispatch"):
-            importlib.import_module(f"{__package__}.{m.name}.dispatch")
+    """The registries of all operators."""
+    for module in OPERATORS:
+        importlib.import_module(f"{__package__}.{module}")
     return tuple(_registries.values())
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kda_layers.kernels.cuda.arch import ARCHS
 from kda_layers.kernels.kda.cuda.layer_step import layer_step as launcher
-from kda_layers.kernels.layer_step.backends.cuda import CudaBackend
-from kda_layers.kernels.layer_step.contract import Inputs, Problem
-from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
+from kda_layers.kernels.kda.cuda.layer_step.backends import CudaBackend
+from kda_layers.kernels.kda.cuda.layer_step.contract import LAYER_STEP, Inputs, Problem
 from kda_layers.modeling.layer import merged_weights
 from tests.kernels.emulated import Emulator, GuardedMemory, end_of_memory
 

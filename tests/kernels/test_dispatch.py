@@ -29,8 +29,8 @@ from kda_layers.kernels.cuda.arch import ARCHS
 from kda_layers.kernels.kda import backends as folder
 from kda_layers.kernels.kda import dispatch
 from kda_layers.kernels.kda.contract import Backend, DecodeInputs, Gradients, Inputs, Problem
+from kda_layers.kernels.kda.cuda.layer_step.contract import LAYER_STEP
 from kda_layers.kernels.kda.dispatch import KDA, default_problem, problem_of
-from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
 from kda_layers.kernels.registry import ENVIRONMENT_VARIABLE, keep_backend
 from kda_layers.kernels.tracing import may_run_again
 from tests.kernels.cases import (

@@ -18,10 +18,9 @@ from kda_layers.kernels.cuda import arch as archs
 from kda_layers.kernels.cuda import build
 from kda_layers.kernels.kda.activations import GATES
 from kda_layers.kernels.kda.cuda.layer_step import layer_step as launcher
+from kda_layers.kernels.kda.cuda.layer_step.contract import LAYER_STEP, Inputs, Problem
+from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel, layer_step
 from kda_layers.kernels.kda.dispatch import KDA
-from kda_layers.kernels.layer_step.contract import Inputs, Problem
-from kda_layers.kernels.layer_step.dispatch import LAYER_STEP
-from kda_layers.kernels.layer_step.op import has_kernel, layer_step
 from kda_layers.modeling.layer import decode_step
 from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels import emulated as emulated_kernels

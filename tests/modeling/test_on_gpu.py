@@ -23,9 +23,9 @@ from kda_layers import (
 )
 from kda_layers.kernels.kda import dispatch
 from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.cuda.layer_step.contract import Problem as StepProblem
+from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel
 from kda_layers.kernels.kda.dispatch import default_problem, problem_of
-from kda_layers.kernels.layer_step.contract import Problem as StepProblem
-from kda_layers.kernels.layer_step.op import has_kernel
 from kda_layers.modeling.layer import decode_step
 from tests.kernels.cases import BF16, Case, budget, call, error, make_inputs, on_installed_backends, options, serve
 from tests.kernels.test_step import serve_step

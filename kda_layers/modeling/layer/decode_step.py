@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...kernels.fused.linear_step import linear_step
 from ...kernels.kda.contract import state_dtype
-from ...kernels.layer_step.op import has_kernel, layer_step
+from ...kernels.kda.cuda.layer_step.op import has_kernel, layer_step
 from ...kernels.tracing import autocasts
 from ..checks import check_no_adapter
 from .merged_weights import MergedWeights, is_plain, is_unhooked, only_multiplies

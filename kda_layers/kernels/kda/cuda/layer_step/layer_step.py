@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....call_cache import CallCache
+from ....call_cache import CallCache, leading_tensors
 from ....cuda.arch import OVERLAPS
 from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params, addresses
 from ...activations import BETA_CODES, GATE_CODES
 from ..decode.decode import INDEX, MOST_ROWS, STATES, TYPES, index_values
+from .contract import Inputs
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 PARAMS = Params("LayerStepParams", """
@@ -49,6 +51,12 @@ TAPS = (2, 3, 4)
 MOST_TOKENS = 8  # of a sequence: shared memory holds all of them
 MOST_GROUP = 8  # value heads of a q/k head: a portable cluster
 LINE = 8  # elements of 16 bytes
+WEIGHTS = ("conv_weight", "f_weight", "gate_weight", "gate_bias", "norm_weight", "A_log", "dt_bias")  # contiguous
+# The pointers of tensors that are read 16 bytes at a time.
+_read_in_lines = operator.itemgetter(
+    *(PARAMS.pointers.index(name) for name in ("f", "gate", "state", "f_weight", "gate_weight"))
+)
+_weights = operator.attrgetter(*WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -106,11 +114,11 @@ class Plan:
         return self.machine.load(SOURCE, "kda_layer_step", self.variant.defines, self.device)
 
 
-_plans: CallCache[Plan] = CallCache(tensors=17)
+_plans: CallCache[Plan] = CallCache(leading_tensors(Inputs))
 
 
-def layer_step(x: Any, machine: Machine) -> Tensor:
-    """o [B, T, HV, V] of a `layer_step.contract.Inputs`, whose `state` and `conv_state` are updated in place."""
+def layer_step(x: Inputs, machine: Machine) -> Tensor:
+    """Return o [B, T, HV, V]; `x.state` and `x.conv_state` are updated in place."""
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     state = x.state
     plan, pointers = _plan_for(x, machine), _pointers(x, o)
@@ -128,29 +136,28 @@ def layer_step(x: Any, machine: Machine) -> Tensor:
     return o
 
 
-def _plan_for(x: Any, machine: Machine) -> Plan:
+def _plan_for(x: Inputs, machine: Machine) -> Plan:
     """The plan for tensors of these shapes, strides and types, made once."""
     return _plans.get(x, machine) or _plans.put(x, _plan(x, machine), machine)
 
 
-def _pointers(x: Any, o: Tensor) -> list[int]:
-    """The pointers of `PARAMS`: the tensors of the inputs in their order, the outputs behind `state`."""
-    return addresses((*x[:9], o, *x[9:17]))
+def _pointers(x: Inputs, o: Tensor) -> list[int]:
+    """Return the pointers of `PARAMS` in their order."""
+    return addresses((
+        x.q, x.k, x.v, x.f, x.gate, x.beta, x.conv_weight, x.conv_state, x.state, o, x.f_weight, x.gate_weight,
+        x.gate_bias, x.norm_weight, x.A_log, x.dt_bias, x.state_indices, x.num_accepted,
+    ))  # fmt: skip
 
 
 def _misaligned(pointers: list[int]) -> int:
     """Nonzero if a tensor that is read 16 bytes at a time does not start at a multiple of them."""
-    f, gate, state, f_weight, gate_weight = pointers[3], pointers[4], pointers[8], pointers[10], pointers[11]
+    f, gate, state, f_weight, gate_weight = _read_in_lines(pointers)
     return (f | gate | state | f_weight | gate_weight) % 16
 
 
-def _weights(x: Any) -> tuple[Tensor | None, ...]:
-    return x.conv_weight, *x[9:15]
-
-
-def _copies(x: Any) -> Any:
+def _copies(x: Inputs) -> Inputs:
     """`x` with copies of the tensors that the kernel cannot read as they are."""
-    names = ("f", "gate", "conv_weight", "state", *x._fields[9:15])
+    names = ("f", "gate", "state", *WEIGHTS)
     copies: dict[str, Any] = {n: _aligned(t) for n in names if (t := getattr(x, n)) is not None}
     return x._replace(**copies)
 
@@ -159,7 +166,7 @@ def _aligned(t: Tensor) -> Tensor:
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
-def _plan(x: Any, machine: Machine) -> Plan:
+def _plan(x: Inputs, machine: Machine) -> Plan:
     """The plan for tensors of these shapes, strides and types."""
     (B, T, H, K), HV, slot_count, device = x.q.shape, x.v.shape[2], x.state.shape[0], x.q.device
     factors = (x.f, x.f_weight), (x.gate, x.gate_weight)

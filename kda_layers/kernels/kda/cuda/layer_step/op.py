@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import DTYPES, DtypeError, accumulator_dtype, check_is_tensor, check_scale, check_tensor, dtype_names
-from ..kda.checks import check_gate, check_lower_bound, check_slots, check_writable
-from ..kda.dispatch import KDA
-from ..operator import NoGradOperator
-from ..torch_private import constant_to_compile
-from .contract import Inputs, Problem
-from .dispatch import LAYER_STEP
+from ....checks import DTYPES, DtypeError, accumulator_dtype, check_is_tensor, check_scale, check_tensor, dtype_names
+from ....operator import NoGradOperator
+from ....torch_private import constant_to_compile
+from ...checks import check_gate, check_lower_bound, check_slots, check_writable
+from ...dispatch import KDA
+from .contract import LAYER_STEP, Inputs, Problem
 
 _cache = LAYER_STEP.call_cache(Inputs)
 _layer_step: NoGradOperator[Inputs] = NoGradOperator(

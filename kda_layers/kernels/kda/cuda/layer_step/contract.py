@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..declarations import Backend as AnyBackend
-from ..declarations import Problem as AnyProblem
-from ..declarations import best_device
+from ....declarations import Backend as AnyBackend
+from ....declarations import Problem as AnyProblem
+from ....declarations import best_device
+from ....registry import Registry
 
 
 class Inputs(NamedTuple):
@@ -97,3 +98,6 @@ class Backend(AnyBackend):
     @abc.abstractmethod
     def step(self, x: Inputs) -> Tensor:
         """Return o [B, T, HV, V] and update `x.conv_state` and `x.state` in place; see `op.layer_step`."""
+
+
+LAYER_STEP: Registry[Problem, Backend] = Registry("layer_step", __package__, Problem, advisory=True)

@@ -1,0 +1,108 @@
+"""The backends of a layer's decode step: plain PyTorch, and our kernel for each family of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from ....checks import accumulator_dtype
+from ....cuda.arch import ARCHS, Arch, caveat_of, priority_of
+from ....cuda.gpu import GPU
+from ....cuda.machine import Machine
+from ....declarations import OneOf
+from ...activations import BETA_CODES, GATE_CODES, GIVEN
+from ...contract import NO_SLOT, DecodeInputs, Names, Widths
+from ...eager.decode import after_last, decode, slots_of
+from ..forward.forward import WIDTHS
+from . import layer_step
+from .contract import Backend, Inputs, Problem
+
+
+class EagerBackend(Backend):
+    """Plain PyTorch: any device and dtype. A layer uses it nowhere, as its own operations do the same; tests do."""
+
+    name = "eager"
+    priority = 15  # above kernels that flash-linear-attention comes before, as in `kda`
+
+    def step(self, x: Inputs) -> Tensor:
+        (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
+        q, k, v = convolve(x).split((H * K, H * K, HV * V), -1)
+        f = x.f if x.f_weight is None else torch.nn.functional.linear(x.f, x.f_weight)
+        gate = x.gate if x.gate_weight is None else torch.nn.functional.linear(x.gate, x.gate_weight, x.gate_bias)
+        inputs = DecodeInputs(
+            q.view(B, T, H, K), k.view(B, T, H, K), v.view(B, T, HV, V), f.reshape(B, T, HV, K), x.beta, x.state,
+            x.A_log, x.dt_bias, x.state_indices, x.num_accepted, None, None, None, x.gate_activation, x.lower_bound,
+            x.beta_activation, True, x.scale,
+        )  # fmt: skip
+        o = decode(inputs)
+        wide = accumulator_dtype(o.dtype)
+        y = torch.nn.functional.rms_norm(o.to(wide), (V,), x.norm_weight.to(wide), x.norm_eps)
+        return (y * torch.sigmoid(gate.reshape(o.shape).to(wide))).to(o.dtype)
+
+
+def convolve(x: Inputs) -> Tensor:
+    """Outputs [B, T, D] of convolution and SiLU; updates `x.conv_state`."""
+    inputs = torch.cat([t.flatten(2) for t in (x.q, x.k, x.v)], -1)
+    B, T, _ = inputs.shape
+    wide, y = accumulator_dtype(inputs.dtype), torch.empty_like(inputs)
+    if x.state_indices is None:
+        sources = list(range(B))
+        targets = after_last(sources, [T] * B)
+    else:
+        sources, targets = slots_of(x.state_indices, x.num_accepted, [T] * B, x.state.shape[0])
+    window = x.conv_state[torch.tensor(sources, device=inputs.device)]
+    for t in range(T):
+        window = torch.cat((window[..., 1:], inputs[:, t, :, None].to(window.dtype)), -1)
+        y[:, t] = torch.nn.functional.silu((window.to(wide) * x.conv_weight.to(wide)).sum(-1)).to(y.dtype)
+        for n, row in enumerate(targets):
+            if sources[n] != NO_SLOT and row[t] != NO_SLOT:
+                x.conv_state[row[t]] = window[n]
+    return y
+
+
+class CudaBackend(Backend):
+    """Our kernel on the GPUs of some compute capabilities: one launch for everything between a layer's projections."""
+
+    def __init__(self, name: str, archs: tuple[Arch, ...], machine: Machine, device: str = "cuda") -> None:
+        """Define the backend `name` of a machine whose tensors are on `device`."""
+        self.name, self.archs, self.machine = name, archs, machine
+        self.priority, self.caveat = priority_of(archs), caveat_of(archs)
+        self.serves = {
+            "device": OneOf(device),
+            "arch": OneOf(*(arch.capability for arch in archs), prefix="sm_"),
+            "dtype": OneOf(*layer_step.TYPES),
+            "state_dtype": OneOf(*layer_step.STATES),
+            "widths": Widths(*WIDTHS),
+            "tokens": OneOf(*range(1, layer_step.MOST_TOKENS + 1)),
+            "taps": OneOf(*layer_step.TAPS),
+            "decay_rank": OneOf(0, *layer_step.RANKS),
+            "gate_rank": OneOf(0, *layer_step.RANKS),
+            "gate_activation": Names(*GATE_CODES),
+            "beta_activation": Names(*(name for name in BETA_CODES if name != GIVEN)),
+        }
+
+    def more_reasons(self, problem: Problem) -> list[str]:
+        clusters = all(arch.bulk_copies for arch in self.archs)
+        most = layer_step.MOST_GROUP if clusters else 1
+        return [] if problem.group <= most else [f"HV/H is {problem.group}, needs at most {most}: a cluster of CTAs"]
+
+    def problems(self) -> list[str]:
+        return self.machine.problems()
+
+    def variants(self, arch: str) -> Iterable[tuple[str, Mapping[str, str | int]]]:
+        if any(a.target == arch for a in self.archs):
+            yield from ((layer_step.SOURCE, v.defines) for v in layer_step.variants(WIDTHS, layer_step.TYPES))
+
+    def step(self, x: Inputs) -> Tensor:
+        return layer_step.layer_step(x, self.machine)
+
+
+BACKENDS = (
+    EagerBackend(),
+    *(
+        CudaBackend(name, tuple(arch for arch in ARCHS.values() if arch.backend == name), GPU())
+        for name in dict.fromkeys(arch.backend for arch in ARCHS.values())
+    ),
+)

@@ -1,1 +1,0 @@
-"""One decode step of a KDA layer between its projections."""

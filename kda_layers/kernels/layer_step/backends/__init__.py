@@ -1,1 +1,0 @@
-"""The backends of layer_step: one file each, found by listing this folder."""
