@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +22,9 @@ from torch import Tensor
 
 from kda_layers.kernels.kda.contract import CHUNK, Inputs
 from kda_layers.kernels.kda.reference import activate
+from kda_layers.testing import hard_inputs as hard
+from kda_layers.testing.cases import to_device
+from kda_layers.testing.hard_inputs import Kind
 
 D = 128  # key and value width of every case
 LOWER_BOUND = -5
@@ -242,97 +244,21 @@ def decode_inputs(sequences: int, heads: int, device: str) -> Inputs:
 
 # ---------------------------------------------------------------- hard inputs: where fast kernels have been wrong
 
-NEVER, ALWAYS = -30.0, 30.0  # gate logits: no decay, and decay at the lower bound
-
-
-def _hard_base(T: int, H: int, device: str, name: str) -> tuple[Random, dict[str, Tensor]]:
-    """Random q, k, v, beta logits, slow gates and an initial state of 0.1 N(0, 1)."""
-    draw = Random(f"{name} {T} {H}", device)
-    A_log, dt_bias = gate_parameters(draw, H, "slow")
-    q, k, v, g = (draw.normal(1, T, H, D) for _ in range(4))
-    state = 0.1 * draw.normal(1, H, D, D)
-    return draw, dict(
-        q=q, k=k, v=v, g=0.3 * g, beta=draw.normal(1, T, H), A_log=A_log, dt_bias=dt_bias, initial_state=state
-    )
-
-
-def random_keys(T: int, H: int, device: str) -> dict[str, Tensor]:
-    return _hard_base(T, H, device, "random keys")[1]
-
-
-def correlated_keys(T: int, H: int, device: str) -> dict[str, Tensor]:
-    """Keys around one direction for each head (cosine about 0.7), beta 0.9."""
-    draw, x = _hard_base(T, H, device, "correlated keys")
-    return x | {"k": 1.5 * draw.normal(1, 1, H, D) + x["k"], "beta": torch.full_like(x["beta"], 2.2)}
-
-
-def repeated_token(T: int, H: int, device: str) -> dict[str, Tensor]:
-    """Identical keys, beta about 0.98, no decay."""
-    draw, x = _hard_base(T, H, device, "repeated token")
-    return x | {
-        "k": x["k"][:, :1].expand_as(x["k"]).contiguous(),
-        "beta": 4 + 0.3 * draw.normal(1, T, H),
-        "g": torch.full_like(x["g"], NEVER),
-        "dt_bias": torch.zeros_like(x["dt_bias"]),
-    }
-
-
-def turning_keys(T: int, H: int, device: str) -> dict[str, Tensor]:
-    """Keys that turn by a quarter in four tokens, rest for four, turn back, rest; channels decay at the bound but for
-    the first two where the key turns, and for one of them where it rests. beta about 1."""
-    _, x = _hard_base(T, H, device, "turning keys")
-    token = torch.arange(T, device=device)
-    phase, j = token % 16 // 4, token % 4 + 1
-    quarter = torch.stack((j / 4, torch.ones_like(j / 4), 1 - j / 4, torch.zeros_like(j / 4)))[phase, token]
-    k = torch.zeros_like(x["k"])
-    k[..., 0], k[..., 1] = -(math.pi / 2 * quarter).sin()[:, None], (math.pi / 2 * quarter).cos()[:, None]
-    g = torch.full_like(x["g"], ALWAYS)
-    turning = (phase == 0) | (phase == 2)
-    g[:, turning | (phase == 3), :, 0] = NEVER
-    g[:, turning | (phase == 1), :, 1] = NEVER
-    return x | {"k": k, "g": g, "beta": torch.full_like(x["beta"], 15.0), "dt_bias": torch.zeros_like(x["dt_bias"])}
-
-
-def reflections(T: int, H: int, device: str) -> dict[str, Tensor]:
-    """Keys around one direction for each head, beta 2 x sigmoid of 1 + N(0, 1): most writes turn a key around."""
-    draw, x = _hard_base(T, H, device, "reflections")
-    k = 1.5 * draw.normal(1, 1, H, D) + x["k"]
-    return x | {"k": k, "given_beta": 2 * torch.sigmoid(1 + x["beta"])}
-
-
-def at_the_bound(T: int, H: int, device: str) -> dict[str, Tensor]:
-    """Every channel decays by more than e^-4.95 at every token."""
-    draw, x = _hard_base(T, H, device, "at the bound")
-    return x | {"g": 5 + draw.uniform(*x["g"].shape), "dt_bias": torch.zeros_like(x["dt_bias"])}
-
-
-def resets(T: int, H: int, device: str) -> dict[str, Tensor]:
-    """Hardly any decay, but for one token in twenty, at which every channel decays by more than e^-4.95."""
-    draw, x = _hard_base(T, H, device, "resets")
-    g = torch.where(draw.uniform(1, T, H, 1) < 0.05, 5.0, -9.0) + draw.uniform(*x["g"].shape)
-    return x | {"g": g, "dt_bias": torch.zeros_like(x["dt_bias"])}
-
-
-HARD: dict[str, Callable[[int, int, str], dict[str, Tensor]]] = {
-    "random keys, slow gates": random_keys,
-    "correlated keys, beta 0.9, slow gates": correlated_keys,
-    "one token repeated, beta 0.98, no decay": repeated_token,
-    "keys turning, the rest decays": turning_keys,
-    "correlated keys, beta 2 x sigmoid": reflections,
-    "gates at the bound": at_the_bound,
-    "no decay but for resets": resets,
+HARD: dict[str, Kind] = {
+    "random keys, slow gates": hard.slow_gates,
+    "correlated keys, beta 0.9, slow gates": hard.correlated_keys,
+    "one token repeated, beta 0.98, no decay": hard.repeated_token,
+    "keys turning, the rest decays": hard.turning_keys,
+    "correlated keys, beta 2 x sigmoid": hard.reflections,
+    "gates at the bound": hard.lower_bound_everywhere,
+    "no decay but for resets": hard.resets_at_the_bound,
 }
 
 
 def hard_inputs(name: str, T: int, H: int, device: str) -> Inputs:
     """The hard inputs of that name in bf16, asking for the final state."""
-    x = HARD[name](T, H, device)
-    given = "given_beta" in x
-    q, k, v, g, beta = (x[n].bfloat16() for n in ("q", "k", "v", "g", "given_beta" if given else "beta"))
-    return Inputs(
-        q, k, v, g, beta, x["A_log"], x["dt_bias"], x["initial_state"], None,
-        "lower_bound", float(LOWER_BOUND), "given" if given else "sigmoid", True, D**-0.5, True, 0,
-    )  # fmt: skip
+    x = hard.hard_inputs(HARD[name], T, D, H, torch.bfloat16)._replace(checkpoint_every=0)
+    return to_device(x if x.dt_bias is not None else x._replace(dt_bias=torch.zeros(H, D)), device)
 
 
 # ---------------------------------------------------------------- byte floors, in milliseconds

@@ -19,8 +19,18 @@ from kda_layers.testing.budgets import BF16, FP32, FP64
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call of `kda`; its text, which is the test's name, says what differs from the defaults."""
+class Call:
+    """One call of an operator; its text, which is the test's name, says what differs from the defaults."""
+
+    def __str__(self) -> str:
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        text = {torch.dtype: lambda v: str(v).removeprefix("torch."), tuple: lambda v: "+".join(map(str, v))}
+        return ",".join(f"{n}={text.get(type(v), str)(v)}" for n, v in changed) or "default"
+
+
+@dataclass(frozen=True)
+class Case(Call):
+    """One call of `kda`."""
 
     T: int = 130
     B: int = 1
@@ -46,11 +56,6 @@ class Case:
     offsets_dtype: torch.dtype = torch.int32
     layout: str = "contiguous"  # or "fused" (slices of one tensor), "heads_first" ([B, H, T, .] transposed)
     poison: bool = False  # fresh memory holds NaN
-
-    def __str__(self) -> str:
-        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        text = {torch.dtype: lambda v: str(v).removeprefix("torch."), tuple: lambda v: "+".join(map(str, v))}
-        return ",".join(f"{n}={text.get(type(v), str)(v)}" for n, v in changed) or "default"
 
     @property
     def draws(self) -> int:

@@ -502,6 +502,7 @@ def test_precompile_fills_the_cache(runs: list[str]) -> None:
     assert toolchain.explain().startswith(f"NVRTC {version}, 3 cubins in {cache.folder()}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_variants")
 @pytest.mark.parametrize("cpus", [1, 2])
 def test_precompile_uses_every_cpu(cpus: int, runs: list[str], source: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,7 @@ def test_decoding_compiles_once(kind: str, device: str, backend: str, required_b
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor() -> None:
     """With ordinary code around the call, forward and backward."""
 

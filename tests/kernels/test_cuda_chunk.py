@@ -16,6 +16,7 @@ from hypothesis import given, settings
 
 from kda_layers import KDAOutput
 from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.testing.hard_inputs import hard_inputs, resets
 from tests.kernels import emulated
 from tests.kernels.cases import (
     BF16,
@@ -31,7 +32,7 @@ from tests.kernels.cases import (
     sequences,
     to_fp64,
 )
-from tests.kernels.test_hard_inputs import HALF_WRONG, expected, hard_inputs, resets
+from tests.kernels.test_hard_inputs import HALF_WRONG, expected
 from tests.kernels.test_property import cases_in_16_bits
 
 pytestmark = pytest.mark.emulated

@@ -19,6 +19,7 @@ from kda_layers.kernels.kda.cuda.backward import gradients as launcher
 from kda_layers.kernels.kda.cuda.backward.reverse_scan import Scanned
 from kda_layers.kernels.kda.cuda.forward.forward import Saved
 from kda_layers.kernels.kda.reference import activate
+from kda_layers.testing.hard_inputs import hard_inputs
 from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import (
@@ -35,7 +36,6 @@ from tests.kernels.cases import (
 )
 from tests.kernels.emulated import end_of_memory
 from tests.kernels.test_cuda_chunk import softplus_resets
-from tests.kernels.test_hard_inputs import hard_inputs
 
 pytestmark = pytest.mark.emulated
 

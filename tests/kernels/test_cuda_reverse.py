@@ -18,6 +18,7 @@ from kda_layers.kernels.kda.contract import CHUNK, Inputs
 from kda_layers.kernels.kda.cuda.backward.reverse_scan import Scanned
 from kda_layers.kernels.kda.cuda.forward.forward import Saved
 from kda_layers.kernels.kda.reference import activate
+from kda_layers.testing.hard_inputs import hard_inputs, repeated_token
 from tests.kernels import emulated
 from tests.kernels.cases import (
     BF16,
@@ -36,7 +37,6 @@ from tests.kernels.cases import (
 )
 from tests.kernels.emulated_backends import EMULATED, registered
 from tests.kernels.test_cuda_chunk import FORMS, PACKED, SOFTPLUS, WIDE, in_every_form, pytestmark, softplus_resets
-from tests.kernels.test_hard_inputs import hard_inputs, repeated_token
 
 __all__ = ["pytestmark"]
 

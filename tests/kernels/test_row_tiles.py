@@ -31,6 +31,7 @@ def test_tiles_on_the_way_fit_in_shared_memory() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
 @pytest.mark.parametrize("sm", [80, 90, 100])

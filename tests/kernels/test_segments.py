@@ -19,6 +19,7 @@ from kda_layers.kernels.kda.cuda.forward import map_columns, segments, two_roles
 from kda_layers.kernels.kda.cuda.forward.cut import ALWAYS, Cut
 from kda_layers.kernels.kda.cuda.forward.shares import Shares
 from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.testing.hard_inputs import correlated_keys, hard_inputs, repeated_token, resets, turning_keys
 from tests.kernels import emulated
 from tests.kernels.cases import (
     BF16,
@@ -37,15 +38,7 @@ from tests.kernels.cases import (
 )
 from tests.kernels.emulated_backends import EMULATED, registered
 from tests.kernels.test_cuda_chunk import assert_same
-from tests.kernels.test_hard_inputs import (
-    HALF_WRONG,
-    correlated_keys,
-    expected,
-    hard_inputs,
-    repeated_token,
-    resets,
-    turning_keys,
-)
+from tests.kernels.test_hard_inputs import HALF_WRONG, expected
 
 pytestmark = pytest.mark.emulated
 

@@ -450,6 +450,7 @@ def test_a_cancelled_request_returns_its_slot() -> None:
     engine.check_empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "requests"), [("kda", 10_000), ("llama", 1_000)])
 def test_slots_and_memory_are_constant(name: str, requests: int) -> None:
     """After each group of requests all slots and pages are free, and as many tensors are alive as after the first."""

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.compiles
 CACHES = {"dynamic": None, "static": GenerationConfig(cache_implementation="static", max_new_tokens=4)}
 
 
+@pytest.mark.slow
 @every_model_and_swapped
 @pytest.mark.parametrize("cache", CACHES)
 def test_exported_programs_compute_what_the_model_does(name: str, cache: str) -> None:

@@ -100,6 +100,7 @@ PATHS_OF_0_1 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PATHS_OF_0_1)
 def test_code_of_version_0_1_still_loads(kind: str, tmp_path: Path) -> None:
     model, path, out = make(kind), tmp_path / "model", tmp_path / "again"

@@ -323,6 +323,7 @@ def test_transforms_use_the_loss_on_logits(how: str) -> None:
         assert change != 0
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled(autocast: bool, small_chunks: None, counter: CompileCounterWithBackend) -> None:

@@ -349,6 +349,7 @@ def test_compiled_first_of_all_in_a_fresh_process() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.parametrize("case", ["padded", "packed"])
 def test_compiled_layer(case: str, counter: CompileCounterWithBackend) -> None:

@@ -84,6 +84,7 @@ def loaded(checkpoint: Path, like: Any) -> Any:
     return type(like).from_pretrained(checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shards"),
     [*((name, False) for name in MODELS), *((f"swapped {family}", True) for family in stock_models.FAMILIES)],
@@ -109,6 +110,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
     assert_same(resumed.model, whole.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_best_model_is_restored_whole(name: str, tmp_path: Path) -> None:
     trainer = trainer_of(MODELS[name](0), tmp_path, **BEST)

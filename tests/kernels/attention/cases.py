@@ -10,7 +10,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from kda_layers.kernels import biased_attention
 from kda_layers.kernels.attention_bias.contract import Backend, Gradients, Inputs, Problem
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.checks import accumulator_dtype
+from kda_layers.testing.cases import Call
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP64, budget, error
 
 PLACES = [("eager", BEST_DEVICE), ("triton", BEST_DEVICE)]
@@ -27,8 +28,8 @@ on_every_backend = pytest.mark.parametrize(("backend", "device"), PLACES, ids=la
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call; its text, which is the test's name, says what differs from the defaults."""
+class BiasedCase(Call):
+    """One call of `biased_attention`."""
 
     T: int = 65
     S: int = 0  # 0: as T
@@ -46,13 +47,8 @@ class Case:
     offsets_dtype: torch.dtype = torch.int32
     layout: str = "contiguous"  # or "fused" (slices of one tensor), "heads_first" ([B, H, T, D] transposed)
 
-    def __str__(self) -> str:
-        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        text = {torch.dtype: lambda v: str(v).removeprefix("torch."), tuple: lambda v: "+".join(map(str, v))}
-        return ",".join(f"{n}={text.get(type(v), str)(v)}" for n, v in changed) or "default"
 
-
-def make_inputs(case: Case, device: str = "cpu") -> Inputs:
+def make_inputs(case: BiasedCase, device: str = "cpu") -> Inputs:
     """The inputs of a case, the same on every device and in every run."""
     generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
     T = case.T if case.lengths is None else sum(case.lengths)
@@ -185,7 +181,7 @@ def interpreter_problems() -> list[str]:
     from triton.runtime.errors import InterpreterError
 
     try:
-        ATTENTION.backends()["triton"].forward(make_inputs(Case(T=1, dtype=FP16)), False)
+        ATTENTION.backends()["triton"].forward(make_inputs(BiasedCase(T=1, dtype=FP16)), False)
     except InterpreterError as problem:
         if "only 0-dimensional arrays" in str(problem):
             return [f"Triton's interpreter fails: {problem}"]

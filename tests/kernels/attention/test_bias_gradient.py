@@ -17,7 +17,7 @@ from kda_layers.kernels.attention_bias.contract import Inputs
 from kda_layers.kernels.attention_bias.dispatch import problem_of
 from kda_layers.kernels.attention_bias.triton.launches import Launch
 from tests.kernels.attention.cases import (
-    Case,
+    BiasedCase,
     call,
     dense,
     make_inputs,
@@ -44,7 +44,7 @@ def test_every_element_of_1_1_1_4196(
 ) -> None:
     """The known failure is that the last one to write wins: the last batch row, head or tile of queries. All of these
     partial sums are far beyond what is allowed here."""
-    x = make_inputs(Case(T=70, S=4196, B=2, H_kv=1, group=2, bias="111S", dtype=dtype, causal=causal), device)
+    x = make_inputs(BiasedCase(T=70, S=4196, B=2, H_kv=1, group=2, bias="111S", dtype=dtype, causal=causal), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     if backend == "triton" and device == "cpu":  # wide tiles: the interpreter takes its time for each
         wide = dict.fromkeys(BACKEND.table(0, dtype, 16, False), Launch(32, 512, 4, 1))
@@ -67,7 +67,7 @@ def test_sum_rule(
     bias: str, lengths: tuple[int, ...] | None, backend: str, device: str, required_backends: frozenset[str]
 ) -> None:
     """It is the gradient of the bias written out in full, summed by hand, but for the rounding of either sum."""
-    case = Case(T=40, B=1 if lengths else 2, H_kv=2, group=2, lengths=lengths, bias=bias, dtype=FP32)
+    case = BiasedCase(T=40, B=1 if lengths else 2, H_kv=2, group=2, lengths=lengths, bias=bias, dtype=FP32)
     x = make_inputs(case, device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     B, T, H, _ = x.q.shape
@@ -85,7 +85,7 @@ def test_sum_rule(
 @pytest.mark.parametrize(("rows", "exact"), [(32, True), (40, False)])
 def test_equal_shares_of_an_expanded_bias_add_up(rows: int, exact: bool) -> None:
     """In 16 bits to the very number where as many share it as a power of two, else within two roundings."""
-    x = make_inputs(Case(T=rows, B=2, group=2, bias="111S"))
+    x = make_inputs(BiasedCase(T=rows, B=2, group=2, bias="111S"))
     leaf = x.bias.clone().requires_grad_()
     expanded = leaf.expand(2, 2, rows, rows)
     d_o = output_gradient(x)
@@ -121,7 +121,7 @@ class LargestTensor(TorchDispatchMode):
 def test_nothing_has_a_number_for_each_query_and_key(bias: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Around the operator, with an expanded bias, and inside of the eager backend."""
     monkeypatch.setattr(eager, "SCORES", 2**16)
-    x = make_inputs(Case(T=512, B=2, group=2, bias=bias, dtype=FP32))
+    x = make_inputs(BiasedCase(T=512, B=2, group=2, bias=bias, dtype=FP32))
     leaf = x.bias.clone().requires_grad_()
     with LargestTensor() as around:
         o = call(x._replace(q=x.q.clone().requires_grad_(), bias=leaf.expand(2, 2, 512, 512)), "eager")
@@ -137,7 +137,7 @@ def test_nothing_has_a_number_for_each_query_and_key(bias: str, monkeypatch: pyt
 
 @on_every_backend
 def test_only_the_bias_has_a_gradient(backend: str, device: str, required_backends: frozenset[str]) -> None:
-    x = make_inputs(Case(T=33, group=2, dtype=FP32), device)
+    x = make_inputs(BiasedCase(T=33, group=2, dtype=FP32), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     want, d_o = run(lambda x: call(x, backend), x), output_gradient(x).to(device)
     for name in ("q", "bias"):
@@ -149,7 +149,7 @@ def test_only_the_bias_has_a_gradient(backend: str, device: str, required_backen
 @on_every_backend
 def test_a_bias_without_a_gradient_costs_none(backend: str, device: str, required_backends: frozenset[str]) -> None:
     """A mask of size T x T is read, and no gradient of its size is made."""
-    x: Inputs = make_inputs(Case(T=33, group=2, bias="11TS", dtype=FP32), device)
+    x: Inputs = make_inputs(BiasedCase(T=33, group=2, bias="11TS", dtype=FP32), device)
     chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
     o, lse = chosen.attend(x)
     assert chosen.attend_backward(x, o, lse, torch.ones_like(o)).bias is None
@@ -158,7 +158,7 @@ def test_a_bias_without_a_gradient_costs_none(backend: str, device: str, require
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 def test_an_expanded_bias_has_the_gradient_of_a_small_one(dtype: torch.dtype) -> None:
     """Bit for bit, also where an equal share of it is too small for fp16; and past nobody who looks at the view."""
-    x = make_inputs(Case(T=64, group=2, bias="111S", dtype=dtype))
+    x = make_inputs(BiasedCase(T=64, group=2, bias="111S", dtype=dtype))
     d_o = output_gradient(x) * 1e-3
 
     def gradient(expand: Any) -> Tensor:
@@ -187,7 +187,7 @@ def test_the_least_finite_bias_hides_nothing_from_who_sees_nothing_else(
     backend: str, device: str, required_backends: frozenset[str]
 ) -> None:
     """As in torch's own attention: the mean of all values; -inf gives 0."""
-    x = make_inputs(Case(T=20, causal=False, bias="111S", bias_wide=True, dtype=FP16), device)
+    x = make_inputs(BiasedCase(T=20, causal=False, bias="111S", bias_wide=True, dtype=FP16), device)
     serve(backend, problem_of(x), required_backends)
     mean = x.v.float().mean(1, keepdim=True).expand(x.v.shape)
     for least, want in ((torch.finfo(FP32).min, mean), (-math.inf, 0 * mean)):

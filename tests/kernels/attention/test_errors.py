@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kda_layers.kernels import biased_attention
 from kda_layers.kernels.kda.checks import DtypeError  # a TypeError and a ValueError
-from tests.kernels.attention.cases import Case, call, make_inputs
+from tests.kernels.attention.cases import BiasedCase, call, make_inputs
 from tests.kernels.cases import BF16, FP16, FP32, FP64
 
 Arguments = dict[str, Any]
@@ -19,7 +19,7 @@ Arguments = dict[str, Any]
 
 def arguments() -> Arguments:
     """B = 2, T = 5, S = 7, H = 4, H_kv = 2, D = 4."""
-    x = make_inputs(Case(B=2, T=5, S=7, H_kv=2, group=2, D=4, dtype=FP32))
+    x = make_inputs(BiasedCase(B=2, T=5, S=7, H_kv=2, group=2, D=4, dtype=FP32))
     return dict(q=x.q, k=x.k, v=x.v, bias=x.bias)
 
 
@@ -122,7 +122,7 @@ def test_bad_input(change: Callable[[Arguments], Arguments], error: type[Excepti
         biased_attention(**given | change(given))
 
 
-X = make_inputs(Case(T=5, D=4, dtype=FP32))
+X = make_inputs(BiasedCase(T=5, D=4, dtype=FP32))
 
 
 def loss(bias: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from kda_layers.kernels import biased_attention
 from kda_layers.kernels.attention_bias.contract import Inputs
 from kda_layers.kernels.attention_bias.dispatch import problem_of
 from tests.kernels.attention.cases import (
-    Case,
+    BiasedCase,
     call,
     make_inputs,
     on_every_backend,
@@ -26,15 +26,15 @@ from tests.kernels.attention.cases import (
 from tests.kernels.cases import BF16, FP16, FP32, FP64, ROUNDOFF, error, ids, poisoned_memory
 
 GRADCHECKED = [
-    Case(T=3, S=5, H_kv=1, group=2, B=2, D=2, bias="1H1S", dtype=FP64),
-    Case(T=3, D=2, bias="B1TS", B=2, H_kv=2, dtype=FP64, causal=False),
-    Case(lengths=(2, 0, 1), D=2, group=2, bias="111S", dtype=FP64),
-    Case(T=3, D=2, bias="", dtype=FP64),
+    BiasedCase(T=3, S=5, H_kv=1, group=2, B=2, D=2, bias="1H1S", dtype=FP64),
+    BiasedCase(T=3, D=2, bias="B1TS", B=2, H_kv=2, dtype=FP64, causal=False),
+    BiasedCase(lengths=(2, 0, 1), D=2, group=2, bias="111S", dtype=FP64),
+    BiasedCase(T=3, D=2, bias="", dtype=FP64),
 ]
 
 
 @pytest.mark.parametrize("case", **ids(GRADCHECKED))
-def test_gradcheck(case: Case) -> None:
+def test_gradcheck(case: BiasedCase) -> None:
     x = make_inputs(case)
     leaves = [t.requires_grad_() for t in x[:4] if t is not None]
 
@@ -45,18 +45,18 @@ def test_gradcheck(case: Case) -> None:
 
 
 TRAINED = [
-    Case(T=70, B=2, group=2, bias="111S", dtype=FP16),
-    Case(T=40, group=2, bias="11TS", dtype=FP32),
-    Case(T=70, group=2, bias="1K1S"),
-    Case(lengths=(33, 0, 1, 20), group=2, bias="1H1S", dtype=BF16),
-    Case(lengths=(33, 0, 1, 20), group=2, bias="1HTS", dtype=FP16, causal=False),
+    BiasedCase(T=70, B=2, group=2, bias="111S", dtype=FP16),
+    BiasedCase(T=40, group=2, bias="11TS", dtype=FP32),
+    BiasedCase(T=70, group=2, bias="1K1S"),
+    BiasedCase(lengths=(33, 0, 1, 20), group=2, bias="1H1S", dtype=BF16),
+    BiasedCase(lengths=(33, 0, 1, 20), group=2, bias="1HTS", dtype=FP16, causal=False),
 ]
 
 
 @on_every_backend
 @pytest.mark.parametrize("case", **ids(TRAINED))
 def test_two_runs_are_identical_and_leave_their_inputs_alone(
-    case: Case, backend: str, device: str, required_backends: frozenset[str]
+    case: BiasedCase, backend: str, device: str, required_backends: frozenset[str]
 ) -> None:
     """With gradients that arrive in another layout, under autocast and with the forward run again, too."""
     x = make_inputs(case, device)
@@ -80,7 +80,7 @@ def test_two_runs_are_identical_and_leave_their_inputs_alone(
 @pytest.mark.parametrize("bias", ["1H1S", "11TS"])
 def test_a_sick_sequence_stays_alone(bias: str, backend: str, device: str, required_backends: frozenset[str]) -> None:
     """A packed sequence that is all NaN changes no bit of the others."""
-    x = make_inputs(Case(lengths=(20, 33, 18), group=2, bias=bias, dtype=FP16), device)
+    x = make_inputs(BiasedCase(lengths=(20, 33, 18), group=2, bias=bias, dtype=FP16), device)
     serve(backend, problem_of(x, needs_grad=True), required_backends)
     sick = x._replace(**{n: getattr(x, n).clone() for n in ("q", "k", "v")})
     for t in sick[:3]:
@@ -110,9 +110,9 @@ def test_empty_inputs(sizes: tuple[int, int, int]) -> None:
 # ---------------------------------------------------------------- torch.compile and the ops
 
 OPS = [
-    Case(T=20, B=2, H_kv=2, group=2, bias="111S", dtype=FP32),
-    Case(T=20, S=30, H_kv=2, bias="11TS", dtype=FP16, causal=False),
-    Case(lengths=(12, 0, 5), bias="", dtype=FP16),
+    BiasedCase(T=20, B=2, H_kv=2, group=2, bias="111S", dtype=FP32),
+    BiasedCase(T=20, S=30, H_kv=2, bias="11TS", dtype=FP16, causal=False),
+    BiasedCase(lengths=(12, 0, 5), bias="", dtype=FP16),
 ]
 
 
@@ -120,7 +120,7 @@ OPS = [
 @on_every_backend
 @pytest.mark.parametrize("needs_grad", [True, False], ids=["grad", "no_grad"])
 @pytest.mark.parametrize("case", **ids(OPS))
-def test_op(case: Case, needs_grad: bool, backend: str, device: str, required_backends: frozenset[str]) -> None:
+def test_op(case: BiasedCase, needs_grad: bool, backend: str, device: str, required_backends: frozenset[str]) -> None:
     x = make_inputs(case, device)
     serve(backend, problem_of(x, needs_grad), required_backends)
     if needs_grad:
@@ -133,7 +133,7 @@ def test_op(case: Case, needs_grad: bool, backend: str, device: str, required_ba
 @pytest.mark.compiles
 @on_every_backend
 @pytest.mark.parametrize("case", **ids(OPS))
-def test_grad_op(case: Case, backend: str, device: str, required_backends: frozenset[str]) -> None:
+def test_grad_op(case: BiasedCase, backend: str, device: str, required_backends: frozenset[str]) -> None:
     x = make_inputs(case, device)
     x = x._replace(bias_grad=x.bias is not None)
     chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
@@ -159,7 +159,7 @@ def test_training_compiles_once(kind: str, backend: str, device: str, required_b
     compiled = torch.compile(forward, backend=counter, fullgraph=True, dynamic=True)
     for T in (20, 33, 60):
         lengths = (T - 5, 0, 3, 2) if kind == "packed" else None
-        x = make_inputs(Case(T=T, B=1 if lengths else 3, lengths=lengths, group=2, dtype=FP16), device)
+        x = make_inputs(BiasedCase(T=T, B=1 if lengths else 3, lengths=lengths, group=2, dtype=FP16), device)
         serve(backend, problem_of(x, needs_grad=True), required_backends)
         want, got = run(forward, x), run(compiled, x)
         if kind == "expanded":  # the compiler sums shares, see `torch_ops.compact`
@@ -172,7 +172,7 @@ def test_training_compiles_once(kind: str, backend: str, device: str, required_b
 def test_a_bias_of_given_heads_compiles() -> None:
     """Sizes that the code names meet sizes that the compiler takes for variable."""
     torch.compiler.reset()
-    x = make_inputs(Case(T=20, H_kv=2, group=2, bias="111S", dtype=FP32))
+    x = make_inputs(BiasedCase(T=20, H_kv=2, group=2, bias="111S", dtype=FP32))
 
     def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return biased_attention(q, k, v, bias.expand(1, 4, 1, k.shape[1]))
@@ -186,7 +186,7 @@ def test_a_bias_of_given_heads_compiles() -> None:
 def test_compiled_by_inductor() -> None:
     """With ordinary code around the call, a bias computed from the values among it."""
     torch.compiler.reset()
-    x = make_inputs(Case(T=40, group=2, dtype=FP32))
+    x = make_inputs(BiasedCase(T=40, group=2, dtype=FP32))
     grads = []
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

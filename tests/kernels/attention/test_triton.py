@@ -18,7 +18,7 @@ from kda_layers.kernels.attention_bias.backends.triton import BACKEND, TritonBac
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION, default_problem, problem_of
 from kda_layers.kernels.attention_bias.triton.launches import Launch, launches
 from kda_layers.kernels.attention_bias.triton.packing import sequence_numbers, tile_table
-from tests.kernels.attention.cases import Case, call, expected, make_inputs, run, serve
+from tests.kernels.attention.cases import BiasedCase, call, expected, make_inputs, run, serve
 from tests.kernels.cases import BEST_DEVICE, FP32, FP64, check, ids
 
 GPU = dataclasses.replace(default_problem("cpu"), device="cuda", arch=90)
@@ -64,10 +64,10 @@ def test_tiles_of_packed_sequences(offsets: tuple[int, ...], block: int) -> None
 
 
 TILED = [
-    Case(T=50, S=70, group=2, bias="1H1S", dtype=FP32),
-    Case(T=50, S=40, group=2, bias="1K1S", dtype=FP32, causal=False),
-    Case(T=40, S=50, bias="11TS", dtype=FP32),
-    Case(lengths=(33, 0, 1, 20), bias="111S", dtype=FP32),
+    BiasedCase(T=50, S=70, group=2, bias="1H1S", dtype=FP32),
+    BiasedCase(T=50, S=40, group=2, bias="1K1S", dtype=FP32, causal=False),
+    BiasedCase(T=40, S=50, bias="11TS", dtype=FP32),
+    BiasedCase(lengths=(33, 0, 1, 20), bias="111S", dtype=FP32),
 ]
 
 
@@ -75,7 +75,7 @@ TILED = [
 @pytest.mark.parametrize("tile", [(16, 32), (64, 16)], ids=str)
 @pytest.mark.parametrize("case", **ids(TILED))
 def test_results_do_not_depend_on_tiles(
-    case: Case, tile: tuple[int, int], required_backends: frozenset[str], monkeypatch: pytest.MonkeyPatch
+    case: BiasedCase, tile: tuple[int, int], required_backends: frozenset[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = make_inputs(case, BEST_DEVICE)
     serve("triton", problem_of(x, needs_grad=True), required_backends)
