@@ -62,7 +62,7 @@ def pytest_runs(folder: Path, text: str, *runs: list[str], **environment: str) -
 
 def expression(target: str) -> str:
     """The marks that the last command of a target chooses by."""
-    words = shlex.split(dry_run(target).rstrip().splitlines()[-1])
+    words = shlex.split(dry_run(target).replace("\\\n", "").rstrip().splitlines()[-1])
     return words[words.index("-m", words.index("pytest")) + 1]
 
 

@@ -34,6 +34,7 @@ SWAPS = {
 CPP_OPERATOR = re.compile(r"(?<= )(<=|>=|==|!=|&&|\|\||<<|>>|[-+*/%<>])(?= )")
 CPP_NUMBER = re.compile(r"(?<![\w.\"])\d+(?![\w.\"])")
 CPP_WAIT = re.compile(r"^ +\w*(?:sync|fence|wait|commit|arrive)\w*\([^;]*\);$", re.MULTILINE)
+MARKS = "not (emulated and combination)"  # the tests of `make test-all`
 GRACE = 240  # seconds after the tests' time before a mutant counts as hanging: imports and compilers
 
 
@@ -132,7 +133,7 @@ def coverage_map(tree: Path, arguments: list[str]) -> dict[str, dict[str, list[s
     config = tree / ".mutate-coverage"
     config.write_text(f"[run]\nsource = {PACKAGE}\ndynamic_context = test_function\n")
     subprocess.run(
-        [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", *arguments],
+        [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", "-m", MARKS, *arguments],
         cwd=tree, env=environment(tree), check=False,
     )  # fmt: skip
     subprocess.run(
@@ -187,7 +188,7 @@ def killed_by(tree: Path, tests: set[str], seed: int, seconds: float) -> str | N
     files = sorted({name.rpartition(".")[0].replace(".", "/") + ".py" for name in tests})
     present = [file for file in files if (tree / file).exists()]
     env = environment(tree) | {"TESTS": " ".join(tests), "SEED": str(seed), "SECONDS_": str(seconds)}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "mutate_plugin", "-p", "no:cacheprovider", *present]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", MARKS, "-p", "mutate_plugin", *present]
     try:
         run = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=seconds + GRACE)
     except subprocess.TimeoutExpired:

@@ -28,7 +28,7 @@ from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel
 from kda_layers.kernels.kda.dispatch import default_problem, problem_of
 from kda_layers.modeling.layer import decode_step
 from tests.kernels.cases import BF16, Case, budget, call, error, make_inputs, on_installed_backends, options, serve
-from tests.kernels.test_step import serve_step
+from tests.kernels.test_decode import serve_step
 from tests.modeling import stock_models
 
 pytestmark = pytest.mark.gpu

@@ -35,7 +35,7 @@ from tests.kernels.cases import (
     to_fp64,
 )
 from tests.kernels.emulated import end_of_memory
-from tests.kernels.test_cuda_chunk import softplus_resets
+from tests.kernels.test_cuda_forward import softplus_resets
 
 pytestmark = pytest.mark.emulated
 

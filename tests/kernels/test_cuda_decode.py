@@ -1,6 +1,6 @@
 """The decode kernel in the emulator: stages of eight tokens, plans, small states, misaligned memory, the same bits.
 
-test_step.py and test_int8_state.py run it, too, as `sm90@emulator` and so on: with pools, drafts and padding.
+test_decode.py and test_int8_state.py run it, too, as `sm90@emulator` and so on: with pools, drafts and padding.
 """
 
 from __future__ import annotations

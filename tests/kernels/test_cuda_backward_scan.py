@@ -1,7 +1,7 @@
 """Tensors that the forward kernel keeps for the backward, and those of the reverse scan, in the emulator.
 
 Gradients of every case are compared with the recurrence by the tests of every backend; here are, for a few cases, the
-tensors between the kernels. Forms are those of test_cuda_chunk.py.
+tensors between the kernels. Forms are those of test_cuda_forward.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.kernels.cases import (
     to_fp64,
 )
 from tests.kernels.emulated_backends import EMULATED, registered
-from tests.kernels.test_cuda_chunk import FORMS, PACKED, SOFTPLUS, WIDE, in_every_form, pytestmark, softplus_resets
+from tests.kernels.test_cuda_forward import FORMS, PACKED, SOFTPLUS, WIDE, in_every_form, pytestmark, softplus_resets
 
 __all__ = ["pytestmark"]
 

@@ -37,7 +37,7 @@ from tests.kernels.cases import (
     to_fp64,
 )
 from tests.kernels.emulated_backends import EMULATED, registered
-from tests.kernels.test_cuda_chunk import assert_same
+from tests.kernels.test_cuda_forward import assert_same
 from tests.kernels.test_hard_inputs import HALF_WRONG, expected
 
 pytestmark = pytest.mark.emulated
