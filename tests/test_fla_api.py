@@ -683,7 +683,7 @@ BOTH_REFUSE = {
         ValueError,
         r"dt_bias must have shape \[24\] or \[4, 6\], got \[6, 4\]",
     ),
-    "context parallel": (dict(cp_context=object()), ValueError, "cp_context must be None, .*every rank whole"),
+    "context parallel": (dict(cp_context=object()), ValueError, "cp_context must be None, .*every rank full"),
     "graph": (dict(use_graph=True), ValueError, "use_graph must be False, got True: a CUDA graph captures the call"),
     "number of sequences": (dict(max_num_seqs=4), ValueError, "max_num_seqs must be None, got 4: .*cu_seqlens"),
     "chunk indices": (dict(chunk_indices=torch.zeros(1, 2)), ValueError, "chunk_indices must be None, .*cu_seqlens"),

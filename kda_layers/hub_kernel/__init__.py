@@ -4,8 +4,8 @@
 it copies imports the standard library, torch, einops and itself, and itself relatively.
 """
 
+from ..kernels.fla_api import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from ..kernels.kda.contract import KDAOutput
-from ..kernels.kda.fla_api import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from ..kernels.kda.op import kda, kda_step
 from ..kernels.registry import explain, keep_backend, use_backend
 from . import layers

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..kernels.fla_api import chunk_kda, fused_recurrent_kda
 from ..kernels.kda.contract import state_dtype
-from ..kernels.kda.fla_api import chunk_kda, fused_recurrent_kda
 from ..modeling.inputs.cache_argument import takes_cache
 from ..modeling.inputs.offsets import given_offsets
 from ..modeling.layer.merged_weights import MergedWeights

@@ -1,4 +1,4 @@
-"""The interface of flash-linear-attention over our operator; see `kda.fla_api`."""
+"""The interface of flash-linear-attention over our operator; see `kda.fla.api`."""
 
-from .kda.fla_api import *  # noqa: F403
-from .kda.fla_api import __all__ as __all__
+from .kda.fla.api import *  # noqa: F403
+from .kda.fla.api import __all__ as __all__

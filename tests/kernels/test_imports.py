@@ -25,7 +25,8 @@ OPERATORS = ("kda", "attention_bias")
 # In `fused`, where a file is an operator: what serves all of them, and the other operators that one uses.
 FUSED_PARTS, FUSED_OF = {"mechanism", "rows", "triton"}, {"linear_step": {"swiglu"}}
 LAYER_STEP = "kernels.kda.cuda.layer_step"  # an operator that is made of parts of kda
-ABOVE = {"over_ranks": {"kda"}}  # folders that run operators, and which
+ABOVE = {"over_ranks": {"kda"}, "fused": {"kda"}}  # folders that use operators, and which
+FLA = "kda.fla"  # flash-linear-attention's kernels, for the fused operators too, and the interface of its functions
 # Inside an operator's folder: X -> what of that folder it may import.
 INSIDE = {
     "activations": set(),
@@ -36,9 +37,6 @@ INSIDE = {
     "checks": {"activations", "contract"},
     "dispatch": {"contract"},
     "op": {"checks", "compact", "contract", "dispatch", "reference"},
-    "fla_gate": {"activations", "checks", "contract"},
-    "fla_api": {"checks", "contract", "fla_gate", "op"},
-    "fla_slots": {"contract"},
     "slots": {"contract"},
 }
 # Front doors: what users import by these paths.
@@ -134,6 +132,7 @@ def test_kernels_import_downwards(file: Path) -> None:
     operators = {n.split(".")[0] for n in found} & set(OPERATORS)
     fused = {n.split(".")[1] for n in found if n.startswith("fused.")}
     if folder == "fused" and inside:
+        assert {n for n in found if n.startswith("kda.")} <= {f"{FLA}.package"}
         of_all = set(inside) & FUSED_PARTS
         assert fused <= (FUSED_PARTS if of_all else FUSED_PARTS | FUSED_OF.get(inside[0], set())) | {inside[-1]}
     if folder not in OPERATORS:
@@ -143,13 +142,14 @@ def test_kernels_import_downwards(file: Path) -> None:
     own = {n.removeprefix(f"{folder}.") for n in found if n.startswith(f"{folder}.")}
     if file in BACKENDS:
         parts = {n.split(".")[0] for n in own}
-        assert parts & {"op", "dispatch", "fla_api", "backends"} == set()
+        assert parts & {"op", "dispatch", "backends"} == set()
+        assert f"{FLA}.api" not in found
         others = {b.stem for b in BACKENDS if b.parent == file.parent} - {file.stem}
         assert parts & others == set(), "a backend knows no other one"
     elif len(inside) == 1 and not file.name.startswith("__init__"):
         assert own <= INSIDE[inside[0]]
-    elif inside and not name.startswith(LAYER_STEP):  # kernels of one backend
-        assert {n.split(".")[0] for n in own} & {"op", "dispatch", "backends", "fla_api"} == set()
+    elif inside and not name.startswith((LAYER_STEP, f"kernels.{FLA}.api")):  # kernels of one backend
+        assert {n.split(".")[0] for n in own} & {"op", "dispatch", "backends"} == set()
 
 
 @rule_of([f for f in FILES if f not in KERNELS + TESTING])

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kda_layers import KDAConfig, KimiDeltaAttention
-from kda_layers.kernels.fla.package import problems
 from kda_layers.kernels.fused import short_conv
 from kda_layers.kernels.fused.gated_norm import GATED_NORM, gated_rms_norm
 from kda_layers.kernels.fused.short_conv import SHORT_CONV
+from kda_layers.kernels.kda.fla.package import problems
 from kda_layers.kernels.registry import Registry, explain, use_backend
 from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, error, poisoned_memory

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import accumulator_dtype
-from ..fla.package import layer_functions
+from ..kda.fla.package import layer_functions
 from ..operator import once_differentiable
 from .mechanism import FLA, Fused, Triton
 from .rows import RowTiles

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import torch_private, triton_package
 from ..declarations import AtLeast, Backend, OneOf
 from ..declarations import Problem as AnyProblem
-from ..fla import package
+from ..kda.fla import package
 from ..registry import Registry
 from ..tracing import is_plain
 

@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 
 from ..checks import accumulator_dtype
 from ..declarations import OneOf
-from ..fla.chunk_table import chunk_table
-from ..fla.package import layer_functions
+from ..kda.fla.package import chunk_table, layer_functions
 from ..operator import Differentiable, Operator
 from . import mechanism
 from .mechanism import FLA, FLOATS, Forms, Plain, Triton, few_tokens

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from ...declarations import AtLeast, OneOf
-from ...fla.chunk_table import chunk_table, table_rows
-from ...fla.package import operator_stages, problems
 from ..activations import BETAS, GIVEN, LOG_DECAY, LOWER_BOUND, SOFTPLUS
 from ..contract import (
     ALL_FEATURES,
@@ -31,7 +29,8 @@ from ..contract import (
     PrefillInputs,
     Problem,
 )
-from ..fla_slots import with_padding
+from ..fla.package import chunk_table, operator_stages, problems, table_rows
+from ..fla.slots import with_padding
 from ..slots import clear_padding, prefill_by_forward
 
 LOG2_E = 1 / math.log(2)

@@ -1,4 +1,4 @@
-"""The gates of flash-linear-attention's interface (`fla_api`): `fused_kda_gate` and the gate arguments of the others.
+"""The gates of flash-linear-attention's interface (`api`): `fused_kda_gate` and the gate arguments of the others.
 
 Source of names and meaning: flash-linear-attention 0.6.0, fla.ops.kda.gate.
 """
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import DtypeError, check_is_tensor, dtype_names
-from .activations import log_decay
-from .checks import check_lower_bound
-from .contract import state_dtype
+from ...checks import DtypeError, check_is_tensor, dtype_names
+from ..activations import log_decay
+from ..checks import check_lower_bound
+from ..contract import state_dtype
 
 
 def fused_kda_gate(

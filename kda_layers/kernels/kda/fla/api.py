@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_is_tensor, dtype_names
-from .contract import CHUNK, state_dtype, state_dtypes
-from .fla_gate import fused_kda_gate, gates
-from .op import kda, kda_step
+from ...checks import check_is_tensor, dtype_names
+from ..contract import CHUNK, state_dtype, state_dtypes
+from ..op import kda, kda_step
+from .gate import fused_kda_gate, gates
 
 __all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda"]
 

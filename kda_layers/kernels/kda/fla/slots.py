@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .contract import DecodeInputs
+from ..contract import DecodeInputs
 
 
 def with_padding(x: DecodeInputs) -> tuple[DecodeInputs, Tensor, Tensor]:

@@ -8,7 +8,11 @@ import importlib.metadata
 import inspect
 from types import SimpleNamespace
 
+import torch
+from torch import Tensor
+
 PACKAGE, VERSION = "fla-core", "0.6"
+CHUNK = 64  # tokens; the chunk size that its kernels are called with
 
 
 @functools.cache
@@ -75,3 +79,23 @@ def _functions(names: dict[str, tuple[str, ...]]) -> SimpleNamespace:
     """Import functions by module, without their decorators, which add checks and dispatch to other packages."""
     found = {n: getattr(importlib.import_module(module), n) for module, ns in names.items() for n in ns}
     return SimpleNamespace(**{n: inspect.unwrap(f) for n, f in found.items()})
+
+
+def table_rows(T: int, N: int) -> int:
+    """The most chunks that N sequences of T tokens in all can have."""
+    return (T + (CHUNK - 1) * N) // CHUNK
+
+
+def chunk_table(cu_seqlens: Tensor | None, T: int) -> list[Tensor]:
+    """Return [(sequence, chunk in it) of every chunk, each sequence's first chunk]; [] without packed sequences.
+
+    Surplus rows name a chunk beyond the end of the last sequence, for which the kernels read and write nothing.
+    """
+    if cu_seqlens is None:
+        return []
+    first = torch.nn.functional.pad(((cu_seqlens.diff() + CHUNK - 1) // CHUNK).cumsum(0), (1, 0))
+    N = first.shape[0] - 1
+    rows = torch.arange(table_rows(T, N), device=first.device)
+    sequence = (torch.searchsorted(first, rows, right=True) - 1).clamp(max=N - 1)
+    table = torch.stack((sequence, rows - first[sequence]), 1)
+    return [table.to(cu_seqlens.dtype), first.to(cu_seqlens.dtype)]
