@@ -712,13 +712,12 @@ def test_host_times_take_turns() -> None:
 
 def test_one_role_is_chosen_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     x, seen = cases.make_inputs(Case(1, 8, 1), "cpu"), []
-    monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setattr(contenders, "call", lambda *_: seen.append(two_roles.is_enabled()))
+    monkeypatch.setattr(contenders, "call", lambda *_: seen.append(two_roles.declined))
     monkeypatch.setattr(contenders, "require", lambda *_: None)
     for contender in (ours_forward("sm90", x), one_role_forward("sm90", x)):
         contender.prepare().run()
-    assert seen == [True, False]
-    assert two_roles.is_enabled()
+    assert seen == [None, "is switched off"]
+    assert two_roles.declined is None
     assert [c.name for c in forwards(["eager", "sm90"], x)] == ["eager", "sm90"]  # on a CPU
 
 

@@ -6,11 +6,9 @@ that each gets what it likes best.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,7 +18,8 @@ from benchmarks.gpu.truth import Results, call, differentiable, outputs
 from kda_layers import dequantize_state, kda_step, quantize_state
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import DecodeInputs, Inputs, Problem
-from kda_layers.kernels.kda.cuda.forward import two_roles
+from kda_layers.kernels.kda.cuda import forms
+from kda_layers.kernels.kda.cuda.spec import Signature
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
 
 
@@ -103,7 +102,9 @@ def forwards(backends: Iterable[str], x: Inputs) -> list[Contender]:
 
 def _has_roles(backend: str, x: Inputs) -> bool:
     ours = KDA.backends().get(backend)
-    return isinstance(ours, CudaBackend) and x.v.is_cuda and x.segments == "never" and two_roles.serves(x, ours.machine)
+    if not isinstance(ours, CudaBackend) or not x.v.is_cuda:
+        return False
+    return forms.choose(Signature.of(x), ours.machine.properties(x.v.device)) is forms.TWO_ROLES
 
 
 def one_role_forward(backend: str, x: Inputs) -> Contender:
@@ -114,7 +115,7 @@ def one_role_forward(backend: str, x: Inputs) -> Contender:
         p = plain.prepare()
 
         def run() -> Any:
-            with mock.patch.dict(os.environ, {two_roles.ENVIRONMENT_VARIABLE: "0"}):
+            with forms.without_two_roles():
                 return p.run()
 
         return p._replace(run=run)

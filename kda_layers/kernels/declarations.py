@@ -140,6 +140,10 @@ class Backend(abc.ABC):
         """Packages or drivers that this machine lacks; called last, as it may take seconds."""
         return []
 
+    def forms(self, problem: Any, B: int, T: int, HV: int) -> list[str]:
+        """Return a line for each form of the kernels of a call of these sizes: its expected time, or why not."""
+        return []
+
     def variants(self, arch: str) -> Iterable[tuple[str, Mapping[str, str | int]]]:
         """(source, macros) of every CUDA kernel that it may launch on `arch` ("sm_90a"), for `precompile`."""
         return ()

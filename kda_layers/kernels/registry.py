@@ -190,7 +190,7 @@ class Registry(Generic[P, B]):
             refusals.append(f"{candidate.name}: {'; '.join(reasons)}")
         raise ValueError(f"no backend can serve [{problem}]: " + "; ".join(refusals))
 
-    def explain(self, problem: P) -> str:
+    def explain(self, problem: P, B: int = 1, T: int = 8192, HV: int = 16) -> str:
         """See `explain` below."""
         lines = [f"problem: {problem}"]
         for b in self.backends().values():
@@ -200,7 +200,10 @@ class Registry(Generic[P, B]):
         if self.broken:
             lines.append(self._broken("  "))
         try:
-            lines.append(f"chosen: {self.select(problem).name}")
+            chosen = self.select(problem)
+            lines.append(f"chosen: {chosen.name}")
+            if forms := chosen.forms(problem, B, T, HV):
+                lines += [f"its forms for B={B}, T={T}, HV={HV}:", *(f"  {line}" for line in forms)]
         except ValueError as error:
             lines.append(f"chosen: none ({error})")
         return "\n".join(lines)
@@ -243,16 +246,20 @@ def register_backend(backend: Any) -> None:
     registry_of(backend).register(backend)
 
 
-def explain(problem: Any = None) -> str:
+def explain(problem: Any = None, *, B: int = 1, T: int = 8192, HV: int = 16) -> str:
     """List for each backend whether it can serve `problem`, or every reason why not.
 
-    The first line names the problem (by default a training step of a KDA layer in bf16 on the best device here), the
-    last one the backend that a call would use now.
+    The first line names the problem (by default a training step of a KDA layer in bf16 on the best device here). After
+    the backend that a call would use now come the forms of its kernels, if it has several, each with its expected time
+    in microseconds or every reason against it.
+
+    Args:
+        B, T, HV: sequences, tokens of each and value heads of the call whose forms are listed; a problem has no sizes.
     """
     if problem is None:
         kda = next(r for r in registries() if r.operator == "kda")
-        return kda.explain(kda.problem.default())
-    return next(r for r in registries() if isinstance(problem, r.problem)).explain(problem)
+        return kda.explain(kda.problem.default(), B, T, HV)
+    return next(r for r in registries() if isinstance(problem, r.problem)).explain(problem, B, T, HV)
 
 
 def requested() -> str | None:

@@ -21,9 +21,10 @@ from kda_layers.kernels.kda.contract import AnyInputs, DecodeInputs, Gradients, 
 from kda_layers.kernels.kda.cuda.backward import gradients as gradients_launcher
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse_launcher
 from kda_layers.kernels.kda.cuda.decode import decode as decode_launcher
-from kda_layers.kernels.kda.cuda.forward import forward as forward_launcher
+from kda_layers.kernels.kda.cuda.forward import one_role as forward_launcher
 from kda_layers.kernels.kda.cuda.forward import two_roles as two_roles_launcher
-from kda_layers.kernels.kda.cuda.forward.shares import BV, Shares
+from kda_layers.kernels.kda.cuda.forward.costs import BV, Split
+from kda_layers.kernels.kda.cuda.spec import Saved, Signature, aligned_inputs
 from tests import cuda_emulator
 
 THREADS = 1024  # that a multiprocessor holds; the operating system limits all together
@@ -108,13 +109,13 @@ def forward(x: Inputs, **launch: Any) -> KDAOutput:
 
     Args:
         x: the inputs.
-        launch: fields of `Emulator`, and fields of `forward.Variant` that replace those of the variant that the
+        launch: fields of `Emulator`, and fields of `one_role.Variant` that replace those of the variant that the
             launcher chooses.
     """
     return forward_saving(x, save=False, **launch)[0]
 
 
-def forward_saving(x: Inputs, save: bool = True, **launch: Any) -> tuple[KDAOutput, forward_launcher.Saved]:
+def forward_saving(x: Inputs, save: bool = True, **launch: Any) -> tuple[KDAOutput, Saved]:
     """Outputs of the forward kernel, and what it saves for the backward."""
     machine, fields = machine_and_plan(launch)
     with replaced(forward_launcher, fields), GuardedMemory():
@@ -122,16 +123,17 @@ def forward_saving(x: Inputs, save: bool = True, **launch: Any) -> tuple[KDAOutp
     return out, saved  # type: ignore[return-value]
 
 
-def two_roles(x: Inputs, shares: Shares, arch: int = 90, seed: int = 0) -> KDAOutput:
+def two_roles(x: Inputs, split: Split, arch: int = 90, seed: int = 0) -> KDAOutput:
     """Return the outputs of two_roles.cu, with every block resident."""
-    blocks = shares.groups * (x.q.shape[3] // BV) + shares.preparers
+    blocks = split.groups * (x.q.shape[3] // BV) + split.preparers
     machine = Emulator(arch, blocks, seed)
-    with mock.patch.object(two_roles_launcher, "shares_of", return_value=shares), GuardedMemory():
-        return two_roles_launcher.forward(guarded_inputs(x), machine)[0]
+    with mock.patch.object(two_roles_launcher, "split_of", return_value=split), GuardedMemory():
+        x = aligned_inputs(guarded_inputs(x))
+        return two_roles_launcher.launch(x, two_roles_launcher.plan_of(machine, Signature.of(x)))[0]
 
 
 def reverse_scan(
-    x: Inputs, saved: forward_launcher.Saved, gradients: tuple[Tensor, Tensor | None, Tensor | None], **launch: Any
+    x: Inputs, saved: Saved, gradients: tuple[Tensor, Tensor | None, Tensor | None], **launch: Any
 ) -> reverse_launcher.Scanned:
     """Outputs of the reverse scan for gradients of o, final state and checkpoints; `launch` as in `forward`."""
     machine, fields = machine_and_plan(launch)
@@ -140,9 +142,7 @@ def reverse_scan(
         return reverse_launcher.reverse_scan(guarded_inputs(x), machine, saved, d_o, d_final, d_checkpoints)
 
 
-def gradients(
-    x: Inputs, saved: forward_launcher.Saved, scanned: reverse_launcher.Scanned, d_o: Tensor, **launch: Any
-) -> Gradients:
+def gradients(x: Inputs, saved: Saved, scanned: reverse_launcher.Scanned, d_o: Tensor, **launch: Any) -> Gradients:
     """Outputs of the gradients kernel for what forward and reverse scan saved; `launch` as in `forward`."""
     machine, fields = machine_and_plan(launch)
     with replaced(gradients_launcher, fields), GuardedMemory():

@@ -17,7 +17,7 @@ from torch import Tensor
 from kda_layers.kernels.kda.contract import CHUNK, Inputs
 from kda_layers.kernels.kda.cuda.backward import gradients as launcher
 from kda_layers.kernels.kda.cuda.backward.reverse_scan import Scanned
-from kda_layers.kernels.kda.cuda.forward.forward import Saved
+from kda_layers.kernels.kda.cuda.spec import Saved
 from kda_layers.kernels.kda.reference import activate
 from kda_layers.testing.hard_inputs import hard_inputs
 from tests import cuda_emulator

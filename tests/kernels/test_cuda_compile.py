@@ -17,8 +17,9 @@ from kda_layers.kernels.cuda import build, cache
 from kda_layers.kernels.kda.cuda.backward import gradients, reverse_segments
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
 from kda_layers.kernels.kda.cuda.decode import decode as step
-from kda_layers.kernels.kda.cuda.forward import cut, map_columns, segments, two_roles
-from kda_layers.kernels.kda.cuda.forward import forward as chunk
+from kda_layers.kernels.kda.cuda.forward import one_role as chunk
+from kda_layers.kernels.kda.cuda.forward import segments, two_roles
+from kda_layers.kernels.kda.cuda.spec import ALWAYS
 from tests.kernels.cases import BF16, FP16, FP32
 
 pytestmark = pytest.mark.compiles
@@ -146,7 +147,7 @@ SEGMENTS = [
     pytest.param(
         variant,
         arch,
-        id=f"{K}-{'maps' if variant.part == cut.MAPS else 'walk'}{'-saves' * saves}{'-fine' * fine}-{arch}",
+        id=f"{K}-{'maps' if variant.part == segments.TRANSITIONS else 'walk'}{'-saves' * saves}{'-fine' * fine}-{arch}",
     )
     for K, dtype, gate, g_wide in (
         (128, BF16, "lower_bound", False),
@@ -156,7 +157,7 @@ SEGMENTS = [
     for saves, fine in ((False, False), (True, False), *(((False, True),) if dtype == BF16 else ()))
     for arch in SERVED
     for variant in segments.variants_for(K, dtype, gate, g_wide, ARCHS[arch], saves, fine=fine)
-    if saves <= (variant.part == cut.WALK) and fine <= (variant.part == cut.MAPS)
+    if saves <= (variant.part == segments.LAST_SCAN) and fine <= (variant.part == segments.TRANSITIONS)
 ]
 REVERSE_SEGMENTS = [
     pytest.param(
@@ -172,7 +173,9 @@ REVERSE_SEGMENTS = [
 def test_segments(variant: segments.Variant, arch: str) -> None:
     cubin = build.compile(variant.source, variant.defines, arch)
     used = build.resources(cubin)
-    assert used.keys() == ({"kda_forward"} if variant.part == cut.MAPS else {"kda_walk_segments", "kda_join_segments"})
+    assert used.keys() == (
+        {"kda_forward"} if variant.part == segments.TRANSITIONS else {"kda_walk_segments", "kda_join_segments"}
+    )
     assert all(r[1:] == (0, 0, 0, 0) for r in used.values())
     assert variant.shared_bytes <= SERVED[arch]
     assert "serialized" not in cubin.log
@@ -181,10 +184,10 @@ def test_segments(variant: segments.Variant, arch: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize(("variant", "arch"), [p for p in TWO_ROLES if p.values[0].K == 128])
-def test_map_columns(variant: two_roles.Variant, arch: str, fine: bool) -> None:
-    maps = map_columns.Variant(variant, cut.ALWAYS, fine)
+def test_transitions(variant: two_roles.Variant, arch: str, fine: bool) -> None:
+    maps = segments.SplitVariant(variant, ALWAYS, fine)
     cubin = build.compile(maps.source, maps.defines, arch)
-    check_resources(cubin, "kda_forward_two_roles", REGISTERS // map_columns.THREADS)
+    check_resources(cubin, "kda_forward_two_roles", REGISTERS // segments.TRANSITION_THREADS)
     assert "serialized" not in cubin.log
     assert maps.shared_bytes <= SERVED[arch]
 

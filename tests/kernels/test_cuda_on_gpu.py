@@ -12,7 +12,10 @@ from torch import Tensor
 from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.cuda.forward import shares, two_roles
+from kda_layers.kernels.kda.cuda import forms
+from kda_layers.kernels.kda.cuda.forward import segments, two_roles
+from kda_layers.kernels.kda.cuda.forward.costs import Split
+from kda_layers.kernels.kda.cuda.spec import Signature
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
 from tests.kernels.cases import (
     FP16,
@@ -110,13 +113,12 @@ def test_maps_of_segments(final: bool, backend: str, monkeypatch: pytest.MonkeyP
         pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
     x = make_inputs(Case(T=20000, B=2, H=3, slow=True, state=True, final=final, checkpoints=False), "cuda")
     x = x._replace(segments="always")
-    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "0")
-    want, gradients = run(x, backend), run_draws(lambda x: call(x, backend), [x])
-    monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE)
-    with mock.patch.object(two_roles, "launch", wraps=two_roles.launch) as launched:
-        for _ in range(RUNS):
-            assert_same(run(x, backend), want)
-        assert launched.call_count == RUNS
+    with forms.without_two_roles():
+        want, gradients = run(x, backend), run_draws(lambda x: call(x, backend), [x])
+    machine = KDA.backends()[backend].machine  # type: ignore[attr-defined]
+    assert segments.splits(Signature.of(x), machine.properties(x.q.device))
+    for _ in range(RUNS):
+        assert_same(run(x, backend), want)
     assert_same(run_draws(lambda x: call(x, backend), [x]), gradients)
 
 
@@ -144,15 +146,20 @@ def test_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) ->
     if backend != "sm90":
         pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
     x = make_inputs(case, "cuda")
-    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "0")
-    want = run(x, backend)
-    monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE)
-    # Packed sequences so uneven are left to blocks of one role
-    monkeypatch.setattr(shares, "packed_shares_for", lambda *args: shares.Shares.of(22, (args[-1] - 44) // 2 * 2))
-    with mock.patch.object(two_roles, "forward", wraps=two_roles.forward) as chosen:
-        for _ in range(RUNS):
-            assert_same(run(x, backend), want)
-    assert chosen.call_count == RUNS
+    with forms.without_two_roles():
+        want = run(x, backend)
+    launched = mock.Mock(wraps=two_roles.launch)
+    form = forms.TWO_ROLES._replace(serves=lambda *_: [], expected_us=lambda *_: 0.0, launch=launched)
+    monkeypatch.setattr(forms, "FORMS", (form, forms.ONE_ROLE))
+    forms._planned.cache_clear()
+    if x.cu_seqlens is not None:  # packed sequences so uneven are left to blocks of one role
+        monkeypatch.setattr(two_roles, "split_of", lambda s, processors: Split.of(22, (processors - 44) // 2 * 2))
+        two_roles.plan_of.cache_clear()
+    for _ in range(RUNS):
+        assert_same(run(x, backend), want)
+    assert launched.call_count == RUNS
+    forms._planned.cache_clear()
+    two_roles.plan_of.cache_clear()
 
 
 AT_ONCE = {"many": CASES[1:2] * 4, "few and many": [TWO_ROLES[0], CASES[1], TWO_ROLES[1], TWO_ROLES[3]]}

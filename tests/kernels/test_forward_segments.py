@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput, kda
+from kda_layers.kernels.cuda.machine import Properties
 from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.cuda import forms, spec
 from kda_layers.kernels.kda.cuda.backward import reverse_segments
-from kda_layers.kernels.kda.cuda.forward import cut as cutting
-from kda_layers.kernels.kda.cuda.forward import map_columns, segments, two_roles
-from kda_layers.kernels.kda.cuda.forward.cut import ALWAYS, Cut
-from kda_layers.kernels.kda.cuda.forward.shares import Shares
+from kda_layers.kernels.kda.cuda.forward import costs, segments
+from kda_layers.kernels.kda.cuda.forward.costs import Split
+from kda_layers.kernels.kda.cuda.spec import ALWAYS, Cut, Signature
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.testing.hard_inputs import correlated_keys, hard_inputs, repeated_token, resets, turning_keys
 from tests.kernels import emulated
@@ -50,10 +51,15 @@ SLOW = Case(H=1, slow=True, state=True, final=True, checkpoints=True)
 SOFTPLUS = Case(K=64, V=64, dtype=FP16, gate="softplus", state=True, final=True, checkpoints=True)
 
 
+def in_segments(x: Inputs, machine: Any, cut: Cut, save: bool = False) -> tuple[KDAOutput, Any]:
+    with emulated.GuardedMemory():
+        x = spec.aligned_inputs(emulated.guarded_inputs(x))
+        return segments.launch(x, segments.plan_of(machine, Signature.of(x, save)._replace(cut=cut)))
+
+
 def cut(x: Inputs, form: str, processors: int = 16, seed: int = 0, longer: int = SHORT + 1) -> KDAOutput:
     machine = emulated.Emulator(FORMS[form], processors, seed)
-    with emulated.GuardedMemory():
-        return segments.forward_in_segments(emulated.guarded_inputs(x), machine, cut=Cut(longer, SHORT, TILES))[0]
+    return in_segments(x, machine, Cut(longer, SHORT, TILES))[0]
 
 
 def whole(x: Inputs, form: str) -> KDAOutput:
@@ -105,7 +111,7 @@ NARROW = replace(SLOW, K=64, V=64)
 )
 def test_gradients(case: Case, recompute: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In more segments than the joining kernels have stages for."""
-    monkeypatch.setattr(cutting, "ALWAYS", Cut(SHORT + 1, SHORT, 2 * TILES))
+    monkeypatch.setattr(spec, "ALWAYS", Cut(SHORT + 1, SHORT, 2 * TILES))
     xs = [make_inputs(case, draw=n)._replace(recompute_above=float(not recompute)) for n in range(case.draws)]
     xs = xs if not recompute else xs[:1]
     with registered(EMULATED[backend]):
@@ -132,45 +138,46 @@ def test_order_and_number_of_blocks(form: str) -> None:
 @in_every_form
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-def test_maps_by_blocks_of_two_roles(groups: int, fine: bool, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transitions_by_specialised_ctas(groups: int, fine: bool, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of blocks of one role, saved tensors too, however blocks are shared out."""
     x = make_inputs(replace(SLOW, B=2, T=300))._replace(fine_gradients=fine)
 
     def run(roles: bool, seed: int = 0) -> list[Tensor]:
-        monkeypatch.setattr(map_columns, "serves", lambda x, machine: roles)
-        with emulated.GuardedMemory():
-            out, saved = segments.forward_in_segments(
-                emulated.guarded_inputs(x), emulated.Emulator(FORMS[form], 16, seed), True, Cut(SHORT + 1, SHORT, TILES)
-            )
+        monkeypatch.setattr(segments, "splits", lambda s, properties: roles)
+        machine = emulated.Emulator(FORMS[form], 16, seed)
+        out, saved = in_segments(x, machine, Cut(SHORT + 1, SHORT, TILES), save=True)
         assert saved is not None
         assert (saved.whole.fine is not None) == fine
         maps = saved.maps.unflatten(0, (x.v.shape[0], -1))[:, :-1]  # nobody writes those of last segments
         return [*outputs(out).values(), maps, *saved.whole.tensors()]
 
-    def shares(scanned: int, chunks: int, *_: int) -> Shares:
-        return Shares(groups, 16 - 2 * groups, -(-scanned // groups) * chunks)
+    def split(scanned: int, chunks: int, *_: int) -> tuple[float, Split]:
+        return 0.0, Split(groups, 16 - 2 * groups, -(-scanned // groups) * chunks)
 
     want = run(roles=False)
-    monkeypatch.setattr(map_columns, "shares_for", shares)
+    monkeypatch.setattr(costs, "transitions_split", split)
     for seed in range(3):
         assert all(map(torch.equal, run(roles=True, seed=seed), want))
 
 
-def test_who_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, x = emulated.Emulator(90), make_inputs(replace(SLOW, T=70))
-    assert map_columns.serves(x, machine)
-    assert not map_columns.serves(x, emulated.Emulator(100))
-    assert not map_columns.serves(make_inputs(replace(SLOW, lengths=(70,))), machine)
-    assert not map_columns.serves(make_inputs(replace(SLOW, K=64, V=64)), machine)
-    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "0")
-    assert not map_columns.serves(x, machine)
+def test_who_computes_transitions() -> None:
+    hopper, blackwell = (Properties(16, arch, 2**40) for arch in (90, 100))
+    s, packed, narrow = (
+        Signature.of(make_inputs(replace(SLOW, **more))) for more in ({"T": 70}, {"lengths": (70,)}, {"K": 64, "V": 64})
+    )
+    assert segments.splits(s, hopper)
+    assert not segments.splits(s, blackwell)
+    assert not segments.splits(packed, hopper)
+    assert not segments.splits(narrow, hopper)
+    with forms.without_two_roles():
+        assert not segments.splits(s, hopper)
 
 
-def test_shares_of_maps() -> None:
+def test_split_of_transitions() -> None:
     """Each multiprocessor has one block, and the slower of the two roles is as fast as it can be."""
-    shares = map_columns.shares_for(scanned=60, chunks=128, all_chunks=8192, processors=132)
-    assert shares == (20, 92, 3 * 128)
-    assert map_columns.shares_for(scanned=1, chunks=16, all_chunks=32, processors=16) == (1, 14, 16)
+    _, split = costs.transitions_split(scanned=60, chunks=128, all_chunks=8192, processors=132)
+    assert split == (20, 92, 3 * 128)
+    assert costs.transitions_split(scanned=1, chunks=16, all_chunks=32, processors=16)[1] == (1, 14, 16)
 
 
 @in_every_form
@@ -250,17 +257,17 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cuts from some length on, up to some heads, without states and on a large GPU with bulk copies."""
     x = make_inputs(LONG)._replace(segments="auto", initial_state=None, final_state=False)
     large, small, without = (emulated.Emulator(arch, processors=n) for arch, n in ((100, 32), (100, 15), (80, 32)))
-    monkeypatch.setattr(cutting, "AUTO", Cut(LONG.T))
-    assert cutting.cuts(x, large)
-    assert not cutting.cuts(x, small)
-    assert not cutting.cuts(x, without)
+    monkeypatch.setattr(spec, "AUTO", Cut(LONG.T, auto=True))
+    assert forms.is_cut(x, large)
+    assert not forms.is_cut(x, small)
+    assert not forms.is_cut(x, without)
     hand_on = {"final_state": True, "checkpoint_every": 64, "initial_state": make_inputs(LONG).initial_state}
     for name, value in hand_on.items():
-        assert not cutting.cuts(x._replace(**{name: value}), large)
-    monkeypatch.setattr(cutting, "AUTO_HEADS", 0)
-    assert not cutting.cuts(x, large)
+        assert not forms.is_cut(x._replace(**{name: value}), large)
+    monkeypatch.setattr(segments, "AUTO_HEADS", 0)
+    assert not forms.is_cut(x, large)
     monkeypatch.undo()
-    assert not cutting.cuts(x, large)
+    assert not forms.is_cut(x, large)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from kda_layers import KDAOutput, kda, kda_prefill, kda_step
 from kda_layers.kernels.kda.contract import CHUNK, Inputs, PrefillOutput
 from kda_layers.kernels.kda.cuda.decode import decode
-from kda_layers.kernels.kda.cuda.forward import tails
-from kda_layers.kernels.kda.cuda.forward.forward import TAIL
+from kda_layers.kernels.kda.cuda.forward import last_tokens
+from kda_layers.kernels.kda.cuda.spec import TAIL, Signature
 from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
     FP16,
@@ -45,7 +45,7 @@ ALONE = (0, 1, 2, 3, 4, 5, 56, 57, 58, 59, 60, 61, 62)
 @pytest.fixture(autouse=True)
 def _listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are listed from fewer on than in use: the emulator is slow."""
-    monkeypatch.setattr(tails, "MANY", 64)
+    monkeypatch.setattr(last_tokens, "MANY", 64)
 
 
 def run(x: Inputs, backend: str, **engine: Any) -> KDAOutput:
@@ -232,9 +232,9 @@ def test_a_row_for_every_state_between_the_kernels(lengths: tuple[int, ...]) -> 
     """Sequences with less than a chunk are listed, too, but behind those that hand a state over."""
     x = make_inputs(Case(lengths=lengths, H=1, K=64, V=64))._replace(checkpoint_every=0)
     backend = EMULATED["sm90@emulator"]
-    order = tails.order_of(x, None, backend.machine)
+    order = last_tokens.order_of(x, None, backend.machine)
     handed = torch.tensor([n for n, length in enumerate(lengths) if length > CHUNK and 1 <= length % CHUNK <= TAIL])
-    assert (order.places[handed] < tails.handover(x, order).shape[0]).all()
+    assert (order.places[handed] < last_tokens.states_before(x, order).shape[0]).all()
     got, want = (backend.forward(x._replace(final_state=final), False)[0] for final in (False, True))
     assert torch.equal(got.o, want.o)
 
@@ -266,7 +266,7 @@ def test_more_elements_than_32_bits_count() -> None:
     empty = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
     q, k, v, g = (empty(1, T, H, K) for _ in range(4))
     x = Inputs(q, k, v, g, empty(1, T, H), None, None, None, None, "lower_bound", -5.0, "sigmoid", True, 1.0, False, 0)
-    tails.finish(x, v, None, empty(1, H, K, K, dtype=torch.float32), None, machine)
+    last_tokens.finish(x, Signature.of(x), v, None, empty(1, H, K, K, dtype=torch.float32), None, machine)
     assert len(kernel.launch.call_args.args[-1]) == decode.PARAMS.nbytes
 
 
@@ -283,7 +283,7 @@ def test_order(count: int, with_stops: bool, dtype: torch.dtype) -> None:
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(dtype)
     stops = torch.randint(-1, 2, (count,), generator=generator, dtype=dtype) if with_stops else None
     x = make_inputs(Case(T=1, H=1))._replace(cu_seqlens=offsets)  # whose other tensors are not read
-    found = tails.order_of(x, stops, EMULATED["sm90@emulator"].machine)
+    found = last_tokens.order_of(x, stops, EMULATED["sm90@emulator"].machine)
     assert found is not None
     tail = torch.where(lengths % CHUNK <= TAIL, lengths % CHUNK, 0)
     chunks = (lengths - tail + CHUNK - 1) // CHUNK
@@ -300,6 +300,6 @@ def test_order(count: int, with_stops: bool, dtype: torch.dtype) -> None:
 
 
 def test_few_sequences_are_visited_in_turn() -> None:
-    x = make_inputs(Case(lengths=(1,) * (tails.MANY - 1), H=1, K=64, V=64))
-    assert tails.order_of(x, None, EMULATED["sm90@emulator"].machine) is None
-    assert tails.order_of(x._replace(cu_seqlens=None), None, EMULATED["sm90@emulator"].machine) is None
+    x = make_inputs(Case(lengths=(1,) * (last_tokens.MANY - 1), H=1, K=64, V=64))
+    assert last_tokens.order_of(x, None, EMULATED["sm90@emulator"].machine) is None
+    assert last_tokens.order_of(x._replace(cu_seqlens=None), None, EMULATED["sm90@emulator"].machine) is None

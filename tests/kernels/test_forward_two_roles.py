@@ -11,17 +11,21 @@ from unittest import mock
 import pytest
 import torch
 
-from kda_layers import KDAOutput
+from kda_layers import KDAOutput, explain, use_backend
+from kda_layers.kernels.cuda.machine import Properties
 from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.cuda.forward import shares as model
-from kda_layers.kernels.kda.cuda.forward import tails, two_roles
-from kda_layers.kernels.kda.cuda.forward.shares import Shares
+from kda_layers.kernels.kda.cuda import forms
+from kda_layers.kernels.kda.cuda.forward import costs, last_tokens, two_roles
+from kda_layers.kernels.kda.cuda.forward.costs import Split
+from kda_layers.kernels.kda.cuda.spec import ALWAYS, AUTO, Signature
+from kda_layers.kernels.kda.dispatch import KDA
 from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import BF16, FP16, Case, ids, make_inputs, outputs
+from tests.kernels.emulated_backends import EMULATED, registered
 
-# Groups that scan, blocks that prepare, places of a group; three groups share two of four tiles.
-SHARES = [Shares(1, 2, 4), Shares(3, 2, 5), Shares(4, 6, 12)]
+# Groups that scan, blocks that prepare, ring slots of a group; three groups share two of four tiles.
+SPLITS = [Split(1, 2, 4), Split(3, 2, 5), Split(4, 6, 12)]
 NARROW = Case(K=64, V=64, dtype=FP16, gate="softplus", g_wide=True, T=200, state=True, checkpoints=False)
 PACKED = Case(lengths=(130, 0, 64, 1, 200, 5, 63), state=True, checkpoints=False)
 CASES = [
@@ -48,10 +52,10 @@ STORING = [
 
 
 def by_two_roles(x: Inputs, i: int, arch: int = 90, seed: int = 0) -> KDAOutput:
-    """The outputs with SHARES[i], and at most as many groups as there are heads to scan."""
-    heads = x.v.shape[0] * x.v.shape[2] if x.cu_seqlens is None else model.MOST_GROUPS_PACKED
-    shares = SHARES[i]._replace(groups=min(SHARES[i].groups, heads))
-    return emulated.two_roles(x, shares, arch, seed)
+    """The outputs with SPLITS[i], and at most as many groups as there are heads to scan."""
+    heads = x.v.shape[0] * x.v.shape[2] if x.cu_seqlens is None else costs.MOST_GROUPS_PACKED
+    split = SPLITS[i]._replace(groups=min(SPLITS[i].groups, heads))
+    return emulated.two_roles(x, split, arch, seed)
 
 
 def assert_same(got: KDAOutput, want: KDAOutput) -> None:
@@ -65,7 +69,7 @@ def assert_same(got: KDAOutput, want: KDAOutput) -> None:
 def test_bits_of_the_forward_kernel(case: Case, arch: int) -> None:
     x = make_inputs(case)
     want = emulated.forward(x, arch=arch)
-    for i in range(len(SHARES)):
+    for i in range(len(SPLITS)):
         assert_same(by_two_roles(x, i, arch), want)
 
 
@@ -126,22 +130,22 @@ TAILED = (1, 66, 0, 130, 3, 64, 195)
 def test_chosen_with_last_tokens(case: Case, many: int, final: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that takes this kernel has the bits of one that does not, last tokens and states too."""
     x = make_inputs(dataclasses.replace(case, final=final))
-    monkeypatch.setattr(tails, "MANY", many)
-    shares = SHARES[1]
+    monkeypatch.setattr(last_tokens, "MANY", many)
 
     def call(x: Inputs) -> KDAOutput:
         with emulated.GuardedMemory():
-            return tails.forward(emulated.guarded_inputs(x), emulated.Emulator(processors=16))
+            return forms.forward(emulated.guarded_inputs(x), emulated.Emulator(processors=16), False)[0]
 
-    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "0")
-    want = call(x)
-    monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE)
+    with forms.without_two_roles():
+        want = call(x)
+    launched = mock.Mock(wraps=two_roles.launch)
+    form = forms.TWO_ROLES._replace(serves=lambda *_: [], expected_us=lambda *_: 0.0, launch=launched)
     with (
-        mock.patch.object(two_roles, "shares_of", return_value=shares),
-        mock.patch.object(two_roles, "forward", wraps=two_roles.forward) as chosen,
+        mock.patch.object(two_roles, "split_of", return_value=SPLITS[1]),
+        mock.patch.object(forms, "FORMS", (form, forms.ONE_ROLE)),
     ):
         assert_same(call(x), want)
-    assert chosen.call_count == 1
+    assert launched.call_count == 1
 
 
 @pytest.mark.emulated
@@ -155,6 +159,25 @@ def test_falling_offsets_are_not_waited_for() -> None:
 
 # ---------------------------------------------------------------- the choice
 
+H100 = Properties(132, 90, 2**37)
+
+
+def signature(
+    B: int, T: int, HV: int, sequences: int | None = None, states: int = 0, stores: bool = False
+) -> Signature:
+    """The signature of a call without gradients; `sequences` are packed."""
+    bf16, offsets = torch.bfloat16, None if sequences is None else (sequences + 1, torch.int32)
+    return Signature(
+        torch.device("cpu"), bf16, bf16, bf16, (B, T, HV, 128), (B, T, HV, 128), offsets, "lower_bound", -5.0,
+        "sigmoid", True, 0.1, states > 0, states > 1, stores, tails=True,
+    )  # fmt: skip
+
+
+def groups_of(s: Signature, properties: Properties = H100) -> int | None:
+    """The number of groups that scan, or None where a call goes to blocks of one role."""
+    form = forms.choose(s, properties)
+    return two_roles.split_of(s, properties.processors).groups if form is forms.TWO_ROLES else None
+
 
 @pytest.mark.parametrize(
     ("tiles", "tokens", "groups"),
@@ -162,16 +185,17 @@ def test_falling_offsets_are_not_waited_for() -> None:
         (4, 8192, 4), (8, 8192, 8), (12, 8192, 12), (16, 8192, 16), (20, 8192, 20), (24, 8192, 22), (24, 16384, 22),
         (26, 8192, 22), (32, 8192, 22), (40, 8192, 22), (64, 8192, 22), (96, 8192, 22), (128, 8192, 22), (8, 65536, 8),
         (10, 3072, 10), (8, 4096, 8), (12, 4096, 12),
-        (4, 1024, None), (12, 2048, None), (8, 0, None),
+        (4, 1024, None), (12, 2048, None), (8, 4, None),
     ],
 )  # fmt: skip
 def test_measured_choices(tiles: int, tokens: int, groups: int | None) -> None:
     """Choices agree with what an H200 or an H100 ran faster."""
-    shares = model.shares_for(tiles, tokens // 64, False, 132)
-    assert (shares and shares.groups) == groups
-    if shares:
-        assert shares.groups * 2 + shares.preparers <= 132
-        assert shares.places > two_roles.SCAN_STAGES
+    s = signature(1, tokens, tiles)
+    assert groups_of(s) == groups
+    if groups:
+        split = two_roles.split_of(s, 132)
+        assert split.groups * 2 + split.preparers <= 132
+        assert split.ring_slots > two_roles.SCAN_STAGES
 
 
 @pytest.mark.parametrize(
@@ -185,8 +209,7 @@ def test_measured_choices_of_packed_sequences(
     sequences: int, tokens: int, heads: int, states: int, groups: int | None
 ) -> None:
     """Choices agree with what an H100 ran faster."""
-    shares = model.packed_shares_for(sequences, tokens, heads, states, False, 132)
-    assert (shares and shares.groups) == groups
+    assert groups_of(signature(1, tokens, heads, sequences, states)) == groups
 
 
 @pytest.mark.parametrize(
@@ -195,77 +218,153 @@ def test_measured_choices_of_packed_sequences(
 )
 def test_measured_choices_with_checkpoints(tiles: int, groups: int | None) -> None:
     """Choices agree with what an H200 ran faster."""
-    shares = model.shares_for(tiles, 128, True, 132)
-    assert (shares and shares.groups) == groups
+    assert groups_of(signature(1, 8192, tiles, stores=True)) == groups
+
+
+# B, T, H -> ms of slow gates on one H200, of the runs in docs/internals/kernels/forward.md; the model is of an H100
+ONE_ROLE = {(1, 8192, 8): 0.165, (1, 8192, 16): 0.176, (2, 16384, 12): 0.486, (1, 65536, 8): 1.24, (1, 8192, 64): 0.502}
+TWO_ROLES = {
+    (1, 8192, 8): 0.146,
+    (1, 8192, 16): 0.152,
+    (2, 16384, 12): 0.368,
+    (1, 65536, 8): 1.03,
+    (1, 8192, 64): 0.482,
+}
+SEGMENTS = {
+    (1, 131072, 4): 0.720, (1, 65536, 8): 0.710, (1, 8192, 8): 0.142, (1, 8192, 16): 0.222, (2, 16384, 12): 0.598,
+    (1, 1048576, 1): 1.46,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "times", "error"),
+    [(forms.ONE_ROLE, ONE_ROLE, 0.13), (forms.TWO_ROLES, TWO_ROLES, 0.07), (forms.SEGMENTS, SEGMENTS, 0.17)],
+    ids=["one_role", "two_roles", "segments"],
+)
+def test_expected_times(form: forms.Form, times: dict[tuple[int, int, int], float], error: float) -> None:
+    for shape, ms in times.items():
+        expected = form.expected_us(signature(*shape)._replace(cut=ALWAYS), H100) / 1000
+        assert abs(expected / ms - 1) < error, (shape, expected)
 
 
 def test_a_long_packed_sequence_is_shared_out_evenly() -> None:
     """However long one of a few sequences is, no group gets two of its heads before another one gets its first."""
     calls = itertools.product((1, 2, 5, 20, 47), (3, 8, 12, 16, 32, 48, 96))
-    chosen = [(heads, model.packed_shares_for(n, 1 << 16, heads, 0, False, 132)) for n, heads in calls]
-    groups = [(heads, shares.groups) for heads, shares in chosen if shares]
-    assert len(groups) > 5
-    assert [pair for pair in groups if pair[0] % pair[1] and pair[1] % pair[0]] == []
+    chosen = [(heads, groups_of(signature(1, 1 << 16, heads, n))) for n, heads in calls]
+    pairs = [(heads, groups) for heads, groups in chosen if groups]
+    assert len(pairs) > 5
+    assert [(h, g) for h, g in pairs if h % g and g % h] == []
 
 
 def test_blocks_are_whole_clusters() -> None:
     """No grid is refused, and all blocks can run at once."""
-    slices = model.SLICES
+    slices = costs.SLICES
     chosen = 0
-    for processors, tiles in itertools.product((132, 131, 114, 33, 6), range(1, model.MOST_TILES + 1)):
+    for processors, tiles in itertools.product((132, 131, 114, 33, 6), range(1, costs.MOST_TILES + 1)):
         stores = tiles % 2 == 0
-        plain = [model.shares_for(tiles, chunks, stores, processors) for chunks in (32, 128, 16384)]
-        packed = [model.packed_shares_for(n, 1 << 16, tiles, 0, stores, processors) for n in (1, 7, 64)]
-        for shares in filter(None, plain + packed):
-            blocks = shares.groups * slices + shares.preparers
+        calls = [signature(1, 64 * chunks, tiles, stores=stores) for chunks in (32, 128, 16384)]
+        calls += [signature(1, 1 << 16, tiles, n, stores=stores) for n in (1, 7, 64)]
+        for s in calls:
+            if groups_of(s, H100._replace(processors=processors)) is None:
+                continue
+            split = two_roles.split_of(s, processors)
+            blocks = split.groups * slices + split.preparers
             assert blocks % slices == 0
             assert blocks <= processors
-            assert shares.preparers > 0
+            assert split.preparers > 0
             chosen += 1
     assert chosen > 1000
 
 
-def test_few_multiprocessors() -> None:
-    assert model.shares_for(8, 128, False, 4) is None
-    assert model.packed_shares_for(1, 8192, 8, 0, False, 4) is None
+def test_reasons() -> None:
+    """Every reason, each 'what it is, what it needs'."""
+    x = signature(1, 8192, 8)
+    served = two_roles.serves
+    assert served(x, H100) == []
+    assert served(x, H100._replace(capability=100)) == ["arch is sm_100, needs sm_90"]
+    assert served(x, H100._replace(processors=4)) == ["the GPU has 4 multiprocessors, needs 6"]
+    assert served(signature(2, 8192, 96), H100) == ["B * HV is 192, needs at most 128"]
+    assert served(signature(1, 3, 8), H100) == ["no sequence has a chunk, needs one"]
+    assert served(signature(1, 8192, 8, 128), H100) == ["packed sequences have 1.0 chunks, needs 2 on average"]
+    narrow = x._replace(q_shape=(1, 8192, 8, 64), v_shape=(1, 8192, 8, 64), saves=True)
+    with forms.without_two_roles():
+        assert served(narrow, H100) == [
+            "is switched off",
+            "widths are K = 64 and V = 64, needs both 128",
+            "is saved for the backward, needs torch.no_grad()",
+        ]
+    assert served(x, H100) == []
 
 
-def test_served_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_chosen_by_the_sequence_alone() -> None:
+    """Although one piece is expected to be faster in a full batch."""
+    for B in (1, 8):
+        assert forms.choose(signature(B, 2**16, 4)._replace(cut=AUTO), H100) is forms.SEGMENTS
+    full = signature(8, 2**16, 4)._replace(cut=AUTO)
+    assert forms.SEGMENTS.expected_us(full, H100) > forms.TWO_ROLES.expected_us(full, H100)
+
+
+def test_explain() -> None:
+    assert forms.explain(signature(1, 8192, 8), H100) == [
+        "segments  cannot: segments is 'never', needs 'auto' or 'always'",
+        "two_roles 149 us expected, chosen",
+        "one_role  170 us expected",
+    ]
+
+
+@pytest.mark.emulator
+def test_explain_lists_the_forms_of_a_problem() -> None:
+    """Explain the chosen backend's forms; sizes are arguments, since a problem has none."""
+    backend = EMULATED["sm90@emulator"]
+
+    def lines(**more: Any) -> list[str]:
+        asked = dataclasses.replace(KDA.problem.default("cpu"), **{"needs_grad": False} | more)
+        with registered(backend), use_backend(backend.name):
+            return explain(asked, B=2, T=2**16, HV=4).splitlines()[-4:]
+
+    head, cut, two, one = lines()
+    assert head == "its forms for B=2, T=65536, HV=4:"
+    assert cut == "  segments  cannot: the GPU has 16 multiprocessors, needs 32"
+    assert two.startswith("  two_roles ")
+    assert one.startswith("  one_role  ")
+    assert any("us expected, chosen" in line for line in (two, one))
+    _, cut, two, one = lines(needs_grad=True)
+    assert two == "  two_roles cannot: is saved for the backward, needs torch.no_grad()"
+    assert one.endswith("us expected, chosen")
+    assert all("slots, needs kda" in line for line in lines(prefill=True)[1:3])
+    assert lines(segments=True)[1].endswith("chosen")
+    assert lines(decode=True)[-1] == f"chosen: {backend.name}"
+
+
+@pytest.mark.parametrize("seg", ["never", "always"])
+def test_a_part_of_a_gpu(seg: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that cannot run all blocks at once: a warning once, then blocks of one role."""
+    launched = []
+
+    class Kernel(SimpleNamespace):
+        def launch(self, *_: object, cooperative: bool = False, **__: object) -> None:
+            if cooperative:
+                raise RuntimeError("launching failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+            launched.append(self.entry)
+
+    monkeypatch.setattr(emulated.Emulator, "load", lambda _, source, entry, *__: Kernel(entry=entry))
+    monkeypatch.setattr(two_roles, "declined", None)
+    x = make_inputs(Case(T=8192, H=8, K=128, V=128, dtype=BF16, checkpoints=False))._replace(segments=seg)
     machine = emulated.Emulator(processors=132)
-    x = make_inputs(Case(T=8192, H=8, K=128, V=128, dtype=BF16, checkpoints=False))
-    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "0")
-    assert not two_roles.serves(x, machine)
-    monkeypatch.delenv(two_roles.ENVIRONMENT_VARIABLE)
-    assert two_roles.serves(x, machine)
-    assert not two_roles.serves(x, emulated.Emulator(arch=100, processors=132))
-    assert not two_roles.serves(x._replace(checkpoint_every=64), machine)
-    more = make_inputs(Case(T=8192, H=24, K=128, V=128, dtype=BF16))
-    assert two_roles.serves(more, machine)
-    assert two_roles.serves(x._replace(cu_seqlens=torch.tensor([0, 8192])), machine)
-    many = torch.arange(0, 8192 + 1, 64)  # a chunk each
-    assert not two_roles.serves(x._replace(cu_seqlens=many), machine)
-    short = make_inputs(Case(T=64, H=8, checkpoints=False))
-    assert not two_roles.serves(short, machine)
-    monkeypatch.setenv(two_roles.ENVIRONMENT_VARIABLE, "yes")
-    with pytest.raises(ValueError, match="KDA_LAYERS_TWO_ROLES must be 0 or 1, got 'yes'"):
-        two_roles.serves(x, machine)
+    with pytest.warns(RuntimeWarning, match="specialised CTAs are off from now on.*LAUNCH_TOO_LARGE"):
+        forms.forward(x, machine, False)
+    forms.forward(x, machine, False)
+    once = ["kda_forward"] if seg == "never" else ["kda_forward", "kda_join_segments", "kda_walk_segments"]
+    assert launched == once * 2
+    assert "could not run all of its blocks at once" in "".join(forms.explain(Signature.of(x), H100))
 
 
-@pytest.mark.parametrize(
-    ("status", "way_out"),
-    [
-        ("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "; all blocks must run at once: .* or set KDA_LAYERS_TWO_ROLES=0"),
-        ("CUDA_ERROR_ILLEGAL_ADDRESS", "$"),
-    ],
-)
-def test_a_part_of_a_gpu_is_refused_with_the_way_out(
-    status: str, way_out: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def launch(*_: object, cooperative: bool) -> None:
-        assert cooperative
-        raise RuntimeError(f"launching failed: {status}")
+def test_other_errors_of_a_launch_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: object, **__: object) -> None:
+        raise RuntimeError("launching failed: CUDA_ERROR_ILLEGAL_ADDRESS")
 
     monkeypatch.setattr(emulated.Emulator, "load", lambda *_: SimpleNamespace(launch=launch))
-    x = make_inputs(Case(T=192, checkpoints=False))
-    with pytest.raises(RuntimeError, match=status + way_out):
-        by_two_roles(x, 0)
+    x = make_inputs(Case(T=8192, H=8, K=128, V=128, dtype=BF16, checkpoints=False))
+    with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
+        forms.forward(x, emulated.Emulator(processors=132), False)
+    assert two_roles.declined is None

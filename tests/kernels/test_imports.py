@@ -42,13 +42,12 @@ INSIDE = {
 # Front doors: what users import by these paths.
 DOORS = {"kernels", "kernels.fla_api", "kernels.reference"}
 
-# Modules that read the environment: for the requested backend, the engines to plug into, the directory of the kernel
-# cache, and whether blocks of two roles are enabled, which affect no result.
+# Modules that read the environment: for the requested backend, the engines to plug into and the directory of the
+# kernel cache, which affect no result.
 READERS = {
     "kda_layers.kernels.registry",
     "kda_layers.engines",
     "kda_layers.kernels.cuda.cache",
-    "kda_layers.kernels.kda.cuda.forward.two_roles",
 }
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -29,11 +30,19 @@ class Params:
         members = {kind: len(_declared(body)) for kind, body in re.findall(r"struct (\w+) \{(.*?)\};", structs, re.S)}
         declared = _declared(fields)
         pointers = [name for kind, name in declared if kind == "*"]
-        codes = [CODES.get(kind) or f"{members[kind]}I" for kind, _ in declared[len(pointers) :]]
+        values = declared[len(pointers) :]
+        codes = [CODES.get(kind) or f"{members[kind]}I" for kind, _ in values]
+        zeros = {name: (0,) * members[kind] if kind in members else 0 for kind, name in values}
         self.name, self.pointers = name, pointers
         self._pointers = struct.Struct(f"@{len(pointers)}Q")
         self._values = struct.Struct("@" + "".join(codes) + "0Q")  # padded to a multiple of 8 bytes
         self.pack_pointers, self.pack_values = self._pointers.pack, self._values.pack
+        # point(q=tensor, ...) and set(T=9, ...) return the bytes of the pointers and of the values by the names of the
+        # members, a tuple for a struct; what is left out is 0, and an unknown name a TypeError.
+        self.point: Callable[..., bytes] = _by_name(
+            dict.fromkeys(pointers), "0 if {0} is None else {0}.data_ptr()", self.pack_pointers
+        )
+        self.set: Callable[..., bytes] = _by_name(zeros, "{0}", self.pack_values)
         self.nbytes = self._pointers.size + self._values.size
         _headers[f"{name}.h"] = (
             f'#pragma once\n#include "ptx.cuh"\n{structs}struct {name} {{{fields}}};\n'
@@ -43,6 +52,16 @@ class Params:
     def pack(self, addresses: list[int], *values: object) -> bytes:
         """Return the struct's bytes."""
         return self.pack_pointers(*addresses) + self.pack_values(*values)
+
+
+def _by_name(defaults: Mapping[str, Any], argument: str, pack: Callable[..., bytes]) -> Callable[..., bytes]:
+    """Return `pack` with keywords. The function is written out, as a dict of them would cost as much as a launch."""
+    parameters = ", ".join(f"{name}={value}" for name, value in defaults.items())
+    arguments = ", ".join(
+        ("*" if isinstance(value, tuple) else "") + argument.format(n) for n, value in defaults.items()
+    )
+    function: Callable[..., bytes] = eval(f"lambda *, {parameters}: pack({arguments})", {"pack": pack})
+    return function
 
 
 def header(name: str) -> str | None:

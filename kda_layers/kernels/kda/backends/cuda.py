@@ -24,16 +24,16 @@ from ..contract import (
     Problem,
     Widths,
 )
+from ..cuda import forms
 from ..cuda.backward import chunk_sums, gradients, reverse_scan, reverse_segments
 from ..cuda.decode import decode
-from ..cuda.forward import forward, segments, tails, two_roles
-from ..cuda.forward.cut import cuts
-from ..cuda.forward.forward import TYPES, WIDTHS, Saved, aligned, aligned_inputs, recompute
+from ..cuda.forward import last_tokens, one_role, segments, two_roles
 from ..cuda.forward.prefill import prefill
 from ..cuda.forward.segments import SavedInSegments
+from ..cuda.spec import ALWAYS, AUTO, TYPES, WIDTHS, Rows, Saved, Signature, aligned, aligned_inputs
 from ..slots import prefill_by_forward
 
-CHUNKED = (forward, reverse_scan, gradients)  # kernels over whole sequences
+CHUNKED = (one_role, reverse_scan, gradients)  # kernels over whole sequences
 
 
 class CudaBackend(Backend):
@@ -61,7 +61,7 @@ class CudaBackend(Backend):
             return []
         if problem.segments and not arch.bulk_copies:
             return [f"segments is 'always', needs a GPU with bulk copies, sm_{arch.capability} has none"]
-        kernels = CHUNKED if problem.needs_grad else (forward,)
+        kernels = CHUNKED if problem.needs_grad else (one_role,)
         variants = ([v for v in kernel.variants(arch.capability) if v.K == problem.K] for kernel in kernels)
         needed = max(min(v.shared_bytes for v in of_kernel) for of_kernel in variants)
         if needed <= arch.shared_bytes:
@@ -79,7 +79,7 @@ class CudaBackend(Backend):
         if not mine:
             return
         yield from ((decode.SOURCE, v.defines) for v in decode.variants())
-        yield tails.SOURCE, tails.DEFINES
+        yield last_tokens.SOURCE, last_tokens.DEFINES
         yield chunk_sums.SOURCE, {}
         most = max(a.shared_bytes for a in mine)
         for kernel in CHUNKED:
@@ -90,22 +90,30 @@ class CudaBackend(Backend):
             fitting = (v for v in launcher.variants(mine[0].capability) if v.shared_bytes <= most)
             yield from ((v.source, v.defines) for v in fitting)
 
+    def forms(self, problem: Problem, B: int, T: int, HV: int) -> list[str]:
+        """Return those of the forward; packed sequences are B of T tokens each."""
+        if problem.decode:
+            return []
+        device, dtype, gated = torch.device(problem.device), problem.dtype, problem.gate_activation
+        rows = (1, B * T) if problem.packed else (B, T)
+        s = Signature(
+            device, dtype, dtype, problem.beta_dtype, (*rows, HV // problem.group, problem.K), (*rows, HV, problem.V),
+            (B + 1, torch.int32) if problem.packed else None, gated, 0.0, problem.beta_activation, problem.qk_l2norm,
+            1.0, problem.has_state, problem.has_state and problem.prefill, problem.checkpoints,
+            cut=None if problem.prefill else ALWAYS if problem.segments else AUTO, saves=problem.needs_grad,
+            rows=Rows(*(0,) * 7) if problem.prefill else None,
+        )  # fmt: skip
+        return forms.explain(s, self.machine.properties(device))
+
     def saved_like(self, x: Inputs) -> list[Tensor]:
         if self._recomputes(x):
             return []
-        if cuts(x, self.machine):
-            return SavedInSegments.like(x).tensors()
-        return Saved.like(x).tensors()
+        return (SavedInSegments if forms.is_cut(x, self.machine) else Saved).like(x).tensors()
 
     def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
-        if not save:
-            return tails.forward(x, self.machine), []
-        save = not self._recomputes(x)
-        if cuts(x, self.machine):
-            out, kept = segments.forward_in_segments(x, self.machine, save)
-            return out, [] if kept is None else kept.tensors()
-        out, saved = forward.forward(x, self.machine, save)
-        return out, [] if saved is None else saved.tensors()
+        if save and self._recomputes(x):
+            return forms.forward_whole_chunks(x, self.machine), []
+        return forms.forward(x, self.machine, save)
 
     def backward(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
@@ -126,17 +134,17 @@ class CudaBackend(Backend):
     ) -> tuple[Inputs, Machine, Saved, reverse_scan.Scanned, Tensor]:
         """Run the reverse scan; return the arguments of the kernel after it."""
         x, d_o, machine = aligned_inputs(x), aligned(d_o), self.machine
-        if cuts(x, machine):
+        if forms.is_cut(x, machine):
             cut = SavedInSegments.of(saved) if saved else segments.recompute(x, machine)
             scanned = reverse_segments.reverse_scan_in_segments(x, machine, cut, d_o, d_final, d_checkpoints)
             return x, machine, cut.whole, scanned, d_o
-        kept = Saved(*saved) if saved else recompute(x, machine)
+        kept = Saved(*saved) if saved else one_role.recompute(x, machine)
         return x, machine, kept, reverse_scan.reverse_scan(x, machine, kept, d_o, d_final, d_checkpoints), d_o
 
     def affine_map(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """By the reverse scan: from outputs without gradient, the gradient I of the final state becomes I P^T."""
         x = aligned_inputs(x)
-        out, saved = forward.forward(x, self.machine, True)
+        out, saved = one_role.forward(x, self.machine, True)
         assert saved is not None
         assert out.final_state is not None
         N, HV, V, K = out.final_state.shape
@@ -150,7 +158,7 @@ class CudaBackend(Backend):
     def initial_gradient(self, x: Inputs, saved: list[Tensor], d_o: Tensor) -> Tensor:
         """By the reverse scan alone."""
         x = aligned_inputs(x)
-        kept = Saved(*saved) if saved else recompute(x, self.machine)
+        kept = Saved(*saved) if saved else one_role.recompute(x, self.machine)
         d_initial = reverse_scan.reverse_scan(x, self.machine, kept, aligned(d_o), None, None).d_initial
         assert d_initial is not None, "x has an initial state"
         return d_initial

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....cuda.arch import OVERLAPS
 from ....cuda.machine import Machine
-from ....cuda.params import Params, addresses
+from ....cuda.params import Params
 
 PARAMS = Params("ChunkSumsParams", """
     const float *A_log_parts, *dt_bias_parts;  // [rows, HV], [rows, HV, K], or null
@@ -40,7 +40,9 @@ def chunk_sums(
     sums = [None if t is None else t.new_empty(t.shape[1:]) for t in (A_log, dt_bias)]
     sequences, int64 = (0, False) if cu_seqlens is None else (len(cu_seqlens) - 1, cu_seqlens.dtype == torch.int64)
     K = 1 if dt_bias is None else dt_bias.shape[2]
-    params = PARAMS.pack(addresses((A_log, dt_bias, cu_seqlens, *sums)), rows, HV, K, sequences, int64)
+    params = PARAMS.point(
+        A_log_parts=A_log, dt_bias_parts=dt_bias, cu_seqlens=cu_seqlens, d_A_log=sums[0], d_dt_bias=sums[1]
+    ) + PARAMS.set(rows=rows, HV=HV, K=K, sequences=sequences, int64_offsets=int64)
     blocks = sum(-(-t.numel() // COLUMNS) for t in sums if t is not None)
     overlap = machine.properties(device).capability >= OVERLAPS
     machine.load(SOURCE, "kda_chunk_sums", {}, device).launch(blocks, THREADS, 1, THREADS * 4, params, overlap)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ....cuda.arch import ARCHS, OVERLAPS
 from ....cuda.machine import Machine
-from ....cuda.params import Params, addresses
+from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Gradients, Inputs
-from ..forward.forward import TYPES, WIDTHS, Saved, chunk_rows, loaded
+from ..spec import TYPES, WIDTHS, Saved, chunk_rows, loaded
 from .chunk_sums import chunk_sums
 from .reverse_scan import Scanned
 
@@ -87,17 +87,17 @@ def _pack(
     x: Inputs, saved: Saved, scanned: Scanned, d_o: Tensor, out: Gradients, sums: Tensor | None, rows: int
 ) -> bytes:
     """Pack GradientsParams for contiguous tensors."""
-    tensors = (
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens,
-        saved.states, scanned.d_states, saved.errors, out.v, d_o,
-        out.q, out.k, out.g, out.beta, out.A_log, out.dt_bias, sums,
+    pointers = PARAMS.point(
+        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, cu_seqlens=x.cu_seqlens,
+        states=saved.states, d_states=scanned.d_states, errors=saved.errors, d_v=out.v, d_o=d_o,
+        d_q=out.q, d_k=out.k, d_g=out.g, d_beta=out.beta, d_A_log=out.A_log, d_dt_bias=out.dt_bias, sums=sums,
     )  # fmt: skip
-    return PARAMS.pack(
-        addresses(tensors),
-        x.q.shape[1], x.q.shape[2], x.v.shape[2], x.v.shape[2] // x.q.shape[2],
-        0 if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, rows,
-        x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, BETA_CODES[x.beta_activation],
-        x.beta.dtype == torch.float32, x.qk_l2norm, x.lower_bound, x.scale,
+    (_, T, H, _), HV = x.q.shape, x.v.shape[2]
+    return pointers + PARAMS.set(
+        T=T, H=H, HV=HV, group=HV // H, sequences=0 if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, rows=rows,
+        int64_offsets=x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
+        beta_activation=BETA_CODES[x.beta_activation], beta_fp32=x.beta.dtype == torch.float32,
+        qk_l2norm=x.qk_l2norm, lower_bound=x.lower_bound, scale=x.scale,
     )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ....cuda.arch import ARCHS, OVERLAPS
 from ....cuda.machine import Machine
-from ....cuda.params import Params, addresses
+from ....cuda.params import Params
 from ...contract import CHUNK, Inputs
-from ..forward.forward import FINE, TYPES, WIDTHS, Saved, aligned, is_fine, loaded, stage_bytes
+from ..spec import FINE, TYPES, WIDTHS, Saved, aligned, is_fine, loaded, stage_bytes
 
 PARAMS = Params("ReverseScanParams", """
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], NC chunks of all sequences
@@ -93,22 +93,53 @@ class Scanned(NamedTuple):
     d_initial: Tensor | None  # [N, HV, V, K] fp32
 
 
+class Given(NamedTuple):
+    """Inputs of the scan beside the saved tensors, aligned."""
+
+    d_o: Tensor
+    d_final: Tensor | None
+    d_checkpoints: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @classmethod
+    def of(cls, x: Inputs, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None) -> Given:
+        """Align the gradients of outputs and the offsets."""
+        optional = (None if t is None else aligned(t) for t in (d_final, d_checkpoints, x.cu_seqlens))
+        return cls(aligned(d_o), *optional)
+
+
+def pointers(
+    saved: Saved, given: Given, out: Scanned, maps: Tensor | None = None, d_ends: Tensor | None = None,
+    d_starts: Tensor | None = None,
+) -> bytes:  # fmt: skip
+    """Pack the pointers of ReverseScanParams; the last three are those of segments."""
+    return PARAMS.point(
+        prepared=saved.prepared, fine=saved.fine, **given._asdict(), **out._asdict(), maps=maps, d_ends=d_ends,
+        d_starts=d_starts,
+    )  # fmt: skip
+
+
+def values_of(x: Inputs, tiles: int, segments: int = 0, cut_from: int = 0) -> bytes:
+    """Pack the values of ReverseScanParams."""
+    int64 = x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64
+    return PARAMS.set(
+        T=x.v.shape[1], HV=x.v.shape[2], tiles=tiles, int64_offsets=int64, segments=segments, cut_from=cut_from
+    )
+
+
 def reverse_scan(
     x: Inputs, machine: Machine, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
 ) -> Scanned:
     """Run the scan for the gradients of the forward's outputs; of `x` no other tensor than cu_seqlens is read."""
     HV, V = x.v.shape[2:]
     N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    given = [None if t is None else aligned(t) for t in (d_o, d_checkpoints, d_final, x.cu_seqlens)]
     tiles, (processors, arch, _) = N * HV, machine.properties(x.v.device)
     variant = variant_for(x.q.shape[3], x.v.dtype, arch, is_fine(x))
     d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, x.q.shape[3], dtype=torch.float32)
     out = Scanned(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
     groups = min(tiles, max(processors // variant.slices, 1))  # shared memory fits one block per multiprocessor
-    params = PARAMS.pack(
-        addresses((saved.prepared, saved.fine, *given, *out, *(None,) * 3)), x.v.shape[1], HV, tiles,
-        x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, 0, 0,
-    )  # fmt: skip
+    given = Given.of(x, d_o, d_final, d_checkpoints)
+    params = pointers(saved, given, out) + values_of(x, tiles)
     kernel = loaded(machine, SOURCE, "kda_reverse_scan", variant, x.v.device)
     kernel.launch(
         groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params, arch >= OVERLAPS

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from ....cuda.arch import ARCHS
 from ....cuda.machine import Machine
-from ....cuda.params import addresses
 from ...contract import Inputs
 from ..forward import segments
-from ..forward.cut import ALWAYS, Cut, cut_of
-from ..forward.forward import aligned, is_fine, loaded
+from ..spec import ALWAYS, Cut, cut_of, is_fine, loaded
 from . import reverse_scan as whole
 
 REVERSE = 3  # of stage.cuh's SEGMENTS
@@ -59,7 +57,7 @@ def reverse_scan_in_segments(
     (B, T, HV, V), K, device = x.v.shape, x.q.shape[3], x.v.device
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     count = cut.most_segments(T, HV, x.cu_seqlens is not None)
-    given = [None if t is None else aligned(t) for t in (d_o, d_checkpoints, d_final, x.cu_seqlens)]
+    given = whole.Given.of(x, d_o, d_final, d_checkpoints)
     tiles, (processors, arch, _) = N * count * HV, machine.properties(device)
     variant = Variant(whole.variant_for(K, x.v.dtype, arch, is_fine(x)), cut)
     d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, K, dtype=torch.float32)
@@ -70,12 +68,10 @@ def reverse_scan_in_segments(
     scan = loaded(machine, whole.SOURCE, "kda_reverse_scan", variant, device)
     join = loaded(machine, whole.SOURCE, "kda_join_gradients", variant, device)
 
+    values = whole.values_of(x, tiles, count, cut.longer)
+
     def params(d_ends: Tensor | None, d_starts: Tensor | None) -> bytes:
-        return whole.PARAMS.pack(
-            addresses((saved.whole.prepared, saved.whole.fine, *given, *out, saved.maps, d_ends, d_starts)),
-            T, HV, tiles,
-            x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64, count, cut.longer,
-        )  # fmt: skip
+        return whole.pointers(saved.whole, given, out, saved.maps, d_ends, d_starts) + values
 
     scan.launch(blocks, whole.THREADS, cluster, variant.shared_bytes, params(None, d_starts))
     join.launch(*segments.join_launch(N * HV, K), params(d_ends, d_starts))

@@ -16,7 +16,7 @@ from ....cuda.machine import Dim, Launchable, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import DecodeInputs
-from ..forward.forward import TAIL, TYPES, WIDTHS
+from ..spec import TAIL, TYPES, WIDTHS
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 INDEX = """struct Index {  // of a tensor [N] or [N, columns]: strides in elements
@@ -73,7 +73,7 @@ class Variant(NamedTuple):
     lanes: int  # that share a row of a state
     rows: int  # per lane
     warps: int  # per block
-    tails: int = 0  # if not 0, only the last tokens of each sequence, so many at most (forward/tails.py)
+    tails: int = 0  # if not 0, only the last tokens of each sequence, so many at most (forward/last_tokens.py)
 
     @property
     def defines(self) -> dict[str, str | int]:

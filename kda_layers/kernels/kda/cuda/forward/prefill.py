@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from ....cuda.machine import Machine
-from ....cuda.params import addresses
 from ...contract import PrefillInputs
-from . import tails
-from .forward import PARAMS, aligned, plan_of, scratch
-from .tails import row_stride
+from ..spec import Rows, Signature, aligned, row_stride
+from . import last_tokens
+from .one_role import plan_of, scratch
+from .params import PARAMS
 
 
 def prefill(x: PrefillInputs, machine: Machine) -> None:
     """See `Backend.prefill`; states are fp32. Views of wider rows of tokens are read in place.
 
     Raises:
-        ValueError: as `forward.forward`
+        ValueError: as `one_role.plan_of`
     """
     q, k, v, beta = x.q, x.k, x.v, x.beta
     if not (_has_rows(q) and _has_rows(k) and row_stride(q) == row_stride(k)):
@@ -28,33 +28,29 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
         beta = beta.contiguous()
     g, A_log, dt_bias, offsets = (None if t is None else aligned(t) for t in (x.g, x.A_log, x.dt_bias, x.cu_seqlens))
     assert g is not None
-    has_tails = tails.possible(q.shape[1], x.cu_seqlens is not None)
+    has_tails = last_tokens.possible(q.shape[1], x.cu_seqlens is not None)
     state = None if x.state is None else _pool(x.state, has_tails)
-    device, indices = q.device, (x.state_indices, x.checkpoint_at)
-    slots, stops = (None if t is None else t.contiguous() for t in indices)
+    slots, stops = (None if t is None else t.contiguous() for t in (x.state_indices, x.checkpoint_at))
     o = aligned(x.o)
-    order = tails.order_of(x._replace(cu_seqlens=offsets), stops, machine)
-    kept = tails.handover(x, order) if has_tails and state is None else None
-    if offsets is not None or tails.has_chunks(q.shape[1]) or stops is not None:
-        plan = plan_of(
-            machine, device, q.dtype, g.dtype, beta.dtype, q.shape, v.shape,
-            None if offsets is None else (offsets.shape[0], offsets.dtype),
-            x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, False,
-            (
-                row_stride(q), row_stride(v), row_stride(beta), _is_int64(slots), _is_int64(stops),
-                0 if state is None else state.shape[0], 0 if state is None else state.stride(0),
-            ),
-            has_tails,
+    order = last_tokens.order_of(x._replace(cu_seqlens=offsets), stops, machine)
+    kept = last_tokens.states_before(x, order) if has_tails and state is None else None
+    rows = Rows(
+        row_stride(q), row_stride(v), row_stride(beta), _is_int64(slots), _is_int64(stops),
+        0 if state is None else state.shape[0], 0 if state is None else state.stride(0),
+    )  # fmt: skip
+    s = Signature.of_prefill(x, rows, has_tails)
+    if offsets is not None or last_tokens.has_chunks(q.shape[1]) or stops is not None:
+        plan = plan_of(machine, s)
+        ring, progress = scratch(plan, q.device)
+        params = PARAMS.point(
+            q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=offsets, o=o, final_state=state,
+            checkpoints=x.checkpoints, ring=ring, progress=progress, slots=slots, stops=stops,
+            order=None if order is None else order.order, handover=kept,
         )  # fmt: skip
-        pointers = (
-            q, k, v, g, beta, A_log, dt_bias, None, offsets, o, state, x.checkpoints, *scratch(plan, device), None,
-            None, None, None, slots, stops, None, None, None if order is None else order.order, kept,
-        )  # fmt: skip
-        params = PARAMS.pack_pointers(*addresses(pointers)) + plan.rest
-        plan.kernel.launch(plan.blocks, plan.variant.threads, plan.cluster, plan.shared_bytes, params)
+        plan.launch(params + plan.values)
     if has_tails:
         given = x._replace(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=offsets)
-        tails.finish(given, o, state, state if kept is None else kept, state, machine, order, slots)
+        last_tokens.finish(given, s, o, state, state if kept is None else kept, state, machine, order, slots)
     if o is not x.o:
         x.o.copy_(o)
     if x.state is not None and state is not None and state is not x.state:

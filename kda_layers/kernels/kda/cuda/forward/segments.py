@@ -1,4 +1,8 @@
-"""Launcher of segments.cu: the forward over sequences that are cut into segments, in three kernels."""
+"""Launcher of segments.cu: the forward over sequences that are cut into segments, in three kernels.
+
+The first computes each segment's transition, by blocks of one role (map_segments.cuh in forward.cu) or with the same
+bits in less time by specialised CTAs (map_columns.cuh in two_roles.cu); the second combines them; the last scans.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +17,33 @@ import torch
 from torch import Tensor
 
 from ....cuda.arch import ARCHS
-from ....cuda.machine import Launchable, Machine
-from ....cuda.params import addresses
-from ...activations import BETA_CODES, GATE_CODES
+from ....cuda.machine import Launchable, Machine, Properties
+from ...activations import GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput
-from . import forward as whole
-from . import map_columns, two_roles
-from .cut import ALWAYS, MAPS, WALK, Cut, cut_of
-from .shares import Shares
+from .. import spec
+from ..spec import ALWAYS, AUTO_HEADS, Cut, LastTokens, Signature, cut_of
+from . import costs, one_role, two_roles
+from .costs import Split
+from .params import PARAMS, values_of
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
-WALK_STAGES = 3
+TRANSITIONS, LAST_SCAN = 1, 2  # of stage.cuh's SEGMENTS
+AUTO_PROCESSORS = 32  # from which "auto" cuts: at most 16 are a group of transitions
+SCAN_STAGES = 3
 JOIN_ROWS, JOIN_STAGES = 8, 3
+TRANSITION_THREADS, TRANSITION_STAGES = 512, 4  # of specialised CTAs; chunks in shared memory, and their v
 
 
 class Variant(NamedTuple):
     """The compile-time parameters of one of the kernels: those of `whole`, and the cut."""
 
-    whole: whole.Variant
-    part: int  # MAPS or WALK
+    whole: one_role.Variant
+    part: int  # TRANSITIONS or LAST_SCAN
     cut: Cut
 
     @property
     def source(self) -> str:
-        return whole.SOURCE if self.part == MAPS else SOURCE
+        return one_role.SOURCE if self.part == TRANSITIONS else SOURCE
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -44,184 +51,243 @@ class Variant(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return self.whole.threads if self.part == MAPS else 160
+        return self.whole.threads if self.part == TRANSITIONS else 160
 
     @property
     def slices(self) -> int:
-        return self.whole.slices * (2 if self.part == MAPS else 1)
+        return self.whole.slices * (2 if self.part == TRANSITIONS else 1)
 
     @property
     def shared_bytes(self) -> int:
-        if self.part == MAPS:
+        if self.part == TRANSITIONS:
             return self.whole.shared_bytes
         scan = 2 * self.whole.BV * (self.whole.K + 2 * CHUNK)
-        return WALK_STAGES * whole.stage_bytes(self.whole.K) + scan + 8 * (6 * WALK_STAGES + 5)
+        return SCAN_STAGES * spec.stage_bytes(self.whole.K) + scan + 8 * (6 * SCAN_STAGES + 5)
+
+
+class SplitVariant(NamedTuple):
+    """The compile-time parameters of transitions by specialised CTAs: those of two_roles.cu, the cut, what is saved."""
+
+    roles: two_roles.Variant
+    cut: Cut
+    fine: bool  # also saves T' in fp16
+
+    @property
+    def source(self) -> str:
+        return two_roles.SOURCE
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        own = {"BV": self.roles.K, "CLUSTER": 1, "FINE": int(self.fine), "SHARED_BYTES": self.shared_bytes}
+        return self.roles.defines | self.cut.defines(TRANSITIONS) | own
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size in bytes of struct ScanShared in scan_columns.cuh; struct Shared in shared.cuh is smaller."""
+        K = self.roles.K
+        read = 2 * CHUNK * (2 * K + CHUNK) + 4 * K  # of a prepared chunk
+        return TRANSITION_STAGES * (read + 2 * CHUNK * K) + 8 * 5 * TRANSITION_STAGES
 
 
 def variants_for(
     K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool = False, cut: Cut = ALWAYS,
     fine: bool = False,
 ) -> tuple[Variant, Variant]:  # fmt: skip
-    """The variants that map and that walk."""
+    """Return the variants of transitions by blocks of one role, and of the last scan."""
     wide = ARCHS[arch].wgmma and not (dtype == torch.float16 and g_wide)
-    maps = whole.variant_of(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, fine=fine)
-    walk = whole.variant_of(K, K // 2, dtype, "lower_bound", False, arch, saves)  # reads no gate
-    return Variant(maps, MAPS, cut), Variant(walk._replace(cluster=2), WALK, cut)
+    first = one_role.variant_of(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, fine=fine)
+    last = one_role.variant_of(K, K // 2, dtype, "lower_bound", False, arch, saves)  # reads no gate
+    return Variant(first, TRANSITIONS, cut), Variant(last._replace(cluster=2), LAST_SCAN, cut)
 
 
-def variants(arch: int) -> Iterable[Variant | map_columns.Variant]:
+def split_variant_for(s: Signature, arch: int) -> SplitVariant:
+    """Return the variant of transitions by specialised CTAs."""
+    assert s.cut is not None
+    roles = two_roles.variant_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch)
+    return SplitVariant(roles, s.cut, s.fine)
+
+
+def variants(arch: int) -> Iterable[Variant | SplitVariant]:
     """Every variant for `arch`."""
     if not ARCHS[arch].bulk_copies:
         return
     flags = (False, True)
-    problems = itertools.product(whole.WIDTHS, whole.TYPES, GATE_CODES, flags)
+    problems = itertools.product(spec.WIDTHS, spec.TYPES, GATE_CODES, flags)
     found = (
         variants_for(*problem, arch, saves, fine=fine)
         for problem in problems
         for saves in flags
         for fine in flags
-        if saves >= fine <= (problem[1] in whole.FINE)
+        if saves >= fine <= (problem[1] in spec.FINE)
     )
     yield from dict.fromkeys(itertools.chain.from_iterable(found))
-    yield from map_columns.variants(arch)
+    for roles, fine in itertools.product(two_roles.variants(arch), flags):
+        if not (roles.packed or roles.checkpoints) and (not fine or roles.dtype in spec.FINE):
+            yield SplitVariant(roles, ALWAYS, fine)
 
 
 class SavedInSegments(NamedTuple):
     """The tensors that the forward saves for the backward."""
 
-    whole: whole.Saved
+    whole: spec.Saved
     maps: Tensor  # [rows, V + K, K] fp32, B and F of segments
 
     @classmethod
     def like(cls, x: Inputs, cut: Cut | None = None) -> SavedInSegments:
         """Unwritten tensors for inputs `x`."""
         cut, K, V = cut_of(x) if cut is None else cut, x.q.shape[3], x.v.shape[3]
-        return cls(whole.Saved.like(x), x.q.new_empty(cut.rows(x), V + K, K, dtype=torch.float32))
+        return cls(spec.Saved.like(x), x.q.new_empty(cut.rows(x), V + K, K, dtype=torch.float32))
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> SavedInSegments:
         """Undo `tensors`."""
         maps, *kept = tensors
-        return cls(whole.Saved(*kept), maps)
+        return cls(spec.Saved(*kept), maps)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that exist."""
         return [self.maps, *self.whole.tensors()]
 
 
+def serves(s: Signature, properties: Properties) -> list[str]:
+    """Return the reasons against cutting the sequences of a call, each 'what it is, what it needs'.
+
+    They depend on a sequence's own length and heads, whatever the batch, so that it has one result. The length is read
+    last: while compiling, most models get no guard on T.
+    """
+    if s.rows is not None:
+        return ["states are in slots, needs kda"]
+    if s.cut is None:
+        return ["segments is 'never', needs 'auto' or 'always'"]
+    (_, T, HV, _), cut, reasons = s.v_shape, s.cut, []
+    if not ARCHS[properties.capability].bulk_copies:
+        reasons.append(f"arch is sm_{properties.capability}, needs bulk copies (sm_90 and newer)")
+    if cut.tiles // 2 < HV:
+        reasons.append(f"HV is {HV}, needs at most {cut.tiles // 2}")
+    if cut.auto and HV > AUTO_HEADS:
+        reasons.append(f"HV is {HV}, needs at most {AUTO_HEADS} with segments='auto'")
+    if cut.auto and (s.initial_state or s.final_state or s.checkpoints):  # equal bits in parts
+        reasons.append("takes or returns states, needs segments='always'")
+    if cut.auto and properties.processors < AUTO_PROCESSORS:
+        reasons.append(f"the GPU has {properties.processors} multiprocessors, needs {AUTO_PROCESSORS}")
+    if not reasons and cut.longer > T:
+        reasons.append(f"T is {T}, needs {cut.longer}")
+    return reasons
+
+
+def splits(s: Signature, properties: Properties) -> bool:
+    """Return True if transitions are computed by specialised CTAs."""
+    return not s.packed and not two_roles.general_reasons(s, properties)
+
+
+def expected_us(s: Signature, properties: Properties) -> float:
+    """Return the expected time of a call in microseconds."""
+    return costs.segments_us(s, properties.processors, splits(s, properties))
+
+
 class Plan(NamedTuple):
     """Everything that the launches need except pointers."""
 
-    maps: Launchable
+    transitions: Launchable
     join: Launchable
-    walk: Launchable
-    launches: list[tuple[int, int, int, int]]  # blocks, threads, cluster and shared bytes of maps and walk
+    last_scan: Launchable
+    launches: list[tuple[int, int, int, int]]  # blocks, threads, cluster and shared bytes of transitions and last scan
     counters: int  # elements of ForwardParams.progress
-    roles: bool  # the blocks that map have two roles
+    split: bool  # transitions by specialised CTAs
+    cut: Cut
+    saves: bool
+    tails: bool
     sequences: int
-    rest: bytes  # of the parameters, after the pointers
+    values: bytes
 
 
-@functools.lru_cache(whole.PLANS)
-def plan_of(
-    machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
-    q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
-    gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float,
-    saves: bool, cut: Cut, tails: bool, fine: bool, roles: bool,
-) -> Plan:  # fmt: skip
-    """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens.
+def plan_of(machine: Machine, s: Signature) -> Plan:
+    """Return the plan of a call.
 
-    Args:
-        roles: map by blocks of two roles, unless no sequence is long enough to be cut
+    Raises:
+        ValueError: there are too many tokens, or the GPU (or its partition) is too small for a CTA group
     """
-    B, T, H, K = q_shape
-    HV = v_shape[2]
-    if B * T > whole.MOST_TOKENS:
-        raise ValueError(f"B * T must be at most {whole.MOST_TOKENS}, got {B * T}: split the batch")
-    N = B if offsets is None else offsets[0] - 1
-    tokens = T if offsets is not None else whole.in_chunks(T, tails)
-    segments = cut.most_segments(tokens, HV, offsets is not None)
-    processors, arch, _ = machine.properties(device)
-    mapping, walking = variants_for(K, dtype, gate_activation, g_dtype == torch.float32, arch, saves, cut, fine)
-    if processors < mapping.slices:
-        raise ValueError(f"x must be on a GPU with at least {mapping.slices} multiprocessors, got {processors}")
-    groups = [min(N * segments * HV, processors // v.slices) for v in (mapping, walking)]
+    return _plan_of(machine, s, splits(s, machine.properties(s.device)))
+
+
+@functools.lru_cache(spec.PLANS)
+def _plan_of(machine: Machine, s: Signature, by_roles: bool) -> Plan:
+    cut, N, (_, T, HV, _), (processors, arch, _) = s.cut, s.sequences, s.v_shape, machine.properties(s.device)
+    assert cut is not None  # as `serves` has found
+    tokens = T if s.packed else spec.in_chunks(T, s.tails)
+    segments = cut.most_segments(tokens, HV, s.packed)
+    first, last = variants_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.saves, cut, s.fine)
+    if processors < first.slices:
+        raise ValueError(f"x must be on a GPU with at least {first.slices} multiprocessors, got {processors}")
+    groups = [min(N * segments * HV, processors // v.slices) for v in (first, last)]
     launches = [
-        (n * v.slices, v.threads, v.whole.cluster, v.shared_bytes)
-        for n, v in zip(groups, (mapping, walking), strict=True)
+        (n * v.slices, v.threads, v.whole.cluster, v.shared_bytes) for n, v in zip(groups, (first, last), strict=True)
     ]
-    source, entry, defines, counters = mapping.source, "kda_forward", mapping.defines, groups[0] * 64
-    shares, roles = Shares(0, 0, 0), roles and segments > 1
-    if roles:
+    source, entry, defines, counters = first.source, "kda_forward", first.defines, groups[0] * 64
+    split, by_roles = Split(0, 0, 0), by_roles and segments > 1
+    if by_roles:
         chunks, scanned = cut.segment_tokens(tokens, HV) // CHUNK, N * (segments - 1) * HV
-        shares = map_columns.shares_for(scanned, chunks, N * HV * -(-tokens // CHUNK), processors)
-        maps = map_columns.variant_for(K, dtype, gate_activation, g_dtype == torch.float32, arch, cut, fine)
-        source, entry, defines, counters = maps.source, two_roles.ENTRY, maps.defines, shares.counters
-        launches[0] = map_columns.SLICES * shares.groups + shares.preparers, map_columns.THREADS, 1, maps.shared_bytes
-    rest = whole.PARAMS.pack_values(
-        T, H, HV, HV // H, N * segments * HV, offsets is not None and offsets[1] == torch.int64,
-        BETA_CODES[beta_activation], beta_dtype == torch.float32, qk_l2norm, lower_bound, scale,
-        *(0,) * 7, segments, cut.longer, tails, shares.groups, shares.places,
-    )  # fmt: skip
-    first = machine.load(source, entry, defines, device)
-    join, walk = (machine.load(SOURCE, f"kda_{what}_segments", walking.defines, device) for what in ("join", "walk"))
-    return Plan(first, join, walk, launches, counters, roles, N, rest)
+        _, split = costs.transitions_split(scanned, chunks, N * HV * -(-tokens // CHUNK), processors)
+        roles = split_variant_for(s, arch)
+        source, entry, defines, counters = roles.source, two_roles.ENTRY, roles.defines, split.counters
+        launches[0] = costs.SLICES * split.groups + split.preparers, TRANSITION_THREADS, 1, roles.shared_bytes
+    values = values_of(
+        s, N * segments * HV, segments=segments, cut_from=cut.longer, groups=split.groups, places=split.ring_slots
+    )
+    kernel = machine.load(source, entry, defines, s.device)
+    join, walk = (machine.load(SOURCE, f"kda_{what}_segments", last.defines, s.device) for what in ("join", "walk"))
+    return Plan(kernel, join, walk, launches, counters, by_roles, cut, s.saves, s.tails, N, values)
 
 
 def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:
-    """The grid, threads, cluster and shared bytes of a kernel that joins segments of `heads` (join.cuh)."""
+    """Return the grid, threads, cluster and shared bytes of a kernel that joins segments of `heads` (join.cuh)."""
     return heads * K // JOIN_ROWS, K, 1, 4 * K * (JOIN_STAGES * K + 2 * JOIN_ROWS) + 8 * JOIN_STAGES
 
 
-def forward_in_segments(
-    x: Inputs, machine: Machine, save: bool = False, cut: Cut | None = None, tails: whole.Tails | None = None
-) -> tuple[KDAOutput, SavedInSegments | None]:
-    """Return the outputs and, with `save`, the tensors for the backward; with `tails`, last tokens stay unwritten.
+def launch(x: Inputs, plan: Plan, last: LastTokens = LastTokens()) -> tuple[KDAOutput, SavedInSegments | None]:  # noqa: B008
+    """Return the outputs of aligned inputs, of which `last` stay unwritten, and what the plan's call saves.
 
     Raises:
-        ValueError: as `forward.forward`
-        RuntimeError: blocks of two roles cannot run at once
+        RuntimeError: specialised CTAs cannot run at once
     """
-    cut = cut_of(x) if cut is None else cut
-    x = whole.aligned_inputs(x)
-    q, v, offsets = x.q, x.v, x.cu_seqlens
-    device, K, (HV, V) = q.device, q.shape[3], v.shape[2:]
-    plan = plan_of(
-        machine, device, q.dtype, x.g.dtype, x.beta.dtype, q.shape, v.shape,
-        None if offsets is None else (offsets.shape[0], offsets.dtype),
-        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, save, cut, tails is not None,
-        save and whole.is_fine(x), map_columns.serves(x, machine),
-    )  # fmt: skip
-    fp32, N = partial(torch.empty, dtype=torch.float32, device=device), plan.sequences
-    rows = cut.rows(x, tails is not None)
-    o = torch.empty_like(v)
-    final = fp32(N, HV, V, K) if x.final_state else None
-    checkpoints = whole.new_checkpoints(x) if x.checkpoint_every else None
-    saved = SavedInSegments.like(x, cut) if save else None
+    device, K, (HV, V) = x.q.device, x.q.shape[3], x.v.shape[2:]
+    fp32, rows = partial(torch.empty, dtype=torch.float32, device=device), plan.cut.rows(x, plan.tails)
+    o = torch.empty_like(x.v)
+    final = fp32(plan.sequences, HV, V, K) if x.final_state else None
+    checkpoints = spec.new_checkpoints(x) if x.checkpoint_every else None
+    saved = SavedInSegments.like(x, plan.cut) if plan.saves else None
     if saved is not None:
-        (prepared, states, errors, fine), maps = saved
+        kept, maps = saved.whole._asdict(), saved.maps
     else:
-        prepared = torch.empty(whole.chunk_rows(x), HV, whole.stage_bytes(K), dtype=torch.uint8, device=device)
-        states, errors, fine, maps = None, None, None, fp32(rows, V + K, K)
+        prepared = torch.empty(spec.chunk_rows(x), HV, spec.stage_bytes(K), dtype=torch.uint8, device=device)
+        kept, maps = {"prepared": prepared}, fp32(rows, V + K, K)
     progress = torch.zeros(plan.counters, dtype=torch.int32, device=device)
     starts = fp32(rows, V, K)
-    tensors = (
-        q, x.k, v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, offsets, o, final, checkpoints, None, progress,
-        prepared, states, errors, fine, None, None, maps, starts, *(tails or whole.Tails()),
+    params = plan.values, PARAMS.point(
+        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
+        cu_seqlens=x.cu_seqlens, o=o, final_state=final, checkpoints=checkpoints, progress=progress, maps=maps,
+        starts=starts, order=last.order, handover=last.before, **kept,
     )  # fmt: skip
-    params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
-    mapping, walking = plan.launches
-    if plan.roles:
-        two_roles.launch(plan.maps, *mapping, params)
-    else:
-        plan.maps.launch(*mapping, params)
-    plan.join.launch(*join_launch(N * HV, K), params)
-    plan.walk.launch(*walking, params)
+    struct = params[1] + params[0]
+    first_launch, last_launch = plan.launches
+    plan.transitions.launch(*first_launch, struct, cooperative=plan.split)
+    plan.join.launch(*join_launch(plan.sequences * HV, K), struct)
+    plan.last_scan.launch(*last_launch, struct)
     return KDAOutput(o, final, checkpoints), saved
+
+
+def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput, SavedInSegments | None]:
+    """Return the outputs, and with `save` the tensors for the backward; last tokens are in chunks.
+
+    Raises:
+        ValueError, RuntimeError: as `plan_of` and `launch`
+    """
+    x = spec.aligned_inputs(x)
+    return launch(x, plan_of(machine, Signature.of(x, save)))
 
 
 def recompute(x: Inputs, machine: Machine) -> SavedInSegments:
     """Run the forward again for the tensors that it saves."""
-    _, saved = forward_in_segments(x._replace(final_state=False, checkpoint_every=0), machine, save=True)
+    _, saved = forward(x._replace(final_state=False, checkpoint_every=0), machine, save=True)
     assert saved
     return saved

@@ -1,14 +1,12 @@
-"""Launcher of two_roles.cu: the forward by blocks of two roles, faster with few heads and for packed sequences.
+"""Launcher of two_roles.cu: specialised CTAs, which prepare or scan; faster with few heads and for packed sequences.
 
-All its blocks wait for each other, so it is launched cooperatively: a GPU starts it when all of them can run. With
-KDA_LAYERS_TWO_ROLES=0 in the environment it is not used.
+All its blocks wait for each other, so it is launched cooperatively: a GPU starts it when all of them can run.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,17 +14,19 @@ from typing import NamedTuple
 import torch
 
 from ....cuda.arch import ARCHS
-from ....cuda.machine import Launchable, Machine
-from ....cuda.params import addresses
-from ...activations import BETA_CODES, GATE_CODES
+from ....cuda.machine import Launchable, Machine, Properties
+from ...activations import GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput
-from . import forward as whole
-from .shares import BV, MOST_GROUPS_PACKED, WIDTH, Shares, shares_of
+from .. import spec
+from ..spec import LastTokens, Signature
+from . import costs
+from .costs import BV, MOST_GROUPS_PACKED, WIDTH, Split
+from .params import PARAMS, values_of
 
 SOURCE, ENTRY = str(Path(__file__).with_suffix(".cu")), "kda_forward_two_roles"
-ENVIRONMENT_VARIABLE = "KDA_LAYERS_TWO_ROLES"
 THREADS = 384
 SCAN_STAGES = 3
+declined: str | None = None  # why specialised CTAs are not used in this process; set by forms.py
 
 
 class Variant(NamedTuple):
@@ -44,9 +44,9 @@ class Variant(NamedTuple):
     @property
     def defines(self) -> dict[str, str | int]:
         return {
-            "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.slices, "IO": whole.TYPES[self.dtype],
+            "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.slices, "IO": spec.TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
-            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": 0, "POOLED": 0, "BLOCK_ROLES": 1, "TAILS": whole.TAIL,
+            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": 0, "POOLED": 0, "BLOCK_ROLES": 1, "TAILS": spec.TAIL,
             "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed),
             "CHECKPOINTS": int(self.checkpoints),
         }  # fmt: skip
@@ -58,7 +58,7 @@ class Variant(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Size in bytes of struct ScanShared in scan_columns.cuh; struct Shared in shared.cuh is smaller."""
-        return SCAN_STAGES * whole.stage_bytes(self.K) + 4 * 2 * CHUNK * BV + 8 * (4 * SCAN_STAGES + 2)
+        return SCAN_STAGES * spec.stage_bytes(self.K) + 4 * 2 * CHUNK * BV + 8 * (4 * SCAN_STAGES + 2)
 
 
 def variant_for(
@@ -74,28 +74,32 @@ def variants(arch: int) -> Iterable[Variant]:
     """Every variant that may be chosen for `arch`."""
     if ARCHS[arch].wgmma:
         flags = (False, True)
-        for dtype, gate, g_wide, *rest in itertools.product(whole.TYPES, GATE_CODES, flags, flags, flags):
+        for dtype, gate, g_wide, *rest in itertools.product(spec.TYPES, GATE_CODES, flags, flags, flags):
             yield variant_for(WIDTH, dtype, gate, g_wide, arch, *rest)
 
 
-def is_enabled() -> bool:
-    """Return False if the environment turns this kernel off.
-
-    Raises:
-        ValueError: the variable is neither 0 nor 1
-    """
-    value = os.environ.get(ENVIRONMENT_VARIABLE) or "1"
-    if value not in ("0", "1"):
-        raise ValueError(f"{ENVIRONMENT_VARIABLE} must be 0 or 1, got {value!r}")
-    return value == "1"
+def serves(s: Signature, properties: Properties) -> list[str]:
+    """Return the reasons against this form for a call, each 'what it is, what it needs'."""
+    reasons = general_reasons(s, properties)
+    if s.rows is not None:
+        reasons.append("states are in slots, needs kda")
+    if s.saves:
+        reasons.append("is saved for the backward, needs torch.no_grad()")
+    return reasons or costs.unmeasured(costs.Work.of(s), properties.processors)
 
 
-def serves(x: Inputs, machine: Machine) -> bool:
-    """Return True if this kernel computes a call without gradients, is faster by its measured times, and enabled."""
-    if (x.q.shape[3], x.v.shape[3]) != (WIDTH, WIDTH) or not is_enabled():
-        return False
-    processors, arch, _ = machine.properties(x.q.device)
-    return ARCHS[arch].wgmma and shares_of(x, processors) is not None
+def general_reasons(s: Signature, properties: Properties) -> list[str]:
+    """Return the reasons against specialised CTAs in any kernel."""
+    K, V, arch = s.q_shape[3], s.v_shape[3], properties.capability
+    reasons = [] if declined is None else [declined]
+    if (K, V) != (WIDTH, WIDTH):
+        reasons.append(f"widths are K = {K} and V = {V}, needs both {WIDTH}")
+    return reasons if ARCHS[arch].wgmma else [*reasons, f"arch is sm_{arch}, needs sm_90"]
+
+
+def expected_us(s: Signature, properties: Properties) -> float:
+    """Return the expected time of a call in microseconds."""
+    return costs.two_roles_us(s, properties.processors)
 
 
 class Plan(NamedTuple):
@@ -103,82 +107,55 @@ class Plan(NamedTuple):
 
     kernel: Launchable
     variant: Variant
-    shares: Shares
+    split: Split
     state_shape: tuple[int, int, int, int]
-    rest: bytes  # of the parameters, after the pointers
+    values: bytes
 
 
-@functools.lru_cache(whole.PLANS)
-def plan_of(
-    machine: Machine, device: torch.device, dtype: torch.dtype, g_dtype: torch.dtype, beta_dtype: torch.dtype,
-    q_shape: tuple[int, ...], v_shape: tuple[int, ...], offsets: tuple[int, torch.dtype] | None,
-    gate_activation: str, lower_bound: float, beta_activation: str, qk_l2norm: bool, scale: float, tails: bool,
-    shares: Shares, checkpoints: bool,
-) -> Plan:  # fmt: skip
-    """The plan for tensors of these shapes and dtypes; `offsets` are the length and dtype of cu_seqlens."""
-    B, T, H, K = q_shape
-    HV, V = v_shape[2:]
-    assert shares.groups <= (B * v_shape[2] if offsets is None else MOST_GROUPS_PACKED)
-    assert shares.places > SCAN_STAGES, "a place is free when its chunk has landed, which is told SCAN_STAGES later"
-    if B * T > whole.MOST_TOKENS:
-        raise ValueError(f"B * T must be at most {whole.MOST_TOKENS}, got {B * T}: split the batch")
-    N, arch = B if offsets is None else offsets[0] - 1, machine.properties(device).capability
-    wide, packed = g_dtype == torch.float32, offsets is not None
-    variant = variant_for(K, dtype, gate_activation, wide, arch, packed, checkpoints)
-    rest = whole.PARAMS.pack_values(
-        T, H, HV, HV // H, N * HV, offsets is not None and offsets[1] == torch.int64, BETA_CODES[beta_activation],
-        beta_dtype == torch.float32, qk_l2norm, lower_bound, scale, *(0,) * 9, tails, shares.groups, shares.places,
-    )  # fmt: skip
-    kernel = machine.load(SOURCE, ENTRY, variant.defines, device)
-    return Plan(kernel, variant, shares, (N, HV, V, K), rest)
+def split_of(s: Signature, processors: int) -> Split:
+    """Return the fastest split for a call that this form serves."""
+    found = costs.fastest(costs.Work.of(s), processors)
+    assert found is not None  # as `serves` has found
+    return found[1]
 
 
-def forward(x: Inputs, machine: Machine, tails: whole.Tails | None = None) -> tuple[KDAOutput, None]:
-    """Return the outputs of a call that `serves`, and None; with `tails`, last tokens stay unwritten.
+@functools.lru_cache(spec.PLANS)
+def plan_of(machine: Machine, s: Signature) -> Plan:
+    """Return the plan of a call.
 
     Raises:
-        ValueError: there are more than `forward.MOST_TOKENS` tokens
+        ValueError: there are too many tokens
+    """
+    processors, arch, _ = machine.properties(s.device)
+    split = split_of(s, processors)
+    assert split.groups <= (MOST_GROUPS_PACKED if s.packed else s.sequences * s.v_shape[2])
+    assert split.ring_slots > SCAN_STAGES, "a slot is free when its chunk was read, which is told SCAN_STAGES later"
+    variant = variant_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.packed, s.checkpoints)
+    values = values_of(s, s.sequences * s.v_shape[2], groups=split.groups, places=split.ring_slots)
+    kernel = machine.load(SOURCE, ENTRY, variant.defines, s.device)
+    return Plan(kernel, variant, split, s.state_shape, values)
+
+
+def launch(x: Inputs, plan: Plan, last: LastTokens = LastTokens()) -> tuple[KDAOutput, None]:  # noqa: B008
+    """Return the outputs of aligned inputs, of which `last` stay unwritten, and None.
+
+    Raises:
         RuntimeError: the blocks cannot run at once
     """
-    x = whole.aligned_inputs(x)
-    device, offsets = x.v.device, x.cu_seqlens
-    shares = shares_of(x, machine.properties(device).processors)
-    assert shares is not None  # as `serves` has found
-    plan = plan_of(
-        machine, device, x.q.dtype, x.g.dtype, x.beta.dtype, x.q.shape, x.v.shape,
-        None if offsets is None else (offsets.shape[0], offsets.dtype),
-        x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale, tails is not None, shares,
-        x.checkpoint_every > 0,
-    )  # fmt: skip
+    device, split, variant, (_, _, V, K) = x.v.device, plan.split, plan.variant, plan.state_shape
     o = torch.empty_like(x.v)
     final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
-    checkpoints = whole.new_checkpoints(x) if x.checkpoint_every else None
-    slices, K, V = plan.variant.slices, x.q.shape[3], x.v.shape[3]
+    checkpoints = spec.new_checkpoints(x) if x.checkpoint_every else None
     # a ring and, unless the sequences are packed, a state that is handed over
-    ring_bytes = shares.groups * (shares.places * whole.stage_bytes(K) + (0 if offsets is not None else 4 * V * K))
+    handed_over = 0 if x.cu_seqlens is not None else 4 * V * K
+    ring_bytes = split.groups * (split.ring_slots * spec.stage_bytes(K) + handed_over)
     ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
-    progress = torch.zeros(shares.counters, dtype=torch.int32, device=device)
-    tensors = (
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, offsets, o, final, checkpoints, ring, progress,
-        *(None,) * 8, *(tails or whole.Tails()),
+    progress = torch.zeros(split.counters, dtype=torch.int32, device=device)
+    params = PARAMS.point(
+        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
+        cu_seqlens=x.cu_seqlens, o=o, final_state=final, checkpoints=checkpoints, ring=ring, progress=progress,
+        order=last.order, handover=last.before,
     )  # fmt: skip
-    params = whole.PARAMS.pack_pointers(*addresses(tensors)) + plan.rest
-    blocks = shares.groups * slices + shares.preparers
-    launch(plan.kernel, blocks, THREADS, slices, plan.variant.shared_bytes, params)
+    blocks = split.groups * variant.slices + split.preparers
+    plan.kernel.launch(blocks, THREADS, variant.slices, variant.shared_bytes, params + plan.values, cooperative=True)
     return KDAOutput(o, final, checkpoints), None
-
-
-def launch(kernel: Launchable, blocks: int, threads: int, cluster: int, shared_bytes: int, params: bytes) -> None:
-    """Launch blocks of two roles, which wait for each other.
-
-    Raises:
-        RuntimeError: they cannot run at once
-    """
-    try:
-        kernel.launch(blocks, threads, cluster, shared_bytes, params, cooperative=True)
-    except RuntimeError as error:
-        if "COOPERATIVE_LAUNCH_TOO_LARGE" not in str(error):
-            raise
-        raise RuntimeError(  # the process or the stream has a part of the GPU alone
-            f"{error}; all blocks must run at once: give it {blocks} multiprocessors, or set {ENVIRONMENT_VARIABLE}=0"
-        ) from error

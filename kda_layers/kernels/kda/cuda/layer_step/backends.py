@@ -15,7 +15,7 @@ from ....declarations import OneOf
 from ...activations import BETA_CODES, GATE_CODES, GIVEN
 from ...contract import NO_SLOT, DecodeInputs, Names, Widths
 from ...eager.decode import after_last, decode, slots_of
-from ..forward.forward import WIDTHS
+from ..spec import WIDTHS
 from . import layer_step
 from .contract import Backend, Inputs, Problem
 

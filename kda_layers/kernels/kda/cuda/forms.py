@@ -1,0 +1,145 @@
+"""The forms of the forward over whole sequences, and the choice among them.
+
+A form says which calls it serves, or why not, and the time that it expects to take. A form whose results differ by
+rounding (segments) takes every call that it serves, so that a sequence has the same bits in any batch; of the others,
+which have the same bits, the fastest is chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...cuda.machine import Machine, Properties
+from ..contract import Inputs, KDAOutput, outputs_like
+from . import spec
+from .forward import last_tokens, one_role, segments, two_roles
+from .spec import LastTokens, Signature
+
+MARGIN = 0.97  # of one role's time: what is nearer is within the error of expected times
+
+
+class Form(NamedTuple):
+    """One way to compute the forward."""
+
+    name: str
+    serves: Callable[[Signature, Properties], list[str]]  # every reason why not, each 'what it is, what it needs'
+    expected_us: Callable[[Signature, Properties], float]
+    plan_of: Callable[[Machine, Signature], Any]  # everything of a launch except pointers
+    launch: Callable[[Inputs, Any, LastTokens], tuple[KDAOutput, Any]]  # outputs, and what is saved or None
+    rounds_otherwise: bool = False
+
+
+ONE_ROLE = Form("one_role", one_role.serves, one_role.expected_us, one_role.plan_of, one_role.launch)
+TWO_ROLES = Form("two_roles", two_roles.serves, two_roles.expected_us, two_roles.plan_of, two_roles.launch)
+SEGMENTS = Form("segments", segments.serves, segments.expected_us, segments.plan_of, segments.launch, True)
+FORMS = (SEGMENTS, TWO_ROLES, ONE_ROLE)
+
+
+def choose(s: Signature, properties: Properties) -> Form:
+    """Return the form of a call."""
+    serving = [form for form in FORMS if not form.serves(s, properties)]
+    if serving[0].rounds_otherwise:
+        return serving[0]
+    *others, plain = serving
+    limit = MARGIN * plain.expected_us(s, properties) if others else 0.0
+    faster = [(us, form) for form in others if (us := form.expected_us(s, properties)) < limit]
+    return min(faster, key=lambda pair: pair[0])[1] if faster else plain
+
+
+def planned(machine: Machine, s: Signature) -> tuple[Form, Any]:
+    """Return the form of a call and its plan."""
+    return _planned(machine, s, two_roles.declined)
+
+
+@functools.lru_cache(spec.PLANS)
+def _planned(machine: Machine, s: Signature, declined: str | None) -> tuple[Form, Any]:
+    form = choose(s, machine.properties(s.device))
+    return form, form.plan_of(machine, s)
+
+
+def is_cut(x: Inputs, machine: Machine) -> bool:
+    """Return True if a call with gradients has sequences that may be cut; while compiling, sizes may be symbols."""
+    if x.segments == "never":
+        return False
+    return not segments.serves(Signature.of(x, saves=True), machine.properties(x.q.device))
+
+
+def forward_whole_chunks(x: Inputs, machine: Machine) -> KDAOutput:
+    """Return the outputs of a call whose backward runs the forward again: with the bits of one that saves."""
+    x = spec.aligned_inputs(x)
+    form = SEGMENTS if is_cut(x, machine) else ONE_ROLE
+    return form.launch(x, form.plan_of(machine, Signature.of(x)), LastTokens())[0]
+
+
+def forward(x: Inputs, machine: Machine, save: bool) -> tuple[KDAOutput, list[Tensor]]:
+    """Return the outputs and, with `save`, the tensors for the backward.
+
+    Raises:
+        ValueError: there are too many tokens, or the GPU (or its partition) is too small
+        RuntimeError: a launch failed
+    """
+    x = spec.aligned_inputs(x)
+    T, packed = x.v.shape[1], x.cu_seqlens is not None
+    tails = not save and last_tokens.possible(T, packed)
+    s = Signature.of(x, save, tails)
+    if not tails:
+        out, saved = launch(x, machine, s)
+        return out, [] if saved is None else saved.tensors()
+    order = before = None
+    if packed or last_tokens.has_chunks(T):
+        cut = planned(machine, s)[0] is SEGMENTS
+        order = None if cut else last_tokens.order_of(x, None, machine)
+        before = None if x.final_state else last_tokens.states_before(x, order)
+        out, _ = launch(x, machine, s, LastTokens(None if order is None else order.order, before))
+    else:
+        out = outputs_like(x)
+    after = out.final_state if before is None else before
+    last_tokens.finish(x, s, out.o, x.initial_state, after, out.final_state, machine, order)
+    return out, []
+
+
+def launch(x: Inputs, machine: Machine, s: Signature, last: LastTokens = LastTokens()) -> tuple[KDAOutput, Any]:  # noqa: B008
+    """Launch the form of a call; if the device cannot run specialised CTAs at once, those of one role, with a warning.
+
+    A process or stream that has only a part of a GPU (MPS, green contexts) is told so by the launch alone.
+    """
+    form, plan = planned(machine, s)
+    try:
+        return form.launch(x, plan, last)
+    except RuntimeError as error:
+        if "COOPERATIVE_LAUNCH_TOO_LARGE" not in str(error):
+            raise
+        warnings.warn(
+            f"specialised CTAs are off from now on, for the same bits in more time: they must all run at once, and "
+            f"{s.device} could not run them ({error})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    two_roles.declined = f"{s.device} could not run all of its blocks at once"
+    return launch(x, machine, s, last)
+
+
+@contextlib.contextmanager
+def without_two_roles() -> Iterator[None]:
+    """Context, for all threads, in which no CTAs are specialised: for benchmarks and tests."""
+    before, two_roles.declined = two_roles.declined, "is switched off"
+    try:
+        yield
+    finally:
+        two_roles.declined = before
+
+
+def explain(s: Signature, properties: Properties) -> list[str]:
+    """Return a line for each form: its expected time, or every reason against it."""
+    chosen, lines = choose(s, properties), []
+    for form in FORMS:
+        reasons = form.serves(s, properties)
+        what = f"cannot: {'; '.join(reasons)}" if reasons else f"{form.expected_us(s, properties):.0f} us expected"
+        lines.append(f"{form.name:10}{what}{', chosen' if form is chosen else ''}")
+    return lines
