@@ -312,7 +312,7 @@ def test_explain() -> None:
     ]
 
 
-@pytest.mark.emulator
+@pytest.mark.emulated
 def test_explain_lists_the_forms_of_a_problem() -> None:
     """Explain the chosen backend's forms; sizes are arguments, since a problem has none."""
     backend = EMULATED["sm90@emulator"]

@@ -49,10 +49,6 @@ class Params:
             f'static_assert(sizeof({name}) == {self.nbytes}, "as it is packed");\n'
         )
 
-    def pack(self, addresses: list[int], *values: object) -> bytes:
-        """Return the struct's bytes."""
-        return self.pack_pointers(*addresses) + self.pack_values(*values)
-
 
 def _by_name(defaults: Mapping[str, Any], argument: str, pack: Callable[..., bytes]) -> Callable[..., bytes]:
     """Return `pack` with keywords. The function is written out, as a dict of them would cost as much as a launch."""

@@ -134,7 +134,7 @@ class Plan(NamedTuple):
     threads: int
     grid: Dim
     shared_bytes: int
-    rest: bytes  # of the parameters, after the pointers
+    values: bytes
     qk_align: int  # bytes less one
     g_align: int
     aligned: bool  # the strides of tensors read with vector loads, which are copied if not
@@ -169,13 +169,22 @@ def pack(
         return pack(x._replace(state=state.clone(memory_format=torch.contiguous_format)), o, machine, variant)
     if not plan.aligned or (q_at | k_at) & plan.qk_align or g_at & plan.g_align or bias_at & 15:
         return pack(_copies(x), o, machine, variant)
-    pointers = PARAMS.pack_pointers(
-        q_at, k_at, v.data_ptr(), g_at, beta.data_ptr(), state_at, o.data_ptr(),
-        0 if A_log is None else A_log.data_ptr(), bias_at, 0 if slots is None else slots.data_ptr(),
-        0 if accepted is None else accepted.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
-        0 if scale is None else scale.data_ptr(), 0, 0, 0,
-    )  # fmt: skip
-    return plan, pointers + plan.rest, x
+    pointers = PARAMS.point(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        state=state,
+        o=o,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        slots=slots,
+        accepted=accepted,
+        offsets=offsets,
+        state_scale=scale,
+    )
+    return plan, pointers + plan.values, x
 
 
 def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
@@ -190,17 +199,19 @@ def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
     kernel = machine.load(SOURCE, "kda_decode", variant.defines, x.q.device)
     q, k, v, g, state = (t.stride() for t in (x.q, x.k, x.v, x.g, x.state))
     scale = (0, 0) if x.state_scale is None else x.state_scale.stride()
-    rest = PARAMS.pack_values(
-        *q[:3], 0, *k[:3], 0, *v[:3], 0, *g[:3], x.g.dtype is torch.float32, *x.beta.stride(),
-        x.beta.dtype is torch.float32, *index_values(x.state_indices), *index_values(x.num_accepted),
-        *index_values(x.cu_seqlens), -(-(2**32) // (HV // H)), state[0] // piece, state[1] // piece, x.state.shape[0],
-        *scale[:2], N, T, stage, GATE_CODES[x.gate_activation], BETA_CODES[x.beta_activation], x.qk_l2norm,
-        x.lower_bound, x.scale,
+    values = PARAMS.set(
+        q_at=(*q[:3], 0), k_at=(*k[:3], 0), v_at=(*v[:3], 0), g_at=(*g[:3], x.g.dtype is torch.float32),
+        beta_at=(*x.beta.stride(), x.beta.dtype is torch.float32), slots_at=index_values(x.state_indices),
+        accepted_at=index_values(x.num_accepted), offsets_at=index_values(x.cu_seqlens),
+        group_inverse=-(-(2**32) // (HV // H)), slot_stride=state[0] // piece, head_stride=state[1] // piece,
+        slot_count=x.state.shape[0], scale_slot_stride=scale[0], scale_head_stride=scale[1], sequences=N, tokens=T,
+        stage=stage, gate=GATE_CODES[x.gate_activation], beta_activation=BETA_CODES[x.beta_activation],
+        qk_l2norm=x.qk_l2norm, lower_bound=x.lower_bound, scale=x.scale,
     )  # fmt: skip
     contiguous = q[3] == k[3] == v[3] == g[3] == 1 and all(t is None or t.is_contiguous() for t in (x.A_log, x.dt_bias))
     return Plan(
         kernel, variant.threads, (HV * variant.slices, min(N, MOST_ROWS), -(-N // MOST_ROWS)),
-        variant.shared_bytes(stage), rest,
+        variant.shared_bytes(stage), values,
         qk_align=channels * x.q.dtype.itemsize - 1,
         g_align=channels * x.g.dtype.itemsize - 1,
         aligned=contiguous and all(stride % channels == 0 for strides in (q, k, g) for stride in strides[:3]),
