@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...cuda.machine import Launchable, Machine
-from ..contract import CHUNK, Inputs, PrefillInputs
+from ..contract import CHUNK, Inputs, KDAOutput, PrefillInputs
 
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 FINE = (torch.bfloat16,)  # where fine gradients differ: in fp16 T' has 11 bits anyway
@@ -109,23 +109,15 @@ class Signature(NamedTuple):
     @classmethod
     def of(cls, x: Inputs, saves: bool = False, tails: bool = False) -> Signature:
         """Return the signature of a call of `kda`."""
-        offsets = None if x.cu_seqlens is None else (x.cu_seqlens.shape[0], x.cu_seqlens.dtype)
-        return cls(
-            x.q.device, x.q.dtype, x.g.dtype, x.beta.dtype, x.q.shape, x.v.shape, offsets,
-            x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale,
-            x.initial_state is not None, x.final_state, x.checkpoint_every > 0,
-            None if x.segments == "never" else cut_of(x), saves, saves and is_fine(x), tails,
-        )  # fmt: skip
+        cut = None if x.segments == "never" else cut_of(x)
+        states = x.initial_state is not None, x.final_state, x.checkpoint_every > 0
+        return cls._make((*_common(x), *states, cut, saves, saves and is_fine(x), tails, None))
 
     @classmethod
     def of_prefill(cls, x: PrefillInputs, rows: Rows, tails: bool) -> Signature:
         """Return the signature of a call of `kda_prefill`."""
-        offsets = None if x.cu_seqlens is None else (x.cu_seqlens.shape[0], x.cu_seqlens.dtype)
-        return cls(
-            x.q.device, x.q.dtype, x.g.dtype, x.beta.dtype, x.q.shape, x.v.shape, offsets,
-            x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale,
-            x.state is not None, x.state is not None, x.checkpoint_at is not None, tails=tails, rows=rows,
-        )  # fmt: skip
+        states = x.state is not None, x.state is not None, x.checkpoint_at is not None
+        return cls._make((*_common(x), *states, None, False, False, tails, rows))
 
     @property
     def packed(self) -> bool:
@@ -144,6 +136,15 @@ class Signature(NamedTuple):
     def state_shape(self) -> tuple[int, int, int, int]:
         """[N, HV, V, K]."""
         return self.sequences, self.v_shape[2], self.v_shape[3], self.q_shape[3]
+
+
+def _common(x: Inputs | PrefillInputs) -> tuple[Any, ...]:
+    """Return the fields of a `Signature` before the states."""
+    offsets = None if x.cu_seqlens is None else (x.cu_seqlens.shape[0], x.cu_seqlens.dtype)
+    return (
+        x.q.device, x.q.dtype, x.g.dtype, x.beta.dtype, x.q.shape, x.v.shape, offsets, x.gate_activation, x.lower_bound,
+        x.beta_activation, x.qk_l2norm, x.scale,
+    )  # fmt: skip
 
 
 class LastTokens(NamedTuple):
@@ -193,14 +194,18 @@ def chunk_rows(x: Inputs) -> int:
     return B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
 
 
-def new_checkpoints(x: Inputs) -> Tensor:
-    """Memory for the checkpoints of a call; packed sequences may leave rows at the end unused, which are 0."""
-    shape = (x.q.shape[0], x.checkpoint_count, *x.v.shape[2:], x.q.shape[3])
-    checkpoints = torch.empty(shape, dtype=torch.float32, device=x.q.device)
-    if x.cu_seqlens is not None:
-        # Offsets end at T, so N sequences leave at most 63 N tokens after their whole chunks: fewer than N rows
-        checkpoints[:, max(x.checkpoint_count - (x.cu_seqlens.shape[0] - 2), 0) :].zero_()
-    return checkpoints
+def new_outputs(x: Inputs, state_shape: tuple[int, ...]) -> KDAOutput:
+    """Return memory for the outputs; of packed sequences, checkpoints may leave rows at the end unused, which are 0."""
+    final = checkpoints = None
+    if x.final_state:
+        final = torch.empty(state_shape, dtype=torch.float32, device=x.q.device)
+    if x.checkpoint_every:
+        shape = (x.q.shape[0], x.checkpoint_count, *state_shape[1:])
+        checkpoints = torch.empty(shape, dtype=torch.float32, device=x.q.device)
+        if x.cu_seqlens is not None:
+            # Offsets end at T, so N sequences leave at most 63 N tokens after their full chunks: fewer than N rows
+            checkpoints[:, max(x.checkpoint_count - (x.cu_seqlens.shape[0] - 2), 0) :].zero_()
+    return KDAOutput(torch.empty_like(x.v), final, checkpoints)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from ...contract import CHUNK, Inputs, KDAOutput
 from .. import spec
 from ..spec import LastTokens, Saved, Signature, stage_bytes
 from . import costs
-from .params import PARAMS, values_of
+from .params import pointers_of, values_of
 
 SOURCE = str(Path(__file__).with_name("forward.cu"))
 STAGES = 2
@@ -143,19 +143,10 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
 
 def launch(x: Inputs, plan: Plan, last: LastTokens = LastTokens()) -> tuple[KDAOutput, Saved | None]:  # noqa: B008
     """Return the outputs of aligned inputs, of which `last` stay unwritten, and what the plan's call saves."""
-    device = x.q.device
-    o = torch.empty_like(x.v)
-    final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
-    checkpoints = spec.new_checkpoints(x) if x.checkpoint_every else None
-    ring, progress = scratch(plan, device)
+    out, (ring, progress) = spec.new_outputs(x, plan.state_shape), scratch(plan, x.q.device)
     saved = Saved.like(x) if plan.variant.saves else None
-    params = PARAMS.point(
-        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
-        cu_seqlens=x.cu_seqlens, o=o, final_state=final, checkpoints=checkpoints, ring=ring, progress=progress,
-        order=last.order, handover=last.before, **(saved._asdict() if saved is not None else {}),
-    )  # fmt: skip
-    plan.launch(params + plan.values)
-    return KDAOutput(o, final, checkpoints), saved
+    plan.launch(pointers_of(x, out, last, saved, ring, progress) + plan.values)
+    return out, saved
 
 
 def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput, Saved | None]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ....cuda.params import Params
 from ...activations import BETA_CODES
-from ..spec import MOST_TOKENS, Signature
+from ...contract import Inputs, KDAOutput
+from ..spec import MOST_TOKENS, LastTokens, Saved, Signature
 
 PARAMS = Params("ForwardParams", """
     const u16 *q, *k;              // [B, T, H, K]
@@ -47,6 +49,23 @@ PARAMS = Params("ForwardParams", """
     // Read by two_roles.cu
     int groups, places;  // CTA groups that scan, and places in the ring of each
 """)  # fmt: skip
+
+
+def pointers_of(
+    x: Inputs, out: KDAOutput, last: LastTokens, saved: Saved | None = None, ring: Tensor | None = None,
+    progress: Tensor | None = None, prepared: Tensor | None = None, maps: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> bytes:  # fmt: skip
+    """Pack the pointers of a call; `saved` has its own prepared chunks, the others are scratch memory of some forms."""
+    states = errors = fine = None
+    if saved is not None:
+        prepared, states, errors, fine = saved
+    return PARAMS.point(
+        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
+        cu_seqlens=x.cu_seqlens, o=out.o, final_state=out.final_state, checkpoints=out.checkpoints, ring=ring,
+        progress=progress, prepared=prepared, states=states, errors=errors, fine=fine, maps=maps, starts=starts,
+        order=last.order, handover=last.before,
+    )  # fmt: skip
 
 
 def values_of(

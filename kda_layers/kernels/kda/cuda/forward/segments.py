@@ -24,7 +24,7 @@ from .. import spec
 from ..spec import ALWAYS, AUTO_HEADS, Cut, LastTokens, Signature, cut_of
 from . import costs, one_role, two_roles
 from .costs import Split
-from .params import PARAMS, values_of
+from .params import pointers_of, values_of
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 TRANSITIONS, LAST_SCAN = 1, 2  # of stage.cuh's SEGMENTS
@@ -197,7 +197,7 @@ class Plan(NamedTuple):
     cut: Cut
     saves: bool
     tails: bool
-    sequences: int
+    state_shape: tuple[int, int, int, int]
     values: bytes
 
 
@@ -236,7 +236,7 @@ def _plan_of(machine: Machine, s: Signature, by_roles: bool) -> Plan:
     )
     kernel = machine.load(source, entry, defines, s.device)
     join, walk = (machine.load(SOURCE, f"kda_{what}_segments", last.defines, s.device) for what in ("join", "walk"))
-    return Plan(kernel, join, walk, launches, counters, by_roles, cut, s.saves, s.tails, N, values)
+    return Plan(kernel, join, walk, launches, counters, by_roles, cut, s.saves, s.tails, s.state_shape, values)
 
 
 def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:
@@ -250,30 +250,20 @@ def launch(x: Inputs, plan: Plan, last: LastTokens = LastTokens()) -> tuple[KDAO
     Raises:
         RuntimeError: specialised CTAs cannot run at once
     """
-    device, K, (HV, V) = x.q.device, x.q.shape[3], x.v.shape[2:]
+    device, (N, HV, V, K), prepared = x.q.device, plan.state_shape, None
     fp32, rows = partial(torch.empty, dtype=torch.float32, device=device), plan.cut.rows(x, plan.tails)
-    o = torch.empty_like(x.v)
-    final = fp32(plan.sequences, HV, V, K) if x.final_state else None
-    checkpoints = spec.new_checkpoints(x) if x.checkpoint_every else None
+    out = spec.new_outputs(x, plan.state_shape)
     saved = SavedInSegments.like(x, plan.cut) if plan.saves else None
-    if saved is not None:
-        kept, maps = saved.whole._asdict(), saved.maps
-    else:
+    if saved is None:
         prepared = torch.empty(spec.chunk_rows(x), HV, spec.stage_bytes(K), dtype=torch.uint8, device=device)
-        kept, maps = {"prepared": prepared}, fp32(rows, V + K, K)
     progress = torch.zeros(plan.counters, dtype=torch.int32, device=device)
+    kept, maps = (saved.whole, saved.maps) if saved is not None else (None, fp32(rows, V + K, K))
     starts = fp32(rows, V, K)
-    params = plan.values, PARAMS.point(
-        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
-        cu_seqlens=x.cu_seqlens, o=o, final_state=final, checkpoints=checkpoints, progress=progress, maps=maps,
-        starts=starts, order=last.order, handover=last.before, **kept,
-    )  # fmt: skip
-    struct = params[1] + params[0]
-    first_launch, last_launch = plan.launches
-    plan.transitions.launch(*first_launch, struct, cooperative=plan.split)
-    plan.join.launch(*join_launch(plan.sequences * HV, K), struct)
-    plan.last_scan.launch(*last_launch, struct)
-    return KDAOutput(o, final, checkpoints), saved
+    params = pointers_of(x, out, last, kept, None, progress, prepared, maps, starts) + plan.values
+    plan.transitions.launch(*plan.launches[0], params, cooperative=plan.split)
+    plan.join.launch(*join_launch(N * HV, K), params)
+    plan.last_scan.launch(*plan.launches[1], params)
+    return out, saved
 
 
 def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput, SavedInSegments | None]:

@@ -21,7 +21,7 @@ from .. import spec
 from ..spec import LastTokens, Signature
 from . import costs
 from .costs import BV, MOST_GROUPS_PACKED, WIDTH, Split
-from .params import PARAMS, values_of
+from .params import pointers_of, values_of
 
 SOURCE, ENTRY = str(Path(__file__).with_suffix(".cu")), "kda_forward_two_roles"
 THREADS = 384
@@ -143,19 +143,13 @@ def launch(x: Inputs, plan: Plan, last: LastTokens = LastTokens()) -> tuple[KDAO
         RuntimeError: the blocks cannot run at once
     """
     device, split, variant, (_, _, V, K) = x.v.device, plan.split, plan.variant, plan.state_shape
-    o = torch.empty_like(x.v)
-    final = torch.empty(plan.state_shape, dtype=torch.float32, device=device) if x.final_state else None
-    checkpoints = spec.new_checkpoints(x) if x.checkpoint_every else None
+    out = spec.new_outputs(x, plan.state_shape)
     # a ring and, unless the sequences are packed, a state that is handed over
     handed_over = 0 if x.cu_seqlens is not None else 4 * V * K
     ring_bytes = split.groups * (split.ring_slots * spec.stage_bytes(K) + handed_over)
     ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
     progress = torch.zeros(split.counters, dtype=torch.int32, device=device)
-    params = PARAMS.point(
-        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
-        cu_seqlens=x.cu_seqlens, o=o, final_state=final, checkpoints=checkpoints, ring=ring, progress=progress,
-        order=last.order, handover=last.before,
-    )  # fmt: skip
+    params = pointers_of(x, out, last, None, ring, progress) + plan.values
     blocks = split.groups * variant.slices + split.preparers
-    plan.kernel.launch(blocks, THREADS, variant.slices, variant.shared_bytes, params + plan.values, cooperative=True)
-    return KDAOutput(o, final, checkpoints), None
+    plan.kernel.launch(blocks, THREADS, variant.slices, variant.shared_bytes, params, cooperative=True)
+    return out, None
