@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import stat
+import struct
 import subprocess
 import sys
 import warnings
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from kda_layers import __main__
-from kda_layers.kernels.cuda import build, cache, gpu, toolchain
+from kda_layers.kernels.cuda import build, cache, gpu, params, toolchain
 from kda_layers.kernels.cuda.arch import TARGETS
 
 pytestmark = pytest.mark.compiles
@@ -514,6 +515,19 @@ def test_precompile_uses_every_cpu(cpus: int, runs: list[str], source: str, monk
     Path(source).write_text("nonsense")
     with pytest.raises(RuntimeError, match=r"compiling number \[-DNUMBER=0\] for sm_80 failed"):
         toolchain.precompile(["sm_80"])
+
+
+def test_members_of_a_struct_are_packed_by_name() -> None:
+    """Pack in the order of the declaration, 0 for what is left out; refuse an unknown name."""
+    p = params.Params("ByName", "const float *a, *b; Pair pair; int n; float f;", "struct Pair { u32 x, y; };")
+    t = torch.zeros(1)
+    assert p.point(b=t, a=None) == struct.pack("@2Q", 0, t.data_ptr())
+    assert p.point() == bytes(16)
+    assert p.set(f=2.0, pair=(3, 4)) == struct.pack("@IIif0Q", 3, 4, 0, 2.0)
+    assert p.set(n=True) == struct.pack("@IIif0Q", 0, 0, 1, 0.0)
+    for pack in (p.point, p.set):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'c'"):
+            pack(c=t)
 
 
 @pytest.mark.slow

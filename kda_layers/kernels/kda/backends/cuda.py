@@ -135,10 +135,10 @@ class CudaBackend(Backend):
         """Run the reverse scan; return the arguments of the kernel after it."""
         x, d_o, machine = aligned_inputs(x), aligned(d_o), self.machine
         if forms.is_cut(x, machine):
-            cut = SavedInSegments.of(saved) if saved else segments.recompute(x, machine)
+            cut = SavedInSegments.of(saved) if saved else forms.recompute(x, machine, forms.SEGMENTS)
             scanned = reverse_segments.reverse_scan_in_segments(x, machine, cut, d_o, d_final, d_checkpoints)
             return x, machine, cut.whole, scanned, d_o
-        kept = Saved(*saved) if saved else one_role.recompute(x, machine)
+        kept = Saved(*saved) if saved else forms.recompute(x, machine, forms.ONE_ROLE)
         return x, machine, kept, reverse_scan.reverse_scan(x, machine, kept, d_o, d_final, d_checkpoints), d_o
 
     def affine_map(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ class CudaBackend(Backend):
     def initial_gradient(self, x: Inputs, saved: list[Tensor], d_o: Tensor) -> Tensor:
         """By the reverse scan alone."""
         x = aligned_inputs(x)
-        kept = Saved(*saved) if saved else one_role.recompute(x, self.machine)
+        kept = Saved(*saved) if saved else forms.recompute(x, self.machine, forms.ONE_ROLE)
         d_initial = reverse_scan.reverse_scan(x, self.machine, kept, aligned(d_o), None, None).d_initial
         assert d_initial is not None, "x has an initial state"
         return d_initial

@@ -19,7 +19,7 @@ from ...cuda.machine import Machine, Properties
 from ..contract import Inputs, KDAOutput, outputs_like
 from . import spec
 from .forward import last_tokens, one_role, segments, two_roles
-from .spec import LastTokens, Signature
+from .spec import ALL_IN_CHUNKS, LastTokens, Signature
 
 MARGIN = 0.97  # of one role's time: what is nearer is within the error of expected times
 
@@ -73,8 +73,13 @@ def is_cut(x: Inputs, machine: Machine) -> bool:
 def forward_whole_chunks(x: Inputs, machine: Machine) -> KDAOutput:
     """Return the outputs of a call whose backward runs the forward again: with the bits of one that saves."""
     x = spec.aligned_inputs(x)
-    form = SEGMENTS if is_cut(x, machine) else ONE_ROLE
-    return form.launch(x, form.plan_of(machine, Signature.of(x)), LastTokens())[0]
+    return launch(x, machine, Signature.of(x), form=SEGMENTS if is_cut(x, machine) else ONE_ROLE)[0]
+
+
+def recompute(x: Inputs, machine: Machine, form: Form) -> Any:
+    """Run the forward again by its form for the tensors that it saves."""
+    x = spec.aligned_inputs(x)._replace(final_state=False, checkpoint_every=0)
+    return launch(x, machine, Signature.of(x, True), form=form)[1]
 
 
 def forward(x: Inputs, machine: Machine, save: bool) -> tuple[KDAOutput, list[Tensor]]:
@@ -104,14 +109,21 @@ def forward(x: Inputs, machine: Machine, save: bool) -> tuple[KDAOutput, list[Te
     return out, []
 
 
-def launch(x: Inputs, machine: Machine, s: Signature, last: LastTokens = LastTokens()) -> tuple[KDAOutput, Any]:  # noqa: B008
-    """Launch the form of a call; if the device cannot run specialised CTAs at once, those of one role, with a warning.
+def launch(
+    x: Inputs,
+    machine: Machine,
+    s: Signature,
+    last: LastTokens = ALL_IN_CHUNKS,
+    form: Form | None = None,
+) -> tuple[KDAOutput, Any]:
+    """Launch a call of aligned inputs by `form`, or by the one that is chosen.
 
-    A process or stream that has only a part of a GPU (MPS, green contexts) is told so by the launch alone.
+    A process or stream that has a part of a GPU (MPS, green contexts) learns so from the launch alone: if specialised
+    CTAs cannot all run at once, those of one role serve from then on, with a warning.
     """
-    form, plan = planned(machine, s)
+    chosen, plan = planned(machine, s) if form is None else (form, form.plan_of(machine, s))
     try:
-        return form.launch(x, plan, last)
+        return chosen.launch(x, plan, last)
     except RuntimeError as error:
         if "COOPERATIVE_LAUNCH_TOO_LARGE" not in str(error):
             raise
@@ -122,7 +134,7 @@ def launch(x: Inputs, machine: Machine, s: Signature, last: LastTokens = LastTok
             stacklevel=2,
         )
     two_roles.declined = f"{s.device} could not run all of its blocks at once"
-    return launch(x, machine, s, last)
+    return launch(x, machine, s, last, form)
 
 
 @contextlib.contextmanager

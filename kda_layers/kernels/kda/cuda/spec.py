@@ -154,6 +154,9 @@ class LastTokens(NamedTuple):
     before: Tensor | None = None  # fp32 [sequences in that order, HV, V, K], states before last tokens, out
 
 
+ALL_IN_CHUNKS = LastTokens()
+
+
 class Saved(NamedTuple):
     """The tensors that the forward saves for the backward; NC = `chunk_rows`."""
 

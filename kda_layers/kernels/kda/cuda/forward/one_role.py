@@ -16,7 +16,7 @@ from ....cuda.machine import Launchable, Machine, Properties
 from ...activations import GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput
 from .. import spec
-from ..spec import LastTokens, Saved, Signature, stage_bytes
+from ..spec import ALL_IN_CHUNKS, LastTokens, Saved, Signature, stage_bytes
 from . import costs
 from .params import pointers_of, values_of
 
@@ -141,7 +141,7 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
     return Plan(kernel, variant, groups, s.state_shape, values_of(s, tiles))
 
 
-def launch(x: Inputs, plan: Plan, last: LastTokens = LastTokens()) -> tuple[KDAOutput, Saved | None]:  # noqa: B008
+def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDAOutput, Saved | None]:
     """Return the outputs of aligned inputs, of which `last` stay unwritten, and what the plan's call saves."""
     out, (ring, progress) = spec.new_outputs(x, plan.state_shape), scratch(plan, x.q.device)
     saved = Saved.like(x) if plan.variant.saves else None
@@ -168,10 +168,3 @@ def scratch(plan: Plan, device: torch.device) -> tuple[Tensor | None, Tensor | N
     if not variant.saves:  # otherwise `Saved.prepared` replaces the ring
         ring = torch.empty(plan.groups * variant.ring_bytes, dtype=torch.uint8, device=device)
     return ring, progress
-
-
-def recompute(x: Inputs, machine: Machine) -> Saved:
-    """Run the forward again for the tensors that it saves."""
-    _, saved = forward(x._replace(final_state=False, checkpoint_every=0), machine, save=True)
-    assert saved
-    return saved

@@ -21,7 +21,7 @@ from ....cuda.machine import Launchable, Machine, Properties
 from ...activations import GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput
 from .. import spec
-from ..spec import ALWAYS, AUTO_HEADS, Cut, LastTokens, Signature, cut_of
+from ..spec import ALL_IN_CHUNKS, ALWAYS, AUTO_HEADS, Cut, LastTokens, Signature, cut_of
 from . import costs, one_role, two_roles
 from .costs import Split
 from .params import pointers_of, values_of
@@ -244,7 +244,7 @@ def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:
     return heads * K // JOIN_ROWS, K, 1, 4 * K * (JOIN_STAGES * K + 2 * JOIN_ROWS) + 8 * JOIN_STAGES
 
 
-def launch(x: Inputs, plan: Plan, last: LastTokens = LastTokens()) -> tuple[KDAOutput, SavedInSegments | None]:  # noqa: B008
+def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDAOutput, SavedInSegments | None]:
     """Return the outputs of aligned inputs, of which `last` stay unwritten, and what the plan's call saves.
 
     Raises:
@@ -264,20 +264,3 @@ def launch(x: Inputs, plan: Plan, last: LastTokens = LastTokens()) -> tuple[KDAO
     plan.join.launch(*join_launch(N * HV, K), params)
     plan.last_scan.launch(*plan.launches[1], params)
     return out, saved
-
-
-def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput, SavedInSegments | None]:
-    """Return the outputs, and with `save` the tensors for the backward; last tokens are in chunks.
-
-    Raises:
-        ValueError, RuntimeError: as `plan_of` and `launch`
-    """
-    x = spec.aligned_inputs(x)
-    return launch(x, plan_of(machine, Signature.of(x, save)))
-
-
-def recompute(x: Inputs, machine: Machine) -> SavedInSegments:
-    """Run the forward again for the tensors that it saves."""
-    _, saved = forward(x._replace(final_state=False, checkpoint_every=0), machine, save=True)
-    assert saved
-    return saved

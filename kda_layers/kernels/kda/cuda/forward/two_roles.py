@@ -18,7 +18,7 @@ from ....cuda.machine import Launchable, Machine, Properties
 from ...activations import GATE_CODES
 from ...contract import CHUNK, Inputs, KDAOutput
 from .. import spec
-from ..spec import LastTokens, Signature
+from ..spec import ALL_IN_CHUNKS, LastTokens, Signature
 from . import costs
 from .costs import BV, MOST_GROUPS_PACKED, WIDTH, Split
 from .params import pointers_of, values_of
@@ -136,7 +136,7 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
     return Plan(kernel, variant, split, s.state_shape, values)
 
 
-def launch(x: Inputs, plan: Plan, last: LastTokens = LastTokens()) -> tuple[KDAOutput, None]:  # noqa: B008
+def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDAOutput, None]:
     """Return the outputs of aligned inputs, of which `last` stay unwritten, and None.
 
     Raises:
