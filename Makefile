@@ -43,7 +43,8 @@ PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 OLDEST = transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.19.post1
 
 # Marks: see pyproject.toml. Operators and layers; the matrix of cases and whole models are left to `make test`.
-NOT_QUICK = continuous_batching hard_inputs hub loss matrix models recompute residual swap_stock tokenizer trainer variants
+NOT_QUICK = captured_decoding captured_step continuous_batching hard_inputs hub loss matrix models recompute residual \
+	swap_stock tokenizer trainer variants
 quick: $(DEV)
 	$(VENV)/bin/ruff check .
 	$(PYTEST) -m "not (slow or compiles or emulated or combination)" $(NOT_QUICK:%=--ignore-glob='*/test_%.py') \

@@ -46,14 +46,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def combinations(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield the cases whose every parameter has its value in another case of the test that is not yielded.
 
-    Cases on another backend or device are a test of their own; emulated backends take turns.
+    Cases on another backend or device are a test of their own, and so are slow ones; emulated backends take turns.
     """
     tests: dict[tuple[str, ...], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec"):
-            emulated = item.get_closest_marker("emulated") is not None
+            slow, emulated = (item.get_closest_marker(name) is not None for name in ("slow", "emulated"))
             place = (str(item.callspec.params.get(name)) for name in ("device", *["backend"] * (not emulated)))
-            tests[item.nodeid.partition("[")[0], str(emulated), *place].append(item)
+            tests[item.nodeid.partition("[")[0], str(slow), str(emulated), *place].append(item)
     for cases in tests.values():
         values = {item: [*enumerate(item.callspec._idlist)] for item in cases}  # type: ignore[attr-defined]
         times: Counter[tuple[int, str]] = Counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -71,8 +72,17 @@ CONVERTED: dict[str, tuple[str, Any, dict[str, Any]]] = {  # family, layers, fie
 OURS = [*KDA_LM, *CONVERTED]  # models of this package's classes
 ALL_KDA = ("kda", "softplus_tied", "llama, all")  # without softmax layers
 SWAPPED = [f"swapped {family}" for family in stock_models.IN_PLACE]
-every_model = pytest.mark.parametrize("name", OURS)
-every_model_and_swapped = pytest.mark.parametrize("name", [*OURS, *SWAPPED])
+# The models of `make test`: each has something that none of the others has.
+FEW = ("kda", "hybrid", "grouped", "key_bias", "llama", "windows", "swapped kimi_linear")
+
+
+def of_models(names: Sequence[str]) -> pytest.MarkDecorator:
+    """Parametrise a test by models, of which those beyond `FEW` are slow."""
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FEW)) for n in names])
+
+
+every_model = of_models(OURS)
+every_model_and_swapped = of_models([*OURS, *SWAPPED])
 every_attention = pytest.mark.parametrize("attention", ["sdpa", "eager"])
 
 

@@ -23,7 +23,9 @@ from tests.modeling.models import ids, left_padded
 from tests.modeling.taped_graphs import TapedGraphs
 
 on_cuda = pytest.param("cuda", marks=pytest.mark.gpu)
-NAMES = ("kda", "hybrid", "llama")  # KDA alone, beside softmax attention, in a variant
+# KDA beside softmax attention, alone, in a variant
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("kda", "llama")]
+every_name = pytest.mark.parametrize("name", ["hybrid", *OTHERS])
 # On a GPU as its kernels want it.
 ON_CUDA: dict[str, Any] = dict(hidden_size=256, intermediate_size=512, head_dim=128, num_attention_heads=2)
 LONG = dict(max_new_tokens=10)
@@ -123,7 +125,7 @@ def eager_calls(m: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # ---------------------------------------------------------------- bit for bit
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 @pytest.mark.parametrize("options", [dict(), dict(do_sample=True, top_k=5)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_generate(name: str, options: dict[str, Any], padded: bool, device: str, captures: Captures) -> None:
@@ -136,7 +138,7 @@ def test_generate(name: str, options: dict[str, Any], padded: bool, device: str,
         assert captures.since() == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_python_runs_until_the_capture_only(
     name: str, device: str, captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +152,7 @@ def test_python_runs_until_the_capture_only(
     assert captures.since() == 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_caches_of_other_lengths_and_batches(name: str, device: str, captures: Captures) -> None:
     m = build(name, device)
     for rows, length, new in ((2, 9, 10), (1, 5, 4), (2, 70, 12), (3, 2, 7), (1, 5, 4), (2, 9, 10)):
@@ -158,7 +160,7 @@ def test_caches_of_other_lengths_and_batches(name: str, device: str, captures: C
         assert captures.since() == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_results_that_are_kept(name: str, device: str) -> None:
     """Caches, scores and hidden states of a generate are not changed by the next ones."""
     m = build(name, device)
@@ -168,7 +170,7 @@ def test_results_that_are_kept(name: str, device: str) -> None:
         check_same(got, generated(m, tokens, disable_compile=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_a_cache_of_the_user(name: str, device: str, captures: Captures) -> None:
     """Two conversations in turns, each continuing its own cache."""
     m = build(name, device)
@@ -187,14 +189,14 @@ def test_a_cache_of_the_user(name: str, device: str, captures: Captures) -> None
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_chunked_prefill(name: str, chunk: int, device: str) -> None:
     m = build(name, device)
     for seed in range(2):
         check_like_eager(m, ids(2, 9, seed=seed).to(device), prefill_chunk_size=chunk)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 @pytest.mark.parametrize("options", [dict(num_beams=3), dict(num_beams=2, do_sample=True)], ids=["greedy", "sampled"])
 def test_beams(name: str, options: dict[str, Any], device: str, captures: Captures) -> None:
     """transformers calls the model itself, as the cache of each step has other tensors."""
@@ -329,6 +331,7 @@ def test_weights_may_move_after_a_capture(device: str, monkeypatch: pytest.Monke
         load(m)
 
 
+@pytest.mark.slow
 def test_models_are_not_kept(device: str) -> None:
     """The graphs of a model go with it."""
     m, tokens = build("kda", device), ids(1, 9).to(device)
@@ -602,7 +605,7 @@ class Reads(nn.Module):
         return self.norm(x)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_a_step_that_cannot_be_captured(name: str, device: str, captures: Captures) -> None:
     """It warns once, and the results are those of eager steps."""
     m, tokens = build(name, device), ids(2, 9).to(device)

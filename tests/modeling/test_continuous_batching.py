@@ -22,7 +22,7 @@ from kda_layers.kernels.kda.contract import Problem
 from kda_layers.modeling.layer.slots import SlotState, read_slots
 from kda_layers.modeling.serving import continuous_batching
 from tests.modeling import stock_models
-from tests.modeling.models import ALL_KDA, OURS, build, stock
+from tests.modeling.models import ALL_KDA, OURS, build, of_models, stock
 
 try:
     kda_layers.enable_continuous_batching()
@@ -37,7 +37,7 @@ except ImportError as error:
 
 FP32 = torch.float32
 SERVED = [name for name in OURS if name != "key_bias"]
-every_served = pytest.mark.parametrize("name", SERVED)
+every_served = of_models(SERVED)
 SOME = ["kda", "llama", "windows"]  # no softmax layers, rotary positions, sliding windows
 some = pytest.mark.parametrize("name", SOME)
 

@@ -136,6 +136,7 @@ def test_a_cache_goes_on(name: str, kind: str) -> None:
     assert torch.equal(generate(m, turn, past_key_values=cache), generate(m, turn))
 
 
+@pytest.mark.slow
 @every_model
 @pytest.mark.parametrize("how", GUESSES)
 def test_guessed_tokens_change_nothing(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,7 @@ def test_the_best_model_is_restored_whole(name: str, tmp_path: Path) -> None:
     assert_same(trainer.model, loaded(checkpoint, trainer.model))
 
 
+@pytest.mark.slow
 def test_adapters_are_resumed_and_the_best_ones_restored(tmp_path: Path) -> None:
     whole = trainer_of(adapted(swapped("kimi_linear")), tmp_path, **BEST | dict(load_best_model_at_end=False))
     whole.train()

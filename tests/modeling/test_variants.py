@@ -74,6 +74,7 @@ def trainer(m: PreTrainedModel, folder: pathlib.Path, steps: int) -> Trainer:
     return Trainer(model=m, args=arguments, train_dataset=data)
 
 
+@pytest.mark.slow
 @every_family
 def test_trainer_resumes(family: str, tmp_path: pathlib.Path) -> None:
     """Four steps, and two steps with two more from the checkpoint, end in the same weights; and they learn."""

@@ -17,7 +17,11 @@ from tests.parity.calls import Call, table
 from tests.parity.subjects import OURS, STOCK, subject
 
 CALLS = table()
-CASES = [pytest.param(call, marks=[pytest.mark.slow] * call.heavy, id=call.run.__name__) for call in CALLS]
+SLOW = ("Training", "Heads, adapters, preferences, quantisation")  # groups whose calls train
+CASES = [
+    pytest.param(call, marks=[pytest.mark.slow] * (call.heavy or call.group in SLOW), id=call.run.__name__)
+    for call in CALLS
+]
 
 
 @pytest.fixture(autouse=True)

@@ -144,6 +144,7 @@ def test_grad_op(case: BiasedCase, backend: str, device: str, required_backends:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @on_every_backend
 @pytest.mark.parametrize("kind", ["per key", "expanded", "packed"])
