@@ -53,9 +53,9 @@ quick: $(DEV)
 test: lint
 	$(PYTEST) -m "not (slow or emulated or combination)"
 
-# What `make test` leaves out of the tests of models.
+# What `make test` leaves out, but for the tests of kernels: models, examples, what is installed.
 test-models: $(DEV)
-	$(PYTEST) -m "(slow or combination) and not emulated" tests/modeling tests/parity
+	$(PYTEST) -m "(slow or combination) and not emulated" --ignore tests/kernels --ignore tests/cuda_emulator tests
 
 test-all: lint $(DOCS)
 	$(PYTEST) -m "not (emulated and combination)"

@@ -1292,6 +1292,7 @@ def test_tasks_of_language_models(contender: str, monkeypatch: pytest.MonkeyPatc
 # ---------------------------------------------------------------- serving
 
 
+@pytest.mark.slow
 def test_serving_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
     monkeypatch.setattr(serving, "DEVICE", "cpu")

@@ -125,6 +125,7 @@ def test_wheel_is_pure_python_and_complete(wheel: Path) -> None:
     assert {n.split("/")[0] for n in names if not n.split("/")[0].endswith(".dist-info")} == {"kda_layers"}
 
 
+@pytest.mark.slow
 def test_presets_of_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q", "-t", str(tmp_path), str(wheel)]
     subprocess.run(command, check=True, capture_output=True)

@@ -392,6 +392,7 @@ print(json.dumps([m for m in sys.modules if m.startswith("transformers.models.")
 """
 
 
+@pytest.mark.slow
 def test_weights_are_read_without_importing_the_models_of_transformers() -> None:
     """The first call of a process would otherwise take 0.6 s longer."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_MODELS], capture_output=True, text=True, check=False)
