@@ -51,6 +51,7 @@ def give(folder: Path) -> None:
     kernel_package.build(folder / "build")
 
 
+@pytest.mark.slow
 def test_pages_run_as_written(tmp_path: Path) -> None:
     """In order, from the top, and print what they say; all pages in one test, as they share what takes longest."""
     pages = WITH_CODE | OTHERS

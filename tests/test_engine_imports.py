@@ -131,6 +131,7 @@ def test_registering_imports_nothing_of_vllm(vllm_engine: Engine) -> None:
     assert vllm_engine.lines(code) == ["[]"]
 
 
+@pytest.mark.slow
 def test_functions_are_replaced_as_a_model_imports_them(vllm_engine: Engine) -> None:
     """A model that cannot be imported stops no other; the log says what is replaced, and once what serves."""
     names = "m.chunk_kda, m.fused_recurrent_kda, m.fused_recurrent_kda_fwd, m.fused_kda_gate"
@@ -149,6 +150,7 @@ def test_functions_are_replaced_as_a_model_imports_them(vllm_engine: Engine) -> 
     ]
 
 
+@pytest.mark.slow
 def test_functions_are_replaced_where_they_have_been_imported(vllm_engine: Engine) -> None:
     """Also in the package's own module, which warming up imports from; registering again changes nothing."""
     (vllm_engine.folder / "vllm/models/kimi_k3/__init__.py").write_text("")
@@ -164,6 +166,7 @@ def test_functions_are_replaced_where_they_have_been_imported(vllm_engine: Engin
     assert vllm_engine.lines(f"{imports}{code}") == after
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_spawned_replaces_them_too(vllm_engine: Engine) -> None:
     names = "m.fused_recurrent_kda, m.chunk_kda_with_fused_gate"
     work = f"import inspect, vllm; vllm.load(); import {GLM_LAYER} as m; {WHOSE.format(names=names)}"

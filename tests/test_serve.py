@@ -31,7 +31,8 @@ from kda_layers import swap_attention
 from tests.modeling.models import stock
 
 MISSING = [name for name in ("fastapi", "uvicorn", "openai", "pydantic") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs kda_layers[serve]: no {', '.join(MISSING)}")
+needs_serving = pytest.mark.skipif(bool(MISSING), reason=f"needs kda_layers[serve]: no {', '.join(MISSING)}")
+pytestmark = [pytest.mark.slow, needs_serving]
 try:
     kda_layers.enable_continuous_batching()
 except ImportError as error:
