@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kda_layers.kernels.kda.op import kda_step as kda_step
     from kda_layers.kernels.over_ranks.kda import kda_over_ranks as kda_over_ranks
     from kda_layers.kernels.over_ranks.shards import Shards as Shards
-    from kda_layers.kernels.registry import explain as explain
     from kda_layers.kernels.registry import keep_backend as keep_backend
     from kda_layers.kernels.registry import register_backend as register_backend
     from kda_layers.kernels.registry import use_backend as use_backend
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from kda_layers.modeling.checkpoints.weights import kda_layer_options as kda_layer_options
     from kda_layers.modeling.checkpoints.weights import load_kda_weights as load_kda_weights
     from kda_layers.modeling.cuda_graphs.training_step import CapturedStep as CapturedStep
+    from kda_layers.modeling.explanation import explain as explain
     from kda_layers.modeling.layer.layer import KimiDeltaAttention as KimiDeltaAttention
     from kda_layers.modeling.models.configuration_kda import KDAConfig as KDAConfig
     from kda_layers.modeling.models.modeling_kda import KDAForCausalLM as KDAForCausalLM
@@ -54,7 +54,7 @@ _PUBLIC = {
     "enable_context_parallel": "modeling.parallel.context_parallel",
     "enable_continuous_batching": "modeling.serving.continuous_batching",
     "enable_speculative_decoding": "modeling.swap.swap",
-    "explain": "kernels.registry",
+    "explain": "modeling.explanation",
     "export_kda_weights": "modeling.checkpoints.weights",
     "kda": "kernels.kda.op",
     "kda_layer_options": "modeling.checkpoints.weights",
@@ -72,7 +72,7 @@ _PUBLIC = {
     "use_backend": "kernels.registry",
 }
 __all__ = list(_PUBLIC)
-_WITHOUT_TRANSFORMERS = ("KimiDeltaAttention",)
+_WITHOUT_TRANSFORMERS = ("KimiDeltaAttention", "explain")
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,12 @@ def main() -> None:
     what.add_argument("--precompile", action="store_true", help="compile all CUDA kernels instead")
     what.add_argument("--resources", action="store_true", help="list registers and memory of all CUDA kernels instead")
     parser.add_argument("--arch", nargs="+", choices=toolchain.TARGETS, help="for these, not for this machine's GPUs")
+    commands = parser.add_subparsers(dest="command", metavar="explain FOLDER")
+    explain = commands.add_parser("explain", help="say which paths the model of a checkpoint takes here, and why")
+    explain.add_argument("folder", help="of the checkpoint")
     args = parser.parse_args()
+    if args.command:
+        return explain_checkpoint(args.folder)
     try:
         toolchain.cache_folder()
     except (ValueError, RuntimeError) as error:  # RuntimeError: this user has no home
@@ -40,6 +45,17 @@ def main() -> None:
         print((toolchain.precompile if args.precompile else toolchain.resources)(archs))
     except RuntimeError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
+
+
+def explain_checkpoint(folder: str) -> None:
+    """Load a checkpoint, swapped and on the GPU if possible, and print `kda_layers.explain` of it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kda_layers.modeling.swap import families
+
+    swaps = AutoConfig.from_pretrained(folder).model_type in families.IN_PLACE
+    model = (kda_layers.load_pretrained if swaps else AutoModelForCausalLM.from_pretrained)(folder)
+    print(kda_layers.explain(model.cuda() if torch.cuda.is_available() else model))
 
 
 def describe() -> None:

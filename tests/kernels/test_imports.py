@@ -258,7 +258,7 @@ FLOORS = (
     {"layer"},
     {"cuda_graphs", "parallel"},
     {"models"},
-    {"swap", "serving", "checkpoints"},
+    {"swap", "serving", "checkpoints", "explanation"},
 )
 ROOMS = [f for f in FILES if f.is_relative_to(PACKAGE / "modeling") and f.stem != "__init__"]
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import CompileConfig, GenerationMixin, LogitsProcessor, PreTrainedModel, StaticCache
 
 from kda_layers.modeling.cuda_graphs import decoding
-from kda_layers.modeling.cuda_graphs.decoding import CapturedDecoding
+from kda_layers.modeling.cuda_graphs.decoding import CAPTURED_DECODING, CapturedDecoding
 from kda_layers.modeling.layer import merged_weights
+from kda_layers.modeling.layer.fast_paths import SupposedCall
 from tests.kernels.cases import BF16, DEVICES
 from tests.modeling import models
 from tests.modeling.models import ids, left_padded
@@ -405,16 +406,20 @@ def test_options_global_hooks_and_windows(device: str, monkeypatch: pytest.Monke
     assert windows.get_compiled_call(None) == ("compiled", "reduce-overhead")
 
 
+def is_capturable(m: Any) -> bool:
+    return CAPTURED_DECODING.serves(SupposedCall(m.device, m.dtype), m)
+
+
 def test_a_model_on_two_devices(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "DEVICES", (device, "meta"))
     m = build("kda", device)
-    assert decoding.is_capturable(m)
+    assert is_capturable(m)
     m.model.norm.to("meta")
-    assert not decoding.is_capturable(m)
+    assert not is_capturable(m)
 
 
 def test_a_cpu_is_not_captured() -> None:
-    assert not decoding.is_capturable(models.build("kda"))
+    assert not is_capturable(models.build("kda"))
 
 
 # ---------------------------------------------------------------- calls of other kinds

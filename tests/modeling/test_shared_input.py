@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
 from kda_layers.modeling.layer import merged_weights, shared_input
+from kda_layers.modeling.layer.fast_paths import Call
 from tests.kernels.cases import BEST_DEVICE, BF16, FP64, error
 
 ROWS = (6, 3, 1, 7)
@@ -111,12 +112,16 @@ def test_model_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(error(got, want) < 1e-12 for got, want in zip(*grads, strict=True))
 
 
+def serves(x: Tensor, layers: list[nn.Module]) -> bool:
+    return shared_input.SHARED_INPUT.serves(Call(x), layers)
+
+
 @pytest.mark.usefixtures("served")
 def test_who_is_called_itself() -> None:
     """Whatever sees a layer's call, or reads something else than a weight of the input's dtype."""
     x = normal(1, 2, 5).requires_grad_()
     plain = [nn.Linear(5, 3, bias=False).double(), nn.Linear(5, 2, bias=False).double()]
-    assert shared_input.projections(x, plain) is not None
+    assert serves(x, plain)
     hooked = [nn.Linear(5, 3, bias=False).double() for _ in range(4)]
     hooked[0].register_forward_hook(lambda *_: None)
     hooked[1].register_forward_pre_hook(lambda *_: None)
@@ -125,14 +130,14 @@ def test_who_is_called_itself() -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 3, bias=False).double())
     others = [*hooked, normed, nn.Linear(5, 3).double(), nn.Linear(5, 3, bias=False), nn.Identity()]
     for other in others:
-        assert shared_input.projections(x, [*plain, other]) is None
-    assert shared_input.projections(x.detach(), plain) is None
+        assert not serves(x, [*plain, other])
+    assert not serves(x.detach(), plain)
     for context in (torch.no_grad(), torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False)):
         with context:
-            assert shared_input.projections(x, plain) is None
+            assert not serves(x, plain)
 
     def differentiated(t: Tensor) -> Tensor:
-        assert shared_input.projections(t, plain) is None
+        assert not serves(t, plain)
         return t.sum()
 
     torch.func.grad(differentiated)(x.detach())

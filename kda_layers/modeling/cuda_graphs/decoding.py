@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kda_layers.kernels.torch_private import current_stream, dispatch_modes, has_global_hooks
+from kda_layers.kernels.torch_private import current_stream, dispatch_modes
 from kda_layers.modeling.cuda_graphs.cache_state import CacheState
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CudaGraphs
 from kda_layers.modeling.inputs.cache_argument import rename_cache
 from kda_layers.modeling.layer.cache import KDAStaticCache
+from kda_layers.modeling.layer.fast_paths import Reason, fast_path
 from kda_layers.modeling.layer.merged_weights import capture_in_passing, is_capturing
 from kda_layers.modeling.seams import Cache, StaticCache
 
@@ -24,32 +25,44 @@ DEVICES = ("cuda",)
 RECORDING_HOOKS = "transformers.utils.output_capturing"
 
 
-def is_capturable(model: nn.Module) -> bool:
-    """Return True if a CUDA graph of `model.forward` does what a call of the model does.
+@fast_path("decode steps of `generate` in a CUDA graph", instead="each launch of a decode step by the host")
+def CAPTURED_DECODING(call: Any, model: nn.Module, cache: str | None = "static", beams: int = 1) -> Iterator[Reason]:
+    """A static cache, and a model of which a CUDA graph of `forward` does what a call does.
 
-    False for a model that is not wholly on one CUDA device, is quantised or sharded, has hooks or a replaced forward,
-    or keeps the lengths of its cache in Python, as the sliding windows of transformers' static cache do.
+    Not one that is not wholly on one CUDA device, is quantised or sharded, has hooks or a replaced forward, or keeps
+    the lengths of its cache in Python, as the sliding windows of transformers' static cache do.
     """
-    modules = list(model.modules())
-    tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    devices = {t.device for t in tensors}
-    return (
-        len(devices) == 1
-        and next(iter(devices)).type in DEVICES
-        and all(type(t) in (Tensor, nn.Parameter) for t in tensors)
-        and getattr(model, "hf_quantizer", None) is None
-        and "sliding_attention" not in getattr(model.config, "layer_types", ())
-        and not has_global_hooks()
-        and all(_runs_its_forward(module) for module in modules)
-    )
+    modules = dict(model.named_modules())
+    tensors = [t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    devices = sorted({str(t.device) for t in tensors})
+    if call.device.type not in DEVICES:
+        yield Reason(f"is on {call.device.type}")
+    if len(devices) > 1:
+        yield Reason(f"is on several devices ({', '.join(devices)})", "keep the model on one device")
+    if cache != "static":
+        yield Reason("has a cache that grows", "generate(..., cache_implementation='static')")
+    if beams > 1:
+        yield Reason("copies its cache at every step, for its beams", "generate(..., num_beams=1)")
+    kinds = sorted({type(t).__name__ for t in tensors if type(t) not in (Tensor, nn.Parameter)})
+    if kinds or getattr(model, "hf_quantizer", None) is not None:
+        yield Reason(f"is quantised or sharded, with parameters of {', '.join(kinds) or 'a quantizer'}")
+    if "sliding_attention" in getattr(model.config, "layer_types", ()):
+        yield Reason("has sliding windows, whose lengths transformers' static cache keeps in Python")
+    if call.global_hooks:
+        yield Reason("runs under global hooks of torch.nn", "remove them")
+    for module in modules.values():
+        yield from _beside_its_forward(module)
 
 
-def _runs_its_forward(module: nn.Module) -> bool:
-    """Return True if calling the module runs the forward of its class, and what records outputs."""
+def _beside_its_forward(module: nn.Module) -> Iterator[Reason]:
+    """Yield what calling a module runs beside the forward of its class and what records outputs."""
     hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
     if any(getattr(hook, "__module__", None) != RECORDING_HOOKS for hook in hooks):
-        return False
-    return "forward" not in vars(module) and module._compiled_call_impl is None
+        yield Reason("has forward hooks", "remove them", module)
+    if "forward" in vars(module):
+        yield Reason("has a replaced forward, as of accelerate's offloading", "keep the model on one device", module)
+    if module._compiled_call_impl is not None:
+        yield Reason("is compiled (torch.compile)", "generate captures by itself: leave out model.compile()", module)
 
 
 class CapturedDecoding:
@@ -68,7 +81,7 @@ class CapturedDecoding:
         """Create a function that has captured nothing.
 
         Args:
-            model: module for which `is_capturable` returns True while this object is in use.
+            model: module that `CAPTURED_DECODING` serves while this object is in use.
         """
         self.model = model
         self._device = next(model.parameters()).device

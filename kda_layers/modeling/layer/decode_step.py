@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from ...kernels.fused.linear_step import linear_step
 from ...kernels.kda.contract import state_dtype
-from ...kernels.kda.cuda.layer_step.op import has_kernel, layer_step
-from ...kernels.tracing import autocasts
+from ...kernels.kda.cuda.layer_step.op import has_kernel, layer_step, why_no_kernel
 from ..checks import check_no_adapter
-from .merged_weights import MergedWeights, is_plain, is_unhooked, only_multiplies
+from .fast_paths import Call, FastPath, Reason, SupposedCall, additions, fast_path, hooks, is_plain, name_of
+from .merged_weights import MERGED_WEIGHTS, MergedWeights
+from .shared_input import SHARED_INPUT
 from .state import LayerState
 
 if TYPE_CHECKING:
@@ -29,6 +30,60 @@ OPTIONS = ("gate_activation", "lower_bound", "beta_activation", "backend")  # of
 def new_merged_weights() -> tuple[MergedWeights, MergedWeights]:
     """Return `merged_weights` and `factors` of a new layer."""
     return MergedWeights(ALIGNED), MergedWeights()
+
+
+class StepKernel:
+    """The kernel of a decode step of a layer, found when a path asks for it."""
+
+    def __init__(self, layer: DecodesByKernels, call: Any, state: LayerState) -> None:
+        self._layer, self._call, self._state = layer, call, state
+        self._found: list[tuple[Any, Any] | None] = []  # torch.compile cannot trace a cached property
+
+    @property
+    def factors(self) -> tuple[Any, Any] | None:
+        """The layer's `_factors` as far as the kernel multiplies them; None if no kernel serves it."""
+        if not self._found:
+            self._found.append(self._find())
+        return self._found[0]
+
+    def _find(self) -> tuple[Any, Any] | None:
+        layer, factors = self._layer, self._layer._factors()
+        few = self._call.rows * layer._heads()[1] <= MOST_FACTORED and all(f is None or is_plain(f) for f in factors)
+        if few and has_kernel(*self._problem(layer.decay_rank, layer.gate_rank)):
+            return factors
+        return (None, None) if has_kernel(*self._problem(0, 0)) else None
+
+    def missing(self) -> str:
+        """Return what is against every kernel."""
+        return f"has no kernel ({why_no_kernel(*self._problem(0, 0))})"
+
+    def _problem(self, *ranks: int) -> tuple[Any, ...]:
+        layer, call, state = self._layer, self._call, self._state
+        (H, HV), options = layer._heads(), layer.kda_options
+        state_is = state_dtype(call.dtype) if state.recurrent is None else state.recurrent.dtype
+        sizes = layer.head_dim, layer.head_v_dim, HV // H, 1, layer.conv1d.weight.shape[2]
+        activations = options["gate_activation"], options["beta_activation"]
+        return options.get("backend"), call.device, call.dtype, state_is, *sizes, *ranks, *activations
+
+
+@fast_path("decode step by one kernel", instead="the operators of a decode step one by one")
+def DECODE_KERNEL(call: Any, layer: DecodesByKernels, state: LayerState, kernel: StepKernel) -> Iterator[Reason]:
+    """A call with a cache, without gradients and autocast, in dtypes and sizes that a kernel serves."""
+    if not state.cached:
+        yield Reason("has no cache")
+    if call.grad:
+        yield Reason("runs with gradients enabled", "call it under torch.no_grad()" if call.tokens == 1 else "")
+    if call.autocast:
+        yield Reason("runs under autocast", "load the model in bfloat16 instead")
+    if (in_kernel := kernel.factors) is None:
+        yield Reason(kernel.missing)
+    read = (layer.conv1d, layer.o_norm, *(f for f in in_kernel or () if f is not None))
+    for module in read:
+        if module.weight.dtype != call.dtype:
+            names = name_of(module.weight.dtype), name_of(call.dtype)
+            yield Reason("has a weight in {} for inputs in {}".format(*names), "load the model in one dtype", module)
+    if state.conv is not None and state.conv.dtype != call.dtype:
+        yield Reason(f"has a cache in {name_of(state.conv.dtype)} for inputs in {name_of(call.dtype)}")
 
 
 class DecodesByKernels:
@@ -69,7 +124,7 @@ class DecodesByKernels:
         """Return residual + forward(norm(residual), cache=cache) of one token of each sequence.
 
         Of one sequence, three launches do it: norm and projections, `layer_step`, output projection and sum. None where
-        the layers must be called themselves; the cache is then unchanged.
+        `DECODE_KERNEL` does not serve; the cache is then unchanged.
 
         Args:
             residual: [B, 1, D].
@@ -77,34 +132,46 @@ class DecodesByKernels:
             cache: as in `forward`.
         """
         module: Any = self
-        if not (only_multiplies(self.o_proj) and all(is_unhooked(m) for m in (module, self.conv1d, self.o_norm))):
-            return None
         check_no_adapter(module, ("conv1d", "o_norm"))
         self._watch(residual)
         o = self._decode(residual, LayerState(cache, self.layer_idx, residual.shape[0]), norm)
         return None if o is None else linear_step(o, self.o_proj.weight, residual=residual, overlap=True)
+
+    def bypassed(self) -> Iterator[Reason]:
+        """Yield what calling the layer does that `decode` leaves out."""
+        yield from additions(self.o_proj, biased=False)
+        for module in (self, self.conv1d, self.o_norm):
+            yield from hooks(module)  # type: ignore[arg-type]
+
+    def fast_paths(self, call: SupposedCall) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
+        """Yield the paths that a call on cached states (training: on none) would ask for, and their facts."""
+        layers = self._inputs()
+        if call.records:
+            yield SHARED_INPUT, (layers,)
+        elif call.tokens == 1:
+            state = LayerState(None, None, call.rows)
+            state.cached = True
+            yield DECODE_KERNEL, (self, state, StepKernel(self, call, state))
+            yield MERGED_WEIGHTS, (layers, self.merged_weights)
 
     def _decode(self, x: Tensor, state: LayerState, norm: nn.RMSNorm | None = None) -> Tensor | None:
         """Return o [B, 1, HV V] of a decode step x [B, 1, D] by one kernel; None where no kernel serves it.
 
         With `norm`, x is normalised by it first.
         """
-        if not state.cached or torch.is_grad_enabled() or autocasts(x.device.type):
+        call = Call(x)
+        kernel = StepKernel(self, call, state)
+        if not DECODE_KERNEL.serves(call, self, state, kernel):
             return None
-        T, K, V, (H, HV) = x.shape[1], self.head_dim, self.head_v_dim, self._heads()
-        if (in_kernel := self._multiplied_in_kernel(x, state)) is None:
-            return None
-        conv, scale = self.conv1d.weight, self.o_norm.weight
-        f_weight, gate_weight = (None if layer is None else layer.weight for layer in in_kernel)
-        if any(t is not None and t.dtype != x.dtype for t in (conv, scale, f_weight, gate_weight)):
-            return None
-        if state.conv is None or state.recurrent is None or state.recording or T != 1:
+        if state.conv is None or state.recurrent is None or state.recording or x.shape[1] != 1:
             self.merged_weights.weight(self._inputs())  # before a decode step is compiled or captured
             if self.decay_rank and self.gate_rank:
                 self.factors.weight(self._factors())
             return None
-        if state.conv.dtype != x.dtype:
-            return None
+        K, V, (H, HV), in_kernel = self.head_dim, self.head_v_dim, self._heads(), kernel.factors
+        assert in_kernel is not None
+        conv, scale = self.conv1d.weight, self.o_norm.weight
+        f_weight, gate_weight = (None if layer is None else layer.weight for layer in in_kernel)
         q, k, v, gates, b = self._projections(x, norm)
         widths = [self.decay_rank or HV * K, self.gate_rank or HV * V]
         f, g = gates.split(widths, -1) if in_kernel == self._factors() else self._logits(gates, widths)
@@ -124,21 +191,6 @@ class DecodesByKernels:
         """Return the numbers of q/k and of value heads, which are this rank's under tensor parallelism."""
         HV = self.dt_bias.numel() // self.head_dim
         return (self.conv1d.weight.shape[0] - HV * self.head_v_dim) // (2 * self.head_dim), HV
-
-    def _multiplied_in_kernel(self, x: Tensor, state: LayerState) -> tuple[Any, Any] | None:
-        """Return `_factors` as far as the kernel of a decode step multiplies them; None where no kernel serves it."""
-        (H, HV), factors, options = self._heads(), self._factors(), self.kda_options
-        state_is = state_dtype(x.dtype) if state.recurrent is None else state.recurrent.dtype
-        sizes = self.head_dim, self.head_v_dim, HV // H, 1, self.conv1d.weight.shape[2]
-
-        def is_served(*ranks: int) -> bool:
-            activations = options["gate_activation"], options["beta_activation"]
-            return has_kernel(options.get("backend"), x.device, x.dtype, state_is, *sizes, *ranks, *activations)
-
-        few = x.shape[0] * HV <= MOST_FACTORED and all(layer is None or is_plain(layer) for layer in factors)
-        if few and is_served(self.decay_rank, self.gate_rank):
-            return factors
-        return (None, None) if is_served(0, 0) else None
 
     def _projections(self, x: Tensor, norm: nn.RMSNorm | None) -> Sequence[Tensor]:
         """Return the projections of x for q, k, v, of log-decay beside output gate, and for beta; by one product if

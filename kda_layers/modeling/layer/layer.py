@@ -213,6 +213,18 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
             ValueError: hidden_states or attention_mask of a wrong rank or size, cu_seqlens with a mask, a cache of
                 another number of sequences, an adapter on conv1d or o_norm; what `kda_layers.kda` raises.
         """
+        return KimiDeltaAttention.compute(self, hidden_states, attention_mask, cache, cu_seqlens, shards)
+
+    def compute(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        cache: Cache | Slots | None,
+        cu_seqlens: Tensor | None,
+        shards: Shards | None,
+        by_kernel: bool = True,
+    ) -> Tensor:
+        """Compute `forward`, whose arguments these are; without `by_kernel`, a decode step by its operators."""
         check_no_adapter(self, ("conv1d", "o_norm"))
         if shards is not None and (attention_mask is not None or cache is not None):
             name = "cache" if attention_mask is None else "attention_mask"
@@ -221,13 +233,15 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens, ranks)
         state = read_state(cache, self.layer_idx, sequences)
         self._watch(hidden_states)
-        if mask is cu_seqlens is shards is None and (o := self._decode(hidden_states, state)) is not None:
-            return self.o_proj(o)
+        if by_kernel and mask is cu_seqlens is shards is None:
+            o = self._decode(hidden_states, state)
+            if o is not None:
+                return self.o_proj(o)
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
         backend = self.kda_options.get("backend")
 
         layers = self._inputs()
-        *qkv, f, gate, beta = projections(x, layers) or tuple(layer(x) for layer in layers)
+        *qkv, f, gate, beta = projections(x, layers)
         taps = self.conv1d.weight.squeeze(1)
         if shards is None:
             (q, k, v), conv_state = short_convs(qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend)

@@ -15,10 +15,59 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels import tracing
 from ...kernels.torch_private import constant_to_compile, is_storage_shared
+from .fast_paths import Reason, additions, fast_path, hooks
 
 DEVICES = ("cuda",)  # where one product is faster than several
 _thread = threading.local()  # .in_passing: True inside `capture_in_passing`
+
+
+@fast_path("one GEMM for projections of the same input", instead="a GEMM for each projection")
+def MERGED_WEIGHTS(call: Any, layers: Sequence[nn.Module], buffer: MergedWeights) -> Iterator[Reason]:
+    """Plain linear layers without bias, whose parameters may move into one buffer."""
+    if call.compiling:
+        yield Reason("is traced by torch.compile, to which addresses of parameters are constants")
+        return
+    if call.device.type not in DEVICES:
+        yield Reason(f"is on {call.device.type}, where one product is no faster")
+    if call.autocast:  # which keeps its casts of parameters, not of a buffer
+        yield Reason("runs under autocast", "load the model in bfloat16 instead")
+    plain = True
+    for layer in layers:
+        for reason in additions(layer, biased=False):
+            plain = False
+            yield reason
+    if plain:
+        yield from _against_moving([layer.weight for layer in layers], buffer)  # type: ignore[misc]
+
+
+def _against_moving(parts: list[nn.Parameter], buffer: MergedWeights) -> Iterator[Reason]:
+    first = parts[0]
+    if buffer.fixed or is_capturing(first.device):
+        yield Reason("is read by a CUDA graph at the addresses of its parameters", "call the model before capturing it")
+    like = first.dtype, first.device, first.shape[1]
+    if any((p.dtype, p.device, p.shape[1]) != like for p in parts):
+        yield Reason("has parameters of several dtypes, devices or widths", "load the model in one dtype")
+    if any(p.is_inference() for p in parts):
+        yield Reason("has parameters made in inference mode", "load the model outside of it")
+    if len({id(p) for p in parts}) < len(parts):
+        yield Reason("has one parameter in two places")  # it cannot lie in two
+    elif any(p.untyped_storage().nbytes() != p.nbytes for p in parts):
+        yield Reason("has parameters that are parts of other buffers")
+    if any(is_storage_shared(p) for p in parts):  # FSDP2 gathers a parameter into memory of its own
+        yield Reason("has parameters that another tensor shares, as those that FSDP2 gathers")
+
+
+class CallOfWeights:
+    """Facts that `MERGED_WEIGHTS` asks for of a call: nothing of its inputs matters."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        weight = layers[0]._parameters.get("weight")
+        self.device = torch.device("cpu") if weight is None else weight.device
+
+    compiling = property(lambda self: torch.compiler.is_compiling())
+    autocast = property(lambda self: tracing.autocasts(self.device.type))
 
 
 class MergedWeights:
@@ -38,16 +87,14 @@ class MergedWeights:
         self.fixed = False  # a CUDA graph may hold the addresses of the parameters
 
     def weight(self, layers: Sequence[nn.Module]) -> Tensor | None:
-        """The weights of `layers` one above the other, [sum of outputs, D]; None where each must be called itself.
+        """Return the weights of `layers` one above the other, [sum of outputs, D]; None where each must be called.
 
-        The sum is rounded up to `multiple`.
-
-        The first uncompiled inference on a GPU lays them so, unless a layer is more than a plain `nn.Linear` with a
-        parameter of its own (adapters, quantised weights, hooks of offloading, shards).
+        The sum is rounded up to `multiple`. The first uncompiled inference on a GPU lays them so, where nothing is
+        against it (`MERGED_WEIGHTS`).
         """
         if self._is_current(layers) and self._is_in_place():
             return self.whole
-        if torch.compiler.is_compiling() or not all(only_multiplies(layer) for layer in layers):
+        if not MERGED_WEIGHTS.serves(CallOfWeights(layers), layers, self):
             return None
         return self._lay([layer.weight for layer in layers])  # type: ignore[misc]
 
@@ -73,7 +120,7 @@ class MergedWeights:
         if len(parts) != len(layers):
             return False
         for layer, part in zip(layers, parts, strict=True):
-            if type(layer) is not nn.Linear or not is_unhooked(layer):
+            if type(layer) is not nn.Linear or next(hooks(layer), None) is not None:
                 return False
             if layer._parameters.get("weight") is not part or layer.bias is not None:
                 return False
@@ -86,19 +133,8 @@ class MergedWeights:
                 return False
         return True
 
-    def _lay(self, parts: list[nn.Parameter]) -> Tensor | None:
+    def _lay(self, parts: list[nn.Parameter]) -> Tensor:
         first = parts[0]
-        if self.fixed or first.device.type not in DEVICES or is_capturing(first.device):
-            return None
-        like = first.dtype, first.device, first.shape[1]
-        if any((p.dtype, p.device, p.shape[1]) != like or p.is_inference() for p in parts):
-            return None
-        if len({id(p) for p in parts}) < len(parts):  # tied: one parameter cannot lie in two places
-            return None
-        if any(p.untyped_storage().nbytes() != p.nbytes for p in parts):  # part of another buffer
-            return None
-        if any(is_storage_shared(p) for p in parts):  # FSDP2 gathers a parameter into memory of its own
-            return None
         with torch.inference_mode(False), torch.no_grad():
             sizes = [p.shape[0] for p in parts]
             sizes.append(-sum(sizes) % self.multiple)
@@ -130,28 +166,6 @@ def capture_in_passing() -> Iterator[None]:
 def is_capturing(device: torch.device) -> bool:
     """True if a CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Return True if the layer does no more than its class with a weight of its own: no adapter, hook or shard."""
-    weight = layer._parameters.get("weight")
-    return type(layer) is kind and is_unhooked(layer) and type(weight) is nn.Parameter and weight.is_contiguous()
-
-
-def is_unhooked(module: nn.Module) -> bool:
-    """Return True if calling the module runs its forward and nothing else."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))  # vars: accelerate's
-
-
-def only_multiplies(layer: nn.Module) -> bool:
-    """Return True if the layer is plain and has no bias."""
-    return is_plain(layer) and layer.bias is None
-
-
-def trains_plainly(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Return True if the layer is plain, without bias and without hooks of the backward."""
-    hooks = layer._backward_hooks or layer._backward_pre_hooks
-    return is_plain(layer, kind) and layer._parameters.get("bias") is None and not hooks
 
 
 def _alone(t: Tensor) -> Tensor:

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from kda_layers.kernels import torch_private
 from kda_layers.kernels.fused.add_rms_norm import add_rms_norm
-from kda_layers.kernels.tracing import autocasts
-from kda_layers.modeling.layer.merged_weights import trains_plainly
+from kda_layers.modeling.layer.fast_paths import Call, Reason, additions, fast_path, name_of
+
+
+def normal(norm: nn.Module, dtype: torch.dtype) -> Iterator[Reason]:
+    """Yield what a norm does beyond a plain `nn.RMSNorm` with an epsilon, in inputs' dtype."""
+    yield from additions(norm, nn.RMSNorm)
+    if getattr(norm, "eps", None) is None:
+        yield Reason("has no eps", "", norm)
+    weight = norm._parameters.get("weight")
+    if weight is not None and weight.dtype != dtype:
+        yield Reason(f"has a weight in {name_of(weight.dtype)} for inputs in {name_of(dtype)}", "", norm)
+
+
+@fast_path("norm fused with the addition before it", instead="an addition, then nn.RMSNorm")
+def FUSED_NORM(call: Any, norm: nn.Module) -> Iterator[Reason]:
+    """A plain `nn.RMSNorm` in x's dtype."""
+    if call.compiling:
+        yield Reason("is traced by torch.compile, which fuses them itself")
+    yield from normal(norm, call.dtype)
+    if norm._backward_hooks or norm._backward_pre_hooks:
+        yield Reason("has backward hooks", "remove them", norm)
+    if call.autocast:
+        yield Reason("runs under autocast", "load the model in bfloat16 instead")
+    if call.global_hooks:
+        yield Reason("runs under global hooks of torch.nn", "remove them")
 
 
 def add_and_normalise(residual: Tensor, x: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -16,19 +41,7 @@ def add_and_normalise(residual: Tensor, x: Tensor | None, norm: nn.Module) -> tu
 
     Use the returned sum, also for x=None: the norm's backward adds its gradient.
     """
-    if _is_fused(residual, norm):
+    if FUSED_NORM.serves(Call(residual), norm):
         return add_rms_norm(residual, x, norm.weight, norm.eps)  # type: ignore[arg-type]
     total = residual if x is None else residual + x
     return total, norm(total)
-
-
-def _is_fused(x: Tensor, norm: nn.Module) -> bool:
-    """Return True for a plain `nn.RMSNorm` in x's dtype, without compiler, autocast and global hooks."""
-    return (
-        not torch.compiler.is_compiling()
-        and trains_plainly(norm, nn.RMSNorm)
-        and norm.eps is not None
-        and norm.weight.dtype == x.dtype
-        and not autocasts(x.device.type)
-        and not torch_private.has_global_hooks()
-    )

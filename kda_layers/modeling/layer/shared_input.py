@@ -6,41 +6,44 @@ product writes the buffer and the others accumulate into it in their epilogue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...kernels import torch_private, tracing
-from .merged_weights import trains_plainly
+from .fast_paths import Call, Reason, fast_path, name_of, training_additions
 
 # Elsewhere the sums of the gradient keep torch's order, and with it their bits.
 DEVICES, DTYPES = ("cuda",), (torch.bfloat16, torch.float16)
 NARROW = 512  # outputs of a layer whose product is mostly reading the input: such layers share one product
 
 
-def projections(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
-    """Return layer(x) for each of `layers`; None where each must be called itself.
+@fast_path("projections with one gradient of their input", instead="a node of autograd for each projection")
+def SHARED_INPUT(call: Any, layers: Sequence[nn.Module]) -> Iterator[Reason]:
+    """Training in 16 bits on a GPU, where only the weights of plain linear layers matter in a call on x."""
+    if not call.records:
+        yield Reason("no gradients are recorded")
+    if call.device.type not in DEVICES:
+        yield Reason(f"on {call.device.type} sums of gradients keep torch's order")
+    if call.dtype not in DTYPES:
+        yield Reason(f"is computed in {name_of(call.dtype)}", "load the model in bfloat16")
+    for layer in layers:
+        yield from training_additions(layer)
+        weight = layer._parameters.get("weight")
+        if weight is not None and weight.dtype != call.dtype:
+            yield Reason(f"has a weight in {name_of(weight.dtype)} for inputs in {name_of(call.dtype)}", "", layer)
+    if call.autocast:
+        yield Reason("runs under autocast", "load the model in bfloat16 instead")
+    if not call.is_plain or call.is_transformed:
+        yield Reason("is traced, transformed or observed (torch.compile, torch.func, a dispatch mode)")
 
-    Serves training in 16 bits on a GPU, without compiler, autocast and dispatch modes, if every layer is a plain
-    `nn.Linear` without bias.
-    """
-    return multiplied(x, [layer.weight for layer in layers]) if serves(x, layers) else None  # type: ignore[misc]
 
-
-def serves(x: Tensor, layers: Sequence[nn.Module]) -> bool:
-    """Return True if only the weights of `layers` matter in a call on x, as `projections` describes."""
-    return (
-        tracing.needs_gradients((x,))
-        and x.device.type in DEVICES
-        and x.dtype in DTYPES
-        and all(trains_plainly(layer) and layer.weight.dtype == x.dtype for layer in layers)
-        and tracing.is_plain((x,))
-        and not torch_private.transforms_active()
-        and not torch_private.forward_ad_active()
-        and not tracing.autocasts(x.device.type)
-    )
+def projections(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """Return layer(x) for each of `layers`."""
+    if SHARED_INPUT.serves(Call(x), layers):
+        return multiplied(x, [layer.weight for layer in layers])  # type: ignore[misc]
+    return tuple(layer(x) for layer in layers)
 
 
 def multiplied(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

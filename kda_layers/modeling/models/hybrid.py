@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,7 +19,8 @@ from transformers import (
 
 from kda_layers.kernels.over_ranks.shards import Shards
 from kda_layers.kernels.registry import keep_backend
-from kda_layers.modeling.cuda_graphs.decoding import CapturedDecoding, is_capturable
+from kda_layers.kernels.torch_private import has_global_hooks
+from kda_layers.modeling.cuda_graphs.decoding import CAPTURED_DECODING, CapturedDecoding
 from kda_layers.modeling.inputs.cache_argument import takes_cache
 from kda_layers.modeling.inputs.keywords import (
     is_checkpointed,
@@ -30,12 +31,13 @@ from kda_layers.modeling.inputs.keywords import (
 )
 from kda_layers.modeling.inputs.packing import Layout, read_layout
 from kda_layers.modeling.layer.cache import with_kda_layers
+from kda_layers.modeling.layer.fast_paths import FastPath, SupposedCall
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
 from kda_layers.modeling.layer.residual import add_and_normalise
 from kda_layers.modeling.layer.slots import Slots, read_slots
 from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
 from kda_layers.modeling.models.hub import CardMixin
-from kda_layers.modeling.models.loss import autocast_dtype, chunked_loss
+from kda_layers.modeling.models.loss import CHUNKED_LOSS, autocast_dtype, chunked_loss
 from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate, masks_of_engine
 from kda_layers.modeling.models.skipped_logits import LazyLogitsOutput, SkippedLogits
 from kda_layers.modeling.parallel import tensor_parallel as tensor_parallel  # registers the styles of the plans
@@ -76,6 +78,18 @@ class KDAAttention(KimiDeltaAttention):
     ) -> tuple[Tensor, None]:
         """Return (output, None), as transformers' decoder layers expect; positions and the like are not read."""
         return super().forward(hidden_states, attention_mask, cache, cu_seqlens, shards), None
+
+    def by_operators(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        cu_seqlens: Tensor | None = None,
+        shards: Shards | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Return what `forward` does, for a caller that has asked for the kernel of a decode step in vain."""
+        return self.compute(hidden_states, attention_mask, cache, cu_seqlens, shards, by_kernel=False), None
 
 
 class HybridPreTrainedModel(CardMixin, PreTrainedModel):
@@ -361,6 +375,15 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             **{CACHE: getattr(outputs, CACHE)},
         )
 
+    def fast_paths(
+        self, call: SupposedCall, cache: str | None = None, beams: int = 1
+    ) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
+        """Yield the paths that a call (of `generate`: with this implementation of the cache) would ask for."""
+        if call.records:
+            yield CHUNKED_LOSS, (self,)
+        elif call.tokens == 1:
+            yield CAPTURED_DECODING, (self, cache, beams)
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Return transformers' manager of continuous batching; see `kda_layers.enable_continuous_batching`."""
         if not HybridForCausalLM.batches_continuously:
@@ -379,7 +402,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         windows. `generate(..., disable_compile=True)` decodes eagerly.
         """
         configured = compile_config or getattr(self.generation_config, "compile_config", None)
-        if configured is None and is_capturable(self):
+        call = SupposedCall(self.device, self.dtype, global_hooks=has_global_hooks())
+        if configured is None and CAPTURED_DECODING.serves(call, self):
             return CapturedDecoding(self)
         return super().get_compiled_call(compile_config)
 

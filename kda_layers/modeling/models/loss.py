@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kda_layers.kernels import torch_private
 from kda_layers.kernels.fused.linear_cross_entropy import linear_cross_entropy
 from kda_layers.kernels.tracing import autocasts
-from kda_layers.modeling.layer.merged_weights import trains_plainly
+from kda_layers.modeling.layer.fast_paths import Call, Reason, fast_path, name_of, training_additions
 from kda_layers.modeling.seams import ForCausalLMLoss
+
+
+@fast_path("loss by chunks of tokens", instead="logits of all tokens, then the loss")
+def CHUNKED_LOSS(call: Any, model: Any) -> Iterator[Reason]:
+    """transformers' loss of a causal model, from a plain head."""
+    head = model.lm_head
+    if model.loss_function is not ForCausalLMLoss:
+        yield Reason("has a loss function of its own", "leave model.loss_function as it is")
+    yield from training_additions(head)
+    weight = head._parameters.get("weight")
+    if weight is not None and weight.shape[0] != model.config.vocab_size:
+        yield Reason(f"has {weight.shape[0]} outputs for config.vocab_size = {model.config.vocab_size}", "", head)
+    if weight is not None and (not call.autocast or call.dtype == torch.float64) and weight.dtype != call.dtype:
+        yield Reason(f"has a weight in {name_of(weight.dtype)} for inputs in {name_of(call.dtype)}", "", head)
+    if not call.compiling and call.is_transformed:
+        yield Reason("is under a transform of torch.func or forward-mode differentiation")
 
 
 def chunked_loss(
@@ -25,8 +41,7 @@ def chunked_loss(
 ) -> Tensor | None:
     """Return transformers' ForCausalLMLoss of lm_head(hidden_states), or None where this loss has to be called itself.
 
-    That is: another loss function; a head with a bias, an adapter, quantised or sharded weights, or hooks; inputs that
-    the loss refuses; torch.func transforms and forward-mode differentiation.
+    That is where `CHUNKED_LOSS` has a reason, and for inputs that the loss refuses.
 
     Args:
         model: with `lm_head`, `loss_function` and `config.vocab_size`.
@@ -37,15 +52,9 @@ def chunked_loss(
         shift_labels: [B, T] labels that are shifted already, used instead of `labels`.
         _: keywords that ForCausalLMLoss does not read, either.
     """
+    if type(hidden_states) is not Tensor or not CHUNKED_LOSS.serves(Call(hidden_states), model):
+        return None
     head, dtype = model.lm_head, autocast_dtype(hidden_states)
-    if model.loss_function is not ForCausalLMLoss or not trains_plainly(head):
-        return None
-    if type(hidden_states) is not Tensor or head.weight.shape[0] != model.config.vocab_size:
-        return None
-    if dtype is None and hidden_states.dtype != head.weight.dtype:
-        return None
-    if not torch.compiler.is_compiling() and (torch_private.transforms_active() or torch_private.forward_ad_active()):
-        return None
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     target = shift_labels.reshape(-1).to(hidden_states.device)

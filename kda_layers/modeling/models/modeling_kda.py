@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,13 +12,21 @@ from transformers import initialization as init
 from kda_layers.kernels import biased_attention
 from kda_layers.kernels.fused.linear_step import linear_step
 from kda_layers.kernels.fused.swiglu import swiglu, swiglu_linear
-from kda_layers.kernels.torch_private import has_global_hooks
 from kda_layers.kernels.tracing import autocasts, may_run_again
 from kda_layers.modeling.inputs.keywords import is_engine_cache
-from kda_layers.modeling.layer.merged_weights import DEVICES, MergedWeights, is_plain, is_unhooked, only_multiplies
+from kda_layers.modeling.layer.fast_paths import (
+    Call,
+    FastPath,
+    Reason,
+    SupposedCall,
+    additions,
+    fast_path,
+    hooks,
+)
+from kda_layers.modeling.layer.merged_weights import DEVICES, MERGED_WEIGHTS, MergedWeights
 from kda_layers.modeling.layer.precision import KeepsFP32
-from kda_layers.modeling.layer.residual import add_and_normalise
-from kda_layers.modeling.layer.shared_input import projections, serves
+from kda_layers.modeling.layer.residual import FUSED_NORM, add_and_normalise, normal
+from kda_layers.modeling.layer.shared_input import SHARED_INPUT, projections
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
@@ -119,17 +127,22 @@ class KDAMLP(nn.Module):
         # Autocast keeps its casts of parameters, not of a buffer.
         separate = torch.is_grad_enabled() or may_run_again() or autocasts(x.device.type)
         whole = None if separate else self.merged_weights.weight(layers)
-        if whole is None:
-            gate, up = projections(x, layers) or (layer(x) for layer in layers)
-        else:
-            gate, up = nn.functional.linear(x, whole).chunk(2, -1)
-        if serves(gate, (self.down_proj,)):
+        gate, up = projections(x, layers) if whole is None else nn.functional.linear(x, whole).chunk(2, -1)
+        if SHARED_INPUT.serves(Call(gate), (self.down_proj,)):
             return swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(swiglu(gate, up))
 
+    def fast_paths(self, call: SupposedCall) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
+        """Yield the paths that a call would ask for, and their facts."""
+        layers = self.gate_proj, self.up_proj
+        if call.records:
+            yield SHARED_INPUT, ((*layers, self.down_proj),)
+        else:
+            yield MERGED_WEIGHTS, (layers, self.merged_weights)
+
     def merged(self) -> Tensor | None:
-        """Return the weights of gate and up side by side if `decode` is what calling the layers does."""
-        if not (only_multiplies(self.down_proj) and is_unhooked(self)):
+        """Return the weights of gate and up in one buffer if `decode` is what calling the layers does."""
+        if next(hooks(self), None) or next(additions(self.down_proj, biased=False), None):
             return None
         return self.merged_weights.weight((self.gate_proj, self.up_proj))
 
@@ -163,43 +176,69 @@ class KDADecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Map [B, T, D] to [B, T, D]; kwargs are those of `HybridModel`'s layers."""
-        if (decoded := self._decode(hidden_states, **kwargs)) is not None:
-            return decoded
+        attention: Any = self.self_attn
+        if DECODER_STEP.serves(Call(hidden_states), self, **kwargs):
+            if (decoded := self._decode(hidden_states, kwargs["cache"])) is not None:
+                return decoded
+            attention = attention.by_operators  # the kernel was asked for
         residual, x = add_and_normalise(hidden_states, None, self.input_layernorm)
-        x, _ = self.self_attn(x, **kwargs)
+        x, _ = attention(x, **kwargs)
         residual, x = add_and_normalise(residual, x, self.post_attention_layernorm)
         return residual + self.mlp(x)
 
-    def _decode(
-        self,
-        x: Tensor,
-        attention_mask: Any = None,
-        cache: Cache | None = None,
-        cu_seqlens: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor | None:
-        """Return the output for one token of each sequence; None where the layers must be called themselves.
+    def fast_paths(self, call: SupposedCall) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
+        """Yield the paths that a call would ask for, and their facts."""
+        if call.tokens == 1 and not call.records:
+            yield DECODER_STEP, (self, None, CACHED)
+        yield FUSED_NORM, (self.input_layernorm,)
+        yield FUSED_NORM, (self.post_attention_layernorm,)
+
+    def _decode(self, x: Tensor, cache: Cache) -> Tensor | None:
+        """Return the output for one token of each sequence; None if no kernel serves the attention.
 
         Of one sequence, five launches do it; of several, the larger products and what surrounds them are apart.
         """
-        norms = self.input_layernorm, self.post_attention_layernorm
-        if (
-            x.shape[1] != 1
-            or x.device.type not in DEVICES
-            or cache is None
-            or attention_mask is not None
-            or cu_seqlens is not None
-            or torch.is_grad_enabled()
-            or autocasts(x.device.type)
-            or has_global_hooks()
-            or type(self.self_attn) is not KDAAttention
-            or type(self.mlp) is not KDAMLP
-            or not all(is_plain(n, nn.RMSNorm) and n.eps is not None and n.weight.dtype == x.dtype for n in norms)
-        ):
-            return None
+        attention: Any = self.self_attn
         merged = self.mlp.merged()  # before the first launch, as it may copy the weights
-        y = self.self_attn.decode(x, norms[0], cache)
-        return None if y is None else self.mlp.decode(y, norms[1], merged)
+        y = attention.decode(x, self.input_layernorm, cache)
+        return None if y is None else self.mlp.decode(y, self.post_attention_layernorm, merged)
+
+
+CACHED = object()  # stands for a cache where only its presence matters
+
+
+@fast_path("decode step of a decoder layer by few launches", instead="its modules one by one")
+def DECODER_STEP(
+    call: Any,
+    layer: KDADecoderLayer,
+    attention_mask: Any = None,
+    cache: Any = None,
+    cu_seqlens: Any = None,
+    **_: Any,
+) -> Iterator[Reason]:
+    """One token of each sequence on a GPU, through plain norms and a KDA layer that nothing observes."""
+    if call.tokens != 1:
+        yield Reason("has several tokens")
+    if call.device.type not in DEVICES:
+        yield Reason(f"is on {call.device.type}")
+    if cache is None:
+        yield Reason("has no cache")
+    if attention_mask is not None or cu_seqlens is not None:
+        yield Reason("has padding or packed sequences")
+    if call.grad:
+        yield Reason("runs with gradients enabled", "call it under torch.no_grad()" if cache is not None else "")
+    if call.autocast:
+        yield Reason("runs under autocast", "load the model in bfloat16 instead")
+    if call.global_hooks:
+        yield Reason("runs under global hooks of torch.nn", "remove them")
+    if type(layer.mlp) is not KDAMLP:
+        yield Reason(f"has a {type(layer.mlp).__name__} for its MLP")
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        yield from normal(norm, call.dtype)
+    if type(layer.self_attn) is not KDAAttention:
+        yield Reason(f"has a {type(layer.self_attn).__name__} for its attention")
+    else:
+        yield from layer.self_attn.bypassed()
 
 
 class KDAPreTrainedModel(HybridPreTrainedModel):

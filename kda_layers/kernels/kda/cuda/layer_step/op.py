@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....checks import DTYPES, DtypeError, accumulator_dtype, check_is_tensor, check_scale, check_tensor, dtype_names
+from ....declarations import arch_of
 from ....operator import NoGradOperator
 from ....torch_private import constant_to_compile
 from ...checks import check_gate, check_lower_bound, check_slots, check_writable
@@ -101,6 +102,16 @@ def has_kernel(backend: str | None, device: torch.device, *fields: Any) -> bool:
     name = KDA.requested(backend)
     chosen = LAYER_STEP.choose(name, device, *fields)
     return chosen != "eager" and name in (None, chosen)
+
+
+def why_no_kernel(backend: str | None, device: torch.device, *fields: Any) -> str:
+    """Return what is against every kernel for a problem with these `fields`, or against all but the one asked for."""
+    name, problem = KDA.requested(backend), LAYER_STEP.problem(device.type, arch_of(device), *fields)
+    kernels = {n: b for n, b in LAYER_STEP.backends().items() if n != "eager"}
+    if name is not None and name not in kernels:
+        return f"backend {name!r} is asked for, which has none"
+    asked = kernels if name is None else {name: kernels[name]}
+    return "; ".join(f"{n}: {', '.join(b.unsupported(problem))}" for n, b in asked.items())
 
 
 def check(x: Inputs) -> None:

@@ -1,0 +1,139 @@
+"""`kda_layers.explain`: which paths the calls of a model take, and every reason against the faster ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from kda_layers.kernels import registry
+from kda_layers.kernels.declarations import arch_of
+from kda_layers.kernels.kda.contract import CHUNK
+from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.torch_private import has_global_hooks
+from kda_layers.kernels.tracing import autocasts
+from kda_layers.modeling.layer.fast_paths import FastPath, Reason, SupposedCall
+
+NUMBER = re.compile(r"(\D*)(\d*)(.*)")
+# Name of a kind of call -> the fields of `SupposedCall` and of the problem of `kda` that it has.
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "prefill": (dict(tokens=CHUNK), {}),
+    "decode": (dict(tokens=1), dict(decode=True, has_state=True)),
+    "training": (dict(tokens=CHUNK, grad=True, records=True), dict(needs_grad=True)),
+}
+
+
+class Verdict(NamedTuple):
+    """Reasons against a path in one module."""
+
+    path: FastPath
+    reasons: tuple[str, ...]  # with the names of the modules; empty: the path is taken
+
+
+def explain(what: Any = None, **generation: Any) -> str:
+    """Say what calls run on, and every reason against what is faster.
+
+    Args:
+        what: a model or a `KimiDeltaAttention`: for each of its modules, the paths of prefill, decode step, training
+            step and `generate`. Nothing is run: the calls are supposed to be made now, under the current autocast and
+            global hooks, on the device and in the dtype of the parameters, with a cache except in training, without
+            padding. Or a problem of an operator (None: a training step of a KDA layer in bf16 on the best device here):
+            for each backend whether it serves it.
+        generation: arguments of `generate`, in place of those of model.generation_config: cache_implementation and
+            num_beams decide on captured decoding.
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(what, nn.Module):
+        return _explain_model(what, generation)
+    if what is not None and not any(isinstance(what, r.problem) for r in registry.registries()):
+        kind = type(what).__name__
+        raise TypeError(f"what must be a torch.nn.Module, a problem of an operator or None, got {kind}")
+    return registry.explain(what)
+
+
+def _explain_model(model: nn.Module, generation: dict[str, Any]) -> str:
+    compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
+    model = getattr(model, "_orig_mod", model)
+    config = getattr(model, "generation_config", None)
+    options = {n: generation.get(n, getattr(config, n, None)) for n in ("cache_implementation", "num_beams")}
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    device, dtype = parameter.device, parameter.dtype
+    facts = dict(compiling=compiled, autocast=autocasts(device.type), global_hooks=has_global_hooks())
+    lines = [f"{type(model).__name__} on {device}, {str(dtype).removeprefix('torch.')}" + ", compiled" * compiled]
+    for name, (fields, of_problem) in CALLS.items():
+        call = SupposedCall(device, dtype, **facts | fields)
+        lines += [f"{name}:", *_backends(model, call, of_problem), *_paths(model, call, options)]
+    if not hasattr(model, "get_compiled_call") or not hasattr(model, "fast_paths"):
+        lines.append(f"generate and the loss of {type(model).__name__} are its own: decode steps are not captured")
+    return "\n".join(lines)
+
+
+def _backends(model: nn.Module, call: SupposedCall, fields: dict[str, Any]) -> Iterator[str]:
+    """Yield the backend of `kda` that the layers' calls choose, with what is against those that rank higher."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "kda_options"):
+            continue
+        options, (H, HV) = layer.kda_options, layer._heads()
+        problem = KDA.problem(
+            call.device.type, arch_of(call.device), call.dtype, call.dtype, layer.head_dim, layer.head_v_dim, HV // H,
+            options["gate_activation"], options["beta_activation"], True, **fields,
+        )  # fmt: skip
+        try:
+            chosen = KDA.select(problem, options.get("backend")).name
+        except ValueError as error:
+            found.setdefault((f"none: {error}",), []).append(name)
+            continue
+        names = list(KDA.backends())
+        above = names[: names.index(chosen)]
+        refusals = (f"{n} refuses: {'; '.join(KDA.backend(n).unsupported(problem))}" for n in above)
+        found.setdefault((chosen, *refusals), []).append(name)
+    for (chosen, *refused), layers in found.items():
+        yield f"  kda runs on {chosen} ({_listed(layers)})"
+        yield from (f"    {reason}" for reason in refused)
+
+
+def _paths(model: nn.Module, call: SupposedCall, options: dict[str, Any]) -> Iterator[str]:
+    """Yield each path with the modules that take it, then those that do not and the reasons."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[Verdict, list[str]] = {}
+    for name, module in model.named_modules():
+        if not hasattr(module, "fast_paths"):
+            continue
+        of_model = (options["cache_implementation"], options["num_beams"] or 1) if hasattr(module, "generate") else ()
+        for path, facts in module.fast_paths(call, *of_model):
+            reasons = tuple(dict.fromkeys(_named(r, names) for r in path.reasons(call, *facts)))
+            found.setdefault(Verdict(path, reasons), []).append(name)
+    for (path, reasons), modules in found.items():
+        verdict = f"not taken, {path.instead} instead" if reasons else "taken"
+        yield f"  {path.name}: {verdict} ({_listed(modules)})"
+        yield from (f"    {reason}" for reason in reasons)
+
+
+def _named(reason: Reason, names: dict[int, str]) -> str:
+    where = "" if reason.module is None else f"{names.get(id(reason.module), type(reason.module).__name__)} "
+    return f"{where}{reason}"
+
+
+def _listed(names: list[str]) -> str:
+    """Return the names of modules, those that differ in one number as a range: model.layers.0-3.mlp."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name in dict.fromkeys(names):
+        before, number, after = NUMBER.findall(name)[0]
+        groups.setdefault((before, after), []).append(int(number or -1))
+    listed = []
+    for (before, after), numbers in groups.items():
+        ranges: list[list[int]] = []
+        for n in sorted(numbers):
+            if ranges and n == ranges[-1][1] + 1:
+                ranges[-1][1] = n
+            else:
+                ranges.append([n, n])
+        written = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+        listed.append(f"{before}{'' if numbers == [-1] else written}{after}" or "the model")
+    return ", ".join(listed)
