@@ -61,7 +61,7 @@ def _fits(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> boo
     )
 
 
-ADD_RMS_NORM = Fused("add_rms_norm", "add rms norm", Triton(_AddRMSNorm.apply), fits=_fits)
+ADD_RMS_NORM = Fused("add_rms_norm", "add rms norm", Triton(_AddRMSNorm.apply), tensors=3, fits=_fits)
 
 
 @ADD_RMS_NORM.plain

@@ -61,7 +61,7 @@ def _fits(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | No
     return gate.shape == x.shape and weight.shape == x.shape[-1:]
 
 
-GATED_NORM = Fused("gated_norm", "gated norm", Triton(_triton), FLA(_fla), fits=_fits)
+GATED_NORM = Fused("gated_norm", "gated norm", Triton(_triton), FLA(_fla), tensors=3, fits=_fits)
 
 
 @GATED_NORM.plain

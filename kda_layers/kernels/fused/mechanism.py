@@ -109,15 +109,16 @@ class Forms(Registry[Any, Any]):
 class Fused(Forms):
     """An operator whose forms are differentiable by themselves, for example by a torch.autograd.Function."""
 
-    def __init__(self, name: str, label: str, *forms: Form, fits: Callable[..., bool]) -> None:
+    def __init__(self, name: str, label: str, *forms: Form, tensors: int, fits: Callable[..., bool]) -> None:
         """Register the operator; `plain` completes it.
 
         Args:
             label: the operator in the text of a problem.
+            tensors: number of leading arguments that are tensors or None.
             fits: returns True for the arguments of a call that the forms take; the first one is [B, T, ...].
         """
         super().__init__(name, type("Problem", (Problem,), {"LABEL": label}), *forms)
-        self.fits = fits
+        self.tensors, self.fits = tensors, fits
 
     def plain(self, function: F) -> F:
         """Make the plain function the backend `eager`, and return the operator, with the keyword `backend`.
@@ -136,7 +137,7 @@ class Fused(Forms):
     def chosen(self, backend: str | None, *args: Any) -> Form:
         """Return the form that serves a call: the one named `backend` if it can; None chooses."""
         if (
-            not is_plain([t for t in args if isinstance(t, Tensor)])
+            not is_plain(args[: self.tensors])
             or torch_private.transforms_active()
             or torch_private.forward_ad_active()
             or not self.fits(*args)

@@ -87,7 +87,7 @@ def _fits(gate: Tensor, up: Tensor) -> bool:
     return gate.ndim == 3 and gate.shape == up.shape and gate.dtype == up.dtype and gate.device == up.device
 
 
-SWIGLU = Fused("swiglu", "swiglu", Triton(_triton, few_tokens=True), fits=_fits)
+SWIGLU = Fused("swiglu", "swiglu", Triton(_triton, few_tokens=True), tensors=2, fits=_fits)
 
 
 @SWIGLU.plain
