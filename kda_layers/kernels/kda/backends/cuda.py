@@ -134,7 +134,7 @@ class CudaBackend(Backend):
     ) -> tuple[Inputs, Machine, Saved, reverse_scan.Scanned, Tensor]:
         """Run the reverse scan; return the arguments of the kernel after it."""
         x, d_o, machine = aligned_inputs(x), aligned(d_o), self.machine
-        if forms.is_cut(x, machine):
+        if SavedInSegments.are(saved) if saved else forms.is_cut(x, machine):
             cut = SavedInSegments.of(saved) if saved else forms.recompute(x, machine, forms.SEGMENTS)
             scanned = reverse_segments.reverse_scan_in_segments(x, machine, cut, d_o, d_final, d_checkpoints)
             return x, machine, cut.whole, scanned, d_o

@@ -144,6 +144,11 @@ class SavedInSegments(NamedTuple):
         maps, *kept = tensors
         return cls(spec.Saved(*kept), maps)
 
+    @staticmethod
+    def are(tensors: list[Tensor]) -> bool:
+        """Return True for `tensors` of this class, False for those of `spec.Saved`, whose first one holds bytes."""
+        return tensors[0].dtype == torch.float32
+
     def tensors(self) -> list[Tensor]:
         """The tensors that exist."""
         return [self.maps, *self.whole.tensors()]
