@@ -19,7 +19,7 @@ from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
 from kda_layers.kernels.kda.cuda.decode import decode as step
 from kda_layers.kernels.kda.cuda.forward import one_role as chunk
 from kda_layers.kernels.kda.cuda.forward import segments, two_roles
-from kda_layers.kernels.kda.cuda.spec import ALWAYS
+from kda_layers.kernels.kda.cuda.spec import ALWAYS, Rows, Signature
 from tests.kernels.cases import BF16, FP16, FP32
 
 pytestmark = pytest.mark.compiles
@@ -239,13 +239,17 @@ def test_every_variant_fits(arch: str) -> None:
 def test_every_choice_is_a_variant(arch: int) -> None:
     """`--precompile` compiles exactly what would be compiled at first use."""
     variants = set(chunk.variants(arch))
-    fields = {(v.K, v.dtype, v.gate_activation, v.g_wide, v.saves, v.pooled, v.fine) for v in variants}
-    chosen = {
-        chunk.variant_for(*problem, items, 132, arch, *form)
-        for problem, form in ((f[:4], f[4:]) for f in fields)
-        for items in (1, 2**20)
-    }
+    chosen = {chunk.variant_for(signature_of(v, tiles), 132, arch) for v in variants for tiles in (1, 2**20)}
     assert chosen == variants
+
+
+def signature_of(v: chunk.Variant, tiles: int) -> Signature:
+    """The signature of a call with so many pairs of a sequence and a value head that the variant may serve."""
+    g_dtype, shape = FP32 if v.g_wide else v.dtype, (1, 64, tiles, v.K)
+    return Signature(
+        torch.device("cuda"), v.dtype, g_dtype, v.dtype, shape, shape, None, v.gate_activation, 0.0, "sigmoid", True,
+        1.0, False, False, False, saves=v.saves, fine=v.fine, rows=Rows(*(0,) * 7) if v.pooled else None,
+    )  # fmt: skip
 
 
 @pytest.mark.slow
