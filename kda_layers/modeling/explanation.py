@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
     reasons: tuple[str, ...]  # with the names of the modules; empty: the path is taken
 
 
-def explain(what: Any = None, **generation: Any) -> str:
+def explain(what: Any = None, **options: Any) -> str:
     """Say what calls run on, and every reason against what is faster.
 
     Args:
@@ -42,18 +42,19 @@ def explain(what: Any = None, **generation: Any) -> str:
             global hooks, on the device and in the dtype of the parameters, with a cache except in training, without
             padding. Or a problem of an operator (None: a training step of a KDA layer in bf16 on the best device here):
             for each backend whether it serves it.
-        generation: arguments of `generate`, in place of those of model.generation_config: cache_implementation and
-            num_beams decide on captured decoding.
+        options: of a model arguments of `generate`, in place of those of model.generation_config: cache_implementation
+            and num_beams decide on captured decoding. Of a problem of `kda` the sizes B, T and HV, for which the forms
+            of its kernels are then listed.
 
     Raises:
         TypeError: something else.
     """
     if isinstance(what, nn.Module):
-        return _explain_model(what, generation)
+        return _explain_model(what, options)
     if what is not None and not any(isinstance(what, r.problem) for r in registry.registries()):
         kind = type(what).__name__
         raise TypeError(f"what must be a torch.nn.Module, a problem of an operator or None, got {kind}")
-    return registry.explain(what)
+    return registry.explain(what, **options)
 
 
 def _explain_model(model: nn.Module, generation: dict[str, Any]) -> str:

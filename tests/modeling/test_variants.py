@@ -382,7 +382,7 @@ def test_a_new_family_is_one_file(tmp_path: pathlib.Path) -> None:
     """In a copy of the package with the file of Arcee, which is Llama's under other names."""
     package = pathlib.Path(kda_layers.__file__).parent
     shutil.copytree(package, tmp_path / "kda_layers", ignore=shutil.ignore_patterns("__pycache__"))
-    families = tmp_path / "kda_layers" / "modeling" / "families"
+    families = tmp_path / "kda_layers" / "modeling" / "swap" / "families"
     text = (families / "kda_llama.py").read_text()
     (families / "kda_arcee.py").write_text(text.replace("Llama", "Arcee").replace("llama", "arcee"))
     done = subprocess.run([sys.executable, "-c", NEW_FAMILY], capture_output=True, text=True, check=False, cwd=tmp_path)
