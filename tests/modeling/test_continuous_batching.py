@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 import kda_layers
 from kda_layers.kernels.kda.contract import Problem
 from kda_layers.modeling.layer.slots import SlotState, read_slots
-from kda_layers.modeling.serving import continuous_batching
+from kda_layers.modeling.models.hybrid import HybridForCausalLM
 from tests.modeling import stock_models
 from tests.modeling.models import ALL_KDA, OURS, build, of_models, stock
 
@@ -639,7 +639,7 @@ def test_a_plain_cache_is_no_engine() -> None:
 
 
 def test_it_is_off_until_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuous_batching, "_enabled", False)
+    monkeypatch.setattr(HybridForCausalLM, "batches_continuously", False)
     with pytest.raises(RuntimeError, match=r"needs kda_layers.enable_continuous_batching\(\)"):
         model("kda").generate_batch(prompts(3), generation(2))
 
@@ -654,7 +654,7 @@ def test_enabling_twice_wraps_once() -> None:
 def test_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is missing, an allocator that transformers has itself: nothing is wrapped then."""
     module = importlib.import_module("transformers.generation.continuous_batching.cache")
-    monkeypatch.setattr(continuous_batching, "_enabled", False)
+    monkeypatch.setattr(HybridForCausalLM, "batches_continuously", False)
     with pytest.raises(ImportError, match="has an allocator of its own for linear_attention"):
         kda_layers.enable_continuous_batching()
     monkeypatch.setattr(module, "ATTN_TYPE_TO_ALLOCATOR", {})
