@@ -77,7 +77,7 @@ FEW = ("kda", "hybrid", "grouped", "key_bias", "llama", "windows", "swapped kimi
 
 
 def of_models(names: Sequence[str]) -> pytest.MarkDecorator:
-    """Parametrise a test by models, of which those beyond `FEW` are slow."""
+    """Parametrise a test by models; those beyond `FEW` are slow."""
     return pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FEW)) for n in names])
 
 

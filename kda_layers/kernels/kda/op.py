@@ -164,7 +164,7 @@ def kda(
 
 
 def _in_layout(out: Any, kv: bool) -> Any:
-    """Outputs, of which the states are views [..., K, V] if `kv`."""
+    """Return outputs with their states as views [..., K, V] if `kv`."""
     return type(out)(out.o, *(None if t is None else t.mT for t in out[1:])) if kv else out
 
 

@@ -32,7 +32,7 @@ PARAMS = Params("ReverseScanParams", """
     float* d_starts;             // [rows, V, K], or null
     int T, HV, tiles;            // tiles = N * HV; B * T < 2^31
     int int64_offsets;           // cu_seqlens is int64
-    int segments, cut_from;      // see forward.py
+    int segments, cut_from;      // see forward/params.py
 """)  # fmt: skip
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 BV = 64  # columns of V per block

@@ -6,7 +6,7 @@
 // Chosen by the build: K, V (128 or 64), BV (columns of V per CTA), CLUSTER (CTAs that one multicast of a prepared
 // chunk reaches, a divisor of SLICES; 0: no bulk copies), IO (Bf16 or Fp16), HAS_WGMMA (1 on sm_90a), and where sequences
 // are cut into segments SEGMENTS, SEGMENT_TOKENS and SEGMENT_TILES (segments.cu).
-#ifndef TAILS  // the decode kernel computes up to so many tokens after a sequence's full chunks (tails.py)
+#ifndef TAILS  // the decode kernel computes up to so many tokens after a sequence's full chunks (last_tokens.py)
 #define TAILS 0
 #endif
 #ifndef FINE  // T' is kept in fp16 as well, and the reverse scan multiplies by that

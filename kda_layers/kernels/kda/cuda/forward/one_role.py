@@ -142,7 +142,7 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
 
 
 def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDAOutput, Saved | None]:
-    """Return the outputs of aligned inputs, of which `last` stay unwritten, and what the plan's call saves."""
+    """Return the outputs of aligned inputs, but for those of `last`, and what the call saves."""
     out, (ring, progress) = spec.new_outputs(x, plan.state_shape), scratch(plan, x.q.device)
     saved = Saved.like(x) if plan.variant.saves else None
     plan.launch(pointers_of(x, out, last, saved, ring, progress) + plan.values)

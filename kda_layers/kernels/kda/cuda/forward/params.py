@@ -32,7 +32,7 @@ PARAMS = Params("ForwardParams", """
     const void *slots, *stops;   // read if POOLED: [N], or null: sequence n has slot n; no checkpoint
     // Of segments.cu, of the tiles of sequences that are cut: [rows, V + K, K], B and F; [rows, V, K], their S0
     float *maps, *starts;
-    // Read if TAILS, of calls whose last tokens the decode kernel computes (tails.py)
+    // Read if TAILS, of calls whose last tokens the decode kernel computes (last_tokens.py)
     const int* order;  // what order.cu writes, or null: all sequences as they come
     float* handover;   // [sequences in that order, HV, V, K], states before last tokens, or null
     int T, H, HV, group, tiles;  // group = HV / H, tiles = N * HV; B * T < 2^31

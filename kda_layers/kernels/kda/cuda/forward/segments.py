@@ -250,7 +250,7 @@ def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:
 
 
 def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDAOutput, SavedInSegments | None]:
-    """Return the outputs of aligned inputs, of which `last` stay unwritten, and what the plan's call saves.
+    """Return the outputs of aligned inputs, but for those of `last`, and what the call saves.
 
     Raises:
         RuntimeError: specialised CTAs cannot run at once

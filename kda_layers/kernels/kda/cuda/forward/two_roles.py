@@ -137,7 +137,7 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
 
 
 def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDAOutput, None]:
-    """Return the outputs of aligned inputs, of which `last` stay unwritten, and None.
+    """Return the outputs of aligned inputs, but for those of `last`, and None.
 
     Raises:
         RuntimeError: the blocks cannot run at once
