@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from kda_layers.modeling.cuda_graphs.cache_state import CacheState
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CudaGraphs
 from kda_layers.modeling.inputs.cache_argument import rename_cache
 from kda_layers.modeling.layer.cache import KDAStaticCache
-from kda_layers.modeling.layer.fast_paths import Reason, fast_path
+from kda_layers.modeling.layer.fast_paths import Reason, fast_path, hooks
 from kda_layers.modeling.layer.merged_weights import capture_in_passing, is_capturing
 from kda_layers.modeling.seams import Cache, StaticCache
 
@@ -27,10 +26,10 @@ RECORDING_HOOKS = "transformers.utils.output_capturing"
 
 @fast_path("decode steps of `generate` in a CUDA graph", instead="each launch of a decode step by the host")
 def CAPTURED_DECODING(call: Any, model: nn.Module, cache: str | None = "static", beams: int = 1) -> Iterator[Reason]:
-    """A static cache, and a model of which a CUDA graph of `forward` does what a call does.
+    """A model whose `forward`, captured in a CUDA graph, does what a call of the model does, with a static cache.
 
-    Not one that is not wholly on one CUDA device, is quantised or sharded, has hooks or a replaced forward, or keeps
-    the lengths of its cache in Python, as the sliding windows of transformers' static cache do.
+    Excluded are models on several devices, quantised or sharded ones, hooks and replaced forwards, and caches that keep
+    their lengths in Python, as the sliding windows of transformers' static cache do.
     """
     modules = dict(model.named_modules())
     tensors = [t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
@@ -56,11 +55,7 @@ def CAPTURED_DECODING(call: Any, model: nn.Module, cache: str | None = "static",
 
 def _beside_its_forward(module: nn.Module) -> Iterator[Reason]:
     """Yield what calling a module runs beside the forward of its class and what records outputs."""
-    hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
-    if any(getattr(hook, "__module__", None) != RECORDING_HOOKS for hook in hooks):
-        yield Reason("has forward hooks", "remove them", module)
-    if "forward" in vars(module):
-        yield Reason("has a replaced forward, as of accelerate's offloading", "keep the model on one device", module)
+    yield from hooks(module, harmless=RECORDING_HOOKS)
     if module._compiled_call_impl is not None:
         yield Reason("is compiled (torch.compile)", "generate captures by itself: leave out model.compile()", module)
 

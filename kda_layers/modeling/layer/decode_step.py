@@ -12,7 +12,18 @@ from ...kernels.fused.linear_step import linear_step
 from ...kernels.kda.contract import state_dtype
 from ...kernels.kda.cuda.layer_step.op import has_kernel, layer_step, why_no_kernel
 from ..checks import check_no_adapter
-from .fast_paths import Call, FastPath, Reason, SupposedCall, additions, fast_path, hooks, is_plain, name_of
+from .fast_paths import (
+    Call,
+    FastPath,
+    Reason,
+    SupposedCall,
+    additions,
+    fast_path,
+    hooks,
+    is_plain,
+    name_of,
+    other_dtype,
+)
 from .merged_weights import MERGED_WEIGHTS, MergedWeights
 from .shared_input import SHARED_INPUT
 from .state import LayerState
@@ -77,11 +88,9 @@ def DECODE_KERNEL(call: Any, layer: DecodesByKernels, state: LayerState, kernel:
         yield Reason("runs under autocast", "load the model in bfloat16 instead")
     if (in_kernel := kernel.factors) is None:
         yield Reason(kernel.missing)
-    read = (layer.conv1d, layer.o_norm, *(f for f in in_kernel or () if f is not None))
-    for module in read:
-        if module.weight.dtype != call.dtype:
-            names = name_of(module.weight.dtype), name_of(call.dtype)
-            yield Reason("has a weight in {} for inputs in {}".format(*names), "load the model in one dtype", module)
+    for module in (layer.conv1d, layer.o_norm, *(in_kernel or ())):
+        if module is not None:
+            yield from other_dtype(module, call.dtype)
     if state.conv is not None and state.conv.dtype != call.dtype:
         yield Reason(f"has a cache in {name_of(state.conv.dtype)} for inputs in {name_of(call.dtype)}")
 

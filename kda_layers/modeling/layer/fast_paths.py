@@ -54,10 +54,8 @@ class Call:
     compiling = property(lambda self: torch.compiler.is_compiling())
     autocast = property(lambda self: tracing.autocasts(self.x.device.type))
     grad = property(lambda self: torch.is_grad_enabled())
-    may_run_again = property(lambda self: tracing.may_run_again())
     records = property(lambda self: tracing.needs_gradients((self.x,)))
     global_hooks = property(lambda self: torch_private.has_global_hooks())
-
     is_plain = property(lambda self: tracing.is_plain((self.x,)))
 
     @property
@@ -76,7 +74,6 @@ class SupposedCall(NamedTuple):
     compiling: bool = False
     autocast: bool = False
     grad: bool = False
-    may_run_again: bool = False
     records: bool = False
     global_hooks: bool = False
     is_plain: bool = True
@@ -135,9 +132,11 @@ def additions(layer: nn.Module, kind: type[nn.Module] = nn.Linear, biased: bool 
         yield Reason("has a bias", "", layer)
 
 
-def hooks(module: nn.Module) -> Iterator[Reason]:
-    """Yield what calling a module runs beside the forward of its class."""
-    if module._forward_hooks or module._forward_pre_hooks:
+def hooks(module: nn.Module, harmless: str = "") -> Iterator[Reason]:
+    """Yield what calling a module runs beside the forward of its class; hooks of the Python module `harmless` do not
+    count."""
+    pre, post = module._forward_pre_hooks, module._forward_hooks
+    if (pre or post) and any(getattr(h, "__module__", None) != harmless for h in (*pre.values(), *post.values())):
         yield Reason("has forward hooks", "remove them", module)
     if "forward" in vars(module):
         yield Reason("has a replaced forward, as of accelerate's offloading", "keep the model on one device", module)
@@ -146,8 +145,16 @@ def hooks(module: nn.Module) -> Iterator[Reason]:
 def training_additions(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> Iterator[Reason]:
     """Yield `additions`, a bias among them, and hooks of the backward."""
     yield from additions(layer, kind, biased=False)
-    if type(layer) is kind and (layer._backward_hooks or layer._backward_pre_hooks):
+    if layer._backward_hooks or layer._backward_pre_hooks:
         yield Reason("has backward hooks", "remove them", layer)
+
+
+def other_dtype(layer: nn.Module, dtype: torch.dtype) -> Iterator[Reason]:
+    """Yield that a layer's weight has another dtype than its inputs."""
+    weight = getattr(layer, "weight", None)
+    if weight is not None and weight.dtype != dtype:
+        text = f"has a weight in {name_of(weight.dtype)} for inputs in {name_of(dtype)}"
+        yield Reason(text, "load the model in one dtype", layer)
 
 
 def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers.kernels.fused.add_rms_norm import add_rms_norm
-from kda_layers.modeling.layer.fast_paths import Call, Reason, additions, fast_path, name_of
+from kda_layers.modeling.layer.fast_paths import Call, Reason, additions, fast_path, other_dtype
 
 
 def normal(norm: nn.Module, dtype: torch.dtype) -> Iterator[Reason]:
@@ -17,9 +17,7 @@ def normal(norm: nn.Module, dtype: torch.dtype) -> Iterator[Reason]:
     yield from additions(norm, nn.RMSNorm)
     if getattr(norm, "eps", None) is None:
         yield Reason("has no eps", "", norm)
-    weight = norm._parameters.get("weight")
-    if weight is not None and weight.dtype != dtype:
-        yield Reason(f"has a weight in {name_of(weight.dtype)} for inputs in {name_of(dtype)}", "", norm)
+    yield from other_dtype(norm, dtype)
 
 
 @fast_path("norm fused with the addition before it", instead="an addition, then nn.RMSNorm")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fast_paths import Call, Reason, fast_path, name_of, training_additions
+from .fast_paths import Call, Reason, fast_path, name_of, other_dtype, training_additions
 
 # Elsewhere the sums of the gradient keep torch's order, and with it their bits.
 DEVICES, DTYPES = ("cuda",), (torch.bfloat16, torch.float16)
@@ -30,9 +30,7 @@ def SHARED_INPUT(call: Any, layers: Sequence[nn.Module]) -> Iterator[Reason]:
         yield Reason(f"is computed in {name_of(call.dtype)}", "load the model in bfloat16")
     for layer in layers:
         yield from training_additions(layer)
-        weight = layer._parameters.get("weight")
-        if weight is not None and weight.dtype != call.dtype:
-            yield Reason(f"has a weight in {name_of(weight.dtype)} for inputs in {name_of(call.dtype)}", "", layer)
+        yield from other_dtype(layer, call.dtype)
     if call.autocast:
         yield Reason("runs under autocast", "load the model in bfloat16 instead")
     if not call.is_plain or call.is_transformed:

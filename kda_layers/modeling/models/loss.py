@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kda_layers.kernels.fused.linear_cross_entropy import linear_cross_entropy
 from kda_layers.kernels.tracing import autocasts
-from kda_layers.modeling.layer.fast_paths import Call, Reason, fast_path, name_of, training_additions
+from kda_layers.modeling.layer.fast_paths import Call, Reason, fast_path, other_dtype, training_additions
 from kda_layers.modeling.seams import ForCausalLMLoss
 
 
@@ -24,8 +24,8 @@ def CHUNKED_LOSS(call: Any, model: Any) -> Iterator[Reason]:
     weight = head._parameters.get("weight")
     if weight is not None and weight.shape[0] != model.config.vocab_size:
         yield Reason(f"has {weight.shape[0]} outputs for config.vocab_size = {model.config.vocab_size}", "", head)
-    if weight is not None and (not call.autocast or call.dtype == torch.float64) and weight.dtype != call.dtype:
-        yield Reason(f"has a weight in {name_of(weight.dtype)} for inputs in {name_of(call.dtype)}", "", head)
+    if not call.autocast or call.dtype == torch.float64:  # which autocast leaves alone
+        yield from other_dtype(head, call.dtype)
     if not call.compiling and call.is_transformed:
         yield Reason("is under a transform of torch.func or forward-mode differentiation")
 
