@@ -29,7 +29,12 @@ def main() -> None:
     explain.add_argument("folder", help="of the checkpoint")
     args = parser.parse_args()
     if args.command:
-        return explain_checkpoint(args.folder)
+        if args.precompile or args.resources or args.arch:
+            parser.error("explain takes a folder alone, without --precompile, --resources and --arch")
+        try:
+            return explain_checkpoint(args.folder)
+        except (ImportError, OSError, ValueError) as error:  # no transformers, no checkpoint, no model that it knows
+            parser.exit(1, f"{parser.prog}: error: cannot explain {args.folder}: {error}\n")
     try:
         toolchain.cache_folder()
     except (ValueError, RuntimeError) as error:  # RuntimeError: this user has no home

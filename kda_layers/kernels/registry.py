@@ -221,7 +221,7 @@ def registries() -> tuple[Registry[Any, Any], ...]:
 
 
 def registry_of(backend: Any) -> Registry[Any, Any]:
-    """Return the registry of the operator of which `backend` is one, or raise a TypeError."""
+    """Return the registry of the operator that `backend` implements, or raise a TypeError."""
     known = {r.kind: r for r in registries() if r.kind is not None}
     for kind, registry in known.items():
         if isinstance(backend, kind):
@@ -255,11 +255,14 @@ def explain(problem: Any = None, *, B: int = 1, T: int = 8192, HV: int = 16) -> 
 
     Args:
         B, T, HV: sequences, tokens of each and value heads of the call whose forms are listed; a problem has no sizes.
+
+    Raises:
+        TypeError: `problem` is not that of an operator.
     """
-    if problem is None:
-        kda = next(r for r in registries() if r.operator == "kda")
-        return kda.explain(kda.problem.default(), B, T, HV)
-    return next(r for r in registries() if isinstance(problem, r.problem)).explain(problem, B, T, HV)
+    for r in registries():
+        if isinstance(problem, r.problem) or (problem is None and r.operator == "kda"):
+            return r.explain(r.problem.default() if problem is None else problem, B, T, HV)
+    raise TypeError(f"expected a model, a layer, the Problem of an operator or None, got {type(problem).__name__}")
 
 
 def requested() -> str | None:

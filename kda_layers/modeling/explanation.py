@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kda_layers.kernels import registry
 from kda_layers.kernels.declarations import arch_of
@@ -15,7 +15,7 @@ from kda_layers.kernels.kda.contract import CHUNK
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.torch_private import has_global_hooks
 from kda_layers.kernels.tracing import autocasts
-from kda_layers.modeling.layer.fast_paths import FastPath, Reason, SupposedCall
+from kda_layers.modeling.layer.fast_paths import FastPath, Reason, SupposedCall, name_of
 
 NUMBER = re.compile(r"(\D*)(\d*)(.*)")
 # Name of a kind of call -> the fields of `SupposedCall` and of the problem of `kda` that it has.
@@ -47,25 +47,23 @@ def explain(what: Any = None, **options: Any) -> str:
             of its kernels are then listed.
 
     Raises:
-        TypeError: something else.
+        TypeError: `what` is something else; options that neither `generate` nor a problem has.
     """
-    if isinstance(what, nn.Module):
-        return _explain_model(what, options)
-    if what is not None and not any(isinstance(what, r.problem) for r in registry.registries()):
-        kind = type(what).__name__
-        raise TypeError(f"what must be a torch.nn.Module, a problem of an operator or None, got {kind}")
-    return registry.explain(what, **options)
+    return _explain_model(what, options) if isinstance(what, nn.Module) else registry.explain(what, **options)
 
 
 def _explain_model(model: nn.Module, generation: dict[str, Any]) -> str:
     compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
     model = getattr(model, "_orig_mod", model)
     config = getattr(model, "generation_config", None)
+    if unknown := [name for name in generation if not hasattr(config, name)]:
+        raise TypeError(f"options must be arguments of {type(model).__name__}.generate, got {', '.join(unknown)}")
     options = {n: generation.get(n, getattr(config, n, None)) for n in ("cache_implementation", "num_beams")}
-    parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    device, dtype = parameter.device, parameter.dtype
+    # The largest parameter: A_log and dt_bias, which may come first, stay in fp32.
+    largest = max((p for p in model.parameters() if p.is_floating_point()), key=Tensor.numel, default=torch.empty(0))
+    device, dtype = largest.device, largest.dtype
     facts = dict(compiling=compiled, autocast=autocasts(device.type), global_hooks=has_global_hooks())
-    lines = [f"{type(model).__name__} on {device}, {str(dtype).removeprefix('torch.')}" + ", compiled" * compiled]
+    lines = [f"{type(model).__name__} on {device}, {name_of(dtype)}" + ", compiled" * compiled]
     for name, (fields, of_problem) in CALLS.items():
         call = SupposedCall(device, dtype, **facts | fields)
         lines += [f"{name}:", *_backends(model, call, of_problem), *_paths(model, call, options)]

@@ -178,6 +178,8 @@ def test_a_layer_without_a_model() -> None:
     text = kda_layers.explain(KimiDeltaAttention(64, 2, 64))
     assert text.startswith("KimiDeltaAttention on cpu, float32\n")
     assert KERNEL in read(text)["decode"]
+    layer = KimiDeltaAttention(64, 2, 64).to(torch.bfloat16)  # A_log and dt_bias stay in fp32
+    assert kda_layers.explain(layer).startswith("KimiDeltaAttention on cpu, bfloat16\n")
 
 
 def test_a_swapped_stock_model() -> None:
@@ -191,8 +193,12 @@ def test_a_swapped_stock_model() -> None:
 
 
 def test_what_cannot_be_explained() -> None:
-    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, a problem of an operator or None, got list"):
+    with pytest.raises(TypeError, match=r"expected a model, a layer, the Problem of an operator or None, got list"):
         kda_layers.explain([])
+    with pytest.raises(TypeError, match=r"options must be arguments of KDAForCausalLM.generate, got num_beam, T"):
+        kda_layers.explain(build(), num_beam=2, T=64)
+    with pytest.raises(TypeError, match=r"arguments of KimiDeltaAttention.generate, got num_beams"):
+        kda_layers.explain(KimiDeltaAttention(64, 2, 64), num_beams=2)
 
 
 def test_a_gpu_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +281,20 @@ def test_explanations_and_calls_agree() -> None:
     verdicts = [verdict for verdict, _ in read(kda_layers.explain(model))["prefill"][MERGED]]
     assert laid == [True, True]
     assert verdicts == ["taken (model.layers.0-1.mlp)"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("explain", "nowhere"), "nowhere"),
+        (("--precompile", "explain", "nowhere"), "explain takes a folder alone, without --precompile"),
+    ],
+)
+def test_the_command_refuses(arguments: tuple[str, ...], said: str) -> None:
+    run = subprocess.run([sys.executable, "-m", "kda_layers", *arguments], capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "Traceback" not in run.stderr
+    assert said in run.stderr
 
 
 def test_the_command(tmp_path: Path) -> None:
