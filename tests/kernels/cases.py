@@ -45,6 +45,7 @@ from kda_layers.testing.oracle import (
     outputs,
     run,
     run_draws,
+    run_oracle,
 )
 from kda_layers.testing.poison import poisoned_memory
 from tests.kernels.emulated_backends import EMULATED
@@ -54,7 +55,7 @@ __all__ = [
     "call", "check", "check_near", "draws", "emulated", "error", "for_device", "for_training", "ids", "limits_of",
     "make_inputs", "map_tensors", "on_every_backend", "on_every_device", "on_installed_backends", "on_typical_shapes",
     "options", "oracle", "output_gradients", "outputs",
-    "poisoned_memory", "run", "run_draws", "sequences", "serve", "step_inputs", "to_device", "to_fp64",
+    "poisoned_memory", "run", "run_draws", "run_oracle", "sequences", "serve", "step_inputs", "to_device", "to_fp64",
     "trains_only_without_checkpoints",
 ]  # fmt: skip
 

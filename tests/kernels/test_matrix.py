@@ -30,11 +30,11 @@ from tests.kernels.cases import (
     on_every_backend,
     on_every_device,
     on_typical_shapes,
-    oracle,
     output_gradients,
     poisoned_memory,
     run,
     run_draws,
+    run_oracle,
     serve,
     to_fp64,
 )
@@ -143,8 +143,8 @@ on_every_case = pytest.mark.parametrize(
 def expected(case: Case, device: str, number: int) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The truth of a case, so many of its draws stacked, and each tensor's limit."""
     drawn = [make_inputs(case, device, n) for n in range(number)]
-    truth = run_draws(oracle, [to_fp64(x) for x in drawn])
-    return truth, limits_of(run_draws(oracle, drawn), truth, case.dtype)
+    truth = run_oracle([to_fp64(x) for x in drawn])
+    return truth, limits_of(run_oracle(drawn), truth, case.dtype)
 
 
 @on_every_backend
@@ -192,8 +192,8 @@ def test_a_group_equals_repeated_heads(
     drawn = draws(for_training(case, backend, device), backend, device)
     repeated = [x._replace(q=x.q.repeat_interleave(group, 2), k=x.k.repeat_interleave(group, 2)) for x in drawn]
     serve(backend, problem_of(repeated[0], needs_grad=True), required_backends)
-    truth = run_draws(oracle, [to_fp64(x) for x in drawn])
-    got, yardstick = run_draws(lambda x: call(x, backend), repeated), run_draws(oracle, repeated)
+    truth = run_oracle([to_fp64(x) for x in drawn])
+    got, yardstick = run_draws(lambda x: call(x, backend), repeated), run_oracle(repeated)
     for name in ("d_q", "d_k"):
         got[name], yardstick[name] = (t[name].unflatten(3, (-1, group)).sum(4) for t in (got, yardstick))
     check(got, truth, limits_of(yardstick, truth, shape["dtype"]))

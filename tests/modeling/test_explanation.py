@@ -85,9 +85,8 @@ def with_adapter(model: KDAForCausalLM) -> nn.Module:
 
 
 def quantised(model: KDAForCausalLM) -> nn.Module:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    quantize_(model, Int8WeightOnlyConfig())
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     return model
 
 
