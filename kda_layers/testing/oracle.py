@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,10 +100,10 @@ def run_oracle(
     at_once = max(1, MOST_STATES // (x.v[..., 0].numel() * x.v.shape[3] * x.q.shape[3]))
     parts = []
     for some in (draws[n : n + at_once] for n in range(0, len(draws), at_once)):
-        merged = x._replace(**{n: torch.cat([getattr(y, n) for y in some], HEADS[n]) for n in tensors})
+        merged: dict[str, Any] = {n: torch.cat([getattr(y, n) for y in some], HEADS[n]) for n in tensors}
         gradients = [d_out(y) for y in some]
         d_merged = {n: torch.cat([d[n] for d in gradients], HEADS[n]) for n in gradients[0]}
-        results = run(oracle, merged, d_merged)
+        results = run(oracle, x._replace(**merged), d_merged)
         parts.append({n: t.cpu().chunk(len(some), HEADS[n.removeprefix("d_")]) for n, t in results.items()})
     return {n: torch.stack([t for part in parts for t in part[n]]) for n in parts[0]}
 
