@@ -35,7 +35,8 @@ from benchmarks.gpu.kernel_shares import trace
 from benchmarks.gpu.layer import to_bf16
 from benchmarks.gpu.machine import CaptureError, CudaMachine
 from benchmarks.gpu.model import PEAK
-from kda_layers import CapturedStep, KDAConfig, KDAForCausalLM, swap_attention
+from kda_layers import KDAConfig, KDAForCausalLM, swap_attention
+from kda_layers.training import CapturedStep
 
 TITLE = "Whole language models: training step, prefill and decode step"
 SIZES: dict[str, dict[str, Any]] = {

@@ -42,7 +42,7 @@ from tqdm import tqdm
 from benchmarks import report, timing
 from benchmarks.gpu.model import PEAK
 from benchmarks.parallel_work import FLA, OURS, SHAPES, WORK, operator, operator_of_fla
-from kda_layers import Shards
+from kda_layers.parallel import Shards
 from kda_layers.testing.budgets import budget, error
 
 TITLE = "Several GPUs: sequences, weights and heads cut over them"

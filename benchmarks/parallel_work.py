@@ -23,7 +23,8 @@ from transformers.distributed import DistributedConfig
 
 from benchmarks import lm
 from benchmarks.gpu.layer import to_bf16
-from kda_layers import KDAConfig, KDAForCausalLM, Shards, enable_context_parallel, kda, kda_over_ranks
+from kda_layers import KDAConfig, KDAForCausalLM, kda
+from kda_layers.parallel import Shards, enable_context_parallel, kda_over_ranks
 
 SHAPES = {"cuda": (32, 128, torch.bfloat16), "cpu": (2, 16, torch.float32)}  # heads, width and dtype of the operator
 SMALL = dict(

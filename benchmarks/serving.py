@@ -35,7 +35,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks import report, timing
 from benchmarks.gpu.layer import to_bf16
-from kda_layers import CapturedStep, KDAConfig, KDAForCausalLM, enable_continuous_batching
+from kda_layers import KDAConfig, KDAForCausalLM
+from kda_layers.serving import enable_continuous_batching
+from kda_layers.training import CapturedStep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from common.text import BYTES, load_text, training_batch

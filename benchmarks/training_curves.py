@@ -34,7 +34,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import report, timing
-from kda_layers import CapturedStep, KDAForCausalLM, use_backend
+from kda_layers import KDAForCausalLM, use_backend
+from kda_layers.training import CapturedStep
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))

@@ -73,7 +73,7 @@ def train(args: argparse.Namespace) -> int:
     # then beyond destroy_process_group; its threads can end the interpreter with "terminate called".
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
-    kda_layers.enable_context_parallel(model, mesh["cp"])
+    kda_layers.parallel.enable_context_parallel(model, mesh["cp"])
     if args.gradient_checkpointing:
         # transformers 5.23 renamed it, and warns of the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -26,7 +26,11 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = sorted(p for p in (ROOT / "docs").rglob("*.md") if docs.RUNS not in p.relative_to(ROOT).parents)
 TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, ROOT / "examples" / "quickstart.py"]
-PUBLIC = {f"kda_layers.{n}" for n in kda_layers.__all__} | {f"kda_layers.kernels.fla_api.{n}" for n in fla_api.__all__}
+PUBLIC: dict[str, Any] = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (kda_layers, *(getattr(kda_layers, name) for name in kda_layers._SUBMODULES), fla_api)
+    for name in module.__all__
+}
 
 
 def name_of(path: Path) -> str:
@@ -250,8 +254,7 @@ def test_every_public_name_has_one_entry() -> None:
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_described_parameters_exist(name: str) -> None:
     """One line may describe several, which mkdocstrings cannot check."""
-    module = fla_api if ".fla_api." in name else kda_layers
-    public = getattr(module, name.rsplit(".", 1)[1])
+    public = PUBLIC[name]
     assert public.__doc__
     section = re.search(r"^Args:\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(public.__doc__), re.S | re.M)
     if section is None or name == "kda_layers.KDAConfig":  # a config's are fields, of its base class too

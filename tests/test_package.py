@@ -62,10 +62,26 @@ def test_every_public_name_is_there_and_others_are_not():
 
 def test_the_table_of_public_names_is_whole() -> None:
     """The names that `dir` shows, a type checker reads and an import finds are the same."""
-    assert set(kda_layers.__all__) <= set(dir(kda_layers))
+    assert {*kda_layers.__all__, *kda_layers._SUBMODULES} <= set(dir(kda_layers))
+    assert not set(kda_layers._MOVED) & set(dir(kda_layers))
     (block,) = (node for node in ast.parse(Path(kda_layers.__file__).read_text()).body if is_type_checking(node))
     typed = {alias.asname: f"{node.module}.{alias.name}" for node in block.body for alias in node.names}
     assert typed == {name: f"kda_layers.{module}.{name}" for name, module in kda_layers._PUBLIC.items()}
+
+
+@pytest.mark.parametrize(("name", "module"), kda_layers._MOVED.items())
+def test_a_name_of_version_0_1_works_with_a_warning_at_the_line_that_uses_it(name: str, module: str) -> None:
+    new, message = (
+        getattr(kda_layers, module),
+        rf"^kda_layers\.{name} is deprecated: use kda_layers\.{module}\.{name}\.",
+    )
+    for use in (f"kda_layers.{name}", f"from kda_layers import {name}"):
+        with pytest.warns(DeprecationWarning, match=message) as got:
+            exec(compile(use, "user.py", "exec"), {"__name__": "user", "kda_layers": kda_layers})
+        assert {warning.filename for warning in got} == {"user.py"}
+    assert name in new.__all__
+    with pytest.warns(DeprecationWarning, match=message):
+        assert getattr(kda_layers, name) is getattr(new, name)
 
 
 def is_type_checking(node: ast.stmt) -> bool:

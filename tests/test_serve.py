@@ -34,7 +34,7 @@ MISSING = [name for name in ("fastapi", "uvicorn", "openai", "pydantic") if impo
 needs_serving = pytest.mark.skipif(bool(MISSING), reason=f"needs kda_layers[serve]: no {', '.join(MISSING)}")
 pytestmark = [pytest.mark.slow, needs_serving]
 try:
-    kda_layers.enable_continuous_batching()
+    kda_layers.serving.enable_continuous_batching()
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -253,7 +253,7 @@ except RuntimeError as error:
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert "KDALlamaForCausalLM\n" in run.stdout, run.stderr
-    assert "needs kda_layers.enable_continuous_batching(), called once before it" in run.stdout
+    assert "needs kda_layers.serving.enable_continuous_batching(), called once before it" in run.stdout
 
 
 def blocks_of_tutorial(language: str) -> list[str]:

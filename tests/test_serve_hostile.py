@@ -36,7 +36,7 @@ SERVER = """
 import kda_layers
 from transformers.cli.serve import Serve
 
-kda_layers.enable_continuous_batching()
+kda_layers.serving.enable_continuous_batching()
 Serve({folder!r}, continuous_batching=True, device="cpu", host="127.0.0.1", port={port}, cb_num_blocks=40,
       cb_max_batch_tokens=256)
 """

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from benchmarks.gpu.machine import CaptureError, Machine
 from benchmarks.gpu.truth import Results, call, differentiable, outputs
-from kda_layers import dequantize_state, kda_step, quantize_state
+from kda_layers import kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import DecodeInputs, Inputs, Problem
 from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.spec import Signature
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
+from kda_layers.states import dequantize_state, quantize_state
 
 
 class Refusal(Exception):

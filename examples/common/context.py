@@ -53,7 +53,7 @@ class ContextParallelTrainer(Trainer):
     def __init__(self, model: Any, arguments: Any, mesh: DeviceMesh, **options: Any):
         super().__init__(model, arguments, **options)
         self.mesh = mesh
-        kda_layers.enable_context_parallel(model, mesh)
+        kda_layers.parallel.enable_context_parallel(model, mesh)
 
     def get_cp_size(self) -> int:
         """Number of processes that share an excerpt, for the Trainer's count of batches."""

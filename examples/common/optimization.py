@@ -20,7 +20,7 @@ WARM_UP, COOL_DOWN = 0.05, 0.2  # parts of the run in which the learning rate ri
 
 def build_optimizer(model: nn.Module, capturable: bool = False) -> AdamW:
     """AdamW that decays matrices only. With `capturable`, a CUDA graph can hold its steps."""
-    groups = kda_layers.parameter_groups(model, weight_decay=0.1)
+    groups = kda_layers.training.parameter_groups(model, weight_decay=0.1)
     return AdamW(groups, betas=(0.9, 0.95), fused=True, capturable=capturable)
 
 

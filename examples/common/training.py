@@ -24,7 +24,7 @@ from common.settings import FIRST_STEPS, LMSettings
 from common.text import training_batch
 from common.throughput import Clock
 from common.trigram import Trigram
-from kda_layers import CapturedStep
+from kda_layers.training import CapturedStep
 
 MAX_NORM = 1.0  # of the gradients of a step
 EVALUATED_AT_ONCE = 4096  # tokens on a CPU, eight times as many on a GPU

@@ -6,17 +6,19 @@ one file each in `fused`: the short convolution and gated norm of a layer, the a
 residual stream, linear layers of a decode step, and the loss of language models.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention_bias.op import biased_attention
+    from .attention_bias.op import biased_attention as biased_attention
+    from .registry import keep_backend as keep_backend
+    from .registry import register_backend as register_backend
 
-__all__ = ["biased_attention"]
+_PUBLIC = {"biased_attention": "attention_bias.op", "keep_backend": "registry", "register_backend": "registry"}
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:  # imported on first use: every module below imports this one first
-    if name == "biased_attention":
-        from .attention_bias.op import biased_attention
-
-        return biased_attention
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

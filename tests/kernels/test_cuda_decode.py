@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers import kda, quantize_state
+from kda_layers import kda
 from kda_layers.kernels.kda.contract import DecodeInputs, Inputs
 from kda_layers.kernels.kda.cuda.decode.decode import STAGE
+from kda_layers.states import quantize_state
 from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import (

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kda_layers import KDAConfig, KimiDeltaAttention, biased_attention, kda_step
+from kda_layers import KDAConfig, KimiDeltaAttention, kda_step
+from kda_layers.kernels import biased_attention
 from kda_layers.kernels.fused.short_conv import short_conv
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.reference import recurrence

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from kda_layers import KimiDeltaAttention, biased_attention, kda, kda_step
+from kda_layers import KimiDeltaAttention, kda, kda_step
+from kda_layers.kernels import biased_attention
 from kda_layers.kernels.fused import short_conv
 from kda_layers.kernels.kda.reference import log_decay, write_strength
 from tests.kernels.cases import BF16, FP16, FP32, FP64, Case, call, make_inputs, options

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers import dequantize_state, kda_step, quantize_state
+from kda_layers import kda_step
 from kda_layers.kernels.kda.contract import DecodeInputs, Inputs
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
+from kda_layers.states import dequantize_state, quantize_state
 from tests.kernels.cases import (
     BF16,
     FP16,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from kda_layers import explain, kda, kda_prefill, kda_step, register_backend, use_backend
+from kda_layers import explain, kda, kda_prefill, kda_step, use_backend
+from kda_layers.kernels import register_backend
 from kda_layers.kernels.kda.contract import Backend
 from kda_layers.kernels.kda.dispatch import KDA, problem_of
 from tests.kernels.cases import FP32, Case, call, make_inputs, options

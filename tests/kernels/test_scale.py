@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kda_layers import biased_attention, kda, kda_step
+from kda_layers import kda, kda_step
+from kda_layers.kernels import biased_attention
 
 
 def inputs() -> dict[str, Any]:

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kda_layers import CapturedStep, KDAConfig, KDAForCausalLM
+from kda_layers import KDAConfig, KDAForCausalLM
 from kda_layers.modeling.cuda_graphs import training_step
+from kda_layers.training import CapturedStep
 from tests.kernels.cases import DEVICES
 from tests.modeling.taped_graphs import TapedGraphs
 

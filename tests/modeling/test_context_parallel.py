@@ -27,12 +27,8 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from kda_layers import (
-    KDAForCausalLM,
-    KimiDeltaAttention,
-    Shards,
-    enable_context_parallel,
-)
+from kda_layers import KDAForCausalLM, KimiDeltaAttention
+from kda_layers.parallel import Shards, enable_context_parallel
 from kda_layers.testing.budgets import BF16, FP64
 from tests.modeling.models import build, ids, stock
 from tests.ranks import Cases, Ranks, exchanges, outcomes

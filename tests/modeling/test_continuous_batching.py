@@ -25,7 +25,7 @@ from tests.modeling import stock_models
 from tests.modeling.models import ALL_KDA, OURS, build, of_models, stock
 
 try:
-    kda_layers.enable_continuous_batching()
+    kda_layers.serving.enable_continuous_batching()
     from transformers import CompileConfig, ContinuousBatchingConfig
     from transformers.generation.continuous_batching import cache_allocators, continuous_api, initialization
     from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
@@ -640,14 +640,14 @@ def test_a_plain_cache_is_no_engine() -> None:
 
 def test_it_is_off_until_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HybridForCausalLM, "batches_continuously", False)
-    with pytest.raises(RuntimeError, match=r"needs kda_layers.enable_continuous_batching\(\)"):
+    with pytest.raises(RuntimeError, match=r"needs kda_layers.serving.enable_continuous_batching\(\)"):
         model("kda").generate_batch(prompts(3), generation(2))
 
 
 def test_enabling_twice_wraps_once() -> None:
     module = importlib.import_module("transformers.generation.continuous_batching.cache")
     init = module.PagedAttentionCache.__init__
-    kda_layers.enable_continuous_batching()
+    kda_layers.serving.enable_continuous_batching()
     assert module.PagedAttentionCache.__init__ is init
 
 
@@ -656,12 +656,12 @@ def test_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("transformers.generation.continuous_batching.cache")
     monkeypatch.setattr(HybridForCausalLM, "batches_continuously", False)
     with pytest.raises(ImportError, match="has an allocator of its own for linear_attention"):
-        kda_layers.enable_continuous_batching()
+        kda_layers.serving.enable_continuous_batching()
     monkeypatch.setattr(module, "ATTN_TYPE_TO_ALLOCATOR", {})
     monkeypatch.delattr("transformers.generation.continuous_batching.scheduler.Scheduler.add_waiting_request")
     init = module.PagedAttentionCache.__init__
     with pytest.raises(ImportError, match=r"Scheduler.add_waiting_request, seen in transformers 5.18 to .*lacks"):
-        kda_layers.enable_continuous_batching()
+        kda_layers.serving.enable_continuous_batching()
     assert module.PagedAttentionCache.__init__ is init
     assert not module.ATTN_TYPE_TO_ALLOCATOR
 

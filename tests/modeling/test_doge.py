@@ -15,8 +15,9 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import DataCollatorWithFlattening, DynamicCache
 
-from kda_layers import enable_speculative_decoding, restore_attention, swap_attention
+from kda_layers import restore_attention, swap_attention
 from kda_layers.modeling.swap.families import doge
+from kda_layers.serving import enable_speculative_decoding
 from tests.kernels.cases import BF16, FP32, FP64, budget, error
 from tests.modeling.common import same
 from tests.modeling.stock_models import build, swapped_layers_of, with_oracle

@@ -106,8 +106,9 @@ def test_code_of_version_0_1_still_loads(kind: str, tmp_path: Path) -> None:
     model, path, out = make(kind), tmp_path / "model", tmp_path / "again"
     model.save_pretrained(path)
     code = (path / hub.CODE).read_text()
-    for new, old in zip((type(model.config).__module__, type(model).__module__), PATHS_OF_0_1[kind], strict=True):
-        code = code.replace(f"from {new} import", f"from kda_layers.modeling.{old} import", 1)
+    new = "kda_layers" if kind == "kda" else "kda_layers.checkpoints"
+    for name, old in zip(("PackageConfig", "Package(?:Model|ForCausalLM)"), PATHS_OF_0_1[kind], strict=True):
+        code = re.sub(f"from {new} import (.* as {name})", rf"from kda_layers.modeling.{old} import \1", code)
     assert all(f"from kda_layers.modeling.{old} import" in code for old in PATHS_OF_0_1[kind])
     (path / hub.CODE).write_text(code)
     run = fresh(LOAD.format(path=str(path), out=str(out)), tmp_path)

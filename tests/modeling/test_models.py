@@ -26,8 +26,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy, log_softmax
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
 
-from kda_layers import KimiDeltaAttention, enable_speculative_decoding
+from kda_layers import KimiDeltaAttention
 from kda_layers.modeling.layer.cache import KDACacheLayer, KDAOnlyCacheLayer
+from kda_layers.serving import enable_speculative_decoding
 from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT, budget, error
 from tests.modeling.common import same
 from tests.modeling.models import (

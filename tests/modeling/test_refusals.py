@@ -15,19 +15,11 @@ import torch
 import transformers
 from torch import nn
 
-from kda_layers import (
-    KDAConfig,
-    KDAForCausalLM,
-    KimiDeltaAttention,
-    biased_attention,
-    enable_speculative_decoding,
-    export_kda_weights,
-    kda,
-    load_kda_weights,
-    restore_attention,
-    swap_attention,
-)
+from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, kda, restore_attention, swap_attention
+from kda_layers.checkpoints import export_kda_weights, load_kda_weights
+from kda_layers.kernels import biased_attention
 from kda_layers.modeling.swap.convert import chosen_layers
+from kda_layers.serving import enable_speculative_decoding
 from tests.modeling.stock_models import FAMILIES, IN_PLACE, build, every_family, swapped_layers_of
 
 D = 16

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers import KDAConfig, KDAForCausalLM, enable_speculative_decoding, swap_attention
+from kda_layers import KDAConfig, KDAForCausalLM, swap_attention
+from kda_layers.serving import enable_speculative_decoding
 from tests.kernels.cases import BF16, DEVICES
 from tests.modeling.stock_models import FAMILIES, build, cast
 

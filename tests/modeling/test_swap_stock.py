@@ -23,16 +23,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CompileConfig, DataCollatorWithFlattening, DynamicCache, PreTrainedModel
 
-from kda_layers import (
-    KDAConfig,
-    KDAForCausalLM,
-    KimiDeltaAttention,
-    enable_speculative_decoding,
-    load_pretrained,
-    restore_attention,
-    swap_attention,
-)
+from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, load_pretrained, restore_attention, swap_attention
 from kda_layers.modeling.seams import RENAMED
+from kda_layers.serving import enable_speculative_decoding
 from tests.kernels.cases import BF16, DEVICES, FP32, budget, error
 from tests.modeling.stock_models import (
     FAMILIES,

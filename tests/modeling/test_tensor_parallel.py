@@ -206,7 +206,7 @@ def work(folder: Path) -> None:
             results["trained"] = {name: run(parallel(path)) for name, run in TRAINED.items()}
             results["after an error"] = after_an_error(model)
             attention = model.model.layers[0].self_attn
-            results["refused export"] = message(kda_layers.export_kda_weights, attention, "kda_layers")
+            results["refused export"] = message(kda_layers.checkpoints.export_kda_weights, attention, "kda_layers")
         with cropped() as crops:
             results[case]["generated"] = {name: run(model, draft_of(path)) for name, run in GENERATED.items()}
         results[case]["crops"], results[case]["cached"] = len(crops), cached_shapes(model)

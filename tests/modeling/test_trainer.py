@@ -17,8 +17,9 @@ from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kda_layers
-from kda_layers import load_pretrained, parameter_groups, restore_attention, swap_attention
+from kda_layers import load_pretrained, restore_attention, swap_attention
 from kda_layers.modeling.swap import families
+from kda_layers.training import parameter_groups
 from tests.kernels.cases import FP32
 from tests.modeling import models, stock_models
 from tests.modeling.stock_models import IN_PLACE

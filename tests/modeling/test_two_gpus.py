@@ -27,7 +27,8 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from kda_layers import KDAConfig, KDAForCausalLM, Shards, enable_context_parallel, kda, kda_over_ranks
+from kda_layers import KDAConfig, KDAForCausalLM, kda
+from kda_layers.parallel import Shards, enable_context_parallel, kda_over_ranks
 from kda_layers.testing.budgets import BF16, budget, error
 from tests.ranks import Cases, Ranks, outcomes
 

@@ -383,7 +383,8 @@ def test_options_of_weights_that_contradict_each_other() -> None:
 
 WITHOUT_MODELS = """
 import json, sys, torch
-from kda_layers import KimiDeltaAttention, export_kda_weights, load_kda_weights
+from kda_layers import KimiDeltaAttention
+from kda_layers.checkpoints import export_kda_weights, load_kda_weights
 layers = [KimiDeltaAttention(16, 2, 8, gate_activation="softplus", lower_bound=None) for _ in range(2)]
 weights = export_kda_weights(layers[0], "kimi_linear", on_disk=True)
 load_kda_weights(weights, layers[1])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
 
-from kda_layers import enable_continuous_batching
+from kda_layers.serving import enable_continuous_batching
 from tests.parity.calls import Refusal, calls_of
 from tests.parity.subjects import SHORT, TEXT, Subject, assert_close, greedy, scratch
 

@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kda_layers import (
-    KDAConfig,
-    KDAForCausalLM,
-    enable_speculative_decoding,
-    load_pretrained,
-    swap_attention,
-)
+from kda_layers import KDAConfig, KDAForCausalLM, load_pretrained, swap_attention
+from kda_layers.serving import enable_speculative_decoding
 from tests.modeling import stock_models
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,:?!"

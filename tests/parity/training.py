@@ -231,11 +231,11 @@ def weight_decay(on: Subject) -> Any:
     return assert_decays_matrices(trained(on, weight_decay=0.1), ("dt_bias", "norm.weight", ".bias"))
 
 
-@call("`weight_decay=0.1` of a Trainer with the names from `kda_layers.parameter_groups(model)`")
+@call("`weight_decay=0.1` of a Trainer with the names from `kda_layers.training.parameter_groups(model)`")
 def parameter_groups(on: Subject) -> Any:
     class KDATrainer(Trainer):
         def get_decay_parameter_names(self, model: Any) -> list[str]:
-            decayed = {id(p) for p in kda_layers.parameter_groups(model)[0]["params"]}
+            decayed = {id(p) for p in kda_layers.training.parameter_groups(model)[0]["params"]}
             return [name for name, p in model.named_parameters() if id(p) in decayed]
 
     t = trained(on, weight_decay=0.1, kind=KDATrainer)

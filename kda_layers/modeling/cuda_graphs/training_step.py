@@ -38,7 +38,7 @@ class CapturedStep:
 
     ```python
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
-    step = kda_layers.CapturedStep(model, optimizer, max_norm=1.0)
+    step = kda_layers.training.CapturedStep(model, optimizer, max_norm=1.0)
     for tokens in loader:
         loss = step(dict(input_ids=tokens, labels=tokens, use_cache=False))
         scheduler.step()

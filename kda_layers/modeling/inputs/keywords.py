@@ -38,7 +38,7 @@ SYNONYMS = (
     | dict.fromkeys(("doc_ids", "document_ids", "segment_ids", "seq_ids", "sequence_ids"), "seq_idx")
     | dict.fromkeys(("embeddings", "embeds", "input_embeddings"), "inputs_embeds")
     | dict.fromkeys(("kv_cache", "past", "past_kv"), "cache")
-    | {"label_ids": "labels", "shards": "kda_layers.enable_context_parallel"}
+    | {"label_ids": "labels", "shards": "kda_layers.parallel.enable_context_parallel"}
 )
 
 FEW_QUERIES = 16  # tokens of a decode step, drafts included

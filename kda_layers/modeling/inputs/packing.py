@@ -141,7 +141,7 @@ def _offsets_of_positions(position_ids: Tensor, padding: Tensor | None, B: int) 
         raise ValueError(
             f"position_ids must start at 0 or 1 and go on by 1 within a sequence, got {what}: KDA layers would start "
             "from an empty state, without the earlier tokens. If the sequence was split over ranks (context parallel), "
-            "call kda_layers.enable_context_parallel, or give each rank full sequences"
+            "call kda_layers.parallel.enable_context_parallel, or give each rank full sequences"
         )
     if not packed:
         return None

@@ -208,7 +208,7 @@ class KDAConfig(KDAFields):
             encoding; None for num_attention_heads, and for hidden_size // num_attention_heads.
         attention_bias: "none", or "key" for softmax layers whose scores get a learned bias for each key and head,
             exp(A softplus(dt_proj(v))) of the key's values v, see `modeling_kda.KDABiasedAttention`. Such layers run on
-            `kda_layers.biased_attention` for any attn_implementation and return no attention weights.
+            `kda_layers.kernels.biased_attention` for any attn_implementation and return no attention weights.
         attention_dropout: dropout of softmax attention weights while training; 0 with attention_bias "key".
         initializer_range: standard deviation of linear and embedding weights.
         rms_norm_eps: epsilon of every RMS norm.

@@ -23,14 +23,14 @@ MARK = "written by kda_layers, "
 # Imports are absolute, because transformers copies relatively imported files along with the code, and stand in a try
 # block: outside of one, transformers tells the user to install the package that is named like a missing module, whoever
 # registered it. Classes are subclassed, because transformers marks those that it loads from a checkpoint's folder.
-# Module paths are part of the checkpoint format: one that moves gets a row in MOVED.
+# Module paths are part of the checkpoint format, so they are public ones.
 CODE_TEMPLATE = Template('''\
 """Loads this checkpoint with trust_remote_code=True. All code is in the package kda_layers."""
 
 try:
-    from $config_module import $config as PackageConfig
-    from $model_module import $base as PackageModel
-    from $model_module import $causal_lm as PackageForCausalLM
+    from $module import $config as PackageConfig
+    from $module import $base as PackageModel
+    from $module import $causal_lm as PackageForCausalLM
 except ModuleNotFoundError as error:
     if error.name != "kda_layers":
         raise
@@ -58,7 +58,8 @@ class $causal_lm(PackageForCausalLM):
 # The code of version 0.1 begins with this and has no digest.
 UNSIGNED = '"""Loads this checkpoint with trust_remote_code=True. All code is in the package: '
 
-# Modules that the code of older checkpoints imports -> those that have their names now, all below kda_layers.modeling.
+# Modules that the code of version 0.1 imports -> those that have their names now, all below kda_layers.modeling. Newer
+# code imports public modules, so no row is added.
 MOVED = {
     "configuration_kda": ("models.configuration_kda",),
     "modeling_kda": ("models.modeling_kda",),
@@ -148,7 +149,7 @@ def write_code(config: PreTrainedConfig, folder: Any) -> None:
     base, causal_lm = MODEL_MAPPING[kind], MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     code = CODE_TEMPLATE.substitute(
         config=kind.__name__, base=base.__name__, causal_lm=causal_lm.__name__,
-        config_module=kind.__module__, model_module=causal_lm.__module__,
+        module="kda_layers" if kind.model_type == "kda_lm" else "kda_layers.checkpoints",
     )  # fmt: skip
     Path(folder).mkdir(parents=True, exist_ok=True)
     if not _write(Path(folder) / CODE, code, "# ", ""):

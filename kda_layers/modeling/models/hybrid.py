@@ -385,11 +385,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             yield CAPTURED_DECODING, (self, cache, beams)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Return transformers' manager of continuous batching; see `kda_layers.enable_continuous_batching`."""
+        """Return transformers' manager of continuous batching; see `kda_layers.serving.enable_continuous_batching`."""
         if not HybridForCausalLM.batches_continuously:
             raise RuntimeError(
-                f"continuous batching of {type(self).__name__} needs kda_layers.enable_continuous_batching(), called "
-                "once before it"
+                f"continuous batching of {type(self).__name__} needs "
+                "kda_layers.serving.enable_continuous_batching(), called once before it"
             )
         return super().init_continuous_batching(*args, **kwargs)
 

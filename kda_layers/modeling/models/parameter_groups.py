@@ -22,7 +22,7 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[s
     ```python
     class KDATrainer(Trainer):
         def get_decay_parameter_names(self, model):
-            decayed = set(map(id, kda_layers.parameter_groups(model)[0]["params"]))
+            decayed = set(map(id, kda_layers.training.parameter_groups(model)[0]["params"]))
             return [name for name, p in model.named_parameters() if id(p) in decayed]
     ```
 

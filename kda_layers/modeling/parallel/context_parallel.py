@@ -23,7 +23,7 @@ def enable_context_parallel(model: nn.Module, mesh: Any) -> None:
 
     ```python
     mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
-    kda_layers.enable_context_parallel(model, mesh["cp"])
+    kda_layers.parallel.enable_context_parallel(model, mesh["cp"])
     buffers = [input_ids, position_ids, labels]  # [B, T] each, labels already shifted
     with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)):
         loss = model(input_ids=input_ids, position_ids=position_ids, labels=labels, shift_labels=labels).loss
@@ -221,8 +221,8 @@ def _check_softmax(config: Any, device: torch.device) -> None:
     if name == "sdpa" and nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention:
         raise ValueError(
             "the model must be called within torch.distributed.tensor.experimental.context_parallel, as its softmax "
-            "layers otherwise see the tokens of one rank alone; kda_layers.enable_context_parallel(model, None) ends "
-            "context parallelism"
+            "layers otherwise see the tokens of one rank alone; "
+            "kda_layers.parallel.enable_context_parallel(model, None) ends context parallelism"
         )
     if name == "sdpa" and device.type == "cpu":
         raise ValueError(

@@ -1,0 +1,27 @@
+"""Weights in the names and files of other projects, and the classes of converted models.
+
+`KDALlamaConfig`, `KDALlamaModel`, `KDALlamaForCausalLM`, and those of the other families that `convert_attention`
+converts, are here for the code that is saved with a checkpoint: its imports are part of the checkpoint's format.
+"""
+
+from typing import Any
+
+from kda_layers import versions
+
+versions.require_transformers("checkpoints")
+
+# ruff: noqa: E402
+from kda_layers.modeling.checkpoints.fla_checkpoint import convert_fla_checkpoint
+from kda_layers.modeling.checkpoints.weights import export_kda_weights, kda_layer_options, load_kda_weights
+from kda_layers.modeling.swap import families
+
+__all__ = ["convert_fla_checkpoint", "export_kda_weights", "kda_layer_options", "load_kda_weights"]
+
+
+def __getattr__(name: str) -> Any:
+    for kind in families.CONVERTED if name.startswith("KDA") else ():
+        causal_lm = families.load(f"kda_{kind}").causal_lm
+        for cls in (causal_lm.config_class, causal_lm.model_class, causal_lm):
+            if cls.__name__ == name:
+                return cls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

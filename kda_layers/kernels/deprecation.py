@@ -1,0 +1,28 @@
+"""Names and keywords of version 0.1, which work for one release with a DeprecationWarning."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import torch
+
+# Packages between a call and the warning about it: this one, and those whose code runs while it is imported or called.
+BETWEEN = (__name__.partition(".")[0], "importlib", "huggingface_hub")
+
+
+def warn_deprecated(old: str, new: str) -> None:
+    """Warn that `new` takes the place of `old`, at the line of the caller outside of this package."""
+    if torch.compiler.is_compiling():
+        return
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
+        frame = frame.f_back
+    warnings.warn_explicit(
+        f"{old} is deprecated: use {new}. The old name works for one more release of kda_layers",
+        DeprecationWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
