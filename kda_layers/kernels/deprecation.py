@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+# Old keywords of public functions and classes, and their names now.
+OLD_KEYWORDS = {
+    "KimiDeltaAttention": {
+        "num_v_heads": "num_value_heads",
+        "head_v_dim": "value_head_dim",
+        "conv_size": "conv_kernel_dim",
+        "norm_eps": "rms_norm_eps",
+    },
+}
 # Packages between a call and the warning about it: this one, and those whose code runs while it is imported or called.
 BETWEEN = (__name__.partition(".")[0], "importlib", "huggingface_hub")
 
@@ -26,3 +37,11 @@ def warn_deprecated(old: str, new: str) -> None:
         frame.f_globals.get("__name__"),
         frame.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def new_keywords(function: str, old: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments `old` of a function of `OLD_KEYWORDS` under their new names, with a warning for each."""
+    names = OLD_KEYWORDS[function]
+    for name in old:
+        warn_deprecated(f"{name} of {function}", names[name])
+    return {names[name]: value for name, value in old.items()}

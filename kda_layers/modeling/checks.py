@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..kernels.checks import DTYPES
+from ..kernels.deprecation import OLD_KEYWORDS, new_keywords
 from ..kernels.kda.activations import GATES
 
+F = TypeVar("F", bound=Callable[..., Any])
 DEQUANTISE = (
     "quantised weights mean nothing without their scales: dequantise the model first (model.dequantize() of "
     "transformers), or load a checkpoint that is not quantised"
@@ -49,7 +52,7 @@ def check_rate(gate_activation: str, learned_rate: bool) -> None:
 
 # Arguments of flash-linear-attention's layer, and what is used here.
 OF_FLA = {
-    "expand_v": "head_v_dim = head_dim * expand_v",
+    "expand_v": "value_head_dim = head_dim * expand_v",
     "safe_gate": "gate_activation='lower_bound' for True, 'softplus' with lower_bound=None for False",
     "mode": "backend",
 }
@@ -60,6 +63,25 @@ def check_no_unknown(cls: type, unknown: dict[str, Any]) -> None:
     if unknown:
         hints = [f"{name}{f' (use {OF_FLA[name]})' if name in OF_FLA else ''}" for name in unknown]
         raise TypeError(f"{cls.__name__} got an unexpected keyword argument {', '.join(hints)}")
+
+
+def reads_old_keywords(function: str) -> Callable[[F], F]:
+    """Decorate a function to take its old keywords, too; type checkers and `inspect` see the new ones alone."""
+    names = OLD_KEYWORDS[function].keys()
+
+    def decorate(f: F) -> F:
+        @functools.wraps(f)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not names.isdisjoint(kwargs):
+                new = new_keywords(function, {name: kwargs.pop(name) for name in [*kwargs] if name in names})
+                if twice := new.keys() & kwargs.keys():
+                    raise TypeError(f"{function}() got {', '.join(sorted(twice))} under its old name, too")
+                kwargs |= new
+            return f(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def layer_indices(layers: Any, total: int, forms: str) -> list[int]:

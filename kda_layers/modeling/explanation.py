@@ -80,8 +80,8 @@ def _backends(model: nn.Module, call: SupposedCall, fields: dict[str, Any]) -> I
             continue
         options, (H, HV) = layer.kda_options, layer._heads()
         problem = KDA.problem(
-            call.device.type, arch_of(call.device), call.dtype, call.dtype, layer.head_dim, layer.head_v_dim, HV // H,
-            options["gate_activation"], options["beta_activation"], True, **fields,
+            call.device.type, arch_of(call.device), call.dtype, call.dtype, layer.head_dim, layer.value_head_dim,
+            HV // H, options["gate_activation"], options["beta_activation"], True, **fields,
         )  # fmt: skip
         try:
             chosen = KDA.select(problem, options.get("backend")).name

@@ -33,7 +33,9 @@ T = sum(LENGTHS)
 @pytest.fixture(scope="module")
 def layer() -> KimiDeltaAttention:
     torch.manual_seed(0)
-    return KimiDeltaAttention(D, HEADS, K, num_v_heads=V_HEADS, head_v_dim=V, conv_size=W, layer_idx=0).double()
+    return KimiDeltaAttention(
+        D, HEADS, K, num_value_heads=V_HEADS, value_head_dim=V, conv_kernel_dim=W, layer_idx=0
+    ).double()
 
 
 def tokens(length: int, batch: int = 2, seed: int = 1) -> Tensor:

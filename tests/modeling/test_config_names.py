@@ -13,8 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from kda_layers import KDAConfig, KimiDeltaAttention
+from kda_layers.kernels.deprecation import OLD_KEYWORDS
 from kda_layers.modeling.models import configuration_kda
-from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
 from kda_layers.modeling.swap.families.kda_llama import KDALlamaConfig
 from kda_layers.modeling.swap.families.kda_mistral import KDAMistralConfig
 from kda_layers.modeling.swap.families.kda_qwen3 import KDAQwen3Config
@@ -41,13 +41,27 @@ def test_arguments_of_the_layer_are_no_fields(config: type[PreTrainedConfig]) ->
 @every_config
 def test_every_argument_of_the_layer_is_a_field_or_has_one(config: type[PreTrainedConfig]) -> None:
     parameters = inspect.signature(KimiDeltaAttention).parameters
-    arguments = set(parameters) - config.__dataclass_fields__.keys() - {"unknown"}
-    assert arguments == LAYER_ARGUMENTS.keys()
-    assert {field for field in LAYER_ARGUMENTS.values() if field} <= config.__dataclass_fields__.keys()
-    for name, field in LAYER_ARGUMENTS.items():
-        hint = f"use {field}" if field else "an argument of KimiDeltaAttention only"
+    arguments = set(parameters) - {"unknown"}
+    only = {"layer_idx", "backend"}
+    assert config().layer_arguments().keys() == arguments - only
+    old = OLD_KEYWORDS["KimiDeltaAttention"]
+    assert set(old.values()) <= arguments
+    for name in (arguments | old.keys()) - config.__dataclass_fields__.keys():
+        new = old.get(name, name)
+        hint = "an argument of KimiDeltaAttention only" if name in only else f"use (linear_)?{new}"
         with pytest.raises(TypeError, match=rf"{config.__name__} has no field {name} \({hint}\)"):
             config(**{name: None})
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_KEYWORDS["KimiDeltaAttention"].items())
+def test_the_layer_takes_the_keywords_of_version_0_1(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"^{old} of KimiDeltaAttention is deprecated: use {new}") as got:
+        layer = KimiDeltaAttention(16, 2, 8, **{old: 4})
+    assert [warning.filename for warning in got] == [__file__]
+    assert str(layer) == str(KimiDeltaAttention(16, 2, 8, **{new: 4}))
+    assert str(layer) != str(KimiDeltaAttention(16, 2, 8, **{new: 2}))
+    with pytest.raises(TypeError, match=new), pytest.warns(DeprecationWarning, match=old):
+        KimiDeltaAttention(16, 2, 8, **{old: 4, new: 4})
 
 
 @every_config
@@ -61,7 +75,7 @@ def test_every_argument_of_the_layer_is_a_field_or_has_one(config: type[PreTrain
         ("num_hidden_layer", "num_hidden_layers"),
         ("rms_norm_epsilon", "rms_norm_eps"),
         ("layer_type", "layer_types"),
-        ("expand_v", r"the field of head_v_dim = head_dim \* expand_v"),
+        ("expand_v", r"the field of value_head_dim = head_dim \* expand_v"),
     ],
 )
 def test_misspelt_fields(config: type[PreTrainedConfig], name: str, field: str) -> None:

@@ -129,7 +129,7 @@ def compare_grads(
 
 def layer(**options: Any) -> KimiDeltaAttention:
     torch.manual_seed(3)
-    return slow(KimiDeltaAttention(16, 2, 8, num_v_heads=4, head_v_dim=4, **options).double())
+    return slow(KimiDeltaAttention(16, 2, 8, num_value_heads=4, value_head_dim=4, **options).double())
 
 
 def piece(t: Tensor, shards: Shards) -> Tensor:
@@ -151,7 +151,12 @@ def of_layer(ranks: Ranks) -> None:
     }
     for how, shards, offsets, options in (
         ("balanced", Shards.balanced(), None, {}),
-        ("contiguous", Shards.contiguous(), None, dict(gate_activation="softplus", lower_bound=None, conv_size=1)),
+        (
+            "contiguous",
+            Shards.contiguous(),
+            None,
+            dict(gate_activation="softplus", lower_bound=None, conv_kernel_dim=1),
+        ),
         ("packed", Shards.contiguous(), packed, dict(allow_neg_eigval=True, gate_rank=0)),
         ("mixed ranks", Shards.contiguous(), None, dict(gate_rank=0, decay_rank=3, learned_rate=False)),
     ):

@@ -96,8 +96,8 @@ def saved(family: str, folder: Path, shards: bool = False, **changes: Tensor) ->
 
 def loaded(family: str, source: Any, **where: Any) -> KimiDeltaAttention:
     options = kda_layer_options(source, **where)
-    if "norm_eps" not in options:
-        options |= dict(norm_eps=1e-3)
+    if "rms_norm_eps" not in options:
+        options |= dict(rms_norm_eps=1e-3)
         options |= dict(allow_neg_eigval=True) if family == "alice_ai" else dict(lower_bound=-2.0)
     layer = KimiDeltaAttention(**options, layer_idx=0).double()
     load_kda_weights(source, layer, **where)
@@ -194,7 +194,7 @@ def test_options_of_a_configuration(family: str, tmp_path: Path) -> None:
     assert alone | ranks == alone
     if family == "kimi_k3":
         assert {n: options[n] for n in options.keys() - alone.keys()} == dict(
-            norm_eps=1e-3, gate_activation="lower_bound", lower_bound=-2.0
+            rms_norm_eps=1e-3, gate_activation="lower_bound", lower_bound=-2.0
         )
         del CONFIGS[family]["text_config"]["linear_attn_config"]["gate_lower_bound"]
         try:
@@ -203,7 +203,7 @@ def test_options_of_a_configuration(family: str, tmp_path: Path) -> None:
             CONFIGS[family]["text_config"]["linear_attn_config"]["gate_lower_bound"] = -2.0
         assert (unbounded["gate_activation"], unbounded["lower_bound"]) == ("softplus", None)
     else:
-        assert {n: options[n] for n in options.keys() - alone.keys()} == dict(norm_eps=1e-3, allow_neg_eigval=True)
+        assert {n: options[n] for n in options.keys() - alone.keys()} == dict(rms_norm_eps=1e-3, allow_neg_eigval=True)
         assert (alone["gate_activation"], alone["lower_bound"]) == ("softplus", None)
     (folder / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="config.json in source must have the field '.*' of " + family):

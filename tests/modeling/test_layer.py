@@ -28,13 +28,17 @@ D = 20
 LAYERS = {
     "lower_bound": dict(num_heads=2, head_dim=8),
     "softplus": dict(num_heads=2, head_dim=8, gate_activation="softplus", lower_bound=None),
-    "grouped_wide_v": dict(num_heads=2, head_dim=8, num_v_heads=4, head_v_dim=12, lower_bound=-1.5, conv_size=3),
-    "neg_eigval": dict(num_heads=1, head_dim=12, num_v_heads=3, head_v_dim=4, allow_neg_eigval=True, norm_eps=1e-2),
+    "grouped_wide_v": dict(
+        num_heads=2, head_dim=8, num_value_heads=4, value_head_dim=12, lower_bound=-1.5, conv_kernel_dim=3
+    ),
+    "neg_eigval": dict(
+        num_heads=1, head_dim=12, num_value_heads=3, value_head_dim=4, allow_neg_eigval=True, rms_norm_eps=1e-2
+    ),
     "full_rank": dict(num_heads=2, head_dim=8, gate_rank=0),
-    "rank_3_biased": dict(num_heads=1, head_dim=8, num_v_heads=2, gate_rank=3, output_gate_bias=True),
+    "rank_3_biased": dict(num_heads=1, head_dim=8, num_value_heads=2, gate_rank=3, output_gate_bias=True),
     "low_rank_decay": dict(num_heads=2, head_dim=8, gate_rank=0, decay_rank=5),
     "low_rank_gate_fixed_rate": dict(
-        num_heads=1, head_dim=8, num_v_heads=2, gate_rank=3, decay_rank=0, output_gate_bias=True, learned_rate=False
+        num_heads=1, head_dim=8, num_value_heads=2, gate_rank=3, decay_rank=0, output_gate_bias=True, learned_rate=False
     ),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
@@ -78,7 +82,7 @@ def straight_line(layer: KimiDeltaAttention, name: str, x: Tensor) -> tuple[Tens
     """
     given = LAYERS[name]
     H, K = given["num_heads"], given["head_dim"]
-    HV, V, W = given.get("num_v_heads", H), given.get("head_v_dim", K), given.get("conv_size", 4)
+    HV, V, W = given.get("num_value_heads", H), given.get("value_head_dim", K), given.get("conv_kernel_dim", 4)
     w = dict(layer.named_parameters())
     wide = torch.promote_types(x.dtype, torch.float32)
     T, channels = len(x), 2 * H * K + HV * V
@@ -115,7 +119,7 @@ def straight_line(layer: KimiDeltaAttention, name: str, x: Tensor) -> tuple[Tens
             S[i] = S[i] * torch.exp(log_decay)
             S[i] = S[i] + torch.outer(beta[i] * (v - S[i] @ k), k)
             y = (S[i] @ q / math.sqrt(K)).to(x.dtype)
-            y = y / torch.sqrt((y * y).mean() + given.get("norm_eps", 1e-6)) * w["o_norm.weight"]
+            y = y / torch.sqrt((y * y).mean() + given.get("rms_norm_eps", 1e-6)) * w["o_norm.weight"]
             heads.append(y * gate[i * V : (i + 1) * V])
         o.append(w["o_proj.weight"] @ torch.cat(heads))
     return torch.stack(o), inputs[-W:].T, torch.stack(S)
@@ -370,10 +374,10 @@ def test_offsets_that_do_not_fit(offsets: list[int], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (dict(num_v_heads=3), ValueError, "num_v_heads must be a multiple of num_heads = 2, got 3"),
+        (dict(num_value_heads=3), ValueError, "num_value_heads must be a multiple of num_heads = 2, got 3"),
         (dict(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
-        (dict(conv_size=0), ValueError, "conv_size must be at least 1, got 0"),
-        (dict(head_v_dim=-1), ValueError, "head_v_dim must be at least 1, got -1"),
+        (dict(conv_kernel_dim=0), ValueError, "conv_kernel_dim must be at least 1, got 0"),
+        (dict(value_head_dim=-1), ValueError, "value_head_dim must be at least 1, got -1"),
         (dict(gate_activation="log_decay"), ValueError, "gate_activation must be .*'log_decay'"),
         (dict(gate_activation="sigmoid"), ValueError, "gate_activation must be .*'sigmoid'"),
         (dict(lower_bound=-5.1), ValueError, r"lower_bound must be in \[-5, 0\), got -5.1"),
@@ -383,7 +387,7 @@ def test_offsets_that_do_not_fit(offsets: list[int], message: str) -> None:
         (dict(lower_bound="-5"), TypeError, "lower_bound must be a number, got str"),
         (dict(gate_activation="softplus"), ValueError, "lower_bound must be None with gate_activation='softplus'"),
         (dict(dropout=0.1), TypeError, "unexpected keyword argument dropout$"),
-        (dict(expand_v=2.0), TypeError, r"expand_v \(use head_v_dim = head_dim \* expand_v\)"),
+        (dict(expand_v=2.0), TypeError, r"expand_v \(use value_head_dim = head_dim \* expand_v\)"),
         (dict(safe_gate=True), TypeError, r"safe_gate \(use gate_activation='lower_bound' for True"),
     ],
     ids=lambda a: str(a) if isinstance(a, dict) else "",

@@ -355,7 +355,7 @@ def test_compiled_first_of_all_in_a_fresh_process() -> None:
 def test_compiled_layer(case: str, counter: CompileCounterWithBackend) -> None:
     """Forward and backward in one graph for every length, equal to the uncompiled layer."""
     torch.manual_seed(0)
-    layer = KimiDeltaAttention(16, 2, 6, num_v_heads=4, head_v_dim=8).double()
+    layer = KimiDeltaAttention(16, 2, 6, num_value_heads=4, value_head_dim=8).double()
     compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
     for T in (70, 33, 129):
         x = torch.randn(1 if case == "packed" else 3, T, 16, dtype=FP64, requires_grad=True)

@@ -59,9 +59,9 @@ SIZES = (
     "hidden_size",
     "num_heads",
     "head_dim",
-    "num_v_heads",
-    "head_v_dim",
-    "conv_size",
+    "num_value_heads",
+    "value_head_dim",
+    "conv_kernel_dim",
     "gate_rank",
     "decay_rank",
     "layer_idx",
@@ -83,8 +83,8 @@ def test_sizes_are_integers(name: str) -> None:
 
 @pytest.mark.parametrize("value", [-1e-6, float("nan"), float("inf"), "1e-6", True, None], ids=str)
 def test_norm_eps(value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="norm_eps must be "):
-        KimiDeltaAttention(D, 2, 8, norm_eps=value)
+    with pytest.raises((TypeError, ValueError), match="rms_norm_eps must be "):
+        KimiDeltaAttention(D, 2, 8, rms_norm_eps=value)
 
 
 # ---------------------------------------------------------------- adapters

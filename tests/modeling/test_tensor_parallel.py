@@ -415,7 +415,7 @@ def test_refused_head_counts(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(("H", "HV", "accepted"), [(4, 8, (1, 2, 4)), (6, 6, (1, 2, 3, 6)), (1, 4, (1,))])
 def test_accepted_head_counts(H: int, HV: int, accepted: tuple[int, ...]) -> None:
-    layer = KimiDeltaAttention(8, H, 4, num_v_heads=HV)
+    layer = KimiDeltaAttention(8, H, 4, num_value_heads=HV)
     for ranks in range(1, 9):
         if ranks in accepted:
             check_heads(layer, ranks)

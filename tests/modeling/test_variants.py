@@ -164,7 +164,7 @@ def test_the_rule_of_heads(family: str, H: int) -> None:
     m = stock(family, num_attention_heads=Hq, num_key_value_heads=Hkv, hidden_size=64)
     new = convert(m, [1], linear_num_heads=H).model.layers[1].self_attn
     old = m.model.layers[1].self_attn
-    assert (new.num_heads, new.num_v_heads, new.head_dim, new.head_v_dim) == (H, Hq, d, d)
+    assert (new.num_heads, new.num_value_heads, new.head_dim, new.value_head_dim) == (H, Hq, d, d)
 
     def head(projection: Any, i: int, norm: Any = None) -> Tensor:
         rows = projection.weight[i * d : (i + 1) * d]

@@ -25,12 +25,14 @@ D = 20
 SOFTPLUS = dict(gate_activation="softplus", lower_bound=None)
 LAYERS: dict[str, dict[str, Any]] = {  # a layer that each family can hold, and some that only ours can
     "kimi_linear": dict(num_heads=2, head_dim=8, **SOFTPLUS),
-    "glm5_next": dict(num_heads=2, head_dim=8, conv_size=3),
+    "glm5_next": dict(num_heads=2, head_dim=8, conv_kernel_dim=3),
     "bailing_hybrid": dict(num_heads=2, head_dim=8, gate_rank=0),
-    "fla": dict(num_heads=2, head_dim=8, num_v_heads=4, head_v_dim=6, output_gate_bias=True, allow_neg_eigval=True),
-    "kda_layers": dict(num_heads=2, head_dim=8, num_v_heads=4, head_v_dim=6),
+    "fla": dict(
+        num_heads=2, head_dim=8, num_value_heads=4, value_head_dim=6, output_gate_bias=True, allow_neg_eigval=True
+    ),
+    "kda_layers": dict(num_heads=2, head_dim=8, num_value_heads=4, value_head_dim=6),
     "kda_layers, full rank": dict(num_heads=1, head_dim=8, gate_rank=0, output_gate_bias=True),
-    "kda_layers, rank 3": dict(num_heads=3, head_dim=4, head_v_dim=8, gate_rank=3, output_gate_bias=True),
+    "kda_layers, rank 3": dict(num_heads=3, head_dim=4, value_head_dim=8, gate_rank=3, output_gate_bias=True),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 on_disk_or_not = pytest.mark.parametrize("on_disk", [False, True], ids=["in_memory", "on_disk"])
@@ -166,7 +168,7 @@ def ours_of(source: Any, stock: Any, dtype: torch.dtype = FP32, **where: Any) ->
     options = kda_layer_options(source, **where)
     if "gate_activation" not in options:
         options |= dict(gate_activation="lower_bound", lower_bound=-5.0)
-    layer = KimiDeltaAttention(**options, norm_eps=stock.o_norm.variance_epsilon).to(dtype)
+    layer = KimiDeltaAttention(**options, rms_norm_eps=stock.o_norm.variance_epsilon).to(dtype)
     load_kda_weights(source, layer, **where)
     return layer
 
@@ -248,11 +250,11 @@ def test_a_wrong_shape_is_named(name: str) -> None:
         dict(gate_rank=5),
         dict(gate_rank=0),
         dict(output_gate_bias=True),
-        dict(conv_size=2),
+        dict(conv_kernel_dim=2),
         dict(num_heads=4),
-        dict(num_v_heads=6),
-        dict(head_dim=4, head_v_dim=8),
-        dict(head_v_dim=4),
+        dict(num_value_heads=6),
+        dict(head_dim=4, value_head_dim=8),
+        dict(value_head_dim=4),
         dict(hidden_size=24),
     ],
     ids=str,
@@ -281,7 +283,7 @@ def test_wrong_families() -> None:
 
 
 def test_gates_that_a_family_does_not_have() -> None:
-    bounded = make_layer("glm5_next", conv_size=4)
+    bounded = make_layer("glm5_next", conv_kernel_dim=4)
     refused(r"every layer of kimi_linear has: gate_activation='softplus' \(got 'lower_bound'\)", kimi(), bounded)
     refused("allow_neg_eigval=False", kimi(), make_layer("kimi_linear", allow_neg_eigval=True))
 
@@ -296,7 +298,7 @@ def test_biases_of_the_convolution() -> None:
     ("family", "name", "problem"),
     [
         ("kimi_linear", "glm5_next", "gate_activation='softplus'"),
-        ("kimi_linear", "fla", r"num_v_heads=2 \(got 4\), head_v_dim=8 \(got 6\), output_gate_bias=False"),
+        ("kimi_linear", "fla", r"num_value_heads=2 \(got 4\), value_head_dim=8 \(got 6\), output_gate_bias=False"),
         ("glm5_next", "bailing_hybrid", r"gate_rank=8 \(got 0\)"),
         ("bailing_hybrid", "glm5_next", r"gate_rank=0 \(got 8\)"),
         ("fla", "kda_layers", "output_gate_bias=True"),

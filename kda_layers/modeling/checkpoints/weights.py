@@ -86,9 +86,9 @@ def export_kda_weights(layer: KimiDeltaAttention, family: str, *, on_disk: bool 
 def kda_layer_options(source: Source, *, family: str | None = None, prefix: str | None = None) -> dict[str, Any]:
     """Return the options of the KimiDeltaAttention that weights fit: `KimiDeltaAttention(**options, ...)`.
 
-    Options that weights do not show are left out: norm_eps and layer_idx; allow_neg_eigval for "kda_layers", "fla" and
-    "alice_ai"; gate_activation and lower_bound except for "kimi_linear" and "alice_ai", which have only one gate. The
-    config.json of a folder with a "kimi_k3" or "alice_ai" shows them, and norm_eps.
+    Options that weights do not show are left out: rms_norm_eps and layer_idx; allow_neg_eigval for "kda_layers", "fla"
+    and "alice_ai"; gate_activation and lower_bound except for "kimi_linear" and "alice_ai", which have only one gate.
+    The config.json of a folder with a "kimi_k3" or "alice_ai" shows them, and rms_norm_eps.
 
     Args, raises: as in `load_kda_weights`; a ValueError for a config.json without these fields.
     """
@@ -209,7 +209,7 @@ def _options_of_weights(naming: Naming, tensors: Mapping[str, Tensor]) -> dict[s
         ranks = {n: 0 if first is None else first.shape[0] for n, first in firsts.items()}
         options: dict[str, Any] = dict(
             hidden_size=q.shape[-1], num_heads=q.shape[0] // max(head_dim, 1), head_dim=head_dim,
-            num_v_heads=heads, head_v_dim=norm.numel(), conv_size=conv.shape[-1], gate_rank=ranks["g"],
+            num_value_heads=heads, value_head_dim=norm.numel(), conv_kernel_dim=conv.shape[-1], gate_rank=ranks["g"],
             decay_rank=ranks["f"], learned_rate=naming.name("A_log") in tensors,
             output_gate_bias=any(naming.name(n) in tensors for n in ("g_b_proj.bias", "g_proj.bias")),
         )  # fmt: skip
@@ -225,9 +225,9 @@ def _options_of_weights(naming: Naming, tensors: Mapping[str, Tensor]) -> dict[s
 
 def _unlike(layer: KimiDeltaAttention, options: Mapping[str, Any]) -> list[str]:
     """Describe the options that have another value in the layer; a wanted value may be the name of another option."""
-    sizes = ("hidden_size", "num_heads", "head_dim", "num_v_heads", "head_v_dim", "gate_rank", "decay_rank")
+    sizes = ("hidden_size", "num_heads", "head_dim", "num_value_heads", "value_head_dim", "gate_rank", "decay_rank")
     has = {n: getattr(layer, n) for n in sizes} | dict(
-        conv_size=layer.conv1d.weight.shape[-1],
+        conv_kernel_dim=layer.conv1d.weight.shape[-1],
         learned_rate=layer.A_log is not None,
         output_gate_bias=(layer.g_b_proj if layer.gate_rank else layer.g_proj).bias is not None,
         gate_activation=layer.kda_options["gate_activation"],

@@ -63,7 +63,7 @@ class Naming(NamedTuple):
         for ours, parameter in layer.named_parameters():
             p = parameter.detach()
             if ours == "conv1d.weight" and self.separate_conv:
-                q_dim, v_dim = layer.num_heads * layer.head_dim, layer.num_v_heads * layer.head_v_dim
+                q_dim, v_dim = layer.num_heads * layer.head_dim, layer.num_value_heads * layer.value_head_dim
                 views |= zip(SEPARATE_CONV, p.split([q_dim, q_dim, v_dim]), strict=True)
             else:
                 views[self.name(ours)] = p.view(self.A_log_shape) if ours == "A_log" else p
@@ -126,7 +126,8 @@ class Format(NamedTuple):
 
 # Options of every KDA layer in transformers.
 STOCK = dict(
-    num_v_heads="num_heads", head_v_dim="head_dim", output_gate_bias=False, allow_neg_eigval=False, learned_rate=True,
+    num_value_heads="num_heads", value_head_dim="head_dim", output_gate_bias=False, allow_neg_eigval=False,
+    learned_rate=True,
 )  # fmt: skip
 OURS = Format(
     {},
@@ -138,7 +139,7 @@ OURS = Format(
     ),
 )  # fmt: skip
 FLA = Format(
-    dict(gate_rank="head_v_dim", decay_rank="head_v_dim", output_gate_bias=True, learned_rate=True),
+    dict(gate_rank="value_head_dim", decay_rank="value_head_dim", output_gate_bias=True, learned_rate=True),
     (Naming("fla", None, (*LOW_RANK, "g_b_proj.bias"), SEQUENTIAL, separate_conv=True),),
 )
 
@@ -146,11 +147,11 @@ FLA = Format(
 def _kimi_k3_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     bound = config.get("gate_lower_bound")
     gate = dict(gate_activation="softplus" if bound is None else "lower_bound", lower_bound=bound)
-    return gate | dict(norm_eps=config["rms_norm_eps"])
+    return gate | dict(rms_norm_eps=config["rms_norm_eps"])
 
 
 def _alice_ai_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(allow_neg_eigval=config["kda_allow_negative_eigenvalues"], norm_eps=config["rms_norm_eps"])
+    return dict(allow_neg_eigval=config["kda_allow_negative_eigenvalues"], rms_norm_eps=config["rms_norm_eps"])
 
 
 # Models that transformers does not have. On disk: published files; in memory: vLLM 0.33's modules on one GPU.

@@ -72,7 +72,7 @@ class StepKernel:
         layer, call, state = self._layer, self._call, self._state
         (H, HV), options = layer._heads(), layer.kda_options
         state_is = state_dtype(call.dtype) if state.recurrent is None else state.recurrent.dtype
-        sizes = layer.head_dim, layer.head_v_dim, HV // H, 1, layer.conv1d.weight.shape[2]
+        sizes = layer.head_dim, layer.value_head_dim, HV // H, 1, layer.conv1d.weight.shape[2]
         activations = options["gate_activation"], options["beta_activation"]
         return options.get("backend"), call.device, call.dtype, state_is, *sizes, *ranks, *activations
 
@@ -116,10 +116,10 @@ class DecodesByKernels:
     A_log: Any
     dt_bias: Any
     head_dim: Any
-    head_v_dim: Any
+    value_head_dim: Any
     gate_rank: Any
     decay_rank: Any
-    norm_eps: Any
+    rms_norm_eps: Any
     layer_idx: Any
     kda_options: dict[str, Any]
 
@@ -177,7 +177,7 @@ class DecodesByKernels:
             if self.decay_rank and self.gate_rank:
                 self.factors.weight(self._factors())
             return None
-        K, V, (H, HV), in_kernel = self.head_dim, self.head_v_dim, self._heads(), kernel.factors
+        K, V, (H, HV), in_kernel = self.head_dim, self.value_head_dim, self._heads(), kernel.factors
         assert in_kernel is not None
         conv, scale = self.conv1d.weight, self.o_norm.weight
         f_weight, gate_weight = (None if layer is None else layer.weight for layer in in_kernel)
@@ -191,7 +191,7 @@ class DecodesByKernels:
             q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, g, b, conv[:, 0], state.conv,
             state.recurrent, norm_weight=scale, f_weight=f_weight, gate_weight=gate_weight,
             gate_bias=None if gate_weight is None else in_kernel[1].bias, A_log=rate, dt_bias=bias.view(-1, K),
-            norm_eps=self.norm_eps, overlap=rate is A_log and bias is dt_bias, **options,
+            norm_eps=self.rms_norm_eps, overlap=rate is A_log and bias is dt_bias, **options,
         )  # fmt: skip
         state.count(x)
         return o.flatten(2)
@@ -199,7 +199,7 @@ class DecodesByKernels:
     def _heads(self) -> tuple[int, int]:
         """Return the numbers of q/k and of value heads, which are this rank's under tensor parallelism."""
         HV = self.dt_bias.numel() // self.head_dim
-        return (self.conv1d.weight.shape[0] - HV * self.head_v_dim) // (2 * self.head_dim), HV
+        return (self.conv1d.weight.shape[0] - HV * self.value_head_dim) // (2 * self.head_dim), HV
 
     def _projections(self, x: Tensor, norm: nn.RMSNorm | None) -> Sequence[Tensor]:
         """Return the projections of x for q, k, v, of log-decay beside output gate, and for beta; by one product if

@@ -18,7 +18,15 @@ from ...kernels.kda.contract import state_dtype
 from ...kernels.over_ranks.kda import kda_over_ranks
 from ...kernels.over_ranks.shards import Shards
 from ...kernels.over_ranks.short_conv import short_convs_over_ranks
-from ..checks import as_int, as_rank, check_epsilon, check_no_adapter, check_no_unknown, check_rate
+from ..checks import (
+    as_int,
+    as_rank,
+    check_epsilon,
+    check_no_adapter,
+    check_no_unknown,
+    check_rate,
+    reads_old_keywords,
+)
 from ..inputs.cache_argument import takes_cache
 from .attend import attend, attend_and_record
 from .decode_step import DecodesByKernels, new_merged_weights
@@ -36,19 +44,21 @@ if TYPE_CHECKING:
 class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
     """Kimi Delta Attention layer (Kimi Linear, arXiv 2510.26692, section 4).
 
+    Arguments have the names of the fields of `KDAConfig`, without their linear_.
+
     Args:
         hidden_size: width D of the input and the output.
         num_heads: query / key heads H.
         head_dim: key width K.
-        num_v_heads: value heads HV, a multiple of num_heads; None for num_heads.
-        head_v_dim: value width V; None for head_dim.
-        conv_size: taps W of the short convolution over q, k and v.
+        num_value_heads: value heads HV, a multiple of num_heads; None for num_heads.
+        value_head_dim: value width V; None for head_dim.
+        conv_kernel_dim: taps W of the short convolution over q, k and v.
         gate_activation: "lower_bound" (log-decay in (lower_bound, 0)) or "softplus" (unbounded).
         lower_bound: in [-5, 0) nats per token with "lower_bound"; None with "softplus".
         allow_neg_eigval: beta in (0, 2) instead of (0, 1).
-        norm_eps: epsilon of the output norm.
+        rms_norm_eps: epsilon of the output norm.
         gate_rank: rank of the output gate's projection, and of the log-decay's unless decay_rank is given; None for
-            head_v_dim, as in Kimi Linear and GLM-5.3-Flash; 0 for full rank, as in Ling / Ring.
+            value_head_dim, as in Kimi Linear and GLM-5.3-Flash; 0 for full rank, as in Ling / Ring.
         decay_rank: rank of the log-decay's projection; None for gate_rank, 0 for full rank. Kimi K3 has decay_rank =
             head_dim beside gate_rank = 0.
         learned_rate: False to fix the rate exp(A_log) at 1, without the parameter A_log; with "lower_bound" only.
@@ -58,27 +68,28 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         recompute: as in `kda_layers.kda`; "auto" in a model depends on its number of KDA layers.
 
     Raises:
-        TypeError: an unknown keyword; a size, a rank or layer_idx that is not an integer; norm_eps or lower_bound that
-            is not a number.
-        ValueError: num_v_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound or
-            recompute; a negative norm_eps or rank; "softplus" without a learned rate.
+        TypeError: an unknown keyword; a size, a rank or layer_idx that is not an integer; rms_norm_eps or lower_bound
+            that is not a number.
+        ValueError: num_value_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound or
+            recompute; a negative rms_norm_eps or rank; "softplus" without a learned rate.
     """
 
     kept_in_fp32 = ("A_log", "dt_bias")  # the decay is exponential in A_log
 
+    @reads_old_keywords("KimiDeltaAttention")
     def __init__(
         self,
         hidden_size: int,
         num_heads: int,
         head_dim: int = 128,
         *,
-        num_v_heads: int | None = None,
-        head_v_dim: int | None = None,
-        conv_size: int = 4,
+        num_value_heads: int | None = None,
+        value_head_dim: int | None = None,
+        conv_kernel_dim: int = 4,
         gate_activation: str = "lower_bound",
         lower_bound: float | None = -5.0,
         allow_neg_eigval: bool = False,
-        norm_eps: float = 1e-6,
+        rms_norm_eps: float = 1e-6,
         gate_rank: int | None = None,
         decay_rank: int | None = None,
         learned_rate: bool = True,
@@ -90,32 +101,32 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
     ):
         super().__init__()
         check_no_unknown(type(self), unknown)
-        num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        head_v_dim = head_dim if head_v_dim is None else head_v_dim
+        num_value_heads = num_heads if num_value_heads is None else num_value_heads
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
         sizes = dict(
-            hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, num_v_heads=num_v_heads,
-            head_v_dim=head_v_dim, conv_size=conv_size,
+            hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, num_value_heads=num_value_heads,
+            value_head_dim=value_head_dim, conv_kernel_dim=conv_kernel_dim,
         )  # fmt: skip
         for name, size in sizes.items():
             sizes[name] = as_int(name, size)
             if sizes[name] < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
-        hidden_size, num_heads, head_dim, num_v_heads, head_v_dim, conv_size = sizes.values()
-        if num_v_heads % num_heads:
-            raise ValueError(f"num_v_heads must be a multiple of num_heads = {num_heads}, got {num_v_heads}")
+        hidden_size, num_heads, head_dim, num_value_heads, value_head_dim, conv_kernel_dim = sizes.values()
+        if num_value_heads % num_heads:
+            raise ValueError(f"num_value_heads must be a multiple of num_heads = {num_heads}, got {num_value_heads}")
         if gate_activation not in ("lower_bound", "softplus"):
             raise ValueError(f"gate_activation must be 'lower_bound' or 'softplus', got {gate_activation!r}")
         check_lower_bound(gate_activation, lower_bound)
         check_rate(gate_activation, learned_rate)
-        check_epsilon("norm_eps", norm_eps)
+        check_epsilon("rms_norm_eps", rms_norm_eps)
         check_recompute(recompute)
-        self.gate_rank = head_v_dim if gate_rank is None else as_rank("gate_rank", gate_rank)
+        self.gate_rank = value_head_dim if gate_rank is None else as_rank("gate_rank", gate_rank)
         self.decay_rank = self.gate_rank if decay_rank is None else as_rank("decay_rank", decay_rank)
-        self.hidden_size, self.head_dim, self.head_v_dim = hidden_size, head_dim, head_v_dim
-        self.num_heads, self.num_v_heads = num_heads, num_v_heads
+        self.hidden_size, self.head_dim, self.value_head_dim = hidden_size, head_dim, value_head_dim
+        self.num_heads, self.num_value_heads = num_heads, num_value_heads
         self.layer_idx = None if layer_idx is None else as_int("layer_idx", layer_idx)
         self.recompute = recompute
-        q_dim, v_dim, gate_dim = num_heads * head_dim, num_v_heads * head_v_dim, num_v_heads * head_dim
+        q_dim, v_dim, gate_dim = num_heads * head_dim, num_value_heads * value_head_dim, num_value_heads * head_dim
         self.kda_options: dict[str, Any] = dict(
             gate_activation=gate_activation,
             lower_bound=lower_bound,
@@ -127,7 +138,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         self.q_proj, self.k_proj = linear(hidden_size, q_dim), linear(hidden_size, q_dim)
         self.v_proj = linear(hidden_size, v_dim)
         channels = 2 * q_dim + v_dim
-        self.conv1d = nn.Conv1d(channels, channels, conv_size, groups=channels, bias=False)
+        self.conv1d = nn.Conv1d(channels, channels, conv_kernel_dim, groups=channels, bias=False)
         if rank := self.decay_rank:
             self.f_a_proj, self.f_b_proj = linear(hidden_size, rank), linear(rank, gate_dim)
         else:
@@ -136,10 +147,10 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
             self.g_a_proj, self.g_b_proj = linear(hidden_size, rank), linear(rank, v_dim, bias=output_gate_bias)
         else:
             self.g_proj = linear(hidden_size, v_dim, bias=output_gate_bias)
-        self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32)) if learned_rate else None
+        self.A_log = nn.Parameter(torch.empty(num_value_heads, dtype=torch.float32)) if learned_rate else None
         self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32))
-        self.b_proj = linear(hidden_size, num_v_heads)
-        self.o_norm = nn.RMSNorm(head_v_dim, eps=norm_eps)
+        self.b_proj = linear(hidden_size, num_value_heads)
+        self.o_norm = nn.RMSNorm(value_head_dim, eps=rms_norm_eps)
         self.o_proj = linear(v_dim, hidden_size)
         self.merged_weights, self.factors = new_merged_weights()
         self.reset_gate()
@@ -249,7 +260,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
             shards = shards.of_layer(self)
             q, k, v = short_convs_over_ranks(qkv, taps, shards, cu_seqlens, backend)
         q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
-        v = rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim)
+        v = rearrange(v, "b t (h v) -> b t h v", v=self.value_head_dim)
 
         g = rearrange(self.f_b_proj(f) if self.decay_rank else f, "b t (h k) -> b t h k", k=self.head_dim)
         if mask is not None:  # at the lowest logits decay and write are exactly none
@@ -273,8 +284,8 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
             state.write_conv(conv_state, x)
 
         gate = self.g_b_proj(gate) if self.gate_rank else gate
-        gate = rearrange(gate, "b t (h v) -> b t h v", v=self.head_v_dim)
-        o = gated_rms_norm(o, gate, self.o_norm.weight, self.norm_eps, self.gated_norm, backend=backend)
+        gate = rearrange(gate, "b t (h v) -> b t h v", v=self.value_head_dim)
+        o = gated_rms_norm(o, gate, self.o_norm.weight, self.rms_norm_eps, self.gated_norm, backend=backend)
         return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
@@ -282,13 +293,13 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         return self.o_norm(o.to(self.o_norm.weight.dtype)) * torch.sigmoid(gate)
 
     @property
-    def norm_eps(self) -> float:
+    def rms_norm_eps(self) -> float:
         """Epsilon of the output norm."""
         return self.o_norm.eps
 
     def extra_repr(self) -> str:
         return (
-            f"heads={self.num_heads}, v_heads={self.num_v_heads}, K={self.head_dim}, V={self.head_v_dim}, "
+            f"heads={self.num_heads}, v_heads={self.num_value_heads}, K={self.head_dim}, V={self.value_head_dim}, "
             f"decay_rank={self.decay_rank}, gate_rank={self.gate_rank}, learned_rate={self.A_log is not None}, "
             + ", ".join(f"{name}={value}" for name, value in self.kda_options.items())
             + f", recompute={self.recompute}"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
+from kda_layers.kernels.deprecation import OLD_KEYWORDS
 from kda_layers.kernels.kda.checks import check_lower_bound, check_recompute
 from kda_layers.modeling.checks import OF_FLA, as_rank, check_epsilon, check_rate
 from kda_layers.modeling.models import hub
@@ -17,24 +18,6 @@ from kda_layers.modeling.models import hub
 PRESETS = Path(__file__).parents[2] / "configs"
 logger = logging.getLogger("kda_layers")
 
-# Arguments of KimiDeltaAttention whose field has another name; None for those without a field.
-LAYER_ARGUMENTS: dict[str, str | None] = {
-    "num_heads": "linear_num_heads",
-    "num_v_heads": "linear_num_value_heads",
-    "head_v_dim": "linear_value_head_dim",
-    "conv_size": "linear_conv_kernel_dim",
-    "gate_activation": "linear_gate_activation",
-    "lower_bound": "linear_lower_bound",
-    "allow_neg_eigval": "linear_allow_neg_eigval",
-    "norm_eps": "rms_norm_eps",
-    "gate_rank": "linear_gate_rank",
-    "decay_rank": "linear_decay_rank",
-    "learned_rate": "linear_learned_rate",
-    "output_gate_bias": "linear_output_gate_bias",
-    "recompute": "linear_recompute",
-    "layer_idx": None,
-    "backend": None,
-}
 # Attributes that transformers or this package reads from a configuration without a field for them.
 UNDECLARED = (
     "attn_implementation", "auto_map", "compression_config", "converted_from", "custom_pipelines",
@@ -47,6 +30,9 @@ _warned: set[str] = set()  # unknown names that were logged already
 
 class KDAFields(PreTrainedConfig):
     """Fields of KDA layers; a base of every configuration with such layers.
+
+    An argument of `KimiDeltaAttention` is the field of that name with linear_ before it; both have the names of
+    transformers' own configurations of KDA and gated delta nets.
 
     Args:
         linear_num_heads: query / key heads of a KDA layer.
@@ -87,6 +73,12 @@ class KDAFields(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         check_names(type(self), kwargs)
         super().__post_init__(**kwargs)
+
+    def layer_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `KimiDeltaAttention` by name, but layer_idx and backend."""
+        names = (f.removeprefix("linear_") for f in KDAFields.__dataclass_fields__ if f.startswith("linear_"))
+        arguments = {name: getattr(self, f"linear_{name}") for name in names}
+        return dict(hidden_size=self.hidden_size, rms_norm_eps=self.rms_norm_eps, **arguments)
 
     def complete_kda_fields(self) -> None:
         """Give fields that are still None their defaults."""
@@ -168,9 +160,11 @@ def check_names(config: type[PreTrainedConfig], names: Iterable[str]) -> None:
     for name in names:
         if name in known or hasattr(config, name) or name.startswith("_") or name.endswith("_token_id"):
             continue
-        if name in LAYER_ARGUMENTS:
-            meant = LAYER_ARGUMENTS[name]
-            wrong.append(f"{name} (use {meant})" if meant else f"{name} (an argument of KimiDeltaAttention only)")
+        argument = OLD_KEYWORDS["KimiDeltaAttention"].get(name, name)
+        if meant := [field for field in (f"linear_{argument}", argument) if field in fields]:
+            wrong.append(f"{name} (use {meant[0]})")
+        elif name in ("layer_idx", "backend"):
+            wrong.append(f"{name} (an argument of KimiDeltaAttention only)")
         elif name in OF_FLA:
             wrong.append(f"{name} (use the field of {OF_FLA[name]})")
         elif close := difflib.get_close_matches(name, fields, 1, 0.85):

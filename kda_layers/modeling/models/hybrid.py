@@ -35,7 +35,6 @@ from kda_layers.modeling.layer.fast_paths import FastPath, SupposedCall
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
 from kda_layers.modeling.layer.residual import add_and_normalise
 from kda_layers.modeling.layer.slots import Slots, read_slots
-from kda_layers.modeling.models.configuration_kda import LAYER_ARGUMENTS
 from kda_layers.modeling.models.hub import CardMixin
 from kda_layers.modeling.models.loss import CHUNKED_LOSS, autocast_dtype, chunked_loss
 from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate, masks_of_engine
@@ -62,8 +61,7 @@ class KDAAttention(KimiDeltaAttention):
     gradient_checkpointing = False  # that of its decoder layer
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
-        arguments = {name: getattr(config, field) for name, field in LAYER_ARGUMENTS.items() if field is not None}
-        super().__init__(config.hidden_size, head_dim=config.linear_head_dim, layer_idx=layer_idx, **arguments)
+        super().__init__(**config.layer_arguments(), layer_idx=layer_idx)
         self.layers_in_model = config.layer_types.count("linear_attention")
 
     @takes_cache

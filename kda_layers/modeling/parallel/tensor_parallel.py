@@ -63,7 +63,7 @@ class LocalHeads(TensorParallelLayer):
 def check_heads(module: nn.Module, ranks: int) -> None:
     """Raise a ValueError unless each of `ranks` gets full heads of an attention module, and equally many."""
     if isinstance(module, KimiDeltaAttention):
-        heads = {"linear_num_heads": module.num_heads, "linear_num_value_heads": module.num_v_heads}
+        heads = {"linear_num_heads": module.num_heads, "linear_num_value_heads": module.num_value_heads}
     else:
         config = getattr(module, "config", None)
         names = ("num_attention_heads", "num_key_value_heads")
@@ -90,7 +90,7 @@ def _local_parameters(module: nn.Module, mesh: Any) -> list[tuple[nn.Module, str
 
 def _local_channels(layer: KimiDeltaAttention, taps: Tensor, mesh: Any) -> Tensor:
     """Return the taps [(2 H K + HV V) / ranks, 1, W] of this rank's q, k and v heads, of [2 H K + HV V, 1, W]."""
-    q, v = layer.num_heads * layer.head_dim, layer.num_v_heads * layer.head_v_dim
+    q, v = layer.num_heads * layer.head_dim, layer.num_value_heads * layer.value_head_dim
     ranks, rank = mesh.size(), mesh.get_local_rank()
     return torch.cat([part.chunk(ranks)[rank] for part in taps.split([q, q, v])])
 

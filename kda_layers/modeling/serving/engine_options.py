@@ -122,8 +122,8 @@ def _reads_nothing(module: Any) -> bool:
         return True
     weight, options = module.q_proj.weight, module.kda_options
     problem = Problem(
-        weight.device.type, arch_of(weight.device), weight.dtype, weight.dtype, module.head_dim, module.head_v_dim,
-        module.num_v_heads // module.num_heads, options["gate_activation"], options["beta_activation"], True,
+        weight.device.type, arch_of(weight.device), weight.dtype, weight.dtype, module.head_dim, module.value_head_dim,
+        module.num_value_heads // module.num_heads, options["gate_activation"], options["beta_activation"], True,
         packed=True, has_state=True,
     )  # fmt: skip
     steps = problem, replace(problem, decode=True, packed=False)

@@ -23,10 +23,10 @@ class StockParameters(DecodesByKernels, ChoosesRecompute):
     f_a_proj = property(lambda self: self.forget_gate.f_a_proj)
     f_b_proj = property(lambda self: self.forget_gate.f_b_proj)
     f_proj = property(lambda self: self.forget_gate.f_proj)
-    head_v_dim = property(lambda self: self.head_dim)
+    value_head_dim = property(lambda self: self.head_dim)
     decay_rank: Any = property(lambda self: _rank(self.forget_gate, "f_a_proj"))
     gate_rank: Any = property(lambda self: _rank(self, "g_a_proj"))
-    norm_eps = property(lambda self: self.o_norm.variance_epsilon)
+    rms_norm_eps = property(lambda self: self.o_norm.variance_epsilon)
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_norm(o, gate)
