@@ -34,9 +34,8 @@ SUFFIXES = (".py", ".cu", ".cuh")
 FOLDERS = ("kernels", "hub_kernel")
 # What the forward of a layer needs; the rest of modeling imports transformers.
 MODELING = (
-    "checks", "inputs/__init__", "inputs/cache_argument", "inputs/offsets", "layer/__init__", "layer/attend",
-    "layer/decode_step", "layer/fast_paths", "layer/layer", "layer/merged_weights", "layer/offloading",
-    "layer/precision", "layer/recompute", "layer/shared_input", "layer/slots", "layer/state", "swap/__init__",
+    "checks", "inputs/__init__", "inputs/cache_argument", "inputs/offsets", "layer/__init__", "layer/fast_paths",
+    "layer/forward", "layer/fused_sums", "layer/layer", "layer/states", "layer/weights", "swap/__init__",
     "swap/stock_layer",
 )  # fmt: skip
 # Files in which the kernel differs from the package; namespace.py is a variant's own.

@@ -16,8 +16,7 @@ from ..kernels.fla_api import chunk_kda, fused_recurrent_kda
 from ..kernels.kda.contract import state_dtype
 from ..modeling.inputs.cache_argument import takes_cache
 from ..modeling.inputs.offsets import given_offsets
-from ..modeling.layer.merged_weights import MergedWeights
-from ..modeling.layer.offloading import loads_weights_of
+from ..modeling.layer.weights import MergedWeights, loads_weights_of
 from ..modeling.swap.stock_layer import StockParameters, check_stock_layer, kda_options
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def _run(
 ) -> Tensor:
     check_stock_layer(layer, None)
     offsets = given_offsets(hidden_states, *(kwargs.get(name) for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx")))
-    return _Stateless(layer).run(hidden_states, attention_mask, cache, offsets)
+    return _Stateless(layer).compute(hidden_states, attention_mask, cache, offsets)
 
 
 class _Apart(MergedWeights):

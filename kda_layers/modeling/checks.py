@@ -124,7 +124,7 @@ def unwrapped_hint(module: Any) -> str:
     return ""
 
 
-def check_no_adapter(layer: nn.Module, names: Iterable[str]) -> None:
+def check_no_adapter(layer: Any, names: Iterable[str]) -> None:
     """Raise a ValueError if a submodule whose weight the layer reads without calling it has an adapter."""
     for name in names:
         module = getattr(layer, name)

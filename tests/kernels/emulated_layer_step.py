@@ -13,7 +13,7 @@ from kda_layers.kernels.cuda.arch import ARCHS
 from kda_layers.kernels.kda.cuda.layer_step import layer_step as launcher
 from kda_layers.kernels.kda.cuda.layer_step.backends import CudaBackend
 from kda_layers.kernels.kda.cuda.layer_step.contract import LAYER_STEP, Inputs, Problem
-from kda_layers.modeling.layer import merged_weights
+from kda_layers.modeling.layer import weights
 from tests.kernels.emulated import Emulator, GuardedMemory, end_of_memory
 
 __all__ = ["EmulatedLayerStep", "end_of_memory", "first_choice", "registered", "step"]
@@ -59,5 +59,5 @@ def registered(backend: EmulatedLayerStep) -> Iterator[None]:
 def first_choice() -> Iterator[EmulatedLayerStep]:
     """Context in which layers on a CPU decode by the emulated kernel, and their weights are laid side by side."""
     backend = EmulatedLayerStep(90, priority=99)
-    with mock.patch.object(merged_weights, "DEVICES", ("cpu",)), registered(backend):
+    with mock.patch.object(weights, "DEVICES", ("cpu",)), registered(backend):
         yield backend

@@ -21,7 +21,7 @@ from kda_layers.kernels.kda.cuda.layer_step import layer_step as launcher
 from kda_layers.kernels.kda.cuda.layer_step.contract import LAYER_STEP, Inputs, Problem
 from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel, layer_step
 from kda_layers.kernels.kda.dispatch import KDA
-from kda_layers.modeling.layer import decode_step
+from kda_layers.modeling.layer import forward
 from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels import emulated as emulated_kernels
 from tests.kernels import emulated_layer_step as emulated
@@ -623,7 +623,7 @@ def test_a_layer_decodes(
 ) -> None:
     """As its own operations do; by products with the factors apart where there are many sequences."""
     if many:
-        monkeypatch.setattr(decode_step, "MOST_FACTORED", 1)
+        monkeypatch.setattr(forward, "MOST_FACTORED", 1)
     layer, cache = layer_and_cache(**options | dict(backend=None))
     layer.kda_options["backend"] = options.get("backend")
     if options.get("backend"):

@@ -16,7 +16,7 @@ from transformers import CompileConfig, GenerationMixin, LogitsProcessor, PreTra
 
 from kda_layers.modeling.cuda_graphs import decoding
 from kda_layers.modeling.cuda_graphs.decoding import CAPTURED_DECODING, CapturedDecoding
-from kda_layers.modeling.layer import merged_weights
+from kda_layers.modeling.layer import weights
 from kda_layers.modeling.layer.fast_paths import SupposedCall
 from tests.kernels.cases import BF16, DEVICES
 from tests.modeling import models
@@ -321,8 +321,8 @@ def test_another_dtype_and_a_copy(device: str, captures: Captures) -> None:
 def test_weights_may_move_after_a_capture(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph of a generate is gone when weights are laid side by side again."""
     if device == "cpu":
-        monkeypatch.setattr(merged_weights, "DEVICES", ("cpu",))
-        monkeypatch.setattr(merged_weights, "is_capturing", lambda device: TapedGraphs.recording)
+        monkeypatch.setattr(weights, "DEVICES", ("cpu",))
+        monkeypatch.setattr(weights, "is_capturing", lambda device: TapedGraphs.recording)
     m, tokens = build("kda", device), ids(1, 9).to(device)
     for _ in range(2):
         check_like_eager(m, tokens)

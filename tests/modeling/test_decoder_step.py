@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kda_layers import KDAConfig, KDAForCausalLM, use_backend
 from kda_layers.kernels.fused.linear_step import LINEAR_STEP
-from kda_layers.modeling.layer import merged_weights
+from kda_layers.modeling.layer import weights
 from kda_layers.modeling.models import modeling_kda
 from kda_layers.modeling.models.hybrid import KDAAttention
 from kda_layers.modeling.models.modeling_kda import KDAMLP
@@ -177,7 +177,7 @@ def test_weights_are_laid_before_the_first_launch(
 ) -> None:
     """A launch that overlaps with the one before must not follow a copy of its weights."""
     model, order = a_model(), list[str]()
-    lay, apply = merged_weights.MergedWeights._lay, EAGER_LINEAR.run
+    lay, apply = weights.MergedWeights._lay, EAGER_LINEAR.run
     with torch.no_grad():
         past = model(IDS[:, :-2], use_cache=True).past_key_values
         if before == "replaced":
@@ -187,7 +187,7 @@ def test_weights_are_laid_before_the_first_launch(
             layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.detach().clone())
         else:
             layer.mlp.merged_weights.forget()
-    monkeypatch.setattr(merged_weights.MergedWeights, "_lay", lambda *args: order.append("lay") or lay(*args))
+    monkeypatch.setattr(weights.MergedWeights, "_lay", lambda *args: order.append("lay") or lay(*args))
     monkeypatch.setattr(EAGER_LINEAR, "run", lambda x: order.append("launch") or apply(x))
     with torch.no_grad():
         model(IDS[:, -1:], past_key_values=past)

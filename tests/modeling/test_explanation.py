@@ -21,7 +21,7 @@ import kda_layers
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
 from kda_layers.modeling import explanation
 from kda_layers.modeling.cuda_graphs import decoding
-from kda_layers.modeling.layer import fast_paths, merged_weights, shared_input
+from kda_layers.modeling.layer import fast_paths, fused_sums, weights
 from kda_layers.modeling.layer.fast_paths import Call, Reason, fast_path
 from kda_layers.modeling.models import modeling_kda
 
@@ -40,7 +40,7 @@ def build(dtype: torch.dtype = torch.bfloat16, **fields: Any) -> KDAForCausalLM:
 @pytest.fixture(autouse=True)
 def _a_cpu_counts_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what is left are the reasons that the model gives."""
-    for module in (decoding, merged_weights, shared_input, modeling_kda, fast_paths):
+    for module in (decoding, weights, fused_sums, modeling_kda, fast_paths):
         monkeypatch.setattr(module, "DEVICES", ("cpu",))
 
 

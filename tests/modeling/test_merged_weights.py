@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from kda_layers import KDAConfig, KDAForCausalLM
-from kda_layers.modeling.layer import merged_weights
-from kda_layers.modeling.layer.merged_weights import MergedWeights
+from kda_layers.modeling.layer import weights
+from kda_layers.modeling.layer.weights import MergedWeights
 from kda_layers.modeling.models.modeling_kda import KDAMLP
 
 SIZES = dict(
@@ -29,7 +29,7 @@ SIZES = dict(
 
 @pytest.fixture(autouse=True)
 def _on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merged_weights, "DEVICES", ("cpu",))
+    monkeypatch.setattr(weights, "DEVICES", ("cpu",))
 
 
 def linears(*outputs: int, width: int = 8) -> list[nn.Linear]:
@@ -120,7 +120,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from kda_layers import KDAConfig, KDAForCausalLM
-from kda_layers.modeling.layer import merged_weights
+from kda_layers.modeling.layer import weights
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -128,7 +128,7 @@ ids = torch.arange(12).view(2, 6)
 
 
 def losses(devices):
-    merged_weights.DEVICES, found = devices, []
+    weights.DEVICES, found = devices, []
     torch.manual_seed(0)
     model = KDAForCausalLM(KDAConfig(vocab_size=13, hidden_size=16, num_hidden_layers=2, linear_num_heads=1,
                                      linear_head_dim=8, head_dim=8, num_attention_heads=2))
@@ -389,7 +389,7 @@ def test_layers_that_are_more_than_a_product() -> None:
 
 
 def test_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merged_weights, "DEVICES", ("cuda",))
+    monkeypatch.setattr(weights, "DEVICES", ("cuda",))
     assert MergedWeights().weight(linears(3, 5)) is None
 
 
@@ -408,7 +408,7 @@ def test_parameters_stay_where_a_graph_reads_them(monkeypatch: pytest.MonkeyPatc
     infer(before)
     addresses = [p.data_ptr() for p in m.parameters()]
     with monkeypatch.context() as capture:
-        capture.setattr(merged_weights, "is_capturing", lambda device: True)
+        capture.setattr(weights, "is_capturing", lambda device: True)
         m(torch.randn(2, 32)).sum().backward()
         infer(before)
     infer(m)

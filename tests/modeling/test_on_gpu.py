@@ -26,7 +26,7 @@ from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.kernels.kda.cuda.layer_step.contract import Problem as StepProblem
 from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel
 from kda_layers.kernels.kda.dispatch import default_problem, problem_of
-from kda_layers.modeling.layer import decode_step
+from kda_layers.modeling.layer import forward
 from tests.kernels.cases import BF16, Case, budget, call, error, make_inputs, on_installed_backends, options, serve
 from tests.kernels.test_decode import serve_step
 from tests.modeling import stock_models
@@ -223,14 +223,14 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ):
         pytest.skip("no kernel serves a layer's decode step here: " + explain(StepProblem.default("cuda")))
     calls: list[int] = []
-    run = decode_step.layer_step
+    run = forward.layer_step
 
     def counted(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             calls.append(q.shape[0])
         return run(q, *args, **kwargs)
 
-    monkeypatch.setattr(decode_step, "layer_step", counted)
+    monkeypatch.setattr(forward, "layer_step", counted)
     return calls
 
 

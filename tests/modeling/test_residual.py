@@ -17,7 +17,7 @@ from kda_layers.kernels.fused.add_rms_norm import ADD_RMS_NORM
 from kda_layers.kernels.fused.gated_norm import GATED_NORM
 from kda_layers.kernels.fused.swiglu import SWIGLU
 from kda_layers.kernels.registry import use_backend
-from kda_layers.modeling.layer import residual, shared_input
+from kda_layers.modeling.layer import fused_sums
 from kda_layers.modeling.models import modeling_kda
 from tests.kernels.cases import BEST_DEVICE, FP32, any_length, error
 
@@ -33,10 +33,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def counted(f: Callable[..., object]) -> Callable[..., object]:
         return lambda *args: seen.append(f.__name__) or f(*args)  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(residual, "add_rms_norm", counted(residual.add_rms_norm))
+    monkeypatch.setattr(fused_sums, "add_rms_norm", counted(fused_sums.add_rms_norm))
     monkeypatch.setattr(modeling_kda, "swiglu_linear", counted(modeling_kda.swiglu_linear))
-    monkeypatch.setattr(shared_input, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(shared_input, "DTYPES", (FP32,))
+    monkeypatch.setattr(fused_sums, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(fused_sums, "DTYPES", (FP32,))
     with any_length(ADD_RMS_NORM, GATED_NORM, SWIGLU), use_backend("triton"):
         yield seen
 
@@ -161,7 +161,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_which_norms_are_called(other: str, calls: list[str]) -> None:
     norm, x = OTHERS[other]().to(BEST_DEVICE), torch.randn(1, 3, 16, device=BEST_DEVICE, requires_grad=True)
-    total, y = residual.add_and_normalise(x, x, norm)
+    total, y = fused_sums.add_and_normalise(x, x, norm)
     assert torch.equal(total, x + x)
     assert torch.equal(y, norm(x + x))
     assert calls == []
@@ -171,12 +171,12 @@ def test_when_norms_are_called(calls: list[str]) -> None:
     """Global hooks, autocast."""
     norm, x = nn.RMSNorm(16, eps=1e-6).to(BEST_DEVICE), torch.randn(1, 3, 16, device=BEST_DEVICE, requires_grad=True)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    residual.add_and_normalise(x, x, norm)
+    fused_sums.add_and_normalise(x, x, norm)
     handle.remove()
     with torch.autocast(BEST_DEVICE, torch.bfloat16):
-        residual.add_and_normalise(x, x, norm)
+        fused_sums.add_and_normalise(x, x, norm)
     assert calls == []
-    residual.add_and_normalise(x, x, norm)
+    fused_sums.add_and_normalise(x, x, norm)
     assert calls == ["add_rms_norm"]
 
 
@@ -188,8 +188,8 @@ def test_inference_has_the_bits_of_training(calls: list[str]) -> None:
     results = []
     for context in (contextlib.nullcontext(), torch.no_grad(), torch.inference_mode()):
         with context:
-            total, y = residual.add_and_normalise(x, 2 * x, model.model.norm)
-            _, alone = residual.add_and_normalise(x, None, model.model.norm)
+            total, y = fused_sums.add_and_normalise(x, 2 * x, model.model.norm)
+            _, alone = fused_sums.add_and_normalise(x, None, model.model.norm)
             results.append((total, y, alone))
     assert len(calls) == 6
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
@@ -198,7 +198,7 @@ def test_inference_has_the_bits_of_training(calls: list[str]) -> None:
 def test_a_cpu_that_chooses_by_itself_calls_the_modules() -> None:
     norm, x = made().model.norm, torch.randn(2, 9, 16, device=BEST_DEVICE)
     with use_backend("eager"):
-        total, y = residual.add_and_normalise(x, 2 * x, norm)
+        total, y = fused_sums.add_and_normalise(x, 2 * x, norm)
     assert torch.equal(total, x + 2 * x)
     assert torch.equal(y, norm(x + 2 * x))
 

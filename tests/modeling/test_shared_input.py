@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
-from kda_layers.modeling.layer import merged_weights, shared_input
+from kda_layers.modeling.layer import fused_sums, weights
 from kda_layers.modeling.layer.fast_paths import Call
 from tests.kernels.cases import BEST_DEVICE, BF16, FP64, error
 
@@ -23,27 +23,27 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors of every dtype go the way that CUDA tensors of 16 bits go."""
-    monkeypatch.setattr(shared_input, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(shared_input, "DTYPES", (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+    monkeypatch.setattr(fused_sums, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(fused_sums, "DTYPES", (torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
 @pytest.mark.parametrize("narrow", [0, 4, 7, 100], ids=["none narrow", "two", "three", "all"])
 @pytest.mark.parametrize("frozen", [(), (0,), (1, 2, 3, 4), (2, 4)], ids=str)
 def test_gradients(frozen: tuple[int, ...], narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_input, "NARROW", narrow)
+    monkeypatch.setattr(fused_sums, "NARROW", narrow)
     leaves = [normal(2, 3, 5), *(normal(n, 5, seed=n) for n in ROWS)]
     for i, t in enumerate(leaves):
         t.requires_grad_(i not in frozen)
-    assert gradcheck(lambda x, *weights: shared_input.multiplied(x, weights), leaves)
-    assert gradgradcheck(lambda x, *weights: shared_input.multiplied(x, weights), leaves)
-    for got, weight in zip(shared_input.multiplied(leaves[0], leaves[1:]), leaves[1:], strict=True):
+    assert gradcheck(lambda x, *weights: fused_sums.multiplied(x, weights), leaves)
+    assert gradgradcheck(lambda x, *weights: fused_sums.multiplied(x, weights), leaves)
+    for got, weight in zip(fused_sums.multiplied(leaves[0], leaves[1:]), leaves[1:], strict=True):
         torch.testing.assert_close(got, leaves[0] @ weight.mT)
 
 
 @pytest.mark.parametrize("used", [(1,), (0, 3), (2, 1, 3)], ids=str)
 def test_outputs_that_are_not_used(used: tuple[int, ...]) -> None:
     x, weights = normal(4, 5).requires_grad_(), [normal(n, 5, seed=n).requires_grad_() for n in ROWS]
-    outputs = shared_input.multiplied(x, weights)
+    outputs = fused_sums.multiplied(x, weights)
     sum(outputs[i].square().sum() for i in used).backward()
     grads = [t.grad for t in (x, *weights)]
     x2, *weights2 = [t.detach().requires_grad_() for t in (x, *weights)]
@@ -62,7 +62,7 @@ def test_error_is_no_larger() -> None:
     def grads(wide: torch.dtype, together: bool) -> tuple[Tensor, ...]:
         leaves = [t.to(wide).requires_grad_() for t in (x, *weights)]
         if together:
-            outputs = shared_input.multiplied(leaves[0], leaves[1:])
+            outputs = fused_sums.multiplied(leaves[0], leaves[1:])
         else:
             outputs = tuple(nn.functional.linear(leaves[0], w) for w in leaves[1:])
         return torch.autograd.grad(outputs, leaves, [d.to(wide) for d in d_outputs])
@@ -85,11 +85,11 @@ def layer() -> KimiDeltaAttention:
 def test_layer(ranks: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     made, calls = KimiDeltaAttention(16, 2, 8, **ranks).double(), []
-    multiplied = shared_input.multiplied
-    monkeypatch.setattr(shared_input, "multiplied", lambda *args: calls.append(args) or multiplied(*args))
+    multiplied = fused_sums.multiplied
+    monkeypatch.setattr(fused_sums, "multiplied", lambda *args: calls.append(args) or multiplied(*args))
     results = []
     for devices in (("cpu",), ()):
-        monkeypatch.setattr(shared_input, "DEVICES", devices)
+        monkeypatch.setattr(fused_sums, "DEVICES", devices)
         x = normal(2, 9, 16).requires_grad_()
         y = made(x, attention_mask=torch.tensor([[0] * 4 + [1] * 5, [1] * 9]))
         results.append((y.detach(), *torch.autograd.grad(y.square().sum(), [x, *made.parameters()])))
@@ -106,14 +106,14 @@ def test_model_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = KDAForCausalLM(config).double(), torch.arange(18).view(2, 9) % 11
     grads = []
     for devices in (("cpu",), ()):
-        monkeypatch.setattr(shared_input, "DEVICES", devices)
+        monkeypatch.setattr(fused_sums, "DEVICES", devices)
         loss = model(ids, labels=ids).loss
         grads.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
     assert all(error(got, want) < 1e-12 for got, want in zip(*grads, strict=True))
 
 
 def serves(x: Tensor, layers: list[nn.Module]) -> bool:
-    return shared_input.SHARED_INPUT.serves(Call(x), layers)
+    return fused_sums.SHARED_INPUT.serves(Call(x), layers)
 
 
 @pytest.mark.usefixtures("served")
@@ -163,9 +163,9 @@ def test_both_passes_of_a_reentrant_checkpoint_multiply_alike(monkeypatch: pytes
     )
     torch.manual_seed(0)
     model, ids, calls = KDAForCausalLM(config).double().train(), torch.arange(18).view(2, 9) % 11, []
-    multiplied = shared_input.multiplied
-    monkeypatch.setattr(shared_input, "multiplied", lambda *args: calls.append(args) or multiplied(*args))
-    monkeypatch.setattr(merged_weights, "DEVICES", ("cpu",))
+    multiplied = fused_sums.multiplied
+    monkeypatch.setattr(fused_sums, "multiplied", lambda *args: calls.append(args) or multiplied(*args))
+    monkeypatch.setattr(weights, "DEVICES", ("cpu",))
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model(ids, labels=ids, use_cache=False).loss.backward()
     assert len(calls) == 2 * 2 * 2  # passes, layers, attention and MLP

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CompileConfig, DataCollatorWithFlattening, DynamicCache, PreTrainedModel
 
-from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, load_pretrained, restore_attention, swap_attention
+from kda_layers import KDAConfig, KDAForCausalLM, load_pretrained, restore_attention, swap_attention
+from kda_layers.modeling.layer.forward import KDAForward
 from kda_layers.modeling.seams import RENAMED
 from kda_layers.serving import enable_speculative_decoding
 from tests.kernels.cases import BF16, DEVICES, FP32, budget, error
@@ -297,8 +298,8 @@ def test_hooked_layers_run_our_forward(family: str, device: torch.device, monkey
     cpu_offload(model, execution_device=device)
     swap_attention(model)
     seen = []
-    forward = KimiDeltaAttention.forward
-    monkeypatch.setattr(KimiDeltaAttention, "forward", lambda self, *args: seen.append(self) or forward(self, *args))
+    compute = KDAForward.compute
+    monkeypatch.setattr(KDAForward, "compute", lambda self, *args: seen.append(self) or compute(self, *args))
     logits(model, ids(1, 4))
     assert seen == list(swapped_layers_of(model).values())
 
@@ -371,7 +372,7 @@ def test_the_gate_is_not_materialised_outside(family: str, monkeypatch: pytest.M
             layer(x)
         return reached.value.args[0]
 
-    monkeypatch.setattr("kda_layers.modeling.layer.attend.kda", operator)
+    monkeypatch.setattr("kda_layers.modeling.layer.states.kda", operator)
     counts = []
     for model in both(family, BF16, dense=True):
         layer = next(iter(swapped_layers_of(model).values()))
@@ -475,13 +476,13 @@ def test_what_cannot_be_packed_is_refused(case: str) -> None:
 def test_glm_masks_its_kda_layers_only_where_something_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stock forward hands every layer a mask, which costs our layers time where nothing is padded."""
     _, swapped = both("glm5_next")
-    masks, forward = [], KimiDeltaAttention.forward
+    masks, compute = [], KDAForward.compute
 
     def spy(self: Any, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
         masks.append(mask)
-        return forward(self, x, mask, *rest)
+        return compute(self, x, mask, *rest)
 
-    monkeypatch.setattr(KimiDeltaAttention, "forward", spy)
+    monkeypatch.setattr(KDAForward, "compute", spy)
     tokens, ones = ids(2, 9), torch.ones(2, 9, dtype=torch.long)
     swapped.generate(tokens, attention_mask=ones, max_new_tokens=3, do_sample=False)
     swapped(inputs_embeds=swapped.get_input_embeddings()(tokens))

@@ -16,7 +16,7 @@ from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CudaGraphs
 from kda_layers.modeling.inputs.cache_argument import rename_cache
 from kda_layers.modeling.layer.cache import KDAStaticCache
 from kda_layers.modeling.layer.fast_paths import Reason, fast_path, hooks
-from kda_layers.modeling.layer.merged_weights import capture_in_passing, is_capturing
+from kda_layers.modeling.layer.weights import capture_in_passing, is_capturing
 from kda_layers.modeling.seams import Cache, StaticCache
 
 DEVICES = ("cuda",)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kda_layers.modeling.checks import as_int
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CudaGraphs
 from kda_layers.modeling.cuda_graphs.clipping import clip_grad_norm_
-from kda_layers.modeling.layer.merged_weights import MergedWeights
+from kda_layers.modeling.layer.weights import MergedWeights
 
 Batch = Mapping[str, Any]
 # Classes that reduce gradients by hooks or shard parameters; by name, as torch.distributed is slow to import.

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kda_layers.kernels.kda.contract import CHUNK
-from kda_layers.modeling.layer.state import Past, at_a_fixed_address, make_writable
+from kda_layers.modeling.layer.states import Past, at_a_fixed_address, make_writable
 from kda_layers.modeling.seams import Cache, CacheLayerMixin, LinearAttentionLayer, StaticCache
 
 

@@ -43,14 +43,15 @@ class Reason(NamedTuple):
 
 
 class Call:
-    """Facts of a call on x [B, T, ...]; torch's state is read when a path asks for it."""
+    """Facts of a call on x [B, T, ...]; sizes and torch's state are read when a path asks for them."""
 
-    __slots__ = ("device", "dtype", "rows", "tokens", "x")
+    __slots__ = ("device", "dtype", "x")
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.device, self.dtype = x, x.device, x.dtype
-        self.rows, self.tokens = x.shape[:2]
 
+    rows = property(lambda self: self.x.shape[0])
+    tokens = property(lambda self: self.x.shape[1])
     compiling = property(lambda self: torch.compiler.is_compiling())
     autocast = property(lambda self: tracing.autocasts(self.x.device.type))
     grad = property(lambda self: torch.is_grad_enabled())
@@ -132,7 +133,7 @@ def additions(layer: nn.Module, kind: type[nn.Module] = nn.Linear, biased: bool 
         yield Reason("has a bias", "", layer)
 
 
-def hooks(module: nn.Module, harmless: str = "") -> Iterator[Reason]:
+def hooks(module: Any, harmless: str = "") -> Iterator[Reason]:
     """Yield what calling a module runs beside the forward of its class; hooks of the Python module `harmless` do not
     count."""
     pre, post = module._forward_pre_hooks, module._forward_hooks

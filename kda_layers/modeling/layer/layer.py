@@ -7,41 +7,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
-from ...kernels.checks import check_offsets, sequence_offsets
-from ...kernels.fused.gated_norm import gated_rms_norm
-from ...kernels.fused.short_conv import short_convs
 from ...kernels.kda.checks import check_lower_bound, check_recompute
-from ...kernels.kda.contract import state_dtype
-from ...kernels.over_ranks.kda import kda_over_ranks
 from ...kernels.over_ranks.shards import Shards
-from ...kernels.over_ranks.short_conv import short_convs_over_ranks
-from ..checks import (
-    as_int,
-    as_rank,
-    check_epsilon,
-    check_no_adapter,
-    check_no_unknown,
-    check_rate,
-    reads_old_keywords,
-)
+from ..checks import as_int, as_rank, check_epsilon, check_no_unknown, check_rate, reads_old_keywords
 from ..inputs.cache_argument import takes_cache
-from .attend import attend, attend_and_record
-from .decode_step import DecodesByKernels, new_merged_weights
-from .offloading import loads_weights_of
-from .precision import KeepsFP32
-from .recompute import ChoosesRecompute
-from .shared_input import projections
-from .slots import Slots
-from .state import read_state
+from .forward import KDAForward
+from .states import Slots
+from .weights import KeepsFP32
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 
-class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
+class KimiDeltaAttention(KDAForward, KeepsFP32):
     """Kimi Delta Attention layer (Kimi Linear, arXiv 2510.26692, section 4).
 
     Arguments have the names of the fields of `KDAConfig`, without their linear_.
@@ -152,7 +132,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         self.b_proj = linear(hidden_size, num_value_heads)
         self.o_norm = nn.RMSNorm(value_head_dim, eps=rms_norm_eps)
         self.o_proj = linear(v_dim, hidden_size)
-        self.merged_weights, self.factors = new_merged_weights()
+        vars(self).update(self.new_weights())
         self.reset_gate()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -195,7 +175,6 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
         copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
     @takes_cache
-    @loads_weights_of("conv1d", "o_norm")  # their weights are read here, not in their own forward
     def forward(
         self,
         hidden_states: Tensor,
@@ -224,73 +203,7 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
             ValueError: hidden_states or attention_mask of a wrong rank or size, cu_seqlens with a mask, a cache of
                 another number of sequences, an adapter on conv1d or o_norm; what `kda_layers.kda` raises.
         """
-        return KimiDeltaAttention.compute(self, hidden_states, attention_mask, cache, cu_seqlens, shards)
-
-    def compute(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        cache: Cache | Slots | None,
-        cu_seqlens: Tensor | None,
-        shards: Shards | None,
-        by_kernel: bool = True,
-    ) -> Tensor:
-        """Compute `forward`, whose arguments these are; without `by_kernel`, a decode step by its operators."""
-        check_no_adapter(self, ("conv1d", "o_norm"))
-        if shards is not None and (attention_mask is not None or cache is not None):
-            name = "cache" if attention_mask is None else "attention_mask"
-            raise ValueError(f"{name} must be None with shards: sequences over ranks have no padding and no cache")
-        ranks = 1 if shards is None else len(shards.places)
-        mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens, ranks)
-        state = read_state(cache, self.layer_idx, sequences)
-        self._watch(hidden_states)
-        if by_kernel and mask is cu_seqlens is shards is None:
-            o = self._decode(hidden_states, state)
-            if o is not None:
-                return self.o_proj(o)
-        x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
-        backend = self.kda_options.get("backend")
-
-        layers = self._inputs()
-        *qkv, f, gate, beta = projections(x, layers)
-        taps = self.conv1d.weight.squeeze(1)
-        if shards is None:
-            (q, k, v), conv_state = short_convs(qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend)
-        else:
-            shards = shards.of_layer(self)
-            q, k, v = short_convs_over_ranks(qkv, taps, shards, cu_seqlens, backend)
-        q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
-        v = rearrange(v, "b t (h v) -> b t h v", v=self.value_head_dim)
-
-        g = rearrange(self.f_b_proj(f) if self.decay_rank else f, "b t (h k) -> b t h k", k=self.head_dim)
-        if mask is not None:  # at the lowest logits decay and write are exactly none
-            if g.dtype == torch.float16:  # its lowest value times a small exp(A_log) would still decay
-                g = g.float()
-            g = g.masked_fill(~mask[..., None, None], torch.finfo(g.dtype).min)
-            beta = beta.masked_fill(~mask[..., None], torch.finfo(beta.dtype).min)
-
-        wide = state_dtype(q.dtype)
-        A_log = None if self.A_log is None else self.A_log.to(wide)
-        dt_bias = self.dt_bias.to(wide).view(-1, self.head_dim)
-        options = dict(cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **self.kda_options)
-        inputs, recompute = (q, k, v, g, beta), self.operator_recompute()
-        if shards is not None:
-            o = kda_over_ranks(*inputs, shards, recompute=recompute, **options).o
-        elif state.recording:
-            o = attend_and_record(state, inputs, options, recompute, torch.cat(qkv, -1), taps.shape[-1], mask)
-        else:
-            o = attend(state, inputs, options, recompute)
-        if state.cached:
-            state.write_conv(conv_state, x)
-
-        gate = self.g_b_proj(gate) if self.gate_rank else gate
-        gate = rearrange(gate, "b t (h v) -> b t h v", v=self.value_head_dim)
-        o = gated_rms_norm(o, gate, self.o_norm.weight, self.rms_norm_eps, self.gated_norm, backend=backend)
-        return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))
-
-    def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
-        """Return o [B, T, HV, V] normalised over V, times the sigmoid of gate [B, T, HV, V], in plain PyTorch."""
-        return self.o_norm(o.to(self.o_norm.weight.dtype)) * torch.sigmoid(gate)
+        return self.compute(hidden_states, attention_mask, cache, cu_seqlens, shards)
 
     @property
     def rms_norm_eps(self) -> float:
@@ -304,28 +217,3 @@ class KimiDeltaAttention(DecodesByKernels, ChoosesRecompute, KeepsFP32):
             + ", ".join(f"{name}={value}" for name, value in self.kda_options.items())
             + f", recompute={self.recompute}"
         )
-
-
-def _read_call(
-    x: Tensor, D: int, mask: Tensor | None, cu_seqlens: Tensor | None, ranks: int
-) -> tuple[Tensor | None, int]:
-    """Check a call's arguments; return the mask of its tokens, [B, T] bool, and its number of sequences."""
-    if x.ndim != 3 or x.shape[-1] != D:
-        raise ValueError(f"hidden_states must have shape [B, T, D = {D}], got {list(x.shape)}")
-    B, T = x.shape[:2]
-    if cu_seqlens is not None:
-        if mask is not None:
-            raise ValueError("attention_mask must be None with cu_seqlens: packed sequences have no padding")
-        check_offsets(cu_seqlens, x)
-        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # no wait for a device
-            sequence_offsets(cu_seqlens, ranks * T)
-        return None, cu_seqlens.shape[0] - 1
-    if mask is None:
-        return None, B
-    if mask.ndim != 2:
-        raise ValueError(
-            f"attention_mask must have 2 dimensions [B, S], nonzero for real tokens, got shape {tuple(mask.shape)}"
-        )
-    if mask.shape[0] != B or mask.shape[1] < T:
-        raise ValueError(f"attention_mask must have shape [{B}, at least {T}], got {list(mask.shape)}")
-    return mask[:, -T:] != 0, B

@@ -32,9 +32,9 @@ from kda_layers.modeling.inputs.keywords import (
 from kda_layers.modeling.inputs.packing import Layout, read_layout
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.fast_paths import FastPath, SupposedCall
+from kda_layers.modeling.layer.fused_sums import add_and_normalise
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
-from kda_layers.modeling.layer.residual import add_and_normalise
-from kda_layers.modeling.layer.slots import Slots, read_slots
+from kda_layers.modeling.layer.states import Slots
 from kda_layers.modeling.models.hub import CardMixin
 from kda_layers.modeling.models.loss import CHUNKED_LOSS, autocast_dtype, chunked_loss
 from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate, masks_of_engine
@@ -69,25 +69,17 @@ class KDAAttention(KimiDeltaAttention):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        cu_seqlens: Tensor | None = None,
-        shards: Shards | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        """Return (output, None), as transformers' decoder layers expect; positions and the like are not read."""
-        return super().forward(hidden_states, attention_mask, cache, cu_seqlens, shards), None
-
-    def by_operators(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
         cache: Any = None,
         cu_seqlens: Tensor | None = None,
         shards: Shards | None = None,
+        by_kernel: bool = True,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Return what `forward` does, for a caller that has asked for the kernel of a decode step in vain."""
-        return self.compute(hidden_states, attention_mask, cache, cu_seqlens, shards, by_kernel=False), None
+        """Return (output, None), as transformers' decoder layers expect; positions and the like are not read.
+
+        A caller that has asked for the kernel of a decode step in vain says by_kernel=False.
+        """
+        return self.compute(hidden_states, attention_mask, cache, cu_seqlens, shards, by_kernel), None
 
 
 class HybridPreTrainedModel(CardMixin, PreTrainedModel):
@@ -206,7 +198,8 @@ class HybridModel(HybridPreTrainedModel):
             over_ranks, use_cache = {"shards": shards}, False
             layout = Layout(offsets, None, None, None)
         elif from_engine:
-            slots, use_cache = read_slots(cache=cache, position_ids=position_ids, **kwargs), False
+            allocator, use_cache = cache.cache_allocators.get("linear_attention"), False
+            slots = None if allocator is None else allocator.step(position_ids, **kwargs)
             layout = Layout(None if slots is None else slots.cu_seqlens, position_ids, None, attention_mask)
         else:
             if cache is not None:

@@ -23,10 +23,8 @@ from kda_layers.modeling.layer.fast_paths import (
     fast_path,
     hooks,
 )
-from kda_layers.modeling.layer.merged_weights import DEVICES, MERGED_WEIGHTS, MergedWeights
-from kda_layers.modeling.layer.precision import KeepsFP32
-from kda_layers.modeling.layer.residual import FUSED_NORM, add_and_normalise, normal
-from kda_layers.modeling.layer.shared_input import SHARED_INPUT, projections
+from kda_layers.modeling.layer.fused_sums import FUSED_NORM, SHARED_INPUT, add_and_normalise, normal, projections
+from kda_layers.modeling.layer.weights import DEVICES, MERGED_WEIGHTS, KeepsFP32, MergedWeights
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
@@ -176,13 +174,12 @@ class KDADecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Map [B, T, D] to [B, T, D]; kwargs are those of `HybridModel`'s layers."""
-        attention: Any = self.self_attn
         if DECODER_STEP.serves(Call(hidden_states), self, **kwargs):
             if (decoded := self._decode(hidden_states, kwargs["cache"])) is not None:
                 return decoded
-            attention = attention.by_operators  # the kernel was asked for
+            kwargs["by_kernel"] = False  # it was asked for
         residual, x = add_and_normalise(hidden_states, None, self.input_layernorm)
-        x, _ = attention(x, **kwargs)
+        x, _ = self.self_attn(x, **kwargs)
         residual, x = add_and_normalise(residual, x, self.post_attention_layernorm)
         return residual + self.mlp(x)
 

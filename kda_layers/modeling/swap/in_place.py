@@ -20,10 +20,8 @@ from kda_layers.modeling.inputs.keywords import INPUTS, is_checkpointed, refuse_
 from kda_layers.modeling.inputs.packing import Layout, check_positions, read_layout
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.checkpoint_names import Format
-from kda_layers.modeling.layer.decode_step import new_merged_weights
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
-from kda_layers.modeling.layer.offloading import loads_weights_of
-from kda_layers.modeling.layer.precision import KeepsFP32
+from kda_layers.modeling.layer.weights import KeepsFP32, loads_weights_of
 from kda_layers.modeling.parallel.context_parallel import read_shards
 from kda_layers.modeling.seams import CACHE, Cache
 from kda_layers.modeling.swap import families
@@ -33,7 +31,7 @@ logger = logging.getLogger("kda_layers")
 
 
 class StockKDALayer(StockParameters, KeepsFP32):
-    """A stock KDA layer with our forward: its parameters under the names that `KimiDeltaAttention.forward` reads.
+    """A stock KDA layer with our forward: its parameters under the names that `KDAForward` reads.
 
     A mixin of `StockFamily.layer`.
     """
@@ -58,7 +56,7 @@ class StockKDALayer(StockParameters, KeepsFP32):
         cu_seqlens, shards = kwargs.get("cu_seq_lens_q"), kwargs.get("shards")
         if cu_seqlens is not None:
             attention_mask = None  # the model made it: `prepare_call` refuses one from the caller
-        return self.run(hidden_states, attention_mask, cache, cu_seqlens, shards)
+        return self.compute(hidden_states, attention_mask, cache, cu_seqlens, shards)
 
 
 PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
@@ -269,9 +267,7 @@ class KDAFamily(StockFamily):
             raise ValueError(f"{path}: {error}") from error
 
     def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
-        merged, factors = new_merged_weights()
-        options = kda_options(self.lower_bound(layer), backend)
-        return dict(kda_options=options, merged_weights=merged, factors=factors)
+        return dict(kda_options=kda_options(self.lower_bound(layer), backend), **StockKDALayer.new_weights())
 
     def attributes_in_model(self, model: nn.Module, path: str, recompute: bool | float | str) -> dict[str, Any]:
         layers = sum(isinstance(m, self.stock_layer) for m in model.modules())  # stock ones keep tensors, too

@@ -7,16 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from ...kernels.kda.checks import check_lower_bound
-from ..layer.decode_step import DecodesByKernels
-from ..layer.layer import KimiDeltaAttention
-from ..layer.recompute import ChoosesRecompute
+from ..layer.forward import KDAForward
 
 
-class StockParameters(DecodesByKernels, ChoosesRecompute):
-    """The parameters of a stock KDA layer under the names that `KimiDeltaAttention.forward` reads; a mixin."""
-
-    forget_gate: Any
-    head_dim: int
+class StockParameters(KDAForward):
+    """The parameters of a stock KDA layer under the names that `KDAForward` reads; a mixin."""
 
     A_log = property(lambda self: self.forget_gate.A_log.flatten())
     dt_bias = property(lambda self: self.forget_gate.dt_bias)
@@ -30,11 +25,6 @@ class StockParameters(DecodesByKernels, ChoosesRecompute):
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_norm(o, gate)
-
-    def run(self, *args: Any) -> Tensor:
-        """Run `KimiDeltaAttention.forward`, with its arguments, over these parameters."""
-        layer: Any = self
-        return KimiDeltaAttention.forward(layer, *args)
 
 
 def _rank(owner: Any, name: str) -> int:

@@ -15,7 +15,7 @@ from kda_layers.kernels import biased_attention
 from kda_layers.kernels.attention_bias.dispatch import ATTENTION
 from kda_layers.kernels.checks import accumulator_dtype, sequence_offsets
 from kda_layers.modeling.inputs.cache_argument import takes_cache
-from kda_layers.modeling.layer.precision import KeepsFP32
+from kda_layers.modeling.layer.weights import KeepsFP32
 from kda_layers.modeling.models.key_bias import create_key_mask, key_bias, refuse_weights, with_past
 from kda_layers.modeling.seams import CACHE, Cache
 from kda_layers.modeling.swap.in_place import StockFamily, packed_call, read_call, tokens_of

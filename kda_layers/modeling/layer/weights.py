@@ -1,6 +1,7 @@
-"""Weights of linear layers with the same input, side by side in memory: for inference one product instead of several.
+"""Weights of a layer: merged for inference, kept in fp32 by casts, loaded when they are offloaded.
 
-The parameters stay the layers' own: the memory of each becomes its rows of one buffer, as in torch's RNNs
+Weights of linear layers with the same input lie side by side in memory, for one product instead of several. The
+parameters stay the layers' own: the memory of each becomes its rows of one buffer, as in torch's RNNs
 (`flatten_parameters`), so that an optimizer step or `load_state_dict` writes to both. Once a parameter is replaced, the
 buffer is no longer used. Compiled code does not see that the `.data` of a parameter is replaced after compiling.
 """
@@ -8,16 +9,16 @@ buffer is no longer used. Compiled code does not see that the `.data` of a param
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ...kernels import tracing
 from ...kernels.torch_private import constant_to_compile, is_storage_shared
-from .fast_paths import Reason, additions, fast_path, hooks
+from .fast_paths import Call, Reason, additions, fast_path, hooks
 
 DEVICES = ("cuda",)  # where one product is faster than several
 _thread = threading.local()  # .in_passing: True inside `capture_in_passing`
@@ -59,17 +60,6 @@ def _against_moving(parts: list[nn.Parameter], buffer: MergedWeights) -> Iterato
         yield Reason("has parameters that another tensor shares, as those that FSDP2 gathers")
 
 
-class CallOfWeights:
-    """Facts that `MERGED_WEIGHTS` asks for of a call: nothing of its inputs matters."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        weight = layers[0]._parameters.get("weight")
-        self.device = torch.device("cpu") if weight is None else weight.device
-
-    compiling = property(lambda self: torch.compiler.is_compiling())
-    autocast = property(lambda self: tracing.autocasts(self.device.type))
-
-
 class MergedWeights:
     """The buffer of some linear layers, held by the module that owns them."""
 
@@ -94,7 +84,9 @@ class MergedWeights:
         """
         if self._is_current(layers) and self._is_in_place():
             return self.whole
-        if not MERGED_WEIGHTS.serves(CallOfWeights(layers), layers, self):
+        weight = layers[0]._parameters.get("weight")
+        call = Call(torch.empty(0) if weight is None else weight)  # nothing of the inputs matters
+        if not MERGED_WEIGHTS.serves(call, layers, self):
             return None
         return self._lay([layer.weight for layer in layers])  # type: ignore[misc]
 
@@ -174,3 +166,48 @@ def _alone(t: Tensor) -> Tensor:
     Of tensors that share a storage, accelerate saves the first one only, and safetensors' `save_model` none.
     """
     return torch.from_dlpack(torch.utils.dlpack.to_dlpack(t))
+
+
+class KeepsFP32(nn.Module):
+    """A module that keeps some parameters and their gradients in fp32 under `to(torch.bfloat16)`, `half()` etc.
+
+    The counterpart of transformers' `_keep_in_fp32_modules_strict`, which only from_pretrained reads.
+    """
+
+    kept_in_fp32: ClassVar[tuple[str, ...]]  # last part of the parameters' names
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        kept = [p for name, p in self.named_parameters() if name.rpartition(".")[2] in self.kept_in_fp32]
+        ids = {id(t) for p in kept for t in (p, p.grad)}
+
+        def converted(t: Tensor) -> Tensor:
+            new = fn(t)
+            # A parameter that is 16-bit already, as in a checkpoint that rounded it, follows the cast.
+            rounded = new.is_floating_point() and new.dtype.itemsize < 4 <= t.dtype.itemsize
+            return t.to(new.device, torch.float32) if rounded and id(t) in ids else new
+
+        return super()._apply(converted, recurse)
+
+
+def loads_weights_of(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate the forward of a layer that reads weights of the submodules `names` itself.
+
+    Accelerate loads offloaded weights in a hook of the module that owns them, `_hf_hook`, around its forward. The
+    decorated forward runs these hooks around itself; without any it is called as it is. transformers has such a
+    decorator, `force_accelerate_hooks`, which a Hub kernel cannot import.
+    """
+
+    def decorate(forward: Callable[..., Any]) -> Any:
+        @functools.wraps(forward)
+        def with_weights(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            hooked = [module for module in (getattr(layer, name) for name in names) if hasattr(module, "_hf_hook")]
+            for module in hooked:
+                module._hf_hook.pre_forward(module)
+            output = forward(layer, *args, **kwargs)
+            for module in reversed(hooked):
+                module._hf_hook.post_forward(module, ())
+            return output
+
+        return with_weights
+
+    return decorate

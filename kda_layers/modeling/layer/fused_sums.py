@@ -1,7 +1,8 @@
-"""Linear layers with the same input while training: their gradients of it accumulate in one buffer.
+"""Additions without a pass of their own over memory.
 
-Autograd would sum them pairwise: five additions of [B, T, D] tensors for the six projections of a layer. Here the first
-product writes the buffer and the others accumulate into it in their epilogue.
+Those of the residual stream are fused with the norms that read their sums. Those of the gradients of one input, which
+autograd would add pairwise (five additions of [B, T, D] tensors for the six projections of a layer), accumulate in one
+buffer: the first product writes it and the others accumulate into it in their epilogue.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fast_paths import Call, Reason, fast_path, name_of, other_dtype, training_additions
+from ...kernels.fused.add_rms_norm import add_rms_norm
+from .fast_paths import Call, Reason, additions, fast_path, name_of, other_dtype, training_additions
 
 # Elsewhere the sums of the gradient keep torch's order, and with it their bits.
 DEVICES, DTYPES = ("cuda",), (torch.bfloat16, torch.float16)
@@ -79,3 +81,36 @@ class _SharedInput(torch.autograd.Function):
                 d_x = rows @ weight if d_x is None else d_x.addmm_(rows, weight)
             d_weights.append(rows.mT @ inputs if needed and rows is not None else None)
         return None if d_x is None else d_x.view(x.shape), *d_weights
+
+
+def normal(norm: nn.Module, dtype: torch.dtype) -> Iterator[Reason]:
+    """Yield what a norm does beyond a plain `nn.RMSNorm` with an epsilon, in inputs' dtype."""
+    yield from additions(norm, nn.RMSNorm)
+    if getattr(norm, "eps", None) is None:
+        yield Reason("has no eps", "", norm)
+    yield from other_dtype(norm, dtype)
+
+
+@fast_path("norm fused with the addition before it", instead="an addition, then nn.RMSNorm")
+def FUSED_NORM(call: Any, norm: nn.Module) -> Iterator[Reason]:
+    """A plain `nn.RMSNorm` in x's dtype."""
+    if call.compiling:
+        yield Reason("is traced by torch.compile, which fuses them itself")
+    yield from normal(norm, call.dtype)
+    if norm._backward_hooks or norm._backward_pre_hooks:
+        yield Reason("has backward hooks", "remove them", norm)
+    if call.autocast:
+        yield Reason("runs under autocast", "load the model in bfloat16 instead")
+    if call.global_hooks:
+        yield Reason("runs under global hooks of torch.nn", "remove them")
+
+
+def add_and_normalise(residual: Tensor, x: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return residual + x (residual for None) and norm of it.
+
+    Use the returned sum, also for x=None: the norm's backward adds its gradient.
+    """
+    if FUSED_NORM.serves(Call(residual), norm):
+        return add_rms_norm(residual, x, norm.weight, norm.eps)  # type: ignore[arg-type]
+    total = residual if x is None else residual + x
+    return total, norm(total)

@@ -1,4 +1,4 @@
-"""A decode step of a KDA layer by few launches: merged projections, one kernel between them."""
+"""The forward of a KDA layer, over whatever module holds its parameters; decode steps by few launches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
+from ...kernels.checks import check_offsets, sequence_offsets
+from ...kernels.fused.gated_norm import gated_rms_norm
 from ...kernels.fused.linear_step import linear_step
-from ...kernels.kda.contract import state_dtype
+from ...kernels.fused.short_conv import short_convs
+from ...kernels.kda.contract import MOST_SAVED, state_dtype
 from ...kernels.kda.cuda.layer_step.op import has_kernel, layer_step, why_no_kernel
+from ...kernels.over_ranks.kda import kda_over_ranks
+from ...kernels.over_ranks.shards import Shards
+from ...kernels.over_ranks.short_conv import short_convs_over_ranks
 from ..checks import check_no_adapter
 from .fast_paths import (
     Call,
@@ -24,9 +31,9 @@ from .fast_paths import (
     name_of,
     other_dtype,
 )
-from .merged_weights import MERGED_WEIGHTS, MergedWeights
-from .shared_input import SHARED_INPUT
-from .state import LayerState
+from .fused_sums import SHARED_INPUT, projections
+from .states import LayerState, Slots, read_state
+from .weights import MERGED_WEIGHTS, MergedWeights, loads_weights_of
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -34,19 +41,16 @@ if TYPE_CHECKING:
 # Value heads of all sequences for which a decode step's kernel multiplies the factors of decays and gate itself. For
 # more, a batched GEMM is faster (docs/internals/kernels/layer_step.md).
 MOST_FACTORED = 256
+MOST_KEPT = 0.1  # share of the device's memory that the KDA layers of a model may keep together with recompute="auto"
 ALIGNED = 8  # outputs of the projections together are a multiple
 OPTIONS = ("gate_activation", "lower_bound", "beta_activation", "backend")  # of the operator
-
-
-def new_merged_weights() -> tuple[MergedWeights, MergedWeights]:
-    """Return `merged_weights` and `factors` of a new layer."""
-    return MergedWeights(ALIGNED), MergedWeights()
+READ_HERE = ("conv1d", "o_norm")  # submodules whose weights are read here, not in their own forward
 
 
 class StepKernel:
     """The kernel of a decode step of a layer, found when a path asks for it."""
 
-    def __init__(self, layer: DecodesByKernels, call: Any, state: LayerState) -> None:
+    def __init__(self, layer: KDAForward, call: Any, state: LayerState) -> None:
         self._layer, self._call, self._state = layer, call, state
         self._found: list[tuple[Any, Any] | None] = []  # torch.compile cannot trace a cached property
 
@@ -78,7 +82,7 @@ class StepKernel:
 
 
 @fast_path("decode step by one kernel", instead="the operators of a decode step one by one")
-def DECODE_KERNEL(call: Any, layer: DecodesByKernels, state: LayerState, kernel: StepKernel) -> Iterator[Reason]:
+def DECODE_KERNEL(call: Any, layer: KDAForward, state: LayerState, kernel: StepKernel) -> Iterator[Reason]:
     """A call with a cache, without gradients and autocast, in dtypes and sizes that a kernel serves."""
     if not state.cached:
         yield Reason("has no cache")
@@ -95,33 +99,106 @@ def DECODE_KERNEL(call: Any, layer: DecodesByKernels, state: LayerState, kernel:
         yield Reason(f"has a cache in {name_of(state.conv.dtype)} for inputs in {name_of(call.dtype)}")
 
 
-class DecodesByKernels:
-    """The decode step of a KDA layer, with the parameters of `KimiDeltaAttention` by name; a mixin of modules."""
+class KDAForward:
+    """The forward of a KDA layer, with the parameters of `KimiDeltaAttention` by name; a mixin of modules.
+
+    From a forward to its backward, every KDA layer of a model keeps what the operator saves. With recompute="auto",
+    each of n layers may keep a share MOST_KEPT / n of the device's memory, at most the MOST_SAVED of a layer that is
+    used alone. With gradient checkpointing, one layer at a time keeps anything: between its second forward and its
+    backward. Its share is then that of a layer alone, because an operator that recomputes would run its forward three
+    times. In a model that `swap_attention` changed in place, layers that transformers' every_n_layers leaves out count
+    as checkpointed, too.
+    """
 
     merged_weights: MergedWeights  # q, k, v, log-decay, output gate, beta
     factors: MergedWeights  # the second factors of log-decay and output gate, if both have one
-    q_proj: Any
-    k_proj: Any
-    v_proj: Any
-    b_proj: Any
-    o_proj: Any
-    conv1d: Any
-    o_norm: Any
-    f_a_proj: Any
-    f_b_proj: Any
-    g_a_proj: Any
-    g_b_proj: Any
-    f_proj: Any
-    g_proj: Any
-    A_log: Any
-    dt_bias: Any
-    head_dim: Any
-    value_head_dim: Any
-    gate_rank: Any
-    decay_rank: Any
-    rms_norm_eps: Any
-    layer_idx: Any
-    kda_options: dict[str, Any]
+    recompute: bool | float | str = "auto"  # as in `kda`
+    layers_in_model: int = 1  # KDA layers that keep their share at the same time
+    gradient_checkpointing: bool  # of a layer in a model; transformers sets it
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @staticmethod
+    def new_weights() -> dict[str, MergedWeights]:
+        """Return `merged_weights` and `factors` of a new layer, by name."""
+        return dict(merged_weights=MergedWeights(ALIGNED), factors=MergedWeights())
+
+    def operator_recompute(self) -> bool | float | str:
+        """Return the `recompute` of one call of the operator."""
+        if not isinstance(self.recompute, str) or self.layers_in_model == 1:
+            return self.recompute
+        if self.gradient_checkpointing and self.training:
+            return self.recompute
+        return min(MOST_SAVED, MOST_KEPT / self.layers_in_model)
+
+    @loads_weights_of(*READ_HERE)
+    def compute(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        cache: Cache | Slots | None,
+        cu_seqlens: Tensor | None,
+        shards: Shards | None = None,
+        by_kernel: bool = True,
+    ) -> Tensor:
+        """Compute `forward`, whose arguments these are; without `by_kernel`, a decode step by its operators."""
+        check_no_adapter(self, READ_HERE)
+        if shards is not None and (attention_mask is not None or cache is not None):
+            name = "cache" if attention_mask is None else "attention_mask"
+            raise ValueError(f"{name} must be None with shards: sequences over ranks have no padding and no cache")
+        ranks = 1 if shards is None else len(shards.places)
+        mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens, ranks)
+        state = read_state(cache, self.layer_idx, sequences)
+        self._watch(hidden_states)
+        if by_kernel and mask is cu_seqlens is shards is None:
+            o = self._decode(hidden_states, state)
+            if o is not None:
+                return self.o_proj(o)
+        x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
+        backend = self.kda_options.get("backend")
+
+        layers = self._inputs()
+        *qkv, f, gate, beta = projections(x, layers)
+        taps = self.conv1d.weight.squeeze(1)
+        if shards is None:
+            (q, k, v), conv_state = short_convs(qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend)
+        else:
+            shards = shards.of_layer(self)
+            q, k, v = short_convs_over_ranks(qkv, taps, shards, cu_seqlens, backend)
+        q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
+        v = rearrange(v, "b t (h v) -> b t h v", v=self.value_head_dim)
+
+        g = rearrange(self.f_b_proj(f) if self.decay_rank else f, "b t (h k) -> b t h k", k=self.head_dim)
+        if mask is not None:  # at the lowest logits decay and write are exactly none
+            if g.dtype == torch.float16:  # its lowest value times a small exp(A_log) would still decay
+                g = g.float()
+            g = g.masked_fill(~mask[..., None, None], torch.finfo(g.dtype).min)
+            beta = beta.masked_fill(~mask[..., None], torch.finfo(beta.dtype).min)
+
+        wide = state_dtype(q.dtype)
+        A_log = None if self.A_log is None else self.A_log.to(wide)
+        dt_bias = self.dt_bias.to(wide).view(-1, self.head_dim)
+        options = dict(cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **self.kda_options)
+        inputs, recompute = (q, k, v, g, beta), self.operator_recompute()
+        if shards is not None:
+            o = kda_over_ranks(*inputs, shards, recompute=recompute, **options).o
+        elif state.recording:
+            o = state.attend_and_record(inputs, options, recompute, torch.cat(qkv, -1), taps.shape[-1], mask)
+        else:
+            o = state.attend(inputs, options, recompute)
+        if state.cached:
+            state.write_conv(conv_state, x)
+
+        gate = self.g_b_proj(gate) if self.gate_rank else gate
+        gate = rearrange(gate, "b t (h v) -> b t h v", v=self.value_head_dim)
+        o = gated_rms_norm(o, gate, self.o_norm.weight, self.rms_norm_eps, self.gated_norm, backend=backend)
+        return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))
+
+    def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        """Return o [B, T, HV, V] normalised over V, times the sigmoid of gate [B, T, HV, V], in plain PyTorch."""
+        return self.o_norm(o.to(self.o_norm.weight.dtype)) * torch.sigmoid(gate)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         module: nn.Module = super()._apply(fn, recurse)  # type: ignore[misc]
@@ -140,8 +217,7 @@ class DecodesByKernels:
             norm: the norm of the layer's input, `is_plain`.
             cache: as in `forward`.
         """
-        module: Any = self
-        check_no_adapter(module, ("conv1d", "o_norm"))
+        check_no_adapter(self, READ_HERE)
         self._watch(residual)
         o = self._decode(residual, LayerState(cache, self.layer_idx, residual.shape[0]), norm)
         return None if o is None else linear_step(o, self.o_proj.weight, residual=residual, overlap=True)
@@ -150,7 +226,7 @@ class DecodesByKernels:
         """Yield what calling the layer does that `decode` leaves out."""
         yield from additions(self.o_proj, biased=False)
         for module in (self, self.conv1d, self.o_norm):
-            yield from hooks(module)  # type: ignore[arg-type]
+            yield from hooks(module)
 
     def fast_paths(self, call: SupposedCall) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
         """Yield the paths that a call on cached states (training: on none) would ask for, and their facts."""
@@ -239,3 +315,28 @@ class DecodesByKernels:
         f = self.f_a_proj if self.decay_rank else self.f_proj
         g = self.g_a_proj if self.gate_rank else self.g_proj
         return self.q_proj, self.k_proj, self.v_proj, f, g, self.b_proj
+
+
+def _read_call(
+    x: Tensor, D: int, mask: Tensor | None, cu_seqlens: Tensor | None, ranks: int
+) -> tuple[Tensor | None, int]:
+    """Check a call's arguments; return the mask of its tokens, [B, T] bool, and its number of sequences."""
+    if x.ndim != 3 or x.shape[-1] != D:
+        raise ValueError(f"hidden_states must have shape [B, T, D = {D}], got {list(x.shape)}")
+    B, T = x.shape[:2]
+    if cu_seqlens is not None:
+        if mask is not None:
+            raise ValueError("attention_mask must be None with cu_seqlens: packed sequences have no padding")
+        check_offsets(cu_seqlens, x)
+        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # no wait for a device
+            sequence_offsets(cu_seqlens, ranks * T)
+        return None, cu_seqlens.shape[0] - 1
+    if mask is None:
+        return None, B
+    if mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask must have 2 dimensions [B, S], nonzero for real tokens, got shape {tuple(mask.shape)}"
+        )
+    if mask.shape[0] != B or mask.shape[1] < T:
+        raise ValueError(f"attention_mask must have shape [{B}, at least {T}], got {list(mask.shape)}")
+    return mask[:, -T:] != 0, B

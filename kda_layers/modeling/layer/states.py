@@ -1,0 +1,253 @@
+"""The states of one layer during one forward call, in a cache or in the slots of a pool, and the operator on them.
+
+A KDA layer keeps, per sequence, the last W inputs of its short convolution [N, D, W] and the recurrent state
+[N, HV, V, K] in fp32, whatever the length. A cache of transformers holds the states of one batch (`LayerState`). A
+serving engine holds those of all requests, each in a slot of its own, and runs steps of any sequences among them:
+`Slots` describes one step, and the model passes it to KDA layers in place of a cache (`SlotState`).
+
+Cache layers are recognised by their attributes, because their base classes are those of transformers, which is not
+imported here: `recurrent_states` of its linear-attention layers, `record` and `count` of ours (`cache.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.fused.short_conv import state_after
+from ...kernels.kda.contract import CHUNK
+from ...kernels.kda.op import kda, kda_prefill, kda_step
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+
+class Past(NamedTuple):
+    """One recorded call: the states before its recorded tokens, and a function that recomputes later ones."""
+
+    before: tuple[Tensor, Tensor] | None  # recurrent, convolution; None at the start
+    states_after: Callable[[int], tuple[Tensor, Tensor]]  # of the first m recorded tokens
+    tokens: int
+    complete: bool  # True if `tokens` are all tokens of the call
+
+
+def make_writable(layer: Any) -> None:
+    """Clone states that were made under torch.inference_mode: torch refuses to update these outside of it."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return
+    for states in (layer.conv_states, layer.recurrent_states):
+        if states[0] is not None and states[0].is_inference():
+            states[0] = at_a_fixed_address(states[0].clone())
+    seen = getattr(layer, "seen", None)
+    if isinstance(seen, Tensor) and seen.is_inference():
+        layer.seen = at_a_fixed_address(seen.clone())
+
+
+def at_a_fixed_address(t: Tensor) -> Tensor:
+    """Return `t` marked as a tensor whose address torch.compile may rely on, as transformers marks its states."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(t)
+    return t
+
+
+class LayerState:
+    """The states of layer `layer_idx` in a cache, or nothing without a cache.
+
+    Attributes:
+        cached: False without a cache; nothing can be written then.
+        recording: True if the cache can be asked to take tokens back.
+        conv: [N, D, W] inputs of the short convolution before this call; None at the start.
+        recurrent: [N, HV, V, K] recurrent state; None at the start.
+
+    Raises:
+        ValueError: a cache without layer_idx, without a linear-attention layer there, or with another number of rows.
+    """
+
+    def __init__(self, cache: Cache | None, layer_idx: int | None, sequences: int):
+        self.cached, self.recording = cache is not None, False
+        self.conv: Tensor | None = None
+        self.recurrent: Tensor | None = None
+        if cache is None:
+            return
+        if layer_idx is None:
+            raise ValueError("layer_idx must be given to use cache, got None")
+        if layer_idx >= len(cache.layers) or not hasattr(cache.layers[layer_idx], "recurrent_states"):
+            kind = type(cache.layers[layer_idx]).__name__ if layer_idx < len(cache.layers) else "no layer"
+            raise ValueError(
+                f"cache must have a linear-attention layer at index {layer_idx}, got {kind}: make it with "
+                "DynamicCache(config=config), where config.layer_types[layer_idx] is 'linear_attention'"
+            )
+        self._layer: Any = cache.layers[layer_idx]
+        make_writable(self._layer)
+        self.recording = self._layer.record_past
+        if not self._layer.has_previous_state[0]:
+            return
+        self.conv, self.recurrent = self._layer.conv_states[0], self._layer.recurrent_states[0]
+        if self.conv.shape[0] != sequences:
+            raise ValueError(f"cache must hold as many sequences as the call, {sequences}, got {self.conv.shape[0]}")
+
+    def write_conv(self, state: Tensor, x: Tensor) -> None:
+        """Store the convolution's state [N, D, W] and count the tokens of x [B, T, ...], which end the call."""
+        self._layer.update_conv_state(state.detach())
+        self.count(x)
+
+    def count(self, x: Tensor) -> None:
+        """Count the tokens of x [B, T, ...], of a call that updates the states in place."""
+        if hasattr(self._layer, "count"):
+            self._layer.count(x)
+
+    def attend(self, inputs: Sequence[Tensor], options: dict[str, Any], recompute: bool | float | str) -> Tensor:
+        """Run the operator on q, k, v, g, beta from the cached state; store the new state and return o [B, T, HV, V].
+
+        No gradient flows out of a cache.
+        """
+        if not self.cached:
+            return kda(*inputs, recompute=recompute, **options).o
+        before, grads = self.recurrent, torch.is_grad_enabled()
+        if before is not None and inputs[0].shape[1] == 1 and options["cu_seqlens"] is None and not grads:
+            q, k, v, g, beta = inputs
+            return kda_step(q, k, v, g, beta, before, **options)  # updates the state in place
+        # A copy, as autograd may keep the initial state, which the cache then overwrites.
+        initial = before.clone() if before is not None and grads else before
+        out = kda(*inputs, initial_state=initial, final_state=True, recompute=recompute, **options)
+        self._layer.update_recurrent_state(out.final_state.detach())
+        self.recurrent = self._layer.recurrent_states[0]
+        return out.o
+
+    def attend_and_record(
+        self,
+        inputs: Sequence[Tensor],
+        options: dict[str, Any],
+        recompute: bool | float | str,
+        x: Tensor,
+        W: int,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Run `attend` and record what the cache needs to recompute the states after fewer of these tokens.
+
+        Only the last 64 to 127 tokens of a long call are recorded, far more than a draft has.
+
+        Args:
+            x: [B, T, D] inputs of the short convolution, which has W taps.
+            mask: [B, T] bool, True for real tokens; None without padding.
+        """
+        if not hasattr(self._layer, "record"):
+            raise ValueError(
+                "cache records its past, which KDA layers can take back only in a KDACacheLayer: "
+                "pass the cache through kda_layers.modeling.layer.cache.with_kda_layers while it is empty"
+            )
+        if options["cu_seqlens"] is not None:
+            raise ValueError("cu_seqlens must be None with a cache that records its past")
+        x, T = x.detach(), x.shape[1]
+        head = max(T // CHUNK - 1, 0) * CHUNK
+        conv = None if self.conv is None else self.conv.clone()
+        outputs = []
+        if head:
+            outputs.append(self.attend([t[:, :head] for t in inputs], options, recompute))
+            conv = state_after(x[:, :head], W, conv, None if mask is None else mask[:, :head]).clone()
+        recurrent = None if self.recurrent is None else self.recurrent.clone()
+        outputs.append(self.attend([t[:, head:] for t in inputs], options, recompute))
+
+        # Copies: a view would keep all of a long prompt alive.
+        tail, x_tail = [t[:, head:].detach().clone() for t in inputs], x[:, head:].clone()
+        mask_tail = None if mask is None else mask[:, head:]
+        options = {n: t.detach() if isinstance(t, Tensor) else t for n, t in options.items()}
+
+        def states_after(tokens: int) -> tuple[Tensor, Tensor]:
+            out = kda(*(t[:, :tokens] for t in tail), initial_state=recurrent, final_state=True, **options)
+            kept = None if mask_tail is None else mask_tail[:, :tokens]
+            return out.final_state, state_after(x_tail[:, :tokens], W, conv, kept)
+
+        before = None if conv is None else (recurrent, conv)
+        self._layer.record(Past(before, states_after, T - head, complete=not head))
+        return torch.cat(outputs, 1)
+
+
+class Slots:
+    """The sequences of one step and the slots of their states. Nothing here is read by the host.
+
+    Attributes:
+        cu_seqlens: [N + 1] offsets of the packed sequences.
+        index: [N] int64, the slot of each sequence; -1 for padding, whose states are 0 and are not kept.
+        one_each: True if each sequence has one token, so that N = T.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[int, tuple[Tensor, Tensor]],
+        cu_seqlens: Tensor,
+        index: Tensor,
+        fresh: Tensor,
+        one_each: bool,
+        spare: int,
+    ):
+        """Describe a step.
+
+        Args:
+            pools: for each layer the states of its convolution [slots, D, W] and its recurrent states
+                [slots, HV, V, K]; slots may have any stride.
+            cu_seqlens, index, one_each: see the class.
+            fresh: [N] bool, True for sequences that start here: what their slots hold is from another request.
+            spare: a slot of no sequence, which may be overwritten.
+        """
+        self.pools, self.cu_seqlens, self.index, self.one_each = pools, cu_seqlens, index, one_each
+        padding = index < 0
+        self.empty = fresh | padding
+        self.read = index.clamp(min=0)
+        self.written = torch.where(padding, spare, index)
+        self.cleared = torch.where(self.empty & ~padding, index, spare)
+
+
+class SlotState:
+    """The states of one layer in the slots of a step, with what the layer asks of `LayerState`."""
+
+    cached, recording = True, False
+
+    def __init__(self, slots: Slots, layer_idx: int):
+        self.slots = slots
+        self._conv_pool, self.pool = slots.pools[layer_idx]
+
+    @property
+    def conv(self) -> Tensor:
+        """[N, D, W] inputs of the short convolution before this step, a copy."""
+        states = self._conv_pool.index_select(0, self.slots.read)
+        # Filled, not multiplied: what the last request left there may be NaN.
+        return states.masked_fill_(self.slots.empty.view(-1, 1, 1), 0)
+
+    def write_conv(self, state: Tensor, x: Tensor) -> None:
+        """Store the states of the convolution [N, D, W]; the engine counts the tokens x."""
+        self._conv_pool.index_copy_(0, self.slots.written, state.to(self._conv_pool.dtype))
+
+    def clear(self) -> None:
+        """Set the recurrent states of sequences that start here to 0: the operator reads the pool itself."""
+        self.pool.index_fill_(0, self.slots.cleared, 0)
+
+    def attend(self, inputs: Sequence[Tensor], options: dict[str, Any], recompute: bool | float | str) -> Tensor:
+        """Run the operator on q, k, v, g, beta of packed sequences and update the states in their slots; return o."""
+        slots, pool = self.slots, self.pool
+        self.clear()
+        if not slots.one_each:
+            q, k, v, g, beta = inputs
+            return kda_prefill(q, k, v, g, beta, pool, state_indices=slots.index, **options).o
+        q, k, v, g, beta = (t.transpose(0, 1) for t in inputs)
+        options = options | dict(cu_seqlens=None)
+        return kda_step(q, k, v, g, beta, pool, state_indices=slots.index, **options).transpose(0, 1)
+
+
+def read_state(cache: Cache | Slots | None, layer_idx: int | None, sequences: int) -> Any:
+    """Return the states of a layer in a cache (`LayerState`), or in the slots of a serving engine (`SlotState`).
+
+    Raises:
+        ValueError: as `LayerState`; slots of another number of sequences.
+    """
+    if not isinstance(cache, Slots):
+        return LayerState(cache, layer_idx, sequences)
+    if layer_idx not in cache.pools or sequences != cache.index.shape[0]:
+        raise ValueError(
+            f"slots must hold layer {layer_idx} and as many sequences as the call, {sequences}, got layers "
+            f"{sorted(cache.pools)} and {cache.index.shape[0]} sequences: pass their cu_seqlens"
+        )
+    return SlotState(cache, layer_idx)
