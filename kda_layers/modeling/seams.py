@@ -28,84 +28,62 @@ class Seam(NamedTuple):
         return f"transformers.{self.module}.{self.path}"
 
 
+def _seams(names: dict[str, str], first: str = "5.17") -> tuple[Seam, ...]:
+    """Return the seams of {module: names in it}."""
+    return tuple(Seam(module, path, first) for module, paths in names.items() for path in paths.split())
+
+
 ENGINE = "generation.continuous_batching"
 # Names that files import from here.
-NAMES = {
-    seam.path: seam
-    for seam in (
-        Seam("cache_utils", "Cache"),
-        Seam("cache_utils", "CacheLayerMixin"),
-        Seam("cache_utils", "LinearAttentionLayer"),
-        Seam("cache_utils", "StaticCache"),
-        Seam("cache_utils", "StaticLayer"),
-        Seam("conversion_mapping", "get_model_conversion_mapping"),
-        Seam("core_model_loading", "WeightConverter"),
-        Seam("core_model_loading", "WeightRenaming"),
-        Seam("core_model_loading", "dot_natural_key"),
-        Seam("core_model_loading", "rename_source_key"),
-        Seam("distributed.tensor_parallel", "ALL_PARALLEL_STYLES"),
-        Seam("distributed.tensor_parallel", "RowwiseParallel"),
-        Seam("distributed.tensor_parallel", "TensorParallelLayer"),
-        Seam(f"{ENGINE}.cache_allocators", "FULL_ATTENTION", "5.18"),
-        Seam(f"{ENGINE}.cache_allocators", "SLIDING_ATTENTION", "5.18"),
-        Seam(f"{ENGINE}.cache_allocators", "FullAttentionCacheAllocator", "5.18"),
-        Seam(f"{ENGINE}.cache_allocators.cache_allocator", "CacheAllocator", "5.18"),
-        Seam(f"{ENGINE}.cache_allocators.full_attention", "find_head_dim", "5.18"),
-        Seam(f"{ENGINE}.requests", "RequestStatus", "5.18"),
-        Seam(f"{ENGINE}.scheduler", "FIFOScheduler", "5.18"),
-        Seam("loss.loss_utils", "ForCausalLMLoss"),
-        Seam("masking_utils", "create_causal_mask"),
-        Seam("masking_utils", "create_sliding_window_causal_mask"),
-        Seam("modeling_layers", "GenericForQuestionAnswering"),
-        Seam("modeling_layers", "GenericForSequenceClassification"),
-        Seam("modeling_layers", "GenericForTokenClassification"),
-        Seam("modeling_layers", "GradientCheckpointingLayer"),
-        Seam("modeling_outputs", "BaseModelOutputWithPast"),
-        Seam("modeling_outputs", "CausalLMOutputWithPast"),
-        Seam("modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
-        Seam("models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
-        Seam("utils", "TransformersKwargs"),
-        Seam("utils", "can_return_tuple"),
-        Seam("utils.import_utils", "is_tracing"),
-        Seam("utils.output_capturing", "capture_outputs"),
-    )
+OF_MODELS = {
+    "cache_utils": "Cache CacheLayerMixin LinearAttentionLayer StaticCache StaticLayer",
+    "conversion_mapping": "get_model_conversion_mapping",
+    "core_model_loading": "WeightConverter WeightRenaming dot_natural_key rename_source_key",
+    "distributed.tensor_parallel": "ALL_PARALLEL_STYLES RowwiseParallel TensorParallelLayer",
+    "loss.loss_utils": "ForCausalLMLoss",
+    "masking_utils": "create_causal_mask create_sliding_window_causal_mask",
+    "modeling_layers": "GenericForQuestionAnswering GenericForSequenceClassification GenericForTokenClassification "
+    "GradientCheckpointingLayer",
+    "modeling_outputs": "BaseModelOutputWithPast CausalLMOutputWithPast",
+    "modeling_utils": "ALL_ATTENTION_FUNCTIONS",
+    "models.auto.modeling_auto": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "utils": "TransformersKwargs can_return_tuple",
+    "utils.import_utils": "is_tracing",
+    "utils.output_capturing": "capture_outputs",
 }
+OF_SERVING = {
+    f"{ENGINE}.cache_allocators": "FULL_ATTENTION SLIDING_ATTENTION FullAttentionCacheAllocator",
+    f"{ENGINE}.cache_allocators.cache_allocator": "CacheAllocator",
+    f"{ENGINE}.cache_allocators.full_attention": "find_head_dim",
+    f"{ENGINE}.requests": "RequestStatus",
+    f"{ENGINE}.scheduler": "FIFOScheduler",
+}
+NAMES = {seam.path: seam for seam in (*_seams(OF_MODELS), *_seams(OF_SERVING, "5.18"))}
 # Names that our classes override or read: if one were renamed, what we do there would be skipped without a word.
-OVERRIDDEN = (
-    Seam("cache_utils", "Cache.crop"),
-    Seam("cache_utils", "LinearAttentionLayer.update_conv_state"),
-    Seam("cache_utils", "LinearAttentionLayer.update_recurrent_state"),
-    Seam("cache_utils", "LinearAttentionLayer.reorder_cache"),
-    Seam("generation", "GenerationMixin._get_candidate_generator"),
-    Seam("generation", "GenerationMixin._prepare_cache_for_generation"),
-    Seam("masking_utils", "create_masks_for_generate"),
-    Seam("generation", "GenerationMixin.init_continuous_batching"),
-    Seam("models.auto.modeling_auto", "AutoModelForCausalLM._model_mapping"),
-    Seam("modeling_utils", "PreTrainedModel._init_weights"),
-    Seam("modeling_utils", "PreTrainedModel._keep_in_fp32_modules_strict"),
-    Seam("modeling_utils", "PreTrainedModel._keys_to_ignore_on_load_unexpected"),
-    Seam("modeling_utils", "PreTrainedModel._set_gradient_checkpointing"),
-    Seam("modeling_utils", "PreTrainedModel.get_compiled_call"),
-    Seam("modeling_utils", "PreTrainedModel._skip_keys_device_placement"),
-)
+OVERRIDDEN = _seams({
+    "cache_utils": "Cache.crop LinearAttentionLayer.update_conv_state LinearAttentionLayer.update_recurrent_state "
+    "LinearAttentionLayer.reorder_cache",
+    "generation": "GenerationMixin._get_candidate_generator GenerationMixin._prepare_cache_for_generation "
+    "GenerationMixin.init_continuous_batching",
+    "masking_utils": "create_masks_for_generate",
+    "models.auto.modeling_auto": "AutoModelForCausalLM._model_mapping",
+    "modeling_utils": "PreTrainedModel._init_weights PreTrainedModel._keep_in_fp32_modules_strict "
+    "PreTrainedModel._keys_to_ignore_on_load_unexpected PreTrainedModel._set_gradient_checkpointing "
+    "PreTrainedModel.get_compiled_call PreTrainedModel._skip_keys_device_placement",
+})  # fmt: skip
 # Names of the engine of continuous batching and of its server that `enable_continuous_batching` wraps,
 # extends or calls.
-OF_ENGINE = (
-    Seam(f"{ENGINE}.cache", "ATTN_TYPE_TO_ALLOCATOR", "5.18"),
-    Seam(f"{ENGINE}.cache", "PagedAttentionCache.__init__", "5.18"),
-    Seam(f"{ENGINE}.continuous_api", "ContinuousMixin.init_continuous_batching", "5.18"),
-    Seam(f"{ENGINE}.continuous_api", "resolve_continuous_batching_config", "5.18"),
-    Seam(f"{ENGINE}.initialization", "ensure_decode_fast_path_is_available", "5.18"),
-    Seam(f"{ENGINE}.input_outputs", "ContinuousBatchingIOs._setup_static_tensors", "5.18"),
-    Seam(f"{ENGINE}.scheduler", "SCHEDULER_MAPPING", "5.18"),
-    Seam(f"{ENGINE}.scheduler", "Scheduler._process_candidates", "5.18"),
-    Seam(f"{ENGINE}.scheduler", "Scheduler._try_to_meet_safety_margin", "5.18"),
-    Seam(f"{ENGINE}.scheduler", "Scheduler.add_waiting_request", "5.18"),
-    Seam("cli.serving.utils", "CBGenerateManager.init_cb", "5.18"),
-    Seam("cli.serving.utils", "CBGenerateManager.generate_streaming", "5.18"),
-    Seam("cli.serving.utils", "CBGenerateManager.generate_non_streaming", "5.18"),
-    Seam("cli.serving.server", "build_server", "5.18"),
-)
+OF_ENGINE = _seams({
+    f"{ENGINE}.cache": "ATTN_TYPE_TO_ALLOCATOR PagedAttentionCache.__init__",
+    f"{ENGINE}.continuous_api": "ContinuousMixin.init_continuous_batching resolve_continuous_batching_config",
+    f"{ENGINE}.initialization": "ensure_decode_fast_path_is_available",
+    f"{ENGINE}.input_outputs": "ContinuousBatchingIOs._setup_static_tensors",
+    f"{ENGINE}.scheduler": "SCHEDULER_MAPPING Scheduler._process_candidates Scheduler._try_to_meet_safety_margin "
+    "Scheduler.add_waiting_request",
+    "cli.serving.utils": "CBGenerateManager.init_cb CBGenerateManager.generate_streaming "
+    "CBGenerateManager.generate_non_streaming",
+    "cli.serving.server": "build_server",
+}, "5.18")  # fmt: skip
 
 # What differs between versions. transformers 5.24 calls the cache `cache` in every model; attention modules update the
 # engine's cache themselves since then; and only calls with gradients are checkpointed.

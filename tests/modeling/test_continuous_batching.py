@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import kda_layers
 from kda_layers.kernels.kda.contract import Problem
-from kda_layers.modeling.layer.slots import SlotState, read_slots
+from kda_layers.modeling.layer.states import SlotState
 from kda_layers.modeling.models.hybrid import HybridForCausalLM
 from tests.modeling import stock_models
 from tests.modeling.models import ALL_KDA, OURS, build, of_models, stock
@@ -31,7 +31,7 @@ try:
     from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
     from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
-    from kda_layers.modeling.serving import engine_options
+    from kda_layers.modeling.serving import engine
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -270,7 +270,7 @@ def resolved(name: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda", *
     m, asked = model(name), ContinuousBatchingConfig(**given)
     on_device = SimpleNamespace(device=torch.device(device), modules=m.modules)
     monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "cuda")
-    token = engine_options._model.set(on_device)
+    token = engine._model.set(on_device)
     try:
         found = continuous_api.resolve_continuous_batching_config(
             config=m.config,
@@ -280,7 +280,7 @@ def resolved(name: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda", *
             device=torch.device("cpu"),
         )
     finally:
-        engine_options._model.reset(token)
+        engine._model.reset(token)
     assert asked == ContinuousBatchingConfig(**given), "the caller's options were changed"
     names = "use_cuda_graph", "use_async_batching", "max_blocks_per_request", "decode_compile_config"
     return {n: getattr(found, n) for n in names} | {"varlen": found.varlen_compile_config is not None}
@@ -313,7 +313,7 @@ GRAPHS = STOCK | dict(use_cuda_graph=(True, True), use_async_batching=True, max_
 def test_what_is_left_open_is_chosen_for_kda_layers_alone(
     name: str, given: dict[str, Any], chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_options, "_reads_nothing", lambda module: True)
+    monkeypatch.setattr(engine, "_reads_nothing", lambda module: True)
     assert resolved(name, monkeypatch, **given) == chosen
     assert resolved(name, monkeypatch, "cpu", **given) == resolved("llama", monkeypatch, **given)
 
@@ -327,11 +327,11 @@ def test_plain_pytorch_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(problem)
         return SimpleNamespace(name="eager" if problem.decode else "sm90")
 
-    monkeypatch.setattr(engine_options.KDA_BACKENDS, "select", select)
+    monkeypatch.setattr(engine.KDA_BACKENDS, "select", select)
     assert resolved("kda", monkeypatch) == STOCK
     assert [p.decode for p in asked] == [False, True]
     assert (asked[0].K, asked[0].V, asked[0].has_state, asked[0].packed) == (8, 8, True, True)
-    monkeypatch.setattr(engine_options.KDA_BACKENDS, "select", lambda *_: SimpleNamespace(name="sm90"))
+    monkeypatch.setattr(engine.KDA_BACKENDS, "select", lambda *_: SimpleNamespace(name="sm90"))
     assert resolved("kda", monkeypatch) == GRAPHS
 
 
@@ -671,8 +671,7 @@ def test_slots_need_their_offsets() -> None:
     engine.add(prompts(5)[0])
     engine.step()
     call = engine.steps[0]
-    slots = read_slots(**call)
-    assert slots is not None
+    slots = engine.states.step(**call)
     layer, x = model("kda").model.layers[0].self_attn, torch.randn(1, 5, 32)
     with torch.no_grad(), pytest.raises(ValueError, match="pass their cu_seqlens"):
         layer(x, past_key_values=slots)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 import transformers
 
 from kda_layers.modeling import seams
 from kda_layers.modeling.models.hybrid import HybridForCausalLM
 
-# Path of what is wrapped, one of `OF_ENGINE` -> our wrapper, as "file.function".
-WRAPPERS = {
-    "PagedAttentionCache.__init__": "state_allocator.finish_cache",
-    "ContinuousBatchingIOs._setup_static_tensors": "state_allocator.add_static_tensors",
-    "ContinuousMixin.init_continuous_batching": "engine_options.check_model",
-    "resolve_continuous_batching_config": "engine_options.choose_options",
-    "ensure_decode_fast_path_is_available": "engine_options.allow_block_tables",
-    "Scheduler.add_waiting_request": "engine_requests.check_request",
-    "CBGenerateManager.init_cb": "server.share_sampling",
-    "CBGenerateManager.generate_streaming": "server.check_first",
-    "CBGenerateManager.generate_non_streaming": "server.check_first",
-    "build_server": "server.end_with_calls",
-}
+# What wraps which of `OF_ENGINE`: called with the function, then with the function's arguments.
+WRAPPERS: dict[str, Callable[..., Any]] = {}
+
+
+def wraps(*paths: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of what `enable_continuous_batching` puts around these functions of the engine."""
+
+    def register(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        WRAPPERS.update(dict.fromkeys(paths, wrapper))
+        return wrapper
+
+    return register
 
 
 def enable_continuous_batching() -> None:
@@ -45,21 +47,28 @@ def enable_continuous_batching() -> None:
         return
     owners = {seam.path: seams.owner(seam) for seam in seams.OF_ENGINE}
     types = getattr(*owners["ATTN_TYPE_TO_ALLOCATOR"])
-    ours = importlib.import_module("kda_layers.modeling.serving.state_allocator")
-    missing = ours.StateAllocator.__abstractmethods__
+    # Here, as they need names that older versions of transformers lack.
+    modules = ("state_allocator", "engine", "server")
+    states, engine, _ = (importlib.import_module(f"{__package__}.{name}") for name in modules)
+    missing = states.StateAllocator.__abstractmethods__
     if missing:
         raise _unknown(f"CacheAllocator.{min(missing)} is new")
-    if ours.KDA in types:
-        raise _unknown(f"it has an allocator of its own for {ours.KDA}")
-    for path, wrap in WRAPPERS.items():
-        file, function = wrap.split(".")
-        wrapper = getattr(importlib.import_module(f"{__package__}.{file}"), function)
+    if states.KDA in types:
+        raise _unknown(f"it has an allocator of its own for {states.KDA}")
+    for path, wrapper in WRAPPERS.items():
         owner, name = owners[path]
-        setattr(owner, name, wrapper(getattr(owner, name)))
-    types[ours.KDA] = ours.StateAllocator
-    requests = importlib.import_module("kda_layers.modeling.serving.engine_requests")
-    getattr(*owners["SCHEDULER_MAPPING"])[requests.FAIR] = requests.FairScheduler
+        setattr(owner, name, _wrapped(getattr(owner, name), wrapper))
+    types[states.KDA] = states.StateAllocator
+    getattr(*owners["SCHEDULER_MAPPING"])[engine.FAIR] = engine.FairScheduler
     HybridForCausalLM.batches_continuously = True
+
+
+def _wrapped(function: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(function, *args, **kwargs)
+
+    return call
 
 
 def _unknown(reason: str) -> ImportError:

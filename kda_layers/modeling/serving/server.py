@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import functools
 import importlib
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from kda_layers.modeling.serving.engine_requests import check_prompt
+from kda_layers.modeling.serving.continuous_batching import wraps
+from kda_layers.modeling.serving.engine import check_prompt
 from kda_layers.modeling.serving.state_allocator import has_states
 
 # What a request can ask of the engine for all requests, as the engine samples for all alike.
@@ -24,60 +24,51 @@ COLDEST = 1e-20  # logits divided by less may overflow, and NaN stops the engine
 _call: ContextVar[_Call | None] = ContextVar("kda_layers_call", default=None)
 
 
-def share_sampling(init_cb: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `CBGenerateManager.init_cb`, which starts the engine with the generation config of the first request.
+@wraps("CBGenerateManager.init_cb")
+def share_sampling(init_cb: Callable[..., None], self: Any, model: Any, gen_config: Any) -> None:
+    """Start the engine with the generation config of the first request.
 
     Only `SHARED` is taken from it: other fields, such as a bad `eos_token_id`, would fail all later requests. Return
     when the engine has its cache, by which requests are checked.
     """
-
-    @functools.wraps(init_cb)
-    def wrapper(self: Any, model: Any, gen_config: Any) -> None:
-        if self._cb is not None or not has_states(model.config.get_text_config()):
-            return init_cb(self, model, gen_config)
-        shared = copy.deepcopy(model.generation_config)
-        for name in SHARED:
-            setattr(shared, name, getattr(gen_config, name))
-        if shared.do_sample and shared.temperature is not None and not shared.temperature >= COLDEST:
-            raise _bad_request(f"temperature must be 0 or at least {COLDEST}, got {shared.temperature}")
-        init_cb(self, model, shared)
-        engine: Any = self._cb
-        # The loop pauses once its cache is made. If it fails there, the request says so.
-        with contextlib.suppress(RuntimeError), engine.pause():
-            pass
-
-    return wrapper
+    if self._cb is not None or not has_states(model.config.get_text_config()):
+        return init_cb(self, model, gen_config)
+    shared = copy.deepcopy(model.generation_config)
+    for name in SHARED:
+        setattr(shared, name, getattr(gen_config, name))
+    if shared.do_sample and shared.temperature is not None and not shared.temperature >= COLDEST:
+        raise _bad_request(f"temperature must be 0 or at least {COLDEST}, got {shared.temperature}")
+    init_cb(self, model, shared)
+    engine: Any = self._cb
+    # The loop pauses once its cache is made. If it fails there, the request says so.
+    with contextlib.suppress(RuntimeError), engine.pause():
+        pass
 
 
-def check_first(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `CBGenerateManager.generate_streaming` and `generate_non_streaming`: answer 400 if they would fail."""
+@wraps("CBGenerateManager.generate_streaming", "CBGenerateManager.generate_non_streaming")
+def check_first(
+    generate: Callable[..., Any], self: Any, model: Any, processor: Any, inputs: Any, config: Any, request_id: str,
+    **more: Any,
+) -> Any:  # fmt: skip
+    """Answer 400 if the request would fail."""
+    if has_states(model.config.get_text_config()) and getattr(self._cb, "batch_processor", None) is not None:
+        if request_id in self._cb.output_router.result_handlers:
+            raise _bad_request(f"x-request-id must not be that of a request in progress, got {request_id!r}")
+        try:
+            check_prompt(self._cb.batch_processor.cache, inputs["input_ids"], config.max_new_tokens)
+        except ValueError as error:
+            raise _bad_request(str(error)) from error
+        if (call := _call.get()) is not None:
+            call.begin(self._cb, request_id)
+    return generate(self, model, processor, inputs, config, request_id=request_id, **more)
 
-    @functools.wraps(generate)
-    def wrapper(self: Any, model: Any, processor: Any, inputs: Any, config: Any, request_id: str, **more: Any) -> Any:
-        if has_states(model.config.get_text_config()) and getattr(self._cb, "batch_processor", None) is not None:
-            if request_id in self._cb.output_router.result_handlers:
-                raise _bad_request(f"x-request-id must not be that of a request in progress, got {request_id!r}")
-            try:
-                check_prompt(self._cb.batch_processor.cache, inputs["input_ids"], config.max_new_tokens)
-            except ValueError as error:
-                raise _bad_request(str(error)) from error
-            if (call := _call.get()) is not None:
-                call.begin(self._cb, request_id)
-        return generate(self, model, processor, inputs, config, request_id=request_id, **more)
 
-    return wrapper
-
-
-def end_with_calls(build_server: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `build_server`: add `Calls` to the application."""
-
-    @functools.wraps(build_server)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        app = build_server(*args, **kwargs)
-        app.add_middleware(Calls)
-        return app
-
-    return wrapper
+@wraps("build_server")
+def end_with_calls(build_server: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Add `Calls` to the application."""
+    app = build_server(*args, **kwargs)
+    app.add_middleware(Calls)
+    return app
 
 
 class Calls:

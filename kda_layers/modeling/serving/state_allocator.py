@@ -5,7 +5,6 @@ This file is imported by `enable_continuous_batching` alone: it needs names that
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import sys
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.kda.contract import NO_SLOT, state_dtype
-from kda_layers.modeling.layer.slots import Slots
+from kda_layers.modeling.layer.states import Slots
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.seams import (
     FULL_ATTENTION,
@@ -26,6 +25,7 @@ from kda_layers.modeling.seams import (
     FullAttentionCacheAllocator,
     find_head_dim,
 )
+from kda_layers.modeling.serving.continuous_batching import wraps
 
 logger = logging.getLogger("kda_layers")
 KDA = "linear_attention"
@@ -105,7 +105,8 @@ class StateAllocator(CacheAllocator):
         cu_seq_lens_q: Tensor,
         max_length_q: int,
         write_index: Sequence[Tensor],
-        block_table: Tensor | None,
+        block_table: Tensor | None = None,
+        **_: Any,
     ) -> Slots:
         """Return the slots of a step from the keywords by which the engine calls a model.
 
@@ -192,62 +193,56 @@ def check_config(config: Any) -> None:
         )
 
 
-def finish_cache(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `PagedAttentionCache.__init__`: check a cache with states, and derive what does not hold for them."""
-
-    @functools.wraps(init)
-    def wrapper(self: Any, config: Any, continuous_batching_config: Any, *args: Any, **kwargs: Any) -> None:
-        options = continuous_batching_config
-        # The engine then restores a request as of one token earlier, and computes that token again.
-        if has_states(config) and options.use_async_batching and options.cpu_offload_space != 0:
-            raise ValueError(
-                f"cpu_offload_space must be 0 with use_async_batching=True, got {options.cpu_offload_space}: a state "
-                "cannot take a token back. Set use_async_batching=False in ContinuousBatchingConfig to keep it"
-            )
-        if not has_states(config):
-            return init(self, config, options, *args, **kwargs)
-        try:
-            init(self, config, options, *args, **kwargs)
-        except MemoryError as error:
-            if options.num_blocks != default_blocks(options.page_size):
-                raise
-            logger.warning("no memory for the default num_blocks=%d, the engine chooses: %s", options.num_blocks, error)
-            init(self, config, replace(options, num_blocks=None), *args, **kwargs)
-        allocators = self.cache_allocators
-        if self.num_sectors < len(allocators):
-            raise ValueError(
-                f"the cache must hold a slot and keys and values of at least one request, {len(allocators)} parts of "
-                f"{self.bytes_per_sector} bytes, got room for {self.num_sectors}: raise num_blocks (now "
-                f"{options.num_blocks}) or max_memory_percent of ContinuousBatchingConfig"
-            )
-        others = [a for kind, a in allocators.items() if kind != KDA]
-        # A state is read in one piece. Reading it is not limited, while transformers would count the tokens before.
-        if not others:
-            self.read_cache_limit = 0
-        elif len(others) == 1 and others[0].layer_type == SLIDING_ATTENTION:
-            self.read_cache_limit = others[0].sliding_window
-        if self.max_blocks_per_request and all(a.supports_block_table for a in others):
-            pages = [a.tokens_per_page for a in others]
-            self.max_decode_fast_path_length = min(pages) * self.max_blocks_per_request if pages else sys.maxsize
-        states = allocators[KDA]
-        logger.info("states of at most %d requests, %d bytes each", states.num_blocks, states.bytes_per_block)
-
-    return wrapper
+@wraps("PagedAttentionCache.__init__")
+def finish_cache(
+    init: Callable[..., None], self: Any, config: Any, continuous_batching_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Check a cache with states, and derive what does not hold for them."""
+    options = continuous_batching_config
+    if not has_states(config):
+        return init(self, config, options, *args, **kwargs)
+    # The engine then restores a request as of one token earlier, and computes that token again.
+    if options.use_async_batching and options.cpu_offload_space != 0:
+        raise ValueError(
+            f"cpu_offload_space must be 0 with use_async_batching=True, got {options.cpu_offload_space}: a state "
+            "cannot take a token back. Set use_async_batching=False in ContinuousBatchingConfig to keep it"
+        )
+    try:
+        init(self, config, options, *args, **kwargs)
+    except MemoryError as error:
+        if options.num_blocks != default_blocks(options.page_size):
+            raise
+        logger.warning("no memory for the default num_blocks=%d, the engine chooses: %s", options.num_blocks, error)
+        init(self, config, replace(options, num_blocks=None), *args, **kwargs)
+    allocators = self.cache_allocators
+    if self.num_sectors < len(allocators):
+        raise ValueError(
+            f"the cache must hold a slot and keys and values of at least one request, {len(allocators)} parts of "
+            f"{self.bytes_per_sector} bytes, got room for {self.num_sectors}: raise num_blocks (now "
+            f"{options.num_blocks}) or max_memory_percent of ContinuousBatchingConfig"
+        )
+    others = [a for kind, a in allocators.items() if kind != KDA]
+    # A state is read in one piece. Reading it is not limited, while transformers would count the tokens before.
+    if not others:
+        self.read_cache_limit = 0
+    elif len(others) == 1 and others[0].layer_type == SLIDING_ATTENTION:
+        self.read_cache_limit = others[0].sliding_window
+    if self.max_blocks_per_request and all(a.supports_block_table for a in others):
+        pages = [a.tokens_per_page for a in others]
+        self.max_decode_fast_path_length = min(pages) * self.max_blocks_per_request if pages else sys.maxsize
+    states = allocators[KDA]
+    logger.info("states of at most %d requests, %d bytes each", states.num_blocks, states.bytes_per_block)
 
 
-def add_static_tensors(setup: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `ContinuousBatchingIOs._setup_static_tensors`, which names full and sliding attention only."""
-
-    @functools.wraps(setup)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        setup(self, *args, **kwargs)
-        if KDA not in self.cache.cache_allocators:
-            return
-        rows = self.max_requests_per_batch + 1
-        self.cumulative_seqlens_k[KDA] = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        self.total_seqlen_k[KDA] = self.max_length_k[KDA] = 0
-        if self.attention_mask is not None:  # of no keys
-            size = (1, 1, self.cache.max_batch_tokens, 0)
-            self.attention_mask[KDA] = torch.empty(size, dtype=self.model_dtype, device=self.device)
-
-    return wrapper
+@wraps("ContinuousBatchingIOs._setup_static_tensors")
+def add_static_tensors(setup: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the tensors of KDA layers, too: the engine names full and sliding attention only."""
+    setup(self, *args, **kwargs)
+    if KDA not in self.cache.cache_allocators:
+        return
+    rows = self.max_requests_per_batch + 1
+    self.cumulative_seqlens_k[KDA] = torch.zeros(rows, dtype=torch.int32, device=self.device)
+    self.total_seqlen_k[KDA] = self.max_length_k[KDA] = 0
+    if self.attention_mask is not None:  # of no keys
+        size = (1, 1, self.cache.max_batch_tokens, 0)
+        self.attention_mask[KDA] = torch.empty(size, dtype=self.model_dtype, device=self.device)

@@ -1,0 +1,187 @@
+"""transformers' continuous batching of models with KDA layers: options, requests, the order in which prompts are read.
+
+This file is imported by `enable_continuous_batching` alone: it needs names that older transformers do not have.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+from kda_layers.kernels.declarations import arch_of
+from kda_layers.kernels.kda.contract import Problem
+from kda_layers.kernels.kda.dispatch import KDA as KDA_BACKENDS
+from kda_layers.modeling.layer.layer import KimiDeltaAttention
+from kda_layers.modeling.seams import FIFOScheduler, RequestStatus
+from kda_layers.modeling.serving.continuous_batching import wraps
+from kda_layers.modeling.serving.state_allocator import KDA, check_config, default_blocks, has_states
+
+logger = logging.getLogger("kda_layers")
+CPU_BATCH_TOKENS = 512  # a step of so many keeps the cores of a CPU busy; the engine's 8192 take seconds
+FAIR = "fair"
+UNLIMITED = 2**31 - 1  # tokens: the engine's own bound
+
+# While `init_continuous_batching` runs: its model; whether block tables are chosen for the model.
+_model: ContextVar[Any] = ContextVar("kda_layers_model", default=None)
+_tables_of_slots: ContextVar[bool] = ContextVar("kda_layers_tables_of_slots", default=False)
+
+
+@wraps("ContinuousMixin.init_continuous_batching")
+def check_model(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse in the caller's thread what the engine cannot serve."""
+    config = self.config.get_text_config()
+    if has_states(config):
+        check_config(config)
+        if getattr(self, "_device_mesh", None) is not None:
+            raise ValueError(
+                "continuous batching of KDA layers needs the full model on one device, got tensor parallelism: "
+                "load it without distributed_config"
+            )
+    token = _model.set(self)
+    try:
+        return init(self, *args, **kwargs)
+    finally:
+        _model.reset(token)
+
+
+@wraps("resolve_continuous_batching_config")
+def choose_options(resolve: Callable[..., Any], config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Choose what the user leaves open, for a model with KDA layers.
+
+    Prompts are read in the order of `FairScheduler`. On a CPU, steps and the cache have a size that fits it. A model
+    that `_needs_no_mask` gets CUDA graphs, asynchronous steps and steps of block tables: the engine uses these with
+    flash attention alone, as other attention needs masks. KDA layers need none, and the first column of a block table
+    is their slot.
+    """
+    model = _model.get()
+    if model is None or not has_states(config):
+        return resolve(config, cb_config, *args, **kwargs)
+    chosen = copy.copy(cb_config)
+    if chosen.scheduler_type == "fifo":
+        chosen.scheduler_type = FAIR
+    if model.device.type == "cpu":
+        if chosen.max_batch_tokens is None:
+            chosen.max_batch_tokens = CPU_BATCH_TOKENS
+        if chosen.num_blocks is None and chosen.max_memory_percent is None:
+            chosen.num_blocks = default_blocks(chosen.page_size)
+    if not _needs_no_mask(model, config, chosen):
+        return resolve(config, chosen, *args, **kwargs)
+    if chosen.use_cuda_graph is None:
+        chosen.use_cuda_graph = True
+    if chosen.use_async_batching is None:  # which offloading excludes (`finish_cache`)
+        chosen.use_async_batching = any(chosen.cuda_graph_booleans) and chosen.cpu_offload_space == 0
+    token = _tables_of_slots.set(True)
+    try:
+        return resolve(config, chosen, *args, **kwargs)
+    finally:
+        _tables_of_slots.reset(token)
+
+
+@wraps("ensure_decode_fast_path_is_available")
+def allow_block_tables(ensure: Callable[..., None], config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Allow block tables within `choose_options`, though attention is not by flash attention."""
+    if not _tables_of_slots.get():
+        ensure(config, cb_config, *args, **kwargs)
+    elif cb_config.max_blocks_per_request != 0:
+        cb_config.max_blocks_per_request = 1
+
+
+def _needs_no_mask(model: Any, config: Any, cb_config: Any) -> bool:
+    """True for a model of KDA layers alone on a GPU, whose kernels read nothing on the host, without torch.compile."""
+    compiled = cb_config.varlen_compile_config, cb_config.decode_compile_config, getattr(config, "compile_config", None)
+    if cb_config.default_compile_level > 0 or any(c is not None for c in compiled):
+        return False
+    alone = set(getattr(config, "layer_types", None) or ()) == {KDA}
+    return alone and model.device.type == "cuda" and all(map(_reads_nothing, model.modules()))
+
+
+def _reads_nothing(module: Any) -> bool:
+    """False for a KDA layer of plain PyTorch, which reads slots on the host."""
+    if not isinstance(module, KimiDeltaAttention):
+        return True
+    weight, options = module.q_proj.weight, module.kda_options
+    problem = Problem(
+        weight.device.type, arch_of(weight.device), weight.dtype, weight.dtype, module.head_dim, module.value_head_dim,
+        module.num_value_heads // module.num_heads, options["gate_activation"], options["beta_activation"], True,
+        packed=True, has_state=True,
+    )  # fmt: skip
+    steps = problem, replace(problem, decode=True, packed=False)
+    return all(KDA_BACKENDS.select(step, options.get("backend")).name != "eager" for step in steps)
+
+
+@wraps("Scheduler.add_waiting_request")
+def check_request(add: Callable[..., None], self: Any, state: Any) -> None:
+    """Refuse a request that cannot be served.
+
+    The engine fails that request. Without this it admits the request, and fails all when a step or the cache cannot
+    hold it. A request without `max_new_tokens` ends when the cache is full.
+    """
+    if KDA in self.cache.cache_allocators:
+        if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
+            raise ValueError(f"request_id must not be that of a request in progress, got {state.request_id!r}")
+        check_prompt(self.cache, state.initial_tokens, state.max_new_tokens)
+        room = longest_request(self.cache) - len(state.initial_tokens)
+        if state.max_new_tokens is None and longest_request(self.cache) < UNLIMITED:
+            logger.warning("%s has no max_new_tokens: it ends after %d, which fit", state.request_id, room)
+            state.max_new_tokens = state._new_tokens_limit = room
+    add(self, state)
+
+
+def check_prompt(cache: Any, tokens: Sequence[int], new: int | None) -> None:
+    """Raise a ValueError if the engine, with this cache, can never serve a prompt and `new` tokens after it."""
+    if len(tokens) == 0:
+        raise ValueError("the prompt must have at least one token, got none")
+    try:
+        low, high = min(map(operator.index, tokens)), max(map(operator.index, tokens))
+    except TypeError as error:
+        raise ValueError(f"the prompt must be a list of token ids: {error}") from error
+    if low < 0 or high >= cache.config.vocab_size:
+        raise ValueError(
+            f"token ids must be from 0 to {cache.config.vocab_size - 1}, the model's vocabulary, got "
+            f"{low if low < 0 else high}"
+        )
+    new, room = max(new or 0, 0), longest_request(cache)
+    if len(tokens) + new > room:
+        more = "" if room == UNLIMITED else ", or raise num_blocks or max_memory_percent of ContinuousBatchingConfig"
+        raise ValueError(
+            f"a request of {len(tokens)} prompt tokens and {new} new ones is longer than the cache, which has room for "
+            f"{room} tokens: shorten it (max_tokens){more}"
+        )
+
+
+def longest_request(cache: Any) -> int:
+    """Return the largest number of tokens of one request that the cache can hold."""
+
+    def sectors(tokens: int) -> int:
+        blocks = ((a.needs_new_blocks("", 0, tokens), a.blocks_per_sector) for a in cache.cache_allocators.values())
+        return sum(-(-needed // held) for needed, held in blocks)
+
+    return bisect.bisect_right(range(UNLIMITED + 1), cache.num_sectors, key=sectors) - 1
+
+
+class FairScheduler(FIFOScheduler):
+    """Reads prompts in the order of their arrival in one step, and the shortest first in the next.
+
+    A step reads at most `max_batch_tokens`. In the order of arrival alone, a prompt of 80,000 tokens takes all of them
+    for many steps, and a short one waits for its end. Here the oldest prompt has every other step, and a short one
+    waits for two steps at most. Decoding comes first in any step.
+    """
+
+    _in_order = False  # True in every other step
+
+    def _process_candidates(self, candidates: list[Any], *args: Any) -> Any:
+        self._in_order = not self._in_order
+        # With little of the cache left, only the first prompt is read: the oldest, so that it ends.
+        if not self._in_order and self._try_to_meet_safety_margin():
+            candidates = sorted(candidates, key=_unread)
+        return super()._process_candidates(candidates, *args)
+
+
+def _unread(state: Any) -> int:
+    return 0 if state.status == RequestStatus.DECODING else len(state.remaining_prefill_tokens)
