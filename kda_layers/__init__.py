@@ -87,5 +87,4 @@ def __dir__() -> list[str]:
 importlib.import_module(f"{__name__}.{_PUBLIC['kda']}")
 if versions.has_transformers():
     importlib.import_module(f"{__name__}.{_PUBLIC['KDAConfig']}")
-    importlib.import_module(f"{__name__}.modeling.swap.families").register_configs()
 versions.warn_if_untested()

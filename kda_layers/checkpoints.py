@@ -13,15 +13,12 @@ versions.require_transformers("checkpoints")
 # ruff: noqa: E402
 from kda_layers.modeling.checkpoints.fla_checkpoint import convert_fla_checkpoint
 from kda_layers.modeling.checkpoints.weights import export_kda_weights, kda_layer_options, load_kda_weights
-from kda_layers.modeling.swap import families
+from kda_layers.modeling.models import variant
 
 __all__ = ["convert_fla_checkpoint", "export_kda_weights", "kda_layer_options", "load_kda_weights"]
 
 
 def __getattr__(name: str) -> Any:
-    for kind in families.CONVERTED if name.startswith("KDA") else ():
-        causal_lm = families.load(f"kda_{kind}").causal_lm
-        for cls in (causal_lm.config_class, causal_lm.model_class, causal_lm):
-            if cls.__name__ == name:
-                return cls
+    if name.startswith("KDA"):
+        return getattr(variant, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

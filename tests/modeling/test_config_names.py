@@ -15,9 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from kda_layers import KDAConfig, KimiDeltaAttention
 from kda_layers.kernels.deprecation import OLD_KEYWORDS
 from kda_layers.modeling.models import configuration_kda
-from kda_layers.modeling.swap.families.kda_llama import KDALlamaConfig
-from kda_layers.modeling.swap.families.kda_mistral import KDAMistralConfig
-from kda_layers.modeling.swap.families.kda_qwen3 import KDAQwen3Config
+from kda_layers.modeling.models.configuration_variants import KDALlamaConfig, KDAMistralConfig, KDAQwen3Config
 
 CONFIGS = (KDAConfig, KDALlamaConfig, KDAQwen3Config, KDAMistralConfig)
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.__name__)

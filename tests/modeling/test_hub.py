@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 from kda_layers import KDAConfig, KDAForCausalLM, KDAModel
 from kda_layers.modeling.models import hub
-from kda_layers.modeling.swap.families.kda_llama import KDALlamaConfig, KDALlamaForCausalLM
+from kda_layers.modeling.models.configuration_variants import KDALlamaConfig
+from kda_layers.modeling.models.variant import KDALlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = dict(
@@ -119,11 +120,10 @@ def test_code_of_version_0_1_still_loads(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("old", hub.MOVED)
 def test_modules_that_older_checkpoints_import_have_the_names_of_the_new_ones(old: str) -> None:
     moved = importlib.import_module(f"kda_layers.modeling.{old}")
-    for path in hub.MOVED[old]:
-        module = importlib.import_module(f"kda_layers.modeling.{path}")
-        names = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        assert names
-        assert all(hasattr(moved, name) for name in names)
+    module = importlib.import_module(f"kda_layers.modeling.{hub.MOVED[old]}")
+    names = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    assert names
+    assert all(hasattr(moved, name) for name in names)
     with pytest.raises(AttributeError, match="no_such_name"):
         moved.no_such_name  # noqa: B018
 

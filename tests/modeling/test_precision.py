@@ -14,7 +14,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, swap_attention
-from kda_layers.modeling.swap.families.kda_llama import KDALlamaConfig, KDALlamaForCausalLM
+from kda_layers.modeling.models.configuration_variants import KDALlamaConfig
+from kda_layers.modeling.models.variant import KDALlamaForCausalLM
 from tests.kernels.cases import budget, error
 from tests.modeling.stock_models import build, every_family_in_place
 

@@ -18,7 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import kda_layers
 from kda_layers import load_pretrained, restore_attention, swap_attention
-from kda_layers.modeling.swap import families
+from kda_layers.modeling.models import VARIANTS
+from kda_layers.modeling.models.variant import language_model
 from kda_layers.training import parameter_groups
 from tests.kernels.cases import FP32
 from tests.modeling import models, stock_models
@@ -246,7 +247,7 @@ def test_label_smoothing_is_of_the_next_token(name: str, lora: bool, tmp_path: P
 
 
 def test_every_language_model_is_in_the_table() -> None:
-    classes = [families.load(f"kda_{kind}").causal_lm for kind in families.CONVERTED] + [kda_layers.KDAForCausalLM]
+    classes = [*map(language_model, VARIANTS), kda_layers.KDAForCausalLM]
     assert len(classes) >= 4
     for cls in classes:
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.config_class.model_type] == cls.__name__

@@ -31,12 +31,12 @@ from transformers import (
 import kda_layers
 from kda_layers import KimiDeltaAttention
 from kda_layers import swap_attention as convert
-from kda_layers.modeling.swap.families import CONVERTED, load
+from kda_layers.modeling.models import VARIANTS, variant_config
 from tests.kernels.cases import BF16, FP32, FP64
 from tests.modeling.common import same
 from tests.modeling.models import STOCK, TINY_STOCK, build, generate, ids, stock
 
-every_family = pytest.mark.parametrize("family", CONVERTED)
+every_family = pytest.mark.parametrize("family", VARIANTS)
 
 
 # ---------------------------------------------------------------- the stock models' own computation
@@ -321,13 +321,11 @@ def test_refused_models(tmp_path: pathlib.Path) -> None:
 
 # ---------------------------------------------------------------- the configurations
 
-CONFIGS = {family: load(f"kda_{family}").config for family in CONVERTED}
-
 
 @every_family
 def test_config_defaults_follow_the_softmax_layers(family: str) -> None:
     more = dict(sliding_window=None) if family == "mistral" else {}
-    config = CONFIGS[family](
+    config = variant_config(family)(
         num_hidden_layers=8, hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16, **more
     )
     assert config.layer_types == (["linear_attention"] * 3 + ["full_attention"]) * 2
@@ -337,7 +335,7 @@ def test_config_defaults_follow_the_softmax_layers(family: str) -> None:
 
 @every_family
 def test_default_config(family: str) -> None:
-    config = CONFIGS[family]()
+    config = variant_config(family)()
     kind = "sliding_attention" if family == "mistral" else "full_attention"  # Mistral's default has a window
     assert set(config.layer_types) == {"linear_attention", kind}
     assert config.base_model_tp_plan["layers.*.self_attn.A_log"] == "colwise"
@@ -358,7 +356,7 @@ def test_default_config(family: str) -> None:
 )
 def test_refused_configs(family: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(StrictDataclassError, match=message):
-        CONFIGS[family](**(TINY_STOCK | fields))
+        variant_config(family)(**(TINY_STOCK | fields))
 
 
 # ---------------------------------------------------------------- a new family
@@ -378,13 +376,13 @@ print(type(model).__name__, model.config.layer_types.count("linear_attention"))
 
 
 @pytest.mark.slow
-def test_a_new_family_is_one_file(tmp_path: pathlib.Path) -> None:
-    """In a copy of the package with the file of Arcee, which is Llama's under other names."""
+def test_a_new_family_is_one_configuration(tmp_path: pathlib.Path) -> None:
+    """In a copy of the package with the configuration of Arcee, which is Llama's under other names."""
     package = pathlib.Path(kda_layers.__file__).parent
     shutil.copytree(package, tmp_path / "kda_layers", ignore=shutil.ignore_patterns("__pycache__"))
-    families = tmp_path / "kda_layers" / "modeling" / "swap" / "families"
-    text = (families / "kda_llama.py").read_text()
-    (families / "kda_arcee.py").write_text(text.replace("Llama", "Arcee").replace("llama", "arcee"))
+    for name in ("__init__.py", "configuration_variants.py"):
+        file = tmp_path / "kda_layers" / "modeling" / "models" / name
+        file.write_text(file.read_text().replace("Llama", "Arcee").replace("llama", "arcee"))
     done = subprocess.run([sys.executable, "-c", NEW_FAMILY], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["KDAArceeForCausalLM", "3"]

@@ -9,9 +9,15 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kda_layers import KDAConfig, KDAForCausalLM, KDAModel, swap_attention
-from kda_layers.modeling.swap.families.kda_llama import KDALlamaConfig, KDALlamaForCausalLM, KDALlamaModel
-from kda_layers.modeling.swap.families.kda_mistral import KDAMistralConfig, KDAMistralForCausalLM, KDAMistralModel
-from kda_layers.modeling.swap.families.kda_qwen3 import KDAQwen3Config, KDAQwen3ForCausalLM, KDAQwen3Model
+from kda_layers.modeling.models.configuration_variants import KDALlamaConfig, KDAMistralConfig, KDAQwen3Config
+from kda_layers.modeling.models.variant import (
+    KDALlamaForCausalLM,
+    KDALlamaModel,
+    KDAMistralForCausalLM,
+    KDAMistralModel,
+    KDAQwen3ForCausalLM,
+    KDAQwen3Model,
+)
 
 
 @dataclass(frozen=True)

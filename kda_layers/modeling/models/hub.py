@@ -58,14 +58,17 @@ class $causal_lm(PackageForCausalLM):
 # The code of version 0.1 begins with this and has no digest.
 UNSIGNED = '"""Loads this checkpoint with trust_remote_code=True. All code is in the package: '
 
-# Modules that the code of version 0.1 imports -> those that have their names now, all below kda_layers.modeling. Newer
-# code imports public modules, so no row is added.
+# Modules that the code of older checkpoints imports -> the one that has their names now, all below kda_layers.modeling.
+# Newer code imports public modules, so no row is added.
 MOVED = {
-    "configuration_kda": ("models.configuration_kda",),
-    "modeling_kda": ("models.modeling_kda",),
-    "configuration_variants": tuple(f"swap.families.kda_{kind}" for kind in ("llama", "mistral", "qwen3")),
-    **{f"families.{kind}": (f"swap.families.kda_{kind}",) for kind in ("llama", "mistral", "qwen3")},
-    **{f"families.kda_{kind}": (f"swap.families.kda_{kind}",) for kind in ("llama", "mistral", "qwen2", "qwen3")},
+    "configuration_kda": "models.configuration_kda",
+    "modeling_kda": "models.modeling_kda",
+    "configuration_variants": "models.variant",
+    **{
+        f"{folder}{kind}": "models.variant"
+        for folder in ("families.", "families.kda_", "swap.families.kda_")
+        for kind in ("llama", "mistral", "qwen2", "qwen3")
+    },
 }
 
 
@@ -73,13 +76,10 @@ class MovedModule(ModuleType):
     """A module at its old path; imports the new one when a name of it is first used."""
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__"):  # inspect looks for __file__ and the like in every module
-            package, _, old = self.__name__.partition(".modeling.")
-            for new in MOVED[old]:
-                module = importlib.import_module(f"{package}.modeling.{new}")
-                if hasattr(module, name):
-                    return getattr(module, name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name.startswith("__"):  # inspect looks for __file__ and the like in every module
+            raise AttributeError(name)
+        package, _, old = self.__name__.partition(".modeling.")
+        return getattr(importlib.import_module(f"{package}.modeling.{MOVED[old]}"), name)
 
 
 sys.modules |= {path: MovedModule(path) for path in (f"kda_layers.modeling.{old}" for old in MOVED)}

@@ -1,59 +1,22 @@
-"""Softmax decoders of transformers with KDA in place of some or all attention layers: what the families share."""
+"""Softmax decoders of transformers with KDA in place of some or all attention layers.
+
+The models of a configuration, such as KDALlamaModel and KDALlamaForCausalLM of KDALlamaConfig, are made when it is first
+used or when one of these names is first imported from here.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import importlib
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from kda_layers.modeling.models.configuration_kda import KDAFields
+from kda_layers.modeling.models import VARIANTS, variant_config
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, KDAAttention
 from kda_layers.modeling.models.registration import register
 from kda_layers.modeling.seams import CACHE
-
-
-class VariantFields(KDAFields):
-    """`KDAFields` whose defaults follow the softmax layers of the family, whose configuration is the next base.
-
-    Args:
-        linear_num_heads, linear_num_value_heads: None for num_attention_heads.
-        linear_head_dim: None for head_dim.
-        layer_types: None for three KDA layers, then one of the family's own, and so on.
-    """
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        layer_types = self.layer_types
-        super().__post_init__(**kwargs)  # the family's, which may fill it
-        if layer_types is None:
-            self.layer_types = [
-                kind if i % 4 == 3 else "linear_attention" for i, kind in enumerate(stock_layer_types(self))
-            ]
-        for name in ("linear_num_heads", "linear_num_value_heads"):
-            if getattr(self, name) is None:
-                setattr(self, name, self.num_attention_heads)
-        if self.linear_head_dim is None:
-            self.linear_head_dim = self.head_dim
-        self.complete_kda_fields()
-
-    def validate_window(self) -> None:
-        """Raise a ValueError if layer_types and sliding_window contradict each other."""
-        if "sliding_attention" in self.layer_types and self.sliding_window is None:
-            raise ValueError(
-                f"sliding_window must be given with layers of 'sliding_attention', got None and {self.layer_types}"
-            )
-
-
-def stock_layer_types(config: PreTrainedConfig) -> list[str]:
-    """Return the kind of softmax attention of each layer of the stock model.
-
-    A family without a field for it has one kind: with its sliding window if it has one.
-    """
-    if "layer_types" in type(config).__dataclass_fields__ and config.layer_types is not None:
-        return config.layer_types
-    kind = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    return [kind] * config.num_hidden_layers
 
 
 class VariantModel(HybridModel):
@@ -78,18 +41,41 @@ class VariantModel(HybridModel):
         return {"position_embeddings": self.rotary_emb(hidden_states, position_ids)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class VariantFamily:
-    """A family of softmax decoders and its model with KDA layers, which transformers' Auto classes then know."""
+@functools.cache
+def language_model(kind: str) -> Any:
+    """Return the language model with KDA layers of a model_type in `VARIANTS`, registered with transformers.
 
-    stock: type[PreTrainedModel]  # the class that `swap_attention` converts
-    causal_lm: type[HybridForCausalLM]
+    It is made of the family's own classes; its `stock_class` is the family's language model.
+    """
+    config = globals()[VARIANTS[kind]] = variant_config(kind)
+    family = config.__name__.removeprefix("KDA").removesuffix("Config")
+    stock = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
-    @property
-    def config(self) -> Any:
-        """The class of the configuration."""
-        return self.causal_lm.config_class
+    def make(suffix: str, base: type, **attributes: Any) -> Any:
+        doc = f"transformers' {family}{suffix}, with KDA where config.layer_types says 'linear_attention'."
+        attributes |= dict(config_class=config, __module__=__name__, __doc__=doc)
+        made = type(f"KDA{family}{suffix}", (base, getattr(stock, f"{family}PreTrainedModel")), attributes)
+        return globals().setdefault(made.__name__, made)
 
-    def __post_init__(self) -> None:
-        AutoConfig.register(self.config.model_type, self.config, exist_ok=True)
-        register(self.causal_lm)
+    parts = dict(layer_class="DecoderLayer", norm_class="RMSNorm", rotary_class="RotaryEmbedding")
+    model_class = make("Model", VariantModel, **{name: getattr(stock, family + part) for name, part in parts.items()})
+    stock_class = getattr(stock, f"{family}ForCausalLM")
+    causal_lm = make("ForCausalLM", HybridForCausalLM, model_class=model_class, stock_class=stock_class)
+    register(causal_lm)
+    return causal_lm
+
+
+def register_variant(model_type: str) -> None:
+    """Register the models of a configuration's model_type; those of a subclass with its own are not ours."""
+    kind = model_type.removeprefix("kda_")
+    if kind in VARIANTS:
+        language_model(kind)
+
+
+def __getattr__(name: str) -> Any:
+    for kind, config in VARIANTS.items():
+        if name.startswith(config.removesuffix("Config")):
+            language_model(kind)
+            if name in globals():
+                return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

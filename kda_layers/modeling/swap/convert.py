@@ -17,13 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kda_layers.modeling.checks import DEQUANTISE, check_not_sharded, is_quantised, layer_indices
 from kda_layers.modeling.models.configuration_kda import KDAFields
-from kda_layers.modeling.models.variant import VariantFamily, stock_layer_types
+from kda_layers.modeling.models.configuration_variants import stock_layer_types
 
 logger = logging.getLogger("kda_layers")
 
 
 def convert(
-    model: PreTrainedModel, layers: Iterable[int] | str, family: VariantFamily, backend: str | None, **config: Any
+    model: PreTrainedModel, layers: Iterable[int] | str, variant: Any, backend: str | None, **config: Any
 ) -> PreTrainedModel:
     """Return a new model with KDA in place of some of a stock model's attention layers; `model` stays as it is.
 
@@ -32,15 +32,15 @@ def convert(
     convolutions and norms of any new KDA layer. It needs training: distil it from `model`.
 
     Args:
-        model: an instance of family.stock itself, not of a subclass, on one device.
+        model: an instance of variant.stock_class itself, not of a subclass, on one device.
         layers: indices of layers (negative: from the end), "all", or "a:b" for a repeated pattern of a KDA layers and
             then b layers that stay.
-        family: family of the model.
+        variant: the language model with KDA layers, see `variant.language_model`.
         backend: name of a kernel backend for the new layers; None chooses (see `kda_layers.explain`). Not saved.
         **config: linear_... fields of the new configuration, see `configuration_kda.KDAFields`.
 
     Returns:
-        The family's variant, on the device, in the dtypes (A_log and dt_bias: fp32) and in the mode of `model`.
+        The variant, on the device, in the dtypes (A_log and dt_bias: fp32) and in the mode of `model`.
 
     Raises:
         TypeError: layers of a wrong type; a keyword that is not a linear_... field.
@@ -49,12 +49,13 @@ def convert(
             model whose weights are elsewhere (offloaded, on the meta device) or not those of a plain model (adapters,
             quantised, sharded).
     """
-    if type(model) is not family.stock:
-        raise ValueError(f"model must be a {family.stock.__name__} to be converted, got a {type(model).__name__}")
+    if type(model) is not variant.stock_class:
+        raise ValueError(
+            f"model must be a {variant.stock_class.__name__} to be converted, got a {type(model).__name__}"
+        )
     _check_plain(model)
     chosen = chosen_layers(layers, model.config.num_hidden_layers)
-    variant = family.causal_lm
-    new_config = _variant_config(family.config, model.config, chosen, config)
+    new_config = _variant_config(variant.config_class, model.config, chosen, config)
     with torch.device("meta"):  # nothing is allocated twice
         new = variant._from_config(new_config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

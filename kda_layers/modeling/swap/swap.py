@@ -14,6 +14,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from kda_layers.kernels.kda.checks import check_recompute
 from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling.checks import check_not_sharded, check_numbers, layer_indices, unwrapped_hint
+from kda_layers.modeling.models import VARIANTS
+from kda_layers.modeling.models.variant import language_model
 from kda_layers.modeling.swap import families
 from kda_layers.modeling.swap.convert import convert
 from kda_layers.modeling.swap.in_place import StockFamily
@@ -92,7 +94,7 @@ def swap_attention(
     _check_model(model)
     check_recompute(recompute)
     kind = model.config.model_type
-    if kind in families.CONVERTED:
+    if kind in VARIANTS:
         _check_backend(backend, KDA.backends())
         if recompute != "auto":
             if "linear_recompute" in config:
@@ -101,7 +103,7 @@ def swap_attention(
                     f"{config['linear_recompute']!r}"
                 )
             config["linear_recompute"] = recompute
-        converted = convert(model, layers, families.load(f"kda_{kind}"), backend, **config)
+        converted = convert(model, layers, language_model(kind), backend, **config)
         logger.warning(
             "swap_attention returns a new %s; the %s is unchanged", type(converted).__name__, type(model).__name__
         )
@@ -291,7 +293,7 @@ def _check_model(model: Any) -> None:
 def _family(kind: str, what: str) -> StockFamily:
     kind = kind.removesuffix("_text")  # the text part of a vision-language model alone
     if kind not in families.IN_PLACE:
-        supported = ", ".join(families.IN_PLACE) + "; to convert: " + ", ".join(families.CONVERTED)
+        supported = ", ".join(families.IN_PLACE) + "; to convert: " + ", ".join(VARIANTS)
         ours = " (its KDA layers are of this package already)" if kind.startswith("kda") else ""
         raise ValueError(f"{what} must be of a supported family ({supported}), got model_type {kind!r}{ours}")
     return families.load(kind)
