@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from kda_layers.kernels.torch_private import current_stream, dispatch_modes
-from kda_layers.modeling.cuda_graphs.cache_state import CacheState
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CudaGraphs
 from kda_layers.modeling.inputs.cache_argument import rename_cache
 from kda_layers.modeling.layer.cache import KDAStaticCache
@@ -58,6 +60,65 @@ def _beside_its_forward(module: nn.Module) -> Iterator[Reason]:
     yield from hooks(module, harmless=RECORDING_HOOKS)
     if module._compiled_call_impl is not None:
         yield Reason("is compiled (torch.compile)", "generate captures by itself: leave out model.compile()", module)
+
+
+class CacheState:
+    """Everything that the layers of a cache hold: tensors by identity and address, the rest by identity."""
+
+    def __init__(self, cache: Cache) -> None:
+        """Read the layers of `cache`."""
+        layers = {id(layer) for layer in cache.layers}
+        self._containers: list[Any] = [cache.layers, *map(vars, cache.layers)]
+        self._unknown = False
+        for container in self._containers:  # which grows
+            for value in _values(container):
+                if type(value) in (dict, list):
+                    self._containers.append(value)
+                elif not isinstance(value, (Tensor, torch.dtype, torch.device, *CONSTANTS)):
+                    self._unknown |= id(value) not in layers
+        self._copies = [container.copy() for container in self._containers]
+        self._views = [_values(container) for container in self._containers]
+        self._lengths = [len(view) for view in self._views]
+        self._held = list(chain.from_iterable(self._views))
+        self._tensors = [value for value in self._held if isinstance(value, Tensor)]
+        self._addresses = [t.data_ptr() for t in self._tensors]
+
+    def is_readable(self, device: torch.device) -> bool:
+        """Return True if all that the layers hold is compared and restored, and all tensors are on `device`."""
+        return not self._unknown and all(type(t) is Tensor and t.device == device for t in self._tensors)
+
+    def is_current(self) -> bool:
+        """Return True if the layers hold the same objects, and tensors where they were."""
+        return (
+            [*map(len, self._views)] == self._lengths
+            and all(map(is_, chain.from_iterable(self._views), self._held))
+            and [t.data_ptr() for t in self._tensors] == self._addresses
+        )
+
+    def addresses(self) -> tuple[Any, ...]:
+        """Return what is held without holding it: equal for equal states, though not only for these."""
+        return *map(id, self._held), *self._addresses
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return what caches of the same layers and shapes have in common."""
+        return tuple(
+            (v.shape, v.dtype) if isinstance(v, Tensor) else (type(v), v if isinstance(v, CONSTANTS) else None)
+            for v in self._held
+        )
+
+    def restore(self) -> None:
+        """Put all objects back; the contents of tensors are not restored."""
+        for container, copy in zip(self._containers, self._copies, strict=True):
+            if isinstance(container, list):
+                container[:] = copy
+            else:
+                container.clear()
+                container.update(copy)
+
+
+def _values(container: Any) -> Any:
+    """Return a live view of what a dict or a list holds."""
+    return container.values() if isinstance(container, dict) else container
 
 
 class CapturedDecoding:
@@ -147,8 +208,9 @@ class CapturedDecoding:
 
     def _capture(self, call: _Call, kwargs: dict[str, Any], state: CacheState) -> str:
         """Capture the call, or return why it cannot be, with the cache as it was."""
-        inputs = [t.clone() for t in call.tensors]
-        held, results = _with_tensors(kwargs, iter(inputs)), list[Any]()
+        inputs, results = [t.clone() for t in call.tensors], list[Any]()
+        left = iter(inputs)  # in the order of `_described`
+        held = tree_map(lambda value: next(left) if isinstance(value, Tensor) else value, kwargs)
         graphs = self._graphs or self._history.take(self._device)
         self._graphs = None  # a failed capture may have spoilt it
 
@@ -187,26 +249,27 @@ class _Call(NamedTuple):
     tensors: list[Tensor]
 
 
-class _Captured:
-    """A captured call."""
+class _Captured(NamedTuple):
+    """A captured call: the graph's own inputs and outputs, and the state of the cache that it reads."""
 
-    def __init__(
-        self, call: _Call, state: CacheState, inputs: list[Tensor], outputs: Any, replay: Callable[[], None]
-    ) -> None:
-        self._signature, self._cache, self._state = (call.arguments, call.context), call.cache, state
-        self._inputs, self._outputs, self._replay = inputs, outputs, replay
+    call: _Call
+    state: CacheState
+    inputs: list[Tensor]
+    outputs: Any
+    graph: Callable[[], None]
 
     def serves(self, call: _Call) -> bool:
         """Return True if the graph computes the call, given its tensors."""
-        same = call.cache is self._cache and (call.arguments, call.context) == self._signature
-        return same and self._state.is_current()
+        mine = self.call
+        same = call.cache is mine.cache and (call.arguments, call.context) == (mine.arguments, mine.context)
+        return same and self.state.is_current()
 
     def replay(self, tensors: list[Tensor]) -> Any:
         """Compute the call with these tensors and return its outputs, which later calls leave alone."""
-        for held, given in zip(self._inputs, tensors, strict=True):
+        for held, given in zip(self.inputs, tensors, strict=True):
             held.copy_(given)
-        self._replay()
-        return _copied(self._outputs, self._cache, Tensor.clone)
+        self.graph()
+        return _copied(self.outputs, self.call.cache, Tensor.clone)
 
 
 class _History:
@@ -261,17 +324,6 @@ def _described(value: Any, cache: Cache, tensors: list[Tensor]) -> Any:
     if kind in (tuple, list):
         return kind, tuple([_described(item, cache, tensors) for item in value])
     raise TypeError
-
-
-def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return an argument with these tensors, in the order of `_described`."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {name: _with_tensors(item, tensors) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_tensors(item, tensors) for item in value)
-    return value
 
 
 def _copied(value: Any, cache: Cache, copy: Callable[[Tensor], Tensor]) -> Any:

@@ -91,7 +91,10 @@ class CapturedStep:
         self._graphs = CudaGraphs(device)  # first: on a CPU no optimizer helps
         _check_capturable(optimizer)
         self._parameters = list(dict.fromkeys([*model.parameters(), *_optimized(optimizer)]))
-        self._rates = [_rate_like(group["lr"], device) for group in optimizer.param_groups]
+        self._rates = [
+            torch.zeros((), dtype=getattr(group["lr"], "dtype", torch.float32), device=device)
+            for group in optimizer.param_groups
+        ]
         self._calls = 0
         self._inputs: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
@@ -136,10 +139,16 @@ class CapturedStep:
             )
         if self.captured:
             self._check_unchanged()
+        _check_batches(batches, self._inputs, self._graphs.device)
         if self._calls:
-            self._fill(batches)
+            for held, batch in zip(self._inputs, batches, strict=True):
+                for name, value in held.items():
+                    if isinstance(value, Tensor):
+                        value.copy_(batch[name].detach())
         else:
-            self._inputs = [_held(batch, f"batches[{i}]", self._device) for i, batch in enumerate(_checked(batches))]
+            self._inputs = [
+                {n: t.detach().clone() if isinstance(t, Tensor) else t for n, t in b.items()} for b in batches
+            ]
             self._fix_weights()
         self._read_rates()
         if self._calls < self.warmup:
@@ -151,10 +160,6 @@ class CapturedStep:
         torch.clear_autocast_cache()  # casts of the weights before this step
         self._calls += 1
         return self._loss.clone()
-
-    @property
-    def _device(self) -> torch.device:
-        return self._parameters[0].device
 
     # ------------------------------------------------------------ the step
 
@@ -224,27 +229,12 @@ class CapturedStep:
 
     # ------------------------------------------------------------ what the graph reads
 
-    def _fill(self, batches: Sequence[Batch]) -> None:
-        """Copy the batches to the inputs that are held."""
-        if len(batches) != len(self._inputs):
-            raise ValueError(f"batches must be {len(self._inputs)} as in the first call, got {len(batches)}")
-        pairs = list(zip(self._inputs, batches, strict=True))
-        for i, (held, batch) in enumerate(pairs):
-            _check_like(held, batch, f"batches[{i}]")
-        for held, batch in pairs:
-            for name, value in held.items():
-                if isinstance(value, Tensor):
-                    value.copy_(batch[name].detach())
-
     @torch.no_grad()
     def _read_rates(self) -> None:
         """Copy the learning rates of the param groups to the tensors that the graph reads."""
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             given = group["lr"]
-            if isinstance(given, Tensor):
-                rate.copy_(given.reshape(()))
-            else:
-                rate.fill_(given)
+            rate.copy_(given.reshape(())) if isinstance(given, Tensor) else rate.fill_(given)
 
     def _update(self) -> None:
         """Take the optimizer's step with learning rates that the graph can read."""
@@ -267,7 +257,7 @@ class CapturedStep:
 
     def _constants(self) -> dict[str, Any]:
         """Return what a graph holds of Python's state, by name."""
-        kind = self._device.type
+        kind = self._graphs.device.type
         found = {
             "model.training": self.model.training,
             "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
@@ -346,51 +336,35 @@ def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def _rate_like(rate: float | Tensor, device: torch.device) -> Tensor:
-    dtype = rate.dtype if isinstance(rate, Tensor) else torch.float32
-    return torch.zeros((), dtype=dtype, device=device)
-
-
-def _checked(batches: Sequence[Batch]) -> Sequence[Batch]:
-    if not batches:
+def _check_batches(batches: Sequence[Batch], held: Sequence[Batch], device: torch.device) -> None:
+    """Raise a TypeError or ValueError unless the graph that reads `held`, none at first, computes the step of these."""
+    if not held and not batches:
         raise ValueError("batches must be at least one, got none")
-    return batches
-
-
-def _held(batch: Batch, name: str, device: torch.device) -> dict[str, Any]:
-    """Return a copy of a batch, whose tensors the graph reads."""
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"{name} must be a mapping, such as dict(input_ids=..., labels=...), got {type(batch).__name__}"
-        )
-    held: dict[str, Any] = {}
-    for key, value in batch.items():
-        if isinstance(value, Tensor):
-            if value.device != device:
-                raise ValueError(f"{name}[{key!r}] must be on {device} as the model, got {value.device}")
-            held[key] = value.detach().clone()
-        elif isinstance(value, CONSTANTS):
-            held[key] = value
-        else:
-            raise TypeError(f"{name}[{key!r}] must be a tensor, a number, a string or None, got {type(value).__name__}")
-    return held
-
-
-def _check_like(held: Mapping[str, Any], batch: Batch, name: str) -> None:
-    """Raise a TypeError or ValueError unless the graph of `held` computes the step of `batch`."""
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"{name} must be a mapping, such as dict(input_ids=..., labels=...), got {type(batch).__name__}"
-        )
-    if held.keys() != batch.keys():
-        raise ValueError(f"{name} must hold {', '.join(held)} as in the first call, got {', '.join(batch)}")
-    for key, want in held.items():
-        got = batch[key]
-        if _kind(got) != _kind(want):
-            raise ValueError(
-                f"{name}[{key!r}] must be {_kind(want)} as in the first call, got {_kind(got)}: a graph has one shape. "
-                "Drop or pad incomplete batches, pass what varies as tensors, or build a CapturedStep for each shape"
+    if held and len(batches) != len(held):
+        raise ValueError(f"batches must be {len(held)} as in the first call, got {len(batches)}")
+    for i, batch in enumerate(batches):
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"batches[{i}] must be a mapping, such as dict(input_ids=..., labels=...), got {type(batch).__name__}"
             )
+        first = held[i] if held else batch
+        if first.keys() != batch.keys():
+            raise ValueError(f"batches[{i}] must hold {', '.join(first)} as in the first call, got {', '.join(batch)}")
+        for key, value in batch.items():
+            name, want = f"batches[{i}][{key!r}]", first[key]
+            if want is not value and _kind(want) != _kind(value):
+                raise ValueError(
+                    f"{name} must be {_kind(want)} as in the first call, got {_kind(value)}: a graph has one shape. "
+                    "Drop or pad incomplete batches, pass what varies as tensors, or build a CapturedStep for each"
+                )
+            if not isinstance(value, (Tensor, *CONSTANTS)):
+                raise TypeError(f"{name} must be a tensor, a number, a string or None, got {type(value).__name__}")
+            if isinstance(value, Tensor) and value.device != device:
+                raise ValueError(f"{name} must be on {device} as the model, got {value.device}")
+
+
+def _held(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _kind(value: Any) -> str:

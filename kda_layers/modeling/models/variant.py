@@ -1,7 +1,7 @@
 """Softmax decoders of transformers with KDA in place of some or all attention layers.
 
-The models of a configuration, such as KDALlamaModel and KDALlamaForCausalLM of KDALlamaConfig, are made when it is first
-used or when one of these names is first imported from here.
+The models of a configuration, such as KDALlamaModel and KDALlamaForCausalLM of KDALlamaConfig, are made when it is
+first used or when one of these names is first imported from here.
 """
 
 from __future__ import annotations
