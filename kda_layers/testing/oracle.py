@@ -18,7 +18,7 @@ from kda_layers.testing.cases import Case, make_inputs, to_fp64
 
 HEADS = {"beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1, "final_state": 1, "checkpoints": 2}
 HEADS |= dict.fromkeys("qkvgo", 2)  # the dimension of value heads, or of heads, by tensor
-MOST_STATES = 2**25  # elements of all tokens' states, of which autograd keeps some five
+MOST_STATES = 2**26  # elements of all tokens' states, of which autograd keeps some five
 
 
 def options(x: Inputs) -> dict:
@@ -94,18 +94,27 @@ def run_draws(
 def run_oracle(
     draws: list[Inputs], d_out: Callable[[Inputs], dict[str, Tensor]] = output_gradients
 ) -> dict[str, Tensor]:
-    """`run_draws` of the oracle, which walks over the tokens once for many draws: they are heads of one problem."""
-    tensors = [n for n in Gradients._fields if getattr(draws[0], n) is not None]
-    x = draws[0]
-    at_once = max(1, MOST_STATES // (x.v[..., 0].numel() * x.v.shape[3] * x.q.shape[3]))
-    parts = []
-    for some in (draws[n : n + at_once] for n in range(0, len(draws), at_once)):
-        merged: dict[str, Any] = {n: torch.cat([getattr(y, n) for y in some], HEADS[n]) for n in tensors}
-        gradients = [d_out(y) for y in some]
-        d_merged = {n: torch.cat([d[n] for d in gradients], HEADS[n]) for n in gradients[0]}
-        results = run(oracle, x._replace(**merged), d_merged)
-        parts.append({n: t.cpu().chunk(len(some), HEADS[n.removeprefix("d_")]) for n, t in results.items()})
-    return {n: torch.stack([t for part in parts for t in part[n]]) for n in parts[0]}
+    """`run_draws` of the oracle. Heads are independent: it goes over the tokens once for as many as memory allows."""
+    x, group = draws[0], draws[0].v.shape[2] // draws[0].q.shape[2]
+    heads = max(1, MOST_STATES // (x.q[:, :, 0].numel() * group * x.v.shape[3]))
+
+    def split(of_draws: list[dict[str, Tensor]]) -> dict[str, tuple[Tensor, ...]]:
+        return {
+            n: torch.cat([tensors[n] for tensors in of_draws], HEADS[n]).split(
+                heads if n in ("q", "k") else heads * group, HEADS[n]
+            )
+            for n in of_draws[0]
+        }
+
+    names = [n for n in Gradients._fields if getattr(x, n) is not None]
+    inputs: dict[str, Any] = split([{n: getattr(y, n) for n in names} for y in draws])
+    d_outputs = split([d_out(y) for y in draws])
+    parts = [
+        run(oracle, x._replace(**{n: t[i] for n, t in inputs.items()}), {n: t[i] for n, t in d_outputs.items()})
+        for i in range(len(inputs["q"]))
+    ]
+    dims = {n: HEADS[n.removeprefix("d_")] for n in parts[0]}
+    return {n: torch.stack(torch.cat([p[n].cpu() for p in parts], at).chunk(len(draws), at)) for n, at in dims.items()}
 
 
 def check_near(got: Tensor, compute: Callable[[Callable[[Inputs], Inputs]], Tensor], dtype: torch.dtype) -> None:

@@ -64,15 +64,15 @@ def recurrence(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     o: list[Tensor] = []
     finals: list[Tensor] = []
     checkpoints: list[Tensor] = []
+    tokens = [*zip(*(t.unbind(1) for t in (q, k, v, decay, beta)), strict=True)]  # the gradient of a slice is O(T)
     for sequences, start, end in spans:
         S = v.new_zeros(B, HV, V, K) if x.initial_state is None else x.initial_state[sequences]
-        for t in range(start, end):
-            kt, qt = k[:, t, :, None], q[:, t, :, None]  # [B, HV, 1, K]
-            S = S * decay[:, t, :, None]
-            error = v[:, t] - (S * kt).sum(-1)
-            S = S + (beta[:, t, :, None] * error)[..., None] * kt
-            o.append(x.scale * (S * qt).sum(-1))
-            if (t - start + 1) % CHUNK == 0:
+        for t, (qt, kt, vt, decay_t, beta_t) in enumerate(tokens[start:end], 1):
+            S = S * decay_t[:, :, None]
+            error = vt - (S * kt[:, :, None]).sum(-1)
+            S = S + (beta_t[..., None] * error)[..., None] * kt[:, :, None]
+            o.append(x.scale * (S * qt[:, :, None]).sum(-1))
+            if t % CHUNK == 0:
                 checkpoints.append(S)
         finals.append(S)
     unused = x.checkpoint_count - len(checkpoints)
