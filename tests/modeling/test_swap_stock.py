@@ -134,7 +134,9 @@ GENERATION = {
 
 
 @every_family_in_place
-@pytest.mark.parametrize("how", GENERATION)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.compiles] * (how == "static")) for how in GENERATION]
+)  # on a GPU, transformers compiles with a static cache
 @pytest.mark.parametrize("padded", [False, True], ids=["", "left padding"])
 def test_generation(family: str, how: str, padded: bool) -> None:
     stock, swapped = both(family)
