@@ -76,7 +76,7 @@ def build_original(s: SwapSettings, device: torch.device) -> PreTrainedModel:
 
 def swapped(model: PreTrainedModel, s: SwapSettings) -> PreTrainedModel:
     layers: Any = s.swap if ":" in s.swap or s.swap == "all" else cli.integers(s.swap, "swap")
-    return kda_layers.swap_attention(model, layers=layers, linear_num_heads=s.linear_heads)
+    return kda_layers.convert_attention(model, layers=layers, linear_num_heads=s.linear_heads)
 
 
 def run_example(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kda_layers.modeling.models.configuration_kda import KDAConfig as KDAConfig
     from kda_layers.modeling.models.modeling_kda import KDAForCausalLM as KDAForCausalLM
     from kda_layers.modeling.models.modeling_kda import KDAModel as KDAModel
+    from kda_layers.modeling.swap.convert import convert_attention as convert_attention
     from kda_layers.modeling.swap.swap import load_pretrained as load_pretrained
     from kda_layers.modeling.swap.swap import restore_attention as restore_attention
     from kda_layers.modeling.swap.swap import swap_attention as swap_attention
@@ -31,6 +32,7 @@ _PUBLIC = {
     "KDAModel": "modeling.models.modeling_kda",
     "KDAOutput": "kernels.kda.contract",
     "KimiDeltaAttention": "modeling.layer.layer",
+    "convert_attention": "modeling.swap.convert",
     "explain": "modeling.explanation",
     "kda": "kernels.kda.op",
     "kda_prefill": "kernels.kda.op",

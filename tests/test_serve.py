@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 from transformers import PreTrainedModel
 
 import kda_layers
-from kda_layers import swap_attention
+from kda_layers import convert_attention
 from tests.modeling.models import stock
 
 MISSING = [name for name in ("fastapi", "uvicorn", "openai", "pydantic") if importlib.util.find_spec(name) is None]
@@ -122,7 +122,7 @@ class Server:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("checkpoint")
-    save_checkpoint(path, swap_attention(stock("llama", torch.float32), "1:1"))
+    save_checkpoint(path, convert_attention(stock("llama", torch.float32), "1:1"))
     return path
 
 

@@ -24,12 +24,12 @@ from typing import Any
 import pytest
 import torch
 
-from kda_layers import swap_attention
+from kda_layers import convert_attention
 from tests.modeling.models import build, stock
 from tests.test_serve import PATIENCE, expected, free_port, pytestmark, save_checkpoint, until  # noqa: F401
 
 MODELS = {
-    "llama": lambda: swap_attention(stock("llama", torch.float32), "1:1"),  # keys and values bound a request
+    "llama": lambda: convert_attention(stock("llama", torch.float32), "1:1"),  # keys and values bound a request
     "kda": lambda: build("kda", torch.float32),  # a request of any length fits
 }
 SERVER = """

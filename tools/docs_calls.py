@@ -20,8 +20,8 @@ Everyday calls of transformers, TRL, PEFT and accelerate, each tried by a test o
 stock Llama, on a CPU. "yes": the result is checked, and of the same kind as the Llama's. A letter: the call raises an
 error that says why not, or cannot be made; the reason is given below the table.
 
-The models are a `KDAForCausalLM` of KDA layers alone; one with a softmax layer (a hybrid); a Llama that
-`swap_attention(llama, layers="1:1")` converted; and a Kimi-Linear after `swap_attention(model)`, or from
+The models are a `KDAForCausalLM` of KDA layers alone; one with a softmax layer (a hybrid); a model that
+`convert_attention(llama, layers="1:1")` made; and a Kimi-Linear after `swap_attention(model)`, or from
 `load_pretrained`, which stands for `from_pretrained` in its column.
 
 Generated from `tests/parity` by `python -m tools.docs`.

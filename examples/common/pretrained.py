@@ -10,6 +10,8 @@ from transformers.distributed import DistributedConfig
 import kda_layers
 from common.cli import InputError, first_line
 
+CONVERTED = ("llama", "mistral", "qwen2", "qwen3")  # softmax decoders, of which `convert_attention` makes a new model
+
 
 def load_model(name: str, tensor_parallel: int = 1) -> PreTrainedModel:
     """Build a new model from a .json configuration, or load the checkpoint of that path or name.
@@ -30,11 +32,13 @@ def load_model(name: str, tensor_parallel: int = 1) -> PreTrainedModel:
 
 
 def swap(model: PreTrainedModel, layers: str) -> PreTrainedModel:
-    """Swap the attention of a model; return it if it has KDA layers, else a converted model."""
+    """Swap the attention of a model in place, or convert it; return the model or the new one."""
     indices = layers.replace(",", "").isdecimal()
     chosen: Any = [int(i) for i in layers.split(",") if i] if indices else layers
     try:
-        swapped: Any = kda_layers.swap_attention(model, chosen)
+        if model.config.model_type in CONVERTED:
+            return kda_layers.convert_attention(model, chosen)
+        kda_layers.swap_attention(model, chosen)
     except (TypeError, ValueError) as error:
         raise InputError(f"--swap {layers}: {error}") from error
-    return swapped if isinstance(swapped, PreTrainedModel) else model
+    return model

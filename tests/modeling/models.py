@@ -27,7 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kda_layers import KDAConfig, KDAForCausalLM, swap_attention
+from kda_layers import KDAConfig, KDAForCausalLM, convert_attention, swap_attention
 from tests.kernels.cases import FP64
 from tests.modeling import stock_models
 
@@ -113,7 +113,7 @@ def build(name: str, dtype: torch.dtype = FP64, seed: int = 1, **fields: Any) ->
         return swapped(name.removeprefix("swapped "), dtype)
     if name in CONVERTED:
         family, layers, options = CONVERTED[name]
-        return swap_attention(stock(family, dtype, seed, **fields), layers, **options)
+        return convert_attention(stock(family, dtype, seed, **fields), layers, **options)
     torch.manual_seed(seed)
     m = KDAForCausalLM(KDAConfig(**(TINY | KDA_LM[name] | fields))).to(dtype).eval()
     for n, p in m.named_parameters():

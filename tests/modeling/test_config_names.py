@@ -12,7 +12,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
-from kda_layers import KDAConfig, KimiDeltaAttention
+from kda_layers import KDAConfig, KimiDeltaAttention, convert_attention
 from kda_layers.kernels.deprecation import OLD_KEYWORDS
 from kda_layers.modeling.models import configuration_kda
 from kda_layers.modeling.models.configuration_variants import KDALlamaConfig, KDAMistralConfig, KDAQwen3Config
@@ -141,12 +141,11 @@ def test_round_trips_warn_of_nothing(
 
 def test_unknown_fields_of_a_stock_model_stay_there(caplog: pytest.LogCaptureFixture) -> None:
     """A checkpoint's extras, whatever their name, neither stop a conversion nor reach the new configuration."""
-    from kda_layers import swap_attention
 
     sizes = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
     config = transformers.LlamaConfig(**sizes, num_heads=2, note="stock", rope_theta=5e5)
     rope = dict(config.rope_parameters)
-    new = swap_attention(transformers.LlamaForCausalLM(config), [0])
+    new = convert_attention(transformers.LlamaForCausalLM(config), [0])
     assert not hasattr(new.config, "num_heads")
     assert not hasattr(new.config, "note")
     assert new.config.rope_parameters == config.rope_parameters == rope

@@ -21,7 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kda_layers
-from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, restore_attention, swap_attention
+from kda_layers import (
+    KDAConfig,
+    KDAForCausalLM,
+    KimiDeltaAttention,
+    convert_attention,
+    restore_attention,
+    swap_attention,
+)
 from kda_layers.kernels.cuda.arch import ARCHS
 from kda_layers.kernels.cuda.machine import Properties
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
@@ -114,10 +121,10 @@ def test_a_configuration(recompute: Any, calls: list[Inputs], tmp_path: Path) ->
 @every_softmax_family
 def test_a_converted_model(family: str, recompute: Any, calls: list[Inputs], tmp_path: Path) -> None:
     original = stock(family, FP32)
-    model = swap_attention(original, [0], recompute=recompute)
+    model = convert_attention(original, [0], recompute=recompute)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    by_field = swap_attention(original, [0], linear_recompute=recompute)
+    by_field = convert_attention(original, [0], linear_recompute=recompute)
     for each in (model, loaded, by_field):
         assert each.config.linear_recompute == recompute
         assert shares(each, calls) == [GIVEN[recompute]]
@@ -154,9 +161,9 @@ def test_refused_settings() -> None:
     for bad in ("yes", 1, 2.0, None):
         with pytest.raises(ValueError, match=f"^{message} {bad!r}"):
             KimiDeltaAttention(16, 2, 8, recompute=bad)  # type: ignore[arg-type]
-        for model in (build("kimi_linear"), stock("llama", FP32)):
+        for model, call in ((build("kimi_linear"), swap_attention), (stock("llama", FP32), convert_attention)):
             with pytest.raises(ValueError, match=f"^{message} {bad!r}"):
-                swap_attention(model, [0], recompute=bad)  # type: ignore[arg-type]
+                call(model, [0], recompute=bad)  # type: ignore[arg-type]
     for bad in ("yes", 2.0, 0.0):
         with pytest.raises(StrictDataclassError, match=f"linear_{message} {bad!r}"):
             KDAConfig(linear_recompute=bad)
@@ -165,7 +172,7 @@ def test_refused_settings() -> None:
     with pytest.raises(TypeError, match=r"no field recompute \(use linear_recompute\)"):
         KDAConfig(recompute=True)
     with pytest.raises(TypeError, match=r"recompute must be 'auto' with linear_recompute, .* got True and False"):
-        swap_attention(stock("llama", FP32), [0], recompute=True, linear_recompute=False)
+        convert_attention(stock("llama", FP32), [0], recompute=True, linear_recompute=False)
     with pytest.raises(ValueError, match=r"recompute must be 'auto' for a DogeForCausalLM, .* got True"):
         swap_attention(build("doge"), recompute=True)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,15 @@ import torch
 import transformers
 from torch import nn
 
-from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, kda, restore_attention, swap_attention
+from kda_layers import (
+    KDAConfig,
+    KDAForCausalLM,
+    KimiDeltaAttention,
+    convert_attention,
+    kda,
+    restore_attention,
+    swap_attention,
+)
 from kda_layers.checkpoints import export_kda_weights, load_kda_weights
 from kda_layers.kernels import biased_attention
 from kda_layers.modeling.swap.convert import chosen_layers
@@ -150,7 +156,7 @@ def coded(module: Any, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_bare_codes_are_not_taken_for_numbers(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"model must have weights that are numbers, got {dtype} at .*: {WAY_OUT}"):
-        swap_attention(coded(llama(), dtype), [0])
+        convert_attention(coded(llama(), dtype), [0])
     for family in IN_PLACE:
         model = coded(build(family), dtype)
         before = {p: type(m) for p, m in model.named_modules()}
@@ -184,7 +190,7 @@ def test_quantised_by_torchao() -> None:
     original = llama().bfloat16()
     quantization.quantize_(original, config)
     with pytest.raises(ValueError, match=f"model must have weights that are numbers.*: {WAY_OUT}"):
-        swap_attention(original, [0])
+        convert_attention(original, [0])
     layer = KimiDeltaAttention(D, 2, 8)
     quantization.quantize_(layer, config)
     with pytest.raises(TypeError, match=WAY_OUT):
@@ -217,17 +223,17 @@ WRAPPERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("family", ["llama", "kimi_linear"])
-@pytest.mark.parametrize("call", [swap_attention, restore_attention, enable_speculative_decoding])
+@pytest.mark.parametrize("call", [swap_attention, convert_attention, restore_attention, enable_speculative_decoding])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_wrapped_models(wrapper: str, call: Callable[..., Any], family: str) -> None:
     wrap, message = WRAPPERS[wrapper]
     model = llama() if family == "llama" else build(family)
-    if family != "llama" and call is not swap_attention:
+    if family != "llama" and call in (restore_attention, enable_speculative_decoding):
         swap_attention(model)
     wrapped = wrap(model)
     before = {p: type(m) for p, m in model.named_modules()}
     with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, " + message):
-        call(wrapped)
+        call(wrapped, [0]) if call is convert_attention else call(wrapped)
     assert {p: type(m) for p, m in model.named_modules()} == before
 
 
@@ -262,12 +268,12 @@ def test_wrapped_and_adapted_layers_have_no_weights_to_copy() -> None:
 @pytest.mark.parametrize("layers", [7, 0.5, True], ids=str)
 def test_layers_that_are_no_list(family: str, layers: Any) -> None:
     with pytest.raises(TypeError, match=f"layers must be .*indices.*, got {layers}"):
-        swap_attention(llama() if family == "llama" else build(family), layers)
+        convert_attention(llama(), layers) if family == "llama" else swap_attention(build(family), layers)
 
 
 @pytest.mark.parametrize("layers", [np.array([0, -2]), [np.int64(0), np.int32(-2)], torch.tensor([0, -2])], ids=type)
 def test_indices_of_numpy(layers: Any) -> None:
-    assert swap_attention(llama(), layers).config.layer_types[:3] == [
+    assert convert_attention(llama(), layers).config.layer_types[:3] == [
         "linear_attention", "full_attention", "linear_attention",
     ]  # fmt: skip
     for family in FAMILIES:
@@ -279,7 +285,7 @@ def test_indices_of_numpy(layers: Any) -> None:
 def test_a_pattern_that_leaves_no_softmax_layer(layers: str) -> None:
     message = f'layers must leave a softmax layer .*got "{layers}" for a model of 4 layers: write "all"'
     with pytest.raises(ValueError, match=message):
-        swap_attention(llama(4), layers)
+        convert_attention(llama(4), layers)
 
 
 @pytest.mark.parametrize(("layers", "total", "kda"), [("3:1", 4, 3), ("3:1", 6, 5), ("1:9", 4, 1), ("all", 4, 4)])
@@ -303,22 +309,13 @@ def test_what_is_swapped_in_place_returns_no_model() -> None:
             getattr(result, name)
 
 
-def test_a_conversion_says_that_the_original_is_unchanged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", "kda_layers"):
-        swap_attention(llama(), "3:1")
-    assert "returns a new KDALlamaForCausalLM; the LlamaForCausalLM is unchanged" in caplog.text
+def test_swapping_a_softmax_decoder_converts_it_for_one_release() -> None:
+    with pytest.warns(DeprecationWarning, match=r"swap_attention of a LlamaForCausalLM .* use kda_layers.convert_att"):
+        new: Any = swap_attention(llama(), "3:1", linear_conv_kernel_dim=3)
+    assert (type(new).__name__, new.config.linear_conv_kernel_dim) == ("KDALlamaForCausalLM", 3)
 
 
-# ---------------------------------------------------------------- static types
-
-
-def test_overloads_of_swap_attention() -> None:
-    """Without layers the result is a list of paths; no signature names a family, so that a new one touches none."""
-    paths, either = (inspect.signature(f) for f in typing.get_overloads(swap_attention))
-    assert (paths.return_annotation, either.return_annotation) == ("list[str]", "Any")
-    assert paths.parameters["layers"].annotation == "None"
-    assert either.parameters["layers"].default is inspect.Parameter.empty
-    actual = inspect.signature(swap_attention).parameters
-    for signature in (paths, either):
-        assert signature.parameters["model"].annotation == "PreTrainedModel"
-        assert list(signature.parameters) == [n for n in actual if n in signature.parameters]
+def test_a_model_that_is_not_converted_is_sent_on() -> None:
+    message = r"family \(to convert: llama, .*\), got model_type 'kimi_linear': swap_attention changes"
+    with pytest.raises(ValueError, match=message):
+        convert_attention(build("kimi_linear"), [0])

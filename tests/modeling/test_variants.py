@@ -30,7 +30,7 @@ from transformers import (
 
 import kda_layers
 from kda_layers import KimiDeltaAttention
-from kda_layers import swap_attention as convert
+from kda_layers import convert_attention as convert
 from kda_layers.modeling.models import VARIANTS, variant_config
 from tests.kernels.cases import BF16, FP32, FP64
 from tests.modeling.common import same
@@ -129,7 +129,7 @@ def test_what_is_not_swapped_is_copied(family: str, training: bool) -> None:
     m.generation_config.temperature = 0.7
     m.config.name_or_path = "someone/a-model"
     before, config = copy.deepcopy(m.state_dict()), copy.deepcopy(m.config.to_dict())
-    new = kda_layers.swap_attention(m, layers=[1])
+    new = kda_layers.convert_attention(m, layers=[1])
     assert new.training is training
     assert new.dtype == BF16
     assert new.generation_config.temperature == 0.7
@@ -367,7 +367,7 @@ import torch, kda_layers
 from transformers import ArceeConfig, ArceeForCausalLM, AutoModelForCausalLM
 sizes = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_attention_heads=2, head_dim=8)
 stock = ArceeForCausalLM(ArceeConfig(num_hidden_layers=4, **sizes))
-model = kda_layers.swap_attention(stock, "3:1")
+model = kda_layers.convert_attention(stock, "3:1")
 model.save_pretrained("saved")
 ids = torch.arange(1, 21).view(2, 10)
 assert torch.equal(AutoModelForCausalLM.from_pretrained("saved")(ids).logits, model.eval()(ids).logits)

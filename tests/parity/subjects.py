@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kda_layers import KDAConfig, KDAForCausalLM, load_pretrained, swap_attention
+from kda_layers import KDAConfig, KDAForCausalLM, convert_attention, load_pretrained, swap_attention
 from kda_layers.serving import enable_speculative_decoding
 from tests.modeling import stock_models
 
@@ -49,7 +49,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "llama": lambda **fields: LlamaForCausalLM(LlamaConfig(**(TINY | fields))),
     "kda": lambda **fields: KDAForCausalLM(KDAConfig(**(TINY | KDA | fields))),
     "hybrid": _hybrid,
-    "converted": lambda **fields: swap_attention(BUILDERS["llama"](**fields), layers="1:1"),
+    "converted": lambda **fields: convert_attention(BUILDERS["llama"](**fields), layers="1:1"),
     "kimi": _kimi,
 }
 STOCK, *OURS = BUILDERS

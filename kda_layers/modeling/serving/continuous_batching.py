@@ -30,7 +30,7 @@ def enable_continuous_batching() -> None:
     """Let transformers' continuous batching serve models with KDA layers, in this process.
 
     `model.generate_batch`, `ContinuousBatchingManager` and transformers' server (`transformers.cli.serve.Serve` with
-    continuous_batching=True) then take `KDAForCausalLM` and the models that `swap_attention` converts to (KDALlama and
+    continuous_batching=True) then take `KDAForCausalLM` and the models that `convert_attention` makes (KDALlama and
     so on). A request has one slot for the states of all its KDA layers, whatever its length. When all slots are taken,
     requests wait; a request that can never fit fails with a message that names the option. Prefix sharing is off for
     these models. On a GPU, models without softmax attention whose layers run on fast kernels (16 bits) are served with

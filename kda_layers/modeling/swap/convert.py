@@ -15,44 +15,63 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kda_layers.modeling.checks import DEQUANTISE, check_not_sharded, is_quantised, layer_indices
+from kda_layers.kernels.kda.checks import check_recompute
+from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.modeling.checks import DEQUANTISE, check_not_sharded, is_quantised, layer_indices, unwrapped_hint
+from kda_layers.modeling.models import VARIANTS
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.models.configuration_variants import stock_layer_types
+from kda_layers.modeling.models.variant import language_model
+from kda_layers.modeling.swap import families
 
 logger = logging.getLogger("kda_layers")
 
 
-def convert(
-    model: PreTrainedModel, layers: Iterable[int] | str, variant: Any, backend: str | None, **config: Any
-) -> PreTrainedModel:
-    """Return a new model with KDA in place of some of a stock model's attention layers; `model` stays as it is.
+def convert_attention(
+    model: PreTrainedModel,
+    layers: Iterable[int] | str,
+    *,
+    backend: str | None = None,
+    recompute: bool | float | str = "auto",
+    **config: Any,
+) -> Any:
+    """Return a new model with KDA in place of attention layers of a softmax decoder; `model` stays as it is.
 
     The new model has copies of all weights of the other layers and of the MLPs, norms and embeddings. Its KDA layers
     start from the softmax layers' projections (see `carried_projections`), without RoPE, and with the gates,
-    convolutions and norms of any new KDA layer. It needs training: distil it from `model`.
+    convolutions and norms of any new KDA layer. It needs training: distil it from `model`. A model with KDA layers is
+    not converted: `swap_attention` changes it in place.
 
     Args:
-        model: an instance of variant.stock_class itself, not of a subclass, on one device.
+        model: a ...ForCausalLM of Llama, Qwen2, Qwen3 or Mistral itself, not of a subclass, on one device.
         layers: indices of layers (negative: from the end), "all", or "a:b" for a repeated pattern of a KDA layers and
             then b layers that stay.
-        variant: the language model with KDA layers, see `variant.language_model`.
         backend: name of a kernel backend for the new layers; None chooses (see `kda_layers.explain`). Not saved.
+        recompute: linear_recompute of the new configuration.
         **config: linear_... fields of the new configuration, see `configuration_kda.KDAFields`.
 
     Returns:
-        The variant, on the device, in the dtypes (A_log and dt_bias: fp32) and in the mode of `model`.
+        The family's KDA...ForCausalLM, on the device, in the dtypes (A_log and dt_bias: fp32) and in the mode of
+        `model`.
 
     Raises:
-        TypeError: layers of a wrong type; a keyword that is not a linear_... field.
+        TypeError: model is not a PreTrainedModel but, for instance, a wrapper of one (PEFT, torch.compile); layers of a
+            wrong type; a keyword that is not a linear_... field; recompute and linear_recompute together.
         ValueError: another class of model; layers that do not exist, are given twice or have a sliding window;
             a pattern that leaves no softmax layer; projections with biases or of another size than the KDA layers'; a
             model whose weights are elsewhere (offloaded, on the meta device) or not those of a plain model (adapters,
-            quantised, sharded).
+            quantised, sharded); an unknown backend; a bad recompute.
     """
-    if type(model) is not variant.stock_class:
-        raise ValueError(
-            f"model must be a {variant.stock_class.__name__} to be converted, got a {type(model).__name__}"
-        )
+    variant = _variant_of(model)
+    check_backend(backend, KDA.backends())
+    check_recompute(recompute)
+    if recompute != "auto":
+        if "linear_recompute" in config:
+            raise TypeError(
+                f"recompute must be 'auto' with linear_recompute, which is the same, got {recompute!r} and "
+                f"{config['linear_recompute']!r}"
+            )
+        config["linear_recompute"] = recompute
     _check_plain(model)
     chosen = chosen_layers(layers, model.config.num_hidden_layers)
     new_config = _variant_config(variant.config_class, model.config, chosen, config)
@@ -111,7 +130,7 @@ def carried_projections(old: dict[str, Tensor], config: PreTrainedConfig) -> dic
 
 
 def chosen_layers(layers: Iterable[int] | str, total: int) -> list[int]:
-    """Return ascending indices in [0, total) from the forms that `convert` accepts; raise as `convert` does."""
+    """Return ascending indices in [0, total) from the forms that `convert_attention` accepts; raise as it does."""
     if isinstance(layers, str) and layers == "all":
         return list(range(total))
     if not isinstance(layers, str) or not (pattern := re.fullmatch(r"([1-9]\d*):([1-9]\d*)", layers)):
@@ -124,6 +143,39 @@ def chosen_layers(layers: Iterable[int] | str, total: int) -> list[int]:
             'write "all" to convert every layer'
         )
     return [i for i in range(total) if i % (a + b) < a]
+
+
+def check_model(model: Any) -> None:
+    """Raise a TypeError unless `model` is a PreTrainedModel of transformers."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers PreTrainedModel, got {type(model).__name__}{unwrapped_hint(model)}"
+        )
+
+
+def check_backend(backend: str | None, known: Iterable[str]) -> None:
+    """Raise a ValueError unless `backend` is None or a known name."""
+    if backend is not None and backend not in known:
+        raise ValueError(f"backend must be one of {', '.join(known)}, got {backend!r}")
+
+
+def _variant_of(model: Any) -> Any:
+    """Return the language model with KDA layers that `model` is converted to; raise as `convert_attention` does."""
+    check_model(model)
+    kind = model.config.model_type
+    if kind not in VARIANTS:
+        hint = ": swap_attention changes its layers in place" if kind in families.IN_PLACE else ""
+        hint = " (its KDA layers are of this package already)" if kind.startswith("kda") else hint
+        raise ValueError(
+            f"{type(model).__name__} must be of a supported family (to convert: {', '.join(VARIANTS)}), "
+            f"got model_type {kind!r}{hint}"
+        )
+    variant = language_model(kind)
+    if type(model) is not variant.stock_class:
+        raise ValueError(
+            f"model must be a {variant.stock_class.__name__} to be converted, got a {type(model).__name__}"
+        )
+    return variant
 
 
 def _check_plain(model: PreTrainedModel) -> None:

@@ -1,23 +1,22 @@
-"""Swap attention in transformers models: run stock layers on our forward, or replace softmax layers by KDA layers."""
+"""Swap attention in transformers models: run their layers on our forward, in place."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
 from types import MethodType
-from typing import Any, overload
+from typing import Any
 
 import transformers
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from kda_layers.kernels.deprecation import warn_deprecated
 from kda_layers.kernels.kda.checks import check_recompute
-from kda_layers.kernels.kda.dispatch import KDA
-from kda_layers.modeling.checks import check_not_sharded, check_numbers, layer_indices, unwrapped_hint
+from kda_layers.modeling.checks import check_not_sharded, check_numbers, layer_indices
 from kda_layers.modeling.models import VARIANTS
-from kda_layers.modeling.models.variant import language_model
 from kda_layers.modeling.swap import families
-from kda_layers.modeling.swap.convert import convert
+from kda_layers.modeling.swap.convert import check_backend, check_model, convert_attention
 from kda_layers.modeling.swap.in_place import StockFamily
 from kda_layers.modeling.swap.saved_names import accept_saved_names, refuse_saved_names
 
@@ -42,19 +41,6 @@ IN_PLACE = (
 )
 
 
-@overload
-def swap_attention(
-    model: PreTrainedModel, layers: None = None, *, backend: str | None = None, recompute: bool | float | str = "auto"
-) -> list[str]: ...
-@overload
-def swap_attention(
-    model: PreTrainedModel,
-    layers: Iterable[int] | str | None,
-    *,
-    backend: str | None = None,
-    recompute: bool | float | str = "auto",
-    **config: Any,
-) -> Any: ...
 def swap_attention(
     model: PreTrainedModel,
     layers: Iterable[int] | str | None = None,
@@ -62,54 +48,38 @@ def swap_attention(
     backend: str | None = None,
     recompute: bool | float | str = "auto",
     **config: Any,
-) -> Any:
-    """Put layers of this package into a transformers model.
+) -> list[str]:
+    """Run layers of a transformers model by our forward, in place.
 
-    A model with KDA layers (Kimi-Linear, GLM-5.3-Flash, Ling / Ring) or with biased softmax attention (Doge) is changed
-    in place: these layers compute with our forward over the same parameters, so checkpoints, parameter names and
-    optimizers stay. `restore_attention` undoes it. Another softmax decoder (Llama, Qwen2, Qwen3, Mistral) is converted:
-    a new model with KDA in place of some of its attention layers is returned, and the original stays as it is.
+    KDA layers (Kimi-Linear, GLM-5.3-Flash, Ling / Ring) or biased softmax attention (Doge) compute with our forward
+    over the same parameters, so checkpoints, parameter names and optimizers stay. `restore_attention` undoes it. For a
+    softmax decoder (Llama, Qwen2, Qwen3, Mistral) see `convert_attention`.
 
     Args:
-        model: the transformers model; for a softmax decoder to be converted its ...ForCausalLM.
-        layers: indices of decoder layers. For a model that is changed in place None means all that can be swapped; for
-            one that is converted indices, "all", or a pattern such as "3:1" (three KDA layers, one softmax layer,
-            repeated).
+        model: the transformers model.
+        layers: indices of decoder layers; None means all that can be swapped.
         backend: name of a kernel backend for these layers; None chooses (see `kda_layers.explain`).
-        recompute: for KDA layers, as in `KimiDeltaAttention`; linear_recompute of a converted model's configuration.
-        **config: for a model to be converted, fields of its new configuration (linear_num_heads, ...).
+        recompute: for KDA layers, as in `KimiDeltaAttention`.
+        **config: deprecated, as is a softmax decoder for model: call `convert_attention`, which takes both.
 
     Returns:
-        list[str], the module paths that were changed; or the converted model, of the family's KDA...ForCausalLM.
+        The module paths that were changed.
 
     Raises:
         TypeError: model is not a PreTrainedModel but, for instance, a wrapper of one (PEFT, torch.compile); layers that
-            are neither text nor integers; a keyword that is not a field of the configuration; recompute and
-            linear_recompute together.
+            are neither text nor integers; an unexpected keyword.
         ValueError: a model class that is not supported; layers that do not exist, are not of the right kind or are
             swapped already; a gate, convolution, bias, window or dropout that layers here do not have; weights sharded
             by tensor parallelism; an unknown backend; a bad recompute, or one for layers without it (Doge). The model
             is unchanged then.
     """
-    _check_model(model)
+    check_model(model)
+    if model.config.model_type in VARIANTS:
+        warn_deprecated(f"swap_attention of a {type(model).__name__}", "kda_layers.convert_attention")
+        return convert_attention(model, layers, backend=backend, recompute=recompute, **config)
     check_recompute(recompute)
-    kind = model.config.model_type
-    if kind in VARIANTS:
-        _check_backend(backend, KDA.backends())
-        if recompute != "auto":
-            if "linear_recompute" in config:
-                raise TypeError(
-                    f"recompute must be 'auto' with linear_recompute, which is the same, got {recompute!r} and "
-                    f"{config['linear_recompute']!r}"
-                )
-            config["linear_recompute"] = recompute
-        converted = convert(model, layers, language_model(kind), backend, **config)
-        logger.warning(
-            "swap_attention returns a new %s; the %s is unchanged", type(converted).__name__, type(model).__name__
-        )
-        return converted
     family = _stock_family(model)
-    _check_backend(backend, family.backends())
+    check_backend(backend, family.backends())
     if recompute != "auto" and not family.recomputes:
         raise ValueError(
             f"recompute must be 'auto' for a {type(model).__name__}, without KDA layers, got {recompute!r}"
@@ -150,7 +120,7 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
         TypeError: model is not a PreTrainedModel.
         ValueError: no layer is swapped; a converted softmax decoder, whose original was never changed.
     """
-    _check_model(model)
+    check_model(model)
     family = _stock_family(model)
     swapped = {path: m for path, m in model.named_modules() if type(m) is family.layer}
     if not swapped:
@@ -182,7 +152,7 @@ def enable_speculative_decoding(model: PreTrainedModel) -> None:
         TypeError: model is not a PreTrainedModel.
         ValueError: a KDA layer of the model is not swapped.
     """
-    _check_model(model)
+    check_model(model)
     family = _stock_family(model)
     if not model._is_stateful:
         return
@@ -283,13 +253,6 @@ def _stock_class(config: Any) -> Any:
     )
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"model must be a transformers PreTrainedModel, got {type(model).__name__}{unwrapped_hint(model)}"
-        )
-
-
 def _family(kind: str, what: str) -> StockFamily:
     kind = kind.removesuffix("_text")  # the text part of a vision-language model alone
     if kind not in families.IN_PLACE:
@@ -301,11 +264,6 @@ def _family(kind: str, what: str) -> StockFamily:
 
 def _stock_family(model: PreTrainedModel) -> StockFamily:
     return _family(model.config.model_type, type(model).__name__)
-
-
-def _check_backend(backend: str | None, known: Iterable[str]) -> None:
-    if backend is not None and backend not in known:
-        raise ValueError(f"backend must be one of {', '.join(known)}, got {backend!r}")
 
 
 def _base_models(model: nn.Module, family: StockFamily) -> list[Any]:
