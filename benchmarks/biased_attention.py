@@ -31,10 +31,8 @@ from benchmarks.gpu.harness import Row, compete, failures
 from benchmarks.gpu.machine import CudaMachine, Machine
 from benchmarks.gpu.truth import Results
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.attention_bias.backends.triton import TritonBackend
-from kda_layers.kernels.attention_bias.contract import Inputs
-from kda_layers.kernels.attention_bias.dispatch import ATTENTION
-from kda_layers.kernels.attention_bias.triton.launches import Launch, launches
+from kda_layers.kernels.attention_bias.backends.triton import Launch, TritonBackend, launches
+from kda_layers.kernels.attention_bias.contract import ATTENTION, Inputs
 
 Attention = Callable[["Tensors"], Tensor]
 NAMES = ("d_q", "d_k", "d_v", "d_bias")

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from kda_layers import versions
-from kda_layers.kernels.attention_bias.dispatch import ATTENTION
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.attention_bias.contract import ATTENTION
+from kda_layers.kernels.kda.contract import KDA
 from tests import cuda_emulator
 
 ROOT = Path(__file__).resolve().parents[1]

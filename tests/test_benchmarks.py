@@ -41,9 +41,8 @@ from benchmarks.gpu.machine import CaptureError, CudaMachine, Machine
 from benchmarks.gpu.peers import softmax_forward, softmax_truth
 from kda_layers import KDAOutput, kda
 from kda_layers.kernels import fla_api
-from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.contract import KDA, Inputs
 from kda_layers.kernels.kda.cuda.forward import two_roles
-from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.kernels.kda.reference import activate, log_decay
 from kda_layers.modeling.cuda_graphs import training_step
 from tests.modeling.taped_graphs import TapedGraphs

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from kda_layers.kernels.fla_api import chunk_kda, fused_kda_gate, fused_recurrent_kda
-from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import KDA, Inputs
 from kda_layers.kernels.kda.reference import log_decay, recurrence
 from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT, budget, error
 

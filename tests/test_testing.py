@@ -9,8 +9,7 @@ from torch import Tensor
 from kda_layers.kernels.cuda.arch import ARCHS
 from kda_layers.kernels.declarations import arch_of
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
-from kda_layers.kernels.kda.contract import Inputs, KDAOutput
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import KDA, Inputs, KDAOutput
 from kda_layers.testing.budgets import FP32
 from kda_layers.testing.cases import Case
 from kda_layers.testing.oracle import check_backend

@@ -11,8 +11,7 @@ from benchmarks import report
 from benchmarks.gpu import tables
 from benchmarks.gpu.contenders import CALL
 from kda_layers import versions
-from kda_layers.kernels.kda.contract import Backend, Problem
-from kda_layers.kernels.kda.dispatch import KDA, default_problem
+from kda_layers.kernels.kda.contract import KDA, Backend, Problem, default_problem
 from tools.docs_figures import README_RUN, RUNS, common_lengths
 
 ROOT = Path(__file__).parents[1]

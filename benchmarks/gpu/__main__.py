@@ -25,7 +25,7 @@ from benchmarks.gpu.harness import Budget, Job, Row, Setup, failures, run_all
 from benchmarks.gpu.layer import layer
 from benchmarks.gpu.machine import CudaMachine, Machine
 from benchmarks.gpu.model import model
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import KDA
 
 SECTIONS: dict[str, Callable[[Setup], list[Job]]] = {
     "forward": operator.forward,

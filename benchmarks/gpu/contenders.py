@@ -17,10 +17,9 @@ from benchmarks.gpu.machine import CaptureError, Machine
 from benchmarks.gpu.truth import Results, call, differentiable, outputs
 from kda_layers import kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
-from kda_layers.kernels.kda.contract import DecodeInputs, Inputs, Problem
+from kda_layers.kernels.kda.contract import KDA, DecodeInputs, Inputs, Problem, problem_of
 from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.spec import Signature
-from kda_layers.kernels.kda.dispatch import KDA, problem_of
 from kda_layers.states import dequantize_state, quantize_state
 
 

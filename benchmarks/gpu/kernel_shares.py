@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.machine import Machine
-from kda_layers.kernels.kda.contract import Backend
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import KDA, Backend
 
 OPERATOR, PROJECTIONS, REST, UNKNOWN = "KDA operator", "projections", "rest", "unknown"
 KINDS = (OPERATOR, PROJECTIONS, REST, UNKNOWN)

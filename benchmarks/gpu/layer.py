@@ -17,7 +17,7 @@ from benchmarks.gpu.kernel_shares import REST, profile
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.truth import Results
 from kda_layers import KimiDeltaAttention
-from kda_layers.kernels.kda.dispatch import default_problem
+from kda_layers.kernels.kda.contract import default_problem
 
 GOAL_REST_PERCENT = 15.0  # of GPU time, that may go to what is neither a projection nor the operator
 MODES = ("call", "compiled")

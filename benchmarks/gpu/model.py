@@ -26,7 +26,7 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.peers import SOFTMAX
 from benchmarks.gpu.truth import Results
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
-from kda_layers.kernels.kda.dispatch import default_problem
+from kda_layers.kernels.kda.contract import default_problem
 from kda_layers.modeling.layer.cache import cache_bytes
 
 LIMIT = 0.1  # a model in bf16 against fp32: each of its layers rounds, which alone makes about 0.04

@@ -16,7 +16,7 @@ from common.cli import InputError, first_line
 from common.settings import LMSettings
 from common.text import BYTES
 from kda_layers import KDAConfig, use_backend
-from kda_layers.kernels.kda.dispatch import KDA, default_problem
+from kda_layers.kernels.kda.contract import KDA, default_problem
 
 
 def load_config(s: LMSettings) -> Any:

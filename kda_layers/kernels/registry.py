@@ -29,7 +29,7 @@ from .namespace import NAMESPACE
 from .torch_private import constant_to_compile
 
 ENVIRONMENT_VARIABLE = "KDA_LAYERS_BACKEND"
-OPERATORS = "attention_bias.dispatch", "fused", "kda.dispatch", "kda.cuda.layer_step.contract"  # make the registries
+OPERATORS = "attention_bias.contract", "fused", "kda.contract", "kda.cuda.layer_step.contract"  # make the registries
 ENTRY_POINTS = "kda_layers.backends"  # group of other distributions' entry points, each a backend
 
 logger = logging.getLogger("kda_layers")

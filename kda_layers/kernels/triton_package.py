@@ -1,4 +1,4 @@
-"""Find Triton, which runs on CUDA or, for tests, in its interpreter on a CPU. Backends import it where they launch."""
+"""Backends by Triton, which runs on CUDA or, for tests, in its interpreter on a CPU; imported where they launch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .declarations import AtLeast, Backend, OneOf
+
+FLOATS = OneOf(torch.bfloat16, torch.float16, torch.float32)
 
 
 def is_installed() -> bool:
@@ -34,3 +38,27 @@ def even_rows(t: Tensor) -> Tensor:
     if evenly and (D == 1 or t.stride(2) == 1):
         return t
     return t.clone(memory_format=torch.contiguous_format)  # contiguous() leaves any stride where a size is 1
+
+
+class OnTriton(Backend):
+    """Triton kernels of this package: any CUDA GPU, 16 bits and fp32; for tests also Triton's interpreter."""
+
+    name = "triton"
+    serves = {"dtype": FLOATS}  # noqa: RUF012
+
+    @property
+    def priority(self) -> int:  # type: ignore[override]
+        """20, or -10 without a GPU: Triton's interpreter serves only calls that name the backend."""
+        return 20 if torch.cuda.is_available() else -10
+
+    def more_reasons(self, problem: Any) -> list[str]:
+        reasons = []
+        if problem.device == "cuda" and (refused := AtLeast(80, "sm_").refuses(problem.arch)):
+            reasons.append(f"arch {refused}")
+        if problem.device not in ("cuda", "cpu"):
+            reasons.append(f"device is {problem.device}, needs cuda")
+        elif not is_installed():
+            reasons.append("triton is not installed")
+        elif problem.device == "cpu" and not interprets():
+            reasons.append("device is cpu, needs cuda")
+        return reasons

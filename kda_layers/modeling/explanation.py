@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from kda_layers.kernels import registry
 from kda_layers.kernels.declarations import arch_of
-from kda_layers.kernels.kda.contract import CHUNK
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import CHUNK, KDA
 from kda_layers.kernels.torch_private import has_global_hooks
 from kda_layers.kernels.tracing import autocasts
 from kda_layers.modeling.layer.fast_paths import FastPath, Reason, SupposedCall, name_of

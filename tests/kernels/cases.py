@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
-from kda_layers.kernels.kda.contract import Backend, Inputs, Problem
-from kda_layers.kernels.kda.dispatch import KDA, problem_of
+from kda_layers.kernels.kda.contract import KDA, Backend, Inputs, Problem, problem_of
 from kda_layers.kernels.registry import Registry
 from kda_layers.testing.budgets import (
     BF16,

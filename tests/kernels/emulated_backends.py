@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kda_layers.kernels.cuda.arch import ARCHS
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
-from kda_layers.kernels.kda.contract import DecodeInputs, Gradients, Inputs, KDAOutput, PrefillInputs, Problem
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import KDA, DecodeInputs, Gradients, Inputs, KDAOutput, PrefillInputs, Problem
 from tests.kernels.emulated import Emulator, GuardedMemory, end_of_memory, guarded_inputs
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.kda.contract import Inputs, state_dtype
-from kda_layers.kernels.kda.dispatch import problem_of
+from kda_layers.kernels.kda.contract import Inputs, problem_of, state_dtype
 from kda_layers.kernels.kda.reference import activate, recurrence
 from tests.kernels.cases import (
     BF16,

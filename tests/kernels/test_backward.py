@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.activations import GATES
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
-from kda_layers.kernels.kda.contract import Gradients, Inputs
-from kda_layers.kernels.kda.dispatch import problem_of
+from kda_layers.kernels.kda.contract import Gradients, Inputs, problem_of
 from tests.kernels.cases import (
     BF16,
     FP32,

@@ -559,7 +559,7 @@ def test_precompile_fails_where_nothing_can_be_kept(
 
 
 def test_a_backend_without_cuda_kernels_has_no_variants() -> None:
-    from kda_layers.kernels.kda.dispatch import KDA
+    from kda_layers.kernels.kda.contract import KDA
 
     assert list(KDA.backends()["eager"].variants("sm_90a")) == []
 

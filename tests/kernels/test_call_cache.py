@@ -16,7 +16,7 @@ from kda_layers import use_backend
 from kda_layers.kernels import call_cache
 from kda_layers.kernels.call_cache import CallCache
 from kda_layers.kernels.kda import op
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import KDA
 from kda_layers.testing.cases import Case, make_inputs
 from tests.kernels.cases import BF16, FP32
 

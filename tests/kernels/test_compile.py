@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kda_layers import KDAOutput, kda, kda_step
-from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.dispatch import problem_of
+from kda_layers.kernels.kda.contract import Inputs, problem_of
 from kda_layers.states import quantize_state
 from tests.kernels.cases import (
     BF16,

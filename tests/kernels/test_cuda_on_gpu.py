@@ -11,12 +11,11 @@ from torch import Tensor
 
 from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
-from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.contract import KDA, Inputs, problem_of
 from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.forward import segments, two_roles
 from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.cuda.spec import Signature
-from kda_layers.kernels.kda.dispatch import KDA, problem_of
 from tests.kernels.cases import (
     FP16,
     Case,

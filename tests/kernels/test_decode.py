@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput, kda_step
-from kda_layers.kernels.kda.contract import DecodeInputs, Inputs, state_dtype
-from kda_layers.kernels.kda.dispatch import problem_of
+from kda_layers.kernels.kda.contract import DecodeInputs, Inputs, problem_of, state_dtype
 from tests.kernels.cases import (
     BF16,
     FP16,

@@ -23,14 +23,21 @@ from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAConfig, KDAForCausalLM, KDAOutput, explain, kda_step, use_backend
 from kda_layers.kernels import biased_attention, registry, torch_private
-from kda_layers.kernels.attention_bias.dispatch import ATTENTION
-from kda_layers.kernels.attention_bias.dispatch import default_problem as attention_problem
+from kda_layers.kernels.attention_bias.contract import ATTENTION
+from kda_layers.kernels.attention_bias.contract import default_problem as attention_problem
 from kda_layers.kernels.cuda.arch import ARCHS
 from kda_layers.kernels.kda import backends as folder
-from kda_layers.kernels.kda import dispatch
-from kda_layers.kernels.kda.contract import Backend, DecodeInputs, Gradients, Inputs, Problem
+from kda_layers.kernels.kda.contract import (
+    KDA,
+    Backend,
+    DecodeInputs,
+    Gradients,
+    Inputs,
+    Problem,
+    default_problem,
+    problem_of,
+)
 from kda_layers.kernels.kda.cuda.layer_step.contract import LAYER_STEP
-from kda_layers.kernels.kda.dispatch import KDA, default_problem, problem_of
 from kda_layers.kernels.registry import ENVIRONMENT_VARIABLE, keep_backend
 from kda_layers.kernels.tracing import may_run_again
 from tests.kernels.cases import (
@@ -53,7 +60,7 @@ from tests.kernels.cases import (
     to_fp64,
 )
 
-EAGER = dispatch.KDA.backends()["eager"]
+EAGER = KDA.backends()["eager"]
 
 
 class Toy(Backend):
@@ -97,10 +104,10 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
     toy = Toy()
     known = {"toy": toy, "eager": EAGER}
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setattr(dispatch.KDA, "_found", known)
-    dispatch.KDA.clear_caches()
+    monkeypatch.setattr(KDA, "_found", known)
+    KDA.clear_caches()
     yield toy
-    dispatch.KDA.clear_caches()
+    KDA.clear_caches()
 
 
 SMALL = Case(T=5, H=1, K=4, V=6, dtype=FP32, state=True)
@@ -118,13 +125,13 @@ def test_backends_are_found_in_their_folder(tmp_path: Path, monkeypatch: pytest.
             "from kda_layers.kernels.kda.backends.eager import EagerBackend\n"
             f"BACKEND = type('Found', (EagerBackend,), {{'name': '{name}', 'priority': {priority}}})()\n"
         )
-    known = list(dispatch.KDA.backends())
+    known = list(KDA.backends())
     files = {p.stem for p in Path(folder.__path__[0]).glob("*.py")} - {"__init__"}
     ours = {arch.backend for arch in ARCHS.values()}  # one class, a backend for each family of GPUs
     assert sorted(known) == sorted(files - {"cuda"} | ours)
-    assert [b.name for b in dispatch.KDA.backends().values()] == known
+    assert [b.name for b in KDA.backends().values()] == known
     monkeypatch.setattr(folder, "__path__", [*folder.__path__, str(tmp_path)])
-    assert list(dispatch.KDA.discover()) == ["zzz", *known, "aaa"]
+    assert list(KDA.discover()) == ["zzz", *known, "aaa"]
 
 
 def test_automatic_choice_is_the_first_that_can_serve(toy: Toy) -> None:
@@ -148,7 +155,7 @@ def test_a_named_backend_that_refuses_gives_every_reason(toy: Toy) -> None:
 
 
 def test_nobody_can_serve(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch.KDA, "_found", {"toy": toy})
+    monkeypatch.setattr(KDA, "_found", {"toy": toy})
     with pytest.raises(ValueError, match=r"no backend can serve \[.*\]: toy: K=16, needs at most 8"):
         KDA.select(problem(WIDE))
     assert "chosen: none" in explain(problem(WIDE))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import KDA
 from tests.kernels.cases import Case, make_inputs
 
 

@@ -16,12 +16,10 @@ import torch
 
 from kda_layers import explain
 from kda_layers.kernels.kda.backends import fla
-from kda_layers.kernels.kda.contract import CHUNK, Problem
-from kda_layers.kernels.kda.dispatch import KDA, default_problem
+from kda_layers.kernels.kda.contract import CHUNK, KDA, Problem, default_problem
 from kda_layers.kernels.kda.fla import package
 from kda_layers.kernels.kda.fla.package import chunk_table
-from kda_layers.kernels.kda.fla.slots import with_padding
-from kda_layers.kernels.kda.slots import clear_padding
+from kda_layers.kernels.kda.slots import clear_padding, with_padding
 from tests.kernels.cases import BF16, FP32, FP64, Case, make_inputs, step_inputs
 
 GPU = dataclasses.replace(default_problem("cpu"), device="cuda", arch=90)

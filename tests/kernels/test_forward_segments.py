@@ -13,13 +13,12 @@ from torch import Tensor
 
 from kda_layers import KDAOutput, kda
 from kda_layers.kernels.cuda.machine import Properties
-from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.contract import KDA, Inputs
 from kda_layers.kernels.kda.cuda import forms, spec
 from kda_layers.kernels.kda.cuda.backward import reverse_segments
 from kda_layers.kernels.kda.cuda.forward import costs, segments
 from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.cuda.spec import ALWAYS, Cut, Signature
-from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.testing.hard_inputs import correlated_keys, hard_inputs, repeated_token, resets, turning_keys
 from tests.kernels import emulated
 from tests.kernels.cases import (

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAOutput, kda, kda_prefill, kda_step
-from kda_layers.kernels.kda.contract import CHUNK, Inputs, PrefillOutput
+from kda_layers.kernels.kda.contract import CHUNK, Inputs, PrefillOutput, problem_of
 from kda_layers.kernels.kda.cuda.decode import decode
 from kda_layers.kernels.kda.cuda.forward import last_tokens
 from kda_layers.kernels.kda.cuda.spec import TAIL, Signature
-from kda_layers.kernels.kda.dispatch import problem_of
 from tests.kernels.cases import (
     FP16,
     Case,

@@ -13,12 +13,11 @@ import torch
 
 from kda_layers import KDAOutput, explain, use_backend
 from kda_layers.kernels.cuda.machine import Properties
-from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.contract import KDA, Inputs
 from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.forward import costs, last_tokens, two_roles
 from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.cuda.spec import ALWAYS, AUTO, Signature
-from kda_layers.kernels.kda.dispatch import KDA
 from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import BF16, FP16, Case, ids, make_inputs, outputs

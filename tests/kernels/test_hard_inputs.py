@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.kda.dispatch import problem_of
+from kda_layers.kernels.kda.contract import problem_of
 from kda_layers.testing.hard_inputs import HARD, Kind, hard_inputs, lower_bound_everywhere
 from tests.kernels.cases import (
     BF16,

@@ -31,12 +31,10 @@ FLA = "kda.fla"  # flash-linear-attention's kernels, for the fused operators too
 INSIDE = {
     "activations": set(),
     "int8_state": set(),
-    "compact": set(),
     "contract": {"activations"},
     "reference": {"activations", "contract"},
     "checks": {"activations", "contract"},
-    "dispatch": {"contract"},
-    "op": {"checks", "compact", "contract", "dispatch", "reference"},
+    "op": {"checks", "contract", "reference"},
     "slots": {"contract"},
 }
 # Front doors: what users import by these paths.
@@ -141,14 +139,14 @@ def test_kernels_import_downwards(file: Path) -> None:
     own = {n.removeprefix(f"{folder}.") for n in found if n.startswith(f"{folder}.")}
     if file in BACKENDS:
         parts = {n.split(".")[0] for n in own}
-        assert parts & {"op", "dispatch", "backends"} == set()
+        assert parts & {"op", "backends"} == set()
         assert f"{FLA}.api" not in found
         others = {b.stem for b in BACKENDS if b.parent == file.parent} - {file.stem}
         assert parts & others == set(), "a backend knows no other one"
     elif len(inside) == 1 and not file.name.startswith("__init__"):
         assert own <= INSIDE[inside[0]]
     elif inside and not name.startswith((LAYER_STEP, f"kernels.{FLA}.api")):  # kernels of one backend
-        assert {n.split(".")[0] for n in own} & {"op", "dispatch", "backends"} == set()
+        assert {n.split(".")[0] for n in own} & {"op", "backends"} == set()
 
 
 @rule_of([f for f in FILES if f not in KERNELS + TESTING])

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import kda_step
-from kda_layers.kernels.kda.contract import DecodeInputs, Inputs
-from kda_layers.kernels.kda.dispatch import KDA, problem_of
+from kda_layers.kernels.kda.contract import KDA, DecodeInputs, Inputs, problem_of
 from kda_layers.states import dequantize_state, quantize_state
 from tests.kernels.cases import (
     BF16,

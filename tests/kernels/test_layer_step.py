@@ -17,10 +17,10 @@ from kda_layers import KDAConfig, KimiDeltaAttention, swap_attention, use_backen
 from kda_layers.kernels.cuda import arch as archs
 from kda_layers.kernels.cuda import build
 from kda_layers.kernels.kda.activations import GATES
+from kda_layers.kernels.kda.contract import KDA
 from kda_layers.kernels.kda.cuda.layer_step import layer_step as launcher
 from kda_layers.kernels.kda.cuda.layer_step.contract import LAYER_STEP, Inputs, Problem
 from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel, layer_step
-from kda_layers.kernels.kda.dispatch import KDA
 from kda_layers.modeling.layer import forward
 from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels import emulated as emulated_kernels

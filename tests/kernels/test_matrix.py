@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.kda.activations import GATES
-from kda_layers.kernels.kda.contract import state_dtype
-from kda_layers.kernels.kda.dispatch import problem_of
+from kda_layers.kernels.kda.contract import problem_of, state_dtype
 from tests.kernels.cases import (
     FP16,
     FP32,

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import kda_step
-from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.dispatch import problem_of
+from kda_layers.kernels.kda.contract import Inputs, problem_of
 from kda_layers.kernels.kda.reference import recurrence
 from tests.kernels.cases import BF16, Case, call, make_inputs, on_every_backend, on_every_device, options, serve
 

@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kda_layers.kernels.fused.short_conv import short_convs
 from kda_layers.kernels.kda.backends.eager import EagerBackend
-from kda_layers.kernels.kda.contract import Gradients, Inputs, KDAOutput
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import KDA, Gradients, Inputs, KDAOutput
 from kda_layers.kernels.kda.op import kda
 from kda_layers.kernels.over_ranks.kda import kda_over_ranks
 from kda_layers.kernels.over_ranks.pieces import TOKENS

@@ -13,8 +13,7 @@ import torch
 
 from kda_layers import explain, kda, kda_prefill, kda_step, use_backend
 from kda_layers.kernels import register_backend
-from kda_layers.kernels.kda.contract import Backend
-from kda_layers.kernels.kda.dispatch import KDA, problem_of
+from kda_layers.kernels.kda.contract import KDA, Backend, problem_of
 from tests.kernels.cases import FP32, Case, call, make_inputs, options
 
 TOY = """

@@ -14,8 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.dispatch import problem_of
+from kda_layers.kernels.kda.contract import Inputs, problem_of
 from tests.kernels.cases import (
     BEST_DEVICE,
     BF16,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kda_layers.kernels.kda.dispatch import problem_of
+from kda_layers.kernels.kda.contract import problem_of
 from tests.kernels.cases import (
     Case,
     call,

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput, kda, kda_prefill, kda_step
-from kda_layers.kernels.kda.contract import Inputs
-from kda_layers.kernels.kda.dispatch import problem_of
+from kda_layers.kernels.kda.contract import Inputs, problem_of
 from tests.kernels.cases import (
     BF16,
     FP16,

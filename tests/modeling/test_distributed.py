@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.timing import take_first_configurations
-from kda_layers.kernels.kda.dispatch import default_problem
+from kda_layers.kernels.kda.contract import default_problem
 from tests.kernels.cases import BF16, FP32, FP64, budget, error, on_every_device, on_installed_backends, serve
 from tests.modeling.test_training import WIDTH, batch, build_model
 

@@ -19,7 +19,7 @@ from torch.nn.functional import softplus
 from transformers import DynamicCache
 
 from kda_layers import KDAConfig, KimiDeltaAttention
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import KDA
 from kda_layers.modeling.layer.cache import with_kda_layers
 from tests.kernels.cases import BF16, FP64, budget, error
 from tests.modeling.common import same

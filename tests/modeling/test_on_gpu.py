@@ -21,11 +21,9 @@ from kda_layers import (
     swap_attention,
     use_backend,
 )
-from kda_layers.kernels.kda import dispatch
-from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.contract import KDA, Inputs, default_problem, problem_of
 from kda_layers.kernels.kda.cuda.layer_step.contract import Problem as StepProblem
 from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel
-from kda_layers.kernels.kda.dispatch import default_problem, problem_of
 from kda_layers.modeling.layer import forward
 from tests.kernels.cases import BF16, Case, budget, call, error, make_inputs, on_installed_backends, options, serve
 from tests.kernels.test_decode import serve_step
@@ -399,8 +397,8 @@ def test_memory_is_constant_while_generating() -> None:
 def test_default_choice_on_a_gpu() -> None:
     """Automatic choice takes the first fused backend that serves, without a word."""
     x: Inputs = make_inputs(Case(checkpoints=False), "cuda")
-    dispatch.KDA.clear_caches()  # a warning is given once
-    first = next(b.name for b in dispatch.KDA.backends().values() if not b.unsupported(problem_of(x)))
+    KDA.clear_caches()  # a warning is given once
+    first = next(b.name for b in KDA.backends().values() if not b.unsupported(problem_of(x)))
     assert first != "eager"
     chosen, named = (kda(*x[:5], **options(x), backend=b).o for b in (None, first))
     assert torch.equal(chosen, named)

@@ -32,9 +32,8 @@ from kda_layers import (
 from kda_layers.kernels.cuda.arch import ARCHS
 from kda_layers.kernels.cuda.machine import Properties
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
-from kda_layers.kernels.kda.contract import Inputs
+from kda_layers.kernels.kda.contract import KDA, Inputs
 from kda_layers.kernels.kda.cuda.spec import Saved
-from kda_layers.kernels.kda.dispatch import KDA
 from tests.kernels.cases import BF16, FP32
 from tests.kernels.emulated_backends import EMULATED, registered
 from tests.modeling.models import STOCK, TINY, ids, stock

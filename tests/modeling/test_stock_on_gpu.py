@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAConfig, KDAForCausalLM, swap_attention, use_backend
-from kda_layers.kernels.kda.dispatch import default_problem
+from kda_layers.kernels.kda.contract import default_problem
 from kda_layers.serving import enable_speculative_decoding
 from tests.kernels.cases import BF16, FP64, budget, error, serve
 from tests.modeling.stock_models import FAMILIES, build, cast, every_family, with_oracle

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
-from kda_layers.kernels.kda.dispatch import default_problem
+from kda_layers.kernels.kda.contract import default_problem
 from kda_layers.modeling.models.skipped_logits import LazyLogitsOutput
 from tests.kernels.cases import BEST_DEVICE, BF16, FP32, on_installed_backends, serve
 

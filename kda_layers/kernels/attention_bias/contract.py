@@ -1,4 +1,4 @@
-"""The contract between `biased_attention` and its backends: inputs, problem and the backend base class.
+"""The contract between `biased_attention` and its backends: inputs, problem, the backend base class and the registry.
 
 Shapes, used in every file of this folder:
 
@@ -22,6 +22,7 @@ from ..checks import accumulator_dtype
 from ..declarations import Problem as AnyProblem
 from ..declarations import best_device, dtype_name
 from ..operator import Differentiable
+from ..registry import Registry
 
 
 class Inputs(NamedTuple):
@@ -127,3 +128,7 @@ def empty_lse(x: Inputs) -> Tensor:
     """An unwritten logsumexp for every query and head, [B, H, T] in fp32 or fp64."""
     B, T, H, _ = x.q.shape
     return x.q.new_empty(B, H, T, dtype=accumulator_dtype(x.q.dtype))
+
+
+ATTENTION: Registry[Problem, Backend] = Registry("biased_attention", __package__, Problem)
+default_problem, problem_of = Problem.default, ATTENTION.problem_of

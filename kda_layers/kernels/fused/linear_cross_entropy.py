@@ -18,8 +18,9 @@ from .. import torch_private
 from ..declarations import OneOf
 from ..operator import define, once_differentiable
 from ..tracing import is_plain, refuse_transforms, without_autocast
+from ..triton_package import FLOATS
 from . import mechanism
-from .mechanism import FLOATS, Forms, Plain, Triton
+from .mechanism import Forms, Plain, Triton
 
 CHUNK_BYTES = 128 << 20  # logits of a chunk: 2048 tokens of 32000 bf16 logits. Fewer tokens slow the matrix products.
 SOFTMAX_BYTES = 32 << 20  # fp32 logits that plain PyTorch takes at a time; they stay in the cache of a large GPU

@@ -15,9 +15,9 @@ from ..cuda.arch import OVERLAPS
 from ..declarations import OneOf, arch_of
 from ..declarations import Problem as AnyProblem
 from ..operator import NoGradOperator
-from ..triton_package import even_rows, on_device_of
+from ..triton_package import FLOATS, even_rows, on_device_of
 from . import swiglu
-from .mechanism import FLOATS, Forms, Plain, Triton
+from .mechanism import Forms, Plain, Triton
 
 # Sizes tuned on an H200. A program of row_kernel: elements of the output, warps, and the most columns read at a time.
 OUTPUTS, WARPS = 4, 4

@@ -14,15 +14,15 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from .. import torch_private, triton_package
-from ..declarations import AtLeast, Backend, OneOf
+from .. import torch_private
+from ..declarations import Backend, OneOf
 from ..declarations import Problem as AnyProblem
 from ..kda.fla import package
 from ..registry import Registry
 from ..tracing import is_plain
+from ..triton_package import FLOATS, OnTriton
 
 MIN_TOKENS = 128  # with fewer, launching takes longer than computing
-FLOATS = OneOf(torch.bfloat16, torch.float16, torch.float32)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,28 +59,8 @@ class Plain(Form):
         return []
 
 
-class Triton(Form):
-    """Triton kernels of this package: any CUDA GPU, 16 bits and fp32; for tests also Triton's interpreter."""
-
-    name = "triton"
-    serves = {"dtype": FLOATS}  # noqa: RUF012
-
-    @property
-    def priority(self) -> int:  # type: ignore[override]
-        """20, or -10 without a GPU: Triton's interpreter serves only calls that name the backend."""
-        return 20 if torch.cuda.is_available() else -10
-
-    def more_reasons(self, problem: Any) -> list[str]:
-        reasons = []
-        if problem.device == "cuda" and (refused := AtLeast(80, "sm_").refuses(problem.arch)):
-            reasons.append(f"arch {refused}")
-        if problem.device not in ("cuda", "cpu"):
-            reasons.append(f"device is {problem.device}, needs cuda")
-        elif not triton_package.is_installed():
-            reasons.append("triton is not installed")
-        elif problem.device == "cpu" and not triton_package.interprets():
-            reasons.append("device is cpu, needs cuda")
-        return reasons
+class Triton(OnTriton, Form):
+    """Triton kernels of this package."""
 
 
 class FLA(Form):

@@ -18,8 +18,9 @@ from ..checks import accumulator_dtype
 from ..declarations import OneOf
 from ..kda.fla.package import chunk_table, layer_functions
 from ..operator import Differentiable, Operator
+from ..triton_package import FLOATS
 from . import mechanism
-from .mechanism import FLA, FLOATS, Forms, Plain, Triton, few_tokens
+from .mechanism import FLA, Forms, Plain, Triton, few_tokens
 
 
 class Inputs(NamedTuple):

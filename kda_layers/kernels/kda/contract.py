@@ -1,4 +1,4 @@
-"""The contract between the operator and its backends: inputs, problem and the backend base class.
+"""The contract between the operator and its backends: inputs, problem, the backend base class and the registry.
 
 Sizes in shapes, in every file of this folder:
 
@@ -23,6 +23,7 @@ from ..checks import accumulator_dtype as state_dtype
 from ..declarations import Allowed, OneOf, best_device, one_of
 from ..declarations import Problem as AnyProblem
 from ..operator import Differentiable
+from ..registry import Registry
 from .activations import BETA_CODES, GATE_CODES
 
 CHUNK = 64  # tokens of a chunk, and between two state checkpoints
@@ -306,3 +307,9 @@ def outputs_like(x: Inputs) -> KDAOutput:
     final = x.q.new_empty(N, HV, V, K, dtype=dtype) if x.final_state else None
     checkpoints = x.q.new_empty(B, x.checkpoint_count, HV, V, K, dtype=dtype) if x.checkpoint_every else None
     return KDAOutput(x.v.new_empty(x.v.shape), final, checkpoints)
+
+
+KDA: Registry[Problem, Backend] = Registry(
+    "kda", __package__, Problem, lambda b: (b.name, *sorted(b.fused)), kind=Backend
+)
+default_problem, problem_of = Problem.default, KDA.problem_of

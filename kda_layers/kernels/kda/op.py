@@ -24,6 +24,7 @@ from .checks import (
     gate_bound,
 )
 from .contract import (
+    KDA,
     DecodeInputs,
     Gradients,
     Inputs,
@@ -34,7 +35,6 @@ from .contract import (
     outputs_like,
     state_dtypes,
 )
-from .dispatch import KDA
 from .reference import activate
 
 _kda: Operator[Inputs, KDAOutput] = Operator("kda", Inputs, KDAOutput, Gradients, KDA, outputs_like)

@@ -32,8 +32,7 @@ from torch import Tensor
 
 from ..checks import check_offsets, check_scale, sequence_offsets
 from ..kda.checks import check_recompute, check_values, check_whole, gate_bound
-from ..kda.contract import Backend, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
-from ..kda.dispatch import KDA
+from ..kda.contract import KDA, Backend, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
 from ..kda.reference import activate
 from ..operator import Differentiable, NoGradOperator, Operator
 from ..tracing import may_run_again, needs_gradients

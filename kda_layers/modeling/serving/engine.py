@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from kda_layers.kernels.declarations import arch_of
+from kda_layers.kernels.kda.contract import KDA as KDA_BACKENDS
 from kda_layers.kernels.kda.contract import Problem
-from kda_layers.kernels.kda.dispatch import KDA as KDA_BACKENDS
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
 from kda_layers.modeling.seams import FIFOScheduler, RequestStatus
 from kda_layers.modeling.serving.continuous_batching import wraps

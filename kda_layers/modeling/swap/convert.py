@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kda_layers.kernels.kda.checks import check_recompute
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import KDA
 from kda_layers.modeling.checks import DEQUANTISE, check_not_sharded, is_quantised, layer_indices, unwrapped_hint
 from kda_layers.modeling.models import VARIANTS
 from kda_layers.modeling.models.configuration_kda import KDAFields

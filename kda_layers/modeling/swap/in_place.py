@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from kda_layers.kernels.kda.dispatch import KDA
+from kda_layers.kernels.kda.contract import KDA
 from kda_layers.modeling.checks import is_stock
 from kda_layers.modeling.inputs.cache_argument import rename_cache, takes_cache
 from kda_layers.modeling.inputs.keywords import INPUTS, is_checkpointed, refuse_misspelt

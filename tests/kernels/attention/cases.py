@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.attention_bias.contract import Backend, Gradients, Inputs, Problem
-from kda_layers.kernels.attention_bias.dispatch import ATTENTION
+from kda_layers.kernels.attention_bias.contract import ATTENTION, Backend, Gradients, Inputs, Problem
 from kda_layers.kernels.checks import accumulator_dtype
 from kda_layers.testing.cases import Call
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP64, budget, error

@@ -16,15 +16,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kda_layers.kernels.attention_bias.triton import backward, forward, pair_bias
-from kda_layers.kernels.attention_bias.triton.launches import launches
+from kda_layers.kernels.attention_bias.backends.triton import launches
+from kda_layers.kernels.attention_bias.triton import backward, forward
 from tests.kernels.triton_usage import usage
 
 KERNELS = {
     "forward": forward.forward_kernel,
     "query": backward.query_kernel,
     "key": backward.key_kernel,
-    "pair": pair_bias.pair_kernel,
+    "pair": backward.pair_kernel,
 }
 ALIGNED = [["tt.divisibility", 16]]
 FLOATS = {"Lse": "*fp32", "Delta": "*fp32", "DBias": "*fp32", "scale": "fp32", "scale_log2": "fp32"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kda_layers.kernels.attention_bias.backends import eager, triton
-from kda_layers.kernels.attention_bias.triton.launches import Launch, launches
+from kda_layers.kernels.attention_bias.backends.triton import Launch, launches
 
 
 @pytest.fixture(autouse=True)

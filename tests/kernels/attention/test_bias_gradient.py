@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kda_layers.kernels.attention_bias.backends import eager
-from kda_layers.kernels.attention_bias.backends.triton import BACKEND
-from kda_layers.kernels.attention_bias.contract import Inputs
-from kda_layers.kernels.attention_bias.dispatch import problem_of
-from kda_layers.kernels.attention_bias.triton.launches import Launch
+from kda_layers.kernels.attention_bias.backends.triton import BACKEND, Launch
+from kda_layers.kernels.attention_bias.contract import Inputs, problem_of
 from tests.kernels.attention.cases import (
     BiasedCase,
     call,

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from kda_layers.kernels.attention_bias.dispatch import problem_of
+from kda_layers.kernels.attention_bias.contract import problem_of
 from tests.kernels.attention.cases import (
     BiasedCase,
     call,

@@ -12,8 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.attention_bias.contract import Inputs
-from kda_layers.kernels.attention_bias.dispatch import problem_of
+from kda_layers.kernels.attention_bias.contract import Inputs, problem_of
 from tests.kernels.attention.cases import (
     BiasedCase,
     call,

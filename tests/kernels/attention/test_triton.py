@@ -14,10 +14,15 @@ import pytest
 import torch
 
 from kda_layers.kernels.attention_bias.backends import triton as triton_backend
-from kda_layers.kernels.attention_bias.backends.triton import BACKEND, TritonBackend
-from kda_layers.kernels.attention_bias.dispatch import ATTENTION, default_problem, problem_of
-from kda_layers.kernels.attention_bias.triton.launches import Launch, launches
-from kda_layers.kernels.attention_bias.triton.packing import sequence_numbers, tile_table
+from kda_layers.kernels.attention_bias.backends.triton import (
+    BACKEND,
+    Launch,
+    TritonBackend,
+    launches,
+    sequence_numbers,
+    tile_table,
+)
+from kda_layers.kernels.attention_bias.contract import ATTENTION, default_problem, problem_of
 from tests.kernels.attention.cases import BiasedCase, call, expected, make_inputs, run, serve
 from tests.kernels.cases import BEST_DEVICE, FP32, FP64, check, ids
 

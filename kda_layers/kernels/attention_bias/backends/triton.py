@@ -2,60 +2,78 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...declarations import OneOf, arch_of
-from ...triton_package import interprets as _interprets
+from ...declarations import arch_of
+from ...triton_package import OnTriton, on_device_of
 from ..contract import Backend, Gradients, Inputs, Problem, empty_lse
-from ..triton.launches import Launch, Launches, launches
-from ..triton.packing import sequence_numbers, tile_table
 
 MAX_D = 256
 NO_BIAS, PER_KEY, PER_PAIR = range(3)  # as in triton/parts.py
+KERNELS = ("forward", "query", "key", "pair")  # o; dq; dk, dv and dbias per key; dbias per query and key
 
 
-class TritonBackend(Backend):
+class Launch(NamedTuple):
+    """Rows and columns of a tile, warps and pipeline stages of a kernel."""
+
+    block_m: int  # queries of a tile
+    block_n: int  # keys of a tile
+    warps: int
+    stages: int
+
+
+Launches = dict[str, Launch]  # one for each of KERNELS
+
+
+@functools.cache
+def launches(arch: int, dtype: torch.dtype, block_d: int, per_pair: bool) -> Launches:
+    """The launches for head widths up to `block_d`, a power of two.
+
+    With `per_pair` the bias has size [T, S], so that its tiles take shared memory too.
+    """
+    roomy = arch in (80, 87) or 90 <= arch < 120  # at least 160 KB of shared memory for a block; others have 99
+    if dtype == torch.float32:  # exact MMAs run without tensor cores, on registers
+        n = 32 if block_d <= 64 else 16
+        table = (n, 32, 4, 1), (n, n, 4, 1), (n, n, 4, 1), (n, 32, 4, 1)
+    elif block_d == 128 and 90 <= arch < 120 and not per_pair:  # the fastest of those tried on an H200
+        table = (128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2)
+    elif block_d <= 128 and roomy:
+        # With three stages an fp32 bias of [T, S] does not fit beside wide heads on sm_100.
+        warps, stages = 8 if block_d == 128 else 4, 3 if arch >= 90 and (arch < 100 or block_d < 128) else 2
+        table = (128, 64, warps, 3), (128, 64, warps, stages), (64, 128, 8, stages), (64, 64, 4, 2)
+    elif block_d <= 128:
+        n, warps = (64, 4) if block_d <= 64 else (32, 8)
+        table = (128, n, warps, 2), (64, n, 4, 2), (n, 64, 4, 2), (64, 32, 4, 1)
+    else:
+        table = (64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)
+    return {kernel: Launch(*values) for kernel, values in zip(KERNELS, table, strict=True)}
+
+
+class TritonBackend(OnTriton, Backend):
     """The backend with launches from `table`; tests and tuning replace the default."""
-
-    name = "triton"
-    serves = {"dtype": OneOf(torch.bfloat16, torch.float16, torch.float32)}  # noqa: RUF012
 
     def __init__(self, table: Callable[[int, torch.dtype, int, bool], Launches] = launches):
         self.table = table
 
-    @property
-    def priority(self) -> int:  # type: ignore[override]
-        """10, or -10 without a GPU: Triton's interpreter serves only calls that name the backend."""
-        return 10 if torch.cuda.is_available() else -10
-
     def more_reasons(self, problem: Problem) -> list[str]:
-        reasons = []
-        if problem.device == "cuda" and problem.arch < 80:
-            reasons.append(f"arch is sm_{problem.arch}, needs sm_80 or newer")
+        reasons = super().more_reasons(problem)
         if problem.device == "cpu" and problem.dtype == torch.bfloat16:
             reasons.append("dtype is bfloat16, which Triton's interpreter multiplies wrongly, needs float16 or float32")
         if problem.D > MAX_D:
             reasons.append(f"D is {problem.D}, needs at most {MAX_D}")
-        if problem.device not in ("cuda", "cpu"):
-            reasons.append(f"device is {problem.device}, needs cuda")
-        elif not importlib.util.find_spec("triton"):
-            reasons.append("triton is not installed")
-        elif problem.device == "cpu" and not _interprets():
-            reasons.append("device is cpu, needs cuda")
         return reasons
 
     def attend(self, x: Inputs) -> tuple[Tensor, Tensor]:
         from ..triton.forward import forward_kernel
 
         call, o, lse = _Call(x, self.table), x.v.new_empty(x.q.shape), empty_lse(x)
-        with call.device():
+        with on_device_of(x.q):
             call.launch("forward", forward_kernel, x.q.shape[2], (call.scale_log2,), {}, o, lse)
         return o, lse
 
@@ -71,7 +89,7 @@ class TritonBackend(Backend):
         per_head = bias is not None and per_key and bias.shape[1] == H
         partial = x.q.new_empty((B, H if per_head else H_kv, S) if per_key else 0, dtype=torch.float32)
         scales = x.scale, call.scale_log2
-        with call.device():
+        with on_device_of(x.q):
             call.launch("query", query_kernel, H, scales, {}, o, d_o, lse, delta, dq)
             flags = {"BIAS_GRAD": per_key, "PER_HEAD": per_head}
             call.launch("key", key_kernel, H_kv, scales, flags, d_o, lse, delta, dk, dv, partial)
@@ -128,13 +146,10 @@ class _Call:
             "num_warps": launch.warps, "num_stages": launch.stages,
         }  # fmt: skip
 
-    def device(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.device(self.x.q.device) if self.x.q.is_cuda else contextlib.nullcontext()
-
 
 def _pairs(call: _Call, bias: Tensor, lse: Tensor, delta: Tensor, d_o: Tensor) -> Tensor:
     """The gradient of a bias for each query and key."""
-    from ..triton.pair_bias import pair_kernel
+    from ..triton.backward import pair_kernel
 
     x, (T, S), launch = call.x, call.sizes, call.launches["pair"]
     B, _, H, _ = x.q.shape
@@ -152,6 +167,27 @@ def _pairs(call: _Call, bias: Tensor, lse: Tensor, delta: Tensor, d_o: Tensor) -
 def _is_near(t: Tensor) -> bool:
     """True if 32-bit offsets reach every element of a tile, which has at most 128 rows and columns."""
     return max(t.stride()[1:]) < 2**24
+
+
+def tile_table(cu_seqlens: Tensor, T: int, block: int) -> Tensor:
+    """[tiles, 3] int32: each tile's first row, its sequence's first row and end; surplus tiles have no rows.
+
+    The table has room for the most tiles that N sequences of T tokens in all can have. Offsets are clamped to T, so
+    that nothing beyond it is read.
+    """
+    offsets = cu_seqlens.clamp(0, T).int()
+    N = offsets.shape[0] - 1
+    before = torch.nn.functional.pad(((offsets.diff() + block - 1) // block).cumsum(0, dtype=torch.int32), (1, 0))
+    tile = torch.arange((T + (block - 1) * N) // block, device=offsets.device, dtype=torch.int32)
+    sequence = (torch.searchsorted(before, tile, right=True) - 1).clamp(max=N - 1)
+    begin, end = offsets[sequence], offsets[sequence + 1]
+    return torch.stack((begin + (tile - before[sequence]) * block, begin, end), 1).contiguous()
+
+
+def sequence_numbers(cu_seqlens: Tensor, T: int) -> Tensor:
+    """[T] int32: the number of each token's sequence, from 1 on."""
+    tokens = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, tokens, right=True).int()
 
 
 BACKEND = TritonBackend()

@@ -32,9 +32,8 @@ from ..contract import (
     state_dtype,
 )
 from ..eager.chunks import factor, load
-from ..eager.decode import decode
+from ..eager.decode import check_indices, decode
 from ..eager.gradients import empty_gradients, segment_grad
-from ..eager.prefill import check_indices
 from ..eager.schedule import Plan, chunks_per_segment, with_flat_tokens
 from ..slots import prefill_by_forward
 

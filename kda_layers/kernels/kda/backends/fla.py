@@ -30,8 +30,7 @@ from ..contract import (
     Problem,
 )
 from ..fla.package import chunk_table, operator_stages, problems, table_rows
-from ..fla.slots import with_padding
-from ..slots import clear_padding, prefill_by_forward
+from ..slots import clear_padding, prefill_by_forward, with_padding
 
 LOG2_E = 1 / math.log(2)
 MIN_K, MAX_K = 9, 256  # its blocks of K are the next power of two, from 16 to 256

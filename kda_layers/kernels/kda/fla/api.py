@@ -9,7 +9,7 @@ Arguments, their positions, defaults and meaning, and the returned dtypes are th
 Only here: fp64 (computed in fp32 there), a bf16 initial_state of `chunk_kda`, gradients of `fused_recurrent_kda`, its
 states in place and in slots of a pool, and `backend`.
 
-Source of names and meaning: flash-linear-attention 0.6.0, fla.ops.kda.
+Source of names and meaning: flash-linear-attention 0.6.0, fla.ops.kda and fla.ops.kda.gate.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import check_is_tensor, dtype_names
+from ...checks import DtypeError, check_is_tensor, dtype_names
+from ..activations import log_decay
+from ..checks import check_lower_bound
 from ..contract import CHUNK, state_dtype, state_dtypes
 from ..op import kda, kda_step
-from .gate import fused_kda_gate, gates
 
 __all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda"]
 
@@ -111,15 +112,14 @@ def chunk_kda(
         raise ValueError(f"`chunk_size` must be either 32 or {CHUNK}, got {chunk_size}")
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError("lower_bound must be given with safe_gate=True and use_gate_in_kernel=True, got None")
-    if return_intermediate_states and chunk_size != CHUNK:
-        raise ValueError(f"chunk_size must be {CHUNK} with return_intermediate_states=True, got {chunk_size}")
-    if return_intermediate_states and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, g, beta)):
-        raise ValueError("return_intermediate_states=True is for inference: call it under torch.inference_mode()")
+    if return_intermediate_states:
+        _check_intermediate(chunk_size, (q, k, v, g, beta))
     dtype, dtypes = intermediate_states_dtype or q.dtype, (q.dtype, state_dtype(q.dtype))
     if dtype not in dtypes:
         raise ValueError(f"intermediate_states_dtype must be {dtype_names(dtypes)}, got {dtype}")
     cu_seqlens = _offsets(q, cu_seqlens, cu_seqlens_cpu)
-    options = gates(q, g, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias)
+    activations = use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias
+    options = _activations(q, g, *activations)
     state = None if initial_state is None else _v_first(initial_state, q, v, v_first).contiguous()
     out = kda(
         q, k, v, g, beta,
@@ -197,18 +197,9 @@ def fused_recurrent_kda(
             cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, backend=backend,
         )  # fmt: skip
         return o, final
-    options = gates(q, g, use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias)
-    wide = state_dtype(q.dtype)
-    if initial_state is None:
-        N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        state = q.new_zeros(N, v.shape[-2], v.shape[-1], q.shape[-1], dtype=wide)
-    elif inplace_final_state and v_first:
-        state = initial_state
-    else:
-        widened = not inplace_final_state and initial_state.dtype in state_dtypes(q.dtype)
-        state = _v_first(initial_state, q, v, v_first).to(
-            wide if widened else initial_state.dtype, copy=True, memory_format=torch.contiguous_format
-        )
+    activations = use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias
+    options = _activations(q, g, *activations)
+    state = _state_to_update(q, v, initial_state, cu_seqlens, v_first, inplace_final_state)
     o = kda_step(
         q, k, v, g, beta, state,
         state_indices=ssm_state_indices, num_accepted=num_accepted_tokens, cu_seqlens=cu_seqlens,
@@ -219,6 +210,64 @@ def fused_recurrent_kda(
         assert initial_state is not None
         return o, initial_state if v_first else initial_state.copy_(final)
     return o, final if output_final_state else None
+
+
+def fused_kda_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | int | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype | None = torch.float32,
+    *,
+    g_bias: Tensor | None = None,
+) -> Tensor:
+    """Log-decay from gate logits, differentiable in g, A_log and dt_bias.
+
+    -exp(A_log) softplus(g + dt_bias), or if lower_bound is given lower_bound sigmoid(exp(A_log) (g + dt_bias)),
+    computed in fp32 (fp64 for fp64 g). `chunk_kda(use_gate_in_kernel=True)` does not store it.
+
+    Args:
+        g: [..., HV, K], any float dtype.
+        A_log: HV elements in any shape; with lower_bound, None means a rate of 1.
+        dt_bias: [HV * K] or [HV, K], and any dimensions of size 1.
+        lower_bound: in [-5, 0).
+        output_dtype: dtype of the result; g's if None.
+        g_bias: dt_bias in the signature of version 0.4.0, which Moonshot's published Kimi-Linear code calls:
+            `fused_kda_gate(g, A_log, head_k_dim, g_bias=dt_bias)` with g [..., HV * K].
+
+    Returns:
+        [..., HV, K] in output_dtype.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    check_is_tensor("g", g)
+    if isinstance(dt_bias, int):
+        if dt_bias < 1 or g.ndim < 1 or g.shape[-1] % dt_bias:
+            raise ValueError(f"g must have shape [..., HV * {dt_bias}] with head_k_dim={dt_bias}, got {list(g.shape)}")
+        g, dt_bias = g.unflatten(-1, (-1, dt_bias)), g_bias
+    elif g_bias is not None:
+        raise ValueError("g_bias needs head_k_dim as the third argument; with g [..., HV, K] pass dt_bias")
+    if not g.is_floating_point():
+        raise DtypeError(f"g must be of a float dtype, got {dtype_names([g.dtype])}")
+    activation = "softplus" if lower_bound is None else "lower_bound"
+    bound, wide = check_lower_bound(activation, lower_bound), state_dtype(g.dtype)
+    A_log, dt_bias = _gate_parameters(g, A_log, dt_bias, lower_bound, wide)
+    return log_decay(g.to(wide), A_log, dt_bias, activation, bound).to(output_dtype or g.dtype)
+
+
+def _state_to_update(
+    q: Tensor, v: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, v_first: bool, in_place: bool
+) -> Tensor:
+    """Return the states [N, HV, V, K] that `kda_step` updates: `initial` itself only `in_place` and in its layout."""
+    wide = state_dtype(q.dtype)
+    if initial is None:
+        N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        return q.new_zeros(N, v.shape[-2], v.shape[-1], q.shape[-1], dtype=wide)
+    if in_place and v_first:
+        return initial
+    dtype = wide if not in_place and initial.dtype in state_dtypes(q.dtype) else initial.dtype
+    return _v_first(initial, q, v, v_first).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _check(q: Tensor, v: Tensor, v_first: bool, transpose_state_layout: bool | None, *unsupported: Any) -> bool:
@@ -235,6 +284,13 @@ def _check(q: Tensor, v: Tensor, v_first: bool, transpose_state_layout: bool | N
         if value is not default:
             raise ValueError(f"{name} must be {default}, got {value}: {instead}")
     return v_first
+
+
+def _check_intermediate(chunk_size: int, inputs: tuple[Tensor, ...]) -> None:
+    if chunk_size != CHUNK:
+        raise ValueError(f"chunk_size must be {CHUNK} with return_intermediate_states=True, got {chunk_size}")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        raise ValueError("return_intermediate_states=True is for inference: call it under torch.inference_mode()")
 
 
 def _offsets(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Tensor | None:
@@ -276,3 +332,55 @@ def _states_before_chunks(checkpoints: Tensor, initial: Tensor | None, T: int, c
         rows.append(states[: -(-length // CHUNK)])
         offset += length // CHUNK
     return torch.cat(rows)[None]
+
+
+def _activations(
+    q: Tensor,
+    g: Tensor,
+    use_gate: bool,
+    lower_bound: float | None,
+    beta_logits: bool,
+    allow_neg_eigval: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> dict[str, Any]:
+    """Translate the gate and beta arguments of `chunk_kda` to those of `kda`."""
+    if allow_neg_eigval and not beta_logits:
+        raise ValueError("use_beta_sigmoid_in_kernel must be True with allow_neg_eigval=True, got False")
+    beta = ("2sigmoid" if allow_neg_eigval else "sigmoid") if beta_logits else "given"
+    if not use_gate:
+        for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if value is not None:
+                raise ValueError(f"{name} must be None with use_gate_in_kernel=False: g is then used as it is")
+        return {"gate_activation": "log_decay", "beta_activation": beta}  # lower_bound is ignored
+    check_is_tensor("g", g)
+    A_log, dt_bias = _gate_parameters(g, A_log, dt_bias, lower_bound, state_dtype(q.dtype))
+    return {
+        "gate_activation": "softplus" if lower_bound is None else "lower_bound",
+        "lower_bound": lower_bound,
+        "beta_activation": beta,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+    }
+
+
+def _gate_parameters(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check A_log and dt_bias against g [..., HV, K]; return them as [HV] and [HV, K] in `dtype`."""
+    if g.ndim < 2:
+        raise ValueError(f"g must have shape [..., HV, K], got {list(g.shape)}")
+    HV, K = g.shape[-2:]
+    if A_log is None and lower_bound is None:
+        raise ValueError("A_log must be given for a gate without lower_bound, got None")
+    if A_log is not None:
+        check_is_tensor("A_log", A_log)
+        if A_log.numel() != HV:
+            raise ValueError(f"A_log must have {HV} elements, one for each head of g, got shape {list(A_log.shape)}")
+        A_log = A_log.reshape(HV).to(dtype)
+    if dt_bias is not None:
+        check_is_tensor("dt_bias", dt_bias)
+        if dt_bias.numel() != HV * K or tuple(dt_bias.shape[-1:]) not in ((HV * K,), (K,)):
+            raise ValueError(f"dt_bias must have shape [{HV * K}] or [{HV}, {K}], got {list(dt_bias.shape)}")
+        dt_bias = dt_bias.reshape(HV, K).to(dtype)
+    return A_log, dt_bias

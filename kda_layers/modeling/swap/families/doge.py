@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.attention_bias.dispatch import ATTENTION
+from kda_layers.kernels.attention_bias.contract import ATTENTION
 from kda_layers.kernels.checks import accumulator_dtype, sequence_offsets
 from kda_layers.modeling.inputs.cache_argument import takes_cache
 from kda_layers.modeling.layer.weights import KeepsFP32

@@ -12,7 +12,7 @@ from ....declarations import arch_of
 from ....operator import NoGradOperator
 from ....torch_private import constant_to_compile
 from ...checks import check_gate, check_lower_bound, check_slots, check_writable
-from ...dispatch import KDA
+from ...contract import KDA
 from .contract import LAYER_STEP, Inputs, Problem
 
 _cache = LAYER_STEP.call_cache(Inputs)
