@@ -18,13 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kda_layers import KDAOutput
 from kda_layers.kernels.cuda.machine import Dim, Properties
 from kda_layers.kernels.kda.contract import AnyInputs, DecodeInputs, Gradients, Inputs
+from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.backward import gradients as gradients_launcher
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse_launcher
 from kda_layers.kernels.kda.cuda.decode import decode as decode_launcher
 from kda_layers.kernels.kda.cuda.forward import one_role as forward_launcher
 from kda_layers.kernels.kda.cuda.forward import two_roles as two_roles_launcher
 from kda_layers.kernels.kda.cuda.forward.costs import BV, Split
-from kda_layers.kernels.kda.cuda.spec import Saved, Signature, aligned_inputs
+from kda_layers.kernels.kda.cuda.spec import Saved, Signature, aligned_inputs, launch
 from tests import cuda_emulator
 
 THREADS = 1024  # that a multiprocessor holds; the operating system limits all together
@@ -119,7 +120,8 @@ def forward_saving(x: Inputs, save: bool = True, **launch: Any) -> tuple[KDAOutp
     """Outputs of the forward kernel, and what it saves for the backward."""
     machine, fields = machine_and_plan(launch)
     with replaced(forward_launcher, fields), GuardedMemory():
-        out, saved = forward_launcher.forward(guarded_inputs(x), machine, save)
+        given = aligned_inputs(guarded_inputs(x))
+        out, saved = forms.launch(given, machine, Signature.of(given, save), form=forms.ONE_ROLE)
     return out, saved  # type: ignore[return-value]
 
 
@@ -129,7 +131,7 @@ def two_roles(x: Inputs, split: Split, arch: int = 90, seed: int = 0) -> KDAOutp
     machine = Emulator(arch, blocks, seed)
     with mock.patch.object(two_roles_launcher, "split_of", return_value=split), GuardedMemory():
         x = aligned_inputs(guarded_inputs(x))
-        return two_roles_launcher.launch(x, two_roles_launcher.plan_of(machine, Signature.of(x)))[0]
+        return launch(x, two_roles_launcher.plan_of(machine, Signature.of(x)))[0]
 
 
 def reverse_scan(

@@ -10,7 +10,7 @@ from kda_layers.kernels.cuda import build
 from kda_layers.kernels.cuda.arch import TARGETS
 from kda_layers.kernels.cuda.gpu import GPU
 from kda_layers.kernels.kda.contract import CHUNK
-from kda_layers.kernels.kda.cuda.backward.chunk_sums import SOURCE, chunk_sums
+from kda_layers.kernels.kda.cuda.backward.gradients import SUMS_SOURCE, chunk_sums
 from tests.kernels.emulated import Emulator, GuardedMemory, end_of_memory
 
 LENGTHS = (1, 0, 64, 65, 640, 63)  # 15 chunks
@@ -65,4 +65,4 @@ def test_rows_that_are_no_chunk_are_not_read(dtype: torch.dtype, device: str) ->
 @pytest.mark.parametrize("arch", TARGETS)
 def test_compiles_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
-    assert build.resources(build.compile(SOURCE, {}, arch))["kda_chunk_sums"][2:] == (0, 0, 0)
+    assert build.resources(build.compile(SUMS_SOURCE, {}, arch))["kda_chunk_sums"][2:] == (0, 0, 0)

@@ -14,7 +14,7 @@ import torch
 
 from kda_layers.kernels.cuda import arch as archs
 from kda_layers.kernels.cuda import build, cache
-from kda_layers.kernels.kda.cuda.backward import gradients, reverse_segments
+from kda_layers.kernels.kda.cuda.backward import gradients
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
 from kda_layers.kernels.kda.cuda.decode import decode as step
 from kda_layers.kernels.kda.cuda.forward import one_role as chunk
@@ -147,7 +147,7 @@ SEGMENTS = [
     pytest.param(
         variant,
         arch,
-        id=f"{K}-{'maps' if variant.part == segments.TRANSITIONS else 'walk'}{'-saves' * saves}{'-fine' * fine}-{arch}",
+        id=f"{K}-{'maps' if variant.part == chunk.TRANSITIONS else 'walk'}{'-saves' * saves}{'-fine' * fine}-{arch}",
     )
     for K, dtype, gate, g_wide in (
         (128, BF16, "lower_bound", False),
@@ -157,24 +157,22 @@ SEGMENTS = [
     for saves, fine in ((False, False), (True, False), *(((False, True),) if dtype == BF16 else ()))
     for arch in SERVED
     for variant in segments.variants_for(K, dtype, gate, g_wide, ARCHS[arch], saves, fine=fine)
-    if saves <= (variant.part == segments.LAST_SCAN) and fine <= (variant.part == segments.TRANSITIONS)
+    if saves <= (variant.part == chunk.LAST_SCAN) and fine <= (variant.part == chunk.TRANSITIONS)
 ]
 REVERSE_SEGMENTS = [
-    pytest.param(
-        variant, arch, id=f"{variant.whole.K}-{str(variant.whole.dtype)[6:]}{'-fine' * variant.whole.fine}-{arch}"
-    )
+    pytest.param(variant, arch, id=f"{variant.K}-{str(variant.dtype)[6:]}{'-fine' * variant.fine}-{arch}")
     for arch in SERVED
-    for variant in reverse_segments.variants(ARCHS[arch])
+    for variant in reverse.variants_in_segments(ARCHS[arch])
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "arch"), SEGMENTS)
-def test_segments(variant: segments.Variant, arch: str) -> None:
+def test_segments(variant: chunk.Variant, arch: str) -> None:
     cubin = build.compile(variant.source, variant.defines, arch)
     used = build.resources(cubin)
     assert used.keys() == (
-        {"kda_forward"} if variant.part == segments.TRANSITIONS else {"kda_walk_segments", "kda_join_segments"}
+        {"kda_forward"} if variant.part == chunk.TRANSITIONS else {"kda_walk_segments", "kda_join_segments"}
     )
     assert all(r[1:] == (0, 0, 0, 0) for r in used.values())
     assert variant.shared_bytes <= SERVED[arch]
@@ -185,16 +183,16 @@ def test_segments(variant: segments.Variant, arch: str) -> None:
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize(("variant", "arch"), [p for p in TWO_ROLES if p.values[0].K == 128])
 def test_transitions(variant: two_roles.Variant, arch: str, fine: bool) -> None:
-    maps = segments.SplitVariant(variant, ALWAYS, fine)
+    maps = variant._replace(cut=ALWAYS, fine=fine)
     cubin = build.compile(maps.source, maps.defines, arch)
-    check_resources(cubin, "kda_forward_two_roles", REGISTERS // segments.TRANSITION_THREADS)
+    check_resources(cubin, "kda_forward_two_roles", REGISTERS // maps.threads)
     assert "serialized" not in cubin.log
     assert maps.shared_bytes <= SERVED[arch]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "arch"), REVERSE_SEGMENTS)
-def test_reverse_segments(variant: reverse_segments.Variant, arch: str) -> None:
+def test_reverse_segments(variant: reverse.Variant, arch: str) -> None:
     cubin = build.compile(variant.source, variant.defines, arch)
     used = build.resources(cubin)
     assert used.keys() == {"kda_reverse_scan", "kda_join_gradients"}

@@ -12,7 +12,7 @@ from torch import Tensor
 from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import KDA, Inputs, problem_of
-from kda_layers.kernels.kda.cuda import forms
+from kda_layers.kernels.kda.cuda import forms, spec
 from kda_layers.kernels.kda.cuda.forward import segments, two_roles
 from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.cuda.spec import Signature
@@ -148,8 +148,9 @@ def test_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) ->
     x = make_inputs(case, "cuda")
     with forms.without_two_roles():
         want = run(x, backend)
-    launched = mock.Mock(wraps=two_roles.launch)
-    form = forms.TWO_ROLES._replace(serves=lambda *_: [], expected_us=lambda *_: 0.0, launch=launched)
+    launched = mock.Mock(wraps=spec.launch)
+    monkeypatch.setattr(spec, "launch", launched)
+    form = forms.TWO_ROLES._replace(serves=lambda *_: [], expected_us=lambda *_: 0.0)
     monkeypatch.setattr(forms, "FORMS", (form, forms.ONE_ROLE))
     forms._planned.cache_clear()
     if x.cu_seqlens is not None:  # packed sequences so uneven are left to blocks of one role
@@ -157,7 +158,7 @@ def test_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) ->
         two_roles.plan_of.cache_clear()
     for _ in range(RUNS):
         assert_same(run(x, backend), want)
-    assert launched.call_count == RUNS
+    assert [plan.launches[0].cooperative for _, plan, _ in (c.args for c in launched.call_args_list)] == [True] * RUNS
     forms._planned.cache_clear()
     two_roles.plan_of.cache_clear()
 

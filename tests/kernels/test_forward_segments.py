@@ -15,7 +15,7 @@ from kda_layers import KDAOutput, kda
 from kda_layers.kernels.cuda.machine import Properties
 from kda_layers.kernels.kda.contract import KDA, Inputs
 from kda_layers.kernels.kda.cuda import forms, spec
-from kda_layers.kernels.kda.cuda.backward import reverse_segments
+from kda_layers.kernels.kda.cuda.backward import reverse_scan
 from kda_layers.kernels.kda.cuda.forward import costs, segments
 from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.cuda.spec import ALWAYS, Cut, Signature
@@ -54,7 +54,7 @@ SOFTPLUS = Case(K=64, V=64, dtype=FP16, gate="softplus", state=True, final=True,
 def in_segments(x: Inputs, machine: Any, cut: Cut, save: bool = False) -> tuple[KDAOutput, Any]:
     with emulated.GuardedMemory():
         x = spec.aligned_inputs(emulated.guarded_inputs(x))
-        return segments.launch(x, segments.plan_of(machine, Signature.of(x, save)._replace(cut=cut)))
+        return spec.launch(x, segments.plan_of(machine, Signature.of(x, save)._replace(cut=cut)))
 
 
 def cut(x: Inputs, form: str, processors: int = 16, seed: int = 0, longer: int = SHORT + 1) -> KDAOutput:
@@ -147,9 +147,9 @@ def test_transitions_by_specialised_ctas(groups: int, fine: bool, form: str, mon
         machine = emulated.Emulator(FORMS[form], 16, seed)
         out, saved = in_segments(x, machine, Cut(SHORT + 1, SHORT, TILES), save=True)
         assert saved is not None
-        assert (saved.whole.fine is not None) == fine
+        assert (saved.fine is not None) == fine
         maps = saved.maps.unflatten(0, (x.v.shape[0], -1))[:, :-1]  # nobody writes those of last segments
-        return [*outputs(out).values(), maps, *saved.whole.tensors()]
+        return [*outputs(out).values(), maps, *saved._replace(maps=None).tensors()]
 
     def split(scanned: int, chunks: int, *_: int) -> tuple[float, Split]:
         return 0.0, Split(groups, 16 - 2 * groups, -(-scanned // groups) * chunks)
@@ -320,7 +320,7 @@ def test_every_mode_runs_on_a_cpu() -> None:
 def test_every_variant_is_listed() -> None:
     for target, capability in (("sm_90a", 90), ("sm_100a", 100), ("sm_80", 80)):
         listed = {str(sorted(d.items())) for b in KDA.backends().values() for _, d in b.variants(target)}
-        found = [*segments.variants(capability), *reverse_segments.variants(capability)]
+        found = [*segments.variants(capability), *reverse_scan.variants_in_segments(capability)]
         maps, walks, scans = 24 + 12, 8, 4 + 2  # of maps and scans 12 and 2 are fine
         by_roles = 12 + 6 if capability == 90 else 0  # 6 are fine
         assert len(set(found)) == len(found) == (0 if capability == 80 else maps + by_roles + walks + scans)

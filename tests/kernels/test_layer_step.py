@@ -300,9 +300,12 @@ def test_parameters_in_any_layout(name: str, change: Any) -> None:
 def test_overlap(change: dict[str, Any], arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel starts early where that is asked for and possible, never behind the copy of a parameter."""
     asked, launch = [], emulated_kernels.Kernel.launch
-    monkeypatch.setattr(
-        emulated_kernels.Kernel, "launch", lambda self, *args: (asked.append(args[-1]), launch(self, *args))
-    )
+
+    def launched(self: Any, *args: Any, **options: Any) -> None:
+        asked.append(options["overlap"])
+        launch(self, *args, **options)
+
+    monkeypatch.setattr(emulated_kernels.Kernel, "launch", launched)
     x = inputs_of(Step(B=1))._replace(overlap=True)
     x = x._replace(**{name: new(getattr(x, name)) if callable(new) else new for name, new in change.items()})
     with emulated.GuardedMemory():

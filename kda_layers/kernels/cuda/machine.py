@@ -57,3 +57,20 @@ class Machine(Protocol):
 
     def load(self, source: str, entry: str, defines: Mapping[str, str | int], device: torch.device) -> Launchable:
         """Return a kernel on a device, compiled if necessary; the same object for the same arguments."""
+
+
+class Launch(NamedTuple):
+    """A kernel and everything of its launch except the parameters; see `Launchable.launch`."""
+
+    kernel: Launchable
+    grid: int | Dim
+    threads: int
+    cluster: int
+    shared_bytes: int
+    overlap: bool = False
+    cooperative: bool = False
+
+    def run(self, params: bytes) -> None:
+        """Launch with the bytes of the struct."""
+        kernel, grid, threads, cluster, shared_bytes, overlap, cooperative = self
+        kernel.launch(grid, threads, cluster, shared_bytes, params, overlap=overlap, cooperative=cooperative)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from torch import Tensor
 
 CODES = {"int": "i", "u32": "I", "u64": "Q", "float": "f"}
 
@@ -34,16 +32,15 @@ class Params:
         codes = [CODES.get(kind) or f"{members[kind]}I" for kind, _ in values]
         zeros = {name: (0,) * members[kind] if kind in members else 0 for kind, name in values}
         self.name, self.pointers = name, pointers
-        self._pointers = struct.Struct(f"@{len(pointers)}Q")
-        self._values = struct.Struct("@" + "".join(codes) + "0Q")  # padded to a multiple of 8 bytes
-        self.pack_pointers, self.pack_values = self._pointers.pack, self._values.pack
+        packed_pointers = struct.Struct(f"@{len(pointers)}Q")
+        packed_values = struct.Struct("@" + "".join(codes) + "0Q")  # padded to a multiple of 8 bytes
         # point(q=tensor, ...) and set(T=9, ...) return the bytes of the pointers and of the values by the names of the
         # members, a tuple for a struct; what is left out is 0, and an unknown name a TypeError.
         self.point: Callable[..., bytes] = _by_name(
-            dict.fromkeys(pointers), "0 if {0} is None else {0}.data_ptr()", self.pack_pointers
+            dict.fromkeys(pointers), "0 if {0} is None else {0}.data_ptr()", packed_pointers.pack
         )
-        self.set: Callable[..., bytes] = _by_name(zeros, "{0}", self.pack_values)
-        self.nbytes = self._pointers.size + self._values.size
+        self.set: Callable[..., bytes] = _by_name(zeros, "{0}", packed_values.pack)
+        self.nbytes = packed_pointers.size + packed_values.size
         _headers[f"{name}.h"] = (
             f'#pragma once\n#include "ptx.cuh"\n{structs}struct {name} {{{fields}}};\n'
             f'static_assert(sizeof({name}) == {self.nbytes}, "as it is packed");\n'
@@ -63,11 +60,6 @@ def _by_name(defaults: Mapping[str, Any], argument: str, pack: Callable[..., byt
 def header(name: str) -> str | None:
     """Return the definition of a struct by the name that sources include, or None for another name."""
     return _headers.get(name)
-
-
-def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
-    """Return data pointers, 0 for None."""
-    return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 def _declared(fields: str) -> list[tuple[str, str]]:

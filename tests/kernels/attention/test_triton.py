@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from kda_layers.kernels.attention_bias.backends import triton as triton_backend
+from kda_layers.kernels import triton_package
 from kda_layers.kernels.attention_bias.backends.triton import (
     BACKEND,
     Launch,
@@ -38,15 +38,15 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons() == "triton is not installed"
     assert reasons(arch=75, dtype=FP64, D=512) == (
         "dtype is float64, needs bfloat16, float16 or float32; arch is sm_75, needs sm_80 or newer; "
-        "D is 512, needs at most 256; triton is not installed"
+        "triton is not installed; D is 512, needs at most 256"
     )
     assert reasons(device="mps", arch=0) == "device is mps, needs cuda"
     monkeypatch.undo()
     if importlib.util.find_spec("triton"):
         assert reasons() == reasons(D=256, dtype=FP32, packed=True, bias="per query and key") == ""
-        monkeypatch.setattr(triton_backend, "_interprets", lambda: False)
+        monkeypatch.setattr(triton_package, "interprets", lambda: False)
         assert "device is cpu, needs cuda" in reasons(device="cpu", arch=0)
-        monkeypatch.setattr(triton_backend, "_interprets", lambda: True)
+        monkeypatch.setattr(triton_package, "interprets", lambda: True)
         assert reasons(device="cpu", arch=0, dtype=FP32) == ""
         assert "dtype is bfloat16, which Triton's interpreter" in reasons(device="cpu", arch=0)
 

@@ -25,15 +25,15 @@ from ..contract import (
     Widths,
 )
 from ..cuda import forms
-from ..cuda.backward import chunk_sums, gradients, reverse_scan, reverse_segments
+from ..cuda.backward import gradients, reverse_scan
 from ..cuda.decode import decode
 from ..cuda.forward import last_tokens, one_role, segments, two_roles
 from ..cuda.forward.prefill import prefill
-from ..cuda.forward.segments import SavedInSegments
-from ..cuda.spec import ALWAYS, AUTO, TYPES, WIDTHS, Rows, Saved, Signature, aligned, aligned_inputs
+from ..cuda.spec import ALWAYS, AUTO, TYPES, WIDTHS, Rows, Saved, Signature, aligned, aligned_inputs, cut_of
 from ..slots import prefill_by_forward
 
 CHUNKED = (one_role, reverse_scan, gradients)  # kernels over whole sequences
+SPECIAL = (two_roles.variants, segments.variants, reverse_scan.variants_in_segments)  # of some calls
 
 
 class CudaBackend(Backend):
@@ -80,14 +80,10 @@ class CudaBackend(Backend):
             return
         yield from ((decode.SOURCE, v.defines) for v in decode.variants())
         yield last_tokens.SOURCE, last_tokens.DEFINES
-        yield chunk_sums.SOURCE, {}
+        yield gradients.SUMS_SOURCE, {}
         most = max(a.shared_bytes for a in mine)
-        for kernel in CHUNKED:
-            fitting = (v for v in kernel.variants(mine[0].capability) if v.shared_bytes <= most)
-            yield from ((kernel.SOURCE, v.defines) for v in fitting)
-        yield from ((two_roles.SOURCE, v.defines) for v in two_roles.variants(mine[0].capability))
-        for launcher in (segments, reverse_segments):
-            fitting = (v for v in launcher.variants(mine[0].capability) if v.shared_bytes <= most)
+        for variants in (*(kernel.variants for kernel in CHUNKED), *SPECIAL):
+            fitting = (v for v in variants(mine[0].capability) if v.shared_bytes <= most)
             yield from ((v.source, v.defines) for v in fitting)
 
     def forms(self, problem: Problem, B: int, T: int, HV: int) -> list[str]:
@@ -108,7 +104,7 @@ class CudaBackend(Backend):
     def saved_like(self, x: Inputs) -> list[Tensor]:
         if self._recomputes(x):
             return []
-        return (SavedInSegments if forms.is_cut(x, self.machine) else Saved).like(x).tensors()
+        return Saved.like(x, cut_of(x) if forms.is_cut(x, self.machine) else None).tensors()
 
     def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
         if save and self._recomputes(x):
@@ -134,17 +130,13 @@ class CudaBackend(Backend):
     ) -> tuple[Inputs, Machine, Saved, reverse_scan.Scanned, Tensor]:
         """Run the reverse scan; return the arguments of the kernel after it."""
         x, d_o, machine = aligned_inputs(x), aligned(d_o), self.machine
-        if SavedInSegments.are(saved) if saved else forms.is_cut(x, machine):
-            cut = SavedInSegments.of(saved) if saved else forms.recompute(x, machine, forms.SEGMENTS)
-            scanned = reverse_segments.reverse_scan_in_segments(x, machine, cut, d_o, d_final, d_checkpoints)
-            return x, machine, cut.whole, scanned, d_o
-        kept = Saved(*saved) if saved else forms.recompute(x, machine, forms.ONE_ROLE)
+        kept = Saved.of(saved) if saved else forms.recompute(x, machine)
         return x, machine, kept, reverse_scan.reverse_scan(x, machine, kept, d_o, d_final, d_checkpoints), d_o
 
     def affine_map(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """By the reverse scan: from outputs without gradient, the gradient I of the final state becomes I P^T."""
         x = aligned_inputs(x)
-        out, saved = one_role.forward(x, self.machine, True)
+        out, saved = forms.launch(x, self.machine, Signature.of(x, True), form=forms.ONE_ROLE)
         assert saved is not None
         assert out.final_state is not None
         N, HV, V, K = out.final_state.shape
@@ -157,9 +149,7 @@ class CudaBackend(Backend):
 
     def initial_gradient(self, x: Inputs, saved: list[Tensor], d_o: Tensor) -> Tensor:
         """By the reverse scan alone."""
-        x = aligned_inputs(x)
-        kept = Saved(*saved) if saved else forms.recompute(x, self.machine, forms.ONE_ROLE)
-        d_initial = reverse_scan.reverse_scan(x, self.machine, kept, aligned(d_o), None, None).d_initial
+        d_initial = self._scanned(x, saved, d_o, None, None)[3].d_initial
         assert d_initial is not None, "x has an initial state"
         return d_initial
 

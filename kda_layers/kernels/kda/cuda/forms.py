@@ -11,7 +11,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from ...cuda.machine import Machine, Properties
 from ..contract import Inputs, KDAOutput, outputs_like
 from . import spec
 from .forward import last_tokens, one_role, segments, two_roles
-from .spec import ALL_IN_CHUNKS, LastTokens, Signature
+from .spec import ALL_IN_CHUNKS, LastTokens, Plan, Saved, Signature
 
 MARGIN = 0.97  # of one role's time: what is nearer is within the error of expected times
 
@@ -30,14 +30,13 @@ class Form(NamedTuple):
     name: str
     serves: Callable[[Signature, Properties], list[str]]  # every reason why not, each 'what it is, what it needs'
     expected_us: Callable[[Signature, Properties], float]
-    plan_of: Callable[[Machine, Signature], Any]  # everything of a launch except pointers
-    launch: Callable[[Inputs, Any, LastTokens], tuple[KDAOutput, Any]]  # outputs, and what is saved or None
+    plan_of: Callable[[Machine, Signature], Plan]
     rounds_otherwise: bool = False
 
 
-ONE_ROLE = Form("one_role", one_role.serves, one_role.expected_us, one_role.plan_of, one_role.launch)
-TWO_ROLES = Form("two_roles", two_roles.serves, two_roles.expected_us, two_roles.plan_of, two_roles.launch)
-SEGMENTS = Form("segments", segments.serves, segments.expected_us, segments.plan_of, segments.launch, True)
+ONE_ROLE = Form("one_role", one_role.serves, one_role.expected_us, one_role.plan_of)
+TWO_ROLES = Form("two_roles", two_roles.serves, two_roles.expected_us, two_roles.plan_of)
+SEGMENTS = Form("segments", segments.serves, segments.expected_us, segments.plan_of, True)
 FORMS = (SEGMENTS, TWO_ROLES, ONE_ROLE)
 
 
@@ -52,13 +51,13 @@ def choose(s: Signature, properties: Properties) -> Form:
     return min(faster, key=lambda pair: pair[0])[1] if faster else plain
 
 
-def planned(machine: Machine, s: Signature) -> tuple[Form, Any]:
+def planned(machine: Machine, s: Signature) -> tuple[Form, Plan]:
     """Return the form of a call and its plan."""
     return _planned(machine, s, two_roles.declined)
 
 
 @functools.lru_cache(spec.PLANS)
-def _planned(machine: Machine, s: Signature, declined: str | None) -> tuple[Form, Any]:
+def _planned(machine: Machine, s: Signature, declined: str | None) -> tuple[Form, Plan]:
     form = choose(s, machine.properties(s.device))
     return form, form.plan_of(machine, s)
 
@@ -76,10 +75,12 @@ def forward_whole_chunks(x: Inputs, machine: Machine) -> KDAOutput:
     return launch(x, machine, Signature.of(x), form=SEGMENTS if is_cut(x, machine) else ONE_ROLE)[0]
 
 
-def recompute(x: Inputs, machine: Machine, form: Form) -> Any:
-    """Run the forward again by its form for the tensors that it saves."""
+def recompute(x: Inputs, machine: Machine) -> Saved:
+    """Run the forward again for the tensors that it saves."""
     x = spec.aligned_inputs(x)._replace(final_state=False, checkpoint_every=0)
-    return launch(x, machine, Signature.of(x, True), form=form)[1]
+    _, saved = launch(x, machine, Signature.of(x, True), form=SEGMENTS if is_cut(x, machine) else ONE_ROLE)
+    assert saved is not None
+    return saved
 
 
 def forward(x: Inputs, machine: Machine, save: bool) -> tuple[KDAOutput, list[Tensor]]:
@@ -115,15 +116,15 @@ def launch(
     s: Signature,
     last: LastTokens = ALL_IN_CHUNKS,
     form: Form | None = None,
-) -> tuple[KDAOutput, Any]:
+) -> tuple[KDAOutput, Saved | None]:
     """Launch a call of aligned inputs by `form`, or by the one that is chosen.
 
     A process or stream that has a part of a GPU (MPS, green contexts) learns so from the launch alone: if specialised
     CTAs cannot all run at once, those of one role serve from then on, with a warning.
     """
-    chosen, plan = planned(machine, s) if form is None else (form, form.plan_of(machine, s))
+    plan = planned(machine, s)[1] if form is None else form.plan_of(machine, s)
     try:
-        return chosen.launch(x, plan, last)
+        return spec.launch(x, plan, last)
     except RuntimeError as error:
         if "COOPERATIVE_LAUNCH_TOO_LARGE" not in str(error):
             raise

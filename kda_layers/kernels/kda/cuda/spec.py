@@ -1,4 +1,5 @@
-"""Shared by the kernels over whole sequences: dtypes and widths, what the forward saves, the signature of a call."""
+"""Shared by the kernels over whole sequences: dtypes and widths, the signature of a call, what the forward saves, and
+the parameters and launches of its forms."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...cuda.machine import Launchable, Machine
+from ...cuda.machine import Launch, Launchable, Machine
+from ...cuda.params import Params
+from ..activations import BETA_CODES
 from ..contract import CHUNK, Inputs, KDAOutput, PrefillInputs
 
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
@@ -164,26 +167,35 @@ class Saved(NamedTuple):
     states: Tensor  # [NC, HV, V, K], at each chunk's start
     errors: Tensor  # [B, T, HV, V], V'
     fine: Tensor | None = None  # [NC, HV, 2 * 64 * 64] uint8, T' in fp16 for fine gradients
+    maps: Tensor | None = None  # [rows, V + K, K] fp32, B and F of the segments of sequences that are cut
 
     @classmethod
-    def like(cls, x: Inputs) -> Saved:
-        """Unwritten tensors for inputs `x`."""
+    def like(cls, x: Inputs, cut: Cut | None = None) -> Saved:
+        """Unwritten tensors for inputs `x` and the cut of their sequences."""
         (*_, K), (HV, V) = x.q.shape, x.v.shape[2:]
         rows = chunk_rows(x)
         prepared = x.q.new_empty(rows, HV, stage_bytes(K), dtype=torch.uint8)
         fine = x.q.new_empty(rows, HV, 2 * CHUNK * CHUNK, dtype=torch.uint8) if is_fine(x) else None
-        return cls(prepared, x.q.new_empty(rows, HV, V, K), torch.empty_like(x.v), fine)
+        maps = None if cut is None else x.q.new_empty(cut.rows(x), V + K, K, dtype=torch.float32)
+        return cls(prepared, x.q.new_empty(rows, HV, V, K), torch.empty_like(x.v), fine, maps)
 
     @staticmethod
     def nbytes(x: Inputs) -> int:
-        """Size in bytes of all of them."""
+        """Size in bytes of all of them, of a call whose sequences are not cut."""
         K, (B, T, HV, V) = x.q.shape[3], x.v.shape
         fine = 2 * CHUNK * CHUNK if is_fine(x) else 0
         return chunk_rows(x) * HV * (stage_bytes(K) + V * K * 2 + fine) + B * T * HV * V * 2
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that exist, in the order of the fields."""
-        return [t for t in self if t is not None]
+        """The tensors that exist, maps first."""
+        return [t for t in (self.maps, *self[:4]) if t is not None]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Saved:
+        """Undo `tensors`: maps are fp32, prepared chunks bytes."""
+        is_cut = tensors[0].dtype == torch.float32
+        prepared, states, errors, *fine = tensors[is_cut:]
+        return cls(prepared, states, errors, fine[0] if fine else None, tensors[0] if is_cut else None)
 
 
 def is_fine(x: Inputs) -> bool:
@@ -211,10 +223,126 @@ def new_outputs(x: Inputs, state_shape: tuple[int, ...]) -> KDAOutput:
     return KDAOutput(torch.empty_like(x.v), final, checkpoints)
 
 
+PARAMS = Params("ForwardParams", """
+    const u16 *q, *k;              // [B, T, H, K]
+    const u16* v;                  // [B, T, HV, V]
+    const void* g;                 // [B, T, HV, K]
+    const void* beta;              // [B, T, HV]
+    const float *A_log, *dt_bias;  // [HV], [HV, K], or null
+    const float* initial_state;    // [N, HV, V, K], or null; not read if POOLED
+    const void* cu_seqlens;        // [N + 1], or null
+    u16* o;                        // [B, T, HV, V]
+    float* final_state;            // [N, HV, V, K], or null; if POOLED [slots, HV, V, K] or null, read and overwritten
+    float* checkpoints;            // [B, T / 64, HV, V, K], or null; if POOLED [N, HV, V, K] zeros
+    // Null without shared chunks; of two_roles.cu see roles.cuh
+    unsigned char* ring;           // RING * STAGE_BYTES per CTA group
+    u32* progress;                 // [CTA groups][2][32] zeros
+    // Saved if SAVES; NC chunks of all sequences
+    unsigned char* prepared;     // [NC, HV, STAGE_BYTES], replaces the ring
+    u16* states;                 // [NC, HV, V, K], at each chunk's start
+    u16* errors;                 // [B, T, HV, V], V'
+    unsigned char* fine;         // [NC, HV, SQUARE] if FINE: T' in fp16, see stage.cuh
+    const void *slots, *stops;   // read if POOLED: [N], or null: sequence n has slot n; no checkpoint
+    // Of segments.cu, of the tiles of sequences that are cut: [rows, V + K, K], B and F; [rows, V, K], their S0
+    float *maps, *starts;
+    // Read if TAILS, of calls whose last tokens the decode kernel computes (last_tokens.py)
+    const int* order;  // what order.cu writes, or null: all sequences as they come
+    float* handover;   // [sequences in that order, HV, V, K], states before last tokens, or null
+    int T, H, HV, group, tiles;  // group = HV / H, tiles = N * HV; B * T < 2^31
+    int int64_offsets;           // cu_seqlens is int64
+    int beta_activation, beta_fp32, qk_l2norm;
+    float lower_bound, scale;
+    // Read if POOLED
+    int key_row, value_row, beta_row;  // strides of tokens: of q and k, v, beta
+    int int64_slots, int64_stops, slot_count;
+    u64 slot_stride;
+    // Read by segments.cu
+    int segments, cut_from;  // of a sequence at most, tiles = N * segments * HV; tokens from which a sequence is cut
+    int tails;  // the decode kernel computes last tokens
+    // Read by two_roles.cu
+    int groups, places;  // CTA groups that scan, and places in the ring of each
+""")  # fmt: skip
+
+
+def values_of(
+    s: Signature, tiles: int, segments: int = 0, cut_from: int = 0, groups: int = 0, places: int = 0
+) -> bytes:  # fmt: skip
+    """Pack the values of a call; the last four are those of some forms.
+
+    Raises:
+        ValueError: there are more than `MOST_TOKENS` tokens
+    """
+    (B, T, H, _), HV = s.q_shape, s.v_shape[2]
+    if B * T > MOST_TOKENS:
+        raise ValueError(f"B * T must be at most {MOST_TOKENS}, got {B * T}: split the batch")
+    return PARAMS.set(
+        T=T, H=H, HV=HV, group=HV // H, tiles=tiles,
+        int64_offsets=s.offsets is not None and s.offsets[1] == torch.int64,
+        beta_activation=BETA_CODES[s.beta_activation], beta_fp32=s.beta_dtype == torch.float32,
+        qk_l2norm=s.qk_l2norm, lower_bound=s.lower_bound, scale=s.scale, tails=s.tails,
+        segments=segments, cut_from=cut_from, groups=groups, places=places,
+        **({} if s.rows is None else s.rows._asdict()),
+    )  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """Everything of a call except pointers."""
+
+    launches: tuple[Launch, ...]  # one after the other, with the same parameters
+    values: bytes  # of the parameters
+    state_shape: tuple[int, int, int, int]
+    counters: int  # elements of ForwardParams.progress
+    ring_bytes: int = 0  # size of ForwardParams.ring
+    saves: bool = False  # what the backward reads
+    cut: Cut | None = None  # of sequences that are cut
+    tails: bool = False  # as in `Signature`
+
+    def scratch(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Return memory for ForwardParams.ring and .progress."""
+        ring = torch.empty(self.ring_bytes, dtype=torch.uint8, device=device) if self.ring_bytes else None
+        return ring, torch.zeros(self.counters, dtype=torch.int32, device=device) if self.counters else None
+
+
+def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDAOutput, Saved | None]:
+    """Return the outputs of aligned inputs, but for those of `last`, and what the call saves.
+
+    Raises:
+        RuntimeError: specialised CTAs cannot run at once
+    """
+    (_, HV, V, K), prepared, maps, starts = plan.state_shape, None, None, None
+    out, (ring, progress) = new_outputs(x, plan.state_shape), plan.scratch(x.q.device)
+    saved = Saved.like(x, plan.cut) if plan.saves else None
+    if plan.cut is not None:
+        rows = plan.cut.rows(x, plan.tails)
+        starts = x.q.new_empty(rows, V, K, dtype=torch.float32)
+        if saved is None:
+            prepared = x.q.new_empty(chunk_rows(x), HV, stage_bytes(K), dtype=torch.uint8)
+            maps = x.q.new_empty(rows, V + K, K, dtype=torch.float32)
+    prepared, states, errors, fine, maps = saved or (prepared, None, None, None, maps)
+    params = PARAMS.point(
+        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
+        cu_seqlens=x.cu_seqlens, o=out.o, final_state=out.final_state, checkpoints=out.checkpoints, ring=ring,
+        progress=progress, prepared=prepared, states=states, errors=errors, fine=fine, maps=maps, starts=starts,
+        order=last.order, handover=last.before,
+    )  # fmt: skip
+    for each in plan.launches:
+        each.run(params + plan.values)
+    return out, saved
+
+
 @functools.cache
 def loaded(machine: Machine, source: str, entry: str, variant: Any, device: torch.device) -> Launchable:
     """Return the kernel of a variant: `machine.load`, cached without writing its macros again."""
     return machine.load(source, entry, variant.defines, device)
+
+
+def launch_of(
+    machine: Machine, device: torch.device, variant: Any, entry: str, blocks: int, cluster: int = 1,
+    overlap: bool = False, cooperative: bool = False,
+) -> Launch:  # fmt: skip
+    """Return the launch of a variant's kernel."""
+    kernel = machine.load(variant.source, entry, variant.defines, device)
+    return Launch(kernel, blocks, variant.threads, cluster, variant.shared_bytes, overlap, cooperative)
 
 
 def is_aligned(t: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""Launcher of gradients.cu: the gradients of q, k, gates and beta, from what forward and reverse scan saved."""
+"""Launchers of gradients.cu, the gradients of q, k, gates and beta from what forward and reverse scan saved, and of
+chunk_sums.cu, the sums over chunks of the gradients of A_log and dt_bias."""
 
 from __future__ import annotations
 
@@ -16,10 +17,9 @@ from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Gradients, Inputs
 from ..spec import TYPES, WIDTHS, Saved, chunk_rows, loaded
-from .chunk_sums import chunk_sums
 from .reverse_scan import Scanned
 
-SOURCE = str(Path(__file__).with_suffix(".cu"))
+SOURCE, SUMS_SOURCE = (str(Path(__file__).with_name(name)) for name in ("gradients.cu", "chunk_sums.cu"))
 PARAMS = Params("GradientsParams", """
     const u16 *q, *k;                      // [B, T, H, K]
     const u16* v;                          // [B, T, HV, V]
@@ -38,6 +38,14 @@ PARAMS = Params("GradientsParams", """
     int beta_activation, beta_fp32, qk_l2norm;
     float lower_bound, scale;
 """)  # fmt: skip
+SUMS_PARAMS = Params("ChunkSumsParams", """
+    const float *A_log_parts, *dt_bias_parts;  // [rows, HV], [rows, HV, K], or null
+    const void* cu_seqlens;                    // [sequences + 1], or null
+    float *d_A_log, *d_dt_bias;                // [HV], [HV, K], or null
+    int rows, HV, K;                           // rows: of packed sequences at least the number of chunks
+    int sequences, int64_offsets;
+""")  # fmt: skip
+SUMS_COLUMNS, SUMS_THREADS = 32, 512  # of a block
 
 
 class Variant(NamedTuple):
@@ -48,6 +56,10 @@ class Variant(NamedTuple):
     gate_activation: str
     g_wide: bool  # g is fp32
     wgmma: bool
+
+    @property
+    def source(self) -> str:
+        return SOURCE
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -83,27 +95,9 @@ def variants(arch: int) -> Iterable[Variant]:
         yield Variant(K, dtype, gate, g_wide, ARCHS[arch].wgmma)
 
 
-def _pack(
-    x: Inputs, saved: Saved, scanned: Scanned, d_o: Tensor, out: Gradients, sums: Tensor | None, rows: int
-) -> bytes:
-    """Pack GradientsParams for contiguous tensors."""
-    pointers = PARAMS.point(
-        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, cu_seqlens=x.cu_seqlens,
-        states=saved.states, d_states=scanned.d_states, errors=saved.errors, d_v=out.v, d_o=d_o,
-        d_q=out.q, d_k=out.k, d_g=out.g, d_beta=out.beta, d_A_log=out.A_log, d_dt_bias=out.dt_bias, sums=sums,
-    )  # fmt: skip
-    (_, T, H, _), HV = x.q.shape, x.v.shape[2]
-    return pointers + PARAMS.set(
-        T=T, H=H, HV=HV, group=HV // H, sequences=0 if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, rows=rows,
-        int64_offsets=x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
-        beta_activation=BETA_CODES[x.beta_activation], beta_fp32=x.beta.dtype == torch.float32,
-        qk_l2norm=x.qk_l2norm, lower_bound=x.lower_bound, scale=x.scale,
-    )  # fmt: skip
-
-
 def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: Tensor) -> Gradients:
     """Compute the gradients that the reverse scan leaves out; return all. Tensors must be `aligned`."""
-    (_, _, H, K), HV = x.q.shape, x.v.shape[2]
+    (_, T, H, K), HV = x.q.shape, x.v.shape[2]
     device, rows = x.q.device, chunk_rows(x)
     processors, arch, _ = machine.properties(device)
     # Parts of chunks; packed sequences may leave rows unwritten, which nothing reads.
@@ -116,8 +110,47 @@ def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: 
         blocks, sums = min(rows * H, processors * 128 // K), None  # with K = 64 two fit on a multiprocessor
         if H < HV:  # partial sums over the value heads of a group
             sums = torch.empty(blocks, 32, variant.threads, dtype=torch.float32, device=device)
+        pointers = PARAMS.point(
+            q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, cu_seqlens=x.cu_seqlens,
+            states=saved.states, d_states=scanned.d_states, errors=saved.errors, d_v=out.v, d_o=d_o, d_q=q, d_k=k,
+            d_g=g, d_beta=beta, d_A_log=A_log, d_dt_bias=dt_bias, sums=sums,
+        )  # fmt: skip
+        values = PARAMS.set(
+            T=T, H=H, HV=HV, group=HV // H, sequences=0 if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1,
+            rows=rows, int64_offsets=x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64,
+            beta_activation=BETA_CODES[x.beta_activation], beta_fp32=x.beta.dtype == torch.float32,
+            qk_l2norm=x.qk_l2norm, lower_bound=x.lower_bound, scale=x.scale,
+        )  # fmt: skip
         kernel = loaded(machine, SOURCE, "kda_gradients", variant, device)
-        params = _pack(x, saved, scanned, d_o, out, sums, rows)
-        kernel.launch(blocks, variant.threads, 1, variant.shared_bytes, params, arch >= OVERLAPS)
+        kernel.launch(blocks, variant.threads, 1, variant.shared_bytes, pointers + values, arch >= OVERLAPS)
     d_A_log, d_dt_bias = chunk_sums(machine, A_log, dt_bias, x.cu_seqlens)
     return out._replace(A_log=d_A_log, dt_bias=d_dt_bias)
+
+
+def chunk_sums(
+    machine: Machine, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Sum fp32 `A_log` [rows, HV] and `dt_bias` [rows, HV, K] over the rows that are chunks; None stays None.
+
+    Args:
+        cu_seqlens: [N + 1] offsets of packed sequences, whose chunks come first; None if every row is a chunk.
+
+    Returns:
+        fp32 [HV] and [HV, K].
+    """
+    given = [t for t in (A_log, dt_bias) if t is not None]
+    if not given:
+        return None, None
+    (rows, HV), device = given[0].shape[:2], given[0].device
+    sums = [None if t is None else t.new_empty(t.shape[1:]) for t in (A_log, dt_bias)]
+    sequences, int64 = (0, False) if cu_seqlens is None else (len(cu_seqlens) - 1, cu_seqlens.dtype == torch.int64)
+    K = 1 if dt_bias is None else dt_bias.shape[2]
+    params = SUMS_PARAMS.point(
+        A_log_parts=A_log, dt_bias_parts=dt_bias, cu_seqlens=cu_seqlens, d_A_log=sums[0], d_dt_bias=sums[1]
+    ) + SUMS_PARAMS.set(rows=rows, HV=HV, K=K, sequences=sequences, int64_offsets=int64)
+    blocks = sum(-(-t.numel() // SUMS_COLUMNS) for t in sums if t is not None)
+    overlap = machine.properties(device).capability >= OVERLAPS
+    machine.load(SUMS_SOURCE, "kda_chunk_sums", {}, device).launch(
+        blocks, SUMS_THREADS, 1, SUMS_THREADS * 4, params, overlap
+    )
+    return sums[0], sums[1]

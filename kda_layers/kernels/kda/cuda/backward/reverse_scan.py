@@ -1,4 +1,10 @@
-"""Launcher of reverse_scan.cu: the backward's scan from each sequence's last chunk to its first."""
+"""Launcher of reverse_scan.cu: the backward's scan from each sequence's last chunk to its first.
+
+Where the forward has cut sequences into segments, let D be the gradient of the state after a segment and d what the
+scan computes from D = 0. The gradient of the state before the segment is d + D F^T, with F of the segment's map. So all
+segments but the first are scanned at once for d, the gradients of the states between segments are joined, and all
+segments are scanned from these.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +17,11 @@ import torch
 from torch import Tensor
 
 from ....cuda.arch import ARCHS, OVERLAPS
-from ....cuda.machine import Machine
+from ....cuda.machine import Launch, Machine
 from ....cuda.params import Params
 from ...contract import CHUNK, Inputs
-from ..spec import FINE, TYPES, WIDTHS, Saved, aligned, is_fine, loaded, stage_bytes
+from ..forward.segments import join_launch
+from ..spec import ALWAYS, FINE, TYPES, WIDTHS, Cut, Saved, aligned, cut_of, is_fine, loaded, stage_bytes
 
 PARAMS = Params("ReverseScanParams", """
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], NC chunks of all sequences
@@ -32,11 +39,12 @@ PARAMS = Params("ReverseScanParams", """
     float* d_starts;             // [rows, V, K], or null
     int T, HV, tiles;            // tiles = N * HV; B * T < 2^31
     int int64_offsets;           // cu_seqlens is int64
-    int segments, cut_from;      // see forward/params.py
+    int segments, cut_from;      // see ForwardParams
 """)  # fmt: skip
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 BV = 64  # columns of V per block
 THREADS = 384
+SEGMENTS = 3  # of stage.cuh
 
 
 class Variant(NamedTuple):
@@ -48,13 +56,18 @@ class Variant(NamedTuple):
     wgmma: bool
     setmaxnreg: bool
     fine: bool  # T' in fp16
+    cut: Cut | None = None  # of sequences that are cut
+
+    @property
+    def source(self) -> str:
+        return SOURCE
 
     @property
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
             "HAS_WGMMA": int(self.wgmma), "HAS_SETMAXNREG": int(self.setmaxnreg), "FINE": int(self.fine),
-            "SHARED_BYTES": self.shared_bytes,
+            "SHARED_BYTES": self.shared_bytes, **({} if self.cut is None else self.cut.defines(SEGMENTS)),
         }  # fmt: skip
 
     @property
@@ -85,6 +98,11 @@ def variants(arch: int) -> Iterable[Variant]:
             yield variant_for(K, dtype, arch, fine=True)
 
 
+def variants_in_segments(arch: int) -> Iterable[Variant]:
+    """Every variant for sequences that are cut."""
+    return [v._replace(cut=ALWAYS) for v in variants(arch)] if ARCHS[arch].bulk_copies else []
+
+
 class Scanned(NamedTuple):
     """Outputs of the scan; NC = `chunk_rows`."""
 
@@ -93,55 +111,49 @@ class Scanned(NamedTuple):
     d_initial: Tensor | None  # [N, HV, V, K] fp32
 
 
-class Given(NamedTuple):
-    """Inputs of the scan beside the saved tensors, aligned."""
+def reverse_scan(
+    x: Inputs, machine: Machine, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None,
+    cut: Cut | None = None,
+) -> Scanned:  # fmt: skip
+    """Run the scan for the gradients of the forward's outputs; of `x` no other tensor than cu_seqlens is read.
 
-    d_o: Tensor
-    d_final: Tensor | None
-    d_checkpoints: Tensor | None
-    cu_seqlens: Tensor | None
-
-    @classmethod
-    def of(cls, x: Inputs, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None) -> Given:
-        """Align the gradients of outputs and the offsets."""
-        optional = (None if t is None else aligned(t) for t in (d_final, d_checkpoints, x.cu_seqlens))
-        return cls(aligned(d_o), *optional)
-
-
-def pointers(
-    saved: Saved, given: Given, out: Scanned, maps: Tensor | None = None, d_ends: Tensor | None = None,
-    d_starts: Tensor | None = None,
-) -> bytes:  # fmt: skip
-    """Pack the pointers of ReverseScanParams; the last three are those of segments."""
-    return PARAMS.point(
-        prepared=saved.prepared, fine=saved.fine, **given._asdict(), **out._asdict(), maps=maps, d_ends=d_ends,
-        d_starts=d_starts,
+    `cut` is that of the forward, by default the one that `x` asks for; it is read where `saved` is of segments.
+    """
+    (_, T, HV, V), K, device, packed = x.v.shape, x.q.shape[3], x.v.device, x.cu_seqlens is not None
+    N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    processors, arch, _ = machine.properties(device)
+    variant, segments, longer = variant_for(K, x.v.dtype, arch, is_fine(x)), 0, 0
+    if saved.maps is not None:
+        cut = cut or cut_of(x)
+        variant, segments, longer = variant._replace(cut=cut), cut.most_segments(T, HV, packed), cut.longer
+    tiles = N * HV * max(segments, 1)
+    d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, K, dtype=torch.float32)
+    out = Scanned(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
+    d_o, given = aligned(d_o), (d_final, d_checkpoints, x.cu_seqlens)
+    d_final, d_checkpoints, offsets = (None if t is None else aligned(t) for t in given)
+    values = PARAMS.set(
+        T=T, HV=HV, tiles=tiles, int64_offsets=offsets is not None and offsets.dtype == torch.int64, segments=segments,
+        cut_from=longer,
     )  # fmt: skip
 
+    def params(d_ends: Tensor | None = None, d_starts: Tensor | None = None) -> bytes:
+        pointers = PARAMS.point(
+            prepared=saved.prepared, fine=saved.fine, d_o=d_o, d_checkpoints=d_checkpoints, d_final=d_final,
+            cu_seqlens=offsets, d_v=out.d_v, d_states=out.d_states, d_initial=d_initial, maps=saved.maps,
+            d_ends=d_ends, d_starts=d_starts,
+        )  # fmt: skip
+        return pointers + values
 
-def values_of(x: Inputs, tiles: int, segments: int = 0, cut_from: int = 0) -> bytes:
-    """Pack the values of ReverseScanParams."""
-    int64 = x.cu_seqlens is not None and x.cu_seqlens.dtype == torch.int64
-    return PARAMS.set(
-        T=x.v.shape[1], HV=x.v.shape[2], tiles=tiles, int64_offsets=int64, segments=segments, cut_from=cut_from
-    )
-
-
-def reverse_scan(
-    x: Inputs, machine: Machine, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
-) -> Scanned:
-    """Run the scan for the gradients of the forward's outputs; of `x` no other tensor than cu_seqlens is read."""
-    HV, V = x.v.shape[2:]
-    N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    tiles, (processors, arch, _) = N * HV, machine.properties(x.v.device)
-    variant = variant_for(x.q.shape[3], x.v.dtype, arch, is_fine(x))
-    d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, x.q.shape[3], dtype=torch.float32)
-    out = Scanned(torch.empty_like(saved.errors), torch.empty_like(saved.states), d_initial)
     groups = min(tiles, max(processors // variant.slices, 1))  # shared memory fits one block per multiprocessor
-    given = Given.of(x, d_o, d_final, d_checkpoints)
-    params = pointers(saved, given, out) + values_of(x, tiles)
-    kernel = loaded(machine, SOURCE, "kda_reverse_scan", variant, x.v.device)
-    kernel.launch(
-        groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, params, arch >= OVERLAPS
-    )
+    kernel = loaded(machine, SOURCE, "kda_reverse_scan", variant, device)
+    overlap = saved.maps is None and arch >= OVERLAPS
+    scan = Launch(kernel, groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, overlap)
+    if cut is None or saved.maps is None:
+        scan.run(params())
+        return out
+    d_starts, d_ends = (x.v.new_empty(cut.rows(x), V, K, dtype=torch.float32) for _ in range(2))
+    join = Launch(loaded(machine, SOURCE, "kda_join_gradients", variant, device), *join_launch(N * HV, K))
+    scan.run(params(None, d_starts))
+    join.run(params(d_ends, d_starts))
+    scan.run(params(d_ends))
     return out

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....call_cache import CallCache, leading_tensors
-from ....cuda.machine import Dim, Launchable, Machine
+from ....cuda.machine import Launch, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import DecodeInputs
@@ -130,10 +130,7 @@ def variants() -> Iterator[Variant]:
 class Plan(NamedTuple):
     """Everything of a launch that does not depend on the addresses of tensors."""
 
-    kernel: Launchable
-    threads: int
-    grid: Dim
-    shared_bytes: int
+    launch: Launch
     values: bytes
     qk_align: int  # bytes less one
     g_align: int
@@ -151,7 +148,7 @@ def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None) ->
         v = x.v
         o = torch.empty_like(v) if v.is_contiguous() else torch.empty_like(v, memory_format=torch.contiguous_format)
     plan, params, inputs = pack(x, o, machine, variant)
-    plan.kernel.launch(plan.grid, plan.threads, 1, plan.shared_bytes, params)
+    plan.launch.run(params)
     if inputs.state is not x.state:
         x.state.copy_(inputs.state)
     return o
@@ -170,21 +167,17 @@ def pack(
     if not plan.aligned or (q_at | k_at) & plan.qk_align or g_at & plan.g_align or bias_at & 15:
         return pack(_copies(x), o, machine, variant)
     pointers = PARAMS.point(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        state=state,
-        o=o,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        slots=slots,
-        accepted=accepted,
-        offsets=offsets,
-        state_scale=scale,
-    )
+        q=q, k=k, v=v, g=g, beta=beta, state=state, o=o, A_log=A_log, dt_bias=dt_bias, slots=slots, accepted=accepted,
+        offsets=offsets, state_scale=scale,
+    )  # fmt: skip
     return plan, pointers + plan.values, x
+
+
+def launch_of(machine: Machine, device: torch.device, variant: Variant, HV: int, N: int, stage: int) -> Launch:
+    """Return the launch for N sequences of HV heads, `stage` of whose tokens shared memory holds at a time."""
+    kernel = machine.load(SOURCE, "kda_decode", variant.defines, device)
+    grid = HV * variant.slices, min(N, MOST_ROWS), -(-N // MOST_ROWS)
+    return Launch(kernel, grid, variant.threads, 1, variant.shared_bytes(stage))
 
 
 def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
@@ -196,7 +189,7 @@ def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
     busy = heads >= MANY_HEADS if tokens > FEW else state_dtype == torch.int8 and heads >= MANY_INT8_HEADS
     variant = variant or variant_for(K, V, x.q.dtype, state_dtype, busy)
     stage, piece, channels = min(T, STAGE), 16 // state_dtype.itemsize, K // 32  # a lane reads `channels` at once
-    kernel = machine.load(SOURCE, "kda_decode", variant.defines, x.q.device)
+    launch = launch_of(machine, x.q.device, variant, HV, N, stage)
     q, k, v, g, state = (t.stride() for t in (x.q, x.k, x.v, x.g, x.state))
     scale = (0, 0) if x.state_scale is None else x.state_scale.stride()
     values = PARAMS.set(
@@ -210,8 +203,7 @@ def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
     )  # fmt: skip
     contiguous = q[3] == k[3] == v[3] == g[3] == 1 and all(t is None or t.is_contiguous() for t in (x.A_log, x.dt_bias))
     return Plan(
-        kernel, variant.threads, (HV * variant.slices, min(N, MOST_ROWS), -(-N // MOST_ROWS)),
-        variant.shared_bytes(stage), values,
+        launch, values,
         qk_align=channels * x.q.dtype.itemsize - 1,
         g_align=channels * x.g.dtype.itemsize - 1,
         aligned=contiguous and all(stride % channels == 0 for strides in (q, k, g) for stride in strides[:3]),

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....cuda.machine import Launchable, Machine
+from ....cuda.machine import Launch, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs, PrefillInputs
 from ..decode import decode
-from ..decode.decode import MOST_ROWS, index_values
+from ..decode.decode import index_values
 from ..spec import PLANS, TAIL, Signature, row_stride
 
 PARAMS = Params("OrderParams", """
@@ -76,16 +76,6 @@ def states_before(x: Inputs | PrefillInputs, order: Order | None) -> Tensor:
     return x.q.new_empty(rows, HV, V, K, dtype=torch.float32)
 
 
-class Plan(NamedTuple):
-    """Everything that a launch needs except pointers."""
-
-    kernel: Launchable
-    threads: int
-    grid: tuple[int, int, int]
-    shared_bytes: int
-    values: bytes
-
-
 Strides = tuple[int, ...]
 
 
@@ -93,8 +83,11 @@ Strides = tuple[int, ...]
 def plan_of(
     machine: Machine, s: Signature, strides: tuple[Strides, ...], slots: tuple[int, int, int, bool],
     offsets: tuple[int, int, int, bool], slot_stride: int, slot_count: int,
-) -> Plan:  # fmt: skip
-    """Return the plan of a call; strides are those of tokens and heads of q, k, v, g and beta, and of slots."""
+) -> tuple[Launch, bytes]:  # fmt: skip
+    """Return the launch of a call and the values of its parameters.
+
+    Strides are those of tokens and heads of q, k, v, g and beta, and of slots.
+    """
     (_, T, H, K), HV, N = s.q_shape, s.v_shape[2], s.sequences
     variant = decode.variant_for(K, K, s.dtype, torch.float32)._replace(tails=TAIL)
     q, k, v, g, beta = strides
@@ -106,9 +99,7 @@ def plan_of(
         slot_count=slot_count, sequences=N, tokens=T, stage=TAIL, gate=GATE_CODES[s.gate_activation],
         beta_activation=BETA_CODES[s.beta_activation], qk_l2norm=s.qk_l2norm, lower_bound=s.lower_bound, scale=s.scale,
     )  # fmt: skip
-    kernel = machine.load(decode.SOURCE, "kda_decode", variant.defines, s.device)
-    grid = (HV * variant.slices, min(N, MOST_ROWS), -(-N // MOST_ROWS))
-    return Plan(kernel, variant.threads, grid, variant.shared_bytes(TAIL), values)
+    return decode.launch_of(machine, s.device, variant, HV, N, TAIL), values
 
 
 def finish(
@@ -128,7 +119,7 @@ def finish(
     N, HV, V, K = s.state_shape
     pool = next((t for t in (final, before, after) if t is not None), None)
     count = N if slots is None else 0 if final is None else final.shape[0]
-    plan = plan_of(
+    launch, values = plan_of(
         machine, s, tuple((row_stride(t), t.stride(2)) for t in (x.q, x.k, x.v, x.g, x.beta)), index_values(slots),
         index_values(x.cu_seqlens), HV * V * K if pool is None else pool.stride(0), count,
     )  # fmt: skip
@@ -137,4 +128,4 @@ def finish(
         q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, state=final, o=o, A_log=x.A_log, dt_bias=x.dt_bias, slots=slots,
         offsets=x.cu_seqlens, before=before, after=after, places=places,
     )  # fmt: skip
-    plan.kernel.launch(plan.grid, plan.threads, 1, plan.shared_bytes, params + plan.values)
+    launch.run(params + values)

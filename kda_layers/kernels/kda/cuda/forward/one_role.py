@@ -1,4 +1,7 @@
-"""Launcher of forward.cu: blocks that prepare and scan chunks, in one kernel. It serves every call."""
+"""Launcher of forward.cu: blocks that prepare and scan chunks, in one kernel. It serves every call.
+
+Its kernel also computes the transitions of segments (segments.py), whose last scan has the same parameters.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ....cuda.arch import ARCHS
-from ....cuda.machine import Launchable, Machine, Properties
+from ....cuda.machine import Machine, Properties
 from ...activations import GATE_CODES
-from ...contract import CHUNK, Inputs, KDAOutput
+from ...contract import CHUNK
 from .. import spec
-from ..spec import ALL_IN_CHUNKS, LastTokens, Saved, Signature, stage_bytes
+from ..spec import Cut, Plan, Signature, stage_bytes
 from . import costs
-from .params import pointers_of, values_of
 
-SOURCE = str(Path(__file__).with_name("forward.cu"))
+SOURCE, SEGMENTS_SOURCE = (str(Path(__file__).with_name(name)) for name in ("forward.cu", "segments.cu"))
+ENTRY = "kda_forward"
 STAGES = 2
+TRANSITIONS, LAST_SCAN = 1, 2  # parts of a call whose sequences are cut; as in stage.cuh's SEGMENTS
+SCAN_STAGES = 3  # of the last scan
 
 
 class Variant(NamedTuple):
@@ -38,6 +42,12 @@ class Variant(NamedTuple):
     saves: bool  # what the backward reads
     pooled: bool  # for engines: states in slots of a pool, rows of tokens with strides
     fine: bool = False  # also saves T' in fp16
+    part: int = 0  # TRANSITIONS or LAST_SCAN of sequences that are cut
+    cut: Cut | None = None  # with `part`
+
+    @property
+    def source(self) -> str:
+        return SEGMENTS_SOURCE if self.part == LAST_SCAN else SOURCE
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -46,15 +56,16 @@ class Variant(NamedTuple):
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
             "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "POOLED": int(self.pooled),
             "FINE": int(self.fine), "TAILS": 0 if self.saves else spec.TAIL, "SHARED_BYTES": self.shared_bytes,
+            **({} if self.cut is None else self.cut.defines(self.part)),
         }  # fmt: skip
 
     @property
     def threads(self) -> int:
-        return 32 * (self.K // 16 + 8)
+        return 160 if self.part == LAST_SCAN else 32 * (self.K // 16 + 8)
 
     @property
     def slices(self) -> int:
-        return self.K // self.BV
+        return self.K // self.BV * (2 if self.part == TRANSITIONS else 1)
 
     @property
     def ring_bytes(self) -> int:
@@ -63,8 +74,10 @@ class Variant(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Size in bytes of struct Shared in shared.cuh."""
+        """Size in bytes of struct Shared in shared.cuh, of the last scan of that in scan.cuh."""
         scan = self.BV * 2 * (self.K + 2 * CHUNK)
+        if self.part == LAST_SCAN:
+            return SCAN_STAGES * stage_bytes(self.K) + scan + 8 * (6 * SCAN_STAGES + 5)
         exchanged = 2 * (CHUNK * self.K * 2 + 16 * self.K) + 20 * CHUNK
         sums = self.K // 64 * 10240 + 6 * 512 + self.K * 16
         gates = self.K * 16 + (0 if self.g_wide else CHUNK * self.K * 2)
@@ -100,21 +113,6 @@ def variants(arch: int) -> Iterable[Variant]:
                 yield variant_of(K, BV, dtype, gate, g_wide, arch, saves=True, fine=True)
 
 
-class Plan(NamedTuple):
-    """Everything that a launch needs except pointers."""
-
-    kernel: Launchable
-    variant: Variant
-    groups: int  # of CTAs; a group works on one tile at a time
-    state_shape: tuple[int, int, int, int]
-    values: bytes
-
-    def launch(self, params: bytes) -> None:
-        """Launch with the struct's bytes."""
-        v = self.variant
-        self.kernel.launch(self.groups * v.slices, v.threads, max(v.cluster, 1), v.shared_bytes, params)
-
-
 def serves(s: Signature, properties: Properties) -> list[str]:
     """Return no reason: other forms are measured against this one."""
     return []
@@ -133,38 +131,13 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
         ValueError: there are too many tokens, or the GPU (or its partition) is too small for a CTA group
     """
     tiles, (processors, arch, _) = s.sequences * s.v_shape[2], machine.properties(s.device)
-    variant = variant_for(s, processors, arch)
-    groups = min(tiles, processors // variant.slices)  # CTAs of a group wait for each other: all must be resident
+    v = variant_for(s, processors, arch)
+    groups = min(tiles, processors // v.slices)  # CTAs of a group wait for each other: all must be resident
     if not groups:
-        raise ValueError(f"x must be on a GPU with at least {variant.slices} multiprocessors, got {processors}")
-    kernel = machine.load(SOURCE, "kda_forward", variant.defines, s.device)
-    return Plan(kernel, variant, groups, s.state_shape, values_of(s, tiles))
-
-
-def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDAOutput, Saved | None]:
-    """Return the outputs of aligned inputs, but for those of `last`, and what the call saves."""
-    out, (ring, progress) = spec.new_outputs(x, plan.state_shape), scratch(plan, x.q.device)
-    saved = Saved.like(x) if plan.variant.saves else None
-    plan.launch(pointers_of(x, out, last, saved, ring, progress) + plan.values)
-    return out, saved
-
-
-def forward(x: Inputs, machine: Machine, save: bool = False) -> tuple[KDAOutput, Saved | None]:
-    """Return the outputs, and with `save` the tensors for the backward; last tokens are in chunks.
-
-    Raises:
-        ValueError: as `plan_of`
-    """
-    x = spec.aligned_inputs(x)
-    return launch(x, plan_of(machine, Signature.of(x, save)))
-
-
-def scratch(plan: Plan, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Return memory for ForwardParams.ring and .progress."""
-    ring, variant = None, plan.variant
-    if not variant.cluster:
-        return None, None
-    progress = torch.zeros(plan.groups * 64, dtype=torch.int32, device=device)
-    if not variant.saves:  # otherwise `Saved.prepared` replaces the ring
-        ring = torch.empty(plan.groups * variant.ring_bytes, dtype=torch.uint8, device=device)
-    return ring, progress
+        raise ValueError(f"x must be on a GPU with at least {v.slices} multiprocessors, got {processors}")
+    launch = spec.launch_of(machine, s.device, v, ENTRY, groups * v.slices, max(v.cluster, 1))
+    ring = v.cluster and not v.saves  # `Saved.prepared` replaces it
+    return Plan(
+        (launch,), spec.values_of(s, tiles), s.state_shape, counters=64 * groups if v.cluster else 0,
+        ring_bytes=groups * v.ring_bytes if ring else 0, saves=v.saves,
+    )  # fmt: skip

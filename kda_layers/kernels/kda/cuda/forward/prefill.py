@@ -7,10 +7,9 @@ from torch import Tensor
 
 from ....cuda.machine import Machine
 from ...contract import PrefillInputs
-from ..spec import Rows, Signature, aligned, row_stride
+from ..spec import PARAMS, Rows, Signature, aligned, row_stride
 from . import last_tokens
-from .one_role import plan_of, scratch
-from .params import PARAMS
+from .one_role import plan_of
 
 
 def prefill(x: PrefillInputs, machine: Machine) -> None:
@@ -41,13 +40,14 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
     s = Signature.of_prefill(x, rows, has_tails)
     if offsets is not None or last_tokens.has_chunks(q.shape[1]) or stops is not None:
         plan = plan_of(machine, s)
-        ring, progress = scratch(plan, q.device)
+        ring, progress = plan.scratch(q.device)
         params = PARAMS.point(
             q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=offsets, o=o, final_state=state,
             checkpoints=x.checkpoints, ring=ring, progress=progress, slots=slots, stops=stops,
             order=None if order is None else order.order, handover=kept,
         )  # fmt: skip
-        plan.launch(params + plan.values)
+        for launch in plan.launches:
+            launch.run(params + plan.values)
     if has_tails:
         given = x._replace(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=offsets)
         last_tokens.finish(given, s, o, state, state if kept is None else kept, state, machine, order, slots)

@@ -14,18 +14,18 @@ from typing import NamedTuple
 import torch
 
 from ....cuda.arch import ARCHS
-from ....cuda.machine import Launchable, Machine, Properties
+from ....cuda.machine import Machine, Properties
 from ...activations import GATE_CODES
-from ...contract import CHUNK, Inputs, KDAOutput
+from ...contract import CHUNK
 from .. import spec
-from ..spec import ALL_IN_CHUNKS, LastTokens, Signature
+from ..spec import Cut, Plan, Signature
 from . import costs
 from .costs import BV, MOST_GROUPS_PACKED, WIDTH, Split
-from .params import pointers_of, values_of
+from .one_role import TRANSITIONS
 
 SOURCE, ENTRY = str(Path(__file__).with_suffix(".cu")), "kda_forward_two_roles"
-THREADS = 384
-SCAN_STAGES = 3
+THREADS, TRANSITION_THREADS = 384, 512
+SCAN_STAGES, TRANSITION_STAGES = 3, 4  # chunks in shared memory; of transitions, and their v
 declined: str | None = None  # why specialised CTAs are not used in this process; set by forms.py
 
 
@@ -40,16 +40,29 @@ class Variant(NamedTuple):
     setmaxnreg: bool
     packed: bool  # sequences of any lengths
     checkpoints: bool
+    cut: Cut | None = None  # of the transitions of sequences that are cut (segments.py)
+    fine: bool = False  # with `cut`: also saves T' in fp16
+
+    @property
+    def source(self) -> str:
+        return SOURCE
 
     @property
     def defines(self) -> dict[str, str | int]:
+        transitions: dict[str, str | int] = {}
+        if self.cut is not None:
+            transitions = {"BV": self.K, "CLUSTER": 1, "FINE": int(self.fine), **self.cut.defines(TRANSITIONS)}
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.slices, "IO": spec.TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
             "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": 0, "POOLED": 0, "BLOCK_ROLES": 1, "TAILS": spec.TAIL,
-            "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed),
-            "CHECKPOINTS": int(self.checkpoints),
+            "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed), "CHECKPOINTS": int(self.checkpoints),
+            **transitions,
         }  # fmt: skip
+
+    @property
+    def threads(self) -> int:
+        return THREADS if self.cut is None else TRANSITION_THREADS
 
     @property
     def slices(self) -> int:
@@ -58,6 +71,9 @@ class Variant(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Size in bytes of struct ScanShared in scan_columns.cuh; struct Shared in shared.cuh is smaller."""
+        if self.cut is not None:
+            read = 2 * CHUNK * (2 * self.K + CHUNK) + 4 * self.K  # of a prepared chunk
+            return TRANSITION_STAGES * (read + 2 * CHUNK * self.K) + 8 * 5 * TRANSITION_STAGES
         return SCAN_STAGES * spec.stage_bytes(self.K) + 4 * 2 * CHUNK * BV + 8 * (4 * SCAN_STAGES + 2)
 
 
@@ -102,16 +118,6 @@ def expected_us(s: Signature, properties: Properties) -> float:
     return costs.two_roles_us(s, properties.processors)
 
 
-class Plan(NamedTuple):
-    """Everything that a launch needs except pointers."""
-
-    kernel: Launchable
-    variant: Variant
-    split: Split
-    state_shape: tuple[int, int, int, int]
-    values: bytes
-
-
 def split_of(s: Signature, processors: int) -> Split:
     """Return the fastest split for a call that this form serves."""
     found = costs.fastest(costs.Work.of(s), processors)
@@ -130,26 +136,10 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
     split = split_of(s, processors)
     assert split.groups <= (MOST_GROUPS_PACKED if s.packed else s.sequences * s.v_shape[2])
     assert split.ring_slots > SCAN_STAGES, "a slot is free when its chunk was read, which is told SCAN_STAGES later"
-    variant = variant_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.packed, s.checkpoints)
-    values = values_of(s, s.sequences * s.v_shape[2], groups=split.groups, places=split.ring_slots)
-    kernel = machine.load(SOURCE, ENTRY, variant.defines, s.device)
-    return Plan(kernel, variant, split, s.state_shape, values)
-
-
-def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDAOutput, None]:
-    """Return the outputs of aligned inputs, but for those of `last`, and None.
-
-    Raises:
-        RuntimeError: the blocks cannot run at once
-    """
-    device, split, variant, (_, _, V, K) = x.v.device, plan.split, plan.variant, plan.state_shape
-    out = spec.new_outputs(x, plan.state_shape)
+    v = variant_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.packed, s.checkpoints)
+    blocks = split.groups * v.slices + split.preparers
+    launch = spec.launch_of(machine, s.device, v, ENTRY, blocks, v.slices, cooperative=True)
     # a ring and, unless the sequences are packed, a state that is handed over
-    handed_over = 0 if x.cu_seqlens is not None else 4 * V * K
-    ring_bytes = split.groups * (split.ring_slots * spec.stage_bytes(K) + handed_over)
-    ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
-    progress = torch.zeros(split.counters, dtype=torch.int32, device=device)
-    params = pointers_of(x, out, last, None, ring, progress) + plan.values
-    blocks = split.groups * variant.slices + split.preparers
-    plan.kernel.launch(blocks, THREADS, variant.slices, variant.shared_bytes, params, cooperative=True)
-    return out, None
+    slots = split.ring_slots * spec.stage_bytes(v.K) + (0 if s.packed else 4 * v.K**2)
+    values = spec.values_of(s, s.sequences * s.v_shape[2], groups=split.groups, places=split.ring_slots)
+    return Plan((launch,), values, s.state_shape, split.counters, split.groups * slots)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....call_cache import CallCache, leading_tensors
 from ....cuda.arch import OVERLAPS
-from ....cuda.machine import Dim, Launchable, Machine
-from ....cuda.params import Params, addresses
+from ....cuda.machine import Launch, Machine
+from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ..decode.decode import INDEX, MOST_ROWS, STATES, TYPES, index_values
 from .contract import Inputs
@@ -52,15 +50,10 @@ MOST_TOKENS = 8  # of a sequence: shared memory holds all of them
 MOST_GROUP = 8  # value heads of a q/k head: a portable cluster
 LINE = 8  # elements of 16 bytes
 WEIGHTS = ("conv_weight", "f_weight", "gate_weight", "gate_bias", "norm_weight", "A_log", "dt_bias")  # contiguous
-# The pointers of tensors that are read 16 bytes at a time.
-_read_in_lines = operator.itemgetter(
-    *(PARAMS.pointers.index(name) for name in ("f", "gate", "state", "f_weight", "gate_weight"))
-)
 _weights = operator.attrgetter(*WEIGHTS)
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """A compiled variant, and what follows from its parameters."""
 
     K: int  # and V
@@ -97,21 +90,13 @@ def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[V
         yield Variant(K, dtype, state, f * K, gate * K, 4, 1)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """All of a launch that does not change with the addresses of tensors."""
+class Plan(NamedTuple):
+    """Everything of a launch that does not depend on the addresses of tensors."""
 
-    machine: Machine
-    variant: Variant
-    device: torch.device
-    grid: Dim
-    can_overlap: bool  # see `Launchable.launch`
-    rest: bytes  # of the parameters, behind the pointers
+    launch: Launch
+    overlapped: Launch  # the same with overlap, where the GPU can
+    values: bytes
     aligned: bool  # strides of the factors and of the state, which are read 16 bytes at a time
-
-    @functools.cached_property
-    def kernel(self) -> Launchable:
-        return self.machine.load(SOURCE, "kda_layer_step", self.variant.defines, self.device)
 
 
 _plans: CallCache[Plan] = CallCache(leading_tensors(Inputs))
@@ -120,17 +105,17 @@ _plans: CallCache[Plan] = CallCache(leading_tensors(Inputs))
 def layer_step(x: Inputs, machine: Machine) -> Tensor:
     """Return o [B, T, HV, V]; `x.state` and `x.conv_state` are updated in place."""
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-    state = x.state
-    plan, pointers = _plan_for(x, machine), _pointers(x, o)
-    overlap = x.overlap and plan.can_overlap
-    if not plan.aligned or _misaligned(pointers) or not all(t is None or t.is_contiguous() for t in _weights(x)):
+    state, plan = x.state, _plan_for(x, machine)
+    overlap = x.overlap
+    if not plan.aligned or _misaligned(x) or not all(t is None or t.is_contiguous() for t in _weights(x)):
         x, overlap = _copies(x), False  # which the kernel would read before they are made
-        plan, pointers = _plan_for(x, machine), _pointers(x, o)
-    v = plan.variant
-    plan.kernel.launch(
-        plan.grid, 32 * v.warps, v.group, v.shared_bytes(x.v.shape[1]), PARAMS.pack_pointers(*pointers) + plan.rest,
-        overlap,
+        plan = _plan_for(x, machine)
+    pointers = PARAMS.point(
+        q=x.q, k=x.k, v=x.v, f=x.f, gate=x.gate, beta=x.beta, conv_weight=x.conv_weight, conv_state=x.conv_state,
+        state=x.state, o=o, f_weight=x.f_weight, gate_weight=x.gate_weight, gate_bias=x.gate_bias,
+        norm_weight=x.norm_weight, A_log=x.A_log, dt_bias=x.dt_bias, slots=x.state_indices, accepted=x.num_accepted,
     )  # fmt: skip
+    (plan.overlapped if overlap else plan.launch).run(pointers + plan.values)
     if x.state is not state:
         state.copy_(x.state)
     return o
@@ -141,18 +126,11 @@ def _plan_for(x: Inputs, machine: Machine) -> Plan:
     return _plans.get(x, machine) or _plans.put(x, _plan(x, machine), machine)
 
 
-def _pointers(x: Inputs, o: Tensor) -> list[int]:
-    """Return the pointers of `PARAMS` in their order."""
-    return addresses((
-        x.q, x.k, x.v, x.f, x.gate, x.beta, x.conv_weight, x.conv_state, x.state, o, x.f_weight, x.gate_weight,
-        x.gate_bias, x.norm_weight, x.A_log, x.dt_bias, x.state_indices, x.num_accepted,
-    ))  # fmt: skip
-
-
-def _misaligned(pointers: list[int]) -> int:
+def _misaligned(x: Inputs) -> int:
     """Nonzero if a tensor that is read 16 bytes at a time does not start at a multiple of them."""
-    f, gate, state, f_weight, gate_weight = _read_in_lines(pointers)
-    return (f | gate | state | f_weight | gate_weight) % 16
+    weights = 0 if x.f_weight is None else x.f_weight.data_ptr()
+    weights |= 0 if x.gate_weight is None else x.gate_weight.data_ptr()
+    return (x.f.data_ptr() | x.gate.data_ptr() | x.state.data_ptr() | weights) & 15
 
 
 def _copies(x: Inputs) -> Inputs:
@@ -173,16 +151,23 @@ def _plan(x: Inputs, machine: Machine) -> Plan:
     f_rank, gate_rank = (0 if weight is None else weight.shape[1] for _, weight in factors)
     variant = Variant(K, x.q.dtype, x.state.dtype, f_rank, gate_rank, x.conv_weight.shape[1], HV // H)
     piece, state = 16 // x.state.dtype.itemsize, x.state.stride()
-    tokens = (stride for t in (x.q, x.k, x.v, x.f, x.gate, x.beta) for stride in t.stride()[:2])
-    rest = PARAMS.pack_values(
-        *tokens, *index_values(x.state_indices), *index_values(x.num_accepted), -(-(2**32) // (HV // H)),
-        *x.conv_state.stride(), state[0] // piece, state[1] // piece, slot_count, B, T, H * K,
-        GATE_CODES[x.gate_activation], BETA_CODES[x.beta_activation], x.lower_bound, x.scale, x.norm_eps,
+    q_at, k_at, v_at, f_at, gate_at, beta_at = (t.stride()[:2] for t in (x.q, x.k, x.v, x.f, x.gate, x.beta))
+    conv_slot, conv_channel, conv_tap = x.conv_state.stride()
+    values = PARAMS.set(
+        q_at=q_at, k_at=k_at, v_at=v_at, f_at=f_at, gate_at=gate_at, beta_at=beta_at,
+        slots_at=index_values(x.state_indices), accepted_at=index_values(x.num_accepted),
+        group_inverse=-(-(2**32) // (HV // H)), conv_slot_stride=conv_slot, conv_channel_stride=conv_channel,
+        conv_tap_stride=conv_tap, slot_stride=state[0] // piece, head_stride=state[1] // piece, slot_count=slot_count,
+        sequences=B, tokens=T, qk_channels=H * K, gate_activation=GATE_CODES[x.gate_activation],
+        beta_activation=BETA_CODES[x.beta_activation], lower_bound=x.lower_bound, scale=x.scale, norm_eps=x.norm_eps,
     )  # fmt: skip
     read = [(slot_count, state[0], piece), (HV, state[1], piece)]
     for t, weight in factors:
         if weight is not None:
             read += [(B, t.stride(0), LINE), (T, t.stride(1), LINE)]
     aligned = all(stride % line == 0 for size, stride, line in read if size > 1)
-    grid, can_overlap = (HV, min(B, MOST_ROWS), -(-B // MOST_ROWS)), machine.properties(device).capability >= OVERLAPS
-    return Plan(machine, variant, device, grid, can_overlap, rest, aligned)
+    kernel = machine.load(SOURCE, "kda_layer_step", variant.defines, device)
+    grid = HV, min(B, MOST_ROWS), -(-B // MOST_ROWS)
+    launch = Launch(kernel, grid, 32 * variant.warps, variant.group, variant.shared_bytes(T))
+    overlapped = launch._replace(overlap=machine.properties(device).capability >= OVERLAPS)
+    return Plan(launch, overlapped, values, aligned)
