@@ -6,7 +6,6 @@ chunks, buffered decoding (ReplaySSM).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,136 +21,145 @@ from kda_layers.kernels.kda.contract import CHUNK, NO_SLOT
 REPLAY = "d", "k", "g", "write_pos"  # what SGLang needs to buffer the updates of states, which are not bounded then
 
 
-def _served(method: Callable[..., Any]) -> Callable[..., Any]:
-    return announced(method, partial(logger.info, "kda_layers serves %s of KDA layers", method.__name__))
+_told: set[tuple[type[Any], str, str]] = set()
+
+
+def _leave(kernel: object, method: str, reason: str) -> None:
+    """Say once for each class that SGLang's own method serves."""
+    if (told := (type(kernel), method, reason)) not in _told:
+        _told.add(told)
+        logger.warning("SGLang's own kernel serves %s, not kda_layers: %s", method, reason)
+
+
+class KDALayersKernel:
+    """Our methods, before those of SGLang's class in the order of resolution.
+
+    States [slots, HV, V, K] are updated in place; slot -1 is padding.
+    """
+
+    supports_packed_decode_safe_gate = True
+
+    def extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        ssm_states: Tensor,
+        cache_indices: Tensor,
+        query_start_loc: Tensor,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        lower_bound: float | None = None,
+        beta_is_raw: bool = False,
+        return_intermediate_states: bool = False,
+        track_state: Tensor | None = None,
+        track_chunk_idx: Tensor | None = None,
+        track_ssm_h_src: Tensor | None = None,
+        chunk_indices: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        """Return o [1, T, HV, V], and with return_intermediate_states None beside it.
+
+        Args:
+            track_state: [N, HV, V, K], gets the state before chunk track_chunk_idx[n] unless that is negative.
+            track_ssm_h_src: the states between chunks that the caller reads if there is no track_state; none of
+                them if all boundaries are ends of sequences, whose states are in the pool.
+            chunk_indices: given by a captured prefill, whose offsets may end before its tokens.
+        """
+        if return_intermediate_states and track_state is None and (track_ssm_h_src is None or len(track_ssm_h_src)):
+            _leave(
+                type(self),
+                "extend",
+                "states between all chunks are asked for, and not one of each sequence (track_state)",
+            )
+            return super().extend(  # type: ignore[misc]
+                q, k, v, g, beta, ssm_states=ssm_states, cache_indices=cache_indices,
+                query_start_loc=query_start_loc, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+                beta_is_raw=beta_is_raw, return_intermediate_states=True, chunk_indices=chunk_indices, **others,
+            )  # fmt: skip
+        activation: dict[str, Any] = dict(gate_activation="log_decay")
+        if A_log is not None:
+            activation = calls.gate(A_log, dt_bias, lower_bound, q.shape[3])
+        at = None
+        if track_state is not None and track_chunk_idx is not None:
+            at = torch.where(track_chunk_idx < 0, NO_SLOT, track_chunk_idx * CHUNK)
+        if chunk_indices is not None:  # one more sequence, without a slot, for the tokens of padding
+            query_start_loc = pad(query_start_loc, (0, 1), value=q.shape[1])
+            cache_indices = pad(cache_indices, (0, 1), value=NO_SLOT)
+            at = None if at is None else pad(at, (0, 1), value=NO_SLOT)
+        found = calls.prefill(
+            q, k, v, g, beta, ssm_states, state_indices=cache_indices, checkpoint_at=at,
+            cu_seqlens=query_start_loc, beta_activation="sigmoid" if beta_is_raw else "given", **activation,
+        )  # fmt: skip
+        if track_state is not None and at is not None and found.checkpoints is not None:
+            N = track_state.shape[0]
+            track_state.copy_(torch.where((at[:N] < 0)[:, None, None, None], track_state, found.checkpoints[:N]))
+        return (found.o, None) if return_intermediate_states else found.o
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        ssm_states: Tensor,
+        cache_indices: Tensor,
+        query_start_loc: Tensor,
+        lower_bound: float | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Return o [1, N, HV, V] of one token of each sequence."""
+        options = calls.gate(A_log, dt_bias, lower_bound, q.shape[3])
+        return calls.step(q, k, v, a, b, ssm_states, cache_indices, query_start_loc, **options)
+
+    def packed_decode(
+        self,
+        mixed_qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        scale: float,
+        ssm_states: Tensor,
+        cache_indices: Tensor,
+        num_v_heads: int,
+        head_v_dim: int,
+        lower_bound: float | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """As `decode`, with q, k and v in one row [N, 2 H K + HV V]."""
+        if lower_bound is None and all(others.get(f"replayssm_{name}") is not None for name in REPLAY):
+            _leave(self, "packed_decode", "updates of states are buffered (ReplaySSM)")
+            return super().packed_decode(  # type: ignore[misc]
+                mixed_qkv, a, b, A_log=A_log, dt_bias=dt_bias, scale=scale, ssm_states=ssm_states,
+                cache_indices=cache_indices, num_v_heads=num_v_heads, head_v_dim=head_v_dim,
+                lower_bound=lower_bound, **others,
+            )  # fmt: skip
+        K, v_dim = ssm_states.shape[3], num_v_heads * head_v_dim
+        qk_dim = (mixed_qkv.shape[1] - v_dim) // 2
+        q, k, v = mixed_qkv.split([qk_dim, qk_dim, v_dim], -1)
+        q, k, v = (t.unflatten(-1, (-1, D))[None] for t, D in ((q, K), (k, K), (v, head_v_dim)))
+        options = calls.gate(A_log, dt_bias, lower_bound, K)
+        return calls.step(q, k, v, a, b, ssm_states, cache_indices, None, scale=scale, **options)
+
+    def target_verify(self, *args: Any, **options: Any) -> Any:
+        _leave(self, "target_verify", "it keeps the state after each drafted token apart from the pool")
+        return super().target_verify(*args, **options)  # type: ignore[misc]
 
 
 def kernel(stock: type[Any]) -> type[Any]:
     """Return a subclass of SGLang's kernel class with `extend`, `decode` and `packed_decode` by our operator."""
-    told: set[tuple[str, str]] = set()
-
-    def leave(method: str, reason: str) -> None:
-        if (method, reason) not in told:
-            told.add((method, reason))
-            logger.warning("SGLang's own kernel serves %s, not kda_layers: %s", method, reason)
-
-    class KDALayersKernel(stock):
-        """States [slots, HV, V, K] are updated in place; slot -1 is padding."""
-
-        supports_packed_decode_safe_gate = True
-
-        @_served
-        def extend(
-            self,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            g: Tensor,
-            beta: Tensor,
-            *,
-            ssm_states: Tensor,
-            cache_indices: Tensor,
-            query_start_loc: Tensor,
-            A_log: Tensor | None = None,
-            dt_bias: Tensor | None = None,
-            lower_bound: float | None = None,
-            beta_is_raw: bool = False,
-            return_intermediate_states: bool = False,
-            track_state: Tensor | None = None,
-            track_chunk_idx: Tensor | None = None,
-            track_ssm_h_src: Tensor | None = None,
-            chunk_indices: Tensor | None = None,
-            **others: Any,
-        ) -> Any:
-            """Return o [1, T, HV, V], and with return_intermediate_states None beside it.
-
-            Args:
-                track_state: [N, HV, V, K], gets the state before chunk track_chunk_idx[n] unless that is negative.
-                track_ssm_h_src: the states between chunks that the caller reads if there is no track_state; none of
-                    them if all boundaries are ends of sequences, whose states are in the pool.
-                chunk_indices: given by a captured prefill, whose offsets may end before its tokens.
-            """
-            if return_intermediate_states and track_state is None and (track_ssm_h_src is None or len(track_ssm_h_src)):
-                leave("extend", "states between all chunks are asked for, and not one of each sequence (track_state)")
-                return super().extend(
-                    q, k, v, g, beta, ssm_states=ssm_states, cache_indices=cache_indices,
-                    query_start_loc=query_start_loc, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-                    beta_is_raw=beta_is_raw, return_intermediate_states=True, chunk_indices=chunk_indices, **others,
-                )  # fmt: skip
-            activation: dict[str, Any] = dict(gate_activation="log_decay")
-            if A_log is not None:
-                activation = calls.gate(A_log, dt_bias, lower_bound, q.shape[3])
-            at = None
-            if track_state is not None and track_chunk_idx is not None:
-                at = torch.where(track_chunk_idx < 0, NO_SLOT, track_chunk_idx * CHUNK)
-            if chunk_indices is not None:  # one more sequence, without a slot, for the tokens of padding
-                query_start_loc = pad(query_start_loc, (0, 1), value=q.shape[1])
-                cache_indices = pad(cache_indices, (0, 1), value=NO_SLOT)
-                at = None if at is None else pad(at, (0, 1), value=NO_SLOT)
-            found = calls.prefill(
-                q, k, v, g, beta, ssm_states, state_indices=cache_indices, checkpoint_at=at,
-                cu_seqlens=query_start_loc, beta_activation="sigmoid" if beta_is_raw else "given", **activation,
-            )  # fmt: skip
-            if track_state is not None and at is not None and found.checkpoints is not None:
-                N = track_state.shape[0]
-                track_state.copy_(torch.where((at[:N] < 0)[:, None, None, None], track_state, found.checkpoints[:N]))
-            return (found.o, None) if return_intermediate_states else found.o
-
-        @_served
-        def decode(
-            self,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            a: Tensor,
-            b: Tensor,
-            *,
-            A_log: Tensor,
-            dt_bias: Tensor,
-            ssm_states: Tensor,
-            cache_indices: Tensor,
-            query_start_loc: Tensor,
-            lower_bound: float | None = None,
-            **others: Any,
-        ) -> Tensor:
-            """Return o [1, N, HV, V] of one token of each sequence."""
-            options = calls.gate(A_log, dt_bias, lower_bound, q.shape[3])
-            return calls.step(q, k, v, a, b, ssm_states, cache_indices, query_start_loc, **options)
-
-        @_served
-        def packed_decode(
-            self,
-            mixed_qkv: Tensor,
-            a: Tensor,
-            b: Tensor,
-            *,
-            A_log: Tensor,
-            dt_bias: Tensor,
-            scale: float,
-            ssm_states: Tensor,
-            cache_indices: Tensor,
-            num_v_heads: int,
-            head_v_dim: int,
-            lower_bound: float | None = None,
-            **others: Any,
-        ) -> Tensor:
-            """As `decode`, with q, k and v in one row [N, 2 H K + HV V]."""
-            if lower_bound is None and all(others.get(f"replayssm_{name}") is not None for name in REPLAY):
-                leave("packed_decode", "updates of states are buffered (ReplaySSM)")
-                return super().packed_decode(
-                    mixed_qkv, a, b, A_log=A_log, dt_bias=dt_bias, scale=scale, ssm_states=ssm_states,
-                    cache_indices=cache_indices, num_v_heads=num_v_heads, head_v_dim=head_v_dim,
-                    lower_bound=lower_bound, **others,
-                )  # fmt: skip
-            K, v_dim = ssm_states.shape[3], num_v_heads * head_v_dim
-            qk_dim = (mixed_qkv.shape[1] - v_dim) // 2
-            q, k, v = mixed_qkv.split([qk_dim, qk_dim, v_dim], -1)
-            q, k, v = (t.unflatten(-1, (-1, D))[None] for t, D in ((q, K), (k, K), (v, head_v_dim)))
-            options = calls.gate(A_log, dt_bias, lower_bound, K)
-            return calls.step(q, k, v, a, b, ssm_states, cache_indices, None, scale=scale, **options)
-
-        def target_verify(self, *args: Any, **options: Any) -> Any:
-            leave("target_verify", "it keeps the state after each drafted token apart from the pool")
-            return super().target_verify(*args, **options)
-
-    return KDALayersKernel
+    say = "kda_layers serves %s of KDA layers"
+    served = {
+        name: announced(getattr(KDALayersKernel, name), partial(logger.info, say, name))
+        for name in ("extend", "decode", "packed_decode")
+    }
+    return type(KDALayersKernel.__name__, (KDALayersKernel, stock), served)

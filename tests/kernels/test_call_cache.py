@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kda_layers import use_backend
 from kda_layers.kernels import call_cache
 from kda_layers.kernels.call_cache import CallCache
-from kda_layers.kernels.kda import op
+from kda_layers.kernels.kda import checks, op
 from kda_layers.kernels.kda.contract import KDA
 from kda_layers.testing.cases import Case, make_inputs
 from tests.kernels.cases import BF16, FP32
@@ -145,8 +145,8 @@ def run(**changes: Any) -> Any:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that were checked."""
     found: list[Any] = []
-    check = op.check_whole
-    monkeypatch.setattr(op, "check_whole", lambda x: (found.append(x), check(x)))
+    check = checks.check_whole
+    monkeypatch.setattr(checks, "check_whole", lambda x: (found.append(x), check(x)))
     KDA.clear_caches()
     return found
 

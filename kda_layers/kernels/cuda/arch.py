@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 KIB = 1024
-HAS_RUN, NEVER_RUN = 20, 5  # priorities of backends; flash-linear-attention's is 10, that of plain PyTorch 0
 OVERLAPS = 90  # compute capability times ten from which on a kernel can start before earlier ones have ended
 
 
@@ -47,14 +45,3 @@ def arch_for(capability: int) -> Arch:
         known = ", ".join(f"{a / 10}" for a in ARCHS)
         raise ValueError(f"compute capability must be one of {known}, got {capability / 10}")
     return ARCHS[capability]
-
-
-def priority_of(archs: Iterable[Arch]) -> int:
-    """Priority of the backend for `archs`: what has never run on one of them does not displace what has run there."""
-    return HAS_RUN if all(arch.run for arch in archs) else NEVER_RUN
-
-
-def caveat_of(archs: Iterable[Arch]) -> str:
-    """The `Backend.caveat` of the backend for `archs`."""
-    gpus = ", ".join(arch.gpus for arch in archs if not arch.run)
-    return f"its kernels are compiled for {gpus} and have never run there, so it ranks below 'fla'" if gpus else ""

@@ -11,18 +11,21 @@ import ctypes
 import functools
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from .. import torch_private
+from ..declarations import Backend, OneOf
 from . import build
-from .arch import arch_for
+from .arch import ARCHS, Arch, arch_for
 from .build import call, dotted
-from .machine import Dim, Properties
+from .machine import Dim, Machine, Properties
 
 OLDEST_DRIVER = (12, 4)  # the first that reports the sizes of a kernel's parameters
 CONFIGS = 1024  # launch configurations that are cached
+# Priorities: what has never run on a GPU does not displace what has. flash-linear-attention's is 10, plain PyTorch's 0.
+HAS_RUN, NEVER_RUN = 20, 5
 
 _loading = threading.Lock()
 _thread = threading.local()  # has_context is set once a thread has launched a kernel
@@ -101,6 +104,29 @@ class GPU:
         """
         with _loading:  # threads that start together compile and load a kernel once
             return _load(source, entry, frozenset(defines.items()), device.index)
+
+
+class OnArchs(Backend):
+    """Base class: our kernels on the GPUs of some compute capabilities. A subclass `serves` what is beside these."""
+
+    def __init__(self, name: str, archs: tuple[Arch, ...], machine: Machine, device: str = "cuda") -> None:
+        """Define the backend `name` of a machine whose tensors are on `device`."""
+        self.name, self.archs, self.machine = name, archs, machine
+        here = {"device": OneOf(device), "arch": OneOf(*(arch.capability for arch in archs), prefix="sm_")}
+        self.serves = {**here, **self.serves}
+        gpus = ", ".join(arch.gpus for arch in archs if not arch.run)
+        self.priority = NEVER_RUN if gpus else HAS_RUN
+        if gpus:
+            self.caveat = f"its kernels are compiled for {gpus} and have never run there, so it ranks below 'fla'"
+
+    @classmethod
+    def every(cls) -> tuple[Self, ...]:
+        """Return the backend of each family of GPUs."""
+        families = dict.fromkeys(arch.backend for arch in ARCHS.values())
+        return tuple(cls(name, tuple(a for a in ARCHS.values() if a.backend == name), GPU()) for name in families)
+
+    def problems(self) -> list[str]:
+        return self.machine.problems()
 
 
 @functools.cache

@@ -11,18 +11,7 @@ from torch import Tensor
 from ..checks import check_scale
 from ..operator import NoGradOperator, Operator, no_output
 from ..tracing import may_run_again, needs_gradients
-from .checks import (
-    check_decode,
-    check_prefill,
-    check_recompute,
-    check_segments,
-    check_state_dtype,
-    check_state_layout,
-    check_values,
-    check_whole,
-    from_kv,
-    gate_bound,
-)
+from . import checks
 from .contract import (
     KDA,
     DecodeInputs,
@@ -140,20 +129,20 @@ def kda(
 
     Source: Kimi Linear, arXiv 2510.26692, equation (1).
     """
-    kept, again, kv = check_recompute(recompute), may_run_again(), check_state_layout(state_layout)
+    kept, again, kv = checks.check_recompute(recompute), may_run_again(), checks.check_state_layout(state_layout)
     if kv and initial_state is not None:
-        initial_state = from_kv("initial_state", initial_state, in_place=state_indices is not None)
+        initial_state = checks.from_kv("initial_state", initial_state, in_place=state_indices is not None)
     x = Inputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
-        gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
+        gate_activation, checks.gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale), bool(final_state), checkpoint_every, 0.0 if again else kept,  # no backward reads it
-        check_segments(segments), bool(final_state),
+        checks.check_segments(segments), bool(final_state),
     )  # fmt: skip
     if not (state_indices is checkpoint_at is out is None):
         return _in_layout(_as_prefill(x, state_indices, checkpoint_at, out, state_dtype, backend), kv)
     cached = _cache.get(x, state_dtype, backend, again)
     computed, returned, needs_grad, name, *fused = cached or _prepare(x, state_dtype, backend, again)
-    check_values(x)
+    checks.check_values(x)
     if initial_state is not None and initial_state.dtype != computed:
         x = x._replace(initial_state=initial_state.to(computed))
     result = _kda(activate(x, fused), needs_grad, name, plain=cached is not None)
@@ -218,13 +207,13 @@ def kda_prefill(
     Raises:
         TypeError, ValueError: as `kda_step`.
     """
-    kv = check_state_layout(state_layout)
+    kv = checks.check_state_layout(state_layout)
     if kv and state is not None:
-        state = from_kv("state", state, in_place=True)
+        state = checks.from_kv("state", state, in_place=True)
     o: Any = out  # None until a new one is made
     x = PrefillInputs(
         q, k, v, g, beta, o, state, None, A_log, dt_bias, state_indices, checkpoint_at, cu_seqlens,
-        gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
+        gate_activation, checks.gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip
     return _in_layout(_prefill(x, backend), kv)
@@ -285,16 +274,16 @@ def kda_step(
         TypeError, ValueError: as `kda`, or the state cannot be written (it is expanded, or an inference tensor outside
             of torch.inference_mode()); the state is then unchanged.
     """
-    if check_state_layout(state_layout):
-        state = from_kv("state", state, in_place=True)
+    if checks.check_state_layout(state_layout):
+        state = checks.from_kv("state", state, in_place=True)
     x = DecodeInputs(
         q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, state_scale, out,
-        gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
+        gate_activation, checks.gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip
     cached = _step_cache.get(x, backend)
     name, *fused = cached or _prepare_step(x, backend)
-    check_values(x)
+    checks.check_values(x)
     x, plain = activate(x, fused), cached is not None
     if out is None:
         return _kda_step(x, name, plain)
@@ -304,8 +293,8 @@ def kda_step(
 
 def _prepare(x: Inputs, state_dtype: torch.dtype | None, backend: str | None, again: bool) -> tuple[Any, ...]:
     """Check `x`; return the dtypes of states as computed and returned, needs_grad, the backend and what it fuses."""
-    check_whole(x)
-    computed, returned = state_dtypes(x.q.dtype)[0], check_state_dtype(x, state_dtype)
+    checks.check_whole(x)
+    computed, returned = state_dtypes(x.q.dtype)[0], checks.check_state_dtype(x, state_dtype)
     needs_grad = needs_gradients(x)
     chosen = KDA.choose(backend, x.q.device, *Problem.fields_of(x, needs_grad))
     prepared = computed, returned, needs_grad, *chosen
@@ -332,7 +321,7 @@ def _as_prefill(
         )
     state = given.initial_state
     if slots is None:
-        check_whole(given)
+        checks.check_whole(given)
         N = given.q.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
         computed = state_dtypes(given.q.dtype)[0]
         if state is not None:
@@ -351,7 +340,7 @@ def _as_prefill(
         ),
         backend,
     )  # fmt: skip
-    returned, final = check_state_dtype(given, dtype), state if given.final_state else None
+    returned, final = checks.check_state_dtype(given, dtype), state if given.final_state else None
     return KDAOutput(o, *(None if t is None else t.to(returned) for t in (final, boundaries)))
 
 
@@ -359,7 +348,7 @@ def _prefill(x: PrefillInputs, backend: str | None) -> PrefillOutput:
     """`kda_prefill` of inputs that are not checked, with `x.o` None for a new tensor."""
     cached = _prefill_cache.get(x, backend)
     state_shape, computed, name, *fused = cached or _prepare_prefill(x, backend)
-    check_values(x)
+    checks.check_values(x)
     if x.o is None:
         x = x._replace(o=torch.empty_like(x.v, memory_format=torch.contiguous_format))
     if x.checkpoint_at is not None:
@@ -370,7 +359,7 @@ def _prefill(x: PrefillInputs, backend: str | None) -> PrefillOutput:
 
 def _prepare_prefill(x: PrefillInputs, backend: str | None) -> tuple[Any, ...]:
     """Check `x`; return the shape and dtype of checkpoints [N, HV, V, K], the backend and what it fuses."""
-    check_prefill(x)
+    checks.check_prefill(x)
     _refuse_gradients("kda_prefill", x)
     state_shape = x.sequences, *x.v.shape[2:], x.q.shape[3]
     chosen = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
@@ -379,7 +368,7 @@ def _prepare_prefill(x: PrefillInputs, backend: str | None) -> tuple[Any, ...]:
 
 def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
     """Check `x`; return the backend and what it fuses."""
-    check_decode(x)
+    checks.check_decode(x)
     _refuse_gradients("kda_step", x)
     chosen: tuple[Any, ...] = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
     return _step_cache.put(x, chosen, backend)

@@ -23,7 +23,6 @@ Prefix and suffix are computed in fp64: |P| <= 1, but tf32 would not do.
 
 from __future__ import annotations
 
-import functools
 import typing
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from ..kda.reference import activate
 from ..operator import Differentiable, NoGradOperator, Operator
 from ..tracing import may_run_again, needs_gradients
 from .pieces import TOKENS, cut_of, inputs_of
-from .shards import Shards, check_chain, check_contiguous
+from .shards import Shards, Wrapped, check_chain, check_contiguous
 
 HINTS: dict[str, Any] = typing.get_type_hints(Inputs)
 TENSORS = [(name, kind) for name, kind in HINTS.items() if kind in (Tensor, Tensor | None)]
@@ -264,15 +263,7 @@ def _wide(x: Any) -> torch.dtype:
     return state_dtypes(x.q.dtype)[0]
 
 
-class _Backends:
-    """The backends of `kda`, over ranks, by name."""
-
-    @functools.cache  # noqa: B019  (one object)
-    def backend(self, name: str) -> OverRanks:
-        return OverRanks(KDA.backend(name))
-
-
-_BACKENDS = _Backends()
+_BACKENDS = Wrapped(lambda name: OverRanks(KDA.backend(name)))
 _states_before: NoGradOperator[Any] = NoGradOperator(
     "states_before", LocalInputs, (), _BACKENDS, "states_before", states_before_like
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -177,6 +179,13 @@ def chain_pays(ranks: int, layers: int) -> bool:
     wait (ranks - 1) (F + R), once for all layers; to gather costs F + 2 R in every layer.
     """
     return 3 * (ranks - 1) <= 4 * layers
+
+
+class Wrapped:
+    """The backends of an operator over ranks, by the names of those that they wrap; as a `Registry`."""
+
+    def __init__(self, wrap: Callable[[str], Any]):
+        self.backend = functools.cache(wrap)
 
 
 def check_contiguous(shards: Shards) -> None:

@@ -7,7 +7,6 @@ that of the inputs they are.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from ..checks import accumulator_dtype
 from ..declarations import Backend
 from ..fused.short_conv import SHORT_CONV, Gradients, Inputs, Outputs, choose, given, short_convs, silu_slope, three
 from ..operator import Differentiable, NoGradOperator, Operator
-from .shards import Shards, check_chain, check_contiguous
+from .shards import Shards, Wrapped, check_chain, check_contiguous
 
 
 def short_convs_over_ranks(
@@ -184,31 +183,14 @@ class _Exchange(Backend):
         return halo.masked_fill(_Packed(x.cu_seqlens, shards, x.T, halo.shape[1]).of_others, 0)
 
 
-class _Only:
-    """A registry of one backend."""
-
-    exchange = _Exchange()
-
-    def backend(self, name: str) -> _Exchange:
-        return self.exchange
-
-
-class _Backends:
-    """The forms of the short convolution, over ranks, by name."""
-
-    @functools.cache  # noqa: B019  (one object)
-    def backend(self, name: str) -> _OverRanks:
-        return _OverRanks(name, SHORT_CONV.backend(name))
-
-
 _halo: NoGradOperator[_Ends] = NoGradOperator(
-    "short_convs_halo", _Ends, (), _Only(), "halo", lambda x: x.ends.new_empty(x.ends.shape)
+    "short_convs_halo", _Ends, (), Wrapped(lambda _: _Exchange()), "halo", lambda x: x.ends.new_empty(x.ends.shape)
 )
 _short_convs_over_ranks: Operator[_Inputs, Outputs] = Operator(
     "short_convs_over_ranks",
     _Inputs,
     Outputs,
     Gradients,
-    _Backends(),
+    Wrapped(lambda name: _OverRanks(name, SHORT_CONV.backend(name))),
     lambda x: Outputs(*three([t.new_empty(t.shape) for t in given(x)])),
 )

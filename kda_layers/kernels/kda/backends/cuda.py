@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ...cuda.arch import ARCHS, Arch, caveat_of, priority_of
-from ...cuda.gpu import GPU
+from ...cuda.gpu import OnArchs
 from ...cuda.machine import Machine
 from ...declarations import OneOf
 from ..activations import BETA_CODES, GATE_CODES
@@ -36,24 +35,18 @@ CHUNKED = (one_role, reverse_scan, gradients)  # kernels over whole sequences
 SPECIAL = (two_roles.variants, segments.variants, reverse_scan.variants_in_segments)  # of some calls
 
 
-class CudaBackend(Backend):
+class CudaBackend(OnArchs, Backend):
     """Our kernels on the GPUs of some compute capabilities."""
 
     features = ALL_FEATURES
     fused = frozenset(("gate", "beta", "qk_l2norm"))
 
-    def __init__(self, name: str, archs: tuple[Arch, ...], machine: Machine, device: str = "cuda") -> None:
-        """Define the backend `name` of a machine whose tensors are on `device`."""
-        self.name, self.archs, self.machine = name, archs, machine
-        self.priority, self.caveat = priority_of(archs), caveat_of(archs)
-        self.serves = {
-            "device": OneOf(device),
-            "arch": OneOf(*(arch.capability for arch in archs), prefix="sm_"),
-            "dtype": OneOf(*TYPES),
-            "widths": Widths(*WIDTHS),
-            "gate_activation": Names(*GATE_CODES),
-            "beta_activation": Names(*BETA_CODES),
-        }
+    serves = {  # noqa: RUF012
+        "dtype": OneOf(*TYPES),
+        "widths": Widths(*WIDTHS),
+        "gate_activation": Names(*GATE_CODES),
+        "beta_activation": Names(*BETA_CODES),
+    }
 
     def more_reasons(self, problem: Problem) -> list[str]:
         arch = next((a for a in self.archs if a.capability == problem.arch), None)
@@ -70,9 +63,6 @@ class CudaBackend(Backend):
             f"K is {problem.K}, needs {needed} bytes of shared memory, "
             f"a block of sm_{arch.capability} has {arch.shared_bytes}"
         ]
-
-    def problems(self) -> list[str]:
-        return self.machine.problems()
 
     def variants(self, arch: str) -> Iterable[tuple[str, Mapping[str, str | int]]]:
         mine = [a for a in self.archs if a.target == arch]
@@ -169,7 +159,4 @@ class CudaBackend(Backend):
         return Saved.nbytes(x) > x.recompute_above * self.machine.properties(x.q.device).memory_bytes
 
 
-BACKENDS = tuple(
-    CudaBackend(name, tuple(arch for arch in ARCHS.values() if arch.backend == name), GPU())
-    for name in dict.fromkeys(arch.backend for arch in ARCHS.values())
-)
+BACKENDS = CudaBackend.every()

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from ....checks import accumulator_dtype
-from ....cuda.arch import ARCHS, Arch, caveat_of, priority_of
-from ....cuda.gpu import GPU
-from ....cuda.machine import Machine
+from ....cuda.gpu import OnArchs
 from ....declarations import OneOf
 from ...activations import BETA_CODES, GATE_CODES, GIVEN
 from ...contract import NO_SLOT, DecodeInputs, Names, Widths
@@ -62,34 +60,25 @@ def convolve(x: Inputs) -> Tensor:
     return y
 
 
-class CudaBackend(Backend):
+class CudaBackend(OnArchs, Backend):
     """Our kernel on the GPUs of some compute capabilities: one launch for everything between a layer's projections."""
 
-    def __init__(self, name: str, archs: tuple[Arch, ...], machine: Machine, device: str = "cuda") -> None:
-        """Define the backend `name` of a machine whose tensors are on `device`."""
-        self.name, self.archs, self.machine = name, archs, machine
-        self.priority, self.caveat = priority_of(archs), caveat_of(archs)
-        self.serves = {
-            "device": OneOf(device),
-            "arch": OneOf(*(arch.capability for arch in archs), prefix="sm_"),
-            "dtype": OneOf(*layer_step.TYPES),
-            "state_dtype": OneOf(*layer_step.STATES),
-            "widths": Widths(*WIDTHS),
-            "tokens": OneOf(*range(1, layer_step.MOST_TOKENS + 1)),
-            "taps": OneOf(*layer_step.TAPS),
-            "decay_rank": OneOf(0, *layer_step.RANKS),
-            "gate_rank": OneOf(0, *layer_step.RANKS),
-            "gate_activation": Names(*GATE_CODES),
-            "beta_activation": Names(*(name for name in BETA_CODES if name != GIVEN)),
-        }
+    serves = {  # noqa: RUF012
+        "dtype": OneOf(*layer_step.TYPES),
+        "state_dtype": OneOf(*layer_step.STATES),
+        "widths": Widths(*WIDTHS),
+        "tokens": OneOf(*range(1, layer_step.MOST_TOKENS + 1)),
+        "taps": OneOf(*layer_step.TAPS),
+        "decay_rank": OneOf(0, *layer_step.RANKS),
+        "gate_rank": OneOf(0, *layer_step.RANKS),
+        "gate_activation": Names(*GATE_CODES),
+        "beta_activation": Names(*(name for name in BETA_CODES if name != GIVEN)),
+    }
 
     def more_reasons(self, problem: Problem) -> list[str]:
         clusters = all(arch.bulk_copies for arch in self.archs)
         most = layer_step.MOST_GROUP if clusters else 1
         return [] if problem.group <= most else [f"HV/H is {problem.group}, needs at most {most}: a cluster of CTAs"]
-
-    def problems(self) -> list[str]:
-        return self.machine.problems()
 
     def variants(self, arch: str) -> Iterable[tuple[str, Mapping[str, str | int]]]:
         if any(a.target == arch for a in self.archs):
@@ -99,10 +88,4 @@ class CudaBackend(Backend):
         return layer_step.layer_step(x, self.machine)
 
 
-BACKENDS = (
-    EagerBackend(),
-    *(
-        CudaBackend(name, tuple(arch for arch in ARCHS.values() if arch.backend == name), GPU())
-        for name in dict.fromkeys(arch.backend for arch in ARCHS.values())
-    ),
-)
+BACKENDS = (EagerBackend(), *CudaBackend.every())
