@@ -117,26 +117,19 @@ def conv_forward_kernel(
     n, begin, end = _sequence(Offsets, first, T, N, b, PACKED)
     x1, x2, x3 = _history(X, stride, State, n_stride, w_stride, first, begin, n, local, width, W, STATE, BLOCK_D)
     for t0 in range(first, tl.minimum(first + STRIP, T), ROWS):
-        r0 = _row(X, stride, t0, T, local, width)
-        r1 = _row(X, stride, t0 + 1, T, local, width)
-        r2 = _row(X, stride, t0 + 2, T, local, width)
-        r3 = _row(X, stride, t0 + 3, T, local, width)
+        r0, r1, r2, r3 = _rows(X, stride, t0, T, local, width)
         for i in tl.static_range(ROWS):
             t = t0 + i
             x = _pick(i, r0, r1, r2, r3)
-            if PACKED:
-                n, begin, end, x1, x2, x3 = _follow(
-                    X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
-                    W, STATE, BLOCK_D,
-                )  # fmt: skip
+            n, begin, end, x1, x2, x3 = _follow(
+                X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
+                W, PACKED, STATE, BLOCK_D,
+            )  # fmt: skip
             z = _convolved(x, x1, x2, x3, w0, w1, w2, w3, W)
             y = z / (1 + tl.exp(-z))
-            tl.store(
-                Y + tl.cast(t, tl.int64) * width, y.to(Y0.dtype.element_ty), mask=local < tl.where(t < T, width, 0)
-            )
-            x3 = x2
-            x2 = x1
-            x1 = x
+            some = tl.where(t < T, width, 0)
+            tl.store(Y + tl.cast(t, tl.int64) * width, y.to(Y0.dtype.element_ty), mask=local < some)
+            x1, x2, x3 = x, x1, x2
 
 
 @triton.jit
@@ -169,67 +162,42 @@ def conv_backward_kernel(
     n, begin, end = _sequence(Offsets, first, T, N, b, PACKED)
     x1, x2, x3 = _history(X, stride, State, n_stride, w_stride, first, begin, n, local, width, W, STATE, BLOCK_D)
     zeros = tl.zeros([BLOCK_D], tl.float32)
-    a1, a2, a3 = zeros, zeros, zeros
-    dw0, dw1, dw2, dw3 = zeros, zeros, zeros, zeros
+    a1, a2, a3, dw0, dw1, dw2, dw3 = zeros, zeros, zeros, zeros, zeros, zeros, zeros
     for t0 in range(first, first + STRIP, ROWS):
-        r0 = _row(X, stride, t0, T, local, width)
-        r1 = _row(X, stride, t0 + 1, T, local, width)
-        r2 = _row(X, stride, t0 + 2, T, local, width)
-        r3 = _row(X, stride, t0 + 3, T, local, width)
-        g0 = _row(DY, dy_stride, t0, T, local, width)
-        g1 = _row(DY, dy_stride, t0 + 1, T, local, width)
-        g2 = _row(DY, dy_stride, t0 + 2, T, local, width)
-        g3 = _row(DY, dy_stride, t0 + 3, T, local, width)
+        r0, r1, r2, r3 = _rows(X, stride, t0, T, local, width)
+        g0, g1, g2, g3 = _rows(DY, dy_stride, t0, T, local, width)
         for i in tl.static_range(ROWS):
             t = t0 + i
             x = _pick(i, r0, r1, r2, r3)
-            if PACKED:
-                n, begin, end, x1, x2, x3 = _follow(
-                    X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
-                    W, STATE, BLOCK_D,
-                )  # fmt: skip
-            z = _convolved(x, x1, x2, x3, w0, w1, w2, w3, W)
-            dz = _through_silu(z, _pick(i, g0, g1, g2, g3))
-            dw0 = tl.fma(dz, x, dw0)
-            dw1 = tl.fma(dz, x1, dw1)
-            dw2 = tl.fma(dz, x2, dw2)
-            dw3 = tl.fma(dz, x3, dw3)
+            n, begin, end, x1, x2, x3 = _follow(
+                X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
+                W, PACKED, STATE, BLOCK_D,
+            )  # fmt: skip
+            dz = _through_silu(_convolved(x, x1, x2, x3, w0, w1, w2, w3, W), _pick(i, g0, g1, g2, g3))
+            dw0, dw1 = tl.fma(dz, x, dw0), tl.fma(dz, x1, dw1)
+            dw2, dw3 = tl.fma(dz, x2, dw2), tl.fma(dz, x3, dw3)
             dx, a1, a2, a3 = _scattered(dz, a1, a2, a3, w0, w1, w2, w3, t - begin, W, PACKED)
             at = t - (W - 1)
-            tl.store(
-                DX + tl.cast(at, tl.int64) * width,
-                dx.to(DX0.dtype.element_ty),
-                mask=local < tl.where(at >= first, tl.where(at < last, width, 0), 0),
-            )
-            x3 = x2
-            x2 = x1
-            x1 = x
+            some = tl.where(at >= first, tl.where(at < last, width, 0), 0)
+            tl.store(DX + tl.cast(at, tl.int64) * width, dx.to(DX0.dtype.element_ty), mask=local < some)
+            x1, x2, x3 = x, x1, x2
     for i in tl.static_range(W - 1):
         t = first + STRIP + i
         x = _row(X, stride, t, T, local, width)
-        if PACKED:
-            n, begin, end, x1, x2, x3 = _follow(
-                X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
-                W, STATE, BLOCK_D,
-            )  # fmt: skip
+        n, begin, end, x1, x2, x3 = _follow(
+            X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
+            W, PACKED, STATE, BLOCK_D,
+        )  # fmt: skip
         z = _convolved(x, x1, x2, x3, w0, w1, w2, w3, W)
         dz = _through_silu(z, _row(DY, dy_stride, t, T, local, width))
         dx, a1, a2, a3 = _scattered(dz, a1, a2, a3, w0, w1, w2, w3, t - begin, W, PACKED)
         at = t - (W - 1)
-        tl.store(
-            DX + tl.cast(at, tl.int64) * width, dx.to(DX0.dtype.element_ty), mask=local < tl.where(at < last, width, 0)
-        )
-        x3 = x2
-        x2 = x1
-        x1 = x
+        some = tl.where(at < last, width, 0)
+        tl.store(DX + tl.cast(at, tl.int64) * width, dx.to(DX0.dtype.element_ty), mask=local < some)
+        x1, x2, x3 = x, x1, x2
     D = D0 + D1 + D2
     Partial += (tl.cast(b, tl.int64) * strips + strip) * W * D + channel
-    tl.store(Partial + (W - 1) * D, dw0, mask=inside)
-    tl.store(Partial + (W - 2) * D, dw1, mask=inside)
-    if W > 2:
-        tl.store(Partial + (W - 3) * D, dw2, mask=inside)
-    if W > 3:
-        tl.store(Partial + (W - 4) * D, dw3, mask=inside)
+    _store_taps(Partial, D, dw0, dw1, dw2, dw3, inside, W)
 
 
 @triton.jit
@@ -279,9 +247,28 @@ def _taps(Weight, channel, inside, W: tl.constexpr):
 
 
 @triton.jit
+def _store_taps(Partial, D, dw0, dw1, dw2, dw3, inside, W: tl.constexpr):
+    """Write the gradients of the taps of lags 0 to W - 1, each D elements before the one of the lag before."""
+    tl.store(Partial + (W - 1) * D, dw0, mask=inside)
+    tl.store(Partial + (W - 2) * D, dw1, mask=inside)
+    if W > 2:
+        tl.store(Partial + (W - 3) * D, dw2, mask=inside)
+    if W > 3:
+        tl.store(Partial + (W - 4) * D, dw3, mask=inside)
+
+
+@triton.jit
 def _row(X, stride, t, T, local, width):
     """Row t in fp32, zeros from T on."""
     return tl.load(X + t * stride, mask=local < tl.where(t < T, width, 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rows(X, stride, t, T, local, width):
+    """Rows t to t + 3."""
+    r0, r1 = _row(X, stride, t, T, local, width), _row(X, stride, t + 1, T, local, width)
+    r2, r3 = _row(X, stride, t + 2, T, local, width), _row(X, stride, t + 3, T, local, width)
+    return r0, r1, r2, r3
 
 
 @triton.jit
@@ -302,15 +289,16 @@ def _sequence(Offsets, t, T, N, b, PACKED: tl.constexpr):
 @triton.jit
 def _follow(
     X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
-    W: tl.constexpr, STATE: tl.constexpr, BLOCK_D: tl.constexpr,
+    W: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """(number, begin, end, last three inputs) of the sequence of token t, which may begin with t."""
-    if t >= end:
-        n = tl.minimum(n + 1, N - 1)
-        while (n < N - 1) & (tl.load(Offsets + n + 1) <= t):  # empty sequences
-            n += 1
-        begin, end = _bounds(Offsets, n, N)
-        x1, x2, x3 = _history(X, stride, State, n_stride, w_stride, t, begin, n, local, width, W, STATE, BLOCK_D)
+    """(number, begin, end, last three inputs) of the sequence of token t, which may begin with t if PACKED."""
+    if PACKED:  # noqa: SIM102  (a constant to Triton, and t is not)
+        if t >= end:
+            n = tl.minimum(n + 1, N - 1)
+            while (n < N - 1) & (tl.load(Offsets + n + 1) <= t):  # empty sequences
+                n += 1
+            begin, end = _bounds(Offsets, n, N)
+            x1, x2, x3 = _history(X, stride, State, n_stride, w_stride, t, begin, n, local, width, W, STATE, BLOCK_D)
     return n, begin, end, x1, x2, x3
 
 
