@@ -32,14 +32,12 @@ def check_prefill(x: PrefillInputs) -> None:
         if x.state is None:
             raise ValueError("state must be a pool of states with state_indices, got None")
         check_is_tensor("state", x.state)
-        _check_state("state", x.state, x.q, (*x.state.shape[:1], HV, V, K))
+        _check_state("state", x.state, x.q, (*x.state.shape[:1], HV, V, K), writes=True)
         if not x.state.shape[0]:
             raise ValueError("state must have at least 1 slot, got 0")
         _check_of_sequences("state_indices", x.state_indices, x.q, N)
     elif x.state is not None:
-        _check_state("state", x.state, x.q, (N, HV, V, K))
-    if x.state is not None and not torch.compiler.is_compiling():
-        check_writable("state", x.state)
+        _check_state("state", x.state, x.q, (N, HV, V, K), writes=True)
     if x.checkpoint_at is not None:
         _check_of_sequences("checkpoint_at", x.checkpoint_at, x.q, N)
     _check_out(x.o, x)
@@ -51,8 +49,6 @@ def _check_out(out: Any, x: DecodeInputs | PrefillInputs) -> None:
     check_tensor("out", out, tuple(x.v.shape), (x.v.dtype,), x.q)
     if not out.is_contiguous():
         raise ValueError(f"out must be contiguous, got strides {out.stride()}: pass torch.empty_like(v)")
-    if torch.compiler.is_compiling():
-        return
     check_writable("out", out)
     for name in ("q", "k", "v", "g", "beta") if is_plain(x) else ():
         if getattr(x, name).data_ptr() == out.data_ptr():
@@ -91,18 +87,14 @@ def check_slots(
     """
     N = shape[0]
     pooled = state_indices is not None and isinstance(state, Tensor) and state.ndim == 4
-    _check_state("state", state, q, (state.shape[0], *shape[1:]) if pooled else shape, more_dtypes)
-    if not torch.compiler.is_compiling():
-        check_writable("state", state)
+    _check_state("state", state, q, (state.shape[0], *shape[1:]) if pooled else shape, more_dtypes, writes=True)
     if state_indices is not None:
         check_index("state_indices", state_indices, q)
         given = tuple(state_indices.shape)
         if given[:1] != (N,) or not (len(given) == 1 or (len(given) == 2 and given[1] >= columns)):
             raise ValueError(f"state_indices must have shape [{N}] or [{N}, at least {columns}], got {list(given)}")
     if num_accepted is not None:
-        check_index("num_accepted", num_accepted, q)
-        if tuple(num_accepted.shape) != (N,):
-            raise ValueError(f"num_accepted must have shape ({N},), got {tuple(num_accepted.shape)}")
+        _check_of_sequences("num_accepted", num_accepted, q, N)
         if state_indices is None or state_indices.ndim != 2:
             raise ValueError("num_accepted needs state_indices of shape [N, T]: a slot for the state after each token")
 
@@ -123,8 +115,7 @@ def _check_state_scale(x: DecodeInputs) -> None:
         raise ValueError(
             f"state_scale must have contiguous rows [V], got strides {scale.stride()}; pass state_scale.contiguous()"
         )
-    if not torch.compiler.is_compiling():
-        check_writable("state_scale", scale)
+    check_writable("state_scale", scale)
 
 
 def _check_common(x: Inputs | DecodeInputs | PrefillInputs) -> tuple[int, int, int, int, int]:
@@ -305,8 +296,9 @@ def from_kv(name: str, state: Any, in_place: bool) -> Tensor:
 
 
 def _check_state(
-    name: str, state: Any, q: Tensor, shape: tuple[int, ...], more_dtypes: tuple[torch.dtype, ...] = ()
-) -> None:
+    name: str, state: Any, q: Tensor, shape: tuple[int, ...], more_dtypes: tuple[torch.dtype, ...] = (),
+    writes: bool = False,
+) -> None:  # fmt: skip
     check_is_tensor(name, state)
     if state.shape != shape:
         swapped = tuple(state.shape) == (*shape[:2], shape[3], shape[2])
@@ -323,10 +315,14 @@ def _check_state(
             f"{name} must have contiguous [V, K] matrices (strides {shape[3]}, 1), got strides {strides}; "
             "pass state.contiguous()"
         )
+    if writes:
+        check_writable(name, state)
 
 
 def check_writable(name: str, state: Tensor) -> None:
-    """Raise unless `state` can be updated in place, each of its elements on its own."""
+    """Raise unless `state` can be updated in place, each of its elements on its own; not while compiling."""
+    if torch.compiler.is_compiling():
+        return
     if state.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name} must not be an inference tensor outside of torch.inference_mode(), where torch refuses to write "

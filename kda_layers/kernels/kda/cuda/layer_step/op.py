@@ -146,8 +146,7 @@ def check(x: Inputs) -> None:
     check_slots(q, x.state, x.state_indices, x.num_accepted, (B, HV, V, K), T)
     if x.conv_state.shape[0] != x.state.shape[0]:
         raise ValueError(f"conv_state must have the {x.state.shape[0]} slots of state, got {x.conv_state.shape[0]}")
-    if not torch.compiler.is_compiling():
-        check_writable("conv_state", x.conv_state)
+    check_writable("conv_state", x.conv_state)
     for name in ("q", "k", "v", "f", "gate", "beta"):
         t = getattr(x, name)
         if t.stride(-1) != 1 or (t.ndim == 4 and t.shape[2] > 1 and t.stride(2) != t.shape[3]):
