@@ -25,7 +25,7 @@ HEAD_AXIS = {
     "d_q": 2, "d_k": 2, "d_v": 2, "d_g": 2, "d_beta": 2, "d_A_log": 0, "d_dt_bias": 0,
 }  # fmt: skip
 OF_QK_HEADS = ("d_q", "d_k")
-RECOMPUTE = {0.0: True, 1.0: False}  # the argument of `kda` for Inputs.recompute_above; a share is itself
+RECOMPUTE = {0.0: "always", 1.0: "never"}  # the argument of `kda` for Inputs.recompute_above; else a share of memory
 
 
 def error(got: Tensor, truth: Tensor) -> float:
@@ -85,8 +85,9 @@ def call(x: Inputs, backend: str) -> Any:
         *x[:5], A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens,
         gate_activation=x.gate_activation, lower_bound=x.lower_bound if x.gate_activation in BOUNDED_GATES else None,
         beta_activation=x.beta_activation, qk_l2norm=x.qk_l2norm, scale=x.scale, final_state=x.final_state,
-        checkpoint_every=x.checkpoint_every, recompute=RECOMPUTE.get(x.recompute_above, x.recompute_above),
-        segments=x.segments, backend=backend,
+        checkpoint_every=x.checkpoint_every, recompute=RECOMPUTE.get(x.recompute_above, "auto"),
+        memory_share=None if x.recompute_above in RECOMPUTE else x.recompute_above, segments=x.segments,
+        backend=backend,
     )  # fmt: skip
 
 

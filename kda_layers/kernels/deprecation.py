@@ -45,3 +45,16 @@ def new_keywords(function: str, old: Mapping[str, Any]) -> dict[str, Any]:
     for name in old:
         warn_deprecated(f"{name} of {function}", names[name])
     return {names[name]: value for name, value in old.items()}
+
+
+def recompute_words(recompute: Any, memory_share: float | None, warn: bool = True) -> tuple[Any, float | None]:
+    """Return both arguments of `kda` for a `recompute` of version 0.1 (True, False or a share), others as they are."""
+    if isinstance(recompute, bool):
+        word, share, new = ("always", "never")[not recompute], memory_share, "recompute='always' or 'never'"
+    elif isinstance(recompute, float) and memory_share is None:
+        word, share, new = "auto", recompute, f"memory_share={recompute}"
+    else:
+        return recompute, memory_share
+    if warn:
+        warn_deprecated(f"recompute={recompute}", new)
+    return word, share

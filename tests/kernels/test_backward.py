@@ -202,12 +202,12 @@ def test_recompute_changes_no_bit(
     x = make_inputs(for_training(case, backend, device), device)
     chosen = serve(backend, problem_of(x, needs_grad=True), required_backends)
     d_out, results = output_gradients(x), []
-    for recompute in (False, True, "auto", 0.5):
+    for recompute, share in (("never", None), ("always", None), ("auto", None), ("auto", 0.5)):
 
-        def forward(x: Inputs, recompute: bool | float | str = recompute) -> KDAOutput:
+        def forward(x: Inputs, recompute: str = recompute, share: float | None = share) -> KDAOutput:
             return kda(
                 *x[:5], **options(x), initial_state=x.initial_state, final_state=True, backend=backend,
-                checkpoint_every=x.checkpoint_every, recompute=recompute,
+                checkpoint_every=x.checkpoint_every, recompute=recompute, memory_share=share,
             )  # fmt: skip
 
         with poisoned_memory():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import json
 import math
 import pickle
 from collections.abc import Callable
@@ -39,8 +40,23 @@ from tests.kernels.emulated_backends import EMULATED, registered
 from tests.modeling.models import STOCK, TINY, ids, stock
 from tests.modeling.stock_models import build, every_family, swapped_layers_of
 
-GIVEN = {True: 0.0, False: 1.0, 0.25: 0.25, "auto": 0.01}  # and what the operator gets for one layer
-every_setting = pytest.mark.parametrize("recompute", GIVEN, ids=repr)
+# recompute and memory_share, and what the operator gets for one layer.
+GIVEN = {("always", None): 0.0, ("never", None): 1.0, ("auto", 0.25): 0.25, ("auto", None): 0.01}
+OLD: dict[Any, tuple[str, float | None]] = {True: ("always", None), False: ("never", None), 0.25: ("auto", 0.25)}
+every_setting = pytest.mark.parametrize("setting", GIVEN, ids=str)
+every_old_value = pytest.mark.parametrize("old", OLD, ids=repr)
+OLD_VALUE = r"^recompute=.* is deprecated: use (recompute|memory_share)="
+old_value = partial(pytest.warns, DeprecationWarning, match=OLD_VALUE)
+
+
+def fields(setting: tuple[str, float | None]) -> dict[str, Any]:
+    return dict(linear_recompute=setting[0], linear_memory_share=setting[1])
+
+
+def arguments(setting: tuple[str, float | None]) -> dict[str, Any]:
+    return dict(recompute=setting[0], memory_share=setting[1])
+
+
 every_softmax_family = pytest.mark.parametrize("family", [name for name in STOCK if name != "windows"])
 
 
@@ -93,87 +109,128 @@ COPIES: dict[str, Callable[[torch.nn.Module], Any]] = {
 
 
 @every_setting
-def test_a_layer(recompute: Any, calls: list[Inputs]) -> None:
-    layer = KimiDeltaAttention(16, 2, 8, recompute=recompute)
+def test_a_layer(setting: tuple[str, float | None], calls: list[Inputs]) -> None:
+    layer = KimiDeltaAttention(16, 2, 8, **arguments(setting))
     for each in (layer, *(make(layer) for make in COPIES.values())):
         calls.clear()
         each(torch.randn(1, 5, 16))
-        assert [x.recompute_above for x in calls] == [GIVEN[recompute]]
-    assert f"recompute={recompute}" in repr(layer)
+        assert [x.recompute_above for x in calls] == [GIVEN[setting]]
+    assert f"recompute={setting[0]}, memory_share={setting[1]}" in repr(layer)
 
 
 @every_setting
-def test_a_configuration(recompute: Any, calls: list[Inputs], tmp_path: Path) -> None:
+def test_a_configuration(setting: tuple[str, float | None], calls: list[Inputs], tmp_path: Path) -> None:
     """Also of a copy, a saved and a loaded one; the hybrid has a softmax layer."""
-    model = kda_lm(linear_recompute=recompute, full_attention_interval=2)
+    model = kda_lm(**fields(setting), full_attention_interval=2)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.config.linear_recompute == recompute
-    assert type(loaded.config.linear_recompute) is type(recompute)
+    assert (loaded.config.linear_recompute, loaded.config.linear_memory_share) == setting
     for each in (model, loaded, *(make(model) for make in COPIES.values())):
-        assert shares(each, calls) == [GIVEN[recompute]]
-    other = AutoModelForCausalLM.from_pretrained(tmp_path, linear_recompute=True)
+        assert shares(each, calls) == [GIVEN[setting]]
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, linear_recompute="always", linear_memory_share=None)
     assert shares(other, calls) == [0.0]
 
 
 @every_setting
 @every_softmax_family
-def test_a_converted_model(family: str, recompute: Any, calls: list[Inputs], tmp_path: Path) -> None:
-    original = stock(family, FP32)
-    model = convert_attention(original, [0], recompute=recompute)
+def test_a_converted_model(family: str, setting: tuple[str, float | None], calls: list[Inputs], tmp_path: Path) -> None:
+    model = convert_attention(stock(family, FP32), [0], **fields(setting))
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    by_field = convert_attention(original, [0], linear_recompute=recompute)
-    for each in (model, loaded, by_field):
-        assert each.config.linear_recompute == recompute
-        assert shares(each, calls) == [GIVEN[recompute]]
+    for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert (each.config.linear_recompute, each.config.linear_memory_share) == setting
+        assert shares(each, calls) == [GIVEN[setting]]
 
 
 @every_setting
 @every_family
-def test_a_model_changed_in_place(family: str, recompute: Any, calls: list[Inputs]) -> None:
+def test_a_model_changed_in_place(family: str, setting: tuple[str, float | None], calls: list[Inputs]) -> None:
     model = build(family, dense=True)
-    paths = swap_attention(model, recompute=recompute)
-    assert shares(model, calls) == [GIVEN[recompute]] * len(paths)
+    paths = swap_attention(model, **arguments(setting))
+    assert shares(model, calls) == [GIVEN[setting]] * len(paths)
     for make in COPIES.values():
-        assert shares(make(model), calls) == [GIVEN[recompute]] * len(paths)
+        assert shares(make(model), calls) == [GIVEN[setting]] * len(paths)
     restore_attention(model)
-    swap_attention(model, recompute=True)
+    swap_attention(model, recompute="always")
     assert shares(model, calls) == [0.0] * len(paths)
 
 
-def test_a_loaded_stock_model(calls: list[Inputs], tmp_path: Path) -> None:
+@every_setting
+def test_a_loaded_stock_model(setting: tuple[str, float | None], calls: list[Inputs], tmp_path: Path) -> None:
     build("kimi_linear", dense=True).save_pretrained(tmp_path)
-    model = kda_layers.load_pretrained(tmp_path, recompute=False)
-    assert shares(model, calls) == [1.0] * 2
+    model = kda_layers.load_pretrained(tmp_path, **arguments(setting))
+    assert set(shares(model, calls)) == {GIVEN[setting] if setting != ("auto", None) else 0.01}
 
 
 def test_each_layer_of_a_model_changed_in_place_has_its_own(calls: list[Inputs]) -> None:
     model = build("kimi_linear", dense=True)
-    swap_attention(model, [0], recompute=True)
-    swap_attention(model, [2], recompute=0.5)
+    swap_attention(model, [0], recompute="always")
+    swap_attention(model, [2], memory_share=0.5)
     assert shares(model, calls) == [0.0, 0.5]
 
 
+# ---------------------------------------------------------------- values of version 0.1
+
+
+@every_old_value
+def test_old_values_that_a_user_types_warn(old: Any, calls: list[Inputs]) -> None:
+    want = GIVEN[OLD[old]]
+    with old_value():
+        layer = KimiDeltaAttention(16, 2, 8, recompute=old)
+    layer(torch.randn(1, 5, 16))
+    x = [torch.randn(1, 3, 2, 16).requires_grad_() for _ in range(4)]
+    with old_value():
+        kda_layers.kda(*x, torch.randn(1, 3, 2), recompute=old)
+    assert [x.recompute_above for x in calls] == [want, want]
+    with old_value():
+        model = kda_lm(linear_recompute=old)
+    assert (model.config.linear_recompute, model.config.linear_memory_share) == OLD[old]
+    swapped = build("kimi_linear", dense=True)
+    with old_value():
+        swap_attention(swapped, recompute=old)
+    for each in (model, swapped):
+        assert set(shares(each, calls)) == {want}
+
+
+@every_old_value
+def test_old_values_of_a_saved_configuration_are_read_silently_and_not_written(
+    old: Any, calls: list[Inputs], tmp_path: Path
+) -> None:
+    kda_lm().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    saved = json.loads(path.read_text())
+    del saved["linear_memory_share"]
+    path.write_text(json.dumps(saved | {"linear_recompute": old}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert set(shares(model, calls)) == {GIVEN[OLD[old]]}
+    with old_value():
+        by_keyword = AutoModelForCausalLM.from_pretrained(tmp_path, linear_recompute=old, linear_memory_share=None)
+    for each in (model, by_keyword):
+        each.save_pretrained(tmp_path / "again")
+        written = json.loads((tmp_path / "again" / "config.json").read_text())
+        assert (written["linear_recompute"], written["linear_memory_share"]) == OLD[old]
+
+
 def test_refused_settings() -> None:
-    message = "recompute must be True, False, 'auto' or a float between 0 and 1 .* got"
-    for bad in ("yes", 1, 2.0, None):
+    message = "recompute must be 'auto', 'always' or 'never', got"
+    for bad in ("yes", 1, None):
         with pytest.raises(ValueError, match=f"^{message} {bad!r}"):
             KimiDeltaAttention(16, 2, 8, recompute=bad)  # type: ignore[arg-type]
-        for model, call in ((build("kimi_linear"), swap_attention), (stock("llama", FP32), convert_attention)):
-            with pytest.raises(ValueError, match=f"^{message} {bad!r}"):
-                call(model, [0], recompute=bad)  # type: ignore[arg-type]
-    for bad in ("yes", 2.0, 0.0):
-        with pytest.raises(StrictDataclassError, match=f"linear_{message} {bad!r}"):
-            KDAConfig(linear_recompute=bad)
+        with pytest.raises(ValueError, match=f"^{message} {bad!r}"):
+            swap_attention(build("kimi_linear"), [0], recompute=bad)  # type: ignore[arg-type]
+    with pytest.raises(StrictDataclassError, match=f"linear_{message} 'yes'"):
+        KDAConfig(linear_recompute="yes")
     with pytest.raises(StrictDataclassError, match="linear_recompute"):
-        KDAConfig(linear_recompute=1)
+        KDAConfig(linear_recompute=1)  # type: ignore[arg-type]
+    for bad in (2.0, 0.0):
+        with pytest.raises(StrictDataclassError, match=f"linear_memory_share must be a float between 0 and 1.*{bad}"):
+            KDAConfig(linear_memory_share=bad)
+    with pytest.raises(ValueError, match=r"memory_share must be None with recompute='never', got 0\.5"):
+        KimiDeltaAttention(16, 2, 8, recompute="never", memory_share=0.5)
     with pytest.raises(TypeError, match=r"no field recompute \(use linear_recompute\)"):
-        KDAConfig(recompute=True)
-    with pytest.raises(TypeError, match=r"recompute must be 'auto' with linear_recompute, .* got True and False"):
-        convert_attention(stock("llama", FP32), [0], recompute=True, linear_recompute=False)
-    with pytest.raises(ValueError, match=r"recompute must be 'auto' for a DogeForCausalLM, .* got True"):
-        swap_attention(build("doge"), recompute=True)
+        KDAConfig(recompute="always")
+    for given in (dict(recompute="always"), dict(memory_share=0.5)):
+        with pytest.raises(ValueError, match=r"recompute must be 'auto' and memory_share None for a DogeForCausalLM"):
+            swap_attention(build("doge"), **given)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- "auto" of several layers
@@ -250,7 +307,7 @@ def test_checkpointed_layers_of_our_models_share_with_none(calls: list[Inputs]) 
     assert shares(model.eval(), calls) == [0.1 / 20] * 20
     model.train().gradient_checkpointing_disable()
     assert shares(model, calls) == [0.1 / 20] * 20
-    set_by_user = kda_lm(num_hidden_layers=20, linear_recompute=True)
+    set_by_user = kda_lm(num_hidden_layers=20, linear_recompute="always")
     set_by_user.gradient_checkpointing_enable()
     assert shares(set_by_user, calls) == [0.0] * 20
 
@@ -269,9 +326,9 @@ def test_layers_left_out_of_checkpointing_share(calls: list[Inputs]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiles
-@pytest.mark.parametrize("recompute", [0.25, "auto"], ids=repr)
-def test_compiled_models_see_a_constant(recompute: Any, counter: CompileCounterWithBackend) -> None:
-    model = kda_lm(num_hidden_layers=1, linear_recompute=recompute)
+@pytest.mark.parametrize("share", [0.25, None])
+def test_compiled_models_see_a_constant(share: float | None, counter: CompileCounterWithBackend) -> None:
+    model = kda_lm(num_hidden_layers=1, linear_memory_share=share)
     model.model.layers[0].self_attn.layers_in_model = 48  # one of them is traced sooner
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
     for tokens in (70, 33):
@@ -289,7 +346,7 @@ def test_gradients_have_the_same_bits() -> None:
     results: list[dict[str, Tensor]] = []
     held: list[int] = []
     with registered(backend):
-        for recompute in (False, True):
+        for recompute in ("never", "always"):
             layer.recompute = recompute
             layer.zero_grad()
             leaf = x.clone().requires_grad_()

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import torch_private
 from ..checks import DTYPES, DtypeError, check_index, check_is_tensor, check_offsets, check_tensor, dtype_names
 from ..declarations import one_of
+from ..deprecation import recompute_words
 from ..tracing import is_plain
 from .activations import BETA_ACTIVATIONS, GATE_ACTIVATIONS, GATES, GIVEN, LOG_DECAY, MIN_LOWER_BOUND
 from .contract import CHUNK, MOST_SAVED, SEGMENTS, DecodeInputs, Inputs, PrefillInputs, state_dtype, state_dtypes
@@ -216,18 +217,21 @@ def gate_bound(gate_activation: str, lower_bound: Any) -> float:
     return check_lower_bound(gate_activation, lower_bound)
 
 
-def check_recompute(recompute: Any) -> float:
-    """Check `recompute`; return the share of the device's memory above which the backward runs the forward again."""
-    if isinstance(recompute, bool):
-        return 0.0 if recompute else 1.0
-    if isinstance(recompute, str) and recompute == "auto":
-        return _most_saved()
-    if not isinstance(recompute, float) or not 0 < recompute < 1:
+def check_recompute(recompute: Any, memory_share: Any = None) -> float:
+    """Check both; return the share of the device's memory above which the backward runs the forward again."""
+    if not isinstance(recompute, str):
+        recompute, memory_share = recompute_words(recompute, memory_share)
+    if not isinstance(recompute, str) or recompute not in ("auto", "always", "never"):
+        raise ValueError(f"recompute must be 'auto', 'always' or 'never', got {recompute!r}")
+    if memory_share is None:
+        return _most_saved() if recompute == "auto" else float(recompute == "never")
+    if recompute != "auto":
+        raise ValueError(f"memory_share must be None with recompute={recompute!r}, got {memory_share!r}")
+    if not isinstance(memory_share, float) or not 0 < memory_share < 1:
         raise ValueError(
-            f"recompute must be True, False, 'auto' or a float between 0 and 1 (a share of the device's memory), "
-            f"got {recompute!r}"
+            f"memory_share must be a float between 0 and 1, a share of the device's memory, got {memory_share!r}"
         )
-    return float(recompute)
+    return memory_share
 
 
 def check_segments(segments: Any) -> str:

@@ -58,7 +58,8 @@ def kda(
     final_state: bool = False,
     checkpoint_every: int = 0,
     state_dtype: torch.dtype | None = None,
-    recompute: bool | float | str = "auto",
+    recompute: str = "auto",
+    memory_share: float | None = None,
     segments: str = "auto",
     state_layout: str = "vk",
     backend: str | None = None,
@@ -97,9 +98,10 @@ def kda(
         checkpoint_every: 0, or 64 to also return the state at every 64-token boundary of each sequence.
         state_dtype: dtype of the returned states, one that initial_state may have; if None, initial_state's, or fp32
             (fp64) without one. States are computed in fp32 (fp64) and rounded once.
-        recompute: True: keep only the inputs for the backward, which runs the forward again; False: also keep what the
-            forward computed; a float between 0 and 1: keep that while it is at most this share of the device's memory;
-            'auto': 0.01. Only our CUDA backends read it.
+        recompute: 'always': keep only the inputs for the backward, which runs the forward again; 'never': also keep
+            what the forward computed; 'auto': keep that while it is at most `memory_share` of the device's memory. Only
+            our CUDA backends read it.
+        memory_share: between 0 and 1, with recompute='auto' only; 0.01 if None.
         segments: 'never', 'always' or 'auto': whether a long sequence of few heads is cut into segments that a GPU
             computes at once, exactly for any decays; outputs differ by rounding from those of the sequence in one
             piece. Where it is cut depends on its own length and HV alone, so that it has the same bits in any batch.
@@ -129,7 +131,8 @@ def kda(
 
     Source: Kimi Linear, arXiv 2510.26692, equation (1).
     """
-    kept, again, kv = checks.check_recompute(recompute), may_run_again(), checks.check_state_layout(state_layout)
+    kept, kv = checks.check_recompute(recompute, memory_share), checks.check_state_layout(state_layout)
+    again = may_run_again()
     if kv and initial_state is not None:
         initial_state = checks.from_kv("initial_state", initial_state, in_place=state_indices is not None)
     x = Inputs(

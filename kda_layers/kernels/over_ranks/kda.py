@@ -69,7 +69,8 @@ def kda_over_ranks(
     qk_l2norm: bool = True,
     scale: float | None = None,
     final_state: bool = False,
-    recompute: bool | float | str = "auto",
+    recompute: str = "auto",
+    memory_share: float | None = None,
     backend: str | None = None,
 ) -> KDAOutput:
     """Run `kda` over sequences that are cut over the ranks of a process group; every rank passes its own tokens.
@@ -84,8 +85,8 @@ def kda_over_ranks(
         initial_state: [B, HV, V, K], the state before the full sequence, the same on all ranks; None for zero.
         cu_seqlens: [N + 1] offsets of the sequences packed along the tokens of all ranks (then B = 1), the same on all
             ranks. Only with contiguous shards, and without states.
-        A_log, dt_bias, gate_activation, lower_bound, beta_activation, qk_l2norm, scale, recompute, backend: as in
-            `kda`.
+        A_log, dt_bias, gate_activation, lower_bound, beta_activation, qk_l2norm, scale, recompute, memory_share,
+            backend: as in `kda`.
         final_state: also return the state after the full sequence, on all ranks.
 
     Returns:
@@ -97,7 +98,7 @@ def kda_over_ranks(
     """
     if not isinstance(shards, Shards):
         raise TypeError(f"shards must be a Shards, such as Shards.contiguous(group), got {type(shards).__name__}")
-    kept = check_recompute(recompute)
+    kept = check_recompute(recompute, memory_share)
     x = LocalInputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),

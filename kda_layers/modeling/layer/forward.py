@@ -112,7 +112,8 @@ class KDAForward:
 
     merged_weights: MergedWeights  # q, k, v, log-decay, output gate, beta
     factors: MergedWeights  # the second factors of log-decay and output gate, if both have one
-    recompute: bool | float | str = "auto"  # as in `kda`
+    recompute: str = "auto"  # as in `kda`
+    memory_share: float | None = None
     layers_in_model: int = 1  # KDA layers that keep their share at the same time
     gradient_checkpointing: bool  # of a layer in a model; transformers sets it
 
@@ -125,13 +126,13 @@ class KDAForward:
         """Return `merged_weights` and `factors` of a new layer, by name."""
         return dict(merged_weights=MergedWeights(ALIGNED), factors=MergedWeights())
 
-    def operator_recompute(self) -> bool | float | str:
-        """Return the `recompute` of one call of the operator."""
-        if not isinstance(self.recompute, str) or self.layers_in_model == 1:
-            return self.recompute
-        if self.gradient_checkpointing and self.training:
-            return self.recompute
-        return min(MOST_SAVED, MOST_KEPT / self.layers_in_model)
+    def operator_recompute(self) -> dict[str, Any]:
+        """Return `recompute` and `memory_share` of one call of the operator."""
+        share = self.memory_share
+        shares = self.layers_in_model > 1 and not (self.gradient_checkpointing and self.training)
+        if self.recompute == "auto" and share is None and shares:
+            share = min(MOST_SAVED, MOST_KEPT / self.layers_in_model)
+        return dict(recompute=self.recompute, memory_share=share)
 
     @loads_weights_of(*READ_HERE)
     def compute(
@@ -183,7 +184,7 @@ class KDAForward:
         options = dict(cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **self.kda_options)
         inputs, recompute = (q, k, v, g, beta), self.operator_recompute()
         if shards is not None:
-            o = kda_over_ranks(*inputs, shards, recompute=recompute, **options).o
+            o = kda_over_ranks(*inputs, shards, **recompute | options).o
         elif state.recording:
             o = state.attend_and_record(inputs, options, recompute, torch.cat(qkv, -1), taps.shape[-1], mask)
         else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.deprecation import recompute_words
 from ...kernels.kda.checks import check_lower_bound, check_recompute
 from ...kernels.over_ranks.shards import Shards
 from ..checks import as_int, as_rank, check_epsilon, check_no_unknown, check_rate, reads_old_keywords
@@ -45,13 +46,13 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         output_gate_bias: True for an output gate with a bias, as in flash-linear-attention.
         layer_idx: index of this layer in a cache; needed only to use one.
         backend: name of a kernel backend; None chooses (see `kda_layers.explain`).
-        recompute: as in `kda_layers.kda`; "auto" in a model depends on its number of KDA layers.
+        recompute, memory_share: as in `kda_layers.kda`; "auto" in a model depends on its number of KDA layers.
 
     Raises:
         TypeError: an unknown keyword; a size, a rank or layer_idx that is not an integer; rms_norm_eps or lower_bound
             that is not a number.
         ValueError: num_value_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound or
-            recompute; a negative rms_norm_eps or rank; "softplus" without a learned rate.
+            recompute or memory_share; a negative rms_norm_eps or rank; "softplus" without a learned rate.
     """
 
     kept_in_fp32 = ("A_log", "dt_bias")  # the decay is exponential in A_log
@@ -76,7 +77,8 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         output_gate_bias: bool = False,
         layer_idx: int | None = None,
         backend: str | None = None,
-        recompute: bool | float | str = "auto",
+        recompute: str = "auto",
+        memory_share: float | None = None,
         **unknown: Any,
     ):
         super().__init__()
@@ -99,13 +101,13 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         check_lower_bound(gate_activation, lower_bound)
         check_rate(gate_activation, learned_rate)
         check_epsilon("rms_norm_eps", rms_norm_eps)
-        check_recompute(recompute)
+        self.recompute, self.memory_share = recompute_words(recompute, memory_share)
+        check_recompute(self.recompute, self.memory_share)
         self.gate_rank = value_head_dim if gate_rank is None else as_rank("gate_rank", gate_rank)
         self.decay_rank = self.gate_rank if decay_rank is None else as_rank("decay_rank", decay_rank)
         self.hidden_size, self.head_dim, self.value_head_dim = hidden_size, head_dim, value_head_dim
         self.num_heads, self.num_value_heads = num_heads, num_value_heads
         self.layer_idx = None if layer_idx is None else as_int("layer_idx", layer_idx)
-        self.recompute = recompute
         q_dim, v_dim, gate_dim = num_heads * head_dim, num_value_heads * value_head_dim, num_value_heads * head_dim
         self.kda_options: dict[str, Any] = dict(
             gate_activation=gate_activation,
@@ -215,5 +217,5 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
             f"heads={self.num_heads}, v_heads={self.num_value_heads}, K={self.head_dim}, V={self.value_head_dim}, "
             f"decay_rank={self.decay_rank}, gate_rank={self.gate_rank}, learned_rate={self.A_log is not None}, "
             + ", ".join(f"{name}={value}" for name, value in self.kda_options.items())
-            + f", recompute={self.recompute}"
+            + f", recompute={self.recompute}, memory_share={self.memory_share}"
         )

@@ -99,20 +99,20 @@ class LayerState:
         if hasattr(self._layer, "count"):
             self._layer.count(x)
 
-    def attend(self, inputs: Sequence[Tensor], options: dict[str, Any], recompute: bool | float | str) -> Tensor:
+    def attend(self, inputs: Sequence[Tensor], options: dict[str, Any], recompute: dict[str, Any]) -> Tensor:
         """Run the operator on q, k, v, g, beta from the cached state; store the new state and return o [B, T, HV, V].
 
         No gradient flows out of a cache.
         """
         if not self.cached:
-            return kda(*inputs, recompute=recompute, **options).o
+            return kda(*inputs, **recompute | options).o
         before, grads = self.recurrent, torch.is_grad_enabled()
         if before is not None and inputs[0].shape[1] == 1 and options["cu_seqlens"] is None and not grads:
             q, k, v, g, beta = inputs
             return kda_step(q, k, v, g, beta, before, **options)  # updates the state in place
         # A copy, as autograd may keep the initial state, which the cache then overwrites.
         initial = before.clone() if before is not None and grads else before
-        out = kda(*inputs, initial_state=initial, final_state=True, recompute=recompute, **options)
+        out = kda(*inputs, initial_state=initial, final_state=True, **recompute | options)
         self._layer.update_recurrent_state(out.final_state.detach())
         self.recurrent = self._layer.recurrent_states[0]
         return out.o
@@ -121,7 +121,7 @@ class LayerState:
         self,
         inputs: Sequence[Tensor],
         options: dict[str, Any],
-        recompute: bool | float | str,
+        recompute: dict[str, Any],
         x: Tensor,
         W: int,
         mask: Tensor | None,
@@ -225,7 +225,7 @@ class SlotState:
         """Set the recurrent states of sequences that start here to 0: the operator reads the pool itself."""
         self.pool.index_fill_(0, self.slots.cleared, 0)
 
-    def attend(self, inputs: Sequence[Tensor], options: dict[str, Any], recompute: bool | float | str) -> Tensor:
+    def attend(self, inputs: Sequence[Tensor], options: dict[str, Any], recompute: dict[str, Any]) -> Tensor:
         """Run the operator on q, k, v, g, beta of packed sequences and update the states in their slots; return o."""
         slots, pool = self.slots, self.pool
         self.clear()

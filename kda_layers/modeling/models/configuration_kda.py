@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from kda_layers.kernels.deprecation import OLD_KEYWORDS
+from kda_layers.kernels.deprecation import OLD_KEYWORDS, recompute_words
 from kda_layers.kernels.kda.checks import check_lower_bound, check_recompute
 from kda_layers.modeling.checks import OF_FLA, as_rank, check_epsilon, check_rate
 from kda_layers.modeling.models import hub
@@ -48,8 +48,9 @@ class KDAFields(PreTrainedConfig):
         linear_decay_rank: rank of the log-decay's projection; None for linear_gate_rank, 0 for full rank.
         linear_learned_rate: False to fix the rate exp(A_log) at 1, without A_log; with "lower_bound" only.
         linear_output_gate_bias: True for an output gate with a bias.
-        linear_recompute: `recompute` of `kda_layers.kda`: True, False, a share of the device's memory per layer, or
-            "auto", by which all KDA layers together keep at most a tenth of the device's memory for the backward.
+        linear_recompute: `recompute` of `kda_layers.kda`: "always", "never", or "auto", by which all KDA layers
+            together keep at most a tenth of the device's memory for the backward.
+        linear_memory_share: `memory_share` of `kda_layers.kda` for each KDA layer with "auto"; None for that tenth.
         layer_types: for each layer "linear_attention" (KDA) or the kind of its softmax attention.
     """
 
@@ -67,15 +68,22 @@ class KDAFields(PreTrainedConfig):
     linear_decay_rank: int | None = None
     linear_learned_rate: bool = True
     linear_output_gate_bias: bool = False
-    linear_recompute: bool | float | str = "auto"
+    linear_recompute: str | bool | float = "auto"  # the last two in checkpoints of version 0.1
+    linear_memory_share: float | None = None
     layer_types: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_names(type(self), kwargs)
+        self._read_recompute(warn=self.transformers_version is None)  # which a saved configuration has
         super().__post_init__(**kwargs)
+
+    def _read_recompute(self, warn: bool = True) -> None:
+        words = recompute_words(self.linear_recompute, self.linear_memory_share, warn)
+        self.linear_recompute, self.linear_memory_share = words
 
     def layer_arguments(self) -> dict[str, Any]:
         """Return the arguments of `KimiDeltaAttention` by name, but layer_idx and backend."""
+        self._read_recompute()  # `from_pretrained` sets fields that it is given after `__post_init__`
         names = (f.removeprefix("linear_") for f in KDAFields.__dataclass_fields__ if f.startswith("linear_"))
         arguments = {name: getattr(self, f"linear_{name}") for name in names}
         return dict(hidden_size=self.hidden_size, rms_norm_eps=self.rms_norm_eps, **arguments)
@@ -131,7 +139,7 @@ class KDAFields(PreTrainedConfig):
         try:
             check_lower_bound(self.linear_gate_activation, self.linear_lower_bound)
             check_rate(self.linear_gate_activation, self.linear_learned_rate)
-            check_recompute(self.linear_recompute)
+            check_recompute(self.linear_recompute, self.linear_memory_share)
         except (TypeError, ValueError) as error:
             raise type(error)(f"linear_{error}") from error
         for name in ("linear_gate_rank", "linear_decay_rank"):

@@ -15,7 +15,6 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kda_layers.kernels.kda.checks import check_recompute
 from kda_layers.kernels.kda.contract import KDA
 from kda_layers.modeling.checks import DEQUANTISE, check_not_sharded, is_quantised, layer_indices, unwrapped_hint
 from kda_layers.modeling.models import VARIANTS
@@ -32,7 +31,6 @@ def convert_attention(
     layers: Iterable[int] | str,
     *,
     backend: str | None = None,
-    recompute: bool | float | str = "auto",
     **config: Any,
 ) -> Any:
     """Return a new model with KDA in place of attention layers of a softmax decoder; `model` stays as it is.
@@ -47,7 +45,6 @@ def convert_attention(
         layers: indices of layers (negative: from the end), "all", or "a:b" for a repeated pattern of a KDA layers and
             then b layers that stay.
         backend: name of a kernel backend for the new layers; None chooses (see `kda_layers.explain`). Not saved.
-        recompute: linear_recompute of the new configuration.
         **config: linear_... fields of the new configuration, see `configuration_kda.KDAFields`.
 
     Returns:
@@ -56,22 +53,14 @@ def convert_attention(
 
     Raises:
         TypeError: model is not a PreTrainedModel but, for instance, a wrapper of one (PEFT, torch.compile); layers of a
-            wrong type; a keyword that is not a linear_... field; recompute and linear_recompute together.
+            wrong type; a keyword that is not a linear_... field.
         ValueError: another class of model; layers that do not exist, are given twice or have a sliding window;
             a pattern that leaves no softmax layer; projections with biases or of another size than the KDA layers'; a
             model whose weights are elsewhere (offloaded, on the meta device) or not those of a plain model (adapters,
-            quantised, sharded); an unknown backend; a bad recompute.
+            quantised, sharded); an unknown backend.
     """
     variant = _variant_of(model)
     check_backend(backend, KDA.backends())
-    check_recompute(recompute)
-    if recompute != "auto":
-        if "linear_recompute" in config:
-            raise TypeError(
-                f"recompute must be 'auto' with linear_recompute, which is the same, got {recompute!r} and "
-                f"{config['linear_recompute']!r}"
-            )
-        config["linear_recompute"] = recompute
     _check_plain(model)
     chosen = chosen_layers(layers, model.config.num_hidden_layers)
     new_config = _variant_config(variant.config_class, model.config, chosen, config)

@@ -238,8 +238,8 @@ class StockFamily:
         """Return the attributes that a swapped layer has and a stock one has not."""
         raise NotImplementedError
 
-    def attributes_in_model(self, model: nn.Module, path: str, recompute: bool | float | str) -> dict[str, Any]:
-        """Return further attributes of the swapped layer at `path`, which depend on its model."""
+    def attributes_in_model(self, model: nn.Module, path: str, **recompute: Any) -> dict[str, Any]:
+        """Return further attributes of the swapped layer at `path`, which depend on its model, and those given."""
         return {}
 
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
@@ -269,11 +269,11 @@ class KDAFamily(StockFamily):
     def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
         return dict(kda_options=kda_options(self.lower_bound(layer), backend), **StockKDALayer.new_weights())
 
-    def attributes_in_model(self, model: nn.Module, path: str, recompute: bool | float | str) -> dict[str, Any]:
+    def attributes_in_model(self, model: nn.Module, path: str, **recompute: Any) -> dict[str, Any]:
         layers = sum(isinstance(m, self.stock_layer) for m in model.modules())  # stock ones keep tensors, too
         decoder_layer = model.get_submodule(path.rpartition(".")[0])
         checkpointed = getattr(decoder_layer, "gradient_checkpointing", False)
-        return dict(recompute=recompute, layers_in_model=layers, gradient_checkpointing=checkpointed)
+        return dict(**recompute, layers_in_model=layers, gradient_checkpointing=checkpointed)
 
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
         dtypes = {name: getattr(layers[0].forget_gate, name).dtype for name in self.kept_in_fp32}

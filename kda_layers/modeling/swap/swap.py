@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from kda_layers.kernels.deprecation import warn_deprecated
+from kda_layers.kernels.deprecation import recompute_words, warn_deprecated
 from kda_layers.kernels.kda.checks import check_recompute
 from kda_layers.modeling.checks import check_not_sharded, check_numbers, layer_indices
 from kda_layers.modeling.models import VARIANTS
@@ -46,7 +46,8 @@ def swap_attention(
     layers: Iterable[int] | str | None = None,
     *,
     backend: str | None = None,
-    recompute: bool | float | str = "auto",
+    recompute: str = "auto",
+    memory_share: float | None = None,
     **config: Any,
 ) -> list[str]:
     """Run layers of a transformers model by our forward, in place.
@@ -59,7 +60,7 @@ def swap_attention(
         model: the transformers model.
         layers: indices of decoder layers; None means all that can be swapped.
         backend: name of a kernel backend for these layers; None chooses (see `kda_layers.explain`).
-        recompute: for KDA layers, as in `KimiDeltaAttention`.
+        recompute, memory_share: for KDA layers, as in `KimiDeltaAttention`.
         **config: deprecated, as is a softmax decoder for model: call `convert_attention`, which takes both.
 
     Returns:
@@ -70,19 +71,23 @@ def swap_attention(
             are neither text nor integers; an unexpected keyword.
         ValueError: a model class that is not supported; layers that do not exist, are not of the right kind or are
             swapped already; a gate, convolution, bias, window or dropout that layers here do not have; weights sharded
-            by tensor parallelism; an unknown backend; a bad recompute, or one for layers without it (Doge). The model
-            is unchanged then.
+            by tensor parallelism; an unknown backend; a bad recompute or memory_share, or one for layers without it
+            (Doge). The model is unchanged then.
     """
     check_model(model)
     if model.config.model_type in VARIANTS:
         warn_deprecated(f"swap_attention of a {type(model).__name__}", "kda_layers.convert_attention")
-        return convert_attention(model, layers, backend=backend, recompute=recompute, **config)
-    check_recompute(recompute)
+        given = dict(linear_recompute=recompute, linear_memory_share=memory_share)
+        given = {name: value for name, value in given.items() if value not in ("auto", None)}
+        return convert_attention(model, layers, backend=backend, **given, **config)
+    recompute, memory_share = recompute_words(recompute, memory_share)
+    check_recompute(recompute, memory_share)
     family = _stock_family(model)
     check_backend(backend, family.backends())
-    if recompute != "auto" and not family.recomputes:
+    if (recompute, memory_share) != ("auto", None) and not family.recomputes:
         raise ValueError(
-            f"recompute must be 'auto' for a {type(model).__name__}, without KDA layers, got {recompute!r}"
+            f"recompute must be 'auto' and memory_share None for a {type(model).__name__}, without KDA layers, got "
+            f"{recompute!r} and {memory_share}"
         )
     if config:
         raise TypeError(f"{type(model).__name__} keeps its layers' shapes: unexpected {sorted(config)}")
@@ -99,7 +104,8 @@ def swap_attention(
             raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
     family.warn(model, list(chosen.values()))
     for path, layer in chosen.items():
-        attributes = family.attributes(layer, backend) | family.attributes_in_model(model, path, recompute)
+        attributes = family.attributes(layer, backend)
+        attributes |= family.attributes_in_model(model, path, recompute=recompute, memory_share=memory_share)
         for name, value in attributes.items():
             setattr(layer, name, value)
         _set_class(layer, family.layer)
@@ -129,7 +135,10 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
         _set_class(layer, family.stock_layer)
         for name in family.attributes(layer, None):
             delattr(layer, name)
-        for name in (*family.attributes_in_model(model, path, "auto"), "_gradient_checkpointing_func"):
+        for name in (
+            *family.attributes_in_model(model, path, recompute="auto", memory_share=None),
+            "_gradient_checkpointing_func",
+        ):
             layer.__dict__.pop(name, None)
     for base in _base_models(model, family):
         for key, hook in list(base._forward_pre_hooks.items()):
@@ -177,7 +186,12 @@ def _get_candidate_generator(self: Any, generation_config: Any, *args: Any, **kw
 
 
 def load_pretrained(
-    path: Any, *, backend: str | None = None, recompute: bool | float | str = "auto", **kwargs: Any
+    path: Any,
+    *,
+    backend: str | None = None,
+    recompute: str = "auto",
+    memory_share: float | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Load a model that `swap_attention` changes in place, and swap it; A_log and dt_bias stay in fp32.
 
@@ -185,7 +199,7 @@ def load_pretrained(
 
     Args:
         path: checkpoint folder or Hub name; also of PEFT adapters, whose base model is then loaded with them.
-        backend, recompute: as in `swap_attention`.
+        backend, recompute, memory_share: as in `swap_attention`.
         **kwargs: arguments of `AutoModelForCausalLM.from_pretrained` (dtype, device_map, revision, subfolder, ...) and
             fields of the configuration (use_cache, ...). trust_remote_code is ignored with a warning: the layers that
             are swapped are those of transformers' own classes.
@@ -201,7 +215,7 @@ def load_pretrained(
         logger.warning("trust_remote_code=True is ignored: the layers of transformers' own classes are swapped")
     loaded = _AutoStockModel.from_pretrained(path, trust_remote_code=False, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
-    swap_attention(model, backend=backend, recompute=recompute)
+    swap_attention(model, backend=backend, recompute=recompute, memory_share=memory_share)
     return loaded
 
 

@@ -84,7 +84,7 @@ def chunk_kda(
         safe_gate: declares that gates are bounded, which needs lower_bound with use_gate_in_kernel; no gate needs it
             here.
         lower_bound: in [-5, 0).
-        disable_recompute: `recompute=not disable_recompute` of `kda_layers.kda`, whose default chooses by size. With
+        disable_recompute: recompute='never' of `kda_layers.kda`, else 'always'; its own default chooses by size. With
             our CUDA kernels False takes 18 to 19 % more time, True 451 MiB at (1, 8192, 32) in bf16.
         return_intermediate_states: also return the state before each 64-token chunk, [B, ceil(T / 64), HV, K, V] in
             q's dtype, or [1, their number, HV, K, V] of packed sequences, which waits for the GPU unless
@@ -125,7 +125,8 @@ def chunk_kda(
         q, k, v, g, beta,
         initial_state=state, cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
         final_state=output_final_state, checkpoint_every=CHUNK if return_intermediate_states else 0,
-        state_dtype=state_dtype(q.dtype), recompute=not disable_recompute, backend=backend, **options,
+        state_dtype=state_dtype(q.dtype), recompute="never" if disable_recompute else "always", backend=backend,
+        **options,
     )  # fmt: skip
     final = out.final_state if v_first or out.final_state is None else out.final_state.mT.contiguous()
     if not return_intermediate_states:
