@@ -210,7 +210,11 @@ class CapturedDecoding:
         """Capture the call, or return why it cannot be, with the cache as it was."""
         inputs, results = [t.clone() for t in call.tensors], list[Any]()
         left = iter(inputs)  # in the order of `_described`
-        held = tree_map(lambda value: next(left) if isinstance(value, Tensor) else value, kwargs)
+        held = tree_map(
+            lambda value: next(left) if isinstance(value, Tensor) else value,
+            kwargs,
+            is_leaf=lambda value: type(value) not in (dict, tuple, list),  # a cache is a tree, too, in some versions
+        )
         graphs = self._graphs or self._history.take(self._device)
         self._graphs = None  # a failed capture may have spoilt it
 
