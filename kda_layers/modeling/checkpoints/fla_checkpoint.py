@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from kda_layers.modeling.checkpoints.safetensors_files import open_weights
 from kda_layers.modeling.checkpoints.weights import check_values, differences
@@ -65,8 +66,6 @@ def convert_fla_checkpoint(
 
     Source: the layouts of flash-linear-attention 0.6.0, fla/models/kda and fla/layers/kda.py.
     """
-    from transformers import AutoModelForCausalLM  # takes long to import, and reading weights does not need it
-
     config = _read_config(source) if config is None else config
     our_config = kda_config_from_fla(config)
     tensors = dict(open_weights(source))
