@@ -34,7 +34,7 @@ SUFFIXES = (".py", ".cu", ".cuh")
 FOLDERS = ("kernels", "hub_kernel")
 # What the forward of a layer needs; the rest of modeling imports transformers.
 MODELING = (
-    "checks", "inputs/__init__", "inputs/cache_argument", "inputs/offsets", "layer/__init__", "layer/fast_paths",
+    "checks", "inputs/__init__", "inputs/arguments", "layer/__init__", "layer/fast_paths",
     "layer/forward", "layer/fused_sums", "layer/layer", "layer/states", "layer/weights", "swap/__init__",
     "swap/stock_layer",
 )  # fmt: skip

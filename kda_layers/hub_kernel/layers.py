@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ..kernels.fla_api import chunk_kda, fused_recurrent_kda
 from ..kernels.kda.contract import state_dtype
-from ..modeling.inputs.cache_argument import takes_cache
-from ..modeling.inputs.offsets import given_offsets
+from ..modeling.inputs.arguments import given_offsets, takes_cache
 from ..modeling.layer.weights import MergedWeights, loads_weights_of
 from ..modeling.swap.stock_layer import StockParameters, check_stock_layer, kda_options
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers.kernels import registry
-from kda_layers.kernels.declarations import arch_of
 from kda_layers.kernels.kda.contract import CHUNK, KDA
 from kda_layers.kernels.torch_private import has_global_hooks
 from kda_layers.kernels.tracing import autocasts
@@ -77,13 +76,9 @@ def _backends(model: nn.Module, call: SupposedCall, fields: dict[str, Any]) -> I
     for name, layer in model.named_modules():
         if not hasattr(layer, "kda_options"):
             continue
-        options, (H, HV) = layer.kda_options, layer._heads()
-        problem = KDA.problem(
-            call.device.type, arch_of(call.device), call.dtype, call.dtype, layer.head_dim, layer.value_head_dim,
-            HV // H, options["gate_activation"], options["beta_activation"], True, **fields,
-        )  # fmt: skip
+        problem = layer.problem(call.device, call.dtype, **fields)
         try:
-            chosen = KDA.select(problem, options.get("backend")).name
+            chosen = KDA.select(problem, layer.kda_options.get("backend")).name
         except ValueError as error:
             found.setdefault((f"none: {error}",), []).append(name)
             continue

@@ -47,6 +47,7 @@ OF_MODELS = {
     "modeling_outputs": "BaseModelOutputWithPast CausalLMOutputWithPast",
     "modeling_utils": "ALL_ATTENTION_FUNCTIONS",
     "models.auto.modeling_auto": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "models.llama.modeling_llama": "eager_attention_forward",
     "utils": "TransformersKwargs can_return_tuple",
     "utils.import_utils": "is_tracing",
     "utils.output_capturing": "capture_outputs",

@@ -262,7 +262,7 @@ ROOMS = [f for f in FILES if f.is_relative_to(PACKAGE / "modeling") and f.stem !
 
 
 def room_of(module: str) -> str:
-    """inputs for modeling.inputs.packing."""
+    """inputs for modeling.inputs.sequences."""
     return module.split(".")[1]
 
 

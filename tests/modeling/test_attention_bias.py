@@ -16,9 +16,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
 from kda_layers import KDAForCausalLM
+from kda_layers.modeling.inputs.masks import create_key_mask, masks_for_generate
 from kda_layers.modeling.models import modeling_kda
-from kda_layers.modeling.models.key_bias import create_key_mask
-from kda_layers.modeling.models.masks_by_type import masks_for_generate
 from kda_layers.modeling.models.modeling_kda import KDABiasedAttention
 from kda_layers.versions import installed
 from tests.kernels.cases import BF16, FP32, FP64, budget, error

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from kda_layers.kernels.fused import linear_cross_entropy as op
-from kda_layers.modeling.models.skipped_logits import SkippedLogits
+from kda_layers.modeling.models.loss import SkippedLogits
 from kda_layers.modeling.seams import BaseModelOutputWithPast, CausalLMOutputWithPast
 from tests.kernels.cases import BF16, FP32, FP64, ROUNDOFF, budget, error
 from tests.modeling.models import build, every_model, ids

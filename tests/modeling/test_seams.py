@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import kda_layers
 from kda_layers.modeling import seams
-from kda_layers.modeling.inputs.cache_argument import OLD_NAMES, rename_cache
+from kda_layers.modeling.inputs.arguments import OLD_NAMES, rename_cache
 from kda_layers.versions import installed, release
 from tests.modeling.common import same
 from tests.modeling.models import OURS, SWAPPED, build, ids

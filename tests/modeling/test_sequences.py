@@ -257,7 +257,7 @@ def test_where_values_cannot_be_read_a_mask_of_scores_is_refused(name: str, monk
     """As in the capture of a CUDA graph; masks that are prepared for each type of layer pass."""
     m, tokens = model(name), ids(1, T)
     causal = torch.ones(T, T).tril().bool()[None, None]
-    monkeypatch.setattr("kda_layers.modeling.inputs.masks.is_tracing", lambda tensor=None: True)
+    monkeypatch.setattr("kda_layers.modeling.inputs.sequences.is_tracing", lambda tensor=None: True)
     with pytest.raises(ValueError, match=r"attention_mask must have 2 dimensions .* under torch.compile"):
         logits(m, tokens, attention_mask=causal)
     prepared = dict.fromkeys(m.config.layer_types, causal) | {"linear_attention": None}

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
 from kda_layers.kernels.kda.contract import default_problem
-from kda_layers.modeling.models.skipped_logits import LazyLogitsOutput
+from kda_layers.modeling.models.loss import LazyLogitsOutput
 from tests.kernels.cases import BEST_DEVICE, BF16, FP32, on_installed_backends, serve
 
 pytestmark = pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Mapping
 from os import PathLike
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kda_layers.modeling.checkpoints.safetensors_files import open_weights
-from kda_layers.modeling.checkpoints.weights import check_values, differences
+from kda_layers.modeling.checkpoints.weights import check_values, differences, open_weights, read_json
 from kda_layers.modeling.layer.checkpoint_names import FLA
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.modeling_kda import KDAForCausalLM
@@ -122,13 +120,7 @@ def _read_config(source: Any) -> Mapping[str, Any]:
     path = Path(source) / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"source must be a checkpoint folder with a config.json, got {source}, which has none")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} must be a JSON object, got: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must be a JSON object, got: {type(config).__name__}")
-    return config
+    return read_json(path)
 
 
 @torch.no_grad()

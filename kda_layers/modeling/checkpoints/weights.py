@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kda_layers.kernels.checks import DTYPES, dtype_names
-from kda_layers.modeling.checkpoints.safetensors_files import Source, open_weights, read_config
 from kda_layers.modeling.checks import DEQUANTISE, check_not_sharded, is_quantised, unwrapped_hint
 from kda_layers.modeling.layer.checkpoint_names import ALICE_AI, FLA, KIMI_K3, OURS, Format, Naming
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
 from kda_layers.modeling.swap import families
+
+Source = Mapping[str, Tensor] | str | PathLike
 
 
 @functools.cache
@@ -97,7 +103,7 @@ def kda_layer_options(source: Source, *, family: str | None = None, prefix: str 
     unseen = ("gate_activation", "lower_bound", "allow_neg_eigval")
     options, _, settings = formats()[naming.family]
     shown |= {n: options[n] for n in unseen if n in options}
-    config = None if settings is None else read_config(source)
+    config = None if settings is None else _text_config(source)
     try:
         return shown if config is None else shown | settings(config)
     except KeyError as error:
@@ -253,3 +259,86 @@ def _hint(naming: Naming, tensors: Mapping[str, Tensor], layer: KimiDeltaAttenti
         return f"; they fit a KimiDeltaAttention with {', '.join(_unlike(layer, _options_of_weights(naming, tensors)))}"
     except ValueError:
         return ""
+
+
+class SafetensorsFiles(Mapping[str, Tensor]):
+    """The tensors of a .safetensors file or of a checkpoint folder, each read on access."""
+
+    def __init__(self, path: str | PathLike):
+        path = Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"source must be an existing .safetensors file or checkpoint folder, got {path}")
+        if path.is_dir():
+            path, index = path / "model.safetensors", path / "model.safetensors.index.json"
+            if not path.exists() and index.exists():
+                self._files = {name: path.parent / file for name, file in _weight_map(index).items()}
+                return
+            if not path.exists():
+                raise FileNotFoundError(f"source must hold {path.name} or {index.name}, got neither in {path.parent}")
+        with _open(path) as file:
+            self._files = dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _open(self._files[name]) as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} must be a complete safetensors file, got: {error}") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    files = read_json(index, "a JSON object with a weight_map").get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f"{index} must be a JSON object with a weight_map, got: {files!r}")
+    for name, file in files.items():
+        if not (isinstance(file, str) and file == Path(file).name and file.endswith(".safetensors")):
+            raise ValueError(f"{index} must name .safetensors files beside it, no paths, got {file!r} for {name}")
+    return files
+
+
+def read_json(path: Path, what: str = "a JSON object") -> dict[str, Any]:
+    """Return the object in a JSON file; raise a ValueError that says `what` must be there if there is none."""
+    try:
+        contents = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} must be {what}, got: {error}") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} must be {what}, got: {type(contents).__name__}")
+    return contents
+
+
+def _text_config(source: Source) -> dict[str, Any] | None:
+    """Return the text model's configuration in a checkpoint folder, its linear_attn_config merged into it.
+
+    None for a file, a state dict or a folder without config.json.
+    """
+    path = Path(source) / "config.json" if isinstance(source, str | PathLike) else None
+    if path is None or not path.exists():
+        return None
+    config = read_json(path)
+    text = config.get("text_config", config)
+    try:
+        return text | (text.get("linear_attn_config") or {})
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{path} must be the configuration of a model, got: {error!r}") from error
+
+
+def open_weights(source: Source) -> Mapping[str, Tensor]:
+    """Return `source` as a mapping of tensors: itself, or the contents of the file or folder."""
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, str | PathLike):
+        return SafetensorsFiles(source)
+    raise TypeError(f"source must be a state dict or a path, got {type(source).__name__}")

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from kda_layers.kernels.torch_private import current_stream, dispatch_modes
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CudaGraphs
-from kda_layers.modeling.inputs.cache_argument import rename_cache
+from kda_layers.modeling.inputs.arguments import rename_cache
 from kda_layers.modeling.layer.cache import KDAStaticCache
 from kda_layers.modeling.layer.fast_paths import Reason, fast_path, hooks
 from kda_layers.modeling.layer.weights import capture_in_passing, is_capturing

@@ -1,114 +1,114 @@
-"""Read the padding and the packed documents, which KDA layers need, from a caller's attention mask."""
+"""The masks of a model with KDA and softmax layers: one for each type of layer."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedConfig
 
-from kda_layers.modeling.inputs.offsets import offsets_of
-from kda_layers.modeling.seams import is_tracing
+from kda_layers.modeling.inputs.arguments import takes_cache
+from kda_layers.modeling.inputs.sequences import Layout, read_layout
+from kda_layers.modeling.seams import CACHE, Cache, create_causal_mask, create_sliding_window_causal_mask
 
-# An additive mask may hide a score with any number that makes it 0 after the softmax.
-HIDDEN = -1e4
-
-
-def readable(t: Tensor) -> bool:
-    """Return False if values of `t` cannot be read: tracing, compiling, capturing a graph, on the meta device."""
-    return not (t.is_meta or is_tracing(t))
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
-def read_padding_mask(mask: Tensor, B: int, T: int) -> Tensor | None:
-    """Return the mask [B, S], or None if it marks every token as real; one host synchronisation on a GPU.
+def masks_by_type(
+    config: PreTrainedConfig, inputs_embeds: Tensor, layout: Layout, cache: Cache | None
+) -> dict[str, Any]:
+    """Return the mask of each type of layer: padding [B, T] or None for KDA, transformers' masks for softmax layers.
 
-    Args:
-        mask: [B, S] with S >= T: 1 (or True) for real tokens, 0 for padding.
-        B, T: batch rows and tokens of the call, which are the mask's last T columns.
-
-    Raises:
-        ValueError: another shape; values other than 0 and 1.
+    A dict of masks in the layout is returned as it is. Each mask is made with the index of a layer of its type, whose
+    cache knows the lengths. Without the index, transformers 5.17 takes a KDA layer for one of full attention if other
+    layers have sliding windows.
     """
-    if mask.ndim != 2 or mask.shape[0] != B or mask.shape[1] < T:
-        raise ValueError(f"attention_mask must have shape [{B}, at least {T}] or 4 dimensions, got {list(mask.shape)}")
-    if not readable(mask):
-        return mask
-    ones, binary = torch.stack(((mask == 1).all(), ((mask == 0) | (mask == 1)).all())).tolist()
-    if not binary:
-        raise ValueError(
-            f"attention_mask must hold 1 for real tokens and 0 for padding, got values from {mask.min().item():g} to "
-            f"{mask.max().item():g}: to number packed documents, pass seq_idx or cu_seqlens instead"
+    if isinstance(layout.attention_mask, dict):
+        return layout.attention_mask
+    kinds = config.layer_types[: config.num_hidden_layers]  # fewer where `generate` exits early
+    # In a variant's configuration the field is a bool: projections with biases or without.
+    biased = getattr(config, "attention_bias", None) == "key"
+    functions = MASKS | ({"full_attention": create_key_mask} if biased else {})
+    return {"linear_attention": layout.padding} | {
+        kind: functions[kind](
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=layout.attention_mask,
+            **{CACHE: cache},
+            position_ids=layout.positions,  # None unless packed: transformers would read their values
+            layer_idx=kinds.index(kind),
         )
-    return None if ones else mask
+        for kind in dict.fromkeys(kinds)
+        if kind != "linear_attention"
+    }
 
 
-def read_square_mask(mask: Tensor, B: int, T: int, cached: int | Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return padding and documents of a mask of scores, which KDA cannot apply; one host synchronisation on a GPU.
+def masks_of_engine(config: PreTrainedConfig, attention_mask: Tensor | dict[str, Tensor] | None) -> dict[str, Any]:
+    """Return the mask of each type of layer that transformers' continuous batching made: one, or one of each type."""
+    masks = attention_mask if isinstance(attention_mask, dict) else dict.fromkeys(config.layer_types, attention_mask)
+    return masks | {"linear_attention": None}
 
-    Each real token must see the real tokens of its own document up to itself, and no others. A token that does not see
-    itself, or sees later ones, is padding, which no real token may see; what it sees itself does not matter.
+
+@takes_cache
+def masks_for_generate(
+    config: PreTrainedConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    cache: Cache | None,
+    **_: Any,
+) -> dict[str, Any] | None:
+    """Return `masks_by_type` for generate, before a compiled forward that cannot read the values of a mask.
+
+    None if no layer needs a mask: PEFT, which lengthens masks by a prompt's virtual tokens, takes no dict of None.
+    """
+    layout = read_layout(inputs_embeds, attention_mask, None, cache)
+    if layout.cu_seqlens is not None:
+        raise ValueError("attention_mask must hold one document in each row to generate, got packed documents")
+    masks = masks_by_type(config, inputs_embeds, layout, cache)
+    return masks if any(mask is not None for mask in masks.values()) else None
+
+
+@takes_cache
+def create_key_mask(
+    config: PreTrainedConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    cache: Cache | None,
+    position_ids: Tensor | None = None,
+    layer_idx: int = 0,
+) -> Tensor | None:
+    """Return the mask that `with_past` takes; called as transformers' mask functions are.
 
     Args:
-        mask: [1 or B, heads, T, S]: bool, True where a key is seen, or additive: 0 where it is and at most -1e4 where
-            it is not.
-        B, T: batch rows and tokens of the call.
-        cached: tokens in the cache, before these; with any, each token must see all of them.
+        inputs_embeds: [B, T, D]; only its shape and device are read.
+        attention_mask: [B, S], nonzero for real tokens, S counting those in the cache and these; a mask with 4
+            dimensions is returned as it is.
+        cache, layer_idx: the cache, before these tokens, and the layer that knows its lengths.
+        config, position_ids: ignored.
 
     Returns:
-        Padding [B, T] bool, True for real tokens, or None where all are; offsets [N + 1] int64 of the documents in a
-        single row, or None where each row holds one.
+        [1|B, 1, 1, S] bool, False for padding and for the empty slots of a static cache; None if nothing is hidden.
 
     Raises:
-        ValueError: any other mask, or one whose values cannot be read.
+        ValueError: a mask of a wrong rank or size.
     """
-    if not readable(mask):
+    if attention_mask is not None and attention_mask.ndim == 4:
+        return attention_mask
+    B, T = inputs_embeds.shape[:2]
+    slots, filled = T, T
+    if cache is not None:
+        slots, filled = cache.get_mask_sizes(T, layer_idx)[0], cache.get_seq_length(layer_idx) + T
+    counted = not isinstance(filled, Tensor)  # a static cache counts on the device
+    if attention_mask is None:
+        if counted and slots == filled:
+            return None
+        return (torch.arange(slots, device=inputs_embeds.device) < filled)[None, None, None]
+    least = filled if counted else T
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < least:
         raise ValueError(
-            "attention_mask must have 2 dimensions [B, S] under torch.compile, torch.export and CUDA graph capture, "
-            f"where KDA layers cannot read a mask of scores, got {list(mask.shape)}: pass cu_seqlens for packed "
-            "documents, or a dict of masks by layer type"
+            f"attention_mask must have shape [{B}, {least}] or 4 dimensions, got {list(attention_mask.shape)}"
         )
-    cached = int(cached)
-    if mask.shape[0] not in (1, B) or mask.shape[2] != T or mask.shape[3] < cached + T:
-        raise ValueError(f"attention_mask must have shape [1 or {B}, heads, {T}, {cached + T}], got {list(mask.shape)}")
-    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        raise ValueError(f"attention_mask with 4 dimensions must be bool or floating point, got {mask.dtype}")
-    if mask.dtype == torch.bool:
-        seen, binary = mask, torch.ones((), dtype=torch.bool, device=mask.device)
-    else:
-        seen = mask == 0
-        binary = (seen | (mask <= HIDDEN)).all()
-    alike = (seen == seen[:, :1]).all()
-    seen = seen[:, 0]
-
-    keys = torch.arange(mask.shape[3], device=mask.device)
-    last = keys[cached : cached + T, None]  # each token's own key
-    first = seen.to(torch.uint8).argmax(-1)  # the first key that a token sees
-    real = seen.diagonal(cached, 1, 2) & ~(seen & (keys > last)).any(-1)
-    real_keys = torch.nn.functional.pad(real, (cached, mask.shape[3] - cached - T), value=True)
-    own = (seen == ((keys >= first[..., None]) & (keys <= last) & real_keys[:, None])).all(-1)
-    begins = real & (first == last[:, 0])
-    if cached:
-        in_document = real & own & (first == 0)
-    else:
-        before = torch.where(real, first, -1).cummax(1).values  # where the document of the last real token begins
-        continues = torch.zeros_like(real)
-        continues[:, 1:] = first[:, 1:] == before[:, :-1]
-        in_document = ~real | (own & (begins | continues))
-    gaps = (real[:, 1:] & ~real[:, :-1] & ~begins[:, 1:]).any()  # padding inside a document
-    clear = binary & alike & in_document.all()
-    facts = torch.stack((clear.long(), real.all().long(), gaps.long(), begins.sum(1).max()))
-    clear, all_real, gaps, documents = facts.tolist()
-    if not clear or (gaps and documents > 1):
-        raise ValueError(
-            f"attention_mask {list(mask.shape)} must let each token see the tokens of its own document up to itself "
-            "and no others, alike in all heads: KDA layers can apply no other mask of scores. Pass padding as a mask "
-            "[B, S], packed documents as cu_seqlens"
-        )
-    if documents <= 1:
-        return None if all_real else real.expand(B, T), None
-    if B != 1:
-        raise ValueError(
-            f"attention_mask must separate documents only in a single row, got {B} rows: put all documents in one row"
-        )
-    starts = begins[0].clone()
-    starts[1:] |= real[0, 1:] != real[0, :-1]  # padding is then a document of its own
-    starts[0] = True
-    return None, offsets_of(starts)
+    mask = attention_mask.to(device=inputs_embeds.device, dtype=torch.bool)
+    return pad(mask, (0, slots - mask.shape[1]))[:, None, None]

@@ -10,10 +10,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...kernels.checks import check_offsets, sequence_offsets
+from ...kernels.declarations import arch_of
 from ...kernels.fused.gated_norm import gated_rms_norm
 from ...kernels.fused.linear_step import linear_step
 from ...kernels.fused.short_conv import short_convs
-from ...kernels.kda.contract import MOST_SAVED, state_dtype
+from ...kernels.kda.contract import KDA, MOST_SAVED, Problem, state_dtype
 from ...kernels.kda.cuda.layer_step.op import has_kernel, layer_step, why_no_kernel
 from ...kernels.over_ranks.kda import kda_over_ranks
 from ...kernels.over_ranks.shards import Shards
@@ -272,6 +273,14 @@ class KDAForward:
         )  # fmt: skip
         state.count(x)
         return o.flatten(2)
+
+    def problem(self, device: torch.device, dtype: torch.dtype, **fields: Any) -> Problem:
+        """Return the problem of `kda` that calls of the layer pose, with these further fields."""
+        (H, HV), options = self._heads(), self.kda_options
+        return KDA.problem(
+            device.type, arch_of(device), dtype, dtype, self.head_dim, self.value_head_dim, HV // H,
+            options["gate_activation"], options["beta_activation"], True, **fields,
+        )  # fmt: skip
 
     def _heads(self) -> tuple[int, int]:
         """Return the numbers of q/k and of value heads, which are this rank's under tensor parallelism."""

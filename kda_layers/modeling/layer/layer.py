@@ -13,7 +13,7 @@ from ...kernels.deprecation import recompute_words
 from ...kernels.kda.checks import check_lower_bound, check_recompute
 from ...kernels.over_ranks.shards import Shards
 from ..checks import as_int, as_rank, check_epsilon, check_no_unknown, check_rate, reads_old_keywords
-from ..inputs.cache_argument import takes_cache
+from ..inputs.arguments import takes_cache
 from .forward import KDAForward
 from .states import Slots
 from .weights import KeepsFP32

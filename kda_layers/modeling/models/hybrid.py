@@ -21,7 +21,7 @@ from kda_layers.kernels.over_ranks.shards import Shards
 from kda_layers.kernels.registry import keep_backend
 from kda_layers.kernels.torch_private import has_global_hooks
 from kda_layers.modeling.cuda_graphs.decoding import CAPTURED_DECODING, CapturedDecoding
-from kda_layers.modeling.inputs.cache_argument import takes_cache
+from kda_layers.modeling.inputs.arguments import takes_cache
 from kda_layers.modeling.inputs.keywords import (
     is_checkpointed,
     is_engine_cache,
@@ -29,16 +29,14 @@ from kda_layers.modeling.inputs.keywords import (
     refuse_misspelt,
     without_plans,
 )
-from kda_layers.modeling.inputs.packing import Layout, read_layout
+from kda_layers.modeling.inputs.masks import masks_by_type, masks_for_generate, masks_of_engine
+from kda_layers.modeling.inputs.sequences import Layout, read_layout
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.fast_paths import FastPath, SupposedCall
 from kda_layers.modeling.layer.fused_sums import add_and_normalise
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
-from kda_layers.modeling.layer.states import Slots
 from kda_layers.modeling.models.hub import CardMixin
-from kda_layers.modeling.models.loss import CHUNKED_LOSS, autocast_dtype, chunked_loss
-from kda_layers.modeling.models.masks_by_type import masks_by_type, masks_for_generate, masks_of_engine
-from kda_layers.modeling.models.skipped_logits import LazyLogitsOutput, SkippedLogits
+from kda_layers.modeling.models.loss import CHUNKED_LOSS, logits_and_loss
 from kda_layers.modeling.parallel import tensor_parallel as tensor_parallel  # registers the styles of the plans
 from kda_layers.modeling.parallel.context_parallel import read_shards
 from kda_layers.modeling.seams import (
@@ -119,10 +117,8 @@ class HybridModel(HybridPreTrainedModel):
     """Embedding, decoder layers, final norm.
 
     A subclass defines `make_layer`. Layers are called with hidden_states [B, T, D] and the keywords attention_mask (of
-    their type), cache (by the name `cache_name`), position_ids, cu_seqlens and those of `position_inputs`.
+    their type), cache (by transformers' name for it), position_ids, cu_seqlens and those of `position_inputs`.
     """
-
-    cache_name: ClassVar[str] = "cache"
 
     norm_class: ClassVar[type[nn.Module]]
     context_group: str | None = None  # name of the process group that a sequence is cut over; see context_parallel
@@ -180,40 +176,34 @@ class HybridModel(HybridPreTrainedModel):
             TypeError: a keyword that is close to one that changes results, as cu_seqlen or past_key_value.
             ValueError: not exactly one of input_ids and inputs_embeds; a cache while training with gradient
                 checkpointing, or for packed sequences in a model with softmax layers; masks or positions that the KDA
-                layers cannot follow, see `packing.read_layout`; the errors of the layers.
+                layers cannot follow, see `sequences.read_layout`; the errors of the layers.
         """
-        from_engine, slots = is_engine_cache(cache), None
+        from_engine, slots, over_ranks = is_engine_cache(cache), None, {}
         if not from_engine:
             refuse_misspelt(kwargs, type(self))
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        over_ranks: dict[str, Any] = {}
-        if self.context_group is not None:
-            shards, offsets = read_shards(
-                self.context_group, self.config, inputs_embeds, attention_mask, position_ids, cache,
-                use_cache, cu_seqlens, **kwargs,
-            )  # fmt: skip
-            over_ranks, use_cache = {"shards": shards}, False
-            layout = Layout(offsets, None, None, None)
-        elif from_engine:
-            allocator, use_cache = cache.cache_allocators.get("linear_attention"), False
-            slots = None if allocator is None else allocator.step(position_ids, **kwargs)
-            layout = Layout(None if slots is None else slots.cu_seqlens, position_ids, None, attention_mask)
-        else:
-            if cache is not None:
-                with_kda_layers(cache)
-            layout = read_layout(inputs_embeds, attention_mask, position_ids, cache, cu_seqlens=cu_seqlens, **kwargs)
-        packed = layout.cu_seqlens is not None
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not packed
-        if not from_engine:
-            cache = self._cache(cache, use_cache, packed)
-        masks = attention_mask
         if from_engine:
+            if (allocator := cache.cache_allocators.get("linear_attention")) is not None:
+                slots = allocator.step(position_ids, **kwargs)
+            layout = Layout(None if slots is None else slots.cu_seqlens, position_ids, None, attention_mask)
             masks = masks_of_engine(self.config, attention_mask)
-        elif over_ranks or not isinstance(attention_mask, dict):
+        else:
+            if self.context_group is not None:
+                shards, offsets = read_shards(
+                    self.context_group, self.config, inputs_embeds, attention_mask, position_ids, cache,
+                    use_cache, cu_seqlens, **kwargs,
+                )  # fmt: skip
+                over_ranks, layout = {"shards": shards}, Layout(offsets, None, None, None)
+            else:
+                if cache is not None:
+                    with_kda_layers(cache)
+                layout = read_layout(
+                    inputs_embeds, attention_mask, position_ids, cache, cu_seqlens=cu_seqlens, **kwargs
+                )
+                cache = self._cache(cache, use_cache, layout.cu_seqlens is not None)
             masks = masks_by_type(self.config, inputs_embeds, layout, cache)
         hidden_states, positions, encodings, T = inputs_embeds, None, {}, inputs_embeds.shape[1]
         if position_ids is not None and position_ids.shape[-1] != T:
@@ -225,6 +215,8 @@ class HybridModel(HybridPreTrainedModel):
                 positions = torch.arange(T, device=inputs_embeds.device)[None] + past
             encoded = positions if position_ids is None else position_ids
             encodings = self.position_inputs(hidden_states, encoded.view(-1, T))
+        # That of an engine goes to the attention function, which updates it, by its new name in every version.
+        cache_name = "cache" if from_engine else CACHE
         # The first layers only where `generate` exits early, or where the rest was cut off.
         layers = self.layers[: self.config.num_hidden_layers]
         with without_plans(inputs_embeds, None if from_engine else cache):
@@ -234,7 +226,7 @@ class HybridModel(HybridPreTrainedModel):
                     attention_mask=masks[kind],
                     cu_seqlens=layout.cu_seqlens,
                     position_ids=positions,
-                    **self._cache_of(kind, cache, slots),
+                    **{cache_name: cache if slots is None or kind != "linear_attention" else slots},
                     **over_ranks,
                     **encodings,
                     **kwargs,
@@ -242,16 +234,10 @@ class HybridModel(HybridPreTrainedModel):
         _, normed = add_and_normalise(hidden_states, None, self.norm)
         return BaseModelOutputWithPast(last_hidden_state=normed, **{CACHE: None if from_engine else cache})
 
-    def _cache_of(self, kind: str, cache: Any, slots: Slots | None) -> dict[str, Any]:
-        """Return the keywords by which a decoder layer of this type gets the cache, or the slots of an engine."""
-        if slots is not None and kind == "linear_attention":
-            return {self.cache_name: slots}
-        if self.cache_name != "cache" and is_engine_cache(cache):
-            return {"cache": cache}  # goes to the attention function, which updates it
-        return {self.cache_name: cache}
-
-    def _cache(self, cache: Cache | None, use_cache: bool, packed: bool) -> Cache | None:
+    def _cache(self, cache: Cache | None, use_cache: bool | None, packed: bool) -> Cache | None:
         """Return the cache that this call fills, or None."""
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not packed
         wanted = use_cache or cache is not None
         if wanted and is_checkpointed(self):
             raise ValueError(
@@ -263,9 +249,7 @@ class HybridModel(HybridPreTrainedModel):
                 "cu_seqlens must be None with a cache in a model with softmax layers, "
                 f"got use_cache={use_cache}: their keys and values are cached per batch row"
             )
-        if cache is None and use_cache:
-            cache = DynamicCache(config=self.config)
-        return None if cache is None else with_kda_layers(cache)
+        return with_kda_layers(DynamicCache(config=self.config)) if wanted and cache is None else cache
 
 
 class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
@@ -312,7 +296,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         """Return next-token logits, and the loss if labels are given.
 
         In training with labels, the loss is computed by chunks of tokens, which saves most of the memory of a step with
-        a large vocabulary. The logits are then computed when the output's are read (`skipped_logits.LazyLogitsOutput`),
+        a large vocabulary. The logits are then computed when the output's are read (`loss.LazyLogitsOutput`),
         with their gradients; `skip_logits=False` computes them at once and the loss from them.
 
         Args: as `HybridModel.forward`, and
@@ -328,43 +312,16 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         Raises: as `HybridModel.forward`; keywords of the loss function are accepted too.
             ValueError: skip_logits=True without labels or with logits_to_keep.
         """
-        whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        if skip_logits and (labels is None or not whole):
-            given = "labels=None" if labels is None else f"logits_to_keep={logits_to_keep}"
-            raise ValueError(f"skip_logits must be False or None without labels or with logits_to_keep, got {given}")
         for_loss = {} if is_engine_cache(cache) else loss_options(kwargs, type(self), self.loss_function)
         kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
         outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            cu_seqlens=cu_seqlens,
-            **kwargs,
-        )
-        if skip_logits is None:
-            skip_logits = self.training and torch.is_grad_enabled() if self.skip_logits is None else self.skip_logits
-        hidden_states, logits, loss = outputs.last_hidden_state, None, None
-        if skip_logits and labels is not None and whole and not for_loss:
-            loss = chunked_loss(self, hidden_states, labels, **kwargs)
-        output: type[CausalLMOutputWithPast] = CausalLMOutputWithPast
-        if loss is not None:
-            output, logits = LazyLogitsOutput, SkippedLogits(self.lm_head, hidden_states, autocast_dtype(hidden_states))
-        else:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # -0 keeps all
-            logits = self.lm_head(hidden_states[:, kept])
-        if labels is not None and loss is None:
-            vocab_size = self.config.vocab_size
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs, **for_loss)
-        return output(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **{CACHE: getattr(outputs, CACHE)},
-        )
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache,
+            inputs_embeds=inputs_embeds, use_cache=use_cache, cu_seqlens=cu_seqlens, **kwargs,
+        )  # fmt: skip
+        return logits_and_loss(
+            self, outputs.last_hidden_state, labels, logits_to_keep, skip_logits, kwargs, for_loss,
+            hidden_states=outputs.hidden_states, attentions=outputs.attentions, **{CACHE: getattr(outputs, CACHE)},
+        )  # fmt: skip
 
     def fast_paths(
         self, call: SupposedCall, cache: str | None = None, beams: int = 1

@@ -1,4 +1,4 @@
-"""Softmax attention with a bias for each key, computed from the key's values: bias, mask and cache.
+"""Softmax attention with a bias for each key, computed from the key's values: bias and cache.
 
 Trainable Dynamic Mask Sparse Attention, arXiv 2508.02124, has this bias; `biased_attention` gives its full gradient.
 """
@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from kda_layers.kernels.checks import accumulator_dtype
-from kda_layers.modeling.inputs.cache_argument import takes_cache
 from kda_layers.modeling.seams import Cache, StaticLayer
 
 
@@ -27,50 +25,6 @@ def key_bias(dt: Tensor, A: Tensor) -> Tensor:
     # Not torch's softplus: under torch.compile its backward can return other strides than it announced.
     softplus = torch.logaddexp(dt.to(inner), torch.zeros((), dtype=inner, device=dt.device))
     return torch.exp(A.to(inner) * softplus).to(dt.dtype)
-
-
-@takes_cache
-def create_key_mask(
-    config: PreTrainedConfig,
-    inputs_embeds: Tensor,
-    attention_mask: Tensor | None,
-    cache: Cache | None,
-    position_ids: Tensor | None = None,
-    layer_idx: int = 0,
-) -> Tensor | None:
-    """Return the mask that `with_past` takes; called as transformers' mask functions are.
-
-    Args:
-        inputs_embeds: [B, T, D]; only its shape and device are read.
-        attention_mask: [B, S], nonzero for real tokens, S counting those in the cache and these; a mask with 4
-            dimensions is returned as it is.
-        cache, layer_idx: the cache, before these tokens, and the layer that knows its lengths.
-        config, position_ids: ignored.
-
-    Returns:
-        [1|B, 1, 1, S] bool, False for padding and for the empty slots of a static cache; None if nothing is hidden.
-
-    Raises:
-        ValueError: a mask of a wrong rank or size.
-    """
-    if attention_mask is not None and attention_mask.ndim == 4:
-        return attention_mask
-    B, T = inputs_embeds.shape[:2]
-    slots, filled = T, T
-    if cache is not None:
-        slots, filled = cache.get_mask_sizes(T, layer_idx)[0], cache.get_seq_length(layer_idx) + T
-    counted = not isinstance(filled, Tensor)  # a static cache counts on the device
-    if attention_mask is None:
-        if counted and slots == filled:
-            return None
-        return (torch.arange(slots, device=inputs_embeds.device) < filled)[None, None, None]
-    least = filled if counted else T
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < least:
-        raise ValueError(
-            f"attention_mask must have shape [{B}, {least}] or 4 dimensions, got {list(attention_mask.shape)}"
-        )
-    mask = attention_mask.to(device=inputs_embeds.device, dtype=torch.bool)
-    return pad(mask, (0, slots - mask.shape[1]))[:, None, None]
 
 
 def with_past(

@@ -13,6 +13,7 @@ from kda_layers.kernels import biased_attention
 from kda_layers.kernels.fused.linear_step import linear_step
 from kda_layers.kernels.fused.swiglu import swiglu, swiglu_linear
 from kda_layers.kernels.tracing import autocasts, may_run_again
+from kda_layers.modeling.inputs.arguments import rename_cache
 from kda_layers.modeling.inputs.keywords import is_engine_cache
 from kda_layers.modeling.layer.fast_paths import (
     Call,
@@ -29,7 +30,13 @@ from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.models.registration import register
-from kda_layers.modeling.seams import ALL_ATTENTION_FUNCTIONS, RENAMED, Cache, GradientCheckpointingLayer
+from kda_layers.modeling.seams import (
+    ALL_ATTENTION_FUNCTIONS,
+    RENAMED,
+    Cache,
+    GradientCheckpointingLayer,
+    eager_attention_forward,
+)
 
 
 class KDASoftmaxAttention(nn.Module):
@@ -56,7 +63,9 @@ class KDASoftmaxAttention(nn.Module):
             kwargs["cache"] = cache  # the attention function updates it
         elif cache is not None:
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         dropout = self.config.attention_dropout if self.training else 0.0
         o, weights = attention(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return self.o_proj(o.reshape(*hidden_states.shape[:2], -1)), weights
@@ -86,7 +95,7 @@ class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Return (output [B, T, D], None); attention_mask as `key_bias.create_key_mask` makes it."""
+        """Return (output [B, T, D], None); attention_mask as `masks.create_key_mask` makes it."""
         refuse_weights(self.config, kwargs)
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = (p(hidden_states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
@@ -94,19 +103,6 @@ class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):
         k, v, bias, causal = with_past(k, v, bias, attention_mask, cache, self.layer_idx)
         o = biased_attention(q, k, v, bias, scale=self.scaling, causal=causal, cu_seqlens=cu_seqlens)
         return self.o_proj(o.flatten(2)), None
-
-
-def eager_attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, dropout: float, **_: Any
-) -> tuple[Tensor, Tensor]:
-    """Implement transformers' 'eager': q [B, H, T, D], k and v [B, Hkv, S, D] -> (o [B, T, H, D], weights)."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = q @ k.mT * scaling
-    if mask is not None:
-        scores = scores + mask
-    weights = nn.functional.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
-    weights = nn.functional.dropout(weights, dropout, module.training)
-    return (weights @ v).transpose(1, 2).contiguous(), weights
 
 
 class KDAMLP(nn.Module):
@@ -174,6 +170,7 @@ class KDADecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Map [B, T, D] to [B, T, D]; kwargs are those of `HybridModel`'s layers."""
+        kwargs = rename_cache(kwargs)
         if DECODER_STEP.serves(Call(hidden_states), self, **kwargs):
             if (decoded := self._decode(hidden_states, kwargs["cache"])) is not None:
                 return decoded

@@ -16,13 +16,11 @@ from transformers import PreTrainedConfig
 from kda_layers.modeling.models import VARIANTS, variant_config
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, KDAAttention
 from kda_layers.modeling.models.registration import register
-from kda_layers.modeling.seams import CACHE
 
 
 class VariantModel(HybridModel):
     """A family's base model with KDA layers: its own decoder layers, norm and rotary embedding."""
 
-    cache_name = CACHE
     layer_class: ClassVar[type[nn.Module]]
     rotary_class: ClassVar[type[nn.Module]]
 

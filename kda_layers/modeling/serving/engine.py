@@ -14,9 +14,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from kda_layers.kernels.declarations import arch_of
 from kda_layers.kernels.kda.contract import KDA as KDA_BACKENDS
-from kda_layers.kernels.kda.contract import Problem
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
 from kda_layers.modeling.seams import FIFOScheduler, RequestStatus
 from kda_layers.modeling.serving.continuous_batching import wraps
@@ -105,14 +103,10 @@ def _reads_nothing(module: Any) -> bool:
     """False for a KDA layer of plain PyTorch, which reads slots on the host."""
     if not isinstance(module, KimiDeltaAttention):
         return True
-    weight, options = module.q_proj.weight, module.kda_options
-    problem = Problem(
-        weight.device.type, arch_of(weight.device), weight.dtype, weight.dtype, module.head_dim, module.value_head_dim,
-        module.num_value_heads // module.num_heads, options["gate_activation"], options["beta_activation"], True,
-        packed=True, has_state=True,
-    )  # fmt: skip
+    weight, backend = module.q_proj.weight, module.kda_options.get("backend")
+    problem = module.problem(weight.device, weight.dtype, packed=True, has_state=True)
     steps = problem, replace(problem, decode=True, packed=False)
-    return all(KDA_BACKENDS.select(step, options.get("backend")).name != "eager" for step in steps)
+    return all(KDA_BACKENDS.select(step, backend).name != "eager" for step in steps)
 
 
 @wraps("Scheduler.add_waiting_request")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -15,9 +15,9 @@ from transformers import DynamicCache
 
 from kda_layers.kernels.kda.contract import KDA
 from kda_layers.modeling.checks import is_stock
-from kda_layers.modeling.inputs.cache_argument import rename_cache, takes_cache
+from kda_layers.modeling.inputs.arguments import rename_cache, takes_cache
 from kda_layers.modeling.inputs.keywords import INPUTS, is_checkpointed, refuse_misspelt
-from kda_layers.modeling.inputs.packing import Layout, check_positions, read_layout
+from kda_layers.modeling.inputs.sequences import Layout, check_positions, read_layout
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.checkpoint_names import Format
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
@@ -62,29 +62,21 @@ class StockKDALayer(StockParameters, KeepsFP32):
 PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 
 
-def tokens_of(kwargs: dict[str, Any]) -> Any:
-    """Return the tokens of a base model's call: input_ids [B, T], or inputs_embeds [B, T, D]; None without."""
-    ids = kwargs.get("input_ids")
-    return kwargs.get("inputs_embeds") if ids is None else ids
-
-
-def read_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
-    """Return the arguments of a base model's call by name, and the layout of its sequences (None without tokens).
+def call_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """Return the arguments of a base model's call by name, and its tokens: input_ids, or inputs_embeds [B, T, D].
 
     Raises:
         TypeError: a misspelt keyword, which would be ignored.
-        ValueError: masks or positions that KDA layers cannot follow, see `packing.read_layout`.
+        ValueError: no tokens.
     """
     kwargs = rename_cache(dict(zip(INPUTS, args, strict=False)) | kwargs, CACHE)
     refuse_misspelt(kwargs, type(model))
-    tokens = tokens_of(kwargs)
-    if tokens is None:
-        return kwargs, None  # the stock forward raises
-    positions = kwargs.get("position_ids")
+    positions, ids = kwargs.get("position_ids"), kwargs.get("input_ids")
     if isinstance(positions, Tensor) and positions.ndim == 1:
         kwargs["position_ids"] = positions[None]
-    given = {name: kwargs.get(name) for name in ("attention_mask", "position_ids", *PACKING)}
-    return kwargs, read_layout(tokens, cache=kwargs.get(CACHE), **given)
+    if (tokens := kwargs.get("inputs_embeds") if ids is None else ids) is None:
+        raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+    return kwargs, tokens
 
 
 def prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
@@ -92,9 +84,7 @@ def prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
     A mask of scores becomes one mask per type of layer; for the rest see `prepare_layout`.
     """
-    kwargs, layout = prepare_layout(model, args, kwargs)
-    if layout is None:
-        return (), kwargs
+    kwargs, _, layout = prepare_layout(model, args, kwargs)
     mask = layout.attention_mask
     if isinstance(mask, Tensor) and mask.ndim == 4:
         mask = dict.fromkeys(model.config.layer_types, mask) | {"linear_attention": layout.padding}
@@ -104,23 +94,31 @@ def prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 prepare_call.reads_shards = True  # type: ignore[attr-defined]  # for `enable_context_parallel`
 
 
-def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
-    """Apply `read_call` to a model with KDA layers.
+def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor, Layout]:
+    """Return the arguments of a call of a base model with KDA layers, its tokens and the layout of its sequences.
 
     Packed sequences, however described, become cu_seq_lens_q and positions that restart (which separate them in softmax
     layers). A new or empty cache gets layers that can take tokens back and, in a model of KDA layers only, count them.
 
     Raises:
-        TypeError, ValueError: as `read_call`; packed sequences with padding or a cache, or in a model whose other
-            layers would mix them.
+        TypeError, ValueError: as `call_arguments`; masks or positions that KDA layers cannot follow, see
+            `sequences.read_layout` and, under context parallelism, `read_shards`; packed sequences with padding or a
+            cache, or in a model whose other layers would mix them.
     """
+    kwargs, tokens = call_arguments(model, args, kwargs)
+    given = rename_cache(kwargs)
     if getattr(model, "context_group", None) is not None:
-        return _sharded_call(model, args, kwargs)
-    cache = rename_cache(dict(zip(INPUTS, args, strict=False)) | kwargs, CACHE).get(CACHE)
+        shards, offsets = read_shards(model.context_group, model.config, tokens, **given)
+        # Masks of no layer: the stock forward would make those of a local sequence.
+        masks = dict.fromkeys(model.config.layer_types)
+        kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
+        kwargs |= dict(use_cache=False, shards=shards) | ({} if offsets is None else dict(cu_seq_lens_q=offsets))
+        return kwargs, tokens, Layout(None, None, None, masks)
+    cache = given.get("cache")
     if cache is not None:
         with_kda_layers(cache)
-    kwargs, layout = read_call(model, args, kwargs)
-    if layout is not None and layout.cu_seqlens is not None:
+    layout = read_layout(tokens, **given)
+    if layout.cu_seqlens is not None:
         kwargs = packed_call(model, kwargs, layout, "KDA layer", is_stock)
         mixing = sorted(set(model.config.layer_types) - {"linear_attention", "full_attention"})
         if mixing:
@@ -132,23 +130,7 @@ def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         use_cache = kwargs.get("use_cache")
         if model.config.use_cache if use_cache is None else use_cache:
             kwargs[CACHE] = with_kda_layers(DynamicCache(config=model.config))
-    return kwargs, layout
-
-
-def _sharded_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
-    """Prepare a call under context parallelism, in place of `read_call`; see `enable_context_parallel`."""
-    kwargs = rename_cache(dict(zip(INPUTS, args, strict=False)) | kwargs, CACHE)
-    refuse_misspelt(kwargs, type(model))
-    tokens = tokens_of(kwargs)
-    if tokens is None:
-        return kwargs, None  # the stock forward raises
-    inputs = {name: kwargs.get(name) for name in ("attention_mask", "position_ids", "use_cache", *PACKING)}
-    shards, offsets = read_shards(model.context_group, model.config, tokens, cache=kwargs.get(CACHE), **inputs)
-    # Masks of no layer: the stock forward would make those of a local sequence.
-    masks = dict.fromkeys(model.config.layer_types)
-    kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
-    kwargs |= dict(attention_mask=masks, use_cache=False, shards=shards)
-    return kwargs if offsets is None else kwargs | dict(cu_seq_lens_q=offsets), Layout(None, None, None, masks)
+    return kwargs, tokens, layout
 
 
 def packed_call(
@@ -193,6 +175,7 @@ class StockFamily:
     mixin: type[nn.Module]  # our forward: no __init__, no parameters of its own
     prepare_call: Callable[..., Any]  # forward pre-hook of base_model
     weights: Format | None = None  # names of a KDA layer's weights
+    operator: ClassVar[Any]  # that its layers call
     noun: ClassVar[str]  # name of its layers in messages
     recomputes: ClassVar[bool] = False  # its layers have `recompute`
     kept_in_fp32: ClassVar[tuple[str, ...]] = ()  # parameters that `load_pretrained` does not round
@@ -226,21 +209,15 @@ class StockFamily:
             return self.layer
         raise AttributeError(f"module {families.__name__}.{self.model_type} has no attribute {name!r}")
 
-    def backends(self) -> Iterable[str]:
-        """Return the names that `backend=` accepts."""
+    def check(self, layer: Any) -> None:
+        """Raise a ValueError if our forward cannot compute the layer."""
         raise NotImplementedError
 
-    def check(self, path: str, layer: Any) -> None:
-        """Raise a ValueError that names the path if our forward cannot compute the layer."""
+    def attributes(
+        self, model: nn.Module, path: str, layer: Any, backend: str | None, **recompute: Any
+    ) -> dict[str, Any]:
+        """Return the attributes that the swapped layer at `path` has and a stock one has not."""
         raise NotImplementedError
-
-    def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
-        """Return the attributes that a swapped layer has and a stock one has not."""
-        raise NotImplementedError
-
-    def attributes_in_model(self, model: nn.Module, path: str, **recompute: Any) -> dict[str, Any]:
-        """Return further attributes of the swapped layer at `path`, which depend on its model, and those given."""
-        return {}
 
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
         """Log defects of the layers that swapping them cannot repair."""
@@ -253,27 +230,25 @@ class KDAFamily(StockFamily):
     lower_bound: Callable[[Any], float | None]  # returns that of a KDA layer's gate; None for softplus
     mixin: type[nn.Module] = StockKDALayer
     prepare_call: Callable[..., Any] = prepare_call
+    operator = KDA
     noun = "KDA layer"
     recomputes = True
     kept_in_fp32 = ("A_log", "dt_bias")
 
-    def backends(self) -> Iterable[str]:
-        return KDA.backends()
+    def check(self, layer: Any) -> None:
+        check_stock_layer(layer, self.lower_bound(layer))
 
-    def check(self, path: str, layer: Any) -> None:
-        try:
-            check_stock_layer(layer, self.lower_bound(layer))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-
-    def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
-        return dict(kda_options=kda_options(self.lower_bound(layer), backend), **StockKDALayer.new_weights())
-
-    def attributes_in_model(self, model: nn.Module, path: str, **recompute: Any) -> dict[str, Any]:
-        layers = sum(isinstance(m, self.stock_layer) for m in model.modules())  # stock ones keep tensors, too
+    def attributes(
+        self, model: nn.Module, path: str, layer: Any, backend: str | None, **recompute: Any
+    ) -> dict[str, Any]:
         decoder_layer = model.get_submodule(path.rpartition(".")[0])
-        checkpointed = getattr(decoder_layer, "gradient_checkpointing", False)
-        return dict(**recompute, layers_in_model=layers, gradient_checkpointing=checkpointed)
+        return StockKDALayer.new_weights() | dict(
+            kda_options=kda_options(self.lower_bound(layer), backend),
+            # Stock layers keep tensors, too.
+            layers_in_model=sum(isinstance(m, self.stock_layer) for m in model.modules()),
+            gradient_checkpointing=getattr(decoder_layer, "gradient_checkpointing", False),
+            **recompute,
+        )
 
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
         dtypes = {name: getattr(layers[0].forget_gate, name).dtype for name in self.kept_in_fp32}

@@ -83,7 +83,7 @@ def swap_attention(
     recompute, memory_share = recompute_words(recompute, memory_share)
     check_recompute(recompute, memory_share)
     family = _stock_family(model)
-    check_backend(backend, family.backends())
+    check_backend(backend, family.operator.backends())
     if (recompute, memory_share) != ("auto", None) and not family.recomputes:
         raise ValueError(
             f"recompute must be 'auto' and memory_share None for a {type(model).__name__}, without KDA layers, got "
@@ -97,17 +97,18 @@ def swap_attention(
         "DistributedConfig(tp_plan={'...self_attn.o_proj': 'replicate'})"
     )
     for path, layer in chosen.items():
-        family.check(path, layer)
+        try:
+            family.check(layer)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         check_numbers(path, layer)
         check_not_sharded(path, layer, hint)
         if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
             raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
     family.warn(model, list(chosen.values()))
     for path, layer in chosen.items():
-        attributes = family.attributes(layer, backend)
-        attributes |= family.attributes_in_model(model, path, recompute=recompute, memory_share=memory_share)
-        for name, value in attributes.items():
-            setattr(layer, name, value)
+        options = dict(recompute=recompute, memory_share=memory_share)
+        vars(layer).update(family.attributes(model, path, layer, backend, **options))
         _set_class(layer, family.layer)
     for base in _base_models(model, family):
         if family.prepare_call not in base._forward_pre_hooks.values():
@@ -133,13 +134,9 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
         raise ValueError(f"{type(model).__name__} must have swapped layers to restore, got none")
     for path, layer in swapped.items():
         _set_class(layer, family.stock_layer)
-        for name in family.attributes(layer, None):
-            delattr(layer, name)
-        for name in (
-            *family.attributes_in_model(model, path, recompute="auto", memory_share=None),
-            "_gradient_checkpointing_func",
-        ):
-            layer.__dict__.pop(name, None)
+        attributes = family.attributes(model, path, layer, None, recompute="auto", memory_share=None)
+        for name in (*attributes, "_gradient_checkpointing_func"):
+            vars(layer).pop(name, None)
     for base in _base_models(model, family):
         for key, hook in list(base._forward_pre_hooks.items()):
             if hook is family.prepare_call:

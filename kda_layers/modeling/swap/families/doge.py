@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from kda_layers.kernels import biased_attention
 from kda_layers.kernels.attention_bias.contract import ATTENTION
 from kda_layers.kernels.checks import accumulator_dtype, sequence_offsets
-from kda_layers.modeling.inputs.cache_argument import takes_cache
+from kda_layers.modeling.inputs.arguments import rename_cache, takes_cache
+from kda_layers.modeling.inputs.masks import create_key_mask
+from kda_layers.modeling.inputs.sequences import read_layout
 from kda_layers.modeling.layer.weights import KeepsFP32
-from kda_layers.modeling.models.key_bias import create_key_mask, key_bias, refuse_weights, with_past
+from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
 from kda_layers.modeling.seams import CACHE, Cache
-from kda_layers.modeling.swap.in_place import StockFamily, packed_call, read_call, tokens_of
+from kda_layers.modeling.swap.in_place import StockFamily, call_arguments, packed_call
 
 ROWS = 128  # queries per chunk of key selection
 
@@ -136,10 +137,8 @@ def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     if isinstance(mask, Tensor) and mask.ndim == 4:
         return args, kwargs  # both kinds of layers apply a mask of scores as it is
-    kwargs, layout = read_call(model, args, kwargs)
-    if layout is None:
-        return (), kwargs
-    tokens = tokens_of(kwargs)
+    kwargs, tokens = call_arguments(model, args, kwargs)
+    layout = read_layout(tokens, **rename_cache(kwargs))
     nothing_hidden = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     if layout.cu_seqlens is not None:
         packed = packed_call(model, kwargs, layout, "attention layer", _is_stock)
@@ -158,24 +157,19 @@ def _is_stock(module: Any) -> bool:
 class DogeFamily(StockFamily):
     """Doge, in which all layers have biased softmax attention."""
 
+    operator = ATTENTION
     noun = "attention layer"
 
-    def backends(self) -> Iterable[str]:
-        return ATTENTION.backends()
+    def check(self, layer: Any) -> None:
+        window, dropout = layer.config.sliding_window, layer.attention_dropout
+        if window is not None:
+            raise ValueError(f"sliding_window must be None, as `biased_attention` has no window, got {window}")
+        if dropout:
+            raise ValueError(f"attention_dropout must be 0, as `biased_attention` has no dropout, got {dropout}")
 
-    def check(self, path: str, layer: Any) -> None:
-        if layer.config.sliding_window is not None:
-            raise ValueError(
-                f"{path}: sliding_window must be None, as `biased_attention` has no window, "
-                f"got {layer.config.sliding_window}"
-            )
-        if layer.attention_dropout:
-            raise ValueError(
-                f"{path}: attention_dropout must be 0, as `biased_attention` has no dropout, "
-                f"got {layer.attention_dropout}"
-            )
-
-    def attributes(self, layer: Any, backend: str | None) -> dict[str, Any]:
+    def attributes(
+        self, model: nn.Module, path: str, layer: Any, backend: str | None, **recompute: Any
+    ) -> dict[str, Any]:
         return dict(backend=backend)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kda_layers.modeling.layer.checkpoint_names import FORGET_GATE, LOW_RANK, STOCK, Format, Naming
-from kda_layers.modeling.swap.in_place import KDAFamily, prepare_layout, tokens_of
+from kda_layers.modeling.swap.in_place import KDAFamily, prepare_layout
 
 
 def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
@@ -16,10 +16,9 @@ def prepare_masks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     The stock forward makes a mask of all tokens for its indexer and passes it to the KDA layers too, which would then
     handle padding where there is none. It accepts a mask for each type of layer instead.
     """
-    kwargs, layout = prepare_layout(model, args, kwargs)
-    if layout is None or isinstance(layout.attention_mask, dict):
-        return (), kwargs
-    tokens = tokens_of(kwargs)
+    kwargs, tokens, layout = prepare_layout(model, args, kwargs)
+    if isinstance(layout.attention_mask, dict):
+        return (), kwargs | {"attention_mask": layout.attention_mask}
     padding = None if layout.padding is None else layout.padding.bool()
     indexed = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if padding is None else padding
     masks = dict.fromkeys(model.config.layer_types, indexed) | {"linear_attention": padding}
