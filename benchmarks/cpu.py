@@ -78,7 +78,7 @@ def calls(case: tuple[str, int, int, int, str]) -> dict[str, Callable[[], Any]]:
         }
 
     def ours() -> Tensor:
-        return kda(*args, gate_activation="log_decay", beta_activation="given", final_state=True).o
+        return kda(*args, gate_activation="log_decay", beta_activation="given", return_final_state=True).o
 
     def stock() -> Tensor:
         return chunk_kimi_delta_attention(*args, output_final_state=True, use_qk_l2norm_in_kernel=True)[0]

@@ -9,8 +9,8 @@ torch.manual_seed(0)
 # 1. The operator: 2 sequences of 100 tokens, 4 heads of width 32. g are gate logits, beta are logits too.
 q, k, v, g = (torch.randn(2, 100, 4, 32) for _ in range(4))
 beta = torch.randn(2, 100, 4)
-first = kda(q, k, v, g, beta, lower_bound=-5.0, final_state=True)
-second = kda(q, k, v, g, beta, lower_bound=-5.0, initial_state=first.final_state)  # the next 100 tokens
+first = kda(q, k, v, g, beta, return_final_state=True)
+second = kda(q, k, v, g, beta, initial_state=first.final_state)  # the next 100 tokens
 print("operator: ", tuple(second.o.shape))
 
 # 2. The layer: [batch, tokens, hidden_size] in and out. In transformers models use swap_attention, below.

@@ -621,7 +621,7 @@ def cudnn_stand_in(
         *(t[None] for t in (q, k, v, g, beta)), A_log=a_log, dt_bias=dt_bias, initial_state=initial_state,
         cu_seqlens=cu_seqlens, gate_activation="lower_bound" if safe_gate else "log_decay",
         lower_bound=gate_lower_bound, beta_activation="sigmoid" if use_beta_sigmoid_in_kernel else "given",
-        qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, return_final_state=output_final_state,
     )  # fmt: skip
     return out.o[0], out.final_state if output_final_state else q.new_empty(0)
 

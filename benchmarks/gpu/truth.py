@@ -84,7 +84,7 @@ def call(x: Inputs, backend: str) -> Any:
     return kda(
         *x[:5], A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens,
         gate_activation=x.gate_activation, lower_bound=x.lower_bound if x.gate_activation in BOUNDED_GATES else None,
-        beta_activation=x.beta_activation, qk_l2norm=x.qk_l2norm, scale=x.scale, final_state=x.final_state,
+        beta_activation=x.beta_activation, qk_l2norm=x.qk_l2norm, scale=x.scale, return_final_state=x.final_state,
         checkpoint_every=x.checkpoint_every, recompute=RECOMPUTE.get(x.recompute_above, "auto"),
         memory_share=None if x.recompute_above in RECOMPUTE else x.recompute_above, segments=x.segments,
         backend=backend,

@@ -11,6 +11,7 @@ import torch
 
 # Old keywords of public functions and classes, and their names now.
 OLD_KEYWORDS = {
+    "kda": {"final_state": "return_final_state"},  # also of kda_over_ranks
     "KimiDeltaAttention": {
         "num_v_heads": "num_value_heads",
         "head_v_dim": "value_head_dim",

@@ -33,7 +33,7 @@ def options(x: Inputs) -> dict:
 def call(x: Inputs, backend: str | None = None) -> KDAOutput:
     """`kda` on the fields of Inputs."""
     return kda(
-        *x[:5], **options(x), initial_state=x.initial_state, final_state=x.final_state,
+        *x[:5], **options(x), initial_state=x.initial_state, return_final_state=x.final_state,
         checkpoint_every=x.checkpoint_every, segments=x.segments, backend=backend,
     )  # fmt: skip
 

@@ -206,7 +206,7 @@ def test_recompute_changes_no_bit(
 
         def forward(x: Inputs, recompute: str = recompute, share: float | None = share) -> KDAOutput:
             return kda(
-                *x[:5], **options(x), initial_state=x.initial_state, final_state=True, backend=backend,
+                *x[:5], **options(x), initial_state=x.initial_state, return_final_state=True, backend=backend,
                 checkpoint_every=x.checkpoint_every, recompute=recompute, memory_share=share,
             )  # fmt: skip
 

@@ -114,23 +114,23 @@ def test_step_op(kind: str, device: str, backend: str, required_backends: frozen
 # Options are literals in these functions: torch.compile(dynamic=True) makes symbols of numbers that it finds elsewhere,
 # and traces twice where one is a float. It also gives sizes that are equal in the first call one symbol, and sizes of
 # 0 and 1 graphs of their own: rows, sequences and checkpoints therefore differ from the numbers of heads and from 1.
-LOWER_BOUND: Callable[..., KDAOutput] = lambda *x, **t: kda(*x, **t, lower_bound=-5.0, final_state=True)  # noqa: E731
+LOWER_BOUND: Callable[..., KDAOutput] = lambda *x, **t: kda(*x, **t, lower_bound=-5.0, return_final_state=True)  # noqa: E731
 TRAINED: dict[str, tuple[Callable[..., KDAOutput], list[Case]]] = {
     "lengths": (
         LOWER_BOUND,
         [Case(T=T, B=3, H=1, group=2, dtype=FP32, checkpoints=False, state=True) for T in (5, 64, 65, 130, 600)],
     ),
     "lengths and rows": (
-        lambda *x, **t: kda(*x, **t, gate_activation="softplus", final_state=True),
+        lambda *x, **t: kda(*x, **t, gate_activation="softplus", return_final_state=True),
         [Case(T=T, B=B, gate="softplus", checkpoints=False) for T, B in ((70, 3), (130, 4), (64, 5))],
     ),
     "checkpoints": (
-        lambda *x, **t: kda(*x, **t, lower_bound=-5.0, final_state=True, checkpoint_every=64),
+        lambda *x, **t: kda(*x, **t, lower_bound=-5.0, return_final_state=True, checkpoint_every=64),
         [Case(T=T, B=3, H=1, state=True) for T in (130, 200, 400)],
     ),
     "narrow states": (
         lambda *x, initial_state, **t: kda(
-            *x, **t, initial_state=initial_state.bfloat16(), lower_bound=-5.0, final_state=True
+            *x, **t, initial_state=initial_state.bfloat16(), lower_bound=-5.0, return_final_state=True
         ),
         [Case(T=T, B=3, H=1, checkpoints=False, state=True) for T in (130, 70)],
     ),

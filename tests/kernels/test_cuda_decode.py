@@ -149,7 +149,8 @@ def test_a_prefill_to_a_bf16_state() -> None:
     """Decoding reads what `kda` returned, and nothing else is rounded."""
     x = make_inputs(replace(ONE, T=20, slow=True))
     head, tail = (x._replace(**{n: getattr(x, n)[:, part] for n in STEP}) for part in (slice(19), slice(19, None)))
-    prefilled = kda(*head[:5], **options(x), final_state=True, state_dtype=torch.bfloat16, backend="eager").final_state
+    final = dict(return_final_state=True, state_dtype=torch.bfloat16)
+    prefilled = kda(*head[:5], **options(x), **final, backend="eager").final_state
     o, state = step(tail, prefilled)
     wide_o, wide_state = step(tail, prefilled.float())
     assert torch.equal(o, wide_o)

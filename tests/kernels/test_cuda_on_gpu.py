@@ -224,7 +224,7 @@ def test_a_bf16_state(backend: str) -> None:
     narrow = x.initial_state.bfloat16()
     with torch.no_grad():
         state, wide = (
-            kda(*x[:5], **options(x), initial_state=s, final_state=True, backend=backend).final_state
+            kda(*x[:5], **options(x), initial_state=s, return_final_state=True, backend=backend).final_state
             for s in (narrow, narrow.float())
         )
         assert torch.equal(state, wide.bfloat16())

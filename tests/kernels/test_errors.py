@@ -3,6 +3,7 @@ nothing has been written."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from kda_layers import KimiDeltaAttention, kda, kda_step
+from kda_layers import KimiDeltaAttention, kda, kda_prefill, kda_step
 from kda_layers.kernels import biased_attention
 from kda_layers.kernels.fused import short_conv
 from kda_layers.kernels.kda.reference import log_decay, write_strength
@@ -385,6 +386,31 @@ def test_step_has_no_gradient(name: str) -> None:
 
 
 # ---------------------------------------------------------------- the backward, and who differentiates
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_the_old_name_of_return_final_state(final: bool) -> None:
+    given = arguments(FIXED, False)
+    with pytest.warns(DeprecationWarning, match="^final_state of kda is deprecated: use return_final_state") as got:
+        out = kda(**given, final_state=final)
+    assert [warning.filename for warning in got] == [__file__]
+    assert (out.final_state is not None) == final
+
+
+@pytest.mark.parametrize("call", [kda, kda_prefill, kda_step])
+def test_lower_bound_has_the_default_of_the_layer(call: Callable[..., Any]) -> None:
+    (q, k, v, g), beta = torch.randn(4, 1, 1, 2, 16), torch.randn(1, 1, 2)
+
+    def state_after(**bound: float) -> Tensor:
+        state = torch.ones(1, 2, 16, 16)
+        if call is kda:
+            return kda(q, k, v, g, beta, initial_state=state, return_final_state=True, **bound).final_state
+        call(q, k, v, g, beta, state, **bound)
+        return state
+
+    default = inspect.signature(KimiDeltaAttention).parameters["lower_bound"].default
+    assert torch.equal(state_after(), state_after(lower_bound=default))
+    assert not torch.equal(state_after(), state_after(lower_bound=-1.0))
 
 
 @pytest.mark.parametrize("bad", ["yes", "", None, 0, 1, 2**30, [True], "auto "], ids=repr)

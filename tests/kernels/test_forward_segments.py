@@ -238,7 +238,7 @@ def called(x: Inputs, mode: str, backend: str) -> KDAOutput:
     with registered(EMULATED[backend]):
         return kda(
             *x[:5], A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state, lower_bound=x.lower_bound,
-            final_state=True, segments=mode, backend=backend,
+            return_final_state=True, segments=mode, backend=backend,
         )  # fmt: skip
 
 

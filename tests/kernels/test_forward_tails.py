@@ -98,7 +98,7 @@ def test_packed_alone_and_accurate(
         initial = torch.randn(N, HV, 64, 64, generator=torch.Generator().manual_seed(0)) / 8
         x = x._replace(initial_state=initial.to(device))
     x = x._replace(final_state=final)
-    got = run(x, backend, final_state=final)
+    got = run(x, backend, return_final_state=final)
     check_outputs(got, x)
     if not is_ours(backend):
         return
@@ -106,7 +106,7 @@ def test_packed_alone_and_accurate(
         if LENGTHS[n] == 0:
             continue
         one = alone(x, n)
-        want, (start, end) = run(one, backend, final_state=final), x.cu_seqlens[n : n + 2].tolist()
+        want, (start, end) = run(one, backend, return_final_state=final), x.cu_seqlens[n : n + 2].tolist()
         torch.testing.assert_close(got.o[:, start:end], want.o, rtol=0, atol=0)
         if final:
             torch.testing.assert_close(got.final_state[n], want.final_state[0], rtol=0, atol=0)
@@ -118,7 +118,7 @@ def test_packed_alone_and_accurate(
 def test_few_tokens_are_steps(T: int, device: str, backend: str, required_backends: frozenset[str]) -> None:
     """A call of a few tokens has the bits of `kda_step`; one more token is a chunk."""
     x = served(Case(T=T, B=3, H=1, group=2, state=True), device, backend, required_backends)
-    got, state = run(x, backend, final_state=True), x.initial_state.clone()
+    got, state = run(x, backend, return_final_state=True), x.initial_state.clone()
     check_outputs(got, x)
     if not is_ours(backend):
         return
@@ -140,7 +140,7 @@ def test_reentrant_checkpoints_have_the_bits_of_calls_with_gradients(
 
     def f(*leaves: Tensor) -> tuple[Tensor, Tensor]:
         y = x._replace(**dict(zip(names, leaves, strict=True)))
-        out = kda(*y[:5], **options(y), initial_state=y.initial_state, final_state=True, backend=backend)
+        out = kda(*y[:5], **options(y), initial_state=y.initial_state, return_final_state=True, backend=backend)
         return out.o, out.final_state
 
     results = []
@@ -160,14 +160,14 @@ def test_reentrant_checkpoints_have_the_bits_of_calls_with_gradients(
 def test_parts_are_the_whole(T: int, device: str, backend: str, required_backends: frozenset[str]) -> None:
     """Chunks in one call, the last tokens in another."""
     x = served(Case(T=T, B=2, H=1, state=True, dtype=FP16), device, backend, required_backends)
-    want, cut = run(x, backend, final_state=True), T // CHUNK * CHUNK
+    want, cut = run(x, backend, return_final_state=True), T // CHUNK * CHUNK
     check_outputs(want, x)
     if not is_ours(backend):
         return
     first, last = (x._replace(**{n: getattr(x, n)[:, part] for n in SEQUENCE}) for part in (slice(cut), slice(cut, T)))
-    got = run(first, backend, final_state=True)
+    got = run(first, backend, return_final_state=True)
     assert torch.equal(got.o, want.o[:, :cut])
-    got = run(last._replace(initial_state=got.final_state), backend, final_state=True)
+    got = run(last._replace(initial_state=got.final_state), backend, return_final_state=True)
     assert torch.equal(got.o, want.o[:, cut:])
     assert torch.equal(got.final_state, want.final_state)
 
@@ -203,7 +203,7 @@ def test_a_batch_of_an_engine(device: str, backend: str, required_backends: froz
     one = alone(x._replace(initial_state=initial), 57)
     whole = one._replace(**{n: getattr(one, n)[:, :64] for n in SEQUENCE})
     if is_ours(backend):
-        assert torch.equal(got.checkpoints[57], run(whole, backend, final_state=True).final_state[0])
+        assert torch.equal(got.checkpoints[57], run(whole, backend, return_final_state=True).final_state[0])
 
 
 @pytest.mark.emulated

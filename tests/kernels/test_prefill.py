@@ -385,7 +385,7 @@ def test_gradients_are_refused() -> None:
         kda_prefill(x.q.requires_grad_(), *x[1:5], None, **options(x))
 
 
-DEPRECATED = "state_indices, checkpoint_at and out of kda are deprecated: call kda_layers.kda_prefill"
+DEPRECATED = r"kda\(state_indices=, checkpoint_at=, out=\) is deprecated: use kda_layers.kda_prefill"
 
 
 @on_rows_and_packed
@@ -404,11 +404,11 @@ def test_keywords_of_kda_for_one_release(lengths: Any) -> None:
     assert torch.equal(got.checkpoints[1], initial[1])
     for state in (initial, None):
         with torch.no_grad(), pytest.warns(DeprecationWarning, match=DEPRECATED):
-            got = kda(*x[:5], **options(x), initial_state=state, final_state=True, out=out)
+            got = kda(*x[:5], **options(x), initial_state=state, return_final_state=True, out=out)
         assert torch.equal(got.final_state, call(x._replace(initial_state=state, final_state=True)).final_state)
     assert torch.equal(initial, x.initial_state)
     for change, message in (
-        (dict(final_state=True), "final_state False with state_indices"),
+        (dict(return_final_state=True), "final_state False with state_indices"),
         (dict(initial_state=None), "initial_state must be a pool of states and"),
         (dict(checkpoint_every=64), "checkpoint_every must be 0 with state_indices, checkpoint_at or out, got 64"),
         (dict(segments="always"), "segments must be 'never' or 'auto' with state_indices"),
@@ -428,7 +428,7 @@ def test_a_backend_without_prefill_is_not_chosen(monkeypatch: pytest.MonkeyPatch
     other = type("Other", (type(eager),), {"name": "other", "features": eager.features - {"prefill"}, "priority": 99})()
     x = make_inputs(Case(T=70, H=1, K=16, V=16, dtype=torch.float32, state=True), "cpu")
     fields = {n: getattr(x, n, None) for n in PrefillInputs._fields} | {"state": x.initial_state}
-    reason = "prefills states in place, needs kda with final_state=True"
+    reason = "prefills states in place, needs kda with return_final_state=True"
     monkeypatch.setattr(KDA, "_found", {"other": other, "eager": eager})
     KDA.clear_caches()
     try:

@@ -30,7 +30,7 @@ on_every_case = pytest.mark.parametrize("case", CASES, ids=["fixed", "packed"])
 def call(x: Inputs, initial: Tensor | None, dtype: torch.dtype | None, backend: str | None = None) -> KDAOutput:
     """`kda` with these states."""
     return kda(
-        *x[:5], **options(x), initial_state=initial, final_state=True, checkpoint_every=x.checkpoint_every,
+        *x[:5], **options(x), initial_state=initial, return_final_state=True, checkpoint_every=x.checkpoint_every,
         state_dtype=dtype, backend=backend,
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_gradients(case: Case, device: str, backend: str, required_backends: fro
 def test_states_in_the_other_layout(dtype: torch.dtype) -> None:
     """With K = V no shape tells them apart: values, gradients and memory do."""
     x = make_inputs(Case(T=130, H=1, group=2, K=32, V=32, dtype=dtype, state=True))
-    more = dict(options(x), final_state=True, checkpoint_every=64)
+    more = dict(options(x), return_final_state=True, checkpoint_every=64)
     results = []
     for layout in ("vk", "kv"):
         turn = (lambda t: t.mT) if layout == "kv" else (lambda t: t)

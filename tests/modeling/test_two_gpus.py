@@ -101,7 +101,7 @@ class Call:
             d_o = self.cut(d_o, shards)
         x = {n: t.detach().clone().requires_grad_() for n, t in x.items()}
         options = dict(
-            lower_bound=-5.0, cu_seqlens=offsets, final_state=offsets is None,
+            lower_bound=-5.0, cu_seqlens=offsets, return_final_state=offsets is None,
             beta_activation="given" if self.like_fla else "sigmoid",
         )  # fmt: skip
         out = kda(**x, **options) if shards is None else kda_over_ranks(**x, shards=shards, **options)

@@ -173,7 +173,7 @@ class Problem(AnyProblem):
         "bf16_state": "state is bfloat16, needs float32",
         "int8_state": "state is int8, needs float32",
         "segments": "segments is 'always', needs 'never' or 'auto'",
-        "prefill": "prefills states in place, needs kda with final_state=True",
+        "prefill": "prefills states in place, needs kda with return_final_state=True",
     }
 
     @classmethod

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import check_scale
+from ..deprecation import new_keywords, warn_deprecated
 from ..operator import NoGradOperator, Operator, no_output
 from ..tracing import may_run_again, needs_gradients
 from . import checks
@@ -55,7 +55,7 @@ def kda(
     beta_activation: str = "sigmoid",
     qk_l2norm: bool = True,
     scale: float | None = None,
-    final_state: bool = False,
+    return_final_state: bool = False,
     checkpoint_every: int = 0,
     state_dtype: torch.dtype | None = None,
     recompute: str = "auto",
@@ -66,6 +66,7 @@ def kda(
     state_indices: Tensor | None = None,
     checkpoint_at: Tensor | None = None,
     out: Tensor | None = None,
+    final_state: bool | None = None,
 ) -> KDAOutput:
     """Kimi Delta Attention over whole sequences, differentiable in every tensor; states are [N, HV, V, K].
 
@@ -93,8 +94,9 @@ def kda(
         beta_activation: 'sigmoid', '2sigmoid' (negative eigenvalues) or 'given'.
         qk_l2norm: normalise q and k over K: x / sqrt(sum(x^2) + 1e-6).
         scale: factor of the output; K ** -0.5 if None.
-        final_state: also return the state after the last token. With bf16 inputs our CUDA backend then computes the
-            gradients of v and beta with more bits, as gradients of the state need, and keeps 7 % more for the backward.
+        return_final_state: also return the state after the last token. With bf16 inputs our CUDA backend then computes
+            the gradients of v and beta with more bits, as gradients of the state need, and keeps 7 % more for the
+            backward.
         checkpoint_every: 0, or 64 to also return the state at every 64-token boundary of each sequence.
         state_dtype: dtype of the returned states, one that initial_state may have; if None, initial_state's, or fp32
             (fp64) without one. States are computed in fp32 (fp64) and rounded once.
@@ -115,6 +117,7 @@ def kda(
         backend: name of a backend; None chooses (see `explain`).
         state_indices, checkpoint_at, out: deprecated, those of `kda_prefill`; with state_indices, initial_state is its
             `state`.
+        final_state: deprecated, the old name of return_final_state.
 
     Returns:
         KDAOutput: o [B, T, HV, V] in v's dtype; final_state [N, HV, V, K] or None; checkpoints
@@ -131,6 +134,8 @@ def kda(
 
     Source: Kimi Linear, arXiv 2510.26692, equation (1).
     """
+    if final_state is not None:
+        return_final_state = new_keywords("kda", dict(final_state=final_state))["return_final_state"]
     kept, kv = checks.check_recompute(recompute, memory_share), checks.check_state_layout(state_layout)
     again = may_run_again()
     if kv and initial_state is not None:
@@ -138,8 +143,9 @@ def kda(
     x = Inputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, checks.gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
-        check_scale(q, scale), bool(final_state), checkpoint_every, 0.0 if again else kept,  # no backward reads it
-        checks.check_segments(segments), bool(final_state),
+        check_scale(q, scale), bool(return_final_state), checkpoint_every,
+        0.0 if again else kept,  # no backward reads it
+        checks.check_segments(segments), bool(return_final_state),
     )  # fmt: skip
     if not (state_indices is checkpoint_at is out is None):
         return _in_layout(_as_prefill(x, state_indices, checkpoint_at, out, state_dtype, backend), kv)
@@ -308,13 +314,7 @@ def _as_prefill(
     given: Inputs, slots: Tensor | None, at: Tensor | None, out: Tensor | None, dtype: torch.dtype | None, backend: Any
 ) -> KDAOutput:
     """`kda` with the keywords of `kda_prefill`; the initial state is not written without `slots`."""
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            "state_indices, checkpoint_at and out of kda are deprecated: call kda_layers.kda_prefill, which updates "
-            "states in place",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+    warn_deprecated("kda(state_indices=, checkpoint_at=, out=)", "kda_layers.kda_prefill, which updates the states")
     if given.segments == "always":
         raise ValueError("segments must be 'never' or 'auto' with state_indices, checkpoint_at or out, got 'always'")
     if given.checkpoint_every:
@@ -333,8 +333,8 @@ def _as_prefill(
             state = given.q.new_zeros(N, *given.v.shape[2:], given.q.shape[3], dtype=computed)
     elif state is None or given.final_state:
         raise ValueError(
-            "initial_state must be a pool of states and final_state False with state_indices, which has the states "
-            f"after the call, got {type(state).__name__} and {given.final_state}"
+            "initial_state must be a pool of states and return_final_state False with state_indices, which has the "
+            f"states after the call, got {type(state).__name__} and {given.final_state}"
         )
     o, boundaries = _prefill(
         PrefillInputs(

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_offsets, check_scale, sequence_offsets
+from ..deprecation import new_keywords
 from ..kda.checks import check_recompute, check_values, check_whole, gate_bound
 from ..kda.contract import KDA, Backend, Gradients, Inputs, KDAOutput, Problem, outputs_like, state_dtypes
 from ..kda.reference import activate
@@ -68,10 +69,11 @@ def kda_over_ranks(
     beta_activation: str = "sigmoid",
     qk_l2norm: bool = True,
     scale: float | None = None,
-    final_state: bool = False,
+    return_final_state: bool = False,
     recompute: str = "auto",
     memory_share: float | None = None,
     backend: str | None = None,
+    final_state: bool | None = None,
 ) -> KDAOutput:
     """Run `kda` over sequences that are cut over the ranks of a process group; every rank passes its own tokens.
 
@@ -87,7 +89,8 @@ def kda_over_ranks(
             ranks. Only with contiguous shards, and without states.
         A_log, dt_bias, gate_activation, lower_bound, beta_activation, qk_l2norm, scale, recompute, memory_share,
             backend: as in `kda`.
-        final_state: also return the state after the full sequence, on all ranks.
+        return_final_state: also return the state after the full sequence, on all ranks.
+        final_state: deprecated, the old name of return_final_state.
 
     Returns:
         KDAOutput: o [B, T, HV, V] of this rank's tokens; final_state [B, HV, V, K] or None; no checkpoints.
@@ -98,12 +101,14 @@ def kda_over_ranks(
     """
     if not isinstance(shards, Shards):
         raise TypeError(f"shards must be a Shards, such as Shards.contiguous(group), got {type(shards).__name__}")
+    if final_state is not None:
+        return_final_state = new_keywords("kda", dict(final_state=final_state))["return_final_state"]
     kept = check_recompute(recompute, memory_share)
     x = LocalInputs(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
         gate_activation, gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
-        check_scale(q, scale), bool(final_state), 0, 0.0 if may_run_again() else kept, "never", bool(final_state),
-        shards.group, shards.order,
+        check_scale(q, scale), bool(return_final_state), 0, 0.0 if may_run_again() else kept, "never",
+        bool(return_final_state), shards.group, shards.order,
     )  # fmt: skip
     check_whole(inputs_of(x)._replace(cu_seqlens=None))
     _check_cut(x, shards)
@@ -114,7 +119,7 @@ def kda_over_ranks(
     if initial_state is not None:
         x = x._replace(initial_state=initial_state.to(state_dtypes(q.dtype)[0]))
     x = activate(x, fused)
-    known = None if final_state else shards.recall("kda")
+    known = None if return_final_state else shards.recall("kda")
     if known is None:
         with torch.no_grad():
             exchanged = _states_before(x, name)
@@ -137,7 +142,7 @@ def _check_cut(x: Any, shards: Shards) -> None:
         return
     check_offsets(x.cu_seqlens, x.q)
     check_contiguous(shards)
-    for name, given in (("initial_state", x.initial_state is not None), ("final_state", x.final_state)):
+    for name, given in (("initial_state", x.initial_state is not None), ("return_final_state", x.final_state)):
         if given:
             raise ValueError(f"{name} must not be given with cu_seqlens over ranks: packed sequences start from zero")
     if x.cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # no wait for a device

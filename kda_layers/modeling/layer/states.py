@@ -112,7 +112,7 @@ class LayerState:
             return kda_step(q, k, v, g, beta, before, **options)  # updates the state in place
         # A copy, as autograd may keep the initial state, which the cache then overwrites.
         initial = before.clone() if before is not None and grads else before
-        out = kda(*inputs, initial_state=initial, final_state=True, **recompute | options)
+        out = kda(*inputs, initial_state=initial, return_final_state=True, **recompute | options)
         self._layer.update_recurrent_state(out.final_state.detach())
         self.recurrent = self._layer.recurrent_states[0]
         return out.o
@@ -157,7 +157,7 @@ class LayerState:
         options = {n: t.detach() if isinstance(t, Tensor) else t for n, t in options.items()}
 
         def states_after(tokens: int) -> tuple[Tensor, Tensor]:
-            out = kda(*(t[:, :tokens] for t in tail), initial_state=recurrent, final_state=True, **options)
+            out = kda(*(t[:, :tokens] for t in tail), initial_state=recurrent, return_final_state=True, **options)
             kept = None if mask_tail is None else mask_tail[:, :tokens]
             return out.final_state, state_after(x_tail[:, :tokens], W, conv, kept)
 

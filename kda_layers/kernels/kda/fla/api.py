@@ -124,7 +124,7 @@ def chunk_kda(
     out = kda(
         q, k, v, g, beta,
         initial_state=state, cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
-        final_state=output_final_state, checkpoint_every=CHUNK if return_intermediate_states else 0,
+        return_final_state=output_final_state, checkpoint_every=CHUNK if return_intermediate_states else 0,
         state_dtype=state_dtype(q.dtype), recompute="never" if disable_recompute else "always", backend=backend,
         **options,
     )  # fmt: skip
