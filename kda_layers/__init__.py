@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+    return sorted({*__all__, *_SUBMODULES, *(name for name in globals() if name.startswith("_"))})
 
 
 # The operator registers itself with torch, and configurations with transformers' AutoConfig.

@@ -51,7 +51,8 @@ def new_keywords(function: str, old: Mapping[str, Any]) -> dict[str, Any]:
 def recompute_words(recompute: Any, memory_share: float | None, warn: bool = True) -> tuple[Any, float | None]:
     """Return both arguments of `kda` for a `recompute` of version 0.1 (True, False or a share), others as they are."""
     if isinstance(recompute, bool):
-        word, share, new = ("always", "never")[not recompute], memory_share, "recompute='always' or 'never'"
+        word, share = "always" if recompute else "never", memory_share
+        new = f"recompute={word!r}"
     elif isinstance(recompute, float) and memory_share is None:
         word, share, new = "auto", recompute, f"memory_share={recompute}"
     else:

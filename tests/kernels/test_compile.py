@@ -164,6 +164,13 @@ def test_training_compiles_once(kind: str, device: str, backend: str, required_b
     assert counter.frame_count == 1
 
 
+def test_old_keywords_compile() -> None:
+    x = make_inputs(Case(T=70))
+    old = torch.compile(lambda *x: kda(*x, final_state=True, recompute=True), backend="aot_eager", fullgraph=True)
+    want = kda(*x[:5], return_final_state=True, recompute="always")
+    assert all(torch.equal(a, b) for a, b in zip(old(*x[:5])[:2], want[:2], strict=True))
+
+
 @on_every_backend
 @on_every_device
 @pytest.mark.parametrize("kind", ["fixed", "packed", "pool", "drafts"])

@@ -371,7 +371,8 @@ def refused(ranks: Ranks) -> None:
         (ValueError, r"k must have shape \[1, 8, 1, 4\], got \[1, 7, 1, 4\]", dict(k=operands(T=7)["k"])),
         (ValueError, r"shards must be contiguous with cu_seqlens, got places \(\(0, 3\)", dict(cu_seqlens=ends)),
         (ValueError, r"initial_state must not be given with cu_seqlens", whole | dict(initial_state=state)),
-        (ValueError, r"final_state must not be given with cu_seqlens", whole | dict(return_final_state=True)),
+        (ValueError, r"return_final_state must not be given with cu_seqlens", whole | dict(return_final_state=True)),
+        (ValueError, r"return_final_state must not be given with", whole | dict(final_state=True)),  # its old name
         (TypeError, r"cu_seqlens must be int32 or int64", whole | dict(cu_seqlens=ends.float())),
         (ValueError, r"cu_seqlens must end at T = 16, got 8", whole | dict(cu_seqlens=ends // 2)),
         (ValueError, r"cu_seqlens must start at 0, got 1", whole | dict(cu_seqlens=ends.clamp(min=1))),

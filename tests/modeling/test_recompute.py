@@ -45,7 +45,7 @@ GIVEN = {("always", None): 0.0, ("never", None): 1.0, ("auto", 0.25): 0.25, ("au
 OLD: dict[Any, tuple[str, float | None]] = {True: ("always", None), False: ("never", None), 0.25: ("auto", 0.25)}
 every_setting = pytest.mark.parametrize("setting", GIVEN, ids=str)
 every_old_value = pytest.mark.parametrize("old", OLD, ids=repr)
-OLD_VALUE = r"^recompute=.* is deprecated: use (recompute|memory_share)="
+OLD_VALUE = r"^recompute=.* is deprecated: use (recompute='(always|never)'|memory_share=0.25)\."
 old_value = partial(pytest.warns, DeprecationWarning, match=OLD_VALUE)
 
 
