@@ -128,7 +128,8 @@ def rows_apart(found: Results) -> list[Measured]:
 
 def figure(found: Results) -> str:
     """Return README's figure with its caption, or where it is while it cannot stand beside the table."""
-    what = "time against length: kda_layers, flash-linear-attention, cuDNN and softmax attention"
+    cudnn = ", cuDNN" if _with_cudnn(found) else ""
+    what = f"time against length: kda_layers, flash-linear-attention{cudnn} and softmax attention"
     if apart := rows_apart(found):
         stamp = found[README_RUN]["stamp"]
         return (
@@ -145,14 +146,20 @@ def caption(found: Results) -> str:
     timed = [r for r in rows if r["status"] == "timed"]
     called = sorted({f"{tables.label(r)} ({r['pass']} at {r['T']})" for r in timed if r["mode"] == CALL})
     how = f", except {', '.join(called)}, launched from Python" if called else ""
+    activated = " cuDNN's backward takes activated inputs only: its forward + backward is of these."
+    cudnn = activated if _with_cudnn(found) else " cuDNN was not installed."
     left_out = sorted({f"{r['pass']} at {r['T']}" for r in found[README_RUN]["rows"] if r not in rows})
     missing = f" Not shown: {', '.join(left_out)}, where not every contender could be measured." if left_out else ""
     return (
         f"One run on one {stamp['gpu']}, `{README_RUN}` ({stamp['date']}, commit `{stamp['commit']}`): bf16, "
         "slow-decay gates, medians with a cold L2 cache; a dot is a measured length. Every contender is replayed "
-        f"from a CUDA graph{how}. Softmax attention is torch's, causal. cuDNN's backward takes activated inputs "
-        f"only: its forward + backward is of these.{missing}"
+        f"from a CUDA graph{how}. Softmax attention is torch's, causal.{cudnn}{missing}"
     )
+
+
+def _with_cudnn(found: Results) -> bool:
+    """True if README's figure has times of cuDNN, which is a peer only where its front end is installed."""
+    return any(r["contender"] == "cuDNN" and r["status"] == "timed" for r in found[README_RUN]["rows"])
 
 
 def caption_alone(found: Results) -> str:
