@@ -41,10 +41,12 @@ def test_both_engines_have_a_record() -> None:
 
 
 def test_calls_that_do_not_bind_or_are_not_replaced_are_found() -> None:
-    call = Call("a.py", "f", f"{vllm.LING}.chunk_kda", 5, ["new_option"], "chunk_from_decays", None)
+    call = Call("a.py", "f", f"{vllm.LING}.chunk_kda", 0, ["**", "new_option"], "chunk", None)
+    positional = Call("a.py", "f", f"{vllm.LING}.chunk_kda", 5, ["**"], "chunk", None)
     other = Call("a.py", "f", f"{vllm.LING}.chunk_kda_2", 5, [], None, None)
-    assert engine_calls.problems("vllm", [call, other]) == [
+    assert engine_calls.problems("vllm", [call, positional, other]) == [
         f"TypeError a.py, f: {vllm.LING}.chunk_kda: got an unexpected keyword argument 'new_option'",
+        f"TypeError a.py, f: {vllm.LING}.chunk_kda: too many positional arguments",
         f"NOT REPLACED a.py, f: {vllm.LING}.chunk_kda_2",
     ]
     call = Call("a.py", "f", "TritonKDAKernel.decode", 6, ["**"], "decode", None)
@@ -65,8 +67,8 @@ def test_calls_are_read_from_a_wheel(tmp_path: Path) -> None:
     file = "vllm/model_executor/models/bailing_moe_v3.py"
     calls = [
         Call(file, "A.f", "new_kda_kernel", 0, [], None, None),
-        Call(file, "A.f", f"{vllm.LING}.fused_recurrent_kda", 0, ["**"], "recurrent_from_decays", None),
-        Call(file, "A.f.g", f"{vllm.LING}.chunk_kda", 2, ["beta"], "chunk_from_decays", None),
+        Call(file, "A.f", f"{vllm.LING}.fused_recurrent_kda", 0, ["**"], "recurrent", None),
+        Call(file, "A.f.g", f"{vllm.LING}.chunk_kda", 2, ["beta"], "chunk", None),
     ]
     assert engine_calls.find(tmp_path, "vllm") == calls
     assert engine_calls.from_text(engine_calls.to_text("vllm", "1.0", calls)) == ("vllm", "1.0", calls)

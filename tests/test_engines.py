@@ -240,7 +240,7 @@ def test_vllm_decode_of_a_padded_batch(bound: float | None, device: str) -> None
     slots = torch.tensor([*SLOTS, 0, 0], dtype=torch.int32, device=device)
     padded = torch.cat((x.mixed_qkv, torch.full_like(x.mixed_qkv[:2], torch.nan)))
     g, beta = (torch.cat((t, torch.full_like(t[:, :2], torch.nan)), 1) for t in (x.raw_g, x.raw_beta))
-    o, same = vllm_functions.packed_decode_from_logits(
+    o, same = vllm_functions.packed_decode(
         mixed_qkv=padded, raw_g=g, raw_beta=beta, A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=bound,
         initial_state=pool, state_indices=slots,
     )  # fmt: skip
@@ -260,7 +260,7 @@ def test_vllm_drafts(bound: float | None, device: str) -> None:
     offsets = torch.cat((x.offsets, x.offsets[-1:]))  # a padding sequence without tokens
     q, k, v = x.qkv
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    o, _ = vllm_functions.recurrent_from_logits(
+    o, _ = vllm_functions.recurrent(
         q=q, k=k, v=v, raw_g=x.raw_g, raw_beta=x.raw_beta, A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=bound,
         initial_state=pool, cu_seqlens=offsets, ssm_state_indices=slots,
         num_accepted_tokens=torch.tensor([1, 1, 1], dtype=torch.int32, device=device), out=out,
@@ -284,7 +284,7 @@ def test_vllm_drafts_of_a_padded_batch(device: str) -> None:
     accepted = torch.ones(6, dtype=torch.int32, device=device)
     for offsets in (x.offsets, torch.cat((x.offsets, x.offsets[-1:].expand(4)))):  # of 2 and of 6 sequences
         pool = x.pool(20)
-        o, _ = vllm_functions.recurrent_from_logits(
+        o, _ = vllm_functions.recurrent(
             q=q, k=k, v=v, raw_g=x.raw_g, raw_beta=x.raw_beta, A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=-5.0,
             initial_state=pool, cu_seqlens=offsets, ssm_state_indices=slots, num_accepted_tokens=accepted,
         )  # fmt: skip

@@ -31,15 +31,15 @@ LAYERS = {
 # Their functions, and ours of vllm_functions.
 FUNCTIONS = {
     KIMI: {
-        "chunk_kda_with_fused_gate": "chunk_from_logits",
-        "fused_recurrent_kda": "recurrent_from_logits",
-        "fused_recurrent_kda_packed_decode": "packed_decode_from_logits",
+        "chunk_kda_with_fused_gate": "chunk",
+        "fused_recurrent_kda": "recurrent",
+        "fused_recurrent_kda_packed_decode": "packed_decode",
     },
-    GLM: {"chunk_kda_with_fused_gate": "chunk_from_beta", "fused_recurrent_kda": "recurrent_from_decays"},
+    GLM: {"chunk_kda_with_fused_gate": "chunk", "fused_recurrent_kda": "recurrent"},
     LING: {
-        "chunk_kda": "chunk_from_decays",
-        "fused_recurrent_kda": "recurrent_from_decays",
-        "fused_recurrent_kda_fwd": "drafts_from_decays",
+        "chunk_kda": "chunk",
+        "fused_recurrent_kda": "recurrent",
+        "fused_recurrent_kda_fwd": "recurrent",
     },
 }
 
