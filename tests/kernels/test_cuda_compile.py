@@ -147,7 +147,7 @@ SEGMENTS = [
     pytest.param(
         variant,
         arch,
-        id=f"{K}-{'maps' if variant.part == chunk.TRANSITIONS else 'walk'}{'-saves' * saves}{'-fine' * fine}-{arch}",
+        id=f"{K}-{('transitions', 'scan')[variant.part - 1]}{'-saves' * saves}{'-fine' * fine}-{arch}",
     )
     for K, dtype, gate, g_wide in (
         (128, BF16, "lower_bound", False),
@@ -172,7 +172,7 @@ def test_segments(variant: chunk.Variant, arch: str) -> None:
     cubin = build.compile(variant.source, variant.defines, arch)
     used = build.resources(cubin)
     assert used.keys() == (
-        {"kda_forward"} if variant.part == chunk.TRANSITIONS else {"kda_walk_segments", "kda_join_segments"}
+        {"kda_forward"} if variant.part == chunk.TRANSITIONS else {"kda_scan_segments", "kda_join_segments"}
     )
     assert all(r[1:] == (0, 0, 0, 0) for r in used.values())
     assert variant.shared_bytes <= SERVED[arch]
@@ -183,11 +183,11 @@ def test_segments(variant: chunk.Variant, arch: str) -> None:
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize(("variant", "arch"), [p for p in TWO_ROLES if p.values[0].K == 128])
 def test_transitions(variant: two_roles.Variant, arch: str, fine: bool) -> None:
-    maps = variant._replace(cut=ALWAYS, fine=fine)
-    cubin = build.compile(maps.source, maps.defines, arch)
-    check_resources(cubin, "kda_forward_two_roles", REGISTERS // maps.threads)
+    transitions = variant._replace(cut=ALWAYS, fine=fine)
+    cubin = build.compile(transitions.source, transitions.defines, arch)
+    check_resources(cubin, "kda_forward_two_roles", REGISTERS // transitions.threads)
     assert "serialized" not in cubin.log
-    assert maps.shared_bytes <= SERVED[arch]
+    assert transitions.shared_bytes <= SERVED[arch]
 
 
 @pytest.mark.slow

@@ -148,8 +148,8 @@ def test_transitions_by_specialised_ctas(groups: int, fine: bool, form: str, mon
         out, saved = in_segments(x, machine, Cut(SHORT + 1, SHORT, TILES), save=True)
         assert saved is not None
         assert (saved.fine is not None) == fine
-        maps = saved.maps.unflatten(0, (x.v.shape[0], -1))[:, :-1]  # nobody writes those of last segments
-        return [*outputs(out).values(), maps, *saved._replace(maps=None).tensors()]
+        transitions = saved.transitions.unflatten(0, (x.v.shape[0], -1))[:, :-1]  # nobody writes those of last segments
+        return [*outputs(out).values(), transitions, *saved._replace(transitions=None).tensors()]
 
     def split(scanned: int, chunks: int, *_: int) -> tuple[float, Split]:
         return 0.0, Split(groups, 16 - 2 * groups, -(-scanned // groups) * chunks)
@@ -321,7 +321,7 @@ def test_every_variant_is_listed() -> None:
     for target, capability in (("sm_90a", 90), ("sm_100a", 100), ("sm_80", 80)):
         listed = {str(sorted(d.items())) for b in KDA.backends().values() for _, d in b.variants(target)}
         found = [*segments.variants(capability), *reverse_scan.variants_in_segments(capability)]
-        maps, walks, scans = 24 + 12, 8, 4 + 2  # of maps and scans 12 and 2 are fine
+        transitions, last_scans, scans = 24 + 12, 8, 4 + 2  # of transitions and scans 12 and 2 are fine
         by_roles = 12 + 6 if capability == 90 else 0  # 6 are fine
-        assert len(set(found)) == len(found) == (0 if capability == 80 else maps + by_roles + walks + scans)
+        assert len(set(found)) == len(found) == (0 if capability == 80 else transitions + by_roles + last_scans + scans)
         assert {str(sorted(v.defines.items())) for v in found} <= listed

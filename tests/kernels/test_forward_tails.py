@@ -15,7 +15,7 @@ from kda_layers import KDAOutput, kda, kda_prefill, kda_step
 from kda_layers.kernels.kda.contract import CHUNK, Inputs, PrefillOutput, problem_of
 from kda_layers.kernels.kda.cuda.decode import decode
 from kda_layers.kernels.kda.cuda.forward import last_tokens
-from kda_layers.kernels.kda.cuda.spec import TAIL, Signature
+from kda_layers.kernels.kda.cuda.spec import LAST_TOKENS, Signature
 from tests.kernels.cases import (
     FP16,
     Case,
@@ -114,7 +114,7 @@ def test_packed_alone_and_accurate(
 
 @on_every_backend
 @on_every_device
-@pytest.mark.parametrize("T", [1, TAIL])
+@pytest.mark.parametrize("T", [1, LAST_TOKENS])
 def test_few_tokens_are_steps(T: int, device: str, backend: str, required_backends: frozenset[str]) -> None:
     """A call of a few tokens has the bits of `kda_step`; one more token is a chunk."""
     x = served(Case(T=T, B=3, H=1, group=2, state=True), device, backend, required_backends)
@@ -232,8 +232,10 @@ def test_a_row_for_every_state_between_the_kernels(lengths: tuple[int, ...]) -> 
     x = make_inputs(Case(lengths=lengths, H=1, K=64, V=64))._replace(checkpoint_every=0)
     backend = EMULATED["sm90@emulator"]
     order = last_tokens.order_of(x, None, backend.machine)
-    handed = torch.tensor([n for n, length in enumerate(lengths) if length > CHUNK and 1 <= length % CHUNK <= TAIL])
-    assert (order.places[handed] < last_tokens.states_before(x, order).shape[0]).all()
+    handed = torch.tensor(
+        [n for n, length in enumerate(lengths) if length > CHUNK and 1 <= length % CHUNK <= LAST_TOKENS]
+    )
+    assert (order.positions[handed] < last_tokens.states_before(x, order).shape[0]).all()
     got, want = (backend.forward(x._replace(final_state=final), False)[0] for final in (False, True))
     assert torch.equal(got.o, want.o)
 
@@ -284,7 +286,7 @@ def test_order(count: int, with_stops: bool, dtype: torch.dtype) -> None:
     x = make_inputs(Case(T=1, H=1))._replace(cu_seqlens=offsets)  # whose other tensors are not read
     found = last_tokens.order_of(x, stops, EMULATED["sm90@emulator"].machine)
     assert found is not None
-    tail = torch.where(lengths % CHUNK <= TAIL, lengths % CHUNK, 0)
+    tail = torch.where(lengths % CHUNK <= LAST_TOKENS, lengths % CHUNK, 0)
     chunks = (lengths - tail + CHUNK - 1) // CHUNK
     wanted = (chunks > 0) | (tail == 0)
     if stops is not None:
@@ -292,7 +294,7 @@ def test_order(count: int, with_stops: bool, dtype: torch.dtype) -> None:
     listed = found.order[: int(wanted.sum())].long()
     assert (found.order[len(listed) :] == -1).all()
     assert sorted(listed.tolist()) == wanted.nonzero()[:, 0].tolist()
-    assert torch.equal(found.places[listed], torch.arange(len(listed), dtype=torch.int32))
+    assert torch.equal(found.positions[listed], torch.arange(len(listed), dtype=torch.int32))
     assert (chunks[listed][1:] < 4 * chunks[listed][:-1].clamp(min=1)).all()
     whole = lengths[listed] >= CHUNK
     assert whole[: int(whole.sum())].all()

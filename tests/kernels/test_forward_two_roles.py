@@ -168,7 +168,7 @@ def signature(
     bf16, offsets = torch.bfloat16, None if sequences is None else (sequences + 1, torch.int32)
     return Signature(
         torch.device("cpu"), bf16, bf16, bf16, (B, T, HV, 128), (B, T, HV, 128), offsets, "lower_bound", -5.0,
-        "sigmoid", True, 0.1, states > 0, states > 1, stores, tails=True,
+        "sigmoid", True, 0.1, states > 0, states > 1, stores, last_tokens=True,
     )  # fmt: skip
 
 
@@ -353,7 +353,7 @@ def test_a_part_of_a_gpu(seg: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(RuntimeWarning, match="specialised CTAs are off from now on.*LAUNCH_TOO_LARGE"):
         forms.forward(x, machine, False)
     forms.forward(x, machine, False)
-    once = ["kda_forward"] if seg == "never" else ["kda_forward", "kda_join_segments", "kda_walk_segments"]
+    once = ["kda_forward"] if seg == "never" else ["kda_forward", "kda_join_segments", "kda_scan_segments"]
     assert launched == once * 2
     assert "could not run all of its blocks at once" in "".join(forms.explain(Signature.of(x), H100))
 

@@ -92,9 +92,9 @@ def forward(x: Inputs, machine: Machine, save: bool) -> tuple[KDAOutput, list[Te
     """
     x = spec.aligned_inputs(x)
     T, packed = x.v.shape[1], x.cu_seqlens is not None
-    tails = not save and last_tokens.possible(T, packed)
-    s = Signature.of(x, save, tails)
-    if not tails:
+    finishes = not save and last_tokens.possible(T, packed)
+    s = Signature.of(x, save, finishes)
+    if not finishes:
         out, saved = launch(x, machine, s)
         return out, [] if saved is None else saved.tensors()
     order = before = None

@@ -19,7 +19,7 @@ FINE = (torch.bfloat16,)  # where fine gradients differ: in fp16 T' has 11 bits 
 WIDTHS = (128, 64)
 MOST_TOKENS = 2**31 - 1
 PLANS = 4096  # cached
-TAIL = 4  # tokens after the whole chunks of a sequence that the decode kernel computes, at most (last_tokens.py)
+LAST_TOKENS = 4  # tokens after a sequence's whole chunks that the decode kernel computes, at most (last_tokens.py)
 
 
 def stage_bytes(K: int) -> int:
@@ -27,9 +27,9 @@ def stage_bytes(K: int) -> int:
     return 3 * CHUNK * K * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (K + CHUNK)
 
 
-def in_chunks(T: int, tails: bool) -> int:
-    """Number of a sequence's T tokens that are in chunks: with `tails`, not its last ones (last_tokens.py)."""
-    return T - T % CHUNK if tails and T % CHUNK <= TAIL else T
+def in_chunks(T: int, last_tokens: bool) -> int:
+    """Number of a sequence's T tokens that are in chunks: with `last_tokens`, not its last ones (last_tokens.py)."""
+    return T - T % CHUNK if last_tokens and T % CHUNK <= LAST_TOKENS else T
 
 
 class Cut(NamedTuple):
@@ -53,10 +53,10 @@ class Cut(NamedTuple):
             return max(1, min(-(-self.tiles // heads), -(-tokens // self.shortest)))
         return -(-tokens // self.segment_tokens(tokens, heads)) if tokens >= self.longer else 1
 
-    def rows(self, x: Inputs, tails: bool = False) -> int:
+    def rows(self, x: Inputs, last_tokens: bool = False) -> int:
         """At least the segments of all sequences that are cut, times the value heads."""
         (B, T, HV), packed = x.v.shape[:3], x.cu_seqlens is not None
-        tokens = T if packed else in_chunks(T, tails)
+        tokens = T if packed else in_chunks(T, last_tokens)
         return (T // self.longer if packed else B) * self.most_segments(tokens, HV, packed) * HV
 
     def defines(self, part: int) -> dict[str, str | int]:
@@ -106,21 +106,21 @@ class Signature(NamedTuple):
     cut: Cut | None = None  # None: sequences stay whole
     saves: bool = False  # what the backward reads
     fine: bool = False  # T' in fp16, too
-    tails: bool = False  # the decode kernel computes last tokens
+    last_tokens: bool = False  # the decode kernel computes last tokens
     rows: Rows | None = None  # of an engine: states in slots of a pool, rows of tokens with strides
 
     @classmethod
-    def of(cls, x: Inputs, saves: bool = False, tails: bool = False) -> Signature:
+    def of(cls, x: Inputs, saves: bool = False, last_tokens: bool = False) -> Signature:
         """Return the signature of a call of `kda`."""
         cut = None if x.segments == "never" else cut_of(x)
         states = x.initial_state is not None, x.final_state, x.checkpoint_every > 0
-        return cls._make((*_common(x), *states, cut, saves, saves and is_fine(x), tails, None))
+        return cls._make((*_common(x), *states, cut, saves, saves and is_fine(x), last_tokens, None))
 
     @classmethod
-    def of_prefill(cls, x: PrefillInputs, rows: Rows, tails: bool) -> Signature:
+    def of_prefill(cls, x: PrefillInputs, rows: Rows, last_tokens: bool) -> Signature:
         """Return the signature of a call of `kda_prefill`."""
         states = x.state is not None, x.state is not None, x.checkpoint_at is not None
-        return cls._make((*_common(x), *states, None, False, False, tails, rows))
+        return cls._make((*_common(x), *states, None, False, False, last_tokens, rows))
 
     @property
     def packed(self) -> bool:
@@ -167,7 +167,7 @@ class Saved(NamedTuple):
     states: Tensor  # [NC, HV, V, K], at each chunk's start
     errors: Tensor  # [B, T, HV, V], V'
     fine: Tensor | None = None  # [NC, HV, 2 * 64 * 64] uint8, T' in fp16 for fine gradients
-    maps: Tensor | None = None  # [rows, V + K, K] fp32, B and F of the segments of sequences that are cut
+    transitions: Tensor | None = None  # [rows, V + K, K] fp32, B and F of the segments of sequences that are cut
 
     @classmethod
     def like(cls, x: Inputs, cut: Cut | None = None) -> Saved:
@@ -176,8 +176,8 @@ class Saved(NamedTuple):
         rows = chunk_rows(x)
         prepared = x.q.new_empty(rows, HV, stage_bytes(K), dtype=torch.uint8)
         fine = x.q.new_empty(rows, HV, 2 * CHUNK * CHUNK, dtype=torch.uint8) if is_fine(x) else None
-        maps = None if cut is None else x.q.new_empty(cut.rows(x), V + K, K, dtype=torch.float32)
-        return cls(prepared, x.q.new_empty(rows, HV, V, K), torch.empty_like(x.v), fine, maps)
+        transitions = None if cut is None else x.q.new_empty(cut.rows(x), V + K, K, dtype=torch.float32)
+        return cls(prepared, x.q.new_empty(rows, HV, V, K), torch.empty_like(x.v), fine, transitions)
 
     @staticmethod
     def nbytes(x: Inputs) -> int:
@@ -187,12 +187,12 @@ class Saved(NamedTuple):
         return chunk_rows(x) * HV * (stage_bytes(K) + V * K * 2 + fine) + B * T * HV * V * 2
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that exist, maps first."""
-        return [t for t in (self.maps, *self[:4]) if t is not None]
+        """The tensors that exist, transitions first."""
+        return [t for t in (self.transitions, *self[:4]) if t is not None]
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> Saved:
-        """Undo `tensors`: maps are fp32, prepared chunks bytes."""
+        """Undo `tensors`: transitions are fp32, prepared chunks bytes."""
         is_cut = tensors[0].dtype == torch.float32
         prepared, states, errors, *fine = tensors[is_cut:]
         return cls(prepared, states, errors, fine[0] if fine else None, tensors[0] if is_cut else None)
@@ -244,10 +244,10 @@ PARAMS = Params("ForwardParams", """
     unsigned char* fine;         // [NC, HV, SQUARE] if FINE: T' in fp16, see stage.cuh
     const void *slots, *stops;   // read if POOLED: [N], or null: sequence n has slot n; no checkpoint
     // Of segments.cu, of the tiles of sequences that are cut: [rows, V + K, K], B and F; [rows, V, K], their S0
-    float *maps, *starts;
-    // Read if TAILS, of calls whose last tokens the decode kernel computes (last_tokens.py)
-    const int* order;  // what order.cu writes, or null: all sequences as they come
-    float* handover;   // [sequences in that order, HV, V, K], states before last tokens, or null
+    float *transitions, *starts;
+    // Read if LAST_TOKENS, of calls whose last tokens the decode kernel computes (last_tokens.py)
+    const int* order;    // what order.cu writes, or null: all sequences as they come
+    float* before_last;  // [sequences in that order, HV, V, K], states before last tokens, or null
     int T, H, HV, group, tiles;  // group = HV / H, tiles = N * HV; B * T < 2^31
     int int64_offsets;           // cu_seqlens is int64
     int beta_activation, beta_fp32, qk_l2norm;
@@ -258,14 +258,14 @@ PARAMS = Params("ForwardParams", """
     u64 slot_stride;
     // Read by segments.cu
     int segments, cut_from;  // of a sequence at most, tiles = N * segments * HV; tokens from which a sequence is cut
-    int tails;  // the decode kernel computes last tokens
+    int last_tokens;  // the decode kernel computes last tokens
     // Read by two_roles.cu
-    int groups, places;  // CTA groups that scan, and places in the ring of each
+    int groups, ring_slots;  // CTA groups that scan, and slots in the ring of each
 """)  # fmt: skip
 
 
 def values_of(
-    s: Signature, tiles: int, segments: int = 0, cut_from: int = 0, groups: int = 0, places: int = 0
+    s: Signature, tiles: int, segments: int = 0, cut_from: int = 0, groups: int = 0, ring_slots: int = 0
 ) -> bytes:  # fmt: skip
     """Pack the values of a call; the last four are those of some forms.
 
@@ -279,8 +279,8 @@ def values_of(
         T=T, H=H, HV=HV, group=HV // H, tiles=tiles,
         int64_offsets=s.offsets is not None and s.offsets[1] == torch.int64,
         beta_activation=BETA_CODES[s.beta_activation], beta_fp32=s.beta_dtype == torch.float32,
-        qk_l2norm=s.qk_l2norm, lower_bound=s.lower_bound, scale=s.scale, tails=s.tails,
-        segments=segments, cut_from=cut_from, groups=groups, places=places,
+        qk_l2norm=s.qk_l2norm, lower_bound=s.lower_bound, scale=s.scale, last_tokens=s.last_tokens,
+        segments=segments, cut_from=cut_from, groups=groups, ring_slots=ring_slots,
         **({} if s.rows is None else s.rows._asdict()),
     )  # fmt: skip
 
@@ -295,7 +295,7 @@ class Plan(NamedTuple):
     ring_bytes: int = 0  # size of ForwardParams.ring
     saves: bool = False  # what the backward reads
     cut: Cut | None = None  # of sequences that are cut
-    tails: bool = False  # as in `Signature`
+    last_tokens: bool = False  # as in `Signature`
 
     def scratch(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Return memory for ForwardParams.ring and .progress."""
@@ -309,21 +309,21 @@ def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDA
     Raises:
         RuntimeError: specialised CTAs cannot run at once
     """
-    (_, HV, V, K), prepared, maps, starts = plan.state_shape, None, None, None
+    (_, HV, V, K), prepared, transitions, starts = plan.state_shape, None, None, None
     out, (ring, progress) = new_outputs(x, plan.state_shape), plan.scratch(x.q.device)
     saved = Saved.like(x, plan.cut) if plan.saves else None
     if plan.cut is not None:
-        rows = plan.cut.rows(x, plan.tails)
+        rows = plan.cut.rows(x, plan.last_tokens)
         starts = x.q.new_empty(rows, V, K, dtype=torch.float32)
         if saved is None:
             prepared = x.q.new_empty(chunk_rows(x), HV, stage_bytes(K), dtype=torch.uint8)
-            maps = x.q.new_empty(rows, V + K, K, dtype=torch.float32)
-    prepared, states, errors, fine, maps = saved or (prepared, None, None, None, maps)
+            transitions = x.q.new_empty(rows, V + K, K, dtype=torch.float32)
+    prepared, states, errors, fine, transitions = saved or (prepared, None, None, None, transitions)
     params = PARAMS.point(
         q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
         cu_seqlens=x.cu_seqlens, o=out.o, final_state=out.final_state, checkpoints=out.checkpoints, ring=ring,
-        progress=progress, prepared=prepared, states=states, errors=errors, fine=fine, maps=maps, starts=starts,
-        order=last.order, handover=last.before,
+        progress=progress, prepared=prepared, states=states, errors=errors, fine=fine, transitions=transitions,
+        starts=starts, order=last.order, before_last=last.before,
     )  # fmt: skip
     for each in plan.launches:
         each.run(params + plan.values)

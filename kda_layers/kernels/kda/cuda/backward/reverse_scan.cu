@@ -433,7 +433,8 @@ extern "C" __global__ void __launch_bounds__(JOIN_THREADS, 1)
     at.load(s, p.d_starts + state_at(at.row + (at.segments - 1) * p.HV, 0));
     const i64 row = at.row + (at.segments - 2) * p.HV, before = -state_at(p.HV, 0);
     at.join<true>(s, at.segments - 2, {p.d_ends + state_at(row, 0), before},
-                  {p.maps + (row * (V + K) + V) * K, -p.HV * ((V + K) * K)}, {p.d_starts + state_at(row, 0), before});
+                  {p.transitions + (row * (V + K) + V) * K, -p.HV * ((V + K) * K)},
+                  {p.d_starts + state_at(row, 0), before});
 }
 
 #endif

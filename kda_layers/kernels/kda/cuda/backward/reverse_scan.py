@@ -34,7 +34,7 @@ PARAMS = Params("ReverseScanParams", """
     u16* d_states;               // [NC, HV, V, K], at each chunk's end
     float* d_initial;            // [N, HV, V, K], or null
     // Of segments.cu, of the tiles of sequences that are cut: B and F; gradients of the states after and before them
-    const float* maps;           // [rows, V + K, K]
+    const float* transitions;    // [rows, V + K, K]
     float* d_ends;               // [rows, V, K], or null for zeros
     float* d_starts;             // [rows, V, K], or null
     int T, HV, tiles;            // tiles = N * HV; B * T < 2^31
@@ -123,7 +123,7 @@ def reverse_scan(
     N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     processors, arch, _ = machine.properties(device)
     variant, segments, longer = variant_for(K, x.v.dtype, arch, is_fine(x)), 0, 0
-    if saved.maps is not None:
+    if saved.transitions is not None:
         cut = cut or cut_of(x)
         variant, segments, longer = variant._replace(cut=cut), cut.most_segments(T, HV, packed), cut.longer
     tiles = N * HV * max(segments, 1)
@@ -139,16 +139,16 @@ def reverse_scan(
     def params(d_ends: Tensor | None = None, d_starts: Tensor | None = None) -> bytes:
         pointers = PARAMS.point(
             prepared=saved.prepared, fine=saved.fine, d_o=d_o, d_checkpoints=d_checkpoints, d_final=d_final,
-            cu_seqlens=offsets, d_v=out.d_v, d_states=out.d_states, d_initial=d_initial, maps=saved.maps,
+            cu_seqlens=offsets, d_v=out.d_v, d_states=out.d_states, d_initial=d_initial, transitions=saved.transitions,
             d_ends=d_ends, d_starts=d_starts,
         )  # fmt: skip
         return pointers + values
 
     groups = min(tiles, max(processors // variant.slices, 1))  # shared memory fits one block per multiprocessor
     kernel = loaded(machine, SOURCE, "kda_reverse_scan", variant, device)
-    overlap = saved.maps is None and arch >= OVERLAPS
+    overlap = saved.transitions is None and arch >= OVERLAPS
     scan = Launch(kernel, groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, overlap)
-    if cut is None or saved.maps is None:
+    if cut is None or saved.transitions is None:
         scan.run(params())
         return out
     d_starts, d_ends = (x.v.new_empty(cut.rows(x), V, K, dtype=torch.float32) for _ in range(2))

@@ -6,8 +6,8 @@
 // Chosen by the build: K, V (128 or 64), BV (columns of V per CTA), CLUSTER (CTAs that one multicast of a prepared
 // chunk reaches, a divisor of SLICES; 0: no bulk copies), IO (Bf16 or Fp16), HAS_WGMMA (1 on sm_90a), and where sequences
 // are cut into segments SEGMENTS, SEGMENT_TOKENS and SEGMENT_TILES (segments.cu).
-#ifndef TAILS  // the decode kernel computes up to so many tokens after a sequence's full chunks (last_tokens.py)
-#define TAILS 0
+#ifndef LAST_TOKENS  // the decode kernel computes up to so many tokens after a sequence's full chunks (last_tokens.py)
+#define LAST_TOKENS 0
 #endif
 #ifndef FINE  // T' is kept in fp16 as well, and the reverse scan multiplies by that
 #define FINE 0
@@ -17,8 +17,8 @@
 #define SEGMENT_TOKENS 1
 #define SEGMENT_TILES 1
 #endif
-enum Segments { WHOLE_SEQUENCES, MAPS, WALK, REVERSE };
-constexpr int SLICES = (SEGMENTS == MAPS ? 2 : 1) * V / BV;
+enum Segments { WHOLE_SEQUENCES, TRANSITIONS, LAST_SCAN, REVERSE };
+constexpr int SLICES = (SEGMENTS == TRANSITIONS ? 2 : 1) * V / BV;
 constexpr int RANKS = CLUSTER > 0 ? CLUSTER : 1;
 static_assert(SLICES % RANKS == 0, "the CTAs of a cluster must serve one head");
 
@@ -45,15 +45,15 @@ struct WorkTile {
 };
 
 // True behind the tiles of the last listed sequence (order.cu).
-DEVICE bool is_none(const WorkTile& tile) { return TAILS && tile.sequence < 0; }
+DEVICE bool is_none(const WorkTile& tile) { return LAST_TOKENS && tile.sequence < 0; }
 
 // Offset of a column of V of matrix `index` in [., V, K]; a work tile's state has the tile's index.
 DEVICE i64 state_at(i64 index, int column) { return (index * V + column) * K; }
 
 // Tokens of a sequence that are in chunks.
 template <class Params> DEVICE int in_chunks(const Params& p, int length) {
-#if TAILS
-    if (p.tails && (length & CHUNK - 1) <= TAILS) length &= -CHUNK;
+#if LAST_TOKENS
+    if (p.last_tokens && (length & CHUNK - 1) <= LAST_TOKENS) length &= -CHUNK;
 #endif
     return length;
 }
@@ -86,7 +86,7 @@ template <class Params> DEVICE WorkTile work_tile(const Params& p, int index) {
     if constexpr (SEGMENTS) tile.segment = tile.sequence % p.segments, tile.sequence /= p.segments;
     tile.first = tile.sequence * p.T, tile.length = p.T;
     if (p.cu_seqlens) {
-#if TAILS
+#if LAST_TOKENS
         if (p.order) tile.sequence = p.order[tile.sequence];
         if (tile.sequence < 0) return tile.length = 0, tile;
 #endif

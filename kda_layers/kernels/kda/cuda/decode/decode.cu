@@ -11,12 +11,12 @@
 // every token.
 //
 // Chosen by the build: what state.cuh names, IO (Bf16 or Fp16), and the shape of the work: ROWS, WARPS and LANES. With
-// TAILS > 0 the kernel computes only the tokens after a sequence's full chunks, if there are at most TAILS of them. It
-// starts from p.after, the state after the chunks, or from p.before if there are none.
+// LAST_TOKENS > 0 the kernel computes only the tokens after a sequence's full chunks, if there are at most LAST_TOKENS of
+// them. It starts from p.after, the state after the chunks, or from p.before if there are none.
 #include "DecodeParams.h"
 #include "state.cuh"
 
-#if TAILS
+#if LAST_TOKENS
 constexpr u32 CHUNK = 64;
 #endif
 
@@ -194,11 +194,11 @@ struct Pool {
 #endif
     }
     DEVICE unsigned char* state_at(u32 slot) const { return states + 16 * (u64(slot) * p.slot_stride); }
-#if TAILS
+#if LAST_TOKENS
     // The state before the last tokens of sequence n, which has `in_chunks` tokens in chunks; null if it is zero.
     DEVICE const unsigned char* before(u32 n, u32 slot, u32 in_chunks) const {
         const unsigned char* from = in_chunks ? p.after : p.before;
-        const u32 row = in_chunks && p.places ? p.places[n] : slot;
+        const u32 row = in_chunks && p.positions ? p.positions[n] : slot;
         return from ? from + (states - p.state) + 16 * (u64(row) * p.slot_stride) : nullptr;
     }
 #endif
@@ -294,7 +294,7 @@ DEVICE void advance_tokens(State& S, const Place& at, const DecodeParams& p, u16
         const bool kept = destination_of(p, n, first + t, tokens, slot);
         const float y = advance(S, shared.tokens[t], shared.errors[t % 2][at.warp], at.row, at.lane, at.group);
         if (at.lane % COPIES == 0) o[u64(first + t) * at.heads * V] = u16(IO::pack(y, 0.f));
-        if (kept && (!TAILS || p.state)) S.store(pool.state_at(slot));
+        if (kept && (!LAST_TOKENS || p.state)) S.store(pool.state_at(slot));
     }
 }
 #endif
@@ -317,11 +317,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
         if (length <= 0) return;
         batch = 0, output = start, tokens = length;
     }
-#if TAILS
+#if LAST_TOKENS
     if (!p.offsets) batch = 0, start = n * tokens;  // all tokens are rows at one stride
     const u32 in_chunks = tokens / CHUNK * CHUNK;
     start += in_chunks, output += in_chunks, tokens -= in_chunks;
-    if (tokens == 0 || tokens > TAILS) return;
+    if (tokens == 0 || tokens > LAST_TOKENS) return;
 #endif
     u16* o = p.o + (output * at.heads + at.head) * V + at.block_row + at.row;
 
@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     if (!source_of(p, n, slot)) return clear_outputs(o, tokens, at.heads);
     const Pool pool(p, at);
     State S;
-#if TAILS
+#if LAST_TOKENS
     const unsigned char* from = pool.before(n, slot, in_chunks);
     S.copy(shared.state[at.warp], from, from);
 #else

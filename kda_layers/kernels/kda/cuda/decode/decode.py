@@ -16,7 +16,7 @@ from ....cuda.machine import Launch, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import DecodeInputs
-from ..spec import TAIL, TYPES, WIDTHS
+from ..spec import LAST_TOKENS, TYPES, WIDTHS
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 INDEX = """struct Index {  // of a tensor [N] or [N, columns]: strides in elements
@@ -36,9 +36,9 @@ PARAMS = Params("DecodeParams", """
     const void* accepted;          // null, or [N]: the state of sequence n is in column accepted[n] - 1 of its slots
     const void* offsets;           // null, or cu_seqlens [N + 1]
     float* state_scale;            // [slots, HV, V] of an int8 state, or null
-    // Read if TAILS; then `state` may be null
+    // Read if LAST_TOKENS; then `state` may be null
     const unsigned char *before, *after;  // with the strides of state, or null: zero
-    const int* places;                    // [N], rows of `after`, or null: those of state
+    const int* positions;                 // [N], rows of `after`, or null: those of state
     // Above are pointers, packed at every launch; below, what a launch plan remembers.
     Rows q_at, k_at, v_at, g_at, beta_at;
     Index slots_at, accepted_at, offsets_at;
@@ -73,13 +73,13 @@ class Variant(NamedTuple):
     lanes: int  # that share a row of a state
     rows: int  # per lane
     warps: int  # per block
-    tails: int = 0  # if not 0, only the last tokens of each sequence, so many at most (forward/last_tokens.py)
+    last_tokens: int = 0  # if not 0, only the last tokens of each sequence, so many at most (forward/last_tokens.py)
 
     @property
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.V, "IO": TYPES[self.dtype], "STATE_BYTES": self.state_dtype.itemsize,
-            "LANES": self.lanes, "ROWS": self.rows, "WARPS": self.warps, "TAILS": self.tails,
+            "LANES": self.lanes, "ROWS": self.rows, "WARPS": self.warps, "LAST_TOKENS": self.last_tokens,
             "SHARED_BYTES": self.shared_bytes(1),
         }  # fmt: skip
 
@@ -124,7 +124,7 @@ def variants() -> Iterator[Variant]:
         variant = variant_for(width, width, dtype, state, busy)
         yield variant
         if state == torch.float32 and not busy:
-            yield variant._replace(tails=TAIL)
+            yield variant._replace(last_tokens=LAST_TOKENS)
 
 
 class Plan(NamedTuple):

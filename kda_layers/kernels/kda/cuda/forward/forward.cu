@@ -6,8 +6,8 @@
 // every CTA of the group, where the scanning warps compute per chunk
 //     V' = T' (v - Kg S)     O = scale (Qg S + Aqk V')     S = gamma S + Kr^T V'
 // by wgmma where the arch has it, else by mma.sync (scan.cuh). Formulas and names: docs/internals/kernels/forward.md.
-// Of long sequences of few heads that are cut into segments (segments.cu), the scan computes their maps.
-#include "map_segments.cuh"
+// Of long sequences of few heads that are cut into segments (segments.cu), the scan computes their transitions.
+#include "transitions.cuh"
 #include "preparing_group.cuh"
 
 // Registers per thread by role, where the arch has setmaxnreg. At launch all roles have the same number, which is too
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda_forward(const __gri
     } else if (lane.warp < PREPARE_WARPS + 4) {
         registers<SCAN>();
         const Lane scanning = {lane.warp - PREPARE_WARPS, lane.id};
-        if constexpr (SEGMENTS == MAPS) scan_maps(scanning, p, shared);
+        if constexpr (SEGMENTS == TRANSITIONS) scan_transitions(scanning, p, shared);
         else scan(scanning, p, shared);
     } else {
         registers<INVERT>();

@@ -63,12 +63,12 @@ DEVICE unsigned char* fine_place(const ForwardParams& p, const Cursor& at, u32 c
 // Counters of a CTA: chunks that it has prepared, and chunks that have arrived in its shared memory. Counters that are
 // polled together share a cache line.
 DEVICE u32* prepared(const ForwardParams& p, int slice) { return p.progress + cta_group() * 64 + slice; }
-DEVICE u32* landed(const ForwardParams& p, int slice) { return prepared(p, slice) + 32; }
+DEVICE u32* consumed(const ForwardParams& p, int slice) { return prepared(p, slice) + 32; }
 
 // Wait until the previous chunk in the ring's slot has arrived in every CTA. Executed by a full warp.
 DEVICE void wait_for_place(Lane lane, const ForwardParams& p, u32 count) {
     if (lane.id < SLICES) {
-        while (read_counter(landed(p, lane.id)) <= count - RING) back_off();
+        while (read_counter(consumed(p, lane.id)) <= count - RING) back_off();
     }
     warp_sync();
 }

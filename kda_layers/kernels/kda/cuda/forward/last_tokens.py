@@ -1,4 +1,4 @@
-"""The last tokens of sequences, at most `TAIL` after the whole chunks, computed by the decode kernel.
+"""The last tokens of sequences, at most `LAST_TOKENS` after the whole chunks, computed by the decode kernel.
 
 A chunk costs the same with one token as with 64. So in calls without gradients a sequence of 65 tokens is one chunk
 and one decoding step, and sequences of one token beside a prefill are decoded, in the same call. This depends on a
@@ -20,17 +20,17 @@ from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Inputs, PrefillInputs
 from ..decode import decode
 from ..decode.decode import index_values
-from ..spec import PLANS, TAIL, Signature, row_stride
+from ..spec import LAST_TOKENS, PLANS, Signature, row_stride
 
 PARAMS = Params("OrderParams", """
     const void* cu_seqlens;  // [sequences + 1]
     const void* stops;       // [sequences], tokens after which an engine wants a state, or null
     int* order;              // [sequences]
-    int* places;             // [sequences]
+    int* positions;          // [sequences]
     int sequences, int64_offsets, int64_stops;
 """)  # fmt: skip
 SOURCE = str(Path(__file__).with_name("order.cu"))
-DEFINES = {"TAILS": TAIL}
+DEFINES = {"LAST_TOKENS": LAST_TOKENS}
 THREADS = 256  # of order.cu
 MANY = 96  # sequences from which those that have chunks are listed: measured (docs/internals/kernels/forward.md)
 
@@ -39,17 +39,17 @@ class Order(NamedTuple):
     """Tensors that order.cu writes."""
 
     order: Tensor  # [N] int32
-    places: Tensor  # [N] int32
+    positions: Tensor  # [N] int32
 
 
 def possible(T: int, packed: bool) -> bool:
     """Return True if a call may have last tokens; only the GPU knows the lengths of packed sequences."""
-    return packed or 1 <= T % CHUNK <= TAIL
+    return packed or 1 <= T % CHUNK <= LAST_TOKENS
 
 
 def has_chunks(T: int) -> bool:
     """Return True if sequences of T tokens have any."""
-    return T > TAIL
+    return T > LAST_TOKENS
 
 
 def order_of(x: Inputs | PrefillInputs, stops: Tensor | None, machine: Machine) -> Order | None:
@@ -59,7 +59,8 @@ def order_of(x: Inputs | PrefillInputs, stops: Tensor | None, machine: Machine) 
         return None
     new = functools.partial(torch.empty, dtype=torch.int32, device=cu_seqlens.device)
     order = Order(new(N), new(N))
-    params = PARAMS.point(cu_seqlens=cu_seqlens, stops=stops, order=order.order, places=order.places) + PARAMS.set(
+    pointers = PARAMS.point(cu_seqlens=cu_seqlens, stops=stops, order=order.order, positions=order.positions)
+    params = pointers + PARAMS.set(
         sequences=N, int64_offsets=cu_seqlens.dtype == torch.int64,
         int64_stops=stops is not None and stops.dtype == torch.int64,
     )  # fmt: skip
@@ -89,17 +90,17 @@ def plan_of(
     Strides are those of tokens and heads of q, k, v, g and beta, and of slots.
     """
     (_, T, H, K), HV, N = s.q_shape, s.v_shape[2], s.sequences
-    variant = decode.variant_for(K, K, s.dtype, torch.float32)._replace(tails=TAIL)
+    variant = decode.variant_for(K, K, s.dtype, torch.float32)._replace(last_tokens=LAST_TOKENS)
     q, k, v, g, beta = strides
     piece = 4  # elements of fp32 in 16 bytes
     values = decode.PARAMS.set(
         q_at=(0, *q, 0), k_at=(0, *k, 0), v_at=(0, *v, 0), g_at=(0, *g, s.g_wide),
         beta_at=(0, *beta, s.beta_dtype == torch.float32), slots_at=slots, offsets_at=offsets,
         group_inverse=-(-(2**32) // (HV // H)), slot_stride=slot_stride // piece, head_stride=K * K // piece,
-        slot_count=slot_count, sequences=N, tokens=T, stage=TAIL, gate=GATE_CODES[s.gate_activation],
+        slot_count=slot_count, sequences=N, tokens=T, stage=LAST_TOKENS, gate=GATE_CODES[s.gate_activation],
         beta_activation=BETA_CODES[s.beta_activation], qk_l2norm=s.qk_l2norm, lower_bound=s.lower_bound, scale=s.scale,
     )  # fmt: skip
-    return decode.launch_of(machine, s.device, variant, HV, N, TAIL), values
+    return decode.launch_of(machine, s.device, variant, HV, N, LAST_TOKENS), values
 
 
 def finish(
@@ -123,9 +124,9 @@ def finish(
         machine, s, tuple((row_stride(t), t.stride(2)) for t in (x.q, x.k, x.v, x.g, x.beta)), index_values(slots),
         index_values(x.cu_seqlens), HV * V * K if pool is None else pool.stride(0), count,
     )  # fmt: skip
-    places = order.places if order is not None and after is not final else None
+    positions = order.positions if order is not None and after is not final else None
     params = decode.PARAMS.point(
         q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, state=final, o=o, A_log=x.A_log, dt_bias=x.dt_bias, slots=slots,
-        offsets=x.cu_seqlens, before=before, after=after, places=places,
+        offsets=x.cu_seqlens, before=before, after=after, positions=positions,
     )  # fmt: skip
     launch.run(params + values)

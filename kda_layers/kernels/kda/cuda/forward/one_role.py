@@ -55,8 +55,8 @@ class Variant(NamedTuple):
             "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": spec.TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
             "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "POOLED": int(self.pooled),
-            "FINE": int(self.fine), "TAILS": 0 if self.saves else spec.TAIL, "SHARED_BYTES": self.shared_bytes,
-            **({} if self.cut is None else self.cut.defines(self.part)),
+            "FINE": int(self.fine), "LAST_TOKENS": 0 if self.saves else spec.LAST_TOKENS,
+            "SHARED_BYTES": self.shared_bytes, **({} if self.cut is None else self.cut.defines(self.part)),
         }  # fmt: skip
 
     @property

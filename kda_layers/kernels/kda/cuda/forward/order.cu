@@ -2,7 +2,7 @@
 // kernel computes the few tokens of the others) and does not end with a long one. One CTA.
 //
 //     order   [sequences]: their indices, by classes of length, then -1
-//     places  [sequences]: where in that list a sequence is; of the others, unwritten
+//     positions  [sequences]: where in that list a sequence is; of the others, unwritten
 //
 // It also lists sequences without tokens, whose final state is the initial one, and those whose state at token 0 an
 // engine asks for.
@@ -17,9 +17,9 @@ DEVICE int length_of(const OrderParams& p, int sequence) { return offset_of(p, s
 
 // The class of a sequence, or -1.
 DEVICE int class_of(const OrderParams& p, int sequence) {
-    const int length = length_of(p, sequence), tail = length % CHUNK <= TAILS ? length % CHUNK : 0;
-    int chunks = (length - tail + CHUNK - 1) / CHUNK, c = 0;
-    if (chunks == 0 && tail > 0) {
+    const int length = length_of(p, sequence), last = length % CHUNK <= LAST_TOKENS ? length % CHUNK : 0;
+    int chunks = (length - last + CHUNK - 1) / CHUNK, c = 0;
+    if (chunks == 0 && last > 0) {
         if (!p.stops) return -1;
         const i64 stop =
             p.int64_stops ? static_cast<const i64*>(p.stops)[sequence] : static_cast<const int*>(p.stops)[sequence];
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kda_order(const __grid_con
         u32 place = listed + sum - mine;
         listed += sums[buffer + THREADS - 1];
         for (int i = first; i < end; i++) {
-            if (class_of(p, i) == c) p.order[place] = i, p.places[i] = place++;
+            if (class_of(p, i) == c) p.order[place] = i, p.positions[i] = place++;
         }
         barrier_sync(0, THREADS);
     }

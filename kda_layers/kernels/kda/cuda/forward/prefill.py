@@ -27,28 +27,28 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
         beta = beta.contiguous()
     g, A_log, dt_bias, offsets = (None if t is None else aligned(t) for t in (x.g, x.A_log, x.dt_bias, x.cu_seqlens))
     assert g is not None
-    has_tails = last_tokens.possible(q.shape[1], x.cu_seqlens is not None)
-    state = None if x.state is None else _pool(x.state, has_tails)
+    finishes = last_tokens.possible(q.shape[1], x.cu_seqlens is not None)
+    state = None if x.state is None else _pool(x.state, finishes)
     slots, stops = (None if t is None else t.contiguous() for t in (x.state_indices, x.checkpoint_at))
     o = aligned(x.o)
     order = last_tokens.order_of(x._replace(cu_seqlens=offsets), stops, machine)
-    kept = last_tokens.states_before(x, order) if has_tails and state is None else None
+    kept = last_tokens.states_before(x, order) if finishes and state is None else None
     rows = Rows(
         row_stride(q), row_stride(v), row_stride(beta), _is_int64(slots), _is_int64(stops),
         0 if state is None else state.shape[0], 0 if state is None else state.stride(0),
     )  # fmt: skip
-    s = Signature.of_prefill(x, rows, has_tails)
+    s = Signature.of_prefill(x, rows, finishes)
     if offsets is not None or last_tokens.has_chunks(q.shape[1]) or stops is not None:
         plan = plan_of(machine, s)
         ring, progress = plan.scratch(q.device)
         params = PARAMS.point(
             q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=offsets, o=o, final_state=state,
             checkpoints=x.checkpoints, ring=ring, progress=progress, slots=slots, stops=stops,
-            order=None if order is None else order.order, handover=kept,
+            order=None if order is None else order.order, before_last=kept,
         )  # fmt: skip
         for launch in plan.launches:
             launch.run(params + plan.values)
-    if has_tails:
+    if finishes:
         given = x._replace(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=offsets)
         last_tokens.finish(given, s, o, state, state if kept is None else kept, state, machine, order, slots)
     if o is not x.o:

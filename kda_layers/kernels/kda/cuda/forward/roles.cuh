@@ -220,7 +220,7 @@ using Search = PlainSearch;
 
 // ---------------------------------------------------------------- prepared chunks
 
-// Each CTA group has p.places places for prepared chunks, used in turn: of a ring in global memory, or, if all chunks are
+// Each CTA group has p.ring_slots slots for prepared chunks, used in turn: of a ring in global memory, or, if all chunks are
 // kept, the rows of its chunks, so many that none is used twice. Its counters: how often each place has been filled, and, on
 // a cache line of their own, how many chunks of a ring have arrived in the shared memory of each CTA, and how many warps of it
 // have handed over the state of a tile that another group ends. These states are behind the ring.
@@ -231,28 +231,28 @@ DEVICE Stage kept_at(const ForwardParams& p, const WorkTile& tile, int chunk) {
     return {p.prepared + kept_row(p, tile, chunk) * STAGE_BYTES};
 }
 DEVICE Stage ring_at(const ForwardParams& p, int group, u32 count) {
-    return {p.ring + (i64(group) * p.places + count % p.places) * STAGE_BYTES};
+    return {p.ring + (i64(group) * p.ring_slots + count % p.ring_slots) * STAGE_BYTES};
 }
 // The first chunk of a tile that is scanned; the next ones are p.HV rows apart.
 DEVICE Stage first_kept(const ForwardParams& p, int tile) {
     return KEEPS ? kept_at(p, work_tile(p, scanned_tile(p, tile)), 0) : Stage{};
 }
 DEVICE u32* filled(const ForwardParams& p, int group, u32 count) {
-    return p.progress + group * ((p.places + 31) / 32 * 32 + 32) + count % p.places;
+    return p.progress + group * ((p.ring_slots + 31) / 32 * 32 + 32) + count % p.ring_slots;
 }
-DEVICE u32* landed(const ForwardParams& p, int group, int slice) {
-    return p.progress + (group + 1) * ((p.places + 31) / 32 * 32 + 32) - 32 + slice;
+DEVICE u32* consumed(const ForwardParams& p, int group, int slice) {
+    return p.progress + (group + 1) * ((p.ring_slots + 31) / 32 * 32 + 32) - 32 + slice;
 }
 
-DEVICE u32* handed(const ForwardParams& p, int group, int slice) { return landed(p, group, SLICES + slice); }
+DEVICE u32* handed(const ForwardParams& p, int group, int slice) { return consumed(p, group, SLICES + slice); }
 DEVICE float* handed_state(const ForwardParams& p, int group) {
-    return reinterpret_cast<float*>(p.ring + i64(p.groups) * p.places * STAGE_BYTES) + state_at(group, 0);
+    return reinterpret_cast<float*>(p.ring + i64(p.groups) * p.ring_slots * STAGE_BYTES) + state_at(group, 0);
 }
 
 // Wait until the previous chunk in the place has arrived in every CTA of the group. Executed by a full warp.
 DEVICE void wait_for_place(Lane lane, const ForwardParams& p, int group, u32 count) {
-    if (!KEEPS && lane.id < SLICES && count >= p.places) {
-        while (read_counter(landed(p, group, lane.id)) <= count - p.places) back_off();
+    if (!KEEPS && lane.id < SLICES && count >= p.ring_slots) {
+        while (read_counter(consumed(p, group, lane.id)) <= count - p.ring_slots) back_off();
     }
     warp_sync();
 }
@@ -261,7 +261,7 @@ DEVICE void wait_for_place(Lane lane, const ForwardParams& p, int group, u32 cou
 DEVICE u32 wait_for_chunks(Lane lane, const ForwardParams& p, int group, u32 count) {
     for (;;) {
         const u32 own = count + lane.id;
-        u32 missing = read_counter(filled(p, group, own)) > own / p.places ? count + 32 : own;
+        u32 missing = read_counter(filled(p, group, own)) > own / p.ring_slots ? count + 32 : own;
         for (int mask = 1; mask < 32; mask *= 2) missing = min(missing, shuffle_xor(missing, mask));
         if (missing > count) {
             fence_gpu();

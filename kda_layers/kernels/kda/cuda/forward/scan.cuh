@@ -101,9 +101,9 @@ struct Values {
             if constexpr (BV >= 32) {
                 #pragma unroll
                 for (int i = 0; i < TILES; i += 4) {
-                    // not in maps: their scan would spill
-                    const uint4 v =
-                        SEGMENTS == MAPS ? *reinterpret_cast<const uint4*>(at + 2 * i) : load_once<uint4>(at + 2 * i);
+                    // not in transitions: their scan would spill
+                    const uint4 v = SEGMENTS == TRANSITIONS ? *reinterpret_cast<const uint4*>(at + 2 * i)
+                                                            : load_once<uint4>(at + 2 * i);
                     x[r][i] = v.x, x[r][i + 1] = v.y, x[r][i + 2] = v.z, x[r][i + 3] = v.w;
                 }
             } else {
@@ -356,9 +356,9 @@ DEVICE void scan(Lane lane, const ForwardParams& p, const Shared& shared) {
                 state.store(p.checkpoints + state_at(i64(whole_row) * p.HV + tile.head, 0) + place);
             if (p.final_state && tile.last) state.store(p.final_state + state_at(head_of(p, tile), 0) + place);
         }
-#if TAILS
-        if (p.handover && tile.last && tile.length && has_tail(p, tile.sequence))
-            state.store(p.handover + state_at(SEGMENTS ? head_of(p, tile) : index, 0) + place);
+#if LAST_TOKENS
+        if (p.before_last && tile.last && tile.length && has_last_tokens(p, tile.sequence))
+            state.store(p.before_last + state_at(SEGMENTS ? head_of(p, tile) : index, 0) + place);
 #endif
     }
 }
@@ -371,18 +371,18 @@ DEVICE void fetch_chunks(Lane lane, const ForwardParams& p, const Shared& shared
     if constexpr (KEEPS) at.start(lane, p, 0);
     for (u32 count = 0; count < all; count++) {
         if (PREPARES && ready <= count) ready = wait_for_chunks(lane, p, ready);
-        const bool wanted = SEGMENTS != MAPS || !at.tile.last;
-        const u32 place = SEGMENTS == MAPS ? copied : count;
+        const bool wanted = SEGMENTS != TRANSITIONS || !at.tile.last;
+        const u32 place = SEGMENTS == TRANSITIONS ? copied : count;
         if (wanted && lane.id == 0) {
 #if __CUDA_ARCH__ >= 900
             fence_proxy_async_global();
 #endif
-            for (int part = 0; part < (SEGMENTS == MAPS ? OUTPUT : PARTS); part++) {
+            for (int part = 0; part < (SEGMENTS == TRANSITIONS ? OUTPUT : PARTS); part++) {
                 if (place >= STAGES) wait_for(shared, part, place - STAGES);
                 expect(shared, part, place);
                 fetch(ring_at(p, at, count), shared, part, place);
             }
-            if (RECYCLES && count >= STAGES) write_counter(landed(p, slice()), count - STAGES + 1);
+            if (RECYCLES && count >= STAGES) write_counter(consumed(p, slice()), count - STAGES + 1);
         }
         copied += wanted;
         warp_sync();

@@ -8,8 +8,8 @@
 #include "columns.cuh"
 #include "shared.cuh"
 
-// The maps of segments have no outputs, and the last CTAs of a group no values (map_columns.cuh).
-constexpr bool HAS_OUTPUTS = SEGMENTS != MAPS;
+// The transitions of segments have no outputs, and the last CTAs of a group no values (transition_columns.cuh).
+constexpr bool HAS_OUTPUTS = SEGMENTS != TRANSITIONS;
 DEVICE bool has_values() { return HAS_OUTPUTS || slice() < V / BV; }
 constexpr int FETCHED = HAS_OUTPUTS ? PARTS : OUTPUT;  // parts of a chunk that the scan reads
 
@@ -223,9 +223,9 @@ DEVICE void end_tile(Lane lane, State& state, const ForwardParams& p, const Tile
         return;
     }
     if (p.final_state) state.store(lane, p.final_state + state_at(tiles.state(p), column));
-#if TAILS
-    if (p.handover && (!PACKED || tile.length > 0) && has_tail(p, tile.sequence))
-        state.store(lane, p.handover + state_at(tiles.index, column));
+#if LAST_TOKENS
+    if (p.before_last && (!PACKED || tile.length > 0) && has_last_tokens(p, tile.sequence))
+        state.store(lane, p.before_last + state_at(tiles.index, column));
 #endif
 }
 
@@ -412,7 +412,7 @@ DEVICE u32 fetch_chunk(Lane lane, const ForwardParams& p, const ScanShared& shar
             expect(shared, part, count);
             fetch(from, shared, part, count);
         }
-        if (!KEEPS && count >= SCAN_STAGES) write_counter(landed(p, group, slice()), count - SCAN_STAGES + 1);
+        if (!KEEPS && count >= SCAN_STAGES) write_counter(consumed(p, group, slice()), count - SCAN_STAGES + 1);
     }
     warp_sync();
     return ready;

@@ -1,7 +1,8 @@
 """Launcher of segments.cu: the forward over sequences that are cut into segments, in three kernels.
 
-The first computes each segment's transition, by blocks of one role (map_segments.cuh in forward.cu) or with the same
-bits in less time by specialised CTAs (map_columns.cuh in two_roles.cu); the second combines them; the last scans.
+The first computes each segment's transition, by blocks of one role (transitions.cuh in forward.cu) or with the same
+bits in less time by specialised CTAs (transition_columns.cuh in two_roles.cu); the second combines them; the last
+scans.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
 def _plan_of(machine: Machine, s: Signature, by_roles: bool) -> Plan:
     cut, N, (_, T, HV, _), (processors, arch, _) = s.cut, s.sequences, s.v_shape, machine.properties(s.device)
     assert cut is not None  # as `serves` has found
-    tokens = T if s.packed else spec.in_chunks(T, s.tails)
+    tokens = T if s.packed else spec.in_chunks(T, s.last_tokens)
     segments = cut.most_segments(tokens, HV, s.packed)
     first, last = variants_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.saves, cut, s.fine)
     if processors < first.slices:
@@ -122,12 +123,12 @@ def _plan_of(machine: Machine, s: Signature, by_roles: bool) -> Plan:
         split, counters = Split(0, 0, 0), groups * 64
         transitions = new(first, one_role.ENTRY, groups * first.slices, first.cluster)
     join = machine.load(last.source, "kda_join_segments", last.defines, s.device)
-    last_scan = new(last, "kda_walk_segments", scanning * last.slices, last.cluster)
+    last_scan = new(last, "kda_scan_segments", scanning * last.slices, last.cluster)
     values = spec.values_of(
-        s, N * segments * HV, segments=segments, cut_from=cut.longer, groups=split.groups, places=split.ring_slots
+        s, N * segments * HV, segments=segments, cut_from=cut.longer, groups=split.groups, ring_slots=split.ring_slots
     )
     launches = transitions, Launch(join, *join_launch(N * HV, last.K)), last_scan
-    return Plan(launches, values, s.state_shape, counters, saves=s.saves, cut=cut, tails=s.tails)
+    return Plan(launches, values, s.state_shape, counters, saves=s.saves, cut=cut, last_tokens=s.last_tokens)
 
 
 def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:

@@ -19,12 +19,12 @@
 #ifndef CHECKPOINTS
 #define CHECKPOINTS 0
 #endif
-constexpr int STAGES = SEGMENTS == WALK ? 3 : 2;
+constexpr int STAGES = SEGMENTS == LAST_SCAN ? 3 : 2;
 constexpr int PREPARE_WARPS = K / 16, INVERTERS = 3;
 constexpr int THREADS = 32 * (PREPARE_WARPS + 4 + 1 + INVERTERS);  // 4 warps scan, 1 fetches
 constexpr bool SHARED_CHUNKS = CLUSTER > 0;
 constexpr u32 RING = 3 * SLICES;  // prepared chunks in global memory, per CTA group
-constexpr bool PREPARES = SEGMENTS != WALK;
+constexpr bool PREPARES = SEGMENTS != LAST_SCAN;
 constexpr bool KEEPS = SAVES || SEGMENTS;              // each prepared chunk has a row of its own
 constexpr bool LANE_ORDER = BLOCK_ROLES && !SEGMENTS;  // of gamma, see gamma_at
 static_assert(!PACKED || BLOCK_ROLES && !KEEPS && !FINE && !POOLED, "a packed chunk has no row of its own here");
@@ -36,7 +36,7 @@ enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS 
 DEVICE int gamma_at(int channel) { return channel / 16 * 16 + channel / 2 % 4 * 4 + channel / 8 % 2 * 2 + channel % 2; }
 
 // Whether the decode kernel computes a sequence's last tokens.
-DEVICE bool has_tail(const ForwardParams& p, int sequence) {
+DEVICE bool has_last_tokens(const ForwardParams& p, int sequence) {
     const int length = p.cu_seqlens ? offset_of(p, sequence + 1) - offset_of(p, sequence) : p.T;
     return in_chunks(p, length) < length;
 }

@@ -6,24 +6,25 @@
 // stays in L2. A CTA group of SLICES scanning blocks, a cluster, serves one (sequence, value head) after the other
 // (scan_columns.cuh). All blocks must be resident, as they wait for each other.
 //
-// Of long sequences that are cut into segments (segments.cu), the scan computes their maps (map_columns.cuh).
-#include "map_columns.cuh"
+// Of long sequences that are cut into segments (segments.cu), the scan computes their transitions
+// (transition_columns.cuh).
+#include "transition_columns.cuh"
 #include "preparing_block.cuh"
 
-constexpr int BLOCK_THREADS = (SEGMENTS == MAPS ? 4 : 3) * 128;
+constexpr int BLOCK_THREADS = (SEGMENTS == TRANSITIONS ? 4 : 3) * 128;
 static_assert(PREPARE_WARPS <= 8 && 8 + INVERTERS < 12 && SCAN_THREADS <= BLOCK_THREADS);
 
 // Registers per thread by role, where the arch has setmaxnreg; three warpgroups share 504, four 512.
 enum Role { PREPARE, INVERT, SCAN, MOVE, COPY, NONE };
 template <int role> DEVICE void registers() {
 #if HAS_SETMAXNREG
-    constexpr bool maps = SEGMENTS == MAPS;
-    if constexpr (role == PREPARE) setmaxnreg_inc<maps ? 192 : PACKED ? 208 : 200>();
+    constexpr bool transitions = SEGMENTS == TRANSITIONS;
+    if constexpr (role == PREPARE) setmaxnreg_inc<transitions ? 192 : PACKED ? 208 : 200>();
     if constexpr (role == INVERT) setmaxnreg_dec<PACKED ? 88 : 104>();
-    if constexpr (role == SCAN) setmaxnreg_inc<maps ? 208 : 240>();
-    if constexpr (role == MOVE && maps) setmaxnreg_dec<64>();
-    if constexpr (role == MOVE && !maps) setmaxnreg_inc<192>();
-    if constexpr (role == COPY) setmaxnreg_dec<maps ? 32 : 72>();
+    if constexpr (role == SCAN) setmaxnreg_inc<transitions ? 208 : 240>();
+    if constexpr (role == MOVE && transitions) setmaxnreg_dec<64>();
+    if constexpr (role == MOVE && !transitions) setmaxnreg_inc<192>();
+    if constexpr (role == COPY) setmaxnreg_dec<transitions ? 32 : 72>();
     if constexpr (role == NONE) setmaxnreg_dec<24>();
 #endif
 }
@@ -32,13 +33,13 @@ DEVICE void scan_block(Lane lane, const ForwardParams& p) {
     const ScanShared shared{shared_memory()};
     if (lane.warp < WARPS) {
         registers<SCAN>();
-        if constexpr (SEGMENTS == MAPS) scan_maps(lane, p, shared);
+        if constexpr (SEGMENTS == TRANSITIONS) scan_transitions(lane, p, shared);
         else scan_columns(lane, p, shared);
     } else if (lane.warp < WARPS + MOVERS) {
         registers<MOVE>();
         const Lane moving = {lane.warp - WARPS, lane.id};
         if constexpr (PACKED) move_packed_rows(moving, p, shared);
-        else if constexpr (SEGMENTS != MAPS) move_rows(moving, p, shared);
+        else if constexpr (SEGMENTS != TRANSITIONS) move_rows(moving, p, shared);
         else if (has_values()) move_values(moving, p, shared);
     } else {
         registers<COPY>();

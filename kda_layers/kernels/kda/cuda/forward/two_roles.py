@@ -55,8 +55,9 @@ class Variant(NamedTuple):
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.slices, "IO": spec.TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
-            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": 0, "POOLED": 0, "BLOCK_ROLES": 1, "TAILS": spec.TAIL,
-            "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed), "CHECKPOINTS": int(self.checkpoints),
+            "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": 0, "POOLED": 0, "BLOCK_ROLES": 1,
+            "LAST_TOKENS": spec.LAST_TOKENS, "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed),
+            "CHECKPOINTS": int(self.checkpoints),
             **transitions,
         }  # fmt: skip
 
@@ -141,5 +142,5 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
     launch = spec.launch_of(machine, s.device, v, ENTRY, blocks, v.slices, cooperative=True)
     # a ring and, unless the sequences are packed, a state that is handed over
     slots = split.ring_slots * spec.stage_bytes(v.K) + (0 if s.packed else 4 * v.K**2)
-    values = spec.values_of(s, s.sequences * s.v_shape[2], groups=split.groups, places=split.ring_slots)
+    values = spec.values_of(s, s.sequences * s.v_shape[2], groups=split.groups, ring_slots=split.ring_slots)
     return Plan((launch,), values, s.state_shape, split.counters, split.groups * slots)

@@ -1,4 +1,4 @@
-// The map of a segment (map_segments.cuh), by a scan with columns of V as rows of every MMA (scan_columns.cuh): the first
+// The transition of a segment (transitions.cuh), by a scan with columns of V as rows of every MMA (scan_columns.cuh): the first
 // V / BV CTAs of a group scan v from the state 0, for B, the others no values from rows of I, for F.
 #pragma once
 #include "scan_columns.cuh"
@@ -11,7 +11,7 @@ DEVICE void set_identity(Lane lane, State& state, int first) {
     });
 }
 
-DEVICE void scan_maps(Lane lane, const ForwardParams& p, const ScanShared& shared) {
+DEVICE void scan_transitions(Lane lane, const ForwardParams& p, const ScanShared& shared) {
     constexpr int STEPS = K / 16;
     const Operand first_rows = operand(shared.stage(0).base, K * 16);
     const Operand first_T = operand(shared.stage(0).T(), CHUNK * 16);
@@ -46,7 +46,7 @@ DEVICE void scan_maps(Lane lane, const ForwardParams& p, const ScanShared& share
             at = next;
         }
         const i64 row = segment_row(lane, p, tiles.at(p));
-        x.state.store(lane, p.maps + (row * (V + K) + slice() * BV + 16 * lane.warp) * K);
+        x.state.store(lane, p.transitions + (row * (V + K) + slice() * BV + 16 * lane.warp) * K);
     }
 }
 

@@ -1,4 +1,4 @@
-// The map of a segment, by the scanning warps: the state after it is S0 F + B, with S0 [V, K] the state before it. That of
+// The transition of a segment, by the scanning warps: the state after it is S0 F + B, with S0 [V, K] the state before it. That of
 // a sequence's last segment is not needed.
 //
 // The first V / BV CTAs of a group scan v from the state 0, which gives rows of B [V, K]. The others scan v = 0 from rows
@@ -33,7 +33,7 @@ DEVICE void update_state(State& state, Operand Kr, Operand errors) {
     for (int m = 0; m < K / 64; m++) fence_operand(state.S[m]);
 }
 
-DEVICE void scan_maps(Lane lane, const ForwardParams& p, const Shared& shared) {
+DEVICE void scan_transitions(Lane lane, const ForwardParams& p, const Shared& shared) {
     constexpr int OF_V = V / BV;
     const bool has_values = slice() < OF_V;
     const int column = slice() % OF_V * BV, stride = p.HV * V;
@@ -69,6 +69,6 @@ DEVICE void scan_maps(Lane lane, const ForwardParams& p, const Shared& shared) {
             if (lane.warp == 0) release(lane, shared, UPDATE, count);
         }
         const i64 row = segment_row(lane, p, tile);
-        state.store(p.maps + (row * (V + K) + slice() * BV) * K + State::place(lane));
+        state.store(p.transitions + (row * (V + K) + slice() * BV) * K + State::place(lane));
     }
 }
