@@ -23,8 +23,7 @@ from kda_layers.kernels.fused.short_conv import short_convs
 from kda_layers.kernels.kda.backends.eager import EagerBackend
 from kda_layers.kernels.kda.contract import KDA, Gradients, Inputs, KDAOutput
 from kda_layers.kernels.kda.op import kda
-from kda_layers.kernels.over_ranks.kda import kda_over_ranks
-from kda_layers.kernels.over_ranks.pieces import TOKENS
+from kda_layers.kernels.over_ranks.kda import TOKENS, kda_over_ranks
 from kda_layers.kernels.over_ranks.shards import Shards, chain_pays
 from kda_layers.kernels.over_ranks.short_conv import short_convs_over_ranks
 from kda_layers.testing.budgets import BF16, FP32, FP64, budget, error
