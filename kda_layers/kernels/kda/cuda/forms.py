@@ -18,7 +18,7 @@ from torch import Tensor
 from ...cuda.machine import Machine, Properties
 from ..contract import Inputs, KDAOutput, outputs_like
 from . import spec
-from .forward import last_tokens, one_role, segments, two_roles
+from .forward import costs, last_tokens, one_role, segments, two_roles
 from .spec import ALL_IN_CHUNKS, LastTokens, Plan, Saved, Signature
 
 MARGIN = 0.97  # of one role's time: what is nearer is within the error of expected times
@@ -34,8 +34,8 @@ class Form(NamedTuple):
     rounds_otherwise: bool = False
 
 
-ONE_ROLE = Form("one_role", one_role.serves, one_role.expected_us, one_role.plan_of)
-TWO_ROLES = Form("two_roles", two_roles.serves, two_roles.expected_us, two_roles.plan_of)
+ONE_ROLE = Form("one_role", lambda *_: [], costs.one_role_us, one_role.plan_of)  # serves every call
+TWO_ROLES = Form("two_roles", two_roles.serves, costs.two_roles_us, two_roles.plan_of)
 SEGMENTS = Form("segments", segments.serves, segments.expected_us, segments.plan_of, True)
 FORMS = (SEGMENTS, TWO_ROLES, ONE_ROLE)
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from ....cuda.machine import Properties
 from ...contract import CHUNK
 from ..spec import PLANS, Signature, in_chunks
 
@@ -78,9 +79,9 @@ class Work(NamedTuple):
         return cls(N * HV, chunks, HV, int(s.initial_state) + int(s.final_state), s.checkpoints, s.packed)
 
 
-def one_role_us(s: Signature, processors: int) -> float:
+def one_role_us(s: Signature, properties: Properties) -> float:
     """Return the expected time of a call in one role."""
-    work = Work.of(s)
+    work, processors = Work.of(s), properties.processors
     if work.tiles * WIDTH // 16 > processors:  # its blocks have 32 columns, as one_role.variant_for chooses
         slices, chain, stores = 4, WIDE_CHAIN, WIDE_STORES_TOGETHER
     else:
@@ -92,9 +93,9 @@ def one_role_us(s: Signature, processors: int) -> float:
     return STARTS_TOGETHER + rounds * tile
 
 
-def two_roles_us(s: Signature, processors: int) -> float:
+def two_roles_us(s: Signature, properties: Properties) -> float:
     """Return the expected time of a call in two roles, infinite where there is no split."""
-    found = fastest(Work.of(s), processors)
+    found = fastest(Work.of(s), properties.processors)
     return found[0] if found else math.inf
 
 

@@ -14,12 +14,11 @@ from typing import NamedTuple
 import torch
 
 from ....cuda.arch import ARCHS
-from ....cuda.machine import Machine, Properties
+from ....cuda.machine import Machine
 from ...activations import GATE_CODES
 from ...contract import CHUNK
 from .. import spec
 from ..spec import Cut, Plan, Signature, stage_bytes
-from . import costs
 
 SOURCE, SEGMENTS_SOURCE = (str(Path(__file__).with_name(name)) for name in ("forward.cu", "segments.cu"))
 ENTRY = "kda_forward"
@@ -111,16 +110,6 @@ def variants(arch: int) -> Iterable[Variant]:
                 yield variant_of(K, BV, dtype, gate, g_wide, arch, saves, pooled)
             if dtype in spec.FINE:
                 yield variant_of(K, BV, dtype, gate, g_wide, arch, saves=True, fine=True)
-
-
-def serves(s: Signature, properties: Properties) -> list[str]:
-    """Return no reason: other forms are measured against this one."""
-    return []
-
-
-def expected_us(s: Signature, properties: Properties) -> float:
-    """Return the expected time of a call in microseconds."""
-    return costs.one_role_us(s, properties.processors)
 
 
 @functools.lru_cache(spec.PLANS)

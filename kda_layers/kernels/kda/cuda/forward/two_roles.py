@@ -114,11 +114,6 @@ def general_reasons(s: Signature, properties: Properties) -> list[str]:
     return reasons if ARCHS[arch].wgmma else [*reasons, f"arch is sm_{arch}, needs sm_90"]
 
 
-def expected_us(s: Signature, properties: Properties) -> float:
-    """Return the expected time of a call in microseconds."""
-    return costs.two_roles_us(s, properties.processors)
-
-
 def split_of(s: Signature, processors: int) -> Split:
     """Return the fastest split for a call that this form serves."""
     found = costs.fastest(costs.Work.of(s), processors)
