@@ -187,7 +187,7 @@ def test_columns_of_any_scale(form: str) -> None:
     """Columns of V are independent: times a power of two, their gradients are, too, bit by bit."""
     x = make_inputs(FINE)
     d, saved = gradients_of(x), forward(x, form)
-    assert saved.fine is not None
+    assert saved.T_fp16 is not None
     powers = torch.exp2(torch.linspace(-66, 66, 64).round())  # 1e-20 to 1e20
     powers[5] = 0
     scaled = Gradients((d.o * powers).to(d.o.dtype), d.final * powers[:, None], None)

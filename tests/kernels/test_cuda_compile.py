@@ -46,7 +46,7 @@ Family = tuple[int, int, torch.dtype, str, bool]
 
 def chunk_variant(arch: str, family: Family, form: str = "") -> chunk.Variant | None:
     """The one of the arch's variants, if it has it; `form` is "", "saves", "fine" or "pooled"."""
-    fields = ("K", "BV", "dtype", "gate_activation", "g_wide", "saves", "fine", "pooled")
+    fields = ("K", "BV", "dtype", "gate_activation", "g_wide", "saves", "T_fp16", "pooled")
     wanted = (*family, form in ("saves", "fine"), form == "fine", form == "pooled")
     found = [v for v in chunk.variants(ARCHS[arch]) if tuple(getattr(v, n) for n in fields) == wanted]
     return found[0] if found else None
@@ -65,7 +65,7 @@ CHUNKS = [
 ]
 on_every_chunk = pytest.mark.parametrize(("variant", "arch"), CHUNKS)
 REVERSES = [
-    pytest.param(variant, arch, id=f"{variant.K}-{str(variant.dtype)[6:]}{'-fine' * variant.fine}-{arch}")
+    pytest.param(variant, arch, id=f"{variant.K}-{str(variant.dtype)[6:]}{'-fine' * variant.T_fp16}-{arch}")
     for arch in ARCHS
     for variant in reverse.variants(ARCHS[arch])
 ]
@@ -102,7 +102,7 @@ def test_chunk(variant: chunk.Variant, arch: str) -> None:
     # One that saves loads q and k a chunk ahead as well: none of these reloads more than 8 bytes, of the fine ones 12.
     saves = variant.saves and variant.wgmma
     check_resources(cubin, "kda_forward", REGISTERS // variant.threads, shipped and not saves)
-    assert not saves or build.resources(cubin)["kda_forward"].spill_loads <= (12 if variant.fine else 8)
+    assert not saves or build.resources(cubin)["kda_forward"].spill_loads <= (12 if variant.T_fp16 else 8)
 
 
 @pytest.mark.slow
@@ -156,11 +156,11 @@ SEGMENTS = [
     )
     for saves, fine in ((False, False), (True, False), *(((False, True),) if dtype == BF16 else ()))
     for arch in SERVED
-    for variant in segments.variants_for(K, dtype, gate, g_wide, ARCHS[arch], saves, fine=fine)
+    for variant in segments.variants_for(K, dtype, gate, g_wide, ARCHS[arch], saves, T_fp16=fine)
     if saves <= (variant.part == chunk.LAST_SCAN) and fine <= (variant.part == chunk.TRANSITIONS)
 ]
 REVERSE_SEGMENTS = [
-    pytest.param(variant, arch, id=f"{variant.K}-{str(variant.dtype)[6:]}{'-fine' * variant.fine}-{arch}")
+    pytest.param(variant, arch, id=f"{variant.K}-{str(variant.dtype)[6:]}{'-fine' * variant.T_fp16}-{arch}")
     for arch in SERVED
     for variant in reverse.variants_in_segments(ARCHS[arch])
 ]
@@ -183,7 +183,7 @@ def test_segments(variant: chunk.Variant, arch: str) -> None:
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize(("variant", "arch"), [p for p in TWO_ROLES if p.values[0].K == 128])
 def test_transitions(variant: two_roles.Variant, arch: str, fine: bool) -> None:
-    transitions = variant._replace(cut=ALWAYS, fine=fine)
+    transitions = variant._replace(cut=ALWAYS, T_fp16=fine)
     cubin = build.compile(transitions.source, transitions.defines, arch)
     check_resources(cubin, "kda_forward_two_roles", REGISTERS // transitions.threads)
     assert "serialized" not in cubin.log
@@ -246,7 +246,7 @@ def signature_of(v: chunk.Variant, tiles: int) -> Signature:
     g_dtype, shape = FP32 if v.g_wide else v.dtype, (1, 64, tiles, v.K)
     return Signature(
         torch.device("cuda"), v.dtype, g_dtype, v.dtype, shape, shape, None, v.gate_activation, 0.0, "sigmoid", True,
-        1.0, False, False, False, saves=v.saves, fine=v.fine, rows=Rows(*(0,) * 7) if v.pooled else None,
+        1.0, False, False, False, saves=v.saves, T_fp16=v.T_fp16, rows=Rows(*(0,) * 7) if v.pooled else None,
     )  # fmt: skip
 
 

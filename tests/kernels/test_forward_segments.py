@@ -147,7 +147,7 @@ def test_transitions_by_specialised_ctas(groups: int, fine: bool, form: str, mon
         machine = emulated.Emulator(FORMS[form], 16, seed)
         out, saved = in_segments(x, machine, Cut(SHORT + 1, SHORT, TILES), save=True)
         assert saved is not None
-        assert (saved.fine is not None) == fine
+        assert (saved.T_fp16 is not None) == fine
         transitions = saved.transitions.unflatten(0, (x.v.shape[0], -1))[:, :-1]  # nobody writes those of last segments
         return [*outputs(out).values(), transitions, *saved._replace(transitions=None).tensors()]
 

@@ -15,7 +15,7 @@ from ..activations import BETA_CODES
 from ..contract import CHUNK, Inputs, KDAOutput, PrefillInputs
 
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-FINE = (torch.bfloat16,)  # where fine gradients differ: in fp16 T' has 11 bits anyway
+T_FP16 = (torch.bfloat16,)  # dtypes with which T' is kept in fp16, too: in fp16 it has 11 bits anyway
 WIDTHS = (128, 64)
 MOST_TOKENS = 2**31 - 1
 PLANS = 4096  # cached
@@ -105,7 +105,7 @@ class Signature(NamedTuple):
     checkpoints: bool
     cut: Cut | None = None  # None: sequences stay whole
     saves: bool = False  # what the backward reads
-    fine: bool = False  # T' in fp16, too
+    T_fp16: bool = False  # T' in fp16, too
     last_tokens: bool = False  # the decode kernel computes last tokens
     rows: Rows | None = None  # of an engine: states in slots of a pool, rows of tokens with strides
 
@@ -114,7 +114,7 @@ class Signature(NamedTuple):
         """Return the signature of a call of `kda`."""
         cut = None if x.segments == "never" else cut_of(x)
         states = x.initial_state is not None, x.final_state, x.checkpoint_every > 0
-        return cls._make((*_common(x), *states, cut, saves, saves and is_fine(x), last_tokens, None))
+        return cls._make((*_common(x), *states, cut, saves, saves and keeps_T_fp16(x), last_tokens, None))
 
     @classmethod
     def of_prefill(cls, x: PrefillInputs, rows: Rows, last_tokens: bool) -> Signature:
@@ -166,7 +166,7 @@ class Saved(NamedTuple):
     prepared: Tensor  # [NC, HV, stage_bytes] uint8
     states: Tensor  # [NC, HV, V, K], at each chunk's start
     errors: Tensor  # [B, T, HV, V], V'
-    fine: Tensor | None = None  # [NC, HV, 2 * 64 * 64] uint8, T' in fp16 for fine gradients
+    T_fp16: Tensor | None = None  # [NC, HV, 2 * 64 * 64] uint8, T' in fp16
     transitions: Tensor | None = None  # [rows, V + K, K] fp32, B and F of the segments of sequences that are cut
 
     @classmethod
@@ -175,16 +175,16 @@ class Saved(NamedTuple):
         (*_, K), (HV, V) = x.q.shape, x.v.shape[2:]
         rows = chunk_rows(x)
         prepared = x.q.new_empty(rows, HV, stage_bytes(K), dtype=torch.uint8)
-        fine = x.q.new_empty(rows, HV, 2 * CHUNK * CHUNK, dtype=torch.uint8) if is_fine(x) else None
+        T_fp16 = x.q.new_empty(rows, HV, 2 * CHUNK * CHUNK, dtype=torch.uint8) if keeps_T_fp16(x) else None
         transitions = None if cut is None else x.q.new_empty(cut.rows(x), V + K, K, dtype=torch.float32)
-        return cls(prepared, x.q.new_empty(rows, HV, V, K), torch.empty_like(x.v), fine, transitions)
+        return cls(prepared, x.q.new_empty(rows, HV, V, K), torch.empty_like(x.v), T_fp16, transitions)
 
     @staticmethod
     def nbytes(x: Inputs) -> int:
         """Size in bytes of all of them, of a call whose sequences are not cut."""
         K, (B, T, HV, V) = x.q.shape[3], x.v.shape
-        fine = 2 * CHUNK * CHUNK if is_fine(x) else 0
-        return chunk_rows(x) * HV * (stage_bytes(K) + V * K * 2 + fine) + B * T * HV * V * 2
+        T_fp16 = 2 * CHUNK * CHUNK if keeps_T_fp16(x) else 0
+        return chunk_rows(x) * HV * (stage_bytes(K) + V * K * 2 + T_fp16) + B * T * HV * V * 2
 
     def tensors(self) -> list[Tensor]:
         """The tensors that exist, transitions first."""
@@ -194,13 +194,13 @@ class Saved(NamedTuple):
     def of(cls, tensors: list[Tensor]) -> Saved:
         """Undo `tensors`: transitions are fp32, prepared chunks bytes."""
         is_cut = tensors[0].dtype == torch.float32
-        prepared, states, errors, *fine = tensors[is_cut:]
-        return cls(prepared, states, errors, fine[0] if fine else None, tensors[0] if is_cut else None)
+        prepared, states, errors, *T_fp16 = tensors[is_cut:]
+        return cls(prepared, states, errors, T_fp16[0] if T_fp16 else None, tensors[0] if is_cut else None)
 
 
-def is_fine(x: Inputs) -> bool:
+def keeps_T_fp16(x: Inputs) -> bool:
     """True if the backward of a call reads T' in fp16."""
-    return x.fine_gradients and x.q.dtype in FINE
+    return x.fine_gradients and x.q.dtype in T_FP16
 
 
 def chunk_rows(x: Inputs) -> int:
@@ -241,7 +241,7 @@ PARAMS = Params("ForwardParams", """
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], replaces the ring
     u16* states;                 // [NC, HV, V, K], at each chunk's start
     u16* errors;                 // [B, T, HV, V], V'
-    unsigned char* fine;         // [NC, HV, SQUARE] if FINE: T' in fp16, see stage.cuh
+    unsigned char* T_fp16;       // [NC, HV, SQUARE] if T_FP16: T' in fp16, see stage.cuh
     const void *slots, *stops;   // read if POOLED: [N], or null: sequence n has slot n; no checkpoint
     // Of segments.cu, of the tiles of sequences that are cut: [rows, V + K, K], B and F; [rows, V, K], their S0
     float *transitions, *starts;
@@ -318,11 +318,11 @@ def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDA
         if saved is None:
             prepared = x.q.new_empty(chunk_rows(x), HV, stage_bytes(K), dtype=torch.uint8)
             transitions = x.q.new_empty(rows, V + K, K, dtype=torch.float32)
-    prepared, states, errors, fine, transitions = saved or (prepared, None, None, None, transitions)
+    prepared, states, errors, T_fp16, transitions = saved or (prepared, None, None, None, transitions)
     params = PARAMS.point(
         q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
         cu_seqlens=x.cu_seqlens, o=out.o, final_state=out.final_state, checkpoints=out.checkpoints, ring=ring,
-        progress=progress, prepared=prepared, states=states, errors=errors, fine=fine, transitions=transitions,
+        progress=progress, prepared=prepared, states=states, errors=errors, T_fp16=T_fp16, transitions=transitions,
         starts=starts, order=last.order, before_last=last.before,
     )  # fmt: skip
     for each in plan.launches:

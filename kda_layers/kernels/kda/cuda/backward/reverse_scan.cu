@@ -149,14 +149,14 @@ DEVICE void decay_state(Lane lane, Sums<CHUNK>& V1, const u32 (&S)[K / 16][4], C
     release(lane, shared, UPDATE, count);
 }
 
-#if FINE
+#if T_FP16
 // dV' as operand A in fp16. Each row, a column of V, is scaled by a power of two, as gradients have any scale: the sum of
 // its magnitudes becomes 2^14 to 2^15. Sums have twice the rate of maxima, and keep NaN. The four lanes of a row add the
 // same pairs, so that they agree on the power.
 struct ScaledErrors {
     using Type = Fp16;
     Tokens x;
-    u32 restoring[2];  // of each row, as a pair: minus the power of two that undoes this and FINE_SHIFT
+    u32 restoring[2];  // of each row, as a pair: minus the power of two that undoes this and T_FP16_SHIFT
 
     DEVICE ScaledErrors(const Sums<CHUNK>& V1) {
         constexpr u32 ONE = 1u << 23;  // in the exponent
@@ -171,7 +171,7 @@ struct ScaledErrors {
             // The sum's, at least that of 2^-104, with which both factors are normal numbers
             const u32 exponent = max(__float_as_uint(sum) & 0xff * ONE, (127 - 104) * ONE);
             scale[r] = __uint_as_float((2 * 127 + 14) * ONE - exponent);
-            const u32 back = (exponent - (14 + FINE_SHIFT) * ONE) | 0x80000000u;
+            const u32 back = (exponent - (14 + T_FP16_SHIFT) * ONE) | 0x80000000u;
             restoring[r] = back | back >> 16;
         }
         #pragma unroll
@@ -386,7 +386,7 @@ DEVICE void fetch_chunks(Lane lane, const ReverseScanParams& p, const Shared& sh
             }
             const i64 at = i64(row + chunk) * p.HV + tile.head;
             const Stage from{p.prepared + at * STAGE_BYTES};
-            const unsigned char* T = FINE ? p.fine + at * SQUARE : nullptr;
+            const unsigned char* T = T_FP16 ? p.T_fp16 + at * SQUARE : nullptr;
             if constexpr (CLUSTER == 0) {
                 copy_parts(lane, from, shared, count, T);
             } else if (lane.id == 0) {

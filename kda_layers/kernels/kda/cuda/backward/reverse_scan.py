@@ -21,11 +21,11 @@ from ....cuda.machine import Launch, Machine
 from ....cuda.params import Params
 from ...contract import CHUNK, Inputs
 from ..forward.segments import join_launch
-from ..spec import ALWAYS, FINE, TYPES, WIDTHS, Cut, Saved, aligned, cut_of, is_fine, loaded, stage_bytes
+from ..spec import ALWAYS, T_FP16, TYPES, WIDTHS, Cut, Saved, aligned, cut_of, keeps_T_fp16, loaded, stage_bytes
 
 PARAMS = Params("ReverseScanParams", """
     unsigned char* prepared;     // [NC, HV, STAGE_BYTES], NC chunks of all sequences
-    unsigned char* fine;         // [NC, HV, SQUARE] if FINE: T' in fp16, see stage.cuh
+    unsigned char* T_fp16;       // [NC, HV, SQUARE] if T_FP16: T' in fp16, see stage.cuh
     const u16* d_o;              // [B, T, HV, V]
     const float* d_checkpoints;  // [B, T / 64, HV, V, K], or null
     const float* d_final;        // [N, HV, V, K], or null
@@ -55,7 +55,7 @@ class Variant(NamedTuple):
     dtype: torch.dtype
     wgmma: bool
     setmaxnreg: bool
-    fine: bool  # T' in fp16
+    T_fp16: bool  # T' in fp16
     cut: Cut | None = None  # of sequences that are cut
 
     @property
@@ -66,7 +66,7 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
-            "HAS_WGMMA": int(self.wgmma), "HAS_SETMAXNREG": int(self.setmaxnreg), "FINE": int(self.fine),
+            "HAS_WGMMA": int(self.wgmma), "HAS_SETMAXNREG": int(self.setmaxnreg), "T_FP16": int(self.T_fp16),
             "SHARED_BYTES": self.shared_bytes, **({} if self.cut is None else self.cut.defines(SEGMENTS)),
         }  # fmt: skip
 
@@ -84,18 +84,18 @@ class Variant(NamedTuple):
         return self.stages * (stage_bytes(self.K) + 2 * 3 * 8) + BV * 2 * (self.K + 2 * CHUNK) + 6 * 8
 
 
-def variant_for(K: int, dtype: torch.dtype, arch: int, fine: bool = False) -> Variant:
+def variant_for(K: int, dtype: torch.dtype, arch: int, T_fp16: bool = False) -> Variant:
     """The variant for an arch (compute capability times ten): the slices of a head share the copies of its chunks."""
     has = ARCHS[arch]
-    return Variant(K, K // BV if has.bulk_copies else 0, dtype, has.wgmma, has.setmaxnreg, fine)
+    return Variant(K, K // BV if has.bulk_copies else 0, dtype, has.wgmma, has.setmaxnreg, T_fp16)
 
 
 def variants(arch: int) -> Iterable[Variant]:
     """Every variant that `variant_for` may return for `arch`, whatever its shared memory."""
     for K, dtype in itertools.product(WIDTHS, TYPES):
         yield variant_for(K, dtype, arch)
-        if dtype in FINE:
-            yield variant_for(K, dtype, arch, fine=True)
+        if dtype in T_FP16:
+            yield variant_for(K, dtype, arch, T_fp16=True)
 
 
 def variants_in_segments(arch: int) -> Iterable[Variant]:
@@ -122,7 +122,7 @@ def reverse_scan(
     (_, T, HV, V), K, device, packed = x.v.shape, x.q.shape[3], x.v.device, x.cu_seqlens is not None
     N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     processors, arch, _ = machine.properties(device)
-    variant, segments, longer = variant_for(K, x.v.dtype, arch, is_fine(x)), 0, 0
+    variant, segments, longer = variant_for(K, x.v.dtype, arch, keeps_T_fp16(x)), 0, 0
     if saved.transitions is not None:
         cut = cut or cut_of(x)
         variant, segments, longer = variant._replace(cut=cut), cut.most_segments(T, HV, packed), cut.longer
@@ -138,7 +138,7 @@ def reverse_scan(
 
     def params(d_ends: Tensor | None = None, d_starts: Tensor | None = None) -> bytes:
         pointers = PARAMS.point(
-            prepared=saved.prepared, fine=saved.fine, d_o=d_o, d_checkpoints=d_checkpoints, d_final=d_final,
+            prepared=saved.prepared, T_fp16=saved.T_fp16, d_o=d_o, d_checkpoints=d_checkpoints, d_final=d_final,
             cu_seqlens=offsets, d_v=out.d_v, d_states=out.d_states, d_initial=d_initial, transitions=saved.transitions,
             d_ends=d_ends, d_starts=d_starts,
         )  # fmt: skip

@@ -9,8 +9,8 @@
 #ifndef LAST_TOKENS  // the decode kernel computes up to so many tokens after a sequence's full chunks (last_tokens.py)
 #define LAST_TOKENS 0
 #endif
-#ifndef FINE  // T' is kept in fp16 as well, and the reverse scan multiplies by that
-#define FINE 0
+#ifndef T_FP16  // T' is kept in fp16 as well, and the reverse scan multiplies by that
+#define T_FP16 0
 #endif
 #ifndef SEGMENTS
 #define SEGMENTS 0
@@ -142,9 +142,9 @@ DEVICE constexpr int part_at(int part) {
 }
 DEVICE constexpr int part_bytes(int part) { return part_at(part + 1) - part_at(part); }
 
-// T' in fp16 (FINE) has the layout of T', times 2^FINE_SHIFT: diagonals down to 2^-22 have 11 bits, entries up to 255 do not
+// T' in fp16 (T_FP16) has the layout of T', times 2^T_FP16_SHIFT: diagonals down to 2^-22 have 11 bits, entries up to 255 do not
 // overflow.
-constexpr int FINE_SHIFT = 8;
+constexpr int T_FP16_SHIFT = 8;
 
 struct Stage {
     unsigned char* base;

@@ -57,8 +57,8 @@ DEVICE Stage ring_at(const ForwardParams& p, const Cursor& at, u32 count) {
 }
 // The place of a chunk's T' in fp16, null in all CTAs but the one that stores it.
 DEVICE unsigned char* fine_place(const ForwardParams& p, const Cursor& at, u32 count) {
-    if (!FINE || int(count % SLICES) != slice()) return nullptr;
-    return p.fine + (i64(at.first_row + at.chunk) * p.HV + at.tile.head) * SQUARE;
+    if (!T_FP16 || int(count % SLICES) != slice()) return nullptr;
+    return p.T_fp16 + (i64(at.first_row + at.chunk) * p.HV + at.tile.head) * SQUARE;
 }
 // Counters of a CTA: chunks that it has prepared, and chunks that have arrived in its shared memory. Counters that are
 // polled together share a cache line.

@@ -97,15 +97,15 @@ DEVICE void scale_rows(Tile& x, const float (&rows)[2]) {
     for (int i = 0; i < 8; i++) x[i / 4][i % 4] *= rows[i % 4 / 2];
 }
 
-// Store a row of T' to the chunk and, unless `fine` is null, in fp16. Overwrites the row.
-DEVICE void store_T(Lane lane, const Stage& stage, unsigned char* fine, Tile (&left)[3], Tile& own, int b) {
+// Store a row of T' to the chunk and, unless `T_fp16` is null, in fp16. Overwrites the row.
+DEVICE void store_T(Lane lane, const Stage& stage, unsigned char* T_fp16, Tile (&left)[3], Tile& own, int b) {
     store_row(lane, stage.T(), left, own, b);
-    if (!fine) return;
-    const float rows[2] = {1 << FINE_SHIFT, 1 << FINE_SHIFT};
+    if (!T_fp16) return;
+    const float rows[2] = {1 << T_FP16_SHIFT, 1 << T_FP16_SHIFT};
     #pragma unroll
     for (int j = 0; j < 3; j++) scale_rows(left[j], rows);
     scale_rows(own, rows);
-    store_row<Fp16>(lane, fine, left, own, b);
+    store_row<Fp16>(lane, T_fp16, left, own, b);
 }
 
 // Partial sums over one half of the channels.
@@ -135,7 +135,7 @@ DEVICE void load_block(Lane lane, Tile& x, const Shared& shared, const float* be
 // Warp 0 has the rows of blocks 0 and 1, warp 1 of block 2, warp 2 of block 3; they exchange blocks through shared
 // memory as B fragments.
 
-DEVICE void invert_upper(Lane lane, const Shared& shared, const Stage& stage, unsigned char* fine, const float* beta,
+DEVICE void invert_upper(Lane lane, const Shared& shared, const Stage& stage, unsigned char* T_fp16, const float* beta,
                          uint4* columns) {
     Tile T[3] = {}, own, L;
     load_block(lane, L, shared, beta, 0, 0);
@@ -143,7 +143,7 @@ DEVICE void invert_upper(Lane lane, const Shared& shared, const Stage& stage, un
     uint4 t00 = as_columns(own);
     columns[T00 * 32] = t00;
     scale_columns(lane, own, beta);
-    store_T(lane, stage, fine, T, own, 0);
+    store_T(lane, stage, T_fp16, T, own, 0);
 
     load_block(lane, L, shared, beta, 1, 1);
     invert(lane, own, L);
@@ -160,7 +160,7 @@ DEVICE void invert_upper(Lane lane, const Shared& shared, const Stage& stage, un
     barrier_sync(INVERTING, 32 * INVERTERS);
     scale_columns(lane, T[0], beta);
     scale_columns(lane, own, beta + 16);
-    store_T(lane, stage, fine, T, own, 1);
+    store_T(lane, stage, T_fp16, T, own, 1);
 }
 
 // a = -x, as A fragments; x is unchanged.
@@ -170,7 +170,7 @@ DEVICE void as_negated_rows(u32 (&a)[4], Tile& x) {
     negate(x);
 }
 
-DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, unsigned char* fine, const float* beta,
+DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, unsigned char* T_fp16, const float* beta,
                          uint4* columns, int b) {
     Tile T[3] = {}, own, L;
     load_block(lane, L, shared, beta, b, b);
@@ -209,7 +209,7 @@ DEVICE void invert_lower(Lane lane, const Shared& shared, const Stage& stage, un
     #pragma unroll
     for (int j = 0; j < 3; j++) scale_columns(lane, T[j], beta + 16 * j);
     scale_columns(lane, own, beta + 16 * b);
-    store_T(lane, stage, fine, T, own, b);
+    store_T(lane, stage, T_fp16, T, own, b);
 }
 
 // Betas of a chunk, one copy per warp; zeros after the sequence's end.
@@ -225,8 +225,9 @@ DEVICE void load_write_strengths(Lane lane, float* to, const ForwardParams& p, c
     }
 }
 
-DEVICE void invert_chunk(Lane lane, const Shared& shared, const Stage& stage, unsigned char* fine, const float* beta) {
+DEVICE void invert_chunk(Lane lane, const Shared& shared, const Stage& stage, unsigned char* T_fp16,
+                         const float* beta) {
     uint4* columns = shared.columns_of_T() + lane.id;
-    if (lane.warp == 0) invert_upper(lane, shared, stage, fine, beta, columns);
-    else invert_lower(lane, shared, stage, fine, beta, columns, lane.warp + 1);
+    if (lane.warp == 0) invert_upper(lane, shared, stage, T_fp16, beta, columns);
+    else invert_lower(lane, shared, stage, T_fp16, beta, columns, lane.warp + 1);
 }

@@ -40,7 +40,7 @@ class Variant(NamedTuple):
     setmaxnreg: bool
     saves: bool  # what the backward reads
     pooled: bool  # for engines: states in slots of a pool, rows of tokens with strides
-    fine: bool = False  # also saves T' in fp16
+    T_fp16: bool = False  # also saves T' in fp16
     part: int = 0  # TRANSITIONS or LAST_SCAN of sequences that are cut
     cut: Cut | None = None  # with `part`
 
@@ -54,7 +54,7 @@ class Variant(NamedTuple):
             "K": self.K, "V": self.K, "BV": self.BV, "CLUSTER": self.cluster, "IO": spec.TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
             "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "POOLED": int(self.pooled),
-            "FINE": int(self.fine), "LAST_TOKENS": 0 if self.saves else spec.LAST_TOKENS,
+            "T_FP16": int(self.T_fp16), "LAST_TOKENS": 0 if self.saves else spec.LAST_TOKENS,
             "SHARED_BYTES": self.shared_bytes, **({} if self.cut is None else self.cut.defines(self.part)),
         }  # fmt: skip
 
@@ -89,17 +89,17 @@ def variant_for(s: Signature, processors: int, arch: int) -> Variant:
     narrow = s.dtype == torch.float16 and s.g_wide
     wide = ARCHS[arch].wgmma and tiles * (K // 16) > processors and not narrow
     BV = 32 if wide else 16
-    return variant_of(K, BV, s.dtype, s.gate_activation, s.g_wide, arch, s.saves, s.rows is not None, s.fine)
+    return variant_of(K, BV, s.dtype, s.gate_activation, s.g_wide, arch, s.saves, s.rows is not None, s.T_fp16)
 
 
 def variant_of(
     K: int, BV: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int,
-    saves: bool = False, pooled: bool = False, fine: bool = False,
+    saves: bool = False, pooled: bool = False, T_fp16: bool = False,
 ) -> Variant:  # fmt: skip
     """The variant with blocks of BV columns."""
     has = ARCHS[arch]
     cluster = 0 if not has.bulk_copies else 2 if BV == 32 else 1  # two blocks share a copy where bandwidth limits
-    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, saves, pooled, fine)
+    return Variant(K, BV, cluster, dtype, gate_activation, g_wide, has.wgmma, has.setmaxnreg, saves, pooled, T_fp16)
 
 
 def variants(arch: int) -> Iterable[Variant]:
@@ -108,8 +108,8 @@ def variants(arch: int) -> Iterable[Variant]:
         if BV == 16 or (ARCHS[arch].wgmma and not (dtype == torch.float16 and g_wide)):
             for saves, pooled in ((False, False), (True, False), (False, True)):
                 yield variant_of(K, BV, dtype, gate, g_wide, arch, saves, pooled)
-            if dtype in spec.FINE:
-                yield variant_of(K, BV, dtype, gate, g_wide, arch, saves=True, fine=True)
+            if dtype in spec.T_FP16:
+                yield variant_of(K, BV, dtype, gate, g_wide, arch, saves=True, T_fp16=True)
 
 
 @functools.lru_cache(spec.PLANS)

@@ -11,7 +11,7 @@ DEVICE Task task_of(const ForwardParams& p, const Search& at) {
     task.keys = at.keys + i64(before) * p.H * K, task.head = at.tile.head;
     task.first = at.tile.first + before, task.left = at.tile.length - before;
     task.place = (KEEPS ? kept_at(p, at.tile, at.chunk) : ring_at(p, at.group, at.count)).base;
-    task.fine = FINE ? p.fine + kept_row(p, at.tile, at.chunk) * SQUARE : nullptr;
+    task.T_fp16 = T_FP16 ? p.T_fp16 + kept_row(p, at.tile, at.chunk) * SQUARE : nullptr;
     task.filled = at.group >= 0 ? filled(p, at.group, at.count) : nullptr;
     task.A = p.A_log ? exp2_fast(p.A_log[at.tile.head] * LOG2_E) : 1.f;
     return task;
@@ -84,7 +84,7 @@ DEVICE void invert_chunks(Lane lane, const ForwardParams& p, const Shared& share
         load_write_strengths(lane, beta, p, Cursor(task));
         mbarrier_wait(shared.summed(), iteration & 1);
         warp_sync();
-        invert_chunk(lane, shared, {task.place}, task.fine, beta);
+        invert_chunk(lane, shared, {task.place}, task.T_fp16, beta);
         arrive_by_warp(lane, shared.inverted());
         arrive_by_warp(lane, tasks.barrier(Tasks::WRITTEN, iteration));
         if (lane.warp != INVERTERS - 1) continue;

@@ -29,11 +29,11 @@ JOIN_ROWS, JOIN_STAGES = 8, 3
 
 def variants_for(
     K: int, dtype: torch.dtype, gate_activation: str, g_wide: bool, arch: int, saves: bool = False, cut: Cut = ALWAYS,
-    fine: bool = False,
+    T_fp16: bool = False,
 ) -> tuple[one_role.Variant, one_role.Variant]:  # fmt: skip
     """Return the variants of transitions by blocks of one role, and of the last scan."""
     wide = ARCHS[arch].wgmma and not (dtype == torch.float16 and g_wide)
-    first = one_role.variant_of(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, fine=fine)
+    first = one_role.variant_of(K, 32 if wide else 16, dtype, gate_activation, g_wide, arch, T_fp16=T_fp16)
     last = one_role.variant_of(K, K // 2, dtype, "lower_bound", False, arch, saves)  # reads no gate
     return first._replace(part=TRANSITIONS, cut=cut), last._replace(cluster=2, part=LAST_SCAN, cut=cut)
 
@@ -45,16 +45,16 @@ def variants(arch: int) -> Iterable[one_role.Variant | two_roles.Variant]:
     flags = (False, True)
     problems = itertools.product(spec.WIDTHS, spec.TYPES, GATE_CODES, flags)
     found = (
-        variants_for(*problem, arch, saves, fine=fine)
+        variants_for(*problem, arch, saves, T_fp16=T_fp16)
         for problem in problems
         for saves in flags
-        for fine in flags
-        if saves >= fine <= (problem[1] in spec.FINE)
+        for T_fp16 in flags
+        if saves >= T_fp16 <= (problem[1] in spec.T_FP16)
     )
     yield from dict.fromkeys(itertools.chain.from_iterable(found))
-    for roles, fine in itertools.product(two_roles.variants(arch), flags):
-        if not (roles.packed or roles.checkpoints) and (not fine or roles.dtype in spec.FINE):
-            yield roles._replace(cut=ALWAYS, fine=fine)
+    for roles, T_fp16 in itertools.product(two_roles.variants(arch), flags):
+        if not (roles.packed or roles.checkpoints) and (not T_fp16 or roles.dtype in spec.T_FP16):
+            yield roles._replace(cut=ALWAYS, T_fp16=T_fp16)
 
 
 def serves(s: Signature, properties: Properties) -> list[str]:
@@ -108,7 +108,7 @@ def _plan_of(machine: Machine, s: Signature, by_roles: bool) -> Plan:
     assert cut is not None  # as `serves` has found
     tokens = T if s.packed else spec.in_chunks(T, s.last_tokens)
     segments = cut.most_segments(tokens, HV, s.packed)
-    first, last = variants_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.saves, cut, s.fine)
+    first, last = variants_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.saves, cut, s.T_fp16)
     if processors < first.slices:
         raise ValueError(f"x must be on a GPU with at least {first.slices} multiprocessors, got {processors}")
     new = functools.partial(spec.launch_of, machine, s.device)
@@ -117,7 +117,7 @@ def _plan_of(machine: Machine, s: Signature, by_roles: bool) -> Plan:
         chunks, scanned = cut.segment_tokens(tokens, HV) // CHUNK, N * (segments - 1) * HV
         _, split = costs.transitions_split(scanned, chunks, N * HV * -(-tokens // CHUNK), processors)
         roles = two_roles.variant_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch)
-        roles, blocks = roles._replace(cut=cut, fine=s.fine), costs.SLICES * split.groups + split.preparers
+        roles, blocks = roles._replace(cut=cut, T_fp16=s.T_fp16), costs.SLICES * split.groups + split.preparers
         transitions, counters = new(roles, two_roles.ENTRY, blocks, cooperative=True), split.counters
     else:
         split, counters = Split(0, 0, 0), groups * 64

@@ -4,11 +4,11 @@
 
 // A chunk: its tokens and its place.
 struct Task {
-    i64 keys;                     // offset of its first token in q and k
-    unsigned char *place, *fine;  // where it is stored, and T' in fp16 if that is kept
-    u32* filled;                  // the counter that tells the scan of it; null if it is not scanned
-    int first, left, head;        // first token, tokens from it to the end of its tile, 0 after the last chunk
-    float A;                      // e^A_log
+    i64 keys;                       // offset of its first token in q and k
+    unsigned char *place, *T_fp16;  // where it is stored, and T' in fp16 if that is kept
+    u32* filled;                    // the counter that tells the scan of it; null if it is not scanned
+    int first, left, head;          // first token, tokens from it to the end of its tile, 0 after the last chunk
+    float A;                        // e^A_log
 };
 
 struct Tasks {

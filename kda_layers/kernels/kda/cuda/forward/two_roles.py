@@ -41,7 +41,7 @@ class Variant(NamedTuple):
     packed: bool  # sequences of any lengths
     checkpoints: bool
     cut: Cut | None = None  # of the transitions of sequences that are cut (segments.py)
-    fine: bool = False  # with `cut`: also saves T' in fp16
+    T_fp16: bool = False  # with `cut`: also saves T' in fp16
 
     @property
     def source(self) -> str:
@@ -51,7 +51,7 @@ class Variant(NamedTuple):
     def defines(self) -> dict[str, str | int]:
         transitions: dict[str, str | int] = {}
         if self.cut is not None:
-            transitions = {"BV": self.K, "CLUSTER": 1, "FINE": int(self.fine), **self.cut.defines(TRANSITIONS)}
+            transitions = {"BV": self.K, "CLUSTER": 1, "T_FP16": int(self.T_fp16), **self.cut.defines(TRANSITIONS)}
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.slices, "IO": spec.TYPES[self.dtype],
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
