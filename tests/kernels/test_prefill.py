@@ -334,7 +334,7 @@ def test_a_pool_in_bf16(device: str, backend: str, required_backends: frozenset[
         (dict(state_indices=torch.zeros(3, dtype=torch.int32)), ValueError, r"state_indices must have shape \[2\]"),
         (dict(state_indices=torch.zeros(2)), TypeError, "state_indices must be int32 or int64, got torch.float32"),
         (dict(state_indices=[0, 1]), TypeError, "state_indices must be a torch.Tensor, got list: pass torch.tensor"),
-        (dict(state_indices=torch.tensor([1, 1])), ValueError, "got slot 1 2 times: an update would be lost"),
+        (dict(state_indices=torch.tensor([1, 1])), ValueError, "got slot 1 twice: an update would be lost"),
         (dict(state_indices=torch.tensor([0, 4])), ValueError, r"state_indices must be in \[0, 3\], got 0 to 4"),
         (dict(checkpoint_at=torch.tensor([0, 63])), ValueError,
          "checkpoint_at must be multiples of 64 within the sequences, or -1 for none, got 63 for sequence 1 of 70 tok"),

@@ -179,25 +179,14 @@ class Rows:
     def of_rows(self, t: Tensor) -> Tensor:
         return t.transpose(0, 1).flatten(0, 1).contiguous()
 
+    # The states that this rank passes on, [pieces, B, HV, V, K], from those after all local sequences, and the initial
+    # states of these from what is passed on. In the backward the same of gradients, passed on the other way.
+    last = passed_on = of_pieces
+    initial = final = of_rows
+
     def transitions(self, P: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
         """Transitions that are passed on, [pieces, B, HV, ., K], of those of all local sequences."""
         return self.of_pieces(P), self.of_pieces(C)
-
-    def last(self, final: Tensor) -> Tensor:
-        """The states that this rank passes on, [pieces, B, HV, V, K], from those after all local sequences."""
-        return self.of_pieces(final)
-
-    def initial(self, before: Tensor) -> Tensor:
-        """Initial states of the local sequences from the states passed on, [pieces, B, HV, V, K]."""
-        return self.of_rows(before)
-
-    def passed_on(self, gradient: Tensor) -> Tensor:
-        """Gradients of the states passed on from those of all initial states."""
-        return self.of_pieces(gradient)
-
-    def final(self, after: Tensor) -> Tensor:
-        """Gradients of all final states from those of the states that this rank passes on."""
-        return self.of_rows(after)
 
 
 class Packed:
@@ -281,8 +270,7 @@ class OverRanks(Differentiable):
     def forward(self, x: Any, save: bool) -> tuple[KDAOutput, list[Tensor]]:
         cut, V = cut_of(x), x.v.shape[3]
         chain = cut.shards.chain
-        initial = cut.initial(x.exchanged if chain else x.exchanged[:-1, ..., :V, :])
-        out, saved = self.inner.forward(cut.inputs._replace(initial_state=initial, final_state=chain), save)
+        out, saved = self.inner.forward(_local(x, cut), save)
         final = x.exchanged[-1, ..., :V, :].clone(memory_format=torch.contiguous_format) if x.final_state else None
         if chain:
             after = cut.last(out.final_state)
@@ -293,10 +281,8 @@ class OverRanks(Differentiable):
         return KDAOutput(out.o.view(x.v.shape), final, None), self._with_shapes(x, saved) if save else []
 
     def backward(self, x: Any, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, _: Any) -> Gradients:
-        cut, V = cut_of(x), x.v.shape[3]
-        shards = cut.shards
-        initial = cut.initial(x.exchanged if shards.chain else x.exchanged[:-1, ..., :V, :])
-        local = cut.inputs._replace(initial_state=initial, final_state=shards.chain)
+        cut = cut_of(x)
+        shards, local = cut.shards, _local(x, cut)
         d_o, end = d_o.reshape(local.v.shape), None
         if x.final_state:  # each rank's loss may read it, and which do, only they know
             mine = d_o.new_zeros(_state_shape(x), dtype=_wide(x)) if d_final is None else d_final
@@ -337,6 +323,13 @@ class OverRanks(Differentiable):
         names = self.replaces(x)
         replacing = [t.reshape(getattr(x, n).shape) for n, t in zip(names, saved, strict=False)]
         return [*replacing, *saved[len(names) :]]
+
+
+def _local(x: Any, cut: Rows | Packed) -> Inputs:
+    """Return the inputs of the local sequences, which start from the states that ranks told each other."""
+    chain, V = cut.shards.chain, x.v.shape[3]
+    initial = cut.initial(x.exchanged if chain else x.exchanged[:-1, ..., :V, :])
+    return cut.inputs._replace(initial_state=initial, final_state=chain)
 
 
 def states_before_like(x: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +90,7 @@ def _sequences(x: DecodeInputs) -> list[_Sequence]:
         sources, targets = slots_of(x.state_indices, x.num_accepted, lengths, x.state.shape[0])
     sequences = [_Sequence(*s) for s in zip(offsets, lengths, sources, targets, strict=False)]
     sequences = [s for s in sequences if s.length and s.source != NO_SLOT]
-    _check_owners(sequences)
+    _check_owners({s.source, *s.targets[: s.length]} for s in sequences)
     return sequences
 
 
@@ -132,12 +132,7 @@ def check_indices(x: PrefillInputs) -> None:
     if x.state_indices is not None and x.state is not None:
         slots = x.state_indices.tolist()
         check_slots_exist(slots, x.state.shape[0])
-        slot, times = Counter(s for s in slots if s != NO_SLOT).most_common(1)[0] if max(slots) >= 0 else (0, 1)
-        if times > 1:
-            raise ValueError(
-                f"state_indices must give each slot to one sequence, got slot {slot} {times} times: an update would be "
-                "lost"
-            )
+        _check_owners({slot} for slot in slots)
     if x.checkpoint_at is None:
         return
     for n, (at, (start, end)) in enumerate(zip(x.checkpoint_at.tolist(), itertools.pairwise(offsets), strict=True)):
@@ -148,12 +143,12 @@ def check_indices(x: PrefillInputs) -> None:
             )
 
 
-def _check_owners(sequences: list[_Sequence]) -> None:
-    """Raise if two sequences read or write one slot."""
+def _check_owners(slots: Iterable[set[int]]) -> None:
+    """Raise if two sequences read or write one slot, given the slots of each."""
     owners: dict[int, int] = {}
-    for s in sequences:
-        for slot in {s.source, *s.targets[: s.length]} - {NO_SLOT}:
-            if owners.setdefault(slot, s.start) != s.start:
+    for n, own in enumerate(slots):
+        for slot in own - {NO_SLOT}:
+            if owners.setdefault(slot, n) != n:
                 raise ValueError(
                     f"state_indices must give each slot to one sequence, got slot {slot} twice: an update would be lost"
                 )
