@@ -27,7 +27,6 @@ from ..cuda import forms
 from ..cuda.backward import gradients, reverse_scan
 from ..cuda.decode import decode
 from ..cuda.forward import last_tokens, one_role, segments, two_roles
-from ..cuda.forward.prefill import prefill
 from ..cuda.spec import ALWAYS, AUTO, TYPES, WIDTHS, Rows, Saved, Signature, aligned, aligned_inputs, cut_of
 from ..slots import prefill_by_forward
 
@@ -147,7 +146,7 @@ class CudaBackend(OnArchs, Backend):
         if x.state is not None and x.state.dtype != torch.float32:
             prefill_by_forward(self, x)  # the kernel's states are fp32
         else:
-            prefill(x, self.machine)
+            one_role.prefill(x, self.machine)
 
     def decode(self, x: DecodeInputs) -> Tensor:
         return decode.decode(x, self.machine)

@@ -297,6 +297,11 @@ class Plan(NamedTuple):
     cut: Cut | None = None  # of sequences that are cut
     last_tokens: bool = False  # as in `Signature`
 
+    def run(self, pointers: bytes) -> None:
+        """Launch with the pointers of the parameters."""
+        for launch in self.launches:
+            launch.run(pointers + self.values)
+
     def scratch(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Return memory for ForwardParams.ring and .progress."""
         ring = torch.empty(self.ring_bytes, dtype=torch.uint8, device=device) if self.ring_bytes else None
@@ -319,14 +324,12 @@ def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDA
             prepared = x.q.new_empty(chunk_rows(x), HV, stage_bytes(K), dtype=torch.uint8)
             transitions = x.q.new_empty(rows, V + K, K, dtype=torch.float32)
     prepared, states, errors, T_fp16, transitions = saved or (prepared, None, None, None, transitions)
-    params = PARAMS.point(
+    plan.run(PARAMS.point(
         q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
         cu_seqlens=x.cu_seqlens, o=out.o, final_state=out.final_state, checkpoints=out.checkpoints, ring=ring,
         progress=progress, prepared=prepared, states=states, errors=errors, T_fp16=T_fp16, transitions=transitions,
         starts=starts, order=last.order, before_last=last.before,
-    )  # fmt: skip
-    for each in plan.launches:
-        each.run(params + plan.values)
+    ))  # fmt: skip
     return out, saved
 
 

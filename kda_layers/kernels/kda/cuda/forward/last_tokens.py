@@ -110,7 +110,7 @@ def finish(
     """Compute the outputs of last tokens, and the states after them.
 
     Args:
-        x: as the forward or `prefill.prefill` read it, with the signature `s`
+        x: as the forward or `one_role.prefill` read it, with the signature `s`
         o: [B, T, HV, V] contiguous, the outputs
         before: initial states, fp32 [N, HV, V, K], or a pool of them, heads side by side; None: zero
         after: states after whole chunks, likewise; if they are not `final`, in the order of `order` where that is given
