@@ -97,9 +97,12 @@ class _Triton(Triton):
         return reasons
 
 
+def _output_like(x: Inputs) -> Tensor:
+    return x.x.new_empty((*x.x.shape[:2], x.weight.shape[0] // (2 if x.swiglu else 1)))
+
+
 def _fused(x: Inputs) -> Tensor:
-    B, T, _ = x.x.shape
-    y = x.x.new_empty((B, T, x.weight.shape[0] // (2 if x.swiglu else 1)))
+    y = _output_like(x)
     if y.numel() == 0:
         return y
     x = x._replace(
@@ -154,10 +157,6 @@ def columns(D: int, swiglu: bool) -> int:
 
 LINEAR_STEP = Forms("linear_step", Problem, Plain(_plain), _Triton(_fused))
 _cache = LINEAR_STEP.call_cache(Inputs)
-
-
-def _output_like(x: Inputs) -> Tensor:
-    return x.x.new_empty((*x.x.shape[:2], x.weight.shape[0] // (2 if x.swiglu else 1)))
 
 
 _linear_step: NoGradOperator[Inputs] = NoGradOperator("linear_step", Inputs, (), LINEAR_STEP, "run", _output_like)

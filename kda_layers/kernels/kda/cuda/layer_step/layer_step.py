@@ -17,6 +17,7 @@ from ....cuda.machine import Launch, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ..decode.decode import INDEX, MOST_ROWS, STATES, TYPES, index_values
+from ..spec import aligned
 from .contract import Inputs
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
@@ -136,12 +137,8 @@ def _misaligned(x: Inputs) -> int:
 def _copies(x: Inputs) -> Inputs:
     """`x` with copies of the tensors that the kernel cannot read as they are."""
     names = ("f", "gate", "state", *WEIGHTS)
-    copies: dict[str, Any] = {n: _aligned(t) for n in names if (t := getattr(x, n)) is not None}
+    copies: dict[str, Any] = {n: aligned(t) for n in names if (t := getattr(x, n)) is not None}
     return x._replace(**copies)
-
-
-def _aligned(t: Tensor) -> Tensor:
-    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def _plan(x: Inputs, machine: Machine) -> Plan:
