@@ -280,6 +280,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sm90@emulator", {"mode": True}, "segments must be 'never', 'auto' or 'always', got True"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:kda.*more release of kda_layers:DeprecationWarning")
 def test_refusals(backend: str, change: dict[str, Any], message: str) -> None:
     x = make_inputs(replace(LONG, T=70))
     options: dict[str, Any] = {"out": torch.empty_like(x.v)} if "out" in change else {}
