@@ -19,6 +19,7 @@ from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
 from kda_layers.kernels.kda.cuda.decode import decode as step
 from kda_layers.kernels.kda.cuda.forward import one_role as chunk
 from kda_layers.kernels.kda.cuda.forward import segments, two_roles
+from kda_layers.kernels.kda.cuda.layer_step import layer_step
 from kda_layers.kernels.kda.cuda.spec import ALWAYS, Rows, Signature
 from tests.kernels.cases import BF16, FP16, FP32
 
@@ -256,6 +257,39 @@ def signature_of(v: chunk.Variant, tiles: int) -> Signature:
 def test_step(variant: step.Variant, arch: str) -> None:
     assert variant.shared_bytes(step.STAGE) <= SERVED.get(arch, 2**31)
     check_resources(build.compile(step.SOURCE, variant.defines, arch), "kda_decode", REGISTERS // variant.threads)
+
+
+LAYER_STEPS = [
+    layer_step.Variant(128, BF16, FP32, 128, 128, 4, 1),
+    layer_step.Variant(128, BF16, BF16, 0, 0, 4, 8),
+    layer_step.Variant(128, FP16, FP32, 64, 64, 4, 2),
+    layer_step.Variant(64, FP16, FP32, 128, 128, 4, 4),
+    layer_step.Variant(64, BF16, BF16, 64, 64, 2, 1),
+    layer_step.Variant(64, BF16, FP32, 0, 0, 3, 1),
+    layer_step.Variant(64, BF16, FP32, 64, 128, 4, 1),
+    layer_step.Variant(128, BF16, FP32, 128, 0, 4, 1),
+]
+
+
+@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a", "sm_80", "sm_120a"))
+@pytest.mark.parametrize(
+    "variant",
+    LAYER_STEPS,
+    ids=lambda v: f"{v.K}-{v.decay_rank}-{v.gate_rank}-{v.taps}-{v.group}-{str(v.state_dtype)[6:]}",
+)
+def test_layer_step(variant: layer_step.Variant, arch: str) -> None:
+    if variant.group > 1 and arch == "sm_80":
+        pytest.skip("sm_80 has no clusters")
+    used = build.resources(build.compile(layer_step.SOURCE, variant.defines, arch))
+    assert used.keys() == {"kda_layer_step"}
+    assert used["kda_layer_step"].registers * 32 * variant.warps <= REGISTERS
+    shared = min(a.shared_bytes for a in archs.ARCHS.values() if a.target == arch)
+    assert variant.shared_bytes(layer_step.MOST_TOKENS) <= shared
+    spilled = used["kda_layer_step"][2:]
+    usual = 0 < variant.decay_rank <= variant.K and variant.gate_rank <= variant.K
+    if any(spilled) and not (arch == "sm_90a" and usual):
+        pytest.xfail(f"bytes of stack, spilled stores and loads: {spilled}")
+    assert not any(spilled)
 
 
 @pytest.mark.slow
