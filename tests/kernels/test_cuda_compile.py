@@ -271,7 +271,7 @@ LAYER_STEPS = [
 ]
 
 
-@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a", "sm_80", "sm_120a"))
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_80", "sm_120a"])
 @pytest.mark.parametrize(
     "variant",
     LAYER_STEPS,
