@@ -48,52 +48,26 @@ OPTIONS = ("gate_activation", "lower_bound", "beta_activation", "backend")  # of
 READ_HERE = ("conv1d", "o_norm")  # submodules whose weights are read here, not in their own forward
 
 
-class StepKernel:
-    """The kernel of a decode step of a layer, found when a path asks for it."""
-
-    def __init__(self, layer: KDAForward, call: Any, state: LayerState) -> None:
-        self._layer, self._call, self._state = layer, call, state
-        self._found: list[tuple[Any, Any] | None] = []  # torch.compile cannot trace a cached property
-
-    @property
-    def factors(self) -> tuple[Any, Any] | None:
-        """The layer's `_factors` as far as the kernel multiplies them; None if no kernel serves it."""
-        if not self._found:
-            self._found.append(self._find())
-        return self._found[0]
-
-    def _find(self) -> tuple[Any, Any] | None:
-        layer, factors = self._layer, self._layer._factors()
-        few = self._call.rows * layer._heads()[1] <= MOST_FACTORED and all(f is None or is_plain(f) for f in factors)
-        if few and has_kernel(*self._problem(layer.decay_rank, layer.gate_rank)):
-            return factors
-        return (None, None) if has_kernel(*self._problem(0, 0)) else None
-
-    def missing(self) -> str:
-        """Return what is against every kernel."""
-        return f"has no kernel ({why_no_kernel(*self._problem(0, 0))})"
-
-    def _problem(self, *ranks: int) -> tuple[Any, ...]:
-        layer, call, state = self._layer, self._call, self._state
-        (H, HV), options = layer._heads(), layer.kda_options
-        state_is = state_dtype(call.dtype) if state.recurrent is None else state.recurrent.dtype
-        sizes = layer.head_dim, layer.value_head_dim, HV // H, 1, layer.conv1d.weight.shape[2]
-        activations = options["gate_activation"], options["beta_activation"]
-        return options.get("backend"), call.device, call.dtype, state_is, *sizes, *ranks, *activations
-
-
 @fast_path("decode step by one kernel", instead="the operators of a decode step one by one")
-def DECODE_KERNEL(call: Any, layer: KDAForward, state: LayerState, kernel: StepKernel) -> Iterator[Reason]:
-    """A call with a cache, without gradients and autocast, in dtypes and sizes that a kernel serves."""
+def DECODE_KERNEL(call: Any, layer: KDAForward, state: LayerState, in_kernel: list[Any]) -> Iterator[Reason]:
+    """A call with a cache, without gradients and autocast, in dtypes and sizes that a kernel serves.
+
+    `in_kernel` gets the layer's `_factors` as far as the kernel multiplies them.
+    """
     if not state.cached:
         yield Reason("has no cache")
     if call.grad:
         yield Reason("runs with gradients enabled", "call it under torch.no_grad()" if call.tokens == 1 else "")
     if call.autocast:
         yield Reason("runs under autocast", "load the model in bfloat16 instead")
-    if (in_kernel := kernel.factors) is None:
-        yield Reason(kernel.missing)
-    for module in (layer.conv1d, layer.o_norm, *(in_kernel or ())):
+    factors = layer._factors()
+    few = call.rows * layer._heads()[1] <= MOST_FACTORED and all(f is None or is_plain(f) for f in factors)
+    if not (few and has_kernel(*layer._step_problem(call, state, layer.decay_rank, layer.gate_rank))):
+        factors, problem = (None, None), layer._step_problem(call, state, 0, 0)
+        if not has_kernel(*problem):
+            yield Reason(lambda: f"has no kernel ({why_no_kernel(*problem)})")
+    in_kernel += factors
+    for module in (layer.conv1d, layer.o_norm, *factors):
         if module is not None:
             yield from other_dtype(module, call.dtype)
     if state.conv is not None and state.conv.dtype != call.dtype:
@@ -238,7 +212,7 @@ class KDAForward:
         elif call.tokens == 1:
             state = LayerState(None, None, call.rows)
             state.cached = True
-            yield DECODE_KERNEL, (self, state, StepKernel(self, call, state))
+            yield DECODE_KERNEL, (self, state, [])
             yield MERGED_WEIGHTS, (layers, self.merged_weights)
 
     def _decode(self, x: Tensor, state: LayerState, norm: nn.RMSNorm | None = None) -> Tensor | None:
@@ -246,22 +220,20 @@ class KDAForward:
 
         With `norm`, x is normalised by it first.
         """
-        call = Call(x)
-        kernel = StepKernel(self, call, state)
-        if not DECODE_KERNEL.serves(call, self, state, kernel):
+        in_kernel: list[Any] = []
+        if not DECODE_KERNEL.serves(Call(x), self, state, in_kernel):
             return None
         if state.conv is None or state.recurrent is None or state.recording or x.shape[1] != 1:
             self.merged_weights.weight(self._inputs())  # before a decode step is compiled or captured
             if self.decay_rank and self.gate_rank:
                 self.factors.weight(self._factors())
             return None
-        K, V, (H, HV), in_kernel = self.head_dim, self.value_head_dim, self._heads(), kernel.factors
-        assert in_kernel is not None
+        K, V, (H, HV) = self.head_dim, self.value_head_dim, self._heads()
         conv, scale = self.conv1d.weight, self.o_norm.weight
         f_weight, gate_weight = (None if layer is None else layer.weight for layer in in_kernel)
         q, k, v, gates, b = self._projections(x, norm)
         widths = [self.decay_rank or HV * K, self.gate_rank or HV * V]
-        f, g = gates.split(widths, -1) if in_kernel == self._factors() else self._logits(gates, widths)
+        f, g = gates.split(widths, -1) if tuple(in_kernel) == self._factors() else self._logits(gates, widths)
         A_log, dt_bias, wide = self.A_log, self.dt_bias, state_dtype(x.dtype)
         rate, bias = None if A_log is None else A_log.to(wide), dt_bias.to(wide)
         options = {name: self.kda_options.get(name) for name in OPTIONS}
@@ -281,6 +253,14 @@ class KDAForward:
             device.type, arch_of(device), dtype, dtype, self.head_dim, self.value_head_dim, HV // H,
             options["gate_activation"], options["beta_activation"], True, **fields,
         )  # fmt: skip
+
+    def _step_problem(self, call: Any, state: LayerState, *ranks: int) -> tuple[Any, ...]:
+        """Return the arguments of `has_kernel`."""
+        (H, HV), options = self._heads(), self.kda_options
+        state_is = state_dtype(call.dtype) if state.recurrent is None else state.recurrent.dtype
+        sizes = self.head_dim, self.value_head_dim, HV // H, 1, self.conv1d.weight.shape[2]
+        activations = options["gate_activation"], options["beta_activation"]
+        return options.get("backend"), call.device, call.dtype, state_is, *sizes, *ranks, *activations
 
     def _heads(self) -> tuple[int, int]:
         """Return the numbers of q/k and of value heads, which are this rank's under tensor parallelism."""
