@@ -256,17 +256,11 @@ def read_square_mask(mask: Tensor, B: int, T: int, cached: int | Tensor) -> tupl
     first = seen.to(torch.uint8).argmax(-1)  # the first key that a token sees
     real = seen.diagonal(cached, 1, 2) & ~(seen & (keys > last)).any(-1)
     real_keys = pad(real, (cached, mask.shape[3] - cached - T), value=True)
-    own = (seen == ((keys >= first[..., None]) & (keys <= last) & real_keys[:, None])).all(-1)
     begins = real & (first == last[:, 0])
-    if cached:
-        in_document = real & own & (first == 0)
-    else:
-        before = torch.where(real, first, -1).cummax(1).values  # where the document of the last real token begins
-        continues = torch.zeros_like(real)
-        continues[:, 1:] = first[:, 1:] == before[:, :-1]
-        in_document = ~real | (own & (begins | continues))
+    start = torch.zeros_like(first) if cached else torch.where(begins, first, 0).cummax(1).values  # of its document
+    own = (seen == ((keys >= start[..., None]) & (keys <= last) & real_keys[:, None])).all(-1)
     gaps = (real[:, 1:] & ~real[:, :-1] & ~begins[:, 1:]).any()  # padding inside a document
-    clear = binary & alike & in_document.all()
+    clear = binary & alike & (own & real if cached else own | ~real).all()
     facts = torch.stack((clear.long(), real.all().long(), gaps.long(), begins.sum(1).max()))
     clear, all_real, gaps, documents = facts.tolist()
     if not clear or (gaps and documents > 1):

@@ -205,16 +205,8 @@ class HybridModel(HybridPreTrainedModel):
                 )
                 cache = self._cache(cache, use_cache, layout.cu_seqlens is not None)
             masks = masks_by_type(self.config, inputs_embeds, layout, cache)
-        hidden_states, positions, encodings, T = inputs_embeds, None, {}, inputs_embeds.shape[1]
-        if position_ids is not None and position_ids.shape[-1] != T:
-            raise ValueError(f"position_ids must have shape [{T}] or [B or 1, {T}], got {list(position_ids.shape)}")
-        if set(self.config.layer_types) != {"linear_attention"}:  # KDA layers read no positions
-            positions = position_ids if layout.positions is None else layout.positions
-            if positions is None:
-                past = 0 if cache is None else cache.get_seq_length()
-                positions = torch.arange(T, device=inputs_embeds.device)[None] + past
-            encoded = positions if position_ids is None else position_ids
-            encodings = self.position_inputs(hidden_states, encoded.view(-1, T))
+        positions, encodings = self._positions(inputs_embeds, position_ids, layout, cache)
+        hidden_states = inputs_embeds
         # That of an engine goes to the attention function, which updates it, by its new name in every version.
         cache_name = "cache" if from_engine else CACHE
         # The first layers only where `generate` exits early, or where the rest was cut off.
@@ -233,6 +225,21 @@ class HybridModel(HybridPreTrainedModel):
                 )
         _, normed = add_and_normalise(hidden_states, None, self.norm)
         return BaseModelOutputWithPast(last_hidden_state=normed, **{CACHE: None if from_engine else cache})
+
+    def _positions(
+        self, x: Tensor, position_ids: Tensor | None, layout: Layout, cache: Cache | None
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Return the positions [B or 1, T] that layers get, and `position_inputs`; none for KDA layers alone."""
+        T = x.shape[1]
+        if position_ids is not None and position_ids.shape[-1] != T:
+            raise ValueError(f"position_ids must have shape [{T}] or [B or 1, {T}], got {list(position_ids.shape)}")
+        if set(self.config.layer_types) == {"linear_attention"}:
+            return None, {}
+        positions = position_ids if layout.positions is None else layout.positions
+        if positions is None:
+            past = 0 if cache is None else cache.get_seq_length()
+            positions = torch.arange(T, device=x.device)[None] + past
+        return positions, self.position_inputs(x, (positions if position_ids is None else position_ids).view(-1, T))
 
     def _cache(self, cache: Cache | None, use_cache: bool | None, packed: bool) -> Cache | None:
         """Return the cache that this call fills, or None."""
