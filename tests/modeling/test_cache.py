@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from typing import Any
 
@@ -16,7 +17,6 @@ from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
 from kda_layers.modeling.layer.cache import (
     KDACacheLayer,
     KDAOnlyCacheLayer,
-    KDAOnlyStaticLayer,
     cache_bytes,
     with_kda_layers,
 )
@@ -25,7 +25,8 @@ from tests.modeling.common import same
 
 D, W, HEADS, V_HEADS, K, V = 16, 4, 1, 2, 6, 8
 CHANNELS = 2 * HEADS * K + V_HEADS * V
-every_kind = pytest.mark.parametrize("kind", [KDACacheLayer, KDAOnlyCacheLayer, KDAOnlyStaticLayer])
+COUNTS_ON_DEVICE = functools.partial(KDAOnlyCacheLayer, on_device=True)
+every_kind = pytest.mark.parametrize("kind", [KDACacheLayer, KDAOnlyCacheLayer, COUNTS_ON_DEVICE])
 LENGTHS = (3, 1, 5, 2)  # of several recorded calls
 T = sum(LENGTHS)
 
@@ -97,15 +98,17 @@ def test_kinds(interval: int, static: bool) -> None:
     before = list(cache.layers)
     cache.activate_past_recording()
     assert with_kda_layers(cache) is cache
-    kind = KDACacheLayer if interval else KDAOnlyStaticLayer if static else KDAOnlyCacheLayer
+    kind = KDACacheLayer if interval else KDAOnlyCacheLayer
+    on_device = static and not interval
     for old, new in zip(before, cache.layers, strict=True):
         if type(old) is LinearAttentionLayer:
             assert type(new) is kind
+            assert getattr(new, "on_device", False) == on_device
             assert new.record_past
             assert new.number_of_states == old.number_of_states
         else:
             assert new is old
-    if kind is KDAOnlyStaticLayer:
+    if on_device:
         assert cache.get_seq_length() == 0
         with pytest.raises(ValueError, match="the first layer of a static cache counts"):
             cache.get_seq_length(1)
@@ -368,7 +371,7 @@ def test_a_deep_copy_goes_its_own_way(layer: KimiDeltaAttention, kind: type[KDAC
 # ---------------------------------------------------------------- inference mode
 
 
-@pytest.mark.parametrize("kind", [LinearAttentionLayer, KDACacheLayer, KDAOnlyCacheLayer, KDAOnlyStaticLayer])
+@pytest.mark.parametrize("kind", [LinearAttentionLayer, KDACacheLayer, KDAOnlyCacheLayer, COUNTS_ON_DEVICE])
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 def test_a_cache_filled_under_inference_mode_goes_on_outside(
     layer: KimiDeltaAttention, grad: bool, kind: type[LinearAttentionLayer]

@@ -105,19 +105,36 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, number_of_states: int = 1, **kwargs: Any):
+    def __init__(self, number_of_states: int = 1, on_device: bool = False, counts: bool = True, **kwargs: Any):
+        """Create an empty layer.
+
+        Args:
+            number_of_states: as in `KDACacheLayer`.
+            on_device: True to count in a device tensor, as transformers' static layers do: a compiled decode step is
+                then neither recompiled for each count nor specialised to the count at tracing.
+            counts: False for a layer behind the one that counts for all layers of a static cache, as each count on the
+                device is a launch.
+        """
         CacheLayerMixin.__init__(self)
         KDACacheLayer.__init__(self, number_of_states)
         self.seen: Any = 0
+        self.on_device, self.counts = on_device, counts
 
     def count(self, x: Tensor) -> None:
         """Count the tokens of x [B, T, ...]."""
-        self.seen += x.shape[1]
+        if self.counts and self.on_device:
+            if not isinstance(self.seen, Tensor):
+                self.seen = at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
+            self.seen.add_(x.shape[1])
+        elif self.counts:
+            self.seen += x.shape[1]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("a KDA layer's cache holds no keys and values: use update_conv_state, update_recurrent_state")
 
     def get_seq_length(self) -> Any:
+        if not self.counts:
+            raise ValueError("the first layer of a static cache counts its tokens: cache.get_seq_length()")
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -126,50 +143,19 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         seen = int(self.seen) - self.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
-        self.reset_count(seen)
+        self._set_count(seen)
 
     def reset(self) -> None:
         super().reset()
-        self.reset_count(0)
+        self._set_count(0)
 
-    def reset_count(self, seen: int) -> None:
-        self.seen = seen
-
-    offload, prefetch = LinearAttentionLayer.offload, LinearAttentionLayer.prefetch
-
-
-class KDAOnlyStaticLayer(KDAOnlyCacheLayer):
-    """A `KDAOnlyCacheLayer` of a static cache, which counts in a device tensor as transformers' static layers do.
-
-    A compiled decode step is then neither recompiled for each count nor specialised to the count at tracing. The first
-    layer of a cache counts for all, as each count is a launch.
-    """
-
-    def __init__(self, number_of_states: int = 1, counts: bool = True, **kwargs: Any):
-        """Create an empty layer.
-
-        Args:
-            number_of_states: as in `KDACacheLayer`.
-            counts: False for a layer behind the one that counts.
-        """
-        super().__init__(number_of_states)
-        self.counts = counts
-
-    def count(self, x: Tensor) -> None:
-        if not self.counts:
-            return
-        if not isinstance(self.seen, Tensor):
-            self.seen = at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
-        self.seen.add_(x.shape[1])
-
-    def get_seq_length(self) -> Any:
-        if not self.counts:
-            raise ValueError("the first layer of a static cache counts its tokens: cache.get_seq_length()")
-        return self.seen
-
-    def reset_count(self, seen: int) -> None:
+    def _set_count(self, seen: int) -> None:
         if isinstance(self.seen, Tensor):
             self.seen.fill_(seen)
+        else:
+            self.seen = seen if self.counts else 0
+
+    offload, prefetch = LinearAttentionLayer.offload, LinearAttentionLayer.prefetch
 
 
 class CropsAllOrNone(Cache):
@@ -208,14 +194,15 @@ def with_kda_layers(cache: Cache) -> Cache:
         raise TypeError(
             f"cache must be a Cache of transformers, such as DynamicCache(config=...), got {type(cache).__name__}"
         )
-    layer_class: type[KDACacheLayer] = KDAOnlyStaticLayer if isinstance(cache, StaticCache) else KDAOnlyCacheLayer
-    if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
-        layer_class = KDACacheLayer
-    options: dict[str, Any] = {}
+    counted = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
+    layer_class = KDACacheLayer if counted else KDAOnlyCacheLayer
+    static = not counted and isinstance(cache, StaticCache)
+    options: dict[str, Any] = dict(on_device=True) if static else {}
     for i, layer in enumerate(cache.layers):
         if type(layer) is LinearAttentionLayer and not any(layer.has_previous_state.values()):
             new = layer_class(layer.number_of_states, **options)
-            options["counts"] = False  # of a static cache's later layers
+            if static:
+                options["counts"] = False  # of later layers
             new.record_past = layer.record_past
             cache.layers[i] = new
             if not torch.compiler.is_compiling():
