@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..kernels.checks import DTYPES
 from ..kernels.deprecation import OLD_KEYWORDS, new_keywords
 from ..kernels.kda.activations import GATES
+from ..kernels.kda.checks import check_lower_bound, check_recompute
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEQUANTISE = (
@@ -41,13 +42,31 @@ def as_rank(name: str, value: Any) -> int:
     return rank
 
 
-def check_rate(gate_activation: str, learned_rate: bool) -> None:
-    """Raise a ValueError for a gate without a learned rate that needs one."""
-    if not learned_rate and GATES[gate_activation].needs_rate:
+def check_kda_arguments(given: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise a TypeError or ValueError, which names `prefix` + the argument, for bad arguments of KimiDeltaAttention."""
+    for name in ("num_heads", "head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim"):
+        if given[name] < 1:
+            raise ValueError(f"{prefix}{name} must be at least 1, got {given[name]}")
+    heads, value_heads, gate = given["num_heads"], given["num_value_heads"], given["gate_activation"]
+    if value_heads % heads:
         raise ValueError(
-            f"learned_rate must be True with gate_activation={gate_activation!r}, got {learned_rate}: only the "
+            f"{prefix}num_value_heads must be a multiple of {prefix}num_heads = {heads}, got {value_heads}"
+        )
+    if gate not in ("lower_bound", "softplus"):
+        raise ValueError(f"{prefix}gate_activation must be 'lower_bound' or 'softplus', got {gate!r}")
+    if not given["learned_rate"] and GATES[gate].needs_rate:
+        raise ValueError(
+            f"{prefix}learned_rate must be True with gate_activation={gate!r}, got {given['learned_rate']}: only the "
             "lower-bound gate has a form without A_log"
         )
+    try:
+        check_lower_bound(gate, given["lower_bound"])
+        check_recompute(given["recompute"], given["memory_share"])
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{prefix}{error}") from error
+    for name in ("gate_rank", "decay_rank"):
+        as_rank(prefix + name, given[name] or 0)
+    check_epsilon("rms_norm_eps", given["rms_norm_eps"])
 
 
 # Arguments of flash-linear-attention's layer, and what is used here.

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.deprecation import recompute_words
-from ...kernels.kda.checks import check_lower_bound, check_recompute
 from ...kernels.over_ranks.shards import Shards
-from ..checks import as_int, as_rank, check_epsilon, check_no_unknown, check_rate, reads_old_keywords
+from ..checks import as_int, check_kda_arguments, check_no_unknown, reads_old_keywords
 from ..inputs.arguments import takes_cache
 from .forward import KDAForward
 from .states import Slots
@@ -89,26 +88,21 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
             hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, num_value_heads=num_value_heads,
             value_head_dim=value_head_dim, conv_kernel_dim=conv_kernel_dim,
         )  # fmt: skip
-        for name, size in sizes.items():
-            sizes[name] = as_int(name, size)
-            if sizes[name] < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        sizes = {name: as_int(name, size) for name, size in sizes.items()}
         hidden_size, num_heads, head_dim, num_value_heads, value_head_dim, conv_kernel_dim = sizes.values()
-        if num_value_heads % num_heads:
-            raise ValueError(f"num_value_heads must be a multiple of num_heads = {num_heads}, got {num_value_heads}")
-        if gate_activation not in ("lower_bound", "softplus"):
-            raise ValueError(f"gate_activation must be 'lower_bound' or 'softplus', got {gate_activation!r}")
-        check_lower_bound(gate_activation, lower_bound)
-        check_rate(gate_activation, learned_rate)
-        check_epsilon("rms_norm_eps", rms_norm_eps)
+        if hidden_size < 1:
+            raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
         self.recompute, self.memory_share = recompute_words(recompute, memory_share)
-        check_recompute(self.recompute, self.memory_share)
-        self.gate_rank = value_head_dim if gate_rank is None else as_rank("gate_rank", gate_rank)
-        self.decay_rank = self.gate_rank if decay_rank is None else as_rank("decay_rank", decay_rank)
+        given = dict(
+            gate_activation=gate_activation, lower_bound=lower_bound, rms_norm_eps=rms_norm_eps, gate_rank=gate_rank,
+            decay_rank=decay_rank, learned_rate=learned_rate, recompute=self.recompute, memory_share=self.memory_share,
+        )  # fmt: skip
+        check_kda_arguments(sizes | given)
+        self.gate_rank = value_head_dim if gate_rank is None else as_int("gate_rank", gate_rank)
+        self.decay_rank = self.gate_rank if decay_rank is None else as_int("decay_rank", decay_rank)
         self.hidden_size, self.head_dim, self.value_head_dim = hidden_size, head_dim, value_head_dim
         self.num_heads, self.num_value_heads = num_heads, num_value_heads
         self.layer_idx = None if layer_idx is None else as_int("layer_idx", layer_idx)
-        q_dim, v_dim, gate_dim = num_heads * head_dim, num_value_heads * value_head_dim, num_value_heads * head_dim
         self.kda_options: dict[str, Any] = dict(
             gate_activation=gate_activation,
             lower_bound=lower_bound,
@@ -116,26 +110,30 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
             backend=backend,
         )
 
-        linear = partial(nn.Linear, bias=False)
-        self.q_proj, self.k_proj = linear(hidden_size, q_dim), linear(hidden_size, q_dim)
-        self.v_proj = linear(hidden_size, v_dim)
-        channels = 2 * q_dim + v_dim
-        self.conv1d = nn.Conv1d(channels, channels, conv_kernel_dim, groups=channels, bias=False)
-        if rank := self.decay_rank:
-            self.f_a_proj, self.f_b_proj = linear(hidden_size, rank), linear(rank, gate_dim)
-        else:
-            self.f_proj = linear(hidden_size, gate_dim)
-        if rank := self.gate_rank:
-            self.g_a_proj, self.g_b_proj = linear(hidden_size, rank), linear(rank, v_dim, bias=output_gate_bias)
-        else:
-            self.g_proj = linear(hidden_size, v_dim, bias=output_gate_bias)
-        self.A_log = nn.Parameter(torch.empty(num_value_heads, dtype=torch.float32)) if learned_rate else None
-        self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32))
-        self.b_proj = linear(hidden_size, num_value_heads)
-        self.o_norm = nn.RMSNorm(value_head_dim, eps=rms_norm_eps)
-        self.o_proj = linear(v_dim, hidden_size)
-        vars(self).update(self.new_weights())
+        self._make_parameters(conv_kernel_dim, rms_norm_eps, learned_rate, output_gate_bias)
         self.reset_gate()
+
+    def _make_parameters(self, W: int, eps: float, learned_rate: bool, output_gate_bias: bool) -> None:
+        D, HV, K, V = self.hidden_size, self.num_value_heads, self.head_dim, self.value_head_dim
+        q_dim, v_dim, gate_dim = self.num_heads * K, HV * V, HV * K
+        linear = partial(nn.Linear, bias=False)
+        self.q_proj, self.k_proj, self.v_proj = linear(D, q_dim), linear(D, q_dim), linear(D, v_dim)
+        channels = 2 * q_dim + v_dim
+        self.conv1d = nn.Conv1d(channels, channels, W, groups=channels, bias=False)
+        if rank := self.decay_rank:
+            self.f_a_proj, self.f_b_proj = linear(D, rank), linear(rank, gate_dim)
+        else:
+            self.f_proj = linear(D, gate_dim)
+        if rank := self.gate_rank:
+            self.g_a_proj, self.g_b_proj = linear(D, rank), linear(rank, v_dim, bias=output_gate_bias)
+        else:
+            self.g_proj = linear(D, v_dim, bias=output_gate_bias)
+        self.A_log = nn.Parameter(torch.empty(HV, dtype=torch.float32)) if learned_rate else None
+        self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32))
+        self.b_proj = linear(D, HV)
+        self.o_norm = nn.RMSNorm(V, eps=eps)
+        self.o_proj = linear(v_dim, D)
+        vars(self).update(self.new_weights())
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)  # from_pretrained replaces parameters through this

@@ -11,8 +11,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from kda_layers.kernels.deprecation import OLD_KEYWORDS, recompute_words
-from kda_layers.kernels.kda.checks import check_lower_bound, check_recompute
-from kda_layers.modeling.checks import OF_FLA, as_rank, check_epsilon, check_rate
+from kda_layers.modeling.checks import OF_FLA, check_epsilon, check_kda_arguments
 from kda_layers.modeling.models import hub
 
 PRESETS = Path(__file__).parents[2] / "configs"
@@ -125,26 +124,7 @@ class KDAFields(PreTrainedConfig):
 
     def validate_kda_fields(self) -> None:
         """Raise a ValueError that names the fields which contradict each other."""
-        names = "linear_num_heads linear_num_value_heads linear_head_dim linear_value_head_dim linear_conv_kernel_dim"
-        check_at_least_one(self, names)
-        if self.linear_num_value_heads % self.linear_num_heads:
-            raise ValueError(
-                f"linear_num_value_heads must be a multiple of linear_num_heads = {self.linear_num_heads}, "
-                f"got {self.linear_num_value_heads}"
-            )
-        if self.linear_gate_activation not in ("lower_bound", "softplus"):
-            raise ValueError(
-                f"linear_gate_activation must be 'lower_bound' or 'softplus', got {self.linear_gate_activation!r}"
-            )
-        try:
-            check_lower_bound(self.linear_gate_activation, self.linear_lower_bound)
-            check_rate(self.linear_gate_activation, self.linear_learned_rate)
-            check_recompute(self.linear_recompute, self.linear_memory_share)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"linear_{error}") from error
-        for name in ("linear_gate_rank", "linear_decay_rank"):
-            as_rank(name, getattr(self, name) or 0)
-        check_epsilon("rms_norm_eps", self.rms_norm_eps)
+        check_kda_arguments(self.layer_arguments(), "linear_")
         check_epsilon("initializer_range", self.initializer_range)
         if not 0 <= (self.attention_dropout or 0) <= 1:
             raise ValueError(f"attention_dropout must be in [0, 1], got {self.attention_dropout}")
