@@ -117,10 +117,10 @@ def conv_forward_kernel(
     n, begin, end = _sequence(Offsets, first, T, N, b, PACKED)
     x1, x2, x3 = _history(X, stride, State, n_stride, w_stride, first, begin, n, local, width, W, STATE, BLOCK_D)
     for t0 in range(first, tl.minimum(first + STRIP, T), ROWS):
-        r0, r1, r2, r3 = _rows(X, stride, t0, T, local, width)
+        rows = _rows(X, stride, t0, T, local, width)
         for i in tl.static_range(ROWS):
             t = t0 + i
-            x = _pick(i, r0, r1, r2, r3)
+            x = rows[i]
             n, begin, end, x1, x2, x3 = _follow(
                 X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
                 W, PACKED, STATE, BLOCK_D,
@@ -164,16 +164,16 @@ def conv_backward_kernel(
     zeros = tl.zeros([BLOCK_D], tl.float32)
     a1, a2, a3, dw0, dw1, dw2, dw3 = zeros, zeros, zeros, zeros, zeros, zeros, zeros
     for t0 in range(first, first + STRIP, ROWS):
-        r0, r1, r2, r3 = _rows(X, stride, t0, T, local, width)
-        g0, g1, g2, g3 = _rows(DY, dy_stride, t0, T, local, width)
+        rows = _rows(X, stride, t0, T, local, width)
+        d_rows = _rows(DY, dy_stride, t0, T, local, width)
         for i in tl.static_range(ROWS):
             t = t0 + i
-            x = _pick(i, r0, r1, r2, r3)
+            x = rows[i]
             n, begin, end, x1, x2, x3 = _follow(
                 X, stride, State, n_stride, w_stride, Offsets, N, t, n, begin, end, x1, x2, x3, local, width,
                 W, PACKED, STATE, BLOCK_D,
             )  # fmt: skip
-            dz = _through_silu(_convolved(x, x1, x2, x3, w0, w1, w2, w3, W), _pick(i, g0, g1, g2, g3))
+            dz = _through_silu(_convolved(x, x1, x2, x3, w0, w1, w2, w3, W), d_rows[i])
             dw0, dw1 = tl.fma(dz, x, dw0), tl.fma(dz, x1, dw1)
             dw2, dw3 = tl.fma(dz, x2, dw2), tl.fma(dz, x3, dw3)
             dx, a1, a2, a3 = _scattered(dz, a1, a2, a3, w0, w1, w2, w3, t - begin, W, PACKED)
@@ -216,20 +216,6 @@ def _place(D0, D1, D2, strips, BLOCK_D: tl.constexpr):
 def _of(tensor, a, b, c):
     """a, b or c for the tensor 0, 1 or 2."""
     return tl.where(tensor == 0, a, tl.where(tensor == 1, b, c))
-
-
-@triton.jit
-def _pick(i: tl.constexpr, a, b, c, d):
-    """The i-th of four rows."""
-    if i == 0:
-        row = a
-    elif i == 1:
-        row = b
-    elif i == 2:
-        row = c
-    else:
-        row = d
-    return row
 
 
 @triton.jit
