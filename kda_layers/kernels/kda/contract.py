@@ -106,11 +106,6 @@ class PrefillInputs(NamedTuple):
     qk_l2norm: bool
     scale: float
 
-    @property
-    def sequences(self) -> int:
-        """N."""
-        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-
 
 AnyInputs = TypeVar("AnyInputs", Inputs, DecodeInputs, PrefillInputs)
 
@@ -263,10 +258,9 @@ class Backend(Differentiable):
         Args:
             x: inputs without an initial state, with final_state.
         """
-        B, T, HV = x.v.shape[:3]
-        N, K = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, x.q.shape[3]
+        N, HV, _, K = state_shape(x)
         one = torch.eye(K, dtype=state_dtype(x.q.dtype), device=x.q.device).expand(N, HV, K, K).contiguous()
-        without_values = x._replace(v=x.v.new_zeros(B, T, HV, K), initial_state=one)
+        without_values = x._replace(v=x.v.new_zeros(*x.v.shape[:3], K), initial_state=one)
         P, C = (self.forward(inputs, False)[0].final_state for inputs in (without_values, x))
         assert P is not None
         assert C is not None
@@ -294,6 +288,12 @@ class Backend(Differentiable):
         raise NotImplementedError
 
 
+def state_shape(x: Inputs | DecodeInputs | PrefillInputs) -> tuple[int, int, int, int]:
+    """[N, HV, V, K] of the states of the sequences of a call."""
+    N = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    return N, x.v.shape[2], x.v.shape[3], x.q.shape[3]
+
+
 def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """The dtypes of states that go with inputs of `dtype`, first the one in which they are computed."""
     wide = state_dtype(dtype)
@@ -302,10 +302,9 @@ def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 def outputs_like(x: Inputs) -> KDAOutput:
     """Unwritten outputs; reads no value."""
-    B, K, (HV, V) = x.q.shape[0], x.q.shape[3], x.v.shape[2:]
-    N, dtype = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, state_dtype(x.q.dtype)
-    final = x.q.new_empty(N, HV, V, K, dtype=dtype) if x.final_state else None
-    checkpoints = x.q.new_empty(B, x.checkpoint_count, HV, V, K, dtype=dtype) if x.checkpoint_every else None
+    (N, *state), B, dtype = state_shape(x), x.q.shape[0], state_dtype(x.q.dtype)
+    final = x.q.new_empty(N, *state, dtype=dtype) if x.final_state else None
+    checkpoints = x.q.new_empty(B, x.checkpoint_count, *state, dtype=dtype) if x.checkpoint_every else None
     return KDAOutput(x.v.new_empty(x.v.shape), final, checkpoints)
 
 

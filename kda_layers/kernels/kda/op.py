@@ -23,6 +23,7 @@ from .contract import (
     Problem,
     outputs_like,
     state_dtypes,
+    state_shape,
 )
 from .reference import activate
 
@@ -325,12 +326,11 @@ def _as_prefill(
     state = given.initial_state
     if slots is None:
         checks.check_whole(given)
-        N = given.q.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
         computed = state_dtypes(given.q.dtype)[0]
         if state is not None:
             state = state.to(computed, copy=True, memory_format=torch.contiguous_format)
         elif given.final_state:
-            state = given.q.new_zeros(N, *given.v.shape[2:], given.q.shape[3], dtype=computed)
+            state = given.q.new_zeros(state_shape(given), dtype=computed)
     elif state is None or given.final_state:
         raise ValueError(
             "initial_state must be a pool of states and return_final_state False with state_indices, which has the "
@@ -350,12 +350,12 @@ def _as_prefill(
 def _prefill(x: PrefillInputs, backend: str | None) -> PrefillOutput:
     """`kda_prefill` of inputs that are not checked, with `x.o` None for a new tensor."""
     cached = _prefill_cache.get(x, backend)
-    state_shape, computed, name, *fused = cached or _prepare_prefill(x, backend)
+    shape, computed, name, *fused = cached or _prepare_prefill(x, backend)
     checks.check_values(x)
     if x.o is None:
         x = x._replace(o=torch.empty_like(x.v, memory_format=torch.contiguous_format))
     if x.checkpoint_at is not None:
-        x = x._replace(checkpoints=x.q.new_zeros(state_shape, dtype=computed))
+        x = x._replace(checkpoints=x.q.new_zeros(shape, dtype=computed))
     _kda_prefill(activate(x, fused), name, plain=cached is not None)
     return PrefillOutput(x.o, x.checkpoints)
 
@@ -364,9 +364,8 @@ def _prepare_prefill(x: PrefillInputs, backend: str | None) -> tuple[Any, ...]:
     """Check `x`; return the shape and dtype of checkpoints [N, HV, V, K], the backend and what it fuses."""
     checks.check_prefill(x)
     _refuse_gradients("kda_prefill", x)
-    state_shape = x.sequences, *x.v.shape[2:], x.q.shape[3]
     chosen = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
-    return _prefill_cache.put(x, (state_shape, state_dtypes(x.q.dtype)[0], *chosen), backend)
+    return _prefill_cache.put(x, (state_shape(x), state_dtypes(x.q.dtype)[0], *chosen), backend)
 
 
 def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:

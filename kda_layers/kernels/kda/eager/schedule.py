@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...checks import sequence_offsets
-from ..contract import CHUNK, Inputs, state_dtype
+from ..contract import CHUNK, Inputs, state_dtype, state_shape
 
 # Most elements of a segment's [.., 64, K] intermediate, and most chunks of a sequence. On a CPU 1 MiB in fp32 stays in
 # L2; other devices compute on 16 MiB while the next operations are launched.
@@ -19,8 +19,8 @@ CPU_SEGMENT, DEVICE_SEGMENT = (2**18, 8), (2**22, 64)
 def chunks_per_segment(x: Inputs) -> int:
     """Chunks of each sequence in a segment, from device and shapes alone: it determines the size of saved tensors."""
     elements, most = CPU_SEGMENT if x.q.device.type == "cpu" else DEVICE_SEGMENT
-    N = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    per_chunk = N * x.v.shape[2] * CHUNK * max(int(x.q.shape[3]), int(x.v.shape[3]))
+    N, HV, V, K = state_shape(x)
+    per_chunk = N * HV * CHUNK * max(int(K), int(V))
     return torch.sym_max(1, torch.sym_min(most, elements // per_chunk))
 
 
@@ -155,8 +155,7 @@ class Plan(NamedTuple):
         """A new tensor [N, HV, V, K] in sorted order."""
         if x.initial_state is not None:
             return self.sort(x.initial_state)
-        shape = (len(self.lengths), x.v.shape[2], x.v.shape[3], x.q.shape[3])
-        return x.q.new_zeros(shape, dtype=state_dtype(x.q.dtype))
+        return x.q.new_zeros(state_shape(x), dtype=state_dtype(x.q.dtype))
 
     def checkpoint_rows(self, chunk: int) -> Tensor:
         """Checkpoint rows of the sequences, a prefix, whose chunk `chunk` is full."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from ....cuda.arch import ARCHS, OVERLAPS
 from ....cuda.machine import Launch, Machine
 from ....cuda.params import Params
-from ...contract import CHUNK, Inputs
+from ...contract import CHUNK, Inputs, state_shape
 from ..forward.segments import join_launch
 from ..spec import ALWAYS, T_FP16, TYPES, WIDTHS, Cut, Saved, aligned, cut_of, keeps_T_fp16, loaded, stage_bytes
 
@@ -119,8 +119,7 @@ def reverse_scan(
 
     `cut` is that of the forward, by default the one that `x` asks for; it is read where `saved` is of segments.
     """
-    (_, T, HV, V), K, device, packed = x.v.shape, x.q.shape[3], x.v.device, x.cu_seqlens is not None
-    N = x.v.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    (N, HV, V, K), T, device, packed = state_shape(x), x.v.shape[1], x.v.device, x.cu_seqlens is not None
     processors, arch, _ = machine.properties(device)
     variant, segments, longer = variant_for(K, x.v.dtype, arch, keeps_T_fp16(x)), 0, 0
     if saved.transitions is not None:

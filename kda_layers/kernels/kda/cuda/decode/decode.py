@@ -15,7 +15,7 @@ from ....call_cache import CallCache, leading_tensors
 from ....cuda.machine import Launch, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
-from ...contract import DecodeInputs
+from ...contract import DecodeInputs, state_shape
 from ..spec import LAST_TOKENS, TYPES, WIDTHS
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
@@ -182,8 +182,7 @@ def launch_of(machine: Machine, device: torch.device, variant: Variant, HV: int,
 
 def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
     """The plan for tensors of these shapes, strides and dtypes."""
-    (B, T, H, K), (HV, V), state_dtype = x.q.shape, x.v.shape[2:], x.state.dtype
-    N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    (N, HV, V, K), (T, H), state_dtype = state_shape(x), x.q.shape[1:3], x.state.dtype
     tokens = T if x.cu_seqlens is None else T // N
     heads = N * HV
     busy = heads >= MANY_HEADS if tokens > FEW else state_dtype == torch.int8 and heads >= MANY_INT8_HEADS

@@ -17,7 +17,7 @@ from torch import Tensor
 from ....cuda.machine import Launch, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
-from ...contract import CHUNK, Inputs, PrefillInputs
+from ...contract import CHUNK, Inputs, PrefillInputs, state_shape
 from ..decode import decode
 from ..decode.decode import index_values
 from ..spec import LAST_TOKENS, PLANS, Signature, row_stride
@@ -70,11 +70,10 @@ def order_of(x: Inputs | PrefillInputs, stops: Tensor | None, machine: Machine) 
 
 def states_before(x: Inputs | PrefillInputs, order: Order | None) -> Tensor:
     """Return memory for the states before last tokens, fp32 [rows, HV, V, K], of a call that keeps no final states."""
-    (B, T, HV, V), K = x.v.shape, x.q.shape[3]
-    rows = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    rows, *state = state_shape(x)
     if order is not None:
-        rows = min(rows, T // CHUNK)  # sequences with chunks come first
-    return x.q.new_empty(rows, HV, V, K, dtype=torch.float32)
+        rows = min(rows, x.v.shape[1] // CHUNK)  # sequences with chunks come first
+    return x.q.new_empty(rows, *state, dtype=torch.float32)
 
 
 Strides = tuple[int, ...]
