@@ -610,8 +610,8 @@ LAYERS = [
     dict(gate_rank=64, decay_rank=0, output_gate_bias=True),
     dict(gate_rank=64, decay_rank=128),
     dict(learned_rate=False),
-    dict(output_gate_bias=True, gate_activation="softplus", lower_bound=None, num_v_heads=4),
-    dict(allow_neg_eigval=True, conv_size=2, lower_bound=-2.0),
+    dict(output_gate_bias=True, gate_activation="softplus", lower_bound=None, num_value_heads=4),
+    dict(allow_neg_eigval=True, conv_kernel_dim=2, lower_bound=-2.0),
     dict(backend="sm90@emulator"),
 ]
 
