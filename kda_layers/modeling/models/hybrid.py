@@ -192,10 +192,11 @@ class HybridModel(HybridPreTrainedModel):
             masks = masks_of_engine(self.config, attention_mask)
         else:
             if self.context_group is not None:
-                shards, offsets = read_shards(
-                    self.context_group, self.config, inputs_embeds, attention_mask, position_ids, cache,
-                    use_cache, cu_seqlens, **kwargs,
+                call = kwargs | dict(
+                    attention_mask=attention_mask, position_ids=position_ids, cache=cache, use_cache=use_cache,
+                    cu_seqlens=cu_seqlens,
                 )  # fmt: skip
+                shards, offsets = read_shards(self.context_group, self.config, inputs_embeds, call)
                 over_ranks, layout = {"shards": shards}, Layout(offsets, None, None, None)
             else:
                 if cache is not None:

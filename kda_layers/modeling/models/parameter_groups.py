@@ -44,15 +44,11 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[s
         raise TypeError(f"weight_decay must be a number, got {type(weight_decay).__name__}")
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    seen: set[int] = set()
+    matrices: dict[nn.Parameter, bool] = {}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            if p.requires_grad and id(p) not in seen:
-                seen.add(id(p))
-                matrix = (
-                    p.ndim > 1 and not isinstance(module, nn.Conv1d) and name not in KimiDeltaAttention.kept_in_fp32
-                )
-                (decayed if matrix else others).append(p)
-    return [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
+            if p.requires_grad:
+                gate = name in KimiDeltaAttention.kept_in_fp32
+                matrices.setdefault(p, p.ndim > 1 and not isinstance(module, nn.Conv1d) and not gate)
+    groups = {True: weight_decay, False: 0.0}
+    return [dict(params=[p for p, m in matrices.items() if m is of], weight_decay=w) for of, w in groups.items()]

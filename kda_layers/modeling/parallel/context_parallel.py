@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -115,28 +116,23 @@ def _unsupported(part: Any) -> str:
     return f"layers of {', '.join(sorted(others))}" if others else ""
 
 
-def read_shards(
-    group: str,
-    config: Any,
-    tokens: Tensor,
-    attention_mask: Any = None,
-    position_ids: Tensor | None = None,
-    cache: Any = None,
-    use_cache: bool | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    **_: Any,
-) -> tuple[Shards, Tensor | None]:
+def read_shards(group: str, config: Any, tokens: Tensor, call: Mapping[str, Any]) -> tuple[Shards, Tensor | None]:
     """Return where a call's tokens lie in the sequence, and the offsets of packed sequences over all ranks.
 
     One exchange of a few integers, which the host waits for. Ranks that refuse their arguments take part in it, so that
     all ranks raise and none waits for another.
 
+    Args:
+        group: name of the process group.
+        config: configuration of the model.
+        tokens: [B, T, ...] token ids or embeddings of this rank.
+        call: arguments of the model's call by name.
+
     Raises:
         ValueError: what context parallelism does not support, or slices that do not make up one sequence.
     """
-    name, offsets = ("cu_seqlens", cu_seqlens) if cu_seqlens is not None else ("cu_seq_lens_q", cu_seq_lens_q)
+    name = "cu_seqlens" if call.get("cu_seqlens") is not None else "cu_seq_lens_q"
+    offsets, position_ids = call.get(name), call.get("position_ids")
     softmax = config.layer_types.count("full_attention")
     between = config.layer_types.count("linear_attention") // (softmax + 1)  # KDA layers between two softmax layers
     shards = Shards.contiguous(process_group(group), between)._replace(memory={})
@@ -144,7 +140,7 @@ def read_shards(
     try:
         if not tokens.shape[1]:
             raise ValueError("input_ids must have at least one token on each rank, got none")
-        _check_supported(config, tokens.device, attention_mask, cache, use_cache, offsets, seq_idx)
+        _check_supported(config, tokens.device, call, offsets is not None)
         if offsets is None:
             facts = _facts_of_positions(tokens, position_ids)
         else:
@@ -183,18 +179,11 @@ class _Facts(NamedTuple):
     halves: int  # positions go on by 1 in each half
 
 
-def _check_supported(
-    config: Any,
-    device: torch.device,
-    attention_mask: Any,
-    cache: Any,
-    use_cache: bool | None,
-    offsets: Any,
-    seq_idx: Any,
-) -> None:
-    if cache is not None or use_cache:
-        given = "use_cache=True" if cache is None else "cache"
+def _check_supported(config: Any, device: torch.device, call: Mapping[str, Any], packed: bool) -> None:
+    if call.get("cache") is not None or call.get("use_cache"):
+        given = "use_cache=True" if call.get("cache") is None else "cache"
         raise ValueError(f"{given} must not be given with context parallelism, which has no cache over ranks")
+    attention_mask = call.get("attention_mask")
     if isinstance(attention_mask, dict):
         attention_mask = [m for m in attention_mask.values() if m is not None] or None
     plain = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 and bool((attention_mask == 1).all())
@@ -202,11 +191,11 @@ def _check_supported(
         raise ValueError(
             "attention_mask must be None, or [B, T] of ones, with context parallelism: drop padding, or pack sequences"
         )
-    if seq_idx is not None:
+    if call.get("seq_idx") is not None:
         raise ValueError("seq_idx must be None with context parallelism: pass cu_seqlens over the tokens of all ranks")
     if "full_attention" in config.layer_types:
         _check_softmax(config, device)
-        if offsets is not None:
+        if packed:
             raise ValueError("cu_seqlens must be None with context parallelism in a model with softmax layers")
 
 

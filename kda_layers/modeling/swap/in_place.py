@@ -108,7 +108,7 @@ def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     kwargs, tokens = call_arguments(model, args, kwargs)
     given = rename_cache(kwargs)
     if getattr(model, "context_group", None) is not None:
-        shards, offsets = read_shards(model.context_group, model.config, tokens, **given)
+        shards, offsets = read_shards(model.context_group, model.config, tokens, given)
         # Masks of no layer: the stock forward would make those of a local sequence.
         masks = dict.fromkeys(model.config.layer_types)
         kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
