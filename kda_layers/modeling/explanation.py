@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,6 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decode": (dict(tokens=1), dict(decode=True, has_state=True)),
     "training": (dict(tokens=CHUNK, grad=True, records=True), dict(needs_grad=True)),
 }
-
-
-class Verdict(NamedTuple):
-    """Reasons against a path in one module."""
-
-    path: FastPath
-    reasons: tuple[str, ...]  # with the names of the modules; empty: the path is taken
 
 
 def explain(what: Any = None, **options: Any) -> str:
@@ -94,14 +87,14 @@ def _backends(model: nn.Module, call: SupposedCall, fields: dict[str, Any]) -> I
 def _paths(model: nn.Module, call: SupposedCall, options: dict[str, Any]) -> Iterator[str]:
     """Yield each path with the modules that take it, then those that do not and the reasons."""
     names = {id(module): name for name, module in model.named_modules()}
-    found: dict[Verdict, list[str]] = {}
+    found: dict[tuple[FastPath, tuple[str, ...]], list[str]] = {}  # reasons name modules; none: the path is taken
     for name, module in model.named_modules():
         if not hasattr(module, "fast_paths"):
             continue
         of_model = (options["cache_implementation"], options["num_beams"] or 1) if hasattr(module, "generate") else ()
         for path, facts in module.fast_paths(call, *of_model):
             reasons = tuple(dict.fromkeys(_named(r, names) for r in path.reasons(call, *facts)))
-            found.setdefault(Verdict(path, reasons), []).append(name)
+            found.setdefault((path, reasons), []).append(name)
     for (path, reasons), modules in found.items():
         verdict = f"not taken, {path.instead} instead" if reasons else "taken"
         yield f"  {path.name}: {verdict} ({_listed(modules)})"

@@ -117,19 +117,6 @@ Not stated: `save_pretrained` wrote this card, and the authors of the model have
 """)
 
 
-class CardMixin:
-    """Mixin for a PreTrainedModel whose `save_pretrained` also writes a model card."""
-
-    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Save as transformers does, with a model card (README.md, see `write_card`).
-
-        `push_to_hub` replaces the card by one of transformers or of the repository: to publish ours, upload the folder.
-        """
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
-        if is_main_process:
-            write_card(self, save_directory)
-
-
 def write_code(config: PreTrainedConfig, folder: Any) -> None:
     """Write the code that loads a checkpoint if kda_layers is installed but not imported, and name it in config.
 

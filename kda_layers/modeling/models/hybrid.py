@@ -35,7 +35,7 @@ from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.fast_paths import FastPath, SupposedCall
 from kda_layers.modeling.layer.fused_sums import add_and_normalise
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
-from kda_layers.modeling.models.hub import CardMixin
+from kda_layers.modeling.models.hub import write_card
 from kda_layers.modeling.models.loss import CHUNKED_LOSS, logits_and_loss
 from kda_layers.modeling.parallel import tensor_parallel as tensor_parallel  # registers the styles of the plans
 from kda_layers.modeling.parallel.context_parallel import read_shards
@@ -80,7 +80,7 @@ class KDAAttention(KimiDeltaAttention):
         return self.compute(hidden_states, attention_mask, cache, cu_seqlens, shards, by_kernel), None
 
 
-class HybridPreTrainedModel(CardMixin, PreTrainedModel):
+class HybridPreTrainedModel(PreTrainedModel):
     """Flags and hooks of a model's KDA layers for transformers."""
 
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012  (class attributes that transformers reads)
@@ -91,6 +91,15 @@ class HybridPreTrainedModel(CardMixin, PreTrainedModel):
         """True once `enable_context_parallel` lets the KDA layers exchange states: transformers' trainers ask this."""
         parts = [m for m in self.modules() if isinstance(m, HybridModel)]
         return bool(parts) and all(part.context_group is not None for part in parts)
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does, with a model card (README.md, see `hub.write_card`).
+
+        `push_to_hub` replaces the card by one of transformers or of the repository: to publish ours, upload the folder.
+        """
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
+            write_card(self, save_directory)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -34,29 +34,23 @@ def register(causal_lm: type[HybridForCausalLM]) -> None:
 
     Its name goes into the table by which transformers' Trainer recognises models whose labels are shifted: with label
     smoothing, another model would be trained to repeat the current token.
+
+    The models with other heads are made here: KDAForCausalLM gets KDAForSequenceClassification and so on, as names of
+    its module. They load checkpoints of the language model, whose head they leave out, and follow transformers' rules:
+    a sequence is classified by its last token that is not config.pad_token_id.
     """
     config: Any = causal_lm.config_class
     AutoModel.register(config, causal_lm.model_class, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = causal_lm.__name__
-    _register_heads(causal_lm)
-    publish(causal_lm)
-
-
-def _register_heads(causal_lm: type[HybridForCausalLM]) -> None:
-    """Make the models with other heads beside a language model, and register them with transformers' Auto classes.
-
-    KDAForCausalLM gets KDAForSequenceClassification and so on, as names of its module. They load checkpoints of the
-    language model, whose head they leave out, and follow transformers' rules: a sequence is classified by its last
-    token that is not config.pad_token_id.
-    """
     pretrained = [base for base in causal_lm.__bases__ if base is not HybridForCausalLM]
     if not any(issubclass(base, HybridPreTrainedModel) for base in pretrained):
         pretrained.insert(0, HybridPreTrainedModel)
     for auto, generic in HEADS.items():
         name = causal_lm.__name__.replace("ForCausalLM", generic.__name__.removeprefix("Generic"))
         doc = f"`{causal_lm.model_class.__name__}` with transformers' {generic.__name__}."
-        attributes = dict(config_class=causal_lm.config_class, __module__=causal_lm.__module__, __doc__=doc)
+        attributes = dict(config_class=config, __module__=causal_lm.__module__, __doc__=doc)
         head = type(name, (generic, *pretrained), attributes)
         setattr(sys.modules[causal_lm.__module__], name, head)  # where pickle finds it
-        auto.register(causal_lm.config_class, head, exist_ok=True)
+        auto.register(config, head, exist_ok=True)
+    publish(causal_lm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,20 +28,10 @@ class StockDogeLayer(KeepsFP32):
     """Doge's attention on `biased_attention`: no tensor of the size of all scores, forward or backward."""
 
     kept_in_fp32 = ("A",)  # the bias is exponential in it
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
-    dt_proj: nn.Module
-    A: nn.Parameter
-    config: Any
-    head_dim: int
-    scaling: float
-    keep_window_size: int
-    layer_idx: int
-    backend: str | None
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @takes_cache
     def forward(
