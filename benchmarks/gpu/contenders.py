@@ -19,6 +19,7 @@ from kda_layers import kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import KDA, DecodeInputs, Inputs, Problem, problem_of
 from kda_layers.kernels.kda.cuda import forms
+from kda_layers.kernels.kda.cuda.forward import two_roles
 from kda_layers.kernels.kda.cuda.spec import Signature
 from kda_layers.states import dequantize_state, quantize_state
 
@@ -115,8 +116,11 @@ def one_role_forward(backend: str, x: Inputs) -> Contender:
         p = plain.prepare()
 
         def run() -> Any:
-            with forms.without_two_roles():
+            before, two_roles.declined = two_roles.declined, "is switched off"
+            try:
                 return p.run()
+            finally:
+                two_roles.declined = before
 
         return p._replace(run=run)
 

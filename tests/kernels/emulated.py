@@ -134,6 +134,11 @@ def two_roles(x: Inputs, split: Split, arch: int = 90, seed: int = 0) -> KDAOutp
         return launch(x, two_roles_launcher.plan_of(machine, Signature.of(x)))[0]
 
 
+def without_two_roles() -> Any:
+    """Context, for all threads, in which no CTAs are specialised."""
+    return mock.patch.object(two_roles_launcher, "declined", "is switched off")
+
+
 def reverse_scan(
     x: Inputs, saved: Saved, gradients: tuple[Tensor, Tensor | None, Tensor | None], **launch: Any
 ) -> reverse_launcher.Scanned:

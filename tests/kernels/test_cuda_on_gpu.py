@@ -113,7 +113,7 @@ def test_maps_of_segments(final: bool, backend: str, monkeypatch: pytest.MonkeyP
         pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
     x = make_inputs(Case(T=20000, B=2, H=3, slow=True, state=True, final=final, checkpoints=False), "cuda")
     x = x._replace(segments="always")
-    with forms.without_two_roles():
+    with mock.patch.object(two_roles, "declined", "is switched off"):
         want, gradients = run(x, backend), run_draws(lambda x: call(x, backend), [x])
     machine = KDA.backends()[backend].machine  # type: ignore[attr-defined]
     assert segments.splits(Signature.of(x), machine.properties(x.q.device))
@@ -146,7 +146,7 @@ def test_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) ->
     if backend != "sm90":
         pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
     x = make_inputs(case, "cuda")
-    with forms.without_two_roles():
+    with mock.patch.object(two_roles, "declined", "is switched off"):
         want = run(x, backend)
     launched = mock.Mock(wraps=spec.launch)
     monkeypatch.setattr(spec, "launch", launched)

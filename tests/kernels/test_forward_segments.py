@@ -169,7 +169,7 @@ def test_who_computes_transitions() -> None:
     assert not segments.splits(s, blackwell)
     assert not segments.splits(packed, hopper)
     assert not segments.splits(narrow, hopper)
-    with forms.without_two_roles():
+    with emulated.without_two_roles():
         assert not segments.splits(s, hopper)
 
 

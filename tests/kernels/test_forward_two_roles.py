@@ -135,7 +135,7 @@ def test_chosen_with_last_tokens(case: Case, many: int, final: bool, monkeypatch
         with emulated.GuardedMemory():
             return forms.forward(emulated.guarded_inputs(x), emulated.Emulator(processors=16), False)[0]
 
-    with forms.without_two_roles():
+    with emulated.without_two_roles():
         want = call(x)
     form = forms.TWO_ROLES._replace(serves=lambda *_: [], expected_us=lambda *_: 0.0)
     with (
@@ -286,7 +286,7 @@ def test_reasons() -> None:
     assert served(signature(1, 3, 8), H100) == ["no sequence has a chunk, needs one"]
     assert served(signature(1, 8192, 8, 128), H100) == ["packed sequences have 1.0 chunks, needs 2 on average"]
     narrow = x._replace(q_shape=(1, 8192, 8, 64), v_shape=(1, 8192, 8, 64), saves=True)
-    with forms.without_two_roles():
+    with emulated.without_two_roles():
         assert served(narrow, H100) == [
             "is switched off",
             "widths are K = 64 and V = 64, needs both 128",

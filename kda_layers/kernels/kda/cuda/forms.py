@@ -7,10 +7,9 @@ which have the same bits, the fastest is chosen.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -136,16 +135,6 @@ def launch(
         )
     two_roles.declined = f"{s.device} could not run all of its blocks at once"
     return launch(x, machine, s, last, form)
-
-
-@contextlib.contextmanager
-def without_two_roles() -> Iterator[None]:
-    """Context, for all threads, in which no CTAs are specialised: for benchmarks and tests."""
-    before, two_roles.declined = two_roles.declined, "is switched off"
-    try:
-        yield
-    finally:
-        two_roles.declined = before
 
 
 def explain(s: Signature, properties: Properties) -> list[str]:

@@ -112,18 +112,14 @@ class Scanned(NamedTuple):
 
 
 def reverse_scan(
-    x: Inputs, machine: Machine, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None,
-    cut: Cut | None = None,
-) -> Scanned:  # fmt: skip
-    """Run the scan for the gradients of the forward's outputs; of `x` no other tensor than cu_seqlens is read.
-
-    `cut` is that of the forward, by default the one that `x` asks for; it is read where `saved` is of segments.
-    """
+    x: Inputs, machine: Machine, saved: Saved, d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None
+) -> Scanned:
+    """Run the scan for the gradients of the forward's outputs; of `x` no other tensor than cu_seqlens is read."""
     (N, HV, V, K), T, device, packed = state_shape(x), x.v.shape[1], x.v.device, x.cu_seqlens is not None
     processors, arch, _ = machine.properties(device)
     variant, segments, longer = variant_for(K, x.v.dtype, arch, keeps_T_fp16(x)), 0, 0
-    if saved.transitions is not None:
-        cut = cut or cut_of(x)
+    cut = None if saved.transitions is None else cut_of(x)
+    if cut is not None:
         variant, segments, longer = variant._replace(cut=cut), cut.most_segments(T, HV, packed), cut.longer
     tiles = N * HV * max(segments, 1)
     d_initial = None if x.initial_state is None else x.v.new_empty(N, HV, V, K, dtype=torch.float32)
@@ -145,9 +141,9 @@ def reverse_scan(
 
     groups = min(tiles, max(processors // variant.slices, 1))  # shared memory fits one block per multiprocessor
     kernel = loaded(machine, SOURCE, "kda_reverse_scan", variant, device)
-    overlap = saved.transitions is None and arch >= OVERLAPS
+    overlap = cut is None and arch >= OVERLAPS
     scan = Launch(kernel, groups * variant.slices, THREADS, max(variant.cluster, 1), variant.shared_bytes, overlap)
-    if cut is None or saved.transitions is None:
+    if cut is None:
         scan.run(params())
         return out
     d_starts, d_ends = (x.v.new_empty(cut.rows(x), V, K, dtype=torch.float32) for _ in range(2))
