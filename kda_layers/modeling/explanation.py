@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -114,12 +115,8 @@ def _listed(names: list[str]) -> str:
         groups.setdefault((before, after), []).append(int(number or -1))
     listed = []
     for (before, after), numbers in groups.items():
-        ranges: list[list[int]] = []
-        for n in sorted(numbers):
-            if ranges and n == ranges[-1][1] + 1:
-                ranges[-1][1] = n
-            else:
-                ranges.append([n, n])
-        written = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+        runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+        ranges = [[n for _, n in run] for _, run in runs]  # numbers that follow each other
+        written = ",".join(f"{r[0]}" if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ranges)
         listed.append(f"{before}{'' if numbers == [-1] else written}{after}" or "the model")
     return ", ".join(listed)

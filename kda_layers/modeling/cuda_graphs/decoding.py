@@ -230,12 +230,11 @@ class CapturedDecoding:
             with capture_in_passing():
                 replay = graphs.recapture(compute)
             _copied(results[0], call.cache, lambda t: t)
-        except Exception as error:
+        except BaseException as error:
             state.restore()
+            if not isinstance(error, Exception):
+                raise
             return (str(error).strip() or type(error).__name__).splitlines()[0]
-        except BaseException:
-            state.restore()
-            raise
         if not state.is_current():
             state.restore()
             return "a step changes more of its cache than the contents of tensors"

@@ -6,6 +6,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from kda_layers.modeling.models import VARIANTS
 from kda_layers.modeling.models.configuration_kda import KDAFields
 
 
@@ -32,7 +33,8 @@ class VariantFields(KDAFields):
             self.linear_head_dim = self.head_dim
         self.complete_kda_fields()
         # The first configuration registers the models, so that `import kda_layers` need not import them.
-        importlib.import_module("kda_layers.modeling.models.variant").register_variant(self.model_type)
+        if (kind := self.model_type.removeprefix("kda_")) in VARIANTS:  # a subclass may have its own
+            importlib.import_module("kda_layers.modeling.models.variant").language_model(kind)
 
     def validate_window(self) -> None:
         """Raise a ValueError if layer_types and sliding_window contradict each other."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ class KDADecoderLayer(GradientCheckpointingLayer):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Map [B, T, D] to [B, T, D]; kwargs are those of `HybridModel`'s layers."""
         kwargs = rename_cache(kwargs)
-        if DECODER_STEP.serves(Call(hidden_states), self, **kwargs):
+        if DECODER_STEP.serves(Call(hidden_states), self, kwargs):
             if (decoded := self._decode(hidden_states, kwargs["cache"])) is not None:
                 return decoded
             kwargs["by_kernel"] = False  # it was asked for
@@ -183,7 +183,7 @@ class KDADecoderLayer(GradientCheckpointingLayer):
     def fast_paths(self, call: SupposedCall) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
         """Yield the paths that a call would ask for, and their facts."""
         if call.tokens == 1 and not call.records:
-            yield DECODER_STEP, (self, None, CACHED)
+            yield DECODER_STEP, (self, {"cache": True})  # only its presence matters
         yield FUSED_NORM, (self.input_layernorm,)
         yield FUSED_NORM, (self.post_attention_layernorm,)
 
@@ -198,26 +198,17 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         return None if y is None else self.mlp.decode(y, self.post_attention_layernorm, merged)
 
 
-CACHED = object()  # stands for a cache where only its presence matters
-
-
 @fast_path("decode step of a decoder layer by few launches", instead="its modules one by one")
-def DECODER_STEP(
-    call: Any,
-    layer: KDADecoderLayer,
-    attention_mask: Any = None,
-    cache: Any = None,
-    cu_seqlens: Any = None,
-    **_: Any,
-) -> Iterator[Reason]:
+def DECODER_STEP(call: Any, layer: KDADecoderLayer, arguments: Mapping[str, Any]) -> Iterator[Reason]:
     """One token of each sequence on a GPU, through plain norms and a KDA layer that nothing observes."""
+    cache = arguments.get("cache")
     if call.tokens != 1:
         yield Reason("has several tokens")
     if call.device.type not in DEVICES:
         yield Reason(f"is on {call.device.type}")
     if cache is None:
         yield Reason("has no cache")
-    if attention_mask is not None or cu_seqlens is not None:
+    if arguments.get("attention_mask") is not None or arguments.get("cu_seqlens") is not None:
         yield Reason("has padding or packed sequences")
     if call.grad:
         yield Reason("runs with gradients enabled", "call it under torch.no_grad()" if cache is not None else "")

@@ -63,13 +63,6 @@ def language_model(kind: str) -> Any:
     return causal_lm
 
 
-def register_variant(model_type: str) -> None:
-    """Register the models of a configuration's model_type; those of a subclass with its own are not ours."""
-    kind = model_type.removeprefix("kda_")
-    if kind in VARIANTS:
-        language_model(kind)
-
-
 def __getattr__(name: str) -> Any:
     for kind, config in VARIANTS.items():
         if name.startswith(config.removesuffix("Config")):
