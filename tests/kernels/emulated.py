@@ -25,7 +25,7 @@ from kda_layers.kernels.kda.cuda.decode import decode as decode_launcher
 from kda_layers.kernels.kda.cuda.forward import one_role as forward_launcher
 from kda_layers.kernels.kda.cuda.forward import two_roles as two_roles_launcher
 from kda_layers.kernels.kda.cuda.forward.costs import BV, Split
-from kda_layers.kernels.kda.cuda.spec import Saved, Signature, aligned_inputs, launch
+from kda_layers.kernels.kda.cuda.spec import ALL_IN_CHUNKS, Saved, Signature, aligned_inputs
 from tests import cuda_emulator
 
 THREADS = 1024  # that a multiprocessor holds; the operating system limits all together
@@ -131,7 +131,7 @@ def two_roles(x: Inputs, split: Split, arch: int = 90, seed: int = 0) -> KDAOutp
     machine = Emulator(arch, blocks, seed)
     with mock.patch.object(two_roles_launcher, "split_of", return_value=split), GuardedMemory():
         x = aligned_inputs(guarded_inputs(x))
-        return launch(x, two_roles_launcher.plan_of(machine, Signature.of(x)))[0]
+        return forms.run(x, two_roles_launcher.plan_of(machine, Signature.of(x)), ALL_IN_CHUNKS)[0]
 
 
 def without_two_roles() -> Any:

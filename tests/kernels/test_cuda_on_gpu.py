@@ -12,7 +12,7 @@ from torch import Tensor
 from kda_layers import KDAOutput, kda, kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import KDA, Inputs, problem_of
-from kda_layers.kernels.kda.cuda import forms, spec
+from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.forward import segments, two_roles
 from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.cuda.spec import Signature
@@ -148,8 +148,8 @@ def test_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) ->
     x = make_inputs(case, "cuda")
     with mock.patch.object(two_roles, "declined", "is switched off"):
         want = run(x, backend)
-    launched = mock.Mock(wraps=spec.launch)
-    monkeypatch.setattr(spec, "launch", launched)
+    launched = mock.Mock(wraps=forms.run)
+    monkeypatch.setattr(forms, "run", launched)
     form = forms.TWO_ROLES._replace(serves=lambda *_: [], expected_us=lambda *_: 0.0)
     monkeypatch.setattr(forms, "FORMS", (form, forms.ONE_ROLE))
     forms._planned.cache_clear()

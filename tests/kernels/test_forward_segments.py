@@ -54,7 +54,7 @@ SOFTPLUS = Case(K=64, V=64, dtype=FP16, gate="softplus", state=True, final=True,
 def in_segments(x: Inputs, machine: Any, cut: Cut, save: bool = False) -> tuple[KDAOutput, Any]:
     with emulated.GuardedMemory():
         x = spec.aligned_inputs(emulated.guarded_inputs(x))
-        return spec.launch(x, segments.plan_of(machine, Signature.of(x, save)._replace(cut=cut)))
+        return forms.run(x, segments.plan_of(machine, Signature.of(x, save)._replace(cut=cut)), spec.ALL_IN_CHUNKS)
 
 
 def cut(x: Inputs, form: str, processors: int = 16, seed: int = 0, longer: int = SHORT + 1) -> KDAOutput:

@@ -14,7 +14,7 @@ import torch
 from kda_layers import KDAOutput, explain, use_backend
 from kda_layers.kernels.cuda.machine import Properties
 from kda_layers.kernels.kda.contract import KDA, Inputs
-from kda_layers.kernels.kda.cuda import forms, spec
+from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.forward import costs, last_tokens, two_roles
 from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.cuda.spec import ALWAYS, AUTO, Signature
@@ -141,7 +141,7 @@ def test_chosen_with_last_tokens(case: Case, many: int, final: bool, monkeypatch
     with (
         mock.patch.object(two_roles, "split_of", return_value=SPLITS[1]),
         mock.patch.object(forms, "FORMS", (form, forms.ONE_ROLE)),
-        mock.patch.object(spec, "launch", wraps=spec.launch) as launched,
+        mock.patch.object(forms, "run", wraps=forms.run) as launched,
     ):
         assert_same(call(x), want)
     assert [plan.launches[0].cooperative for _, plan, _ in (c.args for c in launched.call_args_list)] == [True]

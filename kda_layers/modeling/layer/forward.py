@@ -16,6 +16,7 @@ from ...kernels.fused.linear_step import linear_step
 from ...kernels.fused.short_conv import short_convs
 from ...kernels.kda.contract import KDA, MOST_SAVED, Problem, state_dtype
 from ...kernels.kda.cuda.layer_step.op import has_kernel, layer_step, why_no_kernel
+from ...kernels.kda.op import kda
 from ...kernels.over_ranks.kda import kda_over_ranks
 from ...kernels.over_ranks.shards import Shards
 from ...kernels.over_ranks.short_conv import short_convs_over_ranks
@@ -162,8 +163,10 @@ class KDAForward:
             o = kda_over_ranks(*inputs, shards, **recompute | options).o
         elif state.recording:
             o = state.attend_and_record(inputs, options, recompute, torch.cat(qkv, -1), taps.shape[-1], mask)
-        else:
+        elif state.cached:
             o = state.attend(inputs, options, recompute)
+        else:
+            o = kda(*inputs, **recompute | options).o
         if state.cached:
             state.write_conv(conv_state, x)
 

@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...cuda.machine import Machine, Properties
 from ..contract import Inputs, KDAOutput, outputs_like
 from . import spec
 from .forward import costs, last_tokens, one_role, segments, two_roles
-from .spec import ALL_IN_CHUNKS, LastTokens, Plan, Saved, Signature
+from .spec import ALL_IN_CHUNKS, PARAMS, LastTokens, Plan, Saved, Signature, chunk_rows, stage_bytes
 
 MARGIN = 0.97  # of one role's time: what is nearer is within the error of expected times
 
@@ -123,7 +124,7 @@ def launch(
     """
     plan = planned(machine, s)[1] if form is None else form.plan_of(machine, s)
     try:
-        return spec.launch(x, plan, last)
+        return run(x, plan, last)
     except RuntimeError as error:
         if "COOPERATIVE_LAUNCH_TOO_LARGE" not in str(error):
             raise
@@ -135,6 +136,34 @@ def launch(
         )
     two_roles.declined = f"{s.device} could not run all of its blocks at once"
     return launch(x, machine, s, last, form)
+
+
+def run(x: Inputs, plan: Plan, last: LastTokens) -> tuple[KDAOutput, Saved | None]:
+    """Return the outputs of aligned inputs, but for those of `last`, and what the call saves.
+
+    Raises:
+        RuntimeError: specialised CTAs cannot run at once
+    """
+    (_, HV, V, K), prepared, transitions, starts = plan.state_shape, None, None, None
+    out, (ring, progress) = outputs_like(x), plan.scratch(x.q.device)
+    if out.checkpoints is not None and x.cu_seqlens is not None:
+        # Offsets end at T, so N sequences leave at most 63 N tokens after their full chunks: fewer than N rows unused
+        out.checkpoints[:, max(x.checkpoint_count - (x.cu_seqlens.shape[0] - 2), 0) :].zero_()
+    saved = Saved.like(x, plan.cut) if plan.saves else None
+    if plan.cut is not None:
+        rows = plan.cut.rows(x, plan.last_tokens)
+        starts = x.q.new_empty(rows, V, K, dtype=torch.float32)
+        if saved is None:
+            prepared = x.q.new_empty(chunk_rows(x), HV, stage_bytes(K), dtype=torch.uint8)
+            transitions = x.q.new_empty(rows, V + K, K, dtype=torch.float32)
+    prepared, states, errors, T_fp16, transitions = saved or (prepared, None, None, None, transitions)
+    plan.run(PARAMS.point(
+        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
+        cu_seqlens=x.cu_seqlens, o=out.o, final_state=out.final_state, checkpoints=out.checkpoints, ring=ring,
+        progress=progress, prepared=prepared, states=states, errors=errors, T_fp16=T_fp16, transitions=transitions,
+        starts=starts, order=last.order, before_last=last.before,
+    ))  # fmt: skip
+    return out, saved
 
 
 def explain(s: Signature, properties: Properties) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...cuda.machine import Launch, Launchable, Machine
 from ...cuda.params import Params
 from ..activations import BETA_CODES
-from ..contract import CHUNK, Inputs, KDAOutput, PrefillInputs
+from ..contract import CHUNK, Inputs, PrefillInputs
 
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 T_FP16 = (torch.bfloat16,)  # dtypes with which T' is kept in fp16, too: in fp16 it has 11 bits anyway
@@ -209,20 +209,6 @@ def chunk_rows(x: Inputs) -> int:
     return B * -(-T // CHUNK) if x.cu_seqlens is None else T // CHUNK + x.cu_seqlens.shape[0] - 1
 
 
-def new_outputs(x: Inputs, state_shape: tuple[int, ...]) -> KDAOutput:
-    """Return memory for the outputs; of packed sequences, checkpoints may leave rows at the end unused, which are 0."""
-    final = checkpoints = None
-    if x.final_state:
-        final = torch.empty(state_shape, dtype=torch.float32, device=x.q.device)
-    if x.checkpoint_every:
-        shape = (x.q.shape[0], x.checkpoint_count, *state_shape[1:])
-        checkpoints = torch.empty(shape, dtype=torch.float32, device=x.q.device)
-        if x.cu_seqlens is not None:
-            # Offsets end at T, so N sequences leave at most 63 N tokens after their full chunks: fewer than N rows
-            checkpoints[:, max(x.checkpoint_count - (x.cu_seqlens.shape[0] - 2), 0) :].zero_()
-    return KDAOutput(torch.empty_like(x.v), final, checkpoints)
-
-
 PARAMS = Params("ForwardParams", """
     const u16 *q, *k;              // [B, T, H, K]
     const u16* v;                  // [B, T, HV, V]
@@ -306,31 +292,6 @@ class Plan(NamedTuple):
         """Return memory for ForwardParams.ring and .progress."""
         ring = torch.empty(self.ring_bytes, dtype=torch.uint8, device=device) if self.ring_bytes else None
         return ring, torch.zeros(self.counters, dtype=torch.int32, device=device) if self.counters else None
-
-
-def launch(x: Inputs, plan: Plan, last: LastTokens = ALL_IN_CHUNKS) -> tuple[KDAOutput, Saved | None]:
-    """Return the outputs of aligned inputs, but for those of `last`, and what the call saves.
-
-    Raises:
-        RuntimeError: specialised CTAs cannot run at once
-    """
-    (_, HV, V, K), prepared, transitions, starts = plan.state_shape, None, None, None
-    out, (ring, progress) = new_outputs(x, plan.state_shape), plan.scratch(x.q.device)
-    saved = Saved.like(x, plan.cut) if plan.saves else None
-    if plan.cut is not None:
-        rows = plan.cut.rows(x, plan.last_tokens)
-        starts = x.q.new_empty(rows, V, K, dtype=torch.float32)
-        if saved is None:
-            prepared = x.q.new_empty(chunk_rows(x), HV, stage_bytes(K), dtype=torch.uint8)
-            transitions = x.q.new_empty(rows, V + K, K, dtype=torch.float32)
-    prepared, states, errors, T_fp16, transitions = saved or (prepared, None, None, None, transitions)
-    plan.run(PARAMS.point(
-        q=x.q, k=x.k, v=x.v, g=x.g, beta=x.beta, A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state,
-        cu_seqlens=x.cu_seqlens, o=out.o, final_state=out.final_state, checkpoints=out.checkpoints, ring=ring,
-        progress=progress, prepared=prepared, states=states, errors=errors, T_fp16=T_fp16, transitions=transitions,
-        starts=starts, order=last.order, before_last=last.before,
-    ))  # fmt: skip
-    return out, saved
 
 
 @functools.cache
