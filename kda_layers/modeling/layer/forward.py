@@ -122,11 +122,7 @@ class KDAForward:
     ) -> Tensor:
         """Compute `forward`, whose arguments these are; without `by_kernel`, a decode step by its operators."""
         check_no_adapter(self, READ_HERE)
-        if shards is not None and (attention_mask is not None or cache is not None):
-            name = "cache" if attention_mask is None else "attention_mask"
-            raise ValueError(f"{name} must be None with shards: sequences over ranks have no padding and no cache")
-        ranks = 1 if shards is None else len(shards.places)
-        mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cu_seqlens, ranks)
+        mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cache, cu_seqlens, shards)
         state = read_state(cache, self.layer_idx, sequences)
         self._watch(hidden_states)
         if by_kernel and mask is cu_seqlens is shards is None:
@@ -311,9 +307,12 @@ class KDAForward:
 
 
 def _read_call(
-    x: Tensor, D: int, mask: Tensor | None, cu_seqlens: Tensor | None, ranks: int
+    x: Tensor, D: int, mask: Tensor | None, cache: Any, cu_seqlens: Tensor | None, shards: Shards | None
 ) -> tuple[Tensor | None, int]:
     """Check a call's arguments; return the mask of its tokens, [B, T] bool, and its number of sequences."""
+    if shards is not None and (mask is not None or cache is not None):
+        name = "cache" if mask is None else "attention_mask"
+        raise ValueError(f"{name} must be None with shards: sequences over ranks have no padding and no cache")
     if x.ndim != 3 or x.shape[-1] != D:
         raise ValueError(f"hidden_states must have shape [B, T, D = {D}], got {list(x.shape)}")
     B, T = x.shape[:2]
@@ -322,7 +321,7 @@ def _read_call(
             raise ValueError("attention_mask must be None with cu_seqlens: packed sequences have no padding")
         check_offsets(cu_seqlens, x)
         if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # no wait for a device
-            sequence_offsets(cu_seqlens, ranks * T)
+            sequence_offsets(cu_seqlens, T if shards is None else len(shards.places) * T)
         return None, cu_seqlens.shape[0] - 1
     if mask is None:
         return None, B
