@@ -177,8 +177,7 @@ def _kda_step(made: Any, backend: str, prompt: Tensor, mode: str, machine: Machi
     def put_back() -> None:
         for s, before in zip(states, kept, strict=True):
             s.copy_(before)
-        for layer in cache.layers:
-            layer.reset_count(PROMPT - 1)
+        cache.get_seq_length().fill_(PROMPT - 1)  # counted on the device
 
     facts["cache MiB"] = cache_bytes(cache) / 2**20
     return _Step(made, cache, prompt[:, -1:], put_back, mode).prepared(machine, restore_each=False)
