@@ -27,7 +27,7 @@ from transformers.distributed import DistributedConfig
 import kda_layers
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
 from kda_layers.modeling.checks import is_dtensor
-from kda_layers.modeling.layer import layer as layer_module
+from kda_layers.modeling.layer import forward as forward_module
 from kda_layers.modeling.layer.cache import KDACacheLayer
 from kda_layers.modeling.parallel.tensor_parallel import check_heads
 from tests.kernels.cases import FP64, error
@@ -103,7 +103,7 @@ def norm_weight_read() -> Iterator[None]:
     def fused(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Any = None, backend: Any = None) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight * torch.sigmoid(gate)
 
-    with mock.patch.object(layer_module, "gated_rms_norm", fused):
+    with mock.patch.object(forward_module, "gated_rms_norm", fused):
         yield
 
 
@@ -114,7 +114,7 @@ def norm_module_called() -> Iterator[None]:
     def plain(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Any = None, backend: Any = None) -> Tensor:
         return plain(x, gate)
 
-    with mock.patch.object(layer_module, "gated_rms_norm", plain):
+    with mock.patch.object(forward_module, "gated_rms_norm", plain):
         yield
 
 
