@@ -209,6 +209,7 @@ def test_stop_and_resume_equals_an_uninterrupted_run(
     assert_same(contents(tmp_path / "run" / "checkpoint"), contents(trained / "checkpoint"))
 
 
+@pytest.mark.slow
 def test_a_run_by_the_clock_resumes_with_its_seconds(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,6 +502,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(trained: Path) -> None:
     assert (not_torchao(process.stderr.read()), process.wait(60)) == (b"", 128 + signal.SIGPIPE)
 
 
+@pytest.mark.slow
 def test_a_full_stdout_is_one_line(trained: Path) -> None:
     with open("/dev/full", "wb") as full:
         process = generated(trained, full)
@@ -509,6 +511,7 @@ def test_a_full_stdout_is_one_line(trained: Path) -> None:
     assert error == "generate.py: error: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.slow
 def test_what_stdout_cannot_encode_is_escaped(trained: Path) -> None:
     process = generated(trained, subprocess.PIPE, "Hé", PYTHONIOENCODING="ascii")
     out, error = process.communicate(timeout=60)

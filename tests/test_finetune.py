@@ -170,6 +170,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [

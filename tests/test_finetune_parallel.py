@@ -99,6 +99,7 @@ def test_two_processes_train_as_one(way: str, folder: Path) -> None:
         assert two == pytest.approx(one, rel=ROUNDING), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_whole_model_is_saved(way: str, folder: Path) -> None:
     models: list[Any] = [AutoModelForCausalLM.from_pretrained(folder / name) for name in ("one", way)]

@@ -55,6 +55,7 @@ def output(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once(tmp_path_factory, "swap_example", run) / "swap"
 
 
+@pytest.mark.slow
 def test_distilling_brings_the_perplexity_back(data: Path, output: Path) -> None:
     """Within 10% of an original that has learnt something, which the swap alone does not give."""
     report = json.loads((output / "report.json").read_text())

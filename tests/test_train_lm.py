@@ -147,6 +147,7 @@ def test_captured_steps_are_the_eager_ones(files: Path, tmp_path: Path, monkeypa
     assert captured.keys() == eager.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("", "--cuda-graph"), ("--cuda-graph", "")])
 def test_a_run_resumes_captured_or_not(
     first: str, then: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +174,7 @@ def interrupted_at(step: int) -> Any:
     return interrupted
 
 
+@pytest.mark.slow
 def test_bpe_runs_by_the_clock_and_compares_with_bytes(files: Path, trained: Path, tmp_path: Path) -> None:
     """Both hold out the same text; the BPE is found again and comes with the checkpoint."""
     for name, length in (("a", "--minutes 0.02"), ("b", "--steps 6")):
@@ -206,6 +208,7 @@ def test_runs_are_compared(trained: Path, tmp_path: Path, capsys: pytest.Capture
     assert len((tmp_path / "out" / "comparison.md").read_text().splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_evaluation_is_not_timed(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*args: Any) -> float:
         time.sleep(1)

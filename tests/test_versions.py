@@ -30,6 +30,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {row[1]: row for row in cells}
 
 
+@pytest.mark.slow
 def test_versions_are_the_packages_of_their_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that normalises with another epsilon has other results; an equal one has the same bits."""
     source = "kda_layers/kernels/kda/reference.py", "L2NORM_EPS = 1e-6", "L2NORM_EPS = 1e-2"

@@ -561,6 +561,7 @@ def sizes(name: str, **given: Any) -> tuple[int, int, int]:
     return processor.cache.max_batch_tokens, processor.cache.num_blocks * 256, sum(m.nbytes for m in masks.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kda", "hybrid", "llama"])
 def test_sizes_on_a_cpu(name: str) -> None:
     step, tokens, masks = sizes(name)

@@ -148,7 +148,7 @@ WAYS_TO_READ: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS_TO_READ)
 def test_skipped_logits_are_computed_when_somebody_reads_them(way: str, compiled: bool) -> None:
     """With the gradients of the output with logits, for a z-loss or a distillation loss; even after a metric."""
@@ -415,6 +415,7 @@ def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not computed, "Trainer read logits that it does not need"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_trainer_whose_loss_reads_logits(bf16: bool, tmp_path: Path) -> None:
     """As those of TRL do, for the accuracy and the entropy of a step; with bf16, accelerate casts the outputs."""

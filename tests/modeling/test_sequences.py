@@ -425,6 +425,7 @@ def test_positions_of_several_axes() -> None:
             logits(m, tokens, position_ids=text.expand(3, 1, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", ["kda", "hybrid"])
 def test_compiled_positions_are_asserted_not_to_restart(name: str) -> None:
