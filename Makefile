@@ -79,15 +79,15 @@ bench-swap: $(DEV)
 bench-gpu: $(GPU)
 	$(RUN) -m benchmarks.gpu
 
-# What needs no GPU is left to `make test-all`, and so are combinations of what takes a compiler long and of backends
-# that are not ours: flash-linear-attention compiles for 20 s, PyTorch's results CI checks. Failures are in $(FAILURES)
-# as they come.
+# What needs no GPU is left to `make test-all`, and so are combinations of what takes a compiler long, and of backends
+# that are not ours all but what is fast: flash-linear-attention compiles for 20 s, PyTorch's results CI checks. Failures
+# are in $(FAILURES) as they come.
 CPU_ONLY = test_build test_cuda_compile test_imports test_over_ranks test_context_parallel test_tensor_parallel
 test-gpu: $(GPU)
 	mkdir -p runs
 	rm -f $(FAILURES)
 	OMP_NUM_THREADS=1 KDA_LAYERS_REQUIRE=sm90,fla,eager,triton KDA_LAYERS_FAILURES=$(FAILURES) \
-		$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not (emulated or combination and (compiles or fallback))" \
+		$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not (emulated or combination and (compiles or fallback) or slow and fallback)" \
 		$(CPU_ONLY:%=--ignore-glob='*/%.py') $(TESTS)
 
 # One forward and backward under ncu with line information; look at it with ncu-ui.

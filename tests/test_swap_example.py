@@ -73,6 +73,7 @@ def test_distilling_brings_the_perplexity_back(data: Path, output: Path) -> None
     assert [len(report["losses"][name]) for name in ("original", "layers", "logits")] == [250, 80, 80]
 
 
+@pytest.mark.slow
 def test_the_saved_model_is_the_measured_one(data: Path, output: Path) -> None:
     report = json.loads((output / "report.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(output)

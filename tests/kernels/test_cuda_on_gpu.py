@@ -87,7 +87,7 @@ def test_a_graph_replays_on_new_inputs(case: Case, backend: str) -> None:
         assert_same(outputs(out), run(draw, backend))
 
 
-@pytest.mark.parametrize("H", [1, 16])
+@pytest.mark.parametrize("H", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_segments(H: int, backend: str) -> None:
     """Outputs and gradients of sequences that are cut: within the budgets, and the same in every run."""
     case = Case(lengths=(2600, 70, 0, 1501), H=H, group=2, slow=True, state=True)

@@ -286,8 +286,8 @@ def test_explanations_and_calls_agree() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("explain", "nowhere"), "nowhere"),
-        (("--precompile", "explain", "nowhere"), "explain takes a folder alone, without --precompile"),
+        (("explain", "no/such/folder"), "no/such/folder"),
+        (("--precompile", "explain", "no/such/folder"), "explain takes a folder alone, without --precompile"),
     ],
 )
 def test_the_command_refuses(

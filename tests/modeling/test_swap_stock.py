@@ -374,7 +374,7 @@ def test_the_gate_is_not_materialised_outside(family: str, monkeypatch: pytest.M
             layer(x)
         return reached.value.args[0]
 
-    monkeypatch.setattr("kda_layers.modeling.layer.states.kda", operator)
+    monkeypatch.setattr("kda_layers.modeling.layer.forward.kda", operator)
     counts = []
     for model in both(family, BF16, dense=True):
         layer = next(iter(swapped_layers_of(model).values()))
