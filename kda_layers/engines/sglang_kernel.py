@@ -6,6 +6,7 @@ chunks, buffered decoding (ReplaySSM).
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,10 @@ from torch.nn.functional import pad
 
 from kda_layers.engines import calls
 from kda_layers.engines.patching import announced
-from kda_layers.engines.sglang import logger
 from kda_layers.kernels.kda.contract import CHUNK, NO_SLOT
 
+logger = logging.getLogger("sglang.kda_layers")  # that of the plug-in
 REPLAY = "d", "k", "g", "write_pos"  # what SGLang needs to buffer the updates of states, which are not bounded then
-
-
 _told: set[tuple[type[Any], str, str]] = set()
 
 
