@@ -79,9 +79,8 @@ bench-swap: $(DEV)
 bench-gpu: $(GPU)
 	$(RUN) -m benchmarks.gpu
 
-# What needs no GPU is left to `make test-all`, and so are combinations of what takes a compiler long, and of backends
-# that are not ours all but what is fast: flash-linear-attention compiles for 20 s, PyTorch's results CI checks. Failures
-# are in $(FAILURES) as they come.
+# Leaves to `make test-all`: files that need no GPU, combinations of tests that compile, and combinations and slow tests
+# of `eager` and `fla`. A test of `fla` compiles for up to 30 s; CI runs `eager`. Failures are in $(FAILURES) as they come.
 CPU_ONLY = test_build test_cuda_compile test_imports test_over_ranks test_context_parallel test_tensor_parallel
 test-gpu: $(GPU)
 	mkdir -p runs

@@ -147,7 +147,7 @@ def caption(found: Results) -> str:
     called = sorted({f"{tables.label(r)} ({r['pass']} at {r['T']})" for r in timed if r["mode"] == CALL})
     how = f", except {', '.join(called)}, launched from Python" if called else ""
     activated = " cuDNN's backward takes activated inputs only: its forward + backward is of these."
-    cudnn = activated if _with_cudnn(found) else " cuDNN was not installed."
+    cudnn = activated if _with_cudnn(found) else " cuDNN was not measured."
     left_out = sorted({f"{r['pass']} at {r['T']}" for r in found[README_RUN]["rows"] if r not in rows})
     missing = f" Not shown: {', '.join(left_out)}, where not every contender could be measured." if left_out else ""
     return (

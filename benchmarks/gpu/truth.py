@@ -15,15 +15,12 @@ from kda_layers import kda
 from kda_layers.kernels.kda.activations import BOUNDED_GATES
 from kda_layers.kernels.kda.contract import Gradients, Inputs
 from kda_layers.kernels.kda.reference import recurrence
+from kda_layers.testing.oracle import HEADS
 
 Results = dict[str, Tensor]
 
 ORACLE_TOKENS = 128
 REFERENCE_LIMIT = 1e-4  # of the fp32 reference against fp64
-HEAD_AXIS = {
-    "o": 2, "final_state": 1, "checkpoints": 2, "initial_state": 1,
-    "d_q": 2, "d_k": 2, "d_v": 2, "d_g": 2, "d_beta": 2, "d_A_log": 0, "d_dt_bias": 0,
-}  # fmt: skip
 OF_QK_HEADS = ("d_q", "d_k")
 RECOMPUTE = {0.0: "always", 1.0: "never"}  # the argument of `kda` for Inputs.recompute_above; else a share of memory
 
@@ -57,8 +54,9 @@ class Heads(NamedTuple):
 
     def results(self, results: Results) -> Results:
         """Return what a contender computed for these heads."""
+        at = {n: HEADS[n.removeprefix("d_")] for n in results}
         return {
-            n: t.index_select(HEAD_AXIS[n], torch.tensor(self.qk if n in OF_QK_HEADS else self.v, device=t.device))
+            n: t.index_select(at[n], torch.tensor(self.qk if n in OF_QK_HEADS else self.v, device=t.device))
             for n, t in results.items()
         }
 

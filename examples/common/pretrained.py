@@ -9,8 +9,7 @@ from transformers.distributed import DistributedConfig
 
 import kda_layers
 from common.cli import InputError, first_line
-
-CONVERTED = ("llama", "mistral", "qwen2", "qwen3")  # softmax decoders, of which `convert_attention` makes a new model
+from kda_layers.modeling.models import VARIANTS
 
 
 def load_model(name: str, tensor_parallel: int = 1) -> PreTrainedModel:
@@ -36,7 +35,7 @@ def swap(model: PreTrainedModel, layers: str) -> PreTrainedModel:
     indices = layers.replace(",", "").isdecimal()
     chosen: Any = [int(i) for i in layers.split(",") if i] if indices else layers
     try:
-        if model.config.model_type in CONVERTED:
+        if model.config.model_type in VARIANTS:
             return kda_layers.convert_attention(model, chosen)
         kda_layers.swap_attention(model, chosen)
     except (TypeError, ValueError) as error:

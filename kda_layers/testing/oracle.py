@@ -16,9 +16,12 @@ from kda_layers.kernels.kda.reference import recurrence
 from kda_layers.testing.budgets import budget, check, error, limits_of
 from kda_layers.testing.cases import Case, make_inputs, to_fp64
 
-HEADS = {"beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1, "final_state": 1, "checkpoints": 2}
-HEADS |= dict.fromkeys("qkvgo", 2)  # the dimension of value heads, or of heads, by tensor
-MOST_STATES = 2**26  # elements of all tokens' states, of which autograd keeps some five
+# The dimension of heads of each input and output; of value heads but for q and k.
+HEADS = {
+    "q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1, "o": 2, "final_state": 1,
+    "checkpoints": 2,
+}  # fmt: skip
+MOST_STATES = 2**26  # elements of the states of all tokens; autograd keeps about five tensors of them
 
 
 def options(x: Inputs) -> dict:
@@ -94,7 +97,7 @@ def run_draws(
 def run_oracle(
     draws: list[Inputs], d_out: Callable[[Inputs], dict[str, Tensor]] = output_gradients
 ) -> dict[str, Tensor]:
-    """`run_draws` of the oracle. Heads are independent: it goes over the tokens once for as many as memory allows."""
+    """Return `run_draws(oracle, draws, d_out)`, computed for the heads of many draws at once: heads are independent."""
     x, group = draws[0], draws[0].v.shape[2] // draws[0].q.shape[2]
     heads = max(1, MOST_STATES // (x.q[:, :, 0].numel() * group * x.v.shape[3]))
 
