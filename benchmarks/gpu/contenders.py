@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.machine import CaptureError, Machine
-from benchmarks.gpu.truth import Results, call, differentiable, outputs
+from benchmarks.gpu.truth import Results, differentiable, outputs
 from kda_layers import kda_step
 from kda_layers.kernels.kda.backends.cuda import CudaBackend
 from kda_layers.kernels.kda.contract import KDA, DecodeInputs, Inputs, Problem, problem_of
@@ -22,6 +22,7 @@ from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.forward import two_roles
 from kda_layers.kernels.kda.cuda.spec import Signature
 from kda_layers.states import dequantize_state, quantize_state
+from kda_layers.testing.oracle import call
 
 
 class Refusal(Exception):

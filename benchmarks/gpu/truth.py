@@ -11,18 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kda_layers import kda
-from kda_layers.kernels.kda.activations import BOUNDED_GATES
 from kda_layers.kernels.kda.contract import Gradients, Inputs
 from kda_layers.kernels.kda.reference import recurrence
-from kda_layers.testing.oracle import HEADS
+from kda_layers.testing.oracle import HEADS, call
 
 Results = dict[str, Tensor]
 
 ORACLE_TOKENS = 128
 REFERENCE_LIMIT = 1e-4  # of the fp32 reference against fp64
 OF_QK_HEADS = ("d_q", "d_k")
-RECOMPUTE = {0.0: "always", 1.0: "never"}  # the argument of `kda` for Inputs.recompute_above; else a share of memory
 
 
 def error(got: Tensor, truth: Tensor) -> float:
@@ -75,18 +72,6 @@ def differentiable(x: Inputs) -> tuple[list[str], Inputs]:
     """Names of the tensors that have gradients, and the inputs with leaves in their place."""
     names = [n for n in Gradients._fields if getattr(x, n) is not None]
     return names, x._replace(**{n: getattr(x, n).detach().clone().requires_grad_() for n in names})
-
-
-def call(x: Inputs, backend: str) -> Any:
-    """`kda` on the fields of Inputs."""
-    return kda(
-        *x[:5], A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state, cu_seqlens=x.cu_seqlens,
-        gate_activation=x.gate_activation, lower_bound=x.lower_bound if x.gate_activation in BOUNDED_GATES else None,
-        beta_activation=x.beta_activation, qk_l2norm=x.qk_l2norm, scale=x.scale, return_final_state=x.final_state,
-        checkpoint_every=x.checkpoint_every, recompute=RECOMPUTE.get(x.recompute_above, "auto"),
-        memory_share=None if x.recompute_above in RECOMPUTE else x.recompute_above, segments=x.segments,
-        backend=backend,
-    )  # fmt: skip
 
 
 def outputs(out: Any) -> Results:

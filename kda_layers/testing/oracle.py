@@ -35,9 +35,11 @@ def options(x: Inputs) -> dict:
 
 def call(x: Inputs, backend: str | None = None) -> KDAOutput:
     """`kda` on the fields of Inputs."""
+    recompute = {0.0: "always", 1.0: "never"}.get(x.recompute_above, "auto")
     return kda(
         *x[:5], **options(x), initial_state=x.initial_state, return_final_state=x.final_state,
-        checkpoint_every=x.checkpoint_every, segments=x.segments, backend=backend,
+        checkpoint_every=x.checkpoint_every, recompute=recompute,
+        memory_share=x.recompute_above if recompute == "auto" else None, segments=x.segments, backend=backend,
     )  # fmt: skip
 
 

@@ -32,7 +32,9 @@ from tests.kernels.cases import (
     limits_of,
     make_inputs,
     oracle,
+    output_gradients,
     outputs,
+    run,
     run_draws,
     run_oracle,
     to_fp64,
@@ -122,6 +124,22 @@ def test_gradients(case: Case, recompute: bool, backend: str, monkeypatch: pytes
             return
     truth, yardstick = (run_oracle([cast(x) for x in xs]) for cast in (to_fp64, lambda x: x))
     check(got, truth, limits_of(yardstick, truth, case.dtype))
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_gradients_of_auto_with_and_without_recomputing(final: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits: what "auto" does not cut, as it returns states, is not cut when the forward runs again."""
+    monkeypatch.setattr(spec, "AUTO", Cut(SHORT + 1, SHORT, 2 * TILES, auto=True))
+    monkeypatch.setattr(segments, "AUTO_PROCESSORS", 1)
+    x = make_inputs(replace(NARROW, T=400, H=1, state=False, final=final, checkpoints=False))
+    d_o = {"o": output_gradients(x)["o"]}
+    with registered(EMULATED["sm90@emulator"]):
+        kept, again = (
+            run(lambda x: call(x, "sm90@emulator"), x._replace(segments="auto", recompute_above=above), d_o)
+            for above in (1.0, 0.0)
+        )
+    for name, t in kept.items():
+        assert torch.equal(again[name], t), name
 
 
 # ---------------------------------------------------------------- the same bits

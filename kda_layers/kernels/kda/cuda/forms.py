@@ -69,16 +69,22 @@ def is_cut(x: Inputs, machine: Machine) -> bool:
     return not segments.serves(Signature.of(x, saves=True), machine.properties(x.q.device))
 
 
+def form_that_saves(x: Inputs, machine: Machine) -> Form:
+    """Return a form of a call with gradients that computes whole chunks, whether it saves tensors or not."""
+    return SEGMENTS if is_cut(x, machine) else ONE_ROLE
+
+
 def forward_whole_chunks(x: Inputs, machine: Machine) -> KDAOutput:
     """Return the outputs of a call whose backward runs the forward again: with the bits of one that saves."""
     x = spec.aligned_inputs(x)
-    return launch(x, machine, Signature.of(x), form=SEGMENTS if is_cut(x, machine) else ONE_ROLE)[0]
+    return launch(x, machine, Signature.of(x), form=form_that_saves(x, machine))[0]
 
 
 def recompute(x: Inputs, machine: Machine) -> Saved:
     """Run the forward again for the tensors that it saves."""
+    form = form_that_saves(x, machine)  # of the whole call: "auto" cuts none that returns states
     x = spec.aligned_inputs(x)._replace(final_state=False, checkpoint_every=0)
-    _, saved = launch(x, machine, Signature.of(x, True), form=SEGMENTS if is_cut(x, machine) else ONE_ROLE)
+    _, saved = launch(x, machine, Signature.of(x, True), form=form)
     assert saved is not None
     return saved
 
@@ -139,7 +145,7 @@ def launch(
 
 
 def run(x: Inputs, plan: Plan, last: LastTokens) -> tuple[KDAOutput, Saved | None]:
-    """Return the outputs of aligned inputs, but for those of `last`, and what the call saves.
+    """Launch a plan on aligned inputs; return the outputs, without those of last tokens, and the saved tensors.
 
     Raises:
         RuntimeError: specialised CTAs cannot run at once
