@@ -24,14 +24,14 @@ _told: set[tuple[type[Any], str, str]] = set()
 
 
 def _leave(kernel: object, method: str, reason: str) -> None:
-    """Say once for each class that SGLang's own method serves."""
+    """Log, once for each class and reason, that SGLang's own method serves."""
     if (told := (type(kernel), method, reason)) not in _told:
         _told.add(told)
         logger.warning("SGLang's own kernel serves %s, not kda_layers: %s", method, reason)
 
 
 class KDALayersKernel:
-    """Our methods, before those of SGLang's class in the order of resolution.
+    """Mixin before SGLang's kernel class in the MRO: its methods by our operator.
 
     States [slots, HV, V, K] are updated in place; slot -1 is padding.
     """
@@ -70,7 +70,7 @@ class KDALayersKernel:
         """
         if return_intermediate_states and track_state is None and (track_ssm_h_src is None or len(track_ssm_h_src)):
             _leave(
-                type(self),
+                self,
                 "extend",
                 "states between all chunks are asked for, and not one of each sequence (track_state)",
             )

@@ -6,9 +6,12 @@ served; `python -m tools.engine_calls` lists the calls of an unpacked wheel.
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 from kda_layers.engines import wanted
 from kda_layers.engines.patching import after_import, announced, exists, replace, version
@@ -39,7 +42,7 @@ FUNCTIONS = {
     LING: {
         "chunk_kda": "chunk",
         "fused_recurrent_kda": "recurrent",
-        "fused_recurrent_kda_fwd": "recurrent",
+        "fused_recurrent_kda_fwd": "recurrent_forward",
     },
 }
 
@@ -78,6 +81,24 @@ def _refuse(layer: ModuleType, seam: str) -> None:
     )
 
 
+def _explained(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with an error of its own for arguments that it does not have, as of another vLLM."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # raised by the function
+                raise
+            raise TypeError(
+                f"kda_layers cannot serve this call of {name} by vLLM {version('vllm')}, {error}: use vLLM {TESTED}, "
+                "or leave KDA_LAYERS_ENGINES empty"
+            ) from error
+
+    return call
+
+
 def _replace(module: ModuleType) -> None:
     """Replace the functions of a module; it may be imported for others of its names, so what it lacks is no error."""
     from kda_layers.engines import vllm_functions
@@ -90,6 +111,6 @@ def _replace(module: ModuleType) -> None:
             )
             continue
         say = partial(logger.info, "kda_layers serves %s of %s", name, module.__name__)
-        replace(module, name, announced(getattr(vllm_functions, ours), say))
+        replace(module, name, announced(_explained(name, getattr(vllm_functions, ours)), say))
         replaced.append(name)
     logger.info("kda_layers replaces %s of %s", ", ".join(replaced) or "nothing", module.__name__)

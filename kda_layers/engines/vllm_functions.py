@@ -7,6 +7,7 @@ activation. In both, slots up to 0 of a pool are padding.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from kda_layers.engines import calls
 from kda_layers.kernels.kda.contract import NO_SLOT
+
+NOT_GIVEN: Any = object()
 
 
 def chunk(
@@ -38,13 +41,21 @@ def chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """Return o [1, T, H, V], or `out`, and the states [N, HV, V, K] after packed sequences, or None.
 
-    With `raw_g` the gate has `lower_bound` unless that is None or `safe_gate` False. With `g`, where both speak of the
-    gate that Ling has applied, they are not read.
+    Args:
+        q, k, v: [1, T, H, K], [1, T, H, K], [1, T, H, V] in bf16 or fp16, packed as cu_seqlens [N + 1] says.
+        initial_state: [N, H, V, K]; None for zeros.
+        raw_g, g: logits of the gate, or its log-decay, [1, T, H, K]. The gate of logits has `lower_bound`, unless that
+            is None or `safe_gate` False. With `g` both are ignored, as in vLLM: Ling has applied the gate.
+        raw_beta, beta: logits of beta, or beta, [1, T, H].
+        A_log, g_bias: [H] and [H, K] or [H K], of the gate of logits.
+
+    Raises:
+        ValueError: neither of raw_g and g, or of raw_beta and beta; logits of the gate without A_log.
     """
     bound = lower_bound if safe_gate else None
     return calls.prefill_from(
-        q, k, v, _given(raw_g, g), _given(raw_beta, beta), initial_state, output_final_state, cu_seqlens, out,
-        scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
+        q, k, v, _one_of(raw_g=raw_g, g=g), _one_of(raw_beta=raw_beta, beta=beta), initial_state, output_final_state,
+        cu_seqlens, out, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
         **_activations(raw_g is not None, raw_beta is not None, A_log, g_bias, bound, q.shape[3]),
     )  # fmt: skip
 
@@ -57,7 +68,7 @@ def recurrent(
     cu_seqlens: Tensor,
     initial_state: Tensor | None,
     ssm_state_indices: Tensor | None,
-    lower_bound: float | None = None,
+    lower_bound: float | None = NOT_GIVEN,
     raw_g: Tensor | None = None,
     g: Tensor | None = None,
     raw_beta: Tensor | None = None,
@@ -77,25 +88,38 @@ def recurrent(
 ) -> tuple[Tensor, Tensor]:
     """Return o [1, T, H, V] of a few tokens of each sequence, and the pool `initial_state`, which is updated.
 
-    `g` holds logits with `compute_gate`, and `beta` with `sigmoid_beta`. `lower_bound` is read where the gate is
-    computed, and `safe_gate`, which speaks of the gate that Ling has applied, is not.
+    Args:
+        q, k, v: [1, T, H, K], [1, T, H, K], [1, T, H, V] in bf16 or fp16, packed as cu_seqlens [N + 1] says.
+        initial_state: [slots, H, V, K], read and overwritten at ssm_state_indices [N] or [N, tokens].
+        raw_g, g: logits of the gate, or its log-decay, [1, T, H, K]; with `compute_gate`, `g` holds logits, too.
+            `lower_bound` is read where the gate is computed; `safe_gate` is ignored, as in vLLM.
+        raw_beta, beta: logits of beta, or beta, [1, T, H]; with `sigmoid_beta`, `beta` holds logits, too.
+        A_log, dt_bias: [H] and [H, K] or [H K], of raw_g; a_log, g_bias: the same, of g.
 
     Raises:
-        ValueError: states that are not to be updated in place.
+        ValueError: states that are not to be updated in place; neither of raw_g and g, or of raw_beta and beta; logits
+            of the gate without A_log or lower_bound.
     """
     if initial_state is None or ssm_state_indices is None or not inplace_final_state:
         raise ValueError(
-            "fused_recurrent_kda of kda_layers takes a pool and its slots, which it updates: initial_state and "
-            "ssm_state_indices must be given and inplace_final_state True"
+            "initial_state and ssm_state_indices must be a pool and its slots, and inplace_final_state True, as states "
+            f"are updated in place; got {type(initial_state).__name__}, {type(ssm_state_indices).__name__} and "
+            f"{inplace_final_state}"
         )
     gate_logits, beta_logits = raw_g is not None or compute_gate, raw_beta is not None or sigmoid_beta
+    if gate_logits and lower_bound is NOT_GIVEN:
+        raise ValueError("lower_bound must be given with logits of the gate, None for softplus, got nothing")
     rate, bias = (A_log, dt_bias) if raw_g is not None else (a_log, g_bias)
     o = calls.step(
-        q, k, v, _given(raw_g, g), _given(raw_beta, beta), initial_state, _slots(ssm_state_indices), cu_seqlens, out,
-        scale=scale, num_accepted=num_accepted_tokens, qk_l2norm=use_qk_l2norm_in_kernel,
+        q, k, v, _one_of(raw_g=raw_g, g=g), _one_of(raw_beta=raw_beta, beta=beta), initial_state,
+        _slots(ssm_state_indices), cu_seqlens, out, scale=scale, num_accepted=num_accepted_tokens,
+        qk_l2norm=use_qk_l2norm_in_kernel,
         **_activations(gate_logits, beta_logits, rate, bias, lower_bound, q.shape[3]),
     )  # fmt: skip
     return o, initial_state
+
+
+recurrent_forward = partial(recurrent, use_qk_l2norm_in_kernel=False)  # fused_recurrent_kda_fwd has another default
 
 
 def packed_decode(
@@ -125,10 +149,11 @@ def _slots(indices: Tensor) -> Tensor:
     return torch.where(indices > 0, indices, NO_SLOT)
 
 
-def _given(logits: Tensor | None, activated: Tensor | None) -> Tensor:
-    given = activated if logits is None else logits
-    assert given is not None, "vLLM passes one of the two"
-    return given
+def _one_of(**tensors: Tensor | None) -> Tensor:
+    for t in tensors.values():
+        if t is not None:
+            return t
+    raise ValueError(f"one of {' and '.join(tensors)} must be given, got neither")
 
 
 def _activations(
@@ -138,5 +163,6 @@ def _activations(
     beta = "sigmoid" if beta_logits else "given"
     if not gate_logits:
         return dict(gate_activation="log_decay", beta_activation=beta)
-    assert A_log is not None, "vLLM passes it with logits"
+    if A_log is None:
+        raise ValueError("A_log (a_log with compute_gate) must be given with logits of the gate, got None")
     return calls.gate(A_log, bias, bound, K) | dict(beta_activation=beta)

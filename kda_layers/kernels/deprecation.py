@@ -53,7 +53,7 @@ def recompute_words(recompute: Any, memory_share: float | None, warn: bool = Tru
     if isinstance(recompute, bool):
         word, share = "always" if recompute else "never", memory_share
         new = f"recompute={word!r}"
-    elif isinstance(recompute, float) and memory_share is None:
+    elif isinstance(recompute, float) and 0 < recompute < 1 and memory_share is None:
         word, share, new = "auto", recompute, f"memory_share={recompute}"
     else:
         return recompute, memory_share

@@ -136,6 +136,8 @@ def kda(
     Source: Kimi Linear, arXiv 2510.26692, equation (1).
     """
     if final_state is not None:
+        if return_final_state:
+            raise TypeError("kda() got return_final_state under its old name, too")
         return_final_state = new_keywords("kda", dict(final_state=final_state))["return_final_state"]
     kept, kv = checks.check_recompute(recompute, memory_share), checks.check_state_layout(state_layout)
     again = may_run_again()

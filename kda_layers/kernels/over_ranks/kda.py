@@ -102,6 +102,8 @@ def kda_over_ranks(
     if not isinstance(shards, Shards):
         raise TypeError(f"shards must be a Shards, such as Shards.contiguous(group), got {type(shards).__name__}")
     if final_state is not None:
+        if return_final_state:
+            raise TypeError("kda_over_ranks() got return_final_state under its old name, too")
         return_final_state = new_keywords("kda", dict(final_state=final_state))["return_final_state"]
     kept = check_recompute(recompute, memory_share)
     x = LocalInputs(
