@@ -167,6 +167,18 @@ GATES: list[Bad] = [
 
 
 @pytest.mark.parametrize("function", [kda, kda_step])
+@parametrize(LAYOUTS)
+def test_layouts_after_a_cached_call(
+    function: Callable, change: Callable[[Arguments], Arguments], error: type, text: str
+) -> None:
+    good = arguments(FIXED, function is kda_step)
+    with torch.no_grad():
+        function(**good)
+        with pytest.raises(error, match=text):
+            function(**good | change(good))
+
+
+@pytest.mark.parametrize("function", [kda, kda_step])
 @parametrize(INPUTS + DTYPES_AND_DEVICES + LAYOUTS + GATES)
 def test_both(function: Callable, change: Callable[[Arguments], Arguments], error: type, text: str) -> None:
     check_raises(function, arguments(FIXED, function is kda_step), change, error, text)
@@ -416,6 +428,12 @@ def test_lower_bound_has_the_default_of_the_layer(call: Callable[..., Any]) -> N
 @pytest.mark.parametrize("bad", ["yes", "", None, 0, 1, 2**30, [True], "auto "], ids=repr)
 def test_recompute(bad: Any) -> None:
     message = r"recompute must be 'auto', 'always' or 'never', got"
+    check_raises(kda, arguments(FIXED, False), give(recompute=bad), ValueError, message)
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0, -0.1, 2.0], ids=repr)
+def test_shares_of_version_0_1_out_of_range(bad: float) -> None:
+    message = rf"recompute must be 'auto', 'always' or 'never', got {bad}"
     check_raises(kda, arguments(FIXED, False), give(recompute=bad), ValueError, message)
 
 
