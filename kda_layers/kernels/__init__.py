@@ -20,5 +20,6 @@ __all__ = list(_PUBLIC)
 
 def __getattr__(name: str) -> Any:  # imported on first use: every module below imports this one first
     if name in _PUBLIC:
-        return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+        value = globals()[name] = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

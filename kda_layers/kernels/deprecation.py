@@ -20,7 +20,7 @@ OLD_KEYWORDS = {
     },
 }
 # Packages between a call and the warning about it: this one, and those whose code runs while it is imported or called.
-BETWEEN = (__name__.partition(".")[0], "importlib", "huggingface_hub")
+BETWEEN = (__name__.partition(".")[0], "importlib", "huggingface_hub", "transformers")
 
 
 def warn_deprecated(old: str, new: str) -> None:
@@ -46,6 +46,22 @@ def new_keywords(function: str, old: Mapping[str, Any]) -> dict[str, Any]:
     for name in old:
         warn_deprecated(f"{name} of {function}", names[name])
     return {names[name]: value for name, value in old.items()}
+
+
+def renamed_attribute(new: str) -> Any:
+    """Return a property of a class that reads its attribute `new` under an old name, with a warning."""
+
+    class Renamed:
+        def __set_name__(self, owner: type, name: str) -> None:
+            self.old = f"{owner.__name__}.{name}"
+
+        def __get__(self, instance: Any, owner: type) -> Any:
+            if instance is None:
+                return self
+            warn_deprecated(self.old, new)
+            return getattr(instance, new)
+
+    return Renamed()
 
 
 def recompute_words(recompute: Any, memory_share: float | None, warn: bool = True) -> tuple[Any, float | None]:

@@ -1,4 +1,7 @@
-"""Backends by Triton, which runs on CUDA or, for tests, in its interpreter on a CPU; imported where they launch."""
+"""Base class of backends that launch Triton kernels, on CUDA or, for tests, on a CPU by Triton's interpreter.
+
+Triton is imported at the first launch.
+"""
 
 from __future__ import annotations
 

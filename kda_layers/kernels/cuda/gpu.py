@@ -107,7 +107,7 @@ class GPU:
 
 
 class OnArchs(Backend):
-    """Base class: our kernels on the GPUs of some compute capabilities. A subclass `serves` what is beside these."""
+    """Base class of backends of our kernels, for GPUs of some compute capabilities; a subclass adds to `serves`."""
 
     def __init__(self, name: str, archs: tuple[Arch, ...], machine: Machine, device: str = "cuda") -> None:
         """Define the backend `name` of a machine whose tensors are on `device`."""
@@ -121,7 +121,7 @@ class OnArchs(Backend):
 
     @classmethod
     def every(cls) -> tuple[Self, ...]:
-        """Return the backend of each family of GPUs."""
+        """Return one backend for each family of GPUs."""
         families = dict.fromkeys(arch.backend for arch in ARCHS.values())
         return tuple(cls(name, tuple(a for a in ARCHS.values() if a.backend == name), GPU()) for name in families)
 

@@ -31,7 +31,6 @@ class Params:
         values = declared[len(pointers) :]
         codes = [CODES.get(kind) or f"{members[kind]}I" for kind, _ in values]
         zeros = {name: (0,) * members[kind] if kind in members else 0 for kind, name in values}
-        self.name, self.pointers = name, pointers
         packed_pointers = struct.Struct(f"@{len(pointers)}Q")
         packed_values = struct.Struct("@" + "".join(codes) + "0Q")  # padded to a multiple of 8 bytes
         # point(q=tensor, ...) and set(T=9, ...) return the bytes of the pointers and of the values by the names of the

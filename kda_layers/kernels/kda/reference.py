@@ -64,7 +64,7 @@ def recurrence(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     o: list[Tensor] = []
     finals: list[Tensor] = []
     checkpoints: list[Tensor] = []
-    tokens = [*zip(*(t.unbind(1) for t in (q, k, v, decay, beta)), strict=True)]  # the gradient of a slice is O(T)
+    tokens = [*zip(*(t.unbind(1) for t in (q, k, v, decay, beta)), strict=True)]  # a slice's backward writes T tokens
     for sequences, start, end in spans:
         S = v.new_zeros(B, HV, V, K) if x.initial_state is None else x.initial_state[sequences]
         for t, (qt, kt, vt, decay_t, beta_t) in enumerate(tokens[start:end], 1):

@@ -45,7 +45,7 @@ OPTIONS = [(name, kind) for name, kind in HINTS.items() if (name, kind) not in T
 PLACE = [("group", str), ("order", str)]
 # The fields of `Inputs`, of this rank's tokens, the group and the order of its pieces. Offsets are global.
 LocalInputs: Any = typing.cast(Any, NamedTuple)("LocalInputs", [*TENSORS, *OPTIONS, *PLACE])
-# The same with what ranks told each other, and if this one hands its last state on in a chain, as it does not in a
+# The same with what ranks exchanged, and if this one hands its last state on in a chain, as it does not in a
 # recomputation.
 ShardedInputs: Any = typing.cast(Any, NamedTuple)(
     "ShardedInputs", [*TENSORS, ("exchanged", Tensor), *OPTIONS, *PLACE, ("hands_on", bool)]
@@ -328,7 +328,7 @@ class OverRanks(Differentiable):
 
 
 def _local(x: Any, cut: Rows | Packed) -> Inputs:
-    """Return the inputs of the local sequences, which start from the states that ranks told each other."""
+    """Return the inputs of the local sequences, which start from the states that ranks exchanged."""
     chain, V = cut.shards.chain, x.v.shape[3]
     initial = cut.initial(x.exchanged if chain else x.exchanged[:-1, ..., :V, :])
     return cut.inputs._replace(initial_state=initial, final_state=chain)

@@ -182,7 +182,7 @@ def chain_pays(ranks: int, layers: int) -> bool:
 
 
 class Wrapped:
-    """The backends of an operator over ranks, by the names of those that they wrap; as a `Registry`."""
+    """Registry of an operator over ranks: `backend(name)` wraps that backend, once."""
 
     def __init__(self, wrap: Callable[[str], Any]):
         self.backend = functools.cache(wrap)

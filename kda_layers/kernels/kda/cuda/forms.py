@@ -150,7 +150,7 @@ def run(x: Inputs, plan: Plan, last: LastTokens) -> tuple[KDAOutput, Saved | Non
     Raises:
         RuntimeError: specialised CTAs cannot run at once
     """
-    (_, HV, V, K), prepared, transitions, starts = plan.state_shape, None, None, None
+    HV, V, K, prepared, transitions, starts = *x.v.shape[2:], x.q.shape[3], None, None, None
     out, (ring, progress) = outputs_like(x), plan.scratch(x.q.device)
     if out.checkpoints is not None and x.cu_seqlens is not None:
         # Offsets end at T, so N sequences leave at most 63 N tokens after their full chunks: fewer than N rows unused

@@ -276,7 +276,6 @@ class Plan(NamedTuple):
 
     launches: tuple[Launch, ...]  # one after the other, with the same parameters
     values: bytes  # of the parameters
-    state_shape: tuple[int, int, int, int]
     counters: int  # elements of ForwardParams.progress
     ring_bytes: int = 0  # size of ForwardParams.ring
     saves: bool = False  # what the backward reads
@@ -285,8 +284,9 @@ class Plan(NamedTuple):
 
     def run(self, pointers: bytes) -> None:
         """Launch with the pointers of the parameters."""
+        params = pointers + self.values
         for launch in self.launches:
-            launch.run(pointers + self.values)
+            launch.run(params)
 
     def scratch(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Return memory for ForwardParams.ring and .progress."""

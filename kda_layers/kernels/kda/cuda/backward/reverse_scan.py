@@ -1,9 +1,9 @@
 """Launcher of reverse_scan.cu: the backward's scan from each sequence's last chunk to its first.
 
 Where the forward has cut sequences into segments, let D be the gradient of the state after a segment and d what the
-scan computes from D = 0. The gradient of the state before the segment is d + D F^T, with F of the segment's map. So all
-segments but the first are scanned at once for d, the gradients of the states between segments are joined, and all
-segments are scanned from these.
+scan computes from D = 0. The gradient of the state before the segment is d + D F^T, with F of the segment's
+transition. So all segments but the first are scanned at once for d, the gradients of the states between segments are
+joined, and all segments are scanned from these.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PARAMS = Params("ReverseScanParams", """
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 BV = 64  # columns of V per block
 THREADS = 384
-SEGMENTS = 3  # of stage.cuh
+REVERSE = 3  # of stage.cuh's enum Segments
 
 
 class Variant(NamedTuple):
@@ -67,7 +67,7 @@ class Variant(NamedTuple):
         return {
             "K": self.K, "V": self.K, "BV": BV, "CLUSTER": self.cluster, "IO": TYPES[self.dtype],
             "HAS_WGMMA": int(self.wgmma), "HAS_SETMAXNREG": int(self.setmaxnreg), "T_FP16": int(self.T_fp16),
-            "SHARED_BYTES": self.shared_bytes, **({} if self.cut is None else self.cut.defines(SEGMENTS)),
+            "SHARED_BYTES": self.shared_bytes, **({} if self.cut is None else self.cut.defines(REVERSE)),
         }  # fmt: skip
 
     @property

@@ -72,7 +72,7 @@ template <int gate> struct GateGradients {
 };
 
 // Gradient of the beta logit, or of a precomputed beta that is not near zero, from `product` = <bX, V'> = beta^2
-// d_beta. V' contains beta as rounded in T', and so does bX, except that in a fine call it contains beta itself, which
+// d_beta. V' contains beta as rounded in T', and so does bX, except that with T_FP16 it contains beta itself, which
 // differs by less than the rounding of V'. So the division uses the rounded beta.
 template <class Io> DEVICE float write_strength_gradient(float product, float logit, int beta) {
     float strength = write_strength(logit, beta), rounded = Io::unpack(Io::pack(strength, 0.f)).x;

@@ -24,7 +24,7 @@ static_assert(SLICES % RANKS == 0, "the CTAs of a cluster must serve one head");
 
 // ---------------------------------------------------------------- work
 
-// A CTA group is SLICES CTAs that process the same work tiles, each its slice of V; of a map, of V and then of K.
+// A CTA group is SLICES CTAs that process the same work tiles, each its slice of V; of a transition, of V and then of K.
 DEVICE int slice() { return blockIdx.x % SLICES; }
 DEVICE int cta_group() { return blockIdx.x / SLICES; }
 DEVICE int cta_groups() { return gridDim.x / SLICES; }
@@ -123,7 +123,7 @@ template <class Params> DEVICE i64 segment_row(Lane lane, const Params& p, const
     }
     return (i64(before) * p.segments + tile.segment) * p.HV + tile.head;
 }
-// Whether a tile is one of several segments of its sequence.
+// True if a tile is one of several segments of its sequence.
 template <class Params> DEVICE bool of_cut_sequence(const Params& p, const WorkTile& tile) {
     return tile.segment > 0 || !tile.last;
 }

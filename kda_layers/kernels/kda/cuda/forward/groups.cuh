@@ -56,7 +56,7 @@ DEVICE Stage ring_at(const ForwardParams& p, const Cursor& at, u32 count) {
     return {p.ring + (i64(cta_group()) * RING + count % RING) * STAGE_BYTES};
 }
 // The place of a chunk's T' in fp16, null in all CTAs but the one that stores it.
-DEVICE unsigned char* fine_place(const ForwardParams& p, const Cursor& at, u32 count) {
+DEVICE unsigned char* T_fp16_place(const ForwardParams& p, const Cursor& at, u32 count) {
     if (!T_FP16 || int(count % SLICES) != slice()) return nullptr;
     return p.T_fp16 + (i64(at.first_row + at.chunk) * p.HV + at.tile.head) * SQUARE;
 }
@@ -66,7 +66,7 @@ DEVICE u32* prepared(const ForwardParams& p, int slice) { return p.progress + ct
 DEVICE u32* consumed(const ForwardParams& p, int slice) { return prepared(p, slice) + 32; }
 
 // Wait until the previous chunk in the ring's slot has arrived in every CTA. Executed by a full warp.
-DEVICE void wait_for_place(Lane lane, const ForwardParams& p, u32 count) {
+DEVICE void wait_for_slot(Lane lane, const ForwardParams& p, u32 count) {
     if (lane.id < SLICES) {
         while (read_counter(consumed(p, lane.id)) <= count - RING) back_off();
     }
@@ -98,7 +98,7 @@ DEVICE Stage place_of(const ForwardParams& p, const Shared& shared, const Cursor
 
 // Executed by a full warp.
 DEVICE void wait_for_free_place(Lane lane, const ForwardParams& p, const Shared& shared, u32 count) {
-    if (RECYCLES && count >= RING) wait_for_place(lane, p, count);
+    if (RECYCLES && count >= RING) wait_for_slot(lane, p, count);
     if (!SHARED_CHUNKS) {
         for (int part = 0; part < PARTS; part++) wait_for_release(shared, part, count);
     }

@@ -129,7 +129,7 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
     launch = spec.launch_of(machine, s.device, v, ENTRY, groups * v.slices, max(v.cluster, 1))
     ring = v.cluster and not v.saves  # `Saved.prepared` replaces it
     return Plan(
-        (launch,), spec.values_of(s, tiles), s.state_shape, counters=64 * groups if v.cluster else 0,
+        (launch,), spec.values_of(s, tiles), counters=64 * groups if v.cluster else 0,
         ring_bytes=groups * v.ring_bytes if ring else 0, saves=v.saves,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 // Lists the sequences of a packed call that have chunks, the longest first. The forward visits these alone (the decode
 // kernel computes the few tokens of the others) and does not end with a long one. One CTA.
 //
-//     order   [sequences]: their indices, by classes of length, then -1
+//     order      [sequences]: their indices, by classes of length, then -1
 //     positions  [sequences]: where in that list a sequence is; of the others, unwritten
 //
 // It also lists sequences without tokens, whose final state is the initial one, and those whose state at token 0 an

@@ -32,7 +32,7 @@ DEVICE void give_tasks(Lane lane, const ForwardParams& p, const Shared& shared) 
             mbarrier_arrive(tasks.barrier(Tasks::GIVEN, iteration));
         }
         if (iteration > 0) {
-            wait_for_place(lane, p, group, count);
+            wait_for_slot(lane, p, group, count);
             if (lane.id == 0) mbarrier_arrive(tasks.barrier(Tasks::PLACED, iteration - 1));
         }
         if (!at.valid(p)) return;

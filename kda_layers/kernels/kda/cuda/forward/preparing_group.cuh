@@ -57,7 +57,7 @@ DEVICE void invert_chunks(Lane lane, const ForwardParams& p, const Shared& share
         if (lane.warp == 0) make_room(lane, p, shared, at, count);
         mbarrier_wait(shared.summed(), iteration & 1);
         warp_sync();
-        invert_chunk(lane, shared, place_of(p, shared, at, count), fine_place(p, at, count), beta);
+        invert_chunk(lane, shared, place_of(p, shared, at, count), T_fp16_place(p, at, count), beta);
         arrive_by_warp(lane, shared.inverted());
         arrive_by_warp(lane, shared.written());
         if (!last) continue;

@@ -28,7 +28,7 @@ DEVICE int scanned_tile(const ForwardParams& p, int t) {
 // for each group. A group scans its run from the last tile to the first. A tile that two runs share is thus the first of one
 // and the last of the other: the group that begins it hands its state to the group that ends it. No run is shorter than a
 // tile, so the beginning is scanned before the end is reached (McNaughton's rule for preemptive schedules).
-// Maps of segments are not shared: their runs consist of whole tiles.
+// Transitions of segments are not shared: their runs consist of whole tiles.
 struct Runs {
     u32 chunks;         // of a tile
     u32 least, longer;  // chunks of a run, at least; runs that have one unit more
@@ -220,10 +220,10 @@ using Search = PlainSearch;
 
 // ---------------------------------------------------------------- prepared chunks
 
-// Each CTA group has p.ring_slots slots for prepared chunks, used in turn: of a ring in global memory, or, if all chunks are
-// kept, the rows of its chunks, so many that none is used twice. Its counters: how often each place has been filled, and, on
-// a cache line of their own, how many chunks of a ring have arrived in the shared memory of each CTA, and how many warps of it
-// have handed over the state of a tile that another group ends. These states are behind the ring.
+// Each CTA group has p.ring_slots slots for prepared chunks, used in turn: of a ring in global memory, or, if all chunks
+// are kept, the rows of its chunks, so many that none is used twice. Its counters: how often each slot has been filled, and, on
+// a cache line of their own, how many chunks of a ring have arrived in the shared memory of each CTA, and how many warps
+// of it have handed over the state of a tile that another group ends. These states are behind the ring.
 DEVICE i64 kept_row(const ForwardParams& p, const WorkTile& tile, int chunk) {
     return (i64(tile.sequence) * ((p.T + CHUNK - 1) / CHUNK) + tile.skipped + chunk) * p.HV + tile.head;
 }
@@ -249,8 +249,8 @@ DEVICE float* handed_state(const ForwardParams& p, int group) {
     return reinterpret_cast<float*>(p.ring + i64(p.groups) * p.ring_slots * STAGE_BYTES) + state_at(group, 0);
 }
 
-// Wait until the previous chunk in the place has arrived in every CTA of the group. Executed by a full warp.
-DEVICE void wait_for_place(Lane lane, const ForwardParams& p, int group, u32 count) {
+// Wait until the previous chunk in the slot has arrived in every CTA of the group. Executed by a full warp.
+DEVICE void wait_for_slot(Lane lane, const ForwardParams& p, int group, u32 count) {
     if (!KEEPS && lane.id < SLICES && count >= p.ring_slots) {
         while (read_counter(consumed(p, group, lane.id)) <= count - p.ring_slots) back_off();
     }

@@ -101,7 +101,7 @@ struct Values {
             if constexpr (BV >= 32) {
                 #pragma unroll
                 for (int i = 0; i < TILES; i += 4) {
-                    // not in transitions: their scan would spill
+                    // not for transitions, whose scan would spill
                     const uint4 v = SEGMENTS == TRANSITIONS ? *reinterpret_cast<const uint4*>(at + 2 * i)
                                                             : load_once<uint4>(at + 2 * i);
                     x[r][i] = v.x, x[r][i + 1] = v.y, x[r][i + 2] = v.z, x[r][i + 3] = v.w;

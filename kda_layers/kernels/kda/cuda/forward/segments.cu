@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(JOIN_THREADS, 1)
     float s[2][4] = {};
     if (p.initial_state) at.load(s, p.initial_state + state_at(i64(at.sequence) * p.HV + at.head, 0));
     const i64 stride = p.HV * ((V + K) * K);
-    const float* map = p.transitions + at.row * ((V + K) * K);
-    at.join<false>(s, at.segments - 1, {p.starts + state_at(at.row, 0), state_at(p.HV, 0)}, {map + V * K, stride},
-                   {map, stride});
+    const float* transition = p.transitions + at.row * ((V + K) * K);
+    at.join<false>(s, at.segments - 1, {p.starts + state_at(at.row, 0), state_at(p.HV, 0)},
+                   {transition + V * K, stride}, {transition, stride});
 }

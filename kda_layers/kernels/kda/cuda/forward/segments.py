@@ -128,7 +128,7 @@ def _plan_of(machine: Machine, s: Signature, by_roles: bool) -> Plan:
         s, N * segments * HV, segments=segments, cut_from=cut.longer, groups=split.groups, ring_slots=split.ring_slots
     )
     launches = transitions, Launch(join, *join_launch(N * HV, last.K)), last_scan
-    return Plan(launches, values, s.state_shape, counters, saves=s.saves, cut=cut, last_tokens=s.last_tokens)
+    return Plan(launches, values, counters, saves=s.saves, cut=cut, last_tokens=s.last_tokens)
 
 
 def join_launch(heads: int, K: int) -> tuple[int, int, int, int]:

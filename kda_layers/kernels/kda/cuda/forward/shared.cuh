@@ -35,7 +35,7 @@ enum Barrier { PREPARED = 1, INVERTING, MERGING, SCANNING, TOKENS };  // TOKENS 
 // Place of a channel's gamma: a lane of the scan reads four at once, of the channels of its accumulators.
 DEVICE int gamma_at(int channel) { return channel / 16 * 16 + channel / 2 % 4 * 4 + channel / 8 % 2 * 2 + channel % 2; }
 
-// Whether the decode kernel computes a sequence's last tokens.
+// True if the decode kernel computes a sequence's last tokens.
 DEVICE bool has_last_tokens(const ForwardParams& p, int sequence) {
     const int length = p.cu_seqlens ? offset_of(p, sequence + 1) - offset_of(p, sequence) : p.T;
     return in_chunks(p, length) < length;

@@ -136,6 +136,6 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
     blocks = split.groups * v.slices + split.preparers
     launch = spec.launch_of(machine, s.device, v, ENTRY, blocks, v.slices, cooperative=True)
     # a ring and, unless the sequences are packed, a state that is handed over
-    slots = split.ring_slots * spec.stage_bytes(v.K) + (0 if s.packed else 4 * v.K**2)
+    group_bytes = split.ring_slots * spec.stage_bytes(v.K) + (0 if s.packed else 4 * v.K**2)
     values = spec.values_of(s, s.sequences * s.v_shape[2], groups=split.groups, ring_slots=split.ring_slots)
-    return Plan((launch,), values, s.state_shape, split.counters, split.groups * slots)
+    return Plan((launch,), values, split.counters, split.groups * group_bytes)

@@ -1,4 +1,4 @@
-"""Launching layer_step.cu: a KDA layer's decode step between its projections, in one kernel."""
+"""Launcher of layer_step.cu: a KDA layer's decode step between its projections, in one kernel."""
 
 from __future__ import annotations
 
@@ -162,9 +162,9 @@ def _plan(x: Inputs, machine: Machine) -> Plan:
     for t, weight in factors:
         if weight is not None:
             read += [(B, t.stride(0), LINE), (T, t.stride(1), LINE)]
-    aligned = all(stride % line == 0 for size, stride, line in read if size > 1)
+    strides_aligned = all(stride % line == 0 for size, stride, line in read if size > 1)
     kernel = machine.load(SOURCE, "kda_layer_step", variant.defines, device)
     grid = HV, min(B, MOST_ROWS), -(-B // MOST_ROWS)
     launch = Launch(kernel, grid, 32 * variant.warps, variant.group, variant.shared_bytes(T))
     overlapped = launch._replace(overlap=machine.properties(device).capability >= OVERLAPS)
-    return Plan(launch, overlapped, values, aligned)
+    return Plan(launch, overlapped, values, strides_aligned)
