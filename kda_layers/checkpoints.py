@@ -26,7 +26,9 @@ def __getattr__(name: str) -> Any:
 
         return fla_checkpoint.convert_fla_checkpoint
     if name.startswith("KDA"):
-        from kda_layers.modeling.models import variant
+        from kda_layers.modeling.models import VARIANTS, variant
 
-        return getattr(variant, name)
+        ours = tuple(config.removesuffix("Config") for config in VARIANTS.values())
+        if name.startswith(ours) and hasattr(variant, name):
+            return getattr(variant, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -48,6 +48,10 @@ def _explain_model(model: nn.Module, generation: dict[str, Any]) -> str:
     compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
     model = getattr(model, "_orig_mod", model)
     config = getattr(model, "generation_config", None)
+    if config is None and generation:
+        raise TypeError(
+            f"options must be left out for a {type(model).__name__}, which has no generate, got {', '.join(generation)}"
+        )
     if unknown := [name for name in generation if not hasattr(config, name)]:
         raise TypeError(f"options must be arguments of {type(model).__name__}.generate, got {', '.join(unknown)}")
     options = {n: generation.get(n, getattr(config, n, None)) for n in ("cache_implementation", "num_beams")}

@@ -60,7 +60,7 @@ OF_SERVING = {
     f"{ENGINE}.scheduler": "FIFOScheduler",
 }
 NAMES = {seam.path: seam for seam in (*_seams(OF_MODELS), *_seams(OF_SERVING, "5.18"))}
-# Names that our classes override or read: if one were renamed, what we do there would be skipped without a word.
+# Names that our classes override or read: if one were renamed, what we do there would be skipped silently.
 OVERRIDDEN = _seams({
     "cache_utils": "Cache.crop LinearAttentionLayer.update_conv_state LinearAttentionLayer.update_recurrent_state "
     "LinearAttentionLayer.reorder_cache",

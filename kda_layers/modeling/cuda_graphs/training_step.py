@@ -139,16 +139,14 @@ class CapturedStep:
             )
         if self.captured:
             self._check_unchanged()
-        _check_batches(batches, self._inputs, self._graphs.device)
+        _check_batches(batches, self._inputs if self._calls else (), self._graphs.device)
         if self._calls:
             for held, batch in zip(self._inputs, batches, strict=True):
                 for name, value in held.items():
                     if isinstance(value, Tensor):
                         value.copy_(batch[name].detach())
         else:
-            self._inputs = [
-                {n: t.detach().clone() if isinstance(t, Tensor) else t for n, t in b.items()} for b in batches
-            ]
+            self._inputs = [{name: _held(value) for name, value in batch.items()} for batch in batches]
             self._fix_weights()
         self._read_rates()
         if self._calls < self.warmup:
@@ -337,7 +335,10 @@ def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _check_batches(batches: Sequence[Batch], held: Sequence[Batch], device: torch.device) -> None:
-    """Raise a TypeError or ValueError unless the graph that reads `held`, none at first, computes the step of these."""
+    """Raise a TypeError or ValueError for batches that a graph which reads `held` cannot take.
+
+    `held` is empty before the first step.
+    """
     if not held and not batches:
         raise ValueError("batches must be at least one, got none")
     if held and len(batches) != len(held):

@@ -134,8 +134,7 @@ def additions(layer: nn.Module, kind: type[nn.Module] = nn.Linear, biased: bool 
 
 
 def hooks(module: Any, harmless: str = "") -> Iterator[Reason]:
-    """Yield what calling a module runs beside the forward of its class; hooks of the Python module `harmless` do not
-    count."""
+    """Yield what calling a module runs beside its class's forward, except hooks of the Python module `harmless`."""
     pre, post = module._forward_pre_hooks, module._forward_hooks
     if (pre or post) and any(getattr(h, "__module__", None) != harmless for h in (*pre.values(), *post.values())):
         yield Reason("has forward hooks", "remove them", module)
@@ -152,9 +151,9 @@ def training_additions(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> I
 
 def other_dtype(layer: nn.Module, dtype: torch.dtype) -> Iterator[Reason]:
     """Yield that a layer's weight has another dtype than its inputs."""
-    weight = getattr(layer, "weight", None)
-    if weight is not None and weight.dtype != dtype:
-        text = f"has a weight in {name_of(weight.dtype)} for inputs in {name_of(dtype)}"
+    got = getattr(getattr(layer, "weight", None), "dtype", dtype)  # a quantised layer may have a method `weight`
+    if got != dtype:
+        text = f"has a weight in {name_of(got)} for inputs in {name_of(dtype)}"
         yield Reason(text, "load the model in one dtype", layer)
 
 

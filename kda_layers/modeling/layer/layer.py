@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.deprecation import recompute_words
+from ...kernels.deprecation import recompute_words, renamed_attribute
 from ...kernels.over_ranks.shards import Shards
 from ..checks import as_int, check_kda_arguments, check_no_unknown, reads_old_keywords
 from ..inputs.arguments import takes_cache
@@ -50,7 +50,7 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
     Raises:
         TypeError: an unknown keyword; a size, a rank or layer_idx that is not an integer; rms_norm_eps or lower_bound
             that is not a number.
-        ValueError: num_value_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound or
+        ValueError: num_value_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound,
             recompute or memory_share; a negative rms_norm_eps or rank; "softplus" without a learned rate.
     """
 
@@ -209,6 +209,9 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
     def rms_norm_eps(self) -> float:
         """Epsilon of the output norm."""
         return self.o_norm.eps
+
+    num_v_heads, head_v_dim = renamed_attribute("num_value_heads"), renamed_attribute("value_head_dim")
+    norm_eps = renamed_attribute("rms_norm_eps")
 
     def extra_repr(self) -> str:
         return (

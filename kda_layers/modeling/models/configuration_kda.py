@@ -81,7 +81,7 @@ class KDAFields(PreTrainedConfig):
         self.linear_recompute, self.linear_memory_share = words
 
     def layer_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `KimiDeltaAttention` by name, but layer_idx and backend."""
+        """Return the arguments of `KimiDeltaAttention` by name, except layer_idx and backend."""
         self._read_recompute()  # `from_pretrained` sets fields that it is given after `__post_init__`
         names = (f.removeprefix("linear_") for f in KDAFields.__dataclass_fields__ if f.startswith("linear_"))
         arguments = {name: getattr(self, f"linear_{name}") for name in names}

@@ -59,7 +59,7 @@ class $causal_lm(PackageForCausalLM):
 UNSIGNED = '"""Loads this checkpoint with trust_remote_code=True. All code is in the package: '
 
 # Modules that the code of older checkpoints imports -> the one that has their names now, all below kda_layers.modeling.
-# Newer code imports public modules, so no row is added.
+# Newer code imports public modules, so no row is added; files of torch.save(model) are not covered.
 MOVED = {
     "configuration_kda": "models.configuration_kda",
     "modeling_kda": "models.modeling_kda",

@@ -36,7 +36,7 @@ from kda_layers.modeling.layer.fast_paths import FastPath, SupposedCall
 from kda_layers.modeling.layer.fused_sums import add_and_normalise
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
 from kda_layers.modeling.models.hub import write_card
-from kda_layers.modeling.models.loss import CHUNKED_LOSS, logits_and_loss
+from kda_layers.modeling.models.loss import CHUNKED_LOSS, check_skip_logits, logits_and_loss
 from kda_layers.modeling.parallel import tensor_parallel as tensor_parallel  # registers the styles of the plans
 from kda_layers.modeling.parallel.context_parallel import read_shards
 from kda_layers.modeling.seams import (
@@ -175,7 +175,7 @@ class HybridModel(HybridPreTrainedModel):
                 cu_seq_lens_q, seq_idx, position_ids, as transformers' DataCollatorWithFlattening gives them, or a mask
                 of scores. Softmax layers encode position_ids if they are given as well.
             **kwargs: keywords of transformers for attention functions, outputs and continuous batching. Others are
-                ignored, as transformers' models ignore them, but for misspelt ones, see `calls.refuse_misspelt`.
+                ignored, as transformers' models ignore them, but for misspelt ones, see `keywords.refuse_misspelt`.
 
         Returns:
             BaseModelOutputWithPast: last_hidden_state [B, T, D], the recorded outputs requested, and the cache, which
@@ -329,6 +329,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         Raises: as `HybridModel.forward`; keywords of the loss function are accepted too.
             ValueError: skip_logits=True without labels or with logits_to_keep.
         """
+        check_skip_logits(skip_logits, labels, logits_to_keep)
         for_loss = {} if is_engine_cache(cache) else loss_options(kwargs, type(self), self.loss_function)
         kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
         outputs = self.model(

@@ -1,6 +1,6 @@
 """The loss and the logits of a language model from its hidden states.
 
-In training, the loss needs no logits: it is computed by chunks of tokens, and the logits when somebody reads them.
+In training, the loss needs no logits: it is computed by chunks of tokens, and the logits on first access.
 """
 
 from __future__ import annotations
@@ -74,6 +74,18 @@ def chunked_loss(
     return total / num_items_in_batch
 
 
+def keeps_all(logits_to_keep: int | Tensor) -> bool:
+    """Return True if the logits of all positions are computed."""
+    return isinstance(logits_to_keep, int) and logits_to_keep == 0
+
+
+def check_skip_logits(skip_logits: bool | None, labels: Tensor | None, logits_to_keep: int | Tensor) -> None:
+    """Raise a ValueError for skip_logits=True without labels or with logits_to_keep."""
+    if skip_logits and (labels is None or not keeps_all(logits_to_keep)):
+        given = "labels=None" if labels is None else f"logits_to_keep={logits_to_keep}"
+        raise ValueError(f"skip_logits must be False or None without labels or with logits_to_keep, got {given}")
+
+
 def logits_and_loss(
     model: Any,
     x: Tensor,
@@ -94,13 +106,9 @@ def logits_and_loss(
         for_loss: those that it gets alone; the loss by chunks of tokens does not read them.
         more: further fields of the output.
     """
-    whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
-    if skip_logits and (labels is None or not whole):
-        given = "labels=None" if labels is None else f"logits_to_keep={logits_to_keep}"
-        raise ValueError(f"skip_logits must be False or None without labels or with logits_to_keep, got {given}")
     if skip_logits is None:
         skip_logits = model.training and torch.is_grad_enabled() if model.skip_logits is None else model.skip_logits
-    if skip_logits and labels is not None and whole and not for_loss:
+    if skip_logits and labels is not None and keeps_all(logits_to_keep) and not for_loss:
         loss = chunked_loss(model, x, labels, **options)
         if loss is not None:
             skipped: Any = SkippedLogits(model.lm_head, x, autocast_dtype(x))

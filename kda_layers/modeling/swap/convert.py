@@ -148,17 +148,21 @@ def check_backend(backend: str | None, known: Iterable[str]) -> None:
         raise ValueError(f"backend must be one of {', '.join(known)}, got {backend!r}")
 
 
+def unsupported(what: str, kind: str) -> ValueError:
+    """Return the error for a model_type that the caller, `swap_attention` or `convert_attention`, does not take."""
+    hint = " (its KDA layers are of this package already)" if kind.startswith("kda") else ""
+    return ValueError(
+        f"{what} must be of a supported family (swap_attention, in place: {', '.join(families.IN_PLACE)}; "
+        f"convert_attention: {', '.join(VARIANTS)}), got model_type {kind!r}{hint}"
+    )
+
+
 def _variant_of(model: Any) -> Any:
     """Return the language model with KDA layers that `model` is converted to; raise as `convert_attention` does."""
     check_model(model)
     kind = model.config.model_type
     if kind not in VARIANTS:
-        hint = ": swap_attention changes its layers in place" if kind in families.IN_PLACE else ""
-        hint = " (its KDA layers are of this package already)" if kind.startswith("kda") else hint
-        raise ValueError(
-            f"{type(model).__name__} must be of a supported family (to convert: {', '.join(VARIANTS)}), "
-            f"got model_type {kind!r}{hint}"
-        )
+        raise unsupported(type(model).__name__, kind)
     variant = language_model(kind)
     if type(model) is not variant.stock_class:
         raise ValueError(

@@ -16,7 +16,7 @@ from kda_layers.kernels.kda.checks import check_recompute
 from kda_layers.modeling.checks import check_not_sharded, check_numbers, layer_indices
 from kda_layers.modeling.models import VARIANTS
 from kda_layers.modeling.swap import families
-from kda_layers.modeling.swap.convert import check_backend, check_model, convert_attention
+from kda_layers.modeling.swap.convert import check_backend, check_model, convert_attention, unsupported
 from kda_layers.modeling.swap.in_place import StockFamily
 from kda_layers.modeling.swap.saved_names import accept_saved_names, refuse_saved_names
 
@@ -79,6 +79,8 @@ def swap_attention(
         warn_deprecated(f"swap_attention of a {type(model).__name__}", "kda_layers.convert_attention")
         given = dict(linear_recompute=recompute, linear_memory_share=memory_share)
         given = {name: value for name, value in given.items() if value not in ("auto", None)}
+        if twice := given.keys() & config.keys():
+            raise TypeError(f"{', '.join(sorted(twice))} must be left out beside recompute and memory_share, the same")
         return convert_attention(model, layers, backend=backend, **given, **config)
     recompute, memory_share = recompute_words(recompute, memory_share)
     check_recompute(recompute, memory_share)
@@ -267,9 +269,7 @@ def _stock_class(config: Any) -> Any:
 def _family(kind: str, what: str) -> StockFamily:
     kind = kind.removesuffix("_text")  # the text part of a vision-language model alone
     if kind not in families.IN_PLACE:
-        supported = ", ".join(families.IN_PLACE) + "; to convert: " + ", ".join(VARIANTS)
-        ours = " (its KDA layers are of this package already)" if kind.startswith("kda") else ""
-        raise ValueError(f"{what} must be of a supported family ({supported}), got model_type {kind!r}{ours}")
+        raise unsupported(what, kind)
     return families.load(kind)
 
 
