@@ -79,8 +79,8 @@ bench-swap: $(DEV)
 bench-gpu: $(GPU)
 	$(RUN) -m benchmarks.gpu
 
-# Leaves to `make test-all`: files that need no GPU, combinations of tests that compile, and combinations and slow tests
-# of `eager` and `fla`. A test of `fla` compiles for up to 30 s; CI runs `eager`. Failures are in $(FAILURES) as they come.
+# Leaves to `make test-all`: files that need no GPU, combinations of tests that compile (of `fla`, for up to 30 s), and
+# combinations and slow tests of `eager`. Failures are in $(FAILURES) as they come.
 CPU_ONLY = test_build test_cuda_compile test_imports test_over_ranks test_context_parallel test_tensor_parallel
 test-gpu: $(GPU)
 	mkdir -p runs

@@ -1,8 +1,8 @@
 """Marks of tests, which the Makefile chooses by, and what a run of tests needs.
 
-A test is marked where it stands: `slow`, `compiles`, `emulated` or `gpu` (see pyproject.toml). `combination` is
-set here: a test runs each value of each of its parameters in one case at least, and its other cases are combinations
-of values that have run, which `make test` leaves to `make test-all`.
+A test is marked where it stands: `slow`, `compiles`, `emulated`, `gpu` or `fallback` (see pyproject.toml).
+`combination` is set here: a test runs each value of each of its parameters in one case at least, and its other cases
+are combinations of values that have run, which `make test` leaves to `make test-all`.
 KDA_LAYERS_REQUIRE="sm90,fla" names the backends that must serve on this machine: their skips are failures.
 KDA_LAYERS_FAILURES=FILE collects failures as they come.
 --record-versions adds the installed torch and transformers to `kda_layers/tested_versions.json` if the tests pass that

@@ -61,7 +61,7 @@ def make(case: str, packed: bool = False, T: int = 70, dtype: torch.dtype = FP64
 
     gate, beta = normal(B, T, HV, K), normal(B, T, HV)
     tensors = dict(
-        q=normal(B, T, H, K), k=0.3 * normal(B, T, H, K), v=normal(B, T, HV, V),  # |k| < 1 as no norm sees to it
+        q=normal(B, T, H, K), k=0.3 * normal(B, T, H, K), v=normal(B, T, HV, V),  # |k| < 1, as there is no norm
         g=gate if options.get("use_gate_in_kernel") else -5 * torch.sigmoid(gate),
         beta=beta if options.get("use_beta_sigmoid_in_kernel") else torch.sigmoid(beta),
     )  # fmt: skip

@@ -37,6 +37,24 @@ def test_compiles(): pass
 def test_gpu(): pass
 """
 
+ON_A_GPU = """
+import pytest
+
+BACKENDS = ["ours", pytest.param("eager", marks=pytest.mark.fallback), pytest.param("fla", marks=pytest.mark.compiles)]
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("b", range(2))
+@pytest.mark.parametrize("a", [0, 1])
+def test_all(a, b, backend): pass
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
+def test_slow(backend): pass
+
+@pytest.mark.emulated
+def test_emulated(): pass
+"""
+
 
 def pytest_runs(folder: Path, text: str, *runs: list[str], **environment: str) -> str:
     """The output of pytest on one file with the project's hooks and settings, once for each list of arguments."""
@@ -84,6 +102,16 @@ def test_what_targets_run(tmp_path: Path) -> None:
     assert len(set(runs["test-all"]) - set(emulated)) == 3 * 4 + 3
     assert sorted(runs["test"] + runs["test-models"] + emulated) == sorted(runs["test-all"])
     assert expression("test-all") == ALL_TESTS
+
+
+@needs_make
+def test_what_the_target_of_a_gpu_runs(tmp_path: Path) -> None:
+    """All cases of our kernels; of fla, which compiles, no combinations; of eager nothing slow, either."""
+    arguments = ["--collect-only", "-q", "-o", "addopts=--strict-markers", "-m", expression("test-gpu")]
+    ids = re.findall(r"::(\S+)", pytest_runs(tmp_path, ON_A_GPU, arguments))
+    for backend, cases in (("ours", 4), ("fla", 2), ("eager", 2)):
+        assert len([i for i in ids if i.startswith("test_all") and i.endswith(f"{backend}]")]) == cases, ids
+    assert sorted(i for i in ids if not i.startswith("test_all")) == ["test_slow[fla]", "test_slow[ours]"]
 
 
 def test_every_process_starts_with_its_share_of_what_takes_long() -> None:

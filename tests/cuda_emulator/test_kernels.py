@@ -46,7 +46,7 @@ def test_every_result_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failure_says_how_to_replay_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """The walk forgets fence_proxy_async_shared."""
+    """The scan forgets fence_proxy_async_shared."""
     read = cuda_emulator._closure
 
     def forgetful(source: Path) -> dict[str, str]:

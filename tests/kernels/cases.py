@@ -89,10 +89,11 @@ def emulated(*values: Any) -> Any:
 
 
 def of_this_device() -> list[Any]:
-    """The installed backends that serve anything on the best device."""
+    """The installed backends that serve anything on the best device; Triton takes 20 s to compile fla's kernels."""
     devices = {n: KDA.backends()[n].serves.get("device") for n in installed_backends()}
     names = [n for n, allowed in devices.items() if allowed is None or not allowed.refuses(BEST_DEVICE)]
-    return [pytest.param(n, marks=pytest.mark.fallback) if n in ("eager", "fla") else n for n in names]
+    marks = {"eager": pytest.mark.fallback, "fla": pytest.mark.compiles}
+    return [pytest.param(n, marks=marks[n]) if n in marks else n for n in names]
 
 
 on_installed_backends = pytest.mark.parametrize("backend", of_this_device())

@@ -31,6 +31,7 @@ from tests.kernels.cases import (
     run_oracle,
     to_fp64,
 )
+from tests.kernels.emulated import without_two_roles
 
 RUNS = 100
 # few heads (blocks of 16 columns), many (of 32, several items a unit), and ragged sequences
@@ -97,8 +98,7 @@ def test_segments(H: int, backend: str) -> None:
             call(xs[0], backend)
         return
     got = run_draws(lambda x: call(x, backend), xs)
-    # The recurrence goes through the tokens one by one, which takes minutes for the draws that a single head would
-    # need: sixteen heads have as many elements in one.
+    # The recurrence takes minutes for 16 draws of one head, which have as many elements as sixteen heads.
     if H == 16:
         truth, yardstick = (run_oracle([cast(x) for x in xs]) for cast in (to_fp64, lambda x: x))
         check(got, truth, limits_of(yardstick, truth, case.dtype))
@@ -107,13 +107,13 @@ def test_segments(H: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("final", [False, True])
-def test_maps_of_segments(final: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of two roles give the bits of blocks of one, in every run; gradients too."""
+def test_transitions_of_segments(final: bool, backend: str) -> None:
+    """Specialised CTAs give the bits of CTAs of one role, in every run; gradients too."""
     if backend != "sm90":
         pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
     x = make_inputs(Case(T=20000, B=2, H=3, slow=True, state=True, final=final, checkpoints=False), "cuda")
     x = x._replace(segments="always")
-    with mock.patch.object(two_roles, "declined", "is switched off"):
+    with without_two_roles():
         want, gradients = run(x, backend), run_draws(lambda x: call(x, backend), [x])
     machine = KDA.backends()[backend].machine  # type: ignore[attr-defined]
     assert segments.splits(Signature.of(x), machine.properties(x.q.device))
@@ -142,11 +142,11 @@ TWO_ROLES = [
 
 @pytest.mark.parametrize("case", **ids(TWO_ROLES))
 def test_two_roles(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of two roles give the bits of blocks of one, in every run."""
+    """Specialised CTAs give the bits of CTAs of one role, in every run."""
     if backend != "sm90":
         pytest.skip(f"two roles are for sm_90, this GPU has {backend}")
     x = make_inputs(case, "cuda")
-    with mock.patch.object(two_roles, "declined", "is switched off"):
+    with without_two_roles():
         want = run(x, backend)
     launched = mock.Mock(wraps=forms.run)
     monkeypatch.setattr(forms, "run", launched)

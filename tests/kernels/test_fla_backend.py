@@ -1,6 +1,6 @@
 """The adapter of flash-linear-attention: what it refuses and why, and the table of chunks that packed sequences need.
 
-Its kernels run on a GPU only; there a third of the matrix of tests applies to them (make test-gpu), or all (pytest).
+Its kernels run on a GPU only; there the matrix of tests applies to them (make test-gpu).
 """
 
 from __future__ import annotations

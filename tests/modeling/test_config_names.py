@@ -46,7 +46,9 @@ def test_every_argument_of_the_layer_is_a_field_or_has_one(config: type[PreTrain
     assert set(old.values()) <= arguments
     for name in (arguments | old.keys()) - config.__dataclass_fields__.keys():
         new = old.get(name, name)
-        hint = "an argument of KimiDeltaAttention only" if name in only else f"use (linear_)?{new}"
+        field = new if new in config.__dataclass_fields__ else f"linear_{new}"
+        assert name in only or field in config.__dataclass_fields__
+        hint = "an argument of KimiDeltaAttention only" if name in only else f"use {field}"
         with pytest.raises(TypeError, match=rf"{config.__name__} has no field {name} \({hint}\)"):
             config(**{name: None})
 

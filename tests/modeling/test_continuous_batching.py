@@ -33,6 +33,8 @@ try:
 
     from kda_layers.modeling.serving import engine
 except ImportError as error:
+    if (error.name or "").startswith("kda_layers"):  # a file of ours that has moved
+        raise
     pytest.skip(str(error), allow_module_level=True)
 
 FP32 = torch.float32

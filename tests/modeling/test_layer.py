@@ -431,7 +431,7 @@ def test_fresh_gates(gate_activation: str) -> None:
         assert distance < 1.63 / math.sqrt(n)  # Kolmogorov-Smirnov at 1 %
 
 
-def test_reset_gate_draws_anew() -> None:
+def test_reset_gate_draws_again() -> None:
     layer = KimiDeltaAttention(8, 2, 8, gate_activation="softplus", lower_bound=None)
     before = layer.A_log.detach().clone(), layer.dt_bias.detach().clone()
     layer.reset_gate()

@@ -232,8 +232,9 @@ def test_wrapped_models(wrapper: str, call: Callable[..., Any], family: str) -> 
         swap_attention(model)
     wrapped = wrap(model)
     before = {p: type(m) for p, m in model.named_modules()}
+    layers = ([0],) if call is convert_attention else ()
     with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, " + message):
-        call(wrapped, [0]) if call is convert_attention else call(wrapped)
+        call(wrapped, *layers)
     assert {p: type(m) for p, m in model.named_modules()} == before
 
 
@@ -267,8 +268,10 @@ def test_wrapped_and_adapted_layers_have_no_weights_to_copy() -> None:
 @pytest.mark.parametrize("family", ["llama", *IN_PLACE])
 @pytest.mark.parametrize("layers", [7, 0.5, True], ids=str)
 def test_layers_that_are_no_list(family: str, layers: Any) -> None:
+    call: Any = convert_attention if family == "llama" else swap_attention
+    model = llama() if family == "llama" else build(family)
     with pytest.raises(TypeError, match=f"layers must be .*indices.*, got {layers}"):
-        convert_attention(llama(), layers) if family == "llama" else swap_attention(build(family), layers)
+        call(model, layers)
 
 
 @pytest.mark.parametrize("layers", [np.array([0, -2]), [np.int64(0), np.int32(-2)], torch.tensor([0, -2])], ids=type)
@@ -311,11 +314,17 @@ def test_what_is_swapped_in_place_returns_no_model() -> None:
 
 def test_swapping_a_softmax_decoder_converts_it_for_one_release() -> None:
     with pytest.warns(DeprecationWarning, match=r"swap_attention of a LlamaForCausalLM .* use kda_layers.convert_att"):
-        new: Any = swap_attention(llama(), "3:1", linear_conv_kernel_dim=3)
+        new: Any = swap_attention(llama(), "3:1", memory_share=0.5, linear_conv_kernel_dim=3)
     assert (type(new).__name__, new.config.linear_conv_kernel_dim) == ("KDALlamaForCausalLM", 3)
+    assert (new.config.linear_recompute, new.config.linear_memory_share) == ("auto", 0.5)
+    with (
+        pytest.warns(DeprecationWarning, match="swap_attention of a LlamaForCausalLM"),
+        pytest.raises(TypeError, match="linear_recompute must be left out beside recompute"),
+    ):
+        swap_attention(llama(), "3:1", recompute="always", linear_recompute="never")
 
 
 def test_a_model_that_is_not_converted_is_sent_on() -> None:
-    message = r"family \(to convert: llama, .*\), got model_type 'kimi_linear': swap_attention changes"
+    message = r"family \(swap_attention, in place: .*kimi_linear.*\), got model_type 'kimi_linear'"
     with pytest.raises(ValueError, match=message):
         convert_attention(build("kimi_linear"), [0])

@@ -763,7 +763,7 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         lambda: build("kimi_linear"),
         dict(recompute="yes"),
         ValueError,
-        "recompute must be .*got 'yes'",
+        "recompute must be 'auto', 'always' or 'never', got 'yes'",
     ),
     "recompute of Doge": (lambda: build("doge"), dict(recompute="never"), ValueError, "recompute must be 'auto'"),
     "replaced forward": (hooked, {}, ValueError, "forward must be the class's own"),

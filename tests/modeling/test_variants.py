@@ -293,7 +293,7 @@ def test_refused_conversions(
 def test_other_families_are_refused_with_the_supported_ones(kind: str) -> None:
     config_class = getattr(transformers, f"{kind}Config")
     m = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config_class(**TINY_STOCK))
-    message = rf"{type(m).__name__} must be of a supported family .*to convert: llama, mistral, qwen2, qwen3\), got"
+    message = rf"{type(m).__name__} must be of a supported family .*_attention: llama, mistral, qwen2, qwen3\), got"
     with pytest.raises(ValueError, match=message):
         convert(m, "all")
 

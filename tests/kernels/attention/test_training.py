@@ -162,7 +162,7 @@ def test_training_compiles_once(kind: str, backend: str, device: str, required_b
         x = make_inputs(BiasedCase(T=T, B=1 if lengths else 3, lengths=lengths, group=2, dtype=FP16), device)
         serve(backend, problem_of(x, needs_grad=True), required_backends)
         want, got = run(forward, x), run(compiled, x)
-        if kind == "expanded":  # the compiler sums shares, see `torch_ops.compact`
+        if kind == "expanded":  # the compiler sums shares, see `op.compact`
             assert error(got["d_bias"], want.pop("d_bias")) <= 2 * ROUNDOFF[FP16]
         assert [n for n in want if not torch.equal(want[n], got[n])] == []
     assert counter.frame_count == 1
