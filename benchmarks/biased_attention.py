@@ -73,7 +73,7 @@ def ours(backend: str) -> Attention:
 
 
 def flex(x: Tensors) -> Attention:
-    """FlexAttention, compiled for the case; its block mask is made beforehand."""
+    """FlexAttention, compiled for the case; its block mask is made before."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     T, compiled = x.q.shape[1], torch.compile(flex_attention, dynamic=False)

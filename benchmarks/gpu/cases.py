@@ -52,7 +52,7 @@ class Case:
     gate: str = "lower_bound"
     lengths: tuple[int, ...] = ()  # of packed sequences; their sum is T
     checkpoints: bool = False
-    given: bool = False  # gate, beta and norm applied beforehand
+    given: bool = False  # gate, beta and norm are applied already
     states: bool = False  # initial and final ones
     kept: bool = False  # what the backward reads is kept, however much
 
@@ -122,7 +122,7 @@ class Sizes:
 
 FULL = Sizes(
     forward=_both(
-        # 32 heads first: Triton compiles and tunes anew for every number of heads, which a budget may cut short
+        # 32 heads first: Triton compiles and tunes for every number of heads, which a budget may cut short
         Case(1, 8192, 32),
         Case(1, 1024, 32),
         Case(1, 32768, 32),

@@ -21,7 +21,7 @@ HEADS = {
     "q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "A_log": 0, "dt_bias": 0, "initial_state": 1, "o": 2, "final_state": 1,
     "checkpoints": 2,
 }  # fmt: skip
-MOST_STATES = 2**26  # elements of the states of all tokens; autograd keeps about five tensors of them
+MOST_STATES = 2**26  # elements of the states of all tokens in one pass; autograd keeps about five times as many
 
 
 def options(x: Inputs) -> dict:
@@ -99,7 +99,10 @@ def run_draws(
 def run_oracle(
     draws: list[Inputs], d_out: Callable[[Inputs], dict[str, Tensor]] = output_gradients
 ) -> dict[str, Tensor]:
-    """Return `run_draws(oracle, draws, d_out)`, computed for the heads of many draws at once: heads are independent."""
+    """Return `run_draws(oracle, draws, d_out)` of draws of one case.
+
+    Heads are independent, so one pass over the tokens serves the heads of all draws, as many as MOST_STATES allows.
+    """
     x, group = draws[0], draws[0].v.shape[2] // draws[0].q.shape[2]
     heads = max(1, MOST_STATES // (x.q[:, :, 0].numel() * group * x.v.shape[3]))
 
