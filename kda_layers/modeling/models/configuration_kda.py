@@ -148,9 +148,9 @@ def check_names(config: type[PreTrainedConfig], names: Iterable[str]) -> None:
     for name in names:
         if name in known or hasattr(config, name) or name.startswith("_") or name.endswith("_token_id"):
             continue
-        argument = OLD_KEYWORDS["KimiDeltaAttention"].get(name, name)
-        if meant := [field for field in (f"linear_{argument}", argument) if field in fields]:
-            wrong.append(f"{name} (use {meant[0]})")
+        meant = f"linear_{OLD_KEYWORDS['KimiDeltaAttention'].get(name, name)}"
+        if meant in fields:
+            wrong.append(f"{name} (use {meant})")
         elif name in ("layer_idx", "backend"):
             wrong.append(f"{name} (an argument of KimiDeltaAttention only)")
         elif name in OF_FLA:
