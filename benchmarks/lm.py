@@ -1,14 +1,15 @@
 """Cost of a language model beside its peers: `python -m benchmarks.lm --size 0.7b`, on a GPU.
 
-Models of one size with random weights in bf16: ours, the same with softmax attention in every layer,
-flash-linear-attention's own KDA model where that is installed, and transformers' Kimi-Linear, as it is (`kimi`) and
-with our layers (`kimi-swapped`), with KDA in every layer but the last, as it has no cache without attention. Tasks: a
-training step (zero_grad, forward, loss, backward), the same with clipping and AdamW, a prefill that fills a cache, and
-a greedy decode step; each called as it is and, where that can be captured, replayed from a CUDA graph, the step with
-AdamW as a `CapturedStep`; and `generate` with a static cache, whose figures are those of a token, also with a forward
-that does nothing (`loop`). Wall time from one synchronisation to the next, in turns; GPU time, kernels and where the
-time goes from the profiler; memory is the peak of PyTorch's allocator above the parameters, gradients included, and is
-not measured in a graph, whose memory is reserved by its capture.
+Models of one size with random weights in bf16: ours, the same with softmax attention in every fourth layer (`hybrid`)
+and in every layer, flash-linear-attention's own KDA model where that is installed, and transformers' Kimi-Linear, as it
+is (`kimi`) and with our layers (`kimi-swapped`), with KDA in every layer but the last, as it has no cache without
+attention. Tasks: a training step (zero_grad, forward, loss, backward), the same with clipping and AdamW, a prefill that
+fills a cache, and a greedy decode step; each called as it is and, where that can be captured, replayed from a CUDA
+graph, the step with AdamW as a `CapturedStep`; and `generate`, whose figures are those of a token: without options,
+with a static cache, of eager steps (`disable_compile`), and transformers' loop with a forward that does nothing
+(`loop`). Wall time from one synchronisation to the next, in turns; GPU time, kernels and where the time goes from the
+profiler; memory is the peak of PyTorch's allocator above the parameters, gradients included, and is not measured in a
+graph, whose memory is reserved by its capture.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ SIZES: dict[str, dict[str, Any]] = {
 DEVICE = "cuda"
 T = 8192  # tokens of a training step and of a prefill
 PROMPT = 64  # tokens before a decode step
-TOKENS = 128  # that `generate` adds
+TOKENS = 256  # that `generate` adds
 BATCHES = (1, 64)  # sequences of a decode step
 NO_MASK = {"full_attention": None, "linear_attention": None}
 CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
-CONTENDERS = ("ours", "softmax", "fla", "kimi", "kimi-swapped")
+CONTENDERS = ("ours", "hybrid", "softmax", "fla", "kimi", "kimi-swapped")
 COLUMNS = ["task", "mode", "batch", "contender", "wall ms", "GPU ms", "kernels", "MiB", "tokens/s", "MFU %"]
 # Parts of a step's GPU time: the first that matches a kernel's name.
 PARTS = {
@@ -80,7 +81,7 @@ def build(contender: str, size: str) -> Any:
             return to_bf16(FLAForCausalLM(config))
     if contender.startswith("kimi"):
         return _kimi(fields, heads, swapped=contender == "kimi-swapped")
-    kinds = {"layer_types": ["full_attention"] * fields["num_hidden_layers"]} if contender == "softmax" else {}
+    kinds = {"full_attention_interval": {"ours": 0, "hybrid": 4, "softmax": 1}[contender]}
     config = KDAConfig(
         **fields, **kinds, linear_num_heads=heads, linear_head_dim=128, num_attention_heads=heads,
         tie_word_embeddings=True,
@@ -149,10 +150,10 @@ def _adamw(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=True)
 
 
-def generate(model: Any, batch: int) -> Callable[[], Any]:
+def generate(model: Any, batch: int, **options: Any) -> Callable[[], Any]:
     """Greedy generation of TOKENS tokens after a short prompt, the first by a prefill."""
     prompt = torch.randint(1, model.config.vocab_size, (batch, PROMPT), device=DEVICE)
-    options = dict(cache_implementation="static", do_sample=False, eos_token_id=None, pad_token_id=0)
+    options |= dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     return partial(
         model.eval().generate, prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, **options
     )
@@ -166,7 +167,7 @@ def generation_loop(model: Any, batch: int) -> Callable[[], Any]:
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
 
     model.forward = MethodType(forward, model)
-    return generate(model, batch)
+    return generate(model, batch, cache_implementation="static")
 
 
 def prefill(model: Any, batch: int) -> Callable[[], Tensor]:
@@ -238,13 +239,14 @@ TASKS = {
 MODES = {
     "training step": ("call", "graph"), "prefill": ("call",),
     "optimizer step": ("call", "captured", "captured with compiled AdamW"),
-    "decode step": ("call", "graph", "compiled graph"), "generate": ("call", "loop"),
+    "decode step": ("call", "graph", "compiled graph"), "generate": ("call", "static", "eager", "loop"),
 }  # fmt: skip
 # Modes other than a call and its graph.
 SPECIAL: dict[tuple[str, str], Callable[[Any, int], Callable[[], Any]]] = {
     ("optimizer step", "captured"): captured_optimizer_step, ("decode step", "compiled graph"): compiled_decode,
     ("optimizer step", "captured with compiled AdamW"): partial(captured_optimizer_step, compiled=True),
-    ("generate", "loop"): generation_loop,
+    ("generate", "loop"): generation_loop, ("generate", "eager"): partial(generate, disable_compile=True),
+    ("generate", "static"): partial(generate, cache_implementation="static"),
 }  # fmt: skip
 STEPS = {"generate": TOKENS}  # of a call; times are per step
 

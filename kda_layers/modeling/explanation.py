@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Iterator
@@ -34,9 +35,9 @@ def explain(what: Any = None, **options: Any) -> str:
             global hooks, on the device and in the dtype of the parameters, with a cache except in training, without
             padding. Or a problem of an operator (None: a training step of a KDA layer in bf16 on the best device here):
             for each backend whether it serves it.
-        options: of a model arguments of `generate`, in place of those of model.generation_config: cache_implementation
-            and num_beams decide on captured decoding. Of a problem of `kda` the sizes B, T and HV, for which the forms
-            of its kernels are then listed.
+        options: of a model arguments of `generate`, in place of those of model.generation_config: they decide whether
+            its loop runs on the device, and its steps from a CUDA graph. Of a problem of `kda` the sizes B, T and HV,
+            for which the forms of its kernels are then listed.
 
     Raises:
         TypeError: `what` is something else; options that neither `generate` nor a problem has.
@@ -54,7 +55,9 @@ def _explain_model(model: nn.Module, generation: dict[str, Any]) -> str:
         )
     if unknown := [name for name in generation if not hasattr(config, name)]:
         raise TypeError(f"options must be arguments of {type(model).__name__}.generate, got {', '.join(unknown)}")
-    options = {n: generation.get(n, getattr(config, n, None)) for n in ("cache_implementation", "num_beams")}
+    if config is not None:
+        config = copy.deepcopy(config)
+        config.update(**generation)
     # The largest parameter: A_log and dt_bias, which may come first, stay in fp32.
     largest = max((p for p in model.parameters() if p.is_floating_point()), key=Tensor.numel, default=torch.empty(0))
     device, dtype = largest.device, largest.dtype
@@ -62,7 +65,7 @@ def _explain_model(model: nn.Module, generation: dict[str, Any]) -> str:
     lines = [f"{type(model).__name__} on {device}, {name_of(dtype)}" + ", compiled" * compiled]
     for name, (fields, of_problem) in CALLS.items():
         call = SupposedCall(device, dtype, **facts | fields)
-        lines += [f"{name}:", *_backends(model, call, of_problem), *_paths(model, call, options)]
+        lines += [f"{name}:", *_backends(model, call, of_problem), *_paths(model, call, config)]
     if not hasattr(model, "get_compiled_call") or not hasattr(model, "fast_paths"):
         lines.append(f"generate and the loss of {type(model).__name__} are its own: decode steps are not captured")
     return "\n".join(lines)
@@ -89,14 +92,14 @@ def _backends(model: nn.Module, call: SupposedCall, fields: dict[str, Any]) -> I
         yield from (f"    {reason}" for reason in refused)
 
 
-def _paths(model: nn.Module, call: SupposedCall, options: dict[str, Any]) -> Iterator[str]:
+def _paths(model: nn.Module, call: SupposedCall, config: Any) -> Iterator[str]:
     """Yield each path with the modules that take it, then those that do not and the reasons."""
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[tuple[FastPath, tuple[str, ...]], list[str]] = {}  # reasons name modules; none: the path is taken
     for name, module in model.named_modules():
         if not hasattr(module, "fast_paths"):
             continue
-        of_model = (options["cache_implementation"], options["num_beams"] or 1) if hasattr(module, "generate") else ()
+        of_model = (config,) if hasattr(module, "generate") else ()
         for path, facts in module.fast_paths(call, *of_model):
             reasons = tuple(dict.fromkeys(_named(r, names) for r in path.reasons(call, *facts)))
             found.setdefault((path, reasons), []).append(name)

@@ -36,7 +36,9 @@ def _seams(names: dict[str, str], first: str = "5.17") -> tuple[Seam, ...]:
 ENGINE = "generation.continuous_batching"
 # Names that files import from here.
 OF_MODELS = {
-    "cache_utils": "Cache CacheLayerMixin LinearAttentionLayer StaticCache StaticLayer",
+    "cache_utils": "Cache CacheLayerMixin DynamicLayer LinearAttentionLayer StaticCache StaticLayer",
+    "generation": "GenerateDecoderOnlyOutput",
+    "generation.configuration_utils": "GenerationMode",
     "conversion_mapping": "get_model_conversion_mapping",
     "core_model_loading": "WeightConverter WeightRenaming dot_natural_key rename_source_key",
     "distributed.tensor_parallel": "ALL_PARALLEL_STYLES RowwiseParallel TensorParallelLayer",
@@ -64,7 +66,10 @@ NAMES = {seam.path: seam for seam in (*_seams(OF_MODELS), *_seams(OF_SERVING, "5
 OVERRIDDEN = _seams({
     "cache_utils": "Cache.crop LinearAttentionLayer.update_conv_state LinearAttentionLayer.update_recurrent_state "
     "LinearAttentionLayer.reorder_cache",
-    "generation": "GenerationMixin._get_candidate_generator GenerationMixin._prepare_cache_for_generation "
+    "generation": "GenerationMixin._get_candidate_generator GenerationMixin._get_logits_processor "
+    "GenerationMixin._get_stopping_criteria GenerationMixin._prefill GenerationMixin._prepare_cache_for_generation "
+    "GenerationMixin._prepare_special_tokens GenerationMixin._sample "
+    "GenerationMixin._update_model_kwargs_for_generation GenerationMixin._valid_auto_compile_criteria "
     "GenerationMixin.init_continuous_batching",
     "masking_utils": "create_masks_for_generate",
     "models.auto.modeling_auto": "AutoModelForCausalLM._model_mapping",
@@ -87,8 +92,10 @@ OF_ENGINE = _seams({
 }, "5.18")  # fmt: skip
 
 # What differs between versions. transformers 5.24 calls the cache `cache` in every model; attention modules update the
-# engine's cache themselves since then; and only calls with gradients are checkpointed.
+# engine's cache themselves since then; and only calls with gradients are checkpointed. Before 5.20, masks of eager
+# attention take a constant from the host.
 RENAMED = installed("transformers") >= (5, 24)
+MASKS_ON_DEVICE = installed("transformers") >= (5, 20)
 CACHE = "cache" if RENAMED else "past_key_values"
 
 

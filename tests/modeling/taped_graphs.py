@@ -73,12 +73,19 @@ class TapedGraphs:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         tape, random_state = Tape(), torch.get_rng_state()
-        TapedGraphs.recording = True
+        TapedGraphs.recording, make = True, torch.tensor
+
+        def make_on_host(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            if device is not None:
+                raise RuntimeError("torch.tensor copies values of the host to a device while recording")
+            return make(*args, **kwargs)
+
+        torch.tensor = make_on_host  # type: ignore[assignment]
         try:
             with tape:
                 work()
         finally:
-            TapedGraphs.recording = False
+            TapedGraphs.recording, torch.tensor = False, make
             tape.undo()
             torch.set_rng_state(random_state)
         self.captures += 1

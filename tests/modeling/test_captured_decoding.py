@@ -6,20 +6,21 @@ import copy
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CompileConfig, GenerationMixin, LogitsProcessor, PreTrainedModel, StaticCache
+from transformers import CompileConfig, LogitsProcessor, PreTrainedModel, StaticCache
 
-from kda_layers.modeling.cuda_graphs import decoding
+from kda_layers.modeling.cuda_graphs import capture, decoding
 from kda_layers.modeling.cuda_graphs.decoding import CAPTURED_DECODING, CapturedDecoding
 from kda_layers.modeling.layer import weights
 from kda_layers.modeling.layer.fast_paths import SupposedCall
 from tests.kernels.cases import BF16, DEVICES
 from tests.modeling import models
+from tests.modeling.captures import Captures, build, use_graphs
 from tests.modeling.models import ids, left_padded
 from tests.modeling.taped_graphs import TapedGraphs
 
@@ -27,53 +28,18 @@ on_cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 # KDA beside softmax attention, alone, in a variant
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("kda", "llama")]
 every_name = pytest.mark.parametrize("name", ["hybrid", *OTHERS])
-# On a GPU as its kernels want it.
-ON_CUDA: dict[str, Any] = dict(hidden_size=256, intermediate_size=512, head_dim=128, num_attention_heads=2)
 LONG = dict(max_new_tokens=10)
 EVERYTHING = dict(return_dict_in_generate=True, output_scores=True, output_hidden_states=True)
 
 
-class Captures:
-    """The captures of the graphs that stand here: how many succeeded since the last look, and all attempts."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: type) -> None:
-        self.made, self.tried, recapture = 0, 0, graphs.recapture
-
-        def counted(this: Any, work: Callable[[], None]) -> Any:
-            self.tried += 1
-            replay = recapture(this, work)
-            self.made += 1
-            return replay
-
-        monkeypatch.setattr(graphs, "recapture", counted)
-
-    def since(self) -> int:
-        made, self.made = self.made, 0
-        return made
-
-
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "cpu":
-        monkeypatch.setattr(decoding, "CudaGraphs", TapedGraphs)
-        monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
-        monkeypatch.setattr(
-            GenerationMixin, "_valid_auto_compile_criteria", lambda model, kwargs, config: not config.disable_compile
-        )
-    yield request.param
-    gc.collect()
+    yield from use_graphs(request.param, monkeypatch)
 
 
 @pytest.fixture
 def captures(device: str, monkeypatch: pytest.MonkeyPatch) -> Captures:
-    return Captures(monkeypatch, decoding.CudaGraphs)
-
-
-def build(name: str, device: str, **fields: Any) -> PreTrainedModel:
-    if device == "cpu":
-        return models.build(name, **fields)
-    kda = dict(linear_num_heads=2, linear_head_dim=128) if name in models.KDA_LM else {}
-    return models.build(name, BF16, **ON_CUDA | kda | fields).to(device)
+    return Captures(monkeypatch)
 
 
 def generated(m: PreTrainedModel, tokens: Tensor, **options: Any) -> Any:
@@ -137,6 +103,31 @@ def test_generate(name: str, options: dict[str, Any], padded: bool, device: str,
         mask, tokens = mask.to(device), tokens.to(device)
         check_like_eager(m, tokens, attention_mask=mask, **options)
         assert captures.since() == 1
+
+
+@pytest.mark.parametrize("options", [dict(), dict(do_sample=True, top_k=5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("name", "made"), [("kda", 1), ("hybrid", 0)])
+def test_the_default_cache(name: str, made: int, options: dict[str, Any], device: str, captures: Captures) -> None:
+    """A state of constant size is as good as a static cache; keys and values grow."""
+    m = build(name, device)
+    for seed in range(2):
+        got = check_like_eager(m, ids(2, 9, seed=seed).to(device), cache_implementation=None, **options)
+        assert captures.since() == made
+        assert got.past_key_values.get_seq_length() == 18
+
+
+@torch.no_grad()
+def test_the_default_cache_counts_its_tokens(device: str, captures: Captures) -> None:
+    """In Python: steps that are captured and replayed count as eager ones, and one that fails does not."""
+    m = build("kda", device)
+    tokens = ids(2, 9).to(device)
+    cache, call = m(tokens).past_key_values, m.get_compiled_call(None)
+    for n in range(9, 14):
+        assert [layer.get_seq_length() for layer in cache.layers] == [n, n]
+        call(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
+    assert captures.since() == 1
+    call(input_ids=tokens[:, :3], past_key_values=cache, use_cache=True)  # several tokens, eagerly
+    assert cache.get_seq_length() == 17
 
 
 @every_name
@@ -272,7 +263,7 @@ def test_threads(device: str) -> None:
     check_same(got, wanted[0])
     check_same(inner[0], wanted[1])
     check_same(inner[1], wanted[2])
-    assert len(decoding._histories[m].idle) == 2, "one for the two in turns"
+    assert len(capture._histories[m].idle) == 2, "one for the two in turns"
 
 
 # ---------------------------------------------------------------- a model that changes
@@ -338,10 +329,10 @@ def test_models_are_not_kept(device: str) -> None:
     m, tokens = build("kda", device), ids(1, 9).to(device)
     generated(m, tokens)
     gc.collect()
-    before = len(decoding._histories)
+    before = len(capture._histories)
     del m
     gc.collect()
-    assert len(decoding._histories) == before - 1
+    assert len(capture._histories) == before - 1
 
 
 def hook(m: Any) -> None:

@@ -25,8 +25,10 @@ from kda_layers.modeling.cuda_graphs import decoding
 from kda_layers.modeling.layer import fast_paths, fused_sums, weights
 from kda_layers.modeling.layer.fast_paths import Call, Reason, fast_path
 from kda_layers.modeling.models import modeling_kda
+from tests.modeling.models import build as build_of_every_kind
 
 SIZES = dict(vocab_size=32, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1)
+LOOP = "loop of `generate` on the device"
 CAPTURE, STEP = "decode steps of `generate` in a CUDA graph", "decode step of a decoder layer by few launches"
 KERNEL, MERGED = "decode step by one kernel", "one GEMM for projections of the same input"
 NORM, SHARED = "norm fused with the addition before it", "projections with one gradient of their input"
@@ -69,7 +71,8 @@ def test_each_kind_of_call_names_its_paths() -> None:
     found = read(kda_layers.explain(build()))
     assert set(found) == {"prefill", "decode", "training"}
     assert {NORM, MERGED} <= set(found["prefill"])
-    assert {CAPTURE, STEP, KERNEL, NORM, MERGED} <= set(found["decode"])
+    assert {LOOP, STEP, KERNEL, NORM, MERGED} <= set(found["decode"])
+    assert CAPTURE not in found["decode"], "nothing asks for it where the loop is on the device"
     assert {LOSS, NORM, SHARED} <= set(found["training"])
     assert all(any(path.startswith("kda runs on eager") for path in paths) for paths in found.values())
     assert found["decode"][STEP] == [("taken (model.layers.0-1)", [])]
@@ -104,7 +107,7 @@ CASES: dict[str, tuple[Any, str, str, str]] = {  # change -> kind of call, path,
         with_adapter, "training", SHARED,
         "model.layers.0.self_attn.q_proj is a peft.tuners.lora.layer.Linear, not a Linear: merge the adapter",
     ),
-    "quantised weights": (quantised, "decode", CAPTURE, "is quantised or sharded, with parameters of Int8Tensor"),
+    "quantised weights": (quantised, "decode", LOOP, "is quantised or sharded, with parameters of Int8Tensor"),
     "quantised head": (quantised, "training", LOSS, "lm_head has a weight of Int8Tensor"),
     "offloading": (offloaded, "decode", MERGED, "has a replaced forward, as of accelerate's offloading"),
 }  # fmt: skip
@@ -158,14 +161,37 @@ def test_a_hybrid() -> None:
 
 
 def test_options_of_generate() -> None:
+    """The loop on the device, and where a step is asked for more than its tokens, captured steps."""
     model, beams = build(), "copies its cache at every step, for its beams: generate(..., num_beams=1)"
+    scores = dict(output_scores=True, return_dict_in_generate=True)
+    for options in ({}, dict(cache_implementation="static"), dict(do_sample=True, top_p=0.9, repetition_penalty=1.2)):
+        assert against("decode", LOOP, model, **options) == []
+    assert against("decode", LOOP, model, **scores) == ["returns what each step computes (output_scores)"]
+    assert against("decode", CAPTURE, model, **scores) == []
+    assert against("decode", CAPTURE, model, num_beams=2) == [beams]
+    wants = dict(no_repeat_ngram_size=2, max_time=1.0)
+    assert against("decode", LOOP, model, **wants) == [
+        "has NoRepeatNGramLogitsProcessor for logits_processor", "has MaxTimeCriteria for stopping_criteria"
+    ]  # fmt: skip
+    assert against("decode", LOOP, model, num_beams=2) == ["decodes by beam_search"]
+    assert against("decode", LOOP, model, prompt_lookup_num_tokens=3) == ["decodes by assisted_generation"]
+    assert against("decode", LOOP, model, stop_strings=["a"]) == ["has stop strings"]
+    assert against("decode", LOOP, model, disable_compile=True) == ["has disable_compile=True"]
+    quantised = against("decode", LOOP, model, cache_implementation="quantized")
+    assert quantised == ["has cache_implementation='quantized', which does not stay where it is"]
+
+
+def test_caches_that_grow() -> None:
+    """Softmax layers get buffers in the loop on the device, but for sliding windows."""
+    hybrid = build(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     grows = "has a cache that grows: generate(..., cache_implementation='static')"
-    assert against("decode", CAPTURE, model) == [grows]
-    assert against("decode", CAPTURE, model, cache_implementation="static") == []
-    assert against("decode", CAPTURE, model, cache_implementation="static", num_beams=2) == [beams]
-    assert against("decode", CAPTURE, model, cache_implementation="static", output_hidden_states=True) == []
-    model.generation_config.cache_implementation = "static"
-    assert against("decode", CAPTURE, model) == []
+    scores = dict(output_scores=True, return_dict_in_generate=True)
+    assert against("decode", LOOP, hybrid) == []
+    assert against("decode", CAPTURE, hybrid, **scores) == [grows]
+    assert against("decode", CAPTURE, hybrid, cache_implementation="static", **scores) == []
+    windows = build_of_every_kind("windows")
+    moves = "has a cache of DynamicSlidingWindowLayer, which does not stay where it is"
+    assert moves in against("decode", LOOP, windows)
 
 
 def test_training_with_a_loss_of_its_own() -> None:

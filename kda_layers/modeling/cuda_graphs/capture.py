@@ -1,12 +1,22 @@
-"""Capture and replay of work on one GPU: all that `CapturedStep` and `CapturedDecoding` ask of CUDA graphs."""
+"""Capture and replay of work on one GPU, and of steps that advance a cache: all that is asked of CUDA graphs."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import add, is_
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from kda_layers.modeling.layer.cache import TokenCount
+from kda_layers.modeling.layer.weights import capture_in_passing
+from kda_layers.modeling.seams import Cache
 
 CONSTANTS = (bool, int, float, str, type(None))  # arguments that a graph holds by value
 
@@ -100,3 +110,159 @@ def _record(capturing: contextlib.AbstractContextManager[None], work: Callable[[
         torch.cuda.set_stream(current)
         generator.graphsafe_set_state(random_state)
         raise (failed or error) from None
+
+
+# ---------------------------------------------------------------- steps that advance a cache
+
+
+class CacheState:
+    """Everything that the layers of a cache hold: tensors by identity and address, the rest by identity.
+
+    A `TokenCount` may have any number: a captured step counts again at every replay.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        """Read the layers of `cache`."""
+        layers = {id(layer) for layer in cache.layers}
+        self._containers: list[Any] = [cache.layers, *map(vars, cache.layers)]
+        self._counters: list[TokenCount] = []
+        self._unknown = False
+        for container in self._containers:  # which grows
+            for value in _values(container):
+                if type(value) in (dict, list):
+                    self._containers.append(value)
+                elif type(value) is TokenCount:
+                    self._counters.append(value)
+                elif not isinstance(value, (Tensor, torch.dtype, torch.device, *CONSTANTS)):
+                    self._unknown |= id(value) not in layers
+        self._copies = [container.copy() for container in self._containers]
+        self._views = [_values(container) for container in self._containers]
+        self._lengths = [len(view) for view in self._views]
+        self._held = list(chain.from_iterable(self._views))
+        self._tensors = [value for value in self._held if isinstance(value, Tensor)]
+        self._addresses = [t.data_ptr() for t in self._tensors]
+
+    def is_readable(self, device: torch.device) -> bool:
+        """Return True if all that the layers hold is compared and restored, and all tensors are on `device`."""
+        return not self._unknown and all(type(t) is Tensor and t.device == device for t in self._tensors)
+
+    def is_current(self) -> bool:
+        """Return True if the layers hold the same objects, and tensors where they were."""
+        return (
+            [*map(len, self._views)] == self._lengths
+            and all(map(is_, chain.from_iterable(self._views), self._held))
+            and [t.data_ptr() for t in self._tensors] == self._addresses
+        )
+
+    def addresses(self) -> tuple[Any, ...]:
+        """Return what is held without holding it: equal for equal states, though not only for these."""
+        return *map(id, self._held), *self._addresses
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return what caches of the same layers and shapes have in common."""
+        return tuple(
+            (v.shape, v.dtype) if isinstance(v, Tensor) else (type(v), v if isinstance(v, CONSTANTS) else None)
+            for v in self._held
+        )
+
+    def restore(self) -> None:
+        """Put all objects back; the contents of tensors are not restored."""
+        for container, copy in zip(self._containers, self._copies, strict=True):
+            if isinstance(container, list):
+                container[:] = copy
+            else:
+                container.clear()
+                container.update(copy)
+
+    def counts(self) -> list[int]:
+        """Return the numbers that are counted in Python."""
+        return [counter.tokens for counter in self._counters]
+
+    def set_counts(self, numbers: Iterable[int]) -> None:
+        """Set what `counts` returns."""
+        for counter, n in zip(self._counters, numbers, strict=True):
+            counter.tokens = n
+
+
+def _values(container: Any) -> Any:
+    """Return a live view of what a dict or a list holds."""
+    return container.values() if isinstance(container, dict) else container
+
+
+def capture_step(graphs: CudaGraphs, state: CacheState, compute: Callable[[], None]) -> Callable[[], None] | str:
+    """Capture `compute`, which advances a cache by tensors' contents and counts alone.
+
+    Args:
+        graphs: not to be used again after a failure, which may have spoilt it.
+        state: of the cache. After a failure, the cache is as it was.
+
+    Returns:
+        The function that replays it; or why it cannot be captured.
+    """
+
+    def work() -> None:
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # the graph makes its own casts, and leaves none of them behind
+        try:
+            compute()
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+    before = state.counts()
+    try:
+        with capture_in_passing():
+            replay = graphs.recapture(work)
+    except BaseException as error:
+        state.restore()
+        state.set_counts(before)
+        if not isinstance(error, Exception):
+            raise
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    after = state.counts()
+    state.set_counts(before)
+    if not state.is_current():
+        state.restore()
+        return "a step changes more of its cache than the contents of tensors"
+    tokens = [b - a for a, b in zip(before, after, strict=True)]
+
+    def step() -> None:
+        replay()
+        state.set_counts(map(add, state.counts(), tokens))
+
+    return step
+
+
+class History:
+    """Facts and memory that the captures of one model leave to later ones."""
+
+    def __init__(self) -> None:
+        self.captured: set[int] = set()  # hashes of kinds of steps: if two agree, one may be captured too early
+        self.idle: list[CudaGraphs] = []  # of objects that are no longer called, with their memory
+        self._warned = False
+
+    def take(self, device: torch.device) -> CudaGraphs:
+        """Return graphs that no other object uses: replays on two streams may not share memory."""
+        while self.idle:
+            graphs = self.idle.pop()
+            if graphs.device == device:
+                return graphs
+        return CudaGraphs(device)
+
+    def warn(self, model: nn.Module, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(model).__name__} decodes without a CUDA graph, and slower, as capturing one failed: {problem}. "
+                "Pass disable_compile=True to generate to decode so without this warning, or "
+                "compile_config=CompileConfig() for torch.compile",
+                stacklevel=3,
+            )
+
+
+# Beside the models, so that neither their copies nor their files know of it.
+_histories: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()
+
+
+def history_of(model: nn.Module) -> History:
+    """Return the history of a model."""
+    return _histories.setdefault(model, History())

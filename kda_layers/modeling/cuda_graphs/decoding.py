@@ -1,12 +1,11 @@
-"""The decode steps of a `generate` with a static cache as one CUDA graph, captured in each `generate` and replayed."""
+"""The decode steps of a `generate` as one CUDA graph, captured in each `generate` and replayed.
+
+Its cache has a constant size: a static one, or the default one of a model of KDA layers alone.
+"""
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from itertools import chain
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -14,24 +13,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from kda_layers.kernels.torch_private import current_stream, dispatch_modes
-from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CudaGraphs
+from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CacheState, CudaGraphs, capture_step, history_of
 from kda_layers.modeling.inputs.arguments import rename_cache
-from kda_layers.modeling.layer.cache import KDAStaticCache
+from kda_layers.modeling.layer.cache import KDADynamicCache, KDAOnlyCacheLayer, KDAStaticCache
 from kda_layers.modeling.layer.fast_paths import Reason, fast_path, hooks
-from kda_layers.modeling.layer.weights import capture_in_passing, is_capturing
+from kda_layers.modeling.layer.weights import is_capturing
 from kda_layers.modeling.seams import Cache, StaticCache
 
 DEVICES = ("cuda",)
+DEFAULT_CACHES = (None, "dynamic")  # values of `cache_implementation`
 # Module of the hooks that collect hidden states and attentions, which do nothing else.
 RECORDING_HOOKS = "transformers.utils.output_capturing"
 
 
 @fast_path("decode steps of `generate` in a CUDA graph", instead="each launch of a decode step by the host")
 def CAPTURED_DECODING(call: Any, model: nn.Module, cache: str | None = "static", beams: int = 1) -> Iterator[Reason]:
-    """A model whose `forward`, captured in a CUDA graph, does what a call of the model does, with a static cache.
+    """A model whose `forward`, captured in a CUDA graph, does what a call of the model does, with a cache that stays.
 
-    Excluded are models on several devices, quantised or sharded ones, hooks and replaced forwards, and caches that keep
-    their lengths in Python, as the sliding windows of transformers' static cache do.
+    Excluded are models on several devices, quantised or sharded ones, hooks and replaced forwards, and caches that grow
+    or keep their lengths in Python, as the sliding windows of transformers' static cache do.
     """
     modules = dict(model.named_modules())
     tensors = [t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
@@ -40,14 +40,14 @@ def CAPTURED_DECODING(call: Any, model: nn.Module, cache: str | None = "static",
         yield Reason(f"is on {call.device.type}")
     if len(devices) > 1:
         yield Reason(f"is on several devices ({', '.join(devices)})", "keep the model on one device")
-    if cache != "static":
+    if cache != "static" and not (cache in DEFAULT_CACHES and has_only_kda_layers(model.config)):
         yield Reason("has a cache that grows", "generate(..., cache_implementation='static')")
     if beams > 1:
         yield Reason("copies its cache at every step, for its beams", "generate(..., num_beams=1)")
     kinds = sorted({type(t).__name__ for t in tensors if type(t) not in (Tensor, nn.Parameter)})
     if kinds or getattr(model, "hf_quantizer", None) is not None:
         yield Reason(f"is quantised or sharded, with parameters of {', '.join(kinds) or 'a quantizer'}")
-    if "sliding_attention" in getattr(model.config, "layer_types", ()):
+    if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
         yield Reason("has sliding windows, whose lengths transformers' static cache keeps in Python")
     if call.global_hooks:
         yield Reason("runs under global hooks of torch.nn", "remove them")
@@ -55,70 +55,25 @@ def CAPTURED_DECODING(call: Any, model: nn.Module, cache: str | None = "static",
         yield from _beside_its_forward(module)
 
 
+def has_only_kda_layers(config: Any) -> bool:
+    """Return True if every layer has a state of constant size, which no decode step moves."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return set(kinds[: config.num_hidden_layers]) == {"linear_attention"}  # fewer where the decoder was cut
+
+
+def is_of_constant_size(cache: Any) -> bool:
+    """Return True if decode steps leave the tensors of a cache where they are, and need none of those before."""
+    if type(cache) not in (StaticCache, KDAStaticCache, KDADynamicCache) or cache.offloading:
+        return False
+    constant = type(cache) is not KDADynamicCache or all(type(layer) is KDAOnlyCacheLayer for layer in cache.layers)
+    return constant and not any(getattr(layer, "record_past", False) for layer in cache.layers)
+
+
 def _beside_its_forward(module: nn.Module) -> Iterator[Reason]:
     """Yield what calling a module runs beside the forward of its class and what records outputs."""
     yield from hooks(module, harmless=RECORDING_HOOKS)
     if module._compiled_call_impl is not None:
         yield Reason("is compiled (torch.compile)", "generate captures by itself: leave out model.compile()", module)
-
-
-class CacheState:
-    """Everything that the layers of a cache hold: tensors by identity and address, the rest by identity."""
-
-    def __init__(self, cache: Cache) -> None:
-        """Read the layers of `cache`."""
-        layers = {id(layer) for layer in cache.layers}
-        self._containers: list[Any] = [cache.layers, *map(vars, cache.layers)]
-        self._unknown = False
-        for container in self._containers:  # which grows
-            for value in _values(container):
-                if type(value) in (dict, list):
-                    self._containers.append(value)
-                elif not isinstance(value, (Tensor, torch.dtype, torch.device, *CONSTANTS)):
-                    self._unknown |= id(value) not in layers
-        self._copies = [container.copy() for container in self._containers]
-        self._views = [_values(container) for container in self._containers]
-        self._lengths = [len(view) for view in self._views]
-        self._held = list(chain.from_iterable(self._views))
-        self._tensors = [value for value in self._held if isinstance(value, Tensor)]
-        self._addresses = [t.data_ptr() for t in self._tensors]
-
-    def is_readable(self, device: torch.device) -> bool:
-        """Return True if all that the layers hold is compared and restored, and all tensors are on `device`."""
-        return not self._unknown and all(type(t) is Tensor and t.device == device for t in self._tensors)
-
-    def is_current(self) -> bool:
-        """Return True if the layers hold the same objects, and tensors where they were."""
-        return (
-            [*map(len, self._views)] == self._lengths
-            and all(map(is_, chain.from_iterable(self._views), self._held))
-            and [t.data_ptr() for t in self._tensors] == self._addresses
-        )
-
-    def addresses(self) -> tuple[Any, ...]:
-        """Return what is held without holding it: equal for equal states, though not only for these."""
-        return *map(id, self._held), *self._addresses
-
-    def kind(self) -> tuple[Any, ...]:
-        """Return what caches of the same layers and shapes have in common."""
-        return tuple(
-            (v.shape, v.dtype) if isinstance(v, Tensor) else (type(v), v if isinstance(v, CONSTANTS) else None)
-            for v in self._held
-        )
-
-    def restore(self) -> None:
-        """Put all objects back; the contents of tensors are not restored."""
-        for container, copy in zip(self._containers, self._copies, strict=True):
-            if isinstance(container, list):
-                container[:] = copy
-            else:
-                container.clear()
-                container.update(copy)
-
-
-def _values(container: Any) -> Any:
-    """Return a live view of what a dict or a list holds."""
-    return container.values() if isinstance(container, dict) else container
 
 
 class CapturedDecoding:
@@ -141,7 +96,7 @@ class CapturedDecoding:
         """
         self.model = model
         self._device = next(model.parameters()).device
-        self._history = _histories.setdefault(model, _History())
+        self._history = history_of(model)
         self._graphs: CudaGraphs | None = None
         self._captured: _Captured | None = None
         self._before: Any = None  # signature of the last call if it ran eagerly
@@ -189,7 +144,7 @@ class CapturedDecoding:
     def _read(self, kwargs: dict[str, Any]) -> _Call | None:
         """Return what a graph would hold of a call and what it would read; None if the call must run eagerly."""
         cache, tokens, device = rename_cache(kwargs).get("cache"), kwargs.get("input_ids"), self._device
-        if type(cache) not in (StaticCache, KDAStaticCache) or cache.offloading:
+        if not is_of_constant_size(cache):
             return None
         if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] != 1:
             return None
@@ -219,34 +174,21 @@ class CapturedDecoding:
         self._graphs = None  # a failed capture may have spoilt it
 
         def compute() -> None:
-            cached = torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(False)  # the graph makes its own casts, and leaves none of them behind
-            try:
-                results.append(self.model(**held))
-            finally:
-                torch.set_autocast_cache_enabled(cached)
-
-        try:
-            with capture_in_passing():
-                replay = graphs.recapture(compute)
+            results.append(self.model(**held))
             _copied(results[0], call.cache, lambda t: t)
-        except BaseException as error:
-            state.restore()
-            if not isinstance(error, Exception):
-                raise
-            return (str(error).strip() or type(error).__name__).splitlines()[0]
-        if not state.is_current():
-            state.restore()
-            return "a step changes more of its cache than the contents of tensors"
+
+        step = capture_step(graphs, state, compute)
+        if isinstance(step, str):
+            return step
         self._graphs = graphs
-        self._captured = _Captured(call, state, inputs, results[0], replay)
+        self._captured = _Captured(call, state, inputs, results[0], step)
         return ""
 
 
 class _Call(NamedTuple):
     """A call as a graph holds it, with the tensors that it reads."""
 
-    cache: StaticCache
+    cache: Cache
     arguments: Any
     context: tuple[Any, ...]
     tensors: list[Tensor]
@@ -259,7 +201,7 @@ class _Captured(NamedTuple):
     state: CacheState
     inputs: list[Tensor]
     outputs: Any
-    graph: Callable[[], None]
+    step: Callable[[], None]
 
     def serves(self, call: _Call) -> bool:
         """Return True if the graph computes the call, given its tensors."""
@@ -271,39 +213,8 @@ class _Captured(NamedTuple):
         """Compute the call with these tensors and return its outputs, which later calls leave alone."""
         for held, given in zip(self.inputs, tensors, strict=True):
             held.copy_(given)
-        self.graph()
+        self.step()
         return _copied(self.outputs, self.call.cache, Tensor.clone)
-
-
-class _History:
-    """Facts that the objects of one model leave to later ones."""
-
-    def __init__(self) -> None:
-        self.captured: set[int] = set()  # hashes of kinds of steps: if two agree, one may be captured too early
-        self.idle: list[CudaGraphs] = []  # of objects that are no longer called, with their memory
-        self._warned = False
-
-    def take(self, device: torch.device) -> CudaGraphs:
-        """Return graphs that no other object uses: replays on two streams may not share memory."""
-        while self.idle:
-            graphs = self.idle.pop()
-            if graphs.device == device:
-                return graphs
-        return CudaGraphs(device)
-
-    def warn(self, model: nn.Module, problem: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{type(model).__name__} decodes without a CUDA graph, and slower, as capturing one failed: {problem}. "
-                "Pass disable_compile=True to generate to decode so without this warning, or "
-                "compile_config=CompileConfig() for torch.compile",
-                stacklevel=3,
-            )
-
-
-# Beside the models, so that neither their copies nor their files know of it.
-_histories: weakref.WeakKeyDictionary[nn.Module, _History] = weakref.WeakKeyDictionary()
 
 
 def _described(value: Any, cache: Cache, tensors: list[Tensor]) -> Any:

@@ -100,6 +100,13 @@ class KDACacheLayer(LinearAttentionLayer):
         self.past = []  # beams are never taken back
 
 
+class TokenCount:
+    """The number of tokens of a cache layer, counted by the host: a replayed step of a CUDA graph counts beside it."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+
 class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
     """A `KDACacheLayer` that also counts tokens, for models without a softmax layer to count them."""
 
@@ -117,17 +124,22 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
         """
         CacheLayerMixin.__init__(self)
         KDACacheLayer.__init__(self, number_of_states)
-        self.seen: Any = 0
+        self.counter: Any = TokenCount()  # or a tensor, once tokens are counted on the device
         self.on_device, self.counts = on_device, counts
+
+    @property
+    def seen(self) -> Any:
+        """The number of tokens, a tensor if it is counted on the device."""
+        return self.counter.tokens if isinstance(self.counter, TokenCount) else self.counter
 
     def count(self, x: Tensor) -> None:
         """Count the tokens of x [B, T, ...]."""
         if self.counts and self.on_device:
-            if not isinstance(self.seen, Tensor):
-                self.seen = at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
-            self.seen.add_(x.shape[1])
+            if not isinstance(self.counter, Tensor):
+                self.counter = at_a_fixed_address(torch.zeros((), dtype=torch.long, device=x.device))
+            self.counter.add_(x.shape[1])
         elif self.counts:
-            self.seen += x.shape[1]
+            self.counter.tokens += x.shape[1]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("a KDA layer's cache holds no keys and values: use update_conv_state, update_recurrent_state")
@@ -150,10 +162,10 @@ class KDAOnlyCacheLayer(KDACacheLayer, CacheLayerMixin):
         self._set_count(0)
 
     def _set_count(self, seen: int) -> None:
-        if isinstance(self.seen, Tensor):
-            self.seen.fill_(seen)
+        if isinstance(self.counter, Tensor):
+            self.counter.fill_(seen)
         else:
-            self.seen = seen if self.counts else 0
+            self.counter.tokens = seen if self.counts else 0
 
     offload, prefetch = LinearAttentionLayer.offload, LinearAttentionLayer.prefetch
 

@@ -41,9 +41,9 @@ def make_writable(layer: Any) -> None:
     for states in (layer.conv_states, layer.recurrent_states):
         if states[0] is not None and states[0].is_inference():
             states[0] = at_a_fixed_address(states[0].clone())
-    seen = getattr(layer, "seen", None)
-    if isinstance(seen, Tensor) and seen.is_inference():
-        layer.seen = at_a_fixed_address(seen.clone())
+    counter = getattr(layer, "counter", None)
+    if isinstance(counter, Tensor) and counter.is_inference():
+        layer.counter = at_a_fixed_address(counter.clone())
 
 
 def at_a_fixed_address(t: Tensor) -> Tensor:

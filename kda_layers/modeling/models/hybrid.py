@@ -1,26 +1,17 @@
-"""Parts shared by all models with KDA layers: the layer in a decoder's attention slot, forward pass, generation."""
+"""Parts shared by all models with KDA layers: the layer in a decoder's attention slot, and the forward pass."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    DynamicCache,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from kda_layers.kernels.over_ranks.shards import Shards
 from kda_layers.kernels.registry import keep_backend
-from kda_layers.kernels.torch_private import has_global_hooks
-from kda_layers.modeling.cuda_graphs.decoding import CAPTURED_DECODING, CapturedDecoding
 from kda_layers.modeling.inputs.arguments import takes_cache
 from kda_layers.modeling.inputs.keywords import (
     is_checkpointed,
@@ -29,14 +20,14 @@ from kda_layers.modeling.inputs.keywords import (
     refuse_misspelt,
     without_plans,
 )
-from kda_layers.modeling.inputs.masks import masks_by_type, masks_for_generate, masks_of_engine
+from kda_layers.modeling.inputs.masks import masks_by_type, masks_of_engine
 from kda_layers.modeling.inputs.sequences import Layout, read_layout
 from kda_layers.modeling.layer.cache import with_kda_layers
-from kda_layers.modeling.layer.fast_paths import FastPath, SupposedCall
 from kda_layers.modeling.layer.fused_sums import add_and_normalise
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
+from kda_layers.modeling.models.generation import HybridGeneration
 from kda_layers.modeling.models.hub import write_card
-from kda_layers.modeling.models.loss import CHUNKED_LOSS, check_skip_logits, logits_and_loss
+from kda_layers.modeling.models.loss import check_skip_logits, logits_and_loss
 from kda_layers.modeling.parallel import tensor_parallel as tensor_parallel  # registers the styles of the plans
 from kda_layers.modeling.parallel.context_parallel import read_shards
 from kda_layers.modeling.seams import (
@@ -269,7 +260,7 @@ class HybridModel(HybridPreTrainedModel):
         return with_kda_layers(DynamicCache(config=self.config)) if wanted and cache is None else cache
 
 
-class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
+class HybridForCausalLM(HybridGeneration, HybridPreTrainedModel, GenerationMixin):
     """A `HybridModel` with a language-model head.
 
     Attributes:
@@ -285,7 +276,6 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
     _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
     model_class: ClassVar[type[HybridModel]]
-    create_masks_for_generate = staticmethod(masks_for_generate)  # generate calls it for compiled decoding
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -341,15 +331,6 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states, attentions=outputs.attentions, **{CACHE: getattr(outputs, CACHE)},
         )  # fmt: skip
 
-    def fast_paths(
-        self, call: SupposedCall, cache: str | None = None, beams: int = 1
-    ) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
-        """Yield the paths that a call (of `generate`: with this implementation of the cache) would ask for."""
-        if call.records:
-            yield CHUNKED_LOSS, (self,)
-        elif call.tokens == 1:
-            yield CAPTURED_DECODING, (self, cache, beams)
-
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Return transformers' manager of continuous batching; see `kda_layers.serving.enable_continuous_batching`."""
         if not HybridForCausalLM.batches_continuously:
@@ -358,35 +339,3 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 "kda_layers.serving.enable_continuous_batching(), called once before it"
             )
         return super().init_continuous_batching(*args, **kwargs)
-
-    def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
-        """Return a function that does what calling the model does, for the decode steps of one `generate`.
-
-        `generate` asks for it where the cache is static. Steps are captured in a CUDA graph and replayed
-        (`CapturedDecoding`). torch.compile, as in transformers, serves calls with a `compile_config`, and models that
-        are not wholly on one CUDA device, are quantised or sharded, have hooks or a replaced forward, or sliding
-        windows. `generate(..., disable_compile=True)` decodes eagerly.
-        """
-        configured = compile_config or getattr(self.generation_config, "compile_config", None)
-        call = SupposedCall(self.device, self.dtype, global_hooks=has_global_hooks())
-        if configured is None and CAPTURED_DECODING.serves(call, self):
-            return CapturedDecoding(self)
-        return super().get_compiled_call(compile_config)
-
-    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate reads its signature
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the arguments of a step as transformers does, without the tokenizer that finds stop strings.
-
-        Nothing reads it in a forward, and no CUDA graph or compiled step could hold it.
-        """
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
-        inputs.pop("tokenizer", None)
-        return inputs
-
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        cache = model_kwargs.get(CACHE)
-        if cache is not None:
-            with_kda_layers(cache)
-            if generation_config.is_assistant:
-                cache.activate_past_recording()

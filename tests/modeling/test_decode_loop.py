@@ -1,0 +1,536 @@
+"""The loop of generate on the device gives transformers' own tokens: on a tape on the CPU, in CUDA graphs on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StaticCache,
+    StoppingCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from kda_layers.modeling.cuda_graphs import decode_loop
+from kda_layers.modeling.layer.cache import cache_bytes
+from kda_layers.modeling.models import generation, hybrid
+from kda_layers.modeling.seams import CACHE, MASKS_ON_DEVICE
+from tests.kernels.cases import DEVICES
+from tests.modeling.captures import Captures, build, use_graphs
+from tests.modeling.models import ids, left_padded
+
+OTHERS = ("softplus_tied", "grouped", "key_bias", "llama", "llama, all")
+# Of 29 tokens, so that some sequences end early; greedy ones by the first token that the model repeats.
+ENDS = dict(eos_token_id=[3, 5, 7])
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": dict(do_sample=True, top_k=0),
+    "every processor": dict(
+        do_sample=True, temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2
+    ),
+    "repetition penalty": dict(repetition_penalty=1.3),
+}  # fmt: skip
+
+
+def slow(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    yield from use_graphs(request.param, monkeypatch)
+
+
+@pytest.fixture
+def captures(device: str, monkeypatch: pytest.MonkeyPatch) -> Captures:
+    return Captures(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def loops(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each generate, whether its loop was on the device; buffers of softmax layers grow after four tokens."""
+    found: list[bool] = []
+    serves = generation.loops_on_device
+
+    def noted(*args: Any) -> bool:
+        found.append(serves(*args))
+        return found[-1]
+
+    monkeypatch.setattr(generation, "loops_on_device", noted)
+    monkeypatch.setattr(decode_loop, "SLOTS", 4)
+    return found
+
+
+def prompts(device: str, rows: int = 2, length: int = 9, padded: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    tokens, mask = left_padded([ids(length - 4 * (padded and n), seed=seed + n) for n in range(rows)])
+    return dict(input_ids=tokens.to(device), attention_mask=mask.to(device))
+
+
+def generated(m: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Tensor]:
+    """Return what generate does, of 20 new tokens by default, and the random number after it."""
+    torch.manual_seed(5)
+    out = m.generate(**inputs, **dict(do_sample=False, max_new_tokens=20) | options)
+    return out, torch.rand(1, device=m.device)
+
+
+def check_like_transformers(m: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> Any:
+    """Fail unless tokens and random numbers are those of transformers' loop of eager steps; return the tokens."""
+    got, random = generated(m, inputs, **options)
+    assert got.is_contiguous()
+    assert got.untyped_storage().nbytes() == got.nbytes, "no place of a token that was not chosen is kept"
+    want, same = generated(m, inputs, **options, disable_compile=True)
+    assert torch.equal(got, want)
+    assert torch.equal(random, same)
+    return got
+
+
+@pytest.mark.parametrize("choice", ["greedy", "every processor", slow("sampled"), slow("repetition penalty")])
+@pytest.mark.parametrize("ends", [False, True], ids=["", "ends"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("static", [False, slow(True)], ids=["default", "static"])
+@pytest.mark.parametrize("name", ["kda", "hybrid", *map(slow, OTHERS)])
+def test_tokens(
+    name: str, static: bool, padded: bool, ends: bool, choice: str, device: str, loops: list[bool], captures: Captures
+) -> None:
+    m, options = build(name, device), CHOICES[choice] | (ENDS if ends else {})
+    if static:
+        options |= dict(cache_implementation="static")
+    lengths = set()
+    for seed in range(2):
+        lengths.add(check_like_transformers(m, prompts(device, padded=padded, seed=seed), **options).shape[1])
+    assert loops == [True, False] * 2
+    if not ends:
+        assert lengths == {29}
+        grows = not static and "full_attention" in m.config.layer_types
+        assert captures.since() == (2 * 5 if grows else 2)  # of 19 steps after 9 + 1 tokens, with 4 slots at a time
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "new"), [(1, 1, 1), (1, 1, 2), (3, 5, 3), (2, 70, 17), (1, 9, 9), (2, 9, 10)]
+)
+@pytest.mark.parametrize("name", ["kda", "hybrid"])
+def test_lengths(name: str, rows: int, length: int, new: int, device: str, loops: list[bool]) -> None:
+    m = build(name, device)
+    assert check_like_transformers(m, prompts(device, rows, length), max_new_tokens=new).shape == (rows, length + new)
+    assert loops == [True, False]
+
+
+@pytest.mark.parametrize("at", [n if n in (1, 8, 9, 19) else slow(n) for n in range(1, 20)])
+def test_every_end(at: int, device: str) -> None:
+    """A sequence ends at any step of those between two looks; the other one, if there is one, goes on."""
+    m = build("kda", device)
+    for rows in (1, 2):
+        inputs = prompts(device, rows)
+        tokens, _ = generated(m, inputs, do_sample=True)
+        end = int(tokens[0, 8 + at])
+        ended = check_like_transformers(m, inputs, do_sample=True, eos_token_id=end, pad_token_id=0)
+        assert end in ended[0, 9 : 9 + at]
+
+
+def test_python_runs_until_the_capture_only(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second generate captures its first step; replays run no Python of the model."""
+    m, calls, forward = build("kda", device), [], hybrid.HybridModel.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["input_ids"].shape[1])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(hybrid.HybridModel, "forward", counted)
+    for want in ([9, 1, 1], [9, 1]):
+        generated(m, prompts(device))
+        assert calls == want
+        calls.clear()
+
+
+@pytest.mark.parametrize(("returned", "steps"), [(False, 8), (True, 2)])
+def test_steps_beyond_the_end(
+    returned: bool, steps: int, device: str, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host looks after eight steps; where the cache is returned, after each."""
+    m, ran, advance = build("kda", device), [], decode_loop.Advance.__call__
+    inputs = prompts(device, rows=1)
+    tokens, _ = generated(m, inputs)
+    end = int(tokens[0, 11])
+    assert end not in tokens[0, 9:11]
+    monkeypatch.setattr(decode_loop.Advance, "__call__", lambda self: (ran.append(1), advance(self))[1])
+    out, _ = generated(m, inputs, eos_token_id=end, return_dict_in_generate=returned)
+    assert (out.sequences if returned else out).tolist() == tokens[:, :12].tolist()
+    assert len(ran) == steps
+
+
+def test_scores_beyond_the_end_may_be_nan(device: str) -> None:
+    """What a step computes of sequences that have all ended is dropped."""
+    m = build("kda", device)
+    with torch.no_grad():
+        m.model.embed_tokens.weight[0] = torch.nan  # which no prompt has
+    options = dict(do_sample=True, top_k=0, eos_token_id=[0, 2, 3, 5, 7, 11, 13], pad_token_id=0)
+    lengths = {check_like_transformers(m, prompts(device, rows=1, seed=n), **options).shape[1] for n in range(6)}
+    assert lengths & set(range(11, 17)), "some end on the way to the first look"
+
+
+def test_a_head_that_is_wider_than_the_configuration_says(device: str) -> None:
+    """As many random numbers are drawn beyond the end, and taken back, as there are scores."""
+    m = build("kda", device)
+    m.lm_head = nn.Linear(m.config.hidden_size, 37, bias=False).to(m.lm_head.weight)
+    m.model.embed_tokens = nn.Embedding(37, m.config.hidden_size).to(m.lm_head.weight)
+    for seed in range(4):
+        check_like_transformers(m, prompts(device, seed=seed), do_sample=True, top_k=0, eos_token_id=[3, 5, 7, 31])
+
+
+@pytest.mark.parametrize("name", ["kda", "hybrid"])
+@pytest.mark.parametrize("most", [5, 9, 10])
+def test_lengths_that_the_prompt_reaches(name: str, most: int, device: str, loops: list[bool]) -> None:
+    """One token is chosen all the same."""
+    options = dict(stopping_criteria=[MaxLengthCriteria(most)])
+    assert check_like_transformers(build(name, device), prompts(device), **options).shape == (2, 10)
+    assert loops == [True, False]
+
+
+def test_a_length_without_end(device: str, loops: list[bool]) -> None:
+    """Every token has a place from the start, so that too many are left to transformers."""
+    end = int(generated(build("kda", device), prompts(device, rows=1))[0][0, 14])
+    check_like_transformers(build("kda", device), prompts(device, rows=1), max_new_tokens=10**15, eos_token_id=end)
+    assert loops == [True, False, False]
+
+
+def test_criteria_and_processors_of_the_user(device: str, loops: list[bool]) -> None:
+    """A penalty that leaves out new tokens would not know those that are still to come."""
+    m = build("kda", device)
+    check_like_transformers(m, prompts(device), stopping_criteria=[EosTokenCriteria(torch.tensor(3))], pad_token_id=0)
+    check_like_transformers(m, prompts(device), tokenizer=object())
+    assert loops == [True, False] * 2
+    for ignored in (4, 10):
+        penalty = RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=ignored)
+        check_like_transformers(m, prompts(device), logits_processor=[penalty])
+    assert loops[4:] == [True, False, False, False]
+
+
+# ---------------------------------------------------------------- caches
+
+
+@pytest.mark.parametrize("ends", [{}, ENDS], ids=["", "ends"])
+@pytest.mark.parametrize("name", ["kda", "hybrid", "key_bias"])
+def test_the_cache_that_is_returned(name: str, ends: dict[str, Any], device: str, loops: list[bool]) -> None:
+    """It has the class, the length, the size and, up to rounding, the contents of that of eager steps."""
+    m = build(name, device)
+    (got, _), (want, _) = (
+        generated(m, prompts(device), return_dict_in_generate=True, disable_compile=plain, **ends)
+        for plain in (False, True)
+    )
+    assert loops == [True, False]
+    assert torch.equal(got.sequences, want.sequences)
+    ours, theirs = got[CACHE], want[CACHE]
+    assert [type(layer) for layer in ours.layers] == [type(layer) for layer in theirs.layers]
+    assert ours.get_seq_length() == theirs.get_seq_length() == got.sequences.shape[1] - 1
+    assert cache_bytes(ours) == cache_bytes(theirs)
+    for a, b in zip(ours.layers, theirs.layers, strict=True):
+        for x in ("keys", "values"):
+            assert (getattr(a, x, None) is None) == (getattr(b, x, None) is None)
+            if getattr(a, x, None) is not None:
+                torch.testing.assert_close(getattr(a, x), getattr(b, x))
+        for x in ("conv_states", "recurrent_states"):
+            for mine, other in zip(getattr(a, x, {}).values(), getattr(b, x, {}).values(), strict=True):
+                torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize(
+    "make", [DynamicCache, lambda **kw: StaticCache(**kw, max_cache_len=80)], ids=["dynamic", "static"]
+)
+@pytest.mark.parametrize("name", ["kda", "hybrid"])
+def test_a_conversation(name: str, make: Any, device: str, loops: list[bool]) -> None:
+    """Turns that continue a cache of the user, in a copy of it, too."""
+    m, results = build(name, device), []
+    for plain in (False, True):
+        cache, text = make(config=m.config), ids(1, 6).to(device)
+        for turn in range(3):
+            if turn == 2:
+                cache = copy.deepcopy(cache)
+            text, _ = generated(
+                m, dict(input_ids=text), **{CACHE: cache}, disable_compile=plain, max_new_tokens=6, **ENDS
+            )
+            text = torch.cat((text, ids(1, 3, seed=turn).to(device)), 1)
+        results.append(text)
+    assert loops == [True] * 3 + [False] * 3
+    assert torch.equal(*results)
+
+
+def test_keys_and_values_are_held_once(device: str) -> None:
+    """The layers that buffers stand for have given theirs up."""
+    m = build("hybrid", device)
+    cache = m(**prompts(device))[CACHE]
+    layer, buffers = cache.layers[1], decode_loop.Buffers(cache)
+    keys = layer.keys.clone()
+    buffers.grow(0, 20)
+    assert layer.keys is None
+    assert torch.equal(cache.layers[1].keys[:, :, :9], keys)
+    buffers.give_back()
+    assert cache.layers[1] is layer
+    assert torch.equal(layer.keys, keys)
+
+
+def test_kept_results(device: str) -> None:
+    """Tokens and caches of a generate are not changed by later ones, which use the memory of its graph."""
+    m = build("hybrid", device)
+    kept = [generated(m, prompts(device, seed=seed), return_dict_in_generate=True)[0] for seed in range(3)]
+    for seed, got in enumerate(kept):
+        want, _ = generated(m, prompts(device, seed=seed), return_dict_in_generate=True)
+        assert torch.equal(got.sequences, want.sequences)
+        assert torch.equal(got[CACHE].layers[1].keys, want[CACHE].layers[1].keys)
+        assert torch.equal(got[CACHE].layers[0].recurrent_states[0], want[CACHE].layers[0].recurrent_states[0])
+
+
+# ---------------------------------------------------------------- what the host is asked for
+
+
+class Collects(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        assert value.device.type == "cpu"
+        self.got.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("ends", [{}, ENDS], ids=["", "ends"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_streamers(rows: int, ends: dict[str, Any], device: str, loops: list[bool]) -> None:
+    m, streamers = build("kda", device), (Collects(), Collects())
+    for streamer, plain in zip(streamers, (False, True), strict=True):
+        generated(m, prompts(device, rows), streamer=streamer, disable_compile=plain, do_sample=True, **ends)
+    assert loops == [True, False]
+    assert streamers[0].got == streamers[1].got
+    assert streamers[0].ended == streamers[1].ended == 1
+
+
+def test_a_streamer_that_fails(device: str) -> None:
+    """The error passes and the cache of the user is whole: it has the tokens of the steps that ran."""
+
+    class Fails(Collects):
+        def put(self, value: Tensor) -> None:
+            super().put(value)
+            if len(self.got) == 5:
+                raise ConnectionError("gone")
+
+    m, cache = build("hybrid", device), None
+    cache = DynamicCache(config=m.config)
+    with pytest.raises(ConnectionError, match="gone"):
+        generated(m, prompts(device), streamer=Fails(), **{CACHE: cache})
+    assert type(cache.layers[1]).__name__ == "DynamicLayer"
+    filled = cache.get_seq_length()
+    assert 9 < filled < 28
+    assert cache.layers[1].keys.shape[2] == filled
+    check_like_transformers(m, prompts(device))
+
+
+class Bans(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, torch.tensor([input_ids.shape[1] % 29], device=scores.device), -torch.inf)
+
+
+class Stops(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 14, device=input_ids.device)
+
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "scores": dict(output_scores=True, return_dict_in_generate=True),
+    "processor": dict(logits_processor=[Bans()]),
+    "criterion": dict(stopping_criteria=[Stops()]),
+    "length penalty": dict(no_repeat_ngram_size=2),
+    "least tokens": dict(min_new_tokens=5, **ENDS),
+    "no cache": dict(use_cache=False),
+    "embeddings": dict(inputs_embeds=torch.linspace(-1, 1, 2 * 9 * 32).view(2, 9, 32)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_transformers_chooses_itself(name: str, device: str, loops: list[bool]) -> None:
+    m, options = build("kda", device), dict(PLAIN[name])
+    options |= {n: t.to(device, m.dtype) for n, t in options.items() if isinstance(t, Tensor)}
+    (got, _), (want, _) = (generated(m, prompts(device), disable_compile=plain, **options) for plain in (False, True))
+    assert loops == [False, False]
+    got, want = ((out if isinstance(out, Tensor) else out.sequences) for out in (got, want))
+    assert torch.equal(got, want)
+
+
+def test_outputs_that_are_not_returned(device: str, loops: list[bool]) -> None:
+    """transformers drops scores without return_dict_in_generate."""
+    check_like_transformers(build("kda", device), prompts(device), output_scores=True)
+    assert loops[0]
+
+
+def in_training(m: Any) -> None:
+    m.train()
+
+
+def hooked(m: Any) -> None:
+    m.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def replaced(m: Any) -> None:
+    m.prepare_inputs_for_generation = m.prepare_inputs_for_generation
+
+
+def next_tokens(m: Any) -> None:
+    """A class whose steps get other tokens."""
+
+    def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return type(self).__mro__[1].prepare_inputs_for_generation(self, (input_ids + 1) % 29, *args, **kwargs)
+
+    m.__class__ = type("Next", (type(m),), dict(prepare_inputs_for_generation=prepare))
+
+
+def other_positions(m: Any) -> None:
+    """A method of the instance that changes what the next step gets."""
+    update = m._update_model_kwargs_for_generation
+
+    def updated(*args: Any, **kwargs: Any) -> Any:
+        found = update(*args, **kwargs)
+        return found | dict(position_ids=found["position_ids"] + 3)
+
+    m._update_model_kwargs_for_generation = updated
+
+
+def reading_its_mask(m: Any) -> None:
+    """A forward that reads the mask [B, S] of every call."""
+
+    def forward(self: Any, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        assert attention_mask is None or attention_mask.ndim == 2
+        return type(self).__mro__[1].forward(self, input_ids, attention_mask=attention_mask, **kwargs)
+
+    m.__class__ = type("Reading", (type(m),), dict(forward=forward))
+
+
+CHANGES = [in_training, hooked, replaced, next_tokens, other_positions, reading_its_mask]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("name", ["kda", "llama"])
+def test_models_that_are_called_by_transformers(name: str, change: Any, device: str, loops: list[bool]) -> None:
+    m = build(name, device)
+    change(m)
+    check_like_transformers(m, prompts(device))
+    assert loops == [False, False]
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["LoRA", "prompt"])
+def test_adapters(learned: bool, device: str, loops: list[bool]) -> None:
+    """PEFT replaces a method of every model; learned prompts alone change what a step gets."""
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2, init_lora_weights=False)
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    m = peft.get_peft_model(build("kda", device), prompt if learned else lora).eval().to(device)
+    check_like_transformers(m, prompts(device))
+    assert loops == [not learned, False]
+    if not learned:
+        with_adapter, _ = generated(m, prompts(device))
+        with m.disable_adapter():
+            without = check_like_transformers(m, prompts(device))
+        assert not torch.equal(with_adapter, without), "an adapter that is switched off between two generates"
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("ends", [{}, ENDS], ids=["", "ends"])
+def test_scores_that_are_nan(ends: dict[str, Any], device: str) -> None:
+    """Drawing from them is an error, as in torch.multinomial; the greedy choice is transformers'."""
+    m = build("kda", device)
+    with torch.no_grad():
+        m.lm_head.weight[4] = torch.nan
+    with pytest.raises(RuntimeError, match="scores must be finite where tokens are drawn, got NaN or inf"):
+        generated(m, prompts(device), do_sample=True, top_k=0, **ends)
+    check_like_transformers(m, prompts(device))
+
+
+class Reads(nn.Module):
+    """Reads a tensor by the host, as no graph can."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (2 if float(x.sum()) == torch.inf else 1)
+
+
+def test_a_step_that_cannot_be_captured(device: str, captures: Captures) -> None:
+    """Its loop stays on the device, eagerly, with one warning."""
+    m = build("kda", device)
+    m.model.layers[1].mlp = Reads(m.model.layers[1].mlp)
+    with pytest.warns(UserWarning, match="decodes without a CUDA graph, and slower, as capturing one failed"):
+        check_like_transformers(m, prompts(device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_like_transformers(m, prompts(device, seed=1))
+    assert (captures.made, captures.tried) == (0, 2)
+
+
+def test_changes_between_generates(device: str) -> None:
+    """Weights written in place, moved and replaced."""
+    m = build("kda", device)
+    before = check_like_transformers(m, prompts(device))
+    with torch.no_grad():
+        m.lm_head.weight.mul_(-1)
+    assert not torch.equal(check_like_transformers(m, prompts(device)), before)
+    m.lm_head.weight = nn.Parameter(-m.lm_head.weight.detach())
+    assert torch.equal(check_like_transformers(m, prompts(device)), before)
+    m.load_state_dict({name: t.roll(1, 0) for name, t in m.state_dict().items()}, assign=True)
+    assert not torch.equal(check_like_transformers(m, prompts(device)), before)
+
+
+def test_modes(device: str, loops: list[bool]) -> None:
+    """Autocast and inference mode, each with a graph of its own."""
+    m = build("hybrid", device).float()
+    want = check_like_transformers(m, prompts(device))
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(check_like_transformers(m, prompts(device)), want)
+        with torch.autocast(device, torch.bfloat16):
+            check_like_transformers(m, prompts(device))
+    assert loops == [True, False] * 5
+
+
+def test_random_numbers_go_on(device: str) -> None:
+    """Two generates in a row draw as transformers' would: no number is drawn beyond the end, and none twice."""
+    m, results = build("kda", device), []
+    for plain in (False, True):
+        torch.manual_seed(1)
+        options = dict(do_sample=True, top_k=0, max_new_tokens=20, disable_compile=plain, **ENDS)
+        results.append([m.generate(**prompts(device, seed=seed), **options) for seed in range(4)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert len({tuple(a.shape) for a in results[0]}) > 1, "some end early"
+
+
+@pytest.mark.parametrize("name", ["hybrid", "llama"])
+def test_attention_implementations(name: str, device: str, loops: list[bool], captures: Captures) -> None:
+    """Masks of eager attention copy from the host before transformers 5.20."""
+    m = build(name, device)
+    m.set_attn_implementation("eager")
+    check_like_transformers(m, prompts(device, padded=True))
+    assert loops == [MASKS_ON_DEVICE, False]
+    assert (captures.made > 0) == MASKS_ON_DEVICE
+
+
+def test_it_needs_no_softmax_layer_to_be_first(device: str, loops: list[bool]) -> None:
+    m = build("grouped", device)
+    assert m.config.layer_types[0] == "full_attention"
+    for padded, rows in itertools.product((False, True), (2, 3)):
+        check_like_transformers(m, prompts(device, rows, padded=padded))
+    assert loops == [True, False] * 4
