@@ -20,6 +20,10 @@ WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel
 AGAIN = "build another CapturedStep after such a change"
 
 
+class NotCapturable(RuntimeError):
+    """Raised for a step that no CUDA graph can hold, and that was not taken."""
+
+
 class CapturedStep:
     """A training step that is captured in one CUDA graph and replayed: the GPU no longer waits for the host.
 
@@ -139,7 +143,7 @@ class CapturedStep:
             )
         if self.captured:
             self._check_unchanged()
-        _check_batches(batches, self._inputs if self._calls else (), self._graphs.device)
+        check_batches(batches, self._inputs if self._calls else (), self._graphs.device)
         if self._calls:
             for held, batch in zip(self._inputs, batches, strict=True):
                 for name, value in held.items():
@@ -201,7 +205,7 @@ class CapturedStep:
 
     def _capture(self) -> None:
         if self._replaced:
-            raise RuntimeError(
+            raise NotCapturable(
                 f"model must update its buffers in place, as a graph holds their addresses, but its forward replaced "
                 f"{', '.join(self._replaced)}: write to them with copy_ or another function that ends in _"
             )
@@ -214,7 +218,7 @@ class CapturedStep:
             self._drop_gradients()
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise RuntimeError(
+            raise NotCapturable(
                 f"the step of {type(self.model).__name__} cannot be captured in a CUDA graph: "
                 f"{(str(error).strip() or type(error).__name__).splitlines()[0]}. Model, loss_of and optimizer may not "
                 "wait for the GPU or copy from the host: no .item(), .tolist(), .cpu(), `if tensor:`, boolean "
@@ -334,7 +338,7 @@ def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def _check_batches(batches: Sequence[Batch], held: Sequence[Batch], device: torch.device) -> None:
+def check_batches(batches: Sequence[Batch], held: Sequence[Batch], device: torch.device) -> None:
     """Raise a TypeError or ValueError for batches that a graph which reads `held` cannot take.
 
     `held` is empty before the first step.

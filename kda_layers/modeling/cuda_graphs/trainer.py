@@ -1,0 +1,132 @@
+"""A Trainer of transformers whose forward and backward are replayed from a CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from kda_layers.modeling.cuda_graphs.training_step import CapturedStep, NotCapturable, check_batches
+
+logger = logging.getLogger("kda_layers")
+
+DEVICES = ("cuda",)
+DIVISOR, ITEMS = "gradient_accumulation_steps", "num_items_in_batch"  # of a batch, beside what the model gets
+
+
+class Gradients(torch.optim.Optimizer):
+    """An optimizer for a `CapturedStep` that leaves the gradients to another one."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, dict(lr=0.0, capturable=True))
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+
+class CapturedTrainer(Trainer):
+    """A `Trainer` that replays forward and backward of a batch from a CUDA graph: the GPU no longer waits for the host.
+
+    Losses and gradients have the bits of `Trainer`'s. Accumulation of gradients, clipping, optimizer, schedulers,
+    callbacks, evaluation and checkpoints are `Trainer`'s own. What a graph cannot hold runs as in `Trainer`, and the
+    logger `kda_layers` says why, once: batches of other shapes than the first one (pad or pack to one length), several
+    GPUs or processes, a loss scaler (fp16), a model or a `compute_loss` that reads tensors on the host. The last
+    accumulation of an epoch runs so without a word if it has fewer batches than the others. See `CapturedStep` for what
+    a captured model may do.
+    """
+
+    _step: CapturedStep | None = None
+    _parameters: list[nn.Parameter]  # that are trained
+    _gradients: list[Tensor | None]  # the graph's own, of the parameters
+    _failed = ""  # why the step cannot be captured
+    _told = False
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Add the gradients of a batch to those of the model and return its loss; see `Trainer.training_step`."""
+        arguments = model, inputs, num_items_in_batch
+        if reason := self._reason() or self._prepare_step(model):
+            return self._eager(reason, *arguments)
+        assert self._step is not None
+        batch = {**self._prepare_inputs(inputs), DIVISOR: self.current_gradient_accumulation_steps}
+        batch[ITEMS] = num_items_in_batch
+        held = self._step._inputs
+        if held and held[0][DIVISOR] != batch[DIVISOR]:
+            return super().training_step(*arguments)
+        try:
+            check_batches((batch,), held, self.args.device)
+        except (TypeError, ValueError) as error:
+            return self._eager(f"of a batch, {error}", *arguments)
+        model.train()
+        if callable(switch := getattr(self.optimizer, "train", None)):
+            switch()
+        before, was_captured = [p.grad for p in self._parameters], self._step.captured
+        try:
+            loss = self._step(batch)
+        except (NotCapturable, torch.OutOfMemoryError) as error:
+            if was_captured or self._step._calls < self._step.warmup:  # out of memory in an eager step
+                raise
+            for p, old in zip(self._parameters, before, strict=True):
+                p.grad = old
+            self._step, self._failed = None, str(error)
+            return self._eager(self._failed, *arguments)
+        if not was_captured:
+            self._gradients = [p.grad for p in self._parameters]
+        self._add_to(before)
+        return loss
+
+    def _prepare_step(self, model: nn.Module) -> str:
+        """Build the step of the model's trainable parameters, unless it is there; return why it cannot be."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        same = self._step is not None and self._step.model is model and len(parameters) == len(self._parameters)
+        if same and all(map(is_, parameters, self._parameters)):
+            return ""
+        try:
+            self._step, self._parameters = CapturedStep(model, Gradients(parameters), loss_of=self._loss_of), parameters
+        except ValueError as error:
+            self._failed = str(error)
+        return self._failed
+
+    def _add_to(self, before: list[Tensor | None]) -> None:
+        """Set the gradients to those of the batch, added to those that were there before."""
+        for p, old, new in zip(self._parameters, before, self._gradients, strict=True):
+            if old is None and new is not None and self.current_gradient_accumulation_steps > 1:
+                new = new.clone()  # the next replay overwrites the graph's own
+            p.grad = new if old is None else old if new is None else old.add_(new)
+
+    def _reason(self) -> str:
+        """Return why no step can be captured; empty if nothing speaks against it."""
+        if self.args.device.type not in DEVICES:
+            return f"the device is {self.args.device.type}"
+        if self.args.n_gpu > 1 or self.args.world_size > 1 or self.accelerator.distributed_type != "NO":
+            return "several GPUs or processes train"
+        if self.accelerator.scaler is not None:
+            return "a loss scaler reads gradients on the host: train in bfloat16"
+        if (optim := self.args.optim.value) in ("lomo", "adalomo") or optim.endswith("_layerwise"):
+            return f"{optim} takes its step in the backward"
+        if self.args.torch_empty_cache_steps is not None:
+            return "torch_empty_cache_steps frees memory between steps"
+        return self._failed
+
+    def _eager(self, reason: str, *arguments: Any) -> Tensor:
+        """Take a step of `Trainer`, and log the first reason for one."""
+        if not self._told:
+            self._told = True
+            logger.warning("CapturedTrainer runs as Trainer, without a CUDA graph: %s", reason)
+        return super().training_step(*arguments)
+
+    def _loss_of(self, **batch: Any) -> Tensor:
+        """Return the loss of a batch as `Trainer.training_step` computes it."""
+        assert self._step is not None
+        divisor, items = batch.pop(DIVISOR), batch.pop(ITEMS)
+        with self.compute_loss_context_manager():
+            loss: Tensor = self.compute_loss(self._step.model, batch, num_items_in_batch=items)
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
+        if scaled is None:
+            scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
+        return loss if scaled else loss / divisor

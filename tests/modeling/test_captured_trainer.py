@@ -1,0 +1,275 @@
+"""CapturedTrainer trains as transformers' Trainer does, bit for bit: on a tape on the CPU, in a CUDA graph on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from kda_layers.modeling.cuda_graphs import trainer as captured_trainer
+from kda_layers.modeling.cuda_graphs import training_step
+from kda_layers.training import CapturedTrainer
+from tests.kernels.cases import DEVICES, FP32
+from tests.modeling import models
+from tests.modeling.taped_graphs import TapedGraphs
+from tests.modeling.test_trainer import SAVED, STEPS, assert_same, losses, trainer_of
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "cpu":
+        monkeypatch.setattr(training_step, "CudaGraphs", TapedGraphs)
+        monkeypatch.setattr(captured_trainer, "DEVICES", ("cpu",))
+    return request.param
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """Lines of the log, added while the test runs."""
+    found: list[str] = []
+
+    class Collects(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = logging.getLogger("kda_layers"), Collects()
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def build(device: str) -> Any:
+    return models.build("hybrid", FP32).train().to(device)
+
+
+def trained(kind: type[Trainer], model: Any, folder: Path, device: str, **options: Any) -> Trainer:
+    of_trainer = {name: options.pop(name) for name in ("callbacks", "optimizer_cls_and_kwargs") if name in options}
+    kind_with = functools.partial(kind, **of_trainer)
+    run = trainer_of(model, folder / kind.__name__, kind_with, **dict(use_cpu=device == "cpu") | options)
+    run.train()
+    return run
+
+
+def check_like_trainer(make: Any, folder: Path, device: str, captured: bool = True, **options: Any) -> CapturedTrainer:
+    """Train by both; fail unless losses, norms and parameters have the same bits, and capturing went as expected."""
+    ours = trained(CapturedTrainer, make(device), folder, device, **options)
+    stock = trained(Trainer, make(device), folder, device, **options)
+    assert losses(ours) == losses(stock)
+    assert_same(ours.model, stock.model)
+    norms = [[e["grad_norm"] for e in run.state.log_history if "grad_norm" in e] for run in (ours, stock)]
+    assert norms[0] == norms[1] != []
+    assert (ours._step is not None and ours._step.captured) == captured
+    return ours
+
+
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no clipping": dict(max_grad_norm=0.0),
+    "accumulated": dict(gradient_accumulation_steps=3, max_steps=6),
+    "smoothed": dict(label_smoothing_factor=0.1),
+    "scheduled": dict(lr_scheduler_type="cosine", warmup_steps=2),
+    "autocast": dict(bf16=True),
+}
+
+
+@pytest.mark.parametrize("name", [n if n in ("plain", "accumulated") else slow(n) for n in OPTIONS])
+def test_the_bits_of_trainer(name: str, device: str, tmp_path: Path, said: list[str]) -> None:
+    check_like_trainer(build, tmp_path, device, **OPTIONS[name])
+    assert said == []
+
+
+def test_replays_run_no_python_of_the_model(device: str, tmp_path: Path) -> None:
+    calls: list[int] = []
+    model = build(device)
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    trained(CapturedTrainer, model, tmp_path, device)
+    assert len(calls) == 3 + 1 < STEPS
+
+
+@pytest.mark.slow
+def test_resuming(device: str, tmp_path: Path) -> None:
+    whole = trained(CapturedTrainer, build(device), tmp_path, device)
+    again = trainer_of(
+        models.build("hybrid", FP32, seed=3).to(device), tmp_path, CapturedTrainer, use_cpu=device == "cpu"
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "CapturedTrainer" / f"checkpoint-{SAVED}"))
+    assert losses(again) == losses(whole)
+    assert_same(again.model, whole.model)
+
+
+@pytest.mark.slow
+def test_evaluation_and_the_best_model(device: str, tmp_path: Path) -> None:
+    options = dict(
+        eval_strategy="steps", eval_steps=SAVED, load_best_model_at_end=True, metric_for_best_model="loss"
+    )  # fmt: skip
+    check_like_trainer(build, tmp_path, device, **options)
+
+
+@pytest.mark.slow
+def test_adapters(device: str, tmp_path: Path) -> None:
+    def adapted(device: str) -> Any:
+        torch.manual_seed(0)
+        return peft.get_peft_model(build(device), peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+
+    check_like_trainer(adapted, tmp_path, device)
+
+
+class OfLengths(torch.utils.data.Dataset):
+    """Rows of eight tokens, and every third one of six."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        row = torch.arange(3, 3 + (6 if i % 3 == 2 else 8))
+        return dict(input_ids=row, labels=row)
+
+
+def test_batches_of_other_shapes(device: str, tmp_path: Path, said: list[str]) -> None:
+    """They run eagerly between replays; the log says it once."""
+
+    def run(kind: type[Trainer]) -> Trainer:
+        found = trainer_of(
+            build(device), tmp_path / kind.__name__, kind, per_device_train_batch_size=1, use_cpu=device == "cpu",
+            max_steps=20,
+        )  # fmt: skip
+        found.train_dataset = OfLengths()
+        found.train()
+        return found
+
+    ours, stock = run(CapturedTrainer), run(Trainer)
+    assert ours._step is not None
+    assert ours._step.captured
+    assert losses(ours) == losses(stock)
+    assert_same(ours.model, stock.model)
+    (text,) = said
+    assert text.startswith(
+        "CapturedTrainer runs as Trainer, without a CUDA graph: of a batch, batches[0]['input_ids'] "
+    )
+
+
+class Reads(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (2 if float(x.sum()) == torch.inf else 1)
+
+
+def test_a_model_that_reads_tensors(device: str, tmp_path: Path, said: list[str]) -> None:
+    def reading(device: str) -> Any:
+        model = build(device)
+        model.model.layers[1].mlp = Reads(model.model.layers[1].mlp)
+        return model
+
+    check_like_trainer(reading, tmp_path, device, captured=False)
+    (text,) = said
+    assert "cannot be captured in a CUDA graph" in text
+
+
+@pytest.mark.slow
+def test_a_loss_of_its_own(device: str, tmp_path: Path) -> None:
+    """A `compute_loss` that is overridden is captured, too."""
+
+    class Twice:
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    ours = trained(type("Ours", (Twice, CapturedTrainer), {}), build(device), tmp_path, device)
+    stock = trained(type("Stock", (Twice, Trainer), {}), build(device), tmp_path, device)
+    assert losses(ours) == losses(stock)
+    assert ours._step.captured
+
+
+class Replaces(nn.Module):
+    """Counts its calls in a buffer that it replaces."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.inner(x)
+
+
+def test_a_model_that_replaces_a_buffer(device: str, tmp_path: Path, said: list[str]) -> None:
+    def replacing(device: str) -> Any:
+        model = build(device)
+        model.model.layers[1].mlp = Replaces(model.model.layers[1].mlp).to(device)
+        return model
+
+    check_like_trainer(replacing, tmp_path, device, captured=False)
+    (text,) = said
+    assert "model must update its buffers in place" in text
+
+
+def test_a_model_on_two_devices(device: str, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("model and optimizer must have their parameters on one device, got cuda:0, cuda:1")
+
+    monkeypatch.setattr(captured_trainer, "CapturedStep", refuses)
+    check_like_trainer(build, tmp_path, device, captured=False)
+    (text,) = said
+    assert text.endswith("on one device, got cuda:0, cuda:1")
+
+
+class Unfreezes(TrainerCallback):
+    """Trains other parameters of the same shapes from the fifth step on."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        for layer in model.model.layers:
+            layer.mlp.gate_proj.weight.requires_grad_(state.global_step >= 4)
+            layer.mlp.up_proj.weight.requires_grad_(state.global_step < 4)
+
+
+def test_parameters_that_are_frozen_on_the_way(device: str, tmp_path: Path) -> None:
+    """The step is captured anew."""
+    ours = check_like_trainer(build, tmp_path, device, callbacks=[Unfreezes()], max_steps=10)
+    assert ours._step is not None
+    assert ours._step._calls == 6
+
+
+class Switched(torch.optim.SGD):
+    """An optimizer with modes, as schedule-free ones."""
+
+    mode: str | None = None
+
+    def train(self) -> None:
+        self.mode = "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+    def step(self, closure: Any = None) -> None:
+        assert self.mode == "train"
+        super().step()
+
+
+def test_optimizers_with_modes(device: str, tmp_path: Path) -> None:
+    options = dict(optimizer_cls_and_kwargs=(Switched, dict(lr=0.1)), eval_strategy="steps", eval_steps=2)
+    check_like_trainer(build, tmp_path, device, **options)
+
+
+def test_options_that_work_between_the_backwards(device: str, tmp_path: Path, said: list[str]) -> None:
+    trained(CapturedTrainer, build(device), tmp_path, device, torch_empty_cache_steps=2)
+    assert said[0].endswith("torch_empty_cache_steps frees memory between steps")
+
+
+def test_a_cpu(tmp_path: Path, said: list[str]) -> None:
+    check_like_trainer(build, tmp_path, "cpu", captured=False)
+    assert said == ["CapturedTrainer runs as Trainer, without a CUDA graph: the device is cpu"]
