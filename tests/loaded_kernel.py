@@ -334,6 +334,8 @@ def gradients() -> None:
 
 @check("functions")
 def functions_refuse_what_the_convolution_has_mixed() -> None:
+    whole = logits(models()[0], IDS[:1], cu_seq_lens_q=torch.tensor([0, IDS.shape[1]]))
+    assert torch.equal(whole, logits(models()[0], IDS[:1]))  # one sequence is not mixed with another
     with pytest.raises(ValueError, match="cu_seq_lens_q must hold one sequence here, got 2"):
         logits(models()[0], IDS[:1], cu_seq_lens_q=torch.tensor([0, 30, 70]))
 

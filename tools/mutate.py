@@ -166,7 +166,7 @@ def environment(tree: Path) -> dict[str, str]:
 PLUGIN = """
 import os, random, time, pytest
 wanted, seed, seconds = set(os.environ["TESTS"].split()), os.environ["SEED"], float(os.environ["SECONDS_"])
-started = time.monotonic()
+started = 0.0
 
 def name(item):
     cls = f"{item.cls.__name__}." if getattr(item, "cls", None) else ""
@@ -176,6 +176,8 @@ def name(item):
 def pytest_collection_modifyitems(items):
     items[:] = [item for item in items if name(item) in wanted]
     random.Random(seed).shuffle(items)
+    global started
+    started = time.monotonic()  # imports take as long as many tests
 
 def pytest_runtest_logfinish(nodeid, location):
     if time.monotonic() - started > seconds:
