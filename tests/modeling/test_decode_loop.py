@@ -172,7 +172,7 @@ def test_steps_beyond_the_end(
 
 
 def test_scores_beyond_the_end_may_be_nan(device: str) -> None:
-    """What a step computes of sequences that have all ended is dropped."""
+    """Steps after the end of all sequences are dropped, whatever they compute."""
     m = build("kda", device)
     with torch.no_grad():
         m.model.embed_tokens.weight[0] = torch.nan  # which no prompt has

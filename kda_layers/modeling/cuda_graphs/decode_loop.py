@@ -110,13 +110,13 @@ class Request(NamedTuple):
 def DECODE_LOOP(call: Any, model: Any, request: Request) -> Iterator[Reason]:
     """A `generate` that needs nothing of a step but its tokens, chosen by what a CUDA graph can hold."""
     config, cache = request.generation_config, request.cache
+    yield from CAPTURED_DECODING.reasons(call, model)
     if config.disable_compile:
         yield Reason("has disable_compile=True")
     if (config.compile_config or getattr(model.generation_config, "compile_config", None)) is not None:
         yield Reason("has a compile_config")
     if moves := what_moves(cache):
         yield Reason(f"has {moves}, which does not stay where it is")
-    yield from CAPTURED_DECODING.reasons(call, model)
     attention = model.config._attn_implementation
     if not (has_only_kda_layers(model.config) or attention in ATTENTION):
         yield Reason(f"has {attention}, which takes no mask of empty slots", "attn_implementation='sdpa'")

@@ -33,11 +33,11 @@ def CAPTURED_DECODING(call: Any, model: nn.Module, cache: str | None = "static",
     Excluded are models on several devices, quantised or sharded ones, hooks and replaced forwards, and caches that grow
     or keep their lengths in Python, as the sliding windows of transformers' static cache do.
     """
+    if call.device.type not in DEVICES:
+        yield Reason(f"is on {call.device.type}")
     modules = dict(model.named_modules())
     tensors = [t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     devices = sorted({str(t.device) for t in tensors})
-    if call.device.type not in DEVICES:
-        yield Reason(f"is on {call.device.type}")
     if len(devices) > 1:
         yield Reason(f"is on several devices ({', '.join(devices)})", "keep the model on one device")
     if cache != "static" and not (cache in DEFAULT_CACHES and has_only_kda_layers(model.config)):
