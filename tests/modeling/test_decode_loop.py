@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from kda_layers.modeling.cuda_graphs import decode_loop
+from kda_layers.modeling.cuda_graphs import decode_loop, decoding
 from kda_layers.modeling.layer.cache import cache_bytes
 from kda_layers.modeling.models import generation, hybrid
 from kda_layers.modeling.seams import CACHE, MASKS_ON_DEVICE
@@ -70,7 +70,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return found[-1]
 
     monkeypatch.setattr(generation, "loops_on_device", noted)
-    monkeypatch.setattr(decode_loop, "SLOTS", 4)
+    monkeypatch.setattr(decoding, "SLOTS", 4)
     return found
 
 
@@ -271,7 +271,7 @@ def test_keys_and_values_are_held_once(device: str) -> None:
     """The layers that buffers stand for have given theirs up."""
     m = build("hybrid", device)
     cache = m(**prompts(device))[CACHE]
-    layer, buffers = cache.layers[1], decode_loop.Buffers(cache)
+    layer, buffers = cache.layers[1], decoding.Buffers(cache)
     keys = layer.keys.clone()
     buffers.grow(0, 20)
     assert layer.keys is None

@@ -29,25 +29,23 @@ from kda_layers.modeling.cuda_graphs.capture import CacheState, CudaGraphs, capt
 from kda_layers.modeling.cuda_graphs.decoding import (
     CAPTURED_DECODING,
     DEFAULT_CACHES,
+    Buffers,
     has_only_kda_layers,
-    is_of_constant_size,
+    what_moves,
 )
 from kda_layers.modeling.inputs.masks import masks_for_generate
-from kda_layers.modeling.layer.cache import KDACacheLayer, KDADynamicCache, with_kda_layers
+from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.fast_paths import Call, Reason, fast_path
 from kda_layers.modeling.layer.weights import is_capturing
 from kda_layers.modeling.seams import (
     CACHE,
     MASKS_ON_DEVICE,
-    DynamicLayer,
     GenerateDecoderOnlyOutput,
     GenerationMode,
     StaticCache,
-    StaticLayer,
 )
 
 STEPS = 8  # between two looks of the host
-SLOTS = 512  # of keys and values, by which the buffers of softmax layers grow
 # What chooses from scores alone, or from tokens of which some may be given twice.
 PROCESSORS = (
     RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper,
@@ -184,55 +182,6 @@ def supposed_request(model: Any, config: Any) -> Request:
 def loops_on_device(model: Any, request: Request) -> bool:
     """Return True if `sample_on_device` serves a request."""
     return DECODE_LOOP.serves(Call(request.input_ids), model, request)
-
-
-class Buffers:
-    """Static layers in the place of a dynamic cache's softmax layers while steps run, which grow between steps.
-
-    Attributes:
-        tokens: those in the cache before the steps.
-        free: steps that can run until the buffers must grow.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        """Look at a cache that holds the prompt."""
-        self._cache = cache
-        self._dynamic = {i: layer for i, layer in enumerate(cache.layers) if type(layer) is DynamicLayer}
-        self.tokens = max((layer.get_seq_length() for layer in self._dynamic.values()), default=0)
-        self.free = 0 if self._dynamic else sys.maxsize
-
-    def grow(self, steps: int, most: int) -> None:
-        """Make room for more of `most` steps, of which `steps` have run: up to the next multiple of SLOTS."""
-        filled = self.tokens + steps
-        slots = min(-(-(filled + 1) // SLOTS) * SLOTS, self.tokens + most)
-        self.free = slots - filled
-        for i in self._dynamic:
-            old, new = self._cache.layers[i], StaticLayer(slots)
-            if old.is_initialized:  # not where the decoder was cut to its first layers
-                new.update(old.keys[:, :, :filled], old.values[:, :, :filled])
-                old.keys = old.values = None
-            self._cache.layers[i] = new
-
-    def give_back(self) -> None:
-        """Put the keys and values into the layers that the cache had."""
-        for i, layer in self._dynamic.items():
-            buffer = self._cache.layers[i]
-            self._cache.layers[i] = layer
-            if buffer is not layer and buffer.is_initialized:
-                filled = int(buffer.cumulative_length)
-                layer.keys, layer.values = buffer.keys[:, :, :filled], buffer.values[:, :, :filled]
-
-
-def what_moves(cache: Any) -> str:
-    """Return what of a cache, or of one of this implementation, neither stays where it is nor fits in `Buffers`."""
-    if cache is None or is_of_constant_size(cache):
-        return ""
-    if type(cache) is not KDADynamicCache or cache.offloading:
-        return f"cache_implementation={cache!r}" if isinstance(cache, str) else f"a {type(cache).__name__}"
-    if any(getattr(layer, "record_past", False) for layer in cache.layers):
-        return "a cache that records its past"
-    kinds = {type(layer) for layer in cache.layers} - {KDACacheLayer, DynamicLayer}
-    return f"a cache of {', '.join(sorted(kind.__name__ for kind in kinds))}" if kinds else ""
 
 
 class Steps:

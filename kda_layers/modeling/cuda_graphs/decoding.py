@@ -5,6 +5,7 @@ Its cache has a constant size: a static one, or the default one of a model of KD
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,12 +16,13 @@ from torch.utils._pytree import tree_map
 from kda_layers.kernels.torch_private import current_stream, dispatch_modes
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CacheState, CudaGraphs, capture_step, history_of
 from kda_layers.modeling.inputs.arguments import rename_cache
-from kda_layers.modeling.layer.cache import KDADynamicCache, KDAOnlyCacheLayer, KDAStaticCache
+from kda_layers.modeling.layer.cache import KDACacheLayer, KDADynamicCache, KDAOnlyCacheLayer, KDAStaticCache
 from kda_layers.modeling.layer.fast_paths import Reason, fast_path, hooks
 from kda_layers.modeling.layer.weights import is_capturing
-from kda_layers.modeling.seams import Cache, StaticCache
+from kda_layers.modeling.seams import Cache, DynamicLayer, StaticCache, StaticLayer
 
 DEVICES = ("cuda",)
+SLOTS = 512  # of keys and values, by which the buffers of softmax layers grow
 DEFAULT_CACHES = (None, "dynamic")  # values of `cache_implementation`
 # Module of the hooks that collect hidden states and attentions, which do nothing else.
 RECORDING_HOOKS = "transformers.utils.output_capturing"
@@ -67,6 +69,55 @@ def is_of_constant_size(cache: Any) -> bool:
         return False
     constant = type(cache) is not KDADynamicCache or all(type(layer) is KDAOnlyCacheLayer for layer in cache.layers)
     return constant and not any(getattr(layer, "record_past", False) for layer in cache.layers)
+
+
+class Buffers:
+    """Static layers in the place of a dynamic cache's softmax layers while steps run, which grow between steps.
+
+    Attributes:
+        tokens: those in the cache before the steps.
+        free: steps that can run until the buffers must grow.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        """Look at a cache that holds the prompt."""
+        self._cache = cache
+        self._dynamic = {i: layer for i, layer in enumerate(cache.layers) if type(layer) is DynamicLayer}
+        self.tokens = max((layer.get_seq_length() for layer in self._dynamic.values()), default=0)
+        self.free = 0 if self._dynamic else sys.maxsize
+
+    def grow(self, steps: int, most: int) -> None:
+        """Make room for more of `most` steps, of which `steps` have run: up to the next multiple of SLOTS."""
+        filled = self.tokens + steps
+        slots = min(-(-(filled + 1) // SLOTS) * SLOTS, self.tokens + most)
+        self.free = slots - filled
+        for i in self._dynamic:
+            old, new = self._cache.layers[i], StaticLayer(slots)
+            if old.is_initialized:  # not where the decoder was cut to its first layers
+                new.update(old.keys[:, :, :filled], old.values[:, :, :filled])
+                old.keys = old.values = None
+            self._cache.layers[i] = new
+
+    def give_back(self) -> None:
+        """Put the keys and values into the layers that the cache had."""
+        for i, layer in self._dynamic.items():
+            buffer = self._cache.layers[i]
+            self._cache.layers[i] = layer
+            if buffer is not layer and buffer.is_initialized:
+                filled = int(buffer.cumulative_length)
+                layer.keys, layer.values = buffer.keys[:, :, :filled], buffer.values[:, :, :filled]
+
+
+def what_moves(cache: Any) -> str:
+    """Return what of a cache, or of one of this implementation, neither stays where it is nor fits in `Buffers`."""
+    if cache is None or is_of_constant_size(cache):
+        return ""
+    if type(cache) is not KDADynamicCache or cache.offloading:
+        return f"cache_implementation={cache!r}" if isinstance(cache, str) else f"a {type(cache).__name__}"
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):
+        return "a cache that records its past"
+    kinds = {type(layer) for layer in cache.layers} - {KDACacheLayer, DynamicLayer}
+    return f"a cache of {', '.join(sorted(kind.__name__ for kind in kinds))}" if kinds else ""
 
 
 def _beside_its_forward(module: nn.Module) -> Iterator[Reason]:
