@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from kda_layers.modeling.cuda_graphs import capture, decoding
@@ -55,3 +57,14 @@ def build(name: str, device: str, **fields: Any) -> PreTrainedModel:
         return models.build(name, **fields)
     kda = dict(linear_num_heads=2, linear_head_dim=128) if name in models.KDA_LM else {}
     return models.build(name, BF16, **ON_CUDA | kda | fields).to(device)
+
+
+class Reads(nn.Module):
+    """A module that reads a tensor on the host, which no graph can hold."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (2 if float(x.sum()) == torch.inf else 1)

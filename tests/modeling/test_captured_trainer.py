@@ -19,6 +19,7 @@ from kda_layers.modeling.cuda_graphs import training_step
 from kda_layers.training import CapturedTrainer
 from tests.kernels.cases import DEVICES, FP32
 from tests.modeling import models
+from tests.modeling.captures import Reads
 from tests.modeling.taped_graphs import TapedGraphs
 from tests.modeling.test_trainer import SAVED, STEPS, assert_same, losses, trainer_of
 
@@ -160,13 +161,18 @@ def test_batches_of_other_shapes(device: str, tmp_path: Path, said: list[str]) -
     )
 
 
-class Reads(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * (2 if float(x.sum()) == torch.inf else 1)
+def test_each_reason_is_logged(device: str, tmp_path: Path, said: list[str]) -> None:
+    """Odd batches come before the capture that fails; later batches repeat neither."""
+    model = build(device)
+    model.model.layers[1].mlp = Reads(model.model.layers[1].mlp)
+    run = trainer_of(
+        model, tmp_path, CapturedTrainer, per_device_train_batch_size=1, use_cpu=device == "cpu", max_steps=20
+    )
+    run.train_dataset = OfLengths()
+    run.train()
+    assert len(said) == 2
+    assert "of a batch, " in said[0]
+    assert "cannot be captured in a CUDA graph" in said[1]
 
 
 def test_a_model_that_reads_tensors(device: str, tmp_path: Path, said: list[str]) -> None:
@@ -238,7 +244,7 @@ class Unfreezes(TrainerCallback):
 
 
 def test_parameters_that_are_frozen_on_the_way(device: str, tmp_path: Path) -> None:
-    """The step is captured anew."""
+    """Another step is captured for the new parameters."""
     ours = check_like_trainer(build, tmp_path, device, callbacks=[Unfreezes()], max_steps=10)
     assert ours._step is not None
     assert ours._step._calls == 6

@@ -29,7 +29,7 @@ from kda_layers.modeling.layer.cache import cache_bytes
 from kda_layers.modeling.models import generation, hybrid
 from kda_layers.modeling.seams import CACHE, MASKS_ON_DEVICE
 from tests.kernels.cases import DEVICES
-from tests.modeling.captures import Captures, build, use_graphs
+from tests.modeling.captures import Captures, Reads, build, use_graphs
 from tests.modeling.models import ids, left_padded
 
 OTHERS = ("softplus_tied", "grouped", "key_bias", "llama", "llama, all")
@@ -130,7 +130,7 @@ def test_lengths(name: str, rows: int, length: int, new: int, device: str, loops
 
 @pytest.mark.parametrize("at", [n if n in (1, 8, 9, 19) else slow(n) for n in range(1, 20)])
 def test_every_end(at: int, device: str) -> None:
-    """A sequence ends at any step of those between two looks; the other one, if there is one, goes on."""
+    """A sequence ends at any step between two synchronisations; the other one, if there is one, goes on."""
     m = build("kda", device)
     for rows in (1, 2):
         inputs = prompts(device, rows)
@@ -159,7 +159,7 @@ def test_python_runs_until_the_capture_only(device: str, monkeypatch: pytest.Mon
 def test_steps_beyond_the_end(
     returned: bool, steps: int, device: str, captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host looks after eight steps; where the cache is returned, after each."""
+    """The host checks for the end after eight steps; if the cache is returned, after each."""
     m, ran, advance = build("kda", device), [], decode_loop.Advance.__call__
     inputs = prompts(device, rows=1)
     tokens, _ = generated(m, inputs)
@@ -178,7 +178,7 @@ def test_scores_beyond_the_end_may_be_nan(device: str) -> None:
         m.model.embed_tokens.weight[0] = torch.nan  # which no prompt has
     options = dict(do_sample=True, top_k=0, eos_token_id=[0, 2, 3, 5, 7, 11, 13], pad_token_id=0)
     lengths = {check_like_transformers(m, prompts(device, rows=1, seed=n), **options).shape[1] for n in range(6)}
-    assert lengths & set(range(11, 17)), "some end on the way to the first look"
+    assert lengths & set(range(11, 17)), "some end before the first check"
 
 
 def test_a_head_that_is_wider_than_the_configuration_says(device: str) -> None:
@@ -457,17 +457,6 @@ def test_scores_that_are_nan(ends: dict[str, Any], device: str) -> None:
     with pytest.raises(RuntimeError, match="scores must be finite where tokens are drawn, got NaN or inf"):
         generated(m, prompts(device), do_sample=True, top_k=0, **ends)
     check_like_transformers(m, prompts(device))
-
-
-class Reads(nn.Module):
-    """Reads a tensor by the host, as no graph can."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * (2 if float(x.sum()) == torch.inf else 1)
 
 
 def test_a_step_that_cannot_be_captured(device: str, captures: Captures) -> None:

@@ -178,7 +178,7 @@ def test_options_of_generate() -> None:
     assert against("decode", LOOP, model, stop_strings=["a"]) == ["has stop strings"]
     assert against("decode", LOOP, model, disable_compile=True) == ["has disable_compile=True"]
     quantised = against("decode", LOOP, model, cache_implementation="quantized")
-    assert quantised == ["has cache_implementation='quantized', which does not stay where it is"]
+    assert quantised == ["has cache_implementation='quantized', whose tensors move between steps"]
 
 
 def test_caches_that_grow() -> None:
@@ -190,7 +190,7 @@ def test_caches_that_grow() -> None:
     assert against("decode", CAPTURE, hybrid, **scores) == [grows]
     assert against("decode", CAPTURE, hybrid, cache_implementation="static", **scores) == []
     windows = build_of_every_kind("windows")
-    moves = "has a cache of DynamicSlidingWindowLayer, which does not stay where it is"
+    moves = "has a cache of DynamicSlidingWindowLayer, whose tensors move between steps"
     assert moves in against("decode", LOOP, windows)
 
 

@@ -1,7 +1,7 @@
 """The loop of a `generate` on the device: a CUDA graph holds a decode step and the choice of its tokens.
 
-The host replays it several times before it looks whether all sequences have ended. Tokens are those of transformers'
-own loop over the same cache, random ones included.
+The host replays it several times before it checks whether all sequences have ended. Tokens are those of transformers'
+own loop over the same cache, sampled ones included.
 """
 
 from __future__ import annotations
@@ -45,29 +45,23 @@ from kda_layers.modeling.seams import (
     StaticCache,
 )
 
-STEPS = 8  # between two looks of the host
-# What chooses from scores alone, or from tokens of which some may be given twice.
+STEPS = 8  # between two synchronisations with the host
+# Logits processors that read the scores alone, or `input_ids` as a set: the buffer of ids is padded with copies.
 PROCESSORS = (
     RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper,
 )  # fmt: skip
 CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-MOST_TOKENS = 2**20  # of a sequence, as all of them have a place from the start
-# What transformers' loop calls in a step.
+MOST_TOKENS = 2**20  # of a sequence: the buffer of ids is allocated at once
+# Methods that transformers' loop calls in a step.
 CALLED = (
     "forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill",
     "create_masks_for_generate",
 )  # fmt: skip
-# Implementations in transformers that take any mask, and whose masks need no constant of the host.
+# Attention of transformers that takes any mask, and whose mask is made without a copy from the host.
 ATTENTION = ("sdpa", "eager") if MASKS_ON_DEVICE else ("sdpa",)
-ARGUMENTS = {
-    "attention_mask",
-    "position_ids",
-    "logits_to_keep",
-    "use_cache",
-    "tokenizer",
-    CACHE,
-}  # of `generate`'s steps
+# Arguments of a step; our models drop the tokenizer.
+ARGUMENTS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", "tokenizer", CACHE}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -100,11 +94,11 @@ class Request(NamedTuple):
 
     @property
     def returns_cache(self) -> bool:
-        """True if the cache is read after the loop, so that it must hold no step too many."""
+        """True if the caller gets the cache, which then must not run ahead of the tokens."""
         return self.generation_config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
 
 
-@fast_path("loop of `generate` on the device", instead="the host, which chooses token after token,")
+@fast_path("loop of `generate` on the device", instead="transformers' loop on the host")
 def DECODE_LOOP(call: Any, model: Any, request: Request) -> Iterator[Reason]:
     """A `generate` that needs nothing of a step but its tokens, chosen by what a CUDA graph can hold."""
     config, cache = request.generation_config, request.cache
@@ -114,7 +108,7 @@ def DECODE_LOOP(call: Any, model: Any, request: Request) -> Iterator[Reason]:
     if (config.compile_config or getattr(model.generation_config, "compile_config", None)) is not None:
         yield Reason("has a compile_config")
     if moves := what_moves(cache):
-        yield Reason(f"has {moves}, which does not stay where it is")
+        yield Reason(f"has {moves}, whose tensors move between steps")
     attention = model.config._attn_implementation
     if not (has_only_kda_layers(model.config) or attention in ATTENTION):
         yield Reason(f"has {attention}, which takes no mask of empty slots", "attn_implementation='sdpa'")
@@ -145,7 +139,7 @@ def DECODE_LOOP(call: Any, model: Any, request: Request) -> Iterator[Reason]:
     if call.grad:
         yield Reason("runs with gradients enabled")
     if dispatch_modes() or is_capturing(call.device):
-        yield Reason("runs under a mode of torch.overrides or in a capture")
+        yield Reason("runs under a dispatch mode of torch or in a capture")
     if changed := [name for name in CALLED if not _is_known(model, name)]:
         yield Reason(f"has {', '.join(changed)} of its own")
 
@@ -185,10 +179,10 @@ def loops_on_device(model: Any, request: Request) -> bool:
 
 
 class Steps:
-    """The decode steps of a request, all of whose tensors stay where they are.
+    """The decode steps of a request, over tensors at fixed addresses.
 
     Attributes:
-        ids: [B, most tokens]; those that are not chosen yet hold the row's first new token.
+        ids: [B, most tokens]; places of later tokens hold the row's first new token.
         counts: [3] int64: tokens of the longest sequence, sequences that have not ended, and draws from NaN.
     """
 
@@ -324,7 +318,7 @@ def _run(steps: Steps, buffers: Buffers) -> Tensor:
     generator, before, advance = _generator(steps.ids.device), None, None
     shown = request.input_ids.shape[1]  # tokens given to the streamer
     first = shown + 1  # tokens before the steps
-    ran, all_steps, last = 0, request.most_tokens - first, 0  # steps; those before the last look
+    ran, all_steps, last = 0, request.most_tokens - first, 0  # steps; those at the last synchronisation
     while True:
         if ends or streamer is not None or ran == all_steps:
             longest, going, invalid = steps.counts.tolist()
@@ -351,11 +345,9 @@ def _run(steps: Steps, buffers: Buffers) -> Tensor:
             steps.draw()
     if streamer is not None:
         streamer.end()
-    return (
-        steps.ids
-        if longest == request.most_tokens
-        else steps.ids[:, :longest].clone(memory_format=torch.contiguous_format)
-    )
+    if longest == request.most_tokens:
+        return steps.ids
+    return steps.ids[:, :longest].clone(memory_format=torch.contiguous_format)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -1,6 +1,7 @@
 """The decode steps of a `generate` as one CUDA graph, captured in each `generate` and replayed.
 
-Its cache has a constant size: a static one, or the default one of a model of KDA layers alone.
+The graph holds the addresses of a cache whose tensors do not move: a static one, the default one of a model of KDA
+layers alone, or a default one with `Buffers`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def has_only_kda_layers(config: Any) -> bool:
 
 
 def is_of_constant_size(cache: Any) -> bool:
-    """Return True if decode steps leave the tensors of a cache where they are, and need none of those before."""
+    """Return True if decode steps update a cache in place, without a record of past tokens."""
     if type(cache) not in (StaticCache, KDAStaticCache, KDADynamicCache) or cache.offloading:
         return False
     constant = type(cache) is not KDADynamicCache or all(type(layer) is KDAOnlyCacheLayer for layer in cache.layers)
@@ -87,7 +88,7 @@ class Buffers:
         self.free = 0 if self._dynamic else sys.maxsize
 
     def grow(self, steps: int, most: int) -> None:
-        """Make room for more of `most` steps, of which `steps` have run: up to the next multiple of SLOTS."""
+        """Allocate buffers up to the next multiple of SLOTS, at most for `most` steps; `steps` steps have run."""
         filled = self.tokens + steps
         slots = min(-(-(filled + 1) // SLOTS) * SLOTS, self.tokens + most)
         self.free = slots - filled
@@ -99,7 +100,7 @@ class Buffers:
             self._cache.layers[i] = new
 
     def give_back(self) -> None:
-        """Put the keys and values into the layers that the cache had."""
+        """Restore the dynamic layers, with the keys and values of all steps."""
         for i, layer in self._dynamic.items():
             buffer = self._cache.layers[i]
             self._cache.layers[i] = layer
@@ -109,7 +110,11 @@ class Buffers:
 
 
 def what_moves(cache: Any) -> str:
-    """Return what of a cache, or of one of this implementation, neither stays where it is nor fits in `Buffers`."""
+    """Return the part of a cache that moves and that `Buffers` cannot replace; empty if there is none.
+
+    Args:
+        cache: a cache, the name of an implementation (as `explain` has it), or None.
+    """
     if cache is None or is_of_constant_size(cache):
         return ""
     if type(cache) is not KDADynamicCache or cache.offloading:

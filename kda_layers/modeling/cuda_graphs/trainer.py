@@ -33,17 +33,18 @@ class CapturedTrainer(Trainer):
 
     Losses and gradients have the bits of `Trainer`'s. Accumulation of gradients, clipping, optimizer, schedulers,
     callbacks, evaluation and checkpoints are `Trainer`'s own. What a graph cannot hold runs as in `Trainer`, and the
-    logger `kda_layers` says why, once: batches of other shapes than the first one (pad or pack to one length), several
-    GPUs or processes, a loss scaler (fp16), a model or a `compute_loss` that reads tensors on the host. The last
-    accumulation of an epoch runs so without a word if it has fewer batches than the others. See `CapturedStep` for what
-    a captured model may do.
+    logger `kda_layers` gives each reason once: batches of other shapes than the first one (pad or pack to one length),
+    several GPUs or processes, a loss scaler (fp16), optimizers that step in the backward (LOMO, layerwise ones),
+    `torch_empty_cache_steps`, a model or a `compute_loss` that reads tensors on the host. The last accumulation of an
+    epoch runs eagerly too, without a line in the log, if it has fewer batches. `CapturedStep` lists the constraints on
+    a captured model.
     """
 
     _step: CapturedStep | None = None
     _parameters: list[nn.Parameter]  # that are trained
     _gradients: list[Tensor | None]  # the graph's own, of the parameters
     _failed = ""  # why the step cannot be captured
-    _told = False
+    _told: frozenset[str] = frozenset()  # reasons that were logged
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -114,9 +115,9 @@ class CapturedTrainer(Trainer):
         return self._failed
 
     def _eager(self, reason: str, *arguments: Any) -> Tensor:
-        """Take a step of `Trainer`, and log the first reason for one."""
-        if not self._told:
-            self._told = True
+        """Take a step of `Trainer`; log each reason once, that of batches for the first one."""
+        if (kind := reason.partition(",")[0]) not in self._told:
+            self._told |= {kind}
             logger.warning("CapturedTrainer runs as Trainer, without a CUDA graph: %s", reason)
         return super().training_step(*arguments)
 
