@@ -79,14 +79,15 @@ bench-swap: $(DEV)
 bench-gpu: $(GPU)
 	$(RUN) -m benchmarks.gpu
 
-# Leaves to `make test-all`: files that need no GPU, combinations of tests that compile (of `fla`, for up to 30 s), and
-# combinations and slow tests of `eager`. Failures are in $(FAILURES) as they come.
+# Leaves to `make test-all`: what needs no GPU, combinations of tests that are slow or compile (of `fla`, for up to
+# 30 s), and combinations and slow tests of `eager`. Failures are in $(FAILURES) as they come.
 CPU_ONLY = test_build test_cuda_compile test_imports test_over_ranks test_context_parallel test_tensor_parallel
 test-gpu: $(GPU)
 	mkdir -p runs
 	rm -f $(FAILURES)
 	OMP_NUM_THREADS=1 KDA_LAYERS_REQUIRE=sm90,fla,eager,triton KDA_LAYERS_FAILURES=$(FAILURES) \
-		$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not (emulated or combination and (compiles or fallback) or slow and fallback)" \
+		$(RUN) -m pytest -n $(WORKERS) --dist worksteal -k "not without_a_gpu" \
+		-m "not (emulated or combination and (compiles or fallback or slow) or slow and fallback)" \
 		$(CPU_ONLY:%=--ignore-glob='*/%.py') $(TESTS)
 
 # One forward and backward under ncu with line information; look at it with ncu-ui.

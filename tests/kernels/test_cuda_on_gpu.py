@@ -29,6 +29,7 @@ from tests.kernels.cases import (
     outputs,
     run_draws,
     run_oracle,
+    to_device,
     to_fp64,
 )
 from tests.kernels.emulated import without_two_roles
@@ -100,7 +101,7 @@ def test_segments(H: int, backend: str) -> None:
     got = run_draws(lambda x: call(x, backend), xs)
     # The recurrence takes minutes for 16 draws of one head, which have as many elements as sixteen heads.
     if H == 16:
-        truth, yardstick = (run_oracle([cast(x) for x in xs]) for cast in (to_fp64, lambda x: x))
+        truth, yardstick = (run_oracle([to_device(cast(x), "cuda") for x in xs]) for cast in (to_fp64, lambda x: x))
         check(got, truth, limits_of(yardstick, truth, case.dtype))
     for _ in range(5):
         assert_same(run_draws(lambda x: call(x, backend), xs), got)

@@ -208,6 +208,7 @@ def check_against_fp64(f: Callable[..., Tensor], tensors: dict[str, Tensor], dty
 
 
 @needs_gpu
+@pytest.mark.compiles
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])

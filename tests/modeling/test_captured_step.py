@@ -143,7 +143,9 @@ def cosine(optimizer: Any) -> Any:
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize("schedule", [None, linear, cosine], ids=["constant", "linear", "cosine"])
-@pytest.mark.parametrize("options", [dict(), dict(fused=False, foreach=True)], ids=["fused", "foreach"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param(dict(fused=False, foreach=True), marks=pytest.mark.slow)], ids=["fused", "foreach"]
+)
 def test_ten_steps_are_the_eager_ones(
     options: dict[str, Any], schedule: Any, max_norm: float | None, accumulate: int, kind: str, device: str
 ) -> None:
