@@ -63,12 +63,46 @@ class KDASoftmaxAttention(nn.Module):
             kwargs["cache"] = cache  # the attention function updates it
         elif cache is not None:
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+        if SPLIT_KEYS.serves(Call(hidden_states), self, _hides_keys(attention_mask)):
+            bias = torch.where(attention_mask, 0.0, -torch.inf)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            o = biased_attention(q, k, v, bias, scale=self.scaling, causal=False)
+            return self.o_proj(o.flatten(2)), None
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
         dropout = self.config.attention_dropout if self.training else 0.0
         o, weights = attention(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return self.o_proj(o.reshape(*hidden_states.shape[:2], -1)), weights
+
+    def fast_paths(self, call: SupposedCall) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
+        """Yield the paths that a call would ask for, and their facts."""
+        if call.tokens == 1 and not call.records:
+            yield SPLIT_KEYS, (self, True)
+
+
+def _hides_keys(mask: Any) -> bool:
+    """Return True for a mask [1|B, 1, T, S] of bools."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1
+
+
+@fast_path("attention of one token by programs that share its keys", instead="transformers' attention function")
+def SPLIT_KEYS(call: Any, layer: KDASoftmaxAttention, hides_keys: bool) -> Iterator[Reason]:
+    """One token of each sequence over a static cache, for whose mask SDPA has no kernel that splits the keys."""
+    if call.tokens != 1:
+        yield Reason("has several tokens")
+    if call.device.type not in DEVICES:
+        yield Reason(f"is on {call.device.type}")
+    if not hides_keys:
+        yield Reason("has no mask of bools")
+    if (chosen := layer.config._attn_implementation) != "sdpa":
+        yield Reason(f"has attn_implementation={chosen!r}")
+    if call.grad:
+        yield Reason("runs with gradients enabled")
+    if call.autocast:
+        yield Reason("runs under autocast", "load the model in bfloat16 instead")
+    if call.compiling:
+        yield Reason("is compiled (torch.compile)")
 
 
 class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kda_layers.kernels.attention_bias.backends.triton import launches
-from kda_layers.kernels.attention_bias.triton import backward, forward
+from kda_layers.kernels.attention_bias.triton import backward, decode, forward
 from tests.kernels.triton_usage import usage
 
 KERNELS = {
@@ -25,11 +25,12 @@ KERNELS = {
     "query": backward.query_kernel,
     "key": backward.key_kernel,
     "pair": backward.pair_kernel,
+    "split": decode.split_kernel,
 }
 ALIGNED = [["tt.divisibility", 16]]
 FLOATS = {"Lse": "*fp32", "Delta": "*fp32", "DBias": "*fp32", "scale": "fp32", "scale_log2": "fp32"}
 INTEGERS = {"Tiles": "*i32", "Sequences": "*i32", "T": "i32", "S": "i32", "H": "i32", "H_KV": "i32"}
-COUNTS = {"tiles": "i32", "batch": "i32", "heads": "i32"}
+COUNTS = {"tiles": "i32", "splits": "i32", "batch": "i32", "heads": "i32"}
 
 
 def compiled(name: str, sm: int, per_pair: bool) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def compiled(name: str, sm: int, per_pair: bool) -> dict[str, Any]:
     constants = {
         "GROUP": 1, "BIAS_GROUP": 1, "BIAS": 1 + per_pair, "BIAS_GRAD": not per_pair, "PER_HEAD": True,
         "CAUSAL": True, "PACKED": False,
-        "D": 128, "BLOCK_D": 128, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n,
+        "D": 128, "BLOCK_D": 128, "BLOCK_M": launch.block_m, "BLOCK_G": launch.block_m, "BLOCK_N": launch.block_n,
     }  # fmt: skip
     kernel, types, values, hints = KERNELS[name], {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):

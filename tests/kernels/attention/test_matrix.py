@@ -43,6 +43,13 @@ CASES = [
     *(BiasedCase(T=300, S=330, H_kv=2, group=2, D=128, bias=bias) for bias in ("1H1S", "1K1S", "1HTS")),
     BiasedCase(T=300, H_kv=2, D=64, bias="111S", causal=False),
     BiasedCase(lengths=(200, 0, 1, 150), group=2, D=128),
+    # one query, for which keys are split among programs
+    *(BiasedCase(T=1, S=S, H_kv=2, group=2, bias=bias, dtype=FP32) for S in (2, 31, 32, 70) for bias in ("", "1H1S")),
+    BiasedCase(T=1, S=300, B=2, H_kv=2, group=3, D=24, bias="B11S", hidden=0.9, bias_wide=True, dtype=FP16),
+    BiasedCase(T=1, S=300, B=2, H_kv=2, D=128, bias="BK1S", layout="heads_first", dtype=FP16),
+    BiasedCase(T=1, S=9000, B=2, H_kv=2, group=4, D=64, bias="B11S", hidden=0.5),
+    BiasedCase(T=1, S=200, group=20, D=128, causal=False),
+    BiasedCase(T=1, S=70, hidden=1.0),
     # scales, of which one turns the order of the scores around
     BiasedCase(scale=1.0),
     BiasedCase(scale=-0.3, dtype=FP32),

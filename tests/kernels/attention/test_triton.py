@@ -73,6 +73,7 @@ TILED = [
     BiasedCase(T=50, S=40, group=2, bias="1K1S", dtype=FP32, causal=False),
     BiasedCase(T=40, S=50, bias="11TS", dtype=FP32),
     BiasedCase(lengths=(33, 0, 1, 20), bias="111S", dtype=FP32),
+    BiasedCase(T=1, S=70, H_kv=2, group=2, bias="1H1S", dtype=FP32),
 ]
 
 
@@ -91,6 +92,21 @@ def test_results_do_not_depend_on_tiles(
     check(run(lambda x: call(x, "triton"), x), truth, limits)
 
 
+@needs_triton
+def test_bits_of_one_query_depend_neither_on_the_batch_nor_on_empty_slots(required_backends: frozenset[str]) -> None:
+    """A decode step has the same bits alone and in a batch, in a cache of 80 slots and in one of 200."""
+    x = make_inputs(BiasedCase(T=1, S=200, B=3, H_kv=2, group=2, D=32, bias="B11S", dtype=FP32), BEST_DEVICE)
+    serve("triton", problem_of(x), required_backends)
+    assert x.bias is not None
+    x.bias[..., 80:] = -torch.inf
+    many = call(x, "triton")
+    for b in range(3):
+        for slots in (80, 200):
+            cut = {n: getattr(x, n)[b : b + 1, :slots] for n in "kv"}
+            alone = x._replace(q=x.q[b : b + 1], bias=x.bias[b : b + 1, ..., :slots], **cut)
+            assert call(alone, "triton").equal(many[b : b + 1]), (b, slots)
+
+
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120])
 def test_tiles_are_multiples_of_each_other(arch: int) -> None:
     """The launcher decides by multiples of tiles, powers of two, where a mask is needed."""
@@ -107,9 +123,9 @@ def test_tiles_are_multiples_of_each_other(arch: int) -> None:
 @pytest.mark.parametrize(
     ("sm", "bias", "kernels", "shared", "stack"),
     [
-        (90, "per key", ["forward", "query", "key"], 232448, 192),
+        (90, "per key", ["forward", "query", "key", "split"], 232448, 192),
         (90, "per pair", ["forward", "query", "key", "pair"], 232448, 576),
-        (100, "per key", ["forward", "key"], 232448, 384),
+        (100, "per key", ["forward", "key", "split"], 232448, 384),
         (100, "per pair", ["query", "key"], 232448, 320),
         (86, "per pair", ["forward"], 101376, 0),
     ],

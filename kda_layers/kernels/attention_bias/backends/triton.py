@@ -16,7 +16,9 @@ from ..contract import Backend, Gradients, Inputs, Problem, empty_lse
 
 MAX_D = 256
 NO_BIAS, PER_KEY, PER_PAIR = range(3)  # as in triton/parts.py
-KERNELS = ("forward", "query", "key", "pair")  # o; dq; dk, dv and dbias per key; dbias per query and key
+# o; dq; dk, dv and dbias per key; dbias per query and key; o of one query
+KERNELS = ("forward", "query", "key", "pair", "split")
+SPLITS = 64  # that are combined at a time
 
 
 class Launch(NamedTuple):
@@ -40,18 +42,18 @@ def launches(arch: int, dtype: torch.dtype, block_d: int, per_pair: bool) -> Lau
     roomy = arch in (80, 87) or 90 <= arch < 120  # at least 160 KB of shared memory for a block; others have 99
     if dtype == torch.float32:  # exact MMAs run without tensor cores, on registers
         n = 32 if block_d <= 64 else 16
-        table = (n, 32, 4, 1), (n, n, 4, 1), (n, n, 4, 1), (n, 32, 4, 1)
+        table = (n, 32, 4, 1), (n, n, 4, 1), (n, n, 4, 1), (n, 32, 4, 1), (16, 32, 4, 1)
     elif block_d == 128 and 90 <= arch < 120 and not per_pair:  # the fastest of those tried on an H200
-        table = (128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2)
+        table = (128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (16, 128, 4, 1)
     elif block_d <= 128 and roomy:
         # With three stages an fp32 bias of [T, S] does not fit beside wide heads on sm_100.
         warps, stages = 8 if block_d == 128 else 4, 3 if arch >= 90 and (arch < 100 or block_d < 128) else 2
-        table = (128, 64, warps, 3), (128, 64, warps, stages), (64, 128, 8, stages), (64, 64, 4, 2)
+        table = (128, 64, warps, 3), (128, 64, warps, stages), (64, 128, 8, stages), (64, 64, 4, 2), (16, 128, 4, 1)
     elif block_d <= 128:
         n, warps = (64, 4) if block_d <= 64 else (32, 8)
-        table = (128, n, warps, 2), (64, n, 4, 2), (n, 64, 4, 2), (64, 32, 4, 1)
+        table = (128, n, warps, 2), (64, n, 4, 2), (n, 64, 4, 2), (64, 32, 4, 1), (16, 64, 4, 1)
     else:
-        table = (64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)
+        table = (64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 64, 4, 1)
     return {kernel: Launch(*values) for kernel, values in zip(KERNELS, table, strict=True)}
 
 
@@ -72,6 +74,8 @@ class TritonBackend(OnTriton, Backend):
     def attend(self, x: Inputs) -> tuple[Tensor, Tensor]:
         from ..triton.forward import forward_kernel
 
+        if x.q.shape[1] == 1 and x.cu_seqlens is None:
+            return _attend_once(_Call(x, self.table))
         call, o, lse = _Call(x, self.table), x.v.new_empty(x.q.shape), empty_lse(x)
         with on_device_of(x.q):
             call.launch("forward", forward_kernel, x.q.shape[2], (call.scale_log2,), {}, o, lse)
@@ -108,8 +112,8 @@ class _Call:
     def __init__(self, x: Inputs, table: Callable[[int, torch.dtype, int, bool], Launches]):
         (_, T, H, D), (_, S, H_kv, _), bias = x.q.shape, x.k.shape, x.bias
         self.x, self.sizes = x, (T, S)
-        q, k, v = (t if t.stride(3) == 1 and _is_near(t) else t.contiguous() for t in (x.q, x.k, x.v))
-        bias = bias if bias is None or _is_near(bias) else bias.contiguous()
+        q, k, v = (t if t.stride(3) == 1 and _is_near(t.stride(1)) else t.contiguous() for t in (x.q, x.k, x.v))
+        bias = bias if bias is None or _is_near(*bias.stride()[2:]) else bias.contiguous()
         self.tensors = (q, k, v, q if bias is None else bias)
         # The bias needs stride 0 in the dimensions that it is broadcast in, whose size is 1.
         shape, strides = ((1,) * 4, (0,) * 4) if bias is None else (bias.shape, bias.stride())
@@ -147,6 +151,26 @@ class _Call:
         }  # fmt: skip
 
 
+def _attend_once(call: _Call) -> tuple[Tensor, Tensor]:
+    """`attend` of one query, for which a program for each head would be too few."""
+    from ..triton.decode import combine_kernel, split_kernel
+
+    x, S, launch = call.x, call.sizes[1], call.launches["split"]
+    (B, _, H, D), H_kv, group = x.q.shape, x.k.shape[2], call.options["GROUP"]
+    splits, o, lse = -(-S // launch.block_n), x.v.new_empty(x.q.shape), empty_lse(x)
+    parts, part_lse = (x.q.new_empty((B, H, splits, *d), dtype=torch.float32) for d in ((D,), ()))
+    sizes = {"D": D, "BLOCK_D": call.block_d}
+    with on_device_of(x.q):
+        split_kernel[(B * H_kv * splits,)](
+            *call.tensors, parts, part_lse, *call.strides, call.scale_log2, splits, S, H_kv,
+            GROUP=group, BIAS_GROUP=call.options["BIAS_GROUP"], BIAS=call.bias, **sizes,
+            BLOCK_G=max(launch.block_m, 1 << (group - 1).bit_length()), BLOCK_N=launch.block_n,
+            num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+        combine_kernel[(B * H,)](parts, part_lse, o, lse, splits, **sizes, BLOCK_S=SPLITS)
+    return o, lse
+
+
 def _pairs(call: _Call, bias: Tensor, lse: Tensor, delta: Tensor, d_o: Tensor) -> Tensor:
     """The gradient of a bias for each query and key."""
     from ..triton.backward import pair_kernel
@@ -164,9 +188,9 @@ def _pairs(call: _Call, bias: Tensor, lse: Tensor, delta: Tensor, d_o: Tensor) -
     return d_bias
 
 
-def _is_near(t: Tensor) -> bool:
-    """True if 32-bit offsets reach every element of a tile, which has at most 128 rows and columns."""
-    return max(t.stride()[1:]) < 2**24
+def _is_near(*strides: int) -> bool:
+    """True if 32-bit offsets reach every element of a tile with these strides and at most 128 rows and columns."""
+    return max(strides) < 2**24
 
 
 def tile_table(cu_seqlens: Tensor, T: int, block: int) -> Tensor:
