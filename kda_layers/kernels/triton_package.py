@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import torch_private
 from .declarations import AtLeast, Backend, OneOf
 
 FLOATS = OneOf(torch.bfloat16, torch.float16, torch.float32)
@@ -32,6 +33,44 @@ def interprets() -> bool:
 def on_device_of(t: Tensor) -> Any:
     """Context in which kernels are launched on the device of `t`."""
     return torch.cuda.device(t.device) if t.is_cuda else contextlib.nullcontext()
+
+
+class RepeatedLaunch:
+    """Launches of a Triton kernel on one device that differ in the addresses of tensors alone.
+
+    Triton finds what it has compiled by every argument, which takes several times as long as the launch. Here only the
+    addresses are asked whether they are multiples of 16, on which compiled code relies.
+    """
+
+    def __init__(self, kernel: Any, grid: int, rest: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Prepare launches.
+
+        Args:
+            kernel: takes the tensors of a call, then `rest`.
+            grid: number of programs.
+            rest: numbers and constants, in the kernel's order.
+            options: of Triton, such as num_warps.
+        """
+        self._kernel, self._grid, self._rest, self._options = kernel, (grid, 1, 1), rest, options
+        self._compiled: Any = None  # for addresses that are multiples of 16
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on the current stream of the tensors' device."""
+        first, aligned = tensors[0], True
+        assert first is not None
+        if first.is_cuda and torch_private.current_device() != first.device.index:
+            with torch.cuda.device(first.device):
+                return self(*tensors)
+        for t in tensors:
+            if t is not None and t.data_ptr() & 15:
+                aligned = False
+        if aligned and self._compiled is not None:
+            self._compiled[self._grid](*tensors, *self._rest)
+            return None
+        compiled = self._kernel[self._grid](*tensors, *self._rest, **self._options)  # of the interpreter: None
+        if aligned:
+            self._compiled = compiled
+        return None
 
 
 def even_rows(t: Tensor) -> Tensor:

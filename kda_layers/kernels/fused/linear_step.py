@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ..cuda.arch import OVERLAPS
 from ..declarations import OneOf, arch_of
 from ..declarations import Problem as AnyProblem
 from ..operator import NoGradOperator
-from ..triton_package import FLOATS, even_rows, on_device_of
+from ..triton_package import FLOATS, RepeatedLaunch, even_rows
 from . import swiglu
 from .mechanism import Forms, Plain, Triton
 
@@ -102,48 +103,49 @@ def _output_like(x: Inputs) -> Tensor:
 
 
 def _fused(x: Inputs) -> Tensor:
-    y = _output_like(x)
-    if y.numel() == 0:
+    even = _evened(x)
+    if even.weight is not x.weight:  # whose copy the launch would overlap
+        even = even._replace(overlap=False)
+    return Launch(even)(even)
+
+
+def _evened(x: Inputs) -> Inputs:
+    """Return `x` with even rows and a contiguous weight, of its own tensors where they are so."""
+    residual = None if x.residual is None else even_rows(x.residual)
+    return x._replace(x=even_rows(x.x), weight=x.weight.contiguous(), residual=residual)
+
+
+class Launch:
+    """A kernel's launch for inputs with even rows and a contiguous weight, of which the addresses alone may differ."""
+
+    def __init__(self, x: Inputs) -> None:
+        overlap = x.overlap and arch_of(x.x.device) >= OVERLAPS
+        options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+        (B, T, D), N = x.x.shape, x.weight.shape[0] // (2 if x.swiglu else 1)
+        strides = x.x.stride(1), 0 if x.residual is None else x.residual.stride(1)
+        self._shape, self._is_row = (B, T, N), work_of(x) != "tile"
+        if self._is_row:
+            from .triton.linear_step import row_kernel
+
+            kernel, grid, options["num_warps"] = row_kernel, B * T * -(-N // OUTPUTS), WARPS
+            block, parts = columns(D, x.swiglu), (x.norm_weight is not None, x.residual is not None, x.swiglu)
+            rest: tuple[Any, ...] = *strides, x.norm_eps, B * T, N, D, OUTPUTS, block, -(-D // block), *parts, overlap
+        else:
+            from .triton.linear_step import tile_kernel
+
+            rows = next(n for n in TILES if n >= B * T)
+            kernel, grid, (options["num_warps"], stages) = tile_kernel, -(-N // TILE_OUTPUTS), TILES[rows]
+            rest = *strides, B * T, N, D, rows, TILE_OUTPUTS, TILE_COLUMNS, stages, overlap
+        self._run = RepeatedLaunch(kernel, grid, rest, options)
+
+    def __call__(self, x: Inputs) -> Tensor:
+        """Return the output of inputs like those that the launch was made for."""
+        y = x.x.new_empty(self._shape)
+        if y.numel() and self._is_row:
+            self._run(x.x, x.weight, x.norm_weight, x.residual, y)
+        elif y.numel():
+            self._run(x.x, x.weight, x.residual, y)
         return y
-    x = x._replace(
-        x=even_rows(x.x), weight=x.weight.contiguous(),
-        residual=None if x.residual is None else even_rows(x.residual),
-        overlap=x.overlap and x.weight.is_contiguous() and arch_of(x.x.device) >= OVERLAPS,  # not behind its copy
-    )  # fmt: skip
-    with on_device_of(y):
-        (_tile if work_of(x) == "tile" else _rows)(x, y)
-    return y
-
-
-def _rows(x: Inputs, y: Tensor) -> None:
-    from .triton.linear_step import row_kernel
-
-    B, T, N = y.shape
-    D, block = x.x.shape[2], columns(x.x.shape[2], x.swiglu)
-    row_kernel[(B * T * -(-N // OUTPUTS),)](
-        x.x, x.weight, x.norm_weight, x.residual, y, x.x.stride(1),
-        0 if x.residual is None else x.residual.stride(1), x.norm_eps, B * T, N, D,
-        OUTPUTS=OUTPUTS, BLOCK=block, STEPS=-(-D // block), NORM=x.norm_weight is not None,
-        RESIDUAL=x.residual is not None, SWIGLU=x.swiglu, OVERLAP=x.overlap, num_warps=WARPS, **_launch(x),
-    )  # fmt: skip
-
-
-def _tile(x: Inputs, y: Tensor) -> None:
-    from .triton.linear_step import tile_kernel
-
-    assert x.residual is not None
-    B, T, N = y.shape
-    rows = next(n for n in TILES if n >= B * T)
-    warps, stages = TILES[rows]
-    tile_kernel[(-(-N // TILE_OUTPUTS),)](
-        x.x, x.weight, x.residual, y, x.x.stride(1), x.residual.stride(1), B * T, N, x.x.shape[2],
-        ROWS=rows, OUTPUTS=TILE_OUTPUTS, BLOCK=TILE_COLUMNS, STAGES=stages, OVERLAP=x.overlap, num_warps=warps,
-        **_launch(x),
-    )  # fmt: skip
-
-
-def _launch(x: Inputs) -> dict[str, Any]:
-    return {"launch_pdl": True} if x.overlap else {}
 
 
 @functools.cache
@@ -195,6 +197,8 @@ def linear_step(
     """
     inputs = Inputs(x, weight, norm_weight, residual, float(norm_eps), swiglu, overlap)
     cached = _cache.get(inputs, backend)
+    if type(cached) is Launch:
+        return cached(inputs)
     name = cached or _prepare(inputs, backend)
     if name == "eager":  # which torch.compile traces
         return LINEAR_STEP.backend(name).run(inputs)
@@ -202,12 +206,14 @@ def linear_step(
 
 
 def _prepare(x: Inputs, backend: str | None) -> str:
-    """Check `x`; return the name of a form."""
+    """Check `x`; return the name of a form, and remember it or its launch."""
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
         raise RuntimeError("linear_step has no gradient: call it under torch.no_grad()")
     check(x)
     name: str = LINEAR_STEP.choose(backend, x.x.device, x.x.dtype, work_of(x))
-    return _cache.put(x, name, backend)
+    as_is = name == "triton" and not torch.compiler.is_compiling() and all(map(is_, _evened(x), x))
+    _cache.put(x, Launch(x) if as_is else name, backend)
+    return name
 
 
 def check(x: Inputs) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from kda_layers.modeling.cuda_graphs.clipping import clip_grad_norm_
 from kda_layers.modeling.cuda_graphs.training_step import CapturedStep, NotCapturable, check_batches
 
 logger = logging.getLogger("kda_layers")
@@ -31,13 +32,14 @@ class Gradients(torch.optim.Optimizer):
 class CapturedTrainer(Trainer):
     """A `Trainer` that replays forward and backward of a batch from a CUDA graph: the GPU no longer waits for the host.
 
-    Losses and gradients have the bits of `Trainer`'s. Accumulation of gradients, clipping, optimizer, schedulers,
-    callbacks, evaluation and checkpoints are `Trainer`'s own. What a graph cannot hold runs as in `Trainer`, and the
-    logger `kda_layers` gives each reason once: batches of other shapes than the first one (pad or pack to one length),
-    several GPUs or processes, a loss scaler (fp16), optimizers that step in the backward (LOMO, layerwise ones),
-    `torch_empty_cache_steps`, a model or a `compute_loss` that reads tensors on the host. The last accumulation of an
-    epoch runs eagerly too, without a line in the log, if it has fewer batches. `CapturedStep` lists the constraints on
-    a captured model.
+    Losses and gradients have the bits of `Trainer`'s. Accumulation of gradients, optimizer, schedulers, callbacks,
+    evaluation and checkpoints are `Trainer`'s own. Gradients are clipped by fewer kernels, to the same bits, and
+    batches in pinned memory are copied without waiting (`accelerator_config`'s non_blocking). What a graph cannot
+    hold runs as in `Trainer`, and the logger `kda_layers` gives each reason once: batches of other shapes than the
+    first one (pad or pack to one length), several GPUs or processes, a loss scaler (fp16), optimizers that step in
+    the backward (LOMO, layerwise ones), `torch_empty_cache_steps`, a model or a `compute_loss` that reads tensors on
+    the host. The last accumulation of an epoch runs eagerly too, without a line in the log, if it has fewer batches.
+    `CapturedStep` lists the constraints on a captured model.
     """
 
     _step: CapturedStep | None = None
@@ -45,6 +47,13 @@ class CapturedTrainer(Trainer):
     _gradients: list[Tensor | None]  # the graph's own, of the parameters
     _failed = ""  # why the step cannot be captured
     _told: frozenset[str] = frozenset()  # reasons that were logged
+    _operations: tuple[Any, int] = None, 0  # shapes of a batch, and its floating point operations
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Create a `Trainer` of these arguments."""
+        super().__init__(*args, **kwargs)
+        if self.args.dataloader_pin_memory and not self._reason():
+            self.accelerator.dataloader_config.non_blocking = True  # a copy would wait for the optimizer's step
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -80,6 +89,18 @@ class CapturedTrainer(Trainer):
             self._gradients = [p.grad for p in self._parameters]
         self._add_to(before)
         return loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return `Trainer.floating_point_ops`, which walks over all modules for 1.5 ms, once for batches of a shape."""
+        shapes = self.model, {name: getattr(value, "shape", None) for name, value in inputs.items()}
+        if shapes != self._operations[0]:
+            self._operations = shapes, super().floating_point_ops(inputs)
+        return self._operations[1]
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self._reason():
+            return super()._clip_grad_norm(model)
+        return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _prepare_step(self, model: nn.Module) -> str:
         """Build the step of the model's trainable parameters, unless it is there; return why it cannot be."""

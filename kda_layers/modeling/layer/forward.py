@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...kernels.checks import check_offsets, sequence_offsets
+from ...kernels.compilers import load_early
 from ...kernels.declarations import arch_of
 from ...kernels.fused.gated_norm import gated_rms_norm
 from ...kernels.fused.linear_step import linear_step
@@ -99,7 +100,8 @@ class KDAForward:
 
     @staticmethod
     def new_weights() -> dict[str, MergedWeights]:
-        """Return `merged_weights` and `factors` of a new layer, by name."""
+        """Return `merged_weights` and `factors` of a new layer, by name, and begin to load what its calls need."""
+        load_early()
         return dict(merged_weights=MergedWeights(ALIGNED), factors=MergedWeights())
 
     def operator_recompute(self) -> dict[str, Any]:

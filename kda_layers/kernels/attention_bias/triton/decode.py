@@ -53,9 +53,7 @@ def split_kernel(
 
 
 @triton.jit
-def combine_kernel(
-    Parts, PartLse, O, Lse, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
-):
+def combine_kernel(Parts, PartLse, O, Lse, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
     """Combine the splits of one query: O [B, 1, H, D], Lse [B, H, 1], +inf where the query sees no key."""
     row = tl.program_id(0).to(tl.int64)  # b H + h
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)

@@ -1,0 +1,81 @@
+"""Compilers are loaded while a model is built, and launches that repeat do not ask Triton again."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from kda_layers.kernels import compilers
+from kda_layers.kernels.cuda import build
+from kda_layers.kernels.triton_package import RepeatedLaunch
+
+
+def loaded() -> None:
+    """Load, and wait for the thread."""
+    compilers.load_early.__wrapped__()
+    for thread in threading.enumerate():
+        if thread.name == "kda_layers.load_early":
+            thread.join()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+def test_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import cache
+
+    cache.triton_key.cache_clear()
+    build.problems.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    loaded()
+    assert not cache.triton_key.cache_info().currsize
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    loaded()
+    assert cache.triton_key.cache_info().currsize == 1
+    assert build.problems.cache_info().currsize == (importlib.util.find_spec("cuda") is not None)
+
+
+class Kernel:
+    """A kernel of Triton, which notes how it is launched."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        assert grid == (3, 1, 1)
+
+        def launch(*args: object, num_warps: int) -> Kernel:
+            self.log.append(f"asks, {len(args)}, {num_warps}")
+            return Compiled(self.log)
+
+        return launch
+
+
+class Compiled(Kernel):
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        assert grid == (3, 1, 1)
+        return lambda *args: self.log.append(f"repeats, {len(args)}")
+
+
+def test_repeated_launches() -> None:
+    """Only addresses that are multiples of 16 are launched without asking, as those were that the kernel is for."""
+    kernel, t = Kernel(), torch.zeros(64)
+    launch = RepeatedLaunch(kernel, 3, (5, True), {"num_warps": 4})
+
+    def log_of(*tensors: Tensor | None) -> list[str]:
+        kernel.log.clear()
+        launch(*tensors)
+        return kernel.log.copy()
+
+    asks, repeats = ["asks, 4, 4"], ["repeats, 4"]
+    assert t.data_ptr() % 16 == 0
+    assert log_of(t[1:], None) == log_of(t[1:], None) == asks
+    assert log_of(t, None) == asks
+    assert log_of(t, None) == log_of(t[4:], t) == repeats
+    assert log_of(t, t[1:]) == asks
+    assert log_of(t, t) == repeats
