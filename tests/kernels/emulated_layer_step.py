@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -42,6 +42,10 @@ class EmulatedLayerStep(CudaBackend):
     def step(self, x: Inputs) -> Tensor:
         self.calls.append(x)
         return step(x, arch=self.archs[0].capability)
+
+    def repeated(self, x: Inputs) -> Callable[[Inputs], Tensor]:
+        """Return `step`, which guards the memory of each call."""
+        return self.step
 
 
 @contextlib.contextmanager

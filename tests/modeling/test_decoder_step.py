@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from kda_layers import KDAConfig, KDAForCausalLM, use_backend
 from kda_layers.kernels.fused.linear_step import LINEAR_STEP
-from kda_layers.modeling.layer import weights
+from kda_layers.modeling.layer import fast_paths, weights
 from kda_layers.modeling.models import modeling_kda
 from kda_layers.modeling.models.hybrid import KDAAttention
 from kda_layers.modeling.models.modeling_kda import KDAMLP
@@ -192,3 +193,86 @@ def test_weights_are_laid_before_the_first_launch(
     with torch.no_grad():
         model(IDS[:, -1:], past_key_values=past)
     assert order == ["lay", *["launch"] * 4] * 2
+
+
+def replace_weight(layer: Any) -> None:
+    layer.mlp.down_proj.weight = torch.nn.Parameter(2 * layer.mlp.down_proj.weight.detach())
+
+
+def move_weight(layer: Any) -> None:
+    layer.self_attn.o_proj.weight.data = 2 * layer.self_attn.o_proj.weight.detach()
+
+
+def change_option(layer: Any) -> None:
+    layer.self_attn.kda_options["lower_bound"] = -1.0
+
+
+def exchange_module(layer: Any) -> None:
+    layer.self_attn.o_norm = torch.nn.RMSNorm(64, eps=0.5).to(BF16)
+
+
+CHANGES: dict[str, Any] = {
+    "a weight is replaced": replace_weight, "a weight moves": move_weight, "an option": change_option,
+    "a module is exchanged": exchange_module,
+    "a move of all": lambda layer: layer.double().to(BF16),
+    "in place": lambda layer: layer.mlp.gate_proj.weight.data.mul_(2),
+    "a hook": lambda layer: layer.mlp.register_forward_hook(lambda module, args, y: 2 * y),
+    "another forward": lambda layer: setattr(layer.mlp, "forward", lambda x: 2 * x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_later_steps_ask_only_after_a_change(
+    name: str, kernel: emulated.EmulatedLayerStep, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of two layers asks for their fast paths; the next one does not, until something was changed."""
+    model, asked = a_model(), list[str]()
+    serves = fast_paths.FastPath.serves
+    noted = ("decode step of a decoder layer by few launches", "decode step by one kernel")
+
+    def note(path: Any, *args: Any, **more: Any) -> bool:
+        asked.extend([path.name] if path.name in noted else [])
+        return serves(path, *args, **more)
+
+    monkeypatch.setattr(fast_paths.FastPath, "serves", note)
+    with torch.no_grad():
+        past = model(IDS[:, :-3], use_cache=True).past_key_values
+        asked.clear()
+        model(IDS[:, -3:-2], past_key_values=past)
+        assert len(asked) == 4
+        asked.clear()
+        model(IDS[:, -2:-1], past_key_values=past)
+        assert asked == []
+        CHANGES[name](model.model.layers[0])
+        states = copy.deepcopy(past)
+        got = model(IDS[:, -1:], past_key_values=past).logits
+        assert bool(asked) == (name != "in place")
+        fresh = copy.deepcopy(model)  # which remembers nothing
+        assert torch.equal(fresh(IDS[:, -1:], past_key_values=states).logits, got)
+
+
+def test_steps_on_other_states(kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
+    """Another batch, another cache, a record of the past: each gets its own plan."""
+    model = a_model()
+    want = [model_logits(model, IDS[i : i + 1]) for i in range(2)]
+    for _ in range(2):
+        torch.testing.assert_close(model_logits(model, IDS), torch.cat(want))
+        for i in range(2):
+            assert torch.equal(model_logits(model, IDS[i : i + 1]), want[i])
+    with torch.no_grad():
+        past = model(IDS, use_cache=True).past_key_values
+        for layer in past.layers:
+            layer.record_past = True
+        calls = len(kernel.calls)
+        model(IDS[:, :1], past_key_values=past)
+    assert len(kernel.calls) == calls
+
+
+def test_a_model_that_has_decoded_is_copied_and_saved(
+    kernel: emulated.EmulatedLayerStep, launched: list[Any], tmp_path: Path
+) -> None:
+    model = a_model()
+    want = model_logits(model, IDS)
+    torch.save(model, tmp_path / "model.pt")
+    for other in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+        assert torch.equal(model_logits(other, IDS), want)

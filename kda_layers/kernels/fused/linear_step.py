@@ -106,7 +106,7 @@ def _fused(x: Inputs) -> Tensor:
     even = _evened(x)
     if even.weight is not x.weight:  # whose copy the launch would overlap
         even = even._replace(overlap=False)
-    return Launch(even)(even)
+    return Launch(even)(*even[:4])
 
 
 def _evened(x: Inputs) -> Inputs:
@@ -138,13 +138,13 @@ class Launch:
             rest = *strides, B * T, N, D, rows, TILE_OUTPUTS, TILE_COLUMNS, stages, overlap
         self._run = RepeatedLaunch(kernel, grid, rest, options)
 
-    def __call__(self, x: Inputs) -> Tensor:
-        """Return the output of inputs like those that the launch was made for."""
-        y = x.x.new_empty(self._shape)
+    def __call__(self, x: Tensor, weight: Tensor, norm_weight: Tensor | None, residual: Tensor | None) -> Tensor:
+        """Return the output for tensors like those of the inputs that the launch was made for."""
+        y = x.new_empty(self._shape)
         if y.numel() and self._is_row:
-            self._run(x.x, x.weight, x.norm_weight, x.residual, y)
+            self._run(x, weight, norm_weight, residual, y)
         elif y.numel():
-            self._run(x.x, x.weight, x.residual, y)
+            self._run(x, weight, residual, y)
         return y
 
 
@@ -198,11 +198,38 @@ def linear_step(
     inputs = Inputs(x, weight, norm_weight, residual, float(norm_eps), swiglu, overlap)
     cached = _cache.get(inputs, backend)
     if type(cached) is Launch:
-        return cached(inputs)
+        return cached(*inputs[:4])
     name = cached or _prepare(inputs, backend)
     if name == "eager":  # which torch.compile traces
         return LINEAR_STEP.backend(name).run(inputs)
     return _linear_step(inputs, name, plain=cached is not None)
+
+
+class RepeatedLinearStep:
+    """`linear_step` with a weight and options, for calls of one signature: it is checked, and a form chosen, once."""
+
+    def __init__(self, weight: Tensor, norm: Any = None, swiglu: bool = False, overlap: bool = False) -> None:
+        """Fix the arguments of `linear_step`; `norm` is a module with a weight and an eps."""
+        self._weight, self._norm_weight = weight, None if norm is None else norm.weight
+        self._options = 1e-6 if norm is None else float(norm.eps), swiglu, overlap
+        self._launch: Launch | None = None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return `linear_step` of tensors with the types, shapes, strides, dtypes and device of the first call's.
+
+        Torch's state (grad mode, autocast, transforms) and the backend asked for must be those of the first call, too.
+        """
+        tensors = x, self._weight, self._norm_weight, residual
+        if self._launch is not None:
+            return self._launch(*tensors)
+        eps, swiglu, overlap = self._options
+        y = linear_step(
+            x, self._weight, norm_weight=self._norm_weight, norm_eps=eps, residual=residual, swiglu=swiglu,
+            overlap=overlap,
+        )  # fmt: skip
+        found = _cache.get(Inputs(*tensors, *self._options), None)
+        self._launch = found if type(found) is Launch else None
+        return y
 
 
 def _prepare(x: Inputs, backend: str | None) -> str:

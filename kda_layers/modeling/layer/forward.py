@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,15 +13,15 @@ from ...kernels.checks import check_offsets, sequence_offsets
 from ...kernels.compilers import load_early
 from ...kernels.declarations import arch_of
 from ...kernels.fused.gated_norm import gated_rms_norm
-from ...kernels.fused.linear_step import linear_step
 from ...kernels.fused.short_conv import short_convs
 from ...kernels.kda.contract import KDA, MOST_SAVED, Problem, state_dtype
-from ...kernels.kda.cuda.layer_step.op import has_kernel, layer_step, why_no_kernel
+from ...kernels.kda.cuda.layer_step.op import has_kernel, why_no_kernel
 from ...kernels.kda.op import kda
 from ...kernels.over_ranks.kda import kda_over_ranks
 from ...kernels.over_ranks.shards import Shards
 from ...kernels.over_ranks.short_conv import short_convs_over_ranks
 from ..checks import check_no_adapter
+from .decode_plan import DecodePlan, key_of_step
 from .fast_paths import (
     Call,
     FastPath,
@@ -35,6 +35,7 @@ from .fast_paths import (
     other_dtype,
 )
 from .fused_sums import SHARED_INPUT, projections
+from .remembered import Remembered
 from .states import LayerState, Slots, read_state
 from .weights import MERGED_WEIGHTS, MergedWeights, loads_weights_of
 
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 MOST_FACTORED = 256
 MOST_KEPT = 0.1  # share of the device's memory that the KDA layers of a model may keep together with recompute="auto"
 ALIGNED = 8  # outputs of the projections together are a multiple
-OPTIONS = ("gate_activation", "lower_bound", "beta_activation", "backend")  # of the operator
 READ_HERE = ("conv1d", "o_norm")  # submodules whose weights are read here, not in their own forward
 
 
@@ -89,6 +89,7 @@ class KDAForward:
 
     merged_weights: MergedWeights  # q, k, v, log-decay, output gate, beta
     factors: MergedWeights  # the second factors of log-decay and output gate, if both have one
+    plan: Remembered[DecodePlan]  # of decode steps
     recompute: str = "auto"  # as in `kda`
     memory_share: float | None = None
     layers_in_model: int = 1  # KDA layers that keep their share at the same time
@@ -99,10 +100,10 @@ class KDAForward:
         def __getattr__(self, name: str) -> Any: ...
 
     @staticmethod
-    def new_weights() -> dict[str, MergedWeights]:
-        """Return `merged_weights` and `factors` of a new layer, by name, and begin to load what its calls need."""
+    def new_weights() -> dict[str, Any]:
+        """Return the attributes of a new layer by name, and begin to load what its calls need."""
         load_early()
-        return dict(merged_weights=MergedWeights(ALIGNED), factors=MergedWeights())
+        return dict(merged_weights=MergedWeights(ALIGNED), factors=MergedWeights(), plan=Remembered())
 
     def operator_recompute(self) -> dict[str, Any]:
         """Return `recompute` and `memory_share` of one call of the operator."""
@@ -128,9 +129,9 @@ class KDAForward:
         state = read_state(cache, self.layer_idx, sequences)
         self._watch(hidden_states)
         if by_kernel and mask is cu_seqlens is shards is None:
-            o = self._decode(hidden_states, state)
-            if o is not None:
-                return self.o_proj(o)
+            plan = self.plan_step(hidden_states, state)
+            if plan is not None:
+                return self.o_proj(plan.run(hidden_states, state))
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
         backend = self.kda_options.get("backend")
 
@@ -181,26 +182,11 @@ class KDAForward:
         module: nn.Module = super()._apply(fn, recurse)  # type: ignore[misc]
         self.merged_weights.refresh(module)
         self.factors.refresh(module)
+        self.plan.forget()
         return module
 
-    def decode(self, residual: Tensor, norm: nn.RMSNorm, cache: Cache) -> Tensor | None:
-        """Return residual + forward(norm(residual), cache=cache) of one token of each sequence.
-
-        Of one sequence, three launches do it: norm and projections, `layer_step`, output projection and sum. None where
-        `DECODE_KERNEL` does not serve; the cache is then unchanged.
-
-        Args:
-            residual: [B, 1, D].
-            norm: the norm of the layer's input, `is_plain`.
-            cache: as in `forward`.
-        """
-        check_no_adapter(self, READ_HERE)
-        self._watch(residual)
-        o = self._decode(residual, LayerState(cache, self.layer_idx, residual.shape[0]), norm)
-        return None if o is None else linear_step(o, self.o_proj.weight, residual=residual, overlap=True)
-
     def bypassed(self) -> Iterator[Reason]:
-        """Yield what calling the layer does that `decode` leaves out."""
+        """Yield what calling the layer does that running its plan leaves out."""
         yield from additions(self.o_proj, biased=False)
         for module in (self, self.conv1d, self.o_norm):
             yield from hooks(module)
@@ -216,36 +202,32 @@ class KDAForward:
             yield DECODE_KERNEL, (self, state, [])
             yield MERGED_WEIGHTS, (layers, self.merged_weights)
 
-    def _decode(self, x: Tensor, state: LayerState, norm: nn.RMSNorm | None = None) -> Tensor | None:
-        """Return o [B, 1, HV V] of a decode step x [B, 1, D] by one kernel; None where no kernel serves it.
+    def plan_step(self, x: Tensor, state: LayerState, norm: nn.RMSNorm | None = None) -> DecodePlan | None:
+        """Return what a decode step x [B, 1, D] by one kernel runs; None where no kernel serves it.
 
-        With `norm`, x is normalised by it first.
+        Without `norm` the plan is remembered. With it, x is normalised by it first.
+
+        Raises:
+            ValueError: an adapter on a layer whose weight is read.
         """
+        check_no_adapter(self, READ_HERE)
+        self._watch(x)
+        key = None if norm is not None else key_of_step(x)
+        plan = self.plan.get(key)
+        if plan is not None and plan.fits(state):
+            return plan
         in_kernel: list[Any] = []
         if not DECODE_KERNEL.serves(Call(x), self, state, in_kernel):
             return None
+        whole = self.merged_weights.weight(self._inputs())
         if state.conv is None or state.recurrent is None or state.recording or x.shape[1] != 1:
-            self.merged_weights.weight(self._inputs())  # before a decode step is compiled or captured
             if self.decay_rank and self.gate_rank:
-                self.factors.weight(self._factors())
+                self.factors.weight(self._factors())  # before a decode step is compiled or captured
             return None
-        K, V, (H, HV) = self.head_dim, self.value_head_dim, self._heads()
-        conv, scale = self.conv1d.weight, self.o_norm.weight
-        f_weight, gate_weight = (None if layer is None else layer.weight for layer in in_kernel)
-        q, k, v, gates, b = self._projections(x, norm)
-        widths = [self.decay_rank or HV * K, self.gate_rank or HV * V]
-        f, g = gates.split(widths, -1) if tuple(in_kernel) == self._factors() else self._logits(gates, widths)
-        A_log, dt_bias, wide = self.A_log, self.dt_bias, state_dtype(x.dtype)
-        rate, bias = None if A_log is None else A_log.to(wide), dt_bias.to(wide)
-        options = {name: self.kda_options.get(name) for name in OPTIONS}
-        o = layer_step(
-            q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, g, b, conv[:, 0], state.conv,
-            state.recurrent, norm_weight=scale, f_weight=f_weight, gate_weight=gate_weight,
-            gate_bias=None if gate_weight is None else in_kernel[1].bias, A_log=rate, dt_bias=bias.view(-1, K),
-            norm_eps=self.rms_norm_eps, overlap=rate is A_log and bias is dt_bias, **options,
-        )  # fmt: skip
-        state.count(x)
-        return o.flatten(2)
+        plan = DecodePlan(self, x, state, norm, in_kernel, whole)
+        if plan.lasts and key is not None:
+            self.plan.put(self, key, plan)
+        return plan
 
     def problem(self, device: torch.device, dtype: torch.dtype, **fields: Any) -> Problem:
         """Return the problem of `kda` that calls of the layer pose, with these further fields."""
@@ -267,31 +249,6 @@ class KDAForward:
         """Return the numbers of q/k and of value heads, which are this rank's under tensor parallelism."""
         HV = self.dt_bias.numel() // self.head_dim
         return (self.conv1d.weight.shape[0] - HV * self.value_head_dim) // (2 * self.head_dim), HV
-
-    def _projections(self, x: Tensor, norm: nn.RMSNorm | None) -> Sequence[Tensor]:
-        """Return the projections of x for q, k, v, of log-decay beside output gate, and for beta; by one product if
-        possible."""
-        layers = self._inputs()
-        whole = self.merged_weights.weight(layers)
-        if whole is None:
-            x = x if norm is None else norm(x)
-            q, k, v, f, g, b = (layer(x) for layer in layers)
-            return q, k, v, torch.cat((f, g), -1), b
-        y = linear_step(x, whole) if norm is None else linear_step(x, whole, norm_weight=norm.weight, norm_eps=norm.eps)
-        q, k, v, f, g, b = (layer.out_features for layer in layers)
-        return y.split([q, k, v, f + g, b, whole.shape[0] - (q + k + v + f + g + b)], -1)[:-1]
-
-    def _logits(self, gates: Tensor, widths: list[int]) -> Sequence[Tensor]:
-        """Return the logits of decays and gate from projections [B, 1, sum of widths]; by one product if possible."""
-        factors, whole = self._factors(), None
-        if self.decay_rank and self.gate_rank and factors[0].out_features == factors[1].out_features:
-            whole = self.factors.weight(factors)
-        if whole is None:
-            parts = zip(factors, gates.split(widths, -1), strict=True)
-            return [part if layer is None else layer(part) for layer, part in parts]
-        pair = gates[:, 0].unflatten(-1, (2, -1)).transpose(0, 1)
-        f, g = torch.bmm(pair, whole.unflatten(0, (2, -1)).mT)
-        return f[:, None], g[:, None]
 
     def _factors(self) -> tuple[Any, Any]:
         """Return the second factors of the log-decay's and the output gate's projections; None for one of full rank."""

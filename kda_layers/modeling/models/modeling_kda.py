@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from kda_layers.kernels import biased_attention
-from kda_layers.kernels.fused.linear_step import linear_step
+from kda_layers.kernels.fused.linear_step import RepeatedLinearStep
 from kda_layers.kernels.fused.swiglu import swiglu, swiglu_linear
 from kda_layers.kernels.tracing import autocasts, may_run_again
 from kda_layers.modeling.inputs.arguments import rename_cache
 from kda_layers.modeling.inputs.keywords import is_engine_cache
+from kda_layers.modeling.layer.decode_plan import DecodePlan, key_of_step
 from kda_layers.modeling.layer.fast_paths import (
     Call,
     FastPath,
@@ -25,6 +26,8 @@ from kda_layers.modeling.layer.fast_paths import (
     hooks,
 )
 from kda_layers.modeling.layer.fused_sums import FUSED_NORM, SHARED_INPUT, add_and_normalise, normal, projections
+from kda_layers.modeling.layer.remembered import Remembered
+from kda_layers.modeling.layer.states import LayerState
 from kda_layers.modeling.layer.weights import DEVICES, MERGED_WEIGHTS, KeepsFP32, MergedWeights
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
@@ -169,25 +172,27 @@ class KDAMLP(nn.Module):
             yield MERGED_WEIGHTS, (layers, self.merged_weights)
 
     def merged(self) -> Tensor | None:
-        """Return the weights of gate and up in one buffer if `decode` is what calling the layers does."""
+        """Return the weights of gate and up in one buffer if `repeated` is what calling the layers does."""
         if next(hooks(self), None) or next(additions(self.down_proj, biased=False), None):
             return None
         return self.merged_weights.weight((self.gate_proj, self.up_proj))
 
-    def decode(self, residual: Tensor, norm: nn.RMSNorm, merged: Tensor | None) -> Tensor:
-        """Return residual + forward(norm(residual)) of one token of each sequence [B, 1, D].
+    def repeated(self, norm: nn.RMSNorm, merged: Tensor) -> tuple[RepeatedLinearStep, RepeatedLinearStep]:
+        """Return forward(norm(x)) as two launches, the second of which adds a residual.
 
-        By two launches with `merged` weights. The kernel launched before must not have written these.
+        The kernel launched before must not have written the weights.
         """
-        if merged is None:
-            return residual + self(norm(residual))
-        y = linear_step(residual, merged, norm_weight=norm.weight, norm_eps=norm.eps, swiglu=True, overlap=True)
-        return linear_step(y, self.down_proj.weight, residual=residual, overlap=True)
+        up = RepeatedLinearStep(merged, norm, swiglu=True, overlap=True)
+        return up, RepeatedLinearStep(self.down_proj.weight, overlap=True)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
         self.merged_weights.refresh(self)
         return self
+
+
+# A decode step: the attention's plan and the two launches of the MLP, None where it is called.
+DecoderStep = tuple[DecodePlan, tuple[RepeatedLinearStep, RepeatedLinearStep] | None]
 
 
 class KDADecoderLayer(GradientCheckpointingLayer):
@@ -201,14 +206,14 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         softmax = KDABiasedAttention if config.attention_bias == "key" else KDASoftmaxAttention
         kind = KDAAttention if config.layer_types[layer_idx] == "linear_attention" else softmax
         self.self_attn = kind(config, layer_idx)
+        self.step: Remembered[DecoderStep] = Remembered()
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Map [B, T, D] to [B, T, D]; kwargs are those of `HybridModel`'s layers."""
         kwargs = rename_cache(kwargs)
-        if DECODER_STEP.serves(Call(hidden_states), self, kwargs):
-            if (decoded := self._decode(hidden_states, kwargs["cache"])) is not None:
-                return decoded
-            kwargs["by_kernel"] = False  # it was asked for
+        decoded = self._decode(hidden_states, kwargs)
+        if decoded is not None:
+            return decoded
         residual, x = add_and_normalise(hidden_states, None, self.input_layernorm)
         x, _ = self.self_attn(x, **kwargs)
         residual, x = add_and_normalise(residual, x, self.post_attention_layernorm)
@@ -221,15 +226,39 @@ class KDADecoderLayer(GradientCheckpointingLayer):
         yield FUSED_NORM, (self.input_layernorm,)
         yield FUSED_NORM, (self.post_attention_layernorm,)
 
-    def _decode(self, x: Tensor, cache: Cache) -> Tensor | None:
-        """Return the output for one token of each sequence; None if no kernel serves the attention.
+    def _decode(self, x: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+        """Return the output for one token of each sequence; None if the modules must be called.
 
         Of one sequence, five launches do it; of several, the larger products and what surrounds them are apart.
         """
-        attention: Any = self.self_attn
-        merged = self.mlp.merged()  # before the first launch, as it may copy the weights
-        y = attention.decode(x, self.input_layernorm, cache)
-        return None if y is None else self.mlp.decode(y, self.post_attention_layernorm, merged)
+        cache, attention = arguments.get("cache"), cast(Any, self.self_attn)
+        if x.shape[1] != 1 or cache is None:
+            return None
+        apart = (arguments.get(name) is None for name in ("attention_mask", "cu_seqlens"))
+        key = key_of_step(x, type(cache), *apart)
+        step = self.step.get(key)
+        if step is None and not DECODER_STEP.serves(Call(x), self, arguments):
+            return None
+        state = LayerState(cache, attention.layer_idx, x.shape[0])
+        if step is None or not step[0].fits(state):
+            merged = self.mlp.merged()  # before the first launch, as it may copy the weights
+            plan = attention.plan_step(x, state, self.input_layernorm)
+            if plan is None:
+                arguments["by_kernel"] = False  # it was asked for
+                return None
+            step = plan, None if merged is None else self.mlp.repeated(self.post_attention_layernorm, merged)
+            if plan.lasts and merged is not None and key is not None:
+                self.step.put(self, key, step)
+        plan, mlp = step
+        y = plan.output(plan.run(x, state), x)
+        if mlp is None:
+            return y + self.mlp(self.post_attention_layernorm(y))
+        up, down = mlp
+        return down(up(y), y)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        self.step.forget()
+        return super()._apply(fn, recurse)
 
 
 @fast_path("decode step of a decoder layer by few launches", instead="its modules one by one")

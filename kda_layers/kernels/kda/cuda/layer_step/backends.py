@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,6 +87,9 @@ class CudaBackend(OnArchs, Backend):
 
     def step(self, x: Inputs) -> Tensor:
         return layer_step.layer_step(x, self.machine)
+
+    def repeated(self, x: Inputs) -> Callable[[Inputs], Tensor]:
+        return partial(layer_step.layer_step, machine=self.machine, plan=layer_step.plan_for(x, self.machine))
 
 
 BACKENDS = (EagerBackend(), *CudaBackend.every())

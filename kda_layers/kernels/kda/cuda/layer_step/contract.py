@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,6 +99,10 @@ class Backend(AnyBackend):
     @abc.abstractmethod
     def step(self, x: Inputs) -> Tensor:
         """Return o [B, T, HV, V] and update `x.conv_state` and `x.state` in place; see `op.layer_step`."""
+
+    def repeated(self, x: Inputs) -> Callable[[Inputs], Tensor]:
+        """Return `step` for inputs that differ from `x` in addresses and values of tensors alone."""
+        return self.step
 
 
 LAYER_STEP: Registry[Problem, Backend] = Registry("layer_step", __package__, Problem, advisory=True)

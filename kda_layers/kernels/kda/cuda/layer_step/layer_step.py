@@ -103,14 +103,17 @@ class Plan(NamedTuple):
 _plans: CallCache[Plan] = CallCache(leading_tensors(Inputs))
 
 
-def layer_step(x: Inputs, machine: Machine) -> Tensor:
-    """Return o [B, T, HV, V]; `x.state` and `x.conv_state` are updated in place."""
+def layer_step(x: Inputs, machine: Machine, plan: Plan | None = None) -> Tensor:
+    """Return o [B, T, HV, V]; `x.state` and `x.conv_state` are updated in place.
+
+    `plan` is `plan_for` of such inputs.
+    """
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-    state, plan = x.state, _plan_for(x, machine)
+    state, plan = x.state, plan or plan_for(x, machine)
     overlap = x.overlap
     if not plan.aligned or _misaligned(x) or not all(t is None or t.is_contiguous() for t in _weights(x)):
         x, overlap = _copies(x), False  # which the kernel would read before they are made
-        plan = _plan_for(x, machine)
+        plan = plan_for(x, machine)
     pointers = PARAMS.point(
         q=x.q, k=x.k, v=x.v, f=x.f, gate=x.gate, beta=x.beta, conv_weight=x.conv_weight, conv_state=x.conv_state,
         state=x.state, o=o, f_weight=x.f_weight, gate_weight=x.gate_weight, gate_bias=x.gate_bias,
@@ -122,7 +125,7 @@ def layer_step(x: Inputs, machine: Machine) -> Tensor:
     return o
 
 
-def _plan_for(x: Inputs, machine: Machine) -> Plan:
+def plan_for(x: Inputs, machine: Machine) -> Plan:
     """The plan for tensors of these shapes, strides and types, made once."""
     return _plans.get(x, machine) or _plans.put(x, _plan(x, machine), machine)
 

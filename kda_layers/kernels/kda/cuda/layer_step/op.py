@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -84,6 +85,48 @@ def layer_step(
     )  # fmt: skip
     cached = _cache.get(x, backend)
     return _layer_step(x, cached or _prepare(x, backend), plain=cached is not None)
+
+
+class RepeatedLayerStep:
+    """`layer_step` with these options, for calls of one signature: it is checked, and a backend chosen, once."""
+
+    def __init__(
+        self,
+        *,
+        scale: float,
+        norm_weight: Tensor,
+        f_weight: Tensor | None = None,
+        gate_weight: Tensor | None = None,
+        gate_bias: Tensor | None = None,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        gate_activation: str = "lower_bound",
+        lower_bound: float | None = None,
+        beta_activation: str = "sigmoid",
+        norm_eps: float = 1e-6,
+        overlap: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        """Fix keyword arguments of `layer_step`."""
+        self._options = (
+            f_weight, gate_weight, gate_bias, norm_weight, A_log, dt_bias, None, None, gate_activation,
+            check_lower_bound(gate_activation, lower_bound), beta_activation, scale, float(norm_eps), overlap,
+        )  # fmt: skip
+        self._backend, self._step = backend, cast(Callable[[Inputs], Tensor] | None, None)
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Return `layer_step` of q to state, with the types, shapes, strides, dtypes and device of the first call's.
+
+        Torch's state (grad mode, autocast, transforms) and the backend asked for must be those of the first call, too.
+        """
+        x = Inputs._make((*tensors, *self._options))
+        if self._step is not None:
+            torch.autograd.graph.increment_version((x.conv_state, x.state))
+            return self._step(x)
+        name = _prepare(x, self._backend)
+        if _cache.get(x, self._backend) is not None:
+            self._step = LAYER_STEP.backend(name).repeated(x)
+        return _layer_step(x, name)
 
 
 def _prepare(x: Inputs, backend: str | None) -> str:

@@ -1,0 +1,128 @@
+"""A decode step of a KDA layer by one kernel: what steps have in common, worked out once, and the launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from ...kernels import torch_private, tracing
+from ...kernels.fused.linear_step import RepeatedLinearStep
+from ...kernels.kda.contract import state_dtype
+from ...kernels.kda.cuda.layer_step.op import RepeatedLayerStep
+from ...kernels.registry import requested
+from .states import LayerState
+from .weights import is_capturing
+
+if TYPE_CHECKING:
+    from .forward import KDAForward
+
+OPTIONS = ("gate_activation", "lower_bound", "beta_activation", "backend")  # of the operator
+
+
+def key_of_step(x: Tensor, *more: Any) -> Any:
+    """Return what the plan of a step on x depends on beside the module; None if none may be remembered or found."""
+    if torch.compiler.is_compiling() or is_capturing(x.device):
+        return None
+    return (
+        type(x), x.shape, x.stride(), x.dtype, x.device, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        tracing.autocasts(x.device.type), torch_private.has_global_hooks(), torch_private.transforms_active(),
+        torch_private.dispatch_modes(), requested(), *more,
+    )  # fmt: skip
+
+
+class DecodePlan:
+    """Answers for the decode steps of one layer, and tensors that are views of its parameters.
+
+    Attributes:
+        lasts: True if later steps may use the plan, because it holds no copies of parameters.
+    """
+
+    def __init__(
+        self, layer: KDAForward, x: Tensor, state: LayerState, norm: Any, in_kernel: Sequence[Any], whole: Tensor | None
+    ) -> None:
+        """Plan steps on x [B, 1, D].
+
+        Args:
+            norm: the norm of the layer's input, `is_plain`; None where x is normalised.
+            in_kernel: the layer's second factors as far as the kernel multiplies them.
+            whole: the weights of the layers that read x, one above the other; None if each must be called.
+        """
+        assert state.conv is not None
+        assert state.recurrent is not None
+        self._layer, self._norm, self._options = layer, norm, dict(layer.kda_options)
+        self._product = None if whole is None else RepeatedLinearStep(whole, norm)
+        self._output = RepeatedLinearStep(layer.o_proj.weight, overlap=True)
+        self._states = _signature(state.conv), _signature(state.recurrent)
+        K, V, (H, HV), (B, T) = layer.head_dim, layer.value_head_dim, layer._heads(), x.shape[:2]
+        self._q, self._v = (B, T, H, K), (B, T, HV, V)
+        self._widths = [layer.decay_rank or HV * K, layer.gate_rank or HV * V]
+        q, k, v, f, g, b = (part.out_features for part in layer._inputs())
+        self._sizes = [q, k, v, f + g, b] + ([] if whole is None else [whole.shape[0] - (q + k + v + f + g + b)])
+        self._factors_in_kernel = tuple(in_kernel) == layer._factors()
+        self._whole_factors = None if self._factors_in_kernel else self._products(layer)
+        f_weight, gate_weight = (None if part is None else part.weight for part in in_kernel)
+        A_log, dt_bias, wide = layer.A_log, layer.dt_bias, state_dtype(x.dtype)
+        rate, bias = None if A_log is None else A_log.to(wide), dt_bias.to(wide)
+        views = rate is A_log and bias is dt_bias
+        self.lasts = views and whole is not None and (self._factors_in_kernel or self._whole_factors is not None)
+        self._taps = layer.conv1d.weight[:, 0]
+        self._step = RepeatedLayerStep(
+            scale=K**-0.5, norm_weight=layer.o_norm.weight, f_weight=f_weight, gate_weight=gate_weight,
+            gate_bias=None if gate_weight is None else in_kernel[1].bias, A_log=rate, dt_bias=bias.view(-1, K),
+            norm_eps=layer.rms_norm_eps, overlap=views, **{name: layer.kda_options.get(name) for name in OPTIONS},
+        )  # fmt: skip
+
+    def fits(self, state: LayerState) -> bool:
+        """Return True if the plan is for steps on such a state, and the layer's options are the same."""
+        conv, recurrent = state.conv, state.recurrent
+        if conv is None or recurrent is None or state.recording:
+            return False
+        same = (_signature(conv), _signature(recurrent)) == self._states
+        return same and self._layer.kda_options == self._options
+
+    def run(self, x: Tensor, state: LayerState) -> Tensor:
+        """Return o [B, 1, HV V] of x, which the plan's norm normalises first; the state is updated in place."""
+        q, k, v, gates, b = self._projections(x)
+        f, g = gates.split(self._widths, -1) if self._factors_in_kernel else self._logits(gates)
+        q, k, v = q.view(self._q), k.view(self._q), v.view(self._v)
+        o = self._step(q, k, v, f, g, b, self._taps, cast(Tensor, state.conv), cast(Tensor, state.recurrent))
+        state.count(x)
+        return o.flatten(2)
+
+    def output(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return residual [B, 1, D] + the layer's output projection of x [B, 1, HV V]."""
+        return self._output(x, residual)
+
+    def _projections(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the projections of x for q, k, v, of log-decay beside output gate, and for beta; by one product if
+        possible."""
+        if self._product is None:
+            x = x if self._norm is None else self._norm(x)
+            q, k, v, f, g, b = (layer(x) for layer in self._layer._inputs())
+            return q, k, v, torch.cat((f, g), -1), b
+        return self._product(x).split(self._sizes, -1)[:-1]
+
+    def _logits(self, gates: Tensor) -> Sequence[Tensor]:
+        """Return the logits of decays and gate from projections [B, 1, sum of widths]; by one product if possible."""
+        if self._whole_factors is None:
+            parts = zip(self._layer._factors(), gates.split(self._widths, -1), strict=True)
+            return [part if layer is None else layer(part) for layer, part in parts]
+        pair = gates[:, 0].unflatten(-1, (2, -1)).transpose(0, 1)
+        f, g = torch.bmm(pair, self._whole_factors)
+        return f[:, None], g[:, None]
+
+    @staticmethod
+    def _products(layer: KDAForward) -> Tensor | None:
+        """Return the two factors [2, rank, outputs] that one batched product multiplies; None where it cannot."""
+        factors = layer._factors()
+        if layer.decay_rank and layer.gate_rank and factors[0].out_features == factors[1].out_features:
+            whole = layer.factors.weight(factors)
+            return None if whole is None else whole.unflatten(0, (2, -1)).mT
+        return None
+
+
+def _signature(t: Tensor) -> tuple[Any, ...]:
+    return type(t), t.shape, t.stride(), t.dtype, t.device
