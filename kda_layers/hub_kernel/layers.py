@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ..kernels.fla_api import chunk_kda, fused_recurrent_kda
 from ..kernels.kda.contract import state_dtype
 from ..modeling.inputs.arguments import given_offsets, takes_cache
+from ..modeling.layer.decode_plan import DecodePlan
+from ..modeling.layer.remembered import Remembered
 from ..modeling.layer.weights import MergedWeights, loads_weights_of
 from ..modeling.swap.stock_layer import StockParameters, check_stock_layer, kda_options
 
@@ -178,6 +180,7 @@ class _Stateless(StockParameters):
     layers_in_model = 32
     gradient_checkpointing = False
     merged_weights = factors = APART
+    plan: Remembered[DecodePlan] = Remembered()  # stays empty, as only plans of merged weights last
 
     def __init__(self, layer: Any) -> None:
         self._modules = layer._modules  # which of them a layer has tells the ranks of its gates

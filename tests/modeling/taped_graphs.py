@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 
@@ -26,12 +30,16 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # the operators on the tensors that it wraps come here
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("a tensor is read by the host while recording")
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         for t in inputs:  # not only of schemas that say that they write: batch norm's does not
             self._keep(t)
         out = func(*args, **kwargs)
+        if any(is_traceable_wrapper_subclass(t) for t in tree_leaves(out)):
+            return out  # it computes nothing
         known = {t.untyped_storage().data_ptr() for t in inputs}
         for t in tree_leaves(out):
             if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
@@ -53,10 +61,21 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
             aliases = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-            again = func(*args, **kwargs)
+            again = finished(func, func(*args, **kwargs))
             for recorded, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                 if isinstance(recorded, Tensor) and recorded.untyped_storage().data_ptr() not in aliases:
                     recorded.copy_(new)
+
+
+def finished(func: Any, out: Any) -> Any:
+    """The outputs of an operator; those of an exchange between ranks, for which the host waits on a CPU."""
+    if func.namespace == "c10d":
+        for work in tree_leaves(out):
+            if isinstance(work, torch.ScriptObject):
+                torch._C._distributed_c10d.Work.unbox(work).wait()
+    if func.namespace == "_c10d_functional" and isinstance(out, Tensor):
+        torch.ops._c10d_functional.wait_tensor(out)
+    return out
 
 
 class TapedGraphs:

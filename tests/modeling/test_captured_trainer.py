@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,46 @@ def test_a_loss_of_its_own(device: str, tmp_path: Path) -> None:
     stock = trained(type("Stock", (Twice, Trainer), {}), build(device), tmp_path, device)
     assert losses(ours) == losses(stock)
     assert ours._step.captured
+
+
+class Sometimes:
+    """A loss that is NaN or infinite for some batches, and whose gradient is not."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, first = super().compute_loss(model, inputs, *args, **kwargs), inputs["input_ids"][0, 0]  # type: ignore[misc]
+        spoilt = torch.where(first % 3 == 0, torch.nan, torch.where(first % 3 == 1, torch.inf, 0.0))
+        return loss + spoilt.detach()
+
+
+class Watches(TrainerCallback):
+    """Notes the option that the trainer has between two batches."""
+
+    def __init__(self) -> None:
+        self.seen: set[bool] = set()
+
+    def on_substep_end(self, args: Any, *_: Any, **__: Any) -> None:
+        self.seen.add(args.logging_nan_inf_filter)
+
+    on_step_end = on_pre_optimizer_step = on_substep_end
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_losses_that_are_not_finite(filtered: bool, device: str, tmp_path: Path) -> None:
+    """They are logged as `Trainer` logs them, which looks at each; nothing else sees that it does not look here."""
+    watches = Watches()
+    options = dict(
+        logging_nan_inf_filter=filtered, logging_steps=3, gradient_accumulation_steps=2, max_steps=12,
+        per_device_train_batch_size=1, callbacks=[watches],
+    )  # fmt: skip
+    runs = [
+        trained(type("Run", (Sometimes, kind), {}), build(device), tmp_path / kind.__name__, device, **options)
+        for kind in (CapturedTrainer, Trainer)
+    ]
+    assert runs[0]._step.captured
+    assert str(losses(runs[0])) == str(losses(runs[1]))  # NaN is not equal to itself
+    assert all(map(math.isfinite, losses(runs[0]))) == filtered
+    assert watches.seen == {filtered}
+    assert_same(runs[0].model, runs[1].model)
 
 
 class Replaces(nn.Module):

@@ -286,9 +286,9 @@ def test_one_line_for_the_first_reason_that_the_user_can_change() -> None:
 def test_a_decode_step_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer looks for its kernel once, found or not."""
     model, asked = build(), list[object]()
-    kernel = modeling_kda.KDAAttention._decode
+    kernel = modeling_kda.KDAAttention.plan_step
     monkeypatch.setattr(
-        modeling_kda.KDAAttention, "_decode", lambda self, *args: asked.append(self) or kernel(self, *args)
+        modeling_kda.KDAAttention, "plan_step", lambda self, *args: asked.append(self) or kernel(self, *args)
     )
     with torch.no_grad():
         past = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values

@@ -31,7 +31,7 @@ from kda_layers.modeling.layer import forward as forward_module
 from kda_layers.modeling.layer.cache import KDACacheLayer
 from kda_layers.modeling.parallel.tensor_parallel import check_heads
 from tests.kernels.cases import FP64, error
-from tests.modeling import stock_models
+from tests.modeling import captures, stock_models
 from tests.modeling.models import STOCK, TINY, TINY_STOCK, build, generate, ids, left_padded
 from tests.processes import once, run_two
 
@@ -174,6 +174,15 @@ GENERATED: dict[str, Callable[[Any, Any], Tensor]] = {  # of the model and a dra
 }
 
 
+def captured(model: Any, cache: str | None = None) -> tuple[Tensor, int]:
+    """Tokens of a `generate` whose steps replay a tape in the place of a CUDA graph, and the number of captures."""
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in captures.use_graphs("cpu", patch):
+            counted = captures.Captures(patch)
+            return generate(model, ids(2, 9), cache_implementation=cache), counted.made
+    raise AssertionError("unreachable")
+
+
 def draft_of(path: Path) -> Any:
     """An unsharded model close to that of the checkpoint, whose guesses are often but not always right."""
     model = alone(path)
@@ -207,6 +216,7 @@ def work(folder: Path) -> None:
             results["after an error"] = after_an_error(model)
             attention = model.model.layers[0].self_attn
             results["refused export"] = message(kda_layers.checkpoints.export_kda_weights, attention, "kda_layers")
+        results[case]["captured"] = {cache: captured(model, cache) for cache in (None, "static")}
         with cropped() as crops:
             results[case]["generated"] = {name: run(model, draft_of(path)) for name, run in GENERATED.items()}
         results[case]["crops"], results[case]["cached"] = len(crops), cached_shapes(model)
@@ -375,6 +385,17 @@ def test_generate(case: str, way: str, folder: Path, ranks: list[dict[str, Any]]
     for rank in ranks:
         assert torch.equal(rank[case]["generated"][way], want)
         assert rank[case]["crops"], "no draft was taken back"
+
+
+@every_case
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_captured_steps(case: str, cache: str | None, folder: Path, ranks: list[dict[str, Any]]) -> None:
+    """Shards and exchanges are in the graph."""
+    want = generate(alone(folder / case), ids(2, 9))
+    for rank in ranks:
+        tokens, captures = rank[case]["captured"][cache]
+        assert torch.equal(tokens, want)
+        assert captures > 0
 
 
 @pytest.mark.parametrize("how", TRAINED)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from kda_layers.kernels.torch_private import current_stream, dispatch_modes
+from kda_layers.modeling.checks import is_dtensor
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CacheState, CudaGraphs, capture_step, history_of
 from kda_layers.modeling.inputs.arguments import rename_cache
 from kda_layers.modeling.layer.cache import KDACacheLayer, KDADynamicCache, KDAOnlyCacheLayer, KDAStaticCache
@@ -25,16 +26,18 @@ from kda_layers.modeling.seams import Cache, DynamicLayer, StaticCache, StaticLa
 DEVICES = ("cuda",)
 SLOTS = 512  # of keys and values, by which the buffers of softmax layers grow
 DEFAULT_CACHES = (None, "dynamic")  # values of `cache_implementation`
-# Module of the hooks that collect hidden states and attentions, which do nothing else.
-RECORDING_HOOKS = "transformers.utils.output_capturing"
+# Python modules of what a graph may hold: hooks that collect hidden states and attentions and do nothing else, and the
+# forwards of tensor parallelism, whose exchanges are NCCL's kernels.
+HARMLESS = "transformers.utils.output_capturing", "transformers.distributed.tensor_parallel"
 
 
 @fast_path("decode steps of `generate` in a CUDA graph", instead="each launch of a decode step by the host")
 def CAPTURED_DECODING(call: Any, model: nn.Module, cache: str | None = "static", beams: int = 1) -> Iterator[Reason]:
     """A model whose `forward`, captured in a CUDA graph, does what a call of the model does, with a cache that stays.
 
-    Excluded are models on several devices, quantised or sharded ones, hooks and replaced forwards, and caches that grow
-    or keep their lengths in Python, as the sliding windows of transformers' static cache do.
+    Excluded are models on several devices, quantised ones, ones sharded other than by transformers' tensor parallelism,
+    hooks and replaced forwards, and caches that grow or keep their lengths in Python, as the sliding windows of
+    transformers' static cache do.
     """
     if call.device.type not in DEVICES:
         yield Reason(f"is on {call.device.type}")
@@ -47,7 +50,9 @@ def CAPTURED_DECODING(call: Any, model: nn.Module, cache: str | None = "static",
         yield Reason("has a cache that grows", "generate(..., cache_implementation='static')")
     if beams > 1:
         yield Reason("copies its cache at every step, for its beams", "generate(..., num_beams=1)")
-    kinds = sorted({type(t).__name__ for t in tensors if type(t) not in (Tensor, nn.Parameter)})
+    parallel = getattr(model, "_tp_size", None) is not None  # each rank holds its heads, and all take the same steps
+    others = {type(t) for t in tensors if not (parallel and is_dtensor(t))} - {Tensor, nn.Parameter}
+    kinds = sorted(kind.__name__ for kind in others)
     if kinds or getattr(model, "hf_quantizer", None) is not None:
         yield Reason(f"is quantised or sharded, with parameters of {', '.join(kinds) or 'a quantizer'}")
     if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
@@ -127,7 +132,7 @@ def what_moves(cache: Any) -> str:
 
 def _beside_its_forward(module: nn.Module) -> Iterator[Reason]:
     """Yield what calling a module runs beside the forward of its class and what records outputs."""
-    yield from hooks(module, harmless=RECORDING_HOOKS)
+    yield from hooks(module, *HARMLESS)
     if module._compiled_call_impl is not None:
         yield Reason("is compiled (torch.compile)", "generate captures by itself: leave out model.compile()", module)
 

@@ -33,13 +33,15 @@ class CapturedTrainer(Trainer):
     """A `Trainer` that replays forward and backward of a batch from a CUDA graph: the GPU no longer waits for the host.
 
     Losses and gradients have the bits of `Trainer`'s. Accumulation of gradients, optimizer, schedulers, callbacks,
-    evaluation and checkpoints are `Trainer`'s own. Gradients are clipped by fewer kernels, to the same bits, and
-    batches in pinned memory are copied without waiting (`accelerator_config`'s non_blocking). What a graph cannot
-    hold runs as in `Trainer`, and the logger `kda_layers` gives each reason once: batches of other shapes than the
-    first one (pad or pack to one length), several GPUs or processes, a loss scaler (fp16), optimizers that step in
-    the backward (LOMO, layerwise ones), `torch_empty_cache_steps`, a model or a `compute_loss` that reads tensors on
-    the host. The last accumulation of an epoch runs eagerly too, without a line in the log, if it has fewer batches.
-    `CapturedStep` lists the constraints on a captured model.
+    evaluation and checkpoints are `Trainer`'s own. Gradients are clipped by fewer kernels, to the same bits, and the
+    host does not wait for the GPU at every step: batches in pinned memory are copied without waiting
+    (`accelerator_config`'s non_blocking), and a loss that is NaN or infinite is replaced on the GPU by what
+    `logging_nan_inf_filter` logs for it. What a graph cannot hold runs as in `Trainer`, and the logger `kda_layers`
+    gives each reason once: batches of other shapes than the first one (pad or pack to one length), several GPUs or
+    processes, a loss scaler (fp16), optimizers that step in the backward (LOMO, layerwise ones),
+    `torch_empty_cache_steps`, a model or a `compute_loss` that reads tensors on the host. The last accumulation of an
+    epoch runs eagerly too, without a line in the log, if it has fewer batches. `CapturedStep` lists the constraints
+    on a captured model.
     """
 
     _step: CapturedStep | None = None
@@ -47,6 +49,7 @@ class CapturedTrainer(Trainer):
     _gradients: list[Tensor | None]  # the graph's own, of the parameters
     _failed = ""  # why the step cannot be captured
     _told: frozenset[str] = frozenset()  # reasons that were logged
+    _is_filtered = False  # the loss of a batch that Trainer has not looked at
     _operations: tuple[Any, int] = None, 0  # shapes of a batch, and its floating point operations
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -88,10 +91,23 @@ class CapturedTrainer(Trainer):
         if not was_captured:
             self._gradients = [p.grad for p in self._parameters]
         self._add_to(before)
+        return self._finite(loss)
+
+    def _finite(self, loss: Tensor) -> Tensor:
+        """Return what `logging_nan_inf_filter` adds to the losses that are logged, without waiting for the loss."""
+        if self.args.logging_nan_inf_filter and hasattr(self, "_tr_loss"):
+            self.args.logging_nan_inf_filter, self._is_filtered = False, True  # until `floating_point_ops`
+            steps = 1 + self.state.global_step - self._globalstep_last_logged
+            loss = torch.where(loss.isfinite(), loss, self._tr_loss / steps)
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return `Trainer.floating_point_ops`, which walks over all modules for 1.5 ms, once for batches of a shape."""
+        """Return `Trainer.floating_point_ops`, which walks over all modules for 1.5 ms, once for batches of a shape.
+
+        `Trainer` calls it after each batch, next after it has looked at the loss.
+        """
+        if self._is_filtered:
+            self.args.logging_nan_inf_filter, self._is_filtered = True, False
         shapes = self.model, {name: getattr(value, "shape", None) for name, value in inputs.items()}
         if shapes != self._operations[0]:
             self._operations = shapes, super().floating_point_ops(inputs)

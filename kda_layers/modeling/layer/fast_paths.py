@@ -133,12 +133,12 @@ def additions(layer: nn.Module, kind: type[nn.Module] = nn.Linear, biased: bool 
         yield Reason("has a bias", "", layer)
 
 
-def hooks(module: Any, harmless: str = "") -> Iterator[Reason]:
-    """Yield what calling a module runs beside its class's forward, except hooks of the Python module `harmless`."""
+def hooks(module: Any, *harmless: str) -> Iterator[Reason]:
+    """Yield what calling a module runs beside its class's forward, except what Python modules `harmless` installed."""
     pre, post = module._forward_pre_hooks, module._forward_hooks
-    if (pre or post) and any(getattr(h, "__module__", None) != harmless for h in (*pre.values(), *post.values())):
+    if (pre or post) and any(getattr(h, "__module__", None) not in harmless for h in (*pre.values(), *post.values())):
         yield Reason("has forward hooks", "remove them", module)
-    if "forward" in vars(module):
+    if "forward" in vars(module) and getattr(module.forward, "__module__", None) not in harmless:
         yield Reason("has a replaced forward, as of accelerate's offloading", "keep the model on one device", module)
 
 
