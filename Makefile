@@ -79,9 +79,11 @@ bench-swap: $(DEV)
 bench-gpu: $(GPU)
 	$(RUN) -m benchmarks.gpu
 
-# Leaves to `make test-all`: what needs no GPU, combinations of tests that are slow or compile (of `fla`, for up to
+# Leaves to `make test-all`: files that use no GPU, combinations of tests that are slow or compile (of `fla`, for up to
 # 30 s), and combinations and slow tests of `eager`. Failures are in $(FAILURES) as they come.
-CPU_ONLY = test_build test_cuda_compile test_imports test_over_ranks test_context_parallel test_tensor_parallel
+CPU_ONLY = test_build test_cache test_config_names test_context_parallel test_cuda_compile test_doge test_export test_heads \
+	test_hub test_imports test_loading test_loss test_merged_weights test_model test_models test_over_ranks test_precision \
+	test_refusals test_seams test_tensor_parallel test_tokenizer test_trainer test_variants test_weights
 test-gpu: $(GPU)
 	mkdir -p runs
 	rm -f $(FAILURES)

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from kda_layers import KDAConfig, KDAForCausalLM
 from kda_layers.modeling.cuda_graphs import training_step
 from kda_layers.training import CapturedStep
 from tests.kernels.cases import DEVICES
+from tests.modeling import models
 from tests.modeling.taped_graphs import TapedGraphs
 
 VOCAB, WARMUP = 61, 2
@@ -739,3 +741,33 @@ def test_memory_does_not_grow(device: str) -> None:
         step(b)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "masked"), [("hybrid", 9, set()), ("windows", 3, set()), ("windows", 9, {"sliding_attention"})]
+)
+def test_softmax_layers_have_no_mask_in_a_capture(
+    kind: str, length: int, masked: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a graph is captured, transformers would make one, and SDPA take another kernel than in an eager step."""
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: True)
+    model, seen = models.build(kind).train(), set[str]()
+    softmax = set(model.config.layer_types) - {"linear_attention"}
+
+    def note(kind: str) -> Any:
+        return lambda _, args, kwargs: seen.update({kind} - ({kind} if kwargs["attention_mask"] is None else set()))
+
+    for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+        if kind in softmax:
+            layer.self_attn.register_forward_pre_hook(note(kind), with_kwargs=True)
+    tokens = models.ids(2, length)
+    model(tokens, use_cache=False)
+    assert seen == masked
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, 0] = 0
+    model(tokens, attention_mask=mask, use_cache=False)
+    assert seen == softmax
+    seen.clear()
+    model.set_attn_implementation("eager")  # which knows of no causal mask of its own
+    model(tokens, use_cache=False)
+    assert seen == softmax

@@ -23,8 +23,7 @@ from kda_layers import (
 )
 from kda_layers.kernels.kda.contract import KDA, Inputs, default_problem, problem_of
 from kda_layers.kernels.kda.cuda.layer_step.contract import Problem as StepProblem
-from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel
-from kda_layers.modeling.layer import forward
+from kda_layers.kernels.kda.cuda.layer_step.op import RepeatedLayerStep, has_kernel
 from tests.kernels.cases import BF16, Case, budget, call, error, make_inputs, on_installed_backends, options, serve
 from tests.kernels.test_decode import serve_step
 from tests.modeling import stock_models
@@ -221,14 +220,14 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ):
         pytest.skip("no kernel serves a layer's decode step here: " + explain(StepProblem.default("cuda")))
     calls: list[int] = []
-    run = forward.layer_step
+    run = RepeatedLayerStep.__call__
 
-    def counted(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def counted(step: RepeatedLayerStep, q: Tensor, *more: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             calls.append(q.shape[0])
-        return run(q, *args, **kwargs)
+        return run(step, q, *more)
 
-    monkeypatch.setattr(forward, "layer_step", counted)
+    monkeypatch.setattr(RepeatedLayerStep, "__call__", counted)
     return calls
 
 

@@ -62,8 +62,10 @@ class CapturedStep:
     full speed in the same process.
 
     Supported: modules on one GPU, also compiled (not with mode="reduce-overhead", which has graphs of its own), and
-    checkpointed (with `preserve_rng_state=False`). Not supported: DataParallel, DDP, FSDP and tensor parallelism,
-    several GPUs, and GradScaler, which bfloat16 does not need.
+    checkpointed (with `preserve_rng_state=False`). transformers' own models with SDPA attention make a mask while
+    they are captured, with which SDPA takes another kernel than in an eager step, slower and with other bits; models
+    of this package do not. Not supported: DataParallel, DDP, FSDP and tensor parallelism, several GPUs, and
+    GradScaler, which bfloat16 does not need.
 
     Args:
         model: module on a CUDA device.

@@ -30,9 +30,11 @@ def masks_by_type(
     kinds = config.layer_types[: config.num_hidden_layers]  # fewer where `generate` exits early
     # In a variant's configuration the field is a bool: projections with biases or without.
     biased = getattr(config, "attention_bias", None) == "key"
-    functions = MASKS | ({"full_attention": create_key_mask} if biased else {})
+    functions = MASKS | {"full_attention": create_key_mask} if biased else MASKS
     return {"linear_attention": layout.padding} | {
-        kind: functions[kind](
+        kind: None
+        if functions is MASKS and _is_causal_alone(config, kind, inputs_embeds, layout, cache)
+        else functions[kind](
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=layout.attention_mask,
@@ -43,6 +45,20 @@ def masks_by_type(
         for kind in dict.fromkeys(kinds)
         if kind != "linear_attention"
     }
+
+
+def _is_causal_alone(
+    config: PreTrainedConfig, kind: str, inputs_embeds: Tensor, layout: Layout, cache: Cache | None
+) -> bool:
+    """Return True if SDPA's own causal mask is all that is needed.
+
+    transformers makes no mask then, unless a CUDA graph is being captured: its step would take another kernel, slower
+    and with other bits than the eager step's.
+    """
+    hides = any(part is not None for part in (layout.attention_mask, layout.cu_seqlens, layout.positions, cache))
+    if hides or config._attn_implementation != "sdpa" or torch.compiler.is_compiling():
+        return False
+    return kind == "full_attention" or inputs_embeds.shape[1] < config.sliding_window
 
 
 def masks_of_engine(config: PreTrainedConfig, attention_mask: Tensor | dict[str, Tensor] | None) -> dict[str, Any]:
