@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 from kda_layers import KDAConfig, KDAForCausalLM, use_backend
 from kda_layers.kernels.fused.linear_step import LINEAR_STEP
@@ -142,6 +143,23 @@ def test_a_compiled_model_decodes(kernel: emulated.EmulatedLayerStep, launched: 
         got = [model(IDS[:, t : t + 1], past_key_values=past).logits for t in range(-3, -1)]
     assert torch.equal(torch.cat(got, 1), want)
     assert [(x.swiglu, x.overlap) for x in launched[:4]] == [(False, False), (False, True), (True, True), (False, True)]
+
+
+@pytest.mark.compiles
+def test_compiled_steps_are_compiled_once(kernel: emulated.EmulatedLayerStep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever uncompiled steps have remembered in between."""
+    monkeypatch.setattr(modeling_kda, "DEVICES", ("cpu",))
+    model = a_model()
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True, dynamic=False)
+    past = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        model(IDS[:, :-3], past_key_values=past)
+        compiled(IDS[:, -3:-2], past_key_values=past)
+        for layer in model.model.layers:
+            layer.step.forget()
+        want = model_logits(model, IDS)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert torch.equal(compiled(IDS[:, -2:-1], past_key_values=past).logits, want[:, 1:])
 
 
 class OwnAttention(KDAAttention):

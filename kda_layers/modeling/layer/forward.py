@@ -213,7 +213,7 @@ class KDAForward:
         check_no_adapter(self, READ_HERE)
         self._watch(x)
         key = None if norm is not None else key_of_step(x)
-        plan = self.plan.get(key)
+        plan = None if key is None else self.plan.get(key)  # compiled code guards on what it reads
         if plan is not None and plan.fits(state):
             return plan
         in_kernel: list[Any] = []

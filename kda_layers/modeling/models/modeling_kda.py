@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from kda_layers.kernels import biased_attention
+from kda_layers.kernels.attention_bias.contract import ATTENTION
+from kda_layers.kernels.declarations import arch_of
 from kda_layers.kernels.fused.linear_step import RepeatedLinearStep
 from kda_layers.kernels.fused.swiglu import swiglu, swiglu_linear
 from kda_layers.kernels.tracing import autocasts, may_run_again
@@ -98,6 +100,13 @@ def SPLIT_KEYS(call: Any, layer: KDASoftmaxAttention, hides_keys: bool) -> Itera
         yield Reason(f"is on {call.device.type}")
     if not hides_keys:
         yield Reason("has no mask of bools")
+    if (asked := ATTENTION.requested(None)) not in (None, "triton"):
+        yield Reason(f"is asked to run on backend {asked!r}")
+    fields = call.dtype, layer.head_dim, layer.num_key_value_groups, "per key", torch.float32, False
+    for text in ATTENTION.backend("triton").unsupported(
+        ATTENTION.problem(call.device.type, arch_of(call.device), *fields)
+    ):
+        yield Reason(text)
     if (chosen := layer.config._attn_implementation) != "sdpa":
         yield Reason(f"has attn_implementation={chosen!r}")
     if call.grad:
@@ -236,7 +245,7 @@ class KDADecoderLayer(GradientCheckpointingLayer):
             return None
         apart = (arguments.get(name) is None for name in ("attention_mask", "cu_seqlens"))
         key = key_of_step(x, type(cache), *apart)
-        step = self.step.get(key)
+        step = None if key is None else self.step.get(key)  # compiled code guards on what it reads
         if step is None and not DECODER_STEP.serves(Call(x), self, arguments):
             return None
         state = LayerState(cache, attention.layer_idx, x.shape[0])
