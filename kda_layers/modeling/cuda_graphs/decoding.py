@@ -19,7 +19,7 @@ from kda_layers.modeling.checks import is_dtensor
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CacheState, CudaGraphs, capture_step, history_of
 from kda_layers.modeling.inputs.arguments import rename_cache
 from kda_layers.modeling.layer.cache import KDACacheLayer, KDADynamicCache, KDAOnlyCacheLayer, KDAStaticCache
-from kda_layers.modeling.layer.fast_paths import Reason, fast_path, hooks
+from kda_layers.modeling.layer.fast_paths import TENSOR_PARALLEL, Reason, fast_path, hooks
 from kda_layers.modeling.layer.weights import is_capturing
 from kda_layers.modeling.seams import Cache, DynamicLayer, StaticCache, StaticLayer
 
@@ -28,7 +28,7 @@ SLOTS = 512  # of keys and values, by which the buffers of softmax layers grow
 DEFAULT_CACHES = (None, "dynamic")  # values of `cache_implementation`
 # Python modules of what a graph may hold: hooks that collect hidden states and attentions and do nothing else, and the
 # forwards of tensor parallelism, whose exchanges are NCCL's kernels.
-HARMLESS = "transformers.utils.output_capturing", "transformers.distributed.tensor_parallel"
+HARMLESS = "transformers.utils.output_capturing", TENSOR_PARALLEL
 
 
 @fast_path("decode steps of `generate` in a CUDA graph", instead="each launch of a decode step by the host")

@@ -1,4 +1,4 @@
-"""A Trainer of transformers whose forward and backward are replayed from a CUDA graph."""
+"""A Trainer of transformers whose forward and backward, and clipping, are replayed from a CUDA graph."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ class CapturedTrainer(Trainer):
     _gradients: list[Tensor | None]  # the graph's own, of the parameters
     _failed = ""  # why the step cannot be captured
     _told: frozenset[str] = frozenset()  # reasons that were logged
+    _norm: Tensor | None = None  # of gradients that the step has clipped
     _is_filtered = False  # the loss of a batch that Trainer has not looked at
     _operations: tuple[Any, int] = None, 0  # shapes of a batch, and its floating point operations
 
@@ -75,10 +76,12 @@ class CapturedTrainer(Trainer):
             check_batches((batch,), held, self.args.device)
         except (TypeError, ValueError) as error:
             return self._eager(f"of a batch, {error}", *arguments)
+        before, was_captured = [p.grad for p in self._parameters], self._step.captured
+        if self._step.max_norm is not None and any(grad is not None for grad in before):
+            return self._eager("gradients are there before the first backward", *arguments)
         model.train()
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
-        before, was_captured = [p.grad for p in self._parameters], self._step.captured
         try:
             loss = self._step(batch)
         except (NotCapturable, torch.OutOfMemoryError) as error:
@@ -91,6 +94,7 @@ class CapturedTrainer(Trainer):
         if not was_captured:
             self._gradients = [p.grad for p in self._parameters]
         self._add_to(before)
+        self._norm = self._step.grad_norm
         return self._finite(loss)
 
     def _finite(self, loss: Tensor) -> Tensor:
@@ -114,6 +118,9 @@ class CapturedTrainer(Trainer):
         return self._operations[1]
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
+        norm, self._norm = self._norm, None
+        if norm is not None:  # the graph has clipped
+            return norm.clone()
         if self._reason():
             return super()._clip_grad_norm(model)
         return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
@@ -124,8 +131,12 @@ class CapturedTrainer(Trainer):
         same = self._step is not None and self._step.model is model and len(parameters) == len(self._parameters)
         if same and all(map(is_, parameters, self._parameters)):
             return ""
+        alone = self.args.gradient_accumulation_steps == 1
+        max_norm = self.args.max_grad_norm if alone and self.args.max_grad_norm else None
         try:
-            self._step, self._parameters = CapturedStep(model, Gradients(parameters), loss_of=self._loss_of), parameters
+            gradients = Gradients(parameters)
+            self._step = CapturedStep(model, gradients, loss_of=self._loss_of, max_norm=max_norm)
+            self._parameters = parameters
         except ValueError as error:
             self._failed = str(error)
         return self._failed

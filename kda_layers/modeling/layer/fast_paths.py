@@ -28,6 +28,7 @@ from ...kernels import torch_private, tracing
 logger = logging.getLogger("kda_layers")
 
 DEVICES = ("cuda",)  # on which a declined path is worth a line of the log
+TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"  # whose forwards take the place of modules' own
 
 
 class Reason(NamedTuple):
@@ -138,8 +139,13 @@ def hooks(module: Any, *harmless: str) -> Iterator[Reason]:
     pre, post = module._forward_pre_hooks, module._forward_hooks
     if (pre or post) and any(getattr(h, "__module__", None) not in harmless for h in (*pre.values(), *post.values())):
         yield Reason("has forward hooks", "remove them", module)
-    if "forward" in vars(module) and getattr(module.forward, "__module__", None) not in harmless:
-        yield Reason("has a replaced forward, as of accelerate's offloading", "keep the model on one device", module)
+    if "forward" in vars(module) and (owner := getattr(module.forward, "__module__", None)) not in harmless:
+        if owner == TENSOR_PARALLEL:
+            yield Reason("is shared by several GPUs (tensor parallelism)", "", module)
+        else:
+            yield Reason(
+                "has a replaced forward, as of accelerate's offloading", "keep the model on one device", module
+            )
 
 
 def training_additions(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> Iterator[Reason]:
