@@ -356,6 +356,16 @@ def torchao_config(on: Subject) -> Any:
     return greedy(m, on.tokens()).shape
 
 
+@call("`torchao.float8.convert_to_float8_training(model)`, then training")
+def torchao_float8(on: Subject) -> Any:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    m, emulated = on.model(), Float8LinearConfig(emulate=True)  # on a CPU
+    convert_to_float8_training(m, config=emulated, module_filter_fn=lambda _, name: "lm_head" not in name)
+    assert any(type(module).__name__ == "Float8Linear" for module in m.modules())
+    return keys(trained(on, m))
+
+
 @call("LoRA over a model quantised by torchao")
 def lora_over_int8(on: Subject) -> Any:
     from peft import LoraConfig, get_peft_model
