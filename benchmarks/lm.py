@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, KimiLinearConfig, KimiLinearForCausalLM, StaticCache
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from benchmarks import report, timing
@@ -108,12 +108,10 @@ def training_step(model: Any, batch: int) -> Callable[[], Tensor]:
     """Zero_grad, forward, loss and backward of one sequence."""
     tokens = torch.randint(model.config.vocab_size, (batch, T), device=DEVICE)
     model.train()
-    # Masks that transformers makes in a capture would keep softmax attention from its fast kernel.
-    mask = {"attention_mask": NO_MASK} if isinstance(model, KDAForCausalLM) else {}
 
     def run() -> Tensor:
         model.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False, **mask).loss
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         return loss.detach()
 
@@ -203,7 +201,8 @@ def decode(model: Any, batch: int) -> Callable[[], Tensor]:
             read.extend(tensors_of(cache))  # the graph's, also where a step puts new tensors in their place
         if softmax:
             for layer in cache.layers:
-                layer.cumulative_length.fill_(PROMPT)
+                if isinstance(layer, StaticLayer):
+                    layer.cumulative_length.fill_(PROMPT)
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True, **mask).logits
         ids.copy_(logits[:, -1:].argmax(-1))
         return logits
