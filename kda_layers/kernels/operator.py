@@ -253,8 +253,13 @@ class NoGradOperator(Generic[X]):
         signature = f"({schema(inputs, writes)}, str backend) -> {'Tensor' if self.returns else '()'}"
         self.op = define(name, signature, self._run, lambda *args: output_like(inputs(*args[:-1])))
 
-    def __call__(self, x: X, backend: str, plain: bool = False) -> Any:
-        """Return the output; the written inputs are updated. `plain` as for an `Operator`."""
+    def __call__(self, x: X, backend: str, plain: bool = False, run: Callable[[X], Any] | None = None) -> Any:
+        """Return the output; the written inputs are updated.
+
+        Args:
+            plain: as for an `Operator`
+            run: what the backend's method does with `x`, if the caller knows it
+        """
         if not plain:
             if not torch.compiler.is_compiling():
                 refuse_transforms(self.name, x)
@@ -263,7 +268,7 @@ class NoGradOperator(Generic[X]):
         if self.writes:
             written = (getattr(x, name) for name in self.writes)
             torch.autograd.graph.increment_version([t for t in written if t is not None])
-        return without_autocast(getattr(self.registry.backend(backend), self.method), x)
+        return without_autocast(run or getattr(self.registry.backend(backend), self.method), x)
 
     @torch.no_grad()  # an exported program may run with gradients enabled
     def _run(self, *args: Any) -> Any:

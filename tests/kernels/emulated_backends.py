@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -55,6 +55,10 @@ class EmulatedBackend(CudaBackend):
     def decode(self, x: DecodeInputs) -> Tensor:
         with GuardedMemory():
             return super().decode(guarded_inputs(x)._replace(state=x.state, state_scale=x.state_scale, out=x.out))
+
+    def repeated_decode(self, x: DecodeInputs) -> Callable[[DecodeInputs], Tensor]:
+        """Return `decode`, which guards the memory of each call."""
+        return self.decode
 
 
 # wgmma; mma.sync with bulk copies; mma.sync with cp.async

@@ -287,6 +287,10 @@ class Backend(Differentiable):
         """
         raise NotImplementedError
 
+    def repeated_decode(self, x: DecodeInputs) -> Callable[[DecodeInputs], Tensor]:
+        """Return `decode` for inputs that differ from `x` in addresses and values of tensors alone."""
+        return self.decode
+
 
 def state_shape(x: Inputs | DecodeInputs | PrefillInputs) -> tuple[int, int, int, int]:
     """[N, HV, V, K] of the states of the sequences of a call."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checks import check_scale
 from ..deprecation import new_keywords, warn_deprecated
 from ..operator import NoGradOperator, Operator, no_output
-from ..tracing import may_run_again, needs_gradients
+from ..tracing import is_plain, may_run_again, needs_gradients
 from . import checks
 from .contract import (
     KDA,
@@ -294,12 +294,12 @@ def kda_step(
         check_scale(q, scale),
     )  # fmt: skip
     cached = _step_cache.get(x, backend)
-    name, *fused = cached or _prepare_step(x, backend)
+    run, name, *fused = cached or _prepare_step(x, backend)
     checks.check_values(x)
     x, plain = activate(x, fused), cached is not None
     if out is None:
-        return _kda_step(x, name, plain)
-    _kda_step_into(x, name, plain)
+        return _kda_step(x, name, plain, run)
+    _kda_step_into(x, name, plain, run)
     return out
 
 
@@ -371,11 +371,12 @@ def _prepare_prefill(x: PrefillInputs, backend: str | None) -> tuple[Any, ...]:
 
 
 def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
-    """Check `x`; return the backend and what it fuses."""
+    """Check `x`; return the backend's function for such steps or None, its name, and what it fuses."""
     checks.check_decode(x)
     _refuse_gradients("kda_step", x)
-    chosen: tuple[Any, ...] = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
-    return _step_cache.put(x, chosen, backend)
+    name, *fused = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
+    run = KDA.backend(name).repeated_decode(x) if is_plain(x) and activate(x, fused) is x else None
+    return _step_cache.put(x, (run, name, *fused), backend)
 
 
 def _refuse_gradients(name: str, x: PrefillInputs | DecodeInputs) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -150,6 +151,9 @@ class CudaBackend(OnArchs, Backend):
 
     def decode(self, x: DecodeInputs) -> Tensor:
         return decode.decode(x, self.machine)
+
+    def repeated_decode(self, x: DecodeInputs) -> Callable[[DecodeInputs], Tensor]:
+        return partial(decode.decode, machine=self.machine, plan=decode.plan_for(x, self.machine))
 
     def _recomputes(self, x: Inputs) -> bool:
         """True if the backward runs the forward again instead of reading what it saved."""

@@ -141,24 +141,29 @@ class Plan(NamedTuple):
 _plans: CallCache[Plan] = CallCache(leading_tensors(DecodeInputs))
 
 
-def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None) -> Tensor:
-    """See `Backend.decode`."""
+def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None, plan: Plan | None = None) -> Tensor:
+    """See `Backend.decode`; `plan` is `plan_for` of such inputs."""
     o = x.out
     if o is None:
         v = x.v
         o = torch.empty_like(v) if v.is_contiguous() else torch.empty_like(v, memory_format=torch.contiguous_format)
-    plan, params, inputs = pack(x, o, machine, variant)
+    plan, params, inputs = pack(x, o, machine, variant, plan)
     plan.launch.run(params)
     if inputs.state is not x.state:
         x.state.copy_(inputs.state)
     return o
 
 
+def plan_for(x: DecodeInputs, machine: Machine, variant: Variant | None = None) -> Plan:
+    """Return the plan for tensors of these shapes, strides and types, made once."""
+    return _plans.get(x, machine, variant) or _plans.put(x, _plan(x, machine, variant), machine, variant)
+
+
 def pack(
-    x: DecodeInputs, o: Tensor, machine: Machine, variant: Variant | None = None
+    x: DecodeInputs, o: Tensor, machine: Machine, variant: Variant | None = None, plan: Plan | None = None
 ) -> tuple[Plan, bytes, DecodeInputs]:
     """Return the launch plan, its parameters and the inputs that these point to: x, or copies where not aligned."""
-    plan = _plans.get(x, machine, variant) or _plans.put(x, _plan(x, machine, variant), machine, variant)
+    plan = plan or plan_for(x, machine, variant)
     q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, scale = x[:12]
     q_at, k_at, g_at, state_at = q.data_ptr(), k.data_ptr(), g.data_ptr(), state.data_ptr()
     bias_at = 0 if dt_bias is None else dt_bias.data_ptr()
