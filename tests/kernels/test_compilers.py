@@ -16,7 +16,7 @@ from kda_layers.kernels.triton_package import RepeatedLaunch
 
 def loaded() -> None:
     """Load, and wait for the thread."""
-    compilers.load_early.__wrapped__()
+    compilers.load_early()
     for thread in threading.enumerate():
         if thread.name == "kda_layers.load_early":
             thread.join()
@@ -28,13 +28,17 @@ def test_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     cache.triton_key.cache_clear()
     build.problems.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(compilers, "_started", False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     loaded()
     assert not cache.triton_key.cache_info().currsize
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     loaded()
     assert cache.triton_key.cache_info().currsize == 1
     assert build.problems.cache_info().currsize == (importlib.util.find_spec("cuda") is not None)
+    cache.triton_key.cache_clear()
+    loaded()
+    assert not cache.triton_key.cache_info().currsize
 
 
 class Kernel:

@@ -50,7 +50,7 @@ def CAPTURED_DECODING(call: Any, model: nn.Module, cache: str | None = "static",
         yield Reason("has a cache that grows", "generate(..., cache_implementation='static')")
     if beams > 1:
         yield Reason("copies its cache at every step, for its beams", "generate(..., num_beams=1)")
-    parallel = getattr(model, "_tp_size", None) is not None  # each rank holds its heads, and all take the same steps
+    parallel = (getattr(model, "_tp_size", None) or 1) > 1  # each rank holds its heads, and all take the same steps
     others = {type(t) for t in tensors if not (parallel and is_dtensor(t))} - {Tensor, nn.Parameter}
     kinds = sorted(kind.__name__ for kind in others)
     if kinds or getattr(model, "hf_quantizer", None) is not None:

@@ -1,8 +1,9 @@
-"""A Trainer of transformers whose forward and backward, and clipping, are replayed from a CUDA graph."""
+"""A Trainer of transformers whose forward and backward are replayed from a CUDA graph."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
@@ -16,6 +17,7 @@ from kda_layers.modeling.cuda_graphs.training_step import CapturedStep, NotCaptu
 logger = logging.getLogger("kda_layers")
 
 DEVICES = ("cuda",)
+LOOKING = "training_step", "floating_point_ops"  # methods between which Trainer adds a loss unseen
 DIVISOR, ITEMS = "gradient_accumulation_steps", "num_items_in_batch"  # of a batch, beside what the model gets
 
 
@@ -46,11 +48,10 @@ class CapturedTrainer(Trainer):
 
     _step: CapturedStep | None = None
     _parameters: list[nn.Parameter]  # that are trained
-    _gradients: list[Tensor | None]  # the graph's own, of the parameters
+    _gradients: list[Tensor | None] = []  # noqa: RUF012  (the graph's own, of the parameters)
     _failed = ""  # why the step cannot be captured
     _told: frozenset[str] = frozenset()  # reasons that were logged
-    _norm: Tensor | None = None  # of gradients that the step has clipped
-    _is_filtered = False  # the loss of a batch that Trainer has not looked at
+    _added: tuple[Tensor, Tensor] | None = None  # a loss that Trainer adds unseen, and the sum of losses before
     _operations: tuple[Any, int] = None, 0  # shapes of a batch, and its floating point operations
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,6 +65,7 @@ class CapturedTrainer(Trainer):
     ) -> Tensor:
         """Add the gradients of a batch to those of the model and return its loss; see `Trainer.training_step`."""
         arguments = model, inputs, num_items_in_batch
+        self._look_again()  # after an exception
         if reason := self._reason() or self._prepare_step(model):
             return self._eager(reason, *arguments)
         assert self._step is not None
@@ -76,12 +78,12 @@ class CapturedTrainer(Trainer):
             check_batches((batch,), held, self.args.device)
         except (TypeError, ValueError) as error:
             return self._eager(f"of a batch, {error}", *arguments)
-        before, was_captured = [p.grad for p in self._parameters], self._step.captured
-        if self._step.max_norm is not None and any(grad is not None for grad in before):
-            return self._eager("gradients are there before the first backward", *arguments)
         model.train()
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
+        own = {id(gradient) for gradient in self._gradients}  # which the replay overwrites
+        before = [p.grad.clone() if p.grad is not None and id(p.grad) in own else p.grad for p in self._parameters]
+        was_captured = self._step.captured
         try:
             loss = self._step(batch)
         except (NotCapturable, torch.OutOfMemoryError) as error:
@@ -94,33 +96,36 @@ class CapturedTrainer(Trainer):
         if not was_captured:
             self._gradients = [p.grad for p in self._parameters]
         self._add_to(before)
-        self._norm = self._step.grad_norm
-        return self._finite(loss)
-
-    def _finite(self, loss: Tensor) -> Tensor:
-        """Return what `logging_nan_inf_filter` adds to the losses that are logged, without waiting for the loss."""
-        if self.args.logging_nan_inf_filter and hasattr(self, "_tr_loss"):
-            self.args.logging_nan_inf_filter, self._is_filtered = False, True  # until `floating_point_ops`
-            steps = 1 + self.state.global_step - self._globalstep_last_logged
-            loss = torch.where(loss.isfinite(), loss, self._tr_loss / steps)
+        self._look_later(loss)
         return loss
+
+    def _look_later(self, loss: Tensor) -> None:
+        """Keep Trainer from waiting for a loss, to know if it is finite (`logging_nan_inf_filter`)."""
+        mine = all(getattr(type(self), name) is getattr(CapturedTrainer, name) for name in LOOKING)
+        if self.args.logging_nan_inf_filter and mine and hasattr(self, "_tr_loss"):
+            self.args.logging_nan_inf_filter, self._added = False, (loss, self._tr_loss.clone())
+
+    def _look_again(self) -> None:
+        """Do what the filter does with a loss that Trainer has added since `_look_later`, on the GPU."""
+        if self._added is not None:
+            (loss, before), self._added, self.args.logging_nan_inf_filter = self._added, None, True
+            steps = 1 + self.state.global_step - self._globalstep_last_logged
+            self._tr_loss.copy_(torch.where(loss.isfinite(), self._tr_loss, before + before / steps))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return `Trainer.floating_point_ops`, which walks over all modules for 1.5 ms, once for batches of a shape.
 
-        `Trainer` calls it after each batch, next after it has looked at the loss.
+        `Trainer` calls it after each batch, next after it has added the loss.
         """
-        if self._is_filtered:
-            self.args.logging_nan_inf_filter, self._is_filtered = True, False
+        self._look_again()
+        if not isinstance(inputs, Mapping):
+            return super().floating_point_ops(inputs)
         shapes = self.model, {name: getattr(value, "shape", None) for name, value in inputs.items()}
         if shapes != self._operations[0]:
             self._operations = shapes, super().floating_point_ops(inputs)
         return self._operations[1]
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        norm, self._norm = self._norm, None
-        if norm is not None:  # the graph has clipped
-            return norm.clone()
         if self._reason():
             return super()._clip_grad_norm(model)
         return clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
@@ -131,12 +136,9 @@ class CapturedTrainer(Trainer):
         same = self._step is not None and self._step.model is model and len(parameters) == len(self._parameters)
         if same and all(map(is_, parameters, self._parameters)):
             return ""
-        alone = self.args.gradient_accumulation_steps == 1
-        max_norm = self.args.max_grad_norm if alone and self.args.max_grad_norm else None
         try:
-            gradients = Gradients(parameters)
-            self._step = CapturedStep(model, gradients, loss_of=self._loss_of, max_norm=max_norm)
-            self._parameters = parameters
+            self._step = CapturedStep(model, Gradients(parameters), loss_of=self._loss_of)
+            self._parameters, self._gradients = parameters, []
         except ValueError as error:
             self._failed = str(error)
         return self._failed

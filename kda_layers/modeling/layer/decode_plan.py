@@ -26,10 +26,11 @@ def key_of_step(x: Tensor, *more: Any) -> Any:
     """Return what the plan of a step on x depends on beside the module; None if none may be remembered or found."""
     if torch.compiler.is_compiling() or is_capturing(x.device):
         return None
+    if torch_private.transforms_active() or torch_private.forward_ad_active() or torch_private.dispatch_modes():
+        return None
     return (
         type(x), x.shape, x.stride(), x.dtype, x.device, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-        tracing.autocasts(x.device.type), torch_private.has_global_hooks(), torch_private.transforms_active(),
-        torch_private.dispatch_modes(), requested(), *more,
+        tracing.autocasts(x.device.type), torch_private.has_global_hooks(), requested(), *more,
     )  # fmt: skip
 
 
@@ -54,23 +55,30 @@ class DecodePlan:
         assert state.recurrent is not None
         self._layer, self._norm, self._options = layer, norm, dict(layer.kda_options)
         self._product = None if whole is None else RepeatedLinearStep(whole, norm)
-        self._output = RepeatedLinearStep(layer.o_proj.weight, overlap=True)
+        self._output: RepeatedLinearStep | None = None
         self._states = _signature(state.conv), _signature(state.recurrent)
         K, V, (H, HV), (B, T) = layer.head_dim, layer.value_head_dim, layer._heads(), x.shape[:2]
         self._q, self._v = (B, T, H, K), (B, T, HV, V)
         self._widths = [layer.decay_rank or HV * K, layer.gate_rank or HV * V]
-        q, k, v, f, g, b = (part.out_features for part in layer._inputs())
-        self._sizes = [q, k, v, f + g, b] + ([] if whole is None else [whole.shape[0] - (q + k + v + f + g + b)])
+        self._sizes: list[int] = []
+        if whole is not None:
+            q, k, v, f, g, b = (part.out_features for part in layer._inputs())
+            self._sizes = [q, k, v, f + g, b, whole.shape[0] - (q + k + v + f + g + b)]
         self._factors_in_kernel = tuple(in_kernel) == layer._factors()
         self._whole_factors = None if self._factors_in_kernel else self._products(layer)
         f_weight, gate_weight = (None if part is None else part.weight for part in in_kernel)
         A_log, dt_bias, wide = layer.A_log, layer.dt_bias, state_dtype(x.dtype)
         rate, bias = None if A_log is None else A_log.to(wide), dt_bias.to(wide)
         views = rate is A_log and bias is dt_bias
-        self.lasts = views and whole is not None and (self._factors_in_kernel or self._whole_factors is not None)
-        self._taps = layer.conv1d.weight[:, 0]
+        taps, scale = layer.conv1d.weight, layer.o_norm.weight
+        # A wrapper of PEFT (modules_to_save) has those of the adapter that is active.
+        own = taps is layer.conv1d._parameters.get("weight") and scale is layer.o_norm._parameters.get("weight")
+        self.lasts = (
+            views and own and whole is not None and (self._factors_in_kernel or self._whole_factors is not None)
+        )
+        self._taps = taps[:, 0]
         self._step = RepeatedLayerStep(
-            scale=K**-0.5, norm_weight=layer.o_norm.weight, f_weight=f_weight, gate_weight=gate_weight,
+            scale=K**-0.5, norm_weight=scale, f_weight=f_weight, gate_weight=gate_weight,
             gate_bias=None if gate_weight is None else in_kernel[1].bias, A_log=rate, dt_bias=bias.view(-1, K),
             norm_eps=layer.rms_norm_eps, overlap=views, **{name: layer.kda_options.get(name) for name in OPTIONS},
         )  # fmt: skip
@@ -93,7 +101,9 @@ class DecodePlan:
         return o.flatten(2)
 
     def output(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return residual [B, 1, D] + the layer's output projection of x [B, 1, HV V]."""
+        """Return residual [B, 1, D] + the layer's output projection, which is plain, of x [B, 1, HV V]."""
+        if self._output is None:
+            self._output = RepeatedLinearStep(self._layer.o_proj.weight, overlap=True)
         return self._output(x, residual)
 
     def _projections(self, x: Tensor) -> Sequence[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from operator import is_, methodcaller
+from operator import is_
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
@@ -20,53 +20,52 @@ class Snapshot:
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
         self._classes = list(map(type, self._modules))
-        self._owned: list[dict[str, Any]] = [held for m in self._modules for held in (m._modules, m._parameters)]
         self._held = self._now()
         self._parameters = [t for t in self._held if isinstance(t, Tensor)]
-        self._addresses = self._now_at()
-        self._attributes = [vars(m) for m in self._modules]
-        self._hooks = [hooks for m in self._modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self._places = self._now_at()
 
     def is_current(self) -> bool:
         """Return True if nothing was exchanged, moved, hooked or replaced by another forward since."""
-        held = self._now()
+        held, modules = self._now(), self._modules
         return (
-            not any(self._hooks)
+            not any(m._forward_pre_hooks or m._forward_hooks or "forward" in m.__dict__ for m in modules)
             and len(held) == len(self._held)
             and all(map(is_, held, self._held))
-            and self._now_at() == self._addresses
-            and list(map(type, self._modules)) == self._classes
-            and not any("forward" in attributes for attributes in self._attributes)
+            and self._now_at() == self._places
+            and list(map(type, modules)) == self._classes
         )
 
     def _now(self) -> list[Any]:
-        return [*chain.from_iterable([owned.values() for owned in self._owned])]
+        owned: list[dict[str, Any]] = [part for m in self._modules for part in (m._modules, m._parameters)]
+        return [*chain.from_iterable([part.values() for part in owned])]
 
-    def _now_at(self) -> list[int]:
-        return [*map(methodcaller("data_ptr"), self._parameters)]
+    def _now_at(self) -> list[Any]:
+        return [(t.data_ptr(), t.stride()) for t in self._parameters]
 
 
 class Remembered(Generic[Answer]):
     """The last answer about calls of a module, with the key of these calls. It is neither copied nor saved."""
 
     def __init__(self) -> None:
-        self._key: Any = None
-        self._answer: Answer | None = None
-        self._snapshot: Snapshot | None = None
+        self._last: tuple[Any, Answer, Snapshot] | None = None  # read and written at once, as threads may share a model
 
     def get(self, key: Any) -> Answer | None:
         """Return the answer for calls with this key, or None if it is another or the module was changed."""
-        if self._snapshot is None or key != self._key or not self._snapshot.is_current():
+        if self._last is None:
             return None
-        return self._answer
+        known, answer, snapshot = self._last
+        if not snapshot.is_current():
+            self.forget()
+            return None
+        return answer if key == known else None
 
     def put(self, module: Any, key: Any, answer: Answer) -> None:
         """Remember an answer about `module`, which has no hooks."""
-        self._key, self._answer, self._snapshot = key, answer, Snapshot(module)
+        self._last = key, answer, Snapshot(module)
 
     def forget(self) -> None:
         """Release the answer, and the tensors in it."""
-        self._key = self._answer = self._snapshot = None
+        self._last = None
 
     def __deepcopy__(self, memo: Any) -> Remembered[Answer]:
         return Remembered()

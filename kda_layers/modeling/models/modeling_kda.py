@@ -109,6 +109,8 @@ def SPLIT_KEYS(call: Any, layer: KDASoftmaxAttention, hides_keys: bool) -> Itera
         yield Reason(text)
     if (chosen := layer.config._attn_implementation) != "sdpa":
         yield Reason(f"has attn_implementation={chosen!r}")
+    if layer.training and layer.config.attention_dropout:
+        yield Reason("has dropout", "call model.eval()")
     if call.grad:
         yield Reason("runs with gradients enabled")
     if call.autocast:

@@ -28,7 +28,16 @@ KERNELS = {
     "split": decode.split_kernel,
 }
 ALIGNED = [["tt.divisibility", 16]]
-FLOATS = {"Lse": "*fp32", "Delta": "*fp32", "DBias": "*fp32", "scale": "fp32", "scale_log2": "fp32"}
+FLOATS = {
+    "Lse": "*fp32",
+    "Parts": "*fp32",
+    "Top": "*fp32",
+    "Sum": "*fp32",
+    "Delta": "*fp32",
+    "DBias": "*fp32",
+    "scale": "fp32",
+    "scale_log2": "fp32",
+}
 INTEGERS = {"Tiles": "*i32", "Sequences": "*i32", "T": "i32", "S": "i32", "H": "i32", "H_KV": "i32"}
 COUNTS = {"tiles": "i32", "splits": "i32", "batch": "i32", "heads": "i32"}
 

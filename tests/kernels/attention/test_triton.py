@@ -107,6 +107,20 @@ def test_bits_of_one_query_depend_neither_on_the_batch_nor_on_empty_slots(requir
             assert call(alone, "triton").equal(many[b : b + 1]), (b, slots)
 
 
+@needs_triton
+@pytest.mark.parametrize("group", [1, 20])
+@pytest.mark.parametrize(("name", "value"), [("k", torch.nan), ("k", torch.inf), ("q", torch.nan), ("v", torch.nan)])
+def test_one_query_hides_no_nan(name: str, value: float, group: int, required_backends: frozenset[str]) -> None:
+    """Of a key that it sees; one that a bias hides is not read."""
+    x = make_inputs(BiasedCase(T=1, S=200, group=group, bias="111S", dtype=FP32), BEST_DEVICE)
+    serve("triton", problem_of(x), required_backends)
+    assert x.bias is not None
+    getattr(x, name)[0, 0 if name == "q" else 70] = value
+    assert call(x, "triton").isnan().all(-1).all()
+    x.bias[..., 64:128] = -torch.inf  # all of a split
+    assert call(x, "triton").isnan().all() == (name == "q")
+
+
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 103, 120])
 def test_tiles_are_multiples_of_each_other(arch: int) -> None:
     """The launcher decides by multiples of tiles, powers of two, where a mask is needed."""

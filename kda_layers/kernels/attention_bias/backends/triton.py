@@ -158,16 +158,16 @@ def _attend_once(call: _Call) -> tuple[Tensor, Tensor]:
     x, S, launch = call.x, call.sizes[1], call.launches["split"]
     (B, _, H, D), H_kv, group = x.q.shape, x.k.shape[2], call.options["GROUP"]
     splits, o, lse = -(-S // launch.block_n), x.v.new_empty(x.q.shape), empty_lse(x)
-    parts, part_lse = (x.q.new_empty((B, H, splits, *d), dtype=torch.float32) for d in ((D,), ()))
-    sizes = {"D": D, "BLOCK_D": call.block_d}
+    parts, tops, sums = (x.q.new_empty((B, H, splits, *d), dtype=torch.float32) for d in ((D,), (), ()))
+    sizes, tiles = {"D": D, "BLOCK_D": call.block_d}, -(-group // launch.block_m)
     with on_device_of(x.q):
-        split_kernel[(B * H_kv * splits,)](
-            *call.tensors, parts, part_lse, *call.strides, call.scale_log2, splits, S, H_kv,
+        split_kernel[(B * H_kv * tiles * splits,)](
+            *call.tensors, parts, tops, sums, *call.strides, call.scale_log2, splits, S, H_kv,
             GROUP=group, BIAS_GROUP=call.options["BIAS_GROUP"], BIAS=call.bias, **sizes,
-            BLOCK_G=max(launch.block_m, 1 << (group - 1).bit_length()), BLOCK_N=launch.block_n,
+            BLOCK_G=launch.block_m, BLOCK_N=launch.block_n,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
-        combine_kernel[(B * H,)](parts, part_lse, o, lse, splits, **sizes, BLOCK_S=SPLITS)
+        combine_kernel[(B * H,)](parts, tops, sums, o, lse, splits, **sizes, BLOCK_S=SPLITS)
     return o, lse
 
 
