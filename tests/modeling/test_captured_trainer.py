@@ -241,6 +241,51 @@ def test_losses_that_are_not_finite(filtered: bool, device: str, tmp_path: Path)
     assert_same(runs[0].model, runs[1].model)
 
 
+class Counts:
+    """An own number of operations, as transformers advises, and a count of losses that are not finite."""
+
+    spoilt = 0
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 1
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self.spoilt += not loss.isfinite()
+        return loss
+
+
+class Twice:
+    """Two backwards in a step."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        super().training_step(*args, **kwargs)  # type: ignore[misc]
+        return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+
+class Clips(TrainerCallback):
+    """Another norm at every step, or none."""
+
+    def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        args.max_grad_norm = (0.05, 1e9, 0)[state.global_step % 3]
+
+
+@pytest.mark.parametrize("own", [Counts, Twice, object])
+def test_what_subclasses_and_callbacks_do(own: type, device: str, tmp_path: Path) -> None:
+    """They see the losses and gradients of `Trainer`, and its options are read at every step."""
+    bases = (own, Sometimes) if own is Counts else (own,) if own is Twice else ()
+    runs: list[Any] = [
+        trained(type("Run", (*bases, kind), {}), build(device), tmp_path / kind.__name__, device, callbacks=[Clips()])
+        for kind in (CapturedTrainer, Trainer)
+    ]
+    assert runs[0]._step.captured
+    assert str(losses(runs[0])) == str(losses(runs[1]))
+    assert_same(runs[0].model, runs[1].model)
+    assert runs[0].args.logging_nan_inf_filter
+    if own is Counts:
+        assert runs[0].spoilt == runs[1].spoilt > 0
+
+
 class Replaces(nn.Module):
     """Counts its calls in a buffer that it replaces."""
 

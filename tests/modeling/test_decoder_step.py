@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from transformers import StaticCache
 
 from kda_layers import KDAConfig, KDAForCausalLM, use_backend
@@ -294,3 +298,74 @@ def test_a_model_that_has_decoded_is_copied_and_saved(
     torch.save(model, tmp_path / "model.pt")
     for other in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
         assert torch.equal(model_logits(other, IDS), want)
+
+
+class Coded(torch.nn.Module):
+    """A linear layer as libraries of quantisation have them, without a `weight`."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.inner = [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner[0](x)
+
+
+@pytest.mark.parametrize("name", ["o_proj", "q_proj"])
+def test_layers_without_a_weight_are_called(name: str, kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
+    model = a_model()
+    want = model_logits(model, IDS)
+    attention = model.model.layers[0].self_attn
+    setattr(attention, name, Coded(getattr(attention, name)))
+    assert error(model_logits(model, IDS), want) <= 2**-6
+
+
+def test_a_switch_of_adapters(kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
+    """A trained copy of a convolution takes the place of the first one without a change of modules or parameters."""
+    model = a_model(full_attention_interval=2)
+    config = peft.LoraConfig(
+        target_modules=r"model\.layers\.1\.self_attn\.q_proj", modules_to_save=["conv1d"], init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.conv1d.modules_to_save["default"].weight.mul_(-1)
+    with_adapter = model_logits(model, IDS)
+    with adapted.disable_adapter():
+        without = model_logits(model, IDS)
+        assert torch.equal(model_logits(copy.deepcopy(model), IDS), without)
+    assert torch.equal(model_logits(model, IDS), with_adapter)
+    assert error(with_adapter, without) > 2**-6
+
+
+def test_what_was_replaced_is_released(kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
+    model = a_model()
+    model_logits(model, IDS)
+    first = model.model.layers[0]
+    old = weakref.ref(first.mlp.down_proj.weight)
+    first.mlp = torch.nn.Identity()
+    model_logits(model, IDS)
+    launched.clear()
+    gc.collect()
+    assert old() is None
+
+
+def test_dicts_that_are_replaced(kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
+    model = a_model()
+    model_logits(model, IDS)
+    down = model.model.layers[0].mlp.down_proj
+    down._parameters = {"weight": torch.nn.Parameter(2 * down.weight.detach()), "bias": None}
+    assert torch.equal(model_logits(model, IDS), model_logits(copy.deepcopy(model), IDS))
+    square = model.model.layers[1].mlp.down_proj
+    square.weight.data = square.weight.data.T.contiguous().T  # at another address, and not contiguous
+    assert torch.equal(model_logits(model, IDS), model_logits(copy.deepcopy(model), IDS))
+
+
+def test_forward_mode_differentiation_is_refused(kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
+    model = a_model()
+    with torch.no_grad():
+        past = model(IDS, use_cache=True).past_key_values
+        x = torch.ones(2, 1, 32, dtype=BF16)
+        for _ in range(2):
+            model.model.layers[0](x, past_key_values=past)
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode differentiation"):
+            model.model.layers[0](forward_ad.make_dual(x, x), past_key_values=past)
