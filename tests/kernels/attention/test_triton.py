@@ -111,7 +111,7 @@ def test_bits_of_one_query_depend_neither_on_the_batch_nor_on_empty_slots(requir
 @pytest.mark.parametrize("group", [1, 20])
 @pytest.mark.parametrize(("name", "value"), [("k", torch.nan), ("k", torch.inf), ("q", torch.nan), ("v", torch.nan)])
 def test_one_query_hides_no_nan(name: str, value: float, group: int, required_backends: frozenset[str]) -> None:
-    """Of a key that it sees; one that a bias hides is not read."""
+    """A key that it sees makes the output NaN; one that a bias hides is not read."""
     x = make_inputs(BiasedCase(T=1, S=200, group=group, bias="111S", dtype=FP32), BEST_DEVICE)
     serve("triton", problem_of(x), required_backends)
     assert x.bias is not None
