@@ -73,11 +73,11 @@ OVERRIDDEN = _seams({
     "GenerationMixin.init_continuous_batching",
     "masking_utils": "create_masks_for_generate",
     "models.auto.modeling_auto": "AutoModelForCausalLM._model_mapping",
-    "trainer": "Trainer._clip_grad_norm",
     "modeling_utils": "PreTrainedModel._init_weights PreTrainedModel._keep_in_fp32_modules_strict "
     "PreTrainedModel._keys_to_ignore_on_load_unexpected PreTrainedModel._set_gradient_checkpointing "
     "PreTrainedModel.get_compiled_call PreTrainedModel._skip_keys_device_placement",
 })  # fmt: skip
+OF_TRAINER = _seams({"trainer": "Trainer._clip_grad_norm"})  # overridden too, apart as it takes a second to import
 # Names of the engine of continuous batching and of its server that `enable_continuous_batching` wraps,
 # extends or calls.
 OF_ENGINE = _seams({

@@ -20,7 +20,7 @@ from tests.modeling.common import same
 from tests.modeling.models import OURS, SWAPPED, build, ids
 
 PACKAGE = Path(kda_layers.__file__).parent
-LISTED = (*seams.NAMES.values(), *seams.OVERRIDDEN, *seams.OF_ENGINE)
+LISTED = (*seams.NAMES.values(), *seams.OVERRIDDEN, *seams.OF_TRAINER, *seams.OF_ENGINE)
 
 
 @pytest.mark.parametrize("seam", LISTED, ids=str)

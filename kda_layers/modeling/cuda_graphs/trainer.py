@@ -13,11 +13,13 @@ from transformers import Trainer
 
 from kda_layers.modeling.cuda_graphs.clipping import clip_grad_norm_
 from kda_layers.modeling.cuda_graphs.training_step import CapturedStep, NotCapturable, check_batches
+from kda_layers.modeling.seams import OF_TRAINER, check
 
+check(OF_TRAINER)
 logger = logging.getLogger("kda_layers")
 
 DEVICES = ("cuda",)
-LOOKING = "training_step", "floating_point_ops"  # methods between which Trainer adds a loss unseen
+FILTERING = "training_step", "floating_point_ops"  # methods that Trainer calls before and after it adds a loss
 DIVISOR, ITEMS = "gradient_accumulation_steps", "num_items_in_batch"  # of a batch, beside what the model gets
 
 
@@ -37,13 +39,13 @@ class CapturedTrainer(Trainer):
     Losses and gradients have the bits of `Trainer`'s. Accumulation of gradients, optimizer, schedulers, callbacks,
     evaluation and checkpoints are `Trainer`'s own. Gradients are clipped by fewer kernels, to the same bits, and the
     host does not wait for the GPU at every step: batches in pinned memory are copied without waiting
-    (`accelerator_config`'s non_blocking), and a loss that is NaN or infinite is replaced on the GPU by what
-    `logging_nan_inf_filter` logs for it. What a graph cannot hold runs as in `Trainer`, and the logger `kda_layers`
-    gives each reason once: batches of other shapes than the first one (pad or pack to one length), several GPUs or
-    processes, a loss scaler (fp16), optimizers that step in the backward (LOMO, layerwise ones),
-    `torch_empty_cache_steps`, a model or a `compute_loss` that reads tensors on the host. The last accumulation of an
-    epoch runs eagerly too, without a line in the log, if it has fewer batches. `CapturedStep` lists the constraints
-    on a captured model.
+    (`accelerator_config`'s non_blocking, also if it is False), and `logging_nan_inf_filter` corrects the sum of
+    losses on the GPU, unless a subclass overrides `training_step` or `floating_point_ops`. What a graph cannot hold
+    runs as in `Trainer`, and the logger `kda_layers` gives each reason once: batches of other shapes than the first
+    one (pad or pack to one length), several GPUs or processes, a loss scaler (fp16), optimizers that step in the
+    backward (LOMO, layerwise ones), `torch_empty_cache_steps`, a model or a `compute_loss` that reads tensors on the
+    host. The last accumulation of an epoch runs eagerly too, without a line in the log, if it has fewer batches.
+    `CapturedStep` lists the constraints on a captured model.
     """
 
     _step: CapturedStep | None = None
@@ -51,7 +53,7 @@ class CapturedTrainer(Trainer):
     _gradients: list[Tensor | None] = []  # noqa: RUF012  (the graph's own, of the parameters)
     _failed = ""  # why the step cannot be captured
     _told: frozenset[str] = frozenset()  # reasons that were logged
-    _added: tuple[Tensor, Tensor] | None = None  # a loss that Trainer adds unseen, and the sum of losses before
+    _unfiltered: tuple[Tensor, Tensor] | None = None  # a loss that Trainer adds, and the sum of losses before it
     _operations: tuple[Any, int] = None, 0  # shapes of a batch, and its floating point operations
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,7 +67,7 @@ class CapturedTrainer(Trainer):
     ) -> Tensor:
         """Add the gradients of a batch to those of the model and return its loss; see `Trainer.training_step`."""
         arguments = model, inputs, num_items_in_batch
-        self._look_again()  # after an exception
+        self._filter()  # if an exception left it off
         if reason := self._reason() or self._prepare_step(model):
             return self._eager(reason, *arguments)
         assert self._step is not None
@@ -96,19 +98,19 @@ class CapturedTrainer(Trainer):
         if not was_captured:
             self._gradients = [p.grad for p in self._parameters]
         self._add_to(before)
-        self._look_later(loss)
+        self._defer_filter(loss)
         return loss
 
-    def _look_later(self, loss: Tensor) -> None:
-        """Keep Trainer from waiting for a loss, to know if it is finite (`logging_nan_inf_filter`)."""
-        mine = all(getattr(type(self), name) is getattr(CapturedTrainer, name) for name in LOOKING)
+    def _defer_filter(self, loss: Tensor) -> None:
+        """Turn `logging_nan_inf_filter` off until `_filter`: Trainer's own would wait for the loss."""
+        mine = all(getattr(type(self), name) is getattr(CapturedTrainer, name) for name in FILTERING)
         if self.args.logging_nan_inf_filter and mine and hasattr(self, "_tr_loss"):
-            self.args.logging_nan_inf_filter, self._added = False, (loss, self._tr_loss.clone())
+            self.args.logging_nan_inf_filter, self._unfiltered = False, (loss, self._tr_loss.clone())
 
-    def _look_again(self) -> None:
-        """Do what the filter does with a loss that Trainer has added since `_look_later`, on the GPU."""
-        if self._added is not None:
-            (loss, before), self._added, self.args.logging_nan_inf_filter = self._added, None, True
+    def _filter(self) -> None:
+        """Turn the filter on again, and apply it on the GPU to the loss that Trainer has added."""
+        if self._unfiltered is not None:
+            (loss, before), self._unfiltered, self.args.logging_nan_inf_filter = self._unfiltered, None, True
             steps = 1 + self.state.global_step - self._globalstep_last_logged
             self._tr_loss.copy_(torch.where(loss.isfinite(), self._tr_loss, before + before / steps))
 
@@ -117,7 +119,7 @@ class CapturedTrainer(Trainer):
 
         `Trainer` calls it after each batch, next after it has added the loss.
         """
-        self._look_again()
+        self._filter()
         if not isinstance(inputs, Mapping):
             return super().floating_point_ops(inputs)
         shapes = self.model, {name: getattr(value, "shape", None) for name, value in inputs.items()}
