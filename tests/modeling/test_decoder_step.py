@@ -369,3 +369,23 @@ def test_forward_mode_differentiation_is_refused(kernel: emulated.EmulatedLayerS
             model.model.layers[0](x, past_key_values=past)
         with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode differentiation"):
             model.model.layers[0](forward_ad.make_dual(x, x), past_key_values=past)
+
+
+def test_a_model_that_has_decoded_is_freed_at_once(kernel: emulated.EmulatedLayerStep, launched: list[Any]) -> None:
+    """Its weights do not wait for Python's garbage collection."""
+    model = a_model()
+    model_logits(model, IDS)
+    with torch.no_grad():  # the attention alone remembers a plan, too
+        past = model(IDS, use_cache=True).past_key_values
+        for _ in range(2):
+            model.model.layers[0].self_attn(torch.ones(2, 1, 32, dtype=BF16), cache=past)
+    launched.clear()
+    kernel.calls.clear()
+    weights = [weakref.ref(p) for p in model.model.layers.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [w() for w in weights] == [None] * len(weights)
+    finally:
+        gc.enable()

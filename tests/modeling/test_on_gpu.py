@@ -222,7 +222,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     run = RepeatedLayerStep.__call__
 
-    def counted(step: RepeatedLayerStep, q: Tensor, *more: Tensor) -> Tensor:
+    def counted(step: RepeatedLayerStep, q: Tensor, *more: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             calls.append(q.shape[0])
         return run(step, q, *more)

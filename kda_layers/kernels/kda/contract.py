@@ -288,7 +288,7 @@ class Backend(Differentiable):
         raise NotImplementedError
 
     def repeated_decode(self, x: DecodeInputs) -> Callable[[DecodeInputs], Tensor]:
-        """Return `decode` for inputs that differ from `x` in addresses and values of tensors alone."""
+        """Return `decode` for inputs that differ from `x` only in the addresses and values of tensors."""
         return self.decode
 
 

@@ -294,7 +294,7 @@ def kda_step(
         check_scale(q, scale),
     )  # fmt: skip
     cached = _step_cache.get(x, backend)
-    run, name, *fused = cached or _prepare_step(x, backend)
+    name, run, *fused = cached or _prepare_step(x, backend)
     checks.check_values(x)
     x, plain = activate(x, fused), cached is not None
     if out is None:
@@ -371,12 +371,12 @@ def _prepare_prefill(x: PrefillInputs, backend: str | None) -> tuple[Any, ...]:
 
 
 def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
-    """Check `x`; return the backend's function for such steps or None, its name, and what it fuses."""
+    """Check `x`; return the backend, its function for such inputs or None, and what it fuses."""
     checks.check_decode(x)
     _refuse_gradients("kda_step", x)
     name, *fused = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
     run = KDA.backend(name).repeated_decode(x) if is_plain(x) and activate(x, fused) is x else None
-    return _step_cache.put(x, (run, name, *fused), backend)
+    return _step_cache.put(x, (name, run, *fused), backend)
 
 
 def _refuse_gradients(name: str, x: PrefillInputs | DecodeInputs) -> None:

@@ -1,15 +1,16 @@
-"""A decode step of a KDA layer by one kernel: what steps have in common, worked out once, and the launches."""
+"""Decode steps of a KDA layer by one kernel: everything that does not change between steps, and the launches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...kernels import torch_private, tracing
 from ...kernels.fused.linear_step import RepeatedLinearStep
+from ...kernels.kda.checks import check_lower_bound
 from ...kernels.kda.contract import state_dtype
 from ...kernels.kda.cuda.layer_step.op import RepeatedLayerStep
 from ...kernels.registry import requested
@@ -23,7 +24,7 @@ OPTIONS = ("gate_activation", "lower_bound", "beta_activation", "backend")  # of
 
 
 def key_of_step(x: Tensor, *more: Any) -> Any:
-    """Return what the plan of a step on x depends on beside the module; None if none may be remembered or found."""
+    """Return what the plan of a step on x depends on besides the module, or None if plans must not be cached."""
     if torch.compiler.is_compiling() or is_capturing(x.device):
         return None
     if torch_private.transforms_active() or torch_private.forward_ad_active() or torch_private.dispatch_modes():
@@ -35,10 +36,10 @@ def key_of_step(x: Tensor, *more: Any) -> Any:
 
 
 class DecodePlan:
-    """Answers for the decode steps of one layer, and tensors that are views of its parameters.
+    """Shapes, options and weights of the decode steps of one layer, which is passed to the methods.
 
     Attributes:
-        lasts: True if later steps may use the plan, because it holds no copies of parameters.
+        lasts: True if the plan may be cached: all of its weights are the layer's parameters or views of them.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class DecodePlan:
         """Plan steps on x [B, 1, D].
 
         Args:
-            norm: the norm of the layer's input, `is_plain`; None where x is normalised.
-            in_kernel: the layer's second factors as far as the kernel multiplies them.
-            whole: the weights of the layers that read x, one above the other; None if each must be called.
+            norm: norm of the layer's input, `is_plain`; None if x is already normalised.
+            in_kernel: the layer's second factors that the kernel multiplies, None for each that it does not.
+            whole: merged weights of the layers that read x; None if these layers must be called.
         """
         assert state.conv is not None
         assert state.recurrent is not None
-        self._layer, self._norm, self._options = layer, norm, dict(layer.kda_options)
+        self._norm, self._options = norm, dict(layer.kda_options)
         self._product = None if whole is None else RepeatedLinearStep(whole, norm)
         self._output: RepeatedLinearStep | None = None
         self._states = _signature(state.conv), _signature(state.recurrent)
@@ -77,49 +78,51 @@ class DecodePlan:
             views and own and whole is not None and (self._factors_in_kernel or self._whole_factors is not None)
         )
         self._taps = taps[:, 0]
-        self._step = RepeatedLayerStep(
-            scale=K**-0.5, norm_weight=scale, f_weight=f_weight, gate_weight=gate_weight,
-            gate_bias=None if gate_weight is None else in_kernel[1].bias, A_log=rate, dt_bias=bias.view(-1, K),
-            norm_eps=layer.rms_norm_eps, overlap=views, **{name: layer.kda_options.get(name) for name in OPTIONS},
+        gate_bias = None if gate_weight is None else in_kernel[1].bias
+        gate, bound, beta, backend = (layer.kda_options.get(name) for name in OPTIONS)
+        options = (
+            f_weight, gate_weight, gate_bias, scale, rate, bias.view(-1, K), None, None, gate,
+            check_lower_bound(gate, bound), beta, K**-0.5, layer.rms_norm_eps, views,
         )  # fmt: skip
+        self._step = RepeatedLayerStep(options, backend)
 
-    def fits(self, state: LayerState) -> bool:
-        """Return True if the plan is for steps on such a state, and the layer's options are the same."""
+    def fits(self, layer: KDAForward, state: LayerState) -> bool:
+        """Return True if the plan serves steps on this state with the layer's current options."""
         conv, recurrent = state.conv, state.recurrent
         if conv is None or recurrent is None or state.recording:
             return False
         same = (_signature(conv), _signature(recurrent)) == self._states
-        return same and self._layer.kda_options == self._options
+        return same and layer.kda_options == self._options
 
-    def run(self, x: Tensor, state: LayerState) -> Tensor:
-        """Return o [B, 1, HV V] of x, which the plan's norm normalises first; the state is updated in place."""
-        q, k, v, gates, b = self._projections(x)
-        f, g = gates.split(self._widths, -1) if self._factors_in_kernel else self._logits(gates)
+    def run(self, layer: KDAForward, x: Tensor, state: LayerState) -> Tensor:
+        """Normalise x [B, 1, D] if the plan has a norm, and return o [B, 1, HV V]; the state is updated in place."""
+        q, k, v, gates, b = self._projections(layer, x)
+        f, g = gates.split(self._widths, -1) if self._factors_in_kernel else self._logits(layer, gates)
         q, k, v = q.view(self._q), k.view(self._q), v.view(self._v)
-        o = self._step(q, k, v, f, g, b, self._taps, cast(Tensor, state.conv), cast(Tensor, state.recurrent))
+        o = self._step(q, k, v, f, g, b, self._taps, state.conv, state.recurrent)
         state.count(x)
         return o.flatten(2)
 
-    def output(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return residual [B, 1, D] + the layer's output projection, which is plain, of x [B, 1, HV V]."""
+    def output(self, layer: KDAForward, x: Tensor, residual: Tensor) -> Tensor:
+        """Return residual [B, 1, D] + o_proj(x) of x [B, 1, HV V]; o_proj `is_plain`."""
         if self._output is None:
-            self._output = RepeatedLinearStep(self._layer.o_proj.weight, overlap=True)
+            self._output = RepeatedLinearStep(layer.o_proj.weight, overlap=True)
         return self._output(x, residual)
 
-    def _projections(self, x: Tensor) -> Sequence[Tensor]:
+    def _projections(self, layer: KDAForward, x: Tensor) -> Sequence[Tensor]:
         """Return the projections of x for q, k, v, of log-decay beside output gate, and for beta; by one product if
         possible."""
         if self._product is None:
             x = x if self._norm is None else self._norm(x)
-            q, k, v, f, g, b = (layer(x) for layer in self._layer._inputs())
+            q, k, v, f, g, b = (part(x) for part in layer._inputs())
             return q, k, v, torch.cat((f, g), -1), b
         return self._product(x).split(self._sizes, -1)[:-1]
 
-    def _logits(self, gates: Tensor) -> Sequence[Tensor]:
+    def _logits(self, layer: KDAForward, gates: Tensor) -> Sequence[Tensor]:
         """Return the logits of decays and gate from projections [B, 1, sum of widths]; by one product if possible."""
         if self._whole_factors is None:
-            parts = zip(self._layer._factors(), gates.split(self._widths, -1), strict=True)
-            return [part if layer is None else layer(part) for layer, part in parts]
+            pairs = zip(layer._factors(), gates.split(self._widths, -1), strict=True)
+            return [part if factor is None else factor(part) for factor, part in pairs]
         pair = gates[:, 0].unflatten(-1, (2, -1)).transpose(0, 1)
         f, g = torch.bmm(pair, self._whole_factors)
         return f[:, None], g[:, None]

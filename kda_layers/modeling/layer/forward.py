@@ -131,7 +131,7 @@ class KDAForward:
         if by_kernel and mask is cu_seqlens is shards is None:
             plan = self.plan_step(hidden_states, state)
             if plan is not None:
-                return self.o_proj(plan.run(hidden_states, state))
+                return self.o_proj(plan.run(self, hidden_states, state))
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
         backend = self.kda_options.get("backend")
 
@@ -204,9 +204,9 @@ class KDAForward:
             yield MERGED_WEIGHTS, (layers, self.merged_weights)
 
     def plan_step(self, x: Tensor, state: LayerState, norm: nn.RMSNorm | None = None) -> DecodePlan | None:
-        """Return what a decode step x [B, 1, D] by one kernel runs; None where no kernel serves it.
+        """Return the plan of a decode step on x [B, 1, D] by one kernel, or None if no kernel serves it.
 
-        Without `norm` the plan is remembered. With it, x is normalised by it first.
+        With `norm`, which x is normalised by first, the caller caches the plan; without it, the layer does.
 
         Raises:
             ValueError: an adapter on a layer whose weight is read.
@@ -214,8 +214,8 @@ class KDAForward:
         check_no_adapter(self, READ_HERE)
         self._watch(x)
         key = None if norm is not None else key_of_step(x)
-        plan = None if key is None else self.plan.get(key)  # compiled code guards on what it reads
-        if plan is not None and plan.fits(state):
+        plan = None if key is None else self.plan.get(self, key)  # compiled code guards on what it reads
+        if plan is not None and plan.fits(self, state):
             return plan
         in_kernel: list[Any] = []
         if not DECODE_KERNEL.serves(Call(x), self, state, in_kernel):

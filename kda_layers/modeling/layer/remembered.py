@@ -1,4 +1,4 @@
-"""Answers about a module that hold until something in it is changed, so that not every call has to ask."""
+"""Cached answers about a module, valid until its submodules, parameters or hooks change."""
 
 from __future__ import annotations
 
@@ -12,59 +12,60 @@ Answer = TypeVar("Answer")
 
 
 class Snapshot:
-    """A module without hooks as its calls see it: the modules in it, their parameters and where these lie.
+    """The submodules and parameters of a module without hooks, and where the parameters lie.
 
-    Numbers that modules keep, such as a norm's epsilon, are taken for constants.
+    Attributes of modules, such as a norm's epsilon, are taken for constants. The module itself is not held: it owns the
+    snapshot, and a cycle would keep its weights in memory until Python collects garbage.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
-        self._classes = list(map(type, self._modules))
-        self._held = self._now()
+        self._inside = list(module.modules())[1:]
+        self._classes = [type(m) for m in (module, *self._inside)]
+        self._held = self._parts(module)
         self._parameters = [t for t in self._held if isinstance(t, Tensor)]
-        self._places = self._now_at()
+        self._places = self._layout()
 
-    def is_current(self) -> bool:
-        """Return True if nothing was exchanged, moved, hooked or replaced by another forward since."""
-        held, modules = self._now(), self._modules
+    def is_current(self, module: nn.Module) -> bool:
+        """Return True if nothing in `module` was replaced, moved or hooked since."""
+        held, modules = self._parts(module), (module, *self._inside)
         return (
             not any(m._forward_pre_hooks or m._forward_hooks or "forward" in m.__dict__ for m in modules)
             and len(held) == len(self._held)
             and all(map(is_, held, self._held))
-            and self._now_at() == self._places
-            and list(map(type, modules)) == self._classes
+            and self._layout() == self._places
+            and [type(m) for m in modules] == self._classes
         )
 
-    def _now(self) -> list[Any]:
-        owned: list[dict[str, Any]] = [part for m in self._modules for part in (m._modules, m._parameters)]
-        return [*chain.from_iterable([part.values() for part in owned])]
+    def _parts(self, module: nn.Module) -> list[Any]:
+        owned: list[dict[str, Any]] = [d for m in (module, *self._inside) for d in (m._modules, m._parameters)]
+        return [*chain.from_iterable([d.values() for d in owned])]
 
-    def _now_at(self) -> list[Any]:
+    def _layout(self) -> list[Any]:
         return [(t.data_ptr(), t.stride()) for t in self._parameters]
 
 
 class Remembered(Generic[Answer]):
-    """The last answer about calls of a module, with the key of these calls. It is neither copied nor saved."""
+    """The answer for the last kind of call of the module that owns this object. It is neither copied nor saved."""
 
     def __init__(self) -> None:
-        self._last: tuple[Any, Answer, Snapshot] | None = None  # read and written at once, as threads may share a model
+        self._last: tuple[Any, Answer, Snapshot] | None = None  # one tuple, as threads may share a model
 
-    def get(self, key: Any) -> Answer | None:
-        """Return the answer for calls with this key, or None if it is another or the module was changed."""
+    def get(self, module: Any, key: Any) -> Answer | None:
+        """Return the answer for calls with this key, or None if the key is new or the module has changed."""
         if self._last is None:
             return None
         known, answer, snapshot = self._last
-        if not snapshot.is_current():
+        if not snapshot.is_current(module):
             self.forget()
             return None
         return answer if key == known else None
 
     def put(self, module: Any, key: Any, answer: Answer) -> None:
-        """Remember an answer about `module`, which has no hooks."""
+        """Remember an answer about `module`, which has no hooks and which the answer must not refer to."""
         self._last = key, answer, Snapshot(module)
 
     def forget(self) -> None:
-        """Release the answer, and the tensors in it."""
+        """Release the answer and its tensors."""
         self._last = None
 
     def __deepcopy__(self, memo: Any) -> Remembered[Answer]:

@@ -91,7 +91,7 @@ def _hides_keys(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1
 
 
-@fast_path("attention of one token by programs that share its keys", instead="transformers' attention function")
+@fast_path("attention of one token over a static cache, split by keys", instead="transformers' attention function")
 def SPLIT_KEYS(call: Any, layer: KDASoftmaxAttention, hides_keys: bool) -> Iterator[Reason]:
     """One token of each sequence over a static cache, for whose mask SDPA has no kernel that splits the keys."""
     if call.tokens != 1:
@@ -152,6 +152,10 @@ class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):
         o = biased_attention(q, k, v, bias, scale=self.scaling, causal=causal, cu_seqlens=cu_seqlens)
         return self.o_proj(o.flatten(2)), None
 
+    def fast_paths(self, call: SupposedCall) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
+        """Yield nothing: every call runs `biased_attention`."""
+        yield from ()
+
 
 class KDAMLP(nn.Module):
     """Gated MLP: down(silu(gate(x)) * up(x))."""
@@ -189,9 +193,9 @@ class KDAMLP(nn.Module):
         return self.merged_weights.weight((self.gate_proj, self.up_proj))
 
     def repeated(self, norm: nn.RMSNorm, merged: Tensor) -> tuple[RepeatedLinearStep, RepeatedLinearStep]:
-        """Return forward(norm(x)) as two launches, the second of which adds a residual.
+        """Return the two launches of residual + forward(norm(residual)): norm to SwiGLU, then the down projection.
 
-        The kernel launched before must not have written the weights.
+        The kernel launched before the first one must not write the weights.
         """
         up = RepeatedLinearStep(merged, norm, swiglu=True, overlap=True)
         return up, RepeatedLinearStep(self.down_proj.weight, overlap=True)
@@ -247,11 +251,11 @@ class KDADecoderLayer(GradientCheckpointingLayer):
             return None
         apart = (arguments.get(name) is None for name in ("attention_mask", "cu_seqlens"))
         key = key_of_step(x, type(cache), *apart)
-        step = None if key is None else self.step.get(key)  # compiled code guards on what it reads
+        step = None if key is None else self.step.get(self, key)  # compiled code guards on what it reads
         if step is None and not DECODER_STEP.serves(Call(x), self, arguments):
             return None
         state = LayerState(cache, attention.layer_idx, x.shape[0])
-        if step is None or not step[0].fits(state):
+        if step is None or not step[0].fits(attention, state):
             merged = self.mlp.merged()  # before the first launch, as it may copy the weights
             plan = attention.plan_step(x, state, self.input_layernorm)
             if plan is None:
@@ -261,7 +265,7 @@ class KDADecoderLayer(GradientCheckpointingLayer):
             if plan.lasts and merged is not None and key is not None:
                 self.step.put(self, key, step)
         plan, mlp = step
-        y = plan.output(plan.run(x, state), x)
+        y = plan.output(attention, plan.run(attention, x, state), x)
         if mlp is None:
             return y + self.mlp(self.post_attention_layernorm(y))
         up, down = mlp

@@ -101,7 +101,7 @@ class Backend(AnyBackend):
         """Return o [B, T, HV, V] and update `x.conv_state` and `x.state` in place; see `op.layer_step`."""
 
     def repeated(self, x: Inputs) -> Callable[[Inputs], Tensor]:
-        """Return `step` for inputs that differ from `x` in addresses and values of tensors alone."""
+        """Return `step` for inputs that differ from `x` only in the addresses and values of tensors."""
         return self.step
 
 

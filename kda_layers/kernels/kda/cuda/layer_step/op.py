@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ....checks import DTYPES, DtypeError, accumulator_dtype, check_is_tensor, c
 from ....declarations import arch_of
 from ....operator import NoGradOperator
 from ....torch_private import constant_to_compile
+from ....tracing import is_plain
 from ...checks import check_gate, check_lower_bound, check_slots, check_writable
 from ...contract import KDA
 from .contract import LAYER_STEP, Inputs, Problem
@@ -84,56 +85,33 @@ def layer_step(
         beta_activation, check_scale(q, scale), float(norm_eps), bool(overlap),
     )  # fmt: skip
     cached = _cache.get(x, backend)
-    return _layer_step(x, cached or _prepare(x, backend), plain=cached is not None)
+    name, run = cached or _prepare(x, backend)
+    return _layer_step(x, name, cached is not None, run)
 
 
 class RepeatedLayerStep:
-    """`layer_step` with these options, for calls of one signature: it is checked, and a backend chosen, once."""
+    """`layer_step` with fixed options; only the first call checks its tensors and chooses a backend."""
 
-    def __init__(
-        self,
-        *,
-        scale: float,
-        norm_weight: Tensor,
-        f_weight: Tensor | None = None,
-        gate_weight: Tensor | None = None,
-        gate_bias: Tensor | None = None,
-        A_log: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        gate_activation: str = "lower_bound",
-        lower_bound: float | None = None,
-        beta_activation: str = "sigmoid",
-        norm_eps: float = 1e-6,
-        overlap: bool = False,
-        backend: str | None = None,
-    ) -> None:
-        """Fix keyword arguments of `layer_step`."""
-        self._options = (
-            f_weight, gate_weight, gate_bias, norm_weight, A_log, dt_bias, None, None, gate_activation,
-            check_lower_bound(gate_activation, lower_bound), beta_activation, scale, float(norm_eps), overlap,
-        )  # fmt: skip
-        self._backend, self._step = backend, cast(Callable[[Inputs], Tensor] | None, None)
+    def __init__(self, options: tuple[Any, ...], backend: str | None) -> None:
+        """Fix the fields of `Inputs` after `state`, and the backend."""
+        self._options, self._backend = options, backend
+        self._run: Callable[[Inputs], Tensor] | None = None
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        """Return `layer_step` of q to state, with the types, shapes, strides, dtypes and device of the first call's.
-
-        Torch's state (grad mode, autocast, transforms) and the backend asked for must be those of the first call, too.
-        """
+    def __call__(self, *tensors: Any) -> Tensor:
+        """Return `layer_step` of the fields of `Inputs` up to `state`; constraints as for `RepeatedLinearStep`."""
         x = Inputs._make((*tensors, *self._options))
-        if self._step is not None:
-            torch.autograd.graph.increment_version((x.conv_state, x.state))
-            return self._step(x)
-        name = _prepare(x, self._backend)
-        if _cache.get(x, self._backend) is not None:
-            self._step = LAYER_STEP.backend(name).repeated(x)
-        return _layer_step(x, name)
+        if self._run is None:
+            name, self._run = _prepare(x, self._backend)
+            return _layer_step(x, name)
+        torch.autograd.graph.increment_version((x.conv_state, x.state))
+        return self._run(x)
 
 
-def _prepare(x: Inputs, backend: str | None) -> str:
-    """Check `x`; return the backend."""
+def _prepare(x: Inputs, backend: str | None) -> tuple[str, Callable[[Inputs], Tensor] | None]:
+    """Check `x`; return the backend and its function for such inputs, None for inputs of the dispatcher."""
     check(x)
     name: str = LAYER_STEP.choose(backend, x.q.device, *Problem.fields_of(x))
-    return _cache.put(x, name, backend)
+    return _cache.put(x, (name, LAYER_STEP.backend(name).repeated(x) if is_plain(x) else None), backend)
 
 
 @constant_to_compile
