@@ -1,4 +1,4 @@
-"""Loading of Triton and NVRTC while a model is built, so that its first call does not wait for them."""
+"""Load Triton and NVRTC while a model is built, so that its first call does not wait for them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _started = False
 
 
 def load_early() -> None:
-    """Begin to load what finds and compiles kernels, once for a process that uses a GPU.
+    """Start loading Triton and NVRTC in the background, once per process that uses a GPU.
 
-    Before it looks into its cache of kernels Triton hashes its own library, for 0.35 s, and NVRTC loads for 0.06 s. A
-    thread does both, without Python's lock for most of the time. Modules are imported here: two threads that import
-    modules which need each other can get them unfinished. A process without a CUDA context may still be forked, and is
-    left alone.
+    Before its first cache lookup Triton hashes its own library (0.35 s), and NVRTC takes 0.06 s to load; both release
+    the GIL. Modules are imported in the calling thread: two threads that import modules which depend on each other can
+    see them half initialised. A process without a CUDA context can still be forked, so nothing is started there.
     """
     global _started
     if _started or not torch.cuda.is_initialized():

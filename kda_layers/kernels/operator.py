@@ -258,7 +258,7 @@ class NoGradOperator(Generic[X]):
 
         Args:
             plain: as for an `Operator`
-            run: what the backend's method does with `x`, if the caller knows it
+            run: called in place of the backend's method, if the caller has looked it up
         """
         if not plain:
             if not torch.compiler.is_compiling():

@@ -36,10 +36,10 @@ def on_device_of(t: Tensor) -> Any:
 
 
 class RepeatedLaunch:
-    """Launches of a Triton kernel on one device that differ in the addresses of tensors alone.
+    """Launches of a Triton kernel on one device that differ only in the addresses of tensors.
 
-    Triton finds what it has compiled by every argument, which takes several times as long as the launch. Here only the
-    addresses are asked whether they are multiples of 16, on which compiled code relies.
+    Triton specialises on every argument, and looking up the compiled kernel takes longer than launching it. Here only
+    the alignment of the addresses is checked, which compiled code relies on.
     """
 
     def __init__(self, kernel: Any, grid: int, rest: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class RepeatedLaunch:
             options: of Triton, such as num_warps.
         """
         self._kernel, self._grid, self._rest, self._options = kernel, (grid, 1, 1), rest, options
-        self._compiled: Any = None  # for addresses that are multiples of 16
+        self._compiled: Any = None  # for addresses aligned to 16 bytes
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the current stream of the tensors' device."""
@@ -67,7 +67,7 @@ class RepeatedLaunch:
         if aligned and self._compiled is not None:
             self._compiled[self._grid](*tensors, *self._rest)
             return None
-        compiled = self._kernel[self._grid](*tensors, *self._rest, **self._options)  # of the interpreter: None
+        compiled = self._kernel[self._grid](*tensors, *self._rest, **self._options)  # None in the interpreter
         if aligned:
             self._compiled = compiled
         return None

@@ -110,13 +110,16 @@ def _fused(x: Inputs) -> Tensor:
 
 
 def _evened(x: Inputs) -> Inputs:
-    """Return `x` with even rows and a contiguous weight, of its own tensors where they are so."""
+    """Return `x` with evenly spaced rows and a contiguous weight; tensors that comply are not copied."""
     residual = None if x.residual is None else even_rows(x.residual)
     return x._replace(x=even_rows(x.x), weight=x.weight.contiguous(), residual=residual)
 
 
 class Launch:
-    """A kernel's launch for inputs with even rows and a contiguous weight, of which the addresses alone may differ."""
+    """Launch of a kernel for inputs with the shapes, strides and dtypes of the first ones.
+
+    Rows are evenly spaced and the weight is contiguous (`_evened`).
+    """
 
     def __init__(self, x: Inputs) -> None:
         overlap = x.overlap and arch_of(x.x.device) >= OVERLAPS
@@ -139,7 +142,7 @@ class Launch:
         self._run = RepeatedLaunch(kernel, grid, rest, options)
 
     def __call__(self, x: Tensor, weight: Tensor, norm_weight: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Return the output for tensors like those of the inputs that the launch was made for."""
+        """Return the output [B, T, N]."""
         y = x.new_empty(self._shape)
         if y.numel() and self._is_row:
             self._run(x, weight, norm_weight, residual, y)
@@ -206,7 +209,7 @@ def linear_step(
 
 
 class RepeatedLinearStep:
-    """`linear_step` with a weight and options, for calls of one signature: it is checked, and a form chosen, once."""
+    """`linear_step` with fixed weights and options; only the first call checks its tensors and chooses a form."""
 
     def __init__(self, weight: Tensor, norm: Any = None, swiglu: bool = False, overlap: bool = False) -> None:
         """Fix the arguments of `linear_step`; `norm` is a module with a weight and an eps."""
@@ -215,9 +218,10 @@ class RepeatedLinearStep:
         self._launch: Launch | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return `linear_step` of tensors with the types, shapes, strides, dtypes and device of the first call's.
+        """Return `linear_step(x, weight, residual=residual)`.
 
-        Torch's state (grad mode, autocast, transforms) and the backend asked for must be those of the first call, too.
+        Not checked: x and residual must have the types, shapes, strides, dtypes and device of the first call's, and
+        torch's state (grad mode, autocast, transforms) and the requested backend must be the same.
         """
         tensors = x, self._weight, self._norm_weight, residual
         if self._launch is not None:

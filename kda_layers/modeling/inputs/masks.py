@@ -30,11 +30,15 @@ def masks_by_type(
     kinds = config.layer_types[: config.num_hidden_layers]  # fewer where `generate` exits early
     # In a variant's configuration the field is a bool: projections with biases or without.
     biased = getattr(config, "attention_bias", None) == "key"
-    functions = MASKS | {"full_attention": create_key_mask} if biased else MASKS
-    return {"linear_attention": layout.padding} | {
-        kind: None
-        if functions is MASKS and _is_causal_alone(config, kind, inputs_embeds, layout, cache)
-        else functions[kind](
+    functions = MASKS | ({"full_attention": create_key_mask} if biased else {})
+    masks: dict[str, Any] = {"linear_attention": layout.padding}
+    for kind in dict.fromkeys(kinds):
+        if kind == "linear_attention":
+            continue
+        if not biased and _is_causal_alone(config, kind, inputs_embeds, layout, cache):
+            masks[kind] = None
+            continue
+        masks[kind] = functions[kind](
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=layout.attention_mask,
@@ -42,18 +46,16 @@ def masks_by_type(
             position_ids=layout.positions,  # None unless packed: transformers would read their values
             layer_idx=kinds.index(kind),
         )
-        for kind in dict.fromkeys(kinds)
-        if kind != "linear_attention"
-    }
+    return masks
 
 
 def _is_causal_alone(
     config: PreTrainedConfig, kind: str, inputs_embeds: Tensor, layout: Layout, cache: Cache | None
 ) -> bool:
-    """Return True if SDPA's own causal mask is all that is needed.
+    """Return True if `is_causal` of SDPA is all that is needed.
 
-    transformers makes no mask then, unless a CUDA graph is being captured: its step would take another kernel, slower
-    and with other bits than the eager step's.
+    transformers then makes no mask either, except while a CUDA graph is captured. With that mask, the captured step
+    would run a slower SDPA kernel than the eager step and return other bits.
     """
     hides = any(part is not None for part in (layout.attention_mask, layout.cu_seqlens, layout.positions, cache))
     if hides or config._attn_implementation != "sdpa" or torch.compiler.is_compiling():

@@ -18,7 +18,7 @@ MAX_D = 256
 NO_BIAS, PER_KEY, PER_PAIR = range(3)  # as in triton/parts.py
 # o; dq; dk, dv and dbias per key; dbias per query and key; o of one query
 KERNELS = ("forward", "query", "key", "pair", "split")
-SPLITS = 64  # that are combined at a time
+SPLITS = 64  # combined at a time
 
 
 class Launch(NamedTuple):
@@ -152,7 +152,7 @@ class _Call:
 
 
 def _attend_once(call: _Call) -> tuple[Tensor, Tensor]:
-    """`attend` of one query, for which a program for each head would be too few."""
+    """`attend` for one query, split over the keys, as one program per head would leave most of the GPU idle."""
     from ..triton.decode import combine_kernel, split_kernel
 
     x, S, launch = call.x, call.sizes[1], call.launches["split"]

@@ -1,8 +1,7 @@
-"""One query for each head, as in a decode step: the keys are split among programs, whose results are then combined.
+"""Attention of one query, as in a decode step: split over the keys, then combined (Flash-Decoding, Dao et al. 2023).
 
-As in Flash-Decoding (Dao et al. 2023), which fills the GPU where a program for each head would not. A split has a fixed
-number of keys, and one that sees nothing has weight 0, so that a result depends neither on the batch nor on empty slots
-at the end of a cache.
+A split has a fixed number of keys, and one that sees no key has weight 0, so that results depend neither on the batch
+nor on empty slots at the end of a cache.
 """
 
 from __future__ import annotations
