@@ -25,6 +25,7 @@ from kda_layers.modeling.cuda_graphs import decoding
 from kda_layers.modeling.layer import fast_paths, fused_sums, weights
 from kda_layers.modeling.layer.fast_paths import Call, Reason, fast_path
 from kda_layers.modeling.models import modeling_kda
+from kda_layers.modeling.models.modeling_kda import SPLIT_KEYS
 from tests.modeling.models import build as build_of_every_kind
 
 SIZES = dict(vocab_size=32, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1)
@@ -158,6 +159,11 @@ def test_a_hybrid() -> None:
         "taken (model.layers.0,2)", "not taken, its modules one by one instead (model.layers.1,3)",
     ]  # fmt: skip
     assert decode[STEP][1][1] == ["has a KDASoftmaxAttention for its attention"]
+    assert [where for verdict, _ in decode[SPLIT_KEYS.name] for where in verdict.split()[-1:]] == [
+        "(model.layers.1,3.self_attn)"
+    ]
+    biased = build(full_attention_interval=2, attention_bias="key")  # whose attention has a kernel of its own
+    assert SPLIT_KEYS.name not in read(kda_layers.explain(biased))["decode"]
 
 
 def test_options_of_generate() -> None:
