@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from kda_layers.modeling.cuda_graphs import capture, decoding
+from kda_layers.modeling.cuda_graphs import decoding, kept
 from tests.kernels.cases import BF16
 from tests.modeling import models
 from tests.modeling.taped_graphs import TapedGraphs
@@ -24,7 +24,7 @@ class Captures:
     """The captures of the graphs that stand here: how many succeeded since the last look, and all attempts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        graphs: Any = capture.CudaGraphs
+        graphs: Any = kept.CudaGraphs
         self.made, self.tried, recapture = 0, 0, graphs.recapture
 
         def counted(this: Any, work: Callable[[], None]) -> Any:
@@ -43,7 +43,7 @@ class Captures:
 def use_graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Yield a device where `generate` captures: on a CPU, on tapes."""
     if device == "cpu":
-        monkeypatch.setattr(capture, "CudaGraphs", TapedGraphs)
+        monkeypatch.setattr(kept, "CudaGraphs", TapedGraphs)
         monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
         monkeypatch.setattr(
             GenerationMixin, "_valid_auto_compile_criteria", lambda model, kwargs, config: not config.disable_compile

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import add, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kda_layers.modeling.layer.cache import TokenCount
 from kda_layers.modeling.layer.weights import capture_in_passing
@@ -128,7 +126,7 @@ class CacheState:
         self._counters: list[TokenCount] = []
         self._unknown = False
         for container in self._containers:  # which grows
-            for value in _values(container):
+            for value in values_of(container):
                 if type(value) in (dict, list):
                     self._containers.append(value)
                 elif type(value) is TokenCount:
@@ -136,7 +134,7 @@ class CacheState:
                 elif not isinstance(value, (Tensor, torch.dtype, torch.device, *CONSTANTS)):
                     self._unknown |= id(value) not in layers
         self._copies = [container.copy() for container in self._containers]
-        self._views = [_values(container) for container in self._containers]
+        self._views = [values_of(container) for container in self._containers]
         self._lengths = [len(view) for view in self._views]
         self._held = list(chain.from_iterable(self._views))
         self._tensors = [value for value in self._held if isinstance(value, Tensor)]
@@ -165,6 +163,10 @@ class CacheState:
             for v in self._held
         )
 
+    def nbytes(self) -> int:
+        """Return the size of all tensors."""
+        return sum(t.nbytes for t in self._tensors)
+
     def restore(self) -> None:
         """Put all objects back; the contents of tensors are not restored."""
         for container, copy in zip(self._containers, self._copies, strict=True):
@@ -173,6 +175,17 @@ class CacheState:
             else:
                 container.clear()
                 container.update(copy)
+
+    def move_to(self, other: CacheState) -> None:
+        """Copy all tensors into those of `other`, of the same kind, and put these in the cache.
+
+        This object then describes the cache no longer: read it again.
+        """
+        for container, places in zip(self._containers, other._copies, strict=True):
+            for name in container if isinstance(container, dict) else range(len(container)):
+                if isinstance(container[name], Tensor):
+                    places[name].copy_(container[name])
+                    container[name] = places[name]
 
     def counts(self) -> list[int]:
         """Return the numbers that are counted in Python."""
@@ -184,12 +197,24 @@ class CacheState:
             counter.tokens = n
 
 
-def _values(container: Any) -> Any:
+def values_of(container: Any) -> Any:
     """Return a live view of what a dict or a list holds."""
     return container.values() if isinstance(container, dict) else container
 
 
-def capture_step(graphs: CudaGraphs, state: CacheState, compute: Callable[[], None]) -> Callable[[], None] | str:
+class Step(NamedTuple):
+    """A captured step that advances a cache."""
+
+    replay: Callable[[], None]
+    tokens: list[int]  # by which it advances each count of the cache
+
+    def run(self, state: CacheState) -> None:
+        """Replay the step on the cache of `state`, whose tensors are those that it was captured with."""
+        self.replay()
+        state.set_counts(map(add, state.counts(), self.tokens))
+
+
+def capture_step(graphs: CudaGraphs, state: CacheState, compute: Callable[[], None]) -> Step | str:
     """Capture `compute`, which advances a cache by tensors' contents and counts alone.
 
     Args:
@@ -197,7 +222,7 @@ def capture_step(graphs: CudaGraphs, state: CacheState, compute: Callable[[], No
         state: of the cache. After a failure, the cache is as it was.
 
     Returns:
-        The function that replays it; or why it cannot be captured.
+        The step; or why it cannot be captured.
     """
 
     def work() -> None:
@@ -223,46 +248,4 @@ def capture_step(graphs: CudaGraphs, state: CacheState, compute: Callable[[], No
     if not state.is_current():
         state.restore()
         return "a step changes more of its cache than the contents of tensors"
-    tokens = [b - a for a, b in zip(before, after, strict=True)]
-
-    def step() -> None:
-        replay()
-        state.set_counts(map(add, state.counts(), tokens))
-
-    return step
-
-
-class History:
-    """Facts and memory that the captures of one model leave to later ones."""
-
-    def __init__(self) -> None:
-        self.captured: set[int] = set()  # hashes of kinds of steps: if two agree, one may be captured too early
-        self.idle: list[CudaGraphs] = []  # of objects that are no longer called, with their memory
-        self._warned = False
-
-    def take(self, device: torch.device) -> CudaGraphs:
-        """Return graphs that no other object uses: replays on two streams may not share memory."""
-        while self.idle:
-            graphs = self.idle.pop()
-            if graphs.device == device:
-                return graphs
-        return CudaGraphs(device)
-
-    def warn(self, model: nn.Module, problem: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{type(model).__name__} decodes without a CUDA graph, and slower, as capturing one failed: {problem}. "
-                "Pass disable_compile=True to generate to decode so without this warning, or "
-                "compile_config=CompileConfig() for torch.compile",
-                stacklevel=3,
-            )
-
-
-# Beside the models, so that neither their copies nor their files know of it.
-_histories: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()
-
-
-def history_of(model: nn.Module) -> History:
-    """Return the history of a model."""
-    return _histories.setdefault(model, History())
+    return Step(replay, [b - a for a, b in zip(before, after, strict=True)])

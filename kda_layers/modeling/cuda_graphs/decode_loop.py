@@ -7,12 +7,11 @@ own loop over the same cache, sampled ones included.
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     DynamicCache,
     EosTokenCriteria,
@@ -25,7 +24,7 @@ from transformers import (
 )
 
 from kda_layers.kernels.torch_private import dispatch_modes
-from kda_layers.modeling.cuda_graphs.capture import CacheState, CudaGraphs, capture_step, history_of
+from kda_layers.modeling.cuda_graphs.decode_steps import Advance, Request, Steps
 from kda_layers.modeling.cuda_graphs.decoding import (
     CAPTURED_DECODING,
     DEFAULT_CACHES,
@@ -33,7 +32,6 @@ from kda_layers.modeling.cuda_graphs.decoding import (
     has_only_kda_layers,
     what_moves,
 )
-from kda_layers.modeling.inputs.masks import masks_for_generate
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.fast_paths import Call, Reason, fast_path
 from kda_layers.modeling.layer.weights import is_capturing
@@ -63,39 +61,6 @@ ATTENTION = ("sdpa", "eager") if MASKS_ON_DEVICE else ("sdpa",)
 # Arguments of a step; our models drop the tokenizer.
 ARGUMENTS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", "tokenizer", CACHE}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-
-
-class Request(NamedTuple):
-    """The arguments of `GenerationMixin._sample`."""
-
-    input_ids: Tensor
-    logits_processor: Any  # a LogitsProcessorList
-    stopping_criteria: Sequence[Any]
-    generation_config: Any
-    synced_gpus: bool
-    streamer: Any
-    model_kwargs: dict[str, Any]
-
-    @property
-    def cache(self) -> Any:
-        return self.model_kwargs.get(CACHE)
-
-    @property
-    def end_tokens(self) -> Tensor | None:
-        """[n] tokens that end a sequence; None if none does."""
-        found = [c.eos_token_id.flatten() for c in self.stopping_criteria if isinstance(c, EosTokenCriteria)]
-        return torch.cat([t.to(self.input_ids.device) for t in found]) if found else None
-
-    @property
-    def most_tokens(self) -> int:
-        """The length of a sequence with its prompt, at most; one token is always chosen."""
-        lengths: list[int] = [c.max_length for c in self.stopping_criteria if isinstance(c, MaxLengthCriteria)]
-        return max(min(lengths, default=sys.maxsize), self.input_ids.shape[1] + 1)
-
-    @property
-    def returns_cache(self) -> bool:
-        """True if the caller gets the cache, which then must not run ahead of the tokens."""
-        return self.generation_config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
 
 
 @fast_path("loop of `generate` on the device", instead="transformers' loop on the host")
@@ -178,118 +143,6 @@ def loops_on_device(model: Any, request: Request) -> bool:
     return DECODE_LOOP.serves(Call(request.input_ids), model, request)
 
 
-class Steps:
-    """The decode steps of a request, over tensors at fixed addresses.
-
-    Attributes:
-        ids: [B, most tokens]; places of later tokens hold the row's first new token.
-        counts: [3] int64: tokens of the longest sequence, sequences that have not ended, and draws from NaN.
-    """
-
-    def __init__(self, model: Any, request: Request) -> None:
-        """Create the steps of a request whose prompt is still to be read, which may change its arguments."""
-        self.model, self.request, self.cache = model, request, request.cache
-        self._end, self._pad = request.end_tokens, request.generation_config._pad_token_tensor
-        self._has_masks = not has_only_kda_layers(model.config)
-        positions, mask = (request.model_kwargs.get(n) for n in ("position_ids", "attention_mask"))
-        self._positions = positions[..., -1:] + 1 if self._has_masks and positions is not None else None
-        self._mask: Tensor | None = mask if self._has_masks else None
-
-    def begin(self, logits: Tensor) -> None:
-        """Choose the first tokens from the prompt's logits [B, 1, vocabulary]."""
-        prompt = self.request.input_ids
-        (rows, length), new = prompt.shape, dict[str, Any](dtype=torch.long, device=prompt.device)
-        self.counts = torch.tensor([length, rows, 0], **new)
-        self._going, self.ids = torch.ones(rows, **new), prompt
-        first = self._choose(logits)[:, None]
-        self.ids = torch.cat((prompt, first.expand(-1, self.request.most_tokens - length)), 1)
-        self._token, self._column = first.clone(), torch.full((1,), length, **new)
-        if self._mask is not None:
-            self._mask = nn.functional.pad(self._mask, (0, self.request.most_tokens - length))
-
-    def advance(self) -> None:
-        """Run the model on the last tokens, which are at `_column`, and choose the next ones."""
-        outputs = self.model(
-            input_ids=self._token, attention_mask=self._masks(), position_ids=self._positions, use_cache=True,
-            logits_to_keep=1, return_dict=True, **{CACHE: self.cache},
-        )  # fmt: skip
-        chosen = self._choose(outputs.logits)[:, None]
-        self._column += 1
-        self.ids.index_copy_(1, self._column, chosen)
-        self._token.copy_(chosen)
-        if self._positions is not None:
-            self._positions += 1
-
-    def draw(self) -> None:
-        """Draw random numbers as one step does."""
-        torch.empty(self._drawn, device=self.ids.device).exponential_(1)
-
-    def _masks(self) -> dict[str, Any]:
-        if not self._has_masks:
-            return {"linear_attention": None}
-        if self._mask is not None:
-            self._mask.index_fill_(1, self._column + (self._mask.shape[1] - self.ids.shape[1]), 1)
-        like = torch.empty((len(self._token), 1, 0), dtype=self.model.dtype, device=self._token.device)
-        masks = masks_for_generate(self.model.config, like, self._mask, self.cache)
-        assert masks is not None, "without a mask, softmax layers would see the slots that are empty"
-        return masks | {"linear_attention": None}
-
-    def _choose(self, logits: Tensor) -> Tensor:
-        """Return the next tokens [B] of logits [B, 1, vocabulary], as transformers chooses them."""
-        scores = self.request.logits_processor(self.ids, logits[:, -1].to(copy=True, dtype=torch.float32))
-        longest, going, invalid = self.counts
-        longest += going > 0
-        if self.request.generation_config.do_sample:
-            scores = nn.functional.softmax(scores, dim=-1)
-            # softmax makes a NaN of all scores of a row, or of none
-            invalid += scores[:, 0].isnan().any() & (going > 0)
-            self._drawn = scores.shape
-            scores = scores / torch.empty_like(scores).exponential_(1)  # as torch.multinomial draws one
-        chosen = scores.argmax(-1)
-        if self._end is not None:
-            chosen = chosen * self._going + self._pad * (1 - self._going)
-            self._going &= ~(chosen[:, None] == self._end).any(-1)  # torch.isin may wait for the device
-            going.copy_(self._going.sum())
-        return chosen
-
-
-class Advance:
-    """Advances the steps of a request, from a CUDA graph once such a step has run in this `generate` or before."""
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps, self._history = steps, history_of(steps.model)
-        self._state, self._device = CacheState(steps.cache), steps.ids.device
-        self._graphs: CudaGraphs | None = None
-        self._replay: Callable[[], None] | None = None
-        self._has_run, self._failed = False, not self._state.is_readable(self._device)
-        autocast = torch.get_autocast_dtype(self._device.type) if torch.is_autocast_enabled(self._device.type) else None
-        chooses = *map(type, steps.request.logits_processor), steps.request.generation_config.do_sample
-        self._kind = hash((self._state.kind(), chooses, autocast, torch.is_inference_mode_enabled()))
-
-    def __call__(self) -> None:
-        """Run one step."""
-        if self._replay is None and not self._failed and (self._has_run or self._kind in self._history.captured):
-            self._capture()
-        (self._replay or self._steps.advance)()
-        self._has_run = True
-
-    def __del__(self) -> None:
-        if getattr(self, "_graphs", None) is not None:
-            self._history.idle.append(self._graphs)
-
-    def _capture(self) -> None:
-        graphs = self._history.take(self._device)
-        step = capture_step(graphs, self._state, self._steps.advance)
-        if not isinstance(step, str):
-            self._replay, self._graphs = step, graphs
-            self._history.captured.add(self._kind)
-            return
-        self._history.captured.discard(self._kind)
-        self._failed = self._has_run
-        if self._failed:
-            self._history.warn(self._steps.model, step)
-
-
 def sample_on_device(model: Any, request: Request) -> Any:
     """Return what `GenerationMixin._sample` returns for a request that `loops_on_device`.
 
@@ -332,7 +185,7 @@ def _run(steps: Steps, buffers: Buffers) -> Tensor:
                 break
         if not buffers.free:
             advance = None  # which holds the buffers
-            buffers.grow(ran, all_steps)
+            buffers.grow(ran)
         advance = advance or Advance(steps)
         last, before = ran, generator.get_state() if ends and draws else None
         more = min(together, all_steps - ran, buffers.free)
@@ -345,8 +198,6 @@ def _run(steps: Steps, buffers: Buffers) -> Tensor:
             steps.draw()
     if streamer is not None:
         streamer.end()
-    if longest == request.most_tokens:
-        return steps.ids
     return steps.ids[:, :longest].clone(memory_format=torch.contiguous_format)
 
 

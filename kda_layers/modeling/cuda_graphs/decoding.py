@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map
 
 from kda_layers.kernels.torch_private import current_stream, dispatch_modes
 from kda_layers.modeling.checks import is_dtensor
-from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CacheState, CudaGraphs, capture_step, history_of
+from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CacheState, CudaGraphs, Step, capture_step
+from kda_layers.modeling.cuda_graphs.kept import history_of
 from kda_layers.modeling.inputs.arguments import rename_cache
 from kda_layers.modeling.layer.cache import KDACacheLayer, KDADynamicCache, KDAOnlyCacheLayer, KDAStaticCache
 from kda_layers.modeling.layer.fast_paths import TENSOR_PARALLEL, Reason, fast_path, hooks
@@ -77,6 +78,11 @@ def is_of_constant_size(cache: Any) -> bool:
     return constant and not any(getattr(layer, "record_past", False) for layer in cache.layers)
 
 
+def rounded(tokens: int) -> int:
+    """Return the places for this many tokens of which requests of similar lengths have equally many."""
+    return -(-tokens // SLOTS) * SLOTS
+
+
 class Buffers:
     """Static layers in the place of a dynamic cache's softmax layers while steps run, which grow between steps.
 
@@ -92,10 +98,10 @@ class Buffers:
         self.tokens = max((layer.get_seq_length() for layer in self._dynamic.values()), default=0)
         self.free = 0 if self._dynamic else sys.maxsize
 
-    def grow(self, steps: int, most: int) -> None:
-        """Allocate buffers up to the next multiple of SLOTS, at most for `most` steps; `steps` steps have run."""
+    def grow(self, steps: int) -> None:
+        """Allocate buffers up to the next multiple of SLOTS; `steps` steps have run."""
         filled = self.tokens + steps
-        slots = min(-(-(filled + 1) // SLOTS) * SLOTS, self.tokens + most)
+        slots = rounded(filled + 1)
         self.free = slots - filled
         for i in self._dynamic:
             old, new = self._cache.layers[i], StaticLayer(slots)
@@ -262,7 +268,7 @@ class _Captured(NamedTuple):
     state: CacheState
     inputs: list[Tensor]
     outputs: Any
-    step: Callable[[], None]
+    step: Step
 
     def serves(self, call: _Call) -> bool:
         """Return True if the graph computes the call, given its tensors."""
@@ -274,7 +280,7 @@ class _Captured(NamedTuple):
         """Compute the call with these tensors and return its outputs, which later calls leave alone."""
         for held, given in zip(self.inputs, tensors, strict=True):
             held.copy_(given)
-        self.step()
+        self.step.run(self.state)
         return _copied(self.outputs, self.call.cache, Tensor.clone)
 
 

@@ -12,12 +12,13 @@ from transformers import GenerationMixin
 from kda_layers.kernels.torch_private import has_global_hooks
 from kda_layers.modeling.cuda_graphs.decode_loop import (
     DECODE_LOOP,
-    Request,
     loops_on_device,
     sample_on_device,
     supposed_request,
 )
+from kda_layers.modeling.cuda_graphs.decode_steps import Request
 from kda_layers.modeling.cuda_graphs.decoding import CAPTURED_DECODING, CapturedDecoding
+from kda_layers.modeling.cuda_graphs.kept import history_of
 from kda_layers.modeling.inputs.masks import masks_for_generate
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.fast_paths import FastPath, SupposedCall
@@ -39,6 +40,10 @@ class HybridGeneration(GenerationMixin):
             yield DECODE_LOOP, loop
             if any(DECODE_LOOP.reasons(call, *loop)):
                 yield CAPTURED_DECODING, (self, config.cache_implementation, config.num_beams or 1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        history_of(self).forget()  # graphs that read the parameters where they were
+        return super()._apply(fn, recurse)
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         """Return a function that does what calling the model does, for the decode steps of one `generate`.
