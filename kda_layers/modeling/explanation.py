@@ -65,7 +65,8 @@ def _explain_model(model: nn.Module, generation: dict[str, Any]) -> str:
     lines = [f"{type(model).__name__} on {device}, {name_of(dtype)}" + ", compiled" * compiled]
     for name, (fields, of_problem) in CALLS.items():
         call = SupposedCall(device, dtype, **facts | fields)
-        lines += [f"{name}:", *_backends(model, call, of_problem), *_paths(model, call, config)]
+        with torch.set_grad_enabled(call.grad or call.records):  # on which forwards of tensor parallelism depend
+            lines += [f"{name}:", *_backends(model, call, of_problem), *_paths(model, call, config)]
     if not hasattr(model, "get_compiled_call") or not hasattr(model, "fast_paths"):
         lines.append(f"generate and the loss of {type(model).__name__} are its own: decode steps are not captured")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CompileConfig, LogitsProcessor, PreTrainedModel, StaticCache
 
-from kda_layers.modeling.cuda_graphs import capture, decoding
+from kda_layers.modeling.cuda_graphs import decoding, kept
 from kda_layers.modeling.cuda_graphs.decoding import CAPTURED_DECODING, CapturedDecoding
 from kda_layers.modeling.layer import weights
 from kda_layers.modeling.layer.fast_paths import SupposedCall
@@ -263,7 +263,7 @@ def test_threads(device: str) -> None:
     check_same(got, wanted[0])
     check_same(inner[0], wanted[1])
     check_same(inner[1], wanted[2])
-    assert len(capture._histories[m].idle) == 2, "one for the two in turns"
+    assert len(kept._histories[m].idle) == 2, "one for the two in turns"
 
 
 # ---------------------------------------------------------------- a model that changes
@@ -329,10 +329,10 @@ def test_models_are_not_kept(device: str) -> None:
     m, tokens = build("kda", device), ids(1, 9).to(device)
     generated(m, tokens)
     gc.collect()
-    before = len(capture._histories)
+    before = len(kept._histories)
     del m
     gc.collect()
-    assert len(capture._histories) == before - 1
+    assert len(kept._histories) == before - 1
 
 
 def hook(m: Any) -> None:

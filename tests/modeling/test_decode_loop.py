@@ -516,7 +516,7 @@ def test_random_numbers_go_on(device: str) -> None:
 
 @pytest.mark.parametrize("name", ["kda", "hybrid"])
 def test_a_graph_serves_later_generates(name: str, device: str, captures: Captures) -> None:
-    """Those of the same kind, of other prompts and lengths, in turns with other kinds."""
+    """Requests of the same kind, with other prompts and lengths, in turns with other kinds."""
     m = build(name, device)
     kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (prompts(device, 2, 9), dict(max_new_tokens=3)),

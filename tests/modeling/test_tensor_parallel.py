@@ -28,6 +28,7 @@ import kda_layers
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
 from kda_layers.modeling.checks import is_dtensor
 from kda_layers.modeling.layer import forward as forward_module
+from kda_layers.modeling.layer import weights
 from kda_layers.modeling.layer.cache import KDACacheLayer
 from kda_layers.modeling.parallel.tensor_parallel import check_heads
 from tests.kernels.cases import FP64, error
@@ -183,6 +184,19 @@ def captured(model: Any, cache: str | None = None) -> tuple[Tensor, int]:
     raise AssertionError("unreachable")
 
 
+def merged(model: Any) -> dict[str, Any]:
+    """Logits and tokens by merged weights, as on a GPU, and the layers that have them."""
+    model._apply(lambda t: t.clone())  # on a CPU, shards of a loaded model are parts of the file's memory
+    with mock.patch.object(weights, "DEVICES", ("cpu",)), torch.no_grad():
+        holders = {name: m for name, m in model.named_modules() if hasattr(m, "merged_weights")}
+        for m in holders.values():
+            m.merged_weights.weight(m._inputs())  # no kernel of the CPU asks a KDA layer for them
+        found = [name for name, m in holders.items() if m.merged_weights.parts]
+        result = dict(layers=found, logits=model(ids(2, 70)).logits, tokens=generate(model, ids(2, 9)))
+        assert all(m.merged_weights._is_in_place() for m in holders.values())
+        return result | {"explained": kda_layers.explain(model)}
+
+
 def draft_of(path: Path) -> Any:
     """An unsharded model close to that of the checkpoint, whose guesses are often but not always right."""
     model = alone(path)
@@ -219,6 +233,7 @@ def work(folder: Path) -> None:
         results[case]["captured"] = {cache: captured(model, cache) for cache in (None, "static")}
         with cropped() as crops:
             results[case]["generated"] = {name: run(model, draft_of(path)) for name, run in GENERATED.items()}
+        results[case]["merged"] = merged(model)
         results[case]["crops"], results[case]["cached"] = len(crops), cached_shapes(model)
         model.save_pretrained(folder / f"{case} saved")
     results["refused"] = {name: message(parallel, folder / name) for name in REFUSED}
@@ -396,6 +411,22 @@ def test_captured_steps(case: str, cache: str | None, folder: Path, ranks: list[
         tokens, captures = rank[case]["captured"][cache]
         assert torch.equal(tokens, want)
         assert captures > 0
+
+
+@every_case
+def test_merged_weights(case: str, folder: Path, ranks: list[dict[str, Any]]) -> None:
+    """One product for the shards of projections of the same input; what is saved then is tested below."""
+    model = alone(folder / case)
+    with torch.no_grad():
+        logits = model(ids(2, 70)).logits
+    for rank in ranks:
+        got = rank[case]["merged"]
+        assert torch.equal(got["tokens"], generate(model, ids(2, 9)))
+        compare({"logits": got["logits"]}, {"logits": logits})
+        kinds = {kind for name in got["layers"] for kind in ("self_attn", "mlp") if name.endswith(kind)}
+        assert ("self_attn" in kinds) == (case != "full rank")  # whose gate has a bias
+        assert ("mlp" in kinds) == (model.config.model_type == "kda_lm")
+        assert "one GEMM for projections of the same input: taken" in got["explained"]
 
 
 @pytest.mark.parametrize("how", TRAINED)

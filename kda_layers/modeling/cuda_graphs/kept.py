@@ -1,4 +1,4 @@
-"""What the captures of one `generate` leave to later ones: memory, and graphs that still hold of the model."""
+"""Graphs that outlive the `generate` that captured them, while the model is as it was, and their memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_STEPS, MOST_BYTES = 8, 2**28  # that a model keeps: captured steps, and byt
 
 
 class ModelState:
-    """What a graph holds of a model of transformers: all attributes of its modules and configuration, and addresses.
+    """All attributes of the modules and the configuration of a model of transformers, and addresses of its tensors.
 
     It keeps nothing large alive: what is replaced can be freed.
     """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...kernels import torch_private, tracing
 from ...kernels.fused.linear_step import RepeatedLinearStep
@@ -72,8 +72,9 @@ class DecodePlan:
         rate, bias = None if A_log is None else A_log.to(wide), dt_bias.to(wide)
         views = rate is A_log and bias is dt_bias
         taps, scale = layer.conv1d.weight, layer.o_norm.weight
-        # A wrapper of PEFT (modules_to_save) has those of the adapter that is active.
-        own = taps is layer.conv1d._parameters.get("weight") and scale is layer.o_norm._parameters.get("weight")
+        # PEFT wraps them (modules_to_save) with those of the active adapter; a rank has copies of its channels.
+        is_held = taps is layer.conv1d._parameters.get("weight") and scale is layer.o_norm._parameters.get("weight")
+        own = is_held and type(taps) is nn.Parameter
         self.lasts = (
             views and own and whole is not None and (self._factors_in_kernel or self._whole_factors is not None)
         )

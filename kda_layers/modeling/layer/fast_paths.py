@@ -126,7 +126,7 @@ def additions(layer: nn.Module, kind: type[nn.Module] = nn.Linear, biased: bool 
         return
     yield from hooks(layer)
     weight = layer._parameters.get("weight")
-    if type(weight) is not nn.Parameter:
+    if type(weight) is not nn.Parameter and not getattr(layer, "is_local", False):  # see weights.as_local
         yield Reason(f"has {'no weight' if weight is None else f'a weight of {type(weight).__name__}'}", "", layer)
     elif not weight.is_contiguous():
         yield Reason("has a weight that is not contiguous", "call .contiguous() on it", layer)

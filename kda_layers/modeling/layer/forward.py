@@ -37,7 +37,7 @@ from .fast_paths import (
 from .fused_sums import SHARED_INPUT, projections
 from .remembered import Remembered
 from .states import LayerState, Slots, read_state
-from .weights import MERGED_WEIGHTS, MergedWeights, loads_weights_of
+from .weights import MERGED_WEIGHTS, MergedWeights, as_local, loads_weights_of
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -251,9 +251,10 @@ class KDAForward:
         HV = self.dt_bias.numel() // self.head_dim
         return (self.conv1d.weight.shape[0] - HV * self.value_head_dim) // (2 * self.head_dim), HV
 
-    def _factors(self) -> tuple[Any, Any]:
+    def _factors(self) -> tuple[Any, ...]:
         """Return the second factors of the log-decay's and the output gate's projections; None for one of full rank."""
-        return self.f_b_proj if self.decay_rank else None, self.g_b_proj if self.gate_rank else None
+        factors = self.f_b_proj if self.decay_rank else None, self.g_b_proj if self.gate_rank else None
+        return tuple(None if factor is None else as_local(factor) for factor in factors)
 
     def _watch(self, x: Tensor) -> None:
         self.merged_weights.watch(x)
@@ -263,7 +264,7 @@ class KDAForward:
         """Return the layers that read the input."""
         f = self.f_a_proj if self.decay_rank else self.f_proj
         g = self.g_a_proj if self.gate_rank else self.g_proj
-        return self.q_proj, self.k_proj, self.v_proj, f, g, self.b_proj
+        return tuple(map(as_local, (self.q_proj, self.k_proj, self.v_proj, f, g, self.b_proj)))
 
 
 def _read_call(

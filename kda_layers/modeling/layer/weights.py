@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.torch_private import constant_to_compile, is_storage_shared
-from .fast_paths import Call, Reason, additions, fast_path, hooks
+from .fast_paths import TENSOR_PARALLEL, Call, Reason, additions, fast_path, hooks
 
 DEVICES = ("cuda",)  # where one product is faster than several
+_locals: weakref.WeakKeyDictionary[nn.Module, nn.Linear] = weakref.WeakKeyDictionary()  # results of `as_local`
 _thread = threading.local()  # .in_passing: True inside `capture_in_passing`
 
 
@@ -58,6 +60,43 @@ def _against_moving(parts: list[nn.Parameter], buffer: MergedWeights) -> Iterato
         yield Reason("has parameters that are parts of other buffers")
     if any(is_storage_shared(p) for p in parts):  # FSDP2 gathers a parameter into memory of its own
         yield Reason("has parameters that another tensor shares, as those that FSDP2 gathers")
+
+
+def as_local(layer: nn.Module) -> nn.Module:
+    """Return the linear layer of this rank's outputs that `layer` is under tensor parallelism; otherwise `layer`.
+
+    Without gradients, transformers' style "colwise" does no more than call it. Its weight is the shard itself.
+    """
+    forward = layer.__dict__.get("forward")
+    if forward is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return layer
+    if not _is_colwise(forward) or type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+        return layer
+    parameters: dict[str, Any] = layer._parameters
+    if any(p is not None and _cut_dimensions(getattr(p, "placements", ())) != [0] for p in parameters.values()):
+        return layer
+    local = _locals.get(layer)
+    if local is None:
+        local = _locals[layer] = nn.Linear(0, 0, device="meta")
+        local.is_local = True  # type: ignore[assignment]
+    for name, p in parameters.items():
+        local._parameters[name] = None if p is None else p._local_tensor
+    local.out_features, local.in_features = local.weight.shape
+    return local
+
+
+def _is_colwise(forward: Any) -> bool:
+    """Return True for the forward of transformers' tensor parallelism that leaves each rank its own outputs."""
+    if getattr(forward, "__module__", None) != TENSOR_PARALLEL:
+        return False
+    held = [cell.cell_contents for cell in forward.__closure__ or ()]
+    outputs = [style.output_layouts for style in held if getattr(style, "use_local_output", False)]
+    return _cut_dimensions(outputs) == [-1]
+
+
+def _cut_dimensions(placements: Sequence[Any]) -> list[int | None]:
+    """Return the dimension of each `Shard`, whose module takes half a second to import; None of other placements."""
+    return [p.dim if type(p).__name__ == "Shard" else None for p in placements]
 
 
 class MergedWeights:

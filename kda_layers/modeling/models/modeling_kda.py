@@ -30,7 +30,7 @@ from kda_layers.modeling.layer.fast_paths import (
 from kda_layers.modeling.layer.fused_sums import FUSED_NORM, SHARED_INPUT, add_and_normalise, normal, projections
 from kda_layers.modeling.layer.remembered import Remembered
 from kda_layers.modeling.layer.states import LayerState
-from kda_layers.modeling.layer.weights import DEVICES, MERGED_WEIGHTS, KeepsFP32, MergedWeights
+from kda_layers.modeling.layer.weights import DEVICES, MERGED_WEIGHTS, KeepsFP32, MergedWeights, as_local
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
@@ -168,7 +168,7 @@ class KDAMLP(nn.Module):
         self.merged_weights = MergedWeights()
 
     def forward(self, x: Tensor) -> Tensor:
-        layers = self.gate_proj, self.up_proj
+        layers = self._inputs()
         self.merged_weights.watch(x)
         # Autocast keeps its casts of parameters, not of a buffer.
         separate = torch.is_grad_enabled() or may_run_again() or autocasts(x.device.type)
@@ -180,7 +180,7 @@ class KDAMLP(nn.Module):
 
     def fast_paths(self, call: SupposedCall) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
         """Yield the paths that a call would ask for, and their facts."""
-        layers = self.gate_proj, self.up_proj
+        layers = self._inputs()
         if call.records:
             yield SHARED_INPUT, ((*layers, self.down_proj),)
         else:
@@ -190,7 +190,7 @@ class KDAMLP(nn.Module):
         """Return the weights of gate and up in one buffer if `repeated` is what calling the layers does."""
         if next(hooks(self), None) or next(additions(self.down_proj, biased=False), None):
             return None
-        return self.merged_weights.weight((self.gate_proj, self.up_proj))
+        return self.merged_weights.weight(self._inputs())
 
     def repeated(self, norm: nn.RMSNorm, merged: Tensor) -> tuple[RepeatedLinearStep, RepeatedLinearStep]:
         """Return the two launches of residual + forward(norm(residual)): norm to SwiGLU, then the down projection.
@@ -199,6 +199,10 @@ class KDAMLP(nn.Module):
         """
         up = RepeatedLinearStep(merged, norm, swiglu=True, overlap=True)
         return up, RepeatedLinearStep(self.down_proj.weight, overlap=True)
+
+    def _inputs(self) -> tuple[nn.Module, nn.Module]:
+        """Return the layers that read the input."""
+        return as_local(self.gate_proj), as_local(self.up_proj)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
