@@ -3,13 +3,14 @@
 Models of one size with random weights in bf16: ours, the same with softmax attention in every fourth layer (`hybrid`)
 and in every layer, flash-linear-attention's own KDA model where that is installed, and transformers' Kimi-Linear, as it
 is (`kimi`) and with our layers (`kimi-swapped`), with KDA in every layer but the last, as it has no cache without
-attention. Tasks: a training step (zero_grad, forward, loss, backward), the same with clipping and AdamW, a prefill that
-fills a cache, and a greedy decode step; each called as it is and, where that can be captured, replayed from a CUDA
-graph, the step with AdamW as a `CapturedStep`; and `generate`, whose figures are those of a token: without options,
-with a static cache, of eager steps (`disable_compile`), and transformers' loop with a forward that does nothing
-(`loop`). Wall time from one synchronisation to the next, in turns; GPU time, kernels and where the time goes from the
-profiler; memory is the peak of PyTorch's allocator above the parameters, gradients included, and is not measured in a
-graph, whose memory is reserved by its capture.
+attention; for training also ours with the wide projections in float8, by torchao (`ours-float8`). Tasks: a training
+step (zero_grad, forward, loss, backward), the same with clipping and AdamW, a prefill that fills a cache, and a greedy
+decode step; each called as it is and, where that can be captured, replayed from a CUDA graph, the step with AdamW as a
+`CapturedStep`; and `generate`, whose figures are those of a token: without options, with a static cache, of eager steps
+(`disable_compile`), and transformers' loop with a forward that does nothing (`loop`). Wall time from one
+synchronisation to the next, in turns; GPU time, kernels and where the time goes from the profiler; memory is the peak
+of PyTorch's allocator above the parameters, gradients included, and is not measured in a graph, whose memory is
+reserved by its capture.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ DEVICE = "cuda"
 T = 8192  # tokens of a training step and of a prefill
 PROMPT = 64  # tokens before a decode step
 TOKENS = 256  # that `generate` adds
+NARROW = 512  # inputs or outputs of a projection that stays in 16 bits beside float8
 BATCHES = (1, 64)  # sequences of a decode step
 NO_MASK = {"full_attention": None, "linear_attention": None}
 CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
-CONTENDERS = ("ours", "hybrid", "softmax", "fla", "kimi", "kimi-swapped")
+CONTENDERS = ("ours", "hybrid", "softmax", "fla", "kimi", "kimi-swapped", "ours-float8")
 COLUMNS = ["task", "mode", "batch", "contender", "wall ms", "GPU ms", "kernels", "MiB", "tokens/s", "MFU %"]
 # Parts of a step's GPU time: the first that matches a kernel's name.
 PARTS = {
@@ -79,6 +81,8 @@ def build(contender: str, size: str) -> Any:
         )
         with torch.device(DEVICE):
             return to_bf16(FLAForCausalLM(config))
+    if contender == "ours-float8":
+        return _in_float8(build("ours", size))
     if contender.startswith("kimi"):
         return _kimi(fields, heads, swapped=contender == "kimi-swapped")
     kinds = {"full_attention_interval": {"ours": 0, "hybrid": 4, "softmax": 1}[contender]}
@@ -88,6 +92,21 @@ def build(contender: str, size: str) -> Any:
     )  # fmt: skip
     with torch.device(DEVICE):
         return to_bf16(KDAForCausalLM(config))
+
+
+def _in_float8(model: Any) -> Any:
+    """The model with torchao's float8 in its large products; torch.compile fuses the casts of each."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    def is_wide(layer: torch.nn.Module, name: str) -> bool:
+        return name != "lm_head" and isinstance(layer, torch.nn.Linear) and min(layer.weight.shape) >= NARROW
+
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=DEVICE == "cpu"), module_filter_fn=is_wide)
+    for layer in model.modules():
+        if isinstance(layer, Float8Linear) and DEVICE != "cpu":
+            layer.compile()
+    return model
 
 
 def _kimi(fields: dict[str, Any], heads: int, swapped: bool) -> Any:
@@ -120,7 +139,7 @@ def training_step(model: Any, batch: int) -> Callable[[], Tensor]:
 
 def optimizer_step(model: Any, batch: int) -> Callable[[], Any]:
     """A training step with clipping and AdamW."""
-    compute, optimizer = training_step(model, batch), _adamw(model)
+    compute, optimizer = training_step(model, batch), adamw(model)
 
     def run() -> None:
         compute()
@@ -132,7 +151,7 @@ def optimizer_step(model: Any, batch: int) -> Callable[[], Any]:
 
 def captured_optimizer_step(model: Any, batch: int, compiled: bool = False) -> Callable[[], Any]:
     """The same as one CUDA graph, by the public helper; AdamW's kernels are torch's fused ones or torch.compile's."""
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     if compiled:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True, capturable=True)
         optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
@@ -144,7 +163,8 @@ def captured_optimizer_step(model: Any, batch: int, compiled: bool = False) -> C
     return run
 
 
-def _adamw(model: Any) -> torch.optim.Optimizer:
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """Fused AdamW that a graph can hold."""
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=True)
 
 

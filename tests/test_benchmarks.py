@@ -1264,7 +1264,7 @@ def test_contenders_of_language_models(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         lm.main(["--contenders", "ours,kda"])
     assert (
-        "--contenders: expected some of ours, hybrid, softmax, fla, kimi, kimi-swapped, got kda"
+        "--contenders: expected some of ours, hybrid, softmax, fla, kimi, kimi-swapped, ours-float8, got kda"
         in capsys.readouterr().err
     )
 
@@ -1289,6 +1289,59 @@ def test_tasks_of_language_models(contender: str, monkeypatch: pytest.MonkeyPatc
             result = run(lm.build(contender, "tiny"), 2)()
             if task == "generate":
                 assert result.shape == (2, lm.PROMPT + 3)
+
+
+def test_training_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torchao's emulation, captured on a tape: the wide projections are converted, and the losses are near."""
+    pytest.importorskip("torchao")
+    from benchmarks import lm
+
+    monkeypatch.setattr(training_step, "CudaGraphs", TapedGraphs)
+    for name, value in {"DEVICE": "cpu", "T": 24, "NARROW": 64}.items():
+        monkeypatch.setattr(lm, name, value)
+    sizes = dict(hidden_size=64, num_hidden_layers=2, heads=1, intermediate_size=64, vocab_size=50)
+    monkeypatch.setitem(lm.SIZES, "tiny", sizes)
+    losses = []
+    for contender in ("ours", "ours-float8"):
+        model = lm.build(contender, "tiny")
+        kinds = {name: type(layer).__name__ for name, layer in model.named_modules()}
+        converted = [name for name, kind in kinds.items() if kind == "Float8Linear"]
+        assert len(converted) == (2 * (8 + 3) if contender == "ours-float8" else 0), "all but b_proj"
+        torch.manual_seed(1)
+        losses.append(float(lm.captured_optimizer_step(model, 1)()))
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+@pytest.mark.slow
+def test_trainers_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU with a tape for the graph: each contender trains, and the two captured ones replay."""
+    from benchmarks import lm
+    from benchmarks import trainer as trainers
+    from kda_layers.modeling.cuda_graphs import trainer as captured_trainer
+
+    replays: list[str] = []
+    replay = training_step.CapturedStep.__call__
+
+    def counted(self: Any, *batches: Any) -> Any:
+        replays.append("captured" if self.captured else "eager")
+        return replay(self, *batches)
+
+    monkeypatch.setattr(training_step.CapturedStep, "__call__", counted)
+    monkeypatch.setattr(training_step, "CudaGraphs", TapedGraphs)
+    monkeypatch.setattr(captured_trainer, "DEVICES", ("cpu",))
+    monkeypatch.setattr(trainers, "STEPS", 2)
+    monkeypatch.setattr(trainers, "ROUNDS", 1)
+    for name, value in {"DEVICE": "cpu", "T": 24}.items():
+        monkeypatch.setattr(lm, name, value)
+    sizes = dict(hidden_size=64, num_hidden_layers=2, heads=1, intermediate_size=64, vocab_size=50)
+    monkeypatch.setitem(lm.SIZES, "0.7b", sizes)
+    trainers.main(["--output", str(tmp_path)])
+    rows = report.load(tmp_path / "gpu-trainer-07b.json")["rows"]
+    assert [row["contender"] for row in rows] == list(trainers.CONTENDERS)
+    assert all(row["wall ms"] > 0 and row["tokens/s"] > 0 for row in rows)
+    assert replays.count("eager") == 8 * 4  # turns of the two, and three steps that warm up and one that captures
+    assert replays.count("captured") == 8 * 4
 
 
 # ---------------------------------------------------------------- serving
