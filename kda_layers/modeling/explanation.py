@@ -67,7 +67,7 @@ def _explain_model(model: nn.Module, generation: dict[str, Any]) -> str:
         call = SupposedCall(device, dtype, **facts | fields)
         with torch.set_grad_enabled(call.grad or call.records):  # on which forwards of tensor parallelism depend
             lines += [f"{name}:", *_backends(model, call, of_problem), *_paths(model, call, config)]
-    if not hasattr(model, "get_compiled_call") or not hasattr(model, "fast_paths"):
+    if config is None or not hasattr(model, "fast_paths"):
         lines.append(f"generate and the loss of {type(model).__name__} are its own: decode steps are not captured")
     return "\n".join(lines)
 

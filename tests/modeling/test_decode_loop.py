@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import pickle
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     DynamicCache,
     EosTokenCriteria,
@@ -26,11 +29,14 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from kda_layers.modeling.cuda_graphs import decode_steps, decoding, kept
+from kda_layers import restore_attention, swap_attention
+from kda_layers.kernels.kda.contract import KDA
+from kda_layers.modeling.cuda_graphs import capture, decode_steps, decoding, kept
 from kda_layers.modeling.layer.cache import cache_bytes
-from kda_layers.modeling.models import generation, hybrid
+from kda_layers.modeling.models import generation, hybrid, modeling_kda
 from kda_layers.modeling.seams import CACHE, MASKS_ON_DEVICE
 from tests.kernels.cases import DEVICES
+from tests.modeling import stock_models
 from tests.modeling.captures import Captures, Reads, build, use_graphs
 from tests.modeling.models import ids, left_padded
 
@@ -118,7 +124,8 @@ def test_tokens(
         assert lengths == {29}
     if not ends and not (padded and "repetition_penalty" in options):  # which may hold the padding, in a tensor
         grows = not static and "full_attention" in m.config.layer_types
-        assert captures.since() == (5 if grows else 1)  # of 19 steps after 9 + 1 tokens, with 4 slots at a time
+        # Of 19 steps after 9 + 1 tokens, with 4 slots at a time; the first graph of a generate is kept.
+        assert captures.since() == (5 + 4 if grows else 1)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +283,7 @@ def test_keys_and_values_are_held_once(device: str) -> None:
     cache = m(**prompts(device))[CACHE]
     layer, buffers = cache.layers[1], decoding.Buffers(cache)
     keys = layer.keys.clone()
-    buffers.grow(0)
+    buffers.grow(0, 20)
     assert layer.keys is None
     assert torch.equal(cache.layers[1].keys[:, :, :9], keys)
     buffers.give_back()
@@ -511,6 +518,53 @@ def test_random_numbers_go_on(device: str) -> None:
     assert len({tuple(a.shape) for a in results[0]}) > 1, "some end early"
 
 
+# ---------------------------------------------------------------- swapped models
+
+
+@pytest.mark.parametrize("choice", ["greedy", slow("every processor"), slow("sampled")])
+@pytest.mark.parametrize("ends", [False, slow(True)], ids=["", "ends"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("static", [False, slow(True)], ids=["default", "static"])
+@pytest.mark.parametrize("dense", [slow(True), False], ids=["dense", "experts"])
+@pytest.mark.parametrize("family", ["kimi_linear", "bailing_hybrid"])
+def test_tokens_of_swapped_models(
+    family: str, dense: bool, static: bool, padded: bool, ends: bool, choice: str, device: str, loops: list[bool],
+    captures: Captures,
+) -> None:  # fmt: skip
+    """They are those of transformers' loop, and of the stock model; latent attention gets buffers."""
+    if family not in stock_models.FAMILIES:
+        pytest.skip(f"this transformers has no {family}")
+    stock = stock_models.build(family, dense=dense).to(device)
+    m, options = copy.deepcopy(stock), CHOICES[choice] | (ENDS if ends else {})
+    swap_attention(m)
+    if static:
+        options |= dict(cache_implementation="static")
+    for seed in range(2):
+        got = check_like_transformers(m, prompts(device, padded=padded, seed=seed), **options)
+        want, _ = generated(stock, prompts(device, padded=padded, seed=seed), **options, disable_compile=True)
+        assert torch.equal(got, want)
+    assert loops == [True, False] * 2
+    assert captures.made > 0
+
+
+def test_a_swapped_model_is_of_its_stock_class(device: str, loops: list[bool]) -> None:
+    """By name, by isinstance, in copies and in what is saved; restored, it is that class."""
+    stock = stock_models.build("kimi_linear").to(device)
+    m = copy.deepcopy(stock)
+    swap_attention(m)
+    assert isinstance(m, type(stock))
+    assert (type(m).__name__, type(m).__module__) == (type(stock).__name__, type(stock).__module__)
+    want = check_like_transformers(m, prompts(device))
+    for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert type(other) is type(m)
+        assert torch.equal(check_like_transformers(other, prompts(device)), want)
+    assert loops == [True, False] * 3
+    restore_attention(m)
+    assert type(m) is type(stock)
+    assert torch.equal(generated(m, prompts(device))[0], want)
+    assert len(loops) == 6
+
+
 # ---------------------------------------------------------------- graphs that outlive a generate
 
 
@@ -569,12 +623,57 @@ def moved(m: Any) -> None:
         p.data = p.data.clone()
 
 
+class Scale:
+    factor = 1.0
+
+
+class Scaled(nn.Module):
+    """An MLP that does more by what it holds, in as many ways."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.extra, self.factors, self.names, self.scale = inner, torch.tanh, {"a": 3.0}, {"n"}, Scale()
+        self.scale.factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) * self.scale.factor * self.factors.get("a", 0.2)
+        return (y if self.extra is None else self.extra(y)) + len(self.names)
+
+
+class Negated(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return -5 * super().forward(x)
+
+
+def without_extra(m: Any) -> None:
+    m.model.layers[1].mlp.extra = None
+
+
+def with_another_key(m: Any) -> None:
+    m.model.layers[1].mlp.factors["b"] = m.model.layers[1].mlp.factors.pop("a")
+
+
+def with_fewer_names(m: Any) -> None:
+    m.model.layers[1].mlp.names.clear()
+
+
+def rescaled(m: Any) -> None:
+    m.model.layers[1].mlp.scale.factor = -5.0
+
+
+def of_another_class(m: Any) -> None:
+    m.model.layers[1].mlp.__class__ = Negated
+
+
 EDITS = [renormed, with_other_options, with_another_layer, reconfigured, moved]
+OF_SCALED = [without_extra, with_another_key, with_fewer_names, rescaled, of_another_class]
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("edit", [*EDITS, *OF_SCALED], ids=lambda edit: edit.__name__)
 def test_a_graph_of_a_model_that_was_changed_is_dropped(edit: Any, device: str, captures: Captures) -> None:
     m = build("kda", device)
+    if edit in OF_SCALED:
+        m.model.layers[1].mlp = Scaled(m.model.layers[1].mlp)
     before = check_like_transformers(m, prompts(device, 4), max_new_tokens=30)
     captures.since()
     edit(m)
@@ -632,6 +731,115 @@ def test_kept_graphs_go_with_the_model(device: str, captures: Captures) -> None:
         gc.enable()
 
 
+class Shifts(TorchFunctionMode):
+    """A mode that changes what F.linear returns."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        return out + 1 if func is nn.functional.linear else out
+
+
+def test_what_surrounds_a_generate(device: str, captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes, settings of torch, a forward that is patched and a failed capture leave no graph in use."""
+    m = build("kda", device)
+    want = check_like_transformers(m, prompts(device, 4))
+    assert captures.since() == 1
+    with Shifts():
+        assert not torch.equal(check_like_transformers(m, prompts(device, 4)), want)
+    monkeypatch.setattr(capture, "_failed", [1])
+    check_like_transformers(m, prompts(device, 4))
+    assert captures.since() == 2
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", not torch.backends.cudnn.enabled)
+    check_like_transformers(m, prompts(device, 4))
+    assert captures.since() == 1
+    forward = modeling_kda.KDAMLP.forward
+    monkeypatch.setattr(modeling_kda.KDAMLP, "forward", lambda self, x: -3 * forward(self, x))
+    assert not torch.equal(check_like_transformers(m, prompts(device, 4)), want)
+    assert captures.since() == 1
+
+
+def test_another_backend(device: str, captures: Captures) -> None:
+    m = build("kda", device)
+    check_like_transformers(m, prompts(device))
+    kept_backends = dict(KDA.backends())
+    try:
+        KDA.backends()["mine"] = copy.copy(KDA.backend("eager"))
+        check_like_transformers(m, prompts(device))
+    finally:
+        KDA.backends().clear()
+        KDA.backends().update(kept_backends)
+    assert captures.since() == 2
+
+
+def test_a_cache_that_somebody_else_holds(device: str) -> None:
+    """A decoding method of the user's may pass the cache on; later steps leave it alone."""
+    m, held = build("hybrid", device), []
+
+    def mine(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        held.append(kwargs[CACHE])
+        return model._sample(input_ids, *args, **kwargs)
+
+    def states() -> list[Tensor]:
+        layers = held[0].layers
+        return [layers[0].recurrent_states[0], layers[0].conv_states[0], layers[1].keys, layers[1].values]
+
+    options = dict(max_new_tokens=3, do_sample=False)
+    m.generate(**prompts(device), **options)
+    m.generate(**prompts(device), **options, custom_generate=mine)
+    before = [t.clone() for t in states()]
+    m.generate(**prompts(device, seed=5), **options)
+    assert all(map(torch.equal, before, states()))
+
+
+def test_returned_caches_have_no_spare_places(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "SLOTS", 512)
+    m = build("hybrid", device)
+    got, _ = generated(m, prompts(device), max_new_tokens=3, return_dict_in_generate=True)
+    keys = got[CACHE].layers[1].keys
+    assert keys.untyped_storage().nbytes() == keys.nbytes
+
+
+def test_long_requests_are_not_kept(device: str, captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places for a million tokens count as the cache does."""
+    monkeypatch.setattr(decode_steps, "MOST_BYTES", 2**20)
+    m = build("kda", device)
+    for new, want in ((10**6, 1), (10**6, 1), (10, 1), (10, 0)):
+        check_like_transformers(m, prompts(device, 4), max_new_tokens=new, eos_token_id=3, pad_token_id=0)
+        assert captures.since() == want
+
+
+def test_weights_may_be_swapped() -> None:
+    """The record of a model has no weak reference to a parameter, with which torch refuses to swap it."""
+    m = build("kda", "cpu")
+    state = kept.ModelState(m)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        m.load_state_dict(m.state_dict())
+        m.model.to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert not state.is_current(m)
+
+
+def test_a_tensor_without_an_address(device: str) -> None:
+    m = build("kda", device)
+    m.model.graph = torch.eye(3).to_sparse()
+    for seed in range(2):
+        check_like_transformers(m, prompts(device, seed=seed))
+
+
+def test_memory_is_used_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that changes between two generates captures anew in the same memory."""
+    made: list[Any] = []
+    graphs: Any = kept.CudaGraphs
+    monkeypatch.setattr(kept, "CudaGraphs", lambda device: made.append(graphs(device)) or made[-1])
+    m = build("kda", device)
+    for n in range(4):
+        m.model.norm.eps = 1.0 + n
+        check_like_transformers(m, prompts(device))
+    assert len(made) == 1
+
+
 def test_what_was_replaced_is_freed() -> None:
     """The record of a model that a graph was captured of holds none of its weights."""
     m = build("kda", "cpu")
@@ -646,18 +854,28 @@ def test_what_was_replaced_is_freed() -> None:
     assert all(p() is None for p in layers)
 
 
-def test_a_generate_within_another(device: str) -> None:
-    """A streamer that generates with the same model does not get the graph that is in use."""
-    m = build("kda", device)
+@pytest.mark.parametrize("name", ["kda", "hybrid"])
+@pytest.mark.parametrize("threaded", [False, True], ids=["", "thread"])
+def test_a_generate_within_another(name: str, threaded: bool, device: str) -> None:
+    """A streamer that generates with the same model does not get the graph that is in use, nor its tensors."""
+    m = build(name, device)
     want = check_like_transformers(m, prompts(device, 1))
     other = check_like_transformers(m, prompts(device, 1, seed=1))
+    inner: list[Tensor] = []
 
     class Generates(Collects):
         def put(self, value: Tensor) -> None:
             super().put(value)
-            assert torch.equal(generated(m, prompts(device, 1, seed=1))[0], other)
+            if len(self.got) in (3, 8, 13):
+                work = threading.Thread(target=lambda: inner.append(generated(m, prompts(device, 1, seed=1))[0]))
+                (work.start if threaded else work.run)()
+                if threaded:
+                    work.join()
 
-    assert torch.equal(generated(m, prompts(device, 1), streamer=Generates())[0], want)
+    for _ in range(2):
+        assert torch.equal(generated(m, prompts(device, 1), streamer=Generates())[0], want)
+    assert len(inner) == 6
+    assert all(torch.equal(tokens, other) for tokens in inner)
 
 
 @pytest.mark.parametrize("name", ["hybrid", "llama"])

@@ -221,7 +221,23 @@ def test_a_swapped_stock_model() -> None:
     kda_layers.swap_attention(model)
     text = kda_layers.explain(model)
     assert KERNEL in read(text)["decode"]
+    assert against("decode", LOOP, model) == []
+    kda_layers.restore_attention(model)
+    text = kda_layers.explain(model)
     assert "generate and the loss of KimiLinearForCausalLM are its own: decode steps are not captured" in text
+    kda_layers.swap_attention(model, layers=[0])
+    assert against("decode", LOOP, model) == [
+        "model.layers.2.self_attn is a KDA layer of transformers: kda_layers.swap_attention(model)"
+    ]  # fmt: skip
+
+
+def test_a_swapped_model_whose_masks_are_its_own() -> None:
+    from tests.modeling.stock_models import build as stock
+
+    model = stock("glm5_next")
+    kda_layers.swap_attention(model)
+    found = against("decode", LOOP, model)
+    assert "has a configuration of several models, for which no masks are made here" in found
 
 
 def test_what_cannot_be_explained() -> None:

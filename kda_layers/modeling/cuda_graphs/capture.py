@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import add, is_
 from typing import Any, NamedTuple
@@ -17,6 +18,9 @@ from kda_layers.modeling.layer.weights import capture_in_passing
 from kda_layers.modeling.seams import Cache
 
 CONSTANTS = (bool, int, float, str, type(None))  # arguments that a graph holds by value
+
+
+_failed, _counting = [0], threading.Lock()
 
 
 class CudaGraphs:
@@ -107,7 +111,14 @@ def _record(capturing: contextlib.AbstractContextManager[None], work: Callable[[
         # graph's hands.
         torch.cuda.set_stream(current)
         generator.graphsafe_set_state(random_state)
+        with _counting:
+            _failed[0] += 1
         raise (failed or error) from None
+
+
+def failed_captures() -> int:
+    """Return how many captures have failed: graphs from before the last of them no longer follow torch's generator."""
+    return _failed[0]
 
 
 # ---------------------------------------------------------------- steps that advance a cache
@@ -163,10 +174,6 @@ class CacheState:
             for v in self._held
         )
 
-    def nbytes(self) -> int:
-        """Return the size of all tensors."""
-        return sum(t.nbytes for t in self._tensors)
-
     def restore(self) -> None:
         """Put all objects back; the contents of tensors are not restored."""
         for container, copy in zip(self._containers, self._copies, strict=True):
@@ -176,16 +183,25 @@ class CacheState:
                 container.clear()
                 container.update(copy)
 
-    def move_to(self, other: CacheState) -> None:
-        """Copy all tensors into those of `other`, of the same kind, and put these in the cache.
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, in an order that states of the same kind share."""
+        return self._tensors
 
-        This object then describes the cache no longer: read it again.
-        """
-        for container, places in zip(self._containers, other._copies, strict=True):
+    def move_to(self, places: Sequence[Tensor]) -> None:
+        """Copy the tensors into those of a state of the same kind, and put these in the cache: then read it again."""
+        left = iter(places)
+        self._replace(lambda t: next(left).copy_(t))
+
+    def part_from(self, places: Sequence[Tensor]) -> None:
+        """Put copies in the place of tensors that share memory with `places`."""
+        shared = {t.untyped_storage().data_ptr() for t in places}
+        self._replace(lambda t: t.clone() if t.untyped_storage().data_ptr() in shared else t)
+
+    def _replace(self, new: Callable[[Tensor], Tensor]) -> None:
+        for container in self._containers:
             for name in container if isinstance(container, dict) else range(len(container)):
                 if isinstance(container[name], Tensor):
-                    places[name].copy_(container[name])
-                    container[name] = places[name]
+                    container[name] = new(container[name])
 
     def counts(self) -> list[int]:
         """Return the numbers that are counted in Python."""

@@ -7,6 +7,7 @@ own loop over the same cache, sampled ones included.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ from kda_layers.modeling.cuda_graphs.decoding import (
     has_only_kda_layers,
     what_moves,
 )
+from kda_layers.modeling.inputs.masks import MASKS
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.fast_paths import Call, Reason, fast_path
 from kda_layers.modeling.layer.weights import is_capturing
@@ -74,6 +76,9 @@ def DECODE_LOOP(call: Any, model: Any, request: Request) -> Iterator[Reason]:
         yield Reason("has a compile_config")
     if moves := what_moves(cache):
         yield Reason(f"has {moves}, whose tensors move between steps")
+    kinds = set(getattr(model.config, "layer_types", None) or ["a configuration of several models"])
+    if others := sorted(kinds - {"linear_attention", *MASKS}):
+        yield Reason(f"has {', '.join(others)}, for which no masks are made here")
     attention = model.config._attn_implementation
     if not (has_only_kda_layers(model.config) or attention in ATTENTION):
         yield Reason(f"has {attention}, which takes no mask of empty slots", "attn_implementation='sdpa'")
@@ -113,7 +118,8 @@ def _is_known(model: Any, name: str) -> bool:
     """Return True if a method is transformers' or this package's, or PEFT's that leaves a step as it is."""
     replaced = vars(model).get(name)
     if replaced is None:
-        return getattr(type(model), name).__module__.partition(".")[0] in ("transformers", __name__.partition(".")[0])
+        method = getattr(type(model), name, GenerationMode)  # not every class makes its masks by a method
+        return method.__module__.partition(".")[0] in ("transformers", __name__.partition(".")[0])
     adapter = getattr(getattr(replaced, "__self__", None), "active_peft_config", None)
     return not getattr(adapter, "is_prompt_learning", True)
 
@@ -155,23 +161,26 @@ def sample_on_device(model: Any, request: Request) -> Any:
     try:
         steps.begin(prompt.logits)
         del prompt
-        ids = _run(steps, buffers)
+        ids, first = _run(steps, buffers)
     finally:
         buffers.give_back()
+    if first is not None:
+        first.keep()
     if not request.generation_config.return_dict_in_generate:
         return ids
     return GenerateDecoderOnlyOutput(sequences=ids, **{CACHE: request.cache})
 
 
-def _run(steps: Steps, buffers: Buffers) -> Tensor:
-    """Run the steps after the first tokens; return all tokens [B, length]."""
+def _run(steps: Steps, buffers: Buffers) -> tuple[Tensor, Advance | None]:
+    """Run the steps after the first tokens; return all tokens [B, length], and what can be kept of the first steps."""
     request = steps.request
     streamer, ends, draws = request.streamer, request.end_tokens is not None, request.generation_config.do_sample
     together = 1 if ends and request.returns_cache else STEPS
-    generator, before, advance = _generator(steps.ids.device), None, None
+    generator, before, advance, kept = _generator(steps.ids.device), None, None, None
     shown = request.input_ids.shape[1]  # tokens given to the streamer
     first = shown + 1  # tokens before the steps
     ran, all_steps, last = 0, request.most_tokens - first, 0  # steps; those at the last synchronisation
+    most = all_steps if request.returns_cache else sys.maxsize  # that buffers have places for
     while True:
         if ends or streamer is not None or ran == all_steps:
             longest, going, invalid = steps.counts.tolist()
@@ -185,8 +194,10 @@ def _run(steps: Steps, buffers: Buffers) -> Tensor:
                 break
         if not buffers.free:
             advance = None  # which holds the buffers
-            buffers.grow(ran)
+            buffers.grow(ran, most)
         advance = advance or Advance(steps)
+        if ran == 0 and advance.lasts:
+            kept = advance  # of steps over larger buffers nothing is kept: they share tensors with these
         last, before = ran, generator.get_state() if ends and draws else None
         more = min(together, all_steps - ran, buffers.free)
         for _ in range(more):
@@ -198,7 +209,7 @@ def _run(steps: Steps, buffers: Buffers) -> Tensor:
             steps.draw()
     if streamer is not None:
         streamer.end()
-    return steps.ids[:, :longest].clone(memory_format=torch.contiguous_format)
+    return steps.ids[:, :longest].clone(memory_format=torch.contiguous_format), kept
 
 
 def _generator(device: torch.device) -> torch.Generator:

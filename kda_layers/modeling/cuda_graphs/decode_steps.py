@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
-from kda_layers.kernels.registry import requested
 from kda_layers.kernels.torch_private import current_stream
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CacheState, CudaGraphs, Step, capture_step
 from kda_layers.modeling.cuda_graphs.decoding import has_only_kda_layers, rounded
-from kda_layers.modeling.cuda_graphs.kept import Kept, ModelState, history_of, switches
+from kda_layers.modeling.cuda_graphs.kept import MOST_BYTES, Kept, ModelState, circumstances, history_of
 from kda_layers.modeling.inputs.masks import masks_for_generate
 from kda_layers.modeling.seams import CACHE
 
@@ -143,8 +142,8 @@ class Steps:
 class Advance:
     """Advances the steps of a request, from a CUDA graph once such a step has run in this `generate` or before.
 
-    Where nobody gets the cache, the graph outlives the `generate`, with its tensors: the next request of this kind
-    moves into them, unless the model has changed.
+    After `keep`, the graph outlives the `generate`, with its tensors: the next request of this kind moves into them,
+    unless the model has changed.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -155,20 +154,21 @@ class Advance:
         self._model: ModelState | None = None  # when the step was captured
         self._has_run, self._failed = False, not self._state.is_readable(self._device)
         autocast = torch.get_autocast_dtype(self._device.type) if torch.is_autocast_enabled(self._device.type) else None
-        choices = steps.request.logits_processor
-        samples = steps.request.generation_config.do_sample
+        choices, samples = steps.request.logits_processor, steps.request.generation_config.do_sample
         kind = self._state.kind(), autocast, torch.is_inference_mode_enabled(), samples
         self._kind = hash((*kind, *map(type, choices)))
         values = [(type(choice), *vars(choice).items()) for choice in choices]
         places = [(name, t.shape, t.dtype) for name, t in steps.tensors().items()]
         stream = current_stream(self._device.index) if self._device.type == "cuda" else None
-        self._key = (*kind, values, places, stream, requested(), switches())
+        around, size = circumstances(), sum(t.nbytes for t in (*steps.tensors().values(), *self._state.tensors()))
+        self._key = (*kind, values, places, stream, around)
         constant = all(isinstance(value, CONSTANTS) for choice in choices for value in vars(choice).values())
-        self._lasts = constant and not steps.request.returns_cache and self._history.has_room_for(self._state)
-        if self._lasts and not self._failed and (kept := self._history.take_kept(self._key, steps.model)) is not None:
-            self._state.move_to(kept.state)
+        self.lasts = constant and around is not None and size <= MOST_BYTES and not steps.request.returns_cache
+        if self.lasts and not self._failed and (found := self._history.take_kept(self._key, steps.model)) is not None:
+            kept, self._model = found
+            self._state.move_to(kept.places)
             steps.move_to(kept.tensors)
-            self._state, self._model, self._step, self._graphs = CacheState(steps.cache), *kept[1:4]
+            self._state, self._step, self._graphs = CacheState(steps.cache), kept.step, kept.graphs
 
     def __call__(self) -> None:
         """Run one step."""
@@ -180,18 +180,22 @@ class Advance:
             self._step.run(self._state)
         self._has_run = True
 
-    def __del__(self) -> None:
-        if getattr(self, "_graphs", None) is None:
+    def keep(self) -> None:
+        """Leave the graph to later requests. The cache gets copies of what the graph writes."""
+        if self._step is None or self._graphs is None or self._model is None:
             return
-        if self._model is not None:
-            kept = self._key, self._model, self._step, self._graphs, self._steps.tensors(), self._state
-            self._history.keep(Kept(*kept))
-        else:
+        places = self._state.tensors()
+        CacheState(self._steps.cache).part_from(places)
+        self._history.keep(Kept(self._key, self._step, self._graphs, self._steps.tensors(), places), self._model)
+        self._graphs = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_graphs", None) is not None:
             self._history.idle.append(self._graphs)
 
     def _capture(self) -> None:
         graphs = self._history.take(self._device)
-        self._model = self._history.state_of(self._steps.model) if self._lasts else None
+        self._model = self._history.state_of(self._steps.model) if self.lasts else None
         step = capture_step(graphs, self._state, self._steps.advance)
         if not isinstance(step, str):
             self._step, self._graphs = step, graphs

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from kda_layers.kernels.torch_private import current_stream, dispatch_modes
-from kda_layers.modeling.checks import is_dtensor
+from kda_layers.modeling.checks import is_dtensor, is_stock
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CacheState, CudaGraphs, Step, capture_step
 from kda_layers.modeling.cuda_graphs.kept import history_of
 from kda_layers.modeling.inputs.arguments import rename_cache
@@ -27,9 +27,9 @@ from kda_layers.modeling.seams import Cache, DynamicLayer, StaticCache, StaticLa
 DEVICES = ("cuda",)
 SLOTS = 512  # of keys and values, by which the buffers of softmax layers grow
 DEFAULT_CACHES = (None, "dynamic")  # values of `cache_implementation`
-# Python modules of what a graph may hold: hooks that collect hidden states and attentions and do nothing else, and the
-# forwards of tensor parallelism, whose exchanges are NCCL's kernels.
-HARMLESS = "transformers.utils.output_capturing", TENSOR_PARALLEL
+# Python modules of what a graph may hold: hooks that only collect hidden states and attentions, the forwards of tensor
+# parallelism, whose exchanges are NCCL's kernels, and the hook of swapped models, which reads no mask of a step.
+HARMLESS = "transformers.utils.output_capturing", TENSOR_PARALLEL, "kda_layers.modeling.swap.in_place"
 
 
 @fast_path("decode steps of `generate` in a CUDA graph", instead="each launch of a decode step by the host")
@@ -66,7 +66,9 @@ def CAPTURED_DECODING(call: Any, model: nn.Module, cache: str | None = "static",
 
 def has_only_kda_layers(config: Any) -> bool:
     """Return True if every layer has a state of constant size, which no decode step moves."""
-    kinds = getattr(config, "layer_types", None) or ()
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return False
     return set(kinds[: config.num_hidden_layers]) == {"linear_attention"}  # fewer where the decoder was cut
 
 
@@ -98,10 +100,10 @@ class Buffers:
         self.tokens = max((layer.get_seq_length() for layer in self._dynamic.values()), default=0)
         self.free = 0 if self._dynamic else sys.maxsize
 
-    def grow(self, steps: int) -> None:
-        """Allocate buffers up to the next multiple of SLOTS; `steps` steps have run."""
+    def grow(self, steps: int, most: int) -> None:
+        """Allocate buffers up to the next multiple of SLOTS, at most for `most` steps; `steps` steps have run."""
         filled = self.tokens + steps
-        slots = rounded(filled + 1)
+        slots = min(rounded(filled + 1), self.tokens + most)
         self.free = slots - filled
         for i in self._dynamic:
             old, new = self._cache.layers[i], StaticLayer(slots)
@@ -139,6 +141,8 @@ def what_moves(cache: Any) -> str:
 def _beside_its_forward(module: nn.Module) -> Iterator[Reason]:
     """Yield what calling a module runs beside the forward of its class and what records outputs."""
     yield from hooks(module, *HARMLESS)
+    if is_stock(module):
+        yield Reason("is a KDA layer of transformers", "kda_layers.swap_attention(model)", module)
     if module._compiled_call_impl is not None:
         yield Reason("is compiled (torch.compile)", "generate captures by itself: leave out model.compile()", module)
 

@@ -1,86 +1,116 @@
-"""Graphs that outlive the `generate` that captured them, while the model is as it was, and their memory."""
+"""Graphs that outlive the `generate` that captured them, while all that they hold is as it was."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
-from collections.abc import Iterator
-from operator import is_
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from kda_layers.kernels.registry import registries, requested
 from kda_layers.modeling.checks import is_dtensor
-from kda_layers.modeling.cuda_graphs.capture import CacheState, CudaGraphs, Step, values_of
+from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CudaGraphs, Step, failed_captures
 
-MOST_STEPS, MOST_BYTES = 8, 2**28  # that a model keeps: captured steps, and bytes of their caches
+MOST_STEPS, MOST_BYTES = 8, 2**28  # that a model keeps: captured steps, and bytes of their tensors
 
 
 class ModelState:
-    """All attributes of the modules and the configuration of a model of transformers, and addresses of its tensors.
+    """All that a graph holds of a model of transformers.
 
-    It keeps nothing large alive: what is replaced can be freed.
+    Classes of the modules and their forwards; attributes of modules, of the configuration and of objects that modules
+    hold; layouts of tensors. Further inside, and in objects of this package, nothing is compared. What is replaced can
+    be freed.
     """
 
     def __init__(self, model: Any) -> None:
-        self._modules = list(map(weakref.ref, model.modules()))
-        held = self._contents(model)
-        assert held is not None
-        self._held, self._addresses = list(map(_weakly, held)), _addresses(held)
+        self._held = list(map(_weakly, _contents(model)))
 
     def is_current(self, model: Any) -> bool:
-        """Return True if the same objects are held, and tensors lie where they were."""
-        held = self._contents(model)
-        if held is None or len(held) != len(self._held):
-            return False
-        then = [value() if type(value) is weakref.ref else value for value in self._held]
-        return all(map(is_, held, then)) and _addresses(held) == self._addresses
+        """Return True if all is as it was."""
+        now = _contents(model)
+        return len(now) == len(self._held) and all(map(_same, self._held, now))
 
-    def _contents(self, model: Any) -> list[Any] | None:
-        """Return all that is held, in dicts and lists too, but not these themselves; None if a module is gone."""
-        modules = [module() for module in self._modules]
-        if None in modules:
-            return None
-        found: list[Any] = []
-        inside: list[Any] = []
-        for attributes in (*map(vars, modules), vars(model.config)):
-            for value in attributes.values():
-                if isinstance(value, (dict, list)):
-                    if value:
-                        inside.append(value)
-                else:
-                    found.append(value)
-        known = set(map(id, inside))
-        for container in inside:  # which grows
-            for value in values_of(container):
-                if not isinstance(value, (dict, list)):
-                    found.append(value)
-                elif id(value) not in known:
+
+class _Weak(NamedTuple):
+    value: weakref.ref[Any]
+
+
+def _contents(model: Any) -> list[Any]:
+    """Return all that is compared: numbers, strings, keys, layouts of tensors, other objects."""
+    found: list[Any] = []
+    containers: list[tuple[Any, bool]] = [(vars(model.config), True)]  # and whether objects in it are looked into
+    for module in model.modules():
+        found += type(module), type(module).forward
+        containers.append((vars(module), True))
+    known = {id(container) for container, _ in containers}
+    for container, looks in containers:  # which grows
+        values: Any = container
+        if isinstance(container, dict):
+            found.append(tuple(container))
+            values = container.values()
+        for value in values:
+            if isinstance(value, CONSTANTS):
+                found.append(value)
+            elif isinstance(value, Tensor):
+                found.append(_layout(value))
+            elif isinstance(value, (dict, list, tuple, set)):
+                if value and id(value) not in known:
                     known.add(id(value))
-                    inside.append(value)
-        return found
+                    containers.append((value, looks))
+            else:
+                found.append(value)
+                if looks and _is_plain_object(value) and id(attributes := vars(value)) not in known:
+                    known.add(id(attributes))
+                    containers.append((attributes, False))
+    return found
 
 
-def _addresses(held: list[Any]) -> list[int]:
-    tensors: Iterator[Any] = (value for value in held if isinstance(value, Tensor))
-    return [(t.to_local() if is_dtensor(t) else t).data_ptr() for t in tensors]
+def _is_plain_object(value: Any) -> bool:
+    if callable(value) or isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+def _layout(t: Any) -> tuple[Any, ...]:
+    try:
+        t = t.to_local() if is_dtensor(t) else t
+        return t.data_ptr(), t.dtype, t.shape, t.stride()
+    except RuntimeError:  # sparse, for example
+        return (object(),)  # like no other
 
 
 def _weakly(value: Any) -> Any:
+    if isinstance(value, (tuple, *CONSTANTS)):
+        return value
     try:
-        return weakref.ref(value)
-    except TypeError:  # numbers, strings, tuples
+        return _Weak(weakref.ref(value))
+    except TypeError:
         return value
 
 
-def switches() -> tuple[Any, ...]:
-    """Return torch's settings that choose kernels, which a graph holds."""
+def _same(held: Any, now: Any) -> bool:
+    if type(held) is _Weak:
+        return now is not None and held.value() is now
+    return held is now or (type(held) is type(now) and isinstance(held, (tuple, *CONSTANTS)) and held == now)
+
+
+def circumstances() -> tuple[Any, ...] | None:
+    """Return what chooses kernels besides the model, and what a graph has of torch's; None where no graph is kept."""
+    if torch._C._len_torch_function_stack():
+        return None
     backends: Any = torch.backends
-    of_cuda = backends.cuda
+    matmul, of_cuda, cudnn = backends.cuda.matmul, backends.cuda, backends.cudnn
     return (
-        torch.are_deterministic_algorithms_enabled(), backends.fp32_precision, of_cuda.matmul.fp32_precision,
-        of_cuda.matmul.allow_bf16_reduced_precision_reduction, of_cuda.matmul.allow_fp16_reduced_precision_reduction,
+        requested(), [backend for registry in registries() for backend in registry.backends().values()],
+        failed_captures(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+        backends.fp32_precision, matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_accumulation,
+        of_cuda.preferred_blas_library(), cudnn.enabled, cudnn.conv.fp32_precision, torch._C._get_sdp_priority_order(),
         of_cuda.flash_sdp_enabled(), of_cuda.mem_efficient_sdp_enabled(), of_cuda.math_sdp_enabled(),
         of_cuda.cudnn_sdp_enabled(),
     )  # fmt: skip
@@ -91,17 +121,19 @@ class Kept(NamedTuple):
 
     Attributes:
         key: requests with an equal one are served.
-        model: what the graph holds of the model.
         tensors: inputs and outputs of the step by name.
-        state: of the cache that it advances.
+        places: the tensors of the cache that it advances.
     """
 
     key: Any
-    model: ModelState
     step: Step
     graphs: CudaGraphs
     tensors: dict[str, Tensor]
-    state: CacheState
+    places: Sequence[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.tensors.values(), *self.places))
 
 
 class History:
@@ -113,48 +145,57 @@ class History:
         self._kept: list[Kept] = []  # the last one used is the last; all of `_model`
         self._model: ModelState | None = None
         self._warned = False
+        self._lock = threading.RLock()
 
     def take(self, device: torch.device) -> CudaGraphs:
         """Return graphs that no other object uses: replays on two streams may not share memory."""
-        while self.idle:
-            graphs = self.idle.pop()
-            if graphs.device == device:
-                return graphs
+        with self._lock:
+            for graphs in self.idle:
+                if graphs.device == device:
+                    self.idle.remove(graphs)
+                    return graphs
         return CudaGraphs(device)
 
     def state_of(self, model: nn.Module) -> ModelState:
         """Return the state of the model whose history this is."""
-        if self._model is None or not self._model.is_current(model):
-            self.forget()
-            self._model = ModelState(model)
-        return self._model
+        with self._lock:
+            if self._model is None or not self._model.is_current(model):
+                self._drop()
+                self._model = ModelState(model)
+            return self._model
 
-    @staticmethod
-    def has_room_for(state: CacheState) -> bool:
-        """Return True if a step that advances this state can be kept."""
-        return MOST_STEPS > 0 and state.nbytes() <= MOST_BYTES
-
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: Kept, model: ModelState) -> None:
         """Keep a step until a request takes it back, the model changes, or newer steps need its place."""
-        if kept.model is not self._model:
-            self.idle.append(kept.graphs)
-            return
-        self._kept.append(kept)
-        while len(self._kept) > MOST_STEPS or sum(k.state.nbytes() for k in self._kept) > MOST_BYTES:
-            self.idle.append(self._kept.pop(0).graphs)
+        with self._lock:
+            if model is self._model:
+                self._kept.append(kept)
+            else:
+                self.idle.append(kept.graphs)
+            while len(self._kept) > MOST_STEPS or sum(k.nbytes for k in self._kept) > MOST_BYTES:
+                self.idle.append(self._kept.pop(0).graphs)
 
-    def take_kept(self, key: Any, model: nn.Module) -> Kept | None:
+    def take_kept(self, key: Any, model: nn.Module) -> tuple[Kept, ModelState] | None:
         """Take back the step of requests with this key; None if there is none, or the model has changed since."""
-        if self._kept and not (self._model and self._model.is_current(model)):
-            self.forget()
-        for i, kept in enumerate(self._kept):
-            if kept.key == key:
-                return self._kept.pop(i)
-        return None
+        with self._lock:
+            if self._model is None or not self._kept:
+                return None
+            if not self._model.is_current(model):
+                self._drop()
+            for i, kept in enumerate(self._kept):
+                if kept.key == key:
+                    return self._kept.pop(i), self._model
+            return None
 
     def forget(self) -> None:
-        """Release kept steps, with all memory of graphs that are not in use."""
-        self._kept, self.idle, self._model = [], [], None
+        """Release all steps and memory that are not in use."""
+        with self._lock:
+            self._drop()
+            self.idle.clear()
+
+    def _drop(self) -> None:
+        self.idle += [kept.graphs for kept in self._kept]
+        self._kept.clear()
+        self._model = None
 
     def warn(self, model: nn.Module, problem: str) -> None:
         if not self._warned:

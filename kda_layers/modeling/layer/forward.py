@@ -37,7 +37,7 @@ from .fast_paths import (
 from .fused_sums import SHARED_INPUT, projections
 from .remembered import Remembered
 from .states import LayerState, Slots, read_state
-from .weights import MERGED_WEIGHTS, MergedWeights, as_local, loads_weights_of
+from .weights import MERGED_WEIGHTS, MergedWeights, as_local, forget_local, loads_weights_of
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -179,6 +179,7 @@ class KDAForward:
         return self.o_norm(o.to(self.o_norm.weight.dtype)) * torch.sigmoid(gate)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        forget_local(self)  # type: ignore[arg-type]
         module: nn.Module = super()._apply(fn, recurse)  # type: ignore[misc]
         self.merged_weights.refresh(module)
         self.factors.refresh(module)

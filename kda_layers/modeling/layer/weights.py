@@ -77,7 +77,7 @@ def as_local(layer: nn.Module) -> nn.Module:
         return layer
     local = _locals.get(layer)
     if local is None:
-        local = _locals[layer] = nn.Linear(0, 0, device="meta")
+        local = _locals[layer] = nn.Linear(1, 1, device="meta")
         local.is_local = True  # type: ignore[assignment]
     for name, p in parameters.items():
         local._parameters[name] = None if p is None else p._local_tensor
@@ -85,11 +85,17 @@ def as_local(layer: nn.Module) -> nn.Module:
     return local
 
 
+def forget_local(owner: nn.Module) -> None:
+    """Release what `as_local` holds of the shards of an owner's layers, which are about to be replaced."""
+    for layer in owner.children():
+        _locals.pop(layer, None)
+
+
 def _is_colwise(forward: Any) -> bool:
     """Return True for the forward of transformers' tensor parallelism that leaves each rank its own outputs."""
     if getattr(forward, "__module__", None) != TENSOR_PARALLEL:
         return False
-    held = [cell.cell_contents for cell in forward.__closure__ or ()]
+    held = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
     outputs = [style.output_layouts for style in held if getattr(style, "use_local_output", False)]
     return _cut_dimensions(outputs) == [-1]
 
@@ -186,7 +192,7 @@ class MergedWeights:
 
 @contextlib.contextmanager
 def capture_in_passing() -> Iterator[None]:
-    """Capture a graph that is dropped before weights are laid side by side again: parameters may move after it."""
+    """Capture a graph that is not replayed after parameters have moved: they may be laid side by side after it."""
     _thread.in_passing = True
     try:
         yield

@@ -23,11 +23,40 @@ from kda_layers.modeling.inputs.masks import masks_for_generate
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.fast_paths import FastPath, SupposedCall
 from kda_layers.modeling.models.loss import CHUNKED_LOSS
-from kda_layers.modeling.seams import CACHE, StaticCache
+from kda_layers.modeling.seams import CACHE, Cache, StaticCache
 
 
-class HybridGeneration(GenerationMixin):
-    """Overrides of transformers' `generate` for language models with KDA layers."""
+class LoopOnDevice(GenerationMixin):
+    """The loop of `generate` on the device, for language models whose KDA layers have our forward."""
+
+    def fast_paths(self, call: SupposedCall, config: Any = None) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
+        """Yield the paths that a call (of `generate`: with this configuration) would ask for, and their facts."""
+        if call.tokens == 1 and not call.records and config is not None:
+            yield DECODE_LOOP, (self, supposed_request(self, config))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        history_of(self).forget()  # graphs that read the parameters where they were
+        return super()._apply(fn, recurse)
+
+    def _sample(
+        self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+        synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Choose tokens as transformers does, on the device where a CUDA graph can hold all of a step."""
+        if isinstance(cache := model_kwargs.get(CACHE), Cache):
+            with_kda_layers(cache)
+        request = Request(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
+        )
+        if loops_on_device(self, request):
+            return sample_on_device(self, request)
+        return super()._sample(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+        )
+
+
+class HybridGeneration(LoopOnDevice):
+    """Overrides of transformers' `generate` for this package's language models."""
 
     create_masks_for_generate = staticmethod(masks_for_generate)  # for captured and compiled decoding
 
@@ -35,15 +64,10 @@ class HybridGeneration(GenerationMixin):
         """Yield the paths that a call (of `generate`: with this configuration) would ask for, and their facts."""
         if call.records:
             yield CHUNKED_LOSS, (self,)
-        elif call.tokens == 1 and config is not None:
-            loop = self, supposed_request(self, config)
-            yield DECODE_LOOP, loop
-            if any(DECODE_LOOP.reasons(call, *loop)):
+        for path, facts in super().fast_paths(call, config):
+            yield path, facts
+            if any(path.reasons(call, *facts)):
                 yield CAPTURED_DECODING, (self, config.cache_implementation, config.num_beams or 1)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        history_of(self).forget()  # graphs that read the parameters where they were
-        return super()._apply(fn, recurse)
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         """Return a function that does what calling the model does, for the decode steps of one `generate`.
@@ -81,20 +105,6 @@ class HybridGeneration(GenerationMixin):
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
         inputs.pop("tokenizer", None)
         return inputs
-
-    def _sample(
-        self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
-        synced_gpus: bool = False, streamer: Any = None, **model_kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Choose tokens as transformers does, on the device where a CUDA graph can hold all of a step."""
-        request = Request(
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
-        )
-        if loops_on_device(self, request):
-            return sample_on_device(self, request)
-        return super()._sample(
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
-        )
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)

@@ -30,7 +30,7 @@ from kda_layers.modeling.layer.fast_paths import (
 from kda_layers.modeling.layer.fused_sums import FUSED_NORM, SHARED_INPUT, add_and_normalise, normal, projections
 from kda_layers.modeling.layer.remembered import Remembered
 from kda_layers.modeling.layer.states import LayerState
-from kda_layers.modeling.layer.weights import DEVICES, MERGED_WEIGHTS, KeepsFP32, MergedWeights, as_local
+from kda_layers.modeling.layer.weights import DEVICES, MERGED_WEIGHTS, KeepsFP32, MergedWeights, as_local, forget_local
 from kda_layers.modeling.models.configuration_kda import KDAConfig
 from kda_layers.modeling.models.hybrid import HybridForCausalLM, HybridModel, HybridPreTrainedModel, KDAAttention
 from kda_layers.modeling.models.key_bias import key_bias, refuse_weights, with_past
@@ -205,6 +205,7 @@ class KDAMLP(nn.Module):
         return as_local(self.gate_proj), as_local(self.up_proj)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        forget_local(self)
         super()._apply(fn, recurse)
         self.merged_weights.refresh(self)
         return self

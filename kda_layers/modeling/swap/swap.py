@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
 
 from kda_layers.kernels.deprecation import recompute_words, warn_deprecated
 from kda_layers.kernels.kda.checks import check_recompute
@@ -17,7 +17,8 @@ from kda_layers.modeling.checks import check_not_sharded, check_numbers, layer_i
 from kda_layers.modeling.models import VARIANTS
 from kda_layers.modeling.swap import families
 from kda_layers.modeling.swap.convert import check_backend, check_model, convert_attention, unsupported
-from kda_layers.modeling.swap.in_place import StockFamily
+from kda_layers.modeling.swap.in_place import KDAFamily, StockFamily
+from kda_layers.modeling.swap.loop import SwappedModel, with_loop, without_loop
 from kda_layers.modeling.swap.saved_names import accept_saved_names, refuse_saved_names
 
 logger = logging.getLogger("kda_layers")
@@ -112,6 +113,9 @@ def swap_attention(
         options = dict(recompute=recompute, memory_share=memory_share)
         vars(layer).update(family.attributes(model, path, layer, backend, **options))
         _set_class(layer, family.layer)
+    if isinstance(family, KDAFamily) and isinstance(model, GenerationMixin) and not isinstance(model, SwappedModel):
+        stock: Any = type(model)
+        model.__class__ = with_loop(stock)
     for base in _base_models(model, family):
         if family.prepare_call not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(family.prepare_call, with_kwargs=True)
@@ -145,6 +149,7 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
                 del base._forward_pre_hooks[key]
                 base._forward_pre_hooks_with_kwargs.pop(key, None)
     refuse_saved_names(model)
+    model.__class__ = without_loop(model)
     for name in ("_is_stateful", "_get_candidate_generator"):
         model.__dict__.pop(name, None)
     return list(swapped)
