@@ -16,6 +16,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Number of active dispatch modes; the public function creates objects at every call.
 dispatch_modes = torch._C._len_torch_dispatch_stack
+# Number of active function modes, such as that of `with torch.device(...)`.
+function_modes = torch._C._len_torch_function_stack
+# The order in which backends of scaled_dot_product_attention are tried.
+attention_priority = torch._C._get_sdp_priority_order
 # Context in which an op called by an autograd.Function records no gradient of its own.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 # True under a torch.func transform (grad, vmap, ...), and for a tensor that one wrapped.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kda_layers.kernels.registry import registries, requested
+from kda_layers.kernels.torch_private import attention_priority, function_modes
 from kda_layers.modeling.checks import is_dtensor
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CudaGraphs, Step, failed_captures
 
@@ -101,7 +102,7 @@ def _same(held: Any, now: Any) -> bool:
 
 def circumstances() -> tuple[Any, ...] | None:
     """Return what chooses kernels besides the model, and what a graph has of torch's; None where no graph is kept."""
-    if torch._C._len_torch_function_stack():
+    if function_modes():
         return None
     backends: Any = torch.backends
     matmul, of_cuda, cudnn = backends.cuda.matmul, backends.cuda, backends.cudnn
@@ -110,7 +111,7 @@ def circumstances() -> tuple[Any, ...] | None:
         failed_captures(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
         backends.fp32_precision, matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction,
         matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_accumulation,
-        of_cuda.preferred_blas_library(), cudnn.enabled, cudnn.conv.fp32_precision, torch._C._get_sdp_priority_order(),
+        of_cuda.preferred_blas_library(), cudnn.enabled, cudnn.conv.fp32_precision, attention_priority(),
         of_cuda.flash_sdp_enabled(), of_cuda.mem_efficient_sdp_enabled(), of_cuda.math_sdp_enabled(),
         of_cuda.cudnn_sdp_enabled(),
     )  # fmt: skip
