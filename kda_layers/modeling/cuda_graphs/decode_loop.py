@@ -56,7 +56,7 @@ MOST_TOKENS = 2**20  # of a sequence: the buffer of ids is allocated at once
 # Methods that transformers' loop calls in a step.
 CALLED = (
     "forward", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill",
-    "create_masks_for_generate",
+    "create_masks_for_generate", "_has_unfinished_sequences",
 )  # fmt: skip
 # Attention of transformers that takes any mask, and whose mask is made without a copy from the host.
 ATTENTION = ("sdpa", "eager") if MASKS_ON_DEVICE else ("sdpa",)

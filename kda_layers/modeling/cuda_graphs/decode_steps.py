@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
 from kda_layers.kernels.torch_private import current_stream
-from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CacheState, CudaGraphs, Step, capture_step
+from kda_layers.modeling.cuda_graphs.capture import (
+    CONSTANTS,
+    CacheState,
+    CudaGraphs,
+    Step,
+    capture_step,
+    failed_captures,
+)
 from kda_layers.modeling.cuda_graphs.decoding import has_only_kda_layers, rounded
 from kda_layers.modeling.cuda_graphs.kept import MOST_BYTES, Kept, ModelState, circumstances, history_of
 from kda_layers.modeling.inputs.masks import masks_for_generate
@@ -152,6 +159,7 @@ class Advance:
         self._graphs: CudaGraphs | None = None
         self._step: Step | None = None
         self._model: ModelState | None = None  # when the step was captured
+        self._failures = 0  # of captures before it
         self._has_run, self._failed = False, not self._state.is_readable(self._device)
         autocast = torch.get_autocast_dtype(self._device.type) if torch.is_autocast_enabled(self._device.type) else None
         choices, samples = steps.request.logits_processor, steps.request.generation_config.do_sample
@@ -168,7 +176,8 @@ class Advance:
             kept, self._model = found
             self._state.move_to(kept.places)
             steps.move_to(kept.tensors)
-            self._state, self._step, self._graphs = CacheState(steps.cache), kept.step, kept.graphs
+            self._state, self._failures = CacheState(steps.cache), kept.failures
+            self._step, self._graphs = kept.step, kept.graphs
 
     def __call__(self) -> None:
         """Run one step."""
@@ -186,7 +195,8 @@ class Advance:
             return
         places = self._state.tensors()
         CacheState(self._steps.cache).part_from(places)
-        self._history.keep(Kept(self._key, self._step, self._graphs, self._steps.tensors(), places), self._model)
+        kept = Kept(self._key, self._failures, self._step, self._graphs, self._steps.tensors(), places)
+        self._history.keep(kept, self._model)
         self._graphs = None
 
     def __del__(self) -> None:
@@ -198,7 +208,7 @@ class Advance:
         self._model = self._history.state_of(self._steps.model) if self.lasts else None
         step = capture_step(graphs, self._state, self._steps.advance)
         if not isinstance(step, str):
-            self._step, self._graphs = step, graphs
+            self._step, self._graphs, self._failures = step, graphs, failed_captures()
             self._history.captured.add(self._kind)
             return
         self._history.captured.discard(self._kind)

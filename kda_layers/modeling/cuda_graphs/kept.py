@@ -6,7 +6,8 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from types import ModuleType
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from kda_layers.kernels.torch_private import attention_priority, function_modes
 from kda_layers.modeling.checks import is_dtensor
 from kda_layers.modeling.cuda_graphs.capture import CONSTANTS, CudaGraphs, Step, failed_captures
 
+FIXED = (
+    type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, Enum, nn.Module, torch.dtype, torch.device,
+)  # fmt: skip
 MOST_STEPS, MOST_BYTES = 8, 2**28  # that a model keeps: captured steps, and bytes of their tensors
 
 
@@ -24,57 +28,102 @@ class ModelState:
     """All that a graph holds of a model of transformers.
 
     Classes of the modules and their forwards; attributes of modules, of the configuration and of objects that modules
-    hold; layouts of tensors. Further inside, and in objects of this package, nothing is compared. What is replaced can
-    be freed.
+    hold; layouts of tensors. Further inside, in objects of this package and in other attributes of classes nothing is
+    compared. A module that holds what has no attributes, such as an array, is like no other. What is replaced can be
+    freed.
     """
 
     def __init__(self, model: Any) -> None:
-        self._held = list(map(_weakly, _contents(model)))
+        modules = list(model.modules())
+        self._kinds = [part for m in modules for part in (type(m), type(m).forward)]
+        self._modules = list(map(weakref.ref, modules))
+        known: set[int] = set()
+        self._parts = [_Part(container, True, known) for container in (*map(vars, modules), vars(model.config))]
 
     def is_current(self, model: Any) -> bool:
         """Return True if all is as it was."""
-        now = _contents(model)
-        return len(now) == len(self._held) and all(map(_same, self._held, now))
+        modules: list[Any] = [module() for module in self._modules]
+        if None in modules or [part for m in modules for part in (type(m), type(m).forward)] != self._kinds:
+            return False
+        containers = (*map(vars, modules), vars(model.config))
+        return all(part.is_current(container) for part, container in zip(self._parts, containers, strict=True))
 
 
-class _Weak(NamedTuple):
-    value: weakref.ref[Any]
+class _Part:
+    """A dict, list, tuple or set, by the identities of what it holds, which is alive or held here while it is small."""
 
+    def __init__(self, container: Any, looks: bool, known: set[int]) -> None:
+        """Read a container.
 
-def _contents(model: Any) -> list[Any]:
-    """Return all that is compared: numbers, strings, keys, layouts of tensors, other objects."""
-    found: list[Any] = []
-    containers: list[tuple[Any, bool]] = [(vars(model.config), True)]  # and whether objects in it are looked into
-    for module in model.modules():
-        found += type(module), type(module).forward
-        containers.append((vars(module), True))
-    known = {id(container) for container, _ in containers}
-    for container, looks in containers:  # which grows
-        values: Any = container
-        if isinstance(container, dict):
-            found.append(tuple(container))
-            values = container.values()
-        for value in values:
-            if isinstance(value, CONSTANTS):
-                found.append(value)
-            elif isinstance(value, Tensor):
-                found.append(_layout(value))
+        Args:
+            container: what to compare later.
+            looks: True if the attributes of objects that it holds are compared.
+            known: identities of containers that are compared elsewhere.
+        """
+        self._ids = _ids(container)
+        self._small: list[Any] = []  # held, so that nothing else gets their identities
+        self._alive: list[weakref.ref[Any]] = []
+        self._empty: list[Any] = []  # keys of containers that hold nothing
+        self._inside: list[tuple[Any, _Part]] = []  # by key
+        self._objects: list[tuple[Any, _Part]] = []
+        self._layouts: list[tuple[Any, Any]] = []
+        pairs = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in pairs:
+            self._small.append(key)
+            if isinstance(value, Tensor):
+                self._layouts.append((key, _layout(value)))
             elif isinstance(value, (dict, list, tuple, set)):
-                if value and id(value) not in known:
+                if not value:
+                    self._empty.append(key)
+                elif id(value) not in known:
                     known.add(id(value))
-                    containers.append((value, looks))
+                    self._inside.append((key, _Part(value, looks, known)))
+            elif isinstance(value, CONSTANTS):
+                self._small.append(value)
             else:
-                found.append(value)
-                if looks and _is_plain_object(value) and id(attributes := vars(value)) not in known:
-                    known.add(id(attributes))
-                    containers.append((attributes, False))
-    return found
+                try:
+                    self._alive.append(weakref.ref(value))
+                except TypeError:
+                    self._small.append(value)
+                if looks and not _is_constant(value):
+                    self._look_into(key, value, known)
+
+    def _look_into(self, key: Any, value: Any, known: set[int]) -> None:
+        if not hasattr(value, "__dict__"):
+            self._ids.append(0)  # like no other
+        elif id(attributes := vars(value)) not in known:
+            known.add(id(attributes))
+            self._objects.append((key, _Part(attributes, False, known)))
+
+    def is_current(self, container: Any) -> bool:
+        """Return True if a container holds what the one that was read held."""
+        if _ids(container) != self._ids:
+            return False
+        for value in self._alive:
+            if value() is None:
+                return False
+        if isinstance(container, set):
+            container = list(container)
+        if any(map(container.__getitem__, self._empty)):
+            return False
+        for key, layout in self._layouts:
+            if _layout(container[key]) != layout:
+                return False
+        for key, part in self._inside:
+            if not part.is_current(container[key]):
+                return False
+        return all(part.is_current(vars(container[key])) for key, part in self._objects)
 
 
-def _is_plain_object(value: Any) -> bool:
-    if callable(value) or isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
-        return False
-    return type(value).__module__.partition(".")[0] != __name__.partition(".")[0]
+def _ids(container: Any) -> list[int]:
+    if isinstance(container, dict):
+        return [*map(id, container), *map(id, container.values())]
+    return list(map(id, container))
+
+
+def _is_constant(value: Any) -> bool:
+    """Return True for what has no attributes that change, or whose attributes are compared elsewhere."""
+    return isinstance(value, FIXED) or type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _layout(t: Any) -> tuple[Any, ...]:
@@ -85,21 +134,6 @@ def _layout(t: Any) -> tuple[Any, ...]:
         return (object(),)  # like no other
 
 
-def _weakly(value: Any) -> Any:
-    if isinstance(value, (tuple, *CONSTANTS)):
-        return value
-    try:
-        return _Weak(weakref.ref(value))
-    except TypeError:
-        return value
-
-
-def _same(held: Any, now: Any) -> bool:
-    if type(held) is _Weak:
-        return now is not None and held.value() is now
-    return held is now or (type(held) is type(now) and isinstance(held, (tuple, *CONSTANTS)) and held == now)
-
-
 def circumstances() -> tuple[Any, ...] | None:
     """Return what chooses kernels besides the model, and what a graph has of torch's; None where no graph is kept."""
     if function_modes():
@@ -108,7 +142,7 @@ def circumstances() -> tuple[Any, ...] | None:
     matmul, of_cuda, cudnn = backends.cuda.matmul, backends.cuda, backends.cudnn
     return (
         requested(), [backend for registry in registries() for backend in registry.backends().values()],
-        failed_captures(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
         backends.fp32_precision, matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction,
         matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_accumulation,
         of_cuda.preferred_blas_library(), cudnn.enabled, cudnn.conv.fp32_precision, attention_priority(),
@@ -122,11 +156,13 @@ class Kept(NamedTuple):
 
     Attributes:
         key: requests with an equal one are served.
+        failures: captures that had failed when it was captured.
         tensors: inputs and outputs of the step by name.
         places: the tensors of the cache that it advances.
     """
 
     key: Any
+    failures: int
     step: Step
     graphs: CudaGraphs
     tensors: dict[str, Tensor]
@@ -182,6 +218,8 @@ class History:
                 return None
             if not self._model.is_current(model):
                 self._drop()
+            self.idle += [kept.graphs for kept in self._kept if kept.failures != failed_captures()]
+            self._kept = [kept for kept in self._kept if kept.failures == failed_captures()]
             for i, kept in enumerate(self._kept):
                 if kept.key == key:
                     return self._kept.pop(i), self._model

@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from kda_layers.kernels.deprecation import recompute_words, warn_deprecated
 from kda_layers.kernels.kda.checks import check_recompute
@@ -18,7 +18,7 @@ from kda_layers.modeling.models import VARIANTS
 from kda_layers.modeling.swap import families
 from kda_layers.modeling.swap.convert import check_backend, check_model, convert_attention, unsupported
 from kda_layers.modeling.swap.in_place import KDAFamily, StockFamily
-from kda_layers.modeling.swap.loop import SwappedModel, with_loop, without_loop
+from kda_layers.modeling.swap.loop import add_loop, remove_loop
 from kda_layers.modeling.swap.saved_names import accept_saved_names, refuse_saved_names
 
 logger = logging.getLogger("kda_layers")
@@ -54,8 +54,9 @@ def swap_attention(
     """Run layers of a transformers model by our forward, in place.
 
     KDA layers (Kimi-Linear, GLM-5.3-Flash, Ling / Ring) or biased softmax attention (Doge) compute with our forward
-    over the same parameters, so checkpoints, parameter names and optimizers stay. `restore_attention` undoes it. For a
-    softmax decoder (Llama, Qwen2, Qwen3, Mistral) see `convert_attention`.
+    over the same parameters, so checkpoints, parameter names and optimizers stay. The class of a model with KDA layers
+    becomes a subclass of the same name, whose `generate` has its loop on the device. `restore_attention` undoes all of
+    it. For a softmax decoder (Llama, Qwen2, Qwen3, Mistral) see `convert_attention`.
 
     Args:
         model: the transformers model.
@@ -113,9 +114,8 @@ def swap_attention(
         options = dict(recompute=recompute, memory_share=memory_share)
         vars(layer).update(family.attributes(model, path, layer, backend, **options))
         _set_class(layer, family.layer)
-    if isinstance(family, KDAFamily) and isinstance(model, GenerationMixin) and not isinstance(model, SwappedModel):
-        stock: Any = type(model)
-        model.__class__ = with_loop(stock)
+    if isinstance(family, KDAFamily):
+        add_loop(model)
     for base in _base_models(model, family):
         if family.prepare_call not in base._forward_pre_hooks.values():
             base.register_forward_pre_hook(family.prepare_call, with_kwargs=True)
@@ -149,7 +149,7 @@ def restore_attention(model: PreTrainedModel) -> list[str]:
                 del base._forward_pre_hooks[key]
                 base._forward_pre_hooks_with_kwargs.pop(key, None)
     refuse_saved_names(model)
-    model.__class__ = without_loop(model)
+    remove_loop(model)
     for name in ("_is_stateful", "_get_candidate_generator"):
         model.__dict__.pop(name, None)
     return list(swapped)
@@ -210,7 +210,8 @@ def load_pretrained(
 
     Returns:
         The model, of the class of transformers that the configuration names in architectures; if it names none, of the
-        language model of its type. With output_loading_info=True also the dict that from_pretrained returns then.
+        language model of its type; as `swap_attention` leaves it. With output_loading_info=True also the dict that
+        from_pretrained returns then.
 
     Raises:
         ValueError: a checkpoint of an unsupported family; what `swap_attention` raises.
