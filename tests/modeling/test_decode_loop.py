@@ -526,7 +526,7 @@ def test_random_numbers_go_on(device: str) -> None:
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("static", [False, slow(True)], ids=["default", "static"])
 @pytest.mark.parametrize("dense", [slow(True), False], ids=["dense", "experts"])
-@pytest.mark.parametrize("family", ["kimi_linear", "bailing_hybrid"])
+@pytest.mark.parametrize("family", ["kimi_linear", slow("bailing_hybrid")])
 def test_tokens_of_swapped_models(
     family: str, dense: bool, static: bool, padded: bool, ends: bool, choice: str, device: str, loops: list[bool],
     captures: Captures,
@@ -697,7 +697,7 @@ EDITS = [renormed, with_other_options, with_another_layer, reconfigured, moved]
 OF_SCALED = [without_extra, with_another_key, with_fewer_names, rescaled, in_another_list, of_another_class]
 
 
-@pytest.mark.parametrize("edit", [*EDITS, *OF_SCALED], ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("edit", [*EDITS, *map(slow, OF_SCALED)], ids=lambda edit: edit.__name__)
 def test_a_graph_of_a_model_that_was_changed_is_dropped(edit: Any, device: str, captures: Captures) -> None:
     m = build("kda", device)
     if edit in OF_SCALED:
@@ -887,7 +887,7 @@ def test_what_was_replaced_is_freed() -> None:
 
 
 @pytest.mark.parametrize("name", ["kda", "hybrid"])
-@pytest.mark.parametrize("threaded", [False, True], ids=["", "thread"])
+@pytest.mark.parametrize("threaded", [False, slow(True)], ids=["", "thread"])
 def test_a_generate_within_another(name: str, threaded: bool, device: str) -> None:
     """A streamer that generates with the same model does not get the graph that is in use, nor its tensors."""
     m = build(name, device)
