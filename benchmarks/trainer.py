@@ -9,6 +9,7 @@ together, from one synchronisation to the next, as the host may run ahead of the
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -102,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     turns = tqdm(total=(len(CONTENDERS) + 1) * (1 + ROUNDS * timing.PASSES) - 1, unit="turn")
 
     def turn(name: str) -> list[float]:
+        gc.collect()  # the graph of the last turn
+        torch.cuda.empty_cache()
         times = CONTENDERS[name](model)
         turns.update()
         return times

@@ -1293,7 +1293,6 @@ def test_tasks_of_language_models(contender: str, monkeypatch: pytest.MonkeyPatc
 
 def test_training_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     """In torchao's emulation, captured on a tape: the wide projections are converted, and the losses are near."""
-    pytest.importorskip("torchao")
     from benchmarks import lm
 
     monkeypatch.setattr(training_step, "CudaGraphs", TapedGraphs)

@@ -117,7 +117,10 @@ def _record(capturing: contextlib.AbstractContextManager[None], work: Callable[[
 
 
 def failed_captures() -> int:
-    """Return how many captures have failed: graphs from before the last of them no longer follow torch's generator."""
+    """Return the number of failed captures.
+
+    A failure replaces the state of torch's generator; earlier graphs keep drawing from the old one.
+    """
     return _failed[0]
 
 
@@ -188,7 +191,10 @@ class CacheState:
         return self._tensors
 
     def move_to(self, places: Sequence[Tensor]) -> None:
-        """Copy the tensors into those of a state of the same kind, and put these in the cache: then read it again."""
+        """Copy the tensors into `places`, those of a state of the same kind, and put these in the cache.
+
+        Create another CacheState afterwards.
+        """
         left = iter(places)
         self._replace(lambda t: next(left).copy_(t))
 

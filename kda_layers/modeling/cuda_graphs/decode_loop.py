@@ -118,8 +118,8 @@ def _is_known(model: Any, name: str) -> bool:
     """Return True if a method is transformers' or this package's, or PEFT's that leaves a step as it is."""
     replaced = vars(model).get(name)
     if replaced is None:
-        method = getattr(type(model), name, GenerationMode)  # not every class makes its masks by a method
-        return method.__module__.partition(".")[0] in ("transformers", __name__.partition(".")[0])
+        method = getattr(type(model), name, None)  # stock classes have no method for masks since transformers 5.24
+        return method is None or method.__module__.partition(".")[0] in ("transformers", __name__.partition(".")[0])
     adapter = getattr(getattr(replaced, "__self__", None), "active_peft_config", None)
     return not getattr(adapter, "is_prompt_learning", True)
 
@@ -197,7 +197,7 @@ def _run(steps: Steps, buffers: Buffers) -> tuple[Tensor, Advance | None]:
             buffers.grow(ran, most)
         advance = advance or Advance(steps)
         if ran == 0 and advance.lasts:
-            kept = advance  # of steps over larger buffers nothing is kept: they share tensors with these
+            kept = advance  # graphs over larger buffers share its tensors and are not kept
         last, before = ran, generator.get_state() if ends and draws else None
         more = min(together, all_steps - ran, buffers.free)
         for _ in range(more):

@@ -66,7 +66,7 @@ class Steps:
         counts: [3] int64: tokens of the longest sequence, sequences that have not ended, and draws from NaN.
     """
 
-    # All tensors that a step reads or writes, besides the cache's and the model's.
+    # Tensors that a step reads or writes, besides those of the cache and the model.
     TENSORS = "ids", "counts", "_going", "_token", "_column", "_positions", "_mask", "_end", "_pad"
 
     def __init__(self, model: Any, request: Request) -> None:
@@ -96,7 +96,7 @@ class Steps:
         return {name: t for name in self.TENSORS if (t := getattr(self, name)) is not None}
 
     def move_to(self, places: dict[str, Tensor]) -> None:
-        """Copy all tensors to these places, and go on there."""
+        """Copy all tensors to these places, and use these from now on."""
         for name, t in self.tensors().items():
             setattr(self, name, places[name].copy_(t))
 
@@ -190,7 +190,7 @@ class Advance:
         self._has_run = True
 
     def keep(self) -> None:
-        """Leave the graph to later requests. The cache gets copies of what the graph writes."""
+        """Leave the graph to later requests. The cache gets copies of the tensors that the graph writes."""
         if self._step is None or self._graphs is None or self._model is None:
             return
         places = self._state.tensors()

@@ -81,7 +81,7 @@ def is_of_constant_size(cache: Any) -> bool:
 
 
 def rounded(tokens: int) -> int:
-    """Return the places for this many tokens of which requests of similar lengths have equally many."""
+    """Round up to a multiple of SLOTS, so that requests of similar lengths have buffers of one size."""
     return -(-tokens // SLOTS) * SLOTS
 
 

@@ -25,12 +25,15 @@ MOST_STEPS, MOST_BYTES = 8, 2**28  # that a model keeps: captured steps, and byt
 
 
 class ModelState:
-    """All that a graph holds of a model of transformers.
+    """State of a model that a captured step depends on.
 
-    Classes of the modules and their forwards; attributes of modules, of the configuration and of objects that modules
-    hold; layouts of tensors. Further inside, in objects of this package and in other attributes of classes nothing is
-    compared. A module that holds what has no attributes, such as an array, is like no other. What is replaced can be
-    freed.
+    It covers the classes of modules and their forwards, the attributes of modules, of the configuration and of objects
+    that modules hold, and the addresses, dtypes, shapes and strides of tensors. It does not cover other attributes of
+    classes, objects nested more deeply, or objects of this package. A model that holds an object without attributes,
+    such as a NumPy array, is never current. `layer.remembered.Snapshot` is cheaper, for every step: it takes attributes
+    for constants.
+
+    Only weak references are held to modules and objects, and none to tensors.
     """
 
     def __init__(self, model: Any) -> None:
@@ -50,7 +53,10 @@ class ModelState:
 
 
 class _Part:
-    """A dict, list, tuple or set, by the identities of what it holds, which is alive or held here while it is small."""
+    """Contents of a dict, list, tuple or set, compared by identity.
+
+    Identities are not reused: constants and keys are held here, and other objects must still be alive.
+    """
 
     def __init__(self, container: Any, looks: bool, known: set[int]) -> None:
         """Read a container.
@@ -61,7 +67,7 @@ class _Part:
             known: identities of containers that are compared elsewhere.
         """
         self._ids = _ids(container)
-        self._small: list[Any] = []  # held, so that nothing else gets their identities
+        self._small: list[Any] = []  # keys and constants
         self._alive: list[weakref.ref[Any]] = []
         self._empty: list[Any] = []  # keys of containers that hold nothing
         self._inside: list[tuple[Any, _Part]] = []  # by key
@@ -90,7 +96,7 @@ class _Part:
 
     def _look_into(self, key: Any, value: Any, known: set[int]) -> None:
         if not hasattr(value, "__dict__"):
-            self._ids.append(0)  # like no other
+            self._ids.append(0)  # never equal
         elif id(attributes := vars(value)) not in known:
             known.add(id(attributes))
             self._objects.append((key, _Part(attributes, False, known)))
@@ -122,7 +128,7 @@ def _ids(container: Any) -> list[int]:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return True for what has no attributes that change, or whose attributes are compared elsewhere."""
+    """Return True if the attributes of an object need not be compared here."""
     return isinstance(value, FIXED) or type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -131,11 +137,11 @@ def _layout(t: Any) -> tuple[Any, ...]:
         t = t.to_local() if is_dtensor(t) else t
         return t.data_ptr(), t.dtype, t.shape, t.stride()
     except RuntimeError:  # sparse, for example
-        return (object(),)  # like no other
+        return (object(),)  # never equal
 
 
 def circumstances() -> tuple[Any, ...] | None:
-    """Return what chooses kernels besides the model, and what a graph has of torch's; None where no graph is kept."""
+    """Return the global settings that choose kernels; None under a function mode, which a graph would bypass."""
     if function_modes():
         return None
     backends: Any = torch.backends

@@ -63,9 +63,10 @@ def _against_moving(parts: list[nn.Parameter], buffer: MergedWeights) -> Iterato
 
 
 def as_local(layer: nn.Module) -> nn.Module:
-    """Return the linear layer of this rank's outputs that `layer` is under tensor parallelism; otherwise `layer`.
+    """Return a plain linear layer over this rank's shard of a "colwise" layer (tensor parallelism); else `layer`.
 
-    Without gradients, transformers' style "colwise" does no more than call it. Its weight is the shard itself.
+    Without gradients, the forward of that style only calls the layer on its shard. The weight returned is the shard
+    itself, so that `MergedWeights` can move it.
     """
     forward = layer.__dict__.get("forward")
     if forward is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
@@ -192,7 +193,7 @@ class MergedWeights:
 
 @contextlib.contextmanager
 def capture_in_passing() -> Iterator[None]:
-    """Capture a graph that is not replayed after parameters have moved: they may be laid side by side after it."""
+    """Allow parameters to move after a capture: its graph is not replayed once they have."""
     _thread.in_passing = True
     try:
         yield
