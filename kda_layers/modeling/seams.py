@@ -67,8 +67,8 @@ OVERRIDDEN = _seams({
     "cache_utils": "Cache.crop LinearAttentionLayer.update_conv_state LinearAttentionLayer.update_recurrent_state "
     "LinearAttentionLayer.reorder_cache",
     "generation": "GenerationMixin._get_candidate_generator GenerationMixin._get_logits_processor "
-    "GenerationMixin._get_stopping_criteria GenerationMixin._prefill GenerationMixin._prepare_cache_for_generation "
-    "GenerationMixin._prepare_special_tokens GenerationMixin._sample "
+    "GenerationMixin._get_stopping_criteria GenerationMixin._optimize_model_for_decode GenerationMixin._prefill "
+    "GenerationMixin._prepare_cache_for_generation GenerationMixin._prepare_special_tokens GenerationMixin._sample "
     "GenerationMixin._update_model_kwargs_for_generation GenerationMixin._valid_auto_compile_criteria "
     "GenerationMixin.init_continuous_batching",
     "masking_utils": "create_masks_for_generate",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import threading
 
 import pytest
 import torch
@@ -15,11 +15,8 @@ from kda_layers.kernels.triton_package import RepeatedLaunch
 
 
 def loaded() -> None:
-    """Load, and wait for the thread."""
     compilers.load_early()
-    for thread in threading.enumerate():
-        if thread.name == "kda_layers.load_early":
-            thread.join()
+    compilers.wait()
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
@@ -28,17 +25,25 @@ def test_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     cache.triton_key.cache_clear()
     build.problems.cache_clear()
-    monkeypatch.setattr(compilers, "_started", False)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(compilers, "_thread", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     loaded()
     assert not cache.triton_key.cache_info().currsize
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     loaded()
     assert cache.triton_key.cache_info().currsize == 1
     assert build.problems.cache_info().currsize == (importlib.util.find_spec("cuda") is not None)
     cache.triton_key.cache_clear()
     loaded()
     assert not cache.triton_key.cache_info().currsize
+
+
+def test_the_first_kernel_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or Triton would hash its library beside the thread that does."""
+    waited: list[bool] = []
+    monkeypatch.setattr(compilers, "wait", lambda: waited.append(True))
+    importlib.reload(importlib.import_module("kda_layers.kernels.fused.triton"))
+    assert waited
 
 
 class Kernel:

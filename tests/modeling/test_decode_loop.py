@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     DynamicCache,
     EosTokenCriteria,
+    GenerationMixin,
     LogitsProcessor,
     MaxLengthCriteria,
     PreTrainedModel,
@@ -549,6 +551,23 @@ def test_tokens_of_swapped_models(
     assert captures.made > 0
 
 
+def test_steps_multiply_experts_as_transformers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU its loop sets another implementation than that of the prefill, which a graph cannot hold in fp32."""
+    m, log, advance = stock_models.build("kimi_linear").to(device), list[str](), decode_steps.Steps.advance
+    swap_attention(m)
+
+    @contextlib.contextmanager
+    def optimized(model: Any) -> Iterator[None]:
+        log.append("begin")
+        yield
+        log.append("end")
+
+    monkeypatch.setattr(GenerationMixin, "_optimize_model_for_decode", optimized)
+    monkeypatch.setattr(decode_steps.Steps, "advance", lambda steps: log.append("step") or advance(steps))
+    generated(m, prompts(device), max_new_tokens=2)
+    assert log == ["begin", "step", "end"]
+
+
 def test_a_swapped_model_is_of_its_stock_class(device: str, loops: list[bool]) -> None:
     """By name, by isinstance, in copies and in what is saved; restored, it is that class."""
     stock = stock_models.build("kimi_linear").to(device)
@@ -654,16 +673,17 @@ class Scale:
 
 
 class Scaled(nn.Module):
-    """An MLP that does more by what it holds, in as many ways."""
+    """An MLP whose sign and size depend on what it holds, in as many ways."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner, self.extra, self.factors, self.names, self.scale = inner, torch.tanh, {"a": 3.0}, {"n"}, Scale()
-        self.scale.factor, self.on, self.off = 2.0, [0.5], list[float]()
+        self.scale.factor, self.on, self.off = 50.0, [1.0], list[float]()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x) * self.scale.factor * self.factors.get("a", 0.2)
-        return (y if self.extra is None else self.extra(y)) + len(self.names) + sum(self.on) - sum(self.off)
+        y = self.inner(x) * self.scale.factor * self.factors.get("a", -3.0)
+        y = y if self.extra is None else self.extra(y)
+        return y * (1 if self.names else -1) * (sum(self.on) - sum(self.off))
 
 
 class Negated(Scaled):
@@ -684,7 +704,7 @@ def with_fewer_names(m: Any) -> None:
 
 
 def rescaled(m: Any) -> None:
-    m.model.layers[1].mlp.scale.factor = -5.0
+    m.model.layers[1].mlp.scale.factor = -50.0
 
 
 def in_another_list(m: Any) -> None:
@@ -832,7 +852,7 @@ def test_returned_caches_have_no_spare_places(device: str, monkeypatch: pytest.M
 
 def test_long_requests_are_not_kept(device: str, captures: Captures, monkeypatch: pytest.MonkeyPatch) -> None:
     """Places for a million tokens count as the cache does."""
-    monkeypatch.setattr(decode_steps, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(decode_steps, "MOST_BYTES", 2**23)
     m = build("kda", device)
     for new, want in ((10**6, 1), (10**6, 1), (10, 1), (10, 0)):
         check_like_transformers(m, prompts(device, 4), max_new_tokens=new, eos_token_id=3, pad_token_id=0)

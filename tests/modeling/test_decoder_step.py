@@ -236,6 +236,8 @@ def exchange_module(layer: Any) -> None:
 CHANGES: dict[str, Any] = {
     "a weight is replaced": replace_weight, "a weight moves": move_weight, "an option": change_option,
     "a module is exchanged": exchange_module,
+    "an epsilon": lambda layer: setattr(layer.input_layernorm, "eps", 2.0),
+    "the epsilon of the layer's norm": lambda layer: setattr(layer.self_attn.o_norm, "eps", 2.0),
     "a move of all": lambda layer: layer.double().to(BF16),
     "in place": lambda layer: layer.mlp.gate_proj.weight.data.mul_(2),
     "a hook": lambda layer: layer.mlp.register_forward_hook(lambda module, args, y: 2 * y),

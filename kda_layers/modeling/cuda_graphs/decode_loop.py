@@ -161,7 +161,8 @@ def sample_on_device(model: Any, request: Request) -> Any:
     try:
         steps.begin(prompt.logits)
         del prompt
-        ids, first = _run(steps, buffers)
+        with model._optimize_model_for_decode():  # other products of experts, some of which a graph cannot hold
+            ids, first = _run(steps, buffers)
     finally:
         buffers.give_back()
     if first is not None:

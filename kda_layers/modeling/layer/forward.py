@@ -184,7 +184,6 @@ class KDAForward:
         self.merged_weights.refresh(module)
         self.factors.refresh(module)
         self.plan.forget()
-        load_early()
         return module
 
     def bypassed(self) -> Iterator[Reason]:

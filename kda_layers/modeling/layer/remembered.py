@@ -12,9 +12,9 @@ Answer = TypeVar("Answer")
 
 
 class Snapshot:
-    """The submodules and parameters of a module without hooks, and where the parameters lie.
+    """The submodules and parameters of a module without hooks, where the parameters lie, and the norms' epsilons.
 
-    Attributes of modules, such as a norm's epsilon, are taken for constants. The module itself is not held: it owns the
+    Other attributes of modules are taken for constants. The module itself is not held: it owns the
     snapshot, and a cycle would keep its weights in memory until Python collects garbage.
     """
 
@@ -24,6 +24,8 @@ class Snapshot:
         self._held = self._parts(module)
         self._parameters = [t for t in self._held if isinstance(t, Tensor)]
         self._places = self._layout()
+        self._norms: list[Any] = [m for m in self._inside if hasattr(m, "eps")]
+        self._epsilons = [norm.eps for norm in self._norms]
 
     def is_current(self, module: nn.Module) -> bool:
         """Return True if nothing in `module` was replaced, moved or hooked since."""
@@ -33,6 +35,7 @@ class Snapshot:
             and len(held) == len(self._held)
             and all(map(is_, held, self._held))
             and self._layout() == self._places
+            and [norm.eps for norm in self._norms] == self._epsilons
             and [type(m) for m in modules] == self._classes
         )
 

@@ -94,6 +94,8 @@ def _hides_keys(mask: Any) -> bool:
 @fast_path("attention of one token over a static cache, split by keys", instead="transformers' attention function")
 def SPLIT_KEYS(call: Any, layer: KDASoftmaxAttention, hides_keys: bool) -> Iterator[Reason]:
     """One token of each sequence over a static cache, for whose mask SDPA has no kernel that splits the keys."""
+    if call.compiling:  # first, as compiled code can read no context variable
+        yield Reason("is compiled (torch.compile)")
     if call.tokens != 1:
         yield Reason("has several tokens")
     if call.device.type not in DEVICES:
@@ -115,8 +117,6 @@ def SPLIT_KEYS(call: Any, layer: KDASoftmaxAttention, hides_keys: bool) -> Itera
         yield Reason("runs with gradients enabled")
     if call.autocast:
         yield Reason("runs under autocast", "load the model in bfloat16 instead")
-    if call.compiling:
-        yield Reason("is compiled (torch.compile)")
 
 
 class KDABiasedAttention(KeepsFP32, KDASoftmaxAttention):
