@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from .cuda import build
 
+SWITCH_INTERVAL = 1e-4  # seconds that another thread may keep the GIL, while the thread loads
 _thread: threading.Thread | None = None
 
 
@@ -34,9 +36,22 @@ def load_early() -> None:
         from cuda.bindings import driver, nvrtc  # noqa: F401
 
         work.append(build.problems)
-    _thread = threading.Thread(target=lambda: [load() for load in work], name="kda_layers.load_early", daemon=True)
+    _thread = threading.Thread(target=_load, args=(work,), name="kda_layers.load_early", daemon=True)
     os.register_at_fork(before=wait)
     _thread.start()
+
+
+def _load(work: list[Callable[[], Any]]) -> None:
+    # Triton hashes by the MiB and takes the GIL after each: beside a busy thread, at Python's 5 ms, that is 15 times as
+    # long as alone.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    try:
+        for load in work:
+            load()
+    finally:
+        if abs(sys.getswitchinterval() - SWITCH_INTERVAL) < 1e-6:  # nobody else has set it
+            sys.setswitchinterval(before)
 
 
 def wait() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 
 import pytest
 import torch
@@ -36,6 +37,20 @@ def test_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.triton_key.cache_clear()
     loaded()
     assert not cache.triton_key.cache_info().currsize
+
+
+def test_the_thread_is_not_starved() -> None:
+    """It gets the GIL often while it runs, and the interval is as before afterwards, unless somebody has set it."""
+    seen: list[float] = []
+    before = sys.getswitchinterval()
+    compilers._load([lambda: seen.append(sys.getswitchinterval())])
+    assert seen == [pytest.approx(compilers.SWITCH_INTERVAL)]
+    assert sys.getswitchinterval() == pytest.approx(before)
+    try:
+        compilers._load([lambda: sys.setswitchinterval(0.02)])
+        assert sys.getswitchinterval() == pytest.approx(0.02)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_the_first_kernel_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,9 @@ def trainer_of(model: Any, folder: Path, kind: type[Trainer] = Trainer, **option
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True,
         logging_steps=1, save_steps=SAVED, report_to=[], disable_tqdm=True, seed=0,
     )  # fmt: skip
-    return kind(model, TrainingArguments(**arguments | options), train_dataset=rows(), eval_dataset=rows(4))
+    args = TrainingArguments(**arguments | options)
+    args._n_gpu = min(args.n_gpu, 1)  # of several, Trainer would take all, by DataParallel
+    return kind(model, args, train_dataset=rows(), eval_dataset=rows(4))
 
 
 def losses(trainer: Trainer) -> list[float]:
