@@ -13,7 +13,7 @@ import torch
 
 from .cuda import build
 
-SWITCH_INTERVAL = 1e-4  # seconds that another thread may keep the GIL, while the thread loads
+SWITCH_INTERVAL = 1e-4  # seconds between thread switches while compilers are loaded
 _thread: threading.Thread | None = None
 
 
@@ -37,13 +37,14 @@ def load_early() -> None:
 
         work.append(build.problems)
     _thread = threading.Thread(target=_load, args=(work,), name="kda_layers.load_early", daemon=True)
-    os.register_at_fork(before=wait)
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(before=wait)
     _thread.start()
 
 
 def _load(work: list[Callable[[], Any]]) -> None:
-    # Triton hashes by the MiB and takes the GIL after each: beside a busy thread, at Python's 5 ms, that is 15 times as
-    # long as alone.
+    # Triton's hash takes the GIL twice per MiB: beside a thread that runs Python, 15 times as long as alone with the
+    # default interval of 5 ms, twice as long with this one.
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
@@ -55,6 +56,6 @@ def _load(work: list[Callable[[], Any]]) -> None:
 
 
 def wait() -> None:
-    """Wait for what `load_early` has begun, which Triton would otherwise do a second time, beside the first."""
+    """Wait for the thread that `load_early` started; without it, Triton hashes its library a second time."""
     if _thread is not None:
         _thread.join()

@@ -552,7 +552,7 @@ def test_tokens_of_swapped_models(
 
 
 def test_steps_multiply_experts_as_transformers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU its loop sets another implementation than that of the prefill, which a graph cannot hold in fp32."""
+    """On a GPU transformers switches to batched_mm for decode steps; grouped_mm in fp32 cannot be captured."""
     m, log, advance = stock_models.build("kimi_linear").to(device), list[str](), decode_steps.Steps.advance
     swap_attention(m)
 

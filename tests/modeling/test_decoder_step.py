@@ -16,14 +16,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from transformers import StaticCache
 
-from kda_layers import KDAConfig, KDAForCausalLM, use_backend
+from kda_layers import KDAConfig, KDAForCausalLM, swap_attention, use_backend
 from kda_layers.kernels.fused.linear_step import LINEAR_STEP
 from kda_layers.modeling.layer import fast_paths, weights
+from kda_layers.modeling.layer.remembered import Snapshot
 from kda_layers.modeling.models import modeling_kda
 from kda_layers.modeling.models.hybrid import KDAAttention
 from kda_layers.modeling.models.modeling_kda import KDAMLP
 from tests.kernels import emulated_layer_step as emulated
 from tests.kernels.cases import BF16, budget, error
+from tests.modeling import stock_models
 from tests.modeling.stock_models import cast
 
 pytestmark = pytest.mark.emulated
@@ -243,6 +245,19 @@ CHANGES: dict[str, Any] = {
     "a hook": lambda layer: layer.mlp.register_forward_hook(lambda module, args, y: 2 * y),
     "another forward": lambda layer: setattr(layer.mlp, "forward", lambda x: 2 * x),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["ours", "swapped"])
+def test_a_snapshot_compares_epsilons(kind: str) -> None:
+    """Norms of stock models call theirs variance_epsilon."""
+    model = a_model() if kind == "ours" else stock_models.build("kimi_linear")
+    if kind == "swapped":
+        swap_attention(model)
+    layer = model.model.layers[0].self_attn
+    snapshot = Snapshot(layer)
+    assert snapshot.is_current(layer)
+    setattr(layer.o_norm, "eps" if kind == "ours" else "variance_epsilon", 2.0)
+    assert not snapshot.is_current(layer)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -161,7 +161,7 @@ def sample_on_device(model: Any, request: Request) -> Any:
     try:
         steps.begin(prompt.logits)
         del prompt
-        with model._optimize_model_for_decode():  # other products of experts, some of which a graph cannot hold
+        with model._optimize_model_for_decode():  # switches experts to batched_mm on a GPU, as transformers' loop does
             ids, first = _run(steps, buffers)
     finally:
         buffers.give_back()

@@ -30,8 +30,8 @@ class ModelState:
     It covers the classes of modules and their forwards, the attributes of modules, of the configuration and of objects
     that modules hold, and the addresses, dtypes, shapes and strides of tensors. It does not cover other attributes of
     classes, objects nested more deeply, or objects of this package. A model that holds an object without attributes,
-    such as a NumPy array, is never current. `layer.remembered.Snapshot` is cheaper, for every step: it takes attributes
-    for constants.
+    such as a NumPy array, is never current. `layer.remembered.Snapshot` is cheaper, for every step: of attributes it
+    compares the norms' epsilons alone.
 
     Only weak references are held to modules and objects, and none to tensors.
     """

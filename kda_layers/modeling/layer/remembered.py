@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 Answer = TypeVar("Answer")
 
+EPSILONS = ("eps", "variance_epsilon")  # names in torch.nn and in transformers' norms
+
 
 class Snapshot:
     """The submodules and parameters of a module without hooks, where the parameters lie, and the norms' epsilons.
 
-    Other attributes of modules are taken for constants. The module itself is not held: it owns the
-    snapshot, and a cycle would keep its weights in memory until Python collects garbage.
+    Other attributes of modules are taken for constants. The module itself is not held: it owns the snapshot, and a
+    cycle would keep its weights in memory until Python collects garbage.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -24,8 +26,8 @@ class Snapshot:
         self._held = self._parts(module)
         self._parameters = [t for t in self._held if isinstance(t, Tensor)]
         self._places = self._layout()
-        self._norms: list[Any] = [m for m in self._inside if hasattr(m, "eps")]
-        self._epsilons = [norm.eps for norm in self._norms]
+        self._norms = [(m, name) for m in self._inside for name in EPSILONS if hasattr(m, name)]
+        self._epsilons = [getattr(*norm) for norm in self._norms]
 
     def is_current(self, module: nn.Module) -> bool:
         """Return True if nothing in `module` was replaced, moved or hooked since."""
@@ -35,7 +37,7 @@ class Snapshot:
             and len(held) == len(self._held)
             and all(map(is_, held, self._held))
             and self._layout() == self._places
-            and [norm.eps for norm in self._norms] == self._epsilons
+            and [getattr(*norm) for norm in self._norms] == self._epsilons
             and [type(m) for m in modules] == self._classes
         )
 

@@ -94,7 +94,7 @@ def _hides_keys(mask: Any) -> bool:
 @fast_path("attention of one token over a static cache, split by keys", instead="transformers' attention function")
 def SPLIT_KEYS(call: Any, layer: KDASoftmaxAttention, hides_keys: bool) -> Iterator[Reason]:
     """One token of each sequence over a static cache, for whose mask SDPA has no kernel that splits the keys."""
-    if call.compiling:  # first, as compiled code can read no context variable
+    if call.compiling:  # before `requested` reads a context variable, which torch 2.11 cannot trace
         yield Reason("is compiled (torch.compile)")
     if call.tokens != 1:
         yield Reason("has several tokens")

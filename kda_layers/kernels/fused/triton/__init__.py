@@ -2,4 +2,4 @@
 
 from ...compilers import wait
 
-wait()  # the first kernel is about to be compiled
+wait()  # before the first kernel is compiled
