@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import threading
@@ -12,26 +13,31 @@ from typing import Any
 import torch
 
 from .cuda import build
+from .registry import registries
 
 SWITCH_INTERVAL = 1e-4  # seconds between thread switches while compilers are loaded
 _thread: threading.Thread | None = None
 
 
 def load_early() -> None:
-    """Start loading Triton and NVRTC in the background, once per process that sees a GPU.
+    """Import what the first calls need and start loading Triton and NVRTC, once per process that sees a GPU.
 
-    Before its first cache lookup Triton hashes its own library (0.35 s), and NVRTC takes 0.06 s to load; both release
-    the GIL. Modules are imported in the calling thread: two threads that import modules which depend on each other can
-    see them half initialised. No CUDA context is made, and a fork waits for the thread.
+    In the background: before its first cache lookup Triton hashes its own library (0.35 s), and NVRTC takes 0.06 s to
+    load; both release the GIL. Modules are imported in the calling thread, as two threads that import modules which
+    depend on each other can see them half initialised: the operators' backends (0.06 s), and what Triton imports
+    before its first kernel (0.1 s). No CUDA context is made, and a fork waits for the thread.
     """
     global _thread
     if _thread is not None or not torch.cuda.device_count():
         return
+    for registry in registries():
+        registry.backends()
     work: list[Callable[[], Any]] = []
     with contextlib.suppress(ImportError):  # which the backends explain where a kernel is needed
         from triton.runtime import cache
 
         work.append(cache.triton_key)
+        importlib.import_module("triton.experimental.gluon.nvidia.hopper")
     with contextlib.suppress(ImportError):
         from cuda.bindings import driver, nvrtc  # noqa: F401
 

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from kda_layers.kernels import compilers
 from kda_layers.kernels.cuda import build
+from kda_layers.kernels.registry import registries
 from kda_layers.kernels.triton_package import RepeatedLaunch
+
+GLUON = "triton.experimental.gluon.nvidia.hopper"  # imported by the first kernel that is specialised
 
 
 def loaded() -> None:
@@ -27,11 +30,16 @@ def test_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.triton_key.cache_clear()
     build.problems.cache_clear()
     monkeypatch.setattr(compilers, "_thread", None)
+    for registry in registries():
+        monkeypatch.setattr(registry, "_found", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     loaded()
+    assert not any(registry._found for registry in registries())
     assert not cache.triton_key.cache_info().currsize
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     loaded()
+    assert all(registry._found for registry in registries())
+    assert GLUON in sys.modules or not importlib.util.find_spec(GLUON)
     assert cache.triton_key.cache_info().currsize == 1
     assert build.problems.cache_info().currsize == (importlib.util.find_spec("cuda") is not None)
     cache.triton_key.cache_clear()

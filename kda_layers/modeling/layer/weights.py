@@ -13,6 +13,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,8 @@ from ...kernels.torch_private import constant_to_compile, is_storage_shared
 from .fast_paths import TENSOR_PARALLEL, Call, Reason, additions, fast_path, hooks
 
 DEVICES = ("cuda",)  # where one product is faster than several
-_locals: weakref.WeakKeyDictionary[nn.Module, nn.Linear] = weakref.WeakKeyDictionary()  # results of `as_local`
+# Results of `as_local`, and the forward, parameters and shards that each is of.
+_locals: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 _thread = threading.local()  # .in_passing: True inside `capture_in_passing`
 
 
@@ -71,18 +73,24 @@ def as_local(layer: nn.Module) -> nn.Module:
     forward = layer.__dict__.get("forward")
     if forward is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return layer
-    if not _is_colwise(forward) or type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
         return layer
     parameters: dict[str, Any] = layer._parameters
+    shards = [None if p is None else getattr(p, "_local_tensor", None) for p in parameters.values()]
+    held = *parameters.values(), *shards
+    local, of_forward, of = _locals.get(layer, (None, None, ()))
+    if of_forward is not None and of_forward() is forward and len(held) == len(of) and all(map(is_, held, of)):
+        return local
+    if not _is_colwise(forward):
+        return layer
     if any(p is not None and _cut_dimensions(getattr(p, "placements", ())) != [0] for p in parameters.values()):
         return layer
-    local = _locals.get(layer)
     if local is None:
-        local = _locals[layer] = nn.Linear(1, 1, device="meta")
+        local = nn.Linear(1, 1, device="meta")
         local.is_local = True  # type: ignore[assignment]
-    for name, p in parameters.items():
-        local._parameters[name] = None if p is None else p._local_tensor
+    local._parameters.update(zip(parameters, shards, strict=True))
     local.out_features, local.in_features = local.weight.shape
+    _locals[layer] = local, weakref.ref(forward), held  # a forward refers to its layer
     return local
 
 
