@@ -82,7 +82,7 @@ def build(contender: str, size: str) -> Any:
         with torch.device(DEVICE):
             return to_bf16(FLAForCausalLM(config))
     if contender == "ours-float8":
-        return _in_float8(build("ours", size))
+        return in_float8(build("ours", size), DEVICE)
     if contender.startswith("kimi"):
         return _kimi(fields, heads, swapped=contender == "kimi-swapped")
     kinds = {"full_attention_interval": {"ours": 0, "hybrid": 4, "softmax": 1}[contender]}
@@ -94,18 +94,20 @@ def build(contender: str, size: str) -> Any:
         return to_bf16(KDAForCausalLM(config))
 
 
-def _in_float8(model: Any) -> Any:
-    """The model with torchao's float8 in its large products; torch.compile fuses the casts of each."""
+def in_float8(model: Any, device: str) -> Any:
+    """The model with torchao's float8 in its large products; torch.compile fuses the casts of each on a GPU."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
     def is_wide(layer: torch.nn.Module, name: str) -> bool:
         return name != "lm_head" and isinstance(layer, torch.nn.Linear) and min(layer.weight.shape) >= NARROW
 
-    convert_to_float8_training(model, config=Float8LinearConfig(emulate=DEVICE == "cpu"), module_filter_fn=is_wide)
-    for layer in model.modules():
-        if isinstance(layer, Float8Linear) and DEVICE != "cpu":
-            layer.compile()
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=device == "cpu"), module_filter_fn=is_wide)
+    layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
+    if not layers:
+        raise ValueError(f"model must have products of {NARROW} inputs and outputs for float8, has none so wide")
+    for layer in layers if device != "cpu" else ():
+        layer.compile()
     return model
 
 
