@@ -1,6 +1,6 @@
 """The versions of torch and transformers that the tests have passed with, and what happens with others.
 
-`tested_versions.json` is written by the tests: `make test-versions`.
+`tested_versions.json` is written by the tests: `pytest tests/modeling --record-versions`.
 """
 
 from __future__ import annotations

@@ -821,10 +821,11 @@ def test_no_timed_row_is_missing_from_the_tables() -> None:
                     assert cell in text, (path.name, row)
 
 
-def test_loss_curves_have_the_same_form() -> None:
+@pytest.mark.parametrize("name", ["gpu-training-curves", "gpu-training-curves-float8"])
+def test_loss_curves_have_the_same_form(name: str) -> None:
     """The benchmark keeps a file of its own, from which it resumes."""
-    there = report.load(RESULTS / "gpu-training-curves.json")
-    assert training_curves.results(there["details"] | {"runs": there["rows"]}) == there
+    there = report.load(RESULTS / f"{name}.json")
+    assert training_curves.results(there["details"] | {"runs": there["rows"]}) | {"name": name} == there
 
 
 @pytest.mark.parametrize(
@@ -1289,6 +1290,14 @@ def test_tasks_of_language_models(contender: str, monkeypatch: pytest.MonkeyPatc
             result = run(lm.build(contender, "tiny"), 2)()
             if task == "generate":
                 assert result.shape == (2, lm.PROMPT + 3)
+
+
+def test_float8_without_wide_projections() -> None:
+    """A run that converts nothing is not called one in float8."""
+    from benchmarks import lm
+
+    with pytest.raises(ValueError, match="products of 512 inputs and outputs for float8, has none so wide"):
+        lm.in_float8(torch.nn.Sequential(torch.nn.Linear(512, 511)), "cpu")
 
 
 def test_training_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tools import docs_svg as svg
@@ -86,12 +87,12 @@ def long_generation(results: Results) -> str:
     return svg.chart([panel], "Memory while generating")
 
 
-def training_curves(results: Results) -> str:
+def training_curves(results: Results, name: str, of_what: str) -> str:
     """Smoothed losses, and their differences from the first run's over the steps that both made."""
-    base, *others = results["gpu-training-curves"]["rows"]
+    base, *others = results[name]["rows"]
     width = max(1, max(r["steps"] for r in (base, *others)) // 40)
     of = {r["name"]: smoothed(r["losses"], width) for r in (base, *others)}
-    colors = dict(zip(of, (BLUE, VIOLET, ORANGE, GREEN), strict=True))
+    colors = dict(zip(of, (BLUE, VIOLET, ORANGE, GREEN), strict=False))
     losses = [Line(name, points, colors[name], marker=False) for name, points in of.items()]
     apart = [
         Line(r["name"], {n: y - of[base["name"]][n] for n, y in of[r["name"]].items()}, colors[r["name"]], marker=False)
@@ -101,7 +102,7 @@ def training_curves(results: Results) -> str:
         Panel("training loss", "step", f"nats per token, mean of {width} steps", losses, log=False),
         Panel(f"difference from {base['name']}", "step", "nats per token", apart, log=False),
     ]
-    return svg.chart(panels, "Loss curves of one training by three backends")
+    return svg.chart(panels, f"Loss curves of one training {of_what}")
 
 
 def parallel(results: Results) -> str:
@@ -240,11 +241,12 @@ COMMITTED: dict[str, Callable[[Results], str]] = {
     "docs/assets/architecture.svg": architecture,
     "docs/assets/binary_anchoring.svg": binary_anchoring,
 }
+CURVES = {"gpu-training-curves": "by three backends", "gpu-training-curves-float8": "in bf16 and float8"}
 RUNS: dict[str, Callable[[Results], str]] = {  # beside the page of the result file
     "cpu-operator": cpu_operator,
     "gpu-operator": gpu_operator,
     "gpu-long-generation": long_generation,
     "gpu-parallel": parallel,
-    "gpu-training-curves": training_curves,
     "gpu-train-120m-fla": train_120m,
+    **{name: partial(training_curves, name=name, of_what=what) for name, what in CURVES.items()},
 }
