@@ -61,7 +61,7 @@ OF_SERVING = {
     f"{ENGINE}.requests": "RequestStatus",
     f"{ENGINE}.scheduler": "FIFOScheduler",
 }
-NAMES = {seam.path: seam for seam in (*_seams(OF_MODELS), *_seams(OF_SERVING, "5.18"))}
+NAMES = {seam.path: seam for seam in (*_seams(OF_MODELS), *_seams(OF_SERVING, "5.19"))}
 # Names that our classes override or read: if one were renamed, what we do there would be skipped silently.
 OVERRIDDEN = _seams({
     "cache_utils": "Cache.crop LinearAttentionLayer.update_conv_state LinearAttentionLayer.update_recurrent_state "
@@ -90,7 +90,7 @@ OF_ENGINE = _seams({
     "cli.serving.utils": "CBGenerateManager.init_cb CBGenerateManager.generate_streaming "
     "CBGenerateManager.generate_non_streaming",
     "cli.serving.server": "build_server",
-}, "5.18")  # fmt: skip
+}, "5.19")  # fmt: skip
 
 # What differs between versions. transformers 5.24 calls the cache `cache` in every model; attention modules update the
 # engine's cache themselves since then; and only calls with gradients are checkpointed. Before 5.20, masks of eager

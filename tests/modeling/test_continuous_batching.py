@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import kda_layers
 from kda_layers.kernels.kda.contract import Problem
+from kda_layers.modeling import seams
 from kda_layers.modeling.layer.states import SlotState
 from kda_layers.modeling.models.hybrid import HybridForCausalLM
 from tests.modeling import stock_models
@@ -658,12 +659,15 @@ def test_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is missing, an allocator that transformers has itself: nothing is wrapped then."""
     module = importlib.import_module("transformers.generation.continuous_batching.cache")
     monkeypatch.setattr(HybridForCausalLM, "batches_continuously", False)
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match="takes full and sliding attention alone"):
+        patch.setattr(seams, "installed", lambda name: (5, 18))
+        kda_layers.serving.enable_continuous_batching()
     with pytest.raises(ImportError, match="has an allocator of its own for linear_attention"):
         kda_layers.serving.enable_continuous_batching()
     monkeypatch.setattr(module, "ATTN_TYPE_TO_ALLOCATOR", {})
     monkeypatch.delattr("transformers.generation.continuous_batching.scheduler.Scheduler.add_waiting_request")
     init = module.PagedAttentionCache.__init__
-    with pytest.raises(ImportError, match=r"Scheduler.add_waiting_request, seen in transformers 5.18 to .*lacks"):
+    with pytest.raises(ImportError, match=r"Scheduler.add_waiting_request, seen in transformers 5.19 to .*lacks"):
         kda_layers.serving.enable_continuous_batching()
     assert module.PagedAttentionCache.__init__ is init
     assert not module.ATTN_TYPE_TO_ALLOCATOR

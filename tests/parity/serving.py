@@ -90,7 +90,7 @@ def feature_extraction(on: Subject) -> Any:
 
 @call(
     "`model.generate_batch(prompts)` (after `enable_continuous_batching()`)",
-    since="5.18",
+    since="5.19",
     refused=dict(
         kimi=Refusal(
             "continuous batching does not serve a kimi_linear model",
@@ -157,7 +157,7 @@ def serve(on: Subject) -> Any:
 
 
 @call(
-    "`transformers serve --continuous-batching` (after `enable_continuous_batching()`)", heavy=True, since="5.18",
+    "`transformers serve --continuous-batching` (after `enable_continuous_batching()`)", heavy=True, since="5.19",
     absent=dict(kimi=STOCK_CLASS),
 )  # fmt: skip
 def serve_continuous_batching(on: Subject) -> Any:

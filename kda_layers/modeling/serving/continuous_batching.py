@@ -46,6 +46,8 @@ def enable_continuous_batching() -> None:
     if HybridForCausalLM.batches_continuously:
         return
     owners = {seam.path: seams.owner(seam) for seam in seams.OF_ENGINE}
+    if seams.installed("transformers") < (5, 19):  # whose names are those of later ones
+        raise _unknown("it takes full and sliding attention alone")
     types = getattr(*owners["ATTN_TYPE_TO_ALLOCATOR"])
     # Here, as they need names that older versions of transformers lack.
     modules = ("state_allocator", "engine", "server")
