@@ -22,10 +22,10 @@ _thread: threading.Thread | None = None
 def load_early() -> None:
     """Import what the first calls need and start loading Triton and NVRTC, once per process that sees a GPU.
 
-    In the background: before its first cache lookup Triton hashes its own library (0.35 s), and NVRTC takes 0.06 s to
-    load; both release the GIL. Modules are imported in the calling thread, as two threads that import modules which
-    depend on each other can see them half initialised: the operators' backends (0.06 s), and what Triton imports
-    before its first kernel (0.1 s). No CUDA context is made, and a fork waits for the thread.
+    Before its first cache lookup Triton hashes its own library (0.35 s), and NVRTC takes 0.06 s to load: a thread does
+    both, which release the GIL. Modules are imported in the calling thread, because two threads that import modules
+    which depend on each other can see them half initialised: the operators' backends (0.1 to 0.2 s) and what Triton
+    imports before its first kernel (0.1 s). No CUDA context is made, and a fork waits for the thread.
     """
     global _thread
     if _thread is not None or not torch.cuda.device_count():

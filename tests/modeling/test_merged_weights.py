@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pathlib
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from torch.nn.utils import prune
 
 from kda_layers import KDAConfig, KDAForCausalLM
 from kda_layers.modeling.layer import weights
+from kda_layers.modeling.layer.fast_paths import TENSOR_PARALLEL
 from kda_layers.modeling.layer.weights import MergedWeights
 from kda_layers.modeling.models.modeling_kda import KDAMLP
 
@@ -465,3 +470,43 @@ def test_lora_on_a_model_that_has_generated() -> None:
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
     torch.testing.assert_close(results[0][0], results[0][1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_shard_is_recognised_until_something_is_replaced() -> None:
+    """One local layer of a "colwise" one; another forward, parameter or shard is seen."""
+    shard = pytest.importorskip("torch.distributed.tensor").Shard
+    layer = nn.Linear(4, 6, bias=False)
+
+    def share(rows: int) -> nn.Parameter:
+        p: Any = nn.Parameter(torch.randn(6, 4))
+        p.placements, p._local_tensor = (shard(0),), torch.randn(rows, 4)
+        return p
+
+    def forward_of(owner: nn.Module, dim: int) -> Callable[..., Any]:
+        style = SimpleNamespace(use_local_output=True, output_layouts=shard(dim))
+
+        def forward(x: Tensor, module: nn.Module = owner) -> Any:  # refers to its module, as transformers' do
+            return style
+
+        forward.__module__ = TENSOR_PARALLEL
+        return forward
+
+    layer.weight, layer.__dict__["forward"] = share(3), forward_of(layer, -1)
+    with torch.no_grad():
+        local = weights.as_local(layer)
+        assert local is not layer
+        assert weights.as_local(layer) is local
+        assert local.weight is layer.weight._local_tensor
+        layer.weight._local_tensor = torch.randn(3, 4)
+        assert weights.as_local(layer).weight is layer.weight._local_tensor
+        layer.weight = share(2)
+        assert weights.as_local(layer).weight is layer.weight._local_tensor
+        assert weights.as_local(layer).out_features == 2
+        layer.__dict__["forward"] = forward_of(layer, 0)  # gathers its outputs
+        assert weights.as_local(layer) is layer
+    layer.__dict__["forward"] = forward_of(layer, -1)
+    assert weights.as_local(layer) is layer, "with gradients, the layer itself is called"
+    held = weakref.ref(layer)
+    del layer, local
+    gc.collect()
+    assert held() is None
