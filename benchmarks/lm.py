@@ -105,7 +105,10 @@ def in_float8(model: Any, device: str) -> Any:
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=device == "cpu"), module_filter_fn=is_wide)
     layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
     if not layers:
-        raise ValueError(f"model must have products of {NARROW} inputs and outputs for float8, has none so wide")
+        raise ValueError(
+            f"model must have projections of at least {NARROW} inputs and outputs, got none: nothing would run in "
+            "float8. Take a wider model"
+        )
     for layer in layers if device != "cpu" else ():
         layer.compile()
     return model

@@ -3,8 +3,8 @@
 The preset model "120m" is trained from the same weights on the same batches by each backend: in bf16 (autocast,
 parameters in fp32), and by plain PyTorch in fp32 as the reference. What differs is rounding alone, which training
 amplifies; how much it does so in any case, a run of the first backend tells whose initial weights differ in their last
-bit ("rounding"), and, if asked for, one that sees its batches in another order of the text ("data"). With "float8", the
-first backend also trains with torchao's float8 in the large products.
+bit ("rounding"), and, if asked for, one that sees its batches in another order of the text ("data"). With
+--float8 the first backend also trains with torchao's float8 in the large products.
 
 Writes training_curves.json after every run, from which `--resume` keeps the runs that made all steps; then the same as
 gpu-training-curves.json in the form of benchmarks/results, and training_curves.md and .png, which `--plot FOLDER` makes
@@ -55,7 +55,7 @@ TITLE = "One training by several backends"
 COLUMNS = ["name", "dtype", "steps", "steps_per_s", "peak_gib", "status"]
 REFERENCE = "eager"  # in fp32
 FLOAT8 = "float8"
-CHANGES = ("rounding", "data", FLOAT8)
+NOISE = ("rounding", "data")
 FIRST_STEPS, TIMED_STEPS = 5, 15  # of the trial that decides how many steps there are
 WINDOW = 10  # steps between two readings of loss and time, which wait for the device
 
@@ -65,13 +65,12 @@ class Run:
     """One training: a backend, and what is changed to see how much any change does."""
 
     backend: str
-    change: str = ""  # or "rounding", "data", "float8"
+    change: str = ""  # or one of NOISE, or FLOAT8
 
     @property
     def name(self) -> str:
-        if not self.change:
-            return self.backend
-        return f"{self.backend}, {'' if self.change == FLOAT8 else 'other '}{self.change}"
+        other = "other " if self.change in NOISE else ""
+        return f"{self.backend}, {other}{self.change}" if self.change else self.backend
 
     @property
     def dtype(self) -> str:
@@ -280,7 +279,7 @@ def plot(data: dict[str, Any], path: Path) -> None:
     base, width = data["runs"][0], width_of(data)
     for i, r in enumerate(data["runs"]):
         smooth, color = smoothed(r["losses"], width), f"C{i}"
-        style = "--" if r["change"] in ("rounding", "data") else "-"
+        style = "--" if r["change"] in NOISE else "-"
         curves.plot(range(1, len(smooth) + 1), smooth, style, color=color, label=f"{r['name']}, {r['dtype']}")
         if r is base:
             continue
@@ -357,7 +356,7 @@ def mapping(at_once: int, untuned: bool) -> Iterator[Map]:
 def measure(args: argparse.Namespace, s: LMSettings, device: torch.device) -> None:
     """Trains, and writes the JSON after every run."""
     first, *others = args.backends
-    changed = [Run(first, change) for change in args.noise]
+    changed = [Run(first, change) for change in (*args.noise, *([FLOAT8] if args.float8 else []))]
     runs = [Run(first), *changed, *(Run(b) for b in others)]  # the reference last, if that is the order
     vocab = load_config(s).vocab_size
     args.output.mkdir(parents=True, exist_ok=True)
@@ -405,7 +404,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     parser.add_argument("--config", default=LMSettings.config, metavar="FILE", help="of the model")
     parser.add_argument("--backends", type=names, default="sm90,fla,eager", help="the first makes noise (%(default)s)")
-    parser.add_argument("--noise", type=names, default="rounding", help=f"some of {', '.join(CHANGES)} (%(default)s)")
+    parser.add_argument("--noise", type=names, default="rounding", help="rounding, data, or both (%(default)s)")
+    parser.add_argument("--float8", action="store_true", help="train the first in float8, too (no)")
     parser.add_argument("--steps", type=int, default=2000, help="of each run (%(default)s)")
     parser.add_argument("--budget-s", type=float, default=120, metavar="S", help="seconds of each run (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="keep the finished runs that --output has already")
@@ -425,8 +425,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.backends:
         parser.error("--backends must name at least one")
-    if unknown := set(args.noise) - set(CHANGES):
-        parser.error(f"--noise must be some of {', '.join(CHANGES)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(args.noise) - set(NOISE):
+        parser.error(f"--noise must be of {' and '.join(NOISE)}, got {', '.join(sorted(unknown))}")
     if args.at_once < 1:
         parser.error(f"--at-once must be 1 or more, got {args.at_once}")
     if not args.budget_s > 0:

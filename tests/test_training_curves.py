@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import lm
 from benchmarks import training_curves as curves
 from benchmarks.training_curves import LMSettings, Run, load_corpus
 from kda_layers.kernels.registry import requested
@@ -91,6 +92,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, more: str) -> int:
     command = f"--config {folder}/tiny.json --data {folder}/text.txt --device cpu --tokens 2x32 --lr 5e-3 --commit abc"
     return curves.main(f"{command} --output {folder}/out {more}".split())
+
+
+def test_a_run_in_float8(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another curve, which is not taken for noise; with no projection to convert, an error."""
+    pytest.importorskip("torchao")
+    assert run(folder, "--backends eager --float8 --steps 12") == 2
+    monkeypatch.setattr(lm, "NARROW", 32)
+    assert run(folder, "--backends eager --float8 --steps 12") == 0
+    first, rounding, float8 = json.loads((folder / "out" / "training_curves.json").read_text())["runs"]
+    assert float8["name"] == "eager, float8"
+    gaps = [max(map(abs, curves.difference(first, r, 1))) for r in (rounding, float8)]
+    assert gaps[1] > 10 * gaps[0], "float8 rounds more than a change of the last bit"
+    rows = (folder / "out" / "training_curves.md").read_text().splitlines()
+    assert ["noise" in row for row in rows if row.startswith("| eager, ") and " - " in row] == [True, False, False]
 
 
 def test_a_run_of_the_eager_backend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
