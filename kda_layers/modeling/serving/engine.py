@@ -6,6 +6,7 @@ This file is imported by `enable_continuous_batching` alone: it needs names that
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
 import logging
 import operator
@@ -13,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from kda_layers.kernels.kda.contract import KDA as KDA_BACKENDS
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
@@ -109,6 +112,18 @@ def _reads_nothing(module: Any) -> bool:
     return all(KDA_BACKENDS.select(step, backend).name != "eager" for step in steps)
 
 
+@wraps("ContinuousBatchingManager.add_requests")
+def keep_the_order(add: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add requests of a model with KDA layers as they are given.
+
+    The engine would sort them by their tokens, for prefixes, and fail all if one prompt is no list of numbers. Here
+    prompts wait for the prefixes that they share.
+    """
+    if has_states(self.model.config.get_text_config()):
+        self._use_prefix_sharing = False
+    return add(self, *args, **kwargs)
+
+
 @wraps("Scheduler.add_waiting_request")
 def check_request(add: Callable[..., None], self: Any, state: Any) -> None:
     """Refuse a request that cannot be served.
@@ -157,6 +172,46 @@ def longest_request(cache: Any) -> int:
         return sum(-(-needed // held) for needed, held in blocks)
 
     return bisect.bisect_right(range(UNLIMITED + 1), cache.num_sectors, key=sectors) - 1
+
+
+@wraps("Scheduler._process_candidates")
+def hold_back(process: Callable[..., Any], self: Any, candidates: list[Any], *args: Any) -> Any:
+    """Keep the states of prefixes that the last step has read; leave out prompts that are about to begin with one."""
+    prefixes = _prefixes_of(self.cache)
+    if prefixes is None:
+        return process(self, candidates, *args)
+    prefixes.keep_due((self.active_requests, self.waiting_requests))
+    return process(self, [state for state in candidates if not prefixes.waits(self.cache, state)], *args)
+
+
+@wraps("Scheduler._schedule_request")
+def read_to_an_end(
+    schedule: Callable[..., None], self: Any, state: Any, request_tokens: list[int], token_budget: int, *args: Any
+) -> None:
+    """End a step where the states of a prefix are to be kept."""
+    prefixes = _prefixes_of(self.cache)
+    if prefixes is not None:
+        token_budget = prefixes.cut(state, len(request_tokens), token_budget)
+    schedule(self, state, request_tokens, token_budget, *args)
+    if prefixes is not None:
+        prefixes.note(state)
+
+
+@wraps("ContinuousBatchProcessor.prepare_next_batch")
+def copy_states(prepare: Callable[..., bool], self: Any) -> bool:
+    """Copy states of prefixes on the stream of the steps: after the last one, before the next one."""
+    ready = prepare(self)
+    prefixes, stream = _prefixes_of(self.cache), self.inputs_and_outputs.compute_stream
+    if prefixes is not None:
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            prefixes.copy()
+    return ready
+
+
+def _prefixes_of(cache: Any) -> Any:
+    """Return the `Prefixes` of a cache with states, None where prefixes are not shared."""
+    states = cache.cache_allocators.get(KDA)
+    return states.prefixes if states is not None and cache.use_prefix_sharing else None
 
 
 class FairScheduler(FIFOScheduler):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.kda.contract import NO_SLOT, state_dtype
+from kda_layers.kernels.kda.contract import CHUNK, NO_SLOT, state_dtype
 from kda_layers.modeling.layer.states import Slots
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.seams import (
@@ -26,6 +26,7 @@ from kda_layers.modeling.seams import (
     find_head_dim,
 )
 from kda_layers.modeling.serving.continuous_batching import wraps
+from kda_layers.modeling.serving.prefixes import Prefixes
 
 logger = logging.getLogger("kda_layers")
 KDA = "linear_attention"
@@ -37,14 +38,11 @@ class StateAllocator(CacheAllocator):
     """Gives each request one block, its slot, for the states of all KDA layers, whatever its length.
 
     A slot is given before a request's first token and returned after its last. It is not cleared: a step reads no state
-    of a sequence whose first token is at position 0. The engine's forks copy complete blocks.
-
-    Prefix sharing is off in a model with KDA layers. The engine shares pages whose content is a function of the tokens
-    before their end and never changes again. A state changes with every token, so a prefix could be shared only as a
-    copy of its state at the end of each page, which the engine has no place for.
+    of a sequence whose first token is at position 0. The engine's forks copy complete blocks. Further slots hold the
+    states of prefixes (`Prefixes`).
     """
 
-    supports_block_sharing = False
+    supports_block_sharing = True  # of prefixes, by copies
     supports_block_table = True  # a row of it is the slot
     layer_type = KDA
     rows_per_token = 1
@@ -82,6 +80,8 @@ class StateAllocator(CacheAllocator):
             bytes_per_page=-(-needed // unit) * unit,
             allow_block_sharing=allow_block_sharing,
         )
+        pages = page_size if FULL_ATTENTION in config.layer_types else 1
+        self.ledger = self.prefixes = Prefixes(self, math.lcm(CHUNK, pages))
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
@@ -140,6 +140,20 @@ class StateAllocator(CacheAllocator):
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         if not self.block_table.get(request_id):
             self.block_table[request_id] = self.pool.get_free_blocks(self.index, 1)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        self.prefixes.forget(request_id)
+        super().free_blocks(request_id, no_cache)
+
+    def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
+        return 0  # a fork has a slot of its own
+
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
+        """Do nothing: states are kept as `Prefixes` plans them."""
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the states of all layers from one slot to another."""
+        self._copy_view[target].copy_(self._copy_view[source])
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
         return 0  # no keys
@@ -232,6 +246,15 @@ def finish_cache(
         self.max_decode_fast_path_length = min(pages) * self.max_blocks_per_request if pages else sys.maxsize
     states = allocators[KDA]
     logger.info("states of at most %d requests, %d bytes each", states.num_blocks, states.bytes_per_block)
+
+
+@wraps("PagedAttentionCache.search_prefix_match")
+def match_prefix(search: Callable[..., int], self: Any, request_id: str, prompt_ids: list[int]) -> int:
+    """Begin a request of a model with KDA layers with the longest prefix whose pages and states are both there."""
+    states = self.cache_allocators.get(KDA)
+    if states is None or not self.use_prefix_sharing:
+        return search(self, request_id, prompt_ids)
+    return states.prefixes.match(self, request_id, prompt_ids)
 
 
 @wraps("ContinuousBatchingIOs._setup_static_tensors")
