@@ -1359,11 +1359,13 @@ def test_trainers_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_serving_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
     monkeypatch.setattr(serving, "DEVICE", "cpu")
-    numbers = {"steps": 1, "prompts": 3, "longest": 9, "new": 2, "seq-len": 32}
+    numbers = {"steps": 1, "prompts": 3, "longest": 9, "new": 2, "seq-len": 32, "prefix": 600}
     options = ["--contenders=ours", f"--output={tmp_path}", *(f"--{name}={n}" for name, n in numbers.items())]
     monkeypatch.setattr(sys, "argv", ["serving", *options])
     serving.main()
-    rows = report.load(tmp_path / "cpu-serving.json")["rows"]
+    *rows, new, known = report.load(tmp_path / "cpu-serving.json")["rows"]
+    assert (new["way"], known["way"]) == ("new prefix", "known prefix")
+    assert new["wall ms"] > known["wall ms"] > 0
     assert [(row["way"], row["differ"], row["gap"]) for row in rows] == [("static", 0, 0), ("continuous", 0, 0)]
     assert all(0 < row["noise"] < 1e-4 and row["tokens/s"] > 0 for row in rows)
     monkeypatch.setitem(serving.WAYS, "continuous", lambda model, prompts, new: [[0] * new] * 3)
