@@ -6,16 +6,13 @@ This file is imported by `enable_continuous_batching` alone: it needs names that
 from __future__ import annotations
 
 import bisect
-import contextlib
 import copy
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from kda_layers.kernels.kda.contract import KDA as KDA_BACKENDS
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
@@ -135,10 +132,17 @@ def check_request(add: Callable[..., None], self: Any, state: Any) -> None:
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
             raise ValueError(f"request_id must not be that of a request in progress, got {state.request_id!r}")
         check_prompt(self.cache, state.initial_tokens, state.max_new_tokens)
+        if state.num_children and len(state.initial_tokens) == 1:  # a step of no token
+            raise ValueError(
+                "num_return_sequences must be 1 for a prompt of one token, which the engine cannot read up to its last "
+                f"token before it forks, got {1 + state.num_children}: add the prompt as often"
+            )
         room = longest_request(self.cache) - len(state.initial_tokens)
         if state.max_new_tokens is None and longest_request(self.cache) < UNLIMITED:
             logger.warning("%s has no max_new_tokens: it ends after %d, which fit", state.request_id, room)
             state.max_new_tokens = state._new_tokens_limit = room
+        if (prefixes := _prefixes_of(self.cache)) is not None:
+            prefixes.plan(state)
     add(self, state)
 
 
@@ -174,14 +178,28 @@ def longest_request(cache: Any) -> int:
     return bisect.bisect_right(range(UNLIMITED + 1), cache.num_sectors, key=sectors) - 1
 
 
+@wraps("Scheduler.clear_cancelled_requests")
+def end_cancelled(clear: Callable[..., list[Any]], self: Any) -> list[Any]:
+    """Mark cancelled requests as finished: the step that asynchronous batching has launched reads them still, and the
+    engine would look up their blocks for its results."""
+    cancelled = clear(self)
+    if KDA in self.cache.cache_allocators:
+        for state in cancelled:
+            state.status = RequestStatus.FINISHED
+    return cancelled
+
+
 @wraps("Scheduler._process_candidates")
-def hold_back(process: Callable[..., Any], self: Any, candidates: list[Any], *args: Any) -> Any:
-    """Keep the states of prefixes that the last step has read; leave out prompts that are about to begin with one."""
+def hold_back(process: Callable[..., Any], self: Any, candidates: Iterable[Any], *args: Any) -> Any:
+    """Keep the states of prefixes that the last step has read; leave out prompts that are about to begin with one.
+
+    A prompt waits for requests that are active, also for those which became so earlier in this step.
+    """
     prefixes = _prefixes_of(self.cache)
-    if prefixes is None:
-        return process(self, candidates, *args)
-    prefixes.keep_due((self.active_requests, self.waiting_requests))
-    return process(self, [state for state in candidates if not prefixes.waits(self.cache, state)], *args)
+    if prefixes is not None:
+        prefixes.keep_due(self.cache, self.active_requests, self.waiting_requests)
+        candidates = (state for state in candidates if not prefixes.waits(state))
+    return process(self, candidates, *args)
 
 
 @wraps("Scheduler._schedule_request")
@@ -198,14 +216,12 @@ def read_to_an_end(
 
 
 @wraps("ContinuousBatchProcessor.prepare_next_batch")
-def copy_states(prepare: Callable[..., bool], self: Any) -> bool:
-    """Copy states of prefixes on the stream of the steps: after the last one, before the next one."""
-    ready = prepare(self)
-    prefixes, stream = _prefixes_of(self.cache), self.inputs_and_outputs.compute_stream
+def tell_the_stream(prepare: Callable[..., bool], self: Any) -> bool:
+    """Copy states of prefixes on the stream of the steps."""
+    prefixes = _prefixes_of(self.cache)
     if prefixes is not None:
-        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            prefixes.copy()
-    return ready
+        prefixes.stream = self.inputs_and_outputs.compute_stream
+    return prepare(self)
 
 
 def _prefixes_of(cache: Any) -> Any:
