@@ -180,11 +180,14 @@ def test_forks_of_a_prompt_with_a_known_prefix(length: int) -> None:
     e.check_empty()
 
 
-def test_a_prompt_of_one_token_has_no_forks() -> None:
+def test_forks_of_one_token() -> None:
+    """Alone in a step, which would have no token to read."""
     e = engine(returned=3)
     e.add([5])
-    (result,) = e.run().values()
-    assert "num_return_sequences must be 1 for a prompt of one token" in result.error
+    results = e.run()
+    assert sorted(results) == ["req_0", "req_0__child#0", "req_0__child#1"]
+    assert [r.generated_tokens for r in results.values()] == generated("kda", [[5]], 8) * 3
+    e.check_empty()
 
 
 def test_a_prompt_waits_for_active_requests_alone() -> None:

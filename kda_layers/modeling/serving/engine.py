@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import bisect
 import copy
+import gc
 import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from kda_layers.kernels.kda.contract import KDA as KDA_BACKENDS
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
@@ -109,6 +113,48 @@ def _reads_nothing(module: Any) -> bool:
     return all(KDA_BACKENDS.select(step, backend).name != "eager" for step in steps)
 
 
+@wraps("ContinuousBatchingManager.start")
+def leave_out_garbage(start: Callable[..., None], self: Any) -> None:
+    """Start the engine's thread; until `collect_again`, Python's garbage collector leaves out what exists by now.
+
+    A collection takes 0.2 s with all that torch and transformers have imported. One pauses all requests, and the engine
+    ends with one.
+    """
+    if has_states(self.model.config.get_text_config()):
+        gc.freeze()
+    start(self)
+
+
+@wraps("ContinuousBatchingManager.stop")
+def collect_again(stop: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Stop the engine, and undo `leave_out_garbage`."""
+    try:
+        stop(self, *args, **kwargs)
+    finally:
+        gc.unfreeze()
+
+
+@wraps("ContinuousBatchingManager.join")
+def end_at_once(join: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wake the thread that is to end: the engine would wait until it looks for requests again, up to 0.1 s."""
+    self._wake_up_loop.set()
+    join(self, *args, **kwargs)
+
+
+@wraps("ContinuousBatchingAsyncIOs.infer_carry_over_ids")
+def carry_over(infer: Callable[..., Tensor], self: Any) -> Tensor:
+    """Return the engine's result without a list of as many numbers as a step may have tokens, for any model."""
+    now, before = (
+        self.io_pairs[i].host_io.req_id_to_new_token_position for i in (self.current_pair, 1 - self.current_pair)
+    )
+    ids = torch.full((self.max_batch_tokens,), -1, dtype=torch.int32)
+    pairs = [(now[request], i) for i, request in enumerate(before) if request in now]
+    if pairs:
+        places, indices = zip(*pairs, strict=True)
+        ids[list(places)] = torch.tensor(indices, dtype=torch.int32)
+    return ids
+
+
 @wraps("ContinuousBatchingManager.add_requests")
 def keep_the_order(add: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Add requests of a model with KDA layers as they are given.
@@ -132,17 +178,18 @@ def check_request(add: Callable[..., None], self: Any, state: Any) -> None:
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
             raise ValueError(f"request_id must not be that of a request in progress, got {state.request_id!r}")
         check_prompt(self.cache, state.initial_tokens, state.max_new_tokens)
-        if state.num_children and len(state.initial_tokens) == 1:  # a step of no token
-            raise ValueError(
-                "num_return_sequences must be 1 for a prompt of one token, which the engine cannot read up to its last "
-                f"token before it forks, got {1 + state.num_children}: add the prompt as often"
-            )
         room = longest_request(self.cache) - len(state.initial_tokens)
         if state.max_new_tokens is None and longest_request(self.cache) < UNLIMITED:
             logger.warning("%s has no max_new_tokens: it ends after %d, which fit", state.request_id, room)
             state.max_new_tokens = state._new_tokens_limit = room
         if (prefixes := _prefixes_of(self.cache)) is not None:
             prefixes.plan(state)
+        if state.num_children and len(state.initial_tokens) == 1:  # forked before its last token, it has none to read
+            children, state.num_children = range(state.num_children), 0
+            for i in children:
+                child = state.create_equivalent_initial_request()
+                child.request_id = f"{state.request_id}__child#{i}"  # as the engine names it
+                self.add_waiting_request(child)
     add(self, state)
 
 
@@ -207,12 +254,11 @@ def read_to_an_end(
     schedule: Callable[..., None], self: Any, state: Any, request_tokens: list[int], token_budget: int, *args: Any
 ) -> None:
     """End a step where the states of a prefix are to be kept."""
-    prefixes = _prefixes_of(self.cache)
-    if prefixes is not None:
-        token_budget = prefixes.cut(state, len(request_tokens), token_budget)
-    schedule(self, state, request_tokens, token_budget, *args)
-    if prefixes is not None:
-        prefixes.note(state)
+    prefixes = None if state.status == RequestStatus.DECODING else _prefixes_of(self.cache)
+    if prefixes is None:
+        return schedule(self, state, request_tokens, token_budget, *args)
+    schedule(self, state, request_tokens, prefixes.cut(state, len(request_tokens), token_budget), *args)
+    prefixes.note(state)
 
 
 @wraps("ContinuousBatchProcessor.prepare_next_batch")
