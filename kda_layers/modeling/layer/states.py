@@ -165,11 +165,12 @@ class LayerState:
 
 
 class Slots:
-    """The sequences of one step and the slots of their states. Nothing here is read by the host.
+    """The sequences of one step and the slots of their states, which are 0 before a sequence's first token. Nothing
+    here is read by the host.
 
     Attributes:
         cu_seqlens: [N + 1] offsets of the packed sequences.
-        index: [N] int64, the slot of each sequence; -1 for padding, whose states are 0 and are not kept.
+        index: [N] int64, the slot of each sequence; -1 for padding, whose states are not kept.
         one_each: True if each sequence has one token, so that N = T.
     """
 
@@ -178,7 +179,6 @@ class Slots:
         pools: Mapping[int, tuple[Tensor, Tensor]],
         cu_seqlens: Tensor,
         index: Tensor,
-        fresh: Tensor,
         one_each: bool,
         spare: int,
     ):
@@ -188,15 +188,10 @@ class Slots:
             pools: for each layer the states of its convolution [slots, D, W] and its recurrent states
                 [slots, HV, V, K]; slots may have any stride.
             cu_seqlens, index, one_each: see the class.
-            fresh: [N] bool, True for sequences that start here: what their slots hold is from another request.
             spare: a slot of no sequence, which may be overwritten.
         """
         self.pools, self.cu_seqlens, self.index, self.one_each = pools, cu_seqlens, index, one_each
-        padding = index < 0
-        self.empty = fresh | padding
-        self.read = index.clamp(min=0)
-        self.written = torch.where(padding, spare, index)
-        self.cleared = torch.where(self.empty & ~padding, index, spare)
+        self.read, self.written = (torch.where(index < 0, slot, index) for slot in (0, spare))
 
 
 class SlotState:
@@ -211,22 +206,15 @@ class SlotState:
     @property
     def conv(self) -> Tensor:
         """[N, D, W] inputs of the short convolution before this step, a copy."""
-        states = self._conv_pool.index_select(0, self.slots.read)
-        # Filled, not multiplied: what the last request left there may be NaN.
-        return states.masked_fill_(self.slots.empty.view(-1, 1, 1), 0)
+        return self._conv_pool.index_select(0, self.slots.read)
 
     def write_conv(self, state: Tensor, x: Tensor) -> None:
         """Store the states of the convolution [N, D, W]; the engine counts the tokens x."""
         self._conv_pool.index_copy_(0, self.slots.written, state.to(self._conv_pool.dtype))
 
-    def clear(self) -> None:
-        """Set the recurrent states of sequences that start here to 0: the operator reads the pool itself."""
-        self.pool.index_fill_(0, self.slots.cleared, 0)
-
     def attend(self, inputs: Sequence[Tensor], options: dict[str, Any], recompute: dict[str, Any]) -> Tensor:
         """Run the operator on q, k, v, g, beta of packed sequences and update the states in their slots; return o."""
         slots, pool = self.slots, self.pool
-        self.clear()
         if not slots.one_each:
             q, k, v, g, beta = inputs
             return kda_prefill(q, k, v, g, beta, pool, state_indices=slots.index, **options).o

@@ -263,10 +263,9 @@ def read_to_an_end(
 
 @wraps("ContinuousBatchProcessor.prepare_next_batch")
 def tell_the_stream(prepare: Callable[..., bool], self: Any) -> bool:
-    """Copy states of prefixes on the stream of the steps."""
-    prefixes = _prefixes_of(self.cache)
-    if prefixes is not None:
-        prefixes.stream = self.inputs_and_outputs.compute_stream
+    """Clear and copy slots on the stream of the steps."""
+    if (states := self.cache.cache_allocators.get(KDA)) is not None:
+        states.stream = self.inputs_and_outputs.compute_stream
     return prepare(self)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kda_layers.modeling.seams import RequestStatus, stream_context
+from kda_layers.modeling.seams import RequestStatus
 
 LEAST = 256  # tokens that the next prompt with a prefix is spared, or its end is not worth a step and a copy
 MOST_SEEN = 65_536  # ends of which only the hash is known
@@ -46,12 +46,7 @@ class Plan:
 
 
 class Prefixes:
-    """The states of prefixes that a `StateAllocator` holds; also its ledger of blocks, as the engine calls it.
-
-    Attributes:
-        stream: of the steps, None for the current one. Copies are launched on it at once, as restored requests and
-            forks are: after the steps before, and before all that uses a slot which is given back later.
-    """
+    """The states of prefixes that a `StateAllocator` holds; also its ledger of blocks, as the engine calls it."""
 
     def __init__(self, states: Any, block: int) -> None:
         """Hold nothing.
@@ -61,7 +56,6 @@ class Prefixes:
             block: tokens between two ends, a multiple of the other allocators' pages.
         """
         self.states, self.block = states, block
-        self.stream: Any = None
         self.reset()
 
     # ---------------------------------------------------------------- what the engine asks of a ledger of blocks
@@ -146,7 +140,7 @@ class Prefixes:
                 slot = self.kept.popitem(last=False)[1] if full else self._free_slot()
                 if slot is None:
                     continue
-                self._copy(source, slot)
+                self.states.copy_slot(source, slot)
                 self.kept[name] = slot
             self.kept.move_to_end(name)
         self.due.clear()
@@ -184,7 +178,7 @@ class Prefixes:
             for allocator, matched in pages:
                 allocator.acquire_prefix_blocks(request_id, length, matched)
             self.states.block_table[request_id] = [slot]
-            self._copy(source, slot)
+            self.states.copy_slot(source, slot)
         plan.keep = {end for end in plan.keep if end - length >= LEAST}
         return length
 
@@ -223,10 +217,6 @@ class Prefixes:
 
     def _name(self, plan: Plan, length: int) -> bytes:
         return plan.names[length // self.block - 1]
-
-    def _copy(self, source: int, target: int) -> None:
-        with stream_context(self.stream):
-            self.states.copy_slot(source, target)
 
     def _free_slot(self, but: bytes | None = None) -> int | None:
         """Return a slot of the pool or, if it has none, that of the prefix used least recently; None without any."""
