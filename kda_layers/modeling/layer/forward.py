@@ -139,7 +139,9 @@ class KDAForward:
         *qkv, f, gate, beta = projections(x, layers)
         taps = self.conv1d.weight.squeeze(1)
         if shards is None:
-            (q, k, v), conv_state = short_convs(qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend)
+            (q, k, v), conv_state = short_convs(
+                qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend, state.conv_into
+            )
         else:
             shards = shards.of_layer(self)
             q, k, v = short_convs_over_ranks(qkv, taps, shards, cu_seqlens, backend)

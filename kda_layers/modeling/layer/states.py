@@ -89,6 +89,8 @@ class LayerState:
         if self.conv.shape[0] != sequences:
             raise ValueError(f"cache must hold as many sequences as the call, {sequences}, got {self.conv.shape[0]}")
 
+    conv_into = None  # the state after a call is given to `write_conv`
+
     def write_conv(self, state: Tensor, x: Tensor) -> None:
         """Store the convolution's state [N, D, W] and count the tokens of x [B, T, ...], which end the call."""
         self._layer.update_conv_state(state.detach())
@@ -208,9 +210,13 @@ class SlotState:
         """[N, D, W] inputs of the short convolution before this step, a copy."""
         return self._conv_pool.index_select(0, self.slots.read)
 
-    def write_conv(self, state: Tensor, x: Tensor) -> None:
-        """Store the states of the convolution [N, D, W]; the engine counts the tokens x."""
-        self._conv_pool.index_copy_(0, self.slots.written, state.to(self._conv_pool.dtype))
+    @property
+    def conv_into(self) -> tuple[Tensor, Tensor]:
+        """The pool of the convolution's states, and the slots that the states after this step are written to."""
+        return self._conv_pool, self.slots.written
+
+    def write_conv(self, state: Tensor | None, x: Tensor) -> None:
+        """Do nothing: the state is in its slot (`conv_into`), and the engine counts the tokens x."""
 
     def attend(self, inputs: Sequence[Tensor], options: dict[str, Any], recompute: dict[str, Any]) -> Tensor:
         """Run the operator on q, k, v, g, beta of packed sequences and update the states in their slots; return o."""
