@@ -18,10 +18,12 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 import kda_layers
+from kda_layers import KDAConfig, KDAForCausalLM
 from kda_layers.kernels.kda.contract import Problem
 from kda_layers.modeling import seams
 from kda_layers.modeling.layer.states import SlotState
 from kda_layers.modeling.models.hybrid import HybridForCausalLM
+from tests.kernels import emulated_layer_step
 from tests.modeling import stock_models
 from tests.modeling.models import ALL_KDA, OURS, build, of_models, stock
 
@@ -681,3 +683,31 @@ def test_a_states_views_are_apart() -> None:
         view.fill_(i)
     for i, view in enumerate(views, 1):
         assert (view == i).all()
+
+
+# ---------------------------------------------------------------- decode steps by one kernel
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("interval", [0, 2])
+def test_decoded_by_the_layers_one_kernel(interval: int) -> None:
+    """In the slots of the requests: prompts are read by operators, the tokens after them by one launch a layer."""
+    torch.manual_seed(0)
+    fields = dict(hidden_size=32, num_hidden_layers=2, linear_num_heads=1, linear_head_dim=64, head_dim=16)
+    options: dict[str, Any] = dict(vocab_size=30, num_attention_heads=2, full_attention_interval=interval) | fields
+    m = stock_models.cast(KDAForCausalLM(KDAConfig(**options)).eval(), torch.bfloat16)
+    given = prompts(5, 70, 1)
+    with emulated_layer_step.first_choice() as kernel:
+        engine = Engine(m, new=4, max_batch_tokens=128)
+        for prompt in given:
+            engine.add(prompt)
+        got = engine.tokens()
+        assert [step["max_length_q"] for step in engine.steps] == [70, 1, 1, 1]
+        layers = 1 if interval else 2
+        assert [x.q.shape[:2] for x in kernel.calls] == [(3, 1)] * 3 * layers
+        assert all(x.state_indices is not None for x in kernel.calls)
+        for prompt, tokens in zip(given, got, strict=True):
+            ids = torch.tensor([prompt])
+            out = m.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+            assert out[0, len(prompt) :].tolist() == tokens
+    engine.check_empty()

@@ -12,7 +12,8 @@ imported here: `recurrent_states` of its linear-attention layers, `record` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class LayerState:
         if self.conv.shape[0] != sequences:
             raise ValueError(f"cache must hold as many sequences as the call, {sequences}, got {self.conv.shape[0]}")
 
-    conv_into = None  # the state after a call is given to `write_conv`
+    conv_into = index = step = None  # the state after a call is given to `write_conv`; packed tokens are no decode step
 
     def write_conv(self, state: Tensor, x: Tensor) -> None:
         """Store the convolution's state [N, D, W] and count the tokens of x [B, T, ...], which end the call."""
@@ -196,6 +197,20 @@ class Slots:
         self.read, self.written = (torch.where(index < 0, slot, index) for slot in (0, spare))
 
 
+@dataclass(frozen=True)
+class PooledState:
+    """The pools of one layer for a decode step of a token in each slot, with what its plan asks of `LayerState`."""
+
+    conv: Tensor  # [slots, D, W]
+    recurrent: Tensor  # [slots, HV, V, K]
+    index: Tensor  # [N], the slots
+    cached: ClassVar[bool] = True
+    recording: ClassVar[bool] = False
+
+    def count(self, x: Tensor) -> None:
+        """Do nothing: the engine counts tokens."""
+
+
 class SlotState:
     """The states of one layer in the slots of a step, with what the layer asks of `LayerState`."""
 
@@ -209,6 +224,11 @@ class SlotState:
     def conv(self) -> Tensor:
         """[N, D, W] inputs of the short convolution before this step, a copy."""
         return self._conv_pool.index_select(0, self.slots.read)
+
+    @property
+    def step(self) -> PooledState | None:
+        """The states for a step of one token each, which a kernel updates in their slots; None for other steps."""
+        return PooledState(self._conv_pool, self.pool, self.slots.index) if self.slots.one_each else None
 
     @property
     def conv_into(self) -> tuple[Tensor, Tensor]:

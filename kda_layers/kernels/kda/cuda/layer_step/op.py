@@ -108,9 +108,11 @@ class RepeatedLayerStep:
         self._options, self._backend = options, backend
         self._run: Callable[[Inputs], Tensor] | None = None
 
-    def __call__(self, *tensors: Any) -> Tensor:
+    def __call__(self, *tensors: Any, state_indices: Tensor | None = None) -> Tensor:
         """Return `layer_step` of the fields of `Inputs` up to `state`; constraints as for `RepeatedLinearStep`."""
         x = Inputs._make((*tensors, *self._options))
+        if state_indices is not None:
+            x = x._replace(state_indices=state_indices)
         if self._run is None:
             name, self._run = _prepare(x, self._backend)
             return _layer_step(x, name)
