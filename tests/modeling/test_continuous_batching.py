@@ -694,7 +694,9 @@ def test_decoded_by_the_layers_one_kernel(interval: int) -> None:
     """In the slots of the requests: prompts are read by operators, the tokens after them by one launch a layer."""
     torch.manual_seed(0)
     fields = dict(hidden_size=32, num_hidden_layers=2, linear_num_heads=1, linear_head_dim=64, head_dim=16)
-    options: dict[str, Any] = dict(vocab_size=30, num_attention_heads=2, full_attention_interval=interval) | fields
+    options: dict[str, Any] = (
+        dict(vocab_size=30, num_attention_heads=2, full_attention_interval=interval, eos_token_id=None) | fields
+    )
     m = stock_models.cast(KDAForCausalLM(KDAConfig(**options)).eval(), torch.bfloat16)
     given = prompts(5, 70, 1)
     with emulated_layer_step.first_choice() as kernel:
