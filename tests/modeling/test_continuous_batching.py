@@ -24,6 +24,7 @@ from kda_layers.modeling import seams
 from kda_layers.modeling.layer.states import SlotState
 from kda_layers.modeling.models.hybrid import HybridForCausalLM
 from tests.kernels import emulated_layer_step
+from tests.kernels.cases import error
 from tests.modeling import stock_models
 from tests.modeling.models import ALL_KDA, OURS, build, of_models, stock
 
@@ -50,6 +51,16 @@ some = pytest.mark.parametrize("name", SOME)
 @functools.cache
 def model(name: str) -> PreTrainedModel:
     return build(name, FP32).eval()
+
+
+def kernel_model(interval: int) -> PreTrainedModel:
+    """A model whose decode steps the emulated kernel serves; one with softmax layers, if interval is 2."""
+    torch.manual_seed(0)
+    fields = dict(hidden_size=32, num_hidden_layers=2, linear_num_heads=1, linear_head_dim=64, head_dim=16)
+    options: dict[str, Any] = (
+        dict(vocab_size=30, num_attention_heads=2, full_attention_interval=interval, eos_token_id=None) | fields
+    )
+    return stock_models.cast(KDAForCausalLM(KDAConfig(**options)).eval(), torch.bfloat16)
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -410,6 +421,21 @@ def test_requests_wait_for_a_slot(name: str) -> None:
     engine.check_empty()
 
 
+@pytest.mark.emulated
+def test_a_token_beside_an_empty_sequence_is_no_decode_step() -> None:
+    """A request of one token that waits for its forks has none in the step."""
+    m = kernel_model(0)
+    with emulated_layer_step.first_choice():
+        states = Engine(m).states
+        one = states.step(torch.tensor([[0]]), torch.tensor([0, 0, 1]), 1, [torch.tensor([5])], None)
+        assert not one.one_each
+        layer, x = m.model.layers[0].self_attn, torch.randn(1, 1, 32).bfloat16()
+        alone = states.step(torch.tensor([[0]]), torch.tensor([0, 1]), 1, [torch.tensor([6])], None)
+        with torch.no_grad():
+            got, want = (layer(x, cache=s, cu_seqlens=s.cu_seqlens)[0] for s in (one, alone))
+        assert error(got, want) <= 2**-7
+
+
 def test_a_cache_without_room_for_one_request_is_refused() -> None:
     with pytest.raises(ValueError, match="raise num_blocks \\(now 1\\) or max_memory_percent"):
         Engine(model("llama"), page_size=4, num_blocks=1)
@@ -692,12 +718,7 @@ def test_a_states_views_are_apart() -> None:
 @pytest.mark.parametrize("interval", [0, 2])
 def test_decoded_by_the_layers_one_kernel(interval: int) -> None:
     """In the slots of the requests: prompts are read by operators, the tokens after them by one launch a layer."""
-    torch.manual_seed(0)
-    fields = dict(hidden_size=32, num_hidden_layers=2, linear_num_heads=1, linear_head_dim=64, head_dim=16)
-    options: dict[str, Any] = (
-        dict(vocab_size=30, num_attention_heads=2, full_attention_interval=interval, eos_token_id=None) | fields
-    )
-    m = stock_models.cast(KDAForCausalLM(KDAConfig(**options)).eval(), torch.bfloat16)
+    m = kernel_model(interval)
     given = prompts(5, 70, 1)
     with emulated_layer_step.first_choice() as kernel:
         engine = Engine(m, new=4, max_batch_tokens=128)

@@ -128,13 +128,12 @@ class KDAForward:
         mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cache, cu_seqlens, shards)
         state = read_state(cache, self.layer_idx, sequences)
         self._watch(hidden_states)
-        packed = cu_seqlens is not None
-        step, rows = (state.step, hidden_states[0, :, None]) if packed else (state, hidden_states)
+        step = state if cu_seqlens is None else state.step
         if by_kernel and step is not None and mask is shards is None:
-            plan = self.plan_step(rows, step)
-            if plan is not None:
-                o = self.o_proj(plan.run(self, rows, step))
-                return o.transpose(0, 1) if packed else o
+            rows = hidden_states[0, :, None] if state.one_each else hidden_states
+            plan = self.plan_step(rows, step)  # also of other calls, which lay the weights for later steps
+            if plan is not None and (cu_seqlens is None or state.one_each):
+                return self.o_proj(plan.run(self, rows, step)).view(hidden_states.shape)
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
         backend = self.kda_options.get("backend")
 

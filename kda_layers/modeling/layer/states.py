@@ -91,6 +91,7 @@ class LayerState:
             raise ValueError(f"cache must hold as many sequences as the call, {sequences}, got {self.conv.shape[0]}")
 
     conv_into = index = step = None  # the state after a call is given to `write_conv`; packed tokens are no decode step
+    one_each = False
 
     def write_conv(self, state: Tensor, x: Tensor) -> None:
         """Store the convolution's state [N, D, W] and count the tokens of x [B, T, ...], which end the call."""
@@ -217,7 +218,7 @@ class SlotState:
     cached, recording = True, False
 
     def __init__(self, slots: Slots, layer_idx: int):
-        self.slots = slots
+        self.slots, self.one_each = slots, slots.one_each
         self._conv_pool, self.pool = slots.pools[layer_idx]
 
     @property
@@ -226,9 +227,9 @@ class SlotState:
         return self._conv_pool.index_select(0, self.slots.read)
 
     @property
-    def step(self) -> PooledState | None:
-        """The states for a step of one token each, which a kernel updates in their slots; None for other steps."""
-        return PooledState(self._conv_pool, self.pool, self.slots.index) if self.slots.one_each else None
+    def step(self) -> PooledState:
+        """The states for a kernel that updates them in their slots."""
+        return PooledState(self._conv_pool, self.pool, self.slots.index)
 
     @property
     def conv_into(self) -> tuple[Tensor, Tensor]:
