@@ -14,9 +14,6 @@ another shape round otherwise, so that two logits that are nearly equal may chan
 difference of two that did, at a prompt's first other token; more than twice `noise` is an error. `noise` is the largest
 difference of a logit between the steps of `generate` and a prefill of the same tokens, over all prompts and tokens. On
 a CPU, a small model, to rehearse.
-
-With --prefix N, two further rows time the first token of one prompt by continuous batching: N bytes and a question,
-where earlier prompts had the same N bytes (`known prefix`), or not (`new prefix`).
 """
 
 from __future__ import annotations
@@ -54,7 +51,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "cpu": dict(hidden_size=64, num_hidden_layers=2, heads=2, head_dim=32, intermediate_size=128),
 }
 CACHE = {"cuda": 0.2, "cpu": 0.05}  # share of the memory, for continuous batching: masks of 8192 tokens must fit
-QUESTION = 60  # bytes after a prefix
 SEED = 0
 T = TypeVar("T")
 
@@ -196,36 +192,7 @@ def measure(contender: str, args: argparse.Namespace, train_text: Tensor, heldou
         row["wall"], row["wall ms"] = times[row["way"]], times[row["way"]]["median"]
         row["tokens/s"] = len(prompts) * args.new / row["wall ms"] * 1e3
     model.destroy_cached_continuous_batching_manager()
-    if args.prefix:
-        what = {"contender": contender, "prompts": 1, "new": 1, "prefix": args.prefix}
-        for way, wall in time_first_tokens(model, heldout, args.prefix).items():
-            rows.append(what | {"way": way, "wall": wall, "wall ms": wall["median"]})
     return rows
-
-
-def time_first_tokens(model: Any, text: Tensor, prefix: int) -> dict[str, dict[str, Any]]:
-    """Time the answer of one token to a question after a prefix that is new, and after one that is known."""
-    generator = torch.Generator().manual_seed(SEED)
-    generation = GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1)
-
-    def draw(length: int) -> list[int]:
-        start = int(torch.randint(len(text) - length, (), generator=generator))
-        return text[start : start + length].tolist()
-
-    def ask(begin: list[int]) -> None:
-        request = manager.add_request(begin + draw(QUESTION), eos_token_id=-1)
-        result = manager.get_result(request, timeout=60)
-        if result is None or result.error:
-            raise RuntimeError(f"no answer to a prompt after {prefix} tokens: {result and result.error}")
-
-    config = ContinuousBatchingConfig(max_memory_percent=CACHE[DEVICE])
-    with model.continuous_batching_context_manager(generation, continuous_batching_config=config) as manager:
-        known = draw(prefix)
-        for _ in range(2):  # with the second prompt, the engine knows what they have in common
-            ask(known)
-        return timing.compare_ms(
-            {"new prefix": lambda: ask(draw(prefix)), "known prefix": lambda: ask(known)}, None, None
-        )
 
 
 def with_peak_mib(run: Callable[[], T]) -> tuple[T, float]:
@@ -248,7 +215,6 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64 if on_gpu else 8, help="%(default)s")
     parser.add_argument("--longest", type=int, default=2000 if on_gpu else 100, help="prompt (%(default)s)")
     parser.add_argument("--new", type=int, default=128 if on_gpu else 8, help="tokens of each (%(default)s)")
-    parser.add_argument("--prefix", type=int, default=0, metavar="N", help="time first tokens after N bytes (no)")
     parser.add_argument("--output", type=Path, default=Path("runs"), help="folder (%(default)s)")
     report.add_commit_option(parser)
     report.add_name_option(parser, "gpu-serving, cpu-serving")
