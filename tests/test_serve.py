@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 import kda_layers
 from kda_layers import convert_attention
+from tests.modeling import stock_models
 from tests.modeling.models import stock
 
 MISSING = [name for name in ("fastapi", "uvicorn", "openai", "pydantic") if importlib.util.find_spec(name) is None]
@@ -237,6 +238,22 @@ def test_a_first_request_of_odd_options(server: Server, fields: dict[str, Any], 
     assert len(server.complete("a short story.")) == 12
     server.serve._generation_state.shutdown()
     assert server.complete("a short story.") == expected(server.folder, "a short story.", 12)
+
+
+def test_a_server_of_latent_attention(tmp_path: pathlib.Path) -> None:
+    """It loads transformers' own layers, and swaps them; without them it could not serve the model."""
+    save_checkpoint(tmp_path, stock_models.build("kimi_linear", vocab_size=len(LETTERS) + 1))
+    server = Server(tmp_path, blocks=20)
+    try:
+        want = expected(tmp_path, "a short story.", 12)
+        assert server.complete("a short story.") == want
+        assert "".join(c.choices[0].text for c in server.stream("a short story.") if c.choices) == want
+        model = server.serve._generation_state._cb_manager._cb.model
+        assert {type(m).__name__ for m in stock_models.swapped_layers_of(model).values()} == {
+            "FastKimiLinearDeltaAttention"
+        }
+    finally:
+        server.serve.kill_server()
 
 
 def test_a_server_without_enabling(folder: pathlib.Path) -> None:

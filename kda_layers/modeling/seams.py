@@ -82,7 +82,10 @@ OF_TRAINER = _seams({"trainer": "Trainer._clip_grad_norm"})  # overridden too, a
 # Names of the engine of continuous batching and of its server that `enable_continuous_batching` wraps,
 # extends or calls.
 OF_ENGINE = _seams({
-    f"{ENGINE}.cache": "ATTN_TYPE_TO_ALLOCATOR PagedAttentionCache.__init__ PagedAttentionCache.search_prefix_match",
+    f"{ENGINE}.cache": "ATTN_TYPE_TO_ALLOCATOR PagedAttentionCache.__init__ PagedAttentionCache.search_prefix_match "
+    "PagedAttentionCache.update",
+    f"{ENGINE}.cache_allocators": "FullAttentionCacheAllocator.register_cache_tensor "
+    "FullAttentionCacheAllocator.update",
     f"{ENGINE}.continuous_api": "ContinuousBatchProcessor.prepare_next_batch ContinuousBatchingManager.add_requests "
     "ContinuousBatchingManager.join ContinuousBatchingManager.start ContinuousBatchingManager.stop "
     "ContinuousMixin.init_continuous_batching resolve_continuous_batching_config",

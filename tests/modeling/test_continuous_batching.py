@@ -22,11 +22,11 @@ from kda_layers import KDAConfig, KDAForCausalLM
 from kda_layers.kernels.kda.contract import Problem
 from kda_layers.modeling import seams
 from kda_layers.modeling.layer.states import SlotState
-from kda_layers.modeling.models.hybrid import HybridForCausalLM
+from kda_layers.modeling.models.generation import LoopOnDevice
 from tests.kernels import emulated_layer_step
 from tests.kernels.cases import error
 from tests.modeling import stock_models
-from tests.modeling.models import ALL_KDA, OURS, build, of_models, stock
+from tests.modeling.models import ALL_KDA, OURS, SWAPPED, build, of_models, stock
 
 try:
     kda_layers.serving.enable_continuous_batching()
@@ -42,10 +42,11 @@ except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 FP32 = torch.float32
-SERVED = [name for name in OURS if name != "key_bias"]
+LATENT = [f"swapped {family}" for family in ("kimi_linear", "bailing_hybrid") if f"swapped {family}" in SWAPPED]
+SERVED = [*(name for name in OURS if name != "key_bias"), *LATENT]
 every_served = of_models(SERVED)
-SOME = ["kda", "llama", "windows"]  # no softmax layers, rotary positions, sliding windows
-some = pytest.mark.parametrize("name", SOME)
+# No softmax layers, rotary positions, sliding windows, latent attention.
+some = pytest.mark.parametrize("name", ["kda", "llama", "windows", *LATENT])
 
 
 @functools.cache
@@ -191,12 +192,13 @@ def test_forks_copy_the_states(name: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.01])
-@pytest.mark.parametrize("name", ["hybrid", "llama"])
+@pytest.mark.parametrize("name", ["hybrid", "llama", *LATENT])
 def test_preempted_requests_go_on(name: str, offload: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values outgrow the cache: requests are recomputed, or their states and pages wait on the CPU."""
     empty = torch.empty  # pinned memory needs a GPU
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
-    engine = Engine(model(name), new=50, page_size=4, num_blocks=60, cpu_offload_space=offload)
+    blocks = 38 if name in LATENT else 60  # pages of latents are smaller, for about as many slots
+    engine = Engine(model(name), new=50, page_size=4, num_blocks=blocks, cpu_offload_space=offload)
     offloaded: list[int] = []
     manager = engine.processor.offloading_manager
     copy = manager._offload_to_cpu
@@ -406,7 +408,7 @@ def pages_for(m: PreTrainedModel, sectors: int, page_size: int = 16) -> int:
     return max(1, (1 << 10) * sectors // cache.num_sectors)
 
 
-@pytest.mark.parametrize("name", ["kda", "llama"])
+@pytest.mark.parametrize("name", ["kda", "llama", *LATENT])
 def test_requests_wait_for_a_slot(name: str) -> None:
     engine = Engine(model(name), num_blocks=pages_for(model(name), 4))
     given, most = prompts(*[5, 9, 3] * 6), 0
@@ -624,14 +626,6 @@ def test_stock_models_are_served_as_before() -> None:
     assert [o.generated_tokens for o in out.values()] == want
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "bailing_hybrid", "glm5_next"])
-def test_latent_attention_is_refused(family: str) -> None:
-    m = stock_models.build(family)
-    kda_layers.swap_attention(m)
-    with pytest.raises(ValueError, match=f"does not serve a {family}.* model: .* latent attention"):
-        m.generate_batch(prompts(3), generation(2))
-
-
 def test_other_linear_attention_is_refused() -> None:
     fields = dict(
         vocab_size=29, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
@@ -656,7 +650,7 @@ def test_a_plain_cache_is_no_engine() -> None:
 
 
 def test_it_is_off_until_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HybridForCausalLM, "batches_continuously", False)
+    monkeypatch.setattr(LoopOnDevice, "batches_continuously", False)
     with pytest.raises(RuntimeError, match=r"needs kda_layers.serving.enable_continuous_batching\(\)"):
         model("kda").generate_batch(prompts(3), generation(2))
 
@@ -671,7 +665,7 @@ def test_enabling_twice_wraps_once() -> None:
 def test_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is missing, an allocator that transformers has itself: nothing is wrapped then."""
     module = importlib.import_module("transformers.generation.continuous_batching.cache")
-    monkeypatch.setattr(HybridForCausalLM, "batches_continuously", False)
+    monkeypatch.setattr(LoopOnDevice, "batches_continuously", False)
     with monkeypatch.context() as patch:
         patch.setattr(seams, "installed", lambda name: (5, 18))
         with pytest.raises(ImportError, match="takes full and sliding attention alone"):

@@ -12,13 +12,22 @@ from tests.modeling.models import OURS, of_models, stock
 
 try:
     from kda_layers.modeling.serving import prefixes
-    from tests.modeling.test_continuous_batching import FP32, Engine, config, generated, generation, model, prompts
+    from tests.modeling.test_continuous_batching import (
+        FP32,
+        LATENT,
+        Engine,
+        config,
+        generated,
+        generation,
+        model,
+        prompts,
+    )
 except ImportError as error:  # as that file says
     pytest.skip(str(error), allow_module_level=True)
 
 PAGE = 16
-SHARING = [name for name in OURS if name not in ("key_bias", "windows", "mistral")]
-some = pytest.mark.parametrize("name", ["kda", "hybrid", "llama"])
+SHARING = [*(name for name in OURS if name not in ("key_bias", "windows", "mistral")), *LATENT]
+some = pytest.mark.parametrize("name", ["kda", "hybrid", "llama", *LATENT])
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import GenerationMixin
@@ -28,6 +28,8 @@ from kda_layers.modeling.seams import CACHE, Cache, StaticCache
 
 class LoopOnDevice(GenerationMixin):
     """The loop of `generate` on the device, for language models whose KDA layers have our forward."""
+
+    batches_continuously: ClassVar[bool] = False  # `enable_continuous_batching` was called
 
     def fast_paths(self, call: SupposedCall, config: Any = None) -> Iterator[tuple[FastPath, tuple[Any, ...]]]:
         """Yield the paths that a call (of `generate`: with this configuration) would ask for, and their facts."""
@@ -53,6 +55,15 @@ class LoopOnDevice(GenerationMixin):
         return super()._sample(
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
         )
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Return transformers' manager of continuous batching; see `kda_layers.serving.enable_continuous_batching`."""
+        if not LoopOnDevice.batches_continuously:
+            raise RuntimeError(
+                f"continuous batching of {type(self).__name__} needs "
+                "kda_layers.serving.enable_continuous_batching(), called once before it"
+            )
+        return super().init_continuous_batching(*args, **kwargs)
 
 
 class HybridGeneration(LoopOnDevice):

@@ -269,7 +269,6 @@ class HybridForCausalLM(HybridGeneration, HybridPreTrainedModel, GenerationMixin
     """
 
     skip_logits: bool | None = None
-    batches_continuously: ClassVar[bool] = False  # `enable_continuous_batching` was called
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
@@ -330,12 +329,3 @@ class HybridForCausalLM(HybridGeneration, HybridPreTrainedModel, GenerationMixin
             self, outputs.last_hidden_state, labels, logits_to_keep, skip_logits, kwargs, for_loss,
             hidden_states=outputs.hidden_states, attentions=outputs.attentions, **{CACHE: getattr(outputs, CACHE)},
         )  # fmt: skip
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Return transformers' manager of continuous batching; see `kda_layers.serving.enable_continuous_batching`."""
-        if not HybridForCausalLM.batches_continuously:
-            raise RuntimeError(
-                f"continuous batching of {type(self).__name__} needs "
-                "kda_layers.serving.enable_continuous_batching(), called once before it"
-            )
-        return super().init_continuous_batching(*args, **kwargs)

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.kda.contract import KDA as KDA_BACKENDS
-from kda_layers.modeling.layer.layer import KimiDeltaAttention
+from kda_layers.modeling.checks import is_stock
+from kda_layers.modeling.layer.forward import KDAForward
 from kda_layers.modeling.seams import FIFOScheduler, RequestStatus
 from kda_layers.modeling.serving.continuous_batching import wraps
+from kda_layers.modeling.serving.latent_allocator import has_latents
 from kda_layers.modeling.serving.state_allocator import KDA, check_config, default_blocks, has_states
 
 logger = logging.getLogger("kda_layers")
@@ -40,6 +42,13 @@ def check_model(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
     config = self.config.get_text_config()
     if has_states(config):
         check_config(config)
+        stock = [path for path, module in self.named_modules() if is_stock(module)]
+        if stock:
+            raise ValueError(
+                f"every KDA layer of {type(self).__name__} must be swapped for continuous batching, got stock layers "
+                f"at {', '.join(stock)}, whose states have no place in transformers' paged cache: call "
+                "kda_layers.swap_attention(model) first"
+            )
         if getattr(self, "_device_mesh", None) is not None:
             raise ValueError(
                 "continuous batching of KDA layers needs the full model on one device, got tensor parallelism: "
@@ -72,6 +81,14 @@ def choose_options(resolve: Callable[..., Any], config: Any, cb_config: Any, *ar
             chosen.max_batch_tokens = CPU_BATCH_TOKENS
         if chosen.num_blocks is None and chosen.max_memory_percent is None:
             chosen.num_blocks = default_blocks(chosen.page_size)
+    if has_latents(config):
+        if chosen.max_blocks_per_request:
+            logger.warning(
+                "max_blocks_per_request=%d is taken for 0: block tables are for flash attention that reads keys and "
+                "values from pages, and those of latent attention hold latents",
+                chosen.max_blocks_per_request,
+            )
+        chosen.max_blocks_per_request = 0
     if not _needs_no_mask(model, config, chosen):
         return resolve(config, chosen, *args, **kwargs)
     if chosen.use_cuda_graph is None:
@@ -105,7 +122,7 @@ def _needs_no_mask(model: Any, config: Any, cb_config: Any) -> bool:
 
 def _reads_nothing(module: Any) -> bool:
     """False for a KDA layer of plain PyTorch, which reads slots on the host."""
-    if not isinstance(module, KimiDeltaAttention):
+    if not isinstance(module, KDAForward):
         return True
     weight, backend = module.q_proj.weight, module.kda_options.get("backend")
     problem = module.problem(weight.device, weight.dtype, packed=True, has_state=True)

@@ -9,14 +9,18 @@ import asyncio
 import contextlib
 import copy
 import importlib
+import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+from kda_layers.modeling.checks import is_stock
 from kda_layers.modeling.serving.continuous_batching import wraps
 from kda_layers.modeling.serving.engine import check_prompt
-from kda_layers.modeling.serving.state_allocator import has_states
+from kda_layers.modeling.serving.state_allocator import check_config, has_states
+from kda_layers.modeling.swap.swap import swap_attention
 
+logger = logging.getLogger("kda_layers")
 # What a request can ask of the engine for all requests, as the engine samples for all alike.
 SHARED = ("do_sample", "temperature", "top_k", "top_p")
 COLDEST = 1e-20  # logits divided by less may overflow, and NaN stops the engine
@@ -29,10 +33,14 @@ def share_sampling(init_cb: Callable[..., None], self: Any, model: Any, gen_conf
     """Start the engine with the generation config of the first request.
 
     Only `SHARED` is taken from it: other fields, such as a bad `eos_token_id`, would fail all later requests. Return
-    when the engine has its cache, by which requests are checked.
+    when the engine has its cache, by which requests are checked. KDA layers of transformers' own are swapped: nobody
+    else can, as the server loads the model.
     """
     if self._cb is not None or not has_states(model.config.get_text_config()):
         return init_cb(self, model, gen_config)
+    check_config(model.config.get_text_config())  # before layers are changed
+    if any(map(is_stock, model.modules())):
+        logger.warning("swapped the KDA layers of %s: %s", type(model).__name__, ", ".join(swap_attention(model)))
     shared = copy.deepcopy(model.generation_config)
     for name in SHARED:
         setattr(shared, name, getattr(gen_config, name))

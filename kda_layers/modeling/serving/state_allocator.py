@@ -27,7 +27,9 @@ from kda_layers.modeling.seams import (
     stream_context,
 )
 from kda_layers.modeling.serving.continuous_batching import wraps
+from kda_layers.modeling.serving.latent_allocator import as_planned, has_latents, latent_page
 from kda_layers.modeling.serving.prefixes import Prefixes
+from kda_layers.modeling.swap.families import IN_PLACE
 
 logger = logging.getLogger("kda_layers")
 KDA = "linear_attention"
@@ -65,17 +67,21 @@ class StateAllocator(CacheAllocator):
     ):
         """Compute sizes; the arguments are those of the engine's other allocators."""
         check_config(config)
-        H, HV, W = config.linear_num_heads, config.linear_num_value_heads, config.linear_conv_kernel_dim
-        K, V = config.linear_head_dim, config.linear_value_head_dim
+        # Configurations of transformers' own models have no heads and widths of values alone.
+        H, K, W = config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim
+        HV, V = getattr(config, "linear_num_value_heads", H), getattr(config, "linear_value_head_dim", K)
         self.state_dtype, self.conv_dtype = state_dtype(cache_dtype), cache_dtype
         self.state_shape, self.conv_shape = (HV, V, K), (2 * H * K + HV * V, W)
         self.state_bytes = math.prod(self.state_shape) * self.state_dtype.itemsize
         needed = self.state_bytes + math.prod(self.conv_shape) * cache_dtype.itemsize
         # The engine hands out sectors, of the least common multiple of all blocks' sizes. It is a block here, if
         # rounded up to a multiple of a block of keys and values; otherwise it may be gigabytes.
-        page = FullAttentionCacheAllocator.get_bytes_per_page(
-            num_key_value_heads, find_head_dim(config), cache_dtype, page_size
-        )
+        if has_latents(config):
+            page = latent_page(config, cache_dtype, page_size)
+        else:
+            page = FullAttentionCacheAllocator.get_bytes_per_page(
+                num_key_value_heads, find_head_dim(config), cache_dtype, page_size
+            )
         blocks = [page * config.layer_types.count(kind) for kind in (FULL_ATTENTION, SLIDING_ATTENTION)]
         unit, layers = math.lcm(ALIGNMENT, *filter(None, blocks)), len(layer_indices)
         unit = math.lcm(ALIGNMENT, unit // math.gcd(unit, layers))
@@ -198,12 +204,14 @@ def has_states(config: Any) -> bool:
 def check_config(config: Any) -> None:
     """Raise a ValueError unless the engine can serve models of this configuration, which has KDA layers."""
     kind = f"a {config.model_type} model"
-    if getattr(config, "kv_lora_rank", None) is not None:
+    others = [k for k in config.layer_types if k not in (KDA, FULL_ATTENTION, SLIDING_ATTENTION)]
+    if others:
+        what = "keys of its indexer besides" if others[0] == "indexed_attention" else "something else"
         raise ValueError(
-            f"continuous batching does not serve {kind}: transformers' paged cache has one width for keys and values, "
-            "which its latent attention (MLA) does not have. Use generate"
+            f"continuous batching does not serve {kind}: transformers' paged cache has room for keys and values, and "
+            f"{others[0]} keeps {what}. Use generate"
         )
-    if not isinstance(config, KDAFields):
+    if not (isinstance(config, KDAFields) or config.model_type in IN_PLACE):
         raise ValueError(
             f"continuous batching does not serve {kind}: its linear-attention layers are not those of kda_layers. "
             "Use generate"
@@ -223,6 +231,7 @@ def finish_cache(
     options = continuous_batching_config
     if not has_states(config):
         return init(self, config, options, *args, **kwargs)
+    config = as_planned(config)
     # The engine then restores a request as of one token earlier, and computes that token again.
     if options.use_async_batching and options.cpu_offload_space != 0:
         raise ValueError(

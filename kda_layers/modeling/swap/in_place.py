@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kda_layers.kernels.kda.contract import KDA
 from kda_layers.modeling.checks import is_stock
 from kda_layers.modeling.inputs.arguments import rename_cache, takes_cache
-from kda_layers.modeling.inputs.keywords import INPUTS, is_checkpointed, refuse_misspelt
+from kda_layers.modeling.inputs.keywords import INPUTS, is_checkpointed, is_engine_cache, refuse_misspelt
 from kda_layers.modeling.inputs.sequences import Layout, check_positions, read_layout
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.checkpoint_names import Format
@@ -25,6 +25,7 @@ from kda_layers.modeling.layer.weights import KeepsFP32, loads_weights_of
 from kda_layers.modeling.parallel.context_parallel import read_shards
 from kda_layers.modeling.seams import CACHE, Cache
 from kda_layers.modeling.swap import families
+from kda_layers.modeling.swap.engine_step import EngineStep, engine_step
 from kda_layers.modeling.swap.stock_layer import StockParameters, check_stock_layer, kda_options
 
 logger = logging.getLogger("kda_layers")
@@ -43,7 +44,7 @@ class StockKDALayer(StockParameters, KeepsFP32):
     def forward(
         self,
         hidden_states: Tensor,
-        cache: Cache | None = None,
+        cache: Cache | EngineStep | None = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -53,6 +54,8 @@ class StockKDALayer(StockParameters, KeepsFP32):
             hidden_states, attention_mask, cache: as in `KimiDeltaAttention.forward`.
             **kwargs: the model's other keywords; only cu_seq_lens_q and shards are read, which `prepare_call` sets.
         """
+        if isinstance(cache, EngineStep):
+            return self.compute(hidden_states, None, cache.slots, cache.slots.cu_seqlens)
         cu_seqlens, shards = kwargs.get("cu_seq_lens_q"), kwargs.get("shards")
         if cu_seqlens is not None:
             attention_mask = None  # the model made it: `prepare_call` refuses one from the caller
@@ -82,8 +85,11 @@ def call_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def prepare_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Pass what KDA layers need and the stock forward of a base model does not pass on; a forward pre-hook.
 
-    A mask of scores becomes one mask per type of layer; for the rest see `prepare_layout`.
+    A mask of scores becomes one mask per type of layer; for the rest see `prepare_layout`. For calls by transformers'
+    continuous batching see `engine_step`.
     """
+    if is_engine_cache(kwargs.get("cache")):
+        return (), engine_step(model, kwargs)
     kwargs, _, layout = prepare_layout(model, args, kwargs)
     mask = layout.attention_mask
     if isinstance(mask, Tensor) and mask.ndim == 4:
