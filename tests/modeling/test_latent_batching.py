@@ -6,6 +6,7 @@ test_continuous_batching.py and test_prefixes.py run them, too, by the engine's 
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from kda_layers.modeling.models.generation import LoopOnDevice
 from tests.modeling import stock_models
 
 try:
-    from tests.modeling.test_continuous_batching import Engine, config, generation, model, prompts, resolved
+    from tests.modeling.test_continuous_batching import Engine, config, generation, model, prompts
 except ImportError as error:  # as that file says
     pytest.skip(str(error), allow_module_level=True)
 
@@ -122,6 +123,11 @@ def test_bytes_of_a_page() -> None:
     assert 0 <= states.bytes_per_page - (2 * 16 * 16 + 96 * 4) * 4 < pages.bytes_per_block
     assert cache.cache_tensor.numel() == (cache.num_sectors + 2) * cache.bytes_per_sector
 
+    # num_blocks asks for so many pages of all layers, each as large as one of latents.
+    cache = Engine(swapped("kimi_linear", kv_lora_rank=128), num_blocks=300).cache
+    page = cache.cache_allocators["full_attention"].bytes_per_page
+    assert cache.num_sectors == math.ceil(300 * 3 * page / cache.bytes_per_sector)
+
     large = transformers.KimiLinearConfig()
     expanded = 32 * (128 + 64 + 128) * 2  # bytes of the keys and values of a token in bf16
     assert latent_allocator.latent_page(large, torch.bfloat16, 256) == 256 * 1152
@@ -172,11 +178,13 @@ def test_pages_of_two_layers_are_apart(family: str) -> None:
         assert torch.equal(found[1], keys[request, layer])
 
 
-def test_block_tables_are_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert resolved("swapped kimi_linear", monkeypatch)["max_blocks_per_request"] == 0
-    assert not caplog.records
-    assert resolved("swapped kimi_linear", monkeypatch, max_blocks_per_request=8)["max_blocks_per_request"] == 0
-    assert "max_blocks_per_request=8 is taken for 0" in caplog.text
+def test_block_tables_are_off(caplog: pytest.LogCaptureFixture) -> None:
+    m = swapped("kimi_linear")
+    for asked, warned in ((None, False), (0, False), (8, True)):
+        caplog.clear()
+        manager = m.init_continuous_batching(generation(2), config(max_blocks_per_request=asked))
+        assert manager.continuous_batching_config.max_blocks_per_request == 0
+        assert ("max_blocks_per_request=8 is taken for 0" in caplog.text) is warned
 
 
 # ---------------------------------------------------------------- refusals

@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.utils import is_flash_attn_2_available
 
 from kda_layers import KDAConfig, KDAForCausalLM, swap_attention, use_backend
 from kda_layers.kernels.kda.contract import default_problem
-from kda_layers.serving import enable_speculative_decoding
+from kda_layers.serving import enable_continuous_batching, enable_speculative_decoding
 from tests.kernels.cases import BF16, FP64, budget, error, serve
 from tests.modeling.stock_models import FAMILIES, build, cast, every_family, with_oracle
 from tests.modeling.test_speculative import check_ties
@@ -185,3 +187,30 @@ def test_a_hybrid_with_a_key_bias() -> None:
             step = model(ids[:, t : t + 1], past_key_values=step.past_key_values)
             limit = budget(error(yardstick["logits"][:, t].cpu(), out.logits[:, t].detach()), BF16)
             assert error(step.logits[:, -1].cpu(), out.logits[:, t].detach()) <= limit
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "glm5_next"])
+def test_continuous_batching(family: str, attention: str) -> None:
+    """Tokens of `generate`, but for ties, from pages of latents; flash attention runs in CUDA graphs."""
+    try:
+        enable_continuous_batching()
+    except ImportError as reason:
+        pytest.skip(str(reason))
+    from transformers import ContinuousBatchingConfig
+
+    if attention != "sdpa" and not is_flash_attn_2_available():
+        pytest.skip("needs flash-attn")
+    model = swapped(wide(family))
+    given = [tokens(1, length) for length in (20, 1, 5, 300, 70)]
+    greedy = [model.generate(ids, max_new_tokens=24, do_sample=False) for ids in given]
+    model.set_attn_implementation(attention)
+    outputs = model.generate_batch(
+        [ids[0].tolist() for ids in given],
+        GenerationConfig(do_sample=False, max_new_tokens=24, eos_token_id=-1),
+        ContinuousBatchingConfig(page_size=16, num_blocks=400, max_batch_tokens=128, auto_switch_to_flash=False),
+    )
+    for ids, want, out in zip(given, greedy, outputs.values(), strict=True):
+        assert out.error is None
+        got = torch.tensor([ids[0].tolist() + out.generated_tokens], device=DEVICE)
+        check_ties(model, want, got, ids.shape[1])

@@ -12,7 +12,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
 
 from kda_layers.serving import enable_continuous_batching
-from tests.parity.calls import Refusal, calls_of
+from tests.parity.calls import calls_of
 from tests.parity.subjects import SHORT, TEXT, Subject, assert_close, greedy, scratch
 
 call = calls_of("Pipelines and serving")
@@ -88,16 +88,7 @@ def feature_extraction(on: Subject) -> Any:
     return out.shape
 
 
-@call(
-    "`model.generate_batch(prompts)` (after `enable_continuous_batching()`)",
-    since="5.19",
-    refused=dict(
-        kimi=Refusal(
-            "continuous batching does not serve a kimi_linear model",
-            "transformers' paged cache does not fit latent attention; use `generate`",
-        )
-    ),
-)
+@call("`model.generate_batch(prompts)` (after `enable_continuous_batching()`)", since="5.19")
 def generate_batch(on: Subject) -> Any:
     enable_continuous_batching()
     m, texts = on.model(), (TEXT, SHORT, "the dog.")
@@ -156,10 +147,7 @@ def serve(on: Subject) -> Any:
     assert_served(on)
 
 
-@call(
-    "`transformers serve --continuous-batching` (after `enable_continuous_batching()`)", heavy=True, since="5.19",
-    absent=dict(kimi=STOCK_CLASS),
-)  # fmt: skip
+@call("`transformers serve --continuous-batching` (after `enable_continuous_batching()`)", heavy=True, since="5.19")
 def serve_continuous_batching(on: Subject) -> Any:
     enable_continuous_batching()
     assert_served(on, continuous_batching=True, cb_num_blocks=40, cb_max_batch_tokens=64)
