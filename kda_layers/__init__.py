@@ -9,6 +9,8 @@ from kda_layers.kernels.deprecation import warn_deprecated
 # For type checkers; _PUBLIC holds the same names at run time.
 if TYPE_CHECKING:
     from kda_layers.kernels.kda.contract import KDAOutput as KDAOutput
+    from kda_layers.kernels.kda.drafts import kda_commit as kda_commit
+    from kda_layers.kernels.kda.drafts import kda_verify as kda_verify
     from kda_layers.kernels.kda.op import kda as kda
     from kda_layers.kernels.kda.op import kda_prefill as kda_prefill
     from kda_layers.kernels.kda.op import kda_step as kda_step
@@ -35,8 +37,10 @@ _PUBLIC = {
     "convert_attention": "modeling.swap.convert",
     "explain": "modeling.explanation",
     "kda": "kernels.kda.op",
+    "kda_commit": "kernels.kda.drafts",
     "kda_prefill": "kernels.kda.op",
     "kda_step": "kernels.kda.op",
+    "kda_verify": "kernels.kda.drafts",
     "load_pretrained": "modeling.swap.swap",
     "restore_attention": "modeling.swap.swap",
     "swap_attention": "modeling.swap.swap",
@@ -85,8 +89,9 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_SUBMODULES, *(name for name in globals() if name.startswith("_"))})
 
 
-# The operator registers itself with torch, and configurations with transformers' AutoConfig.
-importlib.import_module(f"{__name__}.{_PUBLIC['kda']}")
+# The operators register themselves with torch, and configurations with transformers' AutoConfig.
+for _name in ("kda", "kda_verify"):
+    importlib.import_module(f"{__name__}.{_PUBLIC[_name]}")
 if versions.has_transformers():
     importlib.import_module(f"{__name__}.{_PUBLIC['KDAConfig']}")
 versions.warn_if_untested()

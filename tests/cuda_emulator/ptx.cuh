@@ -34,6 +34,8 @@ DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
 DEVICE float __uint_as_float(u32 x) { float r; memcpy(&r, &x, 4); return r; }
 DEVICE u32 __float_as_uint(float x) { u32 r; memcpy(&r, &x, 4); return r; }
+DEVICE float __fmul_rn(float x, float y) { const volatile float r = x * y; return r; }  // in no FMA
+DEVICE float __fmaf_rn(float x, float y, float z) { return std::fmaf(x, y, z); }
 
 template <class A, class B> DEVICE constexpr std::common_type_t<A, B> min(A a, B b) {
     if constexpr (std::is_floating_point_v<std::common_type_t<A, B>>) return std::fmin(a, b);

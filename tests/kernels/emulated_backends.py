@@ -56,6 +56,11 @@ class EmulatedBackend(CudaBackend):
         with GuardedMemory():
             return super().decode(guarded_inputs(x)._replace(state=x.state, state_scale=x.state_scale, out=x.out))
 
+    def verify(self, x: DecodeInputs) -> Tensor:
+        written = {n: getattr(x, n) for n in ("state", "updates", "out")}
+        with GuardedMemory():
+            return super().verify(guarded_inputs(x)._replace(**written))
+
     def repeated_decode(self, x: DecodeInputs) -> Callable[[DecodeInputs], Tensor]:
         """Return `decode`, which guards the memory of each call."""
         return self.decode

@@ -13,12 +13,22 @@ from ..declarations import one_of
 from ..deprecation import recompute_words
 from ..tracing import is_plain
 from .activations import BETA_ACTIVATIONS, GATE_ACTIVATIONS, GATES, GIVEN, LOG_DECAY, MIN_LOWER_BOUND
-from .contract import CHUNK, MOST_SAVED, SEGMENTS, DecodeInputs, Inputs, PrefillInputs, state_dtype, state_dtypes
+from .contract import (
+    CHUNK,
+    MOST_SAVED,
+    SEGMENTS,
+    CommitInputs,
+    DecodeInputs,
+    Inputs,
+    PrefillInputs,
+    state_dtype,
+    state_dtypes,
+)
 
 
 def check_whole(x: Inputs) -> None:
     """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of `kda`."""
-    N, _, *state_shape = _check_common(x)
+    N, _, *state_shape = check_common(x)
     if x.initial_state is not None:
         _check_state("initial_state", x.initial_state, x.q, (N, *state_shape))
     if not isinstance(x.checkpoint_every, int) or x.checkpoint_every not in (0, CHUNK):
@@ -28,7 +38,7 @@ def check_whole(x: Inputs) -> None:
 def check_prefill(x: PrefillInputs) -> None:
     """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of `kda_prefill`; `x.o` is the
     caller's `out` or None."""
-    N, _, HV, V, K = _check_common(x)
+    N, _, HV, V, K = check_common(x)
     if x.state_indices is not None:
         if x.state is None:
             raise ValueError("state must be a pool of states with state_indices, got None")
@@ -36,16 +46,16 @@ def check_prefill(x: PrefillInputs) -> None:
         _check_state("state", x.state, x.q, (*x.state.shape[:1], HV, V, K), writes=True)
         if not x.state.shape[0]:
             raise ValueError("state must have at least 1 slot, got 0")
-        _check_of_sequences("state_indices", x.state_indices, x.q, N)
+        check_of_sequences("state_indices", x.state_indices, x.q, N)
     elif x.state is not None:
         _check_state("state", x.state, x.q, (N, HV, V, K), writes=True)
     if x.checkpoint_at is not None:
-        _check_of_sequences("checkpoint_at", x.checkpoint_at, x.q, N)
+        check_of_sequences("checkpoint_at", x.checkpoint_at, x.q, N)
     check_out(x.o, x)
 
 
 def check_out(out: Any, x: Any) -> None:
-    """Raise unless `out` is None or can hold the output of inputs `x`."""
+    """Raise unless `out` is None or can take the output of `x`."""
     if out is None:
         return
     check_tensor("out", out, tuple(x.v.shape), (x.v.dtype,), x.q)
@@ -57,19 +67,26 @@ def check_out(out: Any, x: Any) -> None:
             raise ValueError(f"out must not overlap an input, got the memory of {name}: pass torch.empty_like(v)")
 
 
-def _check_of_sequences(name: str, t: Any, q: Tensor, N: int) -> None:
-    check_index(name, t, q)
+def check_of_sequences(name: str, t: Any, q: Tensor, N: int, like: str = "q") -> None:
+    """Raise unless `t` has an index for each of N sequences, on the device of q, which messages call `like`."""
+    check_index(name, t, q, like)
     if tuple(t.shape) != (N,):
         raise ValueError(f"{name} must have shape [{N}], a value for each sequence, got {list(t.shape)}")
 
 
 def check_decode(x: DecodeInputs) -> None:
     """Raise a TypeError or ValueError naming the argument unless `x` keeps the contract of `kda_step`."""
-    N, T, *state_shape = _check_common(x)
+    N, T, *state_shape = check_common(x)
     columns, more = 1 if x.cu_seqlens is not None else T, () if x.q.dtype == torch.float64 else (torch.int8,)
     check_slots(x.q, x.state, x.state_indices, x.num_accepted, (N, *state_shape), columns, more)
     _check_state_scale(x)
     check_out(x.out, x)
+
+
+def refuse_gradients(name: str, x: PrefillInputs | DecodeInputs | CommitInputs) -> None:
+    """Raise if gradients are enabled and a tensor of `x` requires one, which an operator in place cannot give."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
+        raise ValueError(f"{name} updates the state in place and has no gradient: call it under torch.no_grad()")
 
 
 def check_slots(
@@ -96,7 +113,7 @@ def check_slots(
         if given[:1] != (N,) or not (len(given) == 1 or (len(given) == 2 and given[1] >= columns)):
             raise ValueError(f"state_indices must have shape [{N}] or [{N}, at least {columns}], got {list(given)}")
     if num_accepted is not None:
-        _check_of_sequences("num_accepted", num_accepted, q, N)
+        check_of_sequences("num_accepted", num_accepted, q, N)
         if state_indices is None or state_indices.ndim != 2:
             raise ValueError("num_accepted needs state_indices of shape [N, T]: a slot for the state after each token")
 
@@ -120,8 +137,8 @@ def _check_state_scale(x: DecodeInputs) -> None:
     check_writable("state_scale", scale)
 
 
-def _check_common(x: Inputs | DecodeInputs | PrefillInputs) -> tuple[int, int, int, int, int]:
-    """Check the fields that both operators have; return N, T, HV, V and K."""
+def check_common(x: Inputs | DecodeInputs | PrefillInputs) -> tuple[int, int, int, int, int]:
+    """Check the fields that all operators on tokens have; return N, T, HV, V and K."""
     q, v = x.q, x.v
     for name, t in (("q", q), ("v", v)):
         check_is_tensor(name, t)
@@ -314,14 +331,19 @@ def _check_state(
         raise DtypeError(f"{name} must be {dtype_names(dtypes)} with q of {dtype_names([q.dtype])}, got {state.dtype}")
     if state.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {state.device}")
-    strides = state.stride()[2:]
-    if shape[2] > 1 and shape[3] > 1 and strides != (shape[3], 1):
-        raise ValueError(
-            f"{name} must have contiguous [V, K] matrices (strides {shape[3]}, 1), got strides {strides}; "
-            "pass state.contiguous()"
-        )
+    check_matrices(name, state)
     if writes:
         check_writable(name, state)
+
+
+def check_matrices(name: str, state: Tensor) -> None:
+    """Raise unless the matrices [V, K] of a state are contiguous."""
+    (V, K), strides = state.shape[2:], state.stride()[2:]
+    if V > 1 and K > 1 and strides != (K, 1):
+        raise ValueError(
+            f"{name} must have contiguous [V, K] matrices (strides {K}, 1), got strides {strides}; "
+            "pass state.contiguous()"
+        )
 
 
 def check_writable(name: str, state: Tensor) -> None:

@@ -30,6 +30,7 @@ CHUNK = 64  # tokens of a chunk, and between two state checkpoints
 MOST_SAVED = 0.01  # share of the device's memory that one call may save with recompute="auto"
 SEGMENTS = ("never", "auto", "always")
 NO_SLOT = -1  # in state_indices: a padded row, or a state that is not stored
+MOST_DRAFTED = 16  # tokens of a sequence in one call of `kda_verify`
 
 
 class Inputs(NamedTuple):
@@ -62,7 +63,11 @@ class Inputs(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """The arguments of the ops of `kda_step`, which write `state`, `state_scale` and `out`."""
+    """The arguments of the ops of `kda_step`, which write `state`, `state_scale` and `out`, and of `kda_verify`.
+
+    With `updates` they are those of `kda_verify`: it writes `updates` and `out`, and `state` only where tokens of the
+    last call were accepted.
+    """
 
     q: Tensor
     k: Tensor
@@ -77,11 +82,21 @@ class DecodeInputs(NamedTuple):
     cu_seqlens: Tensor | None
     state_scale: Tensor | None  # [slots, HV, V] of an int8 state
     out: Tensor | None  # [B, T, HV, V] contiguous, or None: a new tensor is returned
+    updates: Tensor | None  # [slots, tokens, HV, 2 K + V]: decay [K], key [K] and error [V] of each drafted token
     gate_activation: str
     lower_bound: float
     beta_activation: str
     qk_l2norm: bool
     scale: float
+
+
+class CommitInputs(NamedTuple):
+    """The arguments of the op of `kda_commit`, which writes `state`."""
+
+    state: Tensor  # [slots, HV, V, K]
+    updates: Tensor  # [slots, tokens, HV, 2 K + V]
+    num_accepted: Tensor  # [N] int32 or int64
+    state_indices: Tensor | None  # [N] int32 or int64
 
 
 class PrefillInputs(NamedTuple):
@@ -140,7 +155,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem(AnyProblem):
-    """The properties of a call of `kda`, `kda_prefill` or `kda_step` that decide on its backend."""
+    """The properties of a call of one of the operators that decide on its backend."""
 
     beta_dtype: torch.dtype
     K: int
@@ -158,6 +173,7 @@ class Problem(AnyProblem):
     int8_state: bool = False  # of a decode step
     segments: bool = False  # always
     prefill: bool = False  # of an engine, in place
+    verify: bool = False  # of drafts, or their commit
 
     LACKS = {  # noqa: RUF012
         "decode": "decodes, needs whole sequences",
@@ -169,6 +185,7 @@ class Problem(AnyProblem):
         "int8_state": "state is int8, needs float32",
         "segments": "segments is 'always', needs 'never' or 'auto'",
         "prefill": "prefills states in place, needs kda with return_final_state=True",
+        "verify": "verifies drafts without a state for each, needs kda_step with state_indices [N, T]",
     }
 
     @classmethod
@@ -178,7 +195,15 @@ class Problem(AnyProblem):
         return cls(*best_device(device), bf16, bf16, 128, 128, 1, "lower_bound", "sigmoid", True, needs_grad=True)
 
     @staticmethod
-    def fields_of(x: Inputs | DecodeInputs | PrefillInputs, needs_grad: bool = False) -> tuple[Any, ...]:
+    def fields_of(
+        x: Inputs | DecodeInputs | PrefillInputs | CommitInputs, needs_grad: bool = False
+    ) -> tuple[Any, ...]:
+        if isinstance(x, CommitInputs):  # the inputs of the tokens are gone: a commit depends on none of their dtypes
+            dtype = torch.float64 if x.state.dtype == torch.float64 else torch.bfloat16
+            K, V = x.state.shape[3], x.state.shape[2]
+            sizes = operator.index(K), operator.index(V), 1
+            flags = True, False, False, True, False, x.state.dtype == torch.bfloat16, False, False, False, True
+            return dtype, dtype, *sizes, "log_decay", "given", False, *flags
         if isinstance(x, DecodeInputs):
             decode, has_state, checkpoints, narrow = True, True, False, x.state.dtype
         elif isinstance(x, PrefillInputs):
@@ -192,7 +217,7 @@ class Problem(AnyProblem):
             x.q.dtype, x.beta.dtype, index(K), index(V), index(HV) // index(H), x.gate_activation, x.beta_activation,
             x.qk_l2norm, decode, x.cu_seqlens is not None, needs_grad, has_state, checkpoints,
             narrow == torch.bfloat16, narrow == torch.int8, isinstance(x, Inputs) and x.segments == "always",
-            isinstance(x, PrefillInputs),
+            isinstance(x, PrefillInputs), isinstance(x, DecodeInputs) and x.updates is not None,
         )  # fmt: skip
 
     @property
@@ -230,10 +255,12 @@ class Names(OneOf):
 
 
 class Backend(Differentiable):
-    """One implementation of `kda` (`forward`, `backward`), `kda_prefill` (`prefill`) and `kda_step` (`decode`)."""
+    """One implementation of `kda` (`forward`, `backward`), `kda_prefill` (`prefill`), `kda_step` (`decode`), and
+    `kda_verify` and `kda_commit` (`verify`, `commit`)."""
 
     NEEDED_BY: ClassVar[Mapping[str, str]] = {
         "forward": "", "saved_like": "needs_grad", "backward": "needs_grad", "prefill": "prefill", "decode": "decode",
+        "verify": "verify", "commit": "verify",
     }  # fmt: skip
     fused: frozenset[str] = frozenset()  # of {"gate", "beta", "qk_l2norm"}: others are applied before the call
 
@@ -285,6 +312,17 @@ class Backend(Differentiable):
 
         Sequences without a slot (NO_SLOT) get o = 0.
         """
+        raise NotImplementedError
+
+    def verify(self, x: DecodeInputs) -> Tensor:
+        """Commit what was accepted as `commit` does, then return o of the new tokens and write their `x.updates`.
+
+        Sequences without a slot (NO_SLOT) get o = 0. States and updates of a token have the bits of `decode`.
+        """
+        raise NotImplementedError
+
+    def commit(self, x: CommitInputs) -> None:
+        """Advance `x.state` in place by the first `num_accepted` tokens of `x.updates`, with the bits of `decode`."""
         raise NotImplementedError
 
     def repeated_decode(self, x: DecodeInputs) -> Callable[[DecodeInputs], Tensor]:

@@ -289,7 +289,7 @@ def kda_step(
     if checks.check_state_layout(state_layout):
         state = checks.from_kv("state", state, in_place=True)
     x = DecodeInputs(
-        q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, state_scale, out,
+        q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, state_scale, out, None,
         gate_activation, checks.gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip
@@ -365,7 +365,7 @@ def _prefill(x: PrefillInputs, backend: str | None) -> PrefillOutput:
 def _prepare_prefill(x: PrefillInputs, backend: str | None) -> tuple[Any, ...]:
     """Check `x`; return the shape and dtype of checkpoints [N, HV, V, K], the backend and what it fuses."""
     checks.check_prefill(x)
-    _refuse_gradients("kda_prefill", x)
+    checks.refuse_gradients("kda_prefill", x)
     chosen = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
     return _prefill_cache.put(x, (state_shape(x), state_dtypes(x.q.dtype)[0], *chosen), backend)
 
@@ -373,12 +373,7 @@ def _prepare_prefill(x: PrefillInputs, backend: str | None) -> tuple[Any, ...]:
 def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
     """Check `x`; return the backend, its function for such inputs or None, and what it fuses."""
     checks.check_decode(x)
-    _refuse_gradients("kda_step", x)
+    checks.refuse_gradients("kda_step", x)
     name, *fused = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
     run = KDA.backend(name).repeated_decode(x) if is_plain(x) and activate(x, fused) is x else None
     return _step_cache.put(x, (name, run, *fused), backend)
-
-
-def _refuse_gradients(name: str, x: PrefillInputs | DecodeInputs) -> None:
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in x):
-        raise ValueError(f"{name} updates the state in place and has no gradient: call it under torch.no_grad()")

@@ -15,6 +15,7 @@ from ..activations import BETA_CODES, GATE_CODES
 from ..contract import (
     ALL_FEATURES,
     Backend,
+    CommitInputs,
     DecodeInputs,
     Gradients,
     Inputs,
@@ -68,7 +69,7 @@ class CudaBackend(OnArchs, Backend):
         mine = [a for a in self.archs if a.target == arch]
         if not mine:
             return
-        yield from ((decode.SOURCE, v.defines) for v in decode.variants())
+        yield from ((v.source, v.defines) for v in decode.variants())
         yield last_tokens.SOURCE, last_tokens.DEFINES
         yield gradients.SUMS_SOURCE, {}
         most = max(a.shared_bytes for a in mine)
@@ -151,6 +152,12 @@ class CudaBackend(OnArchs, Backend):
 
     def decode(self, x: DecodeInputs) -> Tensor:
         return decode.decode(x, self.machine)
+
+    def verify(self, x: DecodeInputs) -> Tensor:
+        return decode.decode(x, self.machine)
+
+    def commit(self, x: CommitInputs) -> None:
+        decode.commit(x, self.machine)
 
     def repeated_decode(self, x: DecodeInputs) -> Callable[[DecodeInputs], Tensor]:
         return partial(decode.decode, machine=self.machine, plan=decode.plan_for(x, self.machine))

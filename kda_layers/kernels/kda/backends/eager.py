@@ -24,6 +24,7 @@ from ..contract import (
     ALL_FEATURES,
     CHUNK,
     Backend,
+    CommitInputs,
     DecodeInputs,
     Gradients,
     Inputs,
@@ -33,6 +34,7 @@ from ..contract import (
 )
 from ..eager.chunks import factor, load
 from ..eager.decode import check_indices, decode
+from ..eager.drafts import commit, verify
 from ..eager.gradients import empty_gradients, segment_grad
 from ..eager.schedule import Plan, chunks_per_segment, with_flat_tokens
 from ..slots import prefill_by_forward
@@ -111,6 +113,12 @@ class EagerBackend(Backend):
 
     def decode(self, x: DecodeInputs) -> Tensor:
         return decode(x)
+
+    def verify(self, x: DecodeInputs) -> Tensor:
+        return verify(x)
+
+    def commit(self, x: CommitInputs) -> None:
+        commit(x)
 
 
 BACKEND = EagerBackend()

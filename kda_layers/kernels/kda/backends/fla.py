@@ -47,7 +47,7 @@ class FLABackend(Backend):
         "gate_activation": Names(LOWER_BOUND.name, SOFTPLUS.name, LOG_DECAY),
         "beta_activation": Names(*BETAS, GIVEN),
     }
-    features = ALL_FEATURES - {"bf16_state", "int8_state", "segments"}
+    features = ALL_FEATURES - {"bf16_state", "int8_state", "segments", "verify"}
     fused = frozenset(("gate", "beta", "qk_l2norm"))
 
     def more_reasons(self, problem: Problem) -> list[str]:

@@ -26,17 +26,13 @@ class _Sequence(NamedTuple):
 
 def decode(x: DecodeInputs) -> Tensor:
     """See `Backend.decode`. Sequences of one length without slots need no host read: a CUDA graph can capture them."""
-    sequences = None if x.cu_seqlens is None and x.state_indices is None else _sequences(x)
+    sequences = None if x.cu_seqlens is None and x.state_indices is None else sequences_of(x)
     o = torch.zeros_like(x.v, memory_format=torch.contiguous_format) if x.out is None else x.out.zero_()
     T, int8, out = x.q.shape[1], x.state_scale is not None, o.view(-1, *o.shape[2:])
-    wide = torch.float32 if int8 else x.state.dtype
-    x = activate(x)
-    heads = torch.arange(x.v.shape[2], device=x.q.device) // (x.v.shape[2] // x.q.shape[2])
-    q, k = (t.to(wide).flatten(0, 1)[:, heads] for t in (x.q, x.k))
-    v, decay, beta = x.v.to(wide).flatten(0, 1), x.g.to(wide).exp().flatten(0, 1), x.beta.to(wide).flatten(0, 1)
+    x, operands = activate(x), operands_of(x)
 
     def recur(S: Tensor, tokens: slice | Tensor) -> None:
-        out[tokens] = _recur(S, x.scale, *(y[tokens].contiguous() for y in (q, k, v, decay, beta))).to(o.dtype)
+        out[tokens] = recur_token(S, x.scale, *(y[tokens].contiguous() for y in operands))[0].to(o.dtype)
 
     if sequences is None:
         S = (dequantize_state(x.state, x.state_scale) if x.state_scale is not None else x.state).contiguous()
@@ -78,7 +74,19 @@ def _store(x: DecodeInputs, slots: Any, S: Tensor, rows: Any) -> None:
     x.state[slots], x.state_scale[slots] = n[rows], scale[rows]
 
 
-def _sequences(x: DecodeInputs) -> list[_Sequence]:
+def operands_of(x: DecodeInputs) -> tuple[Tensor, ...]:
+    """Return q, k, v, decay and beta of every token and value head, [B * T, HV, ...], as `recur_token` takes them.
+
+    Args:
+        x: inputs that `activate` has returned
+    """
+    wide = torch.float32 if x.state_scale is not None else x.state.dtype
+    heads = torch.arange(x.v.shape[2], device=x.q.device) // (x.v.shape[2] // x.q.shape[2])
+    q, k = (t.to(wide).flatten(0, 1)[:, heads] for t in (x.q, x.k))
+    return q, k, *(t.flatten(0, 1) for t in (x.v.to(wide), x.g.to(wide).exp(), x.beta.to(wide)))
+
+
+def sequences_of(x: DecodeInputs) -> list[_Sequence]:
     """Check tokens and slots of every sequence and return them as Python integers (host reads)."""
     B, T = x.q.shape[:2]
     offsets = [n * T for n in range(B + 1)] if x.cu_seqlens is None else sequence_offsets(x.cu_seqlens, T)
@@ -90,7 +98,7 @@ def _sequences(x: DecodeInputs) -> list[_Sequence]:
         sources, targets = slots_of(x.state_indices, x.num_accepted, lengths, x.state.shape[0])
     sequences = [_Sequence(*s) for s in zip(offsets, lengths, sources, targets, strict=False)]
     sequences = [s for s in sequences if s.length and s.source != NO_SLOT]
-    _check_owners({s.source, *s.targets[: s.length]} for s in sequences)
+    check_owners({s.source, *s.targets[: s.length]} for s in sequences)
     return sequences
 
 
@@ -132,7 +140,7 @@ def check_indices(x: PrefillInputs) -> None:
     if x.state_indices is not None and x.state is not None:
         slots = x.state_indices.tolist()
         check_slots_exist(slots, x.state.shape[0])
-        _check_owners({slot} for slot in slots)
+        check_owners({slot} for slot in slots)
     if x.checkpoint_at is None:
         return
     for n, (at, (start, end)) in enumerate(zip(x.checkpoint_at.tolist(), itertools.pairwise(offsets), strict=True)):
@@ -143,7 +151,7 @@ def check_indices(x: PrefillInputs) -> None:
             )
 
 
-def _check_owners(slots: Iterable[set[int]]) -> None:
+def check_owners(slots: Iterable[set[int]]) -> None:
     """Raise if two sequences read or write one slot, given the slots of each."""
     owners: dict[int, int] = {}
     for n, own in enumerate(slots):
@@ -154,18 +162,29 @@ def _check_owners(slots: Iterable[set[int]]) -> None:
                 )
 
 
-def _recur(S: Tensor, scale: float, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Update S [n, HV, V, K] in place with a token: q, k, decay [n, HV, K], v [n, HV, V], beta [n, HV]; return o."""
+def recur_token(
+    S: Tensor, scale: float, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Update S [n, HV, V, K] in place with a token: q, k, decay [n, HV, K], v [n, HV, V], beta [n, HV].
+
+    Returns:
+        o and the error beta (v - S k), both [n, HV, V].
+    """
     n, HV, V, K = S.shape
     reads = torch.stack((k * decay, q * decay), 2).view(n * HV, 2, K)
     qk = (q * k).sum(-1).view(-1, 1)
     k, v, decay, beta, rows = k.view(-1, 1, K), v.view(-1, V), decay.view(-1, 1, K), beta.view(-1, 1), S.view(-1, V, K)
-    o = torch.empty_like(v)
+    o, error = torch.empty_like(v), torch.empty_like(v)
     size = max(1, STEP_ELEMENTS // (V * K))
     for i in range(0, n * HV, size):
         part = slice(i, i + size)
         y = torch.bmm(reads[part], rows[part].mT)
-        error = beta[part] * (v[part] - y[:, 0])
-        torch.addcmul(y[:, 1], qk[part], error, out=o[part]).mul_(scale)
-        rows[part].mul_(decay[part]).baddbmm_(error[..., None], k[part])
-    return o.view(n, HV, V)
+        torch.mul(beta[part], v[part] - y[:, 0], out=error[part])
+        torch.addcmul(y[:, 1], qk[part], error[part], out=o[part]).mul_(scale)
+        write(rows[part], decay[part], k[part], error[part])
+    return o.view(n, HV, V), error.view(n, HV, V)
+
+
+def write(S: Tensor, decay: Tensor, k: Tensor, error: Tensor) -> None:
+    """Update S [n, V, K] in place: S <- S decay + error k^T, with decay and k [n, 1, K], error [n, V]."""
+    S.mul_(decay).baddbmm_(error[..., None], k)

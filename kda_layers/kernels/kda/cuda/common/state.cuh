@@ -107,6 +107,10 @@ struct State : Pieces {
     DEVICE void store(unsigned char* to) const {
         each([&](int r, int i) { *reinterpret_cast<uint4*>(to + piece_offset(r, i)) = pack(x[r] + i * PIECE); });
     }
+    // To what `store` writes.
+    DEVICE void round() {
+        each([&](int r, int i) { unpack(x[r] + i * PIECE, pack(x[r] + i * PIECE)); });
+    }
 
 #if STATE_BYTES == 2
     static DEVICE void unpack(float* y, uint4 words) {
@@ -138,6 +142,10 @@ DEVICE void spread(float (&to)[WIDTH], const float* from, u32 lane) {
     }
 }
 
+// The two operations of an update, one rounding each, so that every kernel gives the same bits.
+DEVICE float decayed(float x, float d) { return __fmul_rn(x, d); }
+DEVICE float written(float x, float e, float k) { return __fmaf_rn(e, k, x); }
+
 // Advance the state by one token; return the output of row lane / COPIES of the lane's group, row `row` of the CTA.
 DEVICE float advance(State& S, const Token& t, float* errors, u32 row, u32 lane, u32 group) {
     float k[WIDTH], y_k[ROWS], y_q[ROWS];
@@ -151,7 +159,7 @@ DEVICE float advance(State& S, const Token& t, float* errors, u32 row, u32 lane,
             y_k[r] = y_q[r] = 0;
             #pragma unroll
             for (int i = 0; i < WIDTH; i++) {
-                S.x[r][i] *= d[i];
+                S.x[r][i] = decayed(S.x[r][i], d[i]);
                 y_k[r] += S.x[r][i] * k[i];
                 y_q[r] += S.x[r][i] * q[i];
             }
@@ -168,7 +176,7 @@ DEVICE float advance(State& S, const Token& t, float* errors, u32 row, u32 lane,
         #pragma unroll
         for (int j = 0; j < 4; j++) {
             #pragma unroll
-            for (int i = 0; i < WIDTH; i++) S.x[r + j][i] += each[j] * k[i];
+            for (int i = 0; i < WIDTH; i++) S.x[r + j][i] = written(S.x[r + j][i], each[j], k[i]);
         }
     }
     return o;

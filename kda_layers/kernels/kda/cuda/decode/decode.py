@@ -1,4 +1,4 @@
-"""Launcher of decode.cu: one or a few tokens of many sequences, in one kernel."""
+"""Launcher of decode.cu and verify.cu: one or a few tokens of many sequences, in one kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from ....call_cache import CallCache, leading_tensors
 from ....cuda.machine import Launch, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
-from ...contract import DecodeInputs, state_shape
+from ...contract import CommitInputs, DecodeInputs, state_shape
 from ..spec import LAST_TOKENS, TYPES, WIDTHS
 
-SOURCE = str(Path(__file__).with_suffix(".cu"))
+SOURCE, VERIFY_SOURCE = (str(Path(__file__).with_name(f"{name}.cu")) for name in ("decode", "verify"))
 INDEX = """struct Index {  // of a tensor [N] or [N, columns]: strides in elements
     u32 row, column;
     u32 columns;  // 0: [N]
@@ -39,6 +39,9 @@ PARAMS = Params("DecodeParams", """
     // Read if LAST_TOKENS; then `state` may be null
     const unsigned char *before, *after;  // with the strides of state, or null: zero
     const int* positions;                 // [N], rows of `after`, or null: those of state
+    // Read by verify.cu
+    float* updates;
+    const void* commits;  // null, or [N]: by how many updates the state of sequence n advances first
     // Above are pointers, packed at every launch; below, what a launch plan remembers.
     Rows q_at, k_at, v_at, g_at, beta_at;
     Index slots_at, accepted_at, offsets_at;
@@ -46,6 +49,9 @@ PARAMS = Params("DecodeParams", """
     u32 slot_stride, head_stride, slot_count;  // strides of the state in 16 bytes
     u32 scale_slot_stride, scale_head_stride;  // in elements
     u32 sequences, tokens, stage;  // tokens of each sequence; how many of them shared memory holds at a time
+    Rows updates_at;               // a slot in place of a batch row
+    Index commits_at;
+    u32 most_tokens;  // of updates in a slot
     int gate, beta_activation, qk_l2norm;
     float lower_bound, scale;
 """, """
@@ -74,6 +80,15 @@ class Variant(NamedTuple):
     rows: int  # per lane
     warps: int  # per block
     last_tokens: int = 0  # if not 0, only the last tokens of each sequence, so many at most (forward/last_tokens.py)
+    verify: bool = False  # of verify.cu
+
+    @property
+    def source(self) -> str:
+        return VERIFY_SOURCE if self.verify else SOURCE
+
+    @property
+    def entry(self) -> str:
+        return "kda_verify" if self.verify else "kda_decode"
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -118,8 +133,18 @@ def variant_for(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype, bu
     return Variant(K, V, dtype, state_dtype, lanes, *((8, V // 32) if busy else (4, 4)))
 
 
+@functools.cache
+def variant_to_verify(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype) -> Variant:
+    """The variant of verify.cu for these widths and dtypes: a block has a head, in as many warps as prepare tokens."""
+    lanes = K // 8
+    rows = 8 if K == 128 else 4
+    return Variant(K, V, dtype, state_dtype, lanes, rows, V * lanes // (32 * rows), verify=True)
+
+
 def variants() -> Iterator[Variant]:
-    """Every variant that `variant_for` may return with K = V of the widths that the backend serves."""
+    """Every variant of a call with K = V of the widths that the backend serves."""
+    for width, dtype, state in itertools.product(WIDTHS, TYPES, STATES):
+        yield variant_to_verify(width, width, dtype, state)
     for width, dtype, state, busy in itertools.product(WIDTHS, TYPES, (*STATES, torch.int8), (False, True)):
         variant = variant_for(width, width, dtype, state, busy)
         yield variant
@@ -135,14 +160,14 @@ class Plan(NamedTuple):
     qk_align: int  # bytes less one
     g_align: int
     aligned: bool  # the strides of tensors read with vector loads, which are copied if not
-    state_aligned: bool
+    states_aligned: bool
 
 
 _plans: CallCache[Plan] = CallCache(leading_tensors(DecodeInputs))
 
 
 def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None, plan: Plan | None = None) -> Tensor:
-    """See `Backend.decode`; `plan` is `plan_for` of such inputs."""
+    """See `Backend.decode` and, of inputs with updates, `Backend.verify`; `plan` is `plan_for` of such inputs."""
     o = x.out
     if o is None:
         v = x.v
@@ -151,7 +176,26 @@ def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None, pl
     plan.launch.run(params)
     if inputs.state is not x.state:
         x.state.copy_(inputs.state)
+    if x.updates is not None and inputs.updates is not x.updates:
+        x.updates.copy_(inputs.updates)
     return o
+
+
+def commit(x: CommitInputs, machine: Machine) -> None:
+    """See `Backend.commit`: verify.cu without tokens."""
+    (_, HV, V, K), N = x.state.shape, x.num_accepted.shape[0]
+    state, updates = x.state, x.updates
+    if not _are_aligned(state, updates) or (state.data_ptr() | updates.data_ptr()) & 15:
+        state, updates = (t.clone(memory_format=torch.contiguous_format) for t in (state, updates))
+    variant = variant_to_verify(K, V, torch.bfloat16, state.dtype)  # without tokens, their dtype does not matter
+    values = PARAMS.set(
+        slots_at=index_values(x.state_indices), commits_at=index_values(x.num_accepted), sequences=N,
+        **_values_of_states(state, updates),
+    )  # fmt: skip
+    pointers = PARAMS.point(state=state, slots=x.state_indices, updates=updates, commits=x.num_accepted)
+    launch_of(machine, state.device, variant, HV, N, 1).run(pointers + values)
+    if state is not x.state:
+        x.state.copy_(state)
 
 
 def plan_for(x: DecodeInputs, machine: Machine, variant: Variant | None = None) -> Plan:
@@ -164,23 +208,26 @@ def pack(
 ) -> tuple[Plan, bytes, DecodeInputs]:
     """Return the launch plan, its parameters and the inputs that these point to: x, or copies where not aligned."""
     plan = plan or plan_for(x, machine, variant)
-    q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, scale = x[:12]
+    q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, scale, _, updates = x[:14]
     q_at, k_at, g_at, state_at = q.data_ptr(), k.data_ptr(), g.data_ptr(), state.data_ptr()
-    bias_at = 0 if dt_bias is None else dt_bias.data_ptr()
-    if not plan.state_aligned or state_at & 15:
-        return pack(x._replace(state=state.clone(memory_format=torch.contiguous_format)), o, machine, variant)
+    bias_at, commits = 0 if dt_bias is None else dt_bias.data_ptr(), None
+    if updates is not None:
+        state_at, commits, accepted = state_at | updates.data_ptr(), accepted, None
+    if not plan.states_aligned or state_at & 15:
+        copies = (None if t is None else t.clone(memory_format=torch.contiguous_format) for t in (state, updates))
+        return pack(x._replace(**dict(zip(("state", "updates"), copies, strict=True))), o, machine, variant)
     if not plan.aligned or (q_at | k_at) & plan.qk_align or g_at & plan.g_align or bias_at & 15:
         return pack(_copies(x), o, machine, variant)
     pointers = PARAMS.point(
         q=q, k=k, v=v, g=g, beta=beta, state=state, o=o, A_log=A_log, dt_bias=dt_bias, slots=slots, accepted=accepted,
-        offsets=offsets, state_scale=scale,
+        offsets=offsets, state_scale=scale, updates=updates, commits=commits,
     )  # fmt: skip
     return plan, pointers + plan.values, x
 
 
 def launch_of(machine: Machine, device: torch.device, variant: Variant, HV: int, N: int, stage: int) -> Launch:
     """Return the launch for N sequences of HV heads, `stage` of whose tokens shared memory holds at a time."""
-    kernel = machine.load(SOURCE, "kda_decode", variant.defines, device)
+    kernel = machine.load(variant.source, variant.entry, variant.defines, device)
     grid = HV * variant.slices, min(N, MOST_ROWS), -(-N // MOST_ROWS)
     return Launch(kernel, grid, variant.threads, 1, variant.shared_bytes(stage))
 
@@ -191,19 +238,23 @@ def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
     tokens = T if x.cu_seqlens is None else T // N
     heads = N * HV
     busy = heads >= MANY_HEADS if tokens > FEW else state_dtype == torch.int8 and heads >= MANY_INT8_HEADS
-    variant = variant or variant_for(K, V, x.q.dtype, state_dtype, busy)
-    stage, piece, channels = min(T, STAGE), 16 // state_dtype.itemsize, K // 32  # a lane reads `channels` at once
+    verifies = x.updates is not None
+    if variant is None:
+        widths = K, V, x.q.dtype, state_dtype
+        variant = variant_to_verify(*widths) if verifies else variant_for(*widths, busy)
+    stage, channels = min(T, STAGE if x.updates is None else x.updates.shape[1]), K // 32  # a lane reads `channels`
     launch = launch_of(machine, x.q.device, variant, HV, N, stage)
-    q, k, v, g, state = (t.stride() for t in (x.q, x.k, x.v, x.g, x.state))
+    q, k, v, g = (t.stride() for t in (x.q, x.k, x.v, x.g))
     scale = (0, 0) if x.state_scale is None else x.state_scale.stride()
     values = PARAMS.set(
         q_at=(*q[:3], 0), k_at=(*k[:3], 0), v_at=(*v[:3], 0), g_at=(*g[:3], x.g.dtype is torch.float32),
         beta_at=(*x.beta.stride(), x.beta.dtype is torch.float32), slots_at=index_values(x.state_indices),
-        accepted_at=index_values(x.num_accepted), offsets_at=index_values(x.cu_seqlens),
-        group_inverse=-(-(2**32) // (HV // H)), slot_stride=state[0] // piece, head_stride=state[1] // piece,
-        slot_count=x.state.shape[0], scale_slot_stride=scale[0], scale_head_stride=scale[1], sequences=N, tokens=T,
+        offsets_at=index_values(x.cu_seqlens), group_inverse=-(-(2**32) // (HV // H)),
+        scale_slot_stride=scale[0], scale_head_stride=scale[1], sequences=N, tokens=T,
         stage=stage, gate=GATE_CODES[x.gate_activation], beta_activation=BETA_CODES[x.beta_activation],
         qk_l2norm=x.qk_l2norm, lower_bound=x.lower_bound, scale=x.scale,
+        **{"commits_at" if verifies else "accepted_at": index_values(x.num_accepted)},
+        **_values_of_states(x.state, x.updates),
     )  # fmt: skip
     contiguous = q[3] == k[3] == v[3] == g[3] == 1 and all(t is None or t.is_contiguous() for t in (x.A_log, x.dt_bias))
     return Plan(
@@ -211,8 +262,26 @@ def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
         qk_align=channels * x.q.dtype.itemsize - 1,
         g_align=channels * x.g.dtype.itemsize - 1,
         aligned=contiguous and all(stride % channels == 0 for strides in (q, k, g) for stride in strides[:3]),
-        state_aligned=state[0] % piece == 0 and state[1] % piece == 0,
+        states_aligned=_are_aligned(x.state, x.updates),
     )  # fmt: skip
+
+
+def _values_of_states(state: Tensor, updates: Tensor | None) -> dict[str, Any]:
+    """The values of the parameters that describe the states, and the updates of drafted tokens."""
+    piece = 16 // state.element_size()
+    values: dict[str, Any] = dict(
+        slot_stride=state.stride(0) // piece, head_stride=state.stride(1) // piece, slot_count=state.shape[0]
+    )
+    if updates is not None:
+        values |= dict(updates_at=(*updates.stride()[:3], 1), most_tokens=updates.shape[1])
+    return values
+
+
+def _are_aligned(state: Tensor, updates: Tensor | None) -> bool:
+    """True if slots and heads of both are at multiples of 16 bytes from their first element."""
+    strides = state.stride()[:2], () if updates is None else updates.stride()[:3]
+    pieces = 16 // state.element_size(), 4
+    return all(s % piece == 0 for of_one, piece in zip(strides, pieces, strict=True) for s in of_one)
 
 
 def index_values(t: Tensor | None) -> tuple[int, int, int, bool]:
