@@ -172,6 +172,13 @@ def decode(x: DecodeInputs, *, seed: int = 0, busy: bool = False, **shape: int) 
         return decode_launcher.decode(inputs, Emulator(seed=seed), variant)
 
 
+def verify(x: DecodeInputs, seed: int = 0) -> Tensor:
+    """Outputs of the kernel that verifies drafts; `x.state` and `x.updates` are updated in place."""
+    with GuardedMemory():
+        inputs = guarded_inputs(x)._replace(state=x.state, updates=x.updates)
+        return decode_launcher.decode(inputs, Emulator(seed=seed))
+
+
 def guarded_inputs(x: AnyInputs) -> AnyInputs:
     """Copies of the inputs in memory that ends where each tensor ends."""
     return type(x)(*(end_of_memory(t) for t in x))

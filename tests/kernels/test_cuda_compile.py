@@ -14,6 +14,7 @@ import torch
 
 from kda_layers.kernels.cuda import arch as archs
 from kda_layers.kernels.cuda import build, cache
+from kda_layers.kernels.kda.contract import MOST_DRAFTED
 from kda_layers.kernels.kda.cuda.backward import gradients
 from kda_layers.kernels.kda.cuda.backward import reverse_scan as reverse
 from kda_layers.kernels.kda.cuda.decode import decode as step
@@ -78,6 +79,11 @@ STEPS = [
     for K, dtype in ((128, BF16), (64, FP16))
     for state in (FP32, BF16, torch.int8)
     for busy in (False, True)
+]
+STEPS += [
+    pytest.param(step.variant_to_verify(K, K, dtype, state), id=f"verify-{K}-{str(dtype)[6:]}-{str(state)[6:]}")
+    for K, dtype in ((128, BF16), (64, FP16))
+    for state in step.STATES
 ]
 
 
@@ -256,7 +262,10 @@ def signature_of(v: chunk.Variant, tiles: int) -> Signature:
 @pytest.mark.parametrize("variant", STEPS)
 def test_step(variant: step.Variant, arch: str) -> None:
     assert variant.shared_bytes(step.STAGE) <= SERVED.get(arch, 2**31)
-    check_resources(build.compile(step.SOURCE, variant.defines, arch), "kda_decode", REGISTERS // variant.threads)
+    check_resources(build.compile(variant.source, variant.defines, arch), variant.entry, REGISTERS // variant.threads)
+    # Drafts of any length fit into every GPU.
+    fits = min(a.shared_bytes for a in archs.ARCHS.values() if a.target == arch)
+    assert not variant.verify or variant.shared_bytes(MOST_DRAFTED) <= fits
 
 
 LAYER_STEPS = [

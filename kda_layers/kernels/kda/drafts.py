@@ -53,8 +53,8 @@ def kda_verify(
 
     What the state needs to advance by each token, about 1/42 of an fp32 state of K = V = 128, is written to `updates`.
     The next call advances the state by the tokens that turned out to be accepted before it verifies its own, or
-    `kda_commit` does so alone. Outputs and states have the bits of `kda_step` for the same tokens, with our backends;
-    a bf16 state those of calls of up to 8 tokens.
+    `kda_commit` does so alone. Outputs and states have the bits of `kda_step` for the same tokens, on the same backend;
+    with a bf16 state, those of its calls of up to 8 tokens.
 
     Args:
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, gate_activation, lower_bound, beta_activation, qk_l2norm, scale,
@@ -145,6 +145,7 @@ def _check_verify(x: DecodeInputs) -> None:
         checks.check_of_sequences("state_indices", x.state_indices, x.q, N)
     checks.check_slots(x.q, x.state, x.state_indices, None, (N, *state_shape), 1)
     _check_updates(x.updates, x.state, state_dtype(x.q.dtype), 1 if x.cu_seqlens is not None else T)
+    checks.check_writable("updates", x.updates)  # type: ignore[arg-type]
     if x.num_accepted is not None:
         checks.check_of_sequences("num_accepted", x.num_accepted, x.q, N)
     checks.check_out(x.out, x)
@@ -197,4 +198,3 @@ def _check_updates(updates: Any, state: Tensor, dtype: torch.dtype, tokens: int)
             f"updates must be contiguous in the last dimension, got strides {updates.stride()}; pass "
             "updates.contiguous() and keep it"
         )
-    checks.check_writable("updates", updates)

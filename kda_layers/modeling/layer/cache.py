@@ -14,24 +14,88 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kda_layers.kernels.kda.contract import CHUNK
-from kda_layers.modeling.layer.states import Past, at_a_fixed_address, make_writable
+from kda_layers.modeling.layer.states import Past, States, at_a_fixed_address, make_writable
 from kda_layers.modeling.seams import Cache, CacheLayerMixin, LinearAttentionLayer, StaticCache
 
 
 class KDACacheLayer(LinearAttentionLayer):
-    """A linear-attention cache layer that can take tokens back exactly after `activate_past_recording()`."""
+    """A linear-attention cache layer that can take tokens back exactly after `activate_past_recording()`.
+
+    The tokens of a short recorded call wait: the states advance by them when they are read, or by fewer in `crop`.
+    """
 
     is_croppable = True  # replaces the stock property
+    waiting: Past | None = None
 
     def __init__(self, number_of_states: int = 1, **kwargs: Any):
         super().__init__(number_of_states, **kwargs)
         self.past: list[Past] = []
 
+    @property
+    def conv_states(self) -> dict[int, Tensor | None]:
+        """The states of the convolution [N, D, W] after all tokens."""
+        self._settle()
+        return self._conv_states
+
+    @conv_states.setter
+    def conv_states(self, states: dict[int, Tensor | None]) -> None:
+        self._conv_states = states
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:
+        """The recurrent states [N, HV, V, K] after all tokens."""
+        self._settle()
+        return self._recurrent_states
+
+    @recurrent_states.setter
+    def recurrent_states(self, states: dict[int, Tensor | None]) -> None:
+        self._recurrent_states = states
+
+    def wait(self, past: Past) -> None:
+        """Take the last call, whose tokens the states do not have yet."""
+        self.waiting = past
+
+    def _settle(self) -> None:
+        """Advance the states by the tokens that wait; the record then has the call, and one copy of the states."""
+        past, self.waiting = self.waiting, None
+        if past is None:
+            return
+        make_writable(self)
+        states = self._states()
+        if self.record_past:
+            before = None if self.past else _copy(states)
+            self.record(past._replace(before=before, follows=bool(self.past)))
+        self._store(past.advance(states, past.tokens))
+
     def record(self, past: Past) -> None:
         """Add a call to the record, which keeps the last 128 tokens or a little more."""
         self.past.append(past)
         while sum(p.tokens for p in self.past[1:]) >= 2 * CHUNK:
+            if self.past[1].follows:
+                before = self._states_after(0, self.past[0].tokens)
+                self.past[1] = self.past[1]._replace(before=before, follows=False)
             del self.past[0]
+
+    def _states(self) -> States:
+        recurrent, conv = self._recurrent_states[0], self._conv_states[0]
+        assert recurrent is not None
+        assert conv is not None
+        return recurrent, conv
+
+    def _store(self, states: States) -> None:
+        for kept, new in zip(self._states(), states, strict=True):
+            if kept is not new:
+                kept.copy_(new)
+
+    def _states_after(self, call: int, tokens: int) -> States | None:
+        """Return the states after the first tokens of a recorded call; None at the start."""
+        first = call
+        while self.past[first].follows:
+            first -= 1
+        states = _copy(self.past[first].before)
+        for past in self.past[first:call]:
+            states = past.advance(states, past.tokens)
+        return self.past[call].advance(states, tokens) if tokens else states
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Update as the stock layer does; the past is recorded in `past`, so that the state never grows."""
@@ -45,7 +109,7 @@ class KDACacheLayer(LinearAttentionLayer):
     @property
     def is_filled(self) -> bool:
         """True once the layer has held a state: an early exit leaves the later layers' caches empty."""
-        return self.conv_states.get(0) is not None
+        return self._conv_states.get(0) is not None
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """Return the number of tokens that `crop` would take back, or raise its errors."""
@@ -59,8 +123,8 @@ class KDACacheLayer(LinearAttentionLayer):
             return 0
         if not self.record_past:
             raise RuntimeError("crop needs activate_past_recording() before the tokens that it takes back")
-        recorded = 0
-        for past in reversed(self.past):
+        recorded, waiting = 0, [] if self.waiting is None else [self.waiting]
+        for past in reversed(self.past + waiting):
             recorded += past.tokens
             if not past.complete:
                 break
@@ -76,21 +140,26 @@ class KDACacheLayer(LinearAttentionLayer):
             RuntimeError: not recording, or more tokens than are recorded. Nothing is changed then.
         """
         left = self.check_crop(tokens_to_remove)
+        waiting, self.waiting = self.waiting, None
         make_writable(self)
-        while left:
-            past = self.past.pop()
-            states = past.before if left >= past.tokens else past.states_after(past.tokens - left)
-            left = max(left - past.tokens, 0)
-            if left:
-                continue
+        if waiting is not None:
+            if left < waiting.tokens:
+                self._store(waiting.advance(self._states(), waiting.tokens - left))
+            left = max(left - waiting.tokens, 0)
+        if left:
+            call = len(self.past)
+            while left > 0:
+                call -= 1
+                left -= self.past[call].tokens
+            states = self._states_after(call, -left)
             if states is None:
                 self.reset()
             else:
-                self.recurrent_states[0].copy_(states[0])
-                self.conv_states[0].copy_(states[1])
+                self._store(states)
         self.past = []
 
     def reset(self) -> None:
+        self.waiting = None
         make_writable(self)
         super().reset()
         self.past = []
@@ -98,6 +167,10 @@ class KDACacheLayer(LinearAttentionLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
         self.past = []  # beams are never taken back
+
+
+def _copy(states: States | None) -> States | None:
+    return None if states is None else (states[0].clone(), states[1].clone())
 
 
 class TokenCount:

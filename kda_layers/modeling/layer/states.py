@@ -18,21 +18,27 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.checks import accumulator_dtype
 from ...kernels.fused.short_conv import state_after
-from ...kernels.kda.contract import CHUNK
+from ...kernels.kda.contract import CHUNK, MOST_DRAFTED
+from ...kernels.kda.drafts import kda_commit, kda_verify
 from ...kernels.kda.op import kda, kda_prefill, kda_step
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 
-class Past(NamedTuple):
-    """One recorded call: the states before its recorded tokens, and a function that recomputes later ones."""
+States = tuple[Tensor, Tensor]  # recurrent [N, HV, V, K], convolution [N, D, W]
 
-    before: tuple[Tensor, Tensor] | None  # recurrent, convolution; None at the start
-    states_after: Callable[[int], tuple[Tensor, Tensor]]  # of the first m recorded tokens
+
+class Past(NamedTuple):
+    """One recorded call: what takes the states from before its recorded tokens to after the first of them."""
+
+    advance: Callable[[Any, int], States]  # the states before (None at the start), overwritten or not, and how many
     tokens: int
-    complete: bool  # True if `tokens` are all tokens of the call
+    complete: bool = True  # if `tokens` are all tokens of the call
+    before: States | None = None  # None at the start
+    follows: bool = False  # `before` is not kept: it is what the call recorded before leads to
 
 
 def make_writable(layer: Any) -> None:
@@ -68,7 +74,7 @@ class LayerState:
     """
 
     def __init__(self, cache: Cache | None, layer_idx: int | None, sequences: int):
-        self.cached, self.recording = cache is not None, False
+        self.cached, self.recording, self._waits = cache is not None, False, False
         self.conv: Tensor | None = None
         self.recurrent: Tensor | None = None
         if cache is None:
@@ -95,7 +101,8 @@ class LayerState:
 
     def write_conv(self, state: Tensor, x: Tensor) -> None:
         """Store the convolution's state [N, D, W] and count the tokens of x [B, T, ...], which end the call."""
-        self._layer.update_conv_state(state.detach())
+        if not self._waits:
+            self._layer.update_conv_state(state.detach())
         self.count(x)
 
     def count(self, x: Tensor) -> None:
@@ -128,9 +135,10 @@ class LayerState:
         W: int,
         mask: Tensor | None,
     ) -> Tensor:
-        """Run `attend` and record what the cache needs to recompute the states after fewer of these tokens.
+        """Run the operator and record what the cache needs for the states after fewer of these tokens.
 
-        Only the last 64 to 127 tokens of a long call are recorded, far more than a draft has.
+        A few tokens, as drafts are, leave the cached states as they are: recorded is what advances these by each
+        token (`kda_verify`). Of other calls the states are copied and the inputs of the last 64 to 127 tokens kept.
 
         Args:
             x: [B, T, D] inputs of the short convolution, which has W taps.
@@ -144,6 +152,8 @@ class LayerState:
         if options["cu_seqlens"] is not None:
             raise ValueError("cu_seqlens must be None with a cache that records its past")
         x, T = x.detach(), x.shape[1]
+        if self.recurrent is not None and T <= MOST_DRAFTED and not torch.is_grad_enabled():
+            return self._verify(inputs, options, x, W, mask)
         head = max(T // CHUNK - 1, 0) * CHUNK
         conv = None if self.conv is None else self.conv.clone()
         outputs = []
@@ -158,14 +168,36 @@ class LayerState:
         mask_tail = None if mask is None else mask[:, head:]
         options = {n: t.detach() if isinstance(t, Tensor) else t for n, t in options.items()}
 
-        def states_after(tokens: int) -> tuple[Tensor, Tensor]:
+        def advance(states: States | None, tokens: int) -> States:
+            recurrent, conv = (None, None) if states is None else states
             out = kda(*(t[:, :tokens] for t in tail), initial_state=recurrent, return_final_state=True, **options)
             kept = None if mask_tail is None else mask_tail[:, :tokens]
             return out.final_state, state_after(x_tail[:, :tokens], W, conv, kept)
 
         before = None if conv is None else (recurrent, conv)
-        self._layer.record(Past(before, states_after, T - head, complete=not head))
+        self._layer.record(Past(advance, T - head, not head, before))
         return torch.cat(outputs, 1)
+
+    def _verify(
+        self, inputs: Sequence[Tensor], options: dict[str, Any], x: Tensor, W: int, mask: Tensor | None
+    ) -> Tensor:
+        """Run `attend_and_record` for a few tokens, by which the cache advances its states when it is asked for them."""
+        q, k, v, g, beta = inputs
+        (N, T, HV, V), state = v.shape, self.recurrent
+        assert state is not None
+        updates = state.new_empty(N, T, HV, 2 * q.shape[3] + V, dtype=accumulator_dtype(q.dtype))
+        o = kda_verify(q, k, v, g, beta, state, updates, **options)
+        backend = options.get("backend")
+
+        def advance(states: States, tokens: int) -> States:
+            recurrent, conv = states
+            accepted = torch.full((N,), tokens, dtype=torch.int32, device=recurrent.device)
+            kda_commit(recurrent, updates, accepted, backend=backend)
+            return recurrent, state_after(x[:, :tokens], W, conv, None if mask is None else mask[:, :tokens])
+
+        self._layer.wait(Past(advance, T))
+        self._waits = True
+        return o
 
 
 class Slots:

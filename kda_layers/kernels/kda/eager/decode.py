@@ -29,7 +29,8 @@ def decode(x: DecodeInputs) -> Tensor:
     sequences = None if x.cu_seqlens is None and x.state_indices is None else sequences_of(x)
     o = torch.zeros_like(x.v, memory_format=torch.contiguous_format) if x.out is None else x.out.zero_()
     T, int8, out = x.q.shape[1], x.state_scale is not None, o.view(-1, *o.shape[2:])
-    x, operands = activate(x), operands_of(x)
+    x = activate(x)
+    operands = operands_of(x)
 
     def recur(S: Tensor, tokens: slice | Tensor) -> None:
         out[tokens] = recur_token(S, x.scale, *(y[tokens].contiguous() for y in operands))[0].to(o.dtype)

@@ -30,7 +30,8 @@ def verify(x: DecodeInputs) -> Tensor:
         commit(CommitInputs(x.state, x.updates, x.num_accepted, x.state_indices))
     o = torch.zeros_like(x.v, memory_format=torch.contiguous_format) if x.out is None else x.out.zero_()
     T, out, updates = x.q.shape[1], o.view(-1, *o.shape[2:]), x.updates
-    x, operands = activate(x), operands_of(x)
+    x = activate(x)
+    operands = operands_of(x)
 
     def recur(S: Tensor, tokens: slice | Tensor) -> Tensor:
         of_token = [y[tokens].contiguous() for y in operands]
@@ -78,7 +79,8 @@ def commit(x: CommitInputs) -> None:
         part = slice(first, first + size)
         for i in range(pending[first][0]):
             live = sum(m > i for m, _ in pending[part])
-            decay, k, error = x.updates[rows[part][:live], i].flatten(0, 1).split((K, K, V), -1)
+            of_token = x.updates[rows[part][:live], i].flatten(0, 1).split((K, K, V), -1)
+            decay, k, error = (t.contiguous() for t in of_token)  # a BLAS may round otherwise with other strides
             write(S[part][:live].view(-1, V, K), decay[:, None], k[:, None], error)
     if not in_place:
         x.state[rows] = S
