@@ -20,10 +20,11 @@ def test_every_case_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with torch.no_grad():
         sanitize_kernels.main("cpu", "eager")
     *lines, last = capsys.readouterr().out.splitlines()
-    assert last == "all 18 cases"
-    assert len(lines) == 18
+    assert last == "all 20 cases"
+    assert len(lines) == 20
     assert lines[0].startswith("kda group=2,gate=log_decay,g_wide=True: o ")
     assert lines[1].startswith("gradients T=70,group=2,gate=log_decay,g_wide=True,beta=given: o ")
+    assert lines[2].startswith("kda_verify K=64, bfloat16, state float32: o ")
     assert lines[-1].startswith("kda_step many heads, K=64, float16, state int8: o ")
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kda_layers import kda_step
+from kda_layers import kda_step, kda_verify
 from kda_layers.kernels.kda.contract import Inputs
 from kda_layers.states import dequantize_state, quantize_state
 from tests.kernels.cases import (
@@ -130,6 +130,31 @@ def step_check(kind: str, K: int, dtype: torch.dtype, state_dtype: torch.dtype) 
     return Check(name.replace("torch.", ""), {"o": o, "state": final}, run)
 
 
+def verify_check(K: int, dtype: torch.dtype, state_dtype: torch.dtype) -> Check:
+    """Two calls of `kda_verify` on packed drafts in a pool, the second of which commits the first."""
+    lengths = (3, 0, 1, 9)
+    x = make_inputs(replace(SHARED, lengths=lengths, H=FEW, K=K, V=K, dtype=dtype))
+    assert x.initial_state is not None
+    assert x.cu_seqlens is not None
+    slots, count = torch.tensor([5, -1, 0, 3]), torch.tensor(lengths)
+    o, final, _ = oracle(x._replace(initial_state=x.initial_state.to(state_dtype).float()))
+    assert final is not None
+    pool = x.initial_state.new_full((6, *x.initial_state.shape[1:]), torch.nan, dtype=state_dtype)
+    pool[slots[[0, 2, 3]]] = x.initial_state[[0, 2, 3]].to(state_dtype)
+    updates = x.initial_state.new_full((6, 9, x.v.shape[2], 3 * K), torch.nan)
+
+    def run(device: str, backend: str) -> dict[str, Tensor]:
+        y: Inputs = to_device(x, device)
+        state, kept = pool.to(device, copy=True), updates.to(device, copy=True)
+        more: dict[str, Any] = options(y) | dict(state_indices=slots.to(device), backend=backend)
+        o = kda_verify(*y[:5], state, kept, **more)
+        kda_verify(*y[:5], state, kept, num_accepted=count.to(device), **more)
+        return {"o": o, "state": state.float().cpu()[[5, 0, 3]]}
+
+    name = f"kda_verify K={K}, {dtype}, state {state_dtype}"
+    return Check(name.replace("torch.", ""), {"o": o, "state": final[[0, 2, 3]]}, run)
+
+
 def _wide(state: Tensor, scale: Tensor | None) -> Tensor:
     return state.float() if scale is None else dequantize_state(state, scale)
 
@@ -137,6 +162,8 @@ def _wide(state: Tensor, scale: Tensor | None) -> Tensor:
 def main(device: str = "cuda", backend: str = "sm90") -> None:
     """Raise a RuntimeError at the first output that is grossly wrong."""
     checks = [chunk_check(case) for case in CHUNKS] + [training_check(case) for case in TRAININGS]
+    floats = [dtype for dtype in STATES if dtype.is_floating_point]
+    checks += [verify_check(*kind) for kind in itertools.product(WIDTHS, DTYPES, floats)]
     checks += [step_check(*kind) for kind in itertools.product(STEPS, WIDTHS, DTYPES, STATES)]
     for name, truth, run in checks:
         got = run(device, backend)

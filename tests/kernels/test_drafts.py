@@ -196,7 +196,8 @@ def test_calls_of_an_engine(
     """Packed drafts of different lengths, also none, over slots: every call commits what the one before left."""
     x = make_inputs(Case(T=16, B=3, H=1, group=2, slow=True, state=True, **shape), device)
     serve_drafts(backend, x, required_backends)
-    want, states = zip(*(stepped(part(x, 0, 16, slice(n, n + 1)), x.initial_state[n : n + 1], backend) for n in range(3)))
+    rows = [slice(n, n + 1) for n in range(3)]
+    want, states = zip(*(stepped(part(x, 0, 16, row), x.initial_state[row], backend) for row in rows), strict=True)
     engine, at, accepted = Engine(x, backend, index_dtype), [0, 0, 0], None
     for lengths, taken in (([4, 1, 3], [2, 1, 0]), ([3, 0, 4], [3, 0, 4]), ([1, 4, 2], [1, 4, 1])):
         o = engine.run(at, lengths, accepted)
@@ -365,7 +366,7 @@ def arguments(**change: Any) -> dict[str, Any]:
     ({"updates": torch.zeros(2, 2, 1, 14)}, ValueError, r"updates must have shape .*3 to 16"),
     ({"updates": torch.zeros(2, 17, 1, 14)}, ValueError, r"updates must have shape .*3 to 16"),
     ({"updates": torch.zeros(2, 3, 1, 14).double()}, TypeError, "updates must be float32"),
-    ({"updates": torch.zeros(2, 3, 14, 2).mT[:, :, :1]}, ValueError, "updates must be contiguous in the last dimension"),
+    ({"updates": torch.zeros(2, 3, 14, 2).mT[:, :, :1]}, ValueError, "updates must be contiguous in the last dim"),
     ({"updates": torch.zeros(1, 3, 1, 14).expand(2, 3, 1, 14)}, ValueError, "updates must not be expanded"),
     ({"num_accepted": torch.zeros(3, dtype=torch.int32)}, ValueError, r"num_accepted must have shape \[2\]"),
     ({"num_accepted": torch.zeros(2)}, TypeError, "num_accepted must be int32 or int64"),
@@ -425,7 +426,7 @@ def test_transposed_states() -> None:
 
 
 def test_a_prefill_between() -> None:
-    """What was accepted is committed before a prompt goes on."""
+    """A prompt goes on from the accepted tokens once they are committed."""
     x = make_inputs(Case(T=12, B=1, H=1, K=4, V=6, dtype=FP64, state=True))
     state, updates = x.initial_state.clone(), new_updates(x, 4)
     verify(part(x, 0, 4), state, updates)
@@ -443,7 +444,9 @@ def test_the_op() -> None:
         torch.library.opcheck(torch.ops.kda_layers.kda_verify.default, (*inputs, "eager"))
         given = inputs.state, inputs.updates, torch.tensor([2, 1]), None
         torch.library.opcheck(
-            torch.ops.kda_layers.kda_commit.default, (*given, "eager"), test_utils=("test_schema", "test_autograd_registration")
+            torch.ops.kda_layers.kda_commit.default,
+            (*given, "eager"),
+            test_utils=("test_schema", "test_autograd_registration"),
         )
 
 

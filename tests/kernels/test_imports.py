@@ -34,6 +34,7 @@ INSIDE = {
     "contract": {"activations"},
     "reference": {"activations", "contract"},
     "checks": {"activations", "contract"},
+    "drafts": {"checks", "contract", "reference"},
     "op": {"checks", "contract", "reference"},
     "slots": {"contract"},
 }

@@ -301,6 +301,66 @@ def test_crop_with_padding(layer: KimiDeltaAttention, where: str, length: int, n
         same([s[row : row + 1] for s in states(cache)], states_after(layer, alone))
 
 
+def bytes_alive() -> int:
+    """The memory of all tensors that are alive."""
+    gc.collect()
+    storages = {s.data_ptr(): s.nbytes() for o in gc.get_objects() if type(o) is Tensor for s in [o.untyped_storage()]}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("lengths", "most"), [((8,), 1.35), ((1,) * 8, 2.4)], ids=["target", "draft model"])
+def test_bytes_of_seven_drafts(lengths: tuple[int, ...], most: float, dtype: torch.dtype) -> None:
+    """The cache and all that is kept for 1 + 7 tokens to be taken back, in states; a draft model has one call each."""
+    wide = KimiDeltaAttention(D, 4, 128, conv_kernel_dim=W, layer_idx=0).to(dtype)
+    x, cache = tokens(12, 1).to(dtype), new_cache(record=False)
+    feed(wide, x[:, :4], (4,), cache)
+    cache.activate_past_recording()
+    state = cache_bytes(cache)
+    before = bytes_alive() - state
+    feed(wide, x[:, 4:], lengths, cache)
+    assert bytes_alive() - before <= most * state
+    cache.crop(-3)
+    assert bytes_alive() - before == state, "a crop leaves nothing behind"
+    fresh = new_cache(record=False)
+    feed(wide, x[:, :9], (4, *(1,) * 5), fresh)
+    tolerance = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.05, atol=0.01)
+    torch.testing.assert_close(states(cache)[1], states(fresh)[1], **tolerance)
+
+
+def test_a_short_call_waits(layer: KimiDeltaAttention) -> None:
+    """A recorded draft changes no state until it is cropped or read, and is then the last of the record."""
+    x, cache = tokens(T), new_cache()
+    feed(layer, x[:, :4], (4,), cache)
+    cache.crop(0)
+    kda_layer = cache.layers[0]
+    before = states(cache)
+    feed(layer, x[:, 4:], (T - 4,), cache)
+    assert kda_layer.waiting is not None
+    assert torch.equal(kda_layer._recurrent_states[0], before[1])
+    assert torch.equal(kda_layer._conv_states[0], before[0])
+    copied = copy.deepcopy(cache)
+    same(states(copied), states_after(layer, x))
+    assert kda_layer.waiting is not None, "a copy took the tokens"
+    copied.crop(-2)
+    cache.crop(-2)
+    assert kda_layer.waiting is None
+    assert_holds(layer, cache, x[:, : T - 2])
+    assert_holds(layer, copied, x[:, : T - 2])
+
+
+def test_the_record_of_a_chain_is_bounded(layer: KimiDeltaAttention) -> None:
+    """Calls that follow each other keep one copy of the states, also when the first ones are forgotten."""
+    length = 300
+    x, cache = tokens(length), new_cache()
+    feed(layer, x, (3,) * (length // 3), cache)
+    kept = [past.before for past in cache.layers[0].past]
+    assert sum(before is not None for before in kept) == 1
+    assert sum(past.tokens for past in cache.layers[0].past) < 140
+    cache.layers[0].crop(-100)
+    assert_holds(layer, cache, x[:, :200])
+
+
 def test_recording_stores_no_graph(layer: KimiDeltaAttention) -> None:
     """Recorded with gradients enabled: output and states are the same, and nothing kept requires a gradient."""
     x, cache = tokens(T), new_cache()

@@ -195,9 +195,7 @@ class Problem(AnyProblem):
         return cls(*best_device(device), bf16, bf16, 128, 128, 1, "lower_bound", "sigmoid", True, needs_grad=True)
 
     @staticmethod
-    def fields_of(
-        x: Inputs | DecodeInputs | PrefillInputs | CommitInputs, needs_grad: bool = False
-    ) -> tuple[Any, ...]:
+    def fields_of(x: Inputs | DecodeInputs | PrefillInputs | CommitInputs, needs_grad: bool = False) -> tuple[Any, ...]:
         if isinstance(x, CommitInputs):  # the inputs of the tokens are gone: a commit depends on none of their dtypes
             dtype = torch.float64 if x.state.dtype == torch.float64 else torch.bfloat16
             K, V = x.state.shape[3], x.state.shape[2]

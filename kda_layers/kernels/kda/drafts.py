@@ -188,9 +188,8 @@ def _check_updates(updates: Any, state: Tensor, dtype: torch.dtype, tokens: int)
     if updates.ndim != 4 or (shape[0], *shape[2:]) != (slots, HV, width) or not tokens <= shape[1] <= MOST_DRAFTED:
         raise ValueError(
             f"updates must have shape [slots, tokens, HV, 2 K + V] = [{slots}, {tokens} to {MOST_DRAFTED}, {HV}, "
-            f"{width}], got {list(shape)}" + (
-                f": verify at most {MOST_DRAFTED} tokens at once" if tokens > MOST_DRAFTED else ""
-            )
+            f"{width}], got {list(shape)}"
+            + (f": verify at most {MOST_DRAFTED} tokens at once" if tokens > MOST_DRAFTED else "")
         )
     check_tensor("updates", updates, tuple(shape), (dtype,), state, "state")
     if updates.stride(3) != 1:

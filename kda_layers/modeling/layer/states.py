@@ -181,7 +181,7 @@ class LayerState:
     def _verify(
         self, inputs: Sequence[Tensor], options: dict[str, Any], x: Tensor, W: int, mask: Tensor | None
     ) -> Tensor:
-        """Run `attend_and_record` for a few tokens, by which the cache advances its states when it is asked for them."""
+        """Run `attend_and_record` for a few tokens, by which the cache advances its states when they are read."""
         q, k, v, g, beta = inputs
         (N, T, HV, V), state = v.shape, self.recurrent
         assert state is not None

@@ -174,10 +174,9 @@ def decode(x: DecodeInputs, machine: Machine, variant: Variant | None = None, pl
         o = torch.empty_like(v) if v.is_contiguous() else torch.empty_like(v, memory_format=torch.contiguous_format)
     plan, params, inputs = pack(x, o, machine, variant, plan)
     plan.launch.run(params)
-    if inputs.state is not x.state:
-        x.state.copy_(inputs.state)
-    if x.updates is not None and inputs.updates is not x.updates:
-        x.updates.copy_(inputs.updates)
+    for given, written in ((x.state, inputs.state), (x.updates, inputs.updates)):
+        if given is not None and written is not None and written is not given:
+            given.copy_(written)
     return o
 
 
@@ -214,8 +213,9 @@ def pack(
     if updates is not None:
         state_at, commits, accepted = state_at | updates.data_ptr(), accepted, None
     if not plan.states_aligned or state_at & 15:
-        copies = (None if t is None else t.clone(memory_format=torch.contiguous_format) for t in (state, updates))
-        return pack(x._replace(**dict(zip(("state", "updates"), copies, strict=True))), o, machine, variant)
+        updates = None if updates is None else updates.clone(memory_format=torch.contiguous_format)
+        state = state.clone(memory_format=torch.contiguous_format)
+        return pack(x._replace(state=state, updates=updates), o, machine, variant)
     if not plan.aligned or (q_at | k_at) & plan.qk_align or g_at & plan.g_align or bias_at & 15:
         return pack(_copies(x), o, machine, variant)
     pointers = PARAMS.point(
