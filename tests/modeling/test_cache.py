@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -13,7 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
+from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, use_backend
+from kda_layers.kernels.kda.backends.eager import EagerBackend
+from kda_layers.kernels.kda.contract import KDA
 from kda_layers.modeling.layer.cache import (
     KDACacheLayer,
     KDAOnlyCacheLayer,
@@ -319,7 +322,7 @@ def test_bytes_of_seven_drafts(lengths: tuple[int, ...], most: float, dtype: tor
     state = cache_bytes(cache)
     before = bytes_alive() - state
     feed(wide, x[:, 4:], lengths, cache)
-    assert bytes_alive() - before <= most * state
+    assert cache_bytes(cache) == bytes_alive() - before <= most * state
     cache.crop(-3)
     assert bytes_alive() - before == state, "a crop leaves nothing behind"
     fresh = new_cache(record=False)
@@ -347,6 +350,26 @@ def test_a_short_call_waits(layer: KimiDeltaAttention) -> None:
     assert kda_layer.waiting is None
     assert_holds(layer, cache, x[:, : T - 2])
     assert_holds(layer, copied, x[:, : T - 2])
+
+
+@pytest.mark.parametrize("how", ["context", "option"])
+def test_a_backend_that_verifies_no_drafts(
+    layer: KimiDeltaAttention, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for, as flash-linear-attention's is on a GPU, it serves recorded calls by copies of the states."""
+    monkeypatch.setattr(EagerBackend, "features", EagerBackend.features - {"verify"})
+    KDA.clear_caches()
+    x, cache = tokens(T), new_cache()
+    if how == "option":
+        layer = copy.deepcopy(layer)
+        layer.kda_options = layer.kda_options | dict(backend="eager")
+    with use_backend("eager") if how == "context" else contextlib.nullcontext():
+        feed(layer, x, LENGTHS, cache)
+        assert cache.layers[0].waiting is None
+        cache.crop(-4)
+    monkeypatch.undo()
+    KDA.clear_caches()
+    assert_holds(layer, cache, x[:, : T - 4])
 
 
 def test_the_record_of_a_chain_is_bounded(layer: KimiDeltaAttention) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checks import DtypeError, check_is_tensor, check_scale, check_tensor
 from ..operator import NoGradOperator, no_output
+from ..torch_private import constant_to_compile
 from . import checks
 from .contract import KDA, MOST_DRAFTED, CommitInputs, DecodeInputs, Problem, state_dtype
 from .reference import activate
@@ -120,6 +121,13 @@ def kda_commit(
     x = CommitInputs(state, updates, num_accepted, state_indices)
     cached: str | None = _commit_cache.get(x, backend)
     _kda_commit(x, cached or _prepare_commit(x, backend), cached is not None)
+
+
+@constant_to_compile
+def can_verify(backend: str | None) -> bool:
+    """True unless a backend that verifies no drafts is asked for, by argument, context or environment."""
+    asked = KDA.backends().get(KDA.requested(backend) or "")
+    return asked is None or "verify" in asked.features
 
 
 def _prepare_verify(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:

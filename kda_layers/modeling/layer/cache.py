@@ -296,11 +296,15 @@ def with_kda_layers(cache: Cache) -> Cache:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Return the size in bytes of all tensors in a cache."""
+    """Return the size in bytes of all tensors in a cache, also of what it keeps to take tokens back."""
     total = 0
     for layer in cache.layers:
         tensors = [getattr(layer, "keys", None), getattr(layer, "values", None)]
-        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
-            tensors += states.values()
+        ours = isinstance(layer, KDACacheLayer)  # reading its states would advance them
+        for name in ("_conv_states", "_recurrent_states") if ours else ("conv_states", "recurrent_states"):
+            tensors += getattr(layer, name, {}).values()
+        for past in [*layer.past, layer.waiting] if ours else []:
+            if past is not None:
+                tensors += [*past.reads, *(past.before or ())]
         total += sum(t.numel() * t.element_size() for t in tensors if t is not None)
     return total

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...kernels.checks import accumulator_dtype
 from ...kernels.fused.short_conv import state_after
 from ...kernels.kda.contract import CHUNK, MOST_DRAFTED
-from ...kernels.kda.drafts import kda_commit, kda_verify
+from ...kernels.kda.drafts import can_verify, kda_commit, kda_verify
 from ...kernels.kda.op import kda, kda_prefill, kda_step
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Past(NamedTuple):
     """One recorded call: what takes the states from before its recorded tokens to after the first of them."""
 
     advance: Callable[[Any, int], States]  # the states before (None at the start), overwritten or not, and how many
+    reads: tuple[Tensor, ...]  # what `advance` keeps
     tokens: int
     complete: bool = True  # if `tokens` are all tokens of the call
     before: States | None = None  # None at the start
@@ -152,7 +153,8 @@ class LayerState:
         if options["cu_seqlens"] is not None:
             raise ValueError("cu_seqlens must be None with a cache that records its past")
         x, T = x.detach(), x.shape[1]
-        if self.recurrent is not None and T <= MOST_DRAFTED and not torch.is_grad_enabled():
+        few = self.recurrent is not None and T <= MOST_DRAFTED and not torch.is_grad_enabled()
+        if few and can_verify(options.get("backend")):
             return self._verify(inputs, options, x, W, mask)
         head = max(T // CHUNK - 1, 0) * CHUNK
         conv = None if self.conv is None else self.conv.clone()
@@ -175,7 +177,7 @@ class LayerState:
             return out.final_state, state_after(x_tail[:, :tokens], W, conv, kept)
 
         before = None if conv is None else (recurrent, conv)
-        self._layer.record(Past(advance, T - head, not head, before))
+        self._layer.record(Past(advance, (*tail, x_tail), T - head, not head, before))
         return torch.cat(outputs, 1)
 
     def _verify(
@@ -195,7 +197,7 @@ class LayerState:
             kda_commit(recurrent, updates, accepted, backend=backend)
             return recurrent, state_after(x[:, :tokens], W, conv, None if mask is None else mask[:, :tokens])
 
-        self._layer.wait(Past(advance, T))
+        self._layer.wait(Past(advance, (updates, x), T))
         self._waits = True
         return o
 
