@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kda_layers import explain, kda_commit, kda_prefill, kda_step, kda_verify
+from kda_layers.kernels.kda import drafts
 from kda_layers.kernels.kda.contract import KDA, MOST_DRAFTED, DecodeInputs, Inputs, problem_of, state_dtype
 from kda_layers.testing.hard_inputs import HARD, Kind, hard_inputs
 from tests import cuda_emulator
@@ -349,6 +350,23 @@ def test_who_serves() -> None:
     assert any("verifies drafts without a state for each, needs kda_step" in reason for reason in reasons), reasons
     assert "verifies drafts" in explain(problem)
     assert not KDA.backends()["sm90"].refusals(dataclasses.replace(problem, device="cuda", arch=90))
+
+
+@pytest.mark.parametrize(("K", "dtype", "asked"), [
+    (128, BF16, {None, "sm90", "eager"}),
+    (16, BF16, {"eager"}),  # flash-linear-attention's kernels serve whole sequences of this width, and no drafts
+    (64, FP32, {None, "eager"}),  # no kernel serves fp32
+])  # fmt: skip
+def test_a_layer_verifies_by_a_kernel_or_not_at_all(
+    K: int, dtype: torch.dtype, asked: set[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for backend in ("fla", "sm90"):
+        monkeypatch.setattr(type(KDA.backends()[backend]), "problems", lambda self: [])
+    monkeypatch.setattr(drafts, "arch_of", lambda device: 90)
+    fields = torch.device("cuda"), dtype, dtype, K, K, 1, "lower_bound", "sigmoid", True
+    drafts._can_verify.cache_clear()
+    assert {name for name in (None, "sm90", "fla", "eager") if drafts.can_verify(name, *fields)} == asked
+    drafts._can_verify.cache_clear()
 
 
 STEP = Case(T=3, B=2, H=1, K=4, V=6, dtype=FP32, state=True)

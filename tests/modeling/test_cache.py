@@ -15,8 +15,8 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, use_backend
+from kda_layers.kernels.kda import drafts
 from kda_layers.kernels.kda.backends.eager import EagerBackend
-from kda_layers.kernels.kda.contract import KDA
 from kda_layers.modeling.layer.cache import (
     KDACacheLayer,
     KDAOnlyCacheLayer,
@@ -358,7 +358,7 @@ def test_a_backend_that_verifies_no_drafts(
 ) -> None:
     """Asked for, as flash-linear-attention's is on a GPU, it serves recorded calls by copies of the states."""
     monkeypatch.setattr(EagerBackend, "features", EagerBackend.features - {"verify"})
-    KDA.clear_caches()
+    drafts._can_verify.cache_clear()
     x, cache = tokens(T), new_cache()
     if how == "option":
         layer = copy.deepcopy(layer)
@@ -368,7 +368,7 @@ def test_a_backend_that_verifies_no_drafts(
         assert cache.layers[0].waiting is None
         cache.crop(-4)
     monkeypatch.undo()
-    KDA.clear_caches()
+    drafts._can_verify.cache_clear()
     assert_holds(layer, cache, x[:, : T - 4])
 
 

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import DtypeError, check_is_tensor, check_scale, check_tensor
+from ..declarations import arch_of
 from ..operator import NoGradOperator, no_output
+from ..registry import CHOICES
 from ..torch_private import constant_to_compile
 from . import checks
 from .contract import KDA, MOST_DRAFTED, CommitInputs, DecodeInputs, Problem, state_dtype
@@ -124,10 +127,26 @@ def kda_commit(
 
 
 @constant_to_compile
-def can_verify(backend: str | None) -> bool:
-    """True unless a backend that verifies no drafts is asked for, by argument, context or environment."""
-    asked = KDA.backends().get(KDA.requested(backend) or "")
-    return asked is None or "verify" in asked.features
+def can_verify(backend: str | None, device: torch.device, *fields: Any) -> bool:
+    """True if a backend verifies drafts, and not plain PyTorch on a GPU where `kda` has a kernel.
+
+    Args:
+        backend: as in `kda`; one that is asked for, also by context or environment, is the only candidate
+        fields: of `Problem`, from dtype to qk_l2norm
+    """
+    return _can_verify(KDA.requested(backend), tuple(KDA.backends()), device, *fields)
+
+
+@functools.lru_cache(CHOICES)
+def _can_verify(asked: str | None, known: tuple[str, ...], device: torch.device, *fields: Any) -> bool:
+    def serving(drafts: bool) -> str | None:
+        features: Any = dict(decode=drafts, has_state=True, verify=drafts)
+        problem = KDA.problem(device.type, arch_of(device), *fields, **features)
+        names = [asked] if asked in known else known
+        return next((name for name in names if not KDA.backend(name).unsupported(problem)), None)
+
+    found = serving(drafts=True)
+    return found is not None and (found != "eager" or device.type == "cpu" or serving(drafts=False) == "eager")
 
 
 def _prepare_verify(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:

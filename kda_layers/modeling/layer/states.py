@@ -154,7 +154,7 @@ class LayerState:
             raise ValueError("cu_seqlens must be None with a cache that records its past")
         x, T = x.detach(), x.shape[1]
         few = self.recurrent is not None and T <= MOST_DRAFTED and not torch.is_grad_enabled()
-        if few and can_verify(options.get("backend")):
+        if few and self._can_verify(inputs, options):
             return self._verify(inputs, options, x, W, mask)
         head = max(T // CHUNK - 1, 0) * CHUNK
         conv = None if self.conv is None else self.conv.clone()
@@ -179,6 +179,13 @@ class LayerState:
         before = None if conv is None else (recurrent, conv)
         self._layer.record(Past(advance, (*tail, x_tail), T - head, not head, before))
         return torch.cat(outputs, 1)
+
+    @staticmethod
+    def _can_verify(inputs: Sequence[Tensor], options: dict[str, Any]) -> bool:
+        q, _, v, _, beta = inputs
+        sizes = q.shape[3], v.shape[3], v.shape[2] // q.shape[2]
+        activations = options["gate_activation"], options["beta_activation"]
+        return can_verify(options.get("backend"), q.device, q.dtype, beta.dtype, *sizes, *activations, True)
 
     def _verify(
         self, inputs: Sequence[Tensor], options: dict[str, Any], x: Tensor, W: int, mask: Tensor | None
