@@ -372,6 +372,21 @@ def test_a_backend_that_verifies_no_drafts(
     assert_holds(layer, cache, x[:, : T - 4])
 
 
+def test_recording_with_a_gap(layer: KimiDeltaAttention) -> None:
+    """Calls that were not recorded end the record, whatever came before."""
+    x, cache = tokens(T), new_cache()
+    feed(layer, x[:, :4], (2, 2), cache)
+    for kda_layer in cache.layers:
+        kda_layer.record_past = False  # as transformers does
+    feed(layer, x[:, 4:6], (2,), cache)
+    cache.activate_past_recording()
+    feed(layer, x[:, 6:], (3, T - 9), cache)
+    with pytest.raises(RuntimeError, match=f"at most {T - 6} .*got {T - 5}"):
+        cache.crop(5 - T)
+    cache.crop(7 - T)
+    assert_holds(layer, cache, x[:, :7])
+
+
 def test_the_record_of_a_chain_is_bounded(layer: KimiDeltaAttention) -> None:
     """Calls that follow each other keep one copy of the states, also when the first ones are forgotten."""
     length = 300

@@ -51,6 +51,12 @@ class KDACacheLayer(LinearAttentionLayer):
     def recurrent_states(self, states: dict[int, Tensor | None]) -> None:
         self._recurrent_states = states
 
+    def activate_past_recording(self) -> None:
+        """Record calls from now on: what was recorded before others that were not is forgotten."""
+        if not self.record_past:
+            self.past = []
+        super().activate_past_recording()
+
     def wait(self, past: Past) -> None:
         """Take the last call, whose tokens the states do not have yet."""
         self.waiting = past

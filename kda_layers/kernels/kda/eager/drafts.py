@@ -74,13 +74,14 @@ def commit(x: CommitInputs) -> None:
     rows = torch.tensor([slot for _, slot in pending], device=x.state.device)
     in_place = x.state.is_contiguous() and rows.tolist() == list(range(count))
     S = x.state if in_place else x.state[rows]
-    size = max(1, STEP_ELEMENTS // (HV * V * K))
-    for first in range(0, len(pending), size):  # every token of a part of the states while it is in a CPU's caches
-        part = slice(first, first + size)
-        for i in range(pending[first][0]):
-            live = sum(m > i for m, _ in pending[part])
-            of_token = x.updates[rows[part][:live], i].flatten(0, 1).split((K, K, V), -1)
-            decay, k, error = (t.contiguous() for t in of_token)  # a BLAS may round otherwise with other strides
-            write(S[part][:live].view(-1, V, K), decay[:, None], k[:, None], error)
+    live = [HV * sum(m > i for m, _ in pending) for i in range(pending[0][0])]  # heads with a token i
+    updates = x.updates[rows, : len(live)].transpose(0, 1).flatten(1, 2)  # [tokens, heads, 2 K + V]
+    decay, k, error = (t.contiguous() for t in updates.split((K, K, V), -1))
+    heads, size = S.view(-1, V, K), max(1, STEP_ELEMENTS // (V * K))
+    for first in range(0, live[0], size):  # every token of a part while it is in L2; parts as in `recur_token`
+        for i, count in enumerate(live):
+            part = slice(first, min(first + size, count))
+            if first < count:
+                write(heads[part], decay[i, part, None], k[i, part, None], error[i, part])
     if not in_place:
         x.state[rows] = S
