@@ -1,7 +1,7 @@
-"""vLLM: our operator in place of the Triton functions that its KDA models call.
+"""vLLM: our layers in place of those of its KDA models, and our operator in place of the Triton functions these call.
 
-Nothing is imported and nothing changes before vLLM imports a model that calls them. docs/guides/engines.md says what is
-served; `python -m tools.engine_calls` lists the calls of an unpacked wheel.
+Nothing is imported and nothing changes before vLLM imports such a model. The functions serve a layer that ours leave to
+vLLM. docs/guides/engines.md says what is served; `python -m tools.engine_calls` lists the calls of an unpacked wheel.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ FUNCTIONS = {
 
 
 def register() -> None:
-    """Entry point of vLLM's general plug-ins: replace the functions as they are imported, if KDA_LAYERS_ENGINES names
-    vllm.
+    """Entry point of vLLM's general plug-ins: replace layers and functions as they are imported, if KDA_LAYERS_ENGINES
+    names vllm.
 
     Raises:
         RuntimeError: this vLLM has none of the layers that call them.
@@ -67,10 +67,15 @@ def register() -> None:
     for name in gone:
         logger.warning("kda_layers does not serve the models of %s, which vLLM %s lacks", name, version("vllm"))
     for name, module in LAYERS.items():
-        if not exists(module):
-            after_import(name, partial(_refuse, seam=module))
+        after_import(name, _register if exists(module) else partial(_refuse, seam=module))
     for name in FUNCTIONS:
         after_import(name, _replace)
+
+
+def _register(layer: ModuleType) -> None:
+    from kda_layers.engines import vllm_layer
+
+    vllm_layer.register(layer)
 
 
 def _refuse(layer: ModuleType, seam: str) -> None:

@@ -1,0 +1,236 @@
+"""The part of vLLM's KDA layers between the projections and the output projection, on its pools of states.
+
+Pages are read and written in place: no state is gathered, scattered or copied. A step of decoded tokens is one launch; one
+with prompts is vLLM's convolution, one packed prefill and vLLM's gated norm. Slot 0 of a pool is nobody's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda_layers.engines import calls
+from kda_layers.kernels.kda.contract import CHUNK, NO_SLOT
+from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel, layer_step, why_no_kernel
+from kda_layers.kernels.kda.op import kda_prefill
+
+FIRST_SLOT = 1  # slot 0, vLLM's null block, stands for padding
+CHECKPOINTS = CHUNK  # a prefill returns states at multiples of so many tokens of its part
+
+
+class Parameters(NamedTuple):
+    """What a layer's core needs beside its inputs and states: H heads of D channels, W taps."""
+
+    conv_weight: Tensor  # [3 H D, W]
+    A_log: Tensor  # [H] fp32
+    dt_bias: Tensor  # [H, D] fp32
+    norm_weight: Tensor  # [D]
+    norm_eps: float
+    lower_bound: float | None  # None: softplus
+
+    @property
+    def gate(self) -> dict[str, Any]:
+        """The gate's arguments of the operators."""
+        activation = "softplus" if self.lower_bound is None else "lower_bound"
+        return dict(
+            A_log=self.A_log, dt_bias=self.dt_bias, gate_activation=activation, lower_bound=self.lower_bound
+        )
+
+
+class Tokens(NamedTuple):
+    """The projections of some tokens of a step, logits of the gates among them."""
+
+    qkv: Tensor  # [T, 3 H D], rows of any stride
+    f: Tensor  # [T, H D] of the decays
+    gate: Tensor  # [T, H D] of the output gate
+    beta: Tensor  # [T, H]
+
+    def first(self, count: int) -> Tokens:
+        """Return the first `count` tokens."""
+        return Tokens(*(t[:count] for t in self))
+
+    def at(self, index: Tensor) -> Tokens:
+        """Return copies of the tokens at `index`."""
+        return Tokens(*(t.index_select(0, index) for t in self))
+
+
+class Slots(NamedTuple):
+    """What the prefills of one step have in common in every layer of a cache group."""
+
+    slots: Tensor  # [N]; NO_SLOT for padding
+    fresh: Tensor  # [prefills] int64, the slots of sequences that begin here; 0 for the others
+    checkpoint_at: Tensor | None  # [N]; -1 for none
+
+
+def refusals(
+    device: torch.device, dtype: torch.dtype, states: tuple[torch.dtype, ...], head_dim: int, taps: int,
+    lower_bound: float | None,
+) -> list[str]:  # fmt: skip
+    """Return the reasons for which `Core` cannot serve a layer; none if it can.
+
+    Args:
+        device: of the layer's weights.
+        dtype: of the activations.
+        states: dtypes of the convolution's state and of the recurrent one.
+    """
+    found = []
+    if states[0] != dtype:
+        found.append(f"the convolution's state is {states[0]}, needs {dtype} of the activations")
+    gate = "softplus" if lower_bound is None else "lower_bound"
+    problem = dtype, states[1], head_dim, head_dim, 1, 1, taps, 0, 0, gate, "sigmoid"
+    if not has_kernel(None, device, *problem):
+        found.append(f"no kernel for its decode step ({why_no_kernel(None, device, *problem)})")
+    return found
+
+
+class Core:
+    """The core of one layer; the functions are those of vLLM's module that has the layer."""
+
+    def __init__(self, heads: int, head_dim: int, conv_fn: Any, conv_update: Any, exporter: Any) -> None:
+        self.heads, self.head_dim = heads, head_dim
+        self._conv_fn, self._conv_update, self._exporter = conv_fn, conv_update, exporter
+
+    def run(
+        self, m: Any, x: Tokens, p: Parameters, conv_state: Tensor, state: Tensor, out: Tensor
+    ) -> bool:  # fmt: skip
+        """Write the step's outputs to out [1, at least m.num_actual_tokens, H, D]; return True if they are normed.
+
+        Args:
+            m: the step's metadata (GDNAttentionMetadata).
+            conv_state: [slots, 3 H D, W - 1 or more]; with drafts, its first W - 1 are those of one accepted token.
+            state: [slots, H, D, D].
+        """
+        count = m.num_actual_tokens
+        x, out = x.first(count), out[:, :count]
+        if not m.num_spec_decodes:
+            if m.num_prefills:
+                self.prefill(m, x, p, conv_state, state, out)
+                return False
+            self.decode(m.non_spec_state_indices_tensor[:count], x, p, conv_state, state, out)
+            return True
+        if not m.num_prefills and not m.num_decodes:
+            self.drafts(m, x, p, conv_state, state, out)
+            return False
+        drafted, others = x.at(m.spec_token_indx), x.at(m.non_spec_token_indx)
+        outputs = [out.new_empty(1, part.qkv.shape[0], *out.shape[2:]) for part in (drafted, others)]
+        self.drafts(m, drafted, p, conv_state, state, outputs[0])
+        if m.num_prefills:
+            self.prefill(m, others, p, conv_state, state, outputs[1])
+        else:
+            slots = m.non_spec_state_indices_tensor[: others.qkv.shape[0]]
+            self._decode_unnormed(slots, others, p, conv_state, state, outputs[1])
+        for index, o in zip((m.spec_token_indx, m.non_spec_token_indx), outputs, strict=True):
+            out.index_copy_(1, index.long(), o)
+        return False
+
+    def decode(
+        self, slots: Tensor, x: Tokens, p: Parameters, conv_state: Tensor, state: Tensor, out: Tensor,
+        factors: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> None:  # fmt: skip
+        """Decode one token of each sequence, by one launch; out [1, T, H, D] is normed.
+
+        Args:
+            slots: [T]; below FIRST_SLOT: padding, whose outputs are zeros.
+            factors: weights [H D, R] by which `x.f` and `x.gate` are still to be multiplied, or None.
+        """
+        q, k, v = x.qkv.unflatten(-1, (3, self.heads, self.head_dim)).unsqueeze(1).unbind(2)
+        layer_step(
+            q, k, v, x.f.unsqueeze(1), x.gate.unsqueeze(1), x.beta.unsqueeze(1), p.conv_weight,
+            conv_state[..., : p.conv_weight.shape[1] - 1], state, norm_weight=p.norm_weight, f_weight=factors[0],
+            gate_weight=factors[1], state_indices=slots, norm_eps=p.norm_eps, overlap=True, first_slot=FIRST_SLOT,
+            out=out.transpose(0, 1), **p.gate,
+        )  # fmt: skip
+
+    def prefill(self, m: Any, x: Tokens, p: Parameters, conv_state: Tensor, state: Tensor, out: Tensor) -> None:
+        """Run sequences of any length, decoded tokens among them; out [1, T, H, D] is not normed."""
+        offsets = m.non_spec_query_start_loc
+        step = self._slots(m, offsets.shape[0] - 1)
+        y = self._conv_fn(
+            x.qkv.transpose(0, 1), p.conv_weight, None, activation="silu", conv_states=conv_state,
+            has_initial_state=m.has_initial_state, cache_indices=m.non_spec_state_indices_tensor,
+            query_start_loc=offsets, metadata=m,
+        ).transpose(0, 1)  # fmt: skip
+        state.index_fill_(0, step.fresh, 0)
+        found = kda_prefill(
+            *self._split(y), x.f.unflatten(-1, (self.heads, self.head_dim))[None], x.beta[None], state,
+            cu_seqlens=offsets, state_indices=step.slots, checkpoint_at=step.checkpoint_at, out=out, **p.gate,
+        )  # fmt: skip
+        if found.checkpoints is not None:
+            self._exporter.export(
+                m.checkpoint, raw_qkv=x.qkv, conv_state=conv_state, recurrent_checkpoint=found.checkpoints,
+                recurrent_state=state, cu_seqlens=offsets,
+            )  # fmt: skip
+
+    def drafts(self, m: Any, x: Tokens, p: Parameters, conv_state: Tensor, state: Tensor, out: Tensor) -> None:
+        """Run drafted tokens, with a slot for the state after each; out [1, T, H, D] is not normed."""
+        slots = m.spec_state_indices_tensor
+        y = self._conv_update(
+            x.qkv, conv_state, p.conv_weight, None, activation="silu",
+            conv_state_indices=slots[: m.num_spec_decodes, 0], num_accepted_tokens=m.num_accepted_tokens,
+            query_start_loc=m.spec_query_start_loc, max_query_len=slots.shape[1], validate_data=False,
+            out=x.qkv.new_empty(x.qkv.shape),
+        )  # fmt: skip
+        calls.step(
+            *self._split(y), x.f, x.beta, state, slots.where(slots >= FIRST_SLOT, NO_SLOT),
+            m.spec_query_start_loc[: m.num_spec_decodes + 1], out, num_accepted=m.num_accepted_tokens, **p.gate,
+        )  # fmt: skip
+
+    def _decode_unnormed(
+        self, slots: Tensor, x: Tokens, p: Parameters, conv_state: Tensor, state: Tensor, out: Tensor
+    ) -> None:
+        """`decode` beside drafts, whose outputs the norm takes together."""
+        y = self._conv_update(
+            x.qkv, conv_state, p.conv_weight, None, activation="silu", conv_state_indices=slots, validate_data=True,
+            out=x.qkv.new_empty(x.qkv.shape),
+        )  # fmt: skip
+        slots = slots.where(slots >= FIRST_SLOT, NO_SLOT)
+        calls.step(*self._split(y), x.f, x.beta, state, slots, None, out, **p.gate)
+
+    def _split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Return q, k and v [1, T, H, D] of rows [T, 3 H D]."""
+        return y.unflatten(-1, (3, self.heads, self.head_dim))[None].unbind(2)
+
+    def _slots(self, m: Any, count: int) -> Slots:
+        """Return the `Slots` of a step, which its metadata keeps for the next layers; no graph captures a prefill."""
+        found = getattr(m, "kda_layers_slots", None)
+        if found is None:
+            slots = m.non_spec_state_indices_tensor[:count]
+            first = m.num_decodes  # which come first, and have states
+            fresh = slots[first:].where(~m.has_initial_state[first:count] & (slots[first:] >= FIRST_SLOT), 0).long()
+            at = None
+            if m.checkpoint is not None:
+                offsets = m.checkpoint.checkpoint_offsets
+                at = offsets.where(offsets > 0, -1)
+            found = Slots(slots.where(slots >= FIRST_SLOT, NO_SLOT), fresh, at)
+            m.kda_layers_slots = found
+        return found
+
+
+_warm: set[Any] = set()
+
+
+def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters) -> None:
+    """Compile what the steps of a layer call, once per kind of layer, before a graph captures one; on GPUs alone.
+
+    Args:
+        state: the layer's pool, of which only dtype and device count.
+    """
+    taps, D = p.conv_weight.shape[1], p.norm_weight.shape[0]
+    kind = heads, D, taps, p.conv_weight.dtype, p.lower_bound is None, dtype, state.dtype, state.device
+    if state.device.type != "cuda" or kind in _warm:
+        return
+    _warm.add(kind)
+    with torch.inference_mode(), torch.device(state.device):
+        core, pool = Core(heads, D, None, None, None), torch.zeros(3, heads, D, D, dtype=state.dtype)
+        conv = torch.zeros(3, taps - 1, 3 * heads * D, dtype=dtype).mT
+        sizes = 3 * heads * D, heads * D, heads * D, heads
+        x = Tokens(*(torch.zeros(71, size, dtype=dtype) for size in sizes))
+        slots, out = torch.tensor([1, 2], dtype=torch.int32), torch.empty(1, 71, heads, D, dtype=dtype)
+        core.decode(slots, x.first(2), p, conv, pool, out[:, :2])
+        q, k, v = x.qkv.unflatten(-1, (3, heads, D))[None].unbind(2)
+        kda_prefill(
+            q, k, v, x.f.view(out.shape), x.beta[None], pool, state_indices=slots, out=out,
+            cu_seqlens=torch.tensor([0, 70, 71], dtype=torch.int32), **p.gate,
+        )  # fmt: skip
