@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kda_layers.engines import ENVIRONMENT_VARIABLE, sglang, vllm
+from kda_layers.engines import ENVIRONMENT_VARIABLE, sglang, vllm, vllm_layer
 from tests.engine_wheels import wheel
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +62,14 @@ def functions(module: str) -> str:
     return "".join(f"def {name}(): ...\n" for name in vllm.FUNCTIONS[module])
 
 
+def layer(module: str) -> str:
+    """A layer of vLLM, and what registering ours calls."""
+    name, arguments, _ = vllm_layer.LAYERS[module]
+    text = f"class {name}:\n  @classmethod\n  def register_oot(cls, ours): cls.ours = ours\n"
+    text += f"  def _forward(self, {', '.join(arguments)}): ...\n"
+    return f"{text}def eager_break_during_capture(f): return f\ndef direct_register_custom_op(**_): ...\n"
+
+
 FILES = {
     "vllm": {
         "vllm/__init__.py": VLLM,
@@ -70,8 +78,8 @@ FILES = {
         path(f"{vllm.KIMI}.ops"): functions(vllm.KIMI),
         path(f"{vllm.GLM}.__init__"): functions(vllm.GLM),
         path(vllm.LING): f"class FusedRMSNormGated: ...\ndef fused_kda_gate(): ...\n{functions(vllm.LING)}",
-        **{path(layer): f"from {module} import *" for layer, module in vllm.LAYERS.items()},
-        path(KIMI_LAYER): f"def step():\n  from {vllm.KIMI} import fused_recurrent_kda\n",  # in every step
+        **{path(name): f"from {module} import *\n{layer(name)}" for name, module in vllm.LAYERS.items()},
+        path(KIMI_LAYER): f"def step():\n  from {vllm.KIMI} import fused_recurrent_kda\n{layer(KIMI_LAYER)}",  # in every step
     },
     "sglang": {
         "sglang/__init__.py": SGLANG,
@@ -150,6 +158,22 @@ def test_functions_are_replaced_as_a_model_imports_them(vllm_engine: Engine) -> 
     ]
     assert vllm_engine.lines(f"import {LING_LAYER} as m\n{WHOSE.format(names=names)}", asked="sglang") == [
         "['kda', 'kda', 'kda', 'kda']"
+    ]
+
+
+@pytest.mark.slow
+def test_layers_are_registered_as_their_modules_are_imported(vllm_engine: Engine) -> None:
+    """And nothing else is imported for them; one that has another core stays, and the log says so."""
+    names = [vllm_layer.LAYERS[module][0] for module in (KIMI_LAYER, LING_LAYER)]
+    code = f"import {KIMI_LAYER} as m, {LING_LAYER} as n\nprint(m.{names[0]}.ours.__name__, n.{names[1]}.ours.__name__)\n"
+    code += f"print({K3_LAYER!r} in sys.modules, {vllm.KIMI!r} in sys.modules, 'torch.cuda' in sys.modules)"
+    assert vllm_engine.lines(code)[1:] == [f"KDALayers{names[0]} KDALayers{names[1]}", "False False True"]
+    file = vllm_engine.folder / path(KIMI_LAYER)
+    file.write_text(file.read_text().replace("g1, g2", "gates"))
+    assert vllm_engine.lines(f"import {KIMI_LAYER} as m\nprint(hasattr(m.{names[0]}, 'ours'))") == [
+        f"kda_layers has no layer for {KIMI_LAYER}.{names[0]}, whose core takes mixed_qkv, gates, beta, core_attn_out: "
+        "its functions are replaced",
+        "False",
     ]
 
 

@@ -78,7 +78,7 @@ def truth(layer: Any, x: Tensor, conv: Tensor, state: Tensor, dtype: torch.dtype
     H, D = layer.local_num_heads, layer.head_dim
     wide = FP64 if dtype == FP64 else FP32
     qkv, f, gate, beta = layer.logits(x)
-    p = layer.parameters()
+    p = layer.core_parameters()
     rows = torch.cat((conv.to(qkv.dtype), qkv.mT), 1)
     y = nn.functional.silu((rows.to(wide).unfold(1, TAPS, 1) * p.conv_weight.to(wide)[:, None]).sum(-1))
     q, k, v = (t.to(wide)[None] for t in y.to(dtype).mT.unflatten(-1, (3, H, D)).unbind(1))
@@ -300,6 +300,13 @@ def test_a_layer_with_another_core_is_not_replaced(caplog: pytest.LogCaptureFixt
     assert engine.layer.replacement is None
     assert "kda_layers has no layer for" in caplog.text
     assert "mixed_qkv, gates: its functions are replaced" in caplog.text
+
+
+@on_every_family
+def test_names_of_modules_are_theirs(family: str) -> None:
+    """vLLM walks through modules, their parameters and buffers."""
+    ours = {n for layer in vllm_layer.LAYERS[stock.NAMES[family]][2].__mro__[:-1] for n in vars(layer)}
+    assert {n for n in ours & set(dir(nn.Module)) if not n.startswith("__")} <= {"forward"}
 
 
 def test_every_module_with_a_layer_has_one_of_ours() -> None:

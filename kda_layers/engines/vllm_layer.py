@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.engines.vllm_core import CHECKPOINTS, Core, Parameters, Tokens, refusals, warm_up
+from kda_layers.kernels.kda.cuda.layer_step.layer_step import RANKS
 
 logger = logging.getLogger("vllm.kda_layers")
 
@@ -78,9 +79,9 @@ class Layer:
         """Take the pools of states; compile what steps call, before a graph captures them."""
         super().bind_kv_cache(kv_cache)  # type: ignore[misc]
         if self.core is not None:
-            warm_up(self.local_num_heads, self.model_config.dtype, self.kv_cache[1], self.parameters())  # type: ignore[attr-defined]
+            warm_up(self.local_num_heads, self.model_config.dtype, self.kv_cache[1], self.core_parameters())  # type: ignore[attr-defined]
 
-    def parameters(self) -> Parameters:
+    def core_parameters(self) -> Parameters:
         """Return `parameters_of` this layer, made again if a weight has moved."""
         where = tuple(t.data_ptr() for t in self._watched())
         if self._parameters_here is None or self._parameters_here[0] != where:
@@ -106,7 +107,7 @@ class Layer:
         if m is None:
             return True
         assert self.core is not None
-        return self.core.run(m, x, self.parameters(), *self.pools(), out)
+        return self.core.run(m, x, self.core_parameters(), *self.pools(), out)
 
     def few_decoded(self, tokens: int) -> Any:
         """Return the metadata of a step of a few decoded tokens alone which is not captured in pieces, or None."""
@@ -122,9 +123,9 @@ def factor(layer: Any, dtype: torch.dtype) -> Tensor | None:
     """Return the weight [out, in] of a linear layer of vLLM that its decode kernel can read, or None."""
     weight = getattr(layer, "weight", None)
     plain = type(layer.quant_method).__name__ in ("UnquantizedLinearMethod", "KimiK3LowLatencyLinearMethod")
-    if weight is None or not plain or layer.bias is not None or weight.dtype != dtype or weight.shape[1] not in (64, 128):
+    if not plain or layer.bias is not None or weight is None or weight.ndim != 2 or weight.dtype != dtype:
         return None
-    return weight if weight.is_contiguous() and weight.data_ptr() % 16 == 0 else None
+    return weight if weight.shape[1] in RANKS and weight.is_contiguous() and weight.data_ptr() % 16 == 0 else None
 
 
 class KimiLayer(Layer):
@@ -178,7 +179,7 @@ class KimiLayer(Layer):
         slots = m.non_spec_state_indices_tensor[: x.shape[0]]
         conv, state = self.pools()
         factors = weight, gate_weight
-        self.core.decode(slots, Tokens(qkv, f, gate, beta), self.parameters(), conv, state, out, factors)
+        self.core.decode(slots, Tokens(qkv, f, gate, beta), self.core_parameters(), conv, state, out, factors)
         return self._output(out.view(x.shape[0], -1))
 
     def _full_rank(self) -> bool:
@@ -334,7 +335,7 @@ def register(stock: ModuleType) -> None:
 
 def make(stock: ModuleType, theirs: type[Any], ours: type[Layer]) -> type[Any]:
     """Return our layer as a subclass of vLLM's, for whose name its log and `register_oot` look."""
-    members: dict[str, Any] = dict(stock_module=stock, stock_layer=theirs)
+    members: dict[str, Any] = dict(stock_module=stock, stock_layer=theirs, __module__=__name__)
     if issubclass(ours, KimiLayer):
 
         def _forward(self: Any, **tensors: Tensor) -> None:
