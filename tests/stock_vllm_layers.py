@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM 0.33.0's KDA layers and what they import: attributes, layouts, dtypes and metadata of the wheel."""
+"""Stand-ins for vLLM 0.33.0's KDA layers and what they import: attributes, layouts, dtypes, metadata of the wheel."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ FILES = {
         path(f"{vllm.GLM}.__init__"): functions(vllm.GLM),
         path(vllm.LING): f"class FusedRMSNormGated: ...\ndef fused_kda_gate(): ...\n{functions(vllm.LING)}",
         **{path(name): f"from {module} import *\n{layer(name)}" for name, module in vllm.LAYERS.items()},
-        path(KIMI_LAYER): f"def step():\n  from {vllm.KIMI} import fused_recurrent_kda\n{layer(KIMI_LAYER)}",  # in every step
+        # Kimi-Linear's imports them in every step.
+        path(KIMI_LAYER): f"def step():\n  from {vllm.KIMI} import fused_recurrent_kda\n{layer(KIMI_LAYER)}",
     },
     "sglang": {
         "sglang/__init__.py": SGLANG,
@@ -165,7 +166,8 @@ def test_functions_are_replaced_as_a_model_imports_them(vllm_engine: Engine) -> 
 def test_layers_are_registered_as_their_modules_are_imported(vllm_engine: Engine) -> None:
     """And nothing else is imported for them; one that has another core stays, and the log says so."""
     names = [vllm_layer.LAYERS[module][0] for module in (KIMI_LAYER, LING_LAYER)]
-    code = f"import {KIMI_LAYER} as m, {LING_LAYER} as n\nprint(m.{names[0]}.ours.__name__, n.{names[1]}.ours.__name__)\n"
+    code = f"import {KIMI_LAYER} as m, {LING_LAYER} as n\n"
+    code += f"print(m.{names[0]}.ours.__name__, n.{names[1]}.ours.__name__)\n"
     code += f"print({K3_LAYER!r} in sys.modules, {vllm.KIMI!r} in sys.modules, 'torch.cuda' in sys.modules)"
     assert vllm_engine.lines(code)[1:] == [f"KDALayers{names[0]} KDALayers{names[1]}", "False False True"]
     file = vllm_engine.folder / path(KIMI_LAYER)

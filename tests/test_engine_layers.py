@@ -110,7 +110,9 @@ def tensor(values: Any, device: str, dtype: torch.dtype = torch.int32) -> Tensor
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def prompts(lengths: tuple[int, ...], slots: tuple[int, ...], begun: tuple[bool, ...], decodes: int, c: Config) -> Metadata:
+def prompts(
+    lengths: tuple[int, ...], slots: tuple[int, ...], begun: tuple[bool, ...], decodes: int, c: Config
+) -> Metadata:
     return Metadata(
         sum(lengths), tensor(slots, c.device), num_prefills=len(lengths) - decodes, num_decodes=decodes,
         has_initial_state=tensor(begun, c.device, torch.bool),

@@ -1,7 +1,7 @@
 """The part of vLLM's KDA layers between the projections and the output projection, on its pools of states.
 
-Pages are read and written in place: no state is gathered, scattered or copied. A step of decoded tokens is one launch; one
-with prompts is vLLM's convolution, one packed prefill and vLLM's gated norm. Slot 0 of a pool is nobody's.
+Pages are read and written in place: no state is gathered, scattered or copied. A step of decoded tokens is one launch;
+one with prompts is vLLM's convolution, one packed prefill and vLLM's gated norm. Slot 0 of a pool is nobody's.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class Parameters(NamedTuple):
     def gate(self) -> dict[str, Any]:
         """The gate's arguments of the operators."""
         activation = "softplus" if self.lower_bound is None else "lower_bound"
-        return dict(
-            A_log=self.A_log, dt_bias=self.dt_bias, gate_activation=activation, lower_bound=self.lower_bound
-        )
+        return dict(A_log=self.A_log, dt_bias=self.dt_bias, gate_activation=activation, lower_bound=self.lower_bound)
 
 
 class Tokens(NamedTuple):
@@ -188,9 +186,10 @@ class Core:
         slots = slots.where(slots >= FIRST_SLOT, NO_SLOT)
         calls.step(*self._split(y), x.f, x.beta, state, slots, None, out, **p.gate)
 
-    def _split(self, y: Tensor) -> tuple[Tensor, ...]:
+    def _split(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v [1, T, H, D] of rows [T, 3 H D]."""
-        return y.unflatten(-1, (3, self.heads, self.head_dim))[None].unbind(2)
+        q, k, v = y.unflatten(-1, (3, self.heads, self.head_dim))[None].unbind(2)
+        return q, k, v
 
     def _slots(self, m: Any, count: int) -> Slots:
         """Return the `Slots` of a step, which its metadata keeps for the next layers; no graph captures a prefill."""

@@ -11,9 +11,8 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,23 +32,17 @@ class Layer:
     stock_module: ModuleType
     stock_layer: type[Any]
     core: Core | None = None  # None: vLLM's own layer
-    parameters_of: Callable[[Any], Parameters]
 
-    prefix: str
-    kv_cache: Any
-    head_dim: int
-    local_num_heads: int
-    conv_size: int
-    o_norm: Any
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._parameters_here: tuple[tuple[int, ...], Parameters] | None = None
         self._conv_first = self.stock_module.is_conv_state_dim_first()
-        p, dtype = self.parameters_of(), self.model_config.dtype  # type: ignore[attr-defined]
-        found = refusals(
-            p.conv_weight.device, dtype, type(self).get_state_dtype(self), self.head_dim, self.conv_size, p.lower_bound
-        )
+        p, dtype, states = self.make_parameters(), self.model_config.dtype, self.get_state_dtype()
+        found = refusals(p.conv_weight.device, dtype, states, self.head_dim, self.conv_size, p.lower_bound)
         if getattr(self, "use_recoverssm", False):
             found.append("RecoverSSM is on")
         if self.o_norm.activation != "sigmoid":
@@ -57,9 +50,7 @@ class Layer:
         if found:
             _say_once(logging.WARNING, f"kda_layers leaves {self._theirs()} to vLLM: {'; '.join(found)}")
             return
-        checkpoints = importlib.import_module("vllm.model_executor.layers.mamba.checkpoint")
-        exporter = checkpoints.MambaPrefillCheckpointExporter(state_len=self.conv_size - 1)
-        stock = self.stock_module
+        stock, exporter = self.stock_module, exporter_class()(state_len=self.conv_size - 1)
         self.core = Core(
             self.local_num_heads, self.head_dim, stock.causal_conv1d_fn, stock.causal_conv1d_update, exporter
         )
@@ -70,7 +61,7 @@ class Layer:
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """Return vLLM's specification, with a checkpoint in each prefill at our boundaries."""
-        spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
+        spec: Any = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
         if self.core is None:
             return spec
         return dataclasses.replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=CHECKPOINTS)
@@ -79,17 +70,14 @@ class Layer:
         """Take the pools of states; compile what steps call, before a graph captures them."""
         super().bind_kv_cache(kv_cache)  # type: ignore[misc]
         if self.core is not None:
-            warm_up(self.local_num_heads, self.model_config.dtype, self.kv_cache[1], self.core_parameters())  # type: ignore[attr-defined]
+            warm_up(self.local_num_heads, self.model_config.dtype, self.kv_cache[1], self.core_parameters())
 
     def core_parameters(self) -> Parameters:
-        """Return `parameters_of` this layer, made again if a weight has moved."""
+        """Return `make_parameters` this layer, made again if a weight has moved."""
         where = tuple(t.data_ptr() for t in self._watched())
         if self._parameters_here is None or self._parameters_here[0] != where:
-            self._parameters_here = where, self.parameters_of()
+            self._parameters_here = where, self.make_parameters()
         return self._parameters_here[1]
-
-    def _watched(self) -> tuple[Tensor, ...]:
-        raise NotImplementedError
 
     def metadata(self) -> Any:
         """Return this step's metadata, or None in runs without states: those that measure memory."""
@@ -119,6 +107,11 @@ class Layer:
         return None if getattr(context.cudagraph_runtime_mode, "name", "") == "PIECEWISE" else m
 
 
+def exporter_class() -> Any:
+    """Return the class of vLLM that stores the checkpoints of a prefill."""
+    return importlib.import_module("vllm.model_executor.layers.mamba.checkpoint").MambaPrefillCheckpointExporter
+
+
 def factor(layer: Any, dtype: torch.dtype) -> Tensor | None:
     """Return the weight [out, in] of a linear layer of vLLM that its decode kernel can read, or None."""
     weight = getattr(layer, "weight", None)
@@ -136,34 +129,34 @@ class KimiLayer(Layer):
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         """Return dtypes of the two states; Kimi-Linear's own layer leaves --mamba-ssm-cache-dtype out."""
         calculator = self.stock_module.MambaStateDtypeCalculator
-        cache = self.cache_config  # type: ignore[attr-defined]
+        cache = self.cache_config
         dtypes: tuple[torch.dtype, ...] = calculator.kda_state_dtype(
-            self.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype  # type: ignore[attr-defined]
+            self.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
         )  # fmt: skip
         return dtypes
 
-    def parameters_of(self) -> Parameters:  # type: ignore[override]
+    def make_parameters(self) -> Parameters:
         """Return the parameters of the core."""
-        own: Any = self
         return Parameters(
-            own.conv1d.weight.flatten(1), own.A_log.view(-1), own.dt_bias.view(-1, self.head_dim),
-            self.o_norm.weight, self.o_norm.eps, own.gate_lower_bound,
+            self.conv1d.weight.flatten(1), self.A_log.view(-1), self.dt_bias.view(-1, self.head_dim),
+            self.o_norm.weight, self.o_norm.eps, self.gate_lower_bound,
         )  # fmt: skip
 
     def _watched(self) -> tuple[Tensor, ...]:
-        own: Any = self
-        return own.conv1d.weight, own.A_log, own.dt_bias, self.o_norm.weight
+        return self.conv1d.weight, self.A_log, self.dt_bias, self.o_norm.weight
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         """Return the layer's output [T, hidden]; a few decoded tokens skip the products with the gates' factors."""
-        m = self.few_decoded(hidden_states.shape[0])
-        weight = None if m is None else factor(self.f_b_proj, hidden_states.dtype)  # type: ignore[attr-defined]
+        tokens = hidden_states.shape[0]
+        overlapped = tokens <= getattr(self, "_projection_overlap_max_tokens", 0)  # with another stream's products
+        m = None if overlapped else self.few_decoded(tokens)
+        weight = None if m is None else factor(self.f_b_proj, hidden_states.dtype)
         if weight is None:
-            return super().forward(hidden_states, positions)  # type: ignore[misc,no-any-return]
-        own: Any = self
+            return super().forward(hidden_states, positions)  # type: ignore[misc]
         assert self.core is not None
-        width, heads = own.local_projection_size, self.local_num_heads
-        x = own.in_proj_qkvgfab(hidden_states)[0]
+        assert m is not None
+        width, heads = self.local_projection_size, self.local_num_heads
+        x = self.in_proj_qkvgfab(hidden_states)[0]
         gate_weight = None
         if self._full_rank():
             qkv, gate, f, beta = x[:, : 4 * width + self.head_dim + heads].split(
@@ -171,10 +164,10 @@ class KimiLayer(Layer):
             )
         else:
             qkv, beta, f = x.split([3 * width, heads, self.head_dim], -1)
-            gate_weight = factor(own.g_b_proj, hidden_states.dtype)
-            gate = own.g_a_proj(hidden_states)[0]
+            gate_weight = factor(self.g_b_proj, hidden_states.dtype)
+            gate = self.g_a_proj(hidden_states)[0]
             if gate_weight is None:
-                gate = own.g_b_proj(gate)[0]
+                gate = self.g_b_proj(gate)[0]
         out = torch.empty((1, x.shape[0], heads, self.head_dim), dtype=x.dtype, device=x.device)
         slots = m.non_spec_state_indices_tensor[: x.shape[0]]
         conv, state = self.pools()
@@ -186,11 +179,10 @@ class KimiLayer(Layer):
         return bool(getattr(self, "use_full_rank_gate", self.full_rank))
 
     def _output(self, o: Tensor) -> Tensor:
-        own: Any = self
         reduce = getattr(self, "gemm_rs_ar", None)
         if reduce is not None and reduce.should_run(o):
-            return reduce.apply(o, own.o_proj)  # type: ignore[no-any-return]
-        return own.o_proj(o)[0]  # type: ignore[no-any-return]
+            return reduce.apply(o, self.o_proj)
+        return self.o_proj(o)[0]
 
     def kda_core(self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor) -> None:
         """Write the layer's normed outputs to core_attn_out [1, T, H, D]; the name of vLLM's method is `_forward`."""
@@ -208,40 +200,36 @@ class K3Layer(KimiLayer):
 class MergedConvolution(Layer):
     """Layers with three convolutions, whose weights are joined."""
 
-    bound: Callable[[Any], float | None]
-
-    def parameters_of(self) -> Parameters:  # type: ignore[override]
+    def make_parameters(self) -> Parameters:
         """Return the parameters of the core."""
-        own: Any = self
-        taps = [conv.weight.flatten(1) for conv in (own.q_conv1d, own.k_conv1d, own.v_conv1d)]
+        taps = [conv.weight.flatten(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
         return Parameters(
-            torch.cat(taps), own.A_log.view(-1), own.dt_bias.view(-1, self.head_dim), self.o_norm.weight,
+            torch.cat(taps), self.A_log.view(-1), self.dt_bias.view(-1, self.head_dim), self.o_norm.weight,
             self.o_norm.eps, self.bound(),
         )  # fmt: skip
 
     def _watched(self) -> tuple[Tensor, ...]:
-        own: Any = self
-        return own.q_conv1d.weight, own.A_log, own.dt_bias, self.o_norm.weight
+        return self.q_conv1d.weight, self.A_log, self.dt_bias, self.o_norm.weight
 
 
 class GlmLayer(MergedConvolution):
     """GLM-5.3-Flash's."""
 
-    def bound(self) -> float | None:  # type: ignore[override]
+    def bound(self) -> float | None:
         """Return the lower bound of the gate."""
-        return self.kda_lower_bound  # type: ignore[attr-defined,no-any-return]
+        found: float | None = self.kda_lower_bound
+        return found
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         """Return the layer's output [T, hidden]; vLLM's own norms outside of the core."""
         if self.core is None:
-            return super().forward(hidden_states, positions)  # type: ignore[misc,no-any-return]
-        own: Any = self
-        width, heads, D = own.local_projection_size, self.local_num_heads, self.head_dim
-        qkv, beta, f, gate = own.in_proj_qkvbfg_a(hidden_states)[0].split([3 * width, heads, D, D], -1)
-        f, gate = own.f_b_proj(f)[0], own.g_b_proj(gate)[0]
+            return super().forward(hidden_states, positions)  # type: ignore[misc]
+        width, heads, D = self.local_projection_size, self.local_num_heads, self.head_dim
+        qkv, beta, f, gate = self.in_proj_qkvbfg_a(hidden_states)[0].split([3 * width, heads, D, D], -1)
+        f, gate = self.f_b_proj(f)[0], self.g_b_proj(gate)[0]
         out = torch.empty((1, qkv.shape[0], heads, D), dtype=qkv.dtype, device=qkv.device)
-        own.kda_normed(qkv, f, gate, beta, out)
-        return own.o_proj(out.view(out.shape[1], -1))[0]  # type: ignore[no-any-return]
+        self.kda_normed(qkv, f, gate, beta, out)
+        return self.o_proj(out.view(out.shape[1], -1))[0]
 
     def kda_core(self, qkv: Tensor, f: Tensor, gate: Tensor, beta: Tensor, out: Tensor) -> None:
         """Write the layer's normed outputs to out [1, T, H, D]."""
@@ -260,26 +248,24 @@ class LingLayer(MergedConvolution):
         if splits is not None and f"vllm::{OPERATOR}" not in splits:
             splits.append(f"vllm::{OPERATOR}")
 
-    def bound(self) -> float | None:  # type: ignore[override]
+    def bound(self) -> float | None:
         """Return the lower bound of the gate, None for softplus."""
-        own: Any = self
-        return own.lower_bound if own.safe_gate else None
+        return self.lower_bound if self.safe_gate else None
 
     def forward(self, hidden_states: Tensor, positions: Tensor, output: Tensor) -> None:
         """Write the layer's output to output [T, hidden]; the gates' activations are the core's."""
         if self.core is None:
             super().forward(hidden_states, positions, output)  # type: ignore[misc]
             return
-        own: Any = self
-        width, heads, D = own.projection_size_per_partition, self.local_num_heads, self.head_dim
-        if own.separate_b_proj:
-            qkv, beta = own.qkv_proj(hidden_states)[0], own.b_proj(hidden_states)[0]
+        width, heads, D = self.projection_size_per_partition, self.local_num_heads, self.head_dim
+        if self.separate_b_proj:
+            qkv, beta = self.qkv_proj(hidden_states)[0], self.b_proj(hidden_states)[0]
         else:
-            qkv, beta = own.qkvb_proj(hidden_states)[0].split([3 * width, heads], -1)
-        f, gate = own.f_proj(hidden_states)[0], own.g_proj(hidden_states)[0]
+            qkv, beta = self.qkvb_proj(hidden_states)[0].split([3 * width, heads], -1)
+        f, gate = self.f_proj(hidden_states)[0], self.g_proj(hidden_states)[0]
         out = torch.zeros((1, qkv.shape[0], heads, D), dtype=qkv.dtype, device=qkv.device)
         getattr(torch.ops.vllm, OPERATOR)(qkv, f, gate, beta, out, self.prefix)
-        output[:] = own.o_proj(out.view(out.shape[1], -1))[0]
+        output[:] = self.o_proj(out.view(out.shape[1], -1))[0]
 
     kda_core = GlmLayer.kda_core
 
@@ -321,11 +307,11 @@ def register(stock: ModuleType) -> None:
     """Register our layer for the one of a module of vLLM, unless that is not the one it was written for."""
     name, arguments, ours = LAYERS[stock.__name__]
     theirs = getattr(stock, name, None)
-    found = None if theirs is None else tuple(inspect.signature(theirs._forward).parameters)[1:]
-    if found != arguments:
+    found = () if theirs is None else tuple(inspect.signature(theirs._forward).parameters)[1:]
+    if theirs is None or found != arguments:
         logger.warning(
             "kda_layers has no layer for %s.%s, whose core takes %s: its functions are replaced",
-            stock.__name__, name, ", ".join(found or ("nothing",)),
+            stock.__name__, name, ", ".join(found) or "nothing",
         )  # fmt: skip
         return
     theirs.register_oot(make(stock, theirs, ours))
