@@ -76,7 +76,7 @@ class Norm(nn.Module):
 
 @dataclass
 class Config:
-    """What the layers of a test are made from."""
+    """Options of a layer."""
 
     family: str = "kimi"
     heads: int = 2

@@ -21,7 +21,7 @@ CHECKPOINTS = CHUNK  # a prefill returns states at multiples of so many tokens o
 
 
 class Parameters(NamedTuple):
-    """What a layer's core needs beside its inputs and states: H heads of D channels, W taps."""
+    """Parameters of a layer's core: H heads of D channels, W taps."""
 
     conv_weight: Tensor  # [3 H D, W]
     A_log: Tensor  # [H] fp32
@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """What the prefills of one step have in common in every layer of a cache group."""
+    """Slots of one step's prefills, the same in every layer of a cache group."""
 
     slots: Tensor  # [N]; NO_SLOT for padding
     fresh: Tensor  # [prefills] int64, the slots of sequences that begin here; 0 for the others

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kda_layers.engines.vllm_core import CHECKPOINTS, Core, Parameters, Tokens, refusals, warm_up
-from kda_layers.kernels.kda.cuda.layer_step.layer_step import RANKS
 
 logger = logging.getLogger("vllm.kda_layers")
 
@@ -27,7 +26,7 @@ OPERATOR = "kda_layers_core"  # of torch.ops.vllm, for layers under torch.compil
 
 
 class Layer:
-    """What our layers have in common; a mixin before vLLM's class, whose module has the functions it calls."""
+    """The common part of our layers; a mixin before vLLM's class, whose module has the functions it calls."""
 
     stock_module: ModuleType
     stock_layer: type[Any]
@@ -112,13 +111,13 @@ def exporter_class() -> Any:
     return importlib.import_module("vllm.model_executor.layers.mamba.checkpoint").MambaPrefillCheckpointExporter
 
 
-def factor(layer: Any, dtype: torch.dtype) -> Tensor | None:
-    """Return the weight [out, in] of a linear layer of vLLM that its decode kernel can read, or None."""
+def factor(layer: Any, dtype: torch.dtype, rank: int) -> Tensor | None:
+    """Return the weight [out, rank] of a linear layer of vLLM if a decode kernel can read it, else None."""
     weight = getattr(layer, "weight", None)
     plain = type(layer.quant_method).__name__ in ("UnquantizedLinearMethod", "KimiK3LowLatencyLinearMethod")
     if not plain or layer.bias is not None or weight is None or weight.ndim != 2 or weight.dtype != dtype:
         return None
-    return weight if weight.shape[1] in RANKS and weight.is_contiguous() and weight.data_ptr() % 16 == 0 else None
+    return weight if weight.shape[1] == rank and weight.is_contiguous() and weight.data_ptr() % 16 == 0 else None
 
 
 class KimiLayer(Layer):
@@ -150,7 +149,7 @@ class KimiLayer(Layer):
         tokens = hidden_states.shape[0]
         overlapped = tokens <= getattr(self, "_projection_overlap_max_tokens", 0)  # with another stream's products
         m = None if overlapped else self.few_decoded(tokens)
-        weight = None if m is None else factor(self.f_b_proj, hidden_states.dtype)
+        weight = None if m is None else factor(self.f_b_proj, hidden_states.dtype, self.head_dim)
         if weight is None:
             return super().forward(hidden_states, positions)  # type: ignore[misc]
         assert self.core is not None
@@ -164,7 +163,7 @@ class KimiLayer(Layer):
             )
         else:
             qkv, beta, f = x.split([3 * width, heads, self.head_dim], -1)
-            gate_weight = factor(self.g_b_proj, hidden_states.dtype)
+            gate_weight = factor(self.g_b_proj, hidden_states.dtype, self.head_dim)
             gate = self.g_a_proj(hidden_states)[0]
             if gate_weight is None:
                 gate = self.g_b_proj(gate)[0]
