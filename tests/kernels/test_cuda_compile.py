@@ -277,6 +277,8 @@ LAYER_STEPS = [
     layer_step.Variant(64, BF16, FP32, 0, 0, 3, 1),
     layer_step.Variant(64, BF16, FP32, 64, 128, 4, 1),
     layer_step.Variant(128, BF16, FP32, 128, 0, 4, 1),
+    layer_step.Variant(128, BF16, FP32, 0, 0, 4, 1, 3, True),
+    layer_step.Variant(128, BF16, BF16, 128, 128, 4, 1, 3, True),
 ]
 
 
