@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kda_layers.kernels.kda.contract import CHUNK
-from kda_layers.modeling.layer.states import Past, at_a_fixed_address, make_writable
+from kda_layers.modeling.layer.states import Past, at_a_fixed_address, make_writable, write_recurrent
 from kda_layers.modeling.seams import Cache, CacheLayerMixin, LinearAttentionLayer, StaticCache
 
 
@@ -86,7 +86,7 @@ class KDACacheLayer(LinearAttentionLayer):
             if states is None:
                 self.reset()
             else:
-                self.recurrent_states[0].copy_(states[0])
+                write_recurrent(self, states[0], self.recurrent_states[0].dtype)
                 self.conv_states[0].copy_(states[1])
         self.past = []
 

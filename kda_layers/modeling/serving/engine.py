@@ -12,7 +12,6 @@ import logging
 import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -107,8 +106,8 @@ def _reads_nothing(module: Any) -> bool:
     if not isinstance(module, KimiDeltaAttention):
         return True
     weight, backend = module.q_proj.weight, module.kda_options.get("backend")
-    problem = module.problem(weight.device, weight.dtype, packed=True, has_state=True)
-    steps = problem, replace(problem, decode=True, packed=False)
+    facts = dict(packed=True), dict(decode=True)
+    steps = [module.problem(weight.device, weight.dtype, has_state=True, **fields) for fields in facts]
     return all(KDA_BACKENDS.select(step, backend).name != "eager" for step in steps)
 
 
