@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,12 +43,30 @@ TITLE = "Task scores of recurrent states in fp32, bf16 and int8"
 COLUMNS = ["task", "states", "tokens", "nats", "more_nats", "standard_error", "each_differs_by", "accuracy"]
 Rounding = Callable[[Tensor], Tensor]
 
-KEYS, VALUES, FILLERS = 96, 96, 64  # tokens of the recall task
 BLOCK = 256  # tokens whose mean loss is one observation: those of neighbours depend on each other
-# Of the recall task: the model's configuration, pairs, most filler in training, batch size, steps, rate.
-RECALL: dict[str, tuple[dict[str, int], int, int, int, int, float]] = {
-    "small": (dict(hidden_size=64, num_hidden_layers=2, linear_num_heads=2, linear_head_dim=32), 24, 64, 32, 1200, 4e-3),
-    "120m": (dict(hidden_size=768, num_hidden_layers=12, linear_num_heads=6, linear_head_dim=128), 64, 128, 32, 800, 6e-4),
+
+
+class Recall(NamedTuple):
+    """The recall task and its training, which begins with two pairs and no filler."""
+
+    config: dict[str, Any]
+    kinds: int  # keys, and as many values and fillers
+    pairs: int
+    filler: int  # at most
+    batch: int
+    steps: int
+    rate: float
+
+
+RECALL = {
+    "small": Recall(
+        dict(hidden_size=64, num_hidden_layers=1, linear_num_heads=2, linear_head_dim=32, initializer_range=0.125),
+        32, 24, 64, 32, 700, 5e-3,
+    ),
+    "120m": Recall(
+        dict(hidden_size=768, num_hidden_layers=12, linear_num_heads=6, linear_head_dim=128, initializer_range=0.036),
+        256, 128, 128, 32, 500, 1e-3,
+    ),
 }  # fmt: skip
 
 
@@ -104,12 +122,12 @@ def text_rows(model: Any, heldout: Tensor, rows: int, length: int) -> list[dict[
     return found
 
 
-def recall_batch(batch: int, pairs: int, filler: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def recall_batch(task: Recall, pairs: int, filler: int, batch: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return sequences [batch, T] of pairs, filler and queries, and a mask [T] of the values that are asked for."""
-    keys = torch.rand(batch, KEYS, generator=generator).argsort(1)[:, :pairs]
-    values = KEYS + torch.randint(VALUES, (batch, pairs), generator=generator)
-    order = torch.rand(batch, pairs, generator=generator).argsort(1)
-    noise = KEYS + VALUES + torch.randint(FILLERS, (batch, filler), generator=generator)
+    keys = torch.rand(batch, task.kinds, generator=random).argsort(1)[:, :pairs]
+    values = task.kinds + torch.randint(task.kinds, (batch, pairs), generator=random)
+    order = torch.rand(batch, pairs, generator=random).argsort(1)
+    noise = 2 * task.kinds + torch.randint(task.kinds, (batch, filler), generator=random)
     told = torch.stack((keys, values), -1).flatten(1)
     asked = torch.stack((keys.gather(1, order), values.gather(1, order)), -1).flatten(1)
     tokens = torch.cat((told, noise, asked), 1)
@@ -120,19 +138,19 @@ def recall_batch(batch: int, pairs: int, filler: int, generator: torch.Generator
 
 def train_recall(size: str, device: torch.device, steps: int | None) -> tuple[Any, dict[str, Any]]:
     """Train a model of this size to recall; return it and the facts of its training."""
-    sizes, pairs, most, batch, planned, rate = RECALL[size]
-    steps = planned if steps is None else steps
+    task = RECALL[size]
+    steps = task.steps if steps is None else steps
     torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = KEYS + VALUES + FILLERS
-    config = KDAConfig(vocab_size=vocabulary, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True, **sizes)
+    random = torch.Generator().manual_seed(0)
+    config = KDAConfig(vocab_size=3 * task.kinds, bos_token_id=None, eos_token_id=None, **task.config)
     model: Any = KDAForCausalLM(config).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, total_steps=steps, pct_start=0.1)
     began, losses = time.perf_counter(), []
     for step in range(steps):
-        filler = int(torch.randint(most + 1, (), generator=generator))
-        tokens, mask = recall_batch(batch, pairs, filler, generator)
+        grown = min(1.0, step / (0.6 * steps))
+        filler = int(torch.randint(int(task.filler * grown) + 1, (), generator=random))
+        tokens, mask = recall_batch(task, 2 + int(grown * (task.pairs - 2)), filler, task.batch, random)
         labels = tokens.masked_fill(~mask, -100)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(tokens.to(device), labels=labels.to(device), use_cache=False).loss
@@ -144,17 +162,17 @@ def train_recall(size: str, device: torch.device, steps: int | None) -> tuple[An
         losses.append(loss.detach())
         if step % 100 == 0 or step + 1 == steps:
             print(f"recall, step {step}: {loss.item():.4f} nats, {time.perf_counter() - began:.0f} s", flush=True)
-    last = torch.stack(losses[-20:]).mean().item()
     parameters = sum(p.numel() for p in model.parameters())
-    facts = dict(size=size, parameters=parameters, pairs=pairs, most_filler=most, batch=batch, steps=steps, loss=last)
+    last = torch.stack(losses[-20:]).mean().item()
+    facts = task._asdict() | dict(size=size, parameters=parameters, steps=steps, nats_of_the_last_steps=last)
     return model.eval(), facts
 
 
 def recall_rows(model: Any, size: str, fillers: list[int], sequences: int) -> list[dict[str, Any]]:
     """Scores of the values asked for after each number of filler tokens."""
-    pairs, found = RECALL[size][1], []
+    task, found = RECALL[size], list[dict[str, Any]]()
     for filler in fillers:
-        tokens, mask = recall_batch(sequences, pairs, filler, torch.Generator().manual_seed(1 + filler))
+        tokens, mask = recall_batch(task, task.pairs, filler, sequences, torch.Generator().manual_seed(1 + filler))
         asked = mask[1:].to(model.device)
         exact = torch.empty(0)
         for states in STATES:

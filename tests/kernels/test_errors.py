@@ -306,10 +306,30 @@ def test_one_state_for_each_packed_sequence(function: Callable) -> None:
 
 
 STATE_DTYPES: list[Bad] = [
-    ("fp16", give(state_dtype=FP16), TypeError, r"state_dtype must be float32 or bfloat16 with q of float32, got \S*float16"),
-    ("fp64", give(state_dtype=FP64), TypeError, r"state_dtype must be float32 or bfloat16 with q of float32, got \S*float64"),
-    ("text", give(state_dtype="bf16"), TypeError, r"state_dtype must be float32 or bfloat16 with q of float32, got bf16"),
-    ("initial", cast("initial_state", FP16), TypeError, r"initial_state must be float32 or bfloat16 with q.*got \S*float16"),
+    (
+        "fp16",
+        give(state_dtype=FP16),
+        TypeError,
+        r"state_dtype must be float32 or bfloat16 with q of float32, got \S*float16",
+    ),
+    (
+        "fp64",
+        give(state_dtype=FP64),
+        TypeError,
+        r"state_dtype must be float32 or bfloat16 with q of float32, got \S*float64",
+    ),
+    (
+        "text",
+        give(state_dtype="bf16"),
+        TypeError,
+        r"state_dtype must be float32 or bfloat16 with q of float32, got bf16",
+    ),
+    (
+        "initial",
+        cast("initial_state", FP16),
+        TypeError,
+        r"initial_state must be float32 or bfloat16 with q.*got \S*float16",
+    ),
 ]
 
 

@@ -175,7 +175,9 @@ def test_a_cache_keeps_its_dtype(name: str) -> None:
         model(tokens, use_cache=True, **{CACHE: cache})
         assert {s[0].dtype for s in states_of(cache)} == {FP32}
         cache.reset()
-        with pytest.raises(ValueError, match=f"^cache must be new, or hold states in {name} as state_dtype says.*float32"):
+        with pytest.raises(
+            ValueError, match=f"^cache must be new, or hold states in {name} as state_dtype says.*float32"
+        ):
             model(tokens, use_cache=True, **{CACHE: cache})
         again = new_cache(model)
         first = model(tokens, use_cache=True, **{CACHE: again}).logits
@@ -214,7 +216,10 @@ def test_bad_names(bad: Any) -> None:
 @narrow
 def test_fp64_is_refused(name: str) -> None:
     model = build("kda", name).to(FP64)
-    with torch.no_grad(), pytest.raises(ValueError, match=f"^state_dtype must be 'float32' for inputs in float64.*{name}"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=f"^state_dtype must be 'float32' for inputs in float64.*{name}"),
+    ):
         model(ids(1, 5), use_cache=True)
     model(ids(1, 5), use_cache=False)
 
