@@ -35,9 +35,9 @@ from kda_layers.modeling.seams import CACHE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from common.checkpoint import checkpoint_of, load_model  # noqa: E402
-from common.corpus import load_corpus  # noqa: E402
-from common.text import BYTES  # noqa: E402
+from common.checkpoint import checkpoint_of, load_model
+from common.corpus import load_corpus
+from common.text import BYTES
 
 TITLE = "Task scores of recurrent states in fp32, bf16 and int8"
 COLUMNS = ["task", "states", "tokens", "nats", "more_nats", "standard_error", "each_differs_by", "accuracy"]

@@ -176,7 +176,7 @@ def test_a_cache_keeps_its_dtype(name: str) -> None:
         assert {s[0].dtype for s in states_of(cache)} == {FP32}
         cache.reset()
         with pytest.raises(
-            ValueError, match=f"^cache must be new, or hold states in {name} as state_dtype says.*float32"
+            ValueError, match=rf"^cache must be new, or hold states in {name} as state_dtype says.*float32"
         ):
             model(tokens, use_cache=True, **{CACHE: cache})
         again = new_cache(model)
@@ -205,11 +205,12 @@ def test_bad_names(bad: Any) -> None:
     for make in (lambda: KDAConfig(linear_state_dtype=bad), lambda: setattr(KDAConfig(), "linear_state_dtype", bad)):
         with pytest.raises(StrictDataclassError, match="linear_state_dtype"):
             make()
-    with pytest.raises(ValueError, match="^state_dtype must be 'float32', 'bfloat16' or 'int8', got "):
+    text = r"^state_dtype must be 'float32', 'bfloat16' or 'int8', got "
+    with pytest.raises(ValueError, match=text):
         KimiDeltaAttention(16, 2, 8, state_dtype=bad)
     model = build(f"swapped {FAMILIES[0]}")
     model.config.linear_state_dtype = bad  # of transformers' own class, which does not know the field
-    with torch.no_grad(), pytest.raises(ValueError, match="^state_dtype must be 'float32', 'bfloat16' or 'int8', got "):
+    with torch.no_grad(), pytest.raises(ValueError, match=text):
         model(ids(1, 5), use_cache=True)
 
 
@@ -218,7 +219,7 @@ def test_fp64_is_refused(name: str) -> None:
     model = build("kda", name).to(FP64)
     with (
         torch.no_grad(),
-        pytest.raises(ValueError, match=f"^state_dtype must be 'float32' for inputs in float64.*{name}"),
+        pytest.raises(ValueError, match=rf"^state_dtype must be 'float32' for inputs in float64.*{name}"),
     ):
         model(ids(1, 5), use_cache=True)
     model(ids(1, 5), use_cache=False)

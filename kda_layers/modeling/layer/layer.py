@@ -98,7 +98,8 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         self.recompute, self.memory_share = recompute_words(recompute, memory_share)
         given = dict(
             gate_activation=gate_activation, lower_bound=lower_bound, rms_norm_eps=rms_norm_eps, gate_rank=gate_rank,
-            decay_rank=decay_rank, learned_rate=learned_rate, state_dtype=state_dtype, recompute=self.recompute, memory_share=self.memory_share,
+            decay_rank=decay_rank, learned_rate=learned_rate, state_dtype=state_dtype, recompute=self.recompute,
+            memory_share=self.memory_share,
         )  # fmt: skip
         check_kda_arguments(sizes | given)
         self.state_dtype = state_dtype
