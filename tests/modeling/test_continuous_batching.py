@@ -758,3 +758,10 @@ def test_narrow_states_take_less_memory() -> None:
     assert {d: s.bytes_per_block for d, s in states.items()} == {d: 2 * n for d, n in want.items()}  # layers
     float32, bfloat16, int8 = (s.num_blocks for s in states.values())
     assert float32 < bfloat16 < int8
+
+
+@narrow
+def test_narrow_states_of_fp64_are_refused(dtype: str) -> None:
+    m = with_states_in(dtype, "kda").double()
+    with pytest.raises(ValueError, match=f"^state_dtype must be 'float32' for inputs in float64.*{dtype}"):
+        m.init_continuous_batching(generation(2), config())

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kda_layers.kernels.kda.contract import KDA as KDA_BACKENDS
+from kda_layers.modeling.checks import stored_dtype
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
 from kda_layers.modeling.seams import FIFOScheduler, RequestStatus
 from kda_layers.modeling.serving.continuous_batching import wraps
@@ -38,6 +39,7 @@ def check_model(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
     config = self.config.get_text_config()
     if has_states(config):
         check_config(config)
+        stored_dtype(getattr(config, "linear_state_dtype", "float32"), self.dtype)
         if getattr(self, "_device_mesh", None) is not None:
             raise ValueError(
                 "continuous batching of KDA layers needs the full model on one device, got tensor parallelism: "
