@@ -88,7 +88,7 @@ def long_generation(results: Results) -> str:
 
 
 def state_dtypes(results: Results, name: str) -> str:
-    """What states of each form lose on a text, by position, and recall after fillers."""
+    """Losses of each form of states beside those of fp32, by position in a text; recall after fillers."""
     rows, colors = results[name]["rows"], (INK, BLUE, GREEN, ORANGE, VIOLET)
     forms = dict(zip(dict.fromkeys(r["states"] for r in rows), colors, strict=True))
 

@@ -699,7 +699,7 @@ def with_states_in(dtype: str, name: str, **fields: Any) -> PreTrainedModel:
 @narrow
 @pytest.mark.parametrize("name", ["kda", "llama"])
 def test_narrow_states_in_slots(name: str, dtype: str) -> None:
-    """What the slots held before, NaN as scales too, does not matter; in bf16 tokens are those of `generate`.
+    """Nothing that the slots held before matters, NaN as scales neither; in bf16 tokens are those of `generate`.
 
     Sums of other batches have other last bits, by which int8 states are rounded to other numbers at random.
     """
