@@ -60,6 +60,7 @@ OF_SERVING = {
     f"{ENGINE}.cache_allocators.full_attention": "find_head_dim",
     f"{ENGINE}.requests": "RequestStatus",
     f"{ENGINE}.scheduler": "FIFOScheduler",
+    f"{ENGINE}.utils": "stream_context",
 }
 NAMES = {seam.path: seam for seam in (*_seams(OF_MODELS), *_seams(OF_SERVING, "5.19"))}
 # Names that our classes override or read: if one were renamed, what we do there would be skipped silently.
@@ -83,11 +84,13 @@ OF_TRAINER = _seams({"trainer": "Trainer._clip_grad_norm"})  # overridden too, a
 OF_ENGINE = _seams({
     f"{ENGINE}.cache": "ATTN_TYPE_TO_ALLOCATOR PagedAttentionCache.__init__ PagedAttentionCache.search_prefix_match",
     f"{ENGINE}.continuous_api": "ContinuousBatchProcessor.prepare_next_batch ContinuousBatchingManager.add_requests "
+    "ContinuousBatchingManager.join ContinuousBatchingManager.start ContinuousBatchingManager.stop "
     "ContinuousMixin.init_continuous_batching resolve_continuous_batching_config",
     f"{ENGINE}.initialization": "ensure_decode_fast_path_is_available",
-    f"{ENGINE}.input_outputs": "ContinuousBatchingIOs._setup_static_tensors",
+    f"{ENGINE}.input_outputs": "ContinuousBatchingAsyncIOs.infer_carry_over_ids "
+    "ContinuousBatchingIOs._setup_static_tensors",
     f"{ENGINE}.scheduler": "SCHEDULER_MAPPING Scheduler._process_candidates Scheduler._try_to_meet_safety_margin "
-    "Scheduler._schedule_request Scheduler.add_waiting_request",
+    "Scheduler._schedule_request Scheduler.add_waiting_request Scheduler.clear_cancelled_requests",
     "cli.serving.utils": "CBGenerateManager.init_cb CBGenerateManager.generate_streaming "
     "CBGenerateManager.generate_non_streaming",
     "cli.serving.server": "build_server",

@@ -21,7 +21,7 @@ __all__ = ["EmulatedLayerStep", "end_of_memory", "first_choice", "registered", "
 
 def step(x: Inputs, *, seed: int = 0, arch: int = 90) -> Tensor:
     """Outputs of the kernel; `x.conv_state` and `x.state` are updated in place. `seed` chooses the order."""
-    guarded = Inputs(*(end_of_memory(t) for t in x))._replace(conv_state=x.conv_state, state=x.state)
+    guarded = Inputs(*(end_of_memory(t) for t in x))._replace(conv_state=x.conv_state, state=x.state, out=x.out)
     with GuardedMemory():
         return launcher.layer_step(guarded, Emulator(arch, seed=seed))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kda_layers import KDAOutput, kda, kda_prefill, kda_step
-from kda_layers.kernels.kda.contract import CHUNK, Inputs, PrefillOutput, problem_of
+from kda_layers.kernels.kda.contract import CHUNK, Inputs, PrefillInputs, PrefillOutput, problem_of
 from kda_layers.kernels.kda.cuda.decode import decode
 from kda_layers.kernels.kda.cuda.forward import last_tokens
 from kda_layers.kernels.kda.cuda.spec import LAST_TOKENS, Signature
@@ -274,8 +274,9 @@ def test_more_elements_than_32_bits_count() -> None:
 @pytest.mark.emulated
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("with_stops", [False, True], ids=["", "stops"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
 @pytest.mark.parametrize("count", [64, 300, 1000])
-def test_order(count: int, with_stops: bool, dtype: torch.dtype) -> None:
+def test_order(count: int, in_place: bool, with_stops: bool, dtype: torch.dtype) -> None:
     """Sequences with chunks by classes of length, the longest first, and those without that are wanted."""
     generator = torch.Generator().manual_seed(count)
     lengths = torch.randint(0, 6, (count,), generator=generator)
@@ -283,12 +284,14 @@ def test_order(count: int, with_stops: bool, dtype: torch.dtype) -> None:
     lengths[some] = torch.randint(60, 70_000, (20,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(dtype)
     stops = torch.randint(-1, 2, (count,), generator=generator, dtype=dtype) if with_stops else None
-    x = make_inputs(Case(T=1, H=1))._replace(cu_seqlens=offsets)  # whose other tensors are not read
+    x: Any = make_inputs(Case(T=1, H=1))._replace(cu_seqlens=offsets)  # whose other tensors are not read
+    if in_place:
+        x = PrefillInputs(**{name: getattr(x, name, None) for name in PrefillInputs._fields})
     found = last_tokens.order_of(x, stops, EMULATED["sm90@emulator"].machine)
     assert found is not None
     tail = torch.where(lengths % CHUNK <= LAST_TOKENS, lengths % CHUNK, 0)
     chunks = (lengths - tail + CHUNK - 1) // CHUNK
-    wanted = (chunks > 0) | (tail == 0)
+    wanted = (chunks > 0) | ((tail == 0) & (not in_place))
     if stops is not None:
         wanted |= stops == 0
     listed = found.order[: int(wanted.sum())].long()

@@ -54,6 +54,7 @@ class Step:
     parameters: bool = True  # A_log where the gate does not need it, and dt_bias
     merged: bool = True  # projections are views of one tensor
     channels_last: bool = False  # layout of the convolution's state
+    engine: bool = False  # one input less in it, fp32 taps, slot 0 for padding, an output that is given
 
     def __str__(self) -> str:
         default = Step()
@@ -79,9 +80,10 @@ def inputs_of(case: Step, seed: int = 0) -> Inputs:
     if case.gate == "log_decay":
         f = (-f.abs()).to(dtype) if not R else f
     states, indices, accepted = slots_of(case, generator)
-    conv_state, state = random(states, D, case.taps).to(dtype), (random(states, HV, V, K) / 10).to(case.state_dtype)
+    kept = case.taps - case.engine
+    conv_state, state = random(states, D, kept).to(dtype), (random(states, HV, V, K) / 10).to(case.state_dtype)
     if indices is not None:
-        used = indices[indices >= 0].long()
+        used = indices[indices >= int(case.engine)].long()
         unused = torch.ones(states, dtype=torch.bool)
         unused[used] = False
         conv_state[unused] = torch.nan
@@ -92,7 +94,7 @@ def inputs_of(case: Step, seed: int = 0) -> Inputs:
     A_log, dt_bias = random(HV) * 0.3, random(HV, K)
     return Inputs(
         q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, gate, beta,
-        (random(D, case.taps) / 2).to(dtype), conv_state, state,
+        (random(D, case.taps) / 2).to(FP32 if case.engine else dtype), conv_state, state,
         f_weight=-(random(HV * K, R).abs() / R).to(dtype) if R and given else
         (random(HV * K, R) * R**-0.5).to(dtype) if R else None,
         gate_weight=(random(HV * V, gate_R) * gate_R**-0.5).to(dtype) if gate_R else None,
@@ -100,9 +102,10 @@ def inputs_of(case: Step, seed: int = 0) -> Inputs:
         norm_weight=(1 + random(V) / 10).to(dtype),
         A_log=A_log if not given and (case.parameters or needs_rate) else None,
         dt_bias=dt_bias if not given and case.parameters else None,
-        state_indices=indices, num_accepted=accepted, gate_activation=case.gate,
+        state_indices=indices, num_accepted=accepted,
+        out=torch.full((B, T, HV, V), torch.nan, dtype=dtype) if case.engine else None, gate_activation=case.gate,
         lower_bound=-5.0 if case.gate == "lower_bound" else 0.0, beta_activation=case.beta, scale=K**-0.5,
-        norm_eps=1e-6,
+        norm_eps=1e-6, first_slot=int(case.engine),
     )  # fmt: skip
 
 
@@ -113,10 +116,11 @@ def slots_of(case: Step, generator: torch.Generator) -> tuple[int, Tensor | None
         return B, None, None
     columns = 1 if case.slots == "pool" else T
     states = B * columns + 2
-    indices = torch.randperm(states, generator=generator)[: B * columns].to(case.index_dtype)
+    first = int(case.engine)
+    indices = (first + torch.randperm(states - first, generator=generator))[: B * columns].to(case.index_dtype)
     indices = indices if case.slots == "pool" else indices.view(B, T)
     if B > 1:
-        indices[0] = -1
+        indices[0] = first - 1
     accepted = torch.randint(1, T + 1, (B,), generator=generator).to(case.index_dtype)
     return states, indices, accepted if case.slots == "accepted" else None
 
@@ -124,13 +128,14 @@ def slots_of(case: Step, generator: torch.Generator) -> tuple[int, Tensor | None
 def eager(x: Inputs) -> dict[str, Tensor]:
     """Results of plain PyTorch, from copies of the states; a bf16 state is rounded at the end."""
     wide = x.state if x.state.dtype == FP64 else x.state.float()
-    x = x._replace(conv_state=x.conv_state.clone(), state=wide.clone())
+    out = None if x.out is None else x.out.clone()
+    x = x._replace(conv_state=x.conv_state.clone(), state=wide.clone(), out=out)
     return {"o": EAGER.step(x), "conv_state": x.conv_state, "state": x.state}
 
 
 def emulate(x: Inputs, seed: int = 0, arch: int = 90) -> dict[str, Tensor]:
     """Results of the emulated kernel, from copies of the states."""
-    x = x._replace(**{n: copy_of(getattr(x, n)) for n in WRITTEN})
+    x = x._replace(**{n: copy_of(getattr(x, n)) for n in (*WRITTEN, "out") if getattr(x, n) is not None})
     return {"o": emulated.step(x, seed=seed, arch=arch), "conv_state": x.conv_state, "state": x.state}
 
 
@@ -177,6 +182,9 @@ CASES = [
     Step(gate="softplus", parameters=False),
     Step(parameters=False, merged=False),
     Step(K=128, T=2, group=2, B=2, slots="drafts", state_dtype=BF16, dtype=FP16),
+    Step(K=128, B=3, H=2, rank=0, gate="softplus", slots="pool", channels_last=True, engine=True),
+    Step(K=128, B=2, rank=128, slots="pool", channels_last=True, state_dtype=BF16, bias=False, engine=True),
+    Step(B=3, T=2, H=2, rank=64, gate_rank=0, taps=2, slots="accepted", dtype=FP16, engine=True),
     *(
         Step(group=1 + taps % 2, rank=rank, taps=taps, channels_last=rank == 64, beta="2sigmoid" if rank else "sigmoid")
         for rank, taps in itertools.product((0, 64, 128), (2, 3, 4))
@@ -393,6 +401,17 @@ def test_the_torch_op(case: Step) -> None:
     assert all(not torch.equal(getattr(plain, n), getattr(x, n)) for n in WRITTEN)
 
 
+def test_the_torch_op_that_writes_an_output() -> None:
+    x = inputs_of(Step(rank=0, slots="pool", engine=True))
+    x = x._replace(**{n: getattr(x, n).nan_to_num(0.5) for n in (*WRITTEN, "out")})
+    torch.library.opcheck(torch.ops.kda_layers.layer_step_into.default, (*x, "eager"))
+    want = eager(x)
+    assert call(x) is x.out
+    assert torch.equal(x.out, want["o"])
+    assert not x.out[0].any()  # slot 0, for padding
+    assert x.out[1].any()
+
+
 @pytest.mark.compiles
 def test_compiled() -> None:
     x = inputs_of(Step(T=2))
@@ -448,7 +467,7 @@ def changes() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"conv_weight": x.conv_weight[:, None]}, "conv_weight must have 2 dimensions"
     yield {"conv_weight": x.conv_weight[1:]}, "conv_weight must have shape"
     yield {"conv_state": None}, "conv_state must be a torch.Tensor"
-    yield {"conv_state": x.conv_state[..., :3]}, "conv_state must have shape"
+    yield {"conv_state": x.conv_state[..., :2]}, "conv_state must have shape"
     yield {"conv_state": x.conv_state[:1]}, "conv_state must have the 2 slots of state, got 1"
     yield {"conv_state": x.conv_state[:1].expand(2, -1, -1)}, "conv_state must not be expanded"
     yield {"conv_state": x.conv_state.float()}, "conv_state must be bfloat16"
@@ -468,6 +487,10 @@ def changes() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"state_indices": torch.zeros(3, dtype=torch.int32)}, "state_indices must have shape"
     yield {"state_indices": torch.zeros(2)}, "state_indices must be int32 or int64"
     yield {"num_accepted": torch.ones(2, dtype=torch.int32)}, "num_accepted needs state_indices"
+    yield {"first_slot": 1}, "first_slot must be 0 without state_indices, got 1"
+    yield {"first_slot": -1}, "first_slot must be an integer of at least 0, got -1"
+    yield {"out": torch.empty(2, 1, 64, dtype=BF16)}, "out must have shape"
+    yield {"conv_weight": x.conv_weight.double()}, "conv_weight must be bfloat16 or float32"
 
 
 CHANGES = list(changes())

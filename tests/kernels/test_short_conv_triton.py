@@ -106,6 +106,26 @@ def test_against_fp64(W: int, dtype: torch.dtype, packed: bool, with_state: bool
     check_against_fp64(xs, normal(sum(WIDTHS), W, seed=8), state, cu_seqlens, dtype=dtype)
 
 
+@needs_triton
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_states_in_a_pool(backend: str) -> None:
+    """Strided slots in any order get what would be returned; the other ones, and those of empty sequences, nothing."""
+    xs = [normal(1, T, width, seed=i).to(BEST_DEVICE, FP32) for i, width in enumerate(WIDTHS)]
+    weight, state = normal(49, 4, seed=8).to(BEST_DEVICE, FP32), normal(7, 49, 4, seed=9).to(BEST_DEVICE, FP32)
+    cu_seqlens = converted(offsets(LENGTHS), BEST_DEVICE, FP32)
+    ys, new = short_convs(xs, weight, state, cu_seqlens, backend=backend)
+    assert new is not None
+    pool = torch.full((9, 4, 53), 7.0, device=BEST_DEVICE)[..., 1:50].mT
+    slots = torch.tensor([0, 8, 3, 0, 1, 5, 0], device=BEST_DEVICE)
+    again, nothing = short_convs(xs, weight, state, cu_seqlens, backend=backend, into=(pool, slots))
+    assert nothing is None
+    assert all(torch.equal(a, b) for a, b in zip(again, ys, strict=True))
+    for n, length in enumerate(LENGTHS):
+        if length:
+            assert torch.equal(pool[slots[n]], new[n])
+    assert (pool[[2, 4, 6, 7]] == 7).all()
+
+
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter would take minutes")
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("lengths", [None, (0, 700, 64, 1, 3000, 331)], ids=["whole", "packed"])

@@ -18,11 +18,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 import kda_layers
+from kda_layers import KDAConfig, KDAForCausalLM
 from kda_layers.kernels.kda.contract import Problem
 from kda_layers.modeling import seams
 from kda_layers.modeling.layer.states import SlotState
 from kda_layers.modeling.models.hybrid import HybridForCausalLM
 from kda_layers.states import dequantize_state, quantize_state
+from tests.kernels import emulated_layer_step
+from tests.kernels.cases import error
 from tests.modeling import stock_models
 from tests.modeling.models import ALL_KDA, OURS, build, of_models, stock
 
@@ -49,6 +52,16 @@ some = pytest.mark.parametrize("name", SOME)
 @functools.cache
 def model(name: str) -> PreTrainedModel:
     return build(name, FP32).eval()
+
+
+def kernel_model(interval: int) -> PreTrainedModel:
+    """A model whose decode steps the emulated kernel serves; one with softmax layers, if interval is 2."""
+    torch.manual_seed(0)
+    fields = dict(hidden_size=32, num_hidden_layers=2, linear_num_heads=1, linear_head_dim=64, head_dim=16)
+    options: dict[str, Any] = (
+        dict(vocab_size=30, num_attention_heads=2, full_attention_interval=interval, eos_token_id=None) | fields
+    )
+    return stock_models.cast(KDAForCausalLM(KDAConfig(**options)).eval(), torch.bfloat16)
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -371,7 +384,6 @@ def test_slots_are_not_read_by_the_host(tables: bool) -> None:
     assert slots.one_each is tables
     state = SlotState(slots, states.layer_indices[0])
     state.write_conv(state.conv, meta(1, 8))
-    state.clear()
 
 
 def test_empty_sequences_have_no_slot() -> None:
@@ -382,7 +394,8 @@ def test_empty_sequences_have_no_slot() -> None:
     )
     assert slots.cu_seqlens.tolist() == [0, 0, 2, 2, 3, 4]
     assert slots.index.tolist() == [-1, 5, -1, 6, -1]
-    assert slots.empty.tolist() == [True, True, True, False, True]
+    assert slots.read.tolist() == [0, 5, 0, 6, 0]
+    assert slots.written.tolist() == [states.spare, 5, states.spare, 6, states.spare]
 
 
 # ---------------------------------------------------------------- bounds
@@ -407,6 +420,21 @@ def test_requests_wait_for_a_slot(name: str) -> None:
     assert 1 < most < len(given)
     assert [got[f"req_{i}"].generated_tokens for i in range(len(given))] == generated(name, given, 8)
     engine.check_empty()
+
+
+@pytest.mark.emulated
+def test_a_token_beside_an_empty_sequence_is_no_decode_step() -> None:
+    """A request of one token that waits for its forks has none in the step."""
+    m = kernel_model(0)
+    with emulated_layer_step.first_choice():
+        states = Engine(m).states
+        one = states.step(torch.tensor([[0]]), torch.tensor([0, 0, 1]), 1, [torch.tensor([5])], None)
+        assert not one.one_each
+        layer, x = m.model.layers[0].self_attn, torch.randn(1, 1, 32).bfloat16()
+        alone = states.step(torch.tensor([[0]]), torch.tensor([0, 1]), 1, [torch.tensor([6])], None)
+        with torch.no_grad():
+            got, want = (layer(x, cache=s, cu_seqlens=s.cu_seqlens)[0] for s in (one, alone))
+        assert error(got, want) <= 2**-7
 
 
 def test_a_cache_without_room_for_one_request_is_refused() -> None:
@@ -765,3 +793,28 @@ def test_narrow_states_of_fp64_are_refused(dtype: str) -> None:
     m = with_states_in(dtype, "kda").double()
     with pytest.raises(ValueError, match=f"^state_dtype must be 'float32' for inputs in float64.*{dtype}"):
         m.init_continuous_batching(generation(2), config())
+
+
+# ---------------------------------------------------------------- decode steps by one kernel
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("interval", [0, 2])
+def test_decoded_by_the_layers_one_kernel(interval: int) -> None:
+    """In the slots of the requests: prompts are read by operators, the tokens after them by one launch a layer."""
+    m = kernel_model(interval)
+    given = prompts(5, 70, 1)
+    with emulated_layer_step.first_choice() as kernel:
+        engine = Engine(m, new=4, max_batch_tokens=128)
+        for prompt in given:
+            engine.add(prompt)
+        got = engine.tokens()
+        assert [step["max_length_q"] for step in engine.steps] == [70, 1, 1, 1]
+        layers = 1 if interval else 2
+        assert [x.q.shape[:2] for x in kernel.calls] == [(3, 1)] * 3 * layers
+        assert all(x.state_indices is not None for x in kernel.calls)
+        for prompt, tokens in zip(given, got, strict=True):
+            ids = torch.tensor([prompt])
+            out = m.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+            assert out[0, len(prompt) :].tolist() == tokens
+    engine.check_empty()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from tests.modeling.models import OURS, of_models, stock
@@ -149,8 +150,29 @@ def test_who_waits_goes_on_without_the_other(end: str) -> None:
     e.check_empty()
 
 
-def test_forks_of_a_prompt_with_a_known_prefix() -> None:
-    e, (prompt,) = engine(returned=3), prompts(150)
+def test_one_id_for_two_prompts() -> None:
+    """A request that fails while it waits leaves no plan to a later one with its id."""
+    e, (first, other) = engine(max_batch_tokens=40), prompts(200, 210)
+    e.add(first)
+    e.run()
+    e.add(other)
+    e.step()
+    e.scheduler.max_requests_per_batch = 1
+    e.add(first + other, request_id="again")
+    e.step()
+    assert "again" in e.scheduler.waiting_requests
+    e.processor.fail_all_requests(RuntimeError("no more"))
+    e.add(other[:195], request_id="again")
+    assert e.run()["again"].generated_tokens == generated("kda", [other[:195]], 8)[0]
+    e.step()
+    assert not sharing(e).plans
+    assert not sharing(e).readers
+
+
+@pytest.mark.parametrize("length", [129, 130, 150])
+def test_forks_of_a_prompt_with_a_known_prefix(length: int) -> None:
+    """The engine forks a request before its last token, which is not the only one left."""
+    e, (prompt,) = engine(returned=3), prompts(length)
     for _ in range(2):
         e.add(prompt)
         e.run()
@@ -158,17 +180,181 @@ def test_forks_of_a_prompt_with_a_known_prefix() -> None:
     e.check_empty()
 
 
-@some
-def test_preempted_requests(name: str) -> None:
-    """A request that gives its slot back reads its tokens again, from the longest prefix that is kept."""
-    e, (prompt, other) = engine(name), prompts(150, 90)
-    for p in (prompt, other):
-        e.add(p)
+def test_forks_of_one_token() -> None:
+    """Alone in a step, which would have no token to read."""
+    e = engine(returned=3)
+    e.add([5])
+    results = e.run()
+    assert sorted(results) == ["req_0", "req_0__child#0", "req_0__child#1"]
+    assert [r.generated_tokens for r in results.values()] == generated("kda", [[5]], 8) * 3
+    e.check_empty()
+
+
+def test_a_prompt_waits_for_active_requests_alone() -> None:
+    """A short one that comes before a long one, by the order of every other step, does not wait for it."""
+    e, (first, system, long, short) = engine(max_batch_tokens=100), prompts(5, 140, 600, 10)
+    e.add(first, request_id="first")
+    e.step()
+    e.add(system + long, request_id="long")
+    e.add(system + short, request_id="short")
+    e.step()
+    assert [*e.scheduler.active_requests] == ["first", "short"]
+    results = e.run()
+    answers = [results[request].generated_tokens for request in ("long", "short")]
+    assert answers == generated("kda", [system + long, system + short], 8)
+    assert e.read == 5 + 140 + 10 + 740 - 128 + 3 * 7
+
+
+# ---------------------------------------------------------------- requests that give their slots back
+
+
+def preempt(e: Engine, request: str) -> None:
+    """Take an active request's slot and pages away, as if it asked for more than there is."""
+    e.scheduler.starved_requests = [(e.scheduler.active_requests[request], 10**6)]
+    assert e.processor.offloading_manager.offload_requests()
+    e.scheduler.starved_requests = []
+    e.scheduler.block_new_requests = False
+    assert request in e.scheduler.waiting_requests
+
+
+@pytest.fixture
+def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+
+
+@pytest.mark.parametrize("name", ["hybrid", "llama"])  # of KDA layers alone, an active request lacks nothing
+@pytest.mark.parametrize("offload", [0.0, 0.01])
+def test_preempted_requests(name: str, offload: float, unpinned: None) -> None:
+    """A request goes on where it was or, without memory, reads its tokens again: prefixes were given up first."""
+    e, (prompt, other) = engine(name, cpu_offload_space=offload), prompts(150, 90)
+    for request, tokens in (("a", prompt), ("b", other)):
+        e.add(tokens, request_id=request)
     for _ in range(4):
         e.step()
-    e.scheduler.starved_requests = [(next(iter(e.scheduler.active_requests.values())), 1)]
-    assert e.processor.offloading_manager.offload_requests()
-    assert sorted(e.tokens()) == sorted(generated(name, [prompt, other], 8))
+    reread = 0 if offload else e.scheduler.active_requests["a"].position_offset
+    preempt(e, "a")
+    assert e.scheduler.waiting_requests["a"].is_cpu_offloaded == bool(offload)
+    results = e.run()
+    answers = [(out.prompt_ids + out.generated_tokens)[-8:] for out in (results["a"], results["b"])]
+    assert answers == generated(name, [prompt, other], 8)
+    assert e.read == 150 + 90 + 2 * 7 + reread
+    e.check_empty()
+
+
+@pytest.mark.parametrize("name", ["hybrid", "llama"])
+def test_restored_into_the_slot_of_a_prefix(name: str, unpinned: None) -> None:
+    """The copy of a state that is given up at once does not come after the restored one."""
+    e = engine(name, new=30, num_blocks=200, cpu_offload_space=0.01)
+    first, prompt, other = prompts(20, 150, 9)
+    e.add(first, request_id="first")
+    e.add(other, request_id="other")
+    for _ in range(4):
+        e.step()
+    preempt(e, "first")
+    waiting = e.scheduler.waiting_requests.pop("first")
+    e.scheduler.waiting_requests_order.clear()
+    e.add(prompt, request_id="prompt")
+    e.step()
+    assert sharing(e).due == {"prompt": 128}
+    e.scheduler.waiting_requests["first"] = waiting
+    e.scheduler.waiting_requests_order.append("first")
+    e.cache.pool.try_to_free_sectors()
+    e.scheduler.safety_margin = e.cache.compute_free_capacity()  # which the next slot falls below
+    results = e.run()
+    answers = [results[request].generated_tokens for request in ("first", "prompt", "other")]
+    assert answers == generated(name, [first, prompt, other], 30)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "llama"])
+def test_offloaded_before_its_first_step(name: str, unpinned: None) -> None:
+    """A request that has begun with a prefix and finds no pages takes the states of the prefix along."""
+    e, (prompt, more, other) = engine(name, new=30, num_blocks=200, cpu_offload_space=0.01), prompts(150, 60, 9)
+    e.add(prompt)
+    e.run()
+    e.add(other, request_id="other")
+    e.step()
+    e.add(prompt[:140] + more, request_id="more")
+    pool, pages = e.cache.pool, e.cache.cache_allocators["full_attention"].index
+    pool.try_to_free_sectors()
+    e.scheduler.safety_margin = 0.0
+    blocks = pool.get_free_blocks(pages, pool.count_free_blocks(pages))
+    sectors = pool.free_sectors[1:]
+    del pool.free_sectors[1:]
+    e.step()
+    assert e.scheduler.waiting_requests["more"].is_cpu_offloaded
+    pool.free_sectors.extend(sectors)
+    pool.free_blocks(pages, blocks)
+    e.scheduler.block_new_requests = False
+    results = e.run()
+    answers = [results[request].generated_tokens for request in ("more", "other")]
+    assert answers == generated(name, [prompt[:140] + more, other], 30)
+
+
+# ---------------------------------------------------------------- asynchronous steps
+
+
+class Asynchronous(Reader):
+    """Prepares and computes a step before the results of the step before are read, as on a GPU."""
+
+    def __init__(self, *args: Any, **fields: Any):
+        super().__init__(*args, **fields)
+        p = self.processor
+        p.use_async_batching = True
+        self.ready = p.inputs_and_outputs
+        self.launched: Any = None  # inputs and outputs of the step whose results are not read yet
+        self.spare = type(self.ready)(
+            cache=self.cache, config=p.config, continuous_batching_config=p.cb_config, device=p.model_device,
+            model_dtype=p.model_dtype, logit_processor=p.logit_processor,
+        )  # fmt: skip
+
+    def step(self) -> bool:
+        p, now, before = self.processor, self.ready, self.launched
+        self._use(now)
+        more = p.prepare_next_batch()
+        if more:
+            for i, request in enumerate(before.req_id_to_new_token_position if before else ()):
+                place = now.req_id_to_new_token_position.get(request)
+                if place is not None:  # a token that was not known yet
+                    now.input_ids[place] = before.output_ids[0, i]
+            self.read += int(now.get_model_kwargs(False)["cu_seq_lens_q"][-1])
+            p._generation_step(self.manager.model)
+        if before is not None:
+            self._use(before)
+            p.update_batch()
+            self.launched = None
+        if more:
+            self.ready, self.launched = before or self.spare, now
+        return more or before is not None
+
+    def _use(self, io: Any) -> None:
+        self.processor.inputs_and_outputs = self.processor.model_runner.inputs_and_outputs = io
+
+
+@some
+def test_one_system_prompt_in_asynchronous_steps(name: str) -> None:
+    """Pages are known as soon as the states, though the engine would hash them later."""
+    e = Asynchronous(model(name), page_size=PAGE, max_batch_tokens=512, num_blocks=2000)
+    system, *questions = prompts(140, *range(20, 26))
+    asked = [system + question for question in questions]
+    assert ask(e, asked) == generated(name, asked, 8)
+    extra = e.read - (sum(map(len, asked)) - (len(asked) - 1) * 128 + len(asked) * 7)
+    assert 0 <= extra <= len(asked), "a step of a request that has ended"
+    e.check_empty()
+
+
+def test_cancelled_in_an_asynchronous_step() -> None:
+    """The results of the step that has read it are left out."""
+    e = Asynchronous(model("hybrid"), page_size=PAGE, max_batch_tokens=64, num_blocks=2000)
+    first, other = prompts(200, 20)
+    e.add(first, request_id="first")
+    e.add(other, request_id="other")
+    for _ in range(2):
+        e.step()
+    e.manager.cancel_request("first")
+    results = e.run()
+    assert [*results] == ["other"]
+    assert results["other"].generated_tokens == generated("hybrid", [other], 8)[0]
     e.check_empty()
 
 

@@ -258,6 +258,7 @@ def short_convs(
     mask: Tensor | None = None,
     keep_state: bool = True,
     backend: str | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return y_t = silu(sum_i weight[:, i] x_{t - W + 1 + i}), depthwise causal convolutions, and their new state.
 
@@ -270,14 +271,16 @@ def short_convs(
             padding, which may be anywhere. None for no padding. Not with cu_seqlens.
         keep_state: False for None in place of the new state.
         backend: name of a backend, used if it serves this call; None chooses.
+        into: a pool of states [slots, D, W] and the slots [N] that the new ones of packed sequences are written to, in
+            place of being returned; what is written for an empty sequence is not defined. No gradients.
 
     Returns:
-        y_i [B, T, D_i] in the dtype of xs, contiguous where that needs no copy, and the new state [N, D, W].
+        y_i [B, T, D_i] in the dtype of xs, contiguous where that needs no copy, and the new state [N, D, W] or None.
     """
-    widths, name = [x.shape[-1] for x in xs], choose(backend, xs[0], weight, mask)
+    widths, name = [x.shape[-1] for x in xs], choose(backend, xs[0], weight, mask, cu_seqlens is not None)
     if name == "eager":  # plain PyTorch is fastest with few large operations
         y, new = SHORT_CONV.backend(name).run(torch.cat(tuple(xs), -1), weight, state, cu_seqlens, mask)
-        return list(y.split(widths, -1)), new if keep_state else None
+        return list(y.split(widths, -1)), _kept(new, into) if keep_state else None
     grads, W = torch.is_grad_enabled(), weight.shape[1]
     # The state, which gets no gradient, is copied: a cache overwrites it before the backward reads it.
     kept = state.detach().clone() if state is not None and grads else state
@@ -288,7 +291,23 @@ def short_convs(
     parts = zip(xs, _split(state, widths), strict=True)
     if cu_seqlens is None:
         return ys, torch.cat([state_after(x, W, s, None) for x, s in parts], 1)
-    return ys, torch.cat([_packed_state(x, W, s, cu_seqlens) for x, s in parts], 1)
+    if name == "triton" and not torch.compiler.is_compiling():
+        from .triton.short_conv import packed_state
+
+        new = None if into else xs[0].new_empty(cu_seqlens.shape[0] - 1, sum(widths), W)
+        with torch.no_grad():
+            packed_state(inputs, *(into or (new, None)))
+        return ys, new
+    return ys, _kept(torch.cat([_packed_state(x, W, s, cu_seqlens) for x, s in parts], 1), into)
+
+
+def _kept(new: Tensor, into: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    """Return the new states, or write them to slots of a pool."""
+    if into is None:
+        return new
+    pool, slots = into
+    pool.index_copy_(0, slots, new.to(pool.dtype))
+    return None
 
 
 def short_conv(
@@ -305,10 +324,10 @@ def short_conv(
     return y, new
 
 
-def choose(backend: str | None, x: Tensor, weight: Tensor, mask: Tensor | None) -> str:
+def choose(backend: str | None, x: Tensor, weight: Tensor, mask: Tensor | None, packed: bool = False) -> str:
     """Return the name of the form that serves a call."""
-    W = operator.index(weight.shape[1])
-    name: str = SHORT_CONV.choose(backend, x.device, x.dtype, few_tokens(x), mask is not None, W)
+    W, few = operator.index(weight.shape[1]), few_tokens(x) and not packed  # whose plain form has many launches
+    name: str = SHORT_CONV.choose(backend, x.device, x.dtype, few, mask is not None, W)
     return name
 
 

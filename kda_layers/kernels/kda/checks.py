@@ -41,18 +41,19 @@ def check_prefill(x: PrefillInputs) -> None:
         _check_state("state", x.state, x.q, (N, HV, V, K), writes=True)
     if x.checkpoint_at is not None:
         _check_of_sequences("checkpoint_at", x.checkpoint_at, x.q, N)
-    _check_out(x.o, x)
+    check_out(x.o, x)
 
 
-def _check_out(out: Any, x: DecodeInputs | PrefillInputs) -> None:
+def check_out(out: Any, x: Any) -> None:
+    """Raise unless `out` is None or can hold the output of inputs `x`."""
     if out is None:
         return
     check_tensor("out", out, tuple(x.v.shape), (x.v.dtype,), x.q)
     if not out.is_contiguous():
         raise ValueError(f"out must be contiguous, got strides {out.stride()}: pass torch.empty_like(v)")
     check_writable("out", out)
-    for name in ("q", "k", "v", "g", "beta") if is_plain(x) else ():
-        if getattr(x, name).data_ptr() == out.data_ptr():
+    for name in ("q", "k", "v", "g", "f", "gate", "beta") if is_plain(x) else ():
+        if hasattr(x, name) and getattr(x, name).data_ptr() == out.data_ptr():
             raise ValueError(f"out must not overlap an input, got the memory of {name}: pass torch.empty_like(v)")
 
 
@@ -68,7 +69,7 @@ def check_decode(x: DecodeInputs) -> None:
     columns, more = 1 if x.cu_seqlens is not None else T, () if x.q.dtype == torch.float64 else (torch.int8,)
     check_slots(x.q, x.state, x.state_indices, x.num_accepted, (N, *state_shape), columns, more)
     _check_state_scale(x)
-    _check_out(x.out, x)
+    check_out(x.out, x)
 
 
 def check_slots(

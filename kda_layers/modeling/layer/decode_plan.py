@@ -14,7 +14,7 @@ from ...kernels.kda.checks import check_lower_bound
 from ...kernels.kda.contract import state_dtype
 from ...kernels.kda.cuda.layer_step.op import RepeatedLayerStep
 from ...kernels.registry import requested
-from .states import LayerState
+from .states import LayerState, PooledState
 from .weights import is_capturing
 
 if TYPE_CHECKING:
@@ -43,7 +43,13 @@ class DecodePlan:
     """
 
     def __init__(
-        self, layer: KDAForward, x: Tensor, state: LayerState, norm: Any, in_kernel: Sequence[Any], whole: Tensor | None
+        self,
+        layer: KDAForward,
+        x: Tensor,
+        state: LayerState | PooledState,
+        norm: Any,
+        in_kernel: Sequence[Any],
+        whole: Tensor | None,
     ) -> None:
         """Plan steps on x [B, 1, D].
 
@@ -57,7 +63,7 @@ class DecodePlan:
         self._norm, self._options = norm, dict(layer.kda_options)
         self._product = None if whole is None else RepeatedLinearStep(whole, norm)
         self._output: RepeatedLinearStep | None = None
-        self._states = _signature(state.conv), _signature(state.recurrent)
+        self._states = _signature(state.conv), _signature(state.recurrent), state.index is None
         K, V, (H, HV), (B, T) = layer.head_dim, layer.value_head_dim, layer._heads(), x.shape[:2]
         self._q, self._v = (B, T, H, K), (B, T, HV, V)
         self._widths = [layer.decay_rank or HV * K, layer.gate_rank or HV * V]
@@ -82,25 +88,25 @@ class DecodePlan:
         gate_bias = None if gate_weight is None else in_kernel[1].bias
         gate, bound, beta, backend = (layer.kda_options.get(name) for name in OPTIONS)
         options = (
-            f_weight, gate_weight, gate_bias, scale, rate, bias.view(-1, K), None, None, gate,
-            check_lower_bound(gate, bound), beta, K**-0.5, layer.rms_norm_eps, views,
+            f_weight, gate_weight, gate_bias, scale, rate, bias.view(-1, K), None, None, None, gate,
+            check_lower_bound(gate, bound), beta, K**-0.5, layer.rms_norm_eps, views, 0,
         )  # fmt: skip
         self._step = RepeatedLayerStep(options, backend)
 
-    def fits(self, layer: KDAForward, state: LayerState) -> bool:
+    def fits(self, layer: KDAForward, state: LayerState | PooledState) -> bool:
         """Return True if the plan serves steps on this state with the layer's current options."""
         conv, recurrent = state.conv, state.recurrent
         if conv is None or recurrent is None or state.recording:
             return False
-        same = (_signature(conv), _signature(recurrent)) == self._states
+        same = (_signature(conv), _signature(recurrent), state.index is None) == self._states
         return same and layer.kda_options == self._options
 
-    def run(self, layer: KDAForward, x: Tensor, state: LayerState) -> Tensor:
+    def run(self, layer: KDAForward, x: Tensor, state: LayerState | PooledState) -> Tensor:
         """Normalise x [B, 1, D] if the plan has a norm, and return o [B, 1, HV V]; the state is updated in place."""
         q, k, v, gates, b = self._projections(layer, x)
         f, g = gates.split(self._widths, -1) if self._factors_in_kernel else self._logits(layer, gates)
         q, k, v = q.view(self._q), k.view(self._q), v.view(self._v)
-        o = self._step(q, k, v, f, g, b, self._taps, state.conv, state.recurrent)
+        o = self._step(q, k, v, f, g, b, self._taps, state.conv, state.recurrent, state_indices=state.index)
         state.count(x)
         return o.flatten(2)
 

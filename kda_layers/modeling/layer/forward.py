@@ -36,7 +36,7 @@ from .fast_paths import (
 )
 from .fused_sums import SHARED_INPUT, projections
 from .remembered import Remembered
-from .states import LayerState, Slots, read_state
+from .states import LayerState, PooledState, Slots, read_state
 from .weights import MERGED_WEIGHTS, MergedWeights, as_local, forget_local, loads_weights_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ READ_HERE = ("conv1d", "o_norm")  # submodules whose weights are read here, not 
 
 
 @fast_path("decode step by one kernel", instead="the operators of a decode step one by one")
-def DECODE_KERNEL(call: Any, layer: KDAForward, state: LayerState, in_kernel: list[Any]) -> Iterator[Reason]:
+def DECODE_KERNEL(call: Any, layer: KDAForward, state: Any, in_kernel: list[Any]) -> Iterator[Reason]:
     """A call with a cache, without gradients and autocast, in dtypes and sizes that a kernel serves.
 
     `in_kernel` gets the layer's `_factors` as far as the kernel multiplies them.
@@ -131,10 +131,12 @@ class KDAForward:
         mask, sequences = _read_call(hidden_states, self.hidden_size, attention_mask, cache, cu_seqlens, shards)
         state = read_state(cache, self.layer_idx, sequences)
         self._watch(hidden_states)
-        if by_kernel and mask is cu_seqlens is shards is None:
-            plan = self.plan_step(hidden_states, state)
-            if plan is not None:
-                return self.o_proj(plan.run(self, hidden_states, state))
+        step = state if cu_seqlens is None else state.step
+        if by_kernel and step is not None and mask is shards is None:
+            rows = hidden_states[0, :, None] if state.one_each else hidden_states
+            plan = self.plan_step(rows, step)  # also of other calls, which lay the weights for later steps
+            if plan is not None and (cu_seqlens is None or state.one_each):
+                return self.o_proj(plan.run(self, rows, step)).view(hidden_states.shape)
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
         backend = self.kda_options.get("backend")
 
@@ -142,7 +144,9 @@ class KDAForward:
         *qkv, f, gate, beta = projections(x, layers)
         taps = self.conv1d.weight.squeeze(1)
         if shards is None:
-            (q, k, v), conv_state = short_convs(qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend)
+            (q, k, v), conv_state = short_convs(
+                qkv, taps, state.conv, cu_seqlens, mask, state.cached, backend, state.conv_into
+            )
         else:
             shards = shards.of_layer(self)
             q, k, v = short_convs_over_ranks(qkv, taps, shards, cu_seqlens, backend)
@@ -208,7 +212,9 @@ class KDAForward:
             yield DECODE_KERNEL, (self, state, [])
             yield MERGED_WEIGHTS, (layers, self.merged_weights)
 
-    def plan_step(self, x: Tensor, state: LayerState, norm: nn.RMSNorm | None = None) -> DecodePlan | None:
+    def plan_step(
+        self, x: Tensor, state: LayerState | PooledState, norm: nn.RMSNorm | None = None
+    ) -> DecodePlan | None:
         """Return the plan of a decode step on x [B, 1, D] by one kernel, or None if no kernel serves it.
 
         With `norm`, which x is normalised by first, the caller caches the plan; without it, the layer does.
@@ -246,7 +252,7 @@ class KDAForward:
             options["gate_activation"], options["beta_activation"], True, **fields,
         )  # fmt: skip
 
-    def _step_problem(self, call: Any, state: LayerState, *ranks: int) -> tuple[Any, ...]:
+    def _step_problem(self, call: Any, state: Any, *ranks: int) -> tuple[Any, ...]:
         """Return the arguments of `has_kernel`."""
         (H, HV), options = self._heads(), self.kda_options
         state_is = self._kept_dtype(call, state)

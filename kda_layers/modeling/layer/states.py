@@ -14,7 +14,8 @@ imported here: `recurrent_states` of its linear-attention layers, `record` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +120,9 @@ class LayerState:
         self.scale = self._layer.recurrent_states.get(1)
         if self.conv.shape[0] != sequences:
             raise ValueError(f"cache must hold as many sequences as the call, {sequences}, got {self.conv.shape[0]}")
+
+    conv_into = index = step = None  # the state after a call is given to `write_conv`; packed tokens are no decode step
+    one_each = False
 
     def write_conv(self, state: Tensor, x: Tensor) -> None:
         """Store the convolution's state [N, D, W] and count the tokens of x [B, T, ...], which end the call."""
@@ -227,11 +231,12 @@ class StateDtypeOfModel:
 
 
 class Slots:
-    """The sequences of one step and the slots of their states. Nothing here is read by the host.
+    """The sequences of one step and the slots of their states, which are 0 before a sequence's first token. Nothing
+    here is read by the host.
 
     Attributes:
         cu_seqlens: [N + 1] offsets of the packed sequences.
-        index: [N] int64, the slot of each sequence; -1 for padding, whose states are 0 and are not kept.
+        index: [N] int64, the slot of each sequence; -1 for padding, whose states are not kept.
         one_each: True if each sequence has one token, so that N = T.
     """
 
@@ -240,7 +245,6 @@ class Slots:
         pools: Mapping[int, tuple[Tensor, ...]],
         cu_seqlens: Tensor,
         index: Tensor,
-        fresh: Tensor,
         one_each: bool,
         spare: int,
     ):
@@ -250,15 +254,24 @@ class Slots:
             pools: for each layer the states of its convolution [slots, D, W], its recurrent states [slots, HV, V, K]
                 and, if they are int8, the scales of their rows [slots, HV, V]; slots may have any stride.
             cu_seqlens, index, one_each: see the class.
-            fresh: [N] bool, True for sequences that start here: what their slots hold is from another request.
             spare: a slot of no sequence, which may be overwritten.
         """
         self.pools, self.cu_seqlens, self.index, self.one_each = pools, cu_seqlens, index, one_each
-        padding = index < 0
-        self.empty = fresh | padding
-        self.read = index.clamp(min=0)
-        self.written = torch.where(padding, spare, index)
-        self.cleared = torch.where(self.empty & ~padding, index, spare)
+        self.read, self.written = (torch.where(index < 0, slot, index) for slot in (0, spare))
+
+
+@dataclass(frozen=True)
+class PooledState:
+    """The pools of one layer for a decode step of a token in each slot, with what its plan asks of `LayerState`."""
+
+    conv: Tensor  # [slots, D, W]
+    recurrent: Tensor  # [slots, HV, V, K]
+    index: Tensor  # [N], the slots
+    cached: ClassVar[bool] = True
+    recording: ClassVar[bool] = False
+
+    def count(self, x: Tensor) -> None:
+        """Do nothing: the engine counts tokens."""
 
 
 class SlotState:
@@ -267,31 +280,31 @@ class SlotState:
     cached, recording = True, False
 
     def __init__(self, slots: Slots, layer_idx: int):
-        self.slots = slots
+        self.slots, self.one_each = slots, slots.one_each
         self._conv_pool, self.pool, *scales = slots.pools[layer_idx]
         self.scales: Tensor | None = scales[0] if scales else None
 
     @property
     def conv(self) -> Tensor:
         """[N, D, W] inputs of the short convolution before this step, a copy."""
-        states = self._conv_pool.index_select(0, self.slots.read)
-        # Filled, not multiplied: what the last request left there may be NaN.
-        return states.masked_fill_(self.slots.empty.view(-1, 1, 1), 0)
+        return self._conv_pool.index_select(0, self.slots.read)
 
-    def write_conv(self, state: Tensor, x: Tensor) -> None:
-        """Store the states of the convolution [N, D, W]; the engine counts the tokens x."""
-        self._conv_pool.index_copy_(0, self.slots.written, state.to(self._conv_pool.dtype))
+    @property
+    def step(self) -> PooledState:
+        """The states for a kernel that updates them in their slots."""
+        return PooledState(self._conv_pool, self.pool, self.slots.index)
 
-    def clear(self) -> None:
-        """Set the recurrent states of sequences that start here to 0: the operator reads the pool itself."""
-        self.pool.index_fill_(0, self.slots.cleared, 0)
-        if self.scales is not None:
-            self.scales.index_fill_(0, self.slots.cleared, 0)
+    @property
+    def conv_into(self) -> tuple[Tensor, Tensor]:
+        """The pool of the convolution's states, and the slots that the states after this step are written to."""
+        return self._conv_pool, self.slots.written
+
+    def write_conv(self, state: Tensor | None, x: Tensor) -> None:
+        """Do nothing: the state is in its slot (`conv_into`), and the engine counts the tokens x."""
 
     def attend(self, inputs: Sequence[Tensor], options: dict[str, Any], recompute: dict[str, Any]) -> Tensor:
         """Run the operator on q, k, v, g, beta of packed sequences and update the states in their slots; return o."""
         slots, pool = self.slots, self.pool
-        self.clear()
         if not slots.one_each:
             q, k, v, g, beta = inputs
             if self.scales is not None:

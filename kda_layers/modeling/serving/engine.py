@@ -6,15 +6,16 @@ This file is imported by `enable_continuous_batching` alone: it needs names that
 from __future__ import annotations
 
 import bisect
-import contextlib
 import copy
+import gc
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kda_layers.kernels.kda.contract import KDA as KDA_BACKENDS
 from kda_layers.modeling.checks import stored_dtype
@@ -113,6 +114,48 @@ def _reads_nothing(module: Any) -> bool:
     return all(KDA_BACKENDS.select(step, backend).name != "eager" for step in steps)
 
 
+@wraps("ContinuousBatchingManager.start")
+def leave_out_garbage(start: Callable[..., None], self: Any) -> None:
+    """Start the engine's thread; until `collect_again`, Python's garbage collector leaves out what exists by now.
+
+    A collection takes 0.2 s with all that torch and transformers have imported. One pauses all requests, and the engine
+    ends with one.
+    """
+    if has_states(self.model.config.get_text_config()):
+        gc.freeze()
+    start(self)
+
+
+@wraps("ContinuousBatchingManager.stop")
+def collect_again(stop: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Stop the engine, and undo `leave_out_garbage`."""
+    try:
+        stop(self, *args, **kwargs)
+    finally:
+        gc.unfreeze()
+
+
+@wraps("ContinuousBatchingManager.join")
+def end_at_once(join: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wake the thread that is to end: the engine would wait until it looks for requests again, up to 0.1 s."""
+    self._wake_up_loop.set()
+    join(self, *args, **kwargs)
+
+
+@wraps("ContinuousBatchingAsyncIOs.infer_carry_over_ids")
+def carry_over(infer: Callable[..., Tensor], self: Any) -> Tensor:
+    """Return the engine's result without a list of as many numbers as a step may have tokens, for any model."""
+    now, before = (
+        self.io_pairs[i].host_io.req_id_to_new_token_position for i in (self.current_pair, 1 - self.current_pair)
+    )
+    ids = torch.full((self.max_batch_tokens,), -1, dtype=torch.int32)
+    pairs = [(now[request], i) for i, request in enumerate(before) if request in now]
+    if pairs:
+        places, indices = zip(*pairs, strict=True)
+        ids[list(places)] = torch.tensor(indices, dtype=torch.int32)
+    return ids
+
+
 @wraps("ContinuousBatchingManager.add_requests")
 def keep_the_order(add: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Add requests of a model with KDA layers as they are given.
@@ -140,6 +183,14 @@ def check_request(add: Callable[..., None], self: Any, state: Any) -> None:
         if state.max_new_tokens is None and longest_request(self.cache) < UNLIMITED:
             logger.warning("%s has no max_new_tokens: it ends after %d, which fit", state.request_id, room)
             state.max_new_tokens = state._new_tokens_limit = room
+        if (prefixes := _prefixes_of(self.cache)) is not None:
+            prefixes.plan(state)
+        if state.num_children and len(state.initial_tokens) == 1:  # forked before its last token, it has none to read
+            children, state.num_children = range(state.num_children), 0
+            for i in children:
+                child = state.create_equivalent_initial_request()
+                child.request_id = f"{state.request_id}__child#{i}"  # as the engine names it
+                self.add_waiting_request(child)
     add(self, state)
 
 
@@ -175,14 +226,28 @@ def longest_request(cache: Any) -> int:
     return bisect.bisect_right(range(UNLIMITED + 1), cache.num_sectors, key=sectors) - 1
 
 
+@wraps("Scheduler.clear_cancelled_requests")
+def end_cancelled(clear: Callable[..., list[Any]], self: Any) -> list[Any]:
+    """Mark cancelled requests as finished: the step that asynchronous batching has launched reads them still, and the
+    engine would look up their blocks for its results."""
+    cancelled = clear(self)
+    if KDA in self.cache.cache_allocators:
+        for state in cancelled:
+            state.status = RequestStatus.FINISHED
+    return cancelled
+
+
 @wraps("Scheduler._process_candidates")
-def hold_back(process: Callable[..., Any], self: Any, candidates: list[Any], *args: Any) -> Any:
-    """Keep the states of prefixes that the last step has read; leave out prompts that are about to begin with one."""
+def hold_back(process: Callable[..., Any], self: Any, candidates: Iterable[Any], *args: Any) -> Any:
+    """Keep the states of prefixes that the last step has read; leave out prompts that are about to begin with one.
+
+    A prompt waits for requests that are active, also for those which became so earlier in this step.
+    """
     prefixes = _prefixes_of(self.cache)
-    if prefixes is None:
-        return process(self, candidates, *args)
-    prefixes.keep_due((self.active_requests, self.waiting_requests))
-    return process(self, [state for state in candidates if not prefixes.waits(self.cache, state)], *args)
+    if prefixes is not None:
+        prefixes.keep_due(self.cache, self.active_requests, self.waiting_requests)
+        candidates = (state for state in candidates if not prefixes.waits(state))
+    return process(self, candidates, *args)
 
 
 @wraps("Scheduler._schedule_request")
@@ -190,23 +255,19 @@ def read_to_an_end(
     schedule: Callable[..., None], self: Any, state: Any, request_tokens: list[int], token_budget: int, *args: Any
 ) -> None:
     """End a step where the states of a prefix are to be kept."""
-    prefixes = _prefixes_of(self.cache)
-    if prefixes is not None:
-        token_budget = prefixes.cut(state, len(request_tokens), token_budget)
-    schedule(self, state, request_tokens, token_budget, *args)
-    if prefixes is not None:
-        prefixes.note(state)
+    prefixes = None if state.status == RequestStatus.DECODING else _prefixes_of(self.cache)
+    if prefixes is None:
+        return schedule(self, state, request_tokens, token_budget, *args)
+    schedule(self, state, request_tokens, prefixes.cut(state, len(request_tokens), token_budget), *args)
+    prefixes.note(state)
 
 
 @wraps("ContinuousBatchProcessor.prepare_next_batch")
-def copy_states(prepare: Callable[..., bool], self: Any) -> bool:
-    """Copy states of prefixes on the stream of the steps: after the last one, before the next one."""
-    ready = prepare(self)
-    prefixes, stream = _prefixes_of(self.cache), self.inputs_and_outputs.compute_stream
-    if prefixes is not None:
-        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            prefixes.copy()
-    return ready
+def tell_the_stream(prepare: Callable[..., bool], self: Any) -> bool:
+    """Clear and copy slots on the stream of the steps."""
+    if (states := self.cache.cache_allocators.get(KDA)) is not None:
+        states.stream = self.inputs_and_outputs.compute_stream
+    return prepare(self)
 
 
 def _prefixes_of(cache: Any) -> Any:

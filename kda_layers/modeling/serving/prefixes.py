@@ -5,9 +5,10 @@ what is kept of a prefix is a copy of all layers' states after it, in a slot of 
 end, its states are copied, and the next step reads on; a later prompt with the same tokens begins with the copy. Ends
 are multiples of a block of tokens at which a prefill in parts has the bits of one pass.
 
-States are kept at two ends of a prompt: that of the longest prefix which an earlier prompt had, known by its hash alone
-(many questions after one system prompt), and the last one (the next turn of a chat). Prompts wait while another one
-reads the prefix that they share. What was used least recently goes first, and everything when the cache is full.
+States are kept at two ends of a prompt: that of the longest prefix which it shares with another prompt, known by its
+hash alone (many questions after one system prompt), and the last one (the next turn of a chat). Prompts wait while an
+active request reads the prefix that they share. What was used least recently goes first, and everything when the cache
+is full.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,14 +32,15 @@ class Plan:
     """Ends of blocks of one prompt, and what a request does there.
 
     Attributes:
-        names: of its first 1, 2, ... blocks of tokens, without the last token, which a request always reads.
-        seen: tokens of the longest prefix that an earlier prompt had.
+        names: of its first 1, 2, ... blocks of tokens. The last token is in none, as a request always reads it, nor is
+            the one before in a prompt with forks, as the engine forks a request that has one token to read.
+        shared: tokens of the longest prefix that it has in common with another prompt.
         keep: numbers of tokens after which its states are kept.
         end: tokens that it has read after the steps scheduled so far.
     """
 
     names: list[bytes]
-    seen: int
+    shared: int = 0
     keep: set[int] = field(default_factory=set)
     end: int = 0
 
@@ -61,10 +63,10 @@ class Prefixes:
     def reset(self) -> None:
         """Forget everything; the slots are the pool's."""
         self.kept: OrderedDict[bytes, int] = OrderedDict()  # slot of a prefix, least recently used first
-        self.seen: OrderedDict[bytes, None] = OrderedDict()
-        self.plans: dict[str, Plan] = {}  # of requests in the order of their first step
+        self.seen: OrderedDict[bytes, str] = OrderedDict()  # the last request with a prefix
+        self.plans: dict[str, Plan] = {}  # of requests in progress
+        self.readers: dict[bytes, str] = {}  # the active request that began last with a prefix
         self.due: dict[str, int] = {}  # requests whose next states to keep are there, and after how many tokens
-        self.copies: list[tuple[int, int]] = []  # from slot to slot, before the next step
 
     def release(self, block_id: int, no_cache: bool = False) -> bool:
         """Return True: no two requests have one slot."""
@@ -76,68 +78,108 @@ class Prefixes:
         self.kept.clear()
         return slots
 
-    # ---------------------------------------------------------------- scheduling
+    # ---------------------------------------------------------------- requests
 
-    def keep_due(self, known: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the states that the step launched last ends with, where they are to be kept.
+    def plan(self, state: Any) -> None:
+        """Plan the reading of a new request's prompt, whose id may be that of an earlier request."""
+        self.forget(state.request_id)
+        if state.is_cpu_offloaded:  # it goes on where it was
+            return
+        tokens, size = array("q", state.remaining_prefill_tokens), self.block
+        names: list[bytes] = []
+        for start in range(0, (len(tokens) - 1 - (state.num_children > 0)) // size * size, size):
+            parent = names[-1] if names else b""
+            names.append(hashlib.blake2b(parent + tokens[start : start + size].tobytes(), digest_size=16).digest())
+        mine = self.plans[state.request_id] = Plan(names)
+        mine.shared = next((i for i in range(len(names), 0, -1) if names[i - 1] in self.seen), 0) * size
+        ends = (mine.shared, 0), (len(names) * size, mine.shared)
+        mine.keep = {end for end, before in ends if end - before >= LEAST}
+        if mine.shared >= LEAST:
+            other = self.plans.get(self.seen[self._name(mine, mine.shared)])
+            if other is not None and other.end < mine.shared:
+                other.keep.add(mine.shared)
+                other.shared = max(other.shared, mine.shared)
+        for name in names:
+            self.seen[name] = state.request_id
+            self.seen.move_to_end(name)
+        while len(self.seen) > MOST_SEEN:
+            self.seen.popitem(last=False)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what a request, which gives its slot back, was to keep."""
+        plan = self.plans.pop(request_id, None)
+        self.due.pop(request_id, None)
+        if plan is not None and plan.end:
+            for name in plan.names:
+                if self.readers.get(name) == request_id:
+                    del self.readers[name]
+
+    # ---------------------------------------------------------------- steps
+
+    def keep_due(self, cache: Any, active: Mapping[str, Any], waiting: Collection[str]) -> None:
+        """Keep the states that the step launched last ends with, where they are to be kept, and the pages before them.
+
+        The engine itself hashes pages as it reads a step's results. In asynchronous batching that is one step later,
+        and it leaves out those of a part of a prompt.
 
         Args:
-            known: requests by id, active and waiting; plans of others, which have failed, are dropped.
+            active: active requests by id.
+            waiting: ids of waiting ones; plans of others, which have failed, are dropped.
         """
-        for request_id in [*self.plans]:
-            if not any(request_id in requests for requests in known):
+        if len(self.plans) > len(active) + len(waiting):
+            for request_id in [r for r in self.plans if r not in active and r not in waiting]:
                 self.forget(request_id)
         for request_id, length in self.due.items():
             (source,) = self.states.block_table[request_id]
+            for other in self._others(cache):
+                tokens = active[request_id].initial_tokens[:length]
+                other.mark_complete_blocks(request_id, tokens, length // other.tokens_per_page)
             name = self._name(self.plans[request_id], length)
-            assert name is not None
             if name not in self.kept:
                 full = len(self.kept) >= max(1, self.states.num_blocks // SHARE)
                 slot = self.kept.popitem(last=False)[1] if full else self._free_slot()
                 if slot is None:
                     continue
-                self.copies.append((source, slot))
+                self.states.copy_slot(source, slot)
                 self.kept[name] = slot
             self.kept.move_to_end(name)
         self.due.clear()
 
-    def waits(self, cache: Any, state: Any) -> bool:
-        """Return True if another request is about to read a prefix that this one, not yet begun, could begin with."""
-        if state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
+    def waits(self, state: Any) -> bool:
+        """Return True if an active request is about to read a prefix that this one, not yet begun, could begin with."""
+        mine = self.plans.get(state.request_id)
+        if mine is None or state.status != RequestStatus.PENDING or mine.shared < LEAST:
             return False
-        tokens, me = state.remaining_prefill_tokens, state.request_id
-        mine = self.plans.get(me)
-        if mine is None:
-            mine = self.plans[me] = self._plan(tokens)
-        if mine.seen - self._available(cache, mine, tokens)[0] < LEAST:
+        name = self._name(mine, mine.shared)
+        reader = self.readers.get(name)
+        plan = None if reader is None else self.plans[reader]
+        if plan is None or (plan.end >= mine.shared and self.due.get(reader) != mine.shared):
             return False
-        name = self._name(mine, mine.seen)
-        for request_id, plan in self.plans.items():
-            if request_id == me:  # whoever waits does so for an earlier one
-                return False
-            if plan.end < mine.seen and self._name(plan, mine.seen) == name:
-                plan.keep.add(mine.seen)
-                return True
-        return False
+        if mine.shared - next(iter(self._kept(mine, mine.shared)), 0) < LEAST:
+            return False
+        plan.keep.add(mine.shared)
+        return True
 
     def match(self, cache: Any, request_id: str, tokens: Sequence[int]) -> int:
-        """Begin a request with the states of the longest prefix that is kept, and return its number of tokens."""
+        """Begin a request with the states of the longest prefix that all layers have, and return its number of tokens.
+
+        States are then kept at ends that are at least `LEAST` tokens behind it.
+        """
         plan = self.plans.get(request_id)
         if plan is None:
             return 0
         length, pages = self._available(cache, plan, tokens)
-        if not length:
-            return 0
-        name = self._name(plan, length)
-        assert name is not None
-        self.kept.move_to_end(name)
-        slot = self._free_slot(but=name)
+        slot = self._free_slot(but=self._name(plan, length)) if length else None
         if slot is None:
-            return 0
-        for allocator, matched in pages:
-            allocator.acquire_prefix_blocks(request_id, length, matched)
-        self.states.block_table[request_id] = [slot]
-        self.copies.append((self.kept[name], slot))
+            length = 0
+        else:
+            source = self.kept[self._name(plan, length)]
+            self.kept.move_to_end(self._name(plan, length))
+            for allocator, matched in pages:
+                allocator.acquire_prefix_blocks(request_id, length, matched)
+            self.states.block_table[request_id] = [slot]
+            self.states.copy_slot(source, slot)
+        plan.keep = {end for end in plan.keep if end - length >= LEAST}
         return length
 
     def cut(self, state: Any, tokens: int, budget: int) -> int:
@@ -149,51 +191,32 @@ class Prefixes:
     def note(self, state: Any) -> None:
         """Note how far a request reads in the step that is being scheduled."""
         plan = self.plans.get(state.request_id)
-        if plan is not None:
-            plan.end = state.position_offset + len(state.tokens_to_process)
-            if plan.end in plan.keep:
-                self.due[state.request_id] = plan.end
-
-    def forget(self, request_id: str) -> None:
-        """Drop what a request, which gives its slot back, was to keep."""
-        self.plans.pop(request_id, None)
-        self.due.pop(request_id, None)
-
-    def copy(self) -> None:
-        """Launch the copies: after the step before, and in their order, as one may read what another one writes."""
-        for source, target in self.copies:
-            self.states.copy_slot(source, target)
-        self.copies.clear()
-
-    def _plan(self, tokens: Sequence[int]) -> Plan:
-        names: list[bytes] = []
-        text, size = array("q", tokens), self.block
-        for start in range(0, (len(tokens) - 1) // size * size, size):
-            parent = names[-1] if names else b""
-            names.append(hashlib.blake2b(parent + text[start : start + size].tobytes(), digest_size=16).digest())
-        seen = next((i for i in range(len(names), 0, -1) if names[i - 1] in self.seen), 0) * size
-        last = len(names) * size
-        keep = {end for end, before in ((seen, 0), (last, seen)) if end - before >= LEAST}
-        for name in names:
-            self.seen[name] = None
-            self.seen.move_to_end(name)
-        while len(self.seen) > MOST_SEEN:
-            self.seen.popitem(last=False)
-        return Plan(names, seen, keep)
+        if plan is None:
+            return
+        if not plan.end:
+            self.readers.update(dict.fromkeys(plan.names, state.request_id))
+        plan.end = state.position_offset + len(state.tokens_to_process)
+        if plan.end in plan.keep:
+            self.due[state.request_id] = plan.end
 
     def _available(self, cache: Any, plan: Plan, tokens: Sequence[int]) -> tuple[int, list[tuple[Any, list[int]]]]:
         """Return the tokens of the longest prefix that all layers have, and other allocators with their pages of it."""
-        kept = [i * self.block for i in range(len(plan.names), 0, -1) if plan.names[i - 1] in self.kept]
+        kept = self._kept(plan, len(plan.names) * self.block)
         if not kept:
             return 0, []
-        others = [a for a in cache.cache_allocators.values() if a is not self.states]
-        pages = [(a, a.match_prefix_blocks(tokens)) for a in others]
+        pages = [(a, a.match_prefix_blocks(tokens)) for a in self._others(cache)]
         limit = min((len(matched) * a.tokens_per_page for a, matched in pages), default=len(tokens))
         return next((length for length in kept if length <= limit), 0), pages
 
-    def _name(self, plan: Plan, length: int) -> bytes | None:
-        blocks = length // self.block
-        return plan.names[blocks - 1] if 0 < blocks <= len(plan.names) else None
+    def _others(self, cache: Any) -> list[Any]:
+        return [a for a in cache.cache_allocators.values() if a is not self.states]
+
+    def _kept(self, plan: Plan, most: int) -> list[int]:
+        """Return the lengths of a prompt's prefixes of at most `most` tokens whose states are kept, longest first."""
+        return [i * self.block for i in range(most // self.block, 0, -1) if plan.names[i - 1] in self.kept]
+
+    def _name(self, plan: Plan, length: int) -> bytes:
+        return plan.names[length // self.block - 1]
 
     def _free_slot(self, but: bytes | None = None) -> int | None:
         """Return a slot of the pool or, if it has none, that of the prefix used least recently; None without any."""

@@ -26,6 +26,7 @@ from kda_layers.modeling.seams import (
     CacheAllocator,
     FullAttentionCacheAllocator,
     find_head_dim,
+    stream_context,
 )
 from kda_layers.modeling.serving.continuous_batching import wraps
 from kda_layers.modeling.serving.prefixes import Prefixes
@@ -39,10 +40,15 @@ DEFAULT_TOKENS = 32_768  # of all layers, which the cache has room for on a CPU
 class StateAllocator(CacheAllocator):
     """Gives each request one block, its slot, for the states of all KDA layers, whatever its length.
 
-    A slot is given before a request's first token and returned after its last. It is not cleared: a step reads no state
-    of a sequence whose first token is at position 0. The engine's forks copy complete blocks. Further slots hold the
-    states of prefixes (`Prefixes`).
+    A slot is given before a request's first token, cleared then, and returned after its last. The engine's forks copy
+    complete blocks. Further slots hold the states of prefixes (`Prefixes`).
+
+    Attributes:
+        stream: of the steps; None for the current one. Slots are cleared and copied there: after the steps before, and
+            before all that uses them later.
     """
+
+    stream: Any = None
 
     supports_block_sharing = True  # of prefixes, by copies
     supports_block_table = True  # a row of it is the slot
@@ -129,21 +135,22 @@ class StateAllocator(CacheAllocator):
         if block_table is not None or (max_length_q == 1 and N == T):
             slots = write_index[self.index] if block_table is None else block_table[self.index, :, 0].long()
             offsets = torch.arange(T + 1, dtype=cu_seq_lens_q.dtype, device=cu_seq_lens_q.device)
-            return Slots(self.pools, offsets, slots, position_ids[0] == 0, True, self.spare)
+            return Slots(self.pools, offsets, slots, True, self.spare)
         offsets = torch.cat((cu_seq_lens_q, cu_seq_lens_q.new_full((1,), T)))
         first = torch.cat((cu_seq_lens_q[:-1], cu_seq_lens_q.new_full((1,), T)))
         # One more token, as empty sequences may begin after the last one.
         slots = torch.nn.functional.pad(write_index[self.index], (0, 1), value=NO_SLOT)[first]
-        fresh = torch.nn.functional.pad(position_ids[0], (0, 1))[first] == 0
         empty = torch.nn.functional.pad(cu_seq_lens_q.diff() == 0, (0, 1), value=True)
-        return Slots(self.pools, offsets, slots.masked_fill(empty, NO_SLOT), fresh, False, self.spare)
+        return Slots(self.pools, offsets, slots.masked_fill(empty, NO_SLOT), False, self.spare)
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
         return int(not self.block_table.get(request_id))
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         if not self.block_table.get(request_id):
-            self.block_table[request_id] = self.pool.get_free_blocks(self.index, 1)
+            (slot,) = self.block_table[request_id] = self.pool.get_free_blocks(self.index, 1)
+            with stream_context(self.stream):
+                self._copy_view[slot].zero_()
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         self.prefixes.forget(request_id)
@@ -157,7 +164,8 @@ class StateAllocator(CacheAllocator):
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the states of all layers from one slot to another."""
-        self._copy_view[target].copy_(self._copy_view[source])
+        with stream_context(self.stream):
+            self._copy_view[target].copy_(self._copy_view[source])
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
         return 0  # no keys
@@ -169,7 +177,7 @@ class StateAllocator(CacheAllocator):
         return self.block_table[request_id] * query_length
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-        block_table[0] = self.block_table[request_id][0]
+        block_table.fill_(self.block_table[request_id][0])  # faster than one element; no other column is read
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise ValueError("a KDA layer has no keys and values to update: it reads and writes its states in `Slots`")
@@ -278,6 +286,8 @@ def add_static_tensors(setup: Callable[..., None], self: Any, *args: Any, **kwar
     rows = self.max_requests_per_batch + 1
     self.cumulative_seqlens_k[KDA] = torch.zeros(rows, dtype=torch.int32, device=self.device)
     self.total_seqlen_k[KDA] = self.max_length_k[KDA] = 0
+    if len(self.cache.cache_allocators) == 1:  # for no layer, though the engine would fill a mask for each request
+        self.attention_mask = None
     if self.attention_mask is not None:  # of no keys
         size = (1, 1, self.cache.max_batch_tokens, 0)
         self.attention_mask[KDA] = torch.empty(size, dtype=self.model_dtype, device=self.device)

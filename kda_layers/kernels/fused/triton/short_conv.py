@@ -50,6 +50,22 @@ def backward(x: Inputs, d_ys: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     return d_xs, column_sums(partial, x.weight)  # no atomics: one order of sums
 
 
+def packed_state(x: Inputs, new: Tensor, rows: Tensor | None) -> None:
+    """Write the states [D, W] after packed sequences to new [N, D, W]; to its `rows` [N], unless one is empty."""
+    call = _Call(x)
+    assert x.cu_seqlens is not None
+    programs, any_tensor = (x.cu_seqlens.shape[0] - 1) * call.blocks, call.xs[0]
+    if not programs:
+        return
+    old, at = (any_tensor if t is None else t for t in (x.state, rows))
+    with on_device_of(any_tensor):
+        conv_state_kernel[(programs,)](
+            *_three(call.xs, any_tensor), old, new, x.cu_seqlens, at, *_three([t.stride(1) for t in call.xs], 0),
+            *old.stride(), *new.stride(), *call.widths, W=call.weight.shape[1], STATE=x.state is not None,
+            ROWS_GIVEN=rows is not None, BLOCK_D=call.block, num_warps=max(1, call.block // FORWARD_CHANNELS),
+        )  # fmt: skip
+
+
 class _Call:
     """The arguments that the kernels of one call share."""
 
@@ -198,6 +214,29 @@ def conv_backward_kernel(
     D = D0 + D1 + D2
     Partial += (tl.cast(b, tl.int64) * strips + strip) * W * D + channel
     _store_taps(Partial, D, dw0, dw1, dw2, dw3, inside, W)
+
+
+@triton.jit
+def conv_state_kernel(
+    X0, X1, X2, State, New, Offsets, Rows, x0_stride, x1_stride, x2_stride,
+    n_stride, d_stride, w_stride, new_n_stride, new_d_stride, new_w_stride,  # of the states [.., D, W]
+    D0, D1, D2, W: tl.constexpr, STATE: tl.constexpr, ROWS_GIVEN: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """New[Rows[n]] (New[n] if not ROWS_GIVEN), the last W inputs of sequence n, its State[n] before the first."""
+    tensor, local, channel, width, n, _ = _place(D0, D1, D2, 2147483647, BLOCK_D)
+    inside = local < width
+    stride = tl.cast(_of(tensor, x0_stride, x1_stride, x2_stride), tl.int64)
+    X = _of(tensor, X0, X1, X2) + local
+    begin, end = tl.load(Offsets + n).to(tl.int32), tl.load(Offsets + n + 1).to(tl.int32)
+    row = tl.cast(n, tl.int64)
+    if ROWS_GIVEN:
+        row = tl.load(Rows + n).to(tl.int64)
+        inside = local < tl.where(end > begin, width, 0)
+    New += row * new_n_stride + channel * new_d_stride
+    State += channel * d_stride
+    for i in tl.static_range(W):
+        x = _earlier(X, stride, State, n_stride, w_stride, end - W + i, begin, n, local, width, W, STATE)
+        tl.store(New + i * new_w_stride, x.to(New.dtype.element_ty), mask=inside)
 
 
 @triton.jit

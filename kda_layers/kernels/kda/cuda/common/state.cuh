@@ -182,6 +182,15 @@ template <class Index> DEVICE i64 value_at(const Index& at, const void* data, u3
     return at.int64 ? static_cast<const i64*>(data)[i] : static_cast<const int*>(data)[i];
 }
 
+// The first slot of a pool: `first_slot` of parameters that have it.
+template <class Params> DEVICE auto first_slot(const Params& p, int) -> decltype(u64(p.first_slot)) {
+    return p.first_slot;
+}
+template <class Params> DEVICE constexpr u64 first_slot(const Params&, long) { return 0; }
+template <class Params> DEVICE bool is_slot(const Params& p, u64 slot) {
+    return slot >= first_slot(p, 0) && slot < p.slot_count;
+}
+
 // The slot of the initial state of sequence n; false if there is none.
 template <class Params> DEVICE bool source_of(const Params& p, u32 n, u32& slot) {
     slot = n;
@@ -193,7 +202,7 @@ template <class Params> DEVICE bool source_of(const Params& p, u32 n, u32& slot)
     }
     const u64 s = u64(value_at(p.slots_at, p.slots, n, u32(column)));
     slot = u32(s);
-    return s < p.slot_count;
+    return is_slot(p, s);
 }
 
 // The slot of the state after a token: false if that state is not kept, or if there is no such slot.
@@ -204,7 +213,7 @@ template <class Params> DEVICE bool destination_of(const Params& p, u32 n, u32 t
         if (kept) {
             const u64 s = u64(value_at(p.slots_at, p.slots, n, token));
             slot = u32(s);
-            kept = s < p.slot_count;
+            kept = is_slot(p, s);
         }
     }
     return kept;

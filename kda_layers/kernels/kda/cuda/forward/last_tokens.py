@@ -28,11 +28,14 @@ PARAMS = Params("OrderParams", """
     int* order;              // [sequences]
     int* positions;          // [sequences]
     int sequences, int64_offsets, int64_stops;
+    int in_place;            // the final state of a sequence without tokens is where the initial one is
 """)  # fmt: skip
 SOURCE = str(Path(__file__).with_name("order.cu"))
 DEFINES = {"LAST_TOKENS": LAST_TOKENS}
 THREADS = 256  # of order.cu
-MANY = 96  # sequences from which those that have chunks are listed: measured (docs/internals/kernels/forward.md)
+# Sequences from which those that have chunks are listed: measured (docs/internals/kernels/forward.md). Engines pad a
+# step's sequences, up to one for each token, with empty ones, which need nothing where states are updated in place.
+MANY, MANY_IN_PLACE = 96, 64
 
 
 class Order(NamedTuple):
@@ -54,15 +57,15 @@ def has_chunks(T: int) -> bool:
 
 def order_of(x: Inputs | PrefillInputs, stops: Tensor | None, machine: Machine) -> Order | None:
     """List the sequences that have chunks; None if there are too few sequences for a list to pay."""
-    cu_seqlens = x.cu_seqlens
-    if cu_seqlens is None or (N := cu_seqlens.shape[0] - 1) < MANY:
+    cu_seqlens, in_place = x.cu_seqlens, isinstance(x, PrefillInputs)
+    if cu_seqlens is None or (N := cu_seqlens.shape[0] - 1) < (MANY_IN_PLACE if in_place else MANY):
         return None
     new = functools.partial(torch.empty, dtype=torch.int32, device=cu_seqlens.device)
     order = Order(new(N), new(N))
     pointers = PARAMS.point(cu_seqlens=cu_seqlens, stops=stops, order=order.order, positions=order.positions)
     params = pointers + PARAMS.set(
         sequences=N, int64_offsets=cu_seqlens.dtype == torch.int64,
-        int64_stops=stops is not None and stops.dtype == torch.int64,
+        int64_stops=stops is not None and stops.dtype == torch.int64, in_place=in_place,
     )  # fmt: skip
     machine.load(SOURCE, "kda_order", DEFINES, cu_seqlens.device).launch(1, THREADS, 1, 2 * 4 * THREADS, params)
     return order

@@ -4,8 +4,8 @@
 //     order      [sequences]: their indices, by classes of length, then -1
 //     positions  [sequences]: where in that list a sequence is; of the others, unwritten
 //
-// It also lists sequences without tokens, whose final state is the initial one, and those whose state at token 0 an
-// engine asks for.
+// It also lists sequences without tokens, whose final state is the initial one, unless states are updated in place, and
+// those whose state at token 0 an engine asks for.
 #define IO Bf16
 #include "OrderParams.h"
 #include "ptx.cuh"
@@ -19,7 +19,7 @@ DEVICE int length_of(const OrderParams& p, int sequence) { return offset_of(p, s
 DEVICE int class_of(const OrderParams& p, int sequence) {
     const int length = length_of(p, sequence), last = length % CHUNK <= LAST_TOKENS ? length % CHUNK : 0;
     int chunks = (length - last + CHUNK - 1) / CHUNK, c = 0;
-    if (chunks == 0 && last > 0) {
+    if (chunks == 0 && (last > 0 || p.in_place)) {
         if (!p.stops) return -1;
         const i64 stop =
             p.int64_stops ? static_cast<const i64*>(p.stops)[sequence] : static_cast<const int*>(p.stops)[sequence];

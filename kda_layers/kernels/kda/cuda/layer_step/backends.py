@@ -27,6 +27,8 @@ class EagerBackend(Backend):
 
     def step(self, x: Inputs) -> Tensor:
         (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
+        if x.state_indices is not None and x.first_slot:
+            x = x._replace(state_indices=x.state_indices.where(x.state_indices >= x.first_slot, NO_SLOT))
         q, k, v = convolve(x).split((H * K, H * K, HV * V), -1)
         f = x.f if x.f_weight is None else torch.nn.functional.linear(x.f, x.f_weight)
         gate = x.gate if x.gate_weight is None else torch.nn.functional.linear(x.gate, x.gate_weight, x.gate_bias)
@@ -38,14 +40,15 @@ class EagerBackend(Backend):
         o = decode(inputs)
         wide = accumulator_dtype(o.dtype)
         y = torch.nn.functional.rms_norm(o.to(wide), (V,), x.norm_weight.to(wide), x.norm_eps)
-        return (y * torch.sigmoid(gate.reshape(o.shape).to(wide))).to(o.dtype)
+        y = (y * torch.sigmoid(gate.reshape(o.shape).to(wide))).to(o.dtype)
+        return y if x.out is None else x.out.copy_(y)
 
 
 def convolve(x: Inputs) -> Tensor:
     """Outputs [B, T, D] of convolution and SiLU; updates `x.conv_state`."""
     inputs = torch.cat([t.flatten(2) for t in (x.q, x.k, x.v)], -1)
     B, T, _ = inputs.shape
-    wide, y = accumulator_dtype(inputs.dtype), torch.empty_like(inputs)
+    wide, y, W = accumulator_dtype(inputs.dtype), torch.empty_like(inputs), x.conv_weight.shape[1]
     if x.state_indices is None:
         sources = list(range(B))
         targets = after_last(sources, [T] * B)
@@ -53,11 +56,11 @@ def convolve(x: Inputs) -> Tensor:
         sources, targets = slots_of(x.state_indices, x.num_accepted, [T] * B, x.state.shape[0])
     window = x.conv_state[torch.tensor(sources, device=inputs.device)]
     for t in range(T):
-        window = torch.cat((window[..., 1:], inputs[:, t, :, None].to(window.dtype)), -1)
+        window = torch.cat((window, inputs[:, t, :, None].to(window.dtype)), -1)[..., -W:]
         y[:, t] = torch.nn.functional.silu((window.to(wide) * x.conv_weight.to(wide)).sum(-1)).to(y.dtype)
         for n, row in enumerate(targets):
             if sources[n] != NO_SLOT and row[t] != NO_SLOT:
-                x.conv_state[row[t]] = window[n]
+                x.conv_state[row[t]] = window[n, :, -x.conv_state.shape[2] :]
     return y
 
 

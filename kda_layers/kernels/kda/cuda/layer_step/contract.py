@@ -22,7 +22,7 @@ from ....registry import Registry
 
 
 class Inputs(NamedTuple):
-    """The arguments of the op, in its order; it writes `conv_state` and `state`."""
+    """The arguments of the op, in its order; it writes `conv_state`, `state` and `out`."""
 
     q: Tensor  # [B, T, H, K]   before the convolution, as are k and v
     k: Tensor  # [B, T, H, K]
@@ -30,8 +30,8 @@ class Inputs(NamedTuple):
     f: Tensor  # [B, T, R]      the decays' logits are f_weight f; without f_weight [B, T, HV K], the logits
     gate: Tensor  # [B, T, R']  the same of the output gate; without gate_weight [B, T, HV V]
     beta: Tensor  # [B, T, HV]  logits
-    conv_weight: Tensor  # [D, W]
-    conv_state: Tensor  # [slots, D, W]
+    conv_weight: Tensor  # [D, W], q's dtype or fp32
+    conv_state: Tensor  # [slots, D, W or W - 1]
     state: Tensor  # [slots, HV, V, K]
     f_weight: Tensor | None  # [HV K, R]
     gate_weight: Tensor | None  # [HV V, R']
@@ -41,12 +41,14 @@ class Inputs(NamedTuple):
     dt_bias: Tensor | None  # [HV, K]
     state_indices: Tensor | None  # [B] or [B, T] int32 or int64
     num_accepted: Tensor | None  # [B] int32 or int64
+    out: Tensor | None  # as o [B, T, HV, V], which is written there
     gate_activation: str
     lower_bound: float
     beta_activation: str
     scale: float
     norm_eps: float
     overlap: bool = False
+    first_slot: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Backend(AnyBackend):
 
     @abc.abstractmethod
     def step(self, x: Inputs) -> Tensor:
-        """Return o [B, T, HV, V] and update `x.conv_state` and `x.state` in place; see `op.layer_step`."""
+        """Return o [B, T, HV, V], or `x.out`, and update `x.conv_state` and `x.state` in place; see `op.layer_step`."""
 
     def repeated(self, x: Inputs) -> Callable[[Inputs], Tensor]:
         """Return `step` for inputs that differ from `x` only in the addresses and values of tensors."""

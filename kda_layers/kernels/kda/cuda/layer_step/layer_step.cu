@@ -6,7 +6,8 @@
 // read by every value head of its group: those are one cluster, and its first CTA writes them when all have read.
 //
 // Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), STATE_BYTES, ROWS, WARPS and LANES as in decode.cu, with
-// WARPS that hold all V rows; TAPS of the convolution; DECAY_RANK and GATE_RANK of the factors of decays and output gate,
+// WARPS that hold all V rows; TAPS of the convolution, TAP_BYTES of each (4 for fp32, 2 for IO), HISTORY inputs of it
+// that are kept, TAPS or the TAPS - 1 that it needs; DECAY_RANK and GATE_RANK of the factors of decays and output gate,
 // 0 where the logits are given.
 #include "LayerStepParams.h"
 #include "gates.cuh"
@@ -18,6 +19,8 @@ constexpr int PER_THREAD = (CHANNELS + THREADS - 1) / THREADS;  // channels that
 constexpr int ROW_THREADS = THREADS / K;                        // threads that share a row of a factor
 // Resident threads per SM that registers are limited for: a small batch, which has the factors read here, leaves SMs idle.
 constexpr int RESIDENT_THREADS = DECAY_RANK || GATE_RANK ? 512 : 1024;
+constexpr int DROPPED = TAPS - HISTORY;  // 1: the first input, which `shift` drops before it is used, is not kept
+static_assert(DROPPED == 0 || DROPPED == 1, "the convolution reads TAPS - 1 earlier inputs");
 static_assert(SLICES == 1 && K == V, "a CTA has the complete state of a head");
 static_assert(DECAY_RANK % (8 * ROW_THREADS) == 0 && GATE_RANK % (8 * ROW_THREADS) == 0,
               "threads share a row in pieces of 16 bytes");
@@ -48,13 +51,26 @@ struct Loaded {
 DEVICE float rounded(float x) { return IO::unpack(IO::pack(x, 0.f)).x; }
 DEVICE void store(u16* to, float x) { *to = u16(IO::pack(x, 0.f)); }
 
+struct Tap {
+    u32 bits;
+
+    DEVICE void load(const void* from, u32 i) {
+        bits = TAP_BYTES == 4 ? static_cast<const u32*>(from)[i] : static_cast<const u16*>(from)[i];
+    }
+    DEVICE float value() const {
+        const u32 x = opt_barrier(bits);
+        return TAP_BYTES == 4 ? __uint_as_float(x) : IO::unpack(x).x;
+    }
+};
+
 // ---------------------------------------------------------------- convolution
 
 struct Channel {
     const u16* x;      // of the first token
     u32 token_stride;  // of x
     u32 channel;       // of the convolution
-    Loaded taps[TAPS], inputs[TAPS], next;
+    Tap taps[TAPS];
+    Loaded inputs[TAPS], next;
 
     // Channel `c` of a head's, those of q first.
     DEVICE void load_taps(const LayerStepParams& p, u32 c, u32 n, u32 head) {
@@ -66,13 +82,13 @@ struct Channel {
         token_stride = at.token;
         channel = part * p.qk_channels + within;
         #pragma unroll
-        for (int i = 0; i < TAPS; i++) taps[i].load(p.conv_weight + channel * TAPS + i);
+        for (int i = 0; i < TAPS; i++) taps[i].load(p.conv_weight, channel * TAPS + i);
     }
     // The history is in slot `slot`.
     DEVICE void load_inputs(const LayerStepParams& p, u32 slot) {
         const u16* history = state(p, slot);
         #pragma unroll
-        for (int i = 0; i < TAPS; i++) inputs[i].load(history + i * p.conv_tap_stride);
+        for (int i = 0; i < HISTORY; i++) inputs[DROPPED + i].load(history + i * p.conv_tap_stride);
         next.load(x);
     }
     DEVICE u16* state(const LayerStepParams& p, u32 slot) const {
@@ -93,7 +109,7 @@ struct Channel {
     DEVICE void keep(const LayerStepParams& p, u32 slot) const {
         u16* kept = state(p, slot);
         #pragma unroll
-        for (int i = 0; i < TAPS; i++) kept[i * p.conv_tap_stride] = u16(inputs[i].bits);
+        for (int i = 0; i < HISTORY; i++) kept[i * p.conv_tap_stride] = u16(inputs[DROPPED + i].bits);
     }
 };
 

@@ -23,8 +23,8 @@ from .contract import Inputs
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 PARAMS = Params("LayerStepParams", """
     const u16 *q, *k, *v, *f, *gate, *beta;  // [B, T, ...], channels of a token contiguous
-    const u16 *conv_weight;                  // [D, TAPS], the channels of q first, then those of k and of v
-    u16* conv_state;                         // [slots, D, TAPS]
+    const void *conv_weight;                 // [D, TAPS], the channels of q first, then those of k and of v
+    u16* conv_state;                         // [slots, D, HISTORY]
     unsigned char* state;                    // [slots, HV, V, K]
     u16* o;                                  // [B, T, HV, V], contiguous
     const u16 *f_weight, *gate_weight;       // [HV K, DECAY_RANK] and [HV V, GATE_RANK], or null with a rank of 0
@@ -35,7 +35,7 @@ PARAMS = Params("LayerStepParams", """
     Index slots_at, accepted_at;
     u64 group_inverse;                                 // 2^32 / (HV / H), rounded up
     u32 conv_slot_stride, conv_channel_stride, conv_tap_stride;  // in elements
-    u32 slot_stride, head_stride, slot_count;          // strides of the state in 16 bytes
+    u32 slot_stride, head_stride, slot_count, first_slot;  // strides of the state in 16 bytes
     u32 sequences, tokens, qk_channels;                // tokens of each sequence; channels of q: H K
     int gate_activation, beta_activation;
     float lower_bound, scale, norm_eps;
@@ -64,6 +64,8 @@ class Variant(NamedTuple):
     gate_rank: int  # the same of the output gate
     taps: int
     group: int  # value heads of a q/k head
+    history: int | None = None  # inputs of the convolution that are kept, taps or taps - 1; None: taps
+    fp32_taps: bool = False  # conv_weight in fp32
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -71,6 +73,7 @@ class Variant(NamedTuple):
             "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "STATE_BYTES": self.state_dtype.itemsize,
             "LANES": self.K // 8, "ROWS": 4, "WARPS": self.warps, "DECAY_RANK": self.decay_rank,
             "GATE_RANK": self.gate_rank, "TAPS": self.taps, "CLUSTER": self.group,
+            "HISTORY": self.history or self.taps, "TAP_BYTES": 4 if self.fp32_taps else 2,
             "SHARED_BYTES": self.shared_bytes(1),
         }  # fmt: skip
 
@@ -104,11 +107,11 @@ _plans: CallCache[Plan] = CallCache(leading_tensors(Inputs))
 
 
 def layer_step(x: Inputs, machine: Machine, plan: Plan | None = None) -> Tensor:
-    """Return o [B, T, HV, V]; `x.state` and `x.conv_state` are updated in place.
+    """Return o [B, T, HV, V], or `x.out`; `x.state` and `x.conv_state` are updated in place.
 
     `plan` is `plan_for` of such inputs.
     """
-    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device) if x.out is None else x.out
     state, plan = x.state, plan or plan_for(x, machine)
     overlap = x.overlap
     if not plan.aligned or _misaligned(x) or not all(t is None or t.is_contiguous() for t in _weights(x)):
@@ -149,7 +152,8 @@ def _plan(x: Inputs, machine: Machine) -> Plan:
     (B, T, H, K), HV, slot_count, device = x.q.shape, x.v.shape[2], x.state.shape[0], x.q.device
     factors = (x.f, x.f_weight), (x.gate, x.gate_weight)
     f_rank, gate_rank = (0 if weight is None else weight.shape[1] for _, weight in factors)
-    variant = Variant(K, x.q.dtype, x.state.dtype, f_rank, gate_rank, x.conv_weight.shape[1], HV // H)
+    taps, history, fp32_taps = x.conv_weight.shape[1], x.conv_state.shape[2], x.conv_weight.dtype is torch.float32
+    variant = Variant(K, x.q.dtype, x.state.dtype, f_rank, gate_rank, taps, HV // H, history, fp32_taps)
     piece, state = 16 // x.state.dtype.itemsize, x.state.stride()
     q_at, k_at, v_at, f_at, gate_at, beta_at = (t.stride()[:2] for t in (x.q, x.k, x.v, x.f, x.gate, x.beta))
     conv_slot, conv_channel, conv_tap = x.conv_state.stride()
@@ -158,6 +162,7 @@ def _plan(x: Inputs, machine: Machine) -> Plan:
         slots_at=index_values(x.state_indices), accepted_at=index_values(x.num_accepted),
         group_inverse=-(-(2**32) // (HV // H)), conv_slot_stride=conv_slot, conv_channel_stride=conv_channel,
         conv_tap_stride=conv_tap, slot_stride=state[0] // piece, head_stride=state[1] // piece, slot_count=slot_count,
+        first_slot=x.first_slot,
         sequences=B, tokens=T, qk_channels=H * K, gate_activation=GATE_CODES[x.gate_activation],
         beta_activation=BETA_CODES[x.beta_activation], lower_bound=x.lower_bound, scale=x.scale, norm_eps=x.norm_eps,
     )  # fmt: skip

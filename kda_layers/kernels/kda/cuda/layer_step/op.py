@@ -10,16 +10,19 @@ from torch import Tensor
 
 from ....checks import DTYPES, DtypeError, accumulator_dtype, check_is_tensor, check_scale, check_tensor, dtype_names
 from ....declarations import arch_of
-from ....operator import NoGradOperator
+from ....operator import NoGradOperator, no_output
 from ....torch_private import constant_to_compile
 from ....tracing import is_plain
-from ...checks import check_gate, check_lower_bound, check_slots, check_writable
+from ...checks import check_gate, check_lower_bound, check_out, check_slots, check_writable
 from ...contract import KDA
 from .contract import LAYER_STEP, Inputs, Problem
 
 _cache = LAYER_STEP.call_cache(Inputs)
 _layer_step: NoGradOperator[Inputs] = NoGradOperator(
     "layer_step", Inputs, ("conv_state", "state"), LAYER_STEP, "step", lambda x: x.v.new_empty(x.v.shape)
+)
+_layer_step_into: NoGradOperator[Inputs] = NoGradOperator(
+    "layer_step_into", Inputs, ("conv_state", "state", "out"), LAYER_STEP, "step", no_output
 )
 
 
@@ -48,7 +51,9 @@ def layer_step(
     scale: float | None = None,
     norm_eps: float = 1e-6,
     overlap: bool = False,
+    first_slot: int = 0,
     backend: str | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode one or a few tokens of each sequence from a layer's projections to the input of its output projection.
 
@@ -61,8 +66,9 @@ def layer_step(
         f: [B, T, R] with f_weight [HV K, R]; without it [B, T, HV K], the logits themselves.
         gate: [B, T, R'] with gate_weight [HV V, R']; without it [B, T, HV V], the logits themselves.
         beta: [B, T, HV] logits.
-        conv_weight: [D, W], D = 2 H K + HV V, the channels of q first, then those of k and of v.
-        conv_state: [B, D, W] in q's dtype, the last W inputs of the convolution, updated in place.
+        conv_weight: [D, W] in q's dtype or fp32, D = 2 H K + HV V, the channels of q first, then those of k and of v.
+        conv_state: [B, D, W] or [B, D, W - 1] in q's dtype, the last inputs of the convolution, updated in place. It
+            needs W - 1 of them.
         state: [B, HV, V, K], as in `kda_step`, updated in place.
         norm_weight: [V]; gate_bias: [HV V] or None; A_log, dt_bias: as in `kda`.
         state_indices, num_accepted: as in `kda_step`; conv_state and state are then pools with the same slots.
@@ -71,22 +77,27 @@ def layer_step(
         overlap: True if the kernel launched before this one on the stream writes no parameter (conv_weight, f_weight,
             gate_weight, gate_bias, norm_weight, A_log, dt_bias), which may then be read before that kernel has ended
             (programmatic dependent launch, from compute capability 9.0 on).
+        first_slot: slots of state_indices below it are no slots, as -1 is: 1 where slot 0 stands for padding.
         backend: name of a backend of `kda`, taken where it serves; None chooses.
+        out: as in `kda_step`.
 
     Returns:
-        o [B, T, HV, V] in v's dtype.
+        o [B, T, HV, V] in v's dtype, or `out`.
 
     Raises:
         TypeError, ValueError: an argument breaks this contract; the message names it. The states are then unchanged.
     """
     x = Inputs(
         q, k, v, f, gate, beta, conv_weight, conv_state, state, f_weight, gate_weight, gate_bias, norm_weight, A_log,
-        dt_bias, state_indices, num_accepted, gate_activation, check_lower_bound(gate_activation, lower_bound),
-        beta_activation, check_scale(q, scale), float(norm_eps), bool(overlap),
+        dt_bias, state_indices, num_accepted, out, gate_activation, check_lower_bound(gate_activation, lower_bound),
+        beta_activation, check_scale(q, scale), float(norm_eps), bool(overlap), first_slot,
     )  # fmt: skip
     cached = _cache.get(x, backend)
     name, run = cached or _prepare(x, backend)
-    return _layer_step(x, name, cached is not None, run)
+    if out is None:
+        return _layer_step(x, name, cached is not None, run)
+    _layer_step_into(x, name, cached is not None, run)
+    return out
 
 
 class RepeatedLayerStep:
@@ -97,9 +108,11 @@ class RepeatedLayerStep:
         self._options, self._backend = options, backend
         self._run: Callable[[Inputs], Tensor] | None = None
 
-    def __call__(self, *tensors: Any) -> Tensor:
+    def __call__(self, *tensors: Any, state_indices: Tensor | None = None) -> Tensor:
         """Return `layer_step` of the fields of `Inputs` up to `state`; constraints as for `RepeatedLinearStep`."""
         x = Inputs._make((*tensors, *self._options))
+        if state_indices is not None:
+            x = x._replace(state_indices=state_indices)
         if self._run is None:
             name, self._run = _prepare(x, self._backend)
             return _layer_step(x, name)
@@ -152,12 +165,14 @@ def check(x: Inputs) -> None:
     if x.gate_weight is None and x.gate_bias is not None:
         raise ValueError("gate_bias must be None without gate_weight: add it to gate, the logits")
     D, wide = 2 * H * K + HV * V, (accumulator_dtype(q.dtype),)
+    W = x.conv_weight.shape[1]
+    kept = max(W - 1, min(W, x.conv_state.shape[2]))
     f_rank, gate_rank = (_rank(name, getattr(x, name)) for name in ("f_weight", "gate_weight"))
     expected: tuple[tuple[str, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
         ("k", (B, T, H, K), dtype), ("v", (B, T, HV, V), dtype), ("beta", (B, T, HV), dtype),
         ("f", (B, T, f_rank or HV * K), dtype), ("gate", (B, T, gate_rank or HV * V), dtype),
-        ("conv_weight", (D, x.conv_weight.shape[-1]), dtype),
-        ("conv_state", (x.conv_state.shape[0], D, x.conv_weight.shape[-1]), dtype), ("norm_weight", (V,), dtype),
+        ("conv_weight", (D, W), (*dtype, *wide)), ("conv_state", (x.conv_state.shape[0], D, kept), dtype),
+        ("norm_weight", (V,), dtype),
         ("f_weight", (HV * K, f_rank), dtype), ("gate_weight", (HV * V, gate_rank), dtype),
         ("gate_bias", (HV * V,), dtype), ("A_log", (HV,), wide), ("dt_bias", (HV, K), wide),
     )  # fmt: skip
@@ -165,6 +180,11 @@ def check(x: Inputs) -> None:
         if (t := getattr(x, name)) is not None:
             check_tensor(name, t, shape, dtypes, q)
     check_slots(q, x.state, x.state_indices, x.num_accepted, (B, HV, V, K), T)
+    if isinstance(x.first_slot, bool) or not isinstance(x.first_slot, int) or x.first_slot < 0:
+        raise ValueError(f"first_slot must be an integer of at least 0, got {x.first_slot!r}")
+    if x.first_slot and x.state_indices is None:
+        raise ValueError(f"first_slot must be 0 without state_indices, got {x.first_slot}")
+    check_out(x.out, x)
     if x.conv_state.shape[0] != x.state.shape[0]:
         raise ValueError(f"conv_state must have the {x.state.shape[0]} slots of state, got {x.conv_state.shape[0]}")
     check_writable("conv_state", x.conv_state)
