@@ -818,3 +818,21 @@ def test_decoded_by_the_layers_one_kernel(interval: int) -> None:
             out = m.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
             assert out[0, len(prompt) :].tolist() == tokens
     engine.check_empty()
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("dtype", "by_kernel"), [("bfloat16", True), ("int8", False)])
+def test_narrow_states_by_the_layers_one_kernel(dtype: str, by_kernel: bool) -> None:
+    """It takes bf16 states, in caches and slots; int8 states are updated by `kda_step`."""
+    m = kernel_model(0)
+    m.config.linear_state_dtype, ids = dtype, torch.tensor([prompts(5)[0]])
+    with emulated_layer_step.first_choice() as kernel:
+        engine = Engine(m, new=4)
+        engine.add(ids[0].tolist())
+        (tokens,) = engine.tokens()
+        out = m.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        assert len(kernel.calls) == 12 * by_kernel  # steps, layers, twice
+        assert {x.state.dtype for x in kernel.calls} == ({torch.bfloat16} if by_kernel else set())
+    assert len(tokens) == 4
+    if by_kernel:
+        assert out[0, 5:].tolist() == tokens
