@@ -28,6 +28,7 @@ from benchmarks import (
     prefixes,
     report,
     serving,
+    state_dtypes,
     swap,
     timing,
     training_curves,
@@ -493,6 +494,30 @@ def test_a_swapped_model_is_judged_against_fp32(monkeypatch: pytest.MonkeyPatch)
         swap.check(a, Model(1.2 * scaled[1]))
 
 
+def test_scores_of_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each form of the states loses something, fp32 nothing; recall asks for values that the sequence told."""
+    arguments = ["--recall", "small", "--recall-steps", "2", "--fillers", "3", "--sequences", "2"]
+    state_dtypes.main([*arguments, "--device", "cpu", "--output", str(tmp_path)])
+    contents = report.load(tmp_path / "cpu-state-dtypes.json")
+    assert contents["details"]["recall"]["steps"] == 2
+    assert [r["states"] for r in contents["rows"]] == [*state_dtypes.STATES]
+    assert [r["each_differs_by"] > 0 for r in contents["rows"]] == [False, True, True, True, True]
+
+    task = state_dtypes.RECALL["small"]
+    model, _ = state_dtypes.train_recall("small", torch.device("cpu"), 1)
+    rows = state_dtypes.text_rows(model, torch.randint(3 * task.kinds, (50,)), 2, 20)
+    assert [r["tokens"] for r in rows[:5]] == ["0-20", "0-5", "5-10", "10-15", "15-20"]
+    tokens, mask = state_dtypes.recall_batch(task, 5, 7, 3, torch.Generator().manual_seed(0))
+    assert tokens.shape == (3, 27)
+    assert mask.nonzero().flatten().tolist() == [18, 20, 22, 24, 26]
+    for row in tokens.tolist():
+        told = dict(zip(row[0:10:2], row[1:10:2], strict=True))
+        assert all(told[key] == value for key, value in zip(row[17::2], row[18::2], strict=True))
+    with pytest.raises(SystemExit):
+        state_dtypes.main([])
+    assert "needs --run FOLDER or --recall SIZE" in capsys.readouterr().err
+
+
 def test_steps_at_new_lengths_and_at_the_same_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -863,7 +888,7 @@ def test_names_of_results_follow_the_rule(name: str) -> None:
         report.document(name, "A title", [])
 
 
-@pytest.mark.parametrize("module", ["lm", "decode_lengths"])
+@pytest.mark.parametrize("module", ["lm", "decode_lengths", "state_dtypes"])
 def test_names_are_refused_before_anything_is_measured(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         importlib.import_module(f"benchmarks.{module}").main(["--name", "gpu_operator"])

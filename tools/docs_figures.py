@@ -87,6 +87,27 @@ def long_generation(results: Results) -> str:
     return svg.chart([panel], "Memory while generating")
 
 
+def state_dtypes(results: Results, name: str) -> str:
+    """Losses of each form of states beside those of fp32, by position in a text; recall after fillers."""
+    rows, colors = results[name]["rows"], (INK, BLUE, GREEN, ORANGE, VIOLET)
+    forms = dict(zip(dict.fromkeys(r["states"] for r in rows), colors, strict=True))
+
+    def lines(task: str, column: str) -> list[Line]:
+        points: dict[str, dict[float, float]] = {form: {} for form in forms}
+        for r in rows:
+            first, _, last = r["tokens"].partition("-")
+            if r["task"] == task and (task == "recall" or int(last) - int(first) < whole):
+                points[r["states"]][int(last or first.split()[0])] = r[column]
+        return [Line(form, points[form], color) for form, color in forms.items() if points[form]]
+
+    whole = max(int(r["tokens"].partition("-")[2]) for r in rows if r["task"] == "text")
+    panels = [
+        Panel("held-out text", "token", "nats per token more than fp32", lines("text", "more_nats"), log=False),
+        Panel("recall", "tokens of filler", "share of right values", lines("recall", "accuracy"), log=False),
+    ]
+    return svg.chart(panels, "Task scores of recurrent states")
+
+
 def training_curves(results: Results, name: str, of_what: str) -> str:
     """Smoothed losses, and their differences from the first run's over the steps that both made."""
     base, *others = results[name]["rows"]
@@ -248,5 +269,6 @@ RUNS: dict[str, Callable[[Results], str]] = {  # beside the page of the result f
     "gpu-long-generation": long_generation,
     "gpu-parallel": parallel,
     "gpu-train-120m-fla": train_120m,
+    "cpu-state-dtypes": partial(state_dtypes, name="cpu-state-dtypes"),
     **{name: partial(training_curves, name=name, of_what=what) for name, what in CURVES.items()},
 }

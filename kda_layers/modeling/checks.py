@@ -9,15 +9,19 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..kernels.checks import DTYPES
+from ..kernels.declarations import one_of
 from ..kernels.deprecation import OLD_KEYWORDS, new_keywords
 from ..kernels.kda.activations import GATES
 from ..kernels.kda.checks import check_lower_bound, check_recompute
+from ..kernels.kda.contract import state_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}  # names for `stored_dtype`
 DEQUANTISE = (
     "quantised weights mean nothing without their scales: dequantise the model first (model.dequantize() of "
     "transformers), or load a checkpoint that is not quantised"
@@ -62,11 +66,28 @@ def check_kda_arguments(given: Mapping[str, Any], prefix: str = "") -> None:
     try:
         check_lower_bound(gate, given["lower_bound"])
         check_recompute(given["recompute"], given["memory_share"])
+        stored_dtype(given["state_dtype"])
     except (TypeError, ValueError) as error:
         raise type(error)(f"{prefix}{error}") from error
     for name in ("gate_rank", "decay_rank"):
         as_rank(prefix + name, given[name] or 0)
     check_epsilon("rms_norm_eps", given["rms_norm_eps"])
+
+
+def stored_dtype(name: Any, dtype: torch.dtype = torch.float32) -> torch.dtype:
+    """Return the dtype in which recurrent states are kept, of its name and the dtype of the layer's inputs.
+
+    Raises:
+        ValueError: another name, or one of fewer bits for inputs in fp64.
+    """
+    if not isinstance(name, str) or name not in STATE_DTYPES:
+        raise ValueError(f"state_dtype must be {one_of([repr(n) for n in STATE_DTYPES])}, got {name!r}")
+    computed, kept = state_dtype(dtype), STATE_DTYPES[name]
+    if kept == torch.float32:  # the one in which states are computed
+        return computed
+    if computed == torch.float64:
+        raise ValueError(f"state_dtype must be 'float32' for inputs in float64, whose states are too, got {name!r}")
+    return kept
 
 
 # Arguments of flash-linear-attention's layer, and what is used here.

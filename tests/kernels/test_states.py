@@ -141,3 +141,23 @@ def test_state_layouts_are_named() -> None:
             run(*x[:5], **options(x), **more, state_layout="VK")
     with pytest.raises(ValueError, match=r"initial_state must have shape .* \[K, V\] layout, pass state_layout='kv'"):
         kda(*x[:5], **options(x), initial_state=x.initial_state.mT.contiguous())
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_a_step_rounds_a_bf16_state_once(dtype: torch.dtype) -> None:
+    """Outputs are those of the same state in fp32, and the state is what that becomes, rounded at the end of a call."""
+    x = make_inputs(Case(T=3, B=3, H=1, group=2, K=8, V=16, dtype=dtype, state=True))
+    narrow, slots = x.initial_state.bfloat16(), torch.tensor([[3, -1, 4], [-1, -1, -1], [0, 1, 2]])
+    for indices, rows in (
+        ({}, [0, 1, 2]),
+        ({"state_indices": slots[:, 0]}, [3, 0]),
+        ({"state_indices": slots}, slice(5)),
+    ):
+        state = narrow.repeat(2, 1, 1, 1)[: 5 if indices else 3]
+        want, before = state.float(), state.clone()
+        with torch.no_grad():
+            o = kda_step(*x[:5], state, **options(x), **indices, backend="eager")
+            assert torch.equal(o, kda_step(*x[:5], want, **options(x), **indices, backend="eager"))
+        assert state.dtype == BF16
+        assert torch.equal(state, want.bfloat16())
+        assert not torch.equal(state[rows], before[rows])

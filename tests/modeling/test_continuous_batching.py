@@ -23,6 +23,7 @@ from kda_layers.kernels.kda.contract import Problem
 from kda_layers.modeling import seams
 from kda_layers.modeling.layer.states import SlotState
 from kda_layers.modeling.models.generation import LoopOnDevice
+from kda_layers.states import dequantize_state, quantize_state
 from tests.kernels import emulated_layer_step
 from tests.kernels.cases import error
 from tests.modeling import stock_models
@@ -705,6 +706,89 @@ def test_a_states_views_are_apart() -> None:
         assert (view == i).all()
 
 
+# ---------------------------------------------------------------- states in bf16 and int8
+
+NARROW = {"bfloat16": 2, "int8": 1}  # bytes of an element
+narrow = pytest.mark.parametrize("dtype", NARROW)
+
+
+def with_states_in(dtype: str, name: str, **fields: Any) -> PreTrainedModel:
+    m = build(name, FP32, **fields).eval()
+    m.config.linear_state_dtype = dtype
+    return m
+
+
+@narrow
+@pytest.mark.parametrize("name", ["kda", "llama"])
+def test_narrow_states_in_slots(name: str, dtype: str) -> None:
+    """Nothing that the slots held before matters, NaN as scales neither; in bf16 tokens are those of `generate`.
+
+    Sums of other batches have other last bits, by which int8 states are rounded to other numbers at random.
+    """
+    m, given, got = with_states_in(dtype, name), prompts(5, 1, 17, 40), []
+    for byte in (0, 0xFF):
+        engine = Engine(m, new=12)
+        engine.states._copy_view[2 * engine.states.blocks_per_sector :].fill_(byte)
+        for prompt in given:
+            engine.add(prompt)
+        got.append(engine.tokens())
+        (_, state, *scales) = next(iter(engine.states.pools.values()))
+        assert (state.element_size(), len(scales)) == (NARROW[dtype], int(dtype == "int8"))
+        engine.check_empty()
+    assert got[0] == got[1]
+    if dtype == "bfloat16":
+        ids = [torch.tensor([prompt]) for prompt in given]
+        options: dict[str, Any] = dict(max_new_tokens=12, do_sample=False)
+        out = [m.generate(t, attention_mask=torch.ones_like(t), **options)[0, t.shape[1] :].tolist() for t in ids]
+        assert got[0] == out
+
+
+@narrow
+def test_narrow_states_in_steps_of_every_kind(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of prompts beside decoded tokens: each call is that of the same states in fp32, which are then rounded."""
+    calls, attend = [], SlotState.attend
+
+    def compared(self: Any, inputs: Any, options: Any, recompute: Any) -> Tensor:
+        slots, found = self.slots, SlotState.__new__(SlotState)
+        wide = self.pool.float() if self.scales is None else dequantize_state(self.pool, self.scales)
+        found.slots, found.pool, found.scales = slots, wide, None
+        want = attend(found, inputs, options, recompute)
+        o = attend(self, inputs, options, recompute)
+        assert torch.equal(o, want)
+        live = slots.index[slots.index >= 0]
+        kept = wide[live].bfloat16() if self.scales is None else quantize_state(wide[live])[0]
+        assert torch.equal(self.pool[live], kept)
+        if self.scales is not None:
+            assert torch.equal(self.scales[live], quantize_state(wide[live])[1])
+        calls.append(slots.one_each)
+        return o
+
+    monkeypatch.setattr(SlotState, "attend", compared)
+    m, given = with_states_in(dtype, "hybrid"), prompts(5, 1, 17, 70, 3)
+    out = m.generate_batch(given, generation(8), continuous_batching_config=config(max_batch_tokens=7))
+    assert [len(o.generated_tokens) for o in out.values()] == [8] * 5
+    assert all(o.error is None for o in out.values())
+    assert {*calls} == {True, False}
+
+
+def test_narrow_states_take_less_memory() -> None:
+    """Slots are smaller: with a little for alignment, by the bytes of states."""
+    sizes: dict[str, Any] = dict(linear_head_dim=32, linear_num_heads=4)
+    states = {d: Engine(with_states_in(d, "kda", **sizes)).states for d in ("float32", *NARROW)}
+    conv, elements, scales = 4 * 3 * 4 * 32 * 4, 4 * 32 * 32, 4 * 4 * 32  # multiples of an alignment
+    want = {"float32": conv + 4 * elements, "bfloat16": conv + 2 * elements, "int8": conv + elements + scales}
+    assert {d: s.bytes_per_block for d, s in states.items()} == {d: 2 * n for d, n in want.items()}  # layers
+    float32, bfloat16, int8 = (s.num_blocks for s in states.values())
+    assert float32 < bfloat16 < int8
+
+
+@narrow
+def test_narrow_states_of_fp64_are_refused(dtype: str) -> None:
+    m = with_states_in(dtype, "kda").double()
+    with pytest.raises(ValueError, match=f"^state_dtype must be 'float32' for inputs in float64.*{dtype}"):
+        m.init_continuous_batching(generation(2), config())
+
+
 # ---------------------------------------------------------------- decode steps by one kernel
 
 
@@ -728,3 +812,21 @@ def test_decoded_by_the_layers_one_kernel(interval: int) -> None:
             out = m.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
             assert out[0, len(prompt) :].tolist() == tokens
     engine.check_empty()
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("dtype", "by_kernel"), [("bfloat16", True), ("int8", False)])
+def test_narrow_states_by_the_layers_one_kernel(dtype: str, by_kernel: bool) -> None:
+    """It takes bf16 states, in caches and slots; int8 states are updated by `kda_step`."""
+    m = kernel_model(0)
+    m.config.linear_state_dtype, ids = dtype, torch.tensor([prompts(5)[0]])
+    with emulated_layer_step.first_choice() as kernel:
+        engine = Engine(m, new=4)
+        engine.add(ids[0].tolist())
+        (tokens,) = engine.tokens()
+        out = m.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        assert len(kernel.calls) == 12 * by_kernel  # steps, layers, twice
+        assert {x.state.dtype for x in kernel.calls} == ({torch.bfloat16} if by_kernel else set())
+    assert len(tokens) == 4
+    if by_kernel:
+        assert out[0, 5:].tolist() == tokens

@@ -337,7 +337,7 @@ def state_shape(x: Inputs | DecodeInputs | PrefillInputs) -> tuple[int, int, int
 def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """The dtypes of states that go with inputs of `dtype`, first the one in which they are computed."""
     wide = state_dtype(dtype)
-    return (wide, torch.bfloat16) if dtype in (torch.bfloat16, torch.float16) else (wide,)
+    return (wide,) if wide == torch.float64 else (wide, torch.bfloat16)
 
 
 def outputs_like(x: Inputs) -> KDAOutput:

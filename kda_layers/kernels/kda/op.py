@@ -85,8 +85,8 @@ def kda(
         beta: [B, T, HV] logits, or beta itself (in [0, 2], checked on the CPU alone); q's dtype or fp32.
         A_log: [HV] fp32 (fp64 for fp64 inputs): log of the gate's rate; optional with 'lower_bound' (rate 1).
         dt_bias: [HV, K] fp32, added to the gate logits; optional.
-        initial_state: [N, HV, V, K] fp32 (fp64 for fp64 inputs; with 16-bit inputs also bf16), zero if None; N is B, or
-            the number of packed sequences.
+        initial_state: [N, HV, V, K] fp32 or bf16 (fp64 for fp64 inputs), zero if None; N is B, or the number of packed
+            sequences.
         cu_seqlens: [N + 1] int32 or int64, offsets of the sequences packed along T (then B = 1); empty ones allowed.
         gate_activation: 'lower_bound': lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
             'softplus': -exp(A_log) * softplus(g + dt_bias); 'log_decay': g as it is.
@@ -198,8 +198,8 @@ def kda_prefill(
     Args:
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, gate_activation, lower_bound, beta_activation, qk_l2norm, scale,
             backend: as in `kda`.
-        state: [N, HV, V, K] fp32 (fp64 for fp64 inputs; with 16-bit inputs also bf16), the state before each sequence,
-            overwritten with the one after it. None: zero, and not kept. With state_indices a pool [slots, HV, V, K],
+        state: [N, HV, V, K] fp32 or bf16 (fp64 for fp64 inputs), the state before each sequence, overwritten with the
+            one after it. None: zero, and not kept. With state_indices a pool [slots, HV, V, K],
             whose other slots are not changed.
         state_indices: [N] int32 or int64, each sequence's slot. -1 is no slot: a padding sequence, which gets o = 0 (on
             a CPU, a given beta and log-decay of it are checked, too). Two sequences must not share a slot. As in
@@ -260,7 +260,7 @@ def kda_step(
         q, k, v, g, beta, A_log, dt_bias, gate_activation, lower_bound, beta_activation, qk_l2norm, scale, backend:
             as in `kda`; T is the number of new tokens of each sequence, usually 1.
         state: [N, HV, V, K] fp32 (fp64 for fp64 inputs), read and overwritten with the state after the last token.
-            With 16-bit inputs, CUDA backends also take bf16: half of the bytes, rounded at every call.
+            bf16, in half of the bytes, is rounded at every call. Backends that take it: 'eager' and ours for CUDA.
             int8 with `state_scale`, in a quarter of the bytes: docs/guides/caches.md says when not to use it.
             With `state_indices` a pool [slots, HV, V, K], whose other slots are not changed.
         state_scale: [N, HV, V] fp32 with an int8 state, else None; a pool [slots, HV, V] as the state is. Read and

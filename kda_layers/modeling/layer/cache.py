@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kda_layers.kernels.kda.contract import CHUNK
-from kda_layers.modeling.layer.states import Past, States, at_a_fixed_address, make_writable
+from kda_layers.modeling.layer.states import Past, States, at_a_fixed_address, make_writable, write_recurrent
 from kda_layers.modeling.seams import Cache, CacheLayerMixin, LinearAttentionLayer, StaticCache
 
 
@@ -90,7 +90,9 @@ class KDACacheLayer(LinearAttentionLayer):
 
     def _store(self, states: States) -> None:
         for kept, new in zip(self._states(), states, strict=True):
-            if kept is not new:
+            if kept.dtype == torch.int8:
+                write_recurrent(self, new, torch.int8)
+            elif kept is not new:
                 kept.copy_(new)
 
     def _states_after(self, call: int, tokens: int) -> States | None:

@@ -20,7 +20,7 @@ from ...kernels.kda.op import kda
 from ...kernels.over_ranks.kda import kda_over_ranks
 from ...kernels.over_ranks.shards import Shards
 from ...kernels.over_ranks.short_conv import short_convs_over_ranks
-from ..checks import check_no_adapter
+from ..checks import check_no_adapter, stored_dtype
 from .decode_plan import DecodePlan, key_of_step
 from .fast_paths import (
     Call,
@@ -62,6 +62,8 @@ def DECODE_KERNEL(call: Any, layer: KDAForward, state: Any, in_kernel: list[Any]
         yield Reason("runs with gradients enabled", "call it under torch.no_grad()" if call.tokens == 1 else "")
     if call.autocast:
         yield Reason("runs under autocast", "load the model in bfloat16 instead")
+    if layer._kept_dtype(call, state) == torch.int8:
+        yield Reason("keeps states in int8", "'bfloat16' for linear_state_dtype is served")
     factors = layer._factors()
     few = call.rows * layer._heads()[1] <= MOST_FACTORED and all(f is None or is_plain(f) for f in factors)
     if not (few and has_kernel(*layer._step_problem(call, state, layer.decay_rank, layer.gate_rank))):
@@ -90,6 +92,7 @@ class KDAForward:
     merged_weights: MergedWeights  # q, k, v, log-decay, output gate, beta
     factors: MergedWeights  # the second factors of log-decay and output gate, if both have one
     plan: Remembered[DecodePlan]  # of decode steps
+    state_dtype: str = "float32"  # of states in caches that are begun
     recompute: str = "auto"  # as in `kda`
     memory_share: float | None = None
     layers_in_model: int = 1  # KDA layers that keep their share at the same time
@@ -165,8 +168,10 @@ class KDAForward:
         if shards is not None:
             o = kda_over_ranks(*inputs, shards, **recompute | options).o
         elif state.recording:
+            state.new_dtype = stored_dtype(self.state_dtype, q.dtype)
             o = state.attend_and_record(inputs, options, recompute, torch.cat(qkv, -1), taps.shape[-1], mask)
         elif state.cached:
+            state.new_dtype = stored_dtype(self.state_dtype, q.dtype)
             o = state.attend(inputs, options, recompute)
         else:
             o = kda(*inputs, **recompute | options).o
@@ -237,8 +242,11 @@ class KDAForward:
         return plan
 
     def problem(self, device: torch.device, dtype: torch.dtype, **fields: Any) -> Problem:
-        """Return the problem of `kda` that calls of the layer pose, with these further fields."""
+        """Return the problem of `kda` or `kda_step` that calls of the layer pose, with these further fields."""
         (H, HV), options = self._heads(), self.kda_options
+        if fields.get("decode"):
+            kept = stored_dtype(self.state_dtype, dtype)
+            fields |= dict(bf16_state=kept == torch.bfloat16, int8_state=kept == torch.int8)
         return KDA.problem(
             device.type, arch_of(device), dtype, dtype, self.head_dim, self.value_head_dim, HV // H,
             options["gate_activation"], options["beta_activation"], True, **fields,
@@ -247,10 +255,13 @@ class KDAForward:
     def _step_problem(self, call: Any, state: Any, *ranks: int) -> tuple[Any, ...]:
         """Return the arguments of `has_kernel`."""
         (H, HV), options = self._heads(), self.kda_options
-        state_is = state_dtype(call.dtype) if state.recurrent is None else state.recurrent.dtype
+        state_is = self._kept_dtype(call, state)
         sizes = self.head_dim, self.value_head_dim, HV // H, 1, self.conv1d.weight.shape[2]
         activations = options["gate_activation"], options["beta_activation"]
         return options.get("backend"), call.device, call.dtype, state_is, *sizes, *ranks, *activations
+
+    def _kept_dtype(self, call: Any, state: LayerState) -> torch.dtype:
+        return stored_dtype(self.state_dtype, call.dtype) if state.recurrent is None else state.recurrent.dtype
 
     def _heads(self) -> tuple[int, int]:
         """Return the numbers of q/k and of value heads, which are this rank's under tensor parallelism."""

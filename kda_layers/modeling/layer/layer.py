@@ -45,13 +45,15 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         output_gate_bias: True for an output gate with a bias, as in flash-linear-attention.
         layer_idx: index of this layer in a cache; needed only to use one.
         backend: name of a kernel backend; None chooses (see `kda_layers.explain`).
+        state_dtype: "float32", "bfloat16" or "int8", in which a cache keeps the recurrent states, with inputs in fp64
+            "float32" alone, for fp64. A cache that holds states keeps their dtype.
         recompute, memory_share: as in `kda_layers.kda`; "auto" in a model depends on its number of KDA layers.
 
     Raises:
         TypeError: an unknown keyword; a size, a rank or layer_idx that is not an integer; rms_norm_eps or lower_bound
             that is not a number.
         ValueError: num_value_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound,
-            recompute or memory_share; a negative rms_norm_eps or rank; "softplus" without a learned rate.
+            state_dtype, recompute or memory_share; a negative rms_norm_eps or rank; "softplus" without a learned rate.
     """
 
     kept_in_fp32 = ("A_log", "dt_bias")  # the decay is exponential in A_log
@@ -76,6 +78,7 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         output_gate_bias: bool = False,
         layer_idx: int | None = None,
         backend: str | None = None,
+        state_dtype: str = "float32",
         recompute: str = "auto",
         memory_share: float | None = None,
         **unknown: Any,
@@ -95,9 +98,11 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         self.recompute, self.memory_share = recompute_words(recompute, memory_share)
         given = dict(
             gate_activation=gate_activation, lower_bound=lower_bound, rms_norm_eps=rms_norm_eps, gate_rank=gate_rank,
-            decay_rank=decay_rank, learned_rate=learned_rate, recompute=self.recompute, memory_share=self.memory_share,
+            decay_rank=decay_rank, learned_rate=learned_rate, state_dtype=state_dtype, recompute=self.recompute,
+            memory_share=self.memory_share,
         )  # fmt: skip
         check_kda_arguments(sizes | given)
+        self.state_dtype = state_dtype
         self.gate_rank = value_head_dim if gate_rank is None else as_int("gate_rank", gate_rank)
         self.decay_rank = self.gate_rank if decay_rank is None else as_int("decay_rank", decay_rank)
         self.hidden_size, self.head_dim, self.value_head_dim = hidden_size, head_dim, value_head_dim
@@ -218,5 +223,5 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
             f"heads={self.num_heads}, v_heads={self.num_value_heads}, K={self.head_dim}, V={self.value_head_dim}, "
             f"decay_rank={self.decay_rank}, gate_rank={self.gate_rank}, learned_rate={self.A_log is not None}, "
             + ", ".join(f"{name}={value}" for name, value in self.kda_options.items())
-            + f", recompute={self.recompute}, memory_share={self.memory_share}"
+            + f", state_dtype={self.state_dtype}, recompute={self.recompute}, memory_share={self.memory_share}"
         )

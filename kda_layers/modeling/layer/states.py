@@ -1,9 +1,11 @@
 """The states of one layer during one forward call, in a cache or in the slots of a pool, and the operator on them.
 
 A KDA layer keeps, per sequence, the last W inputs of its short convolution [N, D, W] and the recurrent state
-[N, HV, V, K] in fp32, whatever the length. A cache of transformers holds the states of one batch (`LayerState`). A
-serving engine holds those of all requests, each in a slot of its own, and runs steps of any sequences among them:
-`Slots` describes one step, and the model passes it to KDA layers in place of a cache (`SlotState`).
+[N, HV, V, K] in fp32, bf16 or int8, whatever the length. A cache of transformers holds the states of one batch
+(`LayerState`). A serving engine holds those of all requests, each in a slot of its own, and runs steps of any sequences
+among them: `Slots` describes one step, and the model passes it to KDA layers in place of a cache (`SlotState`).
+
+`kda_step` updates a state in each dtype. Other calls compute in fp32 and round the state once, at their end.
 
 Cache layers are recognised by their attributes, because their base classes are those of transformers, which is not
 imported here: `recurrent_states` of its linear-attention layers, `record` and `count` of ours (`cache.py`).
@@ -20,9 +22,11 @@ from torch import Tensor
 
 from ...kernels.checks import accumulator_dtype
 from ...kernels.fused.short_conv import state_after
-from ...kernels.kda.contract import CHUNK, MOST_DRAFTED
+from ...kernels.kda.contract import CHUNK, MOST_DRAFTED, NO_SLOT
 from ...kernels.kda.drafts import can_verify, kda_commit, kda_verify
+from ...kernels.kda.int8_state import dequantize_state, quantize_state
 from ...kernels.kda.op import kda, kda_prefill, kda_step
+from .fast_paths import name_of
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -47,8 +51,9 @@ def make_writable(layer: Any) -> None:
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return
     for states in (layer.conv_states, layer.recurrent_states):
-        if states[0] is not None and states[0].is_inference():
-            states[0] = at_a_fixed_address(states[0].clone())
+        for i, t in states.items():
+            if t is not None and t.is_inference():
+                states[i] = at_a_fixed_address(t.clone())
     counter = getattr(layer, "counter", None)
     if isinstance(counter, Tensor) and counter.is_inference():
         layer.counter = at_a_fixed_address(counter.clone())
@@ -61,6 +66,27 @@ def at_a_fixed_address(t: Tensor) -> Tensor:
     return t
 
 
+def write_recurrent(layer: Any, state: Tensor, dtype: torch.dtype) -> None:
+    """Write a state [N, HV, V, K] to a cache layer in `dtype`, which is that of a state that it holds.
+
+    A layer with int8 states has another state, the scales of rows [N, HV, V] in fp32, which is reordered, offloaded and
+    reset as the others are.
+    """
+    if dtype != torch.int8:
+        layer.update_recurrent_state(state.to(dtype))
+        return
+    if 1 not in layer.recurrent_states:
+        layer.number_of_states = 2
+        for values, empty in (
+            (layer.conv_states, None), (layer.recurrent_states, None), (layer.conv_kernel_size, None),
+            (layer.is_conv_states_initialized, False), (layer.is_recurrent_states_initialized, False),
+        ):  # fmt: skip
+            values[1] = empty
+    for i, t in enumerate(quantize_state(state)):
+        layer.update_recurrent_state(t, i)
+    layer.has_previous_state[1] = True
+
+
 class LayerState:
     """The states of layer `layer_idx` in a cache, or nothing without a cache.
 
@@ -69,6 +95,8 @@ class LayerState:
         recording: True if the cache can be asked to take tokens back.
         conv: [N, D, W] inputs of the short convolution before this call; None at the start.
         recurrent: [N, HV, V, K] recurrent state; None at the start.
+        scale: [N, HV, V] scales of an int8 state, else None.
+        new_dtype: that of the states which an empty cache gets; a cache keeps the one that it has.
 
     Raises:
         ValueError: a cache without layer_idx, without a linear-attention layer there, or with another number of rows.
@@ -78,6 +106,8 @@ class LayerState:
         self.cached, self.recording, self._waits = cache is not None, False, False
         self.conv: Tensor | None = None
         self.recurrent: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.new_dtype = torch.float32
         if cache is None:
             return
         if layer_idx is None:
@@ -94,6 +124,7 @@ class LayerState:
         if not self._layer.has_previous_state[0]:
             return
         self.conv, self.recurrent = self._layer.conv_states[0], self._layer.recurrent_states[0]
+        self.scale = self._layer.recurrent_states.get(1)
         if self.conv.shape[0] != sequences:
             raise ValueError(f"cache must hold as many sequences as the call, {sequences}, got {self.conv.shape[0]}")
 
@@ -119,13 +150,29 @@ class LayerState:
         before, grads = self.recurrent, torch.is_grad_enabled()
         if before is not None and inputs[0].shape[1] == 1 and options["cu_seqlens"] is None and not grads:
             q, k, v, g, beta = inputs
-            return kda_step(q, k, v, g, beta, before, **options)  # updates the state in place
+            return kda_step(q, k, v, g, beta, before, state_scale=self.scale, **options)  # updates the state in place
         # A copy, as autograd may keep the initial state, which the cache then overwrites.
-        initial = before.clone() if before is not None and grads else before
+        initial = self._copy() if grads or self.scale is not None else before
         out = kda(*inputs, initial_state=initial, return_final_state=True, **recompute | options)
-        self._layer.update_recurrent_state(out.final_state.detach())
-        self.recurrent = self._layer.recurrent_states[0]
+        self._write(out.final_state.detach())
         return out.o
+
+    def _copy(self) -> Tensor | None:
+        """Return a copy of the recurrent state that `kda` takes; None at the start."""
+        if self.recurrent is None or self.scale is None:
+            return None if self.recurrent is None else self.recurrent.clone()
+        return dequantize_state(self.recurrent, self.scale)
+
+    def _write(self, state: Tensor) -> None:
+        """Store the recurrent state [N, HV, V, K] in the cache's dtype."""
+        states = self._layer.recurrent_states
+        if self.recurrent is None and states[0] is not None and states[0].dtype != self.new_dtype:
+            raise ValueError(
+                f"cache must be new, or hold states in {name_of(self.new_dtype)} as state_dtype says, got one that "
+                f"was reset and has room for states in {name_of(states[0].dtype)}: make another"
+            )
+        write_recurrent(self._layer, state, self.new_dtype if states[0] is None else states[0].dtype)
+        self.recurrent, self.scale = states[0], states.get(1)
 
     def attend_and_record(
         self,
@@ -153,7 +200,7 @@ class LayerState:
         if options["cu_seqlens"] is not None:
             raise ValueError("cu_seqlens must be None with a cache that records its past")
         x, T = x.detach(), x.shape[1]
-        few = self.recurrent is not None and T <= MOST_DRAFTED and not torch.is_grad_enabled()
+        few = self.recurrent is not None and T <= MOST_DRAFTED and not torch.is_grad_enabled() and self.scale is None
         if few and self._can_verify(inputs, options):
             return self._verify(inputs, options, x, W, mask)
         head = max(T // CHUNK - 1, 0) * CHUNK
@@ -162,7 +209,7 @@ class LayerState:
         if head:
             outputs.append(self.attend([t[:, :head] for t in inputs], options, recompute))
             conv = state_after(x[:, :head], W, conv, None if mask is None else mask[:, :head]).clone()
-        recurrent = None if self.recurrent is None else self.recurrent.clone()
+        recurrent = self._copy()
         outputs.append(self.attend([t[:, head:] for t in inputs], options, recompute))
 
         # Copies: a view would keep all of a long prompt alive.
@@ -209,6 +256,21 @@ class LayerState:
         return o
 
 
+class StateDtypeOfModel:
+    """Mixin of a KDA layer in a model: `state_dtype` is its configuration's linear_state_dtype, set at any time."""
+
+    model_config: Any
+
+    @property
+    def state_dtype(self) -> str:
+        """Return the name of the dtype; "float32" for a configuration without one."""
+        return getattr(self.model_config, "linear_state_dtype", "float32")
+
+    @state_dtype.setter
+    def state_dtype(self, name: str) -> None:
+        self.model_config.linear_state_dtype = name
+
+
 class Slots:
     """The sequences of one step and the slots of their states, which are 0 before a sequence's first token. Nothing
     here is read by the host.
@@ -221,7 +283,7 @@ class Slots:
 
     def __init__(
         self,
-        pools: Mapping[int, tuple[Tensor, Tensor]],
+        pools: Mapping[int, tuple[Tensor, ...]],
         cu_seqlens: Tensor,
         index: Tensor,
         one_each: bool,
@@ -230,8 +292,8 @@ class Slots:
         """Describe a step.
 
         Args:
-            pools: for each layer the states of its convolution [slots, D, W] and its recurrent states
-                [slots, HV, V, K]; slots may have any stride.
+            pools: for each layer the states of its convolution [slots, D, W], its recurrent states [slots, HV, V, K]
+                and, if they are int8, the scales of their rows [slots, HV, V]; slots may have any stride.
             cu_seqlens, index, one_each: see the class.
             spare: a slot of no sequence, which may be overwritten.
         """
@@ -260,7 +322,8 @@ class SlotState:
 
     def __init__(self, slots: Slots, layer_idx: int):
         self.slots, self.one_each = slots, slots.one_each
-        self._conv_pool, self.pool = slots.pools[layer_idx]
+        self._conv_pool, self.pool, *scales = slots.pools[layer_idx]
+        self.scales: Tensor | None = scales[0] if scales else None
 
     @property
     def conv(self) -> Tensor:
@@ -285,10 +348,23 @@ class SlotState:
         slots, pool = self.slots, self.pool
         if not slots.one_each:
             q, k, v, g, beta = inputs
+            if self.scales is not None:
+                return self._prefill_int8(inputs, self.scales, options)
             return kda_prefill(q, k, v, g, beta, pool, state_indices=slots.index, **options).o
         q, k, v, g, beta = (t.transpose(0, 1) for t in inputs)
-        options = options | dict(cu_seqlens=None)
+        options = options | dict(cu_seqlens=None, state_scale=self.scales)
         return kda_step(q, k, v, g, beta, pool, state_indices=slots.index, **options).transpose(0, 1)
+
+    def _prefill_int8(self, inputs: Sequence[Tensor], scales: Tensor, options: dict[str, Any]) -> Tensor:
+        """`attend` by `kda_prefill`, which takes no int8 states, on copies of the step's states in fp32."""
+        q, k, v, g, beta = inputs
+        slots, pool, sequences = self.slots, self.pool, torch.arange(len(self.slots.index), device=q.device)
+        states = dequantize_state(pool.index_select(0, slots.read), scales.index_select(0, slots.read))
+        rows = sequences.masked_fill(slots.index < 0, NO_SLOT)
+        o = kda_prefill(q, k, v, g, beta, states, state_indices=rows, **options).o
+        for of_slots, t in zip((pool, scales), quantize_state(states), strict=True):
+            of_slots.index_copy_(0, slots.written, t)
+        return o
 
 
 def read_state(cache: Cache | Slots | None, layer_idx: int | None, sequences: int) -> Any:

@@ -5,7 +5,7 @@ import importlib
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
@@ -47,6 +47,9 @@ class KDAFields(PreTrainedConfig):
         linear_decay_rank: rank of the log-decay's projection; None for linear_gate_rank, 0 for full rank.
         linear_learned_rate: False to fix the rate exp(A_log) at 1, without A_log; with "lower_bound" only.
         linear_output_gate_bias: True for an output gate with a bias.
+        linear_state_dtype: "float32", "bfloat16" or "int8", in which caches and the slots of continuous batching keep
+            recurrent states; float64 models take "float32" alone. It is no property of the weights and may be set
+            at any time: it is read when a cache gets its first states, and when the slots are made.
         linear_recompute: `recompute` of `kda_layers.kda`: "always", "never", or "auto", by which all KDA layers
             together keep at most a tenth of the device's memory for the backward.
         linear_memory_share: `memory_share` of `kda_layers.kda` for each KDA layer with "auto"; None for that tenth.
@@ -67,6 +70,7 @@ class KDAFields(PreTrainedConfig):
     linear_decay_rank: int | None = None
     linear_learned_rate: bool = True
     linear_output_gate_bias: bool = False
+    linear_state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # checked when it is set, too
     linear_recompute: str | bool | float = "auto"  # the last two in checkpoints of version 0.1
     linear_memory_share: float | None = None
     layer_types: list[str] | None = None

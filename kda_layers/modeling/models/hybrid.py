@@ -25,6 +25,7 @@ from kda_layers.modeling.inputs.sequences import Layout, read_layout
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.fused_sums import add_and_normalise
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
+from kda_layers.modeling.layer.states import StateDtypeOfModel
 from kda_layers.modeling.models.generation import HybridGeneration
 from kda_layers.modeling.models.hub import write_card
 from kda_layers.modeling.models.loss import check_skip_logits, logits_and_loss
@@ -44,12 +45,13 @@ from kda_layers.modeling.seams import (
 check(OVERRIDDEN)
 
 
-class KDAAttention(KimiDeltaAttention):
+class KDAAttention(StateDtypeOfModel, KimiDeltaAttention):
     """`KimiDeltaAttention` built from a configuration with `KDAFields`, called as transformers calls attention."""
 
     gradient_checkpointing = False  # that of its decoder layer
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        self.model_config = config
         super().__init__(**config.layer_arguments(), layer_idx=layer_idx)
         self.layers_in_model = config.layer_types.count("linear_attention")
 

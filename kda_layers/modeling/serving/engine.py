@@ -12,14 +12,13 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kda_layers.kernels.kda.contract import KDA as KDA_BACKENDS
-from kda_layers.modeling.checks import is_stock
+from kda_layers.modeling.checks import is_stock, stored_dtype
 from kda_layers.modeling.layer.forward import KDAForward
 from kda_layers.modeling.seams import FIFOScheduler, RequestStatus
 from kda_layers.modeling.serving.continuous_batching import wraps
@@ -49,6 +48,7 @@ def check_model(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
                 f"at {', '.join(stock)}, whose states have no place in transformers' paged cache: call "
                 "kda_layers.swap_attention(model) first"
             )
+        stored_dtype(getattr(config, "linear_state_dtype", "float32"), self.dtype)
         if getattr(self, "_device_mesh", None) is not None:
             raise ValueError(
                 "continuous batching of KDA layers needs the full model on one device, got tensor parallelism: "
@@ -125,8 +125,8 @@ def _reads_nothing(module: Any) -> bool:
     if not isinstance(module, KDAForward):
         return True
     weight, backend = module.q_proj.weight, module.kda_options.get("backend")
-    problem = module.problem(weight.device, weight.dtype, packed=True, has_state=True)
-    steps = problem, replace(problem, decode=True, packed=False)
+    facts = dict(packed=True), dict(decode=True)
+    steps = [module.problem(weight.device, weight.dtype, has_state=True, **fields) for fields in facts]
     return all(KDA_BACKENDS.select(step, backend).name != "eager" for step in steps)
 
 

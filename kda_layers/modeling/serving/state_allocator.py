@@ -5,6 +5,7 @@ This file is imported by `enable_continuous_batching` alone: it needs names that
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.kda.contract import CHUNK, NO_SLOT, state_dtype
+from kda_layers.kernels.kda.contract import CHUNK, NO_SLOT
+from kda_layers.modeling.checks import stored_dtype
 from kda_layers.modeling.layer.states import Slots
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.seams import (
@@ -33,7 +35,7 @@ from kda_layers.modeling.swap.families import IN_PLACE
 
 logger = logging.getLogger("kda_layers")
 KDA = "linear_attention"
-ALIGNMENT = 128  # bytes, of each layer's states
+ALIGNMENT = 128  # bytes, of each layer's states and their parts
 DEFAULT_TOKENS = 32_768  # of all layers, which the cache has room for on a CPU
 
 
@@ -70,10 +72,11 @@ class StateAllocator(CacheAllocator):
         # Configurations of transformers' own models have no heads and widths of values alone.
         H, K, W = config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim
         HV, V = getattr(config, "linear_num_value_heads", H), getattr(config, "linear_value_head_dim", K)
-        self.state_dtype, self.conv_dtype = state_dtype(cache_dtype), cache_dtype
-        self.state_shape, self.conv_shape = (HV, V, K), (2 * H * K + HV * V, W)
-        self.state_bytes = math.prod(self.state_shape) * self.state_dtype.itemsize
-        needed = self.state_bytes + math.prod(self.conv_shape) * cache_dtype.itemsize
+        kept = stored_dtype(getattr(config, "linear_state_dtype", "float32"), cache_dtype)
+        # Of one layer in a slot: what of `Slots.pools`, its dtype and shape.
+        self.parts: list[tuple[torch.dtype, tuple[int, ...]]] = [(cache_dtype, (2 * H * K + HV * V, W))]
+        self.parts += [(kept, (HV, V, K))] + [(torch.float32, (HV, V))] * (kept == torch.int8)
+        needed = sum(map(_aligned_bytes, self.parts))
         # The engine hands out sectors, of the least common multiple of all blocks' sizes. It is a block here, if
         # rounded up to a multiple of a block of keys and values; otherwise it may be gigabytes.
         if has_latents(config):
@@ -103,13 +106,14 @@ class StateAllocator(CacheAllocator):
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
         self.spare = self.blocks_per_sector  # in the second sector, which nobody reads
         self.write_trash_index = NO_SLOT  # of padding tokens
-        self.pools = {}
+        self.pools: dict[int, tuple[Tensor, ...]] = {}
         for i, layer_idx in enumerate(self.layer_indices):
             page = self._copy_view[:, i * self.bytes_per_page : (i + 1) * self.bytes_per_page]
-            size = math.prod(self.conv_shape) * self.conv_dtype.itemsize
-            conv = page[:, self.state_bytes : self.state_bytes + size].view(self.conv_dtype)
-            state = page[:, : self.state_bytes].view(self.state_dtype)
-            self.pools[layer_idx] = conv.unflatten(1, self.conv_shape), state.unflatten(1, self.state_shape)
+            ends = itertools.accumulate(map(_aligned_bytes, self.parts))
+            self.pools[layer_idx] = tuple(
+                page[:, end - _aligned_bytes(part) :][:, : _bytes(part)].view(part[0]).unflatten(1, part[1])
+                for part, end in zip(self.parts, ends, strict=True)
+            )
 
     def step(
         self,
@@ -186,6 +190,14 @@ class StateAllocator(CacheAllocator):
 
     def get_cache_for_block_table(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         raise ValueError("a KDA layer has no keys and values: it reads and writes its states in `Slots`")
+
+
+def _bytes(part: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    return math.prod(part[1]) * part[0].itemsize
+
+
+def _aligned_bytes(part: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    return -(-_bytes(part) // ALIGNMENT) * ALIGNMENT
 
 
 def default_blocks(page_size: int) -> int:

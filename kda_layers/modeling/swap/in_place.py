@@ -21,6 +21,7 @@ from kda_layers.modeling.inputs.sequences import Layout, check_positions, read_l
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.checkpoint_names import Format
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
+from kda_layers.modeling.layer.states import StateDtypeOfModel
 from kda_layers.modeling.layer.weights import KeepsFP32, loads_weights_of
 from kda_layers.modeling.parallel.context_parallel import read_shards
 from kda_layers.modeling.seams import CACHE, Cache
@@ -31,7 +32,7 @@ from kda_layers.modeling.swap.stock_layer import StockParameters, check_stock_la
 logger = logging.getLogger("kda_layers")
 
 
-class StockKDALayer(StockParameters, KeepsFP32):
+class StockKDALayer(StateDtypeOfModel, StockParameters, KeepsFP32):
     """A stock KDA layer with our forward: its parameters under the names that `KDAForward` reads.
 
     A mixin of `StockFamily.layer`.
@@ -250,6 +251,7 @@ class KDAFamily(StockFamily):
         decoder_layer = model.get_submodule(path.rpartition(".")[0])
         return StockKDALayer.new_weights() | dict(
             kda_options=kda_options(self.lower_bound(layer), backend),
+            model_config=next(m for m in model.modules() if isinstance(m, self.base_model)).config,
             # Stock layers keep tensors, too.
             layers_in_model=sum(isinstance(m, self.stock_layer) for m in model.modules()),
             gradient_checkpointing=getattr(decoder_layer, "gradient_checkpointing", False),

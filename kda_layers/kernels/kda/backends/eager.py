@@ -42,7 +42,7 @@ from ..slots import prefill_by_forward
 
 class EagerBackend(Backend):
     name = "eager"
-    features = ALL_FEATURES - {"bf16_state", "segments"}
+    features = ALL_FEATURES - {"segments"}
     fused = frozenset(("gate", "beta", "qk_l2norm"))
 
     def saved_like(self, x: Inputs) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...checks import sequence_offsets
-from ..contract import CHUNK, NO_SLOT, DecodeInputs, PrefillInputs
+from ..contract import CHUNK, NO_SLOT, DecodeInputs, PrefillInputs, state_dtype
 from ..int8_state import dequantize_state, quantize_state
 from ..reference import activate
 
@@ -28,7 +28,7 @@ def decode(x: DecodeInputs) -> Tensor:
     """See `Backend.decode`. Sequences of one length without slots need no host read: a CUDA graph can capture them."""
     sequences = None if x.cu_seqlens is None and x.state_indices is None else sequences_of(x)
     o = torch.zeros_like(x.v, memory_format=torch.contiguous_format) if x.out is None else x.out.zero_()
-    T, int8, out = x.q.shape[1], x.state_scale is not None, o.view(-1, *o.shape[2:])
+    T, out = x.q.shape[1], o.view(-1, *o.shape[2:])
     x = activate(x)
     operands = operands_of(x)
 
@@ -36,7 +36,7 @@ def decode(x: DecodeInputs) -> Tensor:
         out[tokens] = recur_token(S, x.scale, *(y[tokens].contiguous() for y in operands))[0].to(o.dtype)
 
     if sequences is None:
-        S = (dequantize_state(x.state, x.state_scale) if x.state_scale is not None else x.state).contiguous()
+        S = read(x, ...).contiguous()
         for t in range(T):
             recur(S, slice(t, None, T))
             if S is not x.state:
@@ -48,8 +48,9 @@ def decode(x: DecodeInputs) -> Tensor:
 
     sequences.sort(key=lambda s: -s.length)  # sequences with a token t are then a prefix
     sources = [s.source for s in sequences]
-    in_place = not int8 and x.state_indices is None and x.state.is_contiguous() and sources == list(range(len(x.state)))
-    S = x.state if in_place else _read(x, index(sources))
+    in_place = x.state.dtype == state_dtype(x.q.dtype) and x.state_indices is None and x.state.is_contiguous()
+    in_place = in_place and sources == list(range(len(x.state)))
+    S = x.state if in_place else read(x, index(sources))
     for t in range(sequences[0].length if sequences else 0):
         live = [s for s in sequences if s.length > t]
         updated = S[: len(live)]
@@ -60,15 +61,17 @@ def decode(x: DecodeInputs) -> Tensor:
     return o
 
 
-def _read(x: DecodeInputs, slots: Any) -> Tensor:
+def read(x: DecodeInputs, slots: Any) -> Tensor:
     """The states of some slots, in the dtype in which they are computed."""
-    return x.state[slots] if x.state_scale is None else dequantize_state(x.state[slots], x.state_scale[slots])
+    if x.state_scale is not None:
+        return dequantize_state(x.state[slots], x.state_scale[slots])
+    return x.state[slots].to(state_dtype(x.q.dtype))
 
 
 def _store(x: DecodeInputs, slots: Any, S: Tensor, rows: Any) -> None:
     """Write rows of S to slots; if states are int8, round S itself, as after every token."""
     if x.state_scale is None:
-        x.state[slots] = S[rows]
+        x.state[slots] = S[rows].to(x.state.dtype)
         return
     n, scale = quantize_state(S)
     S.copy_(dequantize_state(n, scale))
@@ -81,7 +84,7 @@ def operands_of(x: DecodeInputs) -> tuple[Tensor, ...]:
     Args:
         x: inputs that `activate` has returned
     """
-    wide = torch.float32 if x.state_scale is not None else x.state.dtype
+    wide = state_dtype(x.q.dtype)
     heads = torch.arange(x.v.shape[2], device=x.q.device) // (x.v.shape[2] // x.q.shape[2])
     q, k = (t.to(wide).flatten(0, 1)[:, heads] for t in (x.q, x.k))
     return q, k, *(t.flatten(0, 1) for t in (x.v.to(wide), x.g.to(wide).exp(), x.beta.to(wide)))

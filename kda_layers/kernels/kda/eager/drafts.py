@@ -12,6 +12,7 @@ from .decode import (
     check_owners,
     check_slots_exist,
     operands_of,
+    read,
     recur_token,
     sequences_of,
     write,
@@ -41,7 +42,7 @@ def verify(x: DecodeInputs) -> Tensor:
         return torch.cat((decay, k, error), -1)
 
     if sequences is None:
-        S = x.state.clone(memory_format=torch.contiguous_format)
+        S = read(x, ...).clone(memory_format=torch.contiguous_format)
         for t in range(T):
             updates[:, t] = recur(S, slice(t, None, T))
         return o
@@ -51,7 +52,7 @@ def verify(x: DecodeInputs) -> Tensor:
 
     sequences.sort(key=lambda s: -s.length)  # sequences with a token t are then a prefix
     slots = index([s.source for s in sequences])
-    S = x.state[slots]
+    S = read(x, slots)
     for t in range(longest):
         live = [s for s in sequences if s.length > t]
         updates[slots[: len(live)], t] = recur(S[: len(live)], index([s.start + t for s in live]))
@@ -72,8 +73,9 @@ def commit(x: CommitInputs) -> None:
     if not pending:
         return
     rows = torch.tensor([slot for _, slot in pending], device=x.state.device)
-    in_place = x.state.is_contiguous() and rows.tolist() == list(range(count))
-    S = x.state if in_place else x.state[rows]
+    wide = x.updates.dtype  # in which states are computed
+    in_place = x.state.dtype == wide and x.state.is_contiguous() and rows.tolist() == list(range(count))
+    S = x.state if in_place else x.state[rows].to(wide)
     live = [HV * sum(m > i for m, _ in pending) for i in range(pending[0][0])]  # heads with a token i
     updates = x.updates[rows, : len(live)].transpose(0, 1).flatten(1, 2)  # [tokens, heads, 2 K + V]
     decay, k, error = (t.contiguous() for t in updates.split((K, K, V), -1))
@@ -84,4 +86,4 @@ def commit(x: CommitInputs) -> None:
             if first < count:
                 write(heads[part], decay[i, part, None], k[i, part, None], error[i, part])
     if not in_place:
-        x.state[rows] = S
+        x.state[rows] = S.to(x.state.dtype)
