@@ -156,4 +156,4 @@ def sequences(x: Inputs) -> list[Inputs]:
 def step_inputs(x: Inputs, **more: Tensor) -> DecodeInputs:
     """The inputs of `kda_step` for all tokens of `x`: its initial state is the state."""
     fields: dict[str, Any] = {n: getattr(x, n) if n in Inputs._fields else None for n in DecodeInputs._fields}
-    return DecodeInputs(**fields | {"state": x.initial_state} | more)
+    return DecodeInputs(**fields | {"state": x.initial_state, "initial_state": None} | more)

@@ -51,7 +51,8 @@ def part(x: Inputs, start: int, end: int, rows: slice = slice(None)) -> Inputs:
 
 def serve_step(backend: str, x: Inputs, required: frozenset[str]) -> None:
     state = x.v.new_zeros(1, dtype=state_dtype(x.v.dtype))
-    fields = {n: getattr(x, n) if n in Inputs._fields else None for n in DecodeInputs._fields} | {"state": state}
+    fields = {n: getattr(x, n) if n in Inputs._fields else None for n in DecodeInputs._fields}
+    fields |= {"state": state, "initial_state": None}
     serve(backend, problem_of(DecodeInputs(**fields)), required)
 
 
@@ -346,6 +347,67 @@ def test_padding_among_drafts(packed: bool, device: str, backend: str, required_
     for slot, row, t in ((3, 0, 0), (5, 0, 2), (7, 2, 0), (4, 2, 1)):
         assert torch.equal(pool[slot], want[t + 1][row]), f"slot {slot}"
     assert pool[[0, 1, 2, 6, 8]].isnan().all()
+
+
+@on_every_backend
+@on_every_device
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_states_are_read_from_another_pool(
+    packed: bool, dtype: torch.dtype, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
+    """Drafts as engines verify them: the pool of states is only read, and those after each token go to a buffer."""
+    x = make_inputs(Case(T=3, B=4, H=1, group=2, state=True), device)
+    if backend in ("eager", "fla") and dtype == BF16:
+        pytest.skip(f"'{backend}' keeps no bf16 states")
+    x = x._replace(initial_state=x.initial_state.to(dtype))
+    serve_step(backend, x, required_backends)
+    shape = x.initial_state.shape[1:]
+    want = torch.full((5, 3, *shape), torch.nan, device=device, dtype=dtype)
+    indices = torch.tensor([[6, 7, 8], [0, 1, 2], [9, 10, -1], [3, 4, 5]], device=device, dtype=torch.int32)
+    want[[2, 0, 3], 0] = x.initial_state[[0, 1, 2]]
+    padded = indices.clone()
+    padded[3] = -1
+    if packed:
+        flat = {n: getattr(x, n).flatten(0, 1)[None] for n in STEP}
+        x = x._replace(**flat, cu_seqlens=torch.arange(0, 13, 3, device=device, dtype=torch.int32))
+    want_o = step(x, want.flatten(0, 1), backend, state_indices=padded)
+
+    # Slots further from each other than their size, of which two are given to no sequence.
+    store = torch.full((6, 2, *shape), torch.nan, device=device, dtype=dtype)
+    pool, slots = store[:, 0], torch.tensor([4, 1, 0, -1], device=device)
+    pool[[4, 1, 0]] = x.initial_state[:3]
+    before, buffer = store.clone(), torch.full_like(want, torch.nan)
+    with poisoned_memory():
+        o = step(
+            x, buffer.flatten(0, 1), backend, state_indices=indices, initial_state=pool, initial_indices=slots
+        )  # fmt: skip
+    assert torch.equal(o, want_o)
+    assert torch.equal(buffer.nan_to_num(7.0), want.nan_to_num(7.0))
+    assert torch.equal(store.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"initial_indices": None}, "initial_state and initial_indices must be given together"),
+        ({"state_indices": None}, "initial_state needs state_indices"),
+        ({"num_accepted": torch.ones(2, dtype=torch.int32)}, "no num_accepted"),
+        ({"initial_state": torch.zeros(3, 2, 128, 128, dtype=BF16)}, "initial_state must be float32"),
+        ({"initial_state": torch.zeros(3, 2, 128, 64)}, "initial_state must have shape"),
+        ({"initial_indices": torch.tensor([0, 3])}, "initial_indices must be in"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_a_pool_to_read_from_that_cannot_be_read(change: dict[str, Any], message: str) -> None:
+    x = make_inputs(Case(T=1, B=2, state=True))
+    pool = torch.zeros(4, 2, 128, 128)
+    given: dict[str, Any] = dict(
+        state_indices=torch.tensor([[0], [1]]), initial_state=torch.zeros(3, 2, 128, 128),
+        initial_indices=torch.tensor([0, 2]),
+    )  # fmt: skip
+    with pytest.raises((ValueError, TypeError), match=message):
+        step(x, pool[:2] if change.get("state_indices", 0) is None else pool, "eager", **given | change)
 
 
 @on_every_backend

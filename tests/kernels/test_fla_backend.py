@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from kda_layers import explain
+from kda_layers import explain, kda_step
 from kda_layers.kernels.kda.backends import fla
 from kda_layers.kernels.kda.contract import CHUNK, KDA, Problem, default_problem
 from kda_layers.kernels.kda.fla import package
 from kda_layers.kernels.kda.fla.package import chunk_table
-from kda_layers.kernels.kda.slots import clear_padding, with_padding
-from tests.kernels.cases import BF16, FP32, FP64, Case, make_inputs, step_inputs
+from kda_layers.kernels.kda.slots import clear_padding, with_initial, with_padding
+from tests.kernels.cases import BF16, FP32, FP64, Case, make_inputs, options, step_inputs
 
 GPU = dataclasses.replace(default_problem("cpu"), device="cuda", arch=90)
 
@@ -198,6 +198,26 @@ def test_padding_by_the_accepted_slot() -> None:
     assert padding.tolist() == [True, False, True]
     assert safe.state_indices[1, 1] == 1
     assert safe.num_accepted.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("columns", [None, 2])
+def test_initial_states_are_copied_to_the_slots_that_are_read(columns: int | None) -> None:
+    """Its kernel reads and writes one pool; a sequence that lacks either slot is padding."""
+    x = make_inputs(Case(B=4, T=2, H=2, K=4, V=4, dtype=FP32))
+    slots = torch.tensor([3, 1, 5, -1], dtype=torch.int32)
+    if columns is not None:
+        slots = torch.stack((slots, torch.tensor([2, 0, 4, 7], dtype=torch.int32)), 1)
+    initial, pool = torch.randn(3, 2, 4, 4), torch.zeros(8, 2, 4, 4)
+    given = dict(state_indices=slots, initial_state=initial, initial_indices=torch.tensor([2, -1, 2, 0]))
+    want = pool.clone()
+    o = kda_step(*x[:5], want, **options(x), **given, backend="eager")
+    inputs = with_initial(step_inputs(x, state=pool, **given))
+    assert inputs.initial_state is None
+    assert inputs.initial_indices is None
+    assert torch.equal(kda_step(*x[:5], pool, **options(x), state_indices=inputs.state_indices, backend="eager"), o)
+    assert torch.equal(pool, want)
+    assert o[[0, 2]].all()
+    assert not o[[1, 3]].any()
 
 
 def test_outputs_of_padding_are_cleared() -> None:

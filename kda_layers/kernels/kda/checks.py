@@ -80,7 +80,30 @@ def check_decode(x: DecodeInputs) -> None:
     columns, more = 1 if x.cu_seqlens is not None else T, () if x.q.dtype == torch.float64 else (torch.int8,)
     check_slots(x.q, x.state, x.state_indices, x.num_accepted, (N, *state_shape), columns, more)
     _check_state_scale(x)
+    _check_initial(x, N)
     check_out(x.out, x)
+
+
+def _check_initial(x: DecodeInputs, N: int) -> None:
+    """Raise unless `initial_state` and its indices can be read in place of `state`, which has been checked."""
+    state, indices = x.initial_state, x.initial_indices
+    if (state is None) != (indices is None):
+        raise ValueError(
+            "initial_state and initial_indices must be given together, got "
+            f"{type(state).__name__} and {type(indices).__name__}"
+        )
+    if state is None:
+        return
+    if x.state_indices is None or x.num_accepted is not None or x.state.dtype == torch.int8:
+        raise ValueError(
+            "initial_state needs state_indices, the slots that are written, no num_accepted and no int8 state, got "
+            f"{type(x.state_indices).__name__}, {type(x.num_accepted).__name__} and {dtype_names([x.state.dtype])}"
+        )
+    check_is_tensor("initial_state", state)
+    shape = *state.shape[:1], *x.state.shape[1:]
+    check_tensor("initial_state", state, shape, (x.state.dtype,), x.state, "state")
+    check_matrices("initial_state", state)
+    check_of_sequences("initial_indices", indices, x.q, N)
 
 
 def refuse_gradients(name: str, x: PrefillInputs | DecodeInputs | CommitInputs) -> None:

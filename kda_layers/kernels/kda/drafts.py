@@ -86,8 +86,8 @@ def kda_verify(
         state = checks.from_kv("state", state, in_place=True)
     check_is_tensor("updates", updates)
     x = DecodeInputs(
-        q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, None, out, updates,
-        gate_activation, checks.gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
+        q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, None, out, updates, None,
+        None, gate_activation, checks.gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
         check_scale(q, scale),
     )  # fmt: skip
     cached = _verify_cache.get(x, backend)

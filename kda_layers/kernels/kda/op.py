@@ -253,6 +253,8 @@ def kda_step(
     state_layout: str = "vk",
     backend: str | None = None,
     out: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    initial_indices: Tensor | None = None,
 ) -> Tensor:
     """Decode one or a few tokens per sequence, updating `state` [N, HV, V, K] in place; not differentiable.
 
@@ -278,6 +280,10 @@ def kda_step(
         cu_seqlens: as in `kda`, for sequences of different lengths.
         out: [B, T, HV, V] contiguous, in v's dtype: o is written there and nothing is allocated. It must not overlap an
             input.
+        initial_state, initial_indices: a pool [slots, HV, V, K] in the state's dtype that does not overlap `state`, and
+            a slot of it for each sequence, [N] int32 or int64, -1 for padding. Sequences start from there, and
+            `state` is only written, to state_indices, which must be given: drafts leave the states untouched. Not with
+            int8 states or num_accepted.
 
     Returns:
         o [B, T, HV, V] in v's dtype, or `out`.
@@ -288,10 +294,12 @@ def kda_step(
     """
     if checks.check_state_layout(state_layout):
         state = checks.from_kv("state", state, in_place=True)
+        if initial_state is not None:
+            initial_state = checks.from_kv("initial_state", initial_state, in_place=False)
     x = DecodeInputs(
         q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, state_scale, out, None,
-        gate_activation, checks.gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
-        check_scale(q, scale),
+        initial_state, initial_indices, gate_activation, checks.gate_bound(gate_activation, lower_bound),
+        beta_activation, bool(qk_l2norm), check_scale(q, scale),
     )  # fmt: skip
     cached = _step_cache.get(x, backend)
     name, run, *fused = cached or _prepare_step(x, backend)

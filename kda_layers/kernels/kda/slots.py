@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .contract import CHUNK, Backend, DecodeInputs, Inputs, PrefillInputs, state_dtype
+from .contract import CHUNK, NO_SLOT, Backend, DecodeInputs, Inputs, PrefillInputs, state_dtype
 
 
 def prefill_by_forward(backend: Backend, x: PrefillInputs) -> None:
@@ -90,6 +90,20 @@ def _choose(x: PrefillInputs, boundaries: Tensor, initial: Tensor | None, live: 
         row = (full_chunks.cumsum(0) - full_chunks + at // CHUNK - 1).clamp(0, rows.shape[0] - 1)
         chosen = torch.where(_by_sequence(at > 0), rows[row], chosen)
     x.checkpoints.copy_(torch.where(_by_sequence(valid), chosen, 0.0))
+
+
+def with_initial(x: DecodeInputs) -> DecodeInputs:
+    """Copy the states of `initial_state` to the slots that a decode step without one reads, where both exist."""
+    if x.initial_state is None or x.initial_indices is None or x.state_indices is None:
+        return x
+    slots, first = x.initial_indices, x.state_indices if x.state_indices.ndim == 1 else x.state_indices[:, 0]
+    there = (slots >= 0) & (slots < x.initial_state.shape[0])
+    live = there & (first >= 0) & (first < x.state.shape[0])
+    _put_back(x.state, first, live, x.initial_state[slots.where(live, 0).long()])
+    rows = there if x.state_indices.ndim == 1 else there[:, None]
+    return x._replace(
+        initial_state=None, initial_indices=None, state_indices=torch.where(rows, x.state_indices, NO_SLOT)
+    )
 
 
 def with_padding(x: DecodeInputs) -> tuple[DecodeInputs, Tensor, Tensor]:

@@ -30,7 +30,7 @@ from ..contract import (
     Problem,
 )
 from ..fla.package import chunk_table, operator_stages, problems, table_rows
-from ..slots import clear_padding, prefill_by_forward, with_padding
+from ..slots import clear_padding, prefill_by_forward, with_initial, with_padding
 
 LOG2_E = 1 / math.log(2)
 MIN_K, MAX_K = 9, 256  # its blocks of K are the next power of two, from 16 to 256
@@ -137,6 +137,7 @@ class FLABackend(Backend):
     def decode(self, x: DecodeInputs) -> Tensor:
         _check_rows(x)
         with torch.cuda.device(x.q.device):
+            x = with_initial(x)
             matrices = x.state if x.state_indices is None else x.state[:1]  # slots may have any stride
             state = x.state if matrices.is_contiguous() else x.state.contiguous()
             inputs, padding = _contiguous(x._replace(state=state)), None

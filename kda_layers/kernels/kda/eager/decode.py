@@ -65,7 +65,7 @@ def read(x: DecodeInputs, slots: Any) -> Tensor:
     """The states of some slots, in the dtype in which they are computed."""
     if x.state_scale is not None:
         return dequantize_state(x.state[slots], x.state_scale[slots])
-    return x.state[slots].to(state_dtype(x.q.dtype))
+    return (x.state if x.initial_state is None else x.initial_state)[slots].to(state_dtype(x.q.dtype))
 
 
 def _store(x: DecodeInputs, slots: Any, S: Tensor, rows: Any) -> None:
@@ -100,9 +100,14 @@ def sequences_of(x: DecodeInputs) -> list[_Sequence]:
         targets = after_last(sources, lengths)
     else:
         sources, targets = slots_of(x.state_indices, x.num_accepted, lengths, x.state.shape[0])
+    if x.initial_state is not None and x.initial_indices is not None:
+        initial = x.initial_indices.tolist()
+        check_slots_exist(initial, x.initial_state.shape[0], "initial_indices")
+        sources = [NO_SLOT if first == NO_SLOT else slot for first, slot in zip(sources, initial, strict=True)]
     sequences = [_Sequence(*s) for s in zip(offsets, lengths, sources, targets, strict=False)]
     sequences = [s for s in sequences if s.length and s.source != NO_SLOT]
-    check_owners({s.source, *s.targets[: s.length]} for s in sequences)
+    own = x.initial_state is None  # other sequences may read the same slot of `initial_state`
+    check_owners({*s.targets[: s.length], *((s.source,) if own else ())} for s in sequences)
     return sequences
 
 
@@ -131,10 +136,10 @@ def after_last(slots: list[int], lengths: list[int]) -> list[list[int]]:
     return [[NO_SLOT] * (n - 1) + [slot] for n, slot in zip(lengths, slots, strict=True)]
 
 
-def check_slots_exist(slots: list[int], count: int) -> None:
+def check_slots_exist(slots: list[int], count: int, name: str = "state_indices") -> None:
     """Raise unless every slot is one of `count`, or none."""
     if min(slots) < NO_SLOT or max(slots) >= count:
-        raise ValueError(f"state_indices must be in [0, {count - 1}], got {min(slots)} to {max(slots)}; -1 is no slot")
+        raise ValueError(f"{name} must be in [0, {count - 1}], got {min(slots)} to {max(slots)}; -1 is no slot")
 
 
 def check_indices(x: PrefillInputs) -> None:

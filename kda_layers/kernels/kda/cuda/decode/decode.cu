@@ -7,7 +7,7 @@
 //
 // The rows of S are independent: a CTA has BLOCK_ROWS of them (state.cuh). With more than a few tokens the kernel is
 // bound by instructions, which more rows per lane reduce. A bf16 state is rounded when stored, and after every p.stage
-// tokens; an int8 state after every token.
+// tokens; an int8 state after every token. With p.initial, states are read there and `state` is only written.
 //
 // Chosen by the build: what state.cuh names, IO (Bf16 or Fp16), and the shape of the work: ROWS, WARPS and LANES. With
 // LAST_TOKENS > 0 the kernel computes only the tokens after a sequence's full chunks, if there are at most LAST_TOKENS of
@@ -119,14 +119,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     Raw raw;
     if (prepares) fetch(raw, p, batch, start + at.warp, at.head, at.block_row, lane);
     u32 slot;
-    if (!source_of(p, n, slot)) return clear_outputs(o, tokens, at.heads);
+    if (!source_of(p, n, slot) || (p.initial && !initial_of(p, n, slot))) return clear_outputs(o, tokens, at.heads);
     const Pool pool(p, at);
     State S;
 #if LAST_TOKENS
     const unsigned char* from = pool.before(n, slot, in_chunks);
     S.copy(shared.state[at.warp], from, from);
 #else
-    S.copy(shared.state[at.warp], pool.state_at(slot));
+    S.copy(shared.state[at.warp], p.initial ? pool.initial_at(slot, at) : pool.state_at(slot));
 #endif
 #if STATE_BYTES == 1
     Scales scales;

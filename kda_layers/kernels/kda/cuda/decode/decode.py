@@ -39,6 +39,8 @@ PARAMS = Params("DecodeParams", """
     // Read if LAST_TOKENS; then `state` may be null
     const unsigned char *before, *after;  // with the strides of state, or null: zero
     const int* positions;                 // [N], rows of `after`, or null: those of state
+    const unsigned char* initial;         // [initial_count, HV, V, K], read in place of state, or null
+    const void* initial_slots;            // [N]
     // Read by verify.cu
     float* updates;
     const void* commits;  // null, or [N]: by how many updates the state of sequence n advances first
@@ -48,6 +50,8 @@ PARAMS = Params("DecodeParams", """
     u64 group_inverse;                         // 2^32 / (HV / H), rounded up: a multiplication divides by the group
     u32 slot_stride, head_stride, slot_count;  // strides of the state in 16 bytes
     u32 scale_slot_stride, scale_head_stride;  // in elements
+    Index initial_at;
+    u32 initial_slot_stride, initial_head_stride, initial_count;
     u32 sequences, tokens, stage;  // tokens of each sequence; how many of them shared memory holds at a time
     Rows updates_at;               // a slot in place of a batch row
     Index commits_at;
@@ -207,11 +211,14 @@ def pack(
 ) -> tuple[Plan, bytes, DecodeInputs]:
     """Return the launch plan, its parameters and the inputs that these point to: x, or copies where not aligned."""
     plan = plan or plan_for(x, machine, variant)
-    q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, scale, _, updates = x[:14]
+    q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, scale, _, updates, initial, sources = x[:16]
     q_at, k_at, g_at, state_at = q.data_ptr(), k.data_ptr(), g.data_ptr(), state.data_ptr()
     bias_at, commits = 0 if dt_bias is None else dt_bias.data_ptr(), None
     if updates is not None:
         state_at, commits, accepted = state_at | updates.data_ptr(), accepted, None
+    if initial is not None and (initial.data_ptr() & 15 or not _are_aligned(initial, None)):
+        initial = initial.clone(memory_format=torch.contiguous_format)
+        return pack(x._replace(initial_state=initial), o, machine, variant)
     if not plan.states_aligned or state_at & 15:
         updates = None if updates is None else updates.clone(memory_format=torch.contiguous_format)
         state = state.clone(memory_format=torch.contiguous_format)
@@ -220,7 +227,7 @@ def pack(
         return pack(_copies(x), o, machine, variant)
     pointers = PARAMS.point(
         q=q, k=k, v=v, g=g, beta=beta, state=state, o=o, A_log=A_log, dt_bias=dt_bias, slots=slots, accepted=accepted,
-        offsets=offsets, state_scale=scale, updates=updates, commits=commits,
+        offsets=offsets, state_scale=scale, updates=updates, commits=commits, initial=initial, initial_slots=sources,
     )  # fmt: skip
     return plan, pointers + plan.values, x
 
@@ -254,7 +261,7 @@ def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
         stage=stage, gate=GATE_CODES[x.gate_activation], beta_activation=BETA_CODES[x.beta_activation],
         qk_l2norm=x.qk_l2norm, lower_bound=x.lower_bound, scale=x.scale,
         **{"commits_at" if verifies else "accepted_at": index_values(x.num_accepted)},
-        **_values_of_states(x.state, x.updates),
+        **_values_of_states(x.state, x.updates), **_values_of_initial(x),
     )  # fmt: skip
     contiguous = q[3] == k[3] == v[3] == g[3] == 1 and all(t is None or t.is_contiguous() for t in (x.A_log, x.dt_bias))
     return Plan(
@@ -275,6 +282,17 @@ def _values_of_states(state: Tensor, updates: Tensor | None) -> dict[str, Any]:
     if updates is not None:
         values |= dict(updates_at=(*updates.stride()[:3], 1), most_tokens=updates.shape[1])
     return values
+
+
+def _values_of_initial(x: DecodeInputs) -> dict[str, Any]:
+    """The values of the parameters that describe `initial_state`."""
+    if x.initial_state is None:
+        return {}
+    slot, head = (stride // (16 // x.initial_state.element_size()) for stride in x.initial_state.stride()[:2])
+    return dict(
+        initial_at=index_values(x.initial_indices), initial_slot_stride=slot, initial_head_stride=head,
+        initial_count=x.initial_state.shape[0],
+    )  # fmt: skip
 
 
 def _are_aligned(state: Tensor, updates: Tensor | None) -> bool:

@@ -179,6 +179,11 @@ struct Pool {
 #endif
     }
     DEVICE unsigned char* state_at(u32 slot) const { return states + 16 * (u64(slot) * p.slot_stride); }
+    // In the pool that is only read.
+    DEVICE const unsigned char* initial_at(u32 slot, const Place& at) const {
+        const u64 within = states - p.state - 16 * (u64(at.head) * p.head_stride);
+        return p.initial + within + 16 * (u64(slot) * p.initial_slot_stride + u64(at.head) * p.initial_head_stride);
+    }
 #if LAST_TOKENS
     // The state before the last tokens of sequence n, which has `in_chunks` tokens in chunks; null if it is zero.
     DEVICE const unsigned char* before(u32 n, u32 slot, u32 in_chunks) const {
@@ -191,6 +196,13 @@ struct Pool {
     DEVICE float* scales_at(u32 slot) const { return scales + u64(slot) * p.scale_slot_stride; }
 #endif
 };
+
+// The slot of the initial state of sequence n in the pool that is only read; false if there is none.
+DEVICE bool initial_of(const DecodeParams& p, u32 n, u32& slot) {
+    const u64 s = u64(value_at(p.initial_at, p.initial_slots, n, 0));
+    slot = u32(s);
+    return s < p.initial_count;
+}
 
 DEVICE void clear_outputs(u16* o, u32 tokens, u32 heads) {
     #pragma unroll 1
