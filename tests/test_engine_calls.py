@@ -112,7 +112,7 @@ def vllm_calls() -> list[tuple[str, dict[str, Any]]]:
 
 
 def sglang_calls() -> list[tuple[str, dict[str, Any]]]:
-    """Decoding; Triton's interpreter does not run the kernels of SGLang's prefill (block pointers)."""
+    """Decoding and verification; Triton's interpreter does not run the kernels of SGLang's prefill (block pointers)."""
     calls = []
     for bound in (None, -5.0):
         x = Layer("cpu", bound, ONE_TOKEN)
@@ -125,6 +125,10 @@ def sglang_calls() -> list[tuple[str, dict[str, Any]]]:
         apart = dict(q=q, k=k, v=v, a=x.raw_g, b=x.raw_beta, query_start_loc=x.offsets)
         for name, own in (("packed_decode", packed), ("decode", apart)):
             calls.append((f"{sglang.CLASS}.{name}", own | common | {"ssm_states": torch.nan_to_num(x.pool())}))
+        x, rows = Layer("cpu", bound, DRAFTS), torch.tensor([1, 0], dtype=torch.int32)
+        buffer = torch.zeros(2, max(DRAFTS), x.H, sites.D, sites.D)
+        verify = sites.sglang_verify(x, torch.nan_to_num(x.pool()), buffer, sites.slots_of(x), rows)
+        calls.append((f"{sglang.CLASS}.target_verify", verify))
     return calls
 
 
@@ -144,7 +148,7 @@ def test_the_engines_own_functions_give_what_ours_give(engine: str, tmp_path: Pa
             ours = getattr(sglang_kernel.kernel(sites.Stock)(), target.rpartition(".")[2])
         for got, theirs in zip(tensors_of(ours(**arguments)), tensors_of(returned), strict=True):
             assert error(got, theirs) < 2e-6, target
-        for name in ("initial_state", "ssm_states"):
+        for name in ("initial_state", "ssm_states", "intermediate_states_buffer"):
             if name in arguments:
                 assert error(arguments[name], written[name]) < 2e-6, (target, name)
 

@@ -331,7 +331,6 @@ def test_sglang_extend(raw: bool, bound: float | None, device: str) -> None:
     )  # fmt: skip
     assert none is None
     x.check(o, pool[list(SLOTS)])
-    assert track[1].isnan().all()
     for n, tokens in ((0, 64), (2, 128)):
         _, want = x.truth(n, end=tokens)
         assert error(track[n][None], want) <= budget(error(x.truth(n, x.dtype, tokens)[1], want), x.dtype)
@@ -404,6 +403,44 @@ def test_sglang_captured_prefill(bound: float | None, device: str) -> None:
         assert error(track[n][None], want) <= budget(error(x.truth(n, x.dtype, tokens)[1], want), x.dtype)
 
 
+def sglang_verify(x: Layer, pool: Tensor, buffer: Tensor, slots: Tensor, rows: Tensor) -> dict[str, Any]:
+    """Chains of drafts: q, k and v in rows of three, the gate and beta as the layer has them; more slots than
+    sequences."""
+    q, k, v = x.qkv
+    return dict(
+        A_log=x.A_log, dt_bias=x.dt_bias, q=q, k=k, v=v, a=x.raw_g.flatten(2), b=x.raw_beta, ssm_states=pool,
+        cache_indices=slots, query_start_loc=x.offsets, intermediate_states_buffer=buffer,
+        intermediate_state_indices=rows, cache_steps=buffer.shape[1], retrieve_parent_token=None, lower_bound=x.bound,
+    )  # fmt: skip
+
+
+@on_every_device
+@on_both_gates
+@pytest.mark.parametrize("lengths", [(2, 2, 2), (3, 1, 2)], ids=["even", "ragged"])
+def test_sglang_verifies_chains_of_drafts(lengths: tuple[int, ...], bound: float | None, device: str) -> None:
+    """States after each token go to a buffer, a row for each request, and those of the pool stay; -1 is padding."""
+    x = Layer(device, bound, lengths)
+    pool = x.pool()
+    pool[SLOTS[1]] = torch.nan
+    before, T = pool.clone(), max(lengths)
+    slots = torch.tensor([SLOTS[0], -1, SLOTS[2], -1, -1], dtype=torch.int32, device=device)
+    buffer = torch.full((4, 5, x.H, D, D), torch.nan, device=device)  # room for more drafts than this round's
+    rows = torch.tensor([2, 3, 0, 3, 3], dtype=torch.int32, device=device)
+    o = sglang_kernel.kernel(Stock)().target_verify(**sglang_verify(x, pool, buffer[:, :T], slots, rows))
+    assert o.shape == (1, sum(lengths), x.H, D)
+    assert torch.equal(pool.nan_to_num(7.0), before.nan_to_num(7.0))
+    for n, row in ((0, 2), (2, 0)):
+        start, end = x.offsets[n : n + 2].tolist()
+        want, want32 = (x.truth(n, dtype)[0] for dtype in (torch.float64, x.dtype))
+        assert error(o[:, start:end], want) <= budget(error(want32, want), x.dtype)
+        for t in range(end - start):
+            _, want = x.truth(n, end=t + 1)
+            assert error(buffer[row, t][None], want) <= budget(error(x.truth(n, x.dtype, t + 1)[1], want), x.dtype)
+        assert buffer[row, end - start :].isnan().all()
+    assert not o[:, slice(*x.offsets[1:3].tolist())].any()
+    assert buffer[[1, 3]].isnan().all()
+
+
 def test_sglang_decodes_bounded_gates_from_packed_rows() -> None:
     """Otherwise its dispatcher splits rows for `decode`."""
     assert sglang_kernel.kernel(Stock).supports_packed_decode_safe_gate
@@ -425,9 +462,15 @@ def test_what_is_left_to_sglang_is_said_once(caplog: pytest.LogCaptureFixture) -
             assert got == "stock extend"
             got = kernel.packed_decode(x.mixed_qkv, x.raw_g, x.raw_beta, **gate, **states, **ring)
             assert got == "stock packed_decode"
-            assert kernel.target_verify() == "stock target_verify"
+            verify = sglang_verify(x, pool, pool[:, None], slots_of(x), slots_of(x))
+            for change in (
+                {"retrieve_parent_token": slots_of(x)[:, None]},
+                {"intermediate_states_buffer": None, "cache_ring": True},
+                {"intermediate_states_buffer": pool[:, None].double()},
+            ):
+                assert kernel.target_verify(**verify | change) == "stock target_verify"
     assert [record.message.partition(" not ")[0] for record in caplog.records] == [
-        f"SGLang's own kernel serves {name}," for name in ("extend", "packed_decode", "target_verify")
+        f"SGLang's own kernel serves {name}," for name in ("extend", "packed_decode", *["target_verify"] * 3)
     ]
     x.bound = -5.0  # SGLang buffers no states of bounded gates
     o = kernel.packed_decode(x.mixed_qkv, x.raw_g, x.raw_beta, lower_bound=-5.0, **gate, **states, **ring)

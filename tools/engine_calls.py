@@ -43,9 +43,9 @@ STAYS = {
         "run_kda_projection_overlap": "projections",
     },
     "sglang": {
-        "target_verify": "verification of drafts, whose states stay apart from the pool; the log says so",
         "kda_fused_decode": FLAG,
         "fused_kda_decode_mtp_dspark": FLAG,
+        "_fused_chain_verify_fn": "convolution and verification in one, unless SGLANG_OPT_FUSED_KDA_VERIFY=0",
     },
 }
 # Names with "kda" that compute nothing of the operator: classes, questions, sizes.
@@ -142,7 +142,7 @@ def _name(called: ast.expr) -> str:
 
 
 def _is_kernel(name: str) -> bool:
-    return "kda" in name and not NOT_KERNELS.match(name)
+    return name == "_fused_chain_verify_fn" or ("kda" in name and not NOT_KERNELS.match(name))
 
 
 def serving(engine: str, target: str) -> str | None:

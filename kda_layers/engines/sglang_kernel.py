@@ -1,7 +1,7 @@
 """SGLang's kernel class of KDA by our operator.
 
-What we do not compute stays with the stock kernel, and the log says so once: verification of drafts, states between all
-chunks, buffered decoding (ReplaySSM).
+What we do not compute stays with the stock kernel, and the log says so once: trees of drafts, buffered updates of
+states (ReplaySSM), and states between all chunks, which no call of SGLang 0.5.23 asks for.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class KDALayersKernel:
         """Return o [1, T, HV, V], and with return_intermediate_states None beside it.
 
         Args:
-            track_state: [N, HV, V, K], gets the state before chunk track_chunk_idx[n] unless that is negative.
+            track_state: [N, HV, V, K], gets the state before chunk track_chunk_idx[n]; rows where that is negative
+                are not read.
             track_ssm_h_src: the states between chunks that the caller reads if there is no track_state; none of
                 them if all boundaries are ends of sequences, whose states are in the pool.
             chunk_indices: given by a captured prefill, whose offsets may end before its tokens.
@@ -93,9 +94,8 @@ class KDALayersKernel:
             q, k, v, g, beta, ssm_states, state_indices=cache_indices, checkpoint_at=at,
             cu_seqlens=query_start_loc, beta_activation="sigmoid" if beta_is_raw else "given", **activation,
         )  # fmt: skip
-        if track_state is not None and at is not None and found.checkpoints is not None:
-            N = track_state.shape[0]
-            track_state.copy_(torch.where((at[:N] < 0)[:, None, None, None], track_state, found.checkpoints[:N]))
+        if track_state is not None and found.checkpoints is not None:
+            track_state.copy_(found.checkpoints[: track_state.shape[0]])
         return (found.o, None) if return_intermediate_states else found.o
 
     def decode(
@@ -149,16 +149,65 @@ class KDALayersKernel:
         options = calls.gate(A_log, dt_bias, lower_bound, K)
         return calls.step(q, k, v, a, b, ssm_states, cache_indices, None, scale=scale, **options)
 
-    def target_verify(self, *args: Any, **options: Any) -> Any:
-        _leave(self, "target_verify", "it keeps the state after each drafted token apart from the pool")
-        return super().target_verify(*args, **options)  # type: ignore[misc]
+    def target_verify(
+        self,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        ssm_states: Tensor,
+        cache_indices: Tensor,
+        query_start_loc: Tensor,
+        intermediate_states_buffer: Tensor | None,
+        intermediate_state_indices: Tensor,
+        cache_steps: int,
+        retrieve_parent_token: Tensor | None,
+        lower_bound: float | None = None,
+        **others: Any,
+    ) -> Any:
+        """Return o [1, T, HV, V] of a chain of drafted tokens of each sequence; `ssm_states` is only read.
+
+        Args:
+            cache_indices, intermediate_state_indices: [at least N], of which the first N are read.
+            intermediate_states_buffer: [rows, at least cache_steps, HV, V, K], gets the state after token t of
+                sequence n at [intermediate_state_indices[n], t].
+            cache_steps: the most tokens of a sequence.
+        """
+        kept, reason = intermediate_states_buffer, None
+        if retrieve_parent_token is not None:
+            reason = "drafts form a tree"
+        elif kept is None:
+            reason = "what was drafted is buffered in place of states (ReplaySSM)"
+        elif kept.dtype != ssm_states.dtype or kept.stride(0) % kept.stride(1):
+            reason = f"it keeps states of {kept.dtype} with strides {kept.stride()}, the pool {ssm_states.dtype}"
+        if kept is None or reason is not None:
+            _leave(self, "target_verify", str(reason))
+            return super().target_verify(  # type: ignore[misc]
+                A_log=A_log, dt_bias=dt_bias, q=q, k=k, v=v, a=a, b=b, ssm_states=ssm_states,
+                cache_indices=cache_indices, query_start_loc=query_start_loc, intermediate_states_buffer=kept,
+                intermediate_state_indices=intermediate_state_indices, cache_steps=cache_steps,
+                retrieve_parent_token=retrieve_parent_token, lower_bound=lower_bound, **others,
+            )  # fmt: skip
+        # The buffer as a pool with a slot for each token; SGLang may give a part of each row.
+        N, pitch, rows = query_start_loc.shape[0] - 1, kept.stride(0) // kept.stride(1), kept.shape[0]
+        pool = kept.as_strided(((rows - 1) * pitch + kept.shape[1], *kept.shape[2:]), kept.stride()[1:])
+        steps = torch.arange(cache_steps, dtype=torch.int32, device=q.device)
+        slots = torch.add(steps, intermediate_state_indices[:N, None], alpha=pitch)
+        return calls.step(
+            q, k, v, a, b, pool, slots, query_start_loc, initial_state=ssm_states, initial_indices=cache_indices[:N],
+            **calls.gate(A_log, dt_bias, lower_bound, q.shape[3]),
+        )  # fmt: skip
 
 
 def kernel(stock: type[Any]) -> type[Any]:
-    """Return a subclass of SGLang's kernel class with `extend`, `decode` and `packed_decode` by our operator."""
+    """Return a subclass of SGLang's kernel class with its methods by our operator."""
     say = "kda_layers serves %s of KDA layers"
     served = {
         name: announced(getattr(KDALayersKernel, name), partial(logger.info, say, name))
-        for name in ("extend", "decode", "packed_decode")
+        for name in ("extend", "decode", "packed_decode", "target_verify")
     }
     return type(KDALayersKernel.__name__, (KDALayersKernel, stock), served)
