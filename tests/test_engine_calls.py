@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,49 @@ def test_the_engines_own_functions_give_what_ours_give(engine: str, tmp_path: Pa
         for name in ("initial_state", "ssm_states", "intermediate_states_buffer"):
             if name in arguments:
                 assert error(arguments[name], written[name]) < 2e-6, (target, name)
+
+
+def sglang_steps() -> list[dict[str, Any]]:
+    """Decoding, a prefill of fresh sequences, and chains of drafts, which leave the pool's states as they are."""
+    calls = []
+    for bound, (step, lengths) in itertools.product(
+        (None, -5.0), (("decode", (1, 1)), ("extend", LENGTHS), ("verify", (2, 2)), ("verify", DRAFTS))
+    ):
+        x, T = Layer("cpu", bound, lengths), max(lengths)
+        generator = torch.Generator().manual_seed(1)
+        channels, kept = x.mixed_qkv.shape[1], {}
+        conv = torch.randn(9, 3, channels, generator=generator) * (step != "extend")
+        if step == "verify":
+            kept = dict(
+                kept_states=torch.zeros(2, T, x.H, sites.D, sites.D), kept_windows=torch.zeros(2, T, 3, channels),
+                ragged=min(lengths) < T,
+            )  # fmt: skip
+        calls.append(
+            dict(
+                step=step, mixed_qkv=x.mixed_qkv, a=x.raw_g[0].flatten(1), b=x.raw_beta[0], conv=conv,
+                states=torch.nan_to_num(x.pool()), slots=sites.slots_of(x), offsets=x.offsets, A_log=x.A_log,
+                weight=torch.randn(channels, 4, generator=generator) / 2, dt_bias=x.dt_bias, bound=bound, **kept,
+            )
+        )  # fmt: skip
+    return calls
+
+
+def test_sglangs_backend_gives_what_it_gives_with_ours(tmp_path: Path) -> None:
+    """SGLang's own attention backend around its kernel class, and around ours: outputs and every pool."""
+    calls = sglang_steps()
+    given, results = tmp_path / "calls.pt", tmp_path / "results.pt"
+    torch.save(calls, given)
+    command = [sys.executable, "-m", "tests.stock_sglang", str(wheel("sglang")), str(given), str(results)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for call, (stock, ours) in zip(calls, torch.load(results, weights_only=True), strict=True):
+        (want, theirs), (got, mine) = stock, ours
+        assert error(got, want) < 2e-6, call["step"]
+        written = {n for n, t in mine.items() if isinstance(t, Tensor) and not torch.equal(t, call[n])}
+        states = {"kept_states", "kept_windows"} if call["step"] == "verify" else {"states"}
+        assert written == {"conv", *states}
+        for name in written:
+            assert error(mine[name], theirs[name]) < 2e-6, (call["step"], name)
 
 
 def tensors_of(returned: Any) -> list[Tensor]:
