@@ -7,6 +7,7 @@ loading of plug-ins and a function or class for each that we replace; the wheels
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -283,6 +284,32 @@ def test_sglangs_class_is_replaced_as_it_is_imported(sglang_engine: Engine) -> N
     ]
     code = f"from {BACKEND} import {sglang.CLASS} as k\nprint(k.__name__)"
     assert sglang_engine.lines(code, asked="vllm") == [sglang.CLASS]
+
+
+def test_sglangs_wheel_loads_our_class(tmp_path: Path) -> None:
+    """By its own loader of plug-ins, as a subclass of its own class, where what these import is installed."""
+    Engine(tmp_path, "sglang", sglang.TESTED, {})  # the entry points
+    code = "import logging, sys\nlogging.basicConfig(level=logging.INFO, format='%(message)s', stream=sys.stdout)\n"
+    code += "from sglang.srt.plugins import load_plugins\nload_plugins()\n"
+    code += f"print({sglang.MODULE!r} in sys.modules)\nfrom {sglang.MODULE} import {sglang.CLASS} as k\nk()\n"
+    code += "print(k.__name__, [c.__name__ for c in k.__mro__[2:4]], k.supports_track_state_snapshot)\n"
+    environment = os.environ | {
+        "PYTHONPATH": f"{tmp_path}:{wheel('sglang')}:{ROOT}", ENVIRONMENT_VARIABLE: "sglang",
+        "SGLANG_PLUGINS": "kda_layers",
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    missing = re.findall(r"^ModuleNotFoundError: No module named '((?!sglang|kda_layers)[^']*)'$", done.stderr, re.M)
+    if missing:
+        pytest.skip(f"SGLang imports {missing[-1]}, which is not installed")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    replaced = f"kda_layers replaces {sglang.CLASS} of {sglang.MODULE}"
+    start = lines.index("False")
+    assert "Executed general plugin: kda_layers" in lines[:start]
+    assert [line for line in lines[start:] if "kda_layers" in line or "KDA" in line] == [
+        replaced, f"KDALayersKernel ['{sglang.CLASS}', 'LinearAttnKernelBase'] True"
+    ]  # fmt: skip
+    assert "Failed" not in done.stdout
 
 
 @pytest.mark.parametrize("broken", ["module", "class", "variable"])

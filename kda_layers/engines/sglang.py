@@ -1,6 +1,7 @@
 """SGLang: our operator as its Triton kernel of KDA, which every KDA model takes unless it is told otherwise.
 
-SGLang logs exceptions of plug-ins and goes on without them, so errors leave as SystemExit.
+SGLang logs exceptions of plug-ins and goes on without them, so errors leave as SystemExit. Its HookRegistry could
+replace the class, too, but imports the class's module for every model, and only logs that a hook fails.
 """
 
 from __future__ import annotations
