@@ -281,6 +281,36 @@ LEFT = [
 ]
 
 
+@pytest.mark.parametrize("family", ["kimi", "k3", "glm", "ling"])
+def test_weights_that_are_loaded_in_place_are_read(family: str) -> None:
+    c = Config(family, bound=-5.0)
+    e, layer, pools = layer_of(c)
+    x, step = hidden(c, 2), Metadata(2, tensor((3, 4), "cpu"), num_decodes=2)
+
+    def run() -> Tensor:
+        pools.channels.copy_(pools.before[0])
+        pools.state.copy_(pools.before[1])
+        return e.step(layer, step, x).clone()
+
+    before = run()
+    for name in ("conv1d", "q_conv1d", "k_conv1d", "v_conv1d"):
+        if hasattr(layer, name):
+            weight = getattr(layer, name).weight
+            weight.detach().copy_(torch.randn_like(weight))
+    after = run()
+    layer._parameters_here = None
+    assert torch.equal(after, run())
+    assert not torch.equal(after, before)
+
+
+def test_a_layer_that_is_left_has_its_own_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's Kimi-Linear reads one of the two options for dtypes, ours both."""
+    monkeypatch.setattr(stock.StockLayer, "get_state_dtype", lambda self: (torch.bfloat16, torch.float32))
+    layer = Engine("kimi").make(Config("kimi", state="bfloat16", head_dim=96))
+    assert layer.core is None
+    assert layer.get_state_dtype()[1] == torch.float32
+
+
 @pytest.mark.parametrize(("c", "reason"), LEFT, ids=["fp32", "96", "recoverssm"])
 def test_a_layer_that_is_left_to_vllm_says_why_once(c: Config, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm.kda_layers")

@@ -31,6 +31,7 @@ class Layer:
     stock_module: ModuleType
     stock_layer: type[Any]
     core: Core | None = None  # None: vLLM's own layer
+    _is_left = False  # because it cannot be served
 
     if TYPE_CHECKING:
 
@@ -48,6 +49,7 @@ class Layer:
             found.append(f"its output gate is {self.o_norm.activation}")
         if found:
             _say_once(logging.WARNING, f"kda_layers leaves {self._theirs()} to vLLM: {'; '.join(found)}")
+            self._is_left = True
             return
         stock, exporter = self.stock_module, exporter_class()(state_len=self.conv_size - 1)
         self.core = Core(
@@ -73,10 +75,13 @@ class Layer:
 
     def core_parameters(self) -> Parameters:
         """Return `make_parameters` this layer, made again if a weight has moved."""
-        where = tuple(t.data_ptr() for t in self._watched())
-        if self._parameters_here is None or self._parameters_here[0] != where:
-            self._parameters_here = where, self.make_parameters()
+        if self._parameters_here is None or self._parameters_here[0] != self._addresses():
+            made = self.make_parameters()  # which may move weights
+            self._parameters_here = self._addresses(), made
         return self._parameters_here[1]
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(t.data_ptr() for t in self._watched())
 
     def metadata(self) -> Any:
         """Return this step's metadata, or None in runs without states: those that measure memory."""
@@ -127,6 +132,8 @@ class KimiLayer(Layer):
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         """Return dtypes of the two states; Kimi-Linear's own layer leaves --mamba-ssm-cache-dtype out."""
+        if self._is_left:
+            return super().get_state_dtype()  # type: ignore[misc]
         calculator = self.stock_module.MambaStateDtypeCalculator
         cache = self.cache_config
         dtypes: tuple[torch.dtype, ...] = calculator.kda_state_dtype(
@@ -200,15 +207,22 @@ class MergedConvolution(Layer):
     """Layers with three convolutions, whose weights are joined."""
 
     def make_parameters(self) -> Parameters:
-        """Return the parameters of the core."""
-        taps = [conv.weight.flatten(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
+        """Return the parameters of the core.
+
+        The three weights become rows of one tensor, so that weights that are loaded into them later are read, too.
+        """
+        weights = [conv.weight for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
+        taps = torch.cat([weight.detach().flatten(1) for weight in weights])
+        for weight, rows in zip(weights, taps.split([len(weight) for weight in weights]), strict=True):
+            weight.data = rows.view(weight.shape)
         return Parameters(
-            torch.cat(taps), self.A_log.view(-1), self.dt_bias.view(-1, self.head_dim), self.o_norm.weight,
+            taps, self.A_log.view(-1), self.dt_bias.view(-1, self.head_dim), self.o_norm.weight,
             self.o_norm.eps, self.bound(),
         )  # fmt: skip
 
     def _watched(self) -> tuple[Tensor, ...]:
-        return self.q_conv1d.weight, self.A_log, self.dt_bias, self.o_norm.weight
+        convs = self.q_conv1d, self.k_conv1d, self.v_conv1d
+        return *(conv.weight for conv in convs), self.A_log, self.dt_bias, self.o_norm.weight
 
 
 class GlmLayer(MergedConvolution):

@@ -87,7 +87,7 @@ OF_ENGINE = _seams({
     f"{ENGINE}.cache_allocators": "FullAttentionCacheAllocator.register_cache_tensor "
     "FullAttentionCacheAllocator.update",
     f"{ENGINE}.continuous_api": "ContinuousBatchProcessor.prepare_next_batch ContinuousBatchingManager.add_requests "
-    "ContinuousBatchingManager.join ContinuousBatchingManager.start ContinuousBatchingManager.stop "
+    "ContinuousBatchingManager.join ContinuousBatchingManager.stop "
     "ContinuousMixin.init_continuous_batching resolve_continuous_batching_config",
     f"{ENGINE}.initialization": "ensure_decode_fast_path_is_available",
     f"{ENGINE}.input_outputs": "ContinuousBatchingAsyncIOs.infer_carry_over_ids "

@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import weakref
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ try:
     from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
     from kda_layers.modeling.serving import engine
+    from kda_layers.modeling.serving.state_allocator import StateAllocator
 except ImportError as error:
     if (error.name or "").startswith("kda_layers"):  # a file of ours that has moved
         raise
@@ -422,6 +425,36 @@ def test_requests_wait_for_a_slot(name: str) -> None:
     assert 1 < most < len(given)
     assert [got[f"req_{i}"].generated_tokens for i in range(len(given))] == generated(name, given, 8)
     engine.check_empty()
+
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_a_fork_has_a_name_of_its_own(length: int) -> None:
+    """A request whose forks would have the names of others in progress fails, and these go on."""
+    engine, (prompt,) = Engine(model("kda"), returned=2), prompts(length)
+    engine.add(prompt, request_id="x__child#0", max_new_tokens=8)
+    engine.step()
+    engine.add(prompt, request_id="x")
+    results = engine.run()
+    assert "request_id must not be that of a request in progress, got 'x__child#0'" in results["x"].error
+    assert results["x__child#0"].generated_tokens == generated("kda", [prompt], 8)[0]
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_cache_is_freed(kept: bool) -> None:
+    """At once, if the engine is not kept; a kept one leaves Python's collector as it was."""
+    m, frozen = build("kda", FP32).eval(), gc.get_freeze_count()
+    made: list[Any] = []
+    register = StateAllocator.register_cache_tensor
+
+    def registered(self: Any, size: int, bytes_: int, tensor: Tensor, pool: Any) -> None:
+        made.append(weakref.ref(tensor))
+        register(self, size, bytes_, tensor, pool)
+
+    with mock.patch.object(StateAllocator, "register_cache_tensor", registered):
+        m.generate_batch(prompts(5), generation(2), continuous_batching_config=config(), persistent_manager=kept)
+    assert [ref() is not None for ref in made] == [kept]
+    assert gc.get_freeze_count() == frozen
 
 
 @pytest.mark.emulated

@@ -312,10 +312,11 @@ class Asynchronous(Reader):
         p.use_async_batching = True
         self.ready = p.inputs_and_outputs
         self.launched: Any = None  # inputs and outputs of the step whose results are not read yet
-        self.spare = type(self.ready)(
+        other = type(self.ready)(
             cache=self.cache, config=p.config, continuous_batching_config=p.cb_config, device=p.model_device,
             model_dtype=p.model_dtype, logit_processor=p.logit_processor,
         )  # fmt: skip
+        self.both = self.ready, other
 
     def step(self) -> bool:
         p, now, before = self.processor, self.ready, self.launched
@@ -333,7 +334,7 @@ class Asynchronous(Reader):
             p.update_batch()
             self.launched = None
         if more:
-            self.ready, self.launched = before or self.spare, now
+            self.ready, self.launched = self.both[now is self.both[0]], now
         return more or before is not None
 
     def _use(self, io: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import copy
 import gc
+import inspect
 import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -130,25 +131,23 @@ def _reads_nothing(module: Any) -> bool:
     return all(KDA_BACKENDS.select(step, backend).name != "eager" for step in steps)
 
 
-@wraps("ContinuousBatchingManager.start")
-def leave_out_garbage(start: Callable[..., None], self: Any) -> None:
-    """Start the engine's thread; until `collect_again`, Python's garbage collector leaves out what exists by now.
-
-    A collection takes 0.2 s with all that torch and transformers have imported. One pauses all requests, and the engine
-    ends with one.
-    """
-    if has_states(self.model.config.get_text_config()):
-        gc.freeze()
-    start(self)
-
-
 @wraps("ContinuousBatchingManager.stop")
-def collect_again(stop: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Stop the engine, and undo `leave_out_garbage`."""
+def keep_without_collecting(stop: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Stop the engine; of one that is kept for a next session, nothing is free.
+
+    The engine ends with a collection of Python's garbage, which takes 0.2 s with all that torch and transformers have
+    imported. A kept engine leaves it out.
+    """
+    given = inspect.signature(stop).bind(self, *args, **kwargs).arguments
+    ours = has_states(self.model.config.get_text_config()) and not gc.get_freeze_count()
+    frozen = ours and given.get("keep_for_next_session", False)
+    if frozen:
+        gc.freeze()
     try:
         stop(self, *args, **kwargs)
     finally:
-        gc.unfreeze()
+        if frozen:
+            gc.unfreeze()
 
 
 @wraps("ContinuousBatchingManager.join")
@@ -192,8 +191,12 @@ def check_request(add: Callable[..., None], self: Any, state: Any) -> None:
     hold it. A request without `max_new_tokens` ends when the cache is full.
     """
     if KDA in self.cache.cache_allocators:
-        if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
-            raise ValueError(f"request_id must not be that of a request in progress, got {state.request_id!r}")
+        forks = [f"{state.request_id}__child#{i}" for i in range(state.num_children)]  # as the engine names them
+        used = [
+            name for name in (state.request_id, *forks) if name in self.active_requests or name in self.waiting_requests
+        ]
+        if used:
+            raise ValueError(f"request_id must not be that of a request in progress, got {used[0]!r}")
         check_prompt(self.cache, state.initial_tokens, state.max_new_tokens)
         room = longest_request(self.cache) - len(state.initial_tokens)
         if state.max_new_tokens is None and longest_request(self.cache) < UNLIMITED:
@@ -202,10 +205,10 @@ def check_request(add: Callable[..., None], self: Any, state: Any) -> None:
         if (prefixes := _prefixes_of(self.cache)) is not None:
             prefixes.plan(state)
         if state.num_children and len(state.initial_tokens) == 1:  # forked before its last token, it has none to read
-            children, state.num_children = range(state.num_children), 0
-            for i in children:
+            state.num_children = 0
+            for fork in forks:
                 child = state.create_equivalent_initial_request()
-                child.request_id = f"{state.request_id}__child#{i}"  # as the engine names it
+                child.request_id = fork
                 self.add_waiting_request(child)
     add(self, state)
 

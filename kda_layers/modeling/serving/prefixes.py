@@ -14,6 +14,7 @@ is full.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -55,7 +56,7 @@ class Prefixes:
             states: the allocator.
             block: tokens between two ends, a multiple of the other allocators' pages.
         """
-        self.states, self.block = states, block
+        self.states, self.block = weakref.proxy(states), block  # which holds this, and gigabytes
         self.reset()
 
     # ---------------------------------------------------------------- what the engine asks of a ledger of blocks
@@ -209,7 +210,7 @@ class Prefixes:
         return next((length for length in kept if length <= limit), 0), pages
 
     def _others(self, cache: Any) -> list[Any]:
-        return [a for a in cache.cache_allocators.values() if a is not self.states]
+        return [a for a in cache.cache_allocators.values() if a.index != self.states.index]
 
     def _kept(self, plan: Plan, most: int) -> list[int]:
         """Return the lengths of a prompt's prefixes of at most `most` tokens whose states are kept, longest first."""
