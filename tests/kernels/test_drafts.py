@@ -364,9 +364,9 @@ def test_a_layer_verifies_by_a_kernel_or_not_at_all(
         monkeypatch.setattr(type(KDA.backends()[backend]), "problems", lambda self: [])
     monkeypatch.setattr(drafts, "arch_of", lambda device: 90)
     fields = torch.device("cuda"), dtype, dtype, K, K, 1, "lower_bound", "sigmoid", True
-    drafts._can_verify.cache_clear()
-    assert {name for name in (None, "sm90", "fla", "eager") if drafts.can_verify(name, *fields)} == asked
-    drafts._can_verify.cache_clear()
+    drafts._verifying.cache_clear()
+    assert {name for name in (None, "sm90", "fla", "eager") if drafts.verifying(name, *fields)} == asked
+    drafts._verifying.cache_clear()
 
 
 STEP = Case(T=3, B=2, H=1, K=4, V=6, dtype=FP32, state=True)

@@ -23,7 +23,10 @@ from kda_layers.modeling.layer.cache import (
     cache_bytes,
     with_kda_layers,
 )
+from kda_layers.modeling.layer.states import LayerState
+from kda_layers.modeling.seams import CACHE
 from tests.kernels.cases import FP64
+from tests.modeling import models
 from tests.modeling.common import same
 
 D, W, HEADS, V_HEADS, K, V = 16, 4, 1, 2, 6, 8
@@ -358,7 +361,7 @@ def test_a_backend_that_verifies_no_drafts(
 ) -> None:
     """Asked for, as flash-linear-attention's is on a GPU, it serves recorded calls by copies of the states."""
     monkeypatch.setattr(EagerBackend, "features", EagerBackend.features - {"verify"})
-    drafts._can_verify.cache_clear()
+    drafts._verifying.cache_clear()
     x, cache = tokens(T), new_cache()
     if how == "option":
         layer = copy.deepcopy(layer)
@@ -368,8 +371,53 @@ def test_a_backend_that_verifies_no_drafts(
         assert cache.layers[0].waiting is None
         cache.crop(-4)
     monkeypatch.undo()
-    drafts._can_verify.cache_clear()
+    drafts._verifying.cache_clear()
     assert_holds(layer, cache, x[:, : T - 4])
+
+
+@pytest.mark.parametrize("how", ["read", "crop", "next call"])
+def test_who_verified_commits(layer: KimiDeltaAttention, how: str) -> None:
+    """Whatever backend is asked for then; flash-linear-attention's has no commit."""
+    x, cache = tokens(T), new_cache()
+    feed(layer, x[:, :4], (4,), cache)
+    feed(layer, x[:, 4:8], (4,), cache)
+    with use_backend("fla"):
+        if how == "read":
+            assert cache.layers[0].recurrent_states[0] is not None
+        elif how == "crop":
+            cache.crop(-2)
+        else:
+            LayerState(cache, 0, x.shape[0])
+    assert_holds(layer, cache, x[:, : 6 if how == "crop" else 8])
+
+
+def test_tokens_wait_on_if_they_cannot_be_committed(layer: KimiDeltaAttention) -> None:
+    x, cache = tokens(T), new_cache()
+    feed(layer, x[:, :4], (4,), cache)
+    feed(layer, x[:, 4:8], (4,), cache)
+    kda_layer = cache.layers[0]
+    waiting = kda_layer.waiting
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    kda_layer.waiting = waiting._replace(advance=fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        kda_layer.recurrent_states  # noqa: B018
+    kda_layer.waiting = kda_layer.waiting._replace(advance=waiting.advance)
+    assert_holds(layer, cache, x[:, :8])
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_with_a_new_cache(fullgraph: bool) -> None:
+    """Dynamo guards on the attributes of a layer that has not held a state."""
+    torch.compiler.reset()
+    model, x = models.build("kda", torch.float32).eval(), models.ids(1, 12)
+    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    caches = [with_kda_layers(DynamicCache(config=model.config)) for _ in range(2)]
+    with torch.no_grad():
+        got, want = (f(x, use_cache=True, **{CACHE: c}).logits for f, c in zip((compiled, model), caches, strict=True))
+    torch.testing.assert_close(got, want)
 
 
 def test_recording_with_a_gap(layer: KimiDeltaAttention) -> None:

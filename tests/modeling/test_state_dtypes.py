@@ -143,6 +143,30 @@ def test_with_gradients(name: str) -> None:
 
 
 @narrow
+def test_a_long_recorded_prompt_is_rounded_once(name: str) -> None:
+    """Its last tokens are recorded apart, from a state that is not rounded."""
+    model, tokens = build("kda", name), ids(1, 200)
+    recorded, plain = new_cache(model), new_cache(model)
+    recorded.activate_past_recording()
+    with torch.no_grad():
+        got, want = (model(tokens, use_cache=True, **{CACHE: c}).logits for c in (recorded, plain))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_calls_after_a_recorded_prompt_are_replayed_as_they_were() -> None:
+    model, tokens = build("kda", "bfloat16"), ids(1, 20)
+    cache, want = new_cache(model), new_cache(model)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        for start, end in ((0, 10), (10, 11), (11, 12), (12, 13)):
+            model(tokens[:, start:end], use_cache=True, **{CACHE: cache})
+        for start, end in ((0, 10), (10, 11)):
+            model(tokens[:, start:end], use_cache=True, **{CACHE: want})
+    cache.crop(-2)
+    check(cache, want)
+
+
+@narrow
 @pytest.mark.parametrize("left", [1, 3, 4])
 def test_tokens_that_are_taken_back(name: str, left: int) -> None:
     """The state after the tokens that stay: that of a call with these alone, up to one more rounding in int8."""

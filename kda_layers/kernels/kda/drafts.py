@@ -127,18 +127,18 @@ def kda_commit(
 
 
 @constant_to_compile
-def can_verify(backend: str | None, device: torch.device, *fields: Any) -> bool:
-    """True if a backend verifies drafts, and not plain PyTorch on a GPU where `kda` has a kernel.
+def verifying(backend: str | None, device: torch.device, *fields: Any) -> str | None:
+    """The backend that verifies drafts, but not plain PyTorch on a GPU where `kda` has a kernel; None without one.
 
     Args:
         backend: as in `kda`; one that is asked for, also by context or environment, is the only candidate
         fields: of `Problem`, from dtype to qk_l2norm
     """
-    return _can_verify(KDA.requested(backend), tuple(KDA.backends()), device, *fields)
+    return _verifying(KDA.requested(backend), tuple(KDA.backends()), device, *fields)
 
 
 @functools.lru_cache(CHOICES)
-def _can_verify(asked: str | None, known: tuple[str, ...], device: torch.device, *fields: Any) -> bool:
+def _verifying(asked: str | None, known: tuple[str, ...], device: torch.device, *fields: Any) -> str | None:
     def serving(drafts: bool) -> str | None:
         features: Any = dict(decode=drafts, has_state=True, verify=drafts)
         problem = KDA.problem(device.type, arch_of(device), *fields, **features)
@@ -146,7 +146,7 @@ def _can_verify(asked: str | None, known: tuple[str, ...], device: torch.device,
         return next((name for name in names if not KDA.backend(name).unsupported(problem)), None)
 
     found = serving(drafts=True)
-    return found is not None and (found != "eager" or device.type == "cpu" or serving(drafts=False) == "eager")
+    return found if found != "eager" or device.type == "cpu" or serving(drafts=False) == "eager" else None
 
 
 def _prepare_verify(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:

@@ -25,9 +25,9 @@ class KDACacheLayer(LinearAttentionLayer):
     """
 
     is_croppable = True  # replaces the stock property
-    waiting: Past | None = None
 
     def __init__(self, number_of_states: int = 1, **kwargs: Any):
+        self.waiting: Past | None = None  # of the instance: torch.compile guards on no default of the class
         super().__init__(number_of_states, **kwargs)
         self.past: list[Past] = []
 
@@ -63,15 +63,22 @@ class KDACacheLayer(LinearAttentionLayer):
 
     def _settle(self) -> None:
         """Advance the states by the tokens that wait; the record then has the call, and one copy of the states."""
+        if self.waiting is not None:
+            self._advance()
+
+    @torch.compiler.disable
+    def _advance(self) -> None:
         past, self.waiting = self.waiting, None
-        if past is None:
-            return
-        make_writable(self)
-        states = self._states()
+        assert past is not None
+        try:
+            make_writable(self)
+            before = _copy(self._states()) if self.record_past and not self.past else None
+            self._store(past.advance(self._states(), past.tokens))
+        except BaseException:
+            self.waiting = past
+            raise
         if self.record_past:
-            before = None if self.past else _copy(states)
             self.record(past._replace(before=before, follows=bool(self.past)))
-        self._store(past.advance(states, past.tokens))
 
     def record(self, past: Past) -> None:
         """Add a call to the record, which keeps the last 128 tokens or a little more."""

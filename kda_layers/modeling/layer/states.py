@@ -23,7 +23,7 @@ from torch import Tensor
 from ...kernels.checks import accumulator_dtype
 from ...kernels.fused.short_conv import state_after
 from ...kernels.kda.contract import CHUNK, MOST_DRAFTED, NO_SLOT
-from ...kernels.kda.drafts import can_verify, kda_commit, kda_verify
+from ...kernels.kda.drafts import kda_commit, kda_verify, verifying
 from ...kernels.kda.int8_state import dequantize_state, quantize_state
 from ...kernels.kda.op import kda, kda_prefill, kda_step
 from .fast_paths import name_of
@@ -201,25 +201,37 @@ class LayerState:
             raise ValueError("cu_seqlens must be None with a cache that records its past")
         x, T = x.detach(), x.shape[1]
         few = self.recurrent is not None and T <= MOST_DRAFTED and not torch.is_grad_enabled() and self.scale is None
-        if few and self._can_verify(inputs, options):
-            return self._verify(inputs, options, x, W, mask)
+        if few and (backend := self._verifying(inputs, options)) is not None:
+            return self._verify(inputs, options | dict(backend=backend), x, W, mask)
         head = max(T // CHUNK - 1, 0) * CHUNK
         conv = None if self.conv is None else self.conv.clone()
-        outputs = []
-        if head:
-            outputs.append(self.attend([t[:, :head] for t in inputs], options, recompute))
+        recurrent, outputs, wide = self._copy(), [], accumulator_dtype(inputs[0].dtype)
+        if head:  # the state between the two parts is not rounded, as it is not in one call
+            first, last = ([t[:, part] for t in inputs] for part in (slice(None, head), slice(head, None)))
+            options_ = recompute | options | dict(return_final_state=True)
+            out = kda(*first, initial_state=recurrent, state_dtype=wide, **options_)
+            recurrent = out.final_state.detach()
             conv = state_after(x[:, :head], W, conv, None if mask is None else mask[:, :head]).clone()
-        recurrent = self._copy()
-        outputs.append(self.attend([t[:, head:] for t in inputs], options, recompute))
+            outputs.append(out.o)
+            out = kda(*last, initial_state=recurrent, **options_)
+            self._write(out.final_state.detach())
+            outputs.append(out.o)
+        else:
+            outputs.append(self.attend(inputs, options, recompute))
 
         # Copies: a view would keep all of a long prompt alive.
         tail, x_tail = [t[:, head:].detach().clone() for t in inputs], x[:, head:].clone()
         mask_tail = None if mask is None else mask[:, head:]
         options = {n: t.detach() if isinstance(t, Tensor) else t for n, t in options.items()}
+        assert self.recurrent is not None
+        kept_in = wide if self.scale is not None else self.recurrent.dtype  # int8 is rounded where it is stored
 
         def advance(states: States | None, tokens: int) -> States:
             recurrent, conv = (None, None) if states is None else states
-            out = kda(*(t[:, :tokens] for t in tail), initial_state=recurrent, return_final_state=True, **options)
+            out = kda(
+                *(t[:, :tokens] for t in tail), initial_state=recurrent, return_final_state=True, state_dtype=kept_in,
+                **options,
+            )  # fmt: skip
             kept = None if mask_tail is None else mask_tail[:, :tokens]
             return out.final_state, state_after(x_tail[:, :tokens], W, conv, kept)
 
@@ -228,11 +240,11 @@ class LayerState:
         return torch.cat(outputs, 1)
 
     @staticmethod
-    def _can_verify(inputs: Sequence[Tensor], options: dict[str, Any]) -> bool:
+    def _verifying(inputs: Sequence[Tensor], options: dict[str, Any]) -> str | None:
         q, _, v, _, beta = inputs
         sizes = q.shape[3], v.shape[3], v.shape[2] // q.shape[2]
         activations = options["gate_activation"], options["beta_activation"]
-        return can_verify(options.get("backend"), q.device, q.dtype, beta.dtype, *sizes, *activations, True)
+        return verifying(options.get("backend"), q.device, q.dtype, beta.dtype, *sizes, *activations, True)
 
     def _verify(
         self, inputs: Sequence[Tensor], options: dict[str, Any], x: Tensor, W: int, mask: Tensor | None
@@ -243,7 +255,7 @@ class LayerState:
         assert state is not None
         updates = state.new_empty(N, T, HV, 2 * q.shape[3] + V, dtype=accumulator_dtype(q.dtype))
         o = kda_verify(q, k, v, g, beta, state, updates, **options)
-        backend = options.get("backend")
+        backend = options["backend"]  # also of the commit, whatever is asked for then
 
         def advance(states: States, tokens: int) -> States:
             recurrent, conv = states

@@ -63,6 +63,8 @@ def commit(x: CommitInputs) -> None:
     """See `Backend.commit`."""
     accepted, (count, HV, V, K), most = x.num_accepted.tolist(), x.state.shape, x.updates.shape[1]
     slots = list(range(count)) if x.state_indices is None else x.state_indices.tolist()
+    if not slots:
+        return
     check_slots_exist(slots, count)
     check_owners({slot} for slot in slots)
     pending = [(m, slot) for m, slot in zip(accepted, slots, strict=True) if slot != NO_SLOT]
