@@ -1,15 +1,16 @@
 """Time to the first token after a prefix that the engine knows: `python -m benchmarks.prefixes`, on a GPU.
 
-transformers' continuous batching of a random model of KDA layers, with and without sharing of prefixes; times are those
-from the request until its first token is there. In turns:
+transformers' continuous batching of a random model of KDA layers, with and without sharing of prefixes; times run from
+the request to its first token. In turns, by two engines of one model:
 
-* `question`: 60 random tokens alone.
+* `question`: 60 random tokens.
 * `new`: --prefix tokens that no earlier prompt had, and a question.
 * `known`: the same tokens as in earlier prompts, and another question.
+* `clients`: 32 prompts at once after one new prefix, until the last of their first tokens.
+* `chat`: the last of 8 turns, each of 60 tokens and an answer of 60, after a new prefix.
 
-Then `clients`: 32 prompts at once after one new prefix, until the last first token; and `chat`: turns of 60 tokens and
-60 answered ones after a prefix, the last first token. `of new` is a time divided by that of `new` in the same
-row's engine. MiB: the states that are kept of prefixes when all is done. On a CPU, a small model, to rehearse.
+`of new` divides by the time of `new` of the same engine. MiB: states of prefixes that are kept at the end. On a CPU, a
+small model, to rehearse.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": dict(hidden_size=64, num_hidden_layers=2, intermediate_size=128),
 }
 VOCABULARY = 32000
-QUESTION, CLIENTS, TURNS = 60, 32, 8
+QUESTION, CLIENTS, TURNS, CHATS = 60, 32, 8, 5
 SHARE = {"cuda": 0.3, "cpu": 0.05}  # of the memory, for the cache
 
 
@@ -102,28 +105,39 @@ class Engine:
         return float(len(states.prefixes.kept) * states.bytes_per_block / 2**20)
 
 
-def measure(size: str, prefix: int, sharing: bool) -> list[dict[str, Any]]:
-    """A row for each kind of prompt."""
-    engine = Engine(build(size), sharing, seed=1)
-    known = engine.draw(prefix)
-    for _ in range(2):  # with the second prompt, the engine knows what they have in common
-        engine.ask([known + engine.draw(QUESTION)])
-    turns = {
-        "question": lambda: engine.ask([engine.draw(QUESTION)]),
-        "new": lambda: engine.ask([engine.draw(prefix + QUESTION)]),
-        "known": lambda: engine.ask([known + engine.draw(QUESTION)]),
-    }
-    times: dict[str, Any] = timing.compare_ms(turns, None, None)
-    times |= timing.compare_ms({f"{CLIENTS} clients": lambda: engine.clients(prefix)}, None, None)
-    chats = [engine.chat(prefix) for _ in tqdm(range(4), desc="chats", disable=None)][1:]
-    times[f"chat, turn {TURNS}"] = {"median": statistics.median(chats)}
-    rows = [
-        {"size": size, "sharing": sharing, "prompt": prompt, "wall": wall, "ms": wall["median"], "prefix": prefix,
-         "of new": wall["median"] / times["new"]["median"], "MiB": engine.kept_mib}
-        for prompt, wall in times.items()
-    ]  # fmt: skip
-    engine.manager.stop(block=True)
+def measure(size: str, prefix: int) -> list[dict[str, Any]]:
+    """A row for each kind of prompt, with sharing and without."""
+    model = build(size)
+    engines = {sharing: Engine(model, sharing, seed=1) for sharing in (True, False)}
+    turns: dict[tuple[bool, str], Callable[[], Any]] = {}
+    for sharing, engine in engines.items():
+        known = engine.draw(prefix)
+        for _ in range(2):  # with the second prompt, the engine knows what they have in common
+            engine.ask([known + engine.draw(QUESTION)])
+        turns[sharing, "question"] = partial(ask_after, engine, 0)
+        turns[sharing, "new"] = partial(ask_after, engine, prefix)
+        turns[sharing, "known"] = partial(ask_after, engine, 0, known)
+        turns[sharing, f"{CLIENTS} clients"] = partial(engine.clients, prefix)
+    times: dict[tuple[bool, str], Any] = timing.compare_ms(turns, None, None)
+    chats: dict[bool, list[float]] = {sharing: [] for sharing in engines}
+    for i in tqdm(range(CHATS), desc="chats", disable=None):
+        for sharing in (True, False) if i % 2 else (False, True):
+            chats[sharing].append(engines[sharing].chat(prefix))
+    for sharing, found in chats.items():
+        times[sharing, f"chat, turn {TURNS}"] = {"median": statistics.median(found[1:])}  # the first one warms up
+    rows = []
+    for (sharing, prompt), wall in times.items():
+        row = {"size": size, "sharing": sharing, "prompt": prompt, "prefix": prefix, "wall": wall, "ms": wall["median"]}
+        share = wall["median"] / times[sharing, "new"]["median"]
+        rows.append(row | {"of new": share, "MiB": engines[sharing].kept_mib})
+    for engine in engines.values():
+        engine.manager.stop(block=True)
     return rows
+
+
+def ask_after(engine: Engine, new: int, known: Sequence[int] = ()) -> None:
+    """Ask a question after known tokens or `new` ones."""
+    engine.ask([[*known, *engine.draw(new + QUESTION)]])
 
 
 def main() -> None:
@@ -141,11 +155,10 @@ def main() -> None:
     name = args.name or ("gpu-prefixes" if DEVICE == "cuda" else "cpu-prefixes")
     rows: list[dict[str, Any]] = []
     for size in sizes:
-        for sharing in (True, False):
-            rows += measure(size, args.prefix, sharing)
-            contents = report.document(name, TITLE, rows, COLUMNS, report.stamp(args.commit))
-            print(report.text(contents))
-            print(report.save(args.output, contents))
+        rows += measure(size, args.prefix)
+        contents = report.document(name, TITLE, rows, COLUMNS, report.stamp(args.commit))
+        print(report.text(contents))
+        print(report.save(args.output, contents))
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def step_check(kind: str, K: int, dtype: torch.dtype, state_dtype: torch.dtype) 
 
 
 def verify_check(K: int, dtype: torch.dtype, state_dtype: torch.dtype) -> Check:
-    """Two calls of `kda_verify` on packed drafts in a pool, the second of which commits the first."""
+    """Two calls of `kda_verify` on packed drafts in a pool; the second commits the tokens of the first."""
     lengths = (3, 0, 1, 9)
     x = make_inputs(replace(SHARED, lengths=lengths, H=FEW, K=K, V=K, dtype=dtype))
     assert x.initial_state is not None

@@ -172,7 +172,7 @@ class KDALayersKernel:
         """Return o [1, T, HV, V] of a chain of drafted tokens of each sequence; `ssm_states` is only read.
 
         Args:
-            cache_indices, intermediate_state_indices: [at least N], of which the first N are read.
+            cache_indices, intermediate_state_indices: [N or more]; only the first N are read.
             intermediate_states_buffer: [rows, at least cache_steps, HV, V, K], gets the state after token t of
                 sequence n at [intermediate_state_indices[n], t].
             cache_steps: the most tokens of a sequence.

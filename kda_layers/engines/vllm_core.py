@@ -214,7 +214,7 @@ def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters) -> Non
     """Compile what the steps of a layer call, once per kind of layer, before a graph captures one; on GPUs alone.
 
     Args:
-        state: the layer's pool, of which only dtype and device count.
+        state: the layer's pool; only its dtype and device are read.
     """
     taps, D = p.conv_weight.shape[1], p.norm_weight.shape[0]
     kind = heads, D, taps, p.conv_weight.dtype, p.lower_bound is None, dtype, state.dtype, state.device

@@ -373,7 +373,7 @@ def test_states_are_read_from_another_pool(
         x = x._replace(**flat, cu_seqlens=torch.arange(0, 13, 3, device=device, dtype=torch.int32))
     want_o = step(x, want.flatten(0, 1), backend, state_indices=padded)
 
-    # Slots further from each other than their size, of which two are given to no sequence.
+    # Slots farther apart than their size; two belong to no sequence.
     store = torch.full((6, 2, *shape), torch.nan, device=device, dtype=dtype)
     pool, slots = store[:, 0], torch.tensor([4, 1, 0, -1], device=device)
     pool[[4, 1, 0]] = x.initial_state[:3]

@@ -165,13 +165,13 @@ class KDAForward:
         dt_bias = self.dt_bias.to(wide).view(-1, self.head_dim)
         options = dict(cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **self.kda_options)
         inputs, recompute = (q, k, v, g, beta), self.operator_recompute()
+        if state.cached:
+            state.new_dtype = stored_dtype(self.state_dtype, q.dtype)
         if shards is not None:
             o = kda_over_ranks(*inputs, shards, **recompute | options).o
         elif state.recording:
-            state.new_dtype = stored_dtype(self.state_dtype, q.dtype)
             o = state.attend_and_record(inputs, options, recompute, torch.cat(qkv, -1), taps.shape[-1], mask)
         elif state.cached:
-            state.new_dtype = stored_dtype(self.state_dtype, q.dtype)
             o = state.attend(inputs, options, recompute)
         else:
             o = kda(*inputs, **recompute | options).o

@@ -102,6 +102,9 @@ class LayerState:
         ValueError: a cache without layer_idx, without a linear-attention layer there, or with another number of rows.
     """
 
+    conv_into = index = step = None  # of states in the slots of an engine
+    one_each = False
+
     def __init__(self, cache: Cache | None, layer_idx: int | None, sequences: int):
         self.cached, self.recording, self._waits = cache is not None, False, False
         self.conv: Tensor | None = None
@@ -127,9 +130,6 @@ class LayerState:
         self.scale = self._layer.recurrent_states.get(1)
         if self.conv.shape[0] != sequences:
             raise ValueError(f"cache must hold as many sequences as the call, {sequences}, got {self.conv.shape[0]}")
-
-    conv_into = index = step = None  # the state after a call is given to `write_conv`; packed tokens are no decode step
-    one_each = False
 
     def write_conv(self, state: Tensor, x: Tensor) -> None:
         """Store the convolution's state [N, D, W] and count the tokens of x [B, T, ...], which end the call."""
@@ -208,12 +208,12 @@ class LayerState:
         recurrent, outputs, wide = self._copy(), [], accumulator_dtype(inputs[0].dtype)
         if head:  # the state between the two parts is not rounded, as it is not in one call
             first, last = ([t[:, part] for t in inputs] for part in (slice(None, head), slice(head, None)))
-            options_ = recompute | options | dict(return_final_state=True)
-            out = kda(*first, initial_state=recurrent, state_dtype=wide, **options_)
+            kwargs = recompute | options | dict(return_final_state=True)
+            out = kda(*first, initial_state=recurrent, state_dtype=wide, **kwargs)
             recurrent = out.final_state.detach()
             conv = state_after(x[:, :head], W, conv, None if mask is None else mask[:, :head]).clone()
             outputs.append(out.o)
-            out = kda(*last, initial_state=recurrent, **options_)
+            out = kda(*last, initial_state=recurrent, **kwargs)
             self._write(out.final_state.detach())
             outputs.append(out.o)
         else:

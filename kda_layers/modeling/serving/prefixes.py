@@ -23,9 +23,9 @@ from typing import Any
 
 from kda_layers.modeling.seams import RequestStatus
 
-LEAST = 256  # tokens that the next prompt with a prefix is spared, or its end is not worth a step and a copy
-MOST_SEEN = 65_536  # ends of which only the hash is known
-SHARE = 4  # a fourth of the slots holds states of prefixes, at most
+LEAST = 256  # fewest tokens that a later prompt must save for a state to be worth an extra step and a copy
+MOST_SEEN = 65_536  # prefixes whose hash is remembered
+SHARE = 4  # states of prefixes take at most 1 / SHARE of the slots
 
 
 @dataclass

@@ -51,7 +51,7 @@ def backward(x: Inputs, d_ys: list[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 
 def packed_state(x: Inputs, new: Tensor, rows: Tensor | None) -> None:
-    """Write the states [D, W] after packed sequences to new [N, D, W]; to its `rows` [N], unless one is empty."""
+    """Write the states after packed sequences to new [N, D, W], or those of nonempty ones to new[rows], rows [N]."""
     call = _Call(x)
     assert x.cu_seqlens is not None
     programs, any_tensor = (x.cu_seqlens.shape[0] - 1) * call.blocks, call.xs[0]
