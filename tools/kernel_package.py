@@ -35,8 +35,8 @@ FOLDERS = ("kernels", "hub_kernel")
 # What the forward of a layer needs; the rest of modeling imports transformers.
 MODELING = (
     "checks", "inputs/__init__", "inputs/arguments", "layer/__init__", "layer/decode_plan", "layer/fast_paths",
-    "layer/forward", "layer/fused_sums", "layer/layer", "layer/remembered", "layer/states", "layer/weights",
-    "swap/__init__", "swap/stock_layer",
+    "layer/forward", "layer/fused_sums", "layer/layer", "layer/remembered", "layer/slots", "layer/states",
+    "layer/weights", "swap/__init__", "swap/stock_layer",
 )  # fmt: skip
 # Files in which the kernel differs from the package; namespace.py is a variant's own.
 WRITTEN = {

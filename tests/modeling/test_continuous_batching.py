@@ -23,7 +23,7 @@ import kda_layers
 from kda_layers import KDAConfig, KDAForCausalLM
 from kda_layers.kernels.kda.contract import Problem
 from kda_layers.modeling import seams
-from kda_layers.modeling.layer.states import SlotState
+from kda_layers.modeling.layer.slots import SlotState
 from kda_layers.modeling.models.generation import LoopOnDevice
 from kda_layers.states import dequantize_state, quantize_state
 from tests.kernels import emulated_layer_step
@@ -469,7 +469,7 @@ def test_a_token_beside_an_empty_sequence_is_no_decode_step() -> None:
         alone = states.step(torch.tensor([[0]]), torch.tensor([0, 1]), 1, [torch.tensor([6])], None)
         with torch.no_grad():
             got, want = (layer(x, cache=s, cu_seqlens=s.cu_seqlens)[0] for s in (one, alone))
-        assert error(got, want) <= 2**-7
+        assert error(got, want) <= 2**-8  # one rounding to bf16; 0.7 of it measured
 
 
 def test_a_cache_without_room_for_one_request_is_refused() -> None:

@@ -14,7 +14,8 @@ from ...kernels.kda.checks import check_lower_bound
 from ...kernels.kda.contract import state_dtype
 from ...kernels.kda.cuda.layer_step.op import RepeatedLayerStep
 from ...kernels.registry import requested
-from .states import LayerState, PooledState
+from .slots import PooledState
+from .states import LayerState
 from .weights import is_capturing
 
 if TYPE_CHECKING:

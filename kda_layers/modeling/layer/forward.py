@@ -36,7 +36,8 @@ from .fast_paths import (
 )
 from .fused_sums import SHARED_INPUT, projections
 from .remembered import Remembered
-from .states import LayerState, PooledState, Slots, read_state
+from .slots import PooledState, Slots
+from .states import LayerState, read_state
 from .weights import MERGED_WEIGHTS, MergedWeights, as_local, forget_local, loads_weights_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ...kernels.over_ranks.shards import Shards
 from ..checks import as_int, check_kda_arguments, check_no_unknown, reads_old_keywords
 from ..inputs.arguments import takes_cache
 from .forward import KDAForward
-from .states import Slots
+from .slots import Slots
 from .weights import KeepsFP32
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kda_layers.kernels.kda.contract import CHUNK, NO_SLOT
 from kda_layers.modeling.checks import stored_dtype
-from kda_layers.modeling.layer.states import Slots
+from kda_layers.modeling.layer.slots import Slots
 from kda_layers.modeling.models.configuration_kda import KDAFields
 from kda_layers.modeling.seams import (
     FULL_ATTENTION,

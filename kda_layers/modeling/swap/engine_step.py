@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kda_layers.modeling.inputs.masks import masks_of_engine
-from kda_layers.modeling.layer.states import Slots
+from kda_layers.modeling.layer.slots import Slots
 from kda_layers.modeling.seams import CACHE, RENAMED
 
 # Keywords of the engine that `EngineStep` reads for the layers, and those that have a value for each type of layer.
