@@ -92,6 +92,7 @@ OF_ENGINE = _seams({
     f"{ENGINE}.initialization": "ensure_decode_fast_path_is_available",
     f"{ENGINE}.input_outputs": "ContinuousBatchingAsyncIOs.infer_carry_over_ids "
     "ContinuousBatchingIOs._setup_static_tensors",
+    f"{ENGINE}.model_runner": "ModelRunner._capture_graph",
     f"{ENGINE}.scheduler": "SCHEDULER_MAPPING Scheduler._process_candidates Scheduler._try_to_meet_safety_margin "
     "Scheduler._schedule_request Scheduler.add_waiting_request Scheduler.clear_cancelled_requests",
     "cli.serving.utils": "CBGenerateManager.init_cb CBGenerateManager.generate_streaming "

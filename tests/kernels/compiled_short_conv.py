@@ -18,8 +18,8 @@ from triton.compiler import ASTSource
 from kda_layers.kernels.fused.triton.short_conv import (
     BACKWARD_CHANNELS,
     FORWARD_CHANNELS,
+    FORWARD_STRIPS,
     MOST_CHANNELS,
-    STRIPS,
     conv_backward_kernel,
     conv_forward_kernel,
 )
@@ -33,7 +33,7 @@ ONES = {"D0", "D1", "x1_stride", "dy1_stride", "N", "strips", "n_stride", "w_str
 
 def compiled(kernel: Any, sm: int, packed: bool, channels: int, ones: bool = False) -> dict[str, Any]:
     """Compile a kernel; with `ones`, arguments that may be 1 are, which Triton takes for constants."""
-    constants = {"W": 4, "PACKED": packed, "STATE": packed, "STRIP": STRIPS[0], "BLOCK_D": MOST_CHANNELS}
+    constants = {"W": 4, "PACKED": packed, "STATE": packed, "STRIP": FORWARD_STRIPS[0], "BLOCK_D": MOST_CHANNELS}
     types, values, hints = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:

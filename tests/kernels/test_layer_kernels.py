@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from kda_layers import KDAConfig, KimiDeltaAttention
 from kda_layers.kernels.fused import short_conv
 from kda_layers.kernels.fused.gated_norm import GATED_NORM, gated_rms_norm
+from kda_layers.kernels.fused.mechanism import MIN_TOKENS, few_tokens, for_graph
 from kda_layers.kernels.fused.short_conv import SHORT_CONV
 from kda_layers.kernels.kda.fla.package import problems
 from kda_layers.kernels.registry import Registry, explain, use_backend
@@ -57,6 +58,15 @@ def test_a_cpu_and_fp64_are_refused() -> None:
         reasons = registry.backends()["fla"].unsupported(problem)
         assert reasons[:2] == ["device is cpu, needs cuda", "dtype is float64, needs bfloat16, float16 or float32"]
         assert reasons[2:] == ([few] if problem.few_tokens else [])
+
+
+def test_a_few_tokens_of_a_graph_are_not_few() -> None:
+    x = torch.zeros(1, MIN_TOKENS - 1, 8)
+    assert few_tokens(x)
+    with for_graph():
+        assert not few_tokens(x)
+    assert few_tokens(x)
+    assert not few_tokens(torch.zeros(1, MIN_TOKENS, 8))
 
 
 @pytest.mark.parametrize("registry", [SHORT_CONV, GATED_NORM], ids=lambda r: r.operator)

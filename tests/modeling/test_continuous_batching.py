@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -21,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import kda_layers
 from kda_layers import KDAConfig, KDAForCausalLM
+from kda_layers.kernels.fused.mechanism import few_tokens
 from kda_layers.kernels.kda.contract import Problem
 from kda_layers.modeling import seams
 from kda_layers.modeling.layer.slots import SlotState
@@ -357,6 +359,20 @@ def test_plain_pytorch_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (asked[0].K, asked[0].V, asked[0].has_state, asked[0].packed) == (8, 8, True, True)
     monkeypatch.setattr(engine.KDA_BACKENDS, "select", lambda *_: SimpleNamespace(name="sm90"))
     assert resolved("kda", monkeypatch) == GRAPHS
+
+
+def test_steps_of_graphs_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the engine warms up and captures a step, a few tokens are no reason against a fused form."""
+    model_runner = importlib.import_module("transformers.generation.continuous_batching.model_runner")
+    monkeypatch.setattr(model_runner, "stream_context", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(model_runner, "memory_pool_context", lambda pool: contextlib.nullcontext())
+    monkeypatch.setattr(model_runner, "create_accelerator_graph", lambda: None)
+    monkeypatch.setattr(model_runner, "accelerator_graph_capture_context", lambda *_, **__: contextlib.nullcontext())
+    runner = SimpleNamespace(mem_pool=None, graph_pool_id=None, inputs_and_outputs=mock.Mock())
+    few: list[bool] = []
+    model_runner.ModelRunner._capture_graph(runner, lambda x: few.append(few_tokens(x)), None, torch.zeros(1, 60, 8))
+    assert few == [False, False]  # the warm-up and the capture
+    assert few_tokens(torch.zeros(1, 60, 8))
 
 
 def test_offloading_excludes_asynchronous_steps() -> None:

@@ -19,8 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from transformers import DynamicCache
 
-from kda_layers import KDAConfig, KDAForCausalLM
+from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
 from kda_layers.modeling.layer import weights
 from kda_layers.modeling.layer.fast_paths import TENSOR_PARALLEL
 from kda_layers.modeling.layer.weights import MergedWeights
@@ -124,7 +125,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from kda_layers import KDAConfig, KDAForCausalLM
+from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention
 from kda_layers.modeling.layer import weights
 
 torch.set_num_threads(1)
@@ -510,3 +511,31 @@ def test_a_shard_is_recognised_until_something_is_replaced() -> None:
     del layer, local
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("decay_rank", [16, 0])
+def test_a_prompt_on_a_cache_is_projected_by_one_product(decay_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(32, 2, 16, decay_rank=decay_rank, gate_rank=decay_rank, layer_idx=0).eval()
+    x, whole = torch.randn(2, 7, 32), layer.merged_weights.weight(layer._inputs())
+    assert whole is not None
+    cache = DynamicCache(config=KDAConfig(**SIZES))
+    weights_of_products: list[Any] = []
+    linear = nn.functional.linear
+
+    def noted(x: Tensor, weight: Tensor, *bias: Any) -> Tensor:
+        weights_of_products.append(weight)
+        return linear(x, weight, *bias)
+
+    with torch.no_grad():
+        apart = layer(x)
+        monkeypatch.setattr(nn.functional, "linear", noted)
+        together = layer(x, cache=cache)
+    assert any(weight is whole for weight in weights_of_products)
+    assert not any(layer.q_proj.weight is weight for weight in weights_of_products)
+    rounding = 4 * torch.finfo(torch.float32).eps * apart.abs().max()
+    torch.testing.assert_close(together, apart, rtol=0, atol=float(rounding))
+    recorded: list[Any] = []
+    monkeypatch.setattr(MergedWeights, "products", lambda *_: recorded.append(1))
+    assert layer(x).requires_grad
+    assert not recorded

@@ -6,8 +6,10 @@ backends: `explain` lists them, and `use_backend` and the environment variable c
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -23,6 +25,8 @@ from ..tracing import is_plain
 from ..triton_package import FLOATS, OnTriton
 
 MIN_TOKENS = 128  # with fewer, launching takes longer than computing
+
+_for_graph: ContextVar[bool] = ContextVar("kda_layers_for_graph", default=False)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -127,8 +131,21 @@ class Fused(Forms):
         return self.backend(self.choose(backend, x.device, x.dtype, few_tokens(x)))
 
 
+@contextlib.contextmanager
+def for_graph() -> Iterator[None]:
+    """Within it calls warm up or capture a CUDA graph, whose launches cost little: a few tokens are fused, too."""
+    token = _for_graph.set(True)
+    try:
+        yield
+    finally:
+        _for_graph.reset(token)
+
+
 def few_tokens(x: Tensor) -> bool:
     """True if x [B, T, ...] has so few tokens that launching takes longer than computing."""
     # While compiling, a bound on B * T would split the graph's range of sizes. The `if` makes the result a constant.
-    few = x.shape[1] == 1 if torch.compiler.is_compiling() else x.shape[0] * x.shape[1] < MIN_TOKENS
+    if torch.compiler.is_compiling():
+        few = x.shape[1] == 1
+    else:
+        few = x.shape[0] * x.shape[1] < MIN_TOKENS and not _for_graph.get()
     return True if few else False  # noqa: SIM210

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,7 +142,7 @@ class KDAForward:
         backend = self.kda_options.get("backend")
 
         layers = self._inputs()
-        *qkv, f, gate, beta = projections(x, layers)
+        *qkv, f, gate, beta = self._projections(x, layers, state)
         taps = self.conv1d.weight.squeeze(1)
         if shards is None:
             (q, k, v), conv_state = short_convs(
@@ -241,6 +241,14 @@ class KDAForward:
         if plan.lasts and key is not None:
             self.plan.put(self, key, plan)
         return plan
+
+    def _projections(self, x: Tensor, layers: Sequence[nn.Module], state: LayerState) -> tuple[Tensor, ...]:
+        """Return layer(x) for each of `layers`; on a cache by the one product of decode steps, if it serves those."""
+        call = Call(x)
+        found = None
+        if state.cached and not (call.grad or call.autocast or call.compiling):
+            found = self.merged_weights.products(x, layers)
+        return projections(x, layers) if found is None else found
 
     def problem(self, device: torch.device, dtype: torch.dtype, **fields: Any) -> Problem:
         """Return the problem of `kda` or `kda_step` that calls of the layer pose, with these further fields."""

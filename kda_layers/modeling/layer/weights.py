@@ -144,6 +144,14 @@ class MergedWeights:
             return None
         return self._lay([layer.weight for layer in layers])  # type: ignore[misc]
 
+    def products(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+        """Return layer(x) for each of `layers` by one product, or None if their weights do not lie side by side yet."""
+        whole = self.whole
+        if whole is None or not (self._is_current(layers) and self._is_in_place()):
+            return None
+        sizes = [part.shape[0] for part in self.parts]
+        return nn.functional.linear(x, whole).split([*sizes, whole.shape[0] - sum(sizes)], -1)[:-1]
+
     def watch(self, x: Tensor) -> None:
         """Leave the parameters where they are if a CUDA graph captures this call on x, which reads them there."""
         if torch.compiler.is_compiling() or not is_capturing(x.device):

@@ -81,16 +81,20 @@ class Prefixes:
 
     # ---------------------------------------------------------------- requests
 
-    def plan(self, state: Any) -> None:
-        """Plan the reading of a new request's prompt, whose id may be that of an earlier request."""
+    def plan(self, state: Any, tokens: array[int]) -> None:
+        """Plan the reading of a new request's prompt, whose id may be that of an earlier request.
+
+        Args:
+            tokens: of the prompt, as `check_prompt` returns them.
+        """
         self.forget(state.request_id)
         if state.is_cpu_offloaded:  # it goes on where it was
             return
-        tokens, size = array("q", state.remaining_prefill_tokens), self.block
+        size, hashed = self.block, hashlib.blake2b(digest_size=16)
         names: list[bytes] = []
         for start in range(0, (len(tokens) - 1 - (state.num_children > 0)) // size * size, size):
-            parent = names[-1] if names else b""
-            names.append(hashlib.blake2b(parent + tokens[start : start + size].tobytes(), digest_size=16).digest())
+            hashed.update(tokens[start : start + size])
+            names.append(hashed.copy().digest())
         mine = self.plans[state.request_id] = Plan(names)
         mine.shared = next((i for i in range(len(names), 0, -1) if names[i - 1] in self.seen), 0) * size
         ends = (mine.shared, 0), (len(names) * size, mine.shared)

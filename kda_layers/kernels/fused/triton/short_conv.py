@@ -29,13 +29,14 @@ ROWS = tl.constexpr(4)  # rows that are read at a time
 TENSORS = 3  # that the kernels take
 MOST_CHANNELS = 256  # of a program
 FORWARD_CHANNELS, BACKWARD_CHANNELS = 256, 128  # of a warp: loads of 16 bytes; fewer registers for each thread
-STRIPS = 64, 16  # tokens of a program: a call whose programs would not fill a GPU has short strips
+# Tokens of a program of the forward and the backward: a call whose programs would not fill a GPU has short strips.
+FORWARD_STRIPS, BACKWARD_STRIPS = (64, 16, 4), (64, 16)
 PROGRAMS = 1024  # fill a GPU
 
 
 def forward(x: Inputs) -> list[Tensor]:
     """Return the outputs [B, T, D_i]."""
-    call = _Call(x)
+    call = _Call(x, FORWARD_STRIPS)
     ys = [t.new_empty(t.shape) for t in call.xs]
     call.launch(conv_forward_kernel, FORWARD_CHANNELS, (call.xs,), (ys,))
     return ys
@@ -43,7 +44,7 @@ def forward(x: Inputs) -> list[Tensor]:
 
 def backward(x: Inputs, d_ys: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Return the gradients of the tensors and of the weight."""
-    call = _Call(x)
+    call = _Call(x, BACKWARD_STRIPS)
     d_xs = [t.new_empty(t.shape) for t in call.xs]
     partial = x.weight.new_empty((call.B * call.strips, *x.weight.mT.shape), dtype=torch.float32)
     call.launch(conv_backward_kernel, BACKWARD_CHANNELS, (call.xs, [even_rows(d) for d in d_ys]), (d_xs,), partial)
@@ -52,7 +53,7 @@ def backward(x: Inputs, d_ys: list[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 def packed_state(x: Inputs, new: Tensor, rows: Tensor | None) -> None:
     """Write the states after packed sequences to new [N, D, W], or those of nonempty ones to new[rows], rows [N]."""
-    call = _Call(x)
+    call = _Call(x, FORWARD_STRIPS)
     assert x.cu_seqlens is not None
     programs, any_tensor = (x.cu_seqlens.shape[0] - 1) * call.blocks, call.xs[0]
     if not programs:
@@ -69,7 +70,7 @@ def packed_state(x: Inputs, new: Tensor, rows: Tensor | None) -> None:
 class _Call:
     """The arguments that the kernels of one call share."""
 
-    def __init__(self, x: Inputs):
+    def __init__(self, x: Inputs, strips: Sequence[int]):
         self.xs = [even_rows(t) for t in x.xs]
         self.weight, self.state, self.offsets = x.weight.contiguous(), x.state, x.cu_seqlens
         self.B, self.T = x.x0.shape[:2]
@@ -77,8 +78,8 @@ class _Call:
         self.widths = widths + [0] * (TENSORS - len(widths))
         self.block = min(MOST_CHANNELS, max(32, 1 << (max(widths) - 1).bit_length()))
         self.blocks = sum(-(-width // self.block) for width in widths)
-        long, short = STRIPS
-        self.strip = long if self.B * -(-self.T // long) * self.blocks >= PROGRAMS else short
+        *long, short = strips
+        self.strip = next((n for n in long if self.B * -(-self.T // n) * self.blocks >= PROGRAMS), short)
         self.strips = -(-self.T // self.strip)
 
     def launch(
@@ -231,12 +232,12 @@ def conv_state_kernel(
     row = tl.cast(n, tl.int64)
     if ROWS_GIVEN:
         row = tl.load(Rows + n).to(tl.int64)
-        inside = local < tl.where(end > begin, width, 0)
     New += row * new_n_stride + channel * new_d_stride
     State += channel * d_stride
-    for i in tl.static_range(W):
-        x = _earlier(X, stride, State, n_stride, w_stride, end - W + i, begin, n, local, width, W, STATE)
-        tl.store(New + i * new_w_stride, x.to(New.dtype.element_ty), mask=inside)
+    if (end > begin) | (not ROWS_GIVEN):  # most sequences of an engine's step are empty
+        for i in tl.static_range(W):
+            x = _earlier(X, stride, State, n_stride, w_stride, end - W + i, begin, n, local, width, W, STATE)
+            tl.store(New + i * new_w_stride, x.to(New.dtype.element_ty), mask=inside)
 
 
 @triton.jit
