@@ -148,11 +148,11 @@ def ours_step(backend: str, x: Inputs, kept: str = "fp32", floor_ms: float | Non
         held = [t.clone() for t in before]
         state, scale = held[0], held[1] if kept == "int8" else None
         step = DecodeInputs(
-            *x[:5], state, x.A_log, x.dt_bias, None, None, None, scale, None, None, None, None,
+            *x[:5], state, x.A_log, x.dt_bias, None, None, None, scale, None, None, None, None, None,
             x.gate_activation, x.lower_bound, x.beta_activation, x.qk_l2norm, x.scale,
         )  # fmt: skip
         require(backend, problem_of(step))
-        given = {n: t for n, t in step._asdict().items() if n != "updates"}
+        given = {n: t for n, t in step._asdict().items() if n not in ("updates", "update_indices")}
         run = torch.no_grad()(lambda: kda_step(**given, backend=backend))
 
         def results(o: Tensor) -> Results:

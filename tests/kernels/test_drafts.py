@@ -247,6 +247,63 @@ def test_padding(device: str, backend: str, required_backends: frozenset[str]) -
 
 @on_every_backend
 @on_every_device
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_updates_with_slots_of_their_own(
+    index_dtype: torch.dtype, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
+    """A row for each sequence of a batch: the bits of updates beside the states; -1 makes a sequence padding."""
+    x = make_inputs(Case(T=3, B=4, H=2, state=True), device)
+    serve_drafts(backend, x, required_backends)
+    y, slots = packed(x, [3, 1, 2, 3]), of_rows([5, 0, 3, 1], x.q, index_dtype)
+    rows = of_rows([2, 0, 1, -1], x.q, index_dtype)
+    pool = torch.full((6, *x.initial_state.shape[1:]), torch.nan, device=device)
+    pool[slots.long()] = x.initial_state
+    beside, apart, before = new_updates(x, 4, 6), new_updates(x, 4, 9)[::3], pool.clone()
+    want = verify(y, pool, beside, backend, state_indices=slots)
+    got = verify(y, pool, apart, backend, state_indices=slots, update_indices=rows)
+    assert torch.equal(got[:, :6], want[:, :6])
+    assert not got[:, 6:].any()
+    check_same(apart[rows[:3].long()].nan_to_num(7.0), beside[slots[:3].long()].nan_to_num(7.0), backend)
+    assert torch.equal(pool.nan_to_num(7.0), before.nan_to_num(7.0)), "the state was advanced"
+    accepted, again = of_rows([2, 1, 0, 3], x.q, index_dtype), pool.clone()
+    kda_commit(pool, apart, accepted, state_indices=slots, update_indices=rows, backend=backend)
+    for n, m in enumerate((2, 1, 0, 0)):
+        _, states = stepped(part(x, 0, 3, slice(n, n + 1)), x.initial_state[n : n + 1], backend)
+        check_same(pool[slots[n]], states[m][0], backend)
+    more = {"num_accepted": accepted, "state_indices": slots, "update_indices": rows}
+    verify(y, again, apart, backend, **more)
+    check_same(again.nan_to_num(7.0), pool.nan_to_num(7.0), backend)
+    if backend == "eager":
+        with pytest.raises(ValueError, match="update_indices must give each slot to one sequence, got slot 2 twice"):
+            verify(y, pool, apart, backend, state_indices=slots, update_indices=of_rows([2, 0, 2, 1], x.q))
+
+
+@on_every_backend
+@on_every_device
+def test_a_commit_from_one_slot_to_another(device: str, backend: str, required_backends: frozenset[str]) -> None:
+    """As a prefix cache keeps the state at a boundary within the drafts; the slot that is read stays as it is."""
+    x = make_inputs(Case(T=3, B=5, H=2, state=True), device)
+    serve_drafts(backend, x, required_backends)
+    sources, targets = of_rows([0, 1, 2, -1, 4], x.q), of_rows([5, 6, 2, 8, -1], x.q)
+    pool = torch.full((9, *x.initial_state.shape[1:]), torch.nan, device=device)
+    pool[:5] = x.initial_state
+    updates, before = new_updates(x, 3), pool.clone()
+    _, states = stepped(x, x.initial_state, backend)
+    verify(
+        x, pool, updates, backend, state_indices=of_rows([0, 1, 2, 3, 4], x.q), update_indices=of_rows([*range(5)], x.q)
+    )
+    kda_commit(
+        pool, updates, of_rows([2, 0, 3, 1, 1], x.q), state_indices=targets, initial_indices=sources,
+        update_indices=of_rows([0, 1, 2, 3, 4], x.q), backend=backend,
+    )  # fmt: skip
+    for n, m in ((0, 2), (1, 0), (2, 3)):
+        assert torch.equal(pool[targets[n]], states[m][n]), f"sequence {n}"
+    others = [0, 1, 3, 4, 7, 8]
+    assert torch.equal(pool[others].nan_to_num(7.0), before[others].nan_to_num(7.0))
+
+
+@on_every_backend
+@on_every_device
 def test_what_cannot_be(device: str, backend: str, required_backends: frozenset[str]) -> None:
     """Values that only kernels read: 'eager' raises, before anything is written; on CUDA the sequence is padding."""
     x = make_inputs(Case(T=4, B=2, H=1, state=True), device)
@@ -389,6 +446,8 @@ def arguments(**change: Any) -> dict[str, Any]:
     ({"num_accepted": torch.zeros(3, dtype=torch.int32)}, ValueError, r"num_accepted must have shape \[2\]"),
     ({"num_accepted": torch.zeros(2)}, TypeError, "num_accepted must be int32 or int64"),
     ({"state_indices": torch.zeros(2, 3, dtype=torch.int32)}, ValueError, r"state_indices must have shape \[2\]"),
+    ({"update_indices": torch.zeros(3, dtype=torch.int32)}, ValueError, r"update_indices must have shape \[2\]"),
+    ({"update_indices": torch.zeros(2)}, TypeError, "update_indices must be int32 or int64"),
     ({"state": torch.zeros(2, 1, 6, 4, dtype=torch.int8)}, TypeError, r"int8: such a state is rounded .* kda_step"),
     ({"state": torch.zeros(2, 1, 4, 6)}, ValueError, "state_layout='kv'"),
     ({"out": torch.zeros(2, 3, 1, 5)}, ValueError, "out must have shape"),
@@ -420,6 +479,9 @@ def test_more_tokens_than_can_be_drafted() -> None:
     ({"num_accepted": None}, TypeError, r"num_accepted must be a torch.Tensor, got NoneType: pass a tensor \[N\]"),
     ({"num_accepted": torch.ones(1, dtype=torch.int32)}, ValueError, r"num_accepted must have shape \[2\]"),
     ({"state_indices": torch.ones(1, dtype=torch.int32)}, ValueError, r"num_accepted must have shape \[1\]"),
+    ({"update_indices": torch.ones(1, dtype=torch.int32)}, ValueError, r"update_indices must have shape \[2\]"),
+    ({"initial_indices": torch.ones(1, dtype=torch.int32)}, ValueError, r"initial_indices must have shape \[2\]"),
+    ({"initial_indices": torch.tensor([0, 2])}, ValueError, r"initial_indices must be in \[0, 1\], got 0 to 2"),
     ({"state_layout": "other"}, ValueError, "state_layout must be 'vk' or 'kv'"),
     ({"backend": "fla"}, ValueError, "backend 'fla' cannot serve"),
 ])  # fmt: skip
@@ -460,7 +522,7 @@ def test_the_op() -> None:
     inputs: DecodeInputs = step_inputs(x, state=x.initial_state.clone(), updates=new_updates(x, 3).zero_())
     with torch.no_grad():
         torch.library.opcheck(torch.ops.kda_layers.kda_verify.default, (*inputs, "eager"))
-        given = inputs.state, inputs.updates, torch.tensor([2, 1]), None
+        given = inputs.state, inputs.updates, torch.tensor([2, 1]), None, None, None
         torch.library.opcheck(
             torch.ops.kda_layers.kda_commit.default,
             (*given, "eager"),

@@ -83,6 +83,7 @@ class DecodeInputs(NamedTuple):
     state_scale: Tensor | None  # [slots, HV, V] of an int8 state
     out: Tensor | None  # [B, T, HV, V] contiguous, or None: a new tensor is returned
     updates: Tensor | None  # [slots, tokens, HV, 2 K + V]: decay [K], key [K] and error [V] of each drafted token
+    update_indices: Tensor | None  # [N] int32 or int64, slots of updates; None: those of state
     initial_state: Tensor | None  # [slots, HV, V, K], read in place of `state`, which is then only written
     initial_indices: Tensor | None  # [N] int32 or int64, slots of initial_state
     gate_activation: str
@@ -99,6 +100,8 @@ class CommitInputs(NamedTuple):
     updates: Tensor  # [slots, tokens, HV, 2 K + V]
     num_accepted: Tensor  # [N] int32 or int64
     state_indices: Tensor | None  # [N] int32 or int64
+    update_indices: Tensor | None  # [N] int32 or int64, slots of updates; None: those of state
+    initial_indices: Tensor | None  # [N] int32 or int64, slots of state that are read; None: those that are written
 
 
 class PrefillInputs(NamedTuple):

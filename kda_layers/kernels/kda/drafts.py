@@ -43,6 +43,7 @@ def kda_verify(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     state_indices: Tensor | None = None,
+    update_indices: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     gate_activation: str = "lower_bound",
     lower_bound: float | None = None,
@@ -66,14 +67,17 @@ def kda_verify(
         state: [N, HV, V, K], or a pool with `state_indices`, as in `kda_step`, but not int8. Written only by what
             `num_accepted` says.
         updates: [N, tokens, HV, 2 K + V] fp32 (fp64 for fp64 inputs), with state_indices a pool [slots, tokens, HV,
-            2 K + V] with the slots of `state`; 1 to 16 tokens, at least as many as a sequence has. The last dimension
-            is contiguous: the decay e^g [K], the key [K], normalised with qk_l2norm, and the error beta (v - S k) [V].
-            Read where tokens were accepted, then overwritten for the new tokens; its first content does not matter.
+            2 K + V] with the slots of `state`, or with slots of its own if update_indices are given; 1 to 16 tokens, at
+            least as many as a sequence has. The last dimension is contiguous: the decay e^g [K], the key [K],
+            normalised with qk_l2norm, and the error beta (v - S k) [V]. Read where tokens were accepted, then
+            overwritten for the new tokens; its first content does not matter.
         num_accepted: [N] int32 or int64: by how many tokens of the last call, 0 to all of them, each state advances
             first, also that of a sequence without tokens in this call. None: by none.
         state_indices: [N] int32 or int64: each sequence's slot; -1 and slots outside of the pool as in `kda_step`. On
             CUDA a num_accepted out of range and a sequence of more tokens than `updates` has make a sequence padding,
             too; 'eager' raises.
+        update_indices: [N] int32 or int64: each sequence's slot of `updates`, where these are kept apart from the
+            states, such as in a row for each sequence of a batch; -1 as in state_indices. None: that of its state.
         state_layout, out: as in `kda_step`.
 
     Returns:
@@ -86,9 +90,9 @@ def kda_verify(
         state = checks.from_kv("state", state, in_place=True)
     check_is_tensor("updates", updates)
     x = DecodeInputs(
-        q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, None, out, updates, None,
-        None, gate_activation, checks.gate_bound(gate_activation, lower_bound), beta_activation, bool(qk_l2norm),
-        check_scale(q, scale),
+        q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, None, out, updates,
+        update_indices, None, None, gate_activation, checks.gate_bound(gate_activation, lower_bound), beta_activation,
+        bool(qk_l2norm), check_scale(q, scale),
     )  # fmt: skip
     cached = _verify_cache.get(x, backend)
     name, *fused = cached or _prepare_verify(x, backend)
@@ -106,14 +110,19 @@ def kda_commit(
     num_accepted: Tensor,
     *,
     state_indices: Tensor | None = None,
+    update_indices: Tensor | None = None,
+    initial_indices: Tensor | None = None,
     state_layout: str = "vk",
     backend: str | None = None,
 ) -> None:
     """Advance `state` in place by the first tokens that `kda_verify` wrote to `updates`, with the bits of `kda_step`.
 
     Args:
-        state, updates, state_indices, state_layout: as in `kda_verify`.
+        state, updates, state_indices, update_indices, state_layout: as in `kda_verify`.
         num_accepted: [N] int32 or int64, by how many tokens each state advances, 0 to all.
+        initial_indices: [N] int32 or int64: slots of `state` from which each advances, which stay as they are; the
+            result is written to the sequence's own slot. -1 as in state_indices. No sequence may read a slot that
+            another one writes. None: its own.
         backend: as in `kda`; the one that verified, for the bits of `kda_step`.
 
     Raises:
@@ -121,7 +130,7 @@ def kda_commit(
     """
     if checks.check_state_layout(state_layout):
         state = checks.from_kv("state", state, in_place=True)
-    x = CommitInputs(state, updates, num_accepted, state_indices)
+    x = CommitInputs(state, updates, num_accepted, state_indices, update_indices, initial_indices)
     cached: str | None = _commit_cache.get(x, backend)
     _kda_commit(x, cached or _prepare_commit(x, backend), cached is not None)
 
@@ -171,7 +180,9 @@ def _check_verify(x: DecodeInputs) -> None:
     if x.state_indices is not None:
         checks.check_of_sequences("state_indices", x.state_indices, x.q, N)
     checks.check_slots(x.q, x.state, x.state_indices, None, (N, *state_shape), 1)
-    _check_updates(x.updates, x.state, state_dtype(x.q.dtype), 1 if x.cu_seqlens is not None else T)
+    if x.update_indices is not None:
+        checks.check_of_sequences("update_indices", x.update_indices, x.q, N)
+    _check_updates(x, state_dtype(x.q.dtype), 1 if x.cu_seqlens is not None else T)
     checks.check_writable("updates", x.updates)  # type: ignore[arg-type]
     if x.num_accepted is not None:
         checks.check_of_sequences("num_accepted", x.num_accepted, x.q, N)
@@ -189,14 +200,16 @@ def _check_commit(x: CommitInputs) -> None:
         raise DtypeError(f"state must be float32, bfloat16 or float64, got {state.dtype}")
     checks.check_matrices("state", state)
     checks.check_writable("state", state)
-    _check_updates(x.updates, state, state_dtype(state.dtype), 1)
+    _check_updates(x, state_dtype(state.dtype), 1)
     check_is_tensor("num_accepted", x.num_accepted, ": pass a tensor [N] of int32 or int64")
     if slots is not None:
         check_is_tensor("state_indices", slots)
     N = state.shape[0] if slots is None else slots.shape[0] if slots.ndim else 0
     checks.check_of_sequences("num_accepted", x.num_accepted, state, N, "state")
-    if slots is not None:
-        checks.check_of_sequences("state_indices", slots, state, N, "state")
+    for name in ("state_indices", "update_indices", "initial_indices"):
+        index = getattr(x, name)
+        if index is not None:
+            checks.check_of_sequences(name, index, state, N, "state")
 
 
 def _refuse_int8(state: Any) -> None:
@@ -207,11 +220,14 @@ def _refuse_int8(state: Any) -> None:
         )
 
 
-def _check_updates(updates: Any, state: Tensor, dtype: torch.dtype, tokens: int) -> None:
-    """Raise unless `updates` has room for `tokens` tokens of each of the states, which have been checked."""
+def _check_updates(x: DecodeInputs | CommitInputs, dtype: torch.dtype, tokens: int) -> None:
+    """Raise unless `x.updates` has room for `tokens` tokens of each of the states, which have been checked."""
+    updates: Any = x.updates
     check_is_tensor("updates", updates)
-    slots, HV, V, K = state.shape
+    state, (slots, HV, V, K) = x.state, x.state.shape
     shape, width = updates.shape, 2 * K + V
+    if x.update_indices is not None and updates.ndim == 4:
+        slots = max(shape[0], 1)
     if updates.ndim != 4 or (shape[0], *shape[2:]) != (slots, HV, width) or not tokens <= shape[1] <= MOST_DRAFTED:
         raise ValueError(
             f"updates must have shape [slots, tokens, HV, 2 K + V] = [{slots}, {tokens} to {MOST_DRAFTED}, {HV}, "

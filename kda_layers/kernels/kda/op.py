@@ -298,7 +298,7 @@ def kda_step(
             initial_state = checks.from_kv("initial_state", initial_state, in_place=False)
     x = DecodeInputs(
         q, k, v, g, beta, state, A_log, dt_bias, state_indices, num_accepted, cu_seqlens, state_scale, out, None,
-        initial_state, initial_indices, gate_activation, checks.gate_bound(gate_activation, lower_bound),
+        None, initial_state, initial_indices, gate_activation, checks.gate_bound(gate_activation, lower_bound),
         beta_activation, bool(qk_l2norm), check_scale(q, scale),
     )  # fmt: skip
     cached = _step_cache.get(x, backend)

@@ -160,14 +160,14 @@ def check_indices(x: PrefillInputs) -> None:
             )
 
 
-def check_owners(slots: Iterable[set[int]]) -> None:
+def check_owners(slots: Iterable[set[int]], name: str = "state_indices") -> None:
     """Raise if two sequences read or write one slot, given the slots of each."""
     owners: dict[int, int] = {}
     for n, own in enumerate(slots):
         for slot in own - {NO_SLOT}:
             if owners.setdefault(slot, n) != n:
                 raise ValueError(
-                    f"state_indices must give each slot to one sequence, got slot {slot} twice: an update would be lost"
+                    f"{name} must give each slot to one sequence, got slot {slot} twice: an update would be lost"
                 )
 
 

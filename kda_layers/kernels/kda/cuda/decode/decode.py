@@ -43,7 +43,8 @@ PARAMS = Params("DecodeParams", """
     const void* initial_slots;            // [N]
     // Read by verify.cu
     float* updates;
-    const void* commits;  // null, or [N]: by how many updates the state of sequence n advances first
+    const void* commits;       // null, or [N]: by how many updates the state of sequence n advances first
+    const void* update_slots;  // null: a state's slot is that of its updates, or [N]
     // Above are pointers, packed at every launch; below, what a launch plan remembers.
     Rows q_at, k_at, v_at, g_at, beta_at;
     Index slots_at, accepted_at, offsets_at;
@@ -54,8 +55,8 @@ PARAMS = Params("DecodeParams", """
     u32 initial_slot_stride, initial_head_stride, initial_count;
     u32 sequences, tokens, stage;  // tokens of each sequence; how many of them shared memory holds at a time
     Rows updates_at;               // a slot in place of a batch row
-    Index commits_at;
-    u32 most_tokens;  // of updates in a slot
+    Index commits_at, update_slots_at;
+    u32 update_count, most_tokens;  // slots of updates, and tokens in each
     int gate, beta_activation, qk_l2norm;
     float lower_bound, scale;
 """, """
@@ -193,9 +194,12 @@ def commit(x: CommitInputs, machine: Machine) -> None:
     variant = variant_to_verify(K, V, torch.bfloat16, state.dtype)  # without tokens, their dtype does not matter
     values = PARAMS.set(
         slots_at=index_values(x.state_indices), commits_at=index_values(x.num_accepted), sequences=N,
-        **_values_of_states(state, updates),
+        **_values_of_states(state, updates, x.update_indices), **_values_of_initial(state, x.initial_indices),
     )  # fmt: skip
-    pointers = PARAMS.point(state=state, slots=x.state_indices, updates=updates, commits=x.num_accepted)
+    pointers = PARAMS.point(
+        state=state, slots=x.state_indices, updates=updates, update_slots=x.update_indices, commits=x.num_accepted,
+        initial=None if x.initial_indices is None else state, initial_slots=x.initial_indices,
+    )  # fmt: skip
     launch_of(machine, state.device, variant, HV, N, 1).run(pointers + values)
     if state is not x.state:
         x.state.copy_(state)
@@ -211,7 +215,8 @@ def pack(
 ) -> tuple[Plan, bytes, DecodeInputs]:
     """Return the launch plan, its parameters and the inputs that these point to: x, or copies where not aligned."""
     plan = plan or plan_for(x, machine, variant)
-    q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, scale, _, updates, initial, sources = x[:16]
+    q, k, v, g, beta, state, A_log, dt_bias, slots, accepted, offsets, scale, *rest = x[:17]
+    _, updates, update_slots, initial, sources = rest
     q_at, k_at, g_at, state_at = q.data_ptr(), k.data_ptr(), g.data_ptr(), state.data_ptr()
     bias_at, commits = 0 if dt_bias is None else dt_bias.data_ptr(), None
     if updates is not None:
@@ -227,7 +232,8 @@ def pack(
         return pack(_copies(x), o, machine, variant)
     pointers = PARAMS.point(
         q=q, k=k, v=v, g=g, beta=beta, state=state, o=o, A_log=A_log, dt_bias=dt_bias, slots=slots, accepted=accepted,
-        offsets=offsets, state_scale=scale, updates=updates, commits=commits, initial=initial, initial_slots=sources,
+        offsets=offsets, state_scale=scale, updates=updates, update_slots=update_slots, commits=commits,
+        initial=initial, initial_slots=sources,
     )  # fmt: skip
     return plan, pointers + plan.values, x
 
@@ -261,7 +267,8 @@ def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
         stage=stage, gate=GATE_CODES[x.gate_activation], beta_activation=BETA_CODES[x.beta_activation],
         qk_l2norm=x.qk_l2norm, lower_bound=x.lower_bound, scale=x.scale,
         **{"commits_at" if verifies else "accepted_at": index_values(x.num_accepted)},
-        **_values_of_states(x.state, x.updates), **_values_of_initial(x),
+        **_values_of_states(x.state, x.updates, x.update_indices),
+        **_values_of_initial(x.initial_state, x.initial_indices),
     )  # fmt: skip
     contiguous = q[3] == k[3] == v[3] == g[3] == 1 and all(t is None or t.is_contiguous() for t in (x.A_log, x.dt_bias))
     return Plan(
@@ -273,25 +280,28 @@ def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
     )  # fmt: skip
 
 
-def _values_of_states(state: Tensor, updates: Tensor | None) -> dict[str, Any]:
+def _values_of_states(state: Tensor, updates: Tensor | None, update_indices: Tensor | None) -> dict[str, Any]:
     """The values of the parameters that describe the states, and the updates of drafted tokens."""
     piece = 16 // state.element_size()
     values: dict[str, Any] = dict(
         slot_stride=state.stride(0) // piece, head_stride=state.stride(1) // piece, slot_count=state.shape[0]
     )
     if updates is not None:
-        values |= dict(updates_at=(*updates.stride()[:3], 1), most_tokens=updates.shape[1])
+        values |= dict(
+            updates_at=(*updates.stride()[:3], 1), update_slots_at=index_values(update_indices),
+            update_count=updates.shape[0], most_tokens=updates.shape[1],
+        )  # fmt: skip
     return values
 
 
-def _values_of_initial(x: DecodeInputs) -> dict[str, Any]:
-    """The values of the parameters that describe `initial_state`."""
-    if x.initial_state is None:
+def _values_of_initial(initial: Tensor | None, indices: Tensor | None) -> dict[str, Any]:
+    """The values of the parameters that describe the pool `initial`, whose slots `indices` are read."""
+    if initial is None or indices is None:
         return {}
-    slot, head = (stride // (16 // x.initial_state.element_size()) for stride in x.initial_state.stride()[:2])
+    slot, head = (stride // (16 // initial.element_size()) for stride in initial.stride()[:2])
     return dict(
-        initial_at=index_values(x.initial_indices), initial_slot_stride=slot, initial_head_stride=head,
-        initial_count=x.initial_state.shape[0],
+        initial_at=index_values(indices), initial_slot_stride=slot, initial_head_stride=head,
+        initial_count=initial.shape[0],
     )  # fmt: skip
 
 

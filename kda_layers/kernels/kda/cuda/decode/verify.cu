@@ -19,6 +19,13 @@ DEVICE Update* update_at(const DecodeParams& p, u32 slot, u32 token, u32 head) {
     return reinterpret_cast<Update*>(p.updates + start(p.updates_at, slot, token, head));
 }
 
+// The slot of the updates of sequence n, whose state is in `slot`; false if there is none.
+DEVICE bool update_slot_of(const DecodeParams& p, u32 n, u32 slot, u32& found) {
+    const u64 s = p.update_slots ? u64(value_at(p.update_slots_at, p.update_slots, n, 0)) : slot;
+    found = u32(s);
+    return s < p.update_count;
+}
+
 // By how many tokens the state of sequence n advances first; false if that is out of range.
 DEVICE bool commits_of(const DecodeParams& p, u32 n, u32& commits) {
     const u64 count = p.commits ? u64(value_at(p.commits_at, p.commits, n, 0)) : 0;
@@ -26,7 +33,7 @@ DEVICE bool commits_of(const DecodeParams& p, u32 n, u32& commits) {
     return count <= p.most_tokens;
 }
 
-// Advance a state in registers and memory by the first `count` updates.
+// Advance a state in registers by the first `count` updates, and write it to `state`.
 DEVICE void commit(State& S, Shared& shared, const DecodeParams& p, const Place& at, u32 slot, u32 count,
                    unsigned char* state) {
     Update* const updates = reinterpret_cast<Update*>(shared.state);
@@ -59,8 +66,8 @@ DEVICE void commit(State& S, Shared& shared, const DecodeParams& p, const Place&
 }
 
 // Grid: x = HV, y z >= sequences. CTA: 32 WARPS threads. Dynamic shared memory: Shared with p.stage tokens.
-// A sequence whose slot, number of accepted tokens or number of tokens is out of range, such as slot -1 where a batch is
-// padded, changes nothing; its outputs are 0.
+// A sequence with a slot, a number of accepted tokens or a number of tokens out of range, such as slot -1 where a batch
+// is padded, changes nothing; its outputs are 0.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     kda_verify(const __grid_constant__ DecodeParams p) {
     const u32 n = blockIdx.z * gridDim.y + blockIdx.y;
@@ -74,25 +81,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     const bool prepares = at.warp < tokens;
     Raw raw;
     if (prepares) fetch(raw, p, batch, start + at.warp, at.head, 0, lane);
-    u32 slot, commits;
-    const bool in_range = commits_of(p, n, commits) & (tokens <= p.stage);
-    if (!source_of(p, n, slot) || !in_range) return clear_outputs(o, tokens, at.heads);
-    if (tokens == 0 && commits == 0) return;
+    u32 slot, update_slot, first, commits;
+    bool in_range = commits_of(p, n, commits) & (tokens <= p.stage);
+    in_range &= source_of(p, n, slot);
+    in_range &= update_slot_of(p, n, slot, update_slot);
+    if (p.initial) in_range &= initial_of(p, n, first);
+    if (!in_range) return clear_outputs(o, tokens, at.heads);
+    if (tokens == 0 && commits == 0 && !p.initial) return;
     const Pool pool(p, at);
     State S;
-    S.copy(shared.state[at.warp], pool.state_at(slot));
+    S.copy(shared.state[at.warp], p.initial ? pool.initial_at(first, at) : pool.state_at(slot));
     for (u32 i = threadIdx.x; i < commits * (UPDATE_PIECES * 16 / LINE); i += 32 * WARPS)
-        prefetch(reinterpret_cast<const unsigned char*>(update_at(p, slot, i / (UPDATE_PIECES * 16 / LINE), at.head)) +
+        prefetch(reinterpret_cast<const unsigned char*>(
+                     update_at(p, update_slot, i / (UPDATE_PIECES * 16 / LINE), at.head)) +
                  i % (UPDATE_PIECES * 16 / LINE) * LINE);
     if (prepares) prepare_token(shared.tokens[at.warp], raw, p, lane);
     prepare_tokens(shared, p, at.warp + WARPS, tokens, batch, start, at.head, 0, lane);
     S.take(shared.state[at.warp]);
-    if (commits) commit(S, shared, p, at, slot, commits, pool.state_at(slot));
+    if (commits || p.initial) commit(S, shared, p, at, update_slot, commits, pool.state_at(slot));
     barrier_sync(0, 32 * WARPS);  // tokens are prepared, and updates of the last call read by every warp
 
     #pragma unroll 1
     for (u32 t = at.warp; t < tokens; t += WARPS) {
-        Update* const to = update_at(p, slot, t, at.head);
+        Update* const to = update_at(p, update_slot, t, at.head);
         put_words(to->decay + lane * PER_LANE, shared.tokens[t].decay + lane * PER_LANE);
         put_words(to->k + lane * PER_LANE, shared.tokens[t].k + lane * PER_LANE);
     }
@@ -102,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
         const float y = advance(S, shared.tokens[t], errors, at.row, at.lane, at.group);
         if (at.lane % COPIES == 0) {
             o[u64(t) * at.heads * V] = u16(IO::pack(y, 0.f));
-            update_at(p, slot, t, at.head)->error[at.row] = errors[at.group * ROWS + at.lane / COPIES];
+            update_at(p, update_slot, t, at.head)->error[at.row] = errors[at.group * ROWS + at.lane / COPIES];
         }
     }
 }

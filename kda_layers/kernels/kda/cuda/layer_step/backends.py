@@ -34,8 +34,8 @@ class EagerBackend(Backend):
         gate = x.gate if x.gate_weight is None else torch.nn.functional.linear(x.gate, x.gate_weight, x.gate_bias)
         inputs = DecodeInputs(
             q.view(B, T, H, K), k.view(B, T, H, K), v.view(B, T, HV, V), f.reshape(B, T, HV, K), x.beta, x.state,
-            x.A_log, x.dt_bias, x.state_indices, x.num_accepted, None, None, None, None, None, None, x.gate_activation,
-            x.lower_bound, x.beta_activation, True, x.scale,
+            x.A_log, x.dt_bias, x.state_indices, x.num_accepted, None, None, None, None, None, None, None,
+            x.gate_activation, x.lower_bound, x.beta_activation, True, x.scale,
         )  # fmt: skip
         o = decode(inputs)
         wide = accumulator_dtype(o.dtype)
