@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kda_layers.engines import vllm, vllm_layer
+from kda_layers.engines import vllm, vllm_layer, vllm_recover
 
 HIDDEN, TAPS = 32, 4
 KIMI, K3, GLM, LING = vllm.LAYERS
@@ -85,6 +85,7 @@ class Config:
     dtype: torch.dtype = torch.bfloat16
     state: str = "auto"
     drafts: int = 0
+    recovers: bool = False  # RecoverSSM
     device: str = "cpu"
     more: dict[str, Any] = field(default_factory=dict)  # attributes of the layer
 
@@ -101,11 +102,16 @@ class StockLayer(nn.Module):
 
     def __init__(self, c: Config) -> None:
         super().__init__()
-        self.config, self.prefix, self.num_spec = c, "model.layers.0.self_attn", c.drafts
+        self.config, self.prefix = c, "model.layers.0.self_attn"
+        setattr(self, "num_speculative_tokens" if c.family == "ling" else "num_spec", c.drafts)
         self.head_dim, self.local_num_heads, self.conv_size = c.head_dim, c.heads, TAPS
         P = self.local_projection_size = self.projection_size_per_partition = c.heads * c.head_dim
         self.model_config = SimpleNamespace(dtype=c.dtype)
-        self.cache_config = SimpleNamespace(mamba_cache_dtype="auto", mamba_ssm_cache_dtype=c.state)
+        self.cache_config = SimpleNamespace(
+            mamba_cache_dtype="auto", mamba_ssm_cache_dtype=c.state, use_kda_recoverssm=c.recovers
+        )
+        if c.family == "k3":
+            self.use_recoverssm, self.recoverssm_records = c.recovers, "vLLM's"
         with torch.device(c.device):
             self.o_norm, self.o_proj = Norm(c.head_dim, c.dtype), Linear(P, HIDDEN, c.dtype)
             self.dt_bias, self.A_log = torch.randn(P) / 2, torch.randn(c.heads) / 2
@@ -168,6 +174,9 @@ class StockLayer(nn.Module):
 
     def get_kv_cache_spec(self, _: Any) -> MambaSpec:
         return MambaSpec()
+
+    def get_attn_backend(self) -> str:
+        return "vLLM's"
 
     def bind_kv_cache(self, pages: tuple[Tensor, Tensor]) -> None:
         self.kv_cache = pages
@@ -235,13 +244,42 @@ LIBRARY = torch.library.Library("vllm", "FRAGMENT")
 CURRENT: list[Any] = [None]  # torch's operators are defined once in a process
 
 
+MOST_REQUESTS = 6
+
+
 def modules() -> dict[str, ModuleType]:
     """Modules of vLLM that our layers import themselves."""
-    name = "vllm.model_executor.layers.mamba.checkpoint"
-    module = ModuleType(name)
-    module.MambaPrefillCheckpointExporter = Exporter  # type: ignore[attr-defined]
-    packages = [name.rsplit(".", i)[0] for i in range(1, 5)]
-    return {name: module, **{p: sys.modules.get(p, ModuleType(p)) for p in packages}}
+    scheduler = SimpleNamespace(max_num_seqs=MOST_REQUESTS)
+    contents: dict[str, dict[str, Any]] = {
+        "vllm.model_executor.layers.mamba.checkpoint": {"MambaPrefillCheckpointExporter": Exporter},
+        "vllm.config": {"get_current_vllm_config": lambda: SimpleNamespace(scheduler_config=scheduler)},
+        vllm_recover.METADATA: {"KimiK3KDAMetadataBuilder": Builder, "KimiK3KDAAttentionBackend": Backend},
+        vllm_recover.KERNELS: {
+            "NULL_BLOCK_ID": 0, "_prepare_commit_plan_kernel": Launched(prepare_commit_plan),
+            "_compact_conv_state_kernel": Launched(compact_conv_state),
+        },
+    }  # fmt: skip
+    found = {}
+    for name, members in contents.items():
+        for i in range(name.count(".")):
+            package = name.rsplit(".", i + 1)[0]
+            found.setdefault(package, sys.modules.get(package) or ModuleType(package))
+            vars(found[package]).setdefault("__path__", [])
+        found[name] = ModuleType(name)
+        vars(found[name]).update(members)
+    return found
+
+
+class Backend:
+    """KimiK3KDAAttentionBackend."""
+
+
+class Builder:
+    """KimiK3KDAMetadataBuilder, of which ours replaces how the object that commits is made."""
+
+    def __init__(self, layers: dict[str, nn.Module]) -> None:
+        self.recoverssm_context, self.layer_names = None, list(layers)
+        self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
 
 
 # ---------------------------------------------------------------- vLLM's kernels
@@ -306,3 +344,53 @@ class Exporter:
                 end = int(cu_seqlens[n]) + offset
                 conv_state[slot, :, : self.state_len] = raw_qkv[end - self.state_len : end].mT
                 recurrent_state[slot] = recurrent_checkpoint[n].to(recurrent_state.dtype)
+
+
+class Launched:
+    """A Triton kernel, which is launched by kernel[grid](...)."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda **arguments: self.function(grid, SimpleNamespace(**arguments))
+
+
+def prepare_commit_plan(grid: tuple[int], a: Any) -> None:
+    """Write how much each request commits, and the slots of the blocks of tokens where its states go."""
+    offsets = a.query_start_loc_ptr.tolist()
+    for n in range(grid[0]):
+        request = n if a.request_indices_ptr is None else int(a.request_indices_ptr[n])
+        source = final = int(a.state_indices_ptr[n])
+        accepted = min(max(int(a.num_accepted_ptr[request]), 0), offsets[n + 1] - offsets[n], a.SPEC_QUERY_LEN)
+        boundary, until = 0, 0
+        if a.block_table_ptr is not None:
+            blocks, before = a.block_table_ptr[request].tolist(), int(a.num_computed_ptr[request])
+            after, end = before + accepted, (before // a.mamba_block_size + 1) * a.mamba_block_size
+            final = blocks[min(max(after - 1, 0) // a.mamba_block_size, a.block_table_width - 1)]
+            until = end - before
+            boundary = blocks[end // a.mamba_block_size - 1] if after >= end else 0
+        plan = (accepted, final, boundary, until) if source > 0 and accepted else (0, 0, 0, 0)
+        a.commit_lens_ptr[n], a.final_state_indices_ptr[n], a.boundary_state_indices_ptr[n] = plan[:3]
+        a.boundary_recovery_lens_ptr[n] = plan[3]
+
+
+def compact_conv_state(grid: tuple[int, int, int], a: Any) -> None:
+    """Inputs before the next token, and those before a boundary, to the front of their slots."""
+    kept = a.conv_history_len
+    for i in range(grid[2]):
+        strides = (a.conv_state_block_strides_ptr, a.conv_state_dim_strides_ptr, a.conv_state_token_strides_ptr)
+        conv, at = a.conv_state_ref_ptr, int(a.conv_state_base_addrs_ptr[i])
+        assert at == conv.data_ptr(), "the first layer's"
+        assert tuple(int(s[i]) for s in strides) == conv.stride()
+        for n in range(grid[1]):
+            source, final, taken = (
+                int(t[n]) for t in (a.state_indices_ptr, a.final_state_indices_ptr, a.commit_lens_ptr)
+            )
+            if source <= 0 or not taken or final <= 0:
+                continue
+            boundary, until = int(a.boundary_state_indices_ptr[n]), int(a.boundary_recovery_lens_ptr[n])
+            inputs = conv[source].clone()
+            if a.ALIGN_MODE and boundary > 0:
+                conv[boundary, :, :kept] = inputs[:, until - 1 : until - 1 + kept]
+            conv[final, :, :kept] = inputs[:, taken - 1 : taken - 1 + kept]

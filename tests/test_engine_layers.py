@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kda_layers.engines import vllm, vllm_core, vllm_layer
+from kda_layers.engines import vllm, vllm_core, vllm_layer, vllm_recover
 from kda_layers.kernels.kda.reference import recurrence
 from kda_layers.testing.budgets import budget, error
 from kda_layers.testing.oracle import Inputs
@@ -34,6 +34,7 @@ def engine_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, module in stock.modules().items():
         monkeypatch.setitem(__import__("sys").modules, name, module)
     vllm_layer._say_once.cache_clear()
+    vllm_recover.backend.cache_clear()
     with first_choice() if DEVICES == ["cpu"] else contextlib.nullcontext():
         yield
 
@@ -277,7 +278,7 @@ def test_the_core_is_where_graphs_in_pieces_break(family: str) -> None:
 LEFT = [
     (Config(dtype=torch.float32), "no kernel for its decode step"),
     (Config(head_dim=96), "no kernel for its decode step"),
-    (Config("k3", bound=-5.0, more=dict(use_recoverssm=True)), "RecoverSSM is on"),
+    (Config("k3", bound=-5.0, drafts=16, recovers=True), "RecoverSSM is on with 16 drafted tokens, needs at most 15"),
 ]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from kda_layers.engines import calls
 from kda_layers.kernels.kda.contract import CHUNK, NO_SLOT
 from kda_layers.kernels.kda.cuda.layer_step.op import has_kernel, layer_step, why_no_kernel
+from kda_layers.kernels.kda.drafts import kda_commit, kda_verify
 from kda_layers.kernels.kda.op import kda_prefill
 
 FIRST_SLOT = 1  # slot 0, vLLM's null block, stands for padding
@@ -84,10 +85,18 @@ def refusals(
 
 
 class Core:
-    """The core of one layer; the functions are those of vLLM's module that has the layer."""
+    """The core of one layer; the functions are those of vLLM's module that has the layer.
 
-    def __init__(self, heads: int, head_dim: int, conv_fn: Any, conv_update: Any, exporter: Any) -> None:
-        self.heads, self.head_dim = heads, head_dim
+    With `updates` [requests, tokens, H, 3 D] drafts leave the recurrent states as they are, and vllm_recover.py commits
+    those that are accepted; without, the state after each drafted token has a slot.
+    """
+
+    def __init__(
+        self, heads: int, head_dim: int, conv_fn: Any, conv_update: Any, exporter: Any, updates: Tensor | None = None
+    ) -> None:
+        self.heads, self.head_dim, self.updates = heads, head_dim, updates
+        if updates is not None:  # a step's requests have the first rows
+            self.rows = torch.arange(len(updates), dtype=torch.int32, device=updates.device)
         self._conv_fn, self._conv_update, self._exporter = conv_fn, conv_update, exporter
 
     def run(
@@ -162,17 +171,36 @@ class Core:
             )  # fmt: skip
 
     def drafts(self, m: Any, x: Tokens, p: Parameters, conv_state: Tensor, state: Tensor, out: Tensor) -> None:
-        """Run drafted tokens, with a slot for the state after each; out [1, T, H, D] is not normed."""
-        slots = m.spec_state_indices_tensor
+        """Run drafted tokens; out [1, T, H, D] is not normed."""
+        slots, offsets = m.spec_state_indices_tensor, m.spec_query_start_loc
+        most = slots.shape[1] if self.updates is None else self.updates.shape[1]
         y = self._conv_update(
             x.qkv, conv_state, p.conv_weight, None, activation="silu",
             conv_state_indices=slots[: m.num_spec_decodes, 0], num_accepted_tokens=m.num_accepted_tokens,
-            query_start_loc=m.spec_query_start_loc, max_query_len=slots.shape[1], validate_data=False,
-            out=x.qkv.new_empty(x.qkv.shape),
+            query_start_loc=offsets, max_query_len=most, validate_data=False, out=x.qkv.new_empty(x.qkv.shape),
         )  # fmt: skip
-        calls.step(
-            *self._split(y), x.f, x.beta, state, slots.where(slots >= FIRST_SLOT, NO_SLOT),
-            m.spec_query_start_loc[: m.num_spec_decodes + 1], out, num_accepted=m.num_accepted_tokens, **p.gate,
+        count = m.num_spec_decodes
+        self.recur_drafts(y, x, p, state, slots[:count], offsets[: count + 1], m.num_accepted_tokens[:count], out)
+
+    def recur_drafts(
+        self, y: Tensor, x: Tokens, p: Parameters, state: Tensor, slots: Tensor, offsets: Tensor, accepted: Tensor,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        """Run drafted tokens after their convolution.
+
+        Args:
+            y: [T, 3 H D] of the convolution.
+            slots: [N, tokens] for the state after each token, or with updates [N, 1].
+            offsets: [N + 1] of the tokens.
+            accepted: [N], the column plus one of the state before the first token; not read with updates.
+        """
+        slots = slots.where(slots >= FIRST_SLOT, NO_SLOT)
+        if self.updates is None:
+            calls.step(*self._split(y), x.f, x.beta, state, slots, offsets, out, num_accepted=accepted, **p.gate)
+            return
+        kda_verify(
+            *self._split(y), x.f.unflatten(-1, (self.heads, self.head_dim))[None], x.beta[None], state, self.updates,
+            state_indices=slots[:, 0], update_indices=self.rows[: len(slots)], cu_seqlens=offsets, out=out, **p.gate,
         )  # fmt: skip
 
     def _decode_unnormed(
@@ -210,19 +238,23 @@ class Core:
 _warm: set[Any] = set()
 
 
-def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters) -> None:
+def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters, tokens: int, recovers: bool) -> None:
     """Compile what the steps of a layer call, once per kind of layer, before a graph captures one; on GPUs alone.
 
     Args:
         state: the layer's pool; only its dtype and device are read.
+        tokens: of a request in a step with drafts, 1 without.
+        recovers: True if drafts leave the states as they are.
     """
     taps, D = p.conv_weight.shape[1], p.norm_weight.shape[0]
-    kind = heads, D, taps, p.conv_weight.dtype, p.lower_bound is None, dtype, state.dtype, state.device
+    dtypes, softplus = (p.conv_weight.dtype, dtype, state.dtype), p.lower_bound is None
+    kind = heads, D, taps, dtypes, softplus, tokens, recovers, state.device
     if state.device.type != "cuda" or kind in _warm:
         return
     _warm.add(kind)
     with torch.inference_mode(), torch.device(state.device):
-        core, pool = Core(heads, D, None, None, None), torch.zeros(3, heads, D, D, dtype=state.dtype)
+        updates = torch.zeros(2, tokens, heads, 3 * D, dtype=torch.float32) if recovers else None
+        core, pool = Core(heads, D, None, None, None, updates), torch.zeros(3, heads, D, D, dtype=state.dtype)
         conv = torch.zeros(3, taps - 1, 3 * heads * D, dtype=dtype).mT
         sizes = 3 * heads * D, heads * D, heads * D, heads
         x = Tokens(*(torch.zeros(71, size, dtype=dtype) for size in sizes))
@@ -233,3 +265,12 @@ def warm_up(heads: int, dtype: torch.dtype, state: Tensor, p: Parameters) -> Non
             q, k, v, x.f.view(out.shape), x.beta[None], pool, state_indices=slots, out=out,
             cu_seqlens=torch.tensor([0, 70, 71], dtype=torch.int32), **p.gate,
         )  # fmt: skip
+        if tokens == 1:
+            return
+        offsets, one = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        columns = slots[:, None] if recovers else slots[:, None].expand(-1, tokens)
+        x = Tokens(*(torch.zeros(2 * tokens, size, dtype=dtype) for size in sizes))
+        out = torch.empty(1, 2 * tokens, heads, D, dtype=dtype)
+        core.recur_drafts(x.qkv, x, p, pool, columns, offsets, one, out)
+        if updates is not None:
+            kda_commit(pool, updates, one, state_indices=slots, update_indices=core.rows)

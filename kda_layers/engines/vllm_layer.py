@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kda_layers.engines import vllm_recover
 from kda_layers.engines.vllm_core import CHECKPOINTS, Core, Parameters, Tokens, refusals, warm_up
 
 logger = logging.getLogger("vllm.kda_layers")
@@ -43,22 +44,41 @@ class Layer:
         self._conv_first = self.stock_module.is_conv_state_dim_first()
         p, dtype, states = self.make_parameters(), self.model_config.dtype, self.get_state_dtype()
         found = refusals(p.conv_weight.device, dtype, states, self.head_dim, self.conv_size, p.lower_bound)
-        if getattr(self, "use_recoverssm", False):
-            found.append("RecoverSSM is on")
+        recovers, device, tokens = vllm_recover.is_on(self.cache_config), p.conv_weight.device, self.most_tokens()
+        if recovers:
+            found += vllm_recover.refusals(device, dtype, self.head_dim, tokens, p.gate["gate_activation"])
         if self.o_norm.activation != "sigmoid":
             found.append(f"its output gate is {self.o_norm.activation}")
+        if found and recovers and not hasattr(self, "use_recoverssm"):
+            raise ValueError(
+                f"vLLM's {self._theirs()} must be served without --use-replayssm: it has no RecoverSSM, and its states "
+                f"would keep rejected drafts; kda_layers does not serve it: {'; '.join(found)}"
+            )
         if found:
             _say_once(logging.WARNING, f"kda_layers leaves {self._theirs()} to vLLM: {'; '.join(found)}")
             self._is_left = True
             return
-        stock, exporter = self.stock_module, exporter_class()(state_len=self.conv_size - 1)
+        stock, exporter, updates = self.stock_module, exporter_class()(state_len=self.conv_size - 1), None
+        if recovers:
+            self.recoverssm_records = None  # vLLM's own, which nothing reads
+            updates = vllm_recover.new_updates(self.local_num_heads, self.head_dim, tokens, device)
         self.core = Core(
-            self.local_num_heads, self.head_dim, stock.causal_conv1d_fn, stock.causal_conv1d_update, exporter
+            self.local_num_heads, self.head_dim, stock.causal_conv1d_fn, stock.causal_conv1d_update, exporter, updates
         )
         _say_once(logging.INFO, f"kda_layers serves {self._theirs()} on vLLM's pools of states")
 
     def _theirs(self) -> str:
         return f"{self.stock_module.__name__}.{self.stock_layer.__name__}"
+
+    def most_tokens(self) -> int:
+        """Return how many tokens a request has in a step without its prompt, at most: one, and those drafted."""
+        return 1 + int(self.num_spec)
+
+    def get_attn_backend(self) -> Any:
+        """Return vLLM's backend, whose metadata commits our drafts if these leave the states as they are."""
+        if self.core is None or self.core.updates is None:
+            return super().get_attn_backend()  # type: ignore[misc]
+        return vllm_recover.backend()
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """Return vLLM's specification, with a checkpoint in each prefill at our boundaries."""
@@ -71,7 +91,9 @@ class Layer:
         """Take the pools of states; compile what steps call, before a graph captures them."""
         super().bind_kv_cache(kv_cache)  # type: ignore[misc]
         if self.core is not None:
-            warm_up(self.local_num_heads, self.model_config.dtype, self.kv_cache[1], self.core_parameters())
+            recovers, tokens = self.core.updates is not None, self.most_tokens()
+            p, dtype = self.core_parameters(), self.model_config.dtype
+            warm_up(self.local_num_heads, dtype, self.kv_cache[1], p, tokens, recovers)
 
     def core_parameters(self) -> Parameters:
         """Return `make_parameters` this layer, made again if a weight has moved."""
@@ -260,6 +282,10 @@ class LingLayer(MergedConvolution):
         splits = self.stock_module.get_current_vllm_config().compilation_config.splitting_ops
         if splits is not None and f"vllm::{OPERATOR}" not in splits:
             splits.append(f"vllm::{OPERATOR}")
+
+    def most_tokens(self) -> int:
+        """Return how many tokens a request has in a step without its prompt, at most."""
+        return 1 + int(self.num_speculative_tokens)
 
     def bound(self) -> float | None:
         """Return the lower bound of the gate, None for softplus."""
