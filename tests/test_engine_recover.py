@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from kda_layers.engines import vllm_recover
 from tests import stock_vllm_layers as stock
+from tests.engine_wheels import wheel
 from tests.stock_vllm_layers import TAPS, Config, Engine, Metadata
 from tests.test_engine_layers import Pools, check, engine_modules, hidden, layer_of, on_every_device, tensor
 
@@ -239,3 +242,11 @@ def test_blocks_that_are_too_short() -> None:
             commits_of(layer), table[:, 0], table[:, 0], table[0], block_table=table, num_computed_tokens=table[:, 0],
             mamba_block_size=2,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+def test_metadata_and_kernels_of_the_wheel(mode: str) -> None:
+    """vLLM's builder, its metadata and its kernels of a commit, in a batch with prompts (tests/stock_recover.py)."""
+    command = [sys.executable, "-m", "tests.stock_recover", str(wheel("vllm")), mode]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
