@@ -78,7 +78,7 @@ def refusals(
     if states[0] != dtype:
         found.append(f"the convolution's state is {states[0]}, needs {dtype} of the activations")
     gate = "softplus" if lower_bound is None else "lower_bound"
-    problem = dtype, states[1], head_dim, head_dim, 1, 1, taps, 0, 0, gate, "sigmoid"
+    problem = dtype, states[1], head_dim, head_dim, 1, taps, 0, 0, gate, "sigmoid"
     if not has_kernel(None, device, *problem):
         found.append(f"no kernel for its decode step ({why_no_kernel(None, device, *problem)})")
     return found

@@ -216,7 +216,7 @@ def test_generation_compiled_into_cuda_graphs(interval: int) -> None:
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of sequences in the calls of `layer_step` by layers; a skip where no kernel serves."""
     if not has_kernel(
-        None, torch.device("cuda"), BF16, torch.float32, 128, 128, 1, 1, 4, 128, 128, "lower_bound", "sigmoid"
+        None, torch.device("cuda"), BF16, torch.float32, 128, 128, 1, 4, 128, 128, "lower_bound", "sigmoid"
     ):
         pytest.skip("no kernel serves a layer's decode step here: " + explain(StepProblem.default("cuda")))
     calls: list[int] = []

@@ -89,7 +89,7 @@ class DecodePlan:
         gate_bias = None if gate_weight is None else in_kernel[1].bias
         gate, bound, beta, backend = (layer.kda_options.get(name) for name in OPTIONS)
         options = (
-            f_weight, gate_weight, gate_bias, scale, rate, bias.view(-1, K), None, None, None, gate,
+            f_weight, gate_weight, gate_bias, scale, rate, bias.view(-1, K), None, None, gate,
             check_lower_bound(gate, bound), beta, K**-0.5, layer.rms_norm_eps, views, 0,
         )  # fmt: skip
         self._step = RepeatedLayerStep(options, backend)

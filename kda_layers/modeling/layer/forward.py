@@ -265,7 +265,7 @@ class KDAForward:
         """Return the arguments of `has_kernel`."""
         (H, HV), options = self._heads(), self.kda_options
         state_is = self._kept_dtype(call, state)
-        sizes = self.head_dim, self.value_head_dim, HV // H, 1, self.conv1d.weight.shape[2]
+        sizes = self.head_dim, self.value_head_dim, HV // H, self.conv1d.weight.shape[2]
         activations = options["gate_activation"], options["beta_activation"]
         return options.get("backend"), call.device, call.dtype, state_is, *sizes, *ranks, *activations
 

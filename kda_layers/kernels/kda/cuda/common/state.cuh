@@ -2,7 +2,8 @@
 //
 // A warp has WARP_ROWS rows of the state: it loads them once, updates them for all tokens of the sequence, and stores
 // them once, or after each token if each has a slot. LANES lanes share a row, in pieces of 16 bytes, which a lane copies
-// to shared memory and reads back itself: in flight they take no registers. An int8 state stays there: int8_state.cuh.
+// to shared memory and reads back itself: in flight they take no registers. A state stays there if it is int8
+// (int8_state.cuh) or if the call has one token (layer_step.cu).
 //
 // Chosen by the build: K, V (128 or 64), IO, STATE_BYTES (of an element: 4 for fp32, 2 for bf16, 1 for int8), ROWS (per
 // lane), WARPS and LANES. Only LANES affects the bits of results. Parameter structs have the members `slots`,
@@ -133,13 +134,17 @@ struct State : Pieces {
 #endif
 };
 
-// This lane's WIDTH elements.
+// This lane's elements of piece i of a row.
+DEVICE void spread(float* to, const float* from, int i, u32 lane) {
+    #pragma unroll
+    for (int j = 0; j < PIECE; j += 4) {
+        const float4 x = *reinterpret_cast<const float4*>(from + (i * LANES + lane) * PIECE + j);
+        to[j] = x.x, to[j + 1] = x.y, to[j + 2] = x.z, to[j + 3] = x.w;
+    }
+}
 DEVICE void spread(float (&to)[WIDTH], const float* from, u32 lane) {
     #pragma unroll
-    for (int i = 0; i < WIDTH; i += 4) {
-        const float4 x = *reinterpret_cast<const float4*>(from + (i / PIECE * LANES + lane) * PIECE + i % PIECE);
-        to[i] = x.x, to[i + 1] = x.y, to[i + 2] = x.z, to[i + 3] = x.w;
-    }
+    for (int i = 0; i < PIECES; i++) spread(to + i * PIECE, from, i, lane);
 }
 
 // The two operations of an update, one rounding each, so that every kernel gives the same bits.
@@ -190,15 +195,6 @@ template <class Index> DEVICE i64 value_at(const Index& at, const void* data, u3
     return at.int64 ? static_cast<const i64*>(data)[i] : static_cast<const int*>(data)[i];
 }
 
-// The first slot of a pool: `first_slot` of parameters that have it.
-template <class Params> DEVICE auto first_slot(const Params& p, int) -> decltype(u64(p.first_slot)) {
-    return p.first_slot;
-}
-template <class Params> DEVICE constexpr u64 first_slot(const Params&, long) { return 0; }
-template <class Params> DEVICE bool is_slot(const Params& p, u64 slot) {
-    return slot >= first_slot(p, 0) && slot < p.slot_count;
-}
-
 // The slot of the initial state of sequence n; false if there is none.
 template <class Params> DEVICE bool source_of(const Params& p, u32 n, u32& slot) {
     slot = n;
@@ -210,7 +206,7 @@ template <class Params> DEVICE bool source_of(const Params& p, u32 n, u32& slot)
     }
     const u64 s = u64(value_at(p.slots_at, p.slots, n, u32(column)));
     slot = u32(s);
-    return is_slot(p, s);
+    return s < p.slot_count;
 }
 
 // The slot of the state after a token: false if that state is not kept, or if there is no such slot.
@@ -221,7 +217,7 @@ template <class Params> DEVICE bool destination_of(const Params& p, u32 n, u32 t
         if (kept) {
             const u64 s = u64(value_at(p.slots_at, p.slots, n, token));
             slot = u32(s);
-            kept = is_slot(p, s);
+            kept = s < p.slot_count;
         }
     }
     return kept;

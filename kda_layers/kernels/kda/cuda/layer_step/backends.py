@@ -13,7 +13,7 @@ from ....cuda.gpu import OnArchs
 from ....declarations import OneOf
 from ...activations import BETA_CODES, GATE_CODES, GIVEN
 from ...contract import NO_SLOT, DecodeInputs, Names, Widths
-from ...eager.decode import after_last, decode, slots_of
+from ...eager.decode import check_slots_exist, decode
 from ..spec import WIDTHS
 from . import layer_step
 from .contract import Backend, Inputs, Problem
@@ -26,15 +26,15 @@ class EagerBackend(Backend):
     priority = 15  # above kernels that flash-linear-attention comes before, as in `kda`
 
     def step(self, x: Inputs) -> Tensor:
-        (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
+        (B, _, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
         if x.state_indices is not None and x.first_slot:
             x = x._replace(state_indices=x.state_indices.where(x.state_indices >= x.first_slot, NO_SLOT))
         q, k, v = convolve(x).split((H * K, H * K, HV * V), -1)
         f = x.f if x.f_weight is None else torch.nn.functional.linear(x.f, x.f_weight)
         gate = x.gate if x.gate_weight is None else torch.nn.functional.linear(x.gate, x.gate_weight, x.gate_bias)
         inputs = DecodeInputs(
-            q.view(B, T, H, K), k.view(B, T, H, K), v.view(B, T, HV, V), f.reshape(B, T, HV, K), x.beta, x.state,
-            x.A_log, x.dt_bias, x.state_indices, x.num_accepted, None, None, None, None, None, None, None,
+            q.view(B, 1, H, K), k.view(B, 1, H, K), v.view(B, 1, HV, V), f.reshape(B, 1, HV, K), x.beta, x.state,
+            x.A_log, x.dt_bias, x.state_indices, None, None, None, None, None, None, None, None,
             x.gate_activation, x.lower_bound, x.beta_activation, True, x.scale,
         )  # fmt: skip
         o = decode(inputs)
@@ -45,23 +45,16 @@ class EagerBackend(Backend):
 
 
 def convolve(x: Inputs) -> Tensor:
-    """Outputs [B, T, D] of convolution and SiLU; updates `x.conv_state`."""
+    """Outputs [B, 1, D] of convolution and SiLU; updates `x.conv_state`."""
     inputs = torch.cat([t.flatten(2) for t in (x.q, x.k, x.v)], -1)
-    B, T, _ = inputs.shape
-    wide, y, W = accumulator_dtype(inputs.dtype), torch.empty_like(inputs), x.conv_weight.shape[1]
-    if x.state_indices is None:
-        sources = list(range(B))
-        targets = after_last(sources, [T] * B)
-    else:
-        sources, targets = slots_of(x.state_indices, x.num_accepted, [T] * B, x.state.shape[0])
-    window = x.conv_state[torch.tensor(sources, device=inputs.device)]
-    for t in range(T):
-        window = torch.cat((window, inputs[:, t, :, None].to(window.dtype)), -1)[..., -W:]
-        y[:, t] = torch.nn.functional.silu((window.to(wide) * x.conv_weight.to(wide)).sum(-1)).to(y.dtype)
-        for n, row in enumerate(targets):
-            if sources[n] != NO_SLOT and row[t] != NO_SLOT:
-                x.conv_state[row[t]] = window[n, :, -x.conv_state.shape[2] :]
-    return y
+    slots = torch.arange(len(inputs)) if x.state_indices is None else x.state_indices.long()
+    check_slots_exist(slots.tolist(), x.conv_state.shape[0])
+    wide, W, kept = accumulator_dtype(inputs.dtype), x.conv_weight.shape[1], x.conv_state.shape[2]
+    window = torch.cat((x.conv_state[slots], inputs.mT), -1)
+    used = slots != NO_SLOT
+    x.conv_state[slots[used]] = window[used][..., -kept:]
+    y = (window[..., -W:].to(wide) * x.conv_weight.to(wide)).sum(-1)
+    return torch.nn.functional.silu(y).to(inputs.dtype)[:, None]
 
 
 class CudaBackend(OnArchs, Backend):
@@ -71,7 +64,6 @@ class CudaBackend(OnArchs, Backend):
         "dtype": OneOf(*layer_step.TYPES),
         "state_dtype": OneOf(*layer_step.STATES),
         "widths": Widths(*WIDTHS),
-        "tokens": OneOf(*range(1, layer_step.MOST_TOKENS + 1)),
         "taps": OneOf(*layer_step.TAPS),
         "decay_rank": OneOf(0, *layer_step.RANKS),
         "gate_rank": OneOf(0, *layer_step.RANKS),

@@ -1,6 +1,6 @@
 """The contract between the layer's decode step and its backends.
 
-B sequences    T tokens of each    H q/k heads    HV value heads    K, V widths    D channels, 2 H K + HV V
+B sequences    H q/k heads    HV value heads    K, V widths    D channels, 2 H K + HV V
 W taps of the convolution    R, R' ranks of the factors of decays and gate    slots: B, or those of a pool
 """
 
@@ -24,12 +24,12 @@ from ....registry import Registry
 class Inputs(NamedTuple):
     """The arguments of the op, in its order; it writes `conv_state`, `state` and `out`."""
 
-    q: Tensor  # [B, T, H, K]   before the convolution, as are k and v
-    k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, HV, V]
-    f: Tensor  # [B, T, R]      the decays' logits are f_weight f; without f_weight [B, T, HV K], the logits
-    gate: Tensor  # [B, T, R']  the same of the output gate; without gate_weight [B, T, HV V]
-    beta: Tensor  # [B, T, HV]  logits
+    q: Tensor  # [B, 1, H, K]   before the convolution, as are k and v
+    k: Tensor  # [B, 1, H, K]
+    v: Tensor  # [B, 1, HV, V]
+    f: Tensor  # [B, 1, R]      the decays' logits are f_weight f; without f_weight [B, 1, HV K], the logits
+    gate: Tensor  # [B, 1, R']  the same of the output gate; without gate_weight [B, 1, HV V]
+    beta: Tensor  # [B, 1, HV]  logits
     conv_weight: Tensor  # [D, W], q's dtype or fp32
     conv_state: Tensor  # [slots, D, W or W - 1]
     state: Tensor  # [slots, HV, V, K]
@@ -39,9 +39,8 @@ class Inputs(NamedTuple):
     norm_weight: Tensor  # [V]
     A_log: Tensor | None  # [HV]
     dt_bias: Tensor | None  # [HV, K]
-    state_indices: Tensor | None  # [B] or [B, T] int32 or int64
-    num_accepted: Tensor | None  # [B] int32 or int64
-    out: Tensor | None  # as o [B, T, HV, V], which is written there
+    state_indices: Tensor | None  # [B] int32 or int64
+    out: Tensor | None  # as o [B, 1, HV, V], which is written there
     gate_activation: str
     lower_bound: float
     beta_activation: str
@@ -59,7 +58,6 @@ class Problem(AnyProblem):
     K: int
     V: int
     group: int  # HV // H
-    tokens: int
     taps: int
     decay_rank: int  # 0: logits are given
     gate_rank: int  # the same of the output gate
@@ -70,14 +68,13 @@ class Problem(AnyProblem):
     def default(cls, device: str | None = None) -> Problem:
         """One token of a layer of the default configuration in bf16, on `device` or the best one here."""
         where = best_device(device)
-        return cls(*where, torch.bfloat16, torch.float32, 128, 128, 1, 1, 4, 128, 128, "lower_bound", "sigmoid")
+        return cls(*where, torch.bfloat16, torch.float32, 128, 128, 1, 4, 128, 128, "lower_bound", "sigmoid")
 
     @staticmethod
     def fields_of(x: Inputs, needs_grad: bool = False) -> tuple[Any, ...]:
-        (_, T, H, K), (HV, V), index = x.q.shape, x.v.shape[2:], operator.index
+        (H, K), (HV, V), index = x.q.shape[2:], x.v.shape[2:], operator.index
         return (
-            x.q.dtype, x.state.dtype, index(K), index(V), index(HV) // index(H), index(T),
-            index(x.conv_weight.shape[1]),
+            x.q.dtype, x.state.dtype, index(K), index(V), index(HV) // index(H), index(x.conv_weight.shape[1]),
             *(0 if weight is None else index(weight.shape[1]) for weight in (x.f_weight, x.gate_weight)),
             x.gate_activation, x.beta_activation,
         )  # fmt: skip
@@ -87,7 +84,7 @@ class Problem(AnyProblem):
         return self.K, self.V
 
     def details(self) -> list[str]:
-        sizes = f"K={self.K}", f"V={self.V}", f"HV/H={self.group}", f"T={self.tokens}"
+        sizes = f"K={self.K}", f"V={self.V}", f"HV/H={self.group}"
         ranks = f"ranks={self.decay_rank},{self.gate_rank}"
         return [*sizes, ranks, f"gate={self.gate_activation}", f"beta={self.beta_activation}"]
 
@@ -100,7 +97,7 @@ class Backend(AnyBackend):
 
     @abc.abstractmethod
     def step(self, x: Inputs) -> Tensor:
-        """Return o [B, T, HV, V], or `x.out`, and update `x.conv_state` and `x.state` in place; see `op.layer_step`."""
+        """Return o [B, 1, HV, V], or `x.out`, and update `x.conv_state` and `x.state` in place; see `op.layer_step`."""
 
     def repeated(self, x: Inputs) -> Callable[[Inputs], Tensor]:
         """Return `step` for inputs that differ from `x` only in the addresses and values of tensors."""

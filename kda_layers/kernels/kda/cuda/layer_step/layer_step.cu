@@ -1,9 +1,10 @@
-// One decode step of a KDA layer between its projections, for one or a few tokens of many sequences: short convolution
-// and SiLU of q, k and v, their normalisation, decays and output gate from their low-rank factors, the state's update
-// (see decode.cu), and the gated norm. Both states are updated in place.
+// One decode step of a KDA layer between its projections, for one token of each of many sequences: short convolution and
+// SiLU of q, k and v, their normalisation, decays and output gate from their low-rank factors, the state's update (see
+// decode.cu), and the gated norm. Both states are updated in place.
 //
-// A CTA has one value head of one sequence, with all of its state. A q/k head's channels of the convolution's state are
-// read by every value head of its group: those are one cluster, and its first CTA writes them when all have read.
+// A CTA has one value head of one sequence, with all of its state, which stays in shared memory: registers for it would
+// leave room for fewer CTAs. A q/k head's channels of the convolution's state are read by every value head of its group:
+// those are one cluster, and its first CTA writes them when all have read.
 //
 // Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), STATE_BYTES, ROWS, WARPS and LANES as in decode.cu, with
 // WARPS that hold all V rows; TAPS of the convolution, TAP_BYTES of each (4 for fp32, 2 for IO), HISTORY inputs of it
@@ -17,24 +18,22 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int CHANNELS = 2 * K + V;                             // of a head: q, k, v
 constexpr int PER_THREAD = (CHANNELS + THREADS - 1) / THREADS;  // channels that a thread convolves
 constexpr int ROW_THREADS = THREADS / K;                        // threads that share a row of a factor
-// Resident threads per SM that registers are limited for: a small batch, which has the factors read here, leaves SMs idle.
-constexpr int RESIDENT_THREADS = DECAY_RANK || GATE_RANK ? 512 : 1024;
-constexpr int DROPPED = TAPS - HISTORY;  // 1: the first input, which `shift` drops before it is used, is not kept
-static_assert(DROPPED == 0 || DROPPED == 1, "the convolution reads TAPS - 1 earlier inputs");
+// Resident threads per SM that registers are limited for, without spills: those of three fp32 states with K = 128 where
+// shared memory has room for them. A small batch, which has the factors read here, leaves SMs idle.
+constexpr bool THREE_FIT = STATE_BYTES == 4 && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200;
+constexpr int RESIDENT_THREADS = DECAY_RANK || GATE_RANK ? 512 : THREE_FIT ? 1536 : 1024;
+constexpr int UNUSED = HISTORY - (TAPS - 1);  // 1: the state keeps one input more than the convolution reads
+static_assert(UNUSED == 0 || UNUSED == 1, "the convolution reads TAPS - 1 earlier inputs");
 static_assert(SLICES == 1 && K == V, "a CTA has the complete state of a head");
 static_assert(DECAY_RANK % (8 * ROW_THREADS) == 0 && GATE_RANK % (8 * ROW_THREADS) == 0,
               "threads share a row in pieces of 16 bytes");
 
-struct Operands {
-    Token token;
-    float gate[V];  // sigmoid of its logits
-};
-
 struct Shared {
-    uint4 state[WARPS][ROWS * PIECES][32];
-    float errors[2][WARPS][WARP_ROWS];
-    float o[2][V];         // of this token and of the previous one
-    Operands operands[1];  // p.tokens of them
+    uint4 state[WARPS][WARP_PIECES][32];
+    float errors[WARPS][WARP_ROWS];
+    float o[V];
+    float gate[V];  // sigmoid of its logits
+    Token token;
 };
 
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host's plan of shared memory");
@@ -66,39 +65,31 @@ struct Tap {
 // ---------------------------------------------------------------- convolution
 
 struct Channel {
-    const u16* x;      // of the first token
-    u32 token_stride;  // of x
-    u32 channel;       // of the convolution
+    const u16* x;
+    u32 channel;  // of the convolution
     Tap taps[TAPS];
-    Loaded inputs[TAPS], next;
+    Loaded inputs[TAPS];
 
     // Channel `c` of a head's, those of q first.
     DEVICE void load_taps(const LayerStepParams& p, u32 c, u32 n, u32 head) {
         const u32 qk_head = u32(head * p.group_inverse >> 32);
         const u32 part = c < K ? 0 : c < 2 * K ? 1 : 2, own = c - part * K;
         const u32 within = part == 2 ? head * V + own : qk_head * K + own;
-        const Tokens& at = part == 0 ? p.q_at : part == 1 ? p.k_at : p.v_at;
-        x = (part == 0 ? p.q : part == 1 ? p.k : p.v) + u64(n) * at.batch + within;
-        token_stride = at.token;
+        const u64 stride = part == 0 ? p.q_stride : part == 1 ? p.k_stride : p.v_stride;
+        x = (part == 0 ? p.q : part == 1 ? p.k : p.v) + n * stride + within;
         channel = part * p.qk_channels + within;
         #pragma unroll
         for (int i = 0; i < TAPS; i++) taps[i].load(p.conv_weight, channel * TAPS + i);
     }
-    // The history is in slot `slot`.
+    // The earlier inputs are in slot `slot`.
     DEVICE void load_inputs(const LayerStepParams& p, u32 slot) {
         const u16* history = state(p, slot);
         #pragma unroll
-        for (int i = 0; i < HISTORY; i++) inputs[DROPPED + i].load(history + i * p.conv_tap_stride);
-        next.load(x);
+        for (int i = 0; i + 1 < TAPS; i++) inputs[i].load(history + (UNUSED + i) * p.conv_tap_stride);
+        inputs[TAPS - 1].load(x);
     }
     DEVICE u16* state(const LayerStepParams& p, u32 slot) const {
         return p.conv_state + u64(slot) * p.conv_slot_stride + u64(channel) * p.conv_channel_stride;
-    }
-    DEVICE void shift(u32 token, u32 tokens) {
-        #pragma unroll
-        for (int i = 0; i + 1 < TAPS; i++) inputs[i] = inputs[i + 1];
-        inputs[TAPS - 1] = next;
-        if (token + 1 < tokens) next.load(x + u64(token + 1) * token_stride);
     }
     DEVICE float output() const {
         float y = 0;
@@ -109,7 +100,7 @@ struct Channel {
     DEVICE void keep(const LayerStepParams& p, u32 slot) const {
         u16* kept = state(p, slot);
         #pragma unroll
-        for (int i = 0; i < HISTORY; i++) kept[i * p.conv_tap_stride] = u16(inputs[DROPPED + i].bits);
+        for (int i = 0; i < HISTORY; i++) kept[i * p.conv_tap_stride] = u16(inputs[TAPS - HISTORY + i].bits);
     }
 };
 
@@ -131,8 +122,8 @@ struct Convolution {
     DEVICE void load_inputs(const LayerStepParams& p, u32 slot) {
         each([&](Channel& channel, u32) { channel.load_inputs(p, slot); });
     }
-    // The outputs of all tokens to shared memory, and the new states, once every CTA that reads the old ones has done so.
-    DEVICE void run(const LayerStepParams& p, Shared& shared, u32 n, u32 source) {
+    // The outputs to shared memory, and the new state, once every CTA that reads the old one has done so.
+    DEVICE void run(const LayerStepParams& p, Token& to, u32 slot) {
 #if CLUSTER > 1
         cluster_sync();
         const bool writes_qk = cluster_rank() == 0;
@@ -140,15 +131,9 @@ struct Convolution {
         constexpr bool writes_qk = true;
 #endif
         each([&](Channel& channel, u32 c) {
-            #pragma unroll 1
-            for (u32 t = 0; t < p.tokens; t++) {
-                channel.shift(t, p.tokens);
-                Token& to = shared.operands[t].token;
-                float& y = c < K ? to.q[c] : c < 2 * K ? to.k[c - K] : to.v[c - 2 * K];
-                y = channel.output();
-                u32 slot = source;
-                if (destination_of(p, n, t, p.tokens, slot) && (writes_qk || c >= 2 * K)) channel.keep(p, slot);
-            }
+            float& y = c < K ? to.q[c] : c < 2 * K ? to.k[c - K] : to.v[c - 2 * K];
+            y = channel.output();
+            if (writes_qk || c >= 2 * K) channel.keep(p, slot);
         });
     }
 };
@@ -166,25 +151,23 @@ DEVICE float dot8(uint4 x, uint4 y, float sum) {
     return sum;
 }
 
-// One row of the logits [HV, width] of every token: row `row` of the head, by ROW_THREADS neighbouring threads.
+// One row of the logits [HV, width]: row `row` of the head, by ROW_THREADS neighbouring threads.
 template <int RANK> struct Logit {
     static constexpr int ROW_PIECES = RANK / 8 / ROW_THREADS;  // pieces of 8 elements in a thread
     const u16* from;
-    Tokens at;
     uint4 weights[ROW_PIECES];
 
-    DEVICE Logit(const u16* from, const Tokens& at, const u16* weight, u32 n, u32 row, u32 part)
-        : from(from + u64(n) * at.batch + part * 8), at(at) {
+    DEVICE Logit(const u16* from, u64 stride, const u16* weight, u32 n, u32 row, u32 part)
+        : from(from + n * stride + part * 8) {
         #pragma unroll
         for (int i = 0; i < ROW_PIECES; i++)
             weights[i] = *reinterpret_cast<const uint4*>(weight + u64(row) * RANK + (i * ROW_THREADS + part) * 8);
     }
-    DEVICE float of(u32 token, float bias) const {
-        const u16* a = from + u64(token) * at.token;
+    DEVICE float plus(float bias) const {
         float sum = 0;
         #pragma unroll
         for (int i = 0; i < ROW_PIECES; i++)
-            sum = dot8(weights[i], *reinterpret_cast<const uint4*>(a + i * ROW_THREADS * 8), sum);
+            sum = dot8(weights[i], *reinterpret_cast<const uint4*>(from + i * ROW_THREADS * 8), sum);
         #pragma unroll
         for (int mask = ROW_THREADS / 2; mask; mask /= 2) sum += shuffle_xor(sum, mask);
         return rounded(sum + bias);
@@ -193,11 +176,9 @@ template <int RANK> struct Logit {
 
 template <> struct Logit<0> {
     const u16* from;
-    Tokens at;
 
-    DEVICE Logit(const u16* from, const Tokens& at, const u16*, u32 n, u32 row, u32)
-        : from(from + u64(n) * at.batch + row), at(at) {}
-    DEVICE float of(u32 token, float) const { return IO::load(from + u64(token) * at.token); }
+    DEVICE Logit(const u16* from, u64 stride, const u16*, u32 n, u32 row, u32) : from(from + n * stride + row) {}
+    DEVICE float plus(float) const { return IO::load(from); }
 };
 
 // The decay of a gate that is known at run time.
@@ -209,7 +190,7 @@ template <int gate = 0> DEVICE float decay(int activation, float logit, float ra
     return gates.decay(logit, gates.bias(bias), true);
 }
 
-// The row of this thread of decays and gate: what does not depend on the token, loaded before it is needed.
+// The row of this thread of decays and gate: their parameters, loaded before they are needed.
 struct Row {
     u32 own, part;
     Logit<DECAY_RANK> f;
@@ -221,8 +202,8 @@ struct Row {
     DEVICE Row(const LayerStepParams& p, u32 n, u32 head, u32 own, u32 part)
         : own(own),
           part(part),
-          f(p.f, p.f_at, p.f_weight, n, head * K + own, part),
-          g(p.gate, p.gate_at, p.gate_weight, n, head * K + own, part) {
+          f(p.f, p.f_stride, p.f_weight, n, head * K + own, part),
+          g(p.gate, p.gate_stride, p.gate_weight, n, head * K + own, part) {
         const u32 row = head * K + own;
         rate = p.A_log ? __float_as_uint(p.A_log[head]) : 0, shift = p.dt_bias ? p.dt_bias[row] : 0.f;
         bias = {};
@@ -232,19 +213,13 @@ struct Row {
 
 DEVICE void decays_and_gate(const LayerStepParams& p, Shared& shared, const Row& row) {
     const float rate = __uint_as_float(opt_barrier(row.rate)), bias = row.bias.value();
-    #pragma unroll 1
-    for (u32 t = 0; t < p.tokens; t++) {
-        const float x = row.f.of(t, 0.f), y = row.g.of(t, bias);
-        Operands& to = shared.operands[t];
-        if (row.part != 0) continue;
-        // Keeps the gates' factors from being held from token to token, which would spill.
-        const float lower_bound = __uint_as_float(opt_barrier(__float_as_uint(p.lower_bound)));
-        to.token.decay[row.own] = decay(p.gate_activation, x, rate, row.shift, lower_bound);
-        to.gate[row.own] = sigmoid(y);
-    }
+    const float x = row.f.plus(0.f), y = row.g.plus(bias);
+    if (row.part != 0) return;
+    shared.token.decay[row.own] = decay(p.gate_activation, x, rate, row.shift, p.lower_bound);
+    shared.gate[row.own] = sigmoid(y);
 }
 
-// q and k of a token, normalised, q scaled; by one warp.
+// q and k, normalised, q scaled; by one warp.
 DEVICE void normalise(const LayerStepParams& p, Token& token, u32 lane) {
     float q[PER_LANE], k[PER_LANE], qq = 0, kk = 0, qk = 0;
     #pragma unroll
@@ -264,18 +239,67 @@ DEVICE void normalise(const LayerStepParams& p, Token& token, u32 lane) {
 
 // ---------------------------------------------------------------- the kernel
 
-// RMSNorm of a token's output, times the gate: by V threads.
-DEVICE void gated_norm(const float* y, const float* gate, float weight, float eps, u16* o, u32 lane) {
+// The slot of sequence n; false if it has none.
+DEVICE bool slot_of(const LayerStepParams& p, u32 n, u32& slot) {
+    const u64 s = p.slots ? u64(value_at(p.slots_at, p.slots, n, 0)) : n;
+    slot = u32(s);
+    return s >= p.first_slot && s < p.slot_count;
+}
+
+// `advance` (state.cuh), with the same bits, of a state in shared memory, which goes to `to`. Reading it twice, a piece at
+// a time, takes 40 registers instead of 64.
+DEVICE float advance(const uint4 (*state)[32], unsigned char* to, const Token& t, float* errors, u32 row, u32 lane,
+                     u32 group) {
+    float y_k[ROWS] = {}, y_q[ROWS] = {};
+    #pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        float k[PIECE], q[PIECE], d[PIECE];
+        spread(k, t.k, i, lane), spread(q, t.q, i, lane), spread(d, t.decay, i, lane);
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            float x[PIECE];
+            State::unpack(x, state[r * PIECES + i][threadIdx.x % 32]);
+            #pragma unroll
+            for (int j = 0; j < PIECE; j++) {
+                x[j] = decayed(x[j], d[j]);
+                y_k[r] += x[j] * k[j];
+                y_q[r] += x[j] * q[j];
+            }
+        }
+    }
+    const float e = t.beta * (t.v[row] - reduce<ROWS>(y_k, lane)), o = reduce<ROWS>(y_q, lane) + t.qk * e;
+    errors += group * ROWS;
+    if (lane % COPIES == 0) errors[lane / COPIES] = e;
+    warp_sync();
+    #pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        float k[PIECE], d[PIECE];
+        spread(k, t.k, i, lane), spread(d, t.decay, i, lane);
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            float x[PIECE];
+            State::unpack(x, state[r * PIECES + i][threadIdx.x % 32]);
+            #pragma unroll
+            for (int j = 0; j < PIECE; j++) x[j] = written(decayed(x[j], d[j]), errors[r], k[j]);
+            *reinterpret_cast<uint4*>(to + piece_offset(r, i)) = State::pack(x);
+        }
+    }
+    return o;
+}
+
+// RMSNorm of the output, times the gate: by V threads.
+DEVICE void gated_norm(const Shared& shared, float weight, float eps, u16* o, u32 lane) {
+    const float* y = shared.o;
     float squares = 0;
     #pragma unroll
     for (int i = 0; i < V / 32; i++) squares += y[lane + 32 * i] * y[lane + 32 * i];
     const float factor = rsqrt_fast(sum_over_warp(squares) * (1.f / V) + eps);
     const u32 row = threadIdx.x;
-    store(o + row, y[row] * factor * weight * gate[row]);
+    store(o + row, y[row] * factor * weight * shared.gate[row]);
 }
 
-// Grid: x = HV, in clusters of CLUSTER = HV / H; y z >= sequences. Dynamic shared memory: Shared with p.tokens operands.
-// Everything is loaded before anything waits for it, the layer's parameters while earlier kernels run.
+// Grid: x = HV, in clusters of CLUSTER = HV / H; y z >= sequences. Dynamic shared memory: Shared. Everything is loaded
+// before anything waits for it, the layer's parameters while earlier kernels run.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_THREADS / THREADS)
     kda_layer_step(const __grid_constant__ LayerStepParams p) {
     launch_dependents();  // the output projection can load its weights
@@ -287,41 +311,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_THREADS / THREADS
     wait_for_earlier_kernels();
     if (n >= p.sequences) return;
     const u32 warp = threadIdx.x / 32, group = threadIdx.x % 32 / LANES, lane = threadIdx.x % LANES;
-    const u32 row = warp * WARP_ROWS + group + lane / COPIES * GROUPS;  // of the output
+    const u32 first_row = warp * WARP_ROWS + group, row = first_row + lane / COPIES * GROUPS;  // of the output
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
-    u16* o = p.o + (u64(n) * p.tokens * heads + head) * V;
+    u16* o = p.o + (u64(n) * heads + head) * V;
 
     u32 slot;
-    if (!source_of(p, n, slot)) {
-        for (u32 t = 0; t < p.tokens; t++)
-            if (threadIdx.x < V) o[u64(t) * heads * V + threadIdx.x] = 0;
+    if (!slot_of(p, n, slot)) {
+        if (threadIdx.x < V) o[threadIdx.x] = 0;
         return;
     }
-    const u32 first_row = warp * WARP_ROWS + group;
-    unsigned char* states = p.state + 16 * (u64(head) * p.head_stride + first_row * (K / PIECE) + lane);
-    State::copy(shared.state[warp], states + 16 * (u64(slot) * p.slot_stride));
+    unsigned char* state =
+        p.state + 16 * (u64(slot) * p.slot_stride + u64(head) * p.head_stride + first_row * (K / PIECE) + lane);
+    State::copy(shared.state[warp], state);
     convolution.load_inputs(p, slot);
-    if (threadIdx.x < p.tokens)
-        logit.load(p.beta + u64(n) * p.beta_at.batch + u64(threadIdx.x) * p.beta_at.token + head);
+    if (threadIdx.x == 0) logit.load(p.beta + u64(n) * p.beta_stride + head);
     decays_and_gate(p, shared, of_thread);
-    if (threadIdx.x < p.tokens)
-        shared.operands[threadIdx.x].token.beta = write_strength(logit.value(), p.beta_activation);
-    convolution.run(p, shared, n, slot);
+    if (threadIdx.x == 0) shared.token.beta = write_strength(logit.value(), p.beta_activation);
+    convolution.run(p, shared.token, slot);
     barrier_sync(0, THREADS);
-    for (u32 t = warp; t < p.tokens; t += WARPS) normalise(p, shared.operands[t].token, threadIdx.x % 32);
+    if (warp == 0) normalise(p, shared.token, threadIdx.x);
     barrier_sync(0, THREADS);
 
-    State S;
-    S.take(shared.state[warp]);
-    #pragma unroll 1
-    for (u32 t = 0; t < p.tokens; t++) {
-        const bool kept = destination_of(p, n, t, p.tokens, slot);
-        const float y = advance(S, shared.operands[t].token, shared.errors[t % 2][warp], row, lane, group);
-        if (lane % COPIES == 0) shared.o[t % 2][row] = rounded(y);
-        if (kept) S.store(states + 16 * (u64(slot) * p.slot_stride));
-        barrier_sync(0, THREADS);
-        if (warp < V / 32)
-            gated_norm(shared.o[t % 2], shared.operands[t].gate, norm_weight.value(), p.norm_eps,
-                       o + u64(t) * heads * V, threadIdx.x % 32);
-    }
+    cp_async_wait<0>();
+    const float y = advance(shared.state[warp], state, shared.token, shared.errors[warp], row, lane, group);
+    if (lane % COPIES == 0) shared.o[row] = rounded(y);
+    barrier_sync(0, THREADS);
+    if (warp < V / 32) gated_norm(shared, norm_weight.value(), p.norm_eps, o, threadIdx.x % 32);
 }

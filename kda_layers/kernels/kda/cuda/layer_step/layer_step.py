@@ -22,34 +22,29 @@ from .contract import Inputs
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 PARAMS = Params("LayerStepParams", """
-    const u16 *q, *k, *v, *f, *gate, *beta;  // [B, T, ...], channels of a token contiguous
+    const u16 *q, *k, *v, *f, *gate, *beta;  // [B, 1, ...], channels of a token contiguous
     const void *conv_weight;                 // [D, TAPS], the channels of q first, then those of k and of v
     u16* conv_state;                         // [slots, D, HISTORY]
     unsigned char* state;                    // [slots, HV, V, K]
-    u16* o;                                  // [B, T, HV, V], contiguous
+    u16* o;                                  // [B, HV, V], contiguous
     const u16 *f_weight, *gate_weight;       // [HV K, DECAY_RANK] and [HV V, GATE_RANK], or null with a rank of 0
     const u16 *gate_bias, *norm_weight;      // [HV V] or null, and [V]
     const float *A_log, *dt_bias;            // [HV] and [HV, K], or null
-    const void *slots, *accepted;            // as in DecodeParams
-    Tokens q_at, k_at, v_at, f_at, gate_at, beta_at;
-    Index slots_at, accepted_at;
-    u64 group_inverse;                                 // 2^32 / (HV / H), rounded up
+    const void* slots;                       // [B], or null: sequence n has slot n
+    Index slots_at;
+    u64 group_inverse;                       // 2^32 / (HV / H), rounded up
+    u32 q_stride, k_stride, v_stride, f_stride, gate_stride, beta_stride;  // of sequences, in elements
     u32 conv_slot_stride, conv_channel_stride, conv_tap_stride;  // in elements
     u32 slot_stride, head_stride, slot_count, first_slot;  // strides of the state in 16 bytes
-    u32 sequences, tokens, qk_channels;                // tokens of each sequence; channels of q: H K
+    u32 sequences, qk_channels;              // channels of q: H K
     int gate_activation, beta_activation;
     float lower_bound, scale, norm_eps;
-""", """
-struct Tokens {  // strides of a tensor [B, T, ...] in elements
-    u32 batch, token;
-};
-
-""" + INDEX)  # fmt: skip
+""", INDEX)  # fmt: skip
 RANKS = (64, 128)  # of the factors of decays and gate
 TAPS = (2, 3, 4)
-MOST_TOKENS = 8  # of a sequence: shared memory holds all of them
 MOST_GROUP = 8  # value heads of a q/k head: a portable cluster
 LINE = 8  # elements of 16 bytes
+TOKENS = ("q", "k", "v", "f", "gate", "beta")  # contiguous within a sequence
 WEIGHTS = ("conv_weight", "f_weight", "gate_weight", "gate_bias", "norm_weight", "A_log", "dt_bias")  # contiguous
 _weights = operator.attrgetter(*WEIGHTS)
 
@@ -74,7 +69,7 @@ class Variant(NamedTuple):
             "LANES": self.K // 8, "ROWS": 4, "WARPS": self.warps, "DECAY_RANK": self.decay_rank,
             "GATE_RANK": self.gate_rank, "TAPS": self.taps, "CLUSTER": self.group,
             "HISTORY": self.history or self.taps, "TAP_BYTES": 4 if self.fp32_taps else 2,
-            "SHARED_BYTES": self.shared_bytes(1),
+            "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property
@@ -82,10 +77,10 @@ class Variant(NamedTuple):
         """Warps that hold all rows of a state, four to a lane."""
         return self.K * self.K // (8 * 4 * 32)
 
-    def shared_bytes(self, tokens: int) -> int:
-        """struct Shared of layer_step.cu with room for so many tokens."""
-        state, errors, o, operands = self.K**2 * self.state_dtype.itemsize, 8 * self.K, 8 * self.K, 4 * (5 * self.K + 4)
-        return state + errors + o + tokens * operands
+    @property
+    def shared_bytes(self) -> int:
+        """struct Shared of layer_step.cu: the state, seven vectors and four numbers."""
+        return self.K**2 * self.state_dtype.itemsize + 4 * (7 * self.K + 4)
 
 
 def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:
@@ -120,7 +115,7 @@ def layer_step(x: Inputs, machine: Machine, plan: Plan | None = None) -> Tensor:
     pointers = PARAMS.point(
         q=x.q, k=x.k, v=x.v, f=x.f, gate=x.gate, beta=x.beta, conv_weight=x.conv_weight, conv_state=x.conv_state,
         state=x.state, o=o, f_weight=x.f_weight, gate_weight=x.gate_weight, gate_bias=x.gate_bias,
-        norm_weight=x.norm_weight, A_log=x.A_log, dt_bias=x.dt_bias, slots=x.state_indices, accepted=x.num_accepted,
+        norm_weight=x.norm_weight, A_log=x.A_log, dt_bias=x.dt_bias, slots=x.state_indices,
     )  # fmt: skip
     (plan.overlapped if overlap else plan.launch).run(pointers + plan.values)
     if x.state is not state:
@@ -149,30 +144,25 @@ def _copies(x: Inputs) -> Inputs:
 
 def _plan(x: Inputs, machine: Machine) -> Plan:
     """The plan for tensors of these shapes, strides and types."""
-    (B, T, H, K), HV, slot_count, device = x.q.shape, x.v.shape[2], x.state.shape[0], x.q.device
+    (B, _, H, K), HV, slot_count, device = x.q.shape, x.v.shape[2], x.state.shape[0], x.q.device
     factors = (x.f, x.f_weight), (x.gate, x.gate_weight)
     f_rank, gate_rank = (0 if weight is None else weight.shape[1] for _, weight in factors)
     taps, history, fp32_taps = x.conv_weight.shape[1], x.conv_state.shape[2], x.conv_weight.dtype is torch.float32
     variant = Variant(K, x.q.dtype, x.state.dtype, f_rank, gate_rank, taps, HV // H, history, fp32_taps)
     piece, state = 16 // x.state.dtype.itemsize, x.state.stride()
-    q_at, k_at, v_at, f_at, gate_at, beta_at = (t.stride()[:2] for t in (x.q, x.k, x.v, x.f, x.gate, x.beta))
     conv_slot, conv_channel, conv_tap = x.conv_state.stride()
     values = PARAMS.set(
-        q_at=q_at, k_at=k_at, v_at=v_at, f_at=f_at, gate_at=gate_at, beta_at=beta_at,
-        slots_at=index_values(x.state_indices), accepted_at=index_values(x.num_accepted),
+        **{f"{name}_stride": getattr(x, name).stride(0) for name in TOKENS}, slots_at=index_values(x.state_indices),
         group_inverse=-(-(2**32) // (HV // H)), conv_slot_stride=conv_slot, conv_channel_stride=conv_channel,
         conv_tap_stride=conv_tap, slot_stride=state[0] // piece, head_stride=state[1] // piece, slot_count=slot_count,
-        first_slot=x.first_slot,
-        sequences=B, tokens=T, qk_channels=H * K, gate_activation=GATE_CODES[x.gate_activation],
+        first_slot=x.first_slot, sequences=B, qk_channels=H * K, gate_activation=GATE_CODES[x.gate_activation],
         beta_activation=BETA_CODES[x.beta_activation], lower_bound=x.lower_bound, scale=x.scale, norm_eps=x.norm_eps,
     )  # fmt: skip
     read = [(slot_count, state[0], piece), (HV, state[1], piece)]
-    for t, weight in factors:
-        if weight is not None:
-            read += [(B, t.stride(0), LINE), (T, t.stride(1), LINE)]
+    read += [(B, t.stride(0), LINE) for t, weight in factors if weight is not None]
     strides_aligned = all(stride % line == 0 for size, stride, line in read if size > 1)
     kernel = machine.load(SOURCE, "kda_layer_step", variant.defines, device)
     grid = HV, min(B, MOST_ROWS), -(-B // MOST_ROWS)
-    launch = Launch(kernel, grid, 32 * variant.warps, variant.group, variant.shared_bytes(T))
+    launch = Launch(kernel, grid, 32 * variant.warps, variant.group, variant.shared_bytes)
     overlapped = launch._replace(overlap=machine.properties(device).capability >= OVERLAPS)
     return Plan(launch, overlapped, values, strides_aligned)

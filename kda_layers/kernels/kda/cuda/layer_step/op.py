@@ -13,7 +13,7 @@ from ....declarations import arch_of
 from ....operator import NoGradOperator, no_output
 from ....torch_private import constant_to_compile
 from ....tracing import is_plain
-from ...checks import check_gate, check_lower_bound, check_out, check_slots, check_writable
+from ...checks import check_gate, check_lower_bound, check_of_sequences, check_out, check_slots, check_writable
 from ...contract import KDA
 from .contract import LAYER_STEP, Inputs, Problem
 
@@ -44,7 +44,6 @@ def layer_step(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     state_indices: Tensor | None = None,
-    num_accepted: Tensor | None = None,
     gate_activation: str = "lower_bound",
     lower_bound: float | None = None,
     beta_activation: str = "sigmoid",
@@ -55,23 +54,23 @@ def layer_step(
     backend: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decode one or a few tokens of each sequence from a layer's projections to the input of its output projection.
+    """Decode one token of each sequence from a layer's projections to the input of its output projection.
 
     q, k and v go through the short convolution and SiLU, q and k are normalised, the log-decay is that of the logits
     f_weight f, `kda_step` follows, and its output is RMS-normalised and multiplied by the sigmoid of gate_weight gate +
     gate_bias. Not differentiable.
 
     Args:
-        q, k: [B, T, H, K], before the convolution; v [B, T, HV, V] too. Each token's channels are contiguous.
-        f: [B, T, R] with f_weight [HV K, R]; without it [B, T, HV K], the logits themselves.
-        gate: [B, T, R'] with gate_weight [HV V, R']; without it [B, T, HV V], the logits themselves.
-        beta: [B, T, HV] logits.
+        q, k: [B, 1, H, K], before the convolution; v [B, 1, HV, V] too. Each token's channels are contiguous.
+        f: [B, 1, R] with f_weight [HV K, R]; without it [B, 1, HV K], the logits themselves.
+        gate: [B, 1, R'] with gate_weight [HV V, R']; without it [B, 1, HV V], the logits themselves.
+        beta: [B, 1, HV] logits.
         conv_weight: [D, W] in q's dtype or fp32, D = 2 H K + HV V, the channels of q first, then those of k and of v.
         conv_state: [B, D, W] or [B, D, W - 1] in q's dtype, the last inputs of the convolution, updated in place. It
             needs W - 1 of them.
         state: [B, HV, V, K], as in `kda_step`, updated in place.
         norm_weight: [V]; gate_bias: [HV V] or None; A_log, dt_bias: as in `kda`.
-        state_indices, num_accepted: as in `kda_step`; conv_state and state are then pools with the same slots.
+        state_indices: [B], as in `kda_step`; conv_state and state are then pools with the same slots.
         gate_activation, lower_bound, beta_activation, scale: as in `kda`.
         norm_eps: epsilon of the norm.
         overlap: True if the kernel launched before this one on the stream writes no parameter (conv_weight, f_weight,
@@ -82,14 +81,14 @@ def layer_step(
         out: as in `kda_step`.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, or `out`.
+        o [B, 1, HV, V] in v's dtype, or `out`.
 
     Raises:
         TypeError, ValueError: an argument breaks this contract; the message names it. The states are then unchanged.
     """
     x = Inputs(
         q, k, v, f, gate, beta, conv_weight, conv_state, state, f_weight, gate_weight, gate_bias, norm_weight, A_log,
-        dt_bias, state_indices, num_accepted, out, gate_activation, check_lower_bound(gate_activation, lower_bound),
+        dt_bias, state_indices, out, gate_activation, check_lower_bound(gate_activation, lower_bound),
         beta_activation, check_scale(q, scale), float(norm_eps), bool(overlap), first_slot,
     )  # fmt: skip
     cached = _cache.get(x, backend)
@@ -159,6 +158,8 @@ def check(x: Inputs) -> None:
     (B, T, H, K), (HV, V), dtype = q.shape, v.shape[2:], (q.dtype,)
     if 0 in q.shape or 0 in v.shape:
         raise ValueError(f"q and v must have no dimension of size 0, got {tuple(q.shape)} and {tuple(v.shape)}")
+    if T != 1:
+        raise ValueError(f"q must have one token of each sequence, [B, 1, H, K], got {T}: kda_step takes several")
     if HV % H:
         raise ValueError(f"v's {HV} heads must be a multiple of q's {H} heads (grouped value heads)")
     check_gate(x.gate_activation, x.beta_activation, x.A_log, x.dt_bias)
@@ -169,8 +170,8 @@ def check(x: Inputs) -> None:
     kept = max(W - 1, min(W, x.conv_state.shape[2]))
     f_rank, gate_rank = (_rank(name, getattr(x, name)) for name in ("f_weight", "gate_weight"))
     expected: tuple[tuple[str, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
-        ("k", (B, T, H, K), dtype), ("v", (B, T, HV, V), dtype), ("beta", (B, T, HV), dtype),
-        ("f", (B, T, f_rank or HV * K), dtype), ("gate", (B, T, gate_rank or HV * V), dtype),
+        ("k", (B, 1, H, K), dtype), ("v", (B, 1, HV, V), dtype), ("beta", (B, 1, HV), dtype),
+        ("f", (B, 1, f_rank or HV * K), dtype), ("gate", (B, 1, gate_rank or HV * V), dtype),
         ("conv_weight", (D, W), (*dtype, *wide)), ("conv_state", (x.conv_state.shape[0], D, kept), dtype),
         ("norm_weight", (V,), dtype),
         ("f_weight", (HV * K, f_rank), dtype), ("gate_weight", (HV * V, gate_rank), dtype),
@@ -179,7 +180,9 @@ def check(x: Inputs) -> None:
     for name, shape, dtypes in expected:
         if (t := getattr(x, name)) is not None:
             check_tensor(name, t, shape, dtypes, q)
-    check_slots(q, x.state, x.state_indices, x.num_accepted, (B, HV, V, K), T)
+    if x.state_indices is not None:
+        check_of_sequences("state_indices", x.state_indices, q, B)
+    check_slots(q, x.state, x.state_indices, None, (B, HV, V, K), 1)
     if isinstance(x.first_slot, bool) or not isinstance(x.first_slot, int) or x.first_slot < 0:
         raise ValueError(f"first_slot must be an integer of at least 0, got {x.first_slot!r}")
     if x.first_slot and x.state_indices is None:
