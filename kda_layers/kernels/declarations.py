@@ -136,6 +136,10 @@ class Backend(abc.ABC):
                 why = f"with the feature {feature!r}" if feature else "always"
                 raise ValueError(f"backend {self.name!r} must define {method}, {why}")
 
+    def notes(self, problem: Any) -> list[str]:
+        """Return what a call of `problem` does besides running this backend's kernels: an input is copied first."""
+        return []
+
     def problems(self) -> list[str]:
         """Packages or drivers that this machine lacks; called last, as it may take seconds."""
         return []

@@ -173,7 +173,9 @@ class Registry(Generic[P, B]):
         for candidate in known.values():
             reasons = candidate.unsupported(problem)
             if not reasons:
-                logger.info("%s serves [%s]%s", candidate.name, problem, "".join(f"\n  not {r}" for r in refusals))
+                notes = "".join(f"; {note}" for note in candidate.notes(problem))
+                others = "".join(f"\n  not {r}" for r in refusals)
+                logger.info("%s serves [%s]%s%s", candidate.name, problem, notes, others)
                 if candidate.caveat and not self.advisory:
                     warnings.warn(
                         f"{candidate.name} serves [{problem}], but {candidate.caveat}; backend='eager' is plain "
@@ -196,6 +198,7 @@ class Registry(Generic[P, B]):
         for b in self.backends().values():
             reasons = b.unsupported(problem)
             can = f"can serve it, but {b.caveat}; backend={b.name!r} chooses it" if b.caveat else "can serve it"
+            can += "".join(f"; {note}" for note in b.notes(problem))
             lines.append(f"  {b.name:8} {can if not reasons else 'cannot: ' + '; '.join(reasons)}")
         if self.broken:
             lines.append(self._broken("  "))

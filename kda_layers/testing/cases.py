@@ -43,6 +43,7 @@ class Case(Call):
     lower_bound: float = -5.0
     A_log: bool = True
     dt_bias: bool = True
+    head_gates: bool = False  # one gate a head: g [B, T, HV], dt_bias [HV]
     g_wide: bool = False  # gate logits in fp32 (fp64 for fp64), not in q's dtype
     slow: bool = False  # gates of a fresh or long-memory model, not ones that forget everything in 16 tokens
     beta: str = "sigmoid"
@@ -90,6 +91,8 @@ def make_inputs(case: Case, device: str = "cpu", draw: int = 0) -> Inputs:
         g, A_log, dt_bias = 0.3 * g, 0.1 * A_log, dt.expm1().log()
     if case.gate == "log_decay":
         g, A_log, dt_bias = -5.0 * torch.sigmoid(A_log.exp()[:, None] * (g + dt_bias)), None, None
+    if case.head_gates:
+        g, dt_bias = g[..., 0], None if dt_bias is None else dt_bias[:, 0]
     beta = normal(B, T, HV)
     if case.beta == "given":
         beta = 2 * torch.sigmoid(beta)
@@ -98,7 +101,8 @@ def make_inputs(case: Case, device: str = "cpu", draw: int = 0) -> Inputs:
         for t, is_wide in zip((q, k, v, g, beta), (False, False, False, case.g_wide, case.beta_wide), strict=True)
     )
     if case.layout == "fused":
-        q, k, v, g = _slices_of_one(q, k, v, g)
+        q, k, v, g = _slices_of_one(q, k, v, g[..., None] if case.head_gates else g)
+        g = g[..., 0] if case.head_gates else g
         beta = torch.stack((beta, beta), -1)[..., 0]
     elif case.layout == "heads_first":
         q, k, v, g, beta = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v, g, beta))

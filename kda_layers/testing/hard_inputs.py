@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -104,13 +105,29 @@ def resets_at_the_bound(T: int, D: int, H: int) -> dict[str, Any]:
     return x | {"g": g, "dt_bias": None}
 
 
+def one_gate_a_head(kind: Kind) -> Kind:
+    """The inputs of `kind` with the gates of its first channels for all channels, g [1, T, H] and dt_bias [H]."""
+
+    @functools.wraps(kind)
+    def of_heads(T: int, D: int, H: int) -> dict[str, Any]:
+        x = kind(T, D, H)
+        return x | {n: None if x[n] is None else x[n][..., 0] for n in ("g", "dt_bias")}
+
+    of_heads.__name__ += "_of_heads"
+    return of_heads
+
+
 HARD = [
     slow_gates, lower_bound_everywhere, repeated_token, negative_eigenvalues, resets, correlated_keys, turning_keys
 ]  # fmt: skip
 
 
+HARD_OF_HEADS = [*map(one_gate_a_head, (kind for kind in HARD if kind is not turning_keys))]  # which turn by channels
+
+
 def hard_inputs(kind: Kind, T: int, D: int, H: int, dtype: torch.dtype) -> Inputs:
-    """Inputs of a kind, q, k, v, g [1, T, H, D] and beta [1, T, H] in `dtype`; up to T = 512 also boundary states."""
+    """Inputs of a kind, q, k, v [1, T, H, D], g [1, T, H, D] or [1, T, H] and beta [1, T, H] in `dtype`; up to T = 512
+    also boundary states."""
     x: dict[str, Any] = {"gate_activation": "lower_bound", "beta_activation": "sigmoid"} | kind(T, D, H)
     q, k, v, g, beta = (x[n].to(dtype) for n in ("q", "k", "v", "g", "beta"))
     wide = {n: x[n].float() for n in ("A_log", "dt_bias", "initial_state") if x[n] is not None}

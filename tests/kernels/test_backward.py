@@ -49,6 +49,8 @@ GRADCHECKED = [
     Case(T=3, H=1, K=2, V=2, dtype=FP64, gate="softplus", dt_bias=False, l2norm=False),
     Case(T=3, H=1, K=2, V=3, dtype=FP64, gate="log_decay", beta="given", state=True),
     Case(lengths=(2, 0, 1), H=1, K=2, V=2, dtype=FP64, state=True),
+    *(Case(T=3, H=1, K=3, V=2, dtype=FP64, head_gates=True, gate=gate, state=True) for gate in (*GATES, "log_decay")),
+    Case(lengths=(65, 0, 70, 1), H=1, group=2, K=3, V=2, dtype=FP64, head_gates=True, slow=True, state=True),
     Case(T=66, H=1, K=2, V=3, dtype=FP64, slow=True, state=True),  # with a checkpoint: in fast mode
     Case(lengths=(65, 0, 70, 1), H=1, group=2, K=3, V=2, dtype=FP64, slow=True, state=True),
     Case(T=130, B=2, H=1, K=2, V=2, dtype=FP64, gate="softplus", slow=True, beta="2sigmoid"),

@@ -78,6 +78,8 @@ DECODED = [
     narrow(g_wide=True),
     narrow(B=3, H=3, group=3),
     narrow(l2norm=False, scale=0.5),
+    Case(T=9, B=2, group=2, head_gates=True, slow=True, state=True),
+    *(narrow(head_gates=True, gate=gate, g_wide=gate == "softplus") for gate in ("softplus", "log_decay")),
     *(Case(T=9, A_log=a, dt_bias=b, state=True) for a, b in ((False, True), (True, False))),
     Case(T=9, layout="fused", B=2, group=2, state=True),
     Case(T=9, layout="heads_first", B=2, K=32, V=64, dtype=FP32, state=True),

@@ -103,6 +103,7 @@ CASES = [
     Case(T=2, B=1, H=2, A_log=False, dt_bias=False, l2norm=False, scale=0.5, layout="heads_first", state=True),
     Case(T=5, B=40, H=2, K=16, V=32, dtype=FP64, state=True),
     Case(T=4, B=3, H=1, group=2, K=60, V=100, dtype=FP32, state=True),
+    Case(T=4, B=2, H=1, group=2, head_gates=True, slow=True, state=True),
 ]
 
 

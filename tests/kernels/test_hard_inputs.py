@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kda_layers.kernels.kda.contract import problem_of
-from kda_layers.testing.hard_inputs import HARD, Kind, hard_inputs, lower_bound_everywhere
+from kda_layers.testing.hard_inputs import HARD, HARD_OF_HEADS, Kind, hard_inputs, lower_bound_everywhere
 from tests.kernels.cases import (
     BF16,
     FP16,
@@ -80,7 +80,7 @@ def expected(
         for dtype in (FP32, BF16)
     ],
 )
-@pytest.mark.parametrize("kind", HARD, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", HARD + HARD_OF_HEADS, ids=lambda kind: kind.__name__)
 def test_hard_inputs(
     kind: Kind,
     T: int,

@@ -118,6 +118,15 @@ CASES = [
     Case(lengths=RAGGED, H=1, group=2, K=16, V=32, slow=True, poison=True),
     exact(lengths=RAGGED, K=16, V=16, state=True, gate="softplus", offsets_dtype=torch.int64),
     Case(lengths=(70, 3, 128), group=2, K=16, V=16, dtype=FP64, state=True, offsets_dtype=torch.int64),
+    # one gate a head
+    Case(head_gates=True, T=65, group=2, state=True, slow=True, poison=True),
+    *(narrow(head_gates=True, gate=gate) for gate in ("lower_bound", "softplus", "log_decay")),
+    *(exact(head_gates=True, T=T, state=True, gate=gate) for T, gate in ((1, "softplus"), (130, "lower_bound"))),
+    exact(head_gates=True, T=130, B=2, group=2, gate="log_decay", beta="given", l2norm=False, slow=True),
+    exact(head_gates=True, dt_bias=False, A_log=False, beta="2sigmoid"),
+    exact(head_gates=True, lengths=(0, 1, 64, 0, 65, 1, 0), state=True, gate="softplus", g_wide=True),
+    Case(head_gates=True, lengths=(70, 3, 128), group=2, K=16, V=32, dtype=FP64, state=True, slow=True),
+    *(exact(head_gates=True, layout=layout, B=2, H=1, state=True) for layout in ("fused", "heads_first")),
     # layouts
     *(Case(layout=layout, B=2, H=1, group=2, state=True) for layout in ("fused", "heads_first")),
     exact(layout="fused", lengths=(40, 0, 65), slow=True, poison=True),

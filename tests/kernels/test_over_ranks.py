@@ -77,6 +77,7 @@ class Call:
     strided: bool = False
     backend: str | None = None  # over ranks
     others_matter: bool = True
+    head_gates: bool = False  # one gate a head
 
     def inputs(self, tokens: int) -> dict[str, Tensor]:
         B, H, HV, K, V = self.B, self.H, self.HV, self.K, self.V
@@ -91,6 +92,8 @@ class Call:
             x["beta"] = x["beta"].sigmoid()
         if self.gate == "log_decay":
             x["g"] = -0.02 * x["g"].sigmoid()
+        if self.head_gates:
+            x["g"], x["dt_bias"] = x["g"][..., 0], x["dt_bias"][:, 0]
         unused = {"A_log", "dt_bias"} if self.gate == "log_decay" else set()
         narrow = {n: t.to(self.dtype) if n in TOKENS else t.to(FP32) for n, t in x.items()}
         x = x if self.dtype == FP64 else narrow
@@ -474,6 +477,8 @@ OF_TWO: dict[str, Any] = {
     "one row and head": partial(run, Call(B=1, H=1, HV=1, K=8, V=20)),
     "softplus, 2sigmoid": partial(run, Call(gate="softplus", beta="2sigmoid")),
     "log_decay, given": partial(run, Call(gate="log_decay", beta="given", options=OPTIONS, shards="chain")),
+    "one gate a head": partial(run, Call(head_gates=True)),
+    "one gate a head, chain": partial(run, Call(head_gates=True, gate="softplus", shards="chain")),
     "no bias, no rate": partial(run, Call(without=("A_log", "dt_bias"))),
     "from zero": partial(run, Call(without=("initial_state",))),
     "no final state": partial(run, Call(final=None)),

@@ -70,9 +70,9 @@ def log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activatio
     """Log-decay (natural log, <= 0) from gate logits.
 
     Args:
-        g: [..., HV, K] logits, or the log-decay itself with activation 'log_decay'.
+        g: [..., HV, G] logits, or the log-decay itself with activation 'log_decay'; G is K, or 1 for gates of heads.
         A_log: [HV], or None for a rate of 1.
-        dt_bias: [HV, K] or None.
+        dt_bias: [HV, G] or None.
         activation: 'lower_bound' -> lower_bound * sigmoid(exp(A_log) * (g + dt_bias));
             'softplus' -> -exp(A_log) * softplus(g + dt_bias); 'log_decay' -> g.
         lower_bound: in [-5, 0), used by 'lower_bound' only.
@@ -88,7 +88,7 @@ def log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, activatio
 
 
 def logits(g: Tensor, dt_bias: Tensor | None) -> Tensor:
-    """g [..., HV, K] with dt_bias [HV, K] added."""
+    """g [..., HV, G] with dt_bias [HV, G] added."""
     return g if dt_bias is None else g + dt_bias
 
 

@@ -192,12 +192,19 @@ def _check_tokens(x: Inputs | DecodeInputs | PrefillInputs, B: int, T: int, H: i
     check_gate(x.gate_activation, x.beta_activation, x.A_log, x.dt_bias)
     check_tensor("k", x.k, (B, T, H, K), (dtype,), q)
     check_tensor("v", x.v, (B, T, HV, V), (dtype,), q)
-    check_tensor("g", x.g, (B, T, HV, K), (dtype, wide), q)
+    of_heads = isinstance(x.g, Tensor) and x.g.ndim == 3
+    if of_heads and x.g.shape == (B, T, HV * K) != (B, T, HV):
+        raise ValueError(
+            f"g must have shape [B, T, HV, K] = {[B, T, HV, K]}, or {[B, T, HV]} for one gate a head, got "
+            f"{list(x.g.shape)}; pass g.unflatten(-1, {(HV, K)})"
+        )
+    gates = (HV,) if of_heads else (HV, K)
+    check_tensor("g", x.g, (B, T, *gates), (dtype, wide), q)
     check_tensor("beta", x.beta, (B, T, HV), (dtype, wide), q)
     if x.A_log is not None:
         check_tensor("A_log", x.A_log, (HV,), (wide,), q)
     if x.dt_bias is not None:
-        check_tensor("dt_bias", x.dt_bias, (HV, K), (wide,), q)
+        check_tensor("dt_bias", x.dt_bias, gates, (wide,), q)
 
 
 def _check_layout(x: Inputs | DecodeInputs | PrefillInputs) -> None:

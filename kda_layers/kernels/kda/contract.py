@@ -5,6 +5,10 @@ Sizes in shapes, in every file of this folder:
     B batch     T tokens    N sequences (B, or len(cu_seqlens) - 1 when packed)
     H q/k heads    HV value heads, a multiple of H; value head i reads q/k head i // (HV // H)
     K key width    V value width
+    G gates of a head: K, one for each key channel, or 1 for all of them
+
+Callers pass gates of heads without the dimension G, g [B, T, HV] and dt_bias [HV]. `reference.activate`, which every
+call passes before its backend, adds it, and repeats the gates for each channel unless the backend lists HEAD_GATES.
 
 Backends get inputs that `checks.py` has accepted; they check only values that need a host read (`sequence_offsets`).
 """
@@ -31,6 +35,7 @@ MOST_SAVED = 0.01  # share of the device's memory that one call may save with re
 SEGMENTS = ("never", "auto", "always")
 NO_SLOT = -1  # in state_indices: a padded row, or a state that is not stored
 MOST_DRAFTED = 16  # tokens of a sequence in one call of `kda_verify`
+HEAD_GATES = "head_gates"  # in `Backend.fused`: it takes gates with G = 1
 
 
 class Inputs(NamedTuple):
@@ -39,10 +44,10 @@ class Inputs(NamedTuple):
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, H, K]
     v: Tensor  # [B, T, HV, V]
-    g: Tensor  # [B, T, HV, K]  gate logits, or the log-decay itself (natural log, <= 0)
+    g: Tensor  # [B, T, HV, G]  gate logits, or the log-decay itself (natural log, <= 0)
     beta: Tensor  # [B, T, HV]     beta logits, or beta itself
     A_log: Tensor | None  # [HV]
-    dt_bias: Tensor | None  # [HV, K]
+    dt_bias: Tensor | None  # [HV, G]
     initial_state: Tensor | None  # [N, HV, V, K]
     cu_seqlens: Tensor | None  # [N + 1] int32 or int64
     gate_activation: str
@@ -179,6 +184,7 @@ class Problem(AnyProblem):
     segments: bool = False  # always
     prefill: bool = False  # of an engine, in place
     verify: bool = False  # of drafts, or their commit
+    head_gates: bool = False  # g is [B, T, HV]
 
     LACKS = {  # noqa: RUF012
         "decode": "decodes, needs whole sequences",
@@ -220,7 +226,7 @@ class Problem(AnyProblem):
             x.q.dtype, x.beta.dtype, index(K), index(V), index(HV) // index(H), x.gate_activation, x.beta_activation,
             x.qk_l2norm, decode, x.cu_seqlens is not None, needs_grad, has_state, checkpoints,
             narrow == torch.bfloat16, narrow == torch.int8, isinstance(x, Inputs) and x.segments == "always",
-            isinstance(x, PrefillInputs), isinstance(x, DecodeInputs) and x.updates is not None,
+            isinstance(x, PrefillInputs), isinstance(x, DecodeInputs) and x.updates is not None, x.g.ndim == 3,
         )  # fmt: skip
 
     @property
@@ -229,7 +235,8 @@ class Problem(AnyProblem):
 
     def details(self) -> list[str]:
         sizes = f"K={self.K}", f"V={self.V}", f"HV/H={self.group}"
-        return [*sizes, f"gate={self.gate_activation}", f"beta={self.beta_activation}"]
+        gate = f"gate={self.gate_activation}{' of a head' if self.head_gates else ''}"
+        return [*sizes, gate, f"beta={self.beta_activation}"]
 
 
 ALL_FEATURES = frozenset(Problem.LACKS)
@@ -265,7 +272,12 @@ class Backend(Differentiable):
         "forward": "", "saved_like": "needs_grad", "backward": "needs_grad", "prefill": "prefill", "decode": "decode",
         "verify": "verify", "commit": "verify",
     }  # fmt: skip
-    fused: frozenset[str] = frozenset()  # of {"gate", "beta", "qk_l2norm"}: others are applied before the call
+    fused: frozenset[str] = frozenset()  # of {"gate", "beta", "qk_l2norm", HEAD_GATES}: others are applied before
+
+    def notes(self, problem: Problem) -> list[str]:
+        """See `declarations.Backend.notes`."""
+        repeats = problem.head_gates and HEAD_GATES not in self.fused
+        return ["the gate of a head is repeated for every key channel first"] if repeats else []
 
     def backward(
         self, x: Inputs, saved: list[Tensor], d_o: Tensor, d_final: Tensor | None, d_checkpoints: Tensor | None

@@ -82,9 +82,10 @@ def kda(
         v: [B, T, HV, V] in q's dtype; HV a multiple of H, value head i reads q/k head i // (HV // H).
         g: [B, T, HV, K] gate logits, or the log-decay itself (natural log, <= 0); q's dtype or fp32. A positive
             log-decay makes the state grow without bound: it raises on the CPU and is not checked on other devices.
+            [B, T, HV]: one gate for all channels of a head, as gated delta nets have (Qwen3-Next, Qwen3.5, OLMo).
         beta: [B, T, HV] logits, or beta itself (in [0, 2], checked on the CPU alone); q's dtype or fp32.
         A_log: [HV] fp32 (fp64 for fp64 inputs): log of the gate's rate; optional with 'lower_bound' (rate 1).
-        dt_bias: [HV, K] fp32, added to the gate logits; optional.
+        dt_bias: [HV, K] fp32 ([HV] with g [B, T, HV]), added to the gate logits; optional.
         initial_state: [N, HV, V, K] fp32 or bf16 (fp64 for fp64 inputs), zero if None; N is B, or the number of packed
             sequences.
         cu_seqlens: [N + 1] int32 or int64, offsets of the sequences packed along T (then B = 1); empty ones allowed.

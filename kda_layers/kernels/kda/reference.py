@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checks import sequence_offsets
 from .activations import GIVEN, LOG_DECAY, log_decay, write_strength
-from .contract import CHUNK, AnyInputs, Inputs, state_dtype
+from .contract import CHUNK, HEAD_GATES, AnyInputs, Inputs, state_dtype
 
 L2NORM_EPS = 1e-6
 
@@ -24,8 +24,13 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 def activate(x: AnyInputs, fused: Sequence[str] = ()) -> AnyInputs:
-    """Apply in fp32 (fp64 for fp64) the activations of `x` that are not in `fused` ('gate', 'beta', 'qk_l2norm')."""
+    """Apply in fp32 (fp64 for fp64) the activations of `x` that are not in `fused` ('gate', 'beta', 'qk_l2norm').
+
+    Gates of heads, g [B, T, HV], become [B, T, HV, 1], or [B, T, HV, K] unless HEAD_GATES is in `fused`.
+    """
     wide = state_dtype(x.q.dtype)
+    if x.g.ndim == 3:
+        x = x._replace(g=x.g[..., None], dt_bias=None if x.dt_bias is None else x.dt_bias[:, None])
     if "gate" not in fused and x.gate_activation != LOG_DECAY:
         g = log_decay(x.g.to(wide), x.A_log, x.dt_bias, x.gate_activation, x.lower_bound)
         x = x._replace(g=g, A_log=None, dt_bias=None, gate_activation=LOG_DECAY, lower_bound=0.0)
@@ -33,7 +38,18 @@ def activate(x: AnyInputs, fused: Sequence[str] = ()) -> AnyInputs:
         x = x._replace(beta=write_strength(x.beta.to(wide), x.beta_activation), beta_activation=GIVEN)
     if "qk_l2norm" not in fused and x.qk_l2norm:
         x = x._replace(q=l2norm(x.q.to(wide)), k=l2norm(x.k.to(wide)), qk_l2norm=False)
-    return x
+    return x if HEAD_GATES in fused or x.g.shape[3] == x.q.shape[3] else _repeat_gates(x)
+
+
+def _repeat_gates(x: AnyInputs) -> AnyInputs:
+    """View gates of heads as one for every key channel, [B, T, HV, K]; autograd sums their gradients over channels.
+
+    Gates that need gradients are wide, as the sum of the channels' may be far smaller than each.
+    """
+    (HV, _), K = x.g.shape[2:], x.q.shape[3]
+    g = x.g.to(state_dtype(x.q.dtype)) if x.g.requires_grad and torch.is_grad_enabled() else x.g
+    bias = None if x.dt_bias is None else x.dt_bias.expand(HV, K)
+    return x._replace(g=g.expand(*g.shape[:3], K), dt_bias=bias)
 
 
 def recurrence(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:

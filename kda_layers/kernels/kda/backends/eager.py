@@ -12,7 +12,8 @@ and s_j = product of the decays after token j:
 
 beta is part of b, so that nothing is divided by it. The decay between two tokens of a chunk is split by binary
 anchoring (docs/internals/binary_anchoring.md) into products of decays <= 1, which cannot overflow, without subtracting
-cumulative sums. R is built from the same power-of-two blocks, doubled at each level.
+cumulative sums. R is built from the same power-of-two blocks, doubled at each level. With one gate a head the decay
+between two tokens is a number, and L and M are one matrix product each (`eager/head_gates.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from ..contract import (
     ALL_FEATURES,
     CHUNK,
+    HEAD_GATES,
     Backend,
     CommitInputs,
     DecodeInputs,
@@ -43,7 +45,7 @@ from ..slots import prefill_by_forward
 class EagerBackend(Backend):
     name = "eager"
     features = ALL_FEATURES - {"segments"}
-    fused = frozenset(("gate", "beta", "qk_l2norm"))
+    fused = frozenset(("gate", "beta", "qk_l2norm", HEAD_GATES))
 
     def saved_like(self, x: Inputs) -> list[Tensor]:
         B, T, _, K = x.q.shape

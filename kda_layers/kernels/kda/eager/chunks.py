@@ -5,8 +5,6 @@ Loops reuse their buffers: on a CPU allocating a megabyte costs more than the pa
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,6 +13,8 @@ from torch import Tensor
 from ..activations import log_decay, write_strength
 from ..contract import CHUNK, Inputs, state_dtype
 from ..reference import L2NORM_EPS
+from . import head_gates
+from .decays import flush, halves, levels
 from .schedule import Segment
 
 
@@ -26,15 +26,18 @@ class Chunks(NamedTuple):
     b: Tensor  # [rows, 64, K] beta k
     v: Tensor  # [rows, 64, V]
     beta: Tensor  # [rows, 64, 1]
-    token_decay: Tensor  # [rows, 64, K] e^g
-    p: Tensor  # [rows, 64, K] decay from the chunk's start to the token, inclusive
-    s: Tensor  # [rows, 64, K] decay after the token to the chunk's end
+    token_decay: Tensor  # [rows, 64, G] e^g
+    p: Tensor  # [rows, 64, G] decay from the chunk's start to the token, inclusive
+    s: Tensor  # [rows, 64, G] decay after the token to the chunk's end
     R: Tensor  # [rows, 64, 64] (I + L)^-1
     M: Tensor  # [rows, 64, 64]
+    # With one gate a head, else None: L [rows, 64, 64], and D [rows, 64, 64], the decay from a token to a later one
+    L: Tensor | None = None
+    D: Tensor | None = None
 
     @property
     def decay(self) -> Tensor:
-        """Decay of the state over the chunk, [rows, 1, K]."""
+        """Decay of the state over the chunk, [rows, 1, G]."""
         return self.p[:, -1:]
 
 
@@ -49,48 +52,13 @@ def load(x: Inputs, segment: Segment) -> Chunks:
     beta = segment.by_head(write_strength(segment.gather(x.beta).to(wide), x.beta_activation)[..., None])
     token_decay = segment.by_head(g).exp_()
     b = k * beta
-    return Chunks(q, k, b, v, beta, token_decay, *_chunk_matrices(q, k, b, token_decay))
+    matrices = _chunk_matrices if token_decay.shape[2] == q.shape[2] else head_gates.chunk_matrices
+    return Chunks(q, k, b, v, beta, token_decay, *matrices(q, k, b, token_decay))
 
 
 def inverse_norm(x: Tensor) -> Tensor:
     """The factor of reference.l2norm, [..., 1]."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(L2NORM_EPS).rsqrt_()
-
-
-def _flush_decay(x: Tensor) -> None:
-    """Zero decay products below sqrt(the smallest normal number), 1e-19 in fp32, far below its rounding.
-
-    A CPU takes some hundred cycles for a denormal number; products of two factors that are kept cannot be denormal.
-    """
-    torch.threshold_(x, math.sqrt(torch.finfo(x.dtype).tiny), 0.0)
-
-
-def _flush(x: Tensor) -> None:
-    """Zero the elements of x that are close to denormal."""
-    torch.hardshrink(x, 2.0**24 * torch.finfo(x.dtype).tiny, out=x)
-
-
-def halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
-    """First and second halves [rows, 64 / 2h, h, D] of the aligned blocks of 2h tokens of x [rows, 64, D]."""
-    x = x.view(x.shape[0], CHUNK // (2 * h), 2, h, x.shape[2])
-    return x[:, :, 0], x[:, :, 1]
-
-
-def levels(token_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(h, p, s) for h = 1, 2, ... 64: p decays from the start of the token's block of h tokens to the token, s from
-    the token to the block's end. Both are updated in place between two yields."""
-    p, s = token_decay.clone(), torch.ones_like(token_decay)
-    h = 1
-    while h < CHUNK:
-        yield h, p, s
-        (p_first, p_second), (s_first, _) = halves(p, h), halves(s, h)
-        first, second = p_first[:, :, -1:].clone(), p_second[:, :, -1:].clone()
-        p_second.mul_(first)
-        s_first.mul_(second)
-        _flush_decay(p)
-        _flush_decay(s)
-        h *= 2
-    yield h, p, s
 
 
 def _chunk_matrices(q: Tensor, k: Tensor, b: Tensor, token_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -103,10 +71,10 @@ def _chunk_matrices(q: Tensor, k: Tensor, b: Tensor, token_decay: Tensor) -> tup
         if h == CHUNK:
             break
         corner = torch.bmm(decayed_reads(q, k, p, h, reads), decayed_writes(b, s, h, writes).mT)
-        _flush(corner)
+        flush(corner)
         R_first, R_second = R.view(-1, 2, h, h).unbind(1)
         R_corner = torch.bmm(torch.bmm(R_second, corner[:, :h]), R_first).neg_()
-        _flush(R_corner)
+        flush(R_corner)
         R, M = _grow(R, R_corner, h), _grow(M, corner[:, h:], h)
     return p, s, R.view(rows, CHUNK, CHUNK), M.view(rows, CHUNK, CHUNK)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...checks import sequence_offsets
-from ..contract import CHUNK, NO_SLOT, DecodeInputs, PrefillInputs, state_dtype
+from ..contract import CHUNK, HEAD_GATES, NO_SLOT, DecodeInputs, PrefillInputs, state_dtype
 from ..int8_state import dequantize_state, quantize_state
 from ..reference import activate
 
@@ -29,7 +29,7 @@ def decode(x: DecodeInputs) -> Tensor:
     sequences = None if x.cu_seqlens is None and x.state_indices is None else sequences_of(x)
     o = torch.zeros_like(x.v, memory_format=torch.contiguous_format) if x.out is None else x.out.zero_()
     T, out = x.q.shape[1], o.view(-1, *o.shape[2:])
-    x = activate(x)
+    x = activate(x, (HEAD_GATES,))
     operands = operands_of(x)
 
     def recur(S: Tensor, tokens: slice | Tensor) -> None:
@@ -174,7 +174,7 @@ def check_owners(slots: Iterable[set[int]], name: str = "state_indices") -> None
 def recur_token(
     S: Tensor, scale: float, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Update S [n, HV, V, K] in place with a token: q, k, decay [n, HV, K], v [n, HV, V], beta [n, HV].
+    """Update S [n, HV, V, K] in place with a token: q, k [n, HV, K], decay [n, HV, G], v [n, HV, V], beta [n, HV].
 
     Returns:
         o and the error beta (v - S k), both [n, HV, V].
@@ -182,7 +182,8 @@ def recur_token(
     n, HV, V, K = S.shape
     reads = torch.stack((k * decay, q * decay), 2).view(n * HV, 2, K)
     qk = (q * k).sum(-1).view(-1, 1)
-    k, v, decay, beta, rows = k.view(-1, 1, K), v.view(-1, V), decay.view(-1, 1, K), beta.view(-1, 1), S.view(-1, V, K)
+    k, v, beta, rows = k.view(-1, 1, K), v.view(-1, V), beta.view(-1, 1), S.view(-1, V, K)
+    decay = decay.view(-1, 1, decay.shape[2])
     o, error = torch.empty_like(v), torch.empty_like(v)
     size = max(1, STEP_ELEMENTS // (V * K))
     for i in range(0, n * HV, size):
@@ -195,5 +196,5 @@ def recur_token(
 
 
 def write(S: Tensor, decay: Tensor, k: Tensor, error: Tensor) -> None:
-    """Update S [n, V, K] in place: S <- S decay + error k^T, with decay and k [n, 1, K], error [n, V]."""
+    """Update S [n, V, K] in place: S <- S decay + error k^T, with decay [n, 1, G], k [n, 1, K], error [n, V]."""
     S.mul_(decay).baddbmm_(error[..., None], k)

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from ..activations import BETAS, GATES, GIVEN, LOG_DECAY, logits, rates, sigmoid_gradient
 from ..contract import CHUNK, Gradients, Inputs, state_dtype
-from .chunks import Chunks, decayed_reads, decayed_writes, factor, halves, inverse_norm, levels, load
+from . import head_gates
+from .chunks import Chunks, decayed_reads, decayed_writes, factor, inverse_norm, load
+from .decays import halves, levels
 from .schedule import Plan, Segment
 
 
@@ -58,10 +60,10 @@ def segment_grad(
 
     d_v = d_reads[:, :CHUNK].neg()
     d_corner = torch.bmm(d_reads, errors.mT)  # [R, 128, 64]: of L, then of M
-    d_q, d_k, d_b, d_g = _matrix_grad(c, d_corner)
+    d_q, d_k, d_b, d_g = (_matrix_grad if c.D is None else head_gates.matrix_grad)(c, d_corner)
     d_rows = torch.bmm(d_reads, starts)
     d_decay = (starts * d_ends).sum(1, keepdim=True).mul_(c.decay)  # from the chunk's start to its end
-    d_g += d_decay
+    d_g += d_decay.sum_to_size(c.decay.shape)
     _add_reads(d_rows, c.q, c.k, c.p, d_q, d_k, d_g)
     _add_writes(torch.bmm(errors, d_ends), c.b, c.s, d_b, d_g)
 
@@ -103,7 +105,7 @@ def _add_reads(d_reads: Tensor, q: Tensor, k: Tensor, p: Tensor, d_q: Tensor, d_
     d_k += d_k_part
     d_q += d_q_part
     through = d_k_part.mul_(k).addcmul_(d_q_part, q)
-    d_g += torch.matmul(torch.ones(h, h, dtype=q.dtype, device=q.device).triu_(), through)
+    d_g += torch.matmul(torch.ones(h, h, dtype=q.dtype, device=q.device).triu_(), through.sum_to_size(d_g.shape))
 
 
 def _add_writes(d_writes: Tensor, b: Tensor, s: Tensor, d_b: Tensor, d_g: Tensor) -> None:
@@ -111,7 +113,8 @@ def _add_writes(d_writes: Tensor, b: Tensor, s: Tensor, d_b: Tensor, d_g: Tensor
     h = b.shape[-2]
     part = s * d_writes
     d_b += part
-    d_g += torch.matmul(torch.ones(h, h, dtype=b.dtype, device=b.device).tril_(-1), part.mul_(b))
+    through = part.mul_(b).sum_to_size(d_g.shape)
+    d_g += torch.matmul(torch.ones(h, h, dtype=b.dtype, device=b.device).tril_(-1), through)
 
 
 def _activation_grad(
