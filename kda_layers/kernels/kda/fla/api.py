@@ -14,27 +14,24 @@ Source of names and meaning: flash-linear-attention 0.6.0, fla.ops.kda and fla.o
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...checks import DtypeError, check_is_tensor, dtype_names
 from ..activations import log_decay
 from ..checks import check_lower_bound
-from ..contract import CHUNK, state_dtype, state_dtypes
+from ..contract import CHUNK, state_dtype
 from ..op import kda, kda_step
+from .arguments import (
+    check_arguments,
+    checked_offsets,
+    gate_parameters,
+    operator_activations,
+    state_to_update,
+    v_first_view,
+)
 
 __all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda"]
-
-# Arguments of flash-linear-attention without a counterpart here: name, default, what to do instead.
-UNSUPPORTED = (
-    ("cp_context", None, "context parallelism is not supported, give every rank full sequences"),
-    ("use_graph", False, "a CUDA graph captures the call without it, and reads cu_seqlens again at every replay"),
-    ("max_num_seqs", None, "the shape of cu_seqlens says how many sequences there are"),
-    ("chunk_indices", None, "they follow from cu_seqlens"),
-)
 
 
 def chunk_kda(
@@ -107,7 +104,9 @@ def chunk_kda(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    v_first = _check(q, v, state_v_first, transpose_state_layout, cp_context, use_graph, max_num_seqs, chunk_indices)
+    v_first = check_arguments(
+        q, v, state_v_first, transpose_state_layout, cp_context, use_graph, max_num_seqs, chunk_indices
+    )
     if chunk_size not in (32, CHUNK):
         raise ValueError(f"`chunk_size` must be either 32 or {CHUNK}, got {chunk_size}")
     if safe_gate and use_gate_in_kernel and lower_bound is None:
@@ -117,10 +116,10 @@ def chunk_kda(
     dtype, dtypes = intermediate_states_dtype or q.dtype, (q.dtype, state_dtype(q.dtype))
     if dtype not in dtypes:
         raise ValueError(f"intermediate_states_dtype must be {dtype_names(dtypes)}, got {dtype}")
-    cu_seqlens = _offsets(q, cu_seqlens, cu_seqlens_cpu)
+    cu_seqlens = checked_offsets(q, cu_seqlens, cu_seqlens_cpu)
     activations = use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias
-    options = _activations(q, g, *activations)
-    state = None if initial_state is None else _v_first(initial_state, q, v, v_first).contiguous()
+    options = operator_activations(q, g, *activations)
+    state = None if initial_state is None else v_first_view(initial_state, q, v, v_first).contiguous()
     out = kda(
         q, k, v, g, beta,
         initial_state=state, cu_seqlens=cu_seqlens, qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
@@ -185,7 +184,9 @@ def fused_recurrent_kda(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    v_first = _check(q, v, state_v_first, transpose_state_layout, cp_context, use_graph, max_num_seqs, chunk_indices)
+    v_first = check_arguments(
+        q, v, state_v_first, transpose_state_layout, cp_context, use_graph, max_num_seqs, chunk_indices
+    )
     if inplace_final_state and initial_state is None:
         raise ValueError("initial_state must be given with inplace_final_state=True, got None")
     if ssm_state_indices is not None and not inplace_final_state:
@@ -199,8 +200,8 @@ def fused_recurrent_kda(
         )  # fmt: skip
         return o, final
     activations = use_gate_in_kernel, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, dt_bias
-    options = _activations(q, g, *activations)
-    state = _state_to_update(q, v, initial_state, cu_seqlens, v_first, inplace_final_state)
+    options = operator_activations(q, g, *activations)
+    state = state_to_update(q, v, initial_state, cu_seqlens, v_first, inplace_final_state)
     o = kda_step(
         q, k, v, g, beta, state,
         state_indices=ssm_state_indices, num_accepted=num_accepted_tokens, cu_seqlens=cu_seqlens,
@@ -253,38 +254,8 @@ def fused_kda_gate(
         raise DtypeError(f"g must be of a float dtype, got {dtype_names([g.dtype])}")
     activation = "softplus" if lower_bound is None else "lower_bound"
     bound, wide = check_lower_bound(activation, lower_bound), state_dtype(g.dtype)
-    A_log, dt_bias = _gate_parameters(g, A_log, dt_bias, lower_bound, wide)
+    A_log, dt_bias = gate_parameters(g, A_log, dt_bias, lower_bound, wide)
     return log_decay(g.to(wide), A_log, dt_bias, activation, bound).to(output_dtype or g.dtype)
-
-
-def _state_to_update(
-    q: Tensor, v: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, v_first: bool, in_place: bool
-) -> Tensor:
-    """Return the states [N, HV, V, K] that `kda_step` updates: `initial` itself only `in_place` and in its layout."""
-    wide = state_dtype(q.dtype)
-    if initial is None:
-        N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        return q.new_zeros(N, v.shape[-2], v.shape[-1], q.shape[-1], dtype=wide)
-    if in_place and v_first:
-        return initial
-    dtype = wide if not in_place and initial.dtype in state_dtypes(q.dtype) else initial.dtype
-    return _v_first(initial, q, v, v_first).to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _check(q: Tensor, v: Tensor, v_first: bool, transpose_state_layout: bool | None, *unsupported: Any) -> bool:
-    """Check q, v and the arguments of `UNSUPPORTED`; return state_v_first."""
-    check_is_tensor("q", q)
-    check_is_tensor("v", v)
-    if transpose_state_layout is not None:
-        if v_first:
-            raise ValueError("transpose_state_layout is the deprecated name of state_v_first: give only state_v_first")
-        if not torch.compiler.is_compiling():  # a warning would break the graph
-            warnings.warn("transpose_state_layout is deprecated: use state_v_first", DeprecationWarning, stacklevel=3)
-        v_first = transpose_state_layout
-    for (name, default, instead), value in zip(UNSUPPORTED, unsupported, strict=True):
-        if value is not default:
-            raise ValueError(f"{name} must be {default}, got {value}: {instead}")
-    return v_first
 
 
 def _check_intermediate(chunk_size: int, inputs: tuple[Tensor, ...]) -> None:
@@ -292,32 +263,6 @@ def _check_intermediate(chunk_size: int, inputs: tuple[Tensor, ...]) -> None:
         raise ValueError(f"chunk_size must be {CHUNK} with return_intermediate_states=True, got {chunk_size}")
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         raise ValueError("return_intermediate_states=True is for inference: call it under torch.inference_mode()")
-
-
-def _offsets(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Tensor | None:
-    if cu_seqlens_cpu is None:
-        return cu_seqlens
-    check_is_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
-    if cu_seqlens is None:
-        return cu_seqlens_cpu.to(q.device)
-    check_is_tensor("cu_seqlens", cu_seqlens)
-    expected, got = list(cu_seqlens.shape), list(cu_seqlens_cpu.shape)
-    if got != expected:
-        raise ValueError(f"cu_seqlens_cpu must have the shape of cu_seqlens {expected}, got {got}")
-    return cu_seqlens
-
-
-def _v_first(state: Tensor, q: Tensor, v: Tensor, v_first: bool) -> Tensor:
-    """View a state in the caller's layout as [N, HV, V, K]."""
-    if v_first:
-        return state
-    K, V = q.shape[-1], v.shape[-1]
-    if state.ndim != 4 or tuple(state.shape[2:]) != (K, V):
-        raise ValueError(
-            f"initial_state must have shape [N, HV, K, V] = [.., {v.shape[-2]}, {K}, {V}] with state_v_first=False, "
-            f"got {list(state.shape)}"
-        )
-    return state.mT
 
 
 def _states_before_chunks(checkpoints: Tensor, initial: Tensor | None, T: int, cu_seqlens: Tensor | None) -> Tensor:
@@ -333,55 +278,3 @@ def _states_before_chunks(checkpoints: Tensor, initial: Tensor | None, T: int, c
         rows.append(states[: -(-length // CHUNK)])
         offset += length // CHUNK
     return torch.cat(rows)[None]
-
-
-def _activations(
-    q: Tensor,
-    g: Tensor,
-    use_gate: bool,
-    lower_bound: float | None,
-    beta_logits: bool,
-    allow_neg_eigval: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-) -> dict[str, Any]:
-    """Translate the gate and beta arguments of `chunk_kda` to those of `kda`."""
-    if allow_neg_eigval and not beta_logits:
-        raise ValueError("use_beta_sigmoid_in_kernel must be True with allow_neg_eigval=True, got False")
-    beta = ("2sigmoid" if allow_neg_eigval else "sigmoid") if beta_logits else "given"
-    if not use_gate:
-        for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
-            if value is not None:
-                raise ValueError(f"{name} must be None with use_gate_in_kernel=False: g is then used as it is")
-        return {"gate_activation": "log_decay", "beta_activation": beta}  # lower_bound is ignored
-    check_is_tensor("g", g)
-    A_log, dt_bias = _gate_parameters(g, A_log, dt_bias, lower_bound, state_dtype(q.dtype))
-    return {
-        "gate_activation": "softplus" if lower_bound is None else "lower_bound",
-        "lower_bound": lower_bound,
-        "beta_activation": beta,
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-    }
-
-
-def _gate_parameters(
-    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    """Check A_log and dt_bias against g [..., HV, K]; return them as [HV] and [HV, K] in `dtype`."""
-    if g.ndim < 2:
-        raise ValueError(f"g must have shape [..., HV, K], got {list(g.shape)}")
-    HV, K = g.shape[-2:]
-    if A_log is None and lower_bound is None:
-        raise ValueError("A_log must be given for a gate without lower_bound, got None")
-    if A_log is not None:
-        check_is_tensor("A_log", A_log)
-        if A_log.numel() != HV:
-            raise ValueError(f"A_log must have {HV} elements, one for each head of g, got shape {list(A_log.shape)}")
-        A_log = A_log.reshape(HV).to(dtype)
-    if dt_bias is not None:
-        check_is_tensor("dt_bias", dt_bias)
-        if dt_bias.numel() != HV * K or tuple(dt_bias.shape[-1:]) not in ((HV * K,), (K,)):
-            raise ValueError(f"dt_bias must have shape [{HV * K}] or [{HV}, {K}], got {list(dt_bias.shape)}")
-        dt_bias = dt_bias.reshape(HV, K).to(dtype)
-    return A_log, dt_bias
