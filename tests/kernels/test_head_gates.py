@@ -81,8 +81,8 @@ def test_a_backend_of_channels_gets_the_gate_repeated(case: Case, repeating: Non
     assert not different
 
 
-def test_gradients_of_repeated_gates_are_summed_in_fp32(repeating: None) -> None:
-    """In bf16 a sum of channels that cancel would have the error of its terms."""
+def test_sums_of_gradients_in_bf16_lose_nothing(repeating: None) -> None:
+    """Each channel's gradient is rounded before the sum over channels."""
     x = make_inputs(Case(T=70, H=1, K=64, V=64, dtype=BF16, head_gates=True, slow=True))
     d_out = output_gradients(x)
     got, truth = run(call, x, d_out), run(oracle, to_fp64(x), d_out)

@@ -42,14 +42,10 @@ def activate(x: AnyInputs, fused: Sequence[str] = ()) -> AnyInputs:
 
 
 def _repeat_gates(x: AnyInputs) -> AnyInputs:
-    """View gates of heads as one for every key channel, [B, T, HV, K]; autograd sums their gradients over channels.
-
-    Gates that need gradients are wide, as the sum of the channels' may be far smaller than each.
-    """
-    (HV, _), K = x.g.shape[2:], x.q.shape[3]
-    g = x.g.to(state_dtype(x.q.dtype)) if x.g.requires_grad and torch.is_grad_enabled() else x.g
-    bias = None if x.dt_bias is None else x.dt_bias.expand(HV, K)
-    return x._replace(g=g.expand(*g.shape[:3], K), dt_bias=bias)
+    """View gates of heads as one for every key channel, [B, T, HV, K]; autograd sums their gradients over channels."""
+    K = x.q.shape[3]
+    bias = None if x.dt_bias is None else x.dt_bias.expand(-1, K)
+    return x._replace(g=x.g.expand(-1, -1, -1, K), dt_bias=bias)
 
 
 def recurrence(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:

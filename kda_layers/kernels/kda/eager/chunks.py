@@ -50,10 +50,9 @@ def load(x: Inputs, segment: Segment) -> Chunks:
     k = segment.by_head(k, inverse_norm(k) if x.qk_l2norm else 1.0, group)
     v = segment.by_head(segment.gather(x.v).to(wide))
     beta = segment.by_head(write_strength(segment.gather(x.beta).to(wide), x.beta_activation)[..., None])
-    token_decay = segment.by_head(g).exp_()
-    b = k * beta
-    matrices = _chunk_matrices if token_decay.shape[2] == q.shape[2] else head_gates.chunk_matrices
-    return Chunks(q, k, b, v, beta, token_decay, *matrices(q, k, b, token_decay))
+    g, b = segment.by_head(g), k * beta
+    matrices = _chunk_matrices if g.shape[2] == q.shape[2] else head_gates.chunk_matrices
+    return Chunks(q, k, b, v, beta, *matrices(q, k, b, g))
 
 
 def inverse_norm(x: Tensor) -> Tensor:
@@ -61,9 +60,9 @@ def inverse_norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(L2NORM_EPS).rsqrt_()
 
 
-def _chunk_matrices(q: Tensor, k: Tensor, b: Tensor, token_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """p, s, R and M of each chunk, by binary anchoring."""
-    rows, _, K = q.shape
+def _chunk_matrices(q: Tensor, k: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """The fields of `Chunks` from `token_decay` to `M`, by binary anchoring; g [rows, 64, K] is overwritten."""
+    token_decay, (rows, _, K) = g.exp_(), q.shape
     reads, writes = torch.empty_like(q), q.new_empty(rows, CHUNK // 2, K)
     R = torch.ones_like(q[..., :1])  # [blocks, h, h], blocks of h tokens
     M = (q * b).sum(-1, keepdim=True)
@@ -76,7 +75,7 @@ def _chunk_matrices(q: Tensor, k: Tensor, b: Tensor, token_decay: Tensor) -> tup
         R_corner = torch.bmm(torch.bmm(R_second, corner[:, :h]), R_first).neg_()
         flush(R_corner)
         R, M = _grow(R, R_corner, h), _grow(M, corner[:, h:], h)
-    return p, s, R.view(rows, CHUNK, CHUNK), M.view(rows, CHUNK, CHUNK)
+    return token_decay, p, s, R.view(rows, CHUNK, CHUNK), M.view(rows, CHUNK, CHUNK)
 
 
 def decayed_reads(q: Tensor, k: Tensor, p: Tensor, h: int, out: Tensor) -> Tensor:

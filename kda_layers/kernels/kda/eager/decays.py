@@ -1,4 +1,4 @@
-"""Decays between the tokens of a chunk by binary anchoring, without subtracting cumulative sums."""
+"""Decays within a chunk by binary anchoring, and numbers that are flushed to zero."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..contract import CHUNK
 
 
-def _flush_decay(x: Tensor) -> None:
+def flush_decay(x: Tensor) -> None:
     """Zero decay products below sqrt(the smallest normal number), 1e-19 in fp32, far below its rounding.
 
     A CPU takes some hundred cycles for a denormal number; products of two factors that are kept cannot be denormal.
@@ -41,7 +41,7 @@ def levels(token_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         first, second = p_first[:, :, -1:].clone(), p_second[:, :, -1:].clone()
         p_second.mul_(first)
         s_first.mul_(second)
-        _flush_decay(p)
-        _flush_decay(s)
+        flush_decay(p)
+        flush_decay(s)
         h *= 2
     yield h, p, s

@@ -11,34 +11,35 @@ import torch
 from torch import Tensor
 
 from ..contract import CHUNK
-from .decays import flush, halves, levels
+from .decays import flush, flush_decay
 
 if TYPE_CHECKING:
     from .chunks import Chunks
 
 
-def chunk_matrices(q: Tensor, k: Tensor, b: Tensor, token_decay: Tensor) -> tuple[Tensor, ...]:
-    """p, s, R, M, L and D of each chunk; D by binary anchoring, so that it has no differences of cumulative sums."""
-    rows = q.shape[0]
-    D = torch.eye(CHUNK, dtype=q.dtype, device=q.device).repeat(rows, 1, 1)
-    for h, p, s in levels(token_decay):
-        if h == CHUNK:
-            break
-        (_, from_middle), (to_middle, _) = halves(p, h), halves(s, h)
-        torch.mul(from_middle, to_middle.mT, out=_corners(D, h))
+def chunk_matrices(q: Tensor, k: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """The fields of `Chunks` from `token_decay` on, from the log-decays g [rows, 64, 1]."""
+    D = _decays(g)
+    token_decay = g.exp()
+    p, s = token_decay[:, :1] * D[:, :, :1], D[:, -1, :, None]
     L, M = torch.bmm(k, b.mT).mul_(D), torch.bmm(q, b.mT).mul_(D)
     flush(L)
     flush(M)
     one = torch.eye(CHUNK, dtype=q.dtype, device=q.device).expand_as(L)
     R = torch.linalg.solve_triangular(L, one, upper=False, unitriangular=True)  # reads L below the diagonal only
     flush(R)
-    return p, s, R, M, L, D
+    return token_decay, p, s, R, M, L, D
 
 
-def _corners(x: Tensor, h: int) -> Tensor:
-    """Lower left quarters [rows, 64 / 2h, h, h] of the diagonal blocks of 2h tokens of x [rows, 64, 64]."""
-    n = CHUNK // (2 * h)
-    return x.view(x.shape[0], n, 2, h, n, 2, h)[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+def _decays(g: Tensor) -> Tensor:
+    """D [rows, 64, 64] from log-decays g [rows, 64, 1].
+
+    Column j sums the log-decays after token j alone: no difference of cumulative sums loses digits where gates reset.
+    """
+    later = g.expand(-1, -1, CHUNK).tril(-1)
+    D = torch.cumsum(later, 1, out=later).exp_().tril_()
+    flush_decay(D)
+    return D
 
 
 def matrix_grad(c: Chunks, d_corner: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
