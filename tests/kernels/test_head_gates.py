@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kda_layers import explain, kda, kda_prefill, kda_step
 from kda_layers.kernels.kda.contract import HEAD_GATES, KDA, Gradients, Inputs, problem_of
+from kda_layers.kernels.kda.eager.chunks import load
+from kda_layers.kernels.kda.eager.schedule import Plan
 from kda_layers.kernels.kda.reference import activate, recurrence
 from tests.kernels.cases import (
     BF16,
@@ -26,6 +28,7 @@ from tests.kernels.cases import (
     limits_of,
     make_inputs,
     on_every_backend,
+    on_every_device,
     options,
     oracle,
     output_gradients,
@@ -99,20 +102,21 @@ def test_explanations_say_where_gates_are_repeated(repeating: None) -> None:
 
 
 def test_eager_repeats_nothing() -> None:
-    assert "repeated" not in explain(problem_of(make_inputs(Case(head_gates=True))))
-    shapes = {tuple(t.shape) for t in KDA.backend("eager").forward(activated(CASES[0]), True)[1]}
-    assert shapes == {(2, 2, 24, 16)}  # the states, and nothing of the gates
-
-
-def activated(case: Case) -> Inputs:
-    return activate(make_inputs(case), KDA.backend("eager").fused)
+    x = make_inputs(Case(head_gates=True, K=16, V=24))
+    assert "repeated" not in explain(problem_of(x))
+    x = activate(x, KDA.backend("eager").fused)
+    chunks = load(x, next(Plan.of(x).segments()))
+    assert {t.shape[-1] for t in (x.g, chunks.token_decay, chunks.p, chunks.s, chunks.decay)} == {1}
 
 
 @on_every_backend
+@on_every_device
 @pytest.mark.parametrize("dtype", [FP64, BF16], ids=["fp64", "bf16"])
-def test_steps_after_a_prefill(dtype: torch.dtype, backend: str, required_backends: frozenset[str]) -> None:
+def test_steps_after_a_prefill(
+    dtype: torch.dtype, device: str, backend: str, required_backends: frozenset[str]
+) -> None:
     width = 64 if dtype == BF16 else 16
-    x = make_inputs(Case(T=70, B=2, H=1, group=2, K=width, V=width, dtype=dtype, head_gates=True, state=True))
+    x = make_inputs(Case(T=70, B=2, H=1, group=2, K=width, V=width, dtype=dtype, head_gates=True, state=True), device)
     serve(backend, problem_of(x), required_backends)
     truth, yardstick = oracle(to_fp64(x)), oracle(x)
     state, parts = x.initial_state.clone(), []

@@ -47,7 +47,7 @@ def verify(x: DecodeInputs) -> Tensor:
         commit(CommitInputs(x.state, x.updates, x.num_accepted, x.state_indices, x.update_indices, None))
     o = torch.zeros_like(x.v, memory_format=torch.contiguous_format) if x.out is None else x.out.zero_()
     T, out, updates = x.q.shape[1], o.view(-1, *o.shape[2:]), x.updates
-    x = activate(x)
+    x = activate(x)  # also repeats gates of heads: updates have a decay for each channel
     operands = operands_of(x)
 
     def recur(S: Tensor, tokens: slice | Tensor) -> Tensor:
