@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kda_layers import KimiDeltaAttention
 from kda_layers.kernels.fused import rows
-from kda_layers.kernels.fused.gated_norm import GATED_NORM, gated_rms_norm
+from kda_layers.kernels.fused.gated_norm import ACTIVATIONS, GATED_NORM, gated_rms_norm
 from kda_layers.kernels.registry import use_backend
 from tests.kernels.cases import BEST_DEVICE, BF16, FP16, FP32, FP64, any_length, budget, error, poisoned_memory
 
@@ -36,20 +36,21 @@ def inputs(*shape: int, dtype: torch.dtype) -> list[Tensor]:
     return [t.to(BEST_DEVICE, dtype) for t in tensors]
 
 
-def run(backend: str, given: list[Tensor], eps: float = EPS) -> list[Tensor]:
+def run(backend: str, given: list[Tensor], eps: float = EPS, activation: str = "sigmoid") -> list[Tensor]:
     """The output, then the gradients of the inputs."""
     leaves = [t.detach().requires_grad_() for t in given]
     with poisoned_memory():
-        y = gated_rms_norm(*leaves, eps, backend=backend)
+        y = gated_rms_norm(*leaves, eps, None, activation, backend=backend)
         return [y.detach(), *torch.autograd.grad(y, leaves, normal(*y.shape, seed=5).to(y))]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("D", [1, 64, 100, 128, 256])
-def test_against_fp64(D: int, dtype: torch.dtype) -> None:
+def test_against_fp64(D: int, dtype: torch.dtype, activation: str) -> None:
     given = inputs(2, 5, 3, D, dtype=dtype)
-    truth = run("eager", [t.double() for t in given])
-    plain, got = run("eager", given), run("triton", given)
+    truth = run("eager", [t.double() for t in given], activation=activation)
+    plain, got = (run(backend, given, activation=activation) for backend in ("eager", "triton"))
     for a, b, t in zip(got, plain, truth, strict=True):
         assert a.dtype == dtype
         assert error(a, t) <= budget(error(b, t), dtype)
@@ -64,11 +65,13 @@ def test_shapes(shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(a, b)
 
 
-def test_large_gates() -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_gates(activation: str) -> None:
     """The sigmoid ends in 0 and 1 and does not overflow on the way."""
     x, gate, weight = inputs(1, 1, 2, 5, dtype=FP32)
     gate = torch.tensor([-1e30, -100.0, 0.0, 100.0, 1e30]).to(gate).expand_as(x)
-    for a, b in zip(run("triton", [x, gate, weight]), run("eager", [x, gate, weight]), strict=True):
+    got, want = (run(backend, [x, gate, weight], activation=activation) for backend in ("triton", "eager"))
+    for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm times the sigmoid of a gate."""
+"""RMSNorm times the sigmoid or the SiLU of a gate."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from .rows import RowTiles
 
 PER_THREAD = 8  # elements of a tile for a thread
 Plain = Callable[[Tensor, Tensor], Tensor]  # (x, gate): the gated norm as the caller's module rounds it
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]]  # of the gate
+ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu}
 
 
 class _GatedNorm(torch.autograd.Function):
-    """(x, gate, weight, eps) -> y, one launch each way; rounds once and keeps its inputs only."""
+    """(x, gate, weight, eps, silu) -> y, one launch each way; rounds once and keeps its inputs only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool) -> Tensor:
         from .triton.rows import gated_norm_forward_kernel
 
         y = torch.empty_like(x)
-        _tiles(x).launch(gated_norm_forward_kernel, x, gate, weight, y, eps)
+        _tiles(x).launch(gated_norm_forward_kernel, x, gate, weight, y, eps, silu)
         ctx.save_for_backward(x, gate, weight)
-        ctx.eps = eps
+        ctx.eps, ctx.silu = eps, silu
         return y
 
     @staticmethod
@@ -39,25 +41,29 @@ class _GatedNorm(torch.autograd.Function):
         x, gate, weight = ctx.saved_tensors
         d_x, d_gate = torch.empty_like(x), torch.empty_like(gate)
         d_weight = _tiles(x).launch_summing(
-            weight, gated_norm_backward_kernel, x, gate, d_y.contiguous(), weight, d_x, d_gate, ctx.eps
+            weight, gated_norm_backward_kernel, x, gate, d_y.contiguous(), weight, d_x, d_gate, ctx.eps, ctx.silu
         )
-        return d_x, d_gate, d_weight, None
+        return d_x, d_gate, d_weight, None, None
 
 
 def _tiles(x: Tensor) -> RowTiles:
     return RowTiles(x.shape[:-1].numel(), x.shape[-1], PER_THREAD)
 
 
-def _triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None) -> Tensor:
-    return _GatedNorm.apply(x.contiguous(), gate.contiguous(), weight.contiguous(), eps)
+def _triton(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None, activation: str = "sigmoid"
+) -> Tensor:
+    return _GatedNorm.apply(x.contiguous(), gate.contiguous(), weight.contiguous(), eps, activation == "silu")
 
 
-def _fla(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None) -> Tensor:
+def _fla(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None, activation: str = "sigmoid"
+) -> Tensor:
     with torch.cuda.device(x.device):
-        return layer_functions().rms_norm_gated(x, gate, weight, None, activation="sigmoid", eps=eps)
+        return layer_functions().rms_norm_gated(x, gate, weight, None, activation=activation, eps=eps)
 
 
-def _fits(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None) -> bool:
+def _fits(x: Tensor, gate: Tensor, weight: Tensor, *_: Any) -> bool:
     return gate.shape == x.shape and weight.shape == x.shape[-1:]
 
 
@@ -66,15 +72,23 @@ GATED_NORM = Fused("gated_norm", "gated norm", Triton(_triton), FLA(_fla), tenso
 
 @GATED_NORM.plain
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None, *, backend: str | None = None
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    plain: Plain | None = None,
+    activation: str = "sigmoid",
+    *,
+    backend: str | None = None,
 ) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate) over the last dimension, differentiable.
+    """Return x / sqrt(mean(x^2) + eps) * weight * activation(gate) over the last dimension, differentiable.
 
     Args:
         x, gate: [B, T, ..., D], any float dtype.
         weight: [D]. torch.compile, torch.func, and tensors of another class or shape get the plain form.
         plain: (x, gate) -> the same in plain PyTorch, for callers whose module rounds intermediate results; None
             computes in fp32 (fp64 for fp64) and rounds once.
+        activation: "sigmoid", or "silu" for gate * sigmoid(gate).
         backend: name of a backend, used if it serves this call; None chooses.
 
     Returns:
@@ -84,4 +98,4 @@ def gated_rms_norm(
         return plain(x, gate)
     dtype = accumulator_dtype(x.dtype)
     y = torch.nn.functional.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps)
-    return (y * torch.sigmoid(gate.to(dtype))).to(x.dtype)
+    return (y * ACTIVATIONS[activation](gate.to(dtype))).to(x.dtype)

@@ -1,7 +1,7 @@
 """Kernels over whole rows, computed in fp32: forward and backward of two norms, and sums of partial gradients.
 
 The norms are sum = residual + x, y = sum / sqrt(mean(sum^2) + eps) * weight, and
-y = x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate).
+y = x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate), with SILU times the gate once more.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def norm_backward_kernel(
 
 
 @triton.jit
-def gated_norm_forward_kernel(X, Gate, Weight, Y, eps, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def gated_norm_forward_kernel(
+    X, Gate, Weight, Y, eps, SILU: tl.constexpr, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """All but Weight [D] are [rows, D] and contiguous."""
     row, column, inside = place(tl.program_id(0), rows, D, ROWS, BLOCK)
     at = row * D + column
@@ -70,12 +72,16 @@ def gated_norm_forward_kernel(X, Gate, Weight, Y, eps, rows, D, ROWS: tl.constex
     gate = tl.load(Gate + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(Weight + column, mask=column < D, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / D + eps)
-    tl.store(Y + at, (x * rstd * weight / (1 + tl.exp(-gate))).to(Y.dtype.element_ty), mask=inside)
+    y = x * rstd * weight / (1 + tl.exp(-gate))
+    if SILU:
+        y *= gate
+    tl.store(Y + at, y.to(Y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gated_norm_backward_kernel(
-    X, Gate, DY, Weight, DX, DGate, eps, Partial, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+    X, Gate, DY, Weight, DX, DGate, eps, SILU: tl.constexpr, Partial, rows, D, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """As in the forward; Partial [programs, D] gets each program's gradient of Weight."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -90,13 +96,15 @@ def gated_norm_backward_kernel(
         dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
         s = 1 / (1 + tl.exp(-gate))
         d_normed = dy * s  # gradient of the norm's output
+        if SILU:
+            d_normed *= gate
         wd = weight * d_normed
         rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / D + eps)
         projection = tl.sum(wd * x, 1, keep_dims=True) / D * rstd
         rstd = tl.where(row < rows, rstd, 0.0)  # infinite there if eps is 0
         normalised = x * rstd
         tl.store(DX + at, ((wd - normalised * projection) * rstd).to(DX.dtype.element_ty), mask=inside)
-        d_gate = wd * normalised * (1 - s)
+        d_gate = weight * dy * normalised * s * (1 + gate * (1 - s)) if SILU else wd * normalised * (1 - s)
         tl.store(DGate + at, d_gate.to(DGate.dtype.element_ty), mask=inside)
         d_weight += d_normed * normalised
     column = tl.arange(0, BLOCK)
