@@ -169,10 +169,11 @@ def check_no_adapter(layer: Any, names: Iterable[str]) -> None:
     for name in names:
         module = getattr(layer, name)
         if "base_layer" in module._modules:  # as PEFT's layers hold the module that they adapt
+            own = next(child for child, m in layer._modules.items() if m is module)  # stock layers have other names
             raise ValueError(
-                f"{name} must have no adapter, got {type(module).__name__}: its weight is read without calling it, "
-                f"so an adapter has no effect. Leave {name} out of target_modules, or train its weight itself "
-                f"with modules_to_save=[{name!r}]"
+                f"{own} must have no adapter, got {type(module).__name__}: its weight is read without calling it, "
+                f"so an adapter has no effect. Leave {own} out of target_modules, or train its weight itself "
+                f"with modules_to_save=[{own!r}]"
             )
 
 
@@ -221,5 +222,6 @@ def is_dtensor(t: Any) -> bool:
 
 
 def is_stock(module: Any) -> bool:
-    """Return True for one of transformers' own KDA layers that is not swapped."""
-    return hasattr(module, "forget_gate") and not hasattr(module, "kda_options")
+    """Return True for one of transformers' own KDA layers or gated delta nets that is not swapped."""
+    decays = hasattr(module, "forget_gate") or (hasattr(module, "A_log") and hasattr(module, "conv1d"))
+    return decays and not hasattr(module, "kda_options")

@@ -101,7 +101,7 @@ def trained(model: Any, passes: int = 1, **inputs: Any) -> dict[str, Tensor]:
 def norm_weight_read() -> Iterator[None]:
     """The output norm as on a GPU: a function that reads its weight and does not call its module."""
 
-    def fused(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Any = None, backend: Any = None) -> Tensor:
+    def fused(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *_: Any, **__: Any) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight * torch.sigmoid(gate)
 
     with mock.patch.object(forward_module, "gated_rms_norm", fused):
@@ -112,7 +112,7 @@ def norm_weight_read() -> Iterator[None]:
 def norm_module_called() -> Iterator[None]:
     """The output norm as on a CPU: its module is called."""
 
-    def plain(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Any = None, backend: Any = None) -> Tensor:
+    def plain(x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Any, *_: Any, **__: Any) -> Tensor:
         return plain(x, gate)
 
     with mock.patch.object(forward_module, "gated_rms_norm", plain):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -57,6 +57,9 @@ def DECODE_KERNEL(call: Any, layer: KDAForward, state: Any, in_kernel: list[Any]
 
     `in_kernel` gets the layer's `_factors` as far as the kernel multiplies them.
     """
+    if layer.head_gates:
+        yield Reason("has one decay for each head, and the kernel reads one for each key channel")
+        return
     if not state.cached:
         yield Reason("has no cache")
     if call.grad:
@@ -82,6 +85,8 @@ def DECODE_KERNEL(call: Any, layer: KDAForward, state: Any, in_kernel: list[Any]
 class KDAForward:
     """The forward of a KDA layer, with the parameters of `KimiDeltaAttention` by name; a mixin of modules.
 
+    A layer whose projections are stored in another way overrides `_inputs` and `_split`.
+
     From a forward to its backward, every KDA layer of a model keeps what the operator saves. With recompute="auto",
     each of n layers may keep a share MOST_KEPT / n of the device's memory, at most the MOST_SAVED of a layer that is
     used alone. With gradient checkpointing, one layer at a time keeps anything: between its second forward and its
@@ -93,6 +98,8 @@ class KDAForward:
     merged_weights: MergedWeights  # q, k, v, log-decay, output gate, beta
     factors: MergedWeights  # the second factors of log-decay and output gate, if both have one
     plan: Remembered[DecodePlan]  # of decode steps
+    head_gates: ClassVar[bool] = False  # one decay for each head, as gated delta nets have: dt_bias is [HV]
+    output_activation: str = "sigmoid"  # of the output gate
     state_dtype: str = "float32"  # of states in caches that are begun
     recompute: str = "auto"  # as in `kda`
     memory_share: float | None = None
@@ -141,8 +148,7 @@ class KDAForward:
         x = hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0)
         backend = self.kda_options.get("backend")
 
-        layers = self._inputs()
-        *qkv, f, gate, beta = self._projections(x, layers, state)
+        qkv, f, beta, gate = self._split(self._projections(x, self._inputs(), state))
         taps = self.conv1d.weight.squeeze(1)
         if shards is None:
             (q, k, v), conv_state = short_convs(
@@ -154,16 +160,20 @@ class KDAForward:
         q, k = (rearrange(t, "b t (h k) -> b t h k", k=self.head_dim) for t in (q, k))
         v = rearrange(v, "b t (h v) -> b t h v", v=self.value_head_dim)
 
-        g = rearrange(self.f_b_proj(f) if self.decay_rank else f, "b t (h k) -> b t h k", k=self.head_dim)
+        g = self.f_b_proj(f) if self.decay_rank else f
+        if not self.head_gates:
+            g = rearrange(g, "b t (h k) -> b t h k", k=self.head_dim)
         if mask is not None:  # at the lowest logits decay and write are exactly none
             if g.dtype == torch.float16:  # its lowest value times a small exp(A_log) would still decay
                 g = g.float()
-            g = g.masked_fill(~mask[..., None, None], torch.finfo(g.dtype).min)
+            g = g.masked_fill(~mask.view(*mask.shape, *(1,) * (g.ndim - 2)), torch.finfo(g.dtype).min)
             beta = beta.masked_fill(~mask[..., None], torch.finfo(beta.dtype).min)
 
         wide = state_dtype(q.dtype)
         A_log = None if self.A_log is None else self.A_log.to(wide)
-        dt_bias = self.dt_bias.to(wide).view(-1, self.head_dim)
+        dt_bias = self.dt_bias.to(wide)
+        if not self.head_gates:
+            dt_bias = dt_bias.view(-1, self.head_dim)
         options = dict(cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, **self.kda_options)
         inputs, recompute = (q, k, v, g, beta), self.operator_recompute()
         if state.cached:
@@ -181,7 +191,8 @@ class KDAForward:
 
         gate = self.g_b_proj(gate) if self.gate_rank else gate
         gate = rearrange(gate, "b t (h v) -> b t h v", v=self.value_head_dim)
-        o = gated_rms_norm(o, gate, self.o_norm.weight, self.rms_norm_eps, self.gated_norm, backend=backend)
+        norm = self.o_norm.weight, self.rms_norm_eps, self.gated_norm, self.output_activation
+        o = gated_rms_norm(o, gate, *norm, backend=backend)
         return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
@@ -258,7 +269,7 @@ class KDAForward:
             fields |= dict(bf16_state=kept == torch.bfloat16, int8_state=kept == torch.int8)
         return KDA.problem(
             device.type, arch_of(device), dtype, dtype, self.head_dim, self.value_head_dim, HV // H,
-            options["gate_activation"], options["beta_activation"], True, **fields,
+            options["gate_activation"], options["beta_activation"], True, head_gates=self.head_gates, **fields,
         )  # fmt: skip
 
     def _step_problem(self, call: Any, state: Any, *ranks: int) -> tuple[Any, ...]:
@@ -287,10 +298,15 @@ class KDAForward:
         self.factors.watch(x)
 
     def _inputs(self) -> tuple[Any, ...]:
-        """Return the layers that read the input."""
+        """Return the linear layers that read the input."""
         f = self.f_a_proj if self.decay_rank else self.f_proj
         g = self.g_a_proj if self.gate_rank else self.g_proj
         return tuple(map(as_local, (self.q_proj, self.k_proj, self.v_proj, f, g, self.b_proj)))
+
+    def _split(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """Return, of the outputs of `_inputs`, q, k, v [B, T, ...], those for the log-decay, beta and output gate."""
+        *qkv, f, gate, beta = outputs
+        return qkv, f, beta, gate
 
 
 def _read_call(
