@@ -46,7 +46,8 @@ def read_layout(
         tokens: [B, T, ...] token ids or embeddings.
         attention_mask: [B, S] with 1 for real tokens; [1 or B, heads, T, S], see `read_square_mask`; or a dict of
             prepared masks by layer type, which is not read.
-        position_ids: [T], [1 or B, T], or [axes, B, T] for several axes, which may not restart.
+        position_ids: [T], [1 or B, T], or [axes, B, T] for several axes, which may not restart; the first of four axes
+            is read as [B, T].
         cache: the cache before this call.
         cu_seqlens, cu_seq_lens_q: [N + 1] offsets; None if not given.
         seq_idx: [1, T] number of each token's sequence.
@@ -108,10 +109,15 @@ def _columns(mask: Tensor, T: int, cached: int | Tensor) -> Tensor:
 
 def _offsets_of_positions(position_ids: Tensor, padding: Tensor | None, B: int) -> Tensor | None:
     """Return offsets of the sequences that positions begin, None for one per row; one host synchronisation on a GPU."""
+    if position_ids.ndim == 3 and position_ids.shape[0] == 4:  # of Qwen3.5: the first axis counts tokens
+        position_ids = position_ids[0]
     if position_ids.ndim == 3:
         # Images repeat positions. Within a sequence the first axis, time, never steps back, and all axes are 0 only at
         # its first token.
         restarts = (position_ids[0].diff() < 0) | (position_ids[..., 1:] == 0).all(0)
+        if padding is not None:  # whose positions are arbitrary
+            real = padding.bool()
+            restarts = restarts & real[:, 1:] & real[:, :-1]
         if _any(restarts, "position_ids of several axes must not restart: pass cu_seq_lens_q"):
             raise ValueError(
                 f"position_ids {list(position_ids.shape)} of several axes must not restart: describe packed sequences "
