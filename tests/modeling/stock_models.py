@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -12,13 +13,20 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import conv1d, pad, sigmoid, silu, softplus
 
+from tests.modeling import gated_delta_models
+
 KDA_LAYERS = {
     "kimi_linear": "KimiLinearDeltaAttention",
     "glm5_next": "Glm5NextTextLinearAttention",
     "bailing_hybrid": "BailingHybridDeltaAttention",
 }
-FAMILIES = [f for f in KDA_LAYERS if f != "bailing_hybrid" or hasattr(transformers, "BailingHybridConfig")]
+KDA_FAMILIES = [f for f in KDA_LAYERS if f != "bailing_hybrid" or hasattr(transformers, "BailingHybridConfig")]
+GATED_DELTA_FAMILIES = gated_delta_models.HERE
+FAMILIES = [*KDA_FAMILIES, *GATED_DELTA_FAMILIES]  # with layers of linear attention
+every_kda_family = pytest.mark.parametrize("family", KDA_FAMILIES)
+every_gated_delta_family = pytest.mark.parametrize("family", GATED_DELTA_FAMILIES)
 every_family = pytest.mark.parametrize("family", FAMILIES)
+RANDOM = ("A_log", "dt_bias", "o_norm.weight", "q_norm.weight", "k_norm.weight", "linear_attn.norm.weight")
 IN_PLACE = [*FAMILIES, "doge"]
 every_family_in_place = pytest.mark.parametrize("family", IN_PLACE)
 
@@ -45,7 +53,9 @@ def build(
         common["mlp_layer_types"] = ["dense"] * layers
     linear: dict[str, Any] = dict(linear_head_dim=16, linear_num_heads=2)
     torch.manual_seed(seed)
-    if family == "kimi_linear":
+    if family in GATED_DELTA_FAMILIES:
+        model = gated_delta_models.make(family, common, dense, **dict(layers=layers) | fields)
+    elif family == "kimi_linear":
         common.setdefault("layer_types", ["linear_attention", "full_attention", "linear_attention"])
         fields = common | linear | dict(num_hidden_layers=layers, num_local_experts=4, qk_rope_head_dim=8) | fields
         model = transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**fields))
@@ -82,7 +92,9 @@ def build(
         model = transformers.Glm5NextForConditionalGeneration(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if name.endswith(("A_log", "dt_bias", "o_norm.weight", "q_norm.weight", "k_norm.weight")):
+            if name.endswith("linear_attn.A_log"):
+                p.copy_(2 * torch.rand_like(p) - 2)
+            elif name.endswith(RANDOM):
                 p.copy_(torch.rand_like(p) + 0.5)
             elif name.endswith("self_attn.A"):
                 p.copy_(torch.randn_like(p) / 2)
@@ -99,14 +111,14 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
 
 def swapped_layers_of(model: torch.nn.Module) -> dict[str, Any]:
     """The layers that `swap_attention` changes, by path, swapped or not."""
-    names = (*KDA_LAYERS.values(), "DogeAttention")
+    names = (*KDA_LAYERS.values(), *gated_delta_models.GATED_DELTA_NETS.values(), "DogeAttention")
     return {p: m for p, m in model.named_modules() if any(c.__name__ in names for c in type(m).__mro__)}
 
 
 def with_oracle(model: Any) -> Any:
     """A copy in fp64 whose layers compute token by token, or score by score."""
     exact = copy.deepcopy(model).double()
-    if model.config.model_type != "doge":
+    if any(hasattr(m, "experts") for m in exact.modules()):
         exact.set_experts_implementation("eager")  # the other ones have no fp64
     for layer in swapped_layers_of(exact).values():
         layer.forward = MethodType(doge_oracle if model.config.model_type == "doge" else oracle, layer)
@@ -140,16 +152,14 @@ def doge_oracle(
 
 
 def oracle(layer: Any, hidden_states: Tensor, **_: Any) -> Tensor:
-    """A KDA layer of any of the three families on whole rows [B, T, D], from its parameters alone."""
+    """A layer of linear attention of any family on whole rows [B, T, D], from its parameters alone."""
+    if hasattr(layer, "num_k_heads"):
+        return gated_delta_oracle(layer, hidden_states)
     B, T, _ = hidden_states.shape
     H, K = layer.num_heads, layer.head_dim
     w = dict(layer.named_parameters())
     x = hidden_states
-    qkv = torch.cat([x @ w[f"{n}_proj.weight"].T for n in "qkv"], -1).mT
-    taps = w["conv1d.weight"]
-    qkv = silu(conv1d(pad(qkv, (taps.shape[-1] - 1, 0)), taps, groups=len(taps))).mT
-    q, k, v = (t.reshape(B, T, H, K) for t in qkv.split(H * K, -1))
-    q, k = (t / torch.sqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    q, k, v = convolved([(x @ w[f"{n}_proj.weight"].T).view(B, T, H, K) for n in "qkv"], w["conv1d.weight"])
 
     if "g_proj.weight" in w:  # gates of full rank
         g, gate = x @ w["forget_gate.f_proj.weight"].T, x @ w["g_proj.weight"].T
@@ -163,12 +173,39 @@ def oracle(layer: Any, hidden_states: Tensor, **_: Any) -> Tensor:
     decay = torch.exp(-rate * softplus(g, threshold=50) if bound is None else bound * sigmoid(rate * g))
     beta = sigmoid(x @ w["b_proj.weight"].T)
 
-    S, o = x.new_zeros(B, H, K, K), []
+    y = recurrence(q, k, v, decay, beta)
+    y = y / torch.sqrt((y * y).mean(-1, keepdim=True) + layer.o_norm.variance_epsilon) * w["o_norm.weight"]
+    return (y.flatten(2) * sigmoid(gate)) @ w["o_proj.weight"].T
+
+
+def gated_delta_oracle(layer: Any, x: Tensor) -> Tensor:
+    """A gated delta net on whole rows [B, T, D], from its parameters alone."""
+    w = dict(layer.named_parameters())
+    *qkv, a, b, z = gated_delta_models.inputs_of(layer, x, w)
+    q, k, v = convolved(qkv, w["conv1d.weight"])
+    q, k = (t.repeat_interleave(v.shape[2] // t.shape[2], 2) for t in (q, k))
+    beta = sigmoid(b) * (2 if getattr(layer, "allow_neg_eigval", False) else 1)
+    o = recurrence(q, k, v, gated_delta_models.decays(layer, a, w), beta)
+    return gated_delta_models.gate_and_project(layer, o, z, w)
+
+
+def convolved(qkv: Sequence[Tensor], taps: Tensor) -> list[Tensor]:
+    """q, k and v [B, T, heads, width] after their short convolution and SiLU, q and k with length 1."""
+    x = torch.cat([t.flatten(2) for t in qkv], -1).mT
+    x = silu(conv1d(pad(x, (taps.shape[-1] - 1, 0)), taps, groups=len(taps))).mT
+    parts = x.split([t.shape[2:].numel() for t in qkv], -1)
+    q, k, v = (part.unflatten(-1, t.shape[2:]) for part, t in zip(parts, qkv, strict=True))
+    q, k = (t / torch.sqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    return [q, k, v]
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """o [B, T, H, V] of the delta rule, token by token; decay [B, T, H, K or 1]."""
+    (B, T, H, K), V = q.shape, v.shape[3]
+    S, o = q.new_zeros(B, H, K, V), []
     for t in range(T):
         S = S * decay[:, t, :, :, None]
         written = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t]))
         S = S + k[:, t, :, :, None] * written[:, :, None]
         o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]) / K**0.5)
-    y = torch.stack(o, 1)
-    y = y / torch.sqrt((y * y).mean(-1, keepdim=True) + layer.o_norm.variance_epsilon) * w["o_norm.weight"]
-    return (y.flatten(2) * sigmoid(gate)) @ w["o_proj.weight"].T
+    return torch.stack(o, 1)

@@ -56,7 +56,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 # Families with latent attention; transformers 5.17 has no Ling.
-LATENT = [family for family in stock_models.FAMILIES if family != "glm5_next"]
+LATENT = [family for family in stock_models.KDA_FAMILIES if family != "glm5_next"]
 
 
 def slow(value: Any) -> Any:

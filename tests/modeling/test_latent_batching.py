@@ -26,7 +26,7 @@ except ImportError as error:  # as that file says
 
 from kda_layers.modeling.serving import latent_allocator
 
-FAMILIES = [family for family in stock_models.FAMILIES if family != "glm5_next"]
+FAMILIES = [family for family in stock_models.KDA_FAMILIES if family != "glm5_next"]
 every_latent_family = pytest.mark.parametrize("family", FAMILIES)
 
 

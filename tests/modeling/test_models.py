@@ -282,8 +282,8 @@ def test_recorded_outputs(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in (*OURS, *SWAPPED) if n != "swapped glm5_next"]
-)  # whose indexer reads values
+    "name", [n for n in (*OURS, *SWAPPED) if n not in ("swapped glm5_next", "swapped qwen3_5_moe")]
+)  # an indexer, and experts one by one, read values
 def test_the_meta_device(name: str) -> None:
     """Shapes without values, as stock models compute them: a pass, a decode step, a backward."""
     m, tokens = build(name, FP32).to("meta"), ids(2, 9).to("meta")

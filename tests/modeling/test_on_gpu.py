@@ -273,7 +273,7 @@ def test_a_low_rank_decay_beside_a_full_rank_gate_decodes_by_one_kernel(
 
 
 @pytest.mark.parametrize("sequences", [1, 33])
-@pytest.mark.parametrize("family", stock_models.FAMILIES)
+@pytest.mark.parametrize("family", stock_models.KDA_FAMILIES)
 def test_a_swapped_model_decodes_by_one_kernel(family: str, sequences: int, kernel_calls: list[int]) -> None:
     """With the convolution in bf16; where a family keeps it in fp32, its layers use their own operations."""
     head = {"head_dim" if family == "bailing_hybrid" else "linear_head_dim": 128}

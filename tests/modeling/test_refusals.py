@@ -26,7 +26,7 @@ from kda_layers.checkpoints import export_kda_weights, load_kda_weights
 from kda_layers.kernels import biased_attention
 from kda_layers.modeling.swap.convert import chosen_layers
 from kda_layers.serving import enable_speculative_decoding
-from tests.modeling.stock_models import FAMILIES, IN_PLACE, build, every_family, swapped_layers_of
+from tests.modeling.stock_models import FAMILIES, IN_PLACE, KDA_FAMILIES, build, every_family, swapped_layers_of
 
 D = 16
 
@@ -160,7 +160,7 @@ def test_bare_codes_are_not_taken_for_numbers(dtype: torch.dtype) -> None:
     for family in IN_PLACE:
         model = coded(build(family), dtype)
         before = {p: type(m) for p, m in model.named_modules()}
-        with pytest.raises(ValueError, match=f"self_attn must have weights in .*, got {dtype} at .*proj.*: {WAY_OUT}"):
+        with pytest.raises(ValueError, match=f"attn must have weights in .*, got {dtype} at .*proj.*: {WAY_OUT}"):
             swap_attention(model)
         assert {p: type(m) for p, m in model.named_modules()} == before
     layer = KimiDeltaAttention(D, 2, 8)
@@ -279,7 +279,7 @@ def test_indices_of_numpy(layers: Any) -> None:
     assert convert_attention(llama(), layers).config.layer_types[:3] == [
         "linear_attention", "full_attention", "linear_attention",
     ]  # fmt: skip
-    for family in FAMILIES:
+    for family in KDA_FAMILIES:
         model = build(family, linear_only=True)
         assert len(swap_attention(model, layers)) == 2
 

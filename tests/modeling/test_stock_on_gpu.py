@@ -24,7 +24,15 @@ from kda_layers import KDAConfig, KDAForCausalLM, swap_attention, use_backend
 from kda_layers.kernels.kda.contract import default_problem
 from kda_layers.serving import enable_continuous_batching, enable_speculative_decoding
 from tests.kernels.cases import BF16, FP64, budget, error, serve
-from tests.modeling.stock_models import FAMILIES, build, cast, every_family, with_oracle
+from tests.modeling.stock_models import (
+    FAMILIES,
+    GATED_DELTA_FAMILIES,
+    KDA_FAMILIES,
+    build,
+    cast,
+    every_family,
+    with_oracle,
+)
 from tests.modeling.test_speculative import check_ties
 
 pytestmark = pytest.mark.gpu
@@ -45,8 +53,10 @@ def served(backend: str, required_backends: frozenset[str]) -> str:
 
 
 def wide(family: str) -> Any:
-    """A stock model in bf16 on the GPU with KDA heads of 128, without a router's jumps."""
-    head = {} if family == "doge" else {"head_dim" if family == "bailing_hybrid" else "linear_head_dim": 128}
+    """A stock model in bf16 on the GPU with heads of 128 in linear attention, without a router's jumps."""
+    widths = {"doge": (), "bailing_hybrid": ("head_dim",)}
+    widths |= dict.fromkeys(GATED_DELTA_FAMILIES, ("linear_key_head_dim", "linear_value_head_dim"))
+    head = dict.fromkeys(widths.get(family, ("linear_head_dim",)), 128)
     return cast(build(family, dense=family != "doge", **head), BF16).to(DEVICE)
 
 
@@ -190,7 +200,7 @@ def test_a_hybrid_with_a_key_bias() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "glm5_next"])
+@pytest.mark.parametrize("family", [family for family in KDA_FAMILIES if family != "glm5_next"])
 def test_continuous_batching(family: str, attention: str) -> None:
     """Tokens of `generate`, but for ties, from pages of latents; flash attention runs in CUDA graphs."""
     try:

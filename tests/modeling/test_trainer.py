@@ -43,6 +43,8 @@ MODELS: dict[str, Callable[[int], Any]] = {
     "converted llama": converted,
 }  # fmt: skip
 
+RENAMED = [f for f in stock_models.FAMILIES if f not in ("qwen3_5", "olmo_hybrid")]  # weights have other names in files
+
 
 def adapted(model: Any) -> Any:
     peft = pytest.importorskip("peft")
@@ -91,7 +93,7 @@ def loaded(checkpoint: Path, like: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shards"),
-    [*((name, False) for name in MODELS), *((f"swapped {family}", True) for family in stock_models.FAMILIES)],
+    [*((name, False) for name in MODELS), *((f"swapped {family}", True) for family in RENAMED)],
 )
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(
     name: str, shards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -159,7 +161,7 @@ class Wrapper(nn.Module):
         self.module = module
 
 
-@pytest.mark.parametrize("family", stock_models.FAMILIES)
+@pytest.mark.parametrize("family", RENAMED)
 @pytest.mark.parametrize("scratch", [True, False], ids=["new", "loaded"])
 def test_saved_names_are_read_in_a_wrapper_too(family: str, scratch: bool, tmp_path: Path) -> None:
     want = swapped(family)
@@ -278,7 +280,7 @@ def test_weight_decay_is_for_matrices(name: str, tmp_path: Path) -> None:
     ends = ("A_log", "dt_bias", "conv1d.weight", "norm.weight", "layernorm.weight", "bias", "self_attn.A")
     for n in names.values():
         assert (n in rest) == (model.get_parameter(n).ndim < 2 or n.endswith(ends)), n
-    assert any(n.endswith("down_proj") for n in decayed) or "doge" in name or "swapped" not in name  # of experts
+    assert any(n.endswith("down_proj") for n in decayed) == (name.removeprefix("swapped ") in RENAMED)  # of experts
 
 
 def test_groups_of_adapters_and_of_tied_weights() -> None:

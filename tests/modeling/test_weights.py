@@ -19,7 +19,7 @@ from kda_layers import KimiDeltaAttention
 from kda_layers.modeling.checkpoints.weights import export_kda_weights, kda_layer_options, load_kda_weights
 from tests.kernels.cases import BF16, FP32, FP64, budget, error
 from tests.modeling.common import same
-from tests.modeling.stock_models import build, every_family, oracle, swapped_layers_of
+from tests.modeling.stock_models import build, every_kda_family, oracle, swapped_layers_of
 
 D = 20
 SOFTPLUS = dict(gate_activation="softplus", lower_bound=None)
@@ -173,7 +173,7 @@ def ours_of(source: Any, stock: Any, dtype: torch.dtype = FP32, **where: Any) ->
     return layer
 
 
-@every_family
+@every_kda_family
 @torch.no_grad()
 def test_outputs_are_those_of_the_stock_layer(family: str) -> None:
     stock = next(iter(swapped_layers_of(stock_model(family)).values()))
@@ -189,7 +189,7 @@ def test_outputs_are_those_of_the_stock_layer(family: str) -> None:
     same([exact(x.double())], [oracle(copy.deepcopy(stock).double(), x.double())])
 
 
-@every_family
+@every_kda_family
 @pytest.mark.parametrize("shards", [False, True], ids=["one_file", "shards"])
 def test_files_that_transformers_writes(family: str, shards: bool, tmp_path: Path) -> None:
     model = stock_model(family)

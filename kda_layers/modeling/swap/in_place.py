@@ -20,6 +20,7 @@ from kda_layers.modeling.inputs.keywords import INPUTS, is_checkpointed, is_engi
 from kda_layers.modeling.inputs.sequences import Layout, check_positions, read_layout
 from kda_layers.modeling.layer.cache import with_kda_layers
 from kda_layers.modeling.layer.checkpoint_names import Format
+from kda_layers.modeling.layer.forward import KDAForward
 from kda_layers.modeling.layer.layer import KimiDeltaAttention
 from kda_layers.modeling.layer.states import StateDtypeOfModel
 from kda_layers.modeling.layer.weights import KeepsFP32, loads_weights_of
@@ -32,16 +33,15 @@ from kda_layers.modeling.swap.stock_layer import StockParameters, check_stock_la
 logger = logging.getLogger("kda_layers")
 
 
-class StockKDALayer(StateDtypeOfModel, StockParameters, KeepsFP32):
-    """A stock KDA layer with our forward: its parameters under the names that `KDAForward` reads.
+class StockForward(StateDtypeOfModel, KDAForward, KeepsFP32):
+    """Our forward for calls of a stock layer; a mixin of `StockFamily.layer`.
 
-    A mixin of `StockFamily.layer`.
+    A subclass gives the layer's parameters the names that `KDAForward` reads.
     """
 
     kept_in_fp32 = KimiDeltaAttention.kept_in_fp32
 
     @takes_cache
-    @loads_weights_of("forget_gate")  # its parameters are read here, not in its own forward
     def forward(
         self,
         hidden_states: Tensor,
@@ -61,6 +61,13 @@ class StockKDALayer(StateDtypeOfModel, StockParameters, KeepsFP32):
         if cu_seqlens is not None:
             attention_mask = None  # the model made it: `prepare_call` refuses one from the caller
         return self.compute(hidden_states, attention_mask, cache, cu_seqlens, shards)
+
+
+class StockKDALayer(StockParameters, StockForward):
+    """A stock KDA layer with our forward."""
+
+    # The parameters of the forget gate are read here, not in its own forward.
+    forward = loads_weights_of("forget_gate")(StockForward.forward)
 
 
 PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
@@ -126,12 +133,12 @@ def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         with_kda_layers(cache)
     layout = read_layout(tokens, **given)
     if layout.cu_seqlens is not None:
-        kwargs = packed_call(model, kwargs, layout, "KDA layer", is_stock)
+        kwargs = packed_call(model, kwargs, layout, "linear-attention layer", is_stock)
         mixing = sorted(set(model.config.layer_types) - {"linear_attention", "full_attention"})
         if mixing:
             raise ValueError(
                 f"{type(model).__name__} must get one sequence in each row, got {layout.cu_seqlens.shape[0] - 1} "
-                f"packed ones: its KDA layers keep them apart, but its {mixing[0]} layers do not"
+                f"packed ones: its linear-attention layers keep them apart, but its {mixing[0]} layers do not"
             )
     elif cache is None and not is_checkpointed(model):
         use_cache = kwargs.get("use_cache")
@@ -154,6 +161,7 @@ def packed_call(
         ValueError: packed sequences with a cache or a stock layer, or positions that jump within one.
     """
     assert layout.cu_seqlens is not None
+    assert layout.positions is not None
     N = layout.cu_seqlens.shape[0] - 1
     if kwargs.get(CACHE) is not None or kwargs.get("use_cache"):
         raise ValueError(f"{CACHE} must be None and use_cache unset or False with {N} packed sequences")
@@ -164,9 +172,12 @@ def packed_call(
             f"{', '.join(stock)}: these would read the packed sequences as one"
         )
     # The stock forward encodes the positions that its masks are made from, so those given must mean the same.
-    check_positions(kwargs.get("position_ids"), layout)
+    given, positions = kwargs.get("position_ids"), layout.positions
+    check_positions(given, layout)
+    if given is not None and given.ndim == 3:  # time, height and width of images, after the positions of tokens
+        positions = torch.cat((positions[None], given[-3:]))
     kwargs = {name: value for name, value in kwargs.items() if name not in PACKING}
-    return kwargs | dict(cu_seq_lens_q=layout.cu_seqlens, position_ids=layout.positions, use_cache=False)
+    return kwargs | dict(cu_seq_lens_q=layout.cu_seqlens, position_ids=positions, use_cache=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,12 +256,16 @@ class KDAFamily(StockFamily):
     def check(self, layer: Any) -> None:
         check_stock_layer(layer, self.lower_bound(layer))
 
+    def kda_options(self, layer: Any, backend: str | None) -> dict[str, Any]:
+        """Return `kda_options` of a swapped layer."""
+        return kda_options(self.lower_bound(layer), backend)
+
     def attributes(
         self, model: nn.Module, path: str, layer: Any, backend: str | None, **recompute: Any
     ) -> dict[str, Any]:
         decoder_layer = model.get_submodule(path.rpartition(".")[0])
-        return StockKDALayer.new_weights() | dict(
-            kda_options=kda_options(self.lower_bound(layer), backend),
+        return KDAForward.new_weights() | dict(
+            kda_options=self.kda_options(layer, backend),
             model_config=next(m for m in model.modules() if isinstance(m, self.base_model)).config,
             # Stock layers keep tensors, too.
             layers_in_model=sum(isinstance(m, self.stock_layer) for m in model.modules()),
@@ -259,7 +274,8 @@ class KDAFamily(StockFamily):
         )
 
     def warn(self, model: nn.Module, layers: list[Any]) -> None:
-        dtypes = {name: getattr(layers[0].forget_gate, name).dtype for name in self.kept_in_fp32}
+        owner = getattr(layers[0], "forget_gate", layers[0])
+        dtypes = {name: getattr(owner, name).dtype for name in self.kept_in_fp32}
         rounded = {name: dtype for name, dtype in dtypes.items() if dtype in (torch.bfloat16, torch.float16)}
         if rounded:  # transformers 5.24 itself keeps dt_bias
             logger.warning(

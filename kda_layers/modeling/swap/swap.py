@@ -264,8 +264,9 @@ def _stock_class(config: Any) -> Any:
         if getattr(named, "config_class", None) is type(config):
             return named
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
+        known = auto._model_mapping.get(type(config), None)  # that of a vision-language model may be its text model's
+        if getattr(known, "config_class", None) is type(config):
+            return known
     raise ValueError(
         f"the configuration must be of a class for which transformers has a model, got {type(config).__name__} with "
         f"architectures {config.architectures}"

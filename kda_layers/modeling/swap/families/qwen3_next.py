@@ -1,0 +1,31 @@
+"""Qwen3-Next: gated delta nets with projections interleaved by key head, next to gated softmax attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kda_layers.modeling.swap.gated_delta import GatedDeltaFamily, StockQwenLayer
+
+
+class StockQwen3NextLayer(StockQwenLayer):
+    """Qwen3-Next's gated delta net: of each key head q, k and its value heads' v and z, and these heads' b and a."""
+
+    projections = ("in_proj_qkvz", "in_proj_ba")
+
+    def _split(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        K, group = self.head_k_dim, self.num_v_heads // self.num_k_heads
+        qkvz, ba = (t.unflatten(-1, (self.num_k_heads, -1)) for t in outputs)
+        *qkv, z = (t.flatten(2) for t in qkvz.split((K, K, *(group * self.head_v_dim,) * 2), -1))
+        b, a = (t.flatten(2) for t in ba.split(group, -1))
+        return qkv, a, b, z
+
+
+FAMILY = GatedDeltaFamily(
+    model_type="qwen3_next",
+    base_name="Qwen3NextModel",
+    stock_name="Qwen3NextGatedDeltaNet",
+    mixin=StockQwen3NextLayer,
+)
+__getattr__ = FAMILY.layer_by_name
