@@ -14,6 +14,7 @@ GATED_DELTA_NETS = {
     "qwen3_5": "Qwen3_5GatedDeltaNet",
     "qwen3_5_moe": "Qwen3_5MoeGatedDeltaNet",
     "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen4_exp": "Qwen4ExpTextGatedDeltaNet",
 }
 # Experts are of Qwen3-Next and Qwen3.5 alone, the vision model around the text model of the latter.
 CLASSES = {
@@ -21,6 +22,7 @@ CLASSES = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
+    "qwen4_exp": ("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM"),
 }
 HERE = [family for family in GATED_DELTA_NETS if hasattr(transformers, CLASSES[family][0])]
 
@@ -37,7 +39,16 @@ def make(family: str, common: dict[str, Any], dense: bool, layers: int, **fields
         of_family["head_dim"] = 16
     if family == "qwen3_next":
         of_family |= experts | dict(mlp_only_layers=list(range(layers)) * dense)
-    if family == "qwen3_5_moe":
+    if family == "qwen4_exp":  # n-grams before the first layer; more tokens than the tests have are seen as they are
+        of_family |= dict(
+            hc_count=2, hc_lowrank=8, ple_layer_ids=[1], ple_embed_dim=16, heads_per_ngram=2, ngram_vocab_size_base=50,
+            make_ngram_vocab_size_divisible_by=8, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16,
+            indexer_budget=64, indexer_compress_ratio=4, split_ngram_parts=2,
+        )  # fmt: skip
+        common = common | dict(eos_token_id=2)
+        if set(kinds) == {"linear_attention"}:  # n-grams would span packed documents
+            of_family["ple_layer_ids"] = []
+    if family in ("qwen3_5_moe", "qwen4_exp"):
         of_family |= experts | (dict(num_experts=1, num_experts_per_tok=1) if dense else {})
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
@@ -45,15 +56,18 @@ def make(family: str, common: dict[str, Any], dense: bool, layers: int, **fields
     )  # fmt: skip
     text = {n: common[n] for n in names} | of_family | fields
     config_class, model_class = (getattr(transformers, name) for name in CLASSES[family])
-    if family != "qwen3_5_moe":
-        return model_class(config_class(**text))
-    vision = dict(
-        depth=1, hidden_size=32, num_heads=2, out_hidden_size=32, intermediate_size=32, num_position_embeddings=16,
-        patch_size=4, spatial_merge_size=2,
-    )  # fmt: skip
-    ids = {f"{name}_token_id": 90 + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))}
-    model = model_class(config_class(text_config=text, vision_config=vision, **ids))
-    if dense:  # one expert, which the other implementations do not compute in fp64
+    if family == "qwen3_5_moe":
+        vision = dict(
+            depth=1, hidden_size=32, num_heads=2, out_hidden_size=32, intermediate_size=32, num_position_embeddings=16,
+            patch_size=4, spatial_merge_size=2,
+        )  # fmt: skip
+        ids = {f"{name}_token_id": 90 + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))}
+        model = model_class(config_class(text_config=text, vision_config=vision, **ids))
+    else:
+        model = model_class(config_class(**text))
+    if family == "qwen4_exp":
+        model.generation_config.eos_token_id = None
+    if dense and text.get("num_experts") == 1:  # one expert, which the other implementations do not compute in fp64
         model.set_experts_implementation("eager")
     return model
 

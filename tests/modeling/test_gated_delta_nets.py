@@ -24,6 +24,7 @@ from tests.modeling.stock_models import (
 
 vision = pytest.mark.skipif("qwen3_5_moe" not in GATED_DELTA_FAMILIES, reason="transformers has no Qwen3.5")
 olmo = pytest.mark.skipif("olmo_hybrid" not in GATED_DELTA_FAMILIES, reason="transformers has no OLMo Hybrid")
+ngrams = pytest.mark.skipif("qwen4_exp" not in GATED_DELTA_FAMILIES, reason="transformers has no Qwen4")
 IMAGE = 90  # the token of an image's patches
 
 
@@ -118,7 +119,7 @@ def test_adapters(family: str) -> None:
 
     model = swapped(build(family))
     rank = layer_of(model).conv_dim  # PEFT wants a multiple of the groups
-    peft.inject_adapter_in_model(peft.LoraConfig(r=rank, target_modules=["conv1d"]), model)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=rank, target_modules=["linear_attn.conv1d"]), model)
     with pytest.raises(ValueError, match=r"conv1d must have no adapter.*modules_to_save=\['conv1d'\]"):
         layer_of(model)(x)
 
@@ -146,6 +147,35 @@ def test_the_explanation_says_how_steps_are_decoded(family: str) -> None:
     path = text.partition("  decode step by one kernel: ")[2].splitlines()
     assert path[0].startswith("not taken, the operators of a decode step one by one instead (model.")
     assert path[1] == "    has one decay for each head, and the kernel reads one for each key channel"
+
+
+# ---------------------------------------------------------------- n-grams
+
+
+@ngrams
+def test_packed_documents_beside_embeddings_of_ngrams_are_refused() -> None:
+    model = swapped(build("qwen4_exp", linear_only=True, ple_layer_ids=[1]))
+    with pytest.raises(ValueError, match=r"one sequence in each row, got 2 packed .* n-grams, before layers \[1\]"):
+        model(tokens(1, 9), cu_seq_lens_q=torch.tensor([0, 4, 9]))
+
+
+@ngrams
+@pytest.mark.parametrize(("before", "drafted", "rejected"), [(9, 5, 2), (1, 4, 4), (9, 1, 1), (2, 20, 0)])
+@torch.no_grad()
+def test_drafts_are_taken_back_from_the_states_of_ngrams(before: int, drafted: int, rejected: int) -> None:
+    """The embeddings' own states are cropped with those of the layers, and are no longer than before."""
+    model = swapped(build("qwen4_exp"))
+    ids, others = tokens(2, before + drafted), tokens(2, 3, seed=2)
+    cache = model(ids[:, :before], use_cache=True).past_key_values
+    sizes = [t.shape for t in cache.layers[0].conv_states.values()]
+    cache.activate_past_recording()
+    for part in ids[:, before:].split(2, 1):
+        model(part, past_key_values=cache)
+    cache.crop(-rejected)
+    assert [t.shape for t in cache.layers[0].conv_states.values()] == sizes
+    kept = torch.cat((ids[:, : before + drafted - rejected], others), 1)
+    got, want = model(others, past_key_values=cache).logits, model(kept, use_cache=False).logits[:, -3:]
+    assert error(got, want) < 1e-5
 
 
 # ---------------------------------------------------------------- images

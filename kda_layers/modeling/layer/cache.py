@@ -113,9 +113,12 @@ class KDACacheLayer(LinearAttentionLayer):
         return self.past[call].advance(states, tokens) if tokens else states
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Update as the stock layer does; the past is recorded in `past`, so that the state never grows."""
+        """Update as the stock layer does; the past is recorded in `past`, so that the state never grows.
+
+        Other states than the first are of other modules, as Qwen4's embeddings of n-grams, and do grow until `crop`.
+        """
         recording = self.record_past  # type: ignore[has-type]
-        self.record_past = False
+        self.record_past = recording and state_idx > 0
         try:
             return super().update_conv_state(conv_states, state_idx, **kwargs)
         finally:
@@ -154,7 +157,7 @@ class KDACacheLayer(LinearAttentionLayer):
             ValueError: a positive number.
             RuntimeError: not recording, or more tokens than are recorded. Nothing is changed then.
         """
-        left = self.check_crop(tokens_to_remove)
+        left = removed = self.check_crop(tokens_to_remove)
         waiting, self.waiting = self.waiting, None
         make_writable(self)
         if waiting is not None:
@@ -171,6 +174,10 @@ class KDACacheLayer(LinearAttentionLayer):
                 self.reset()
             else:
                 self._store(states)
+        for i in range(1, self.number_of_states):
+            if (conv := self._conv_states[i]) is not None:
+                end = conv.shape[-1] - removed
+                self._conv_states[i] = conv[..., max(end - self.conv_kernel_size[i], 0) : end]
         self.past = []
 
     def reset(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from einops import rearrange
 from torch import Tensor
 
 from kda_layers.modeling.swap.gated_delta import GatedDeltaFamily, StockQwenLayer
@@ -16,7 +17,7 @@ class StockQwen3NextLayer(StockQwenLayer):
 
     def _split(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         K, group = self.head_k_dim, self.num_v_heads // self.num_k_heads
-        qkvz, ba = (t.unflatten(-1, (self.num_k_heads, -1)) for t in outputs)
+        qkvz, ba = (rearrange(t, "b t (h d) -> b t h d", h=self.num_k_heads) for t in outputs)
         *qkv, z = (t.flatten(2) for t in qkvz.split((K, K, *(group * self.head_v_dim,) * 2), -1))
         b, a = (t.flatten(2) for t in ba.split(group, -1))
         return qkv, a, b, z
