@@ -223,5 +223,5 @@ def is_dtensor(t: Any) -> bool:
 
 def is_stock(module: Any) -> bool:
     """Return True for one of transformers' own KDA layers or gated delta nets that is not swapped."""
-    decays = hasattr(module, "forget_gate") or (hasattr(module, "A_log") and hasattr(module, "conv1d"))
+    decays = hasattr(module, "forget_gate") or (hasattr(module, "A_log") and hasattr(module, "head_k_dim"))
     return decays and not hasattr(module, "kda_options")

@@ -49,10 +49,11 @@ except ImportError as error:
 
 FP32 = torch.float32
 LATENT = [f"swapped {family}" for family in ("kimi_linear", "bailing_hybrid") if f"swapped {family}" in SWAPPED]
-SERVED = [*(name for name in OURS if name != "key_bias"), *LATENT]
+GATED = [f"swapped {family}" for family in ("qwen3_next", "qwen3_5", "olmo_hybrid") if f"swapped {family}" in SWAPPED]
+SERVED = [*(name for name in OURS if name != "key_bias"), *LATENT, *GATED]
 every_served = of_models(SERVED)
-# No softmax layers, rotary positions, sliding windows, latent attention.
-some = pytest.mark.parametrize("name", ["kda", "llama", "windows", *LATENT])
+# No softmax layers, rotary positions, sliding windows, latent attention, one decay for each head.
+some = pytest.mark.parametrize("name", ["kda", "llama", "windows", *LATENT, *GATED])
 
 
 @functools.cache
@@ -679,10 +680,20 @@ def test_stock_models_are_served_as_before() -> None:
 def test_other_linear_attention_is_refused() -> None:
     fields = dict(
         vocab_size=29, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        num_experts=2, linear_num_key_heads=1, linear_num_value_heads=1, layer_types=["linear_attention"] * 2,
+        intermediate_size=16, num_local_experts=2, layer_types=["linear_attention"] * 2,
     )  # fmt: skip
-    m = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**fields))
+    m = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**fields))
     with pytest.raises(ValueError, match="its linear-attention layers are not those of kda_layers"):
+        m.generate_batch(prompts(3), generation(2))
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_stock_gated_delta_nets_are_refused(name: str) -> None:
+    m = stock_models.build(name.removeprefix("swapped "))
+    with pytest.raises(ValueError, match=r"got stock layers at .*: call kda_layers.swap_attention\(model\) first"):
+        m.generate_batch(prompts(3), generation(2))
+    kda_layers.swap_attention(m, [0])
+    with pytest.raises(ValueError, match=r"must be swapped for .* got stock layers at model\.layers\.2\.linear_attn,"):
         m.generate_batch(prompts(3), generation(2))
 
 

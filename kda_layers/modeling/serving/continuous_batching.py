@@ -31,13 +31,13 @@ def enable_continuous_batching() -> None:
 
     `model.generate_batch`, `ContinuousBatchingManager` and transformers' server (`transformers.cli.serve.Serve` with
     continuous_batching=True) then take `KDAForCausalLM`, the models that `convert_attention` makes (KDALlama and so on)
-    and, after `swap_attention`, Kimi-Linear and Ling, which the server swaps itself. A request has one slot for the
-    states of all its KDA layers, whatever its length. When all slots are taken, requests wait; a request that can never
-    fit fails with a message that names the option. Prompts share prefixes, but for models with sliding windows
-    (`allow_block_sharing=False` turns it off). On a GPU, models without softmax attention whose layers run on fast
-    kernels (16 bits) are served with CUDA graphs and asynchronous batching, unless `ContinuousBatchingConfig` says
-    otherwise (`use_cuda_graph`, `use_async_batching`) or compiles. Models of other kinds are served as before. Calling
-    it again does nothing.
+    and, after `swap_attention`, Kimi-Linear, Ling, Qwen3-Next, Qwen3.5 and OLMo Hybrid, which the server swaps itself.
+    A request has one slot for the states of all its KDA layers, whatever its length. When all slots are taken, requests
+    wait; a request that can never fit fails with a message that names the option. Prompts share prefixes, but for
+    models with sliding windows (`allow_block_sharing=False` turns it off). On a GPU, models without softmax attention
+    whose layers run on fast kernels (16 bits) are served with CUDA graphs and asynchronous batching, unless
+    `ContinuousBatchingConfig` says otherwise (`use_cuda_graph`, `use_async_batching`) or compiles. Models of other
+    kinds are served as before. Calling it again does nothing.
 
     For a model that cannot be served (`attention_bias="key"`, indexed attention, tensor parallelism, stock KDA layers),
     these raise a ValueError.

@@ -48,9 +48,9 @@ def check_model(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
         stock = [path for path, module in self.named_modules() if is_stock(module)]
         if stock:
             raise ValueError(
-                f"every KDA layer of {type(self).__name__} must be swapped for continuous batching, got stock layers "
-                f"at {', '.join(stock)}, whose states have no place in transformers' paged cache: call "
-                "kda_layers.swap_attention(model) first"
+                f"every layer of linear attention of {type(self).__name__} must be swapped for continuous batching, "
+                f"got stock layers at {', '.join(stock)}, whose states have no place in transformers' paged cache: "
+                "call kda_layers.swap_attention(model) first"
             )
         stored_dtype(getattr(config, "linear_state_dtype", "float32"), self.dtype)
         if getattr(self, "_device_mesh", None) is not None:
@@ -128,7 +128,7 @@ def _reads_nothing(module: Any) -> bool:
     """False for a KDA layer of plain PyTorch, which reads slots on the host."""
     if not isinstance(module, KDAForward):
         return True
-    weight, backend = module.q_proj.weight, module.kda_options.get("backend")
+    weight, backend = module.o_proj.weight, module.kda_options.get("backend")
     facts = dict(packed=True), dict(decode=True)
     steps = [module.problem(weight.device, weight.dtype, has_state=True, **fields) for fields in facts]
     return all(KDA_BACKENDS.select(step, backend).name != "eager" for step in steps)

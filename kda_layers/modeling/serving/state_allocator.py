@@ -69,9 +69,7 @@ class StateAllocator(CacheAllocator):
     ):
         """Compute sizes; the arguments are those of the engine's other allocators."""
         check_config(config)
-        # Configurations of transformers' own models have no heads and widths of values alone.
-        H, K, W = config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim
-        HV, V = getattr(config, "linear_num_value_heads", H), getattr(config, "linear_value_head_dim", K)
+        (H, K), (HV, V), W = *heads_of(config), config.linear_conv_kernel_dim
         kept = stored_dtype(getattr(config, "linear_state_dtype", "float32"), cache_dtype)
         # Of one layer in a slot: what of `Slots.pools`, its dtype and shape.
         self.parts: list[tuple[torch.dtype, tuple[int, ...]]] = [(cache_dtype, (2 * H * K + HV * V, W))]
@@ -213,6 +211,16 @@ def has_states(config: Any) -> bool:
     return KDA in (getattr(config, "layer_types", None) or ())
 
 
+def heads_of(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return number and width of the heads of q and k, and of the values, in layers of linear attention."""
+    if hasattr(config, "linear_num_key_heads"):  # gated delta nets
+        H, K = config.linear_num_key_heads, config.linear_key_head_dim
+    else:
+        H, K = config.linear_num_heads, config.linear_head_dim
+    # Configurations of transformers' own KDA models have no heads and widths of values alone.
+    return (H, K), (getattr(config, "linear_num_value_heads", H), getattr(config, "linear_value_head_dim", K))
+
+
 def check_config(config: Any) -> None:
     """Raise a ValueError unless the engine can serve models of this configuration, which has KDA layers."""
     kind = f"a {config.model_type} model"
@@ -223,7 +231,7 @@ def check_config(config: Any) -> None:
             f"continuous batching does not serve {kind}: transformers' paged cache has room for keys and values, and "
             f"{others[0]} keeps {what}. Use generate"
         )
-    if not (isinstance(config, KDAFields) or config.model_type in IN_PLACE):
+    if not (isinstance(config, KDAFields) or config.model_type.removesuffix("_text") in IN_PLACE):
         raise ValueError(
             f"continuous batching does not serve {kind}: its linear-attention layers are not those of kda_layers. "
             "Use generate"
