@@ -254,6 +254,8 @@ def stock(folder: Path) -> dict[str, Any]:
         results[name], results[f"{name} tokens"] = trained_stock(model), generate(model, ids(2, 9))
     glm = parallel(folder / "glm5_next", AutoModelForImageTextToText)
     results["glm5_next"] = message(kda_layers.swap_attention, glm)
+    qwen = parallel(folder / "qwen3_next")
+    results["qwen3_next"] = message(kda_layers.swap_attention, qwen)
     results["doge"] = message(kda_layers.swap_attention, parallel(folder / "doge"))
     results["convert"] = message(kda_layers.swap_attention, parallel(folder / "stock llama"), "all")
     if can_replicate():
@@ -261,6 +263,10 @@ def stock(folder: Path) -> dict[str, Any]:
         whole = kda_layers.load_pretrained(folder / "glm5_next", dtype=FP64, distributed_config=config).double().eval()
         with torch.no_grad():
             results["glm5_next replicated"] = whole(ids(2, 70, high=90)).logits
+        config = DistributedConfig(tp_plan={name: "replicate" for name in qwen.tp_plan if ".linear_attn." in name})
+        whole = kda_layers.load_pretrained(folder / "qwen3_next", dtype=FP64, distributed_config=config).double().eval()
+        with torch.no_grad():
+            results["qwen3_next replicated"] = whole(ids(2, 70, high=90)).logits
     return results
 
 
@@ -331,7 +337,7 @@ def make(folder: Path) -> None:
         model.save_pretrained(folder / case)
     for name, heads in REFUSED.items():
         KDAForCausalLM(KDAConfig(**(TINY | EVEN | heads))).save_pretrained(folder / name)
-    for family in ("kimi_linear", "glm5_next", "doge"):
+    for family in ("kimi_linear", "glm5_next", "qwen3_next", "doge"):
         model = stock_models.build(family, vocab_size=98, dense=True)
         model.save_pretrained(folder / family)
     config = STOCK["llama"][0](**(TINY_STOCK | EVEN))
@@ -503,15 +509,18 @@ def test_plans_that_shard_attention_otherwise(folder: Path, ranks: list[dict[str
     for rank in ranks:
         assert "self_attn must have unsharded weights on every rank, got shards" in rank["glm5_next"]
         assert "at o_proj.weight: the plan of Glm5Next" in rank["glm5_next"]
+        assert "linear_attn must have unsharded weights on every rank, got shards" in rank["qwen3_next"]
+        assert "DistributedConfig(tp_plan={'...linear_attn.out_proj': 'replicate'})" in rank["qwen3_next"]
         assert "self_attn must have unsharded weights on every rank, got shards" in rank["doge"]
         assert rank["convert"].startswith("model must have unsharded weights on every rank, got shards")
     if can_replicate():
-        model = alone(folder / "glm5_next", AutoModelForImageTextToText)
-        kda_layers.swap_attention(model)
-        with torch.no_grad():
-            want = model(ids(2, 70, high=90)).logits
-        for rank in ranks:
-            compare({"logits": rank["glm5_next replicated"]}, {"logits": want})
+        for family, kind in (("glm5_next", AutoModelForImageTextToText), ("qwen3_next", AutoModelForCausalLM)):
+            model = alone(folder / family, kind)
+            kda_layers.swap_attention(model)
+            with torch.no_grad():
+                want = model(ids(2, 70, high=90)).logits
+            for rank in ranks:
+                compare({"logits": rank[f"{family} replicated"]}, {"logits": want})
 
 
 if __name__ == "__main__":

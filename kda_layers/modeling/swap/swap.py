@@ -53,16 +53,17 @@ def swap_attention(
 ) -> list[str]:
     """Run layers of a transformers model by our forward, in place.
 
-    KDA layers (Kimi-Linear, GLM-5.3-Flash, Ling / Ring) or biased softmax attention (Doge) compute with our forward
-    over the same parameters, so checkpoints, parameter names and optimizers stay. The class of a model with KDA layers
-    becomes a subclass of the same name, whose `generate` has its loop on the device. `restore_attention` undoes all of
-    it. For a softmax decoder (Llama, Qwen2, Qwen3, Mistral) see `convert_attention`.
+    KDA layers (Kimi-Linear, GLM-5.3-Flash, Ling / Ring), gated delta nets (Qwen3-Next, Qwen3.5, Qwen4, OLMo Hybrid) or
+    biased softmax attention (Doge) compute with our forward over the same parameters, so checkpoints, parameter names
+    and optimizers stay. The class of a model with linear attention becomes a subclass of the same name, whose
+    `generate` has its loop on the device. `restore_attention` undoes all of it. For a softmax decoder (Llama, Qwen2,
+    Qwen3, Mistral) see `convert_attention`.
 
     Args:
         model: the transformers model.
         layers: indices of decoder layers; None means all that can be swapped.
         backend: name of a kernel backend for these layers; None chooses (see `kda_layers.explain`).
-        recompute, memory_share: for KDA layers, as in `KimiDeltaAttention`.
+        recompute, memory_share: for KDA layers and gated delta nets, as in `KimiDeltaAttention`.
         **config: deprecated, as is a softmax decoder for model: call `convert_attention`, which takes both.
 
     Returns:
@@ -96,17 +97,13 @@ def swap_attention(
     if config:
         raise TypeError(f"{type(model).__name__} keeps its layers' shapes: unexpected {sorted(config)}")
     chosen = _chosen_layers(model, family, layers)
-    hint = (
-        f"the plan of {type(model).__name__} does not shard it by heads. Override all its rules for self_attn, "
-        "DistributedConfig(tp_plan={'...self_attn.o_proj': 'replicate'})"
-    )
     for path, layer in chosen.items():
         try:
             family.check(layer)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         check_numbers(path, layer)
-        check_not_sharded(path, layer, hint)
+        check_not_sharded(path, layer, _hint_of_plan(model, path, layer))
         if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
             raise ValueError(f"{path}: forward must be the class's own, but something has replaced it on the instance")
     family.warn(model, list(chosen.values()))
@@ -184,7 +181,7 @@ def _get_candidate_generator(self: Any, generation_config: Any, *args: Any, **kw
     if generation_config.use_mtp:
         raise ValueError(
             f"use_mtp must be unset for a {type(self).__name__}, got True: transformers has no multi-token prediction "
-            "for models with KDA layers. Draft by prompt_lookup_num_tokens= or assistant_model="
+            "for models with linear attention. Draft by prompt_lookup_num_tokens= or assistant_model="
         )
     return type(self)._get_candidate_generator(self, generation_config, *args, **kwargs)
 
@@ -310,6 +307,14 @@ def _chosen_layers(model: nn.Module, family: StockFamily, layers: Iterable[int] 
         kinds = sorted({type(chosen[path]).__name__ for path in swapped})
         raise ValueError(f"layers must not be swapped already, got {', '.join(swapped)} of {', '.join(kinds)}")
     return chosen
+
+
+def _hint_of_plan(model: nn.Module, path: str, layer: nn.Module) -> str:
+    name, out = path.rpartition(".")[2], "out_proj" if hasattr(layer, "out_proj") else "o_proj"
+    return (
+        f"the plan of {type(model).__name__} does not shard it by heads. Override all its rules for {name}, "
+        f"DistributedConfig(tp_plan={{'...{name}.{out}': 'replicate'}})"
+    )
 
 
 def _set_class(layer: Any, cls: type[nn.Module]) -> None:
