@@ -20,16 +20,25 @@ KDA_LAYERS = {
     "glm5_next": "Glm5NextTextLinearAttention",
     "bailing_hybrid": "BailingHybridDeltaAttention",
 }
+LIKE_OTHERS = ("qwen3_5", "qwen4_exp")  # their layers are those of qwen3_5_moe
+
+
+def each(families: Sequence[str]) -> pytest.MarkDecorator:
+    """Parametrise a test by families; those with the layers of another one are slow."""
+    slow = [pytest.mark.slow]
+    return pytest.mark.parametrize("family", [pytest.param(f, marks=slow * (f in LIKE_OTHERS)) for f in families])
+
+
 KDA_FAMILIES = [f for f in KDA_LAYERS if f != "bailing_hybrid" or hasattr(transformers, "BailingHybridConfig")]
 GATED_DELTA_FAMILIES = gated_delta_models.HERE
 FAMILIES = [*KDA_FAMILIES, *GATED_DELTA_FAMILIES]  # with layers of linear attention
 MIXING = ("glm5_next", "qwen4_exp")  # other layers mix packed documents
 every_kda_family = pytest.mark.parametrize("family", KDA_FAMILIES)
-every_gated_delta_family = pytest.mark.parametrize("family", GATED_DELTA_FAMILIES)
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_gated_delta_family = each(GATED_DELTA_FAMILIES)
+every_family = each(FAMILIES)
 RANDOM = ("A_log", "dt_bias", "o_norm.weight", "q_norm.weight", "k_norm.weight", "linear_attn.norm.weight")
 IN_PLACE = [*FAMILIES, "doge"]
-every_family_in_place = pytest.mark.parametrize("family", IN_PLACE)
+every_family_in_place = each(IN_PLACE)
 
 
 def build(
