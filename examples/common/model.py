@@ -47,6 +47,7 @@ def serving_backend(config: Any, s: LMSettings, device: torch.device) -> str:
         group=config.linear_num_value_heads // config.linear_num_heads,
         gate_activation=config.linear_gate_activation,
         beta_activation="2sigmoid" if config.linear_allow_neg_eigval else "sigmoid",
+        head_gates=config.linear_decay == "head",
     )
     try:
         return KDA.select(problem).name

@@ -71,6 +71,13 @@ def check_kda_arguments(given: Mapping[str, Any], prefix: str = "") -> None:
         raise type(error)(f"{prefix}{error}") from error
     for name in ("gate_rank", "decay_rank"):
         as_rank(prefix + name, given[name] or 0)
+    if given["decay"] not in ("channel", "head"):
+        raise ValueError(f"{prefix}decay must be 'channel' or 'head', got {given['decay']!r}")
+    if given["decay"] == "head" and given["decay_rank"]:
+        raise ValueError(
+            f"{prefix}decay_rank must be None or 0 with {prefix}decay='head', got {given['decay_rank']}: the "
+            "projection has one row for each value head only, and is stored at full rank"
+        )
     check_epsilon("rms_norm_eps", given["rms_norm_eps"])
 
 

@@ -45,6 +45,7 @@ KDA_LM: dict[str, dict[str, Any]] = {  # fields of KDAConfig
         layer_types=["full_attention", "linear_attention"],
     ),
     "key_bias": dict(attention_bias="key", full_attention_interval=2),
+    "head_decay": dict(linear_decay="head", linear_num_value_heads=4, full_attention_interval=2),
 }  # fmt: skip
 TINY_STOCK = dict(
     vocab_size=29, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,

@@ -159,6 +159,7 @@ def of_layer(ranks: Ranks) -> None:
         ),
         ("packed", Shards.contiguous(), packed, dict(allow_neg_eigval=True, gate_rank=0)),
         ("mixed ranks", Shards.contiguous(), None, dict(gate_rank=0, decay_rank=3, learned_rate=False)),
+        ("one decay a head", Shards.balanced(), None, dict(decay="head")),
     ):
         m = layer(**options)
         B = 1 if offsets is not None else 2

@@ -42,7 +42,7 @@ from tests.modeling import stock_models
 from tests.modeling.captures import Captures, Reads, build, use_graphs
 from tests.modeling.models import ids, left_padded
 
-OTHERS = ("softplus_tied", "grouped", "key_bias", "llama", "llama, all")
+OTHERS = ("softplus_tied", "grouped", "key_bias", "head_decay", "llama", "llama, all")
 # Of 29 tokens, so that some sequences end early; greedy ones by the first token that the model repeats.
 ENDS = dict(eos_token_id=[3, 5, 7])
 CHOICES: dict[str, dict[str, Any]] = {

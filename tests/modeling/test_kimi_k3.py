@@ -316,7 +316,8 @@ def test_a_model(tmp_path: Path) -> None:
 
 def test_plan_of_tensor_parallelism() -> None:
     """A rule for each weight that is cut by heads, and none that matches nothing."""
-    for fields in ({}, MIXED, dict(linear_gate_rank=0), dict(linear_gate_rank=2, linear_decay_rank=0)):
+    by_head = dict(linear_decay="head", linear_num_value_heads=4)
+    for fields in ({}, MIXED, dict(linear_gate_rank=0), dict(linear_gate_rank=2, linear_decay_rank=0), by_head):
         config = tiny(**fields)
         plan = config.base_model_tp_plan
         model = KDAForCausalLM(config)

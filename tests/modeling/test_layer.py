@@ -40,6 +40,8 @@ LAYERS = {
     "low_rank_gate_fixed_rate": dict(
         num_heads=1, head_dim=8, num_value_heads=2, gate_rank=3, decay_rank=0, output_gate_bias=True, learned_rate=False
     ),
+    "head_decay": dict(num_heads=2, head_dim=8, num_value_heads=4, value_head_dim=12, decay="head"),
+    "head_decay_softplus": dict(num_heads=2, head_dim=8, decay="head", gate_activation="softplus", lower_bound=None),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 grad_or_not = pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
@@ -96,7 +98,9 @@ def straight_line(layer: KimiDeltaAttention, name: str, x: Tensor) -> tuple[Tens
         for i in range(W):
             conv = conv + w["conv1d.weight"][:, 0, i] * inputs[t + 1 + i]
         conv = conv * torch.sigmoid(conv)
-        ranks = {"f": given.get("decay_rank", given.get("gate_rank")), "g": given.get("gate_rank")}
+        by_head = given.get("decay") == "head"
+        f_rank = 0 if by_head else given.get("decay_rank", given.get("gate_rank"))
+        ranks = {"f": f_rank, "g": given.get("gate_rank")}
         logits, gate = (
             w[f"{n}_proj.weight"] @ x[t] if rank == 0 else w[f"{n}_b_proj.weight"] @ (w[f"{n}_a_proj.weight"] @ x[t])
             for n, rank in ranks.items()
@@ -110,7 +114,8 @@ def straight_line(layer: KimiDeltaAttention, name: str, x: Tensor) -> tuple[Tens
             k = conv[(H + j) * K : (H + j + 1) * K].to(wide)
             v = conv[2 * H * K + i * V : 2 * H * K + (i + 1) * V].to(wide)
             q, k = (y / torch.sqrt((y * y).sum() + 1e-6) for y in (q, k))
-            a = logits[i * K : (i + 1) * K].to(wide) + w["dt_bias"][i * K : (i + 1) * K]
+            those = slice(i, i + 1) if by_head else slice(i * K, (i + 1) * K)  # one decay, or one a channel
+            a = logits[those].to(wide) + w["dt_bias"][those]
             rate = torch.exp(w["A_log"][i]) if given.get("learned_rate", True) else 1.0
             if given.get("gate_activation") == "softplus":
                 log_decay = -rate * torch.log1p(torch.exp(a))

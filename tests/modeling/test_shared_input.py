@@ -80,9 +80,11 @@ def layer() -> KimiDeltaAttention:
 
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize(
-    "ranks", [{}, dict(gate_rank=0), dict(gate_rank=0, decay_rank=5)], ids=["low rank", "full rank", "mixed ranks"]
+    "ranks",
+    [{}, dict(gate_rank=0), dict(gate_rank=0, decay_rank=5), dict(decay="head")],
+    ids=["low rank", "full rank", "mixed ranks", "one decay a head"],
 )
-def test_layer(ranks: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer(ranks: dict[str, int | str], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     made, calls = KimiDeltaAttention(16, 2, 8, **ranks).double(), []
     multiplied = fused_sums.multiplied

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name of tests.modeling.model
     "grouped": ("grouped", dict(linear_output_gate_bias=True)),
     "full rank": ("grouped", FULL_RANK),
     "mixed ranks": ("grouped", dict(linear_gate_rank=0, linear_decay_rank=3, linear_learned_rate=False)),
+    "head_decay": ("head_decay", {}),
     "softplus_tied": ("softplus_tied", {}),
     "key_bias": ("key_bias", {}),
     "llama": ("llama", {}),

@@ -32,6 +32,7 @@ LAYERS: dict[str, dict[str, Any]] = {  # a layer that each family can hold, and 
     ),
     "kda_layers": dict(num_heads=2, head_dim=8, num_value_heads=4, value_head_dim=6),
     "kda_layers, full rank": dict(num_heads=1, head_dim=8, gate_rank=0, output_gate_bias=True),
+    "kda_layers, one decay a head": dict(num_heads=2, head_dim=8, num_value_heads=4, decay="head"),
     "kda_layers, rank 3": dict(num_heads=3, head_dim=4, value_head_dim=8, gate_rank=3, output_gate_bias=True),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
@@ -106,7 +107,8 @@ def test_options_of_the_layer_that_weights_fit(name: str) -> None:
     layer = make_layer(name)
     options = kda_layer_options(export_kda_weights(layer, family), family=family)
     gate = {} if family == "kimi_linear" else {k: v for k, v in LAYERS[name].items() if k in SOFTPLUS}
-    other = KimiDeltaAttention(**options, **gate)
+    heads = {n: LAYERS[name][n] for n in ("num_heads", "head_dim")}  # which one decay a head does not show
+    other = KimiDeltaAttention(**(heads | options), **gate)
     assert {n: p.shape for n, p in other.named_parameters()} == {n: p.shape for n, p in layer.named_parameters()}
     assert other.kda_options["gate_activation"] == layer.kda_options["gate_activation"]
 

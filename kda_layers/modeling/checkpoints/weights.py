@@ -93,7 +93,8 @@ def kda_layer_options(source: Source, *, family: str | None = None, prefix: str 
     """Return the options of the KimiDeltaAttention that weights fit: `KimiDeltaAttention(**options, ...)`.
 
     Options that weights do not show are left out: rms_norm_eps and layer_idx; allow_neg_eigval for "kda_layers", "fla"
-    and "alice_ai"; gate_activation and lower_bound except for "kimi_linear" and "alice_ai", which have only one gate.
+    and "alice_ai"; gate_activation and lower_bound except for "kimi_linear" and "alice_ai", which have only one gate;
+    num_heads and head_dim with decay="head", where shapes depend on their product alone.
     The config.json of a folder with a "kimi_k3" or "alice_ai" shows them, and rms_norm_eps.
 
     Args, raises: as in `load_kda_weights`; a ValueError for a config.json without these fields.
@@ -210,13 +211,15 @@ def _options_of_weights(naming: Naming, tensors: Mapping[str, Tensor]) -> dict[s
     )
     try:
         heads = tensors["b_proj.weight"].shape[0]
-        head_dim = dt_bias.numel() // max(heads, 1)
+        by_head = naming.name("f_proj.weight") in tensors and dt_bias.numel() == heads
+        # With one decay a head, q and k show the product H K only, which H = 1 stands for here.
+        head_dim = q.shape[0] if by_head else dt_bias.numel() // max(heads, 1)
         firsts = {n: tensors.get(naming.name(f"{n}_a_proj.weight")) for n in "fg"}
         ranks = {n: 0 if first is None else first.shape[0] for n, first in firsts.items()}
         options: dict[str, Any] = dict(
             hidden_size=q.shape[-1], num_heads=q.shape[0] // max(head_dim, 1), head_dim=head_dim,
             num_value_heads=heads, value_head_dim=norm.numel(), conv_kernel_dim=conv.shape[-1], gate_rank=ranks["g"],
-            decay_rank=ranks["f"], learned_rate=naming.name("A_log") in tensors,
+            decay_rank=ranks["f"], decay="head" if by_head else "channel", learned_rate=naming.name("A_log") in tensors,
             output_gate_bias=any(naming.name(n) in tensors for n in ("g_b_proj.bias", "g_proj.bias")),
         )  # fmt: skip
         with torch.device("meta"):
@@ -226,13 +229,15 @@ def _options_of_weights(naming: Naming, tensors: Mapping[str, Tensor]) -> dict[s
     wrong = differences(tensors, naming.views(layer))
     if wrong:
         raise ValueError(f"source must hold the {naming} weights of one layer, got, for {options}, {wrong}")
-    return options
+    return {n: option for n, option in options.items() if not (by_head and n in ("num_heads", "head_dim"))}
 
 
 def _unlike(layer: KimiDeltaAttention, options: Mapping[str, Any]) -> list[str]:
     """Describe the options that have another value in the layer; a wanted value may be the name of another option."""
-    sizes = ("hidden_size", "num_heads", "head_dim", "num_value_heads", "value_head_dim", "gate_rank", "decay_rank")
-    has = {n: getattr(layer, n) for n in sizes} | dict(
+    same = (
+        "hidden_size", "num_heads", "head_dim", "num_value_heads", "value_head_dim", "gate_rank", "decay_rank", "decay",
+    )  # fmt: skip
+    has = {n: getattr(layer, n) for n in same} | dict(
         conv_kernel_dim=layer.conv1d.weight.shape[-1],
         learned_rate=layer.A_log is not None,
         output_gate_bias=(layer.g_b_proj if layer.gate_rank else layer.g_proj).bias is not None,
@@ -256,9 +261,10 @@ def _hint(naming: Naming, tensors: Mapping[str, Tensor], layer: KimiDeltaAttenti
     if any(n.endswith("conv1d.bias") for n in tensors):
         return "; biases of the convolution are not supported"
     try:
-        return f"; they fit a KimiDeltaAttention with {', '.join(_unlike(layer, _options_of_weights(naming, tensors)))}"
+        unlike = _unlike(layer, _options_of_weights(naming, tensors))
     except ValueError:
         return ""
+    return f"; they fit a KimiDeltaAttention with {', '.join(unlike)}" if unlike else ""
 
 
 class SafetensorsFiles(Mapping[str, Tensor]):

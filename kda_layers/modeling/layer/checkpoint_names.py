@@ -127,7 +127,7 @@ class Format(NamedTuple):
 # Options of every KDA layer in transformers.
 STOCK = dict(
     num_value_heads="num_heads", value_head_dim="head_dim", output_gate_bias=False, allow_neg_eigval=False,
-    learned_rate=True,
+    learned_rate=True, decay="channel",
 )  # fmt: skip
 OURS = Format(
     {},
@@ -139,7 +139,13 @@ OURS = Format(
     ),
 )  # fmt: skip
 FLA = Format(
-    dict(gate_rank="value_head_dim", decay_rank="value_head_dim", output_gate_bias=True, learned_rate=True),
+    dict(
+        gate_rank="value_head_dim",
+        decay_rank="value_head_dim",
+        output_gate_bias=True,
+        learned_rate=True,
+        decay="channel",
+    ),
     (Naming("fla", None, (*LOW_RANK, "g_b_proj.bias"), SEQUENTIAL, separate_conv=True),),
 )
 

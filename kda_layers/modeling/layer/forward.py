@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
@@ -98,7 +98,7 @@ class KDAForward:
     merged_weights: MergedWeights  # q, k, v, log-decay, output gate, beta
     factors: MergedWeights  # the second factors of log-decay and output gate, if both have one
     plan: Remembered[DecodePlan]  # of decode steps
-    head_gates: ClassVar[bool] = False  # one decay for each head, as gated delta nets have: dt_bias is [HV]
+    head_gates: bool = False  # one decay for each head, as gated delta nets have: dt_bias is [HV]
     output_activation: str = "sigmoid"  # of the output gate
     state_dtype: str = "float32"  # of states in caches that are begun
     recompute: str = "auto"  # as in `kda`
@@ -285,7 +285,7 @@ class KDAForward:
 
     def _heads(self) -> tuple[int, int]:
         """Return the numbers of q/k and of value heads, which are this rank's under tensor parallelism."""
-        HV = self.dt_bias.numel() // self.head_dim
+        HV = self.dt_bias.numel() // (1 if self.head_gates else self.head_dim)
         return (self.conv1d.weight.shape[0] - HV * self.value_head_dim) // (2 * self.head_dim), HV
 
     def _factors(self) -> tuple[Any, ...]:

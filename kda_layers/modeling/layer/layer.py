@@ -35,12 +35,14 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         conv_kernel_dim: taps W of the short convolution over q, k and v.
         gate_activation: "lower_bound" (log-decay in (lower_bound, 0)) or "softplus" (unbounded).
         lower_bound: in [-5, 0) nats per token with "lower_bound"; None with "softplus".
+        decay: "channel" for a log-decay of each key channel, or "head" for one that all channels of a value head share,
+            as in gated delta nets: f_proj is [HV, D] and dt_bias [HV].
         allow_neg_eigval: beta in (0, 2) instead of (0, 1).
         rms_norm_eps: epsilon of the output norm.
         gate_rank: rank of the output gate's projection, and of the log-decay's unless decay_rank is given; None for
             value_head_dim, as in Kimi Linear and GLM-5.3-Flash; 0 for full rank, as in Ling / Ring.
         decay_rank: rank of the log-decay's projection; None for gate_rank, 0 for full rank. Kimi K3 has decay_rank =
-            head_dim beside gate_rank = 0.
+            head_dim beside gate_rank = 0. With decay="head" None or 0, as the rank is full.
         learned_rate: False to fix the rate exp(A_log) at 1, without the parameter A_log; with "lower_bound" only.
         output_gate_bias: True for an output gate with a bias, as in flash-linear-attention.
         layer_idx: index of this layer in a cache; needed only to use one.
@@ -53,7 +55,8 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         TypeError: an unknown keyword; a size, a rank or layer_idx that is not an integer; rms_norm_eps or lower_bound
             that is not a number.
         ValueError: num_value_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound,
-            state_dtype, recompute or memory_share; a negative rms_norm_eps or rank; "softplus" without a learned rate.
+            decay, state_dtype, recompute or memory_share; a negative rms_norm_eps or rank; a decay_rank with
+            decay="head"; "softplus" without a learned rate.
     """
 
     kept_in_fp32 = ("A_log", "dt_bias")  # the decay is exponential in A_log
@@ -70,6 +73,7 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         conv_kernel_dim: int = 4,
         gate_activation: str = "lower_bound",
         lower_bound: float | None = -5.0,
+        decay: str = "channel",
         allow_neg_eigval: bool = False,
         rms_norm_eps: float = 1e-6,
         gate_rank: int | None = None,
@@ -97,14 +101,16 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
             raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
         self.recompute, self.memory_share = recompute_words(recompute, memory_share)
         given = dict(
-            gate_activation=gate_activation, lower_bound=lower_bound, rms_norm_eps=rms_norm_eps, gate_rank=gate_rank,
-            decay_rank=decay_rank, learned_rate=learned_rate, state_dtype=state_dtype, recompute=self.recompute,
-            memory_share=self.memory_share,
+            gate_activation=gate_activation, lower_bound=lower_bound, decay=decay, rms_norm_eps=rms_norm_eps,
+            gate_rank=gate_rank, decay_rank=decay_rank, learned_rate=learned_rate, state_dtype=state_dtype,
+            recompute=self.recompute, memory_share=self.memory_share,
         )  # fmt: skip
         check_kda_arguments(sizes | given)
         self.state_dtype = state_dtype
         self.gate_rank = value_head_dim if gate_rank is None else as_int("gate_rank", gate_rank)
-        self.decay_rank = self.gate_rank if decay_rank is None else as_int("decay_rank", decay_rank)
+        self.head_gates = decay == "head"
+        rank = decay_rank if decay_rank is not None else 0 if self.head_gates else self.gate_rank
+        self.decay_rank = as_int("decay_rank", rank)
         self.hidden_size, self.head_dim, self.value_head_dim = hidden_size, head_dim, value_head_dim
         self.num_heads, self.num_value_heads = num_heads, num_value_heads
         self.layer_idx = None if layer_idx is None else as_int("layer_idx", layer_idx)
@@ -120,7 +126,7 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
 
     def _make_parameters(self, W: int, eps: float, learned_rate: bool, output_gate_bias: bool) -> None:
         D, HV, K, V = self.hidden_size, self.num_value_heads, self.head_dim, self.value_head_dim
-        q_dim, v_dim, gate_dim = self.num_heads * K, HV * V, HV * K
+        q_dim, v_dim, gate_dim = self.num_heads * K, HV * V, HV if self.head_gates else HV * K
         linear = partial(nn.Linear, bias=False)
         self.q_proj, self.k_proj, self.v_proj = linear(D, q_dim), linear(D, q_dim), linear(D, v_dim)
         channels = 2 * q_dim + v_dim
@@ -162,7 +168,7 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
 
     @torch.no_grad()
     def reset_gate(self) -> None:
-        """Initialise A_log and dt_bias from dt log-uniform in [1e-3, 1e-1] per channel.
+        """Initialise A_log and dt_bias from dt log-uniform in [1e-3, 1e-1] for each log-decay.
 
         softplus, as in Kimi Linear: log-decay -exp(A_log) dt, with rates exp(A_log) uniform in [1, 16].
         lower_bound, as in GLM-5.3-Flash: log-decay lower_bound (1 - exp(-dt)), with rate 1, fixed or learned.
@@ -211,6 +217,11 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         return self.compute(hidden_states, attention_mask, cache, cu_seqlens, shards)
 
     @property
+    def decay(self) -> str:
+        """As the argument, "channel" or "head"."""
+        return "head" if self.head_gates else "channel"
+
+    @property
     def rms_norm_eps(self) -> float:
         """Epsilon of the output norm."""
         return self.o_norm.eps
@@ -221,7 +232,8 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
     def extra_repr(self) -> str:
         return (
             f"heads={self.num_heads}, v_heads={self.num_value_heads}, K={self.head_dim}, V={self.value_head_dim}, "
-            f"decay_rank={self.decay_rank}, gate_rank={self.gate_rank}, learned_rate={self.A_log is not None}, "
+            f"decay={self.decay}, decay_rank={self.decay_rank}, gate_rank={self.gate_rank}, "
+            f"learned_rate={self.A_log is not None}, "
             + ", ".join(f"{name}={value}" for name, value in self.kda_options.items())
             + f", state_dtype={self.state_dtype}, recompute={self.recompute}, memory_share={self.memory_share}"
         )

@@ -41,10 +41,13 @@ class KDAFields(PreTrainedConfig):
         linear_conv_kernel_dim: taps of the short convolution.
         linear_gate_activation: "lower_bound" or "softplus".
         linear_lower_bound: lowest log-decay per token in [-5, 0) with "lower_bound"; None with "softplus".
+        linear_decay: "channel" for a log-decay of each key channel, or "head" for one that all channels of a value head
+            share, as in gated delta nets. It shapes the weights.
         linear_allow_neg_eigval: beta in (0, 2) instead of (0, 1).
         linear_gate_rank: rank of the projection of the output gate, and of the log-decay's unless linear_decay_rank is
             given; None for linear_value_head_dim, 0 for full rank.
-        linear_decay_rank: rank of the log-decay's projection; None for linear_gate_rank, 0 for full rank.
+        linear_decay_rank: rank of the log-decay's projection; None for linear_gate_rank, 0 for full rank. With
+            linear_decay "head" None or 0, as the rank is full.
         linear_learned_rate: False to fix the rate exp(A_log) at 1, without A_log; with "lower_bound" only.
         linear_output_gate_bias: True for an output gate with a bias.
         linear_state_dtype: "float32", "bfloat16" or "int8", in which caches and the slots of continuous batching keep
@@ -65,6 +68,7 @@ class KDAFields(PreTrainedConfig):
     linear_conv_kernel_dim: int = 4
     linear_gate_activation: str = "lower_bound"
     linear_lower_bound: float | int | None = -5.0
+    linear_decay: str = "channel"
     linear_allow_neg_eigval: bool = False
     linear_gate_rank: int | None = None
     linear_decay_rank: int | None = None
@@ -114,7 +118,8 @@ class KDAFields(PreTrainedConfig):
         attention = {"": "kda_local_heads"}
         if "linear_attention" in types:
             decay_rank = self.linear_gate_rank if self.linear_decay_rank is None else self.linear_decay_rank
-            gates = "f_b_proj" if decay_rank else "f_proj", "g_b_proj" if self.linear_gate_rank else "g_proj"
+            factors = decay_rank and self.linear_decay == "channel"
+            gates = "f_b_proj" if factors else "f_proj", "g_b_proj" if self.linear_gate_rank else "g_proj"
             rate = ("A_log",) if self.linear_learned_rate else ()
             attention |= dict.fromkeys((*gates, "b_proj", *rate, "dt_bias"), "colwise")
         if types & set(self.softmax_types) and getattr(self, "attention_bias", None) == "key":
