@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.nn import Parameter
 from .torch_private import constant_to_compile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+OUTPUT_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]]  # of output gates
+OUTPUT_ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu}
 
 _TENSORS, _STRIDED = frozenset((Tensor, Parameter)), torch.strided
 

@@ -278,6 +278,7 @@ LAYER_STEPS = [
     layer_step.Variant(64, BF16, FP32, 64, 128, 4, 1),
     layer_step.Variant(128, BF16, FP32, 128, 0, 4, 1),
     layer_step.Variant(128, BF16, FP32, 0, 0, 4, 1, 3, True),
+    layer_step.Variant(128, BF16, FP32, 0, 0, 4, 2, head_gates=True),
     layer_step.Variant(128, BF16, BF16, 128, 128, 4, 1, 3, True),
 ]
 

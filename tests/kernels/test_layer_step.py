@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ from tests.kernels import emulated_layer_step as emulated
 from tests.kernels.cases import BF16, FP16, FP32, FP64, budget, check, error, limits_of, map_tensors, to_fp64
 from tests.kernels.emulated_layer_step import end_of_memory
 from tests.modeling import stock_models
-from tests.modeling.stock_models import cast, every_family, swapped_layers_of
+from tests.modeling.stock_models import GATED_DELTA_FAMILIES, cast, every_family, swapped_layers_of
 
 WRITTEN = ("conv_state", "state")
 EAGER = LAYER_STEP.backends()["eager"]
@@ -53,6 +54,8 @@ class Step:
     parameters: bool = True  # A_log where the gate does not need it, and dt_bias
     merged: bool = True  # projections are views of one tensor
     channels_last: bool = False  # layout of the convolution's state
+    heads: bool = False  # one decay of a head
+    output: str = "sigmoid"
     engine: bool = False  # one input less in it, fp32 taps, slot 0 for padding, an output that is given
 
     def __str__(self) -> str:
@@ -73,7 +76,8 @@ def inputs_of(case: Step, seed: int = 0) -> Inputs:
     gate_R = R if case.gate_rank is None else case.gate_rank
     HV, V = H * case.group, K
     D = 2 * H * K + HV * V
-    widths = H * K, H * K, HV * V, R or HV * K, gate_R or HV * V, HV
+    gates = (HV,) if case.heads else (HV, K)
+    widths = H * K, H * K, HV * V, R or math.prod(gates), gate_R or HV * V, HV
     tokens = random(B, 1, sum(widths)).to(dtype).split(widths, -1)
     q, k, v, f, gate, beta = tokens if case.merged else (t.contiguous() for t in tokens)
     if case.gate == "log_decay":
@@ -90,7 +94,7 @@ def inputs_of(case: Step, seed: int = 0) -> Inputs:
     if case.channels_last:
         conv_state = conv_state.mT.contiguous().mT
     given, needs_rate = case.gate == "log_decay", GATES[case.gate].needs_rate if case.gate in GATES else False
-    A_log, dt_bias = random(HV) * 0.3, random(HV, K)
+    A_log, dt_bias = random(HV) * 0.3, random(*gates)
     return Inputs(
         q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), f, gate, beta,
         (random(D, case.taps) / 2).to(FP32 if case.engine else dtype), conv_state, state,
@@ -104,7 +108,7 @@ def inputs_of(case: Step, seed: int = 0) -> Inputs:
         state_indices=indices,
         out=torch.full((B, 1, HV, V), torch.nan, dtype=dtype) if case.engine else None, gate_activation=case.gate,
         lower_bound=-5.0 if case.gate == "lower_bound" else 0.0, beta_activation=case.beta, scale=K**-0.5,
-        norm_eps=1e-6, first_slot=int(case.engine),
+        norm_eps=1e-6, first_slot=int(case.engine), output_activation=case.output,
     )  # fmt: skip
 
 
@@ -173,6 +177,11 @@ CASES = [
     Step(gate="log_decay", rank=0),
     Step(gate="log_decay", rank=64),
     Step(gate="softplus", parameters=False),
+    Step(rank=0, group=2, gate="softplus", heads=True, output="silu"),
+    Step(K=128, H=2, rank=0, group=2, gate="softplus", heads=True, output="silu", slots="pool", merged=False),
+    Step(rank=0, gate_rank=64, heads=True, state_dtype=BF16, dtype=FP16, beta="2sigmoid"),
+    Step(K=128, rank=0, gate="log_decay", heads=True, parameters=False),
+    Step(K=128, B=3, rank=128, gate_rank=0, output="silu", slots="pool", channels_last=True, engine=True),
     Step(parameters=False, merged=False),
     Step(K=128, group=2, B=2, rank=0, slots="pool", state_dtype=BF16, dtype=FP16),
     Step(K=128, B=3, H=2, rank=0, gate="softplus", slots="pool", channels_last=True, engine=True),
@@ -742,7 +751,10 @@ def test_a_compiled_layer_decodes(kernel: emulated.EmulatedLayerStep) -> None:
 @every_family
 def test_swapped_layers_decode(family: str, kernel: emulated.EmulatedLayerStep) -> None:
     """By the kernel as by the layers' own operations, which are used where the convolution is kept in fp32."""
-    head = {"head_dim" if family == "bailing_hybrid" else "linear_head_dim": 64}
+    names = ["head_dim" if family == "bailing_hybrid" else "linear_head_dim"]
+    if family in GATED_DELTA_FAMILIES:
+        names = ["linear_key_head_dim", "linear_value_head_dim"]
+    head = dict.fromkeys(names, 64)
     model = cast(stock_models.build(family, dense=True, **head), BF16)
     swap_attention(model)
     layers = swapped_layers_of(model)
@@ -754,8 +766,9 @@ def test_swapped_layers_decode(family: str, kernel: emulated.EmulatedLayerStep) 
             past = model(ids, use_cache=True).past_key_values
             return torch.cat([model(ids[:, t : t + 1], past_key_values=past).logits for t in range(3)], 1)
 
-    assert {layer.conv1d.weight.dtype for layer in layers.values()} == {BF16 if family == "kimi_linear" else FP32}
-    if family != "kimi_linear":
+    in_one_dtype = family in ("kimi_linear", *GATED_DELTA_FAMILIES)
+    assert {layer.conv1d.weight.dtype for layer in layers.values()} == {BF16 if in_one_dtype else FP32}
+    if not in_one_dtype:
         logits()
         assert not kernel.calls
     for layer in layers.values():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kda_layers import explain, restore_attention, swap_attention
+from kda_layers import restore_attention, swap_attention
 from kda_layers.kernels.fused.gated_norm import gated_rms_norm
 from tests.kernels.cases import FP32, budget, error
 from tests.modeling.stock_models import (
@@ -139,14 +139,6 @@ def test_an_adapter_of_the_norm_is_refused_by_its_own_name(family: str) -> None:
     setattr(layer, name, Adapter(getattr(layer, name)))
     with pytest.raises(ValueError, match=rf"^{name} must have no adapter.*modules_to_save=\['{name}'\]"):
         layer(torch.zeros(1, 2, 32))
-
-
-@every_gated_delta_family
-def test_the_explanation_says_how_steps_are_decoded(family: str) -> None:
-    text = explain(swapped(build(family)))
-    path = text.partition("  decode step by one kernel: ")[2].splitlines()
-    assert path[0].startswith("not taken, the operators of a decode step one by one instead (model.")
-    assert path[1] == "    has one decay for each head, and the kernel reads one for each key channel"
 
 
 # ---------------------------------------------------------------- n-grams

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import accumulator_dtype
+from ..checks import OUTPUT_ACTIVATIONS, accumulator_dtype
 from ..kda.fla.package import layer_functions
 from ..operator import once_differentiable
 from .mechanism import FLA, Fused, Triton
@@ -16,8 +16,6 @@ from .rows import RowTiles
 
 PER_THREAD = 8  # elements of a tile for a thread
 Plain = Callable[[Tensor, Tensor], Tensor]  # (x, gate): the gated norm as the caller's module rounds it
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]]  # of the gate
-ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": torch.nn.functional.silu}
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -98,4 +96,4 @@ def gated_rms_norm(
         return plain(x, gate)
     dtype = accumulator_dtype(x.dtype)
     y = torch.nn.functional.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps)
-    return (y * ACTIVATIONS[activation](gate.to(dtype))).to(x.dtype)
+    return (y * OUTPUT_ACTIVATIONS[activation](gate.to(dtype))).to(x.dtype)

@@ -67,11 +67,10 @@ class DecodePlan:
         self._states = _signature(state.conv), _signature(state.recurrent), state.index is None
         K, V, (H, HV), (B, T) = layer.head_dim, layer.value_head_dim, layer._heads(), x.shape[:2]
         self._q, self._v = (B, T, H, K), (B, T, HV, V)
-        self._widths = [layer.decay_rank or HV * K, layer.gate_rank or HV * V]
         self._sizes: list[int] = []
         if whole is not None:
-            q, k, v, f, g, b = (part.out_features for part in layer._inputs())
-            self._sizes = [q, k, v, f + g, b, whole.shape[0] - (q + k + v + f + g + b)]
+            self._sizes = [part.out_features for part in layer._inputs()]
+            self._sizes.append(whole.shape[0] - sum(self._sizes))
         self._factors_in_kernel = tuple(in_kernel) == layer._factors()
         self._whole_factors = None if self._factors_in_kernel else self._products(layer)
         f_weight, gate_weight = (None if part is None else part.weight for part in in_kernel)
@@ -89,8 +88,8 @@ class DecodePlan:
         gate_bias = None if gate_weight is None else in_kernel[1].bias
         gate, bound, beta, backend = (layer.kda_options.get(name) for name in OPTIONS)
         options = (
-            f_weight, gate_weight, gate_bias, scale, rate, bias.view(-1, K), None, None, gate,
-            check_lower_bound(gate, bound), beta, K**-0.5, layer.rms_norm_eps, views, 0,
+            f_weight, gate_weight, gate_bias, scale, rate, bias if layer.head_gates else bias.view(-1, K), None, None,
+            gate, check_lower_bound(gate, bound), beta, K**-0.5, layer.rms_norm_eps, views, 0, layer.output_activation,
         )  # fmt: skip
         self._step = RepeatedLayerStep(options, backend)
 
@@ -104,8 +103,9 @@ class DecodePlan:
 
     def run(self, layer: KDAForward, x: Tensor, state: LayerState | PooledState) -> Tensor:
         """Normalise x [B, 1, D] if the plan has a norm, and return o [B, 1, HV V]; the state is updated in place."""
-        q, k, v, gates, b = self._projections(layer, x)
-        f, g = gates.split(self._widths, -1) if self._factors_in_kernel else self._logits(layer, gates)
+        (q, k, v), f, b, g = layer._split(self._projections(layer, x))
+        if not self._factors_in_kernel:
+            f, g = self._logits(layer, f, g)
         q, k, v = q.view(self._q), k.view(self._q), v.view(self._v)
         o = self._step(q, k, v, f, g, b, self._taps, state.conv, state.recurrent, state_indices=state.index)
         state.count(x)
@@ -118,20 +118,21 @@ class DecodePlan:
         return self._output(x, residual)
 
     def _projections(self, layer: KDAForward, x: Tensor) -> Sequence[Tensor]:
-        """Return the projections of x for q, k, v, of log-decay beside output gate, and for beta; by one product if
-        possible."""
+        """Return part(x) of the layers that read x, by one product if possible."""
         if self._product is None:
             x = x if self._norm is None else self._norm(x)
-            q, k, v, f, g, b = (part(x) for part in layer._inputs())
-            return q, k, v, torch.cat((f, g), -1), b
+            return [part(x) for part in layer._inputs()]
         return self._product(x).split(self._sizes, -1)[:-1]
 
-    def _logits(self, layer: KDAForward, gates: Tensor) -> Sequence[Tensor]:
-        """Return the logits of decays and gate from projections [B, 1, sum of widths]; by one product if possible."""
+    def _logits(self, layer: KDAForward, f: Tensor, g: Tensor) -> Sequence[Tensor]:
+        """Return the logits of decays and gate from their projections [B, 1, ...], by one product if possible."""
         if self._whole_factors is None:
-            pairs = zip(layer._factors(), gates.split(self._widths, -1), strict=True)
+            pairs = zip(layer._factors(), (f, g), strict=True)
             return [part if factor is None else factor(part) for factor, part in pairs]
-        pair = gates[:, 0].unflatten(-1, (2, -1)).transpose(0, 1)
+        if self._product is None:
+            pair = torch.stack((f[:, 0], g[:, 0]))
+        else:  # side by side in a row
+            pair = f.as_strided((2, f.shape[0], f.shape[2]), (f.shape[2], f.stride(0), 1))
         f, g = torch.bmm(pair, self._whole_factors)
         return f[:, None], g[:, None]
 

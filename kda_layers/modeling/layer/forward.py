@@ -57,9 +57,6 @@ def DECODE_KERNEL(call: Any, layer: KDAForward, state: Any, in_kernel: list[Any]
 
     `in_kernel` gets the layer's `_factors` as far as the kernel multiplies them.
     """
-    if layer.head_gates:
-        yield Reason("has one decay for each head, and the kernel reads one for each key channel")
-        return
     if not state.cached:
         yield Reason("has no cache")
     if call.grad:
@@ -278,7 +275,8 @@ class KDAForward:
         state_is = self._kept_dtype(call, state)
         sizes = self.head_dim, self.value_head_dim, HV // H, self.conv1d.weight.shape[2]
         activations = options["gate_activation"], options["beta_activation"]
-        return options.get("backend"), call.device, call.dtype, state_is, *sizes, *ranks, *activations
+        gates = self.head_gates, self.output_activation
+        return options.get("backend"), call.device, call.dtype, state_is, *sizes, *ranks, *activations, *gates
 
     def _kept_dtype(self, call: Any, state: LayerState) -> torch.dtype:
         return stored_dtype(self.state_dtype, call.dtype) if state.recurrent is None else state.recurrent.dtype

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from kda_layers.kernels.fused.gated_norm import ACTIVATIONS
+from kda_layers.kernels.checks import OUTPUT_ACTIVATIONS
 from kda_layers.modeling.layer.weights import as_local
 from kda_layers.modeling.swap.in_place import KDAFamily, StockForward
 
@@ -59,7 +59,7 @@ class GatedDeltaFamily(KDAFamily):
     def check(self, layer: Any) -> None:
         super().check(layer)
         norm = next(m for name, m in layer.named_children() if name in ("norm", "o_norm"))
-        if _activation(norm) not in ACTIVATIONS:
+        if _activation(norm) not in OUTPUT_ACTIVATIONS:
             raise ValueError(f"the output gate's activation must be 'silu' or 'sigmoid', got {norm.activation!r}")
 
     def kda_options(self, layer: Any, backend: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....checks import accumulator_dtype
+from ....checks import OUTPUT_ACTIVATIONS, accumulator_dtype
 from ....cuda.gpu import OnArchs
 from ....declarations import OneOf
 from ...activations import BETA_CODES, GATE_CODES, GIVEN
@@ -32,15 +32,16 @@ class EagerBackend(Backend):
         q, k, v = convolve(x).split((H * K, H * K, HV * V), -1)
         f = x.f if x.f_weight is None else torch.nn.functional.linear(x.f, x.f_weight)
         gate = x.gate if x.gate_weight is None else torch.nn.functional.linear(x.gate, x.gate_weight, x.gate_bias)
+        dt_bias = None if x.dt_bias is None else x.dt_bias.view(HV, -1)
         inputs = DecodeInputs(
-            q.view(B, 1, H, K), k.view(B, 1, H, K), v.view(B, 1, HV, V), f.reshape(B, 1, HV, K), x.beta, x.state,
-            x.A_log, x.dt_bias, x.state_indices, None, None, None, None, None, None, None, None,
-            x.gate_activation, x.lower_bound, x.beta_activation, True, x.scale,
+            q.view(B, 1, H, K), k.view(B, 1, H, K), v.view(B, 1, HV, V), f.reshape(B, 1, HV, -1), x.beta, x.state,
+            x.A_log, dt_bias, x.state_indices, None, None, None, None, None, None, None, None, x.gate_activation,
+            x.lower_bound, x.beta_activation, True, x.scale,
         )  # fmt: skip
         o = decode(inputs)
         wide = accumulator_dtype(o.dtype)
         y = torch.nn.functional.rms_norm(o.to(wide), (V,), x.norm_weight.to(wide), x.norm_eps)
-        y = (y * torch.sigmoid(gate.reshape(o.shape).to(wide))).to(o.dtype)
+        y = (y * OUTPUT_ACTIVATIONS[x.output_activation](gate.reshape(o.shape).to(wide))).to(o.dtype)
         return y if x.out is None else x.out.copy_(y)
 
 
@@ -69,6 +70,7 @@ class CudaBackend(OnArchs, Backend):
         "gate_rank": OneOf(0, *layer_step.RANKS),
         "gate_activation": Names(*GATE_CODES),
         "beta_activation": Names(*(name for name in BETA_CODES if name != GIVEN)),
+        "output_activation": OneOf(*OUTPUT_ACTIVATIONS),
     }
 
     def more_reasons(self, problem: Problem) -> list[str]:

@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
     q: Tensor  # [B, 1, H, K]   before the convolution, as are k and v
     k: Tensor  # [B, 1, H, K]
     v: Tensor  # [B, 1, HV, V]
-    f: Tensor  # [B, 1, R]      the decays' logits are f_weight f; without f_weight [B, 1, HV K], the logits
+    f: Tensor  # [B, 1, R]      the decays' logits are f_weight f; without f_weight [B, 1, HV K], or [B, 1, HV] of heads
     gate: Tensor  # [B, 1, R']  the same of the output gate; without gate_weight [B, 1, HV V]
     beta: Tensor  # [B, 1, HV]  logits
     conv_weight: Tensor  # [D, W], q's dtype or fp32
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
     gate_bias: Tensor | None  # [HV V], with gate_weight
     norm_weight: Tensor  # [V]
     A_log: Tensor | None  # [HV]
-    dt_bias: Tensor | None  # [HV, K]
+    dt_bias: Tensor | None  # [HV, K], or [HV] of heads
     state_indices: Tensor | None  # [B] int32 or int64
     out: Tensor | None  # as o [B, 1, HV, V], which is written there
     gate_activation: str
@@ -48,6 +48,12 @@ class Inputs(NamedTuple):
     norm_eps: float
     overlap: bool = False
     first_slot: int = 0
+    output_activation: str = "sigmoid"
+
+
+def of_heads(x: Inputs) -> bool:
+    """Return True if a head has one decay, instead of one for each key channel."""
+    return x.f_weight is None and x.f.shape[2] == x.v.shape[2] != x.v.shape[2] * x.q.shape[3]
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class Problem(AnyProblem):
     gate_rank: int  # the same of the output gate
     gate_activation: str
     beta_activation: str
+    head_gates: bool = False  # one decay of a head
+    output_activation: str = "sigmoid"
 
     @classmethod
     def default(cls, device: str | None = None) -> Problem:
@@ -76,7 +84,7 @@ class Problem(AnyProblem):
         return (
             x.q.dtype, x.state.dtype, index(K), index(V), index(HV) // index(H), index(x.conv_weight.shape[1]),
             *(0 if weight is None else index(weight.shape[1]) for weight in (x.f_weight, x.gate_weight)),
-            x.gate_activation, x.beta_activation,
+            x.gate_activation, x.beta_activation, of_heads(x), x.output_activation,
         )  # fmt: skip
 
     @property
@@ -86,7 +94,8 @@ class Problem(AnyProblem):
     def details(self) -> list[str]:
         sizes = f"K={self.K}", f"V={self.V}", f"HV/H={self.group}"
         ranks = f"ranks={self.decay_rank},{self.gate_rank}"
-        return [*sizes, ranks, f"gate={self.gate_activation}", f"beta={self.beta_activation}"]
+        gate = f"gate={self.gate_activation}{' of a head' if self.head_gates else ''}"
+        return [*sizes, ranks, gate, f"beta={self.beta_activation}", f"output={self.output_activation}"]
 
     def __str__(self) -> str:
         return f"decode step of a layer, {super().__str__()}"

@@ -9,7 +9,7 @@
 // Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), STATE_BYTES, ROWS, WARPS and LANES as in decode.cu, with
 // WARPS that hold all V rows; TAPS of the convolution, TAP_BYTES of each (4 for fp32, 2 for IO), HISTORY inputs of it
 // that are kept, TAPS or the TAPS - 1 that it needs; DECAY_RANK and GATE_RANK of the factors of decays and output gate,
-// 0 where the logits are given.
+// 0 where the logits are given; HEAD_GATES, 1 where a head has one decay instead of one for each key channel.
 #include "LayerStepParams.h"
 #include "gates.cuh"
 #include "state.cuh"
@@ -25,6 +25,7 @@ constexpr int RESIDENT_THREADS = DECAY_RANK || GATE_RANK ? 512 : THREE_FIT ? 153
 constexpr int UNUSED = HISTORY - (TAPS - 1);  // 1: the state keeps one input more than the convolution reads
 static_assert(UNUSED == 0 || UNUSED == 1, "the convolution reads TAPS - 1 earlier inputs");
 static_assert(SLICES == 1 && K == V, "a CTA has the complete state of a head");
+static_assert(!HEAD_GATES || DECAY_RANK == 0, "the logits of heads' decays are given");
 static_assert(DECAY_RANK % (8 * ROW_THREADS) == 0 && GATE_RANK % (8 * ROW_THREADS) == 0,
               "threads share a row in pieces of 16 bytes");
 
@@ -32,7 +33,7 @@ struct Shared {
     uint4 state[WARPS][WARP_PIECES][32];
     float errors[WARPS][WARP_ROWS];
     float o[V];
-    float gate[V];  // sigmoid of its logits
+    float gate[V];  // activated
     Token token;
 };
 
@@ -202,13 +203,14 @@ struct Row {
     DEVICE Row(const LayerStepParams& p, u32 n, u32 head, u32 own, u32 part)
         : own(own),
           part(part),
-          f(p.f, p.f_stride, p.f_weight, n, head * K + own, part),
+          f(p.f, p.f_stride, p.f_weight, n, decay_row(head, own), part),
           g(p.gate, p.gate_stride, p.gate_weight, n, head * K + own, part) {
-        const u32 row = head * K + own;
-        rate = p.A_log ? __float_as_uint(p.A_log[head]) : 0, shift = p.dt_bias ? p.dt_bias[row] : 0.f;
+        rate = p.A_log ? __float_as_uint(p.A_log[head]) : 0;
+        shift = p.dt_bias ? p.dt_bias[decay_row(head, own)] : 0.f;
         bias = {};
-        if (p.gate_bias) bias.load(p.gate_bias + row);
+        if (p.gate_bias) bias.load(p.gate_bias + head * K + own);
     }
+    static DEVICE u32 decay_row(u32 head, u32 own) { return HEAD_GATES ? head : head * K + own; }
 };
 
 DEVICE void decays_and_gate(const LayerStepParams& p, Shared& shared, const Row& row) {
@@ -216,7 +218,7 @@ DEVICE void decays_and_gate(const LayerStepParams& p, Shared& shared, const Row&
     const float x = row.f.plus(0.f), y = row.g.plus(bias);
     if (row.part != 0) return;
     shared.token.decay[row.own] = decay(p.gate_activation, x, rate, row.shift, p.lower_bound);
-    shared.gate[row.own] = sigmoid(y);
+    shared.gate[row.own] = p.silu ? y * sigmoid(y) : sigmoid(y);
 }
 
 // q and k, normalised, q scaled; by one warp.

@@ -18,7 +18,7 @@ from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ..decode.decode import INDEX, MOST_ROWS, STATES, TYPES, index_values
 from ..spec import aligned
-from .contract import Inputs
+from .contract import Inputs, of_heads
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 PARAMS = Params("LayerStepParams", """
@@ -29,7 +29,7 @@ PARAMS = Params("LayerStepParams", """
     u16* o;                                  // [B, HV, V], contiguous
     const u16 *f_weight, *gate_weight;       // [HV K, DECAY_RANK] and [HV V, GATE_RANK], or null with a rank of 0
     const u16 *gate_bias, *norm_weight;      // [HV V] or null, and [V]
-    const float *A_log, *dt_bias;            // [HV] and [HV, K], or null
+    const float *A_log, *dt_bias;            // [HV] and [HV, K] ([HV] with HEAD_GATES), or null
     const void* slots;                       // [B], or null: sequence n has slot n
     Index slots_at;
     u64 group_inverse;                       // 2^32 / (HV / H), rounded up
@@ -37,7 +37,7 @@ PARAMS = Params("LayerStepParams", """
     u32 conv_slot_stride, conv_channel_stride, conv_tap_stride;  // in elements
     u32 slot_stride, head_stride, slot_count, first_slot;  // strides of the state in 16 bytes
     u32 sequences, qk_channels;              // channels of q: H K
-    int gate_activation, beta_activation;
+    int gate_activation, beta_activation, silu;  // silu: 1 for an output gate by SiLU, 0 by sigmoid
     float lower_bound, scale, norm_eps;
 """, INDEX)  # fmt: skip
 RANKS = (64, 128)  # of the factors of decays and gate
@@ -61,6 +61,7 @@ class Variant(NamedTuple):
     group: int  # value heads of a q/k head
     history: int | None = None  # inputs of the convolution that are kept, taps or taps - 1; None: taps
     fp32_taps: bool = False  # conv_weight in fp32
+    head_gates: bool = False  # one decay of a head
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -69,7 +70,7 @@ class Variant(NamedTuple):
             "LANES": self.K // 8, "ROWS": 4, "WARPS": self.warps, "DECAY_RANK": self.decay_rank,
             "GATE_RANK": self.gate_rank, "TAPS": self.taps, "CLUSTER": self.group,
             "HISTORY": self.history or self.taps, "TAP_BYTES": 4 if self.fp32_taps else 2,
-            "SHARED_BYTES": self.shared_bytes,
+            "HEAD_GATES": int(self.head_gates), "SHARED_BYTES": self.shared_bytes,
         }  # fmt: skip
 
     @property
@@ -84,9 +85,12 @@ class Variant(NamedTuple):
 
 
 def variants(widths: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:
-    """The variants for the usual layers: four taps, no grouped heads; factors of rank K, of decays alone, or none."""
+    """The variants for the usual layers: four taps, no grouped heads; factors of rank K, of decays alone, or none. Of
+    gated delta nets, those of two value heads for a q/k head, as Qwen's have."""
     for K, dtype, state, (f, gate) in itertools.product(widths, dtypes, STATES, ((1, 1), (1, 0), (0, 0))):
         yield Variant(K, dtype, state, f * K, gate * K, 4, 1)
+        if not f:
+            yield Variant(K, dtype, state, 0, 0, 4, 2, head_gates=True)
 
 
 class Plan(NamedTuple):
@@ -148,7 +152,7 @@ def _plan(x: Inputs, machine: Machine) -> Plan:
     factors = (x.f, x.f_weight), (x.gate, x.gate_weight)
     f_rank, gate_rank = (0 if weight is None else weight.shape[1] for _, weight in factors)
     taps, history, fp32_taps = x.conv_weight.shape[1], x.conv_state.shape[2], x.conv_weight.dtype is torch.float32
-    variant = Variant(K, x.q.dtype, x.state.dtype, f_rank, gate_rank, taps, HV // H, history, fp32_taps)
+    variant = Variant(K, x.q.dtype, x.state.dtype, f_rank, gate_rank, taps, HV // H, history, fp32_taps, of_heads(x))
     piece, state = 16 // x.state.dtype.itemsize, x.state.stride()
     conv_slot, conv_channel, conv_tap = x.conv_state.stride()
     values = PARAMS.set(
@@ -156,7 +160,8 @@ def _plan(x: Inputs, machine: Machine) -> Plan:
         group_inverse=-(-(2**32) // (HV // H)), conv_slot_stride=conv_slot, conv_channel_stride=conv_channel,
         conv_tap_stride=conv_tap, slot_stride=state[0] // piece, head_stride=state[1] // piece, slot_count=slot_count,
         first_slot=x.first_slot, sequences=B, qk_channels=H * K, gate_activation=GATE_CODES[x.gate_activation],
-        beta_activation=BETA_CODES[x.beta_activation], lower_bound=x.lower_bound, scale=x.scale, norm_eps=x.norm_eps,
+        beta_activation=BETA_CODES[x.beta_activation], silu=int(x.output_activation == "silu"),
+        lower_bound=x.lower_bound, scale=x.scale, norm_eps=x.norm_eps,
     )  # fmt: skip
     read = [(slot_count, state[0], piece), (HV, state[1], piece)]
     read += [(B, t.stride(0), LINE) for t, weight in factors if weight is not None]

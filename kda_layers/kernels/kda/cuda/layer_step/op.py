@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....checks import DTYPES, DtypeError, accumulator_dtype, check_is_tensor, check_scale, check_tensor, dtype_names
+from ....checks import (
+    DTYPES,
+    OUTPUT_ACTIVATIONS,
+    DtypeError,
+    accumulator_dtype,
+    check_is_tensor,
+    check_scale,
+    check_tensor,
+    dtype_names,
+)
 from ....declarations import arch_of
 from ....operator import NoGradOperator, no_output
 from ....torch_private import constant_to_compile
 from ....tracing import is_plain
 from ...checks import check_gate, check_lower_bound, check_of_sequences, check_out, check_slots, check_writable
 from ...contract import KDA
-from .contract import LAYER_STEP, Inputs, Problem
+from .contract import LAYER_STEP, Inputs, Problem, of_heads
 
 _cache = LAYER_STEP.call_cache(Inputs)
 _layer_step: NoGradOperator[Inputs] = NoGradOperator(
@@ -51,25 +61,27 @@ def layer_step(
     norm_eps: float = 1e-6,
     overlap: bool = False,
     first_slot: int = 0,
+    output_activation: str = "sigmoid",
     backend: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Decode one token of each sequence from a layer's projections to the input of its output projection.
 
     q, k and v go through the short convolution and SiLU, q and k are normalised, the log-decay is that of the logits
-    f_weight f, `kda_step` follows, and its output is RMS-normalised and multiplied by the sigmoid of gate_weight gate +
+    f_weight f, `kda_step` follows, and its output is RMS-normalised and multiplied by the activated gate_weight gate +
     gate_bias. Not differentiable.
 
     Args:
         q, k: [B, 1, H, K], before the convolution; v [B, 1, HV, V] too. Each token's channels are contiguous.
-        f: [B, 1, R] with f_weight [HV K, R]; without it [B, 1, HV K], the logits themselves.
+        f: [B, 1, R] with f_weight [HV K, R]; without it the logits themselves, [B, 1, HV K], or [B, 1, HV] for one
+            decay of each head.
         gate: [B, 1, R'] with gate_weight [HV V, R']; without it [B, 1, HV V], the logits themselves.
         beta: [B, 1, HV] logits.
         conv_weight: [D, W] in q's dtype or fp32, D = 2 H K + HV V, the channels of q first, then those of k and of v.
         conv_state: [B, D, W] or [B, D, W - 1] in q's dtype, the last inputs of the convolution, updated in place. It
             needs W - 1 of them.
         state: [B, HV, V, K], as in `kda_step`, updated in place.
-        norm_weight: [V]; gate_bias: [HV V] or None; A_log, dt_bias: as in `kda`.
+        norm_weight: [V]; gate_bias: [HV V] or None; A_log, dt_bias: as in `kda` ([HV, K], or [HV] for decays of heads).
         state_indices: [B], as in `kda_step`; conv_state and state are then pools with the same slots.
         gate_activation, lower_bound, beta_activation, scale: as in `kda`.
         norm_eps: epsilon of the norm.
@@ -77,6 +89,7 @@ def layer_step(
             gate_weight, gate_bias, norm_weight, A_log, dt_bias), which may then be read before that kernel has ended
             (programmatic dependent launch, from compute capability 9.0 on).
         first_slot: slots of state_indices below it are no slots, as -1 is: 1 where slot 0 stands for padding.
+        output_activation: 'sigmoid' or 'silu', of the output gate.
         backend: name of a backend of `kda`, taken where it serves; None chooses.
         out: as in `kda_step`.
 
@@ -89,7 +102,7 @@ def layer_step(
     x = Inputs(
         q, k, v, f, gate, beta, conv_weight, conv_state, state, f_weight, gate_weight, gate_bias, norm_weight, A_log,
         dt_bias, state_indices, out, gate_activation, check_lower_bound(gate_activation, lower_bound),
-        beta_activation, check_scale(q, scale), float(norm_eps), bool(overlap), first_slot,
+        beta_activation, check_scale(q, scale), float(norm_eps), bool(overlap), first_slot, output_activation,
     )  # fmt: skip
     cached = _cache.get(x, backend)
     name, run = cached or _prepare(x, backend)
@@ -165,17 +178,25 @@ def check(x: Inputs) -> None:
     check_gate(x.gate_activation, x.beta_activation, x.A_log, x.dt_bias)
     if x.gate_weight is None and x.gate_bias is not None:
         raise ValueError("gate_bias must be None without gate_weight: add it to gate, the logits")
+    if x.output_activation not in OUTPUT_ACTIVATIONS:
+        raise ValueError(
+            f"output_activation must be one of {', '.join(OUTPUT_ACTIVATIONS)}, got {x.output_activation!r}"
+        )
+    for name in ("f", "gate"):
+        check_is_tensor(name, getattr(x, name))
+        _check_ndim(name, getattr(x, name), 3)
+    gates = (HV,) if of_heads(x) else (HV, K)
     D, wide = 2 * H * K + HV * V, (accumulator_dtype(q.dtype),)
     W = x.conv_weight.shape[1]
     kept = max(W - 1, min(W, x.conv_state.shape[2]))
     f_rank, gate_rank = (_rank(name, getattr(x, name)) for name in ("f_weight", "gate_weight"))
     expected: tuple[tuple[str, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
         ("k", (B, 1, H, K), dtype), ("v", (B, 1, HV, V), dtype), ("beta", (B, 1, HV), dtype),
-        ("f", (B, 1, f_rank or HV * K), dtype), ("gate", (B, 1, gate_rank or HV * V), dtype),
+        ("f", (B, 1, f_rank or math.prod(gates)), dtype), ("gate", (B, 1, gate_rank or HV * V), dtype),
         ("conv_weight", (D, W), (*dtype, *wide)), ("conv_state", (x.conv_state.shape[0], D, kept), dtype),
         ("norm_weight", (V,), dtype),
         ("f_weight", (HV * K, f_rank), dtype), ("gate_weight", (HV * V, gate_rank), dtype),
-        ("gate_bias", (HV * V,), dtype), ("A_log", (HV,), wide), ("dt_bias", (HV, K), wide),
+        ("gate_bias", (HV * V,), dtype), ("A_log", (HV,), wide), ("dt_bias", gates, wide),
     )  # fmt: skip
     for name, shape, dtypes in expected:
         if (t := getattr(x, name)) is not None:
