@@ -603,6 +603,7 @@ LAYERS = [
     dict(learned_rate=False),
     dict(output_gate_bias=True, gate_activation="softplus", lower_bound=None, num_value_heads=4),
     dict(allow_neg_eigval=True, conv_kernel_dim=2, lower_bound=-2.0),
+    dict(decay="head", gate_rank=64, num_value_heads=4),
     dict(backend="sm90@emulator"),
 ]
 

@@ -19,8 +19,6 @@ from kda_layers import KDAConfig, KDAForCausalLM, KimiDeltaAttention, convert_at
 from kda_layers.checkpoints import export_kda_weights, kda_layer_options, load_kda_weights
 from kda_layers.kernels.kda.contract import KDA
 from kda_layers.modeling.layer.cache import with_kda_layers
-from kda_layers.modeling.layer.fast_paths import SupposedCall
-from kda_layers.modeling.layer.forward import DECODE_KERNEL
 from kda_layers.training import parameter_groups
 from tests.kernels.cases import BF16, FP32, FP64, budget, error
 from tests.modeling import models
@@ -143,18 +141,13 @@ def test_a_fresh_layer(gate: str) -> None:
     assert abs(dt.log10().mean() + 2) < 3 * 2 / (12 * 1024) ** 0.5  # of a uniform variable in [-3, -1]
 
 
-def test_which_backends_and_paths() -> None:
-    """The operator gets gates of heads, and the decode step says why it takes no kernel."""
+def test_which_backends() -> None:
+    """The operator gets gates of heads."""
     layer, _ = pair("lower_bound", FP32)
     assert layer.problem(torch.device("cpu"), FP32).head_gates
     assert not pair("lower_bound")[1].problem(torch.device("cpu"), FP32).head_gates
     report = explain(layer)
     assert f"kda runs on {KDA.select(layer.problem(torch.device('cpu'), FP32)).name}" in report
-    assert "has one decay for each head, and the kernel reads one for each key channel" in report
-    call = SupposedCall(torch.device("cuda"), BF16, tokens=1)
-    (path, facts), *_ = layer.fast_paths(call)
-    assert path is DECODE_KERNEL
-    assert len(list(path.reasons(call, *facts))) == 1
 
 
 @pytest.mark.parametrize(
