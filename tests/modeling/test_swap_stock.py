@@ -322,9 +322,13 @@ TWO_LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
+# Qwen4's indexer reads values, and before transformers 5.24 the backward of experts does.
+COMPILED = [f for f in IN_PLACE if f != "qwen4_exp" and (f != "qwen3_5_moe" or RENAMED)]
+
+
 @pytest.mark.slow
 @pytest.mark.compiles
-@pytest.mark.parametrize("family", [f for f in IN_PLACE if f != "qwen4_exp"])  # whose indexer reads values
+@pytest.mark.parametrize("family", COMPILED)
 def test_compile_fullgraph(family: str) -> None:
     dense = dict(mlp_layer_types=["dense", "dense"]) if family in KDA_FAMILIES else dict(dense=family == "qwen3_next")
     _, swapped = both(family, **TWO_LAYERS[family], **dense)
@@ -575,7 +579,8 @@ def test_stock_layers_forced_to_speculate_are_wrong_or_refused(family: str) -> N
         want = stock.generate(prompt, **FEW)
         try:
             wrong += not torch.equal(stock.generate(prompt, **FEW, **guess), want)
-        except (RuntimeError, ValueError):  # since transformers 5.24: "a cache that can be cropped"
+        # "A cache that can be cropped" since transformers 5.24; before, Qwen4 crops what it has not yet.
+        except (RuntimeError, TypeError, ValueError):
             wrong += 1
     assert wrong
 
