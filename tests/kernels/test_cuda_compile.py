@@ -85,6 +85,15 @@ STEPS += [
     for K, dtype in ((128, BF16), (64, FP16))
     for state in step.STATES
 ]
+STEPS += [
+    pytest.param(variant._replace(head_gates=True), id=f"head-gates-{name}")
+    for name, variant in (
+        ("128-float32", step.variant_for(128, 128, BF16, FP32)),
+        ("64-bfloat16-busy", step.variant_for(64, 64, FP16, BF16, busy=True)),
+        ("128-int8-busy", step.variant_for(128, 128, BF16, torch.int8, busy=True)),
+        ("verify-128-float32", step.variant_to_verify(128, 128, BF16, FP32)),
+    )
+]
 
 
 def check_resources(cubin: build.Cubin, entry: str, most_registers: int, shipped: bool = True) -> None:

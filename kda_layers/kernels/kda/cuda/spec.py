@@ -12,13 +12,16 @@ from torch import Tensor
 from ...cuda.machine import Launch, Launchable, Machine
 from ...cuda.params import Params
 from ..activations import BETA_CODES
-from ..contract import CHUNK, Inputs, PrefillInputs
+from ..contract import CHUNK, AnyInputs, Inputs, PrefillInputs
 
 TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 T_FP16 = (torch.bfloat16,)  # dtypes with which T' is kept in fp16, too: in fp16 it has 11 bits anyway
 WIDTHS = (128, 64)
 MOST_TOKENS = 2**31 - 1
 PLANS = 4096  # cached
+# Width, dtype, gate and fp32 gates of the variants for gates of heads that are compiled ahead, others are when called:
+# Qwen3-Next and Qwen3.5 pass bf16 logits, `chunk_gated_delta_rule` fp32 log-decays.
+OF_HEADS = ((128, torch.bfloat16, "softplus", False), (128, torch.bfloat16, "log_decay", True))
 LAST_TOKENS = 4  # tokens after a sequence's whole chunks that the decode kernel computes, at most (last_tokens.py)
 
 
@@ -201,6 +204,11 @@ class Saved(NamedTuple):
 def keeps_T_fp16(x: Inputs) -> bool:
     """True if the backward of a call reads T' in fp16."""
     return x.fine_gradients and x.q.dtype in T_FP16
+
+
+def has_head_gates(x: AnyInputs) -> bool:
+    """True if g is [B, T, HV, 1], one gate for all channels of a head (they are at least 64)."""
+    return x.g.shape[3] == 1
 
 
 def chunk_rows(x: Inputs) -> int:

@@ -2,6 +2,10 @@
 #pragma once
 #include "ptx.cuh"
 
+#ifndef HEAD_GATES  // 1: a token has one gate logit for all channels of a head, and the head one bias
+#define HEAD_GATES 0
+#endif
+
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LARGEST = 3.4e38f;  // its reciprocal is as good as 0
 

@@ -16,7 +16,7 @@ from ....cuda.machine import Launch, Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CommitInputs, DecodeInputs, state_shape
-from ..spec import LAST_TOKENS, TYPES, WIDTHS
+from ..spec import LAST_TOKENS, OF_HEADS, TYPES, WIDTHS, has_head_gates
 
 SOURCE, VERIFY_SOURCE = (str(Path(__file__).with_name(f"{name}.cu")) for name in ("decode", "verify"))
 INDEX = """struct Index {  // of a tensor [N] or [N, columns]: strides in elements
@@ -31,7 +31,7 @@ PARAMS = Params("DecodeParams", """
     const void *g, *beta;
     unsigned char* state;
     u16* o;                        // [B, T, HV, V], contiguous
-    const float *A_log, *dt_bias;  // [HV] and [HV, K], or null
+    const float *A_log, *dt_bias;  // [HV] and [HV, K] ([HV] if HEAD_GATES), or null
     const void* slots;             // null: sequence n has slot n. [N, columns]: a slot for the state after each token
     const void* accepted;          // null, or [N]: the state of sequence n is in column accepted[n] - 1 of its slots
     const void* offsets;           // null, or cu_seqlens [N + 1]
@@ -86,6 +86,7 @@ class Variant(NamedTuple):
     warps: int  # per block
     last_tokens: int = 0  # if not 0, only the last tokens of each sequence, so many at most (forward/last_tokens.py)
     verify: bool = False  # of verify.cu
+    head_gates: bool = False  # one gate for all channels of a head
 
     @property
     def source(self) -> str:
@@ -100,7 +101,7 @@ class Variant(NamedTuple):
         return {
             "K": self.K, "V": self.V, "IO": TYPES[self.dtype], "STATE_BYTES": self.state_dtype.itemsize,
             "LANES": self.lanes, "ROWS": self.rows, "WARPS": self.warps, "LAST_TOKENS": self.last_tokens,
-            "SHARED_BYTES": self.shared_bytes(1),
+            "SHARED_BYTES": self.shared_bytes(1), "HEAD_GATES": int(self.head_gates),
         }  # fmt: skip
 
     @property
@@ -147,7 +148,11 @@ def variant_to_verify(K: int, V: int, dtype: torch.dtype, state_dtype: torch.dty
 
 
 def variants() -> Iterator[Variant]:
-    """Every variant of a call with K = V of the widths that the backend serves."""
+    """Every variant of a call with K = V of the widths that the backend serves; of gates of heads, those `OF_HEADS`."""
+    for width, dtype in dict.fromkeys(of_heads[:2] for of_heads in OF_HEADS):
+        variant = variant_for(width, width, dtype, torch.float32)._replace(head_gates=True)
+        yield from (variant, variant._replace(last_tokens=LAST_TOKENS))
+        yield variant_to_verify(width, width, dtype, torch.float32)._replace(head_gates=True)
     for width, dtype, state in itertools.product(WIDTHS, TYPES, STATES):
         yield variant_to_verify(width, width, dtype, state)
     for width, dtype, state, busy in itertools.product(WIDTHS, TYPES, (*STATES, torch.int8), (False, True)):
@@ -164,6 +169,7 @@ class Plan(NamedTuple):
     values: bytes
     qk_align: int  # bytes less one
     g_align: int
+    bias_align: int
     aligned: bool  # the strides of tensors read with vector loads, which are copied if not
     states_aligned: bool
 
@@ -228,7 +234,7 @@ def pack(
         updates = None if updates is None else updates.clone(memory_format=torch.contiguous_format)
         state = state.clone(memory_format=torch.contiguous_format)
         return pack(x._replace(state=state, updates=updates), o, machine, variant)
-    if not plan.aligned or (q_at | k_at) & plan.qk_align or g_at & plan.g_align or bias_at & 15:
+    if not plan.aligned or (q_at | k_at) & plan.qk_align or g_at & plan.g_align or bias_at & plan.bias_align:
         return pack(_copies(x), o, machine, variant)
     pointers = PARAMS.point(
         q=q, k=k, v=v, g=g, beta=beta, state=state, o=o, A_log=A_log, dt_bias=dt_bias, slots=slots, accepted=accepted,
@@ -255,6 +261,7 @@ def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
     if variant is None:
         widths = K, V, x.q.dtype, state_dtype
         variant = variant_to_verify(*widths) if verifies else variant_for(*widths, busy)
+    variant = variant._replace(head_gates=has_head_gates(x))
     stage, channels = min(T, STAGE if x.updates is None else x.updates.shape[1]), K // 32  # a lane reads `channels`
     launch = launch_of(machine, x.q.device, variant, HV, N, stage)
     q, k, v, g = (t.stride() for t in (x.q, x.k, x.v, x.g))
@@ -270,12 +277,15 @@ def _plan(x: DecodeInputs, machine: Machine, variant: Variant | None) -> Plan:
         **_values_of_states(x.state, x.updates, x.update_indices),
         **_values_of_initial(x.initial_state, x.initial_indices),
     )  # fmt: skip
-    contiguous = q[3] == k[3] == v[3] == g[3] == 1 and all(t is None or t.is_contiguous() for t in (x.A_log, x.dt_bias))
+    in_vectors = (q, k) if variant.head_gates else (q, k, g)  # a head's gate is one element, wherever it is
+    contiguous = all(t is None or t.is_contiguous() for t in (x.A_log, x.dt_bias))
+    contiguous = contiguous and all(strides[3] == 1 for strides in (*in_vectors, v))
     return Plan(
         launch, values,
         qk_align=channels * x.q.dtype.itemsize - 1,
-        g_align=channels * x.g.dtype.itemsize - 1,
-        aligned=contiguous and all(stride % channels == 0 for strides in (q, k, g) for stride in strides[:3]),
+        g_align=0 if variant.head_gates else channels * x.g.dtype.itemsize - 1,
+        bias_align=0 if variant.head_gates else 15,
+        aligned=contiguous and all(stride % channels == 0 for strides in in_vectors for stride in strides[:3]),
         states_aligned=_are_aligned(x.state, x.updates),
     )  # fmt: skip
 

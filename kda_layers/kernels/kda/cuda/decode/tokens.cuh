@@ -26,7 +26,7 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "the host's plan of shared memory"
 
 struct Raw {  // a lane's part of a token, as loaded
     u32 q[PER_LANE / 2], k[PER_LANE / 2], g[PER_LANE], bias[PER_LANE], v[(BLOCK_ROWS + 31) / 32],
-        beta[2];  // beta: halves
+        beta[2];  // beta, and with HEAD_GATES g: halves
     u32 rate;     // its logarithm
 };
 
@@ -43,22 +43,31 @@ template <int words> DEVICE void load_words(u32* to, const void* from) {
     }
 }
 
+// Load an element of each head [B, T, heads] as halves. Two loads without a branch, whose result would be moved, and so
+// waited for, before the states are copied.
+DEVICE void load_halves(u32* to, const void* from, const Rows& at, u32 batch, u32 token, u32 head) {
+    const u16* halves = static_cast<const u16*>(from) + (start(at, batch, token, head) << at.fp32);
+    to[0] = halves[0], to[1] = halves[at.fp32];
+}
+
 DEVICE void fetch(Raw& raw, const DecodeParams& p, u32 batch, u32 token, u32 head, u32 first_row, u32 lane) {
     const u32 qk_head = u32(head * p.group_inverse >> 32), channel = lane * PER_LANE;
     load_words<PER_LANE / 2>(raw.q, p.q + start(p.q_at, batch, token, qk_head) + channel);
     load_words<PER_LANE / 2>(raw.k, p.k + start(p.k_at, batch, token, qk_head) + channel);
-    const u64 g = start(p.g_at, batch, token, head) + channel;
-    if (p.g_at.fp32) load_words<PER_LANE>(raw.g, static_cast<const u32*>(p.g) + g);
-    else load_words<PER_LANE / 2>(raw.g, static_cast<const u16*>(p.g) + g);
+    if constexpr (HEAD_GATES) {
+        load_halves(raw.g, p.g, p.g_at, batch, token, head);
+    } else {
+        const u64 g = start(p.g_at, batch, token, head) + channel;
+        if (p.g_at.fp32) load_words<PER_LANE>(raw.g, static_cast<const u32*>(p.g) + g);
+        else load_words<PER_LANE / 2>(raw.g, static_cast<const u16*>(p.g) + g);
+    }
     const u16* v = p.v + start(p.v_at, batch, token, head) + first_row + lane;
     #pragma unroll
     for (int i = 0; i < BLOCK_ROWS; i += 32) raw.v[i / 32] = i + lane < BLOCK_ROWS ? v[i] : 0;
-    // Two loads without a branch, whose result would be moved, and so waited for, before the states are copied.
-    const u64 beta = start(p.beta_at, batch, token, head) << p.beta_at.fp32;
-    const u16* halves = static_cast<const u16*>(p.beta) + beta;
-    raw.beta[0] = halves[0], raw.beta[1] = halves[p.beta_at.fp32];
+    load_halves(raw.beta, p.beta, p.beta_at, batch, token, head);
     raw.rate = p.A_log ? __float_as_uint(p.A_log[head]) : 0;
-    if (p.dt_bias) load_words<PER_LANE>(raw.bias, p.dt_bias + head * K + channel);
+    if (p.dt_bias && HEAD_GATES) load_words<1>(raw.bias, p.dt_bias + head);
+    else if (p.dt_bias) load_words<PER_LANE>(raw.bias, p.dt_bias + head * K + channel);
     else
         for (int i = 0; i < PER_LANE; i++) raw.bias[i] = 0;
 }
@@ -69,6 +78,10 @@ DEVICE float element(u32 bits, int half) {
     const float2 x = IO::unpack(bits);
     return half ? x.y : x.x;
 }
+// What `load_halves` has loaded.
+DEVICE float element_of_halves(const u32* bits, bool fp32) {
+    return fp32 ? element(bits[0] | bits[1] << 16) : element(bits[0], 0);
+}
 
 DEVICE void put_words(float* to, const float* x) {
     if constexpr (PER_LANE == 4) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
@@ -78,7 +91,8 @@ DEVICE void put_words(float* to, const float* x) {
 template <int gate> DEVICE void decays(float (&g)[PER_LANE], const Raw& raw, const DecodeParams& p) {
     const Gates<gate> gates(exp2_fast(element(raw.rate) * LOG2_E), p.lower_bound);
     #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) g[i] = gates.decay(g[i], gates.bias(element(raw.bias[i])), true);
+    for (int i = 0; i < PER_LANE; i++)
+        g[i] = HEAD_GATES && i ? g[0] : gates.decay(g[i], gates.bias(element(raw.bias[HEAD_GATES ? 0 : i])), true);
 }
 
 // `decays` of p.gate.
@@ -117,7 +131,8 @@ DEVICE void prepare_token(Token& to, Raw& raw, const DecodeParams& p, u32 lane) 
     #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
         q[i] = element(raw.q[i / 2], i % 2), k[i] = element(raw.k[i / 2], i % 2);
-        g[i] = p.g_at.fp32 ? element(raw.g[i]) : element(raw.g[i / 2], i % 2);
+        if constexpr (HEAD_GATES) g[i] = element_of_halves(raw.g, p.g_at.fp32);
+        else g[i] = p.g_at.fp32 ? element(raw.g[i]) : element(raw.g[i / 2], i % 2);
     }
     decays_of_any_gate(g, raw, p);
     Totals t;
@@ -141,8 +156,7 @@ DEVICE void prepare_token(Token& to, Raw& raw, const DecodeParams& p, u32 lane) 
         if (i + lane < BLOCK_ROWS) to.v[i + lane] = element(raw.v[i / 32], 0);
     }
     if (lane == 0) {
-        to.beta = write_strength(p.beta_at.fp32 ? element(raw.beta[0] | raw.beta[1] << 16) : element(raw.beta[0], 0),
-                                 p.beta_activation);
+        to.beta = write_strength(element_of_halves(raw.beta, p.beta_at.fp32), p.beta_activation);
         to.qk = t.qk * q_factor * k_factor;
     }
 }
