@@ -159,6 +159,27 @@ def test_two_roles(variant: two_roles.Variant, arch: str) -> None:
     assert variant.shared_bytes <= SERVED[arch]
 
 
+# Of gates of heads, those that are compiled ahead; the most bytes that one reloads, for each source.
+OF_HEADS = [
+    pytest.param(v, arch, most, id="-".join(f"{n}={x}" for n, x in zip(v._fields, v, strict=True)) + f"-{arch}")
+    for arch in ("sm_90a", "sm_100a")
+    for variants, most in ((chunk.variants, 8), (two_roles.variants, 24))
+    for v in variants(ARCHS[arch])
+    if v.head_gates
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "arch", "most"), OF_HEADS)
+def test_gates_of_heads(variant: chunk.Variant | two_roles.Variant, arch: str, most: int) -> None:
+    cubin = build.compile(variant.source, variant.defines, arch)
+    (used,) = build.resources(cubin).values()
+    assert used.registers <= REGISTERS // variant.threads // 8 * 8
+    assert used.spill_loads <= most
+    assert variant.shared_bytes <= SERVED[arch]
+    assert "serialized" not in cubin.log
+
+
 SEGMENTS = [
     pytest.param(
         variant,
@@ -262,7 +283,8 @@ def signature_of(v: chunk.Variant, tiles: int) -> Signature:
     g_dtype, shape = FP32 if v.g_wide else v.dtype, (1, 64, tiles, v.K)
     return Signature(
         torch.device("cuda"), v.dtype, g_dtype, v.dtype, shape, shape, None, v.gate_activation, 0.0, "sigmoid", True,
-        1.0, False, False, False, saves=v.saves, T_fp16=v.T_fp16, rows=Rows(*(0,) * 7) if v.pooled else None,
+        1.0, False, False, False, saves=v.saves, T_fp16=v.T_fp16, rows=Rows(*(0,) * 8) if v.pooled else None,
+        head_gates=v.head_gates,
     )  # fmt: skip
 
 

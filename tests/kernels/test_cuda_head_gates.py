@@ -5,6 +5,7 @@ The tests of every backend compare the operators with fp64 for such gates, too.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.kda.contract import HEAD_GATES, Inputs
+from kda_layers import KDAOutput
+from kda_layers.kernels.kda.contract import HEAD_GATES, Inputs, PrefillInputs
+from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.decode import decode as decode_launcher
+from kda_layers.kernels.kda.cuda.forward import one_role
+from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.reference import activate
 from kda_layers.states import quantize_state
 from tests.kernels import emulated
@@ -27,6 +32,7 @@ from tests.kernels.cases import (
     limits_of,
     make_inputs,
     oracle,
+    outputs,
     step_inputs,
     to_fp64,
 )
@@ -119,3 +125,96 @@ def test_gates_of_a_step_are_read_where_they_are(before: int, wide: bool) -> Non
     want_o, want = step(x, FP32)
     assert torch.equal(o, want_o)
     assert torch.equal(inputs.state, want)
+
+
+# ---------------------------------------------------------------- whole sequences
+
+WIDE = Case(H=1, group=2, T=200, head_gates=True, state=True)
+CASES = [
+    WIDE,
+    replace(WIDE, gate="log_decay", g_wide=True, T=65),
+    replace(WIDE, gate="softplus", slow=True, lengths=(65, 0, 1, 130), offsets_dtype=torch.int64),
+    replace(NARROW, T=130, gate="softplus", dt_bias=False, A_log=False),
+    replace(NARROW, T=70, B=2, g_wide=True, slow=True),
+]
+on_every_case = pytest.mark.parametrize("case", **ids(CASES))
+on_every_arch = pytest.mark.parametrize("arch", [90, 80])  # with q, k and logits loaded a chunk ahead, and without
+
+
+def assert_same(got: KDAOutput, want: KDAOutput) -> None:
+    assert [n for n, t in outputs(want).items() if not torch.equal(outputs(got)[n], t)] == []
+
+
+@on_every_arch
+@on_every_case
+def test_bits_of_the_forward(case: Case, arch: int) -> None:
+    _, native, repeated = of_heads(case)
+    want = emulated.forward(repeated, arch=arch)
+    assert_same(emulated.forward(native, arch=arch), want)
+    assert_same(emulated.forward_saving(native, arch=arch)[0], want)
+
+
+@on_every_case
+def test_the_forward_against_fp64(case: Case) -> None:
+    x, native, _ = of_heads(case)
+    truth, yardstick = (outputs(oracle(cast(x))) for cast in (to_fp64, lambda x: x))
+    check(outputs(emulated.forward(native)), truth, limits_of(yardstick, truth, x.q.dtype))
+
+
+@pytest.mark.parametrize("case", **ids([replace(c, checkpoints=False) for c in CASES]))
+def test_bits_of_specialised_blocks(case: Case) -> None:
+    """Blocks that only prepare change their head, and its bias, with every chunk."""
+    _, native, repeated = of_heads(case)
+    assert_same(emulated.two_roles(native, Split(1, 2, 4)), emulated.two_roles(repeated, Split(1, 2, 4)))
+
+
+@pytest.mark.parametrize("roles", [True, False], ids=["specialised", "one role"])
+def test_bits_of_segments(roles: bool) -> None:
+    _, native, repeated = of_heads(Case(T=2100, H=1, head_gates=True, slow=True, checkpoints=False))
+    with contextlib.nullcontext() if roles else emulated.without_two_roles():
+        got, want = (
+            forms.forward(x._replace(segments="always"), emulated.Emulator(), False)[0] for x in (native, repeated)
+        )
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("T", [2, 66, 130])
+def test_bits_of_last_tokens(T: int) -> None:
+    """The decode kernel computes the tokens after a sequence's whole chunks."""
+    _, native, repeated = of_heads(replace(WIDE, T=T, checkpoints=False))
+    got, want = (forms.forward(x, emulated.Emulator(), False)[0] for x in (native, repeated))
+    assert_same(got, want)
+
+
+def prefill(x: Inputs) -> list[Tensor]:
+    """Outputs, states and boundary states of a pool of one more slot than sequences."""
+    assert x.initial_state is not None
+    N = x.initial_state.shape[0]
+    pool = torch.cat((x.initial_state, torch.full_like(x.initial_state[:1], torch.nan)))
+    o, boundary, at = torch.empty_like(x.v), torch.zeros_like(x.initial_state), torch.full((N,), 64)
+    given = dict(o=o, state=pool, checkpoints=boundary, checkpoint_at=at, state_indices=torch.arange(N).flip(0))
+    one_role.prefill(
+        PrefillInputs(**{n: given.get(n, getattr(x, n, None)) for n in PrefillInputs._fields}), emulated.Emulator()
+    )
+    return [o, pool[:N], boundary]
+
+
+@on_every_case
+def test_bits_of_a_prefill(case: Case) -> None:
+    _, native, repeated = of_heads(case)
+    for got, want in zip(prefill(native), prefill(repeated), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["bf16", "fp32"])
+def test_gates_of_a_prefill_are_read_where_they_are(wide: bool) -> None:
+    _, x, _ = of_heads(replace(WIDE, T=66, B=2, g_wide=wide))
+    want = prefill(x)
+    moved = x._replace(g=in_wider_rows(x.g, 1))
+    assert one_role._in_rows(moved.g) is moved.g
+    assert all(map(torch.equal, prefill(moved), want))
+
+
+def test_strided_gates_of_the_forward() -> None:
+    _, x, _ = of_heads(WIDE)
+    assert_same(emulated.forward(x._replace(g=in_wider_rows(x.g, 1))), emulated.forward(x))

@@ -88,7 +88,7 @@ class CudaBackend(OnArchs, Backend):
             (B + 1, torch.int32) if problem.packed else None, gated, 0.0, problem.beta_activation, problem.qk_l2norm,
             1.0, problem.has_state, problem.has_state and problem.prefill, problem.checkpoints,
             cut=None if problem.prefill else ALWAYS if problem.segments else AUTO, saves=problem.needs_grad,
-            rows=Rows(*(0,) * 7) if problem.prefill else None,
+            rows=Rows(*(0,) * 8) if problem.prefill else None, head_gates=problem.head_gates,
         )  # fmt: skip
         return forms.explain(s, self.machine.properties(device))
 

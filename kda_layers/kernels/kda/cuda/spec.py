@@ -4,6 +4,7 @@ the parameters and launches of its forms."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +87,7 @@ class Rows(NamedTuple):
     int64_stops: int
     slot_count: int
     slot_stride: int
+    gate_row: int  # of gates of heads
 
 
 class Signature(NamedTuple):
@@ -111,19 +113,22 @@ class Signature(NamedTuple):
     T_fp16: bool = False  # T' in fp16, too
     last_tokens: bool = False  # the decode kernel computes last tokens
     rows: Rows | None = None  # of an engine: states in slots of a pool, rows of tokens with strides
+    head_gates: bool = False  # one gate for all channels of a head
 
     @classmethod
     def of(cls, x: Inputs, saves: bool = False, last_tokens: bool = False) -> Signature:
         """Return the signature of a call of `kda`."""
         cut = None if x.segments == "never" else cut_of(x)
         states = x.initial_state is not None, x.final_state, x.checkpoint_every > 0
-        return cls._make((*_common(x), *states, cut, saves, saves and keeps_T_fp16(x), last_tokens, None))
+        return cls._make(
+            (*_common(x), *states, cut, saves, saves and keeps_T_fp16(x), last_tokens, None, has_head_gates(x))
+        )
 
     @classmethod
     def of_prefill(cls, x: PrefillInputs, rows: Rows, last_tokens: bool) -> Signature:
         """Return the signature of a call of `kda_prefill`."""
         states = x.state is not None, x.state is not None, x.checkpoint_at is not None
-        return cls._make((*_common(x), *states, None, False, False, last_tokens, rows))
+        return cls._make((*_common(x), *states, None, False, False, last_tokens, rows, has_head_gates(x)))
 
     @property
     def packed(self) -> bool:
@@ -206,6 +211,14 @@ def keeps_T_fp16(x: Inputs) -> bool:
     return x.fine_gradients and x.q.dtype in T_FP16
 
 
+def with_those_of_heads(variants: Iterable[Any]) -> Iterator[Any]:
+    """Yield the variants of a kernel that reads gates, each of `OF_HEADS` for gates of heads, too."""
+    for v in variants:
+        yield v
+        if (v.K, v.dtype, v.gate_activation, v.g_wide) in OF_HEADS:
+            yield v._replace(head_gates=True)
+
+
 def has_head_gates(x: AnyInputs) -> bool:
     """True if g is [B, T, HV, 1], one gate for all channels of a head (they are at least 64)."""
     return x.g.shape[3] == 1
@@ -220,9 +233,9 @@ def chunk_rows(x: Inputs) -> int:
 PARAMS = Params("ForwardParams", """
     const u16 *q, *k;              // [B, T, H, K]
     const u16* v;                  // [B, T, HV, V]
-    const void* g;                 // [B, T, HV, K]
+    const void* g;                 // [B, T, HV, K], or [B, T, HV] if HEAD_GATES
     const void* beta;              // [B, T, HV]
-    const float *A_log, *dt_bias;  // [HV], [HV, K], or null
+    const float *A_log, *dt_bias;  // [HV], [HV, K] ([HV] if HEAD_GATES), or null
     const float* initial_state;    // [N, HV, V, K], or null; not read if POOLED
     const void* cu_seqlens;        // [N + 1], or null
     u16* o;                        // [B, T, HV, V]
@@ -255,6 +268,7 @@ PARAMS = Params("ForwardParams", """
     int last_tokens;  // the decode kernel computes last tokens
     // Read by two_roles.cu
     int groups, ring_slots;  // CTA groups that scan, and slots in the ring of each
+    int gate_row;            // stride of tokens of g, read if POOLED and HEAD_GATES
 """)  # fmt: skip
 
 

@@ -92,7 +92,8 @@ def plan_of(
     Strides are those of tokens and heads of q, k, v, g and beta, and of slots.
     """
     (_, T, H, K), HV, N = s.q_shape, s.v_shape[2], s.sequences
-    variant = decode.variant_for(K, K, s.dtype, torch.float32)._replace(last_tokens=LAST_TOKENS)
+    variant = decode.variant_for(K, K, s.dtype, torch.float32)
+    variant = variant._replace(last_tokens=LAST_TOKENS, head_gates=s.head_gates)
     q, k, v, g, beta = strides
     piece = 4  # elements of fp32 in 16 bytes
     values = decode.PARAMS.set(

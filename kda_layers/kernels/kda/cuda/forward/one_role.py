@@ -19,7 +19,7 @@ from ....cuda.machine import Machine
 from ...activations import GATE_CODES
 from ...contract import CHUNK, PrefillInputs
 from .. import spec
-from ..spec import PARAMS, Cut, Plan, Rows, Signature, aligned, row_stride, stage_bytes
+from ..spec import PARAMS, Cut, Plan, Rows, Signature, aligned, has_head_gates, row_stride, stage_bytes
 from . import last_tokens
 
 SOURCE, SEGMENTS_SOURCE = (str(Path(__file__).with_name(name)) for name in ("forward.cu", "segments.cu"))
@@ -45,6 +45,7 @@ class Variant(NamedTuple):
     T_fp16: bool = False  # also saves T' in fp16
     part: int = 0  # TRANSITIONS or LAST_SCAN of sequences that are cut
     cut: Cut | None = None  # with `part`
+    head_gates: bool = False  # one gate for all channels of a head
 
     @property
     def source(self) -> str:
@@ -57,7 +58,8 @@ class Variant(NamedTuple):
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
             "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": int(self.saves), "POOLED": int(self.pooled),
             "T_FP16": int(self.T_fp16), "LAST_TOKENS": 0 if self.saves else spec.LAST_TOKENS,
-            "SHARED_BYTES": self.shared_bytes, **({} if self.cut is None else self.cut.defines(self.part)),
+            "SHARED_BYTES": self.shared_bytes, "HEAD_GATES": int(self.head_gates),
+            **({} if self.cut is None else self.cut.defines(self.part)),
         }  # fmt: skip
 
     @property
@@ -81,7 +83,7 @@ class Variant(NamedTuple):
             return SCAN_STAGES * stage_bytes(self.K) + scan + 8 * (6 * SCAN_STAGES + 5)
         exchanged = 2 * (CHUNK * self.K * 2 + 16 * self.K) + 20 * CHUNK
         sums = self.K // 64 * 10240 + 6 * 512 + self.K * 16
-        gates = self.K * 16 + (0 if self.g_wide else CHUNK * self.K * 2)
+        gates = self.K * 16 + (0 if self.g_wide or self.head_gates else CHUNK * self.K * 2)
         return STAGES * stage_bytes(self.K) + scan + exchanged + sums + gates + 8 * (6 * STAGES + 5)
 
 
@@ -91,7 +93,8 @@ def variant_for(s: Signature, processors: int, arch: int) -> Variant:
     narrow = s.dtype == torch.float16 and s.g_wide
     wide = ARCHS[arch].wgmma and tiles * (K // 16) > processors and not narrow
     BV = 32 if wide else 16
-    return variant_of(K, BV, s.dtype, s.gate_activation, s.g_wide, arch, s.saves, s.rows is not None, s.T_fp16)
+    v = variant_of(K, BV, s.dtype, s.gate_activation, s.g_wide, arch, s.saves, s.rows is not None, s.T_fp16)
+    return v._replace(head_gates=s.head_gates)
 
 
 def variant_of(
@@ -105,7 +108,12 @@ def variant_of(
 
 
 def variants(arch: int) -> Iterable[Variant]:
-    """Every variant that `variant_for` may return for `arch`, whatever its shared memory."""
+    """Every variant that `variant_for` may return for `arch`, whatever its shared memory; for heads `OF_HEADS`."""
+    return spec.with_those_of_heads(_of_channels(arch))
+
+
+def _of_channels(arch: int) -> Iterable[Variant]:
+    """Every variant for gates of channels."""
     for K, BV, dtype, gate, g_wide in itertools.product(spec.WIDTHS, (16, 32), spec.TYPES, GATE_CODES, (False, True)):
         if BV == 16 or (ARCHS[arch].wgmma and not (dtype == torch.float16 and g_wide)):
             for saves, pooled in ((False, False), (True, False), (False, True)):
@@ -145,10 +153,9 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
         q, k = aligned(q), aligned(k)
     if not _has_rows(v):
         v = aligned(v)
-    if not (beta.stride(2) == 1 and _flattens(beta)):
-        beta = beta.contiguous()
-    g, A_log, dt_bias, offsets = (None if t is None else aligned(t) for t in (x.g, x.A_log, x.dt_bias, x.cu_seqlens))
-    assert g is not None
+    beta, head_gates = _in_rows(beta), has_head_gates(x)
+    g = _in_rows(x.g) if head_gates else aligned(x.g)
+    A_log, dt_bias, offsets = (None if t is None else aligned(t) for t in (x.A_log, x.dt_bias, x.cu_seqlens))
     finishes = last_tokens.possible(q.shape[1], x.cu_seqlens is not None)
     state = None if x.state is None else _pool(x.state, finishes)
     slots, stops = (None if t is None else t.contiguous() for t in (x.state_indices, x.checkpoint_at))
@@ -158,6 +165,7 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
     rows = Rows(
         row_stride(q), row_stride(v), row_stride(beta), _is_int64(slots), _is_int64(stops),
         0 if state is None else state.shape[0], 0 if state is None else state.stride(0),
+        row_stride(g) if head_gates else 0,
     )  # fmt: skip
     s = Signature.of_prefill(x, rows, finishes)
     if offsets is not None or last_tokens.has_chunks(q.shape[1]) or stops is not None:
@@ -180,6 +188,11 @@ def prefill(x: PrefillInputs, machine: Machine) -> None:
 def _flattens(t: Tensor) -> bool:
     """True if the tokens of t [B, T, ...] are rows at one stride."""
     return t.shape[0] == 1 or t.shape[1] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
+
+
+def _in_rows(t: Tensor) -> Tensor:
+    """`t` with one element of each head, or a copy unless heads are side by side and tokens rows at one stride."""
+    return t if t.stride(2) == 1 and _flattens(t) else t.contiguous()
 
 
 def _has_rows(t: Tensor) -> bool:

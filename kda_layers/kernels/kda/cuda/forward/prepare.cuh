@@ -32,12 +32,17 @@ DEVICE i64 key_at(const ForwardParams& p, const Cursor& at, int row) {
     return at.keys + i64(row) * (POOLED ? p.key_row : p.H * K);
 }
 DEVICE const Logit* logits_at(const ForwardParams& p, const Cursor& at, int row) {
-    return static_cast<const Logit*>(p.g) + at.tile.row(p, row) * K;
+    if constexpr (HEAD_GATES && POOLED)
+        return static_cast<const Logit*>(p.g) + i64(at.tile.first + row) * p.gate_row + at.tile.head;
+    return static_cast<const Logit*>(p.g) + at.tile.row(p, row) * (HEAD_GATES ? 1 : K);
 }
 
-// A lane's q and k as loaded.
+// A lane's q and k as loaded, and with HEAD_GATES its tokens' logits; a member that is not used would change the SASS.
 struct Raw {
     uint4 q[2][2], k[2][2];  // [token][8 channels]
+#if HEAD_GATES
+    Logit g[2];
+#endif
 };
 
 // Prefetch the next chunk's q and k where registers allow.
@@ -49,6 +54,9 @@ DEVICE void load_raw(Lane lane, Raw& raw, const ForwardParams& p, const Cursor& 
     for (int r = 0; r < 2; r++) {
         int row = row_of(lane.warp, lane.id, at, r);
         i64 key = key_at(p, at, row) + channel;
+#if HEAD_GATES
+        raw.g[r] = *logits_at(p, at, row);
+#endif
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             raw.q[r][c] = load_once<uint4>(p.q + key + 32 * c);
@@ -63,15 +71,19 @@ DEVICE void prefetch_raw(int warp, int id, const ForwardParams& p, const Cursor&
     int row = row_of(warp, id, at, id % 4), channel = 64 * (warp % HALVES);
     i64 key = key_at(p, at, row) + channel;
     prefetch(p.q + key), prefetch(p.k + key);
+    if constexpr (HEAD_GATES) {
+        if (channel == 0) prefetch(logits_at(p, at, row));
+        return;
+    }
     const Logit* g = logits_at(p, at, row) + channel;
     if (G_FP32) prefetch(g), prefetch(g + 32);
 }
 
 // Prefetch 16-bit gate logits one chunk ahead through shared memory, to hide the latency of q and k; fp32 logits do not
-// fit. Each lane copies what it reads itself.
+// fit. Each lane copies what it reads itself. Logits of heads are two elements of a lane, in registers with q and k.
 DEVICE void fetch_logits(Lane lane, const ForwardParams& p, const Shared& shared, const Cursor& at) {
     #pragma unroll
-    for (int r = 0; r < (G_FP32 ? 0 : 2); r++) {
+    for (int r = 0; r < (G_FP32 || HEAD_GATES ? 0 : 2); r++) {
         const Logit* g = logits_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane);
         #pragma unroll
         for (int c = 0; c < 2; c++)
@@ -91,22 +103,31 @@ DEVICE void load_8(float (&to)[8], const float* from) {
 }
 DEVICE void load_8(float (&to)[8], const u16* from) { unpack_8(to, *reinterpret_cast<const uint4*>(from)); }
 
-// The biases of 8 channels from 32 c on.
+DEVICE float as_float(float x) { return x; }
+DEVICE float as_float(u16 x) { return Io::unpack(x).x; }
+
+// The biases of 8 channels from 32 c on, or the first of them, which is the head's.
 DEVICE void load_biases(Lane lane, float (&bias)[8], int c, const Gates<GATE>& gates, const ForwardParams& p,
                         const Shared& shared, u32 iteration) {
     const float* from = shared.bias(lane.warp, BLOCK_ROLES ? iteration : 0);
-    load_8(bias, from + 32 * c + 8 * (lane.id % 4));
+    if constexpr (HEAD_GATES) bias[0] = *from;
+    else load_8(bias, from + 32 * c + 8 * (lane.id % 4));
     #pragma unroll
-    for (int i = 0; BLOCK_ROLES && i < 8; i++) bias[i] = p.dt_bias ? gates.bias(bias[i]) : 0.f;
+    for (int i = 0; BLOCK_ROLES && i < (HEAD_GATES ? 1 : 8); i++) bias[i] = p.dt_bias ? gates.bias(bias[i]) : 0.f;
 }
 
 // Decays of 8 channels from 32 c on of a lane's tokens.
-DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& gates, const ForwardParams& p,
-                        const Shared& shared, const Cursor& at, u32 iteration) {
+DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& gates, const Raw& raw,
+                        const ForwardParams& p, const Shared& shared, const Cursor& at, u32 iteration) {
     float bias[8];
     load_biases(lane, bias, c, gates, p, shared, iteration);
     #pragma unroll
     for (int r = 0; r < 2; r++) {
+#if HEAD_GATES
+        const float decay = gates.decay(as_float(raw.g[r]), bias[0], token_of(lane, at, r) < at.tile.length);
+        #pragma unroll
+        for (int i = 0; i < 8; i++) d[r][i] = decay;
+#else
         const Logit* from = G_FP32
                                 ? logits_at(p, at, row_of(lane.warp, lane.id, at, r)) + channel_of(lane) + 32 * c
                                 : reinterpret_cast<const Logit*>(shared.logits(lane.warp) + (2 * r + c) * 32 + lane.id);
@@ -115,6 +136,7 @@ DEVICE void load_decays(Lane lane, float (&d)[2][8], int c, const Gates<GATE>& g
         bool valid = token_of(lane, at, r) < at.tile.length;
         #pragma unroll
         for (int i = 0; i < 8; i++) d[r][i] = gates.decay(x[i], bias[i], valid);
+#endif
     }
 }
 
@@ -205,7 +227,10 @@ struct Pair {
     DEVICE Pair operator*(Pair y) const { return {Fp16::multiply(x, y.x)}; }
     DEVICE Pair from_lane(int mask) const { return {shuffle_xor(x, mask)}; }
 };
-using Pairs = Pair[2][8];  // of a lane's two tokens
+// Of a lane's two tokens; with HEAD_GATES all channels share one pair, which saves 28 registers and most shuffles.
+using Pairs = Pair[2][HEAD_GATES ? 1 : 8];
+DEVICE constexpr int pair_of(int i) { return HEAD_GATES ? 0 : i; }
+DEVICE constexpr bool last_use(int i) { return !HEAD_GATES || i == 7; }  // of the pair of channels 2 i and 2 i + 1
 
 // One level of binary anchoring within 8 tokens: pairs of tokens whose indices first differ in bit `level`. On entry
 // `near` is a token's decay towards the other half of its block of 2 * level (with the token itself in the upper half,
@@ -221,8 +246,9 @@ template <int level> DEVICE void anchor(Lane lane, Tile& L, Tile& A, Pairs& near
             u32 k[2], q[2];
             #pragma unroll
             for (int i = 0; i < 2; i++) {
-                Pair &x = near[r][2 * s + i], &y = far[r][2 * s + i];
+                Pair &x = near[r][pair_of(2 * s + i)], &y = far[r][pair_of(2 * s + i)];
                 k[i] = Fp16::multiply(d.k[r][2 * s + i], x.x), q[i] = Fp16::multiply(d.q[r][2 * s + i], x.x);
+                if (!last_use(2 * s + i)) continue;
                 Pair through = x * (x * y).from_lane(4 * level);
                 x = turns ? y : through, y = turns ? through : y;
             }
@@ -248,11 +274,12 @@ DEVICE void anchor_8(Tile& L, Tile& A, Pairs& before, Pairs& after, const Direct
         u32 k[2], q[2], columns[2];
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            int x = 2 * s + i;
-            k[i] = Fp16::multiply(d.k[1][x], before[1][x].x), q[i] = Fp16::multiply(d.q[1][x], before[1][x].x);
-            columns[i] = Fp16::multiply(d.k[0][x], after[0][x].x);
-            Pair low = before[0][x] * after[0][x], high = before[1][x] * after[1][x];
-            before[1][x] = before[1][x] * low, after[0][x] = after[0][x] * high;
+            const int x = 2 * s + i, pair = pair_of(x);
+            k[i] = Fp16::multiply(d.k[1][x], before[1][pair].x), q[i] = Fp16::multiply(d.q[1][x], before[1][pair].x);
+            columns[i] = Fp16::multiply(d.k[0][x], after[0][pair].x);
+            if (!last_use(x)) continue;
+            Pair low = before[0][pair] * after[0][pair], high = before[1][pair] * after[1][pair];
+            before[1][pair] = before[1][pair] * low, after[0][pair] = after[0][pair] * high;
         }
         multiply_8(acc, k, q, columns);
     }
@@ -294,19 +321,20 @@ DEVICE float* decays_of(Lane lane, const Shared& shared, u32 iteration, int bloc
 
 // Decays of the lane's tokens, as `anchor<1>` takes them, and of the block, which are stored.
 DEVICE void start_decays(Lane lane, Pairs& near, Pairs& far, float* block_decays, const Gates<GATE>& gates,
-                         const ForwardParams& p, const Shared& shared, const Cursor& at, u32 iteration) {
+                         const Raw& raw, const ForwardParams& p, const Shared& shared, const Cursor& at,
+                         u32 iteration) {
     int g = lane.id / 4;
     float block[16];  // decays over the block's tokens
     #pragma unroll
     for (int c = 0; c < 2; c++) {
         float e[2][8];
-        load_decays(lane, e, c, gates, p, shared, at, iteration);
+        load_decays(lane, e, c, gates, raw, p, shared, at, iteration);
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             #pragma unroll
             for (int i = 0; i < 4; i++) {
                 Pair own = Pair::of(e[r][2 * i], e[r][2 * i + 1]), one = Pair::of(1.f, 1.f);
-                near[r][4 * c + i] = g & 1 ? own : one, far[r][4 * c + i] = g & 1 ? one : own;
+                near[r][pair_of(4 * c + i)] = g & 1 ? own : one, far[r][pair_of(4 * c + i)] = g & 1 ? one : own;
             }
         }
         #pragma unroll
@@ -333,9 +361,9 @@ struct Decayed {
         for (int r = 0; r < 2; r++) {
             #pragma unroll
             for (int i = 0; i < 8; i++) {
-                k_fall[r][i] = Fp16::multiply(d.k[r][i], after[r][i].x);
-                k_rise[r][i] = Fp16::multiply(d.k[r][i], before[r][i].x);
-                q_rise[r][i] = Fp16::multiply(d.q[r][i], before[r][i].x);
+                k_fall[r][i] = Fp16::multiply(d.k[r][i], after[r][pair_of(i)].x);
+                k_rise[r][i] = Fp16::multiply(d.k[r][i], before[r][pair_of(i)].x);
+                q_rise[r][i] = Fp16::multiply(d.q[r][i], before[r][pair_of(i)].x);
             }
         }
     }
@@ -475,7 +503,7 @@ DEVICE void prepare_chunk(Lane lane, const ForwardParams& p, const Shared& share
     float* block_decays = decays_of(lane, shared, iteration, b);
     cp_async_wait<0>();
     if (BLOCK_ROLES) warp_sync();  // other lanes have copied biases
-    start_decays(lane, near, far, block_decays, gates, p, shared, at, iteration);
+    start_decays(lane, near, far, block_decays, gates, raw, p, shared, at, iteration);
     Directions d;
     normalize(lane, d, raw, p, shared, at, iteration);
     // L and Aqk among the block's 16 tokens: binary anchoring

@@ -45,6 +45,10 @@ DEVICE void give_tasks(Lane lane, const ForwardParams& p, const Shared& shared) 
 // A CTA changes its head with every chunk. So biases are loaded a chunk ahead by cp.async: they are there with the logits,
 // whose copies are committed after them.
 DEVICE void fetch_biases(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& tile, u32 iteration) {
+    if constexpr (HEAD_GATES) {
+        if (lane.id == 0) cp_async_4(shared.bias(lane.warp, iteration), p.dt_bias + tile.head, p.dt_bias);
+        return;
+    }
     const float* from = p.dt_bias + tile.head * K + 64 * (lane.warp % HALVES);
     if (lane.id < 16) cp_async_16(shared.bias(lane.warp, iteration) + 4 * lane.id, from + 4 * lane.id, p.dt_bias);
 }

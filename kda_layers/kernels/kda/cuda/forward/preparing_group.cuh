@@ -5,11 +5,11 @@
 // The gates of a work tile's head.
 DEVICE Gates<GATE> load_gates(Lane lane, const ForwardParams& p, const Shared& shared, const WorkTile& tile) {
     const Gates<GATE> gates(p.A_log ? exp2_fast(p.A_log[tile.head] * LOG2_E) : 1.f, p.lower_bound);
-    const float* from = p.dt_bias + tile.head * K + 64 * (lane.warp % HALVES);
+    const float* from = HEAD_GATES ? p.dt_bias + tile.head : p.dt_bias + tile.head * K + 64 * (lane.warp % HALVES);
     float* to = shared.bias(lane.warp);
     warp_sync();
     #pragma unroll
-    for (int i = lane.id; i < 64; i += 32) to[i] = p.dt_bias ? gates.bias(from[i]) : 0.f;
+    for (int i = lane.id; i < 64; i += 32) to[i] = p.dt_bias ? gates.bias(from[HEAD_GATES ? 0 : i]) : 0.f;
     warp_sync();
     return gates;
 }

@@ -39,7 +39,7 @@ def variants_for(
 
 
 def variants(arch: int) -> Iterable[one_role.Variant | two_roles.Variant]:
-    """Every variant for `arch`."""
+    """Every variant for `arch`, of gates of heads `OF_HEADS`."""
     if not ARCHS[arch].bulk_copies:
         return
     flags = (False, True)
@@ -51,7 +51,7 @@ def variants(arch: int) -> Iterable[one_role.Variant | two_roles.Variant]:
         for T_fp16 in flags
         if saves >= T_fp16 <= (problem[1] in spec.T_FP16)
     )
-    yield from dict.fromkeys(itertools.chain.from_iterable(found))
+    yield from spec.with_those_of_heads(dict.fromkeys(itertools.chain.from_iterable(found)))
     for roles, T_fp16 in itertools.product(two_roles.variants(arch), flags):
         if not (roles.packed or roles.checkpoints) and (not T_fp16 or roles.dtype in spec.T_FP16):
             yield roles._replace(cut=ALWAYS, T_fp16=T_fp16)
@@ -109,6 +109,7 @@ def _plan_of(machine: Machine, s: Signature, by_roles: bool) -> Plan:
     tokens = T if s.packed else spec.in_chunks(T, s.last_tokens)
     segments = cut.most_segments(tokens, HV, s.packed)
     first, last = variants_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.saves, cut, s.T_fp16)
+    first = first._replace(head_gates=s.head_gates)
     if processors < first.slices:
         raise ValueError(f"x must be on a GPU with at least {first.slices} multiprocessors, got {processors}")
     new = functools.partial(spec.launch_of, machine, s.device)
@@ -117,7 +118,8 @@ def _plan_of(machine: Machine, s: Signature, by_roles: bool) -> Plan:
         chunks, scanned = cut.segment_tokens(tokens, HV) // CHUNK, N * (segments - 1) * HV
         _, split = costs.transitions_split(scanned, chunks, N * HV * -(-tokens // CHUNK), processors)
         roles = two_roles.variant_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch)
-        roles, blocks = roles._replace(cut=cut, T_fp16=s.T_fp16), costs.SLICES * split.groups + split.preparers
+        roles = roles._replace(cut=cut, T_fp16=s.T_fp16, head_gates=s.head_gates)
+        blocks = costs.SLICES * split.groups + split.preparers
         transitions, counters = new(roles, two_roles.ENTRY, blocks, cooperative=True), split.counters
     else:
         split, counters = Split(0, 0, 0), groups * 64

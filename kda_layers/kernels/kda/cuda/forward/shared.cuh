@@ -5,7 +5,7 @@
 #include "stage.cuh"
 #include "task.cuh"
 
-// Chosen by the build, in addition to stage.cuh's: GATE (see gates.cuh), G_FP32 (1: gate logits are fp32), SAVES (1:
+// Chosen by the build, in addition to stage.cuh's: GATE and HEAD_GATES (see gates.cuh), G_FP32 (1: gate logits are fp32), SAVES (1:
 // save what the backward reads), POOLED (1: for engines: states in slots of a pool, one boundary state of each sequence,
 // rows of tokens with strides), BLOCK_ROLES (1: blocks either scan or prepare, see two_roles.cu), with that PACKED (1:
 // sequences have any lengths) and CHECKPOINTS (1: store the state after each whole chunk). If CLUSTER is 0, each CTA prepares
@@ -59,7 +59,7 @@ struct Shared {
     static constexpr int AT_COLUMNS_OF_T = AT_SUMS_OF_L + K / 64 * TRIANGLE;
     static constexpr int AT_SUMS = AT_COLUMNS_OF_T + 6 * 512;
     static constexpr int AT_LOGITS = AT_SUMS + PREPARE_WARPS * 16 * 16;
-    static constexpr int AT_BIAS = AT_LOGITS + (G_FP32 ? 0 : CHUNK * K * 2);
+    static constexpr int AT_BIAS = AT_LOGITS + (G_FP32 || HEAD_GATES ? 0 : CHUNK * K * 2);
     static constexpr int AT_BARRIERS = PREPARES ? AT_BIAS + (BLOCK_ROLES ? 2 : 1) * PREPARE_WARPS * 256 : AT_COLUMNS;
     static constexpr int AT_TASKS = AT_BARRIERS + (2 * PARTS * STAGES + 5) * 8;
     static constexpr int BYTES = AT_TASKS + (BLOCK_ROLES ? Tasks::BYTES : 0);

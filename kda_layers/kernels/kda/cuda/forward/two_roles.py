@@ -42,6 +42,7 @@ class Variant(NamedTuple):
     checkpoints: bool
     cut: Cut | None = None  # of the transitions of sequences that are cut (segments.py)
     T_fp16: bool = False  # with `cut`: also saves T' in fp16
+    head_gates: bool = False  # one gate for all channels of a head
 
     @property
     def source(self) -> str:
@@ -57,7 +58,7 @@ class Variant(NamedTuple):
             "GATE": GATE_CODES[self.gate_activation], "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma),
             "HAS_SETMAXNREG": int(self.setmaxnreg), "SAVES": 0, "POOLED": 0, "BLOCK_ROLES": 1,
             "LAST_TOKENS": spec.LAST_TOKENS, "SHARED_BYTES": self.shared_bytes, "PACKED": int(self.packed),
-            "CHECKPOINTS": int(self.checkpoints),
+            "CHECKPOINTS": int(self.checkpoints), "HEAD_GATES": int(self.head_gates),
             **transitions,
         }  # fmt: skip
 
@@ -88,11 +89,12 @@ def variant_for(
 
 
 def variants(arch: int) -> Iterable[Variant]:
-    """Every variant that may be chosen for `arch`."""
-    if ARCHS[arch].wgmma:
-        flags = (False, True)
-        for dtype, gate, g_wide, *rest in itertools.product(spec.TYPES, GATE_CODES, flags, flags, flags):
-            yield variant_for(WIDTH, dtype, gate, g_wide, arch, *rest)
+    """Every variant that may be chosen for `arch`, of gates of heads `OF_HEADS`."""
+    if not ARCHS[arch].wgmma:
+        return ()
+    flags = (False, True)
+    choices = itertools.product(spec.TYPES, GATE_CODES, flags, flags, flags)
+    return spec.with_those_of_heads(variant_for(WIDTH, *choice[:3], arch, *choice[3:]) for choice in choices)
 
 
 def serves(s: Signature, properties: Properties) -> list[str]:
@@ -133,6 +135,7 @@ def plan_of(machine: Machine, s: Signature) -> Plan:
     assert split.groups <= (MOST_GROUPS_PACKED if s.packed else s.sequences * s.v_shape[2])
     assert split.ring_slots > SCAN_STAGES, "a slot is free when its chunk was read, which is told SCAN_STAGES later"
     v = variant_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch, s.packed, s.checkpoints)
+    v = v._replace(head_gates=s.head_gates)
     blocks = split.groups * v.slices + split.preparers
     launch = spec.launch_of(machine, s.device, v, ENTRY, blocks, v.slices, cooperative=True)
     # a ring and, unless the sequences are packed, a state that is handed over
