@@ -163,7 +163,7 @@ def test_two_roles(variant: two_roles.Variant, arch: str) -> None:
 OF_HEADS = [
     pytest.param(v, arch, most, id="-".join(f"{n}={x}" for n, x in zip(v._fields, v, strict=True)) + f"-{arch}")
     for arch in ("sm_90a", "sm_100a")
-    for variants, most in ((chunk.variants, 8), (two_roles.variants, 24))
+    for variants, most in ((chunk.variants, 8), (two_roles.variants, 24), (gradients.variants, 20))
     for v in variants(ARCHS[arch])
     if v.head_gates
 ]
@@ -171,7 +171,7 @@ OF_HEADS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "arch", "most"), OF_HEADS)
-def test_gates_of_heads(variant: chunk.Variant | two_roles.Variant, arch: str, most: int) -> None:
+def test_gates_of_heads(variant: chunk.Variant | two_roles.Variant | gradients.Variant, arch: str, most: int) -> None:
     cubin = build.compile(variant.source, variant.defines, arch)
     (used,) = build.resources(cubin).values()
     assert used.registers <= REGISTERS // variant.threads // 8 * 8

@@ -21,6 +21,7 @@ from kda_layers.kernels.kda.cuda.forward import one_role
 from kda_layers.kernels.kda.cuda.forward.costs import Split
 from kda_layers.kernels.kda.reference import activate
 from kda_layers.states import quantize_state
+from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import (
     BF16,
@@ -32,7 +33,9 @@ from tests.kernels.cases import (
     limits_of,
     make_inputs,
     oracle,
+    output_gradients,
     outputs,
+    run,
     step_inputs,
     to_fp64,
 )
@@ -218,3 +221,73 @@ def test_gates_of_a_prefill_are_read_where_they_are(wide: bool) -> None:
 def test_strided_gates_of_the_forward() -> None:
     _, x, _ = of_heads(WIDE)
     assert_same(emulated.forward(x._replace(g=in_wider_rows(x.g, 1))), emulated.forward(x))
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def gradients(x: Inputs, d_out: dict[str, Tensor], arch: int = 90, seed: int = 0) -> dict[str, Tensor]:
+    """Gradients of every input by all kernels."""
+    launch = dict(arch=arch, seed=seed)
+    d_o, d_final = d_out["o"].to(x.v.dtype), d_out["final_state"].float()
+    saved = emulated.forward_saving(x, **launch)[1]
+    scanned = emulated.reverse_scan(x, saved, (d_o, d_final, None), **launch)
+    got = emulated.gradients(x, saved, scanned, d_o, processors=3, **launch)
+    return {f"d_{n}": t for n, t in got._asdict().items() if t is not None}
+
+
+TRAINED = [replace(case, checkpoints=False) for case in CASES] + [
+    replace(
+        WIDE, T=70, beta="given", g_wide=True, checkpoints=False
+    ),  # betas near zero, which have a path of their own
+]
+
+
+def trained(case: Case, draw: int = 0) -> tuple[Inputs, Inputs, Inputs, dict[str, Tensor]]:
+    """`of_heads`, and gradients of the outputs."""
+    x = make_inputs(case, draw=draw)
+    if case.beta == "given":
+        x.beta[:, ::3] = 0.0
+    return x, activate(x, FUSED), for_each_channel(x), output_gradients(x)
+
+
+@on_every_arch
+@pytest.mark.parametrize("case", **ids(TRAINED))
+def test_bits_of_gradients(case: Case, arch: int) -> None:
+    """All but those of gates, which are summed before the activation and not after it."""
+    _, native, repeated, d_out = trained(case)
+    got, want = gradients(native, d_out, arch), gradients(repeated, d_out, arch)
+    gates = ("d_g", "d_A_log", "d_dt_bias")
+    assert [n for n, t in want.items() if n not in gates and not torch.equal(got[n], t)] == []
+    assert got["d_g"].shape == native.g.shape
+    assert got["d_g"].dtype == native.g.dtype
+
+
+@pytest.mark.parametrize("case", **ids(TRAINED[3:5]))
+def test_gradients_against_fp64(case: Case) -> None:
+    results: list[list[dict[str, Tensor]]] = [[], [], []]
+    for draw in range(case.draws):
+        x, native, _, d_out = trained(case, draw)
+        got = gradients(native, d_out)
+        found = [run(oracle, cast(x), d_out) for cast in (to_fp64, lambda x: x)]
+        names = [n for n in found[0] if n in got]
+        assert {"d_g", "d_q"} <= {*names}
+        for to, result in zip(results, (got, *found), strict=True):
+            to.append({n: result[n].reshape(found[0][n].shape) for n in names})
+    got, truth, yardstick = ({n: torch.stack([r[n] for r in every]) for n in every[0]} for every in results)
+    check(got, truth, limits_of(yardstick, truth, x.q.dtype))
+
+
+def test_gradients_in_any_order() -> None:
+    _, native, _, d_out = trained(replace(CASES[2], checkpoints=False))
+    want = gradients(native, d_out)
+    for seed in (1, 2):
+        got = gradients(native, d_out, seed=seed)
+        assert [n for n, t in want.items() if not torch.equal(got[n], t)] == []
+
+
+def test_memory_accesses_are_ordered() -> None:
+    _, native, _, d_out = trained(Case(T=66, B=2, H=1, group=2, head_gates=True, checkpoints=False, state=True))
+    with cuda_emulator.order_checked():
+        gradients(native, d_out)
+        emulated.two_roles(native, Split(1, 2, 4))

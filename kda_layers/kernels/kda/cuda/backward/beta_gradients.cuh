@@ -16,13 +16,13 @@ DEVICE void add_writes(float (&to)[2], const Fragment& terms, bool writes = true
     if (writes) to[0] += terms[0] + terms[2], to[1] += terms[1] + terms[3];
 }
 
-// Sums over a warp's channels of what block b's tokens write, to shared memory.
-DEVICE void sum_writes(Lane lane, const Shared& shared, const Writes& x, int b) {
+// Sums of block b's tokens over a warp's channels, to [64] in shared memory.
+DEVICE void sum_writes(Lane lane, float* to, const Writes& x, int b) {
     const float low = keep(lane, 4, x[0][0], x[1][0]), high = keep(lane, 4, x[0][1], x[1][1]);
     float sum = keep(lane, 8, low, high);
     sum += shuffle_xor(sum, 16);
     const int g = lane.id / 4, token = 8 * (g % 2) + 2 * (lane.id % 4) + g / 2 % 2;
-    if (lane.id < 16) shared.writes(lane.warp)[16 * b + token] = sum;
+    if (lane.id < 16) to[16 * b + token] = sum;
 }
 
 // beta's gradient of block b's tokens; by one warp, two lanes a token.

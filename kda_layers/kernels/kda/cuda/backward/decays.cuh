@@ -48,7 +48,10 @@ DEVICE float rate_of_gates(const Shared& shared) { return exp2_fast(*shared.A_lo
 
 // Gate logits of block b.
 DEVICE void load_logits(Lane lane, Fragment (&x)[2], const Shared& shared, int b) {
-    if constexpr (!G_FP32) {
+    if constexpr (HEAD_GATES) {
+        #pragma unroll
+        for (int i = 0; i < 8; i++) x[i / 4][i % 4] = shared.logits()[token_of(lane, b, i / 4, i)];
+    } else if constexpr (!G_FP32) {
         load_block(lane, x, shared.g(), b);
     } else {
         #pragma unroll
@@ -65,11 +68,13 @@ DEVICE void load_decays(Lane lane, Fragment (&e)[2], const GradientsParams& p, c
     const Gates<GATE> gates(rate_of_gates(shared), p.lower_bound);
     float bias[2];
     #pragma unroll
-    for (int c = 0; c < 2; c++) bias[c] = gates.bias(shared.bias()[channel_of(lane, c)]);
+    for (int c = 0; c < 2; c++) bias[c] = gates.bias(shared.bias()[HEAD_GATES ? 0 : channel_of(lane, c)]);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
-        for (int i = 0; i < 4; i++) e[o][i] = gates.decay(e[o][i], bias[i / 2], token_of(lane, b, o, i) < tokens);
+        for (int i = 0; i < 4; i++)
+            e[o][i] = HEAD_GATES && i >= 2 ? e[o][i - 2]
+                                           : gates.decay(e[o][i], bias[i / 2], token_of(lane, b, o, i) < tokens);
     }
 }
 

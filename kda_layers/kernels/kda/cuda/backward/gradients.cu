@@ -4,6 +4,7 @@
 // A CTA processes chunks of one key head, and for each the value heads of its group, whose gradients of q and k it
 // sums. A warp has 16 channels of half of the tokens, so that decays and sums over 16 tokens stay within it. The next
 // work tile's operands are copied while this one is computed.
+#include "head_gates.cuh"
 #include "near_zero_beta.cuh"
 #include "pairs.cuh"
 
@@ -140,8 +141,8 @@ DEVICE void keep_sums(const VectorGradients& d, const GradientsParams& p, const 
     }
 }
 
-// d_A_log, d_dt_bias, d_g and, after a group's last value head, d_q and d_k, from shared memory.
-DEVICE void store_outputs(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+// d_A_log, d_dt_bias and d_g, from shared memory.
+DEVICE void store_gates(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     if (p.d_A_log && threadIdx.x == 0) {
         float sum = 0.f;
         for (int w = 0; w < WARPS; w++) sum += shared.d_rates()[w];
@@ -151,6 +152,10 @@ DEVICE void store_outputs(const GradientsParams& p, const Shared& shared, const 
     if (p.d_dt_bias && channel < K)
         p.d_dt_bias[tile.chunk_row * K + channel] = shared.d_bias(0)[channel] + shared.d_bias(1)[channel];
     store_logits(p, shared, tile);
+}
+
+// d_q and d_k after a group's last value head, from shared memory.
+DEVICE void store_keys(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     if (tile.last(p)) {
         i64 keys = tile.key_row(p) * K, stride = i64(p.H) * K;
         store_rows(p.d_q + keys, shared.q(), stride, tile.chunk.tokens);
@@ -187,10 +192,11 @@ DEVICE void block_gradients(HalfLane lane, VectorGradients& d, Fragment (&q)[2],
     load_vectors(lane, q, shared.q(), shared.q_norms(), b), load_vectors(lane, k, shared.k(), shared.k_norms(), b);
     Writes writes;
     within_block(lane, d_g, writes, d, e, q, k, shared, b);
-    sum_writes(lane, shared, writes, b);
+    sum_writes(lane, shared.writes(lane.warp), writes, b);
     add_sums(d, p, tile, b);
     if (p.qk_l2norm && tile.last(p)) sum_inner(lane, shared, d, q, k, b);
-    finish_logits(lane, d_g, p, shared, tile, b);
+    if constexpr (HEAD_GATES) sum_log_decays(lane, d_g, shared, b);
+    else finish_logits(lane, d_g, p, shared, tile, b);
     keep_sums(d, p, tile, b);
 }
 
@@ -227,6 +233,11 @@ DEVICE void finish_tile(const GradientsParams& p, const Shared& shared) {
     const bool has_betas = lane.half == HALVES - 1 && b >= 0;
     LoadedBeta beta = {0};
     if (has_betas) beta = LoadedBeta::load(p, next, token);
+#if HEAD_GATES
+    const bool has_gates = lane.half == 0 && lane.warp == 0;
+    HeadLogits logits;
+    if (has_gates) logits.load(lane, p, next);
+#endif
     block_sync();
     if (threadIdx.x == 0) shared.tile() = next;
     if (has_betas) {
@@ -234,7 +245,12 @@ DEVICE void finish_tile(const GradientsParams& p, const Shared& shared) {
         warp_sync();
         shared.betas()[token].y = beta.value(p);
     }
-    store_outputs(p, shared, tile);
+#if HEAD_GATES
+    if (has_gates) finish_head_gates(lane, p, shared, tile, next, logits);
+#else
+    store_gates(p, shared, tile);
+#endif
+    store_keys(p, shared, tile);
     if (next.valid()) copy_tokens(p, shared, next);
     cp_async_commit();
 }
@@ -254,6 +270,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 128 / K)
     block_sync();
     if (tile.valid()) {
         copy_inputs<0, INPUT_SHARES>(p, shared, tile), cp_async_commit();
+#if HEAD_GATES
+        HeadLogits logits;
+        if (threadIdx.x < 32)
+            logits.load(lane, p, tile), logits.store(lane, shared), copy_parameters(lane, p, shared, tile);
+#endif
         copy_tokens(p, shared, tile), cp_async_commit();
         if (threadIdx.x < CHUNK) shared.betas()[threadIdx.x].y = LoadedBeta::load(p, tile, threadIdx.x).value(p);
     }

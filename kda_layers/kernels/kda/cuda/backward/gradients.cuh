@@ -4,8 +4,8 @@
 #include "chunk.cuh"
 #include "gates.cuh"
 
-// Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), GATE (see gates.cuh), G_FP32 (1: gate logits are fp32),
-// HAS_WGMMA (1 on sm_90a).
+// Chosen by the build: K, V (128 or 64), IO (Bf16 or Fp16), GATE and HEAD_GATES (see gates.cuh), G_FP32 (1: gate logits are
+// fp32), HAS_WGMMA (1 on sm_90a).
 constexpr int BLOCKS = CHUNK / 16;
 // A warp has 16 channels of half of the chunk's tokens.
 constexpr int CHANNEL_WARPS = K / 16, HALVES = 2, WARPS = HALVES * CHANNEL_WARPS, THREADS = 32 * WARPS;
@@ -110,7 +110,8 @@ DEVICE constexpr int piece_at(int row, int piece, int rows) {
     return int((u32(piece) / 8 * u32(rows) + u32(row)) * PANEL_ROW + u32(piece ^ row) % 8 * 16);
 }
 constexpr int FP32_ROW = K + 4;  // fp32 logits, padded against bank conflicts
-constexpr int LOGITS = G_FP32 ? CHUNK * FP32_ROW * 4 : KEYS;
+constexpr int LOGITS = HEAD_GATES ? (1 + CHANNEL_WARPS) * CHUNK * 4 : G_FP32 ? CHUNK * FP32_ROW * 4 : KEYS;
+constexpr bool PATTERNS_IN_LOGITS = G_FP32 && !HEAD_GATES;
 constexpr int TRIANGLE = 36 * 256;  // 8 x 8 blocks of fp32 of a lower triangle
 
 struct Shared {
@@ -133,7 +134,7 @@ struct Shared {
     static constexpr int AT_TILES = AT_BETAS + CHUNK * 8;
     static constexpr int AT_FINDER = AT_TILES + 2 * sizeof(WorkTile);
     static constexpr int AT_PATTERNS = AT_FINDER + sizeof(ChunkFinder);
-    static constexpr int AT_RATES = AT_PATTERNS + (G_FP32 ? 0 : 4 * 32 * 8);
+    static constexpr int AT_RATES = AT_PATTERNS + (PATTERNS_IN_LOGITS ? 0 : 4 * 32 * 8);
     static constexpr int AT_BIAS = AT_RATES + (WARPS + 1) * 4;
     static constexpr int BYTES = AT_BIAS + K * 4;
 
@@ -146,6 +147,9 @@ struct Shared {
     DEVICE unsigned char* k() const { return base + AT_K; }
     DEVICE unsigned char* g() const { return base + AT_G; }  // likewise; if fp32, in rows of FP32_ROW
     DEVICE float* floats(int at) const { return reinterpret_cast<float*>(base + at); }
+    // With HEAD_GATES, in the place of g: logits [64]; gradients of log-decays [64], summed over a warp's channels
+    DEVICE float* logits() const { return floats(AT_G); }
+    DEVICE float* d_log_decays(int warp) const { return logits() + (1 + warp) * CHUNK; }
     // 8 x 8 blocks of dL or dAqk
     DEVICE float* dL(int i, int j) const { return floats(AT_TRIANGLES) + (i * (i + 1) / 2 + j) * 64; }
     DEVICE float* dA(int i, int j) const { return dL(i, j) + TRIANGLE / 4; }
@@ -185,7 +189,7 @@ struct Shared {
     DEVICE float* bias() const { return floats(AT_BIAS); }                               // [K], or zeros
     // A lane's part of a pattern (pairs.cuh). Beside fp32 logits there is no room but in their rows' padding.
     DEVICE float2& pattern(int which, Lane lane) const {
-        if constexpr (!G_FP32) return (reinterpret_cast<float2*>(base + AT_PATTERNS) + 32 * which)[lane.id];
+        if constexpr (!PATTERNS_IN_LOGITS) return (reinterpret_cast<float2*>(base + AT_PATTERNS) + 32 * which)[lane.id];
         float* padding = reinterpret_cast<float*>(g()) + (16 * which + lane.id / 2) * FP32_ROW + K;
         return reinterpret_cast<float2*>(padding)[lane.id % 2];
     }
@@ -275,13 +279,16 @@ template <int b> DEVICE void replace_block(const GradientsParams& p, const Share
 // Copy the gate's parameters and logits and, with a key head's first value head, q and k.
 DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
     const int tokens = tile.chunk.tokens, head = tile.head(p), channel = int(thread());
+#if !HEAD_GATES
     if (channel < K) cp_async_4(shared.bias() + channel, p.dt_bias + head * K + channel, p.dt_bias);
     else if (channel == K) cp_async_4(shared.A_log(), p.A_log + head, p.A_log);
+#endif
     if (tile.first()) {
         i64 keys = tile.key_row(p) * K, stride = i64(p.H) * K;
         copy_rows(shared.q(), p.q + keys, stride, tokens);
         copy_rows(shared.k(), p.k + keys, stride, tokens);
     }
+#if !HEAD_GATES  // else see head_gates.cuh
     const Logit* g = static_cast<const Logit*>(p.g) + tile.row * K;
     i64 stride = i64(p.HV) * K;
     if constexpr (G_FP32) {
@@ -293,6 +300,7 @@ DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const Wo
     } else {
         copy_rows(shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
     }
+#endif
 }
 
 // Beta as loaded: where it is converted, it is waited for.

@@ -16,22 +16,22 @@ from ....cuda.machine import Machine
 from ....cuda.params import Params
 from ...activations import BETA_CODES, GATE_CODES
 from ...contract import CHUNK, Gradients, Inputs
-from ..spec import TYPES, WIDTHS, Saved, chunk_rows, loaded
+from ..spec import TYPES, WIDTHS, Saved, chunk_rows, has_head_gates, loaded, with_those_of_heads
 from .reverse_scan import Scanned
 
 SOURCE, SUMS_SOURCE = (str(Path(__file__).with_name(name)) for name in ("gradients.cu", "chunk_sums.cu"))
 PARAMS = Params("GradientsParams", """
     const u16 *q, *k;                      // [B, T, H, K]
     const u16* v;                          // [B, T, HV, V]
-    const void* g;                         // [B, T, HV, K]
+    const void* g;                         // [B, T, HV, K], or [B, T, HV] if HEAD_GATES
     const void* beta;                      // [B, T, HV]
-    const float *A_log, *dt_bias;          // [HV], [HV, K], or null
+    const float *A_log, *dt_bias;          // [HV], [HV, K] ([HV] if HEAD_GATES), or null
     const void* cu_seqlens;                // [sequences + 1], or null
     const u16 *states, *d_states;          // [rows, HV, V, K]: S before a chunk, dS after it
     const u16 *errors, *d_v, *d_o;         // [B, T, HV, V]
     u16 *d_q, *d_k;                        // like q, k
     void *d_g, *d_beta;                    // like g, beta
-    float *d_A_log, *d_dt_bias;            // [rows, HV], [rows, HV, K]: each chunk's sum
+    float *d_A_log, *d_dt_bias;            // [rows, HV], [rows, HV, K] ([rows, HV]): each chunk's sum
     float4* sums;                          // [blocks, 8, THREADS], or null where group is 1
     int T, H, HV, group, sequences, rows;  // group = HV / H; rows: at least the number of chunks
     int int64_offsets;                     // cu_seqlens is int64
@@ -56,6 +56,7 @@ class Variant(NamedTuple):
     gate_activation: str
     g_wide: bool  # g is fp32
     wgmma: bool
+    head_gates: bool = False  # one gate for all channels of a head
 
     @property
     def source(self) -> str:
@@ -66,6 +67,7 @@ class Variant(NamedTuple):
         return {
             "K": self.K, "V": self.K, "IO": TYPES[self.dtype], "GATE": GATE_CODES[self.gate_activation],
             "G_FP32": int(self.g_wide), "HAS_WGMMA": int(self.wgmma), "SHARED_BYTES": self.shared_bytes,
+            "HEAD_GATES": int(self.head_gates),
         }  # fmt: skip
 
     @property
@@ -77,22 +79,29 @@ class Variant(NamedTuple):
         """Size in bytes of struct Shared in gradients.cuh."""
         K, warps = self.K, self.K // 16
         logits = CHUNK * (K + 4) * 4 if self.g_wide else CHUNK * K * 2
+        if self.head_gates:
+            logits = CHUNK * (1 + warps) * 4
         row_tiles = max(2 * K // 16 + 12, 24)
         inputs = row_tiles * 32 * K + 2 * CHUNK * K * 2 + logits
         exchanged = 2 * 36 * 256 + warps * 6 * 512 + 4 * K * 4
-        tiles, patterns, gate = 2 * 40 + 8, 0 if self.g_wide else 4 * 256, (2 * warps + 1 + K) * 4
+        tiles, patterns, gate = (
+            2 * 40 + 8,
+            0 if self.g_wide and not self.head_gates else 4 * 256,
+            (2 * warps + 1 + K) * 4,
+        )
         return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + tiles + patterns + gate
 
 
 def variant_for(x: Inputs, arch: int) -> Variant:
     """The variant for inputs on an arch (compute capability times ten)."""
-    return Variant(x.q.shape[3], x.q.dtype, x.gate_activation, x.g.dtype == torch.float32, ARCHS[arch].wgmma)
+    wgmma, g_wide = ARCHS[arch].wgmma, x.g.dtype == torch.float32
+    return Variant(x.q.shape[3], x.q.dtype, x.gate_activation, g_wide, wgmma, has_head_gates(x))
 
 
 def variants(arch: int) -> Iterable[Variant]:
-    """Every variant that `variant_for` may return for `arch`, whatever its shared memory."""
-    for K, dtype, gate, g_wide in itertools.product(WIDTHS, TYPES, GATE_CODES, (False, True)):
-        yield Variant(K, dtype, gate, g_wide, ARCHS[arch].wgmma)
+    """Every variant that `variant_for` may return for `arch`, whatever its shared memory; for heads `OF_HEADS`."""
+    choices = itertools.product(WIDTHS, TYPES, GATE_CODES, (False, True))
+    return with_those_of_heads(Variant(*choice, ARCHS[arch].wgmma) for choice in choices)
 
 
 def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: Tensor) -> Gradients:
@@ -102,7 +111,7 @@ def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: 
     processors, arch, _ = machine.properties(device)
     # Parts of chunks; packed sequences may leave rows unwritten, which nothing reads.
     A_log = None if x.A_log is None else torch.empty(rows, HV, dtype=torch.float32, device=device)
-    dt_bias = None if x.dt_bias is None else torch.empty(rows, HV, K, dtype=torch.float32, device=device)
+    dt_bias = None if x.dt_bias is None else torch.empty(rows, *x.dt_bias.shape, dtype=torch.float32, device=device)
     q, k, g, beta = (torch.empty_like(t) for t in (x.q, x.k, x.g, x.beta))
     out = Gradients(q, k, scanned.d_v, g, beta, A_log, dt_bias, scanned.d_initial)
     variant = variant_for(x, arch)
@@ -130,13 +139,13 @@ def gradients(x: Inputs, machine: Machine, saved: Saved, scanned: Scanned, d_o: 
 def chunk_sums(
     machine: Machine, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Sum fp32 `A_log` [rows, HV] and `dt_bias` [rows, HV, K] over the rows that are chunks; None stays None.
+    """Sum fp32 `A_log` [rows, HV] and `dt_bias` [rows, HV, G] over the rows that are chunks; None stays None.
 
     Args:
         cu_seqlens: [N + 1] offsets of packed sequences, whose chunks come first; None if every row is a chunk.
 
     Returns:
-        fp32 [HV] and [HV, K].
+        fp32 [HV] and [HV, G].
     """
     given = [t for t in (A_log, dt_bias) if t is not None]
     if not given:

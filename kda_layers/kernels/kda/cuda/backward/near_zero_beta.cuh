@@ -57,6 +57,12 @@ DEVICE void load_unit(Lane lane, Vector& x, const GradientsParams& p, const unsi
 
 DEVICE void decay_over(Lane lane, Vector& x, const GradientsParams& p, const Shared& shared, int token) {
     const Gates<GATE> gates(rate_of_gates(shared), p.lower_bound);
+    if constexpr (HEAD_GATES) {
+        const float decay = gates.decay(shared.logits()[token], gates.bias(*shared.bias()), true);
+        #pragma unroll
+        for (int i = 0; i < ELEMENTS; i++) x[i] *= decay;
+        return;
+    }
     Vector logits;
     if constexpr (!G_FP32) load_row(lane, logits, shared.g(), token);
     #pragma unroll
