@@ -47,7 +47,7 @@ class EmulatedBackend(CudaBackend):
     def prefill(self, x: PrefillInputs) -> None:
         """Views of wider rows stay views: their strides are part of the call."""
         views = {n: getattr(x, n) for n in ("o", "state", "checkpoints")}
-        given = {n: getattr(x, n) for n in ("q", "k", "v", "beta")}
+        given = {n: getattr(x, n) for n in ("q", "k", "v", "g", "beta")}
         views |= {n: t for n, t in given.items() if t.stride() != t.new_empty(t.shape).stride()}
         with GuardedMemory():
             super().prefill(guarded_inputs(x)._replace(**views))

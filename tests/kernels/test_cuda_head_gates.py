@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from kda_layers import KDAOutput
-from kda_layers.kernels.kda.contract import HEAD_GATES, Inputs, PrefillInputs
+from kda_layers.kernels.kda import op
+from kda_layers.kernels.kda.backends.cuda import BACKENDS
+from kda_layers.kernels.kda.contract import HEAD_GATES, Inputs, PrefillInputs, problem_of
 from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.decode import decode as decode_launcher
 from kda_layers.kernels.kda.cuda.forward import one_role
@@ -39,6 +41,7 @@ from tests.kernels.cases import (
     step_inputs,
     to_fp64,
 )
+from tests.kernels.emulated_backends import EMULATED, registered
 from tests.kernels.test_head_gates import for_each_channel
 
 pytestmark = pytest.mark.emulated
@@ -291,3 +294,27 @@ def test_memory_accesses_are_ordered() -> None:
     with cuda_emulator.order_checked():
         gradients(native, d_out)
         emulated.two_roles(native, Split(1, 2, 4))
+
+
+# ---------------------------------------------------------------- the operators
+
+
+def test_no_gate_is_repeated() -> None:
+    """The plan of a step is kept with the choice of its backend, as for gates of channels."""
+    x = make_inputs(STEPS[0])
+    backend = EMULATED["sm90@emulator"]
+    with registered(backend):
+        assert not backend.notes(problem_of(x))
+        name, run, *fused = op._prepare_step(step_inputs(x), backend.name)
+    assert name == backend.name
+    assert run is not None
+    assert HEAD_GATES in fused
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_few_variants_are_compiled_ahead(arch: str) -> None:
+    """Those of the models that have gates of heads; any other is compiled when it is called."""
+    variants = [defines for backend in BACKENDS for _, defines in backend.variants(arch)]
+    of_heads = [d for d in variants if d.get("HEAD_GATES")]
+    assert 0 < len(of_heads) < len(variants) / 8
+    assert {(d["K"], d["IO"]) for d in of_heads} == {(128, "Bf16")}

@@ -384,5 +384,9 @@ def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
     checks.check_decode(x)
     checks.refuse_gradients("kda_step", x)
     name, *fused = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
-    run = KDA.backend(name).repeated_decode(x) if is_plain(x) and activate(x, fused) is x else None
+    given = activate(x, fused)
+    computes = (given.gate_activation, given.beta_activation, given.qk_l2norm) != (
+        x.gate_activation, x.beta_activation, x.qk_l2norm,
+    )  # fmt: skip
+    run = None if computes or not is_plain(x) else KDA.backend(name).repeated_decode(given)
     return _step_cache.put(x, (name, run, *fused), backend)

@@ -14,6 +14,7 @@ from ...declarations import OneOf
 from ..activations import BETA_CODES, GATE_CODES
 from ..contract import (
     ALL_FEATURES,
+    HEAD_GATES,
     Backend,
     CommitInputs,
     DecodeInputs,
@@ -40,7 +41,7 @@ class CudaBackend(OnArchs, Backend):
     """Our kernels on the GPUs of some compute capabilities."""
 
     features = ALL_FEATURES
-    fused = frozenset(("gate", "beta", "qk_l2norm"))
+    fused = frozenset(("gate", "beta", "qk_l2norm", HEAD_GATES))
 
     serves = {  # noqa: RUF012
         "dtype": OneOf(*TYPES),
@@ -56,7 +57,11 @@ class CudaBackend(OnArchs, Backend):
         if problem.segments and not arch.bulk_copies:
             return [f"segments is 'always', needs a GPU with bulk copies, sm_{arch.capability} has none"]
         kernels = CHUNKED if problem.needs_grad else (one_role,)
-        variants = ([v for v in kernel.variants(arch.capability) if v.K == problem.K] for kernel in kernels)
+        # Variants for gates of heads, not all of which are listed, need no more than those for gates of channels
+        variants = (
+            [v for v in kernel.variants(arch.capability) if v.K == problem.K and not v.defines.get("HEAD_GATES")]
+            for kernel in kernels
+        )
         needed = max(min(v.shared_bytes for v in of_kernel) for of_kernel in variants)
         if needed <= arch.shared_bytes:
             return []
