@@ -313,7 +313,7 @@ def test_no_gate_is_repeated() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_few_variants_are_compiled_ahead(arch: str) -> None:
-    """Those of the models that have gates of heads; any other is compiled when it is called."""
+    """The listed variants are those of models that have gates of heads; any other is compiled when it is called."""
     variants = [defines for backend in BACKENDS for _, defines in backend.variants(arch)]
     of_heads = [d for d in variants if d.get("HEAD_GATES")]
     assert 0 < len(of_heads) < len(variants) / 8

@@ -10,9 +10,8 @@
 // tokens; an int8 state after every token. With p.initial, states are read there and `state` is only written.
 //
 // Chosen by the build: what state.cuh names, IO (Bf16 or Fp16), HEAD_GATES (see gates.cuh), and the shape of the work:
-// ROWS, WARPS and LANES. With
-// LAST_TOKENS > 0 the kernel computes only the tokens after a sequence's full chunks, if there are at most LAST_TOKENS of
-// them. It starts from p.after, the state after the chunks, or from p.before if there are none.
+// ROWS, WARPS and LANES. With LAST_TOKENS > 0 the kernel computes only the tokens after a sequence's full chunks, if there
+// are at most LAST_TOKENS of them. It starts from p.after, the state after the chunks, or from p.before if there are none.
 #include "tokens.cuh"
 
 #if LAST_TOKENS
