@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileCon
 
 from kda_layers import KimiDeltaAttention
 from kda_layers.modeling.layer.cache import KDACacheLayer, KDAOnlyCacheLayer
+from kda_layers.modeling.seams import installed
 from kda_layers.serving import enable_speculative_decoding
 from tests.kernels.cases import BF16, FP32, FP64, FP64_LIMIT, budget, error
 from tests.modeling.common import same
@@ -57,6 +58,7 @@ from tests.modeling.models import (
 
 ROOT = pathlib.Path(__file__).parents[2]
 HYBRIDS = [name for name in OURS if name not in ALL_KDA]
+OLDEST = installed("transformers") < (5, 20)
 
 # ---------------------------------------------------------------- generation
 
@@ -73,9 +75,15 @@ def test_greedy_is_the_largest_logit_of_a_whole_pass(name: str) -> None:
     assert varied, "the output is too uniform to show an error"
 
 
+def skip_what_stock_cannot(name: str, how: str) -> None:
+    if name == "swapped qwen3_5_moe" and "prefill_chunk_size" in CACHES.get(how, {}) and OLDEST:
+        pytest.skip("this transformers cannot read the prompt of a model with images in chunks")
+
+
 @every_model_and_swapped
 @pytest.mark.parametrize("how", CACHES)
 def test_caches_change_nothing(name: str, how: str) -> None:
+    skip_what_stock_cannot(name, how)
     m = model(name)
     for tokens in (ids(3, 9), ids(1, 70, seed=2)):  # the second call uses the static cache of the first again
         assert torch.equal(generate(m, tokens, **CACHES[how]), generate(m, tokens))
@@ -100,6 +108,7 @@ def test_searches_with_and_without_a_cache(name: str, how: str) -> None:
 @every_model_and_swapped
 @pytest.mark.parametrize("how", ["dynamic", "none", "static", "beams", "chunked prefill"])
 def test_left_padded_rows_are_as_alone(name: str, how: str) -> None:
+    skip_what_stock_cannot(name, how)
     m, rows = model(name), [ids(n, seed=n) for n in (9, 6, 2)]
     tokens, mask = left_padded(rows)
     options = {"dynamic": {}, "beams": dict(num_beams=2)}.get(how) or CACHES.get(how, {})
