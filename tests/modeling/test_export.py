@@ -12,15 +12,17 @@ from transformers import GenerationConfig
 from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 from transformers.exporters.utils import decompose_for_generation
 
-from tests.modeling.models import build, every_model_and_swapped, ids
+from tests.modeling.models import OURS, SWAPPED, build, ids, of_models
 
 pytestmark = pytest.mark.compiles
 
+# Qwen4's indexer reads values, and so do the experts that the tests' Qwen3.5 has, one after the other, for fp64.
+NOT_EXPORTED = {"swapped qwen4_exp", "swapped qwen3_5_moe"}
 CACHES = {"dynamic": None, "static": GenerationConfig(cache_implementation="static", max_new_tokens=4)}
 
 
 @pytest.mark.slow
-@every_model_and_swapped
+@of_models([name for name in (*OURS, *SWAPPED) if name not in NOT_EXPORTED])
 @pytest.mark.parametrize("cache", CACHES)
 def test_exported_programs_compute_what_the_model_does(name: str, cache: str) -> None:
     m, tokens = build(name), ids(2, 6)
