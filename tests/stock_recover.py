@@ -31,7 +31,7 @@ BLOCK = 4  # tokens
 
 
 class Generic:
-    """AttentionMetadataBuilder, of which only what it keeps is used."""
+    """AttentionMetadataBuilder, reduced to what it keeps."""
 
     def __class_getitem__(cls, _: Any) -> Any:
         return cls

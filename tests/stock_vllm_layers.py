@@ -249,10 +249,10 @@ MOST_REQUESTS = 6
 
 def modules() -> dict[str, ModuleType]:
     """Modules of vLLM that our layers import themselves."""
-    scheduler = SimpleNamespace(max_num_seqs=MOST_REQUESTS)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=MOST_REQUESTS), use_v2_model_runner=True)
     contents: dict[str, dict[str, Any]] = {
         "vllm.model_executor.layers.mamba.checkpoint": {"MambaPrefillCheckpointExporter": Exporter},
-        "vllm.config": {"get_current_vllm_config": lambda: SimpleNamespace(scheduler_config=scheduler)},
+        "vllm.config": {"get_current_vllm_config": lambda: config},
         vllm_recover.METADATA: {"KimiK3KDAMetadataBuilder": Builder, "KimiK3KDAAttentionBackend": Backend},
         vllm_recover.KERNELS: {
             "NULL_BLOCK_ID": 0, "_prepare_commit_plan_kernel": Launched(prepare_commit_plan),
@@ -275,7 +275,7 @@ class Backend:
 
 
 class Builder:
-    """KimiK3KDAMetadataBuilder, of which ours replaces how the object that commits is made."""
+    """KimiK3KDAMetadataBuilder; ours replaces how it makes the object that commits."""
 
     def __init__(self, layers: dict[str, nn.Module]) -> None:
         self.recoverssm_context, self.layer_names = None, list(layers)

@@ -234,6 +234,13 @@ def test_a_layer_of_vllm_that_cannot_recover_is_refused() -> None:
         Engine("kimi").make(Config(drafts=16, recovers=True))
 
 
+def test_a_model_runner_that_commits_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["vllm.config"].get_current_vllm_config(), "use_v2_model_runner", False)
+    with pytest.raises(ValueError, match=r"set VLLM_USE_V2_MODEL_RUNNER=1"):
+        Engine("kimi").make(CONFIGS[0])
+    assert Engine("k3").make(CONFIGS[1]).core is None  # stays vLLM's, which says so in its log
+
+
 def test_blocks_that_are_too_short() -> None:
     _, layer, _ = layer_of(CONFIGS[0])
     table = tensor(((1, 2),), "cpu")

@@ -40,6 +40,8 @@ def refusals(device: torch.device, dtype: torch.dtype, head_dim: int, tokens: in
         gate: activation of the decays.
     """
     found = [f"vLLM has no {name}" for name in (METADATA, KERNELS) if not exists(name)]
+    if not _config().use_v2_model_runner:
+        found.append("RecoverSSM is on, whose drafts only model runner V2 commits: set VLLM_USE_V2_MODEL_RUNNER=1")
     if tokens > MOST_DRAFTED:
         found.append(f"RecoverSSM is on with {tokens - 1} drafted tokens, needs at most {MOST_DRAFTED - 1}")
     if verifying(None, device, dtype, dtype, head_dim, head_dim, 1, gate, "sigmoid", True) is None:
@@ -52,9 +54,13 @@ def new_updates(heads: int, head_dim: int, tokens: int, device: torch.device) ->
 
     It is allocated with the weights, before vLLM measures how much memory is left for the cache.
     """
-    config = importlib.import_module("vllm.config").get_current_vllm_config()
-    requests = config.scheduler_config.max_num_seqs
+    requests = _config().scheduler_config.max_num_seqs
     return torch.zeros(requests, tokens, heads, 3 * head_dim, dtype=torch.float32, device=device)
+
+
+def _config() -> Any:
+    """Return the configuration of the engine that makes a layer."""
+    return importlib.import_module("vllm.config").get_current_vllm_config()
 
 
 @functools.cache
