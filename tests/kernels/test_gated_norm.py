@@ -76,6 +76,12 @@ def test_large_gates(activation: str) -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_an_unknown_activation() -> None:
+    x = torch.ones(1, 200, 8)  # as many tokens as the fused forms take
+    with pytest.raises(ValueError, match="activation must be one of sigmoid, silu, got 'swish'"):
+        gated_rms_norm(x, x, x[0, 0], 1e-6, None, "swish")
+
+
 def test_strided() -> None:
     x, gate, weight = inputs(2, 5, 6, 16, dtype=FP32)
     given = [x[:, :, :3], gate[:, :, 3:], weight]

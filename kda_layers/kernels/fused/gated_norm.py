@@ -61,8 +61,10 @@ def _fla(
         return layer_functions().rms_norm_gated(x, gate, weight, None, activation=activation, eps=eps)
 
 
-def _fits(x: Tensor, gate: Tensor, weight: Tensor, *_: Any) -> bool:
-    return gate.shape == x.shape and weight.shape == x.shape[-1:]
+def _fits(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, plain: Plain | None = None, activation: str = "sigmoid"
+) -> bool:
+    return gate.shape == x.shape and weight.shape == x.shape[-1:] and activation in OUTPUT_ACTIVATIONS
 
 
 GATED_NORM = Fused("gated_norm", "gated norm", Triton(_triton), FLA(_fla), tensors=3, fits=_fits)
@@ -91,7 +93,12 @@ def gated_rms_norm(
 
     Returns:
         [B, T, ..., D] in x's dtype, or what `plain` returns.
+
+    Raises:
+        ValueError: another activation.
     """
+    if activation not in OUTPUT_ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(OUTPUT_ACTIVATIONS)}, got {activation!r}")
     if plain is not None:
         return plain(x, gate)
     dtype = accumulator_dtype(x.dtype)

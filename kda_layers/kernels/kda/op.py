@@ -384,7 +384,7 @@ def _prepare_step(x: DecodeInputs, backend: str | None) -> tuple[Any, ...]:
     checks.check_decode(x)
     checks.refuse_gradients("kda_step", x)
     name, *fused = KDA.choose(backend, x.q.device, *Problem.fields_of(x))
-    given = activate(x, fused)
+    given = activate(x, fused)  # views of gates of heads may be repeated, what is computed may not
     computes = (given.gate_activation, given.beta_activation, given.qk_l2norm) != (
         x.gate_activation, x.beta_activation, x.qk_l2norm,
     )  # fmt: skip

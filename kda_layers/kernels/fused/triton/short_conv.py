@@ -29,8 +29,7 @@ ROWS = tl.constexpr(4)  # rows that are read at a time
 TENSORS = 3  # that the kernels take
 MOST_CHANNELS = 256  # of a program
 FORWARD_CHANNELS, BACKWARD_CHANNELS = 256, 128  # of a warp: loads of 16 bytes; fewer registers for each thread
-# Tokens of a program of the forward and the backward: a call whose programs would not fill a GPU has short strips.
-FORWARD_STRIPS, BACKWARD_STRIPS = (64, 16, 4), (64, 16)
+FORWARD_STRIPS, BACKWARD_STRIPS = (64, 16, 4), (64, 16)  # tokens of a program; short unless long ones fill a GPU
 PROGRAMS = 1024  # fill a GPU
 
 

@@ -57,11 +57,9 @@ class CudaBackend(OnArchs, Backend):
         if problem.segments and not arch.bulk_copies:
             return [f"segments is 'always', needs a GPU with bulk copies, sm_{arch.capability} has none"]
         kernels = CHUNKED if problem.needs_grad else (one_role,)
-        # Variants for gates of heads, not all of which are listed, need no more than those for gates of channels
-        variants = (
-            [v for v in kernel.variants(arch.capability) if v.K == problem.K and not v.defines.get("HEAD_GATES")]
-            for kernel in kernels
-        )
+        # Variants for gates of heads are left out: few are listed, and they need no more than those for channels.
+        listed = ((v for v in kernel.variants(arch.capability) if v.K == problem.K) for kernel in kernels)
+        variants = ([v for v in of_kernel if not getattr(v, "head_gates", False)] for of_kernel in listed)
         needed = max(min(v.shared_bytes for v in of_kernel) for of_kernel in variants)
         if needed <= arch.shared_bytes:
             return []

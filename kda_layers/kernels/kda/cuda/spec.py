@@ -268,7 +268,8 @@ PARAMS = Params("ForwardParams", """
     int last_tokens;  // the decode kernel computes last tokens
     // Read by two_roles.cu
     int groups, ring_slots;  // CTA groups that scan, and slots in the ring of each
-    int gate_row;            // stride of tokens of g, read if POOLED and HEAD_GATES
+    // Read if POOLED and HEAD_GATES; last, as a parameter before others would change the code of every kernel
+    int gate_row;  // stride of tokens of g
 """)  # fmt: skip
 
 

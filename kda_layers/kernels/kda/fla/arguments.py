@@ -53,6 +53,7 @@ def check_arguments(
 
 
 def checked_offsets(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Tensor | None:
+    """Return the offsets [N + 1] on q's device, from whichever of the two is given; None for neither."""
     if cu_seqlens_cpu is None:
         return cu_seqlens
     check_is_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
@@ -88,7 +89,7 @@ def operator_activations(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
 ) -> dict[str, Any]:
-    """Translate the gate and beta arguments of `chunk_kda` to those of `kda`."""
+    """Translate the gate and beta arguments of `chunk_kda`, with g [B, T, HV, K], to those of `kda`."""
     if allow_neg_eigval and not beta_logits:
         raise ValueError("use_beta_sigmoid_in_kernel must be True with allow_neg_eigval=True, got False")
     beta = ("2sigmoid" if allow_neg_eigval else "sigmoid") if beta_logits else "given"

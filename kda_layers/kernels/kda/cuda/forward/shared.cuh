@@ -5,11 +5,11 @@
 #include "stage.cuh"
 #include "task.cuh"
 
-// Chosen by the build, in addition to stage.cuh's: GATE and HEAD_GATES (see gates.cuh), G_FP32 (1: gate logits are fp32), SAVES (1:
-// save what the backward reads), POOLED (1: for engines: states in slots of a pool, one boundary state of each sequence,
-// rows of tokens with strides), BLOCK_ROLES (1: blocks either scan or prepare, see two_roles.cu), with that PACKED (1:
-// sequences have any lengths) and CHECKPOINTS (1: store the state after each whole chunk). If CLUSTER is 0, each CTA prepares
-// all chunks for itself.
+// Chosen by the build, in addition to stage.cuh's: GATE and HEAD_GATES (see gates.cuh), G_FP32 (1: gate logits are fp32),
+// SAVES (1: save what the backward reads), POOLED (1: for engines: states in slots of a pool, one boundary state of each
+// sequence, rows of tokens with strides), BLOCK_ROLES (1: blocks either scan or prepare, see two_roles.cu), with that
+// PACKED (1: sequences have any lengths) and CHECKPOINTS (1: store the state after each whole chunk). If CLUSTER is 0, each
+// CTA prepares all chunks for itself.
 #ifndef BLOCK_ROLES
 #define BLOCK_ROLES 0
 #endif
