@@ -213,14 +213,15 @@ template <class T> DEVICE T shuffle_xor(T x, int mask, CALLED_HERE) {
     });
     return mine.result;
 }
-DEVICE int broadcast(int x, int lane = 0, CALLED_HERE) {
-    struct Operands { int x, result, lane; } mine = {x, x, lane};
-    emulator::begin("broadcast", site);
+template <class T> DEVICE T shuffle(T x, int lane, CALLED_HERE) {
+    struct Operands { T x, result; int lane; } mine = {x, x, lane};
+    emulator::begin("shuffle", site);
     emulator::together(mine, [](Operands** lanes) {
         for (int i = 0; i < 32; ++i) lanes[i]->result = lanes[lanes[i]->lane & 31]->x;
     });
     return mine.result;
 }
+DEVICE int broadcast(int x, int lane = 0, CALLED_HERE) { return shuffle(x, lane, site); }
 DEVICE u32 ballot(bool x, CALLED_HERE) {
     struct Operands { bool x; u32 result; } mine = {x, 0};
     emulator::begin("ballot", site);

@@ -1,6 +1,7 @@
-"""Gates of heads in the CUDA kernels, in the emulator: one logit of a token, with the bits of the logit repeated.
+"""Gates of heads in the CUDA kernels, in the emulator: one logit of a token.
 
-The tests of every backend compare the operators with fp64 for such gates, too.
+A step has the bits of the logit repeated for every channel; whole sequences have kernels of their own, and are compared
+with fp64. The tests of every backend compare the operators with fp64 for such gates, too.
 """
 
 from __future__ import annotations
@@ -151,45 +152,42 @@ def assert_same(got: KDAOutput, want: KDAOutput) -> None:
     assert [n for n, t in outputs(want).items() if not torch.equal(outputs(got)[n], t)] == []
 
 
+def check_forward(got: KDAOutput, x: Inputs) -> None:
+    truth, yardstick = (outputs(oracle(cast(x))) for cast in (to_fp64, lambda x: x))
+    check(outputs(got), truth, limits_of(yardstick, truth, x.q.dtype))
+
+
 @on_every_arch
 @on_every_case
-def test_bits_of_the_forward(case: Case, arch: int) -> None:
-    _, native, repeated = of_heads(case)
-    want = emulated.forward(repeated, arch=arch)
-    assert_same(emulated.forward(native, arch=arch), want)
-    assert_same(emulated.forward_saving(native, arch=arch)[0], want)
-
-
-@on_every_case
-def test_the_forward_against_fp64(case: Case) -> None:
+def test_the_forward_against_fp64(case: Case, arch: int) -> None:
     x, native, _ = of_heads(case)
-    truth, yardstick = (outputs(oracle(cast(x))) for cast in (to_fp64, lambda x: x))
-    check(outputs(emulated.forward(native)), truth, limits_of(yardstick, truth, x.q.dtype))
+    got = emulated.forward(native, arch=arch)
+    check_forward(got, x)
+    assert_same(emulated.forward_saving(native, arch=arch)[0], got)
 
 
 @pytest.mark.parametrize("case", **ids([replace(c, checkpoints=False) for c in CASES]))
 def test_bits_of_specialised_blocks(case: Case) -> None:
     """Blocks that only prepare change their head, and its bias, with every chunk."""
-    _, native, repeated = of_heads(case)
-    assert_same(emulated.two_roles(native, Split(1, 2, 4)), emulated.two_roles(repeated, Split(1, 2, 4)))
+    _, x, _ = of_heads(case)
+    assert_same(emulated.two_roles(x, Split(1, 2, 4)), emulated.forward(x))
 
 
-@pytest.mark.parametrize("roles", [True, False], ids=["specialised", "one role"])
-def test_bits_of_segments(roles: bool) -> None:
-    _, native, repeated = of_heads(Case(T=2100, H=1, head_gates=True, slow=True, checkpoints=False))
-    with contextlib.nullcontext() if roles else emulated.without_two_roles():
-        got, want = (
-            forms.forward(x._replace(segments="always"), emulated.Emulator(), False)[0] for x in (native, repeated)
-        )
-    assert_same(got, want)
+def test_segments_against_fp64() -> None:
+    x, native, _ = of_heads(Case(T=2100, H=1, head_gates=True, slow=True, checkpoints=False))
+    found = []
+    for form in (contextlib.nullcontext(), emulated.without_two_roles()):
+        with form:
+            found.append(forms.forward(native._replace(segments="always"), emulated.Emulator(), False)[0])
+    check_forward(found[0], x)
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("T", [2, 66, 130])
-def test_bits_of_last_tokens(T: int) -> None:
+def test_last_tokens_against_fp64(T: int) -> None:
     """The decode kernel computes the tokens after a sequence's whole chunks."""
-    _, native, repeated = of_heads(replace(WIDE, T=T, checkpoints=False))
-    got, want = (forms.forward(x, emulated.Emulator(), False)[0] for x in (native, repeated))
-    assert_same(got, want)
+    x, native, _ = of_heads(replace(WIDE, T=T, checkpoints=False))
+    check_forward(forms.forward(native, emulated.Emulator(), False)[0], x)
 
 
 def prefill(x: Inputs) -> list[Tensor]:
@@ -206,10 +204,13 @@ def prefill(x: Inputs) -> list[Tensor]:
 
 
 @on_every_case
-def test_bits_of_a_prefill(case: Case) -> None:
-    _, native, repeated = of_heads(case)
-    for got, want in zip(prefill(native), prefill(repeated), strict=True):
-        assert torch.equal(got, want)
+def test_a_prefill_against_fp64(case: Case) -> None:
+    x, native, _ = of_heads(case)
+    o, state, _ = prefill(native)
+    assert x.initial_state is not None
+    x = x._replace(initial_state=x.initial_state.flip(0))  # as slots are
+    truth, yardstick = (dict(o=r.o, state=r.final_state) for r in (oracle(cast(x)) for cast in (to_fp64, lambda x: x)))
+    check(dict(o=o, state=state.flip(0)), truth, limits_of(yardstick, truth, x.q.dtype))
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["bf16", "fp32"])

@@ -169,7 +169,7 @@ def test_transitions_by_specialised_ctas(groups: int, fine: bool, form: str, mon
         transitions = saved.transitions.unflatten(0, (x.v.shape[0], -1))[:, :-1]  # nobody writes those of last segments
         return [*outputs(out).values(), transitions, *saved._replace(transitions=None).tensors()]
 
-    def split(scanned: int, chunks: int, *_: int) -> tuple[float, Split]:
+    def split(scanned: int, chunks: int, *_: float) -> tuple[float, Split]:
         return 0.0, Split(groups, 16 - 2 * groups, -(-scanned // groups) * chunks)
 
     want = run(roles=False)

@@ -24,6 +24,7 @@ SLICES = WIDTH // BV  # blocks of a CTA group that scans, a cluster
 # an H100. The rest does not depend on the length. STORES is what a checkpoint adds to the scan of a chunk, within 3 %
 # on an H200; STORES_TOGETHER and WIDE_STORES_TOGETHER are the same in one role.
 PREPARES, SCANS, SCANS_BESIDE, STARTS = 5.05, 0.99, 0.006, 16.0
+PREPARES_HEADS = 3.0  # with gates of heads: an estimate from instruction counts, not measured
 # Blocks that prepare for several groups wait for each of them. Relative to these times, 21 groups with 90 such blocks
 # took 7 % longer than 22 groups with 88 blocks, four for each group.
 PREPARES_FOR_SEVERAL = 1.06
@@ -68,6 +69,7 @@ class Work(NamedTuple):
     states: int  # 0 to 2, how many of the initial and the final state the call has
     stores: bool  # checkpoints
     packed: bool
+    prepares: float  # time of a chunk's preparation
 
     @classmethod
     def of(cls, s: Signature) -> Work:
@@ -76,7 +78,13 @@ class Work(NamedTuple):
         chunks: float = -(-in_chunks(T, not s.saves) // CHUNK)
         if s.packed:
             chunks = T // CHUNK / N if N else 0
-        return cls(N * HV, chunks, HV, int(s.initial_state) + int(s.final_state), s.checkpoints, s.packed)
+        states = int(s.initial_state) + int(s.final_state)
+        return cls(N * HV, chunks, HV, states, s.checkpoints, s.packed, prepare_us(s))
+
+
+def prepare_us(s: Signature) -> float:
+    """Return the expected time in which a multiprocessor prepares a chunk."""
+    return PREPARES_HEADS if s.head_gates else PREPARES
 
 
 def one_role_us(s: Signature, properties: Properties) -> float:
@@ -122,7 +130,7 @@ def fastest(work: Work, processors: int) -> tuple[float, Split] | None:
             return -(-work.tiles // groups) * (work.chunks * chunk + TILE + work.states * STATE)
         return -(-int(work.tiles * work.chunks) // groups) * chunk
 
-    time, split = fastest_split(numbers, work.tiles * work.chunks, scan, processors)
+    time, split = fastest_split(numbers, work.tiles * work.chunks * work.prepares, scan, processors)
     return STARTS + time, split
 
 
@@ -141,13 +149,13 @@ def unmeasured(work: Work, processors: int) -> list[str]:
 
 
 def fastest_split(
-    numbers: Iterable[int], chunks: float, scan: Callable[[int], float], processors: int
+    numbers: Iterable[int], prepare: float, scan: Callable[[int], float], processors: int
 ) -> tuple[float, Split]:
     """Return the shortest time, less STARTS, and its split.
 
     Args:
         numbers: of groups, from which one is chosen
-        chunks: that are prepared
+        prepare: the time in which one multiprocessor prepares every chunk
         scan: the time in which so many groups scan them
     """
     every = []
@@ -157,21 +165,23 @@ def fastest_split(
         for preparers in {most, min(most, MOST_PREPARERS * groups) // step * step}:
             if preparers <= 0:
                 continue
-            prepare = chunks * PREPARES / preparers * (PREPARES_FOR_SEVERAL if preparers % groups else 1)
-            waits = max(prepare, SCAN_WAITS * scan(groups))
-            every.append((waits, preparers, max(prepare, scan(groups)), Split.of(groups, preparers)))
+            prepares = prepare / preparers * (PREPARES_FOR_SEVERAL if preparers % groups else 1)
+            waits = max(prepares, SCAN_WAITS * scan(groups))
+            every.append((waits, preparers, max(prepares, scan(groups)), Split.of(groups, preparers)))
     _, _, time, split = min(every)
     return time, split
 
 
-def transitions_split(scanned: int, chunks: int, all_chunks: int, processors: int) -> tuple[float, Split]:
+def transitions_split(
+    scanned: int, chunks: int, all_chunks: int, processors: int, prepares: float = PREPARES
+) -> tuple[float, Split]:
     """Return the time and the fastest split for transitions of `scanned` segments of `chunks` chunks in two roles.
 
-    Every one of `all_chunks` that are prepared has a ring slot of its own, as it is kept.
+    Every one of `all_chunks` that are prepared, each in the time `prepares`, has a ring slot of its own, as it is kept.
     """
 
     def time(groups: int) -> float:
-        prepare = all_chunks * PREPARES / (processors - SLICES * groups)
+        prepare = all_chunks * prepares / (processors - SLICES * groups)
         return max(prepare, -(-scanned // groups) * chunks * TRANSITION)
 
     groups = min(range(1, min(scanned, (processors - 1) // SLICES) + 1), key=time)
@@ -187,7 +197,7 @@ def segments_us(s: Signature, processors: int, two_roles: bool) -> float:
     chunks = min(s.cut.segment_tokens(tokens, HV), tokens) // CHUNK
     tiles = N * segments * HV
     if two_roles and segments > 1:
-        first, _ = transitions_split(N * (segments - 1) * HV, chunks, tiles * chunks, processors)
+        first, _ = transitions_split(N * (segments - 1) * HV, chunks, tiles * chunks, processors, prepare_us(s))
     else:
         first = -(-tiles // max(processors // 8, 1)) * chunks * CHAIN
     last = -(-tiles * SLICES // processors) * chunks * LAST_SCAN

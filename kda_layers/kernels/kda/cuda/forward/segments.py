@@ -116,7 +116,8 @@ def _plan_of(machine: Machine, s: Signature, by_roles: bool) -> Plan:
     groups, scanning = (min(N * segments * HV, processors // v.slices) for v in (first, last))
     if by_roles and segments > 1:
         chunks, scanned = cut.segment_tokens(tokens, HV) // CHUNK, N * (segments - 1) * HV
-        _, split = costs.transitions_split(scanned, chunks, N * HV * -(-tokens // CHUNK), processors)
+        every = N * HV * -(-tokens // CHUNK)
+        _, split = costs.transitions_split(scanned, chunks, every, processors, costs.prepare_us(s))
         roles = two_roles.variant_for(s.q_shape[3], s.dtype, s.gate_activation, s.g_wide, arch)
         roles = roles._replace(cut=cut, T_fp16=s.T_fp16, head_gates=s.head_gates)
         blocks = costs.SLICES * split.groups + split.preparers
