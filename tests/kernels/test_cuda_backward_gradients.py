@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.kda.contract import CHUNK, Inputs
+from kda_layers.kernels.kda.contract import CHUNK, HEAD_GATES, Inputs
 from kda_layers.kernels.kda.cuda.backward import gradients as launcher
 from kda_layers.kernels.kda.cuda.backward.reverse_scan import Scanned
 from kda_layers.kernels.kda.cuda.spec import Saved
 from kda_layers.kernels.kda.reference import activate
-from kda_layers.testing.hard_inputs import hard_inputs
+from kda_layers.testing.hard_inputs import Kind, hard_inputs, one_gate_a_head
 from tests import cuda_emulator
 from tests.kernels import emulated
 from tests.kernels.cases import (
@@ -101,10 +101,12 @@ def saved_by(x: Inputs, d_out: dict[str, Tensor]) -> Left:
 
 
 def gradients(x: Inputs, left: Left, processors: int = 3, **launch: Any) -> dict[str, Tensor]:
-    """Outputs of the gradients kernel, by name."""
+    """Outputs of the gradients kernel, by name, in the shapes of the inputs."""
     saved, scanned = (type(part)(*map(end_of_memory, part)) for part in left[:2])
-    got = emulated.gradients(x, saved, scanned, end_of_memory(left.d_o), processors=processors, **launch)
-    return {f"d_{n}": getattr(got, n) for n in NAMES if getattr(got, n) is not None}
+    native = activate(x, ("gate", "beta", "qk_l2norm", HEAD_GATES))
+    got = emulated.gradients(native, saved, scanned, end_of_memory(left.d_o), processors=processors, **launch)
+    found = {n: (getattr(got, n), getattr(x, n)) for n in NAMES}
+    return {f"d_{n}": d.reshape(t.shape) for n, (d, t) in found.items() if d is not None}
 
 
 def check_in_budget(draws: list[Inputs], **launch: Any) -> None:
@@ -176,9 +178,10 @@ def test_memory_accesses_with_near_zero_betas_are_ordered() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_resets(arch: int) -> None:
+@pytest.mark.parametrize("kind", [softplus_resets, one_gate_a_head(softplus_resets)], ids=["channels", "heads"])
+def test_resets(kind: Kind, arch: int) -> None:
     """Softplus gates that erase channels, or all of a state, between ordinary ones."""
-    check_in_budget([hard_inputs(softplus_resets, 200, 64, 1, FP16)], arch=arch)
+    check_in_budget([hard_inputs(kind, 200, 64, 1, FP16)], arch=arch)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -9,30 +9,11 @@
 template <class T> constexpr float ROUNDING = 1.f / 256;  // of T, bf16 or fp16
 template <> constexpr float ROUNDING<Fp16> = 1.f / 2048;
 
-// What a lane's tokens write: [octet][token 2 t, 2 t + 1], summed over its channels.
-using Writes = float[2][2];
-
-DEVICE void add_writes(float (&to)[2], const Fragment& terms, bool writes = true) {
-    if (writes) to[0] += terms[0] + terms[2], to[1] += terms[1] + terms[3];
-}
-
-// Sums of block b's tokens over a warp's channels, to [64] in shared memory.
-DEVICE void sum_writes(Lane lane, float* to, const Writes& x, int b) {
-    const float low = keep(lane, 4, x[0][0], x[1][0]), high = keep(lane, 4, x[0][1], x[1][1]);
-    float sum = keep(lane, 8, low, high);
-    sum += shuffle_xor(sum, 16);
-    const int g = lane.id / 4, token = 8 * (g % 2) + 2 * (lane.id % 4) + g / 2 % 2;
-    if (lane.id < 16) to[16 * b + token] = sum;
-}
-
-// beta's gradient of block b's tokens; by one warp, two lanes a token.
+// beta's gradient of block b's tokens; by one warp, two lanes a token. With `written(lane, shared, token)`, w.
 DEVICE void finish_betas(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile, int b) {
     const int token = 16 * b + lane.id % 16;
     const float2 own = shared.betas()[token];  // <bX, V'>, beta as given
-    float w = 0.f;
-    #pragma unroll
-    for (int i = 0; i < CHANNEL_WARPS / 2; i++) w += shared.writes(2 * i + lane.id / 16)[token];
-    w += shuffle_xor(w, 16);
+    const float w = written(lane, shared, token);
     const bool here = token < tile.chunk.tokens && !is_near_zero(own.y, p.beta_activation);
     // The gradient is proportional to the sum that it is taken from
     const float by = here ? write_strength_gradient<Io>(1.f, own.y, p.beta_activation) : 0.f;

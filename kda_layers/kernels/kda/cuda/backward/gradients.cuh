@@ -100,7 +100,8 @@ constexpr int SHARE = 16 * THREADS, SHARE_ROWS = SHARE / PANEL_ROW;
 constexpr int KEYS = CHUNK * K * 2, VALUES = CHUNK * V * 2, STATE = V * K * 2;
 constexpr int STATE_SHARES = STATE / SHARE, TOKEN_SHARES = KEYS / SHARE;
 constexpr int INPUT_SHARES = 2 * STATE_SHARES + 3 * TOKEN_SHARES;  // operands of the MMAs
-constexpr int BLOCK_SHARES = 3;                                    // their results for 16 tokens replace this many
+// With gates of channels, the MMAs' results for 16 tokens replace so many shares.
+constexpr int BLOCK_SHARES = HEAD_GATES ? 0 : 3;
 constexpr int INPUTS = (INPUT_SHARES > BLOCKS * BLOCK_SHARES ? INPUT_SHARES : BLOCKS * BLOCK_SHARES) * SHARE;
 constexpr int HALF_ROWS = CHUNK / HALVES * PANEL_ROW;  // bytes of a half's tokens in a panel
 static_assert(STATE_SHARES % PANELS == 0 && TOKEN_SHARES % PANELS == 0, "a share is of one panel");
@@ -109,34 +110,18 @@ static_assert(STATE_SHARES % PANELS == 0 && TOKEN_SHARES % PANELS == 0, "a share
 DEVICE constexpr int piece_at(int row, int piece, int rows) {
     return int((u32(piece) / 8 * u32(rows) + u32(row)) * PANEL_ROW + u32(piece ^ row) % 8 * 16);
 }
-constexpr int FP32_ROW = K + 4;  // fp32 logits, padded against bank conflicts
-constexpr int LOGITS = HEAD_GATES ? (1 + CHANNEL_WARPS) * CHUNK * 4 : G_FP32 ? CHUNK * FP32_ROW * 4 : KEYS;
-constexpr bool PATTERNS_IN_LOGITS = G_FP32 && !HEAD_GATES;
-constexpr int TRIANGLE = 36 * 256;  // 8 x 8 blocks of fp32 of a lower triangle
 
-struct Shared {
+// What lies first in shared memory.
+struct Inputs {
     unsigned char* base;
-    // operands of the MMAs; other inputs; what the warps exchange
+    // operands of the MMAs; inputs of tokens
     static constexpr int AT_D_STATE = STATE;
     static constexpr int AT_D_V = AT_D_STATE + STATE;
     static constexpr int AT_D_O = AT_D_V + VALUES;
     static constexpr int AT_ERRORS = AT_D_O + VALUES;
     static constexpr int AT_Q = INPUTS;
     static constexpr int AT_K = AT_Q + KEYS;
-    static constexpr int AT_G = AT_K + KEYS;
-    static constexpr int AT_TRIANGLES = AT_G + LOGITS;
-    static constexpr int AT_FACTORS = AT_TRIANGLES + 2 * TRIANGLE;
-    static constexpr int AT_TOTALS = AT_FACTORS + CHANNEL_WARPS * 6 * 512;
-    static constexpr int AT_DIAGONAL = AT_TOTALS + BLOCKS * K * 4;
-    static constexpr int AT_NORMS = AT_DIAGONAL + CHUNK * 4;
-    static constexpr int AT_PARTS = AT_NORMS + 2 * CHUNK * 4;
-    static constexpr int AT_BETAS = AT_PARTS + CHANNEL_WARPS * CHUNK * 8;
-    static constexpr int AT_TILES = AT_BETAS + CHUNK * 8;
-    static constexpr int AT_FINDER = AT_TILES + 2 * sizeof(WorkTile);
-    static constexpr int AT_PATTERNS = AT_FINDER + sizeof(ChunkFinder);
-    static constexpr int AT_RATES = AT_PATTERNS + (PATTERNS_IN_LOGITS ? 0 : 4 * 32 * 8);
-    static constexpr int AT_BIAS = AT_RATES + (WARPS + 1) * 4;
-    static constexpr int BYTES = AT_BIAS + K * 4;
+    static constexpr int AFTER_KEYS = AT_K + KEYS;
 
     DEVICE unsigned char* state() const { return base; }                 // S: [V, K]
     DEVICE unsigned char* d_state() const { return base + AT_D_STATE; }  // dS
@@ -145,59 +130,14 @@ struct Shared {
     DEVICE unsigned char* d_o() const { return base + AT_D_O; }
     DEVICE unsigned char* q() const { return base + AT_Q; }  // [64, K] inputs, later their gradients
     DEVICE unsigned char* k() const { return base + AT_K; }
-    DEVICE unsigned char* g() const { return base + AT_G; }  // likewise; if fp32, in rows of FP32_ROW
     DEVICE float* floats(int at) const { return reinterpret_cast<float*>(base + at); }
-    // With HEAD_GATES, in the place of g: logits [64]; gradients of log-decays [64], summed over a warp's channels
-    DEVICE float* logits() const { return floats(AT_G); }
-    DEVICE float* d_log_decays(int warp) const { return logits() + (1 + warp) * CHUNK; }
-    // 8 x 8 blocks of dL or dAqk
-    DEVICE float* dL(int i, int j) const { return floats(AT_TRIANGLES) + (i * (i + 1) / 2 + j) * 64; }
-    DEVICE float* dA(int i, int j) const { return dL(i, j) + TRIANGLE / 4; }
-    // Decays of a warp's channels in fp16 pairs: of block b from its start, b > 0, and to its end, b < 3
-    DEVICE uint4* rise(int b, int warp) const {
-        return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b - 1) * 32;
-    }
-    DEVICE uint4* fall(int b, int warp) const {
-        return reinterpret_cast<uint4*>(base + AT_FACTORS) + (warp * 6 + b + 3) * 32;
-    }
-    // StateGradients of 8 tokens and a warp's channels, [lane]; they replace the MMAs' operands
-    DEVICE float4* by_state(int which, int fragment, int warp) const {
-        return reinterpret_cast<float4*>(base + fragment / 2 * BLOCK_SHARES * SHARE) +
-               ((which * CHANNEL_WARPS + warp) * 2 + fragment % 2) * 32;
-    }
-    DEVICE float2* totals(int b, int warp) const {  // decays of full blocks, of a lane's two channels
-        return reinterpret_cast<float2*>(floats(AT_TOTALS) + b * K) + 8 * warp;
-    }
-    // A half's sums [K], in the place of what is read before both halves of a chunk have met
-    DEVICE float* d_bias(int half) const { return floats(AT_TOTALS) + half * (BLOCKS - 1) * K; }
-    DEVICE float* diagonal() const { return floats(AT_DIAGONAL); }  // of dAqk: [64]
-    DEVICE float* q_norms() const { return floats(AT_NORMS); }      // 1 / |q|: [64]
-    DEVICE float* k_norms() const { return q_norms() + CHUNK; }
-    DEVICE float4* parts(int warp) const { return reinterpret_cast<float4*>(base + AT_PARTS) + warp * 32; }
-    // What passes through block b, summed by one half's warp: [16 channels]; two halves' sums
-    DEVICE float* through(int warp, int half, int b) const {
-        return reinterpret_cast<float*>(parts(warp)) + (half * BLOCKS + b) * 16;
-    }
-    // In the place of factors: <q, dq> and <k, dk> of all tokens over a warp's channels; a warp's copy of one block's
-    // sums over all channels; what all tokens write (beta_gradients.cuh)
-    DEVICE float* inner_parts(int warp) const { return floats(AT_FACTORS + warp * 6 * 512); }
-    DEVICE float* inner(int warp, int half) const { return inner_parts(warp) + 2 * CHUNK + 32 * half; }
-    DEVICE float* writes(int warp) const { return inner_parts(warp) + 3 * CHUNK; }
-    DEVICE float2* betas() const { return reinterpret_cast<float2*>(base + AT_BETAS); }  // <bX, V'> and beta as given
-    DEVICE float* d_rates() const { return floats(AT_RATES); }                           // of all warps
-    DEVICE float* A_log() const { return d_rates() + WARPS; }                            // the head's, or 0
-    DEVICE float* bias() const { return floats(AT_BIAS); }                               // [K], or zeros
-    // A lane's part of a pattern (pairs.cuh). Beside fp32 logits there is no room but in their rows' padding.
-    DEVICE float2& pattern(int which, Lane lane) const {
-        if constexpr (!PATTERNS_IN_LOGITS) return (reinterpret_cast<float2*>(base + AT_PATTERNS) + 32 * which)[lane.id];
-        float* padding = reinterpret_cast<float*>(g()) + (16 * which + lane.id / 2) * FP32_ROW + K;
-        return reinterpret_cast<float2*>(padding)[lane.id % 2];
-    }
-    DEVICE WorkTile& tile() const { return reinterpret_cast<WorkTile*>(base + AT_TILES)[0]; }
-    DEVICE WorkTile& next() const { return (&tile())[1]; }
-    DEVICE ChunkFinder& finder() const { return *reinterpret_cast<ChunkFinder*>(base + AT_FINDER); }
 };
 
+#if HEAD_GATES
+#include "head_memory.cuh"
+#else
+#include "channel_memory.cuh"
+#endif
 static_assert(Shared::BYTES == SHARED_BYTES, "the host's plan of shared memory");
 
 // ---------------------------------------------------------------- copies
@@ -271,36 +211,11 @@ DEVICE void copy_inputs(const GradientsParams& p, const Shared& shared, const Wo
     }
 }
 
-// Those that take the place of what block b's results took.
-template <int b> DEVICE void replace_block(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
-    copy_inputs<b * BLOCK_SHARES, (b + 1) * BLOCK_SHARES>(p, shared, tile);
-}
-
-// Copy the gate's parameters and logits and, with a key head's first value head, q and k.
-DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
-    const int tokens = tile.chunk.tokens, head = tile.head(p), channel = int(thread());
-#if !HEAD_GATES
-    if (channel < K) cp_async_4(shared.bias() + channel, p.dt_bias + head * K + channel, p.dt_bias);
-    else if (channel == K) cp_async_4(shared.A_log(), p.A_log + head, p.A_log);
-#endif
-    if (tile.first()) {
-        i64 keys = tile.key_row(p) * K, stride = i64(p.H) * K;
-        copy_rows(shared.q(), p.q + keys, stride, tokens);
-        copy_rows(shared.k(), p.k + keys, stride, tokens);
-    }
-#if !HEAD_GATES  // else see head_gates.cuh
-    const Logit* g = static_cast<const Logit*>(p.g) + tile.row * K;
-    i64 stride = i64(p.HV) * K;
-    if constexpr (G_FP32) {
-        #pragma unroll
-        for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
-            const u32 at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
-            cp_async_16(shared.g() + (row * FP32_ROW + column) * 4, g + row * stride + column, row < tokens);
-        }
-    } else {
-        copy_rows(shared.g(), reinterpret_cast<const u16*>(g), stride, tokens);
-    }
-#endif
+// Copy q and k.
+DEVICE void copy_keys(const GradientsParams& p, const Shared& shared, const WorkTile& tile, int tokens) {
+    i64 keys = tile.key_row(p) * K, stride = i64(p.H) * K;
+    copy_rows(shared.q(), p.q + keys, stride, tokens);
+    copy_rows(shared.k(), p.k + keys, stride, tokens);
 }
 
 // Beta as loaded: where it is converted, it is waited for.
@@ -317,20 +232,3 @@ struct LoadedBeta {
         return p.beta_fp32 ? __uint_as_float(x) : Io::unpack(x).x;
     }
 };
-
-DEVICE void store_logits(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
-    Logit* d_g = static_cast<Logit*>(p.d_g) + tile.row * K;
-    i64 stride = i64(p.HV) * K;
-    if constexpr (G_FP32) {
-        #pragma unroll
-        for (int i = 0; i < CHUNK * K / 4; i += THREADS) {
-            const u32 at = i + thread(), row = at / (K / 4), column = at % (K / 4) * 4;
-            if (row < tile.chunk.tokens) {
-                *reinterpret_cast<float4*>(d_g + row * stride + column) =
-                    *reinterpret_cast<const float4*>(shared.g() + (row * FP32_ROW + column) * 4);
-            }
-        }
-    } else {
-        store_rows(reinterpret_cast<u16*>(d_g), shared.g(), stride, tile.chunk.tokens);
-    }
-}

@@ -78,17 +78,17 @@ class Variant(NamedTuple):
     def shared_bytes(self) -> int:
         """Size in bytes of struct Shared in gradients.cuh."""
         K, warps = self.K, self.K // 16
-        logits = CHUNK * (K + 4) * 4 if self.g_wide else CHUNK * K * 2
+        tiles = 2 * 40 + 8
         if self.head_gates:
-            logits = CHUNK * (1 + warps) * 4
+            inputs = (2 * K * K + 5 * CHUNK * K) * 2
+            pairs = 2 * 72 * 256 + (2 * 2 * 4 + 2 * 2) * CHUNK * 4
+            tokens = CHUNK * ((warps + 1) * 16 + 24 * 4 + 10 * 4 + 8) + 4 * 4 * 4
+            return inputs + pairs + tokens + tiles + (2 * warps + 2) * 4
+        logits = CHUNK * (K + 4) * 4 if self.g_wide else CHUNK * K * 2
         row_tiles = max(2 * K // 16 + 12, 24)
         inputs = row_tiles * 32 * K + 2 * CHUNK * K * 2 + logits
         exchanged = 2 * 36 * 256 + warps * 6 * 512 + 4 * K * 4
-        tiles, patterns, gate = (
-            2 * 40 + 8,
-            0 if self.g_wide and not self.head_gates else 4 * 256,
-            (2 * warps + 1 + K) * 4,
-        )
+        patterns, gate = 0 if self.g_wide else 4 * 256, (2 * warps + 1 + K) * 4
         return inputs + exchanged + 3 * CHUNK * 4 + (warps + 1) * CHUNK * 8 + tiles + patterns + gate
 
 

@@ -1,13 +1,7 @@
-// The gradients of gates of heads (HEAD_GATES): those of a token's log-decays are summed over channels first, and so one
-// warp computes those of a chunk's logits, of A_log and of dt_bias, two tokens a lane.
+// The gradients of gates of heads (HEAD_GATES): one warp computes those of a chunk's log-decays, logits, A_log and dt_bias,
+// two tokens a lane.
 #pragma once
-#include "beta_gradients.cuh"
-
-// The gradients of block b's log-decays, summed over a warp's channels.
-DEVICE void sum_log_decays(Lane lane, const Fragment (&g)[2], const Shared& shared, int b) {
-    const Writes sums = {{g[0][0] + g[0][2], g[0][1] + g[0][3]}, {g[1][0] + g[1][2], g[1][1] + g[1][3]}};
-    sum_writes(lane, shared.d_log_decays(lane.warp), sums, b);
-}
+#include "head_decays.cuh"
 
 // A lane's logits of a tile, as loaded: where they are converted, they are waited for.
 struct HeadLogits {
@@ -37,20 +31,53 @@ DEVICE void copy_parameters(Lane lane, const GradientsParams& p, const Shared& s
     if (lane.id == 1) cp_async_4(shared.A_log(), p.A_log + head, p.A_log);
 }
 
+// Sums over the lanes of a warp: of all, of this and the later ones, of the earlier ones.
+struct LaneSums {
+    float all, from_here, before = 0.f;
+
+    DEVICE LaneSums(Lane lane, float x) : all(x), from_here(x) {
+        for (int mask = 1; mask < 32; mask *= 2) {
+            const float others = shuffle_xor(all, mask);
+            if (lane.id & mask) before += others;
+            else from_here += others;
+            all += others;
+        }
+    }
+};
+
+// The gradients of the log-decays of tokens id and id + 32: the sums of what passes through them, and of nothing else.
+DEVICE void log_decay_gradients(Lane lane, float (&d)[2], const Shared& shared) {
+    constexpr int HALF = CHUNK / HALVES;
+    const int token = lane.id;
+    // Into the second half: from before the chunk, and from the first half
+    const LaneSums reads(lane, shared.reads()[token]), later_reads(lane, shared.reads()[token + HALF]),
+        across(lane, shared.rows(QK, 0)[token + HALF] + shared.rows(KK, 0)[token + HALF]),
+        leaves(lane, shared.leaves()[token]), later_leaves(lane, shared.leaves()[token + HALF]);
+    float through = lane.id < WARPS ? shared.through()[lane.id] : 0.f;
+    through = LaneSums(lane, through).all * shared.from_start()[CHUNK - 1];
+    d[0] = through + leaves.before + reads.from_here + later_reads.all;
+    d[1] = through + leaves.all + later_leaves.before + later_reads.from_here + across.from_here;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        #pragma unroll
+        for (int b = HALF_BLOCKS * i; b < BLOCKS; b++)
+            if (b >= (token + HALF * i) / 16)
+                d[i] += shared.passing(QK, b)[token + HALF * i] + shared.passing(KK, b)[token + HALF * i];
+    }
+}
+
 // The gradients of a tile; the next one's logits and parameters replace what they are computed from.
 DEVICE void finish_head_gates(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
                               const WorkTile& next, const HeadLogits& logits) {
     const GateGradients<GATE> gates(rate_of_gates(shared), p.lower_bound);
     const float bias = *shared.bias();
-    float d_A_log = 0.f, d_bias = 0.f;
+    float d_A_log = 0.f, d_bias = 0.f, d_log_decays[2];
+    log_decay_gradients(lane, d_log_decays, shared);
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int token = lane.id + 32 * i;
         const bool valid = token < tile.chunk.tokens;
-        float d_log_decay = 0.f;
-        #pragma unroll
-        for (int w = 0; w < CHANNEL_WARPS; w++) d_log_decay += shared.d_log_decays(w)[token];
-        const float x = gates.logit(d_A_log, d_log_decay, shared.logits()[token] + bias, valid);
+        const float x = gates.logit(d_A_log, d_log_decays[i], shared.logits()[token] + bias, valid);
         d_bias += x;
         const i64 at = tile.row + i64(token) * p.HV;
         if (valid && G_FP32) static_cast<float*>(p.d_g)[at] = x;
@@ -63,3 +90,11 @@ DEVICE void finish_head_gates(Lane lane, const GradientsParams& p, const Shared&
     warp_sync();  // every lane has read the parameters
     if (next.valid()) copy_parameters(lane, p, shared, next);
 }
+
+// Copy q and k with a key head's first value head.
+DEVICE void copy_tokens(const GradientsParams& p, const Shared& shared, const WorkTile& tile) {
+    if (tile.first()) copy_keys(p, shared, tile, tile.chunk.tokens);
+}
+
+// What a token writes in all, for beta's gradient.
+DEVICE float written(Lane, const Shared& shared, int token) { return shared.writes()[token]; }

@@ -33,7 +33,7 @@ DEVICE void add(Vector& to, float factor, const Vector& x) {
 // to += factor * state [V, K] * x
 DEVICE void add_state(Lane lane, Vector& to, float factor, const unsigned char* state, const Vector& x,
                       const Shared& shared) {
-    float* staged = shared.inner_parts(lane.warp);  // unused until the next barrier, which other warps may wait at
+    float* staged = shared.staged(lane.warp);  // unused until the next barrier, which other warps may wait at
     #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) staged[lane.id + 32 * i] = x[i];
     warp_sync();
@@ -57,12 +57,11 @@ DEVICE void load_unit(Lane lane, Vector& x, const GradientsParams& p, const unsi
 
 DEVICE void decay_over(Lane lane, Vector& x, const GradientsParams& p, const Shared& shared, int token) {
     const Gates<GATE> gates(rate_of_gates(shared), p.lower_bound);
-    if constexpr (HEAD_GATES) {
-        const float decay = gates.decay(shared.logits()[token], gates.bias(*shared.bias()), true);
-        #pragma unroll
-        for (int i = 0; i < ELEMENTS; i++) x[i] *= decay;
-        return;
-    }
+#if HEAD_GATES
+    const float decay = gates.decay(shared.logits()[token], gates.bias(*shared.bias()), true);
+    #pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) x[i] *= decay;
+#else
     Vector logits;
     if constexpr (!G_FP32) load_row(lane, logits, shared.g(), token);
     #pragma unroll
@@ -71,6 +70,7 @@ DEVICE void decay_over(Lane lane, Vector& x, const GradientsParams& p, const Sha
         if constexpr (G_FP32) logits[i] = reinterpret_cast<const float*>(shared.g())[token * FP32_ROW + channel];
         x[i] *= gates.decay(logits[i], gates.bias(shared.bias()[channel]), true);
     }
+#endif
 }
 
 DEVICE float near_zero_beta_gradient(Lane lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,

@@ -2,7 +2,7 @@
 //     dAqk = tril(dO' V'^T)   dL = -tril(bX V'^T)   dQg = dO' S^T   dKg = -bX S^T   dKr = V' dS^T
 // the last three transposed, channels by tokens, the order of all that follows. dO' = scale dO.
 #pragma once
-#include "decays.cuh"
+#include "fragments.cuh"
 
 constexpr int OCTETS = CHUNK / 8 / HALVES;
 using Tokens = Fragment[OCTETS];  // 16 rows, of a half's tokens
@@ -49,35 +49,6 @@ struct Triangles {
         }
         wgmma_commit();
     }
-    // Lane (g, t) stores elements 2 t and 2 t + 1 of row g of 8 x 8 block (i, j).
-    DEVICE void store(HalfLane lane, const GradientsParams& p, const Shared& shared) const {
-        #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const bool L = is_L(lane, i);
-            const float factor = L ? -1.f : p.scale;
-            #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const int row = row_of(lane, r);
-                float own = 0.f;
-                #pragma unroll
-                for (int o = 0; o < OCTETS; o++) {
-                    const int j = OCTETS * lane.half + o;
-                    float a = x[i][o][2 * r] * factor, b = x[i][o][2 * r + 1] * factor;
-                    if (j == row) own = lane.id / 4 % 2 ? b : a;
-                    float* to = L ? shared.dL(row, j) : shared.dA(row, j);
-                    if (j <= row)
-                        *reinterpret_cast<float2*>(to + triangle_row(lane.id / 4) + lane.id % 4 * 2) =
-                            make_float2(Tf32::round(a), Tf32::round(b));
-                }
-                if (on_diagonal(lane, r)) store_diagonal(own, L, shared, 8 * row + lane.id / 4);
-            }
-        }
-    }
-    // Of dAqk; or of dL, -<bX, V'>, for beta's gradient.
-    static DEVICE void store_diagonal(float x, bool L, const Shared& shared, int token) {
-        if (L) shared.betas()[token].x = -x;
-        else shared.diagonal()[token] = x;
-    }
 };
 
 DEVICE float over_tokens(float x) {  // sum over the lanes that have the same channels
@@ -85,21 +56,20 @@ DEVICE float over_tokens(float x) {  // sum over the lanes that have the same ch
     return x + shuffle_xor(x, 2);
 }
 
-// Gradients of a warp's channels and tokens through the state, at the ends of each block of 16 tokens: of queries and of
-// keys that read, decayed from the block's start; of keys that write, decayed to its end. Also <S, dS> for each channel,
-// what passes through the chunk: the warps of either half of the tokens sum it over one half of V.
+// Gradients of a warp's channels and tokens through the state, without decays: of queries, of keys that read, of keys
+// that write.
 enum Which { QUERIES, READERS, WRITERS };
 struct StateGradients {
     Tokens x[3];
-    float through[2];
 
-    // The states stay in registers for all that they are multiplied by: the MMAs are bound by reading shared memory.
-    DEVICE void multiply(HalfLane lane, const Shared& shared) {
+    // The states stay in registers for all that they are multiplied by: the MMAs are bound by reading shared memory. Also
+    // adds <S, dS> to `through`, which passes through the chunk: the warps of either half of the tokens have one half of V.
+    template <class Through> DEVICE void multiply(HalfLane lane, const Shared& shared, Through& through) {
         constexpr int STEPS = V / 16 / HALVES;  // of V, whose states are in registers at once
         const int rows = lane.half * HALF_ROWS;
         const Operand values[3] = {swizzled_operand(shared.d_o() + rows), swizzled_operand(shared.d_v() + rows),
                                    swizzled_operand(shared.errors() + rows)};
-        clear(x[0]), clear(x[1]), clear(x[2]), through[0] = through[1] = 0.f;
+        clear(x[0]), clear(x[1]), clear(x[2]);
         #pragma unroll
         for (int half = 0; half < HALVES; half++) {
             u32 S[STEPS][4], dS[STEPS][4];
@@ -117,59 +87,38 @@ struct StateGradients {
                                              values_at(values[which], STEPS * half + s));
             }
             wgmma_commit();
-            if (half == lane.half) sum_states(S, dS);
+            if (half == lane.half) through.add(S, dS);
             wgmma_wait<0>();
             #pragma unroll
             for (int which = 0; which < 3; which++) fence_operand(x[which]);
         }
     }
-    template <int steps> DEVICE void sum_states(const u32 (&S)[steps][4], const u32 (&dS)[steps][4]) {
-        #pragma unroll
-        for (int s = 0; s < steps; s++) {
-            #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float2 a = Io::unpack(S[s][i]), b = Io::unpack(dS[s][i]);
-                through[i % 2] += a.x * b.x + a.y * b.y;
-            }
-        }
-    }
-    // Replaces the MMAs' operands.
-    DEVICE void store(HalfLane lane, const Shared& shared, float scale) const {
-        #pragma unroll
-        for (int which = 0; which < 3; which++) {
-            const float factor = which == QUERIES ? scale : which == READERS ? -1.f : 1.f;
-            #pragma unroll
-            for (int o = 0; o < OCTETS; o++) {
-                const Fragment& y = x[which][o];
-                shared.by_state(which, OCTETS * lane.half + o, lane.warp)[lane.id] =
-                    make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
-            }
-        }
-        #pragma unroll
-        for (int c = 0; c < 2; c++) {
-            const float sum = over_tokens(through[c]);
-            if (lane.id % 4 == 0) shared.through(lane.warp, lane.half, 0)[lane.id / 4 + 8 * c] = sum;
-        }
-    }
 };
-
-// Of 8 tokens; of block b.
-DEVICE void load_gradients(Lane lane, Fragment& x, const Shared& shared, int which, int octet) {
-    float4 y = shared.by_state(which, octet, lane.warp)[lane.id];
-    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
-}
-DEVICE void load_gradients(Lane lane, Fragment (&x)[2], const Shared& shared, int which, int b) {
-    load_gradients(lane, x[0], shared, which, 2 * b), load_gradients(lane, x[1], shared, which, 2 * b + 1);
-}
-
-DEVICE void store_gradients(Lane lane, const Shared& shared, const Fragment (&x)[2], int which, int b) {
-    #pragma unroll
-    for (int o = 0; o < 2; o++)
-        shared.by_state(which, 2 * b + o, lane.warp)[lane.id] = make_float4(x[o][0], x[o][1], x[o][2], x[o][3]);
-}
 
 // The half of two values that a lane keeps when it exchanges sums with the lane whose index differs in one bit.
 DEVICE float keep(Lane lane, int mask, float low, float high) {
     const bool upper = lane.id & mask;
     return (upper ? high : low) + shuffle_xor(upper ? low : high, mask);
+}
+
+// 1 / |q| and 1 / |k|, or 1 without qk_l2norm: of 8 tokens at a time the diagonal of their products with each other, by
+// MMAs, which take an eighth of the instructions that sums of squares would.
+DEVICE void find_norms(HalfLane lane, const GradientsParams& p, const Shared& shared) {
+    #pragma unroll
+    for (int i = 0; i < 2 * CHUNK / 8 / WARPS; i++) {
+        const int which = lane.half, octet = i * CHANNEL_WARPS + lane.warp;
+        const unsigned char* matrix = which ? shared.k() : shared.q();
+        Fragment sums[2] = {};
+        #pragma unroll
+        for (int s = 0; s < K / 32; s++) {
+            u32 x[4];  // 8 tokens x 32 channels
+            ldmatrix_x4(x, matrix + piece_at(8 * octet + lane.id % 8, 4 * s + lane.id / 8, CHUNK));
+            Io::mma(sums[0], x[0], 0, x[1], 0, x[0], x[1]), Io::mma(sums[1], x[2], 0, x[3], 0, x[2], x[3]);
+        }
+        const int token = lane.id / 4;  // whose product with itself is in lane token / 2 of 4
+        if (lane.id % 4 != token / 2) continue;
+        const float square = token % 2 ? sums[0][1] + sums[1][1] : sums[0][0] + sums[1][0];
+        (which ? shared.k_norms() : shared.q_norms())[8 * octet + token] =
+            p.qk_l2norm ? rsqrt_fast(square + 1e-6f) : 1.f;
+    }
 }

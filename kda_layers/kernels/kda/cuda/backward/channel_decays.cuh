@@ -1,34 +1,6 @@
-// A warp's 16 channels of a block of 16 tokens, and their decays.
-//
-// Lane (g, t) = (id / 4, id % 4) has channels g and g + 8 of tokens 2 t and 2 t + 1 of each 8 tokens: the order of
-// mma's accumulators, with channels as rows, and of its A operand. A product of channels and tokens by tokens and
-// tokens reads and writes this order, so that nothing is transposed.
+// A warp's q, k and decays of a block of 16 tokens, with gates of channels.
 #pragma once
-#include "gradients.cuh"
-
-using Fragment = float[4];  // 16 channels x 8 tokens: [2 * (channel g, g + 8) + (token 2 t, 2 t + 1)]
-
-DEVICE int channel_of(Lane lane, int c) { return 16 * lane.warp + lane.id / 4 + 8 * c; }
-
-// Offset of a warp's part of 16 rows of a matrix of `rows` rows, for ldmatrix and stmatrix.
-DEVICE int rows_at(Lane lane, int b, int rows) {
-    return piece_at(16 * b + lane.id / 16 * 8 + lane.id % 8, 2 * lane.warp + lane.id / 8 % 2, rows);
-}
-
-DEVICE void load_block(Lane lane, Fragment (&x)[2], const unsigned char* matrix, int b, int rows = CHUNK) {
-    u32 r[4];
-    ldmatrix_x4_trans(r, matrix + rows_at(lane, b, rows));
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float2 pair = Io::unpack(r[i]);
-        x[i / 2][i % 2 * 2] = pair.x, x[i / 2][i % 2 * 2 + 1] = pair.y;
-    }
-}
-
-DEVICE void store_block(Lane lane, unsigned char* matrix, const Fragment (&x)[2], int b) {
-    stmatrix_x4_trans(matrix + rows_at(lane, b, CHUNK), Io::pack(x[0][0], x[0][1]), Io::pack(x[0][2], x[0][3]),
-                      Io::pack(x[1][0], x[1][1]), Io::pack(x[1][2], x[1][3]));
-}
+#include "fragments.cuh"
 
 // q or k of block b, normalised with qk_l2norm.
 DEVICE void load_vectors(Lane lane, Fragment (&x)[2], const unsigned char* matrix, const float* norms, int b) {
@@ -40,18 +12,9 @@ DEVICE void load_vectors(Lane lane, Fragment (&x)[2], const unsigned char* matri
     }
 }
 
-// ---------------------------------------------------------------- gates
-
-DEVICE int token_of(Lane lane, int b, int o, int i) { return 16 * b + 8 * o + 2 * (lane.id % 4) + i % 2; }
-
-DEVICE float rate_of_gates(const Shared& shared) { return exp2_fast(*shared.A_log() * LOG2_E); }
-
 // Gate logits of block b.
 DEVICE void load_logits(Lane lane, Fragment (&x)[2], const Shared& shared, int b) {
-    if constexpr (HEAD_GATES) {
-        #pragma unroll
-        for (int i = 0; i < 8; i++) x[i / 4][i % 4] = shared.logits()[token_of(lane, b, i / 4, i)];
-    } else if constexpr (!G_FP32) {
+    if constexpr (!G_FP32) {
         load_block(lane, x, shared.g(), b);
     } else {
         #pragma unroll
@@ -68,13 +31,11 @@ DEVICE void load_decays(Lane lane, Fragment (&e)[2], const GradientsParams& p, c
     const Gates<GATE> gates(rate_of_gates(shared), p.lower_bound);
     float bias[2];
     #pragma unroll
-    for (int c = 0; c < 2; c++) bias[c] = gates.bias(shared.bias()[HEAD_GATES ? 0 : channel_of(lane, c)]);
+    for (int c = 0; c < 2; c++) bias[c] = gates.bias(shared.bias()[channel_of(lane, c)]);
     #pragma unroll
     for (int o = 0; o < 2; o++) {
         #pragma unroll
-        for (int i = 0; i < 4; i++)
-            e[o][i] = HEAD_GATES && i >= 2 ? e[o][i - 2]
-                                           : gates.decay(e[o][i], bias[i / 2], token_of(lane, b, o, i) < tokens);
+        for (int i = 0; i < 4; i++) e[o][i] = gates.decay(e[o][i], bias[i / 2], token_of(lane, b, o, i) < tokens);
     }
 }
 

@@ -6,7 +6,7 @@
 // and of no others: differences of sums would leave the rounding of terms that cancel. Terms that end in a read pass
 // through the tokens up to it, terms that begin with a write through the tokens after it.
 #pragma once
-#include "beta_gradients.cuh"
+#include "channel_products.cuh"
 
 // d += a b: 16 channels by 8 tokens by 8 tokens; b as `rows_of` and `columns_of` give it.
 DEVICE void multiply(Fragment& d, const Fragment& a, float2 b) { Tf32::mma(d, a[0], a[2], a[1], a[3], b.x, b.y); }

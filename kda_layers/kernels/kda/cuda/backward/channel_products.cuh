@@ -1,0 +1,111 @@
+// What the MMAs over a chunk leave in shared memory with gates of channels: the triangles' gradients, and gradients
+// through the state, from which channel_pairs.cuh goes on.
+#pragma once
+#include "channel_decays.cuh"
+#include "products.cuh"
+
+// Of dAqk; or of dL, -<bX, V'>, for beta's gradient.
+DEVICE void store_diagonal(float x, bool L, const Shared& shared, int token) {
+    if (L) shared.betas()[token].x = -x;
+    else shared.diagonal()[token] = x;
+}
+
+// Lane (g, t) stores elements 2 t and 2 t + 1 of row g of 8 x 8 block (i, j).
+DEVICE void store_triangles(HalfLane lane, const Triangles& triangles, const GradientsParams& p, const Shared& shared) {
+    #pragma unroll
+    for (int i = 0; i < Triangles::EACH; i++) {
+        const bool L = Triangles::is_L(lane, i);
+        const float factor = L ? -1.f : p.scale;
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int row = Triangles::row_of(lane, r);
+            float own = 0.f;
+            #pragma unroll
+            for (int o = 0; o < OCTETS; o++) {
+                const int j = OCTETS * lane.half + o;
+                float a = triangles.x[i][o][2 * r] * factor, b = triangles.x[i][o][2 * r + 1] * factor;
+                if (j == row) own = lane.id / 4 % 2 ? b : a;
+                float* to = L ? shared.dL(row, j) : shared.dA(row, j);
+                if (j <= row)
+                    *reinterpret_cast<float2*>(to + triangle_row(lane.id / 4) + lane.id % 4 * 2) =
+                        make_float2(Tf32::round(a), Tf32::round(b));
+            }
+            if (Triangles::on_diagonal(lane, r)) store_diagonal(own, L, shared, 8 * row + lane.id / 4);
+        }
+    }
+}
+
+// <S, dS> for each of a lane's channels.
+struct Through {
+    float x[2] = {};
+
+    template <int steps> DEVICE void add(const u32 (&S)[steps][4], const u32 (&dS)[steps][4]) {
+        #pragma unroll
+        for (int s = 0; s < steps; s++) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 a = Io::unpack(S[s][i]), b = Io::unpack(dS[s][i]);
+                x[i % 2] += a.x * b.x + a.y * b.y;
+            }
+        }
+    }
+};
+
+// Replaces the MMAs' operands.
+DEVICE void store_gradients(HalfLane lane, const StateGradients& by_state, const Through& through, const Shared& shared,
+                            float scale) {
+    #pragma unroll
+    for (int which = 0; which < 3; which++) {
+        const float factor = which == QUERIES ? scale : which == READERS ? -1.f : 1.f;
+        #pragma unroll
+        for (int o = 0; o < OCTETS; o++) {
+            const Fragment& y = by_state.x[which][o];
+            shared.by_state(which, OCTETS * lane.half + o, lane.warp)[lane.id] =
+                make_float4(factor * y[0], factor * y[1], factor * y[2], factor * y[3]);
+        }
+    }
+    #pragma unroll
+    for (int c = 0; c < 2; c++) {
+        const float sum = over_tokens(through.x[c]);
+        if (lane.id % 4 == 0) shared.through(lane.warp, lane.half, 0)[lane.id / 4 + 8 * c] = sum;
+    }
+}
+
+// Of 8 tokens; of block b.
+DEVICE void load_gradients(Lane lane, Fragment& x, const Shared& shared, int which, int octet) {
+    float4 y = shared.by_state(which, octet, lane.warp)[lane.id];
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+}
+DEVICE void load_gradients(Lane lane, Fragment (&x)[2], const Shared& shared, int which, int b) {
+    load_gradients(lane, x[0], shared, which, 2 * b), load_gradients(lane, x[1], shared, which, 2 * b + 1);
+}
+
+DEVICE void store_gradients(Lane lane, const Shared& shared, const Fragment (&x)[2], int which, int b) {
+    #pragma unroll
+    for (int o = 0; o < 2; o++)
+        shared.by_state(which, 2 * b + o, lane.warp)[lane.id] = make_float4(x[o][0], x[o][1], x[o][2], x[o][3]);
+}
+
+// What a lane's tokens write: [octet][token 2 t, 2 t + 1], summed over its channels.
+using Writes = float[2][2];
+
+DEVICE void add_writes(float (&to)[2], const Fragment& terms, bool writes = true) {
+    if (writes) to[0] += terms[0] + terms[2], to[1] += terms[1] + terms[3];
+}
+
+// Sums of block b's tokens over a warp's channels, to [64] in shared memory.
+DEVICE void sum_writes(Lane lane, float* to, const Writes& x, int b) {
+    const float low = keep(lane, 4, x[0][0], x[1][0]), high = keep(lane, 4, x[0][1], x[1][1]);
+    float sum = keep(lane, 8, low, high);
+    sum += shuffle_xor(sum, 16);
+    const int g = lane.id / 4, token = 8 * (g % 2) + 2 * (lane.id % 4) + g / 2 % 2;
+    if (lane.id < 16) to[16 * b + token] = sum;
+}
+
+// Sum over all channels; by one warp, two lanes a token.
+DEVICE float written(Lane lane, const Shared& shared, int token) {
+    float w = 0.f;
+    #pragma unroll
+    for (int i = 0; i < CHANNEL_WARPS / 2; i++) w += shared.writes(2 * i + lane.id / 16)[token];
+    return w + shuffle_xor(w, 16);
+}
