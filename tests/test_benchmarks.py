@@ -493,19 +493,33 @@ class Planning:
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", planning)
 
 
-def test_the_first_to_decode_does_not_plan_for_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["kimi_linear", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_the_first_to_decode_does_not_plan_for_the_others(
+    family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Both models spend most of a step in the same 'plan', if they make one."""
     Planning(monkeypatch)
-    layers = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    small = dict(hidden_size=32, intermediate_size=32, linear_num_heads=1, vocab_size=32)
-    monkeypatch.setitem(swap.SIZES, "cpu", small | layers)
+    small = dict(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], hidden_size=32, intermediate_size=32,
+        vocab_size=32,
+    )  # fmt: skip
+    small |= (
+        dict(linear_num_heads=1)
+        if family == "kimi_linear"
+        else dict(
+            linear_num_key_heads=1, linear_num_value_heads=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+        )
+    )
+    monkeypatch.setitem(swap.SIZES[family], "cpu", small)
     monkeypatch.setitem(swap.CASES, "cpu", [("decode step", 1, 1)])
     monkeypatch.setattr(swap, "CONTEXT", 16)
     monkeypatch.setattr(swap, "memory", lambda *_: 1.0)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    monkeypatch.setattr(sys, "argv", ["swap", "--output", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["swap", "--model", family, "--output", str(tmp_path)])
     swap.main()
-    (row,) = json.loads((tmp_path / "cpu-swap.json").read_text())["rows"]
+    (path,) = tmp_path.iterdir()
+    assert path.name == {"kimi_linear": "cpu-swap.json", "qwen3_next": "cpu-swap-qwen3-next.json"}[family]
+    (row,) = json.loads(path.read_text())["rows"]
     assert row["times faster"] < 10  # a plan takes 60 to 120 steps of this size on two cores
     assert row["stock times"]["median"] < 90
 
