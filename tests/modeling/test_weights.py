@@ -190,9 +190,10 @@ def ours_of(source: Any, stock: Any, dtype: torch.dtype = FP32, **where: Any) ->
     return layer
 
 
-def in_weights(family: str) -> str:
+def in_weights(family: str, on_disk: bool = False) -> str:
     """The family's name in `load_kda_weights`."""
-    return "qwen3_5" if family in ("qwen3_5_moe", "qwen4_exp") else family
+    like_qwen = ("qwen3_5_moe", "qwen4_exp", *(() if on_disk else ("lara_mini",)))
+    return "qwen3_5" if family in like_qwen else family
 
 
 @every_linear_family
@@ -215,7 +216,7 @@ def test_outputs_are_those_of_the_stock_layer(family: str) -> None:
 @pytest.mark.parametrize("shards", [False, True], ids=["one_file", "shards"])
 def test_files_that_transformers_writes(family: str, shards: bool, tmp_path: Path) -> None:
     model = stock_model(family)
-    named = in_weights(family)
+    in_memory, in_files = in_weights(family), in_weights(family, on_disk=True)
     folder = saved(family, tmp_path, shards)
     assert len(list(folder.glob("*.safetensors"))) > 1 if shards else (folder / "model.safetensors").exists()
     files = [load_file(f) for f in sorted(folder.glob("*.safetensors"))]
@@ -223,13 +224,13 @@ def test_files_that_transformers_writes(family: str, shards: bool, tmp_path: Pat
     prefixes = sorted(n.removesuffix("A_log") for n in on_disk if n.endswith("A_log"))
     source = folder if shards else folder / "model.safetensors"
     for prefix, stock in zip(prefixes, swapped_layers_of(model).values(), strict=True):
-        layer = ours_of(source, stock, family=named, prefix=prefix)
-        exported = export_kda_weights(layer, named)
+        layer = ours_of(source, stock, family=in_files, prefix=prefix)
+        exported = export_kda_weights(layer, in_memory)
         assert equal(exported, dict(stock.state_dict()))
-        exported = export_kda_weights(layer, named, on_disk=True)
+        exported = export_kda_weights(layer, in_files, on_disk=True)
         assert equal(exported, {n.removeprefix(prefix): t for n, t in on_disk.items() if n.startswith(prefix)})
     stated = [repr(p) for p in prefixes]
-    message = refused("prefix must be the path of a KDA layer", source, layer, family=named)
+    message = refused("prefix must be the path of a KDA layer", source, layer, family=in_files)
     assert all(p in message for p in stated)
 
 
@@ -304,6 +305,15 @@ def test_a_gated_delta_net_in_a_layer_of_another_kind() -> None:
         export_kda_weights(make_layer("kimi_linear", output_activation="silu"), "kimi_linear")
     with pytest.raises(ValueError, match="output_activation must be 'sigmoid' or 'silu', got 'gelu'"):
         make_layer("qwen3_5", output_activation="gelu")
+
+
+def test_names_that_only_files_have() -> None:
+    layer, other = make_layer("qwen3_5"), make_layer("qwen3_5", 1)
+    weights = export_kda_weights(layer, "lara_mini", on_disk=True)
+    load_kda_weights(weights, other)
+    assert equal(values(other), values(layer))
+    with pytest.raises(ValueError, match="on_disk must be True for lara_mini, got False"):
+        export_kda_weights(layer, "lara_mini")
 
 
 # ---------------------------------------------------------------- refusals

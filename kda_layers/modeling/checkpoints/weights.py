@@ -43,8 +43,8 @@ def load_kda_weights(
         layer: a KimiDeltaAttention with options that fit; see `kda_layer_options`.
         family: the family that names the weights: "kimi_linear", "glm5_next", "bailing_hybrid", "qwen3_next", "qwen3_5"
             (its models with experts and Qwen4, too) or "olmo_hybrid" of transformers, as in its models or on disk;
-            "kimi_k3" or "alice_ai", as in their files or in vLLM's modules; "fla" for flash-linear-attention's
-            KDAForCausalLM; "kda_layers" for ours. None recognises it.
+            "lara_mini" as on disk ("qwen3_5" in memory); "kimi_k3" or "alice_ai", as in their files or in vLLM's
+            modules; "fla" for flash-linear-attention's KDAForCausalLM; "kda_layers" for ours. None recognises it.
         prefix: path of the layer in source, such as "model.layers.3.self_attn."; None if source holds one layer.
 
     Raises:

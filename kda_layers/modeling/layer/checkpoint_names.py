@@ -164,8 +164,11 @@ class Format(NamedTuple):
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
     def naming(self, on_disk: bool = False) -> Naming:
-        """Return the naming that is written for models, or for their files."""
-        return next(n for n in self.namings if n.on_disk in (None, on_disk))
+        """Return the naming that is written for models, or for their files; raise a ValueError if there is none."""
+        found = next((n for n in self.namings if n.on_disk in (None, on_disk)), None)
+        if found is None:
+            raise ValueError(f"on_disk must be {not on_disk} for {self.namings[0].family}, got {on_disk}")
+        return found
 
 
 # Options of every KDA layer in transformers.
