@@ -5,8 +5,11 @@ The sections for a GPU run here at tiny sizes with the eager backend and a wall 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
+import importlib.util
+import inspect
 import json
 import math
 import re
@@ -55,8 +58,11 @@ from kda_layers.kernels.kda.contract import KDA, Inputs
 from kda_layers.kernels.kda.cuda.forward import two_roles
 from kda_layers.kernels.kda.reference import activate, log_decay
 from kda_layers.modeling.cuda_graphs import training_step
+from tests.engine_wheels import wheel
 from tests.modeling.taped_graphs import TapedGraphs
 from tools import docs_figures, docs_tables
+
+GDN = Case(1, 66, 1, group=2, gate="softplus", head_gates=True)  # a gated delta net
 
 
 class WallClock(Machine):
@@ -219,6 +225,37 @@ def test_hard_inputs_have_a_state() -> None:
 # ---------------------------------------------------------------- floors, by hand
 
 
+def test_gates_of_heads_are_those_of_the_first_channel() -> None:
+    """Everything else is the same, so that what is timed differs in the gates only."""
+    for more in (dict(), dict(given=True)):
+        case = Case(1, 70, 2, "fast", group=2, gate="softplus", **more)
+        of_channels = cases.make_inputs(case, "cpu")
+        x = cases.make_inputs(dataclasses.replace(case, head_gates=True), "cpu")
+        assert torch.equal(x.g, of_channels.g[..., 0])
+        assert x.g.shape == (1, 70, 4)
+        assert x.g.is_contiguous()
+        assert x.dt_bias is None or torch.equal(x.dt_bias, of_channels.dt_bias[:, 0])
+        assert all(
+            torch.equal(a, b) for a, b in zip((*x[:3], x.beta), (*of_channels[:3], of_channels.beta), strict=True)
+        )
+    raw = cases.make_inputs(dataclasses.replace(case, given=False, head_gates=True), "cpu")
+    half = cases.activated(raw, norm=False)
+    assert (half.q is raw.q, half.qk_l2norm, half.gate_activation, half.beta_activation) == (
+        True, True, "log_decay", "given"
+    )  # fmt: skip
+    whole = cases.activated(half)
+    assert (whole.qk_l2norm, whole.q.dtype, whole.g.shape) == (False, torch.bfloat16, (1, 70, 4))
+
+
+def test_cases_of_gated_delta_nets_say_so() -> None:
+    cases_ = (*cases.FULL.gdn_forward, *cases.FULL.gdn_training)
+    assert all("softplus gates of heads" in c.fields()["what"] for c in cases_)
+    assert len({tuple(c.fields().items()) for c in cases.FULL.gdn_forward}) == len(cases.FULL.gdn_forward)
+    grouped = {c.HV for c in cases_ if c.H == 16}
+    assert grouped == {32}
+    assert {c.gates for c in cases.FULL.gdn_training} == {"fast", "slow"}
+
+
 def test_byte_floors() -> None:
     tensor = 8192 * 32 * 128 * 2  # bytes of [1, 8192, 32, 128] in bf16
     assert cases.forward_floor_ms(Case(1, 8192, 32)) == pytest.approx(5 * tensor / 4.25e9)
@@ -229,6 +266,10 @@ def test_byte_floors() -> None:
     assert round(cases.decode_floor_ms(256, 32, "int8"), 3) == 0.065
     grouped = cases.forward_floor_ms(Case(1, 8192, 16, group=2))
     assert grouped == pytest.approx((2 * tensor / 2 + 3 * tensor) / 4.25e9)
+    of_heads = Case(1, 8192, 16, group=2, head_gates=True)
+    gates = 8192 * 32 * 2
+    assert cases.forward_floor_ms(of_heads) == pytest.approx((2 * tensor / 2 + 2 * tensor + gates) / 4.25e9)
+    assert cases.training_floor_ms(of_heads) == pytest.approx((6 * tensor / 2 + 5 * tensor + 3 * gates) / 4.25e9)
     states = 128 * 32 * 128 * 128 * 4
     assert cases.forward_floor_ms(Case(1, 8192, 32, checkpoints=True)) == pytest.approx((5 * tensor + states) / 4.25e9)
 
@@ -452,19 +493,33 @@ class Planning:
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", planning)
 
 
-def test_the_first_to_decode_does_not_plan_for_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["kimi_linear", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_the_first_to_decode_does_not_plan_for_the_others(
+    family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Both models spend most of a step in the same 'plan', if they make one."""
     Planning(monkeypatch)
-    layers = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    small = dict(hidden_size=32, intermediate_size=32, linear_num_heads=1, vocab_size=32)
-    monkeypatch.setitem(swap.SIZES, "cpu", small | layers)
+    small = dict(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], hidden_size=32, intermediate_size=32,
+        vocab_size=32,
+    )  # fmt: skip
+    small |= (
+        dict(linear_num_heads=1)
+        if family == "kimi_linear"
+        else dict(
+            linear_num_key_heads=1, linear_num_value_heads=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+        )
+    )
+    monkeypatch.setitem(swap.SIZES[family], "cpu", small)
     monkeypatch.setitem(swap.CASES, "cpu", [("decode step", 1, 1)])
     monkeypatch.setattr(swap, "CONTEXT", 16)
     monkeypatch.setattr(swap, "memory", lambda *_: 1.0)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    monkeypatch.setattr(sys, "argv", ["swap", "--output", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["swap", "--model", family, "--output", str(tmp_path)])
     swap.main()
-    (row,) = json.loads((tmp_path / "cpu-swap.json").read_text())["rows"]
+    (path,) = tmp_path.iterdir()
+    assert path.name == {"kimi_linear": "cpu-swap.json", "qwen3_next": "cpu-swap-qwen3-next.json"}[family]
+    (row,) = json.loads(path.read_text())["rows"]
     assert row["times faster"] < 10  # a plan takes 60 to 120 steps of this size on two cores
     assert row["stock times"]["median"] < 90
 
@@ -542,7 +597,7 @@ def test_steps_at_new_lengths_and_at_the_same_again(
     assert any("| new length |" in line for line in body)
 
 
-@pytest.mark.parametrize("section", ["forward", "training", "decode", "context"])
+@pytest.mark.parametrize("section", ["forward", "training", "decode", "gdn_forward", "context"])
 def test_the_operator_is_timed_in_graphs(section: str, tmp_path: Path) -> None:
     machine = WallClock()
     gpu.main(["--backends", "eager", "--only", section, "--output", str(tmp_path)], machine, TINY)
@@ -620,14 +675,14 @@ def test_softmax_truth_is_that_of_torch() -> None:
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages of the peers' names, whose functions compute with our eager backend."""
-    fla = SimpleNamespace(chunk_kda=fla_api.chunk_kda, fused_recurrent_kda=fla_api.fused_recurrent_kda)
     below = SimpleNamespace(fused_recurrent_kda_fwd=fla_api.fused_recurrent_kda)
+    ops = SimpleNamespace(kimi_delta_attention=cudnn_stand_in, gated_delta_net=cudnn_gdn_stand_in)
     for name, module in (
-        ("fla", SimpleNamespace()), ("fla.ops", SimpleNamespace()), ("fla.ops.kda", fla),
-        ("fla.ops.kda.fused_recurrent", below),
+        ("fla", SimpleNamespace()), ("fla.ops", SimpleNamespace()), ("fla.ops.kda", fla_api),
+        ("fla.ops.gated_delta_rule", fla_api), ("fla.ops.kda.fused_recurrent", below),
+        ("flash_qla", SimpleNamespace(chunk_gated_delta_rule=flash_qla_stand_in)),
         ("cudnn", SimpleNamespace(cudnnGraphNotSupportedError=GraphNotSupportedError)),
-        ("cudnn.linear_attention", SimpleNamespace()),
-        ("cudnn.linear_attention.ops", SimpleNamespace(kimi_delta_attention=cudnn_stand_in)),
+        ("cudnn.linear_attention", SimpleNamespace(ops=ops)), ("cudnn.linear_attention.ops", ops),
     ):  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -660,6 +715,62 @@ def cudnn_stand_in(
     return out.o[0], out.final_state if output_final_state else q.new_empty(0)
 
 
+def cudnn_gdn_stand_in(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, *, scale: float,
+    initial_state: Tensor | None, output_final_state: bool, use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool, safe_gate: bool, a_log: Tensor | None, dt_bias: Tensor | None,
+    checkpoint_every_n_tokens: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """nvidia-cudnn-frontend 1.32's function, as far as its cuTile engine goes: applied gates and beta in fp32."""
+    assert (g.ndim, g.dtype, beta.dtype, cu_seqlens.dtype) == (2, torch.float32, torch.float32, torch.int32)
+    assert (use_beta_sigmoid_in_kernel, safe_gate, a_log, dt_bias) == (False, False, None, None)
+    assert all(t.is_contiguous() for t in (q, k, v, g, beta))
+    assert not checkpoint_every_n_tokens
+    out = kda(
+        *(t[None] for t in (q, k, v, g, beta)), initial_state=initial_state, cu_seqlens=cu_seqlens,
+        gate_activation="log_decay", beta_activation="given", qk_l2norm=use_qk_l2norm_in_kernel, scale=scale,
+        return_final_state=output_final_state,
+    )  # fmt: skip
+    return out.o[0], out.final_state if output_final_state else q.new_empty(0)
+
+
+def flash_qla_stand_in(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, initial_state: Tensor | None,
+    output_final_state: bool, use_qk_l2norm_in_kernel: bool, cu_seqlens: Tensor | None, state_v_first: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """flash-qla 0.1.3's function, which takes applied gates and beta only."""
+    assert (q.dtype, g.dtype, beta.dtype, state_v_first) == (torch.bfloat16, torch.float32, torch.float32, True)
+    out = kda(
+        q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, gate_activation="log_decay",
+        beta_activation="given", qk_l2norm=use_qk_l2norm_in_kernel, scale=scale, return_final_state=output_final_state,
+    )  # fmt: skip
+    return out.o, out.final_state
+
+
+@pytest.mark.parametrize(
+    ("peer", "file", "function", "stand_in"),
+    [
+        ("flash_qla", "flash_qla/ops/gated_delta_rule/chunk/__init__.py", "chunk_gated_delta_rule", flash_qla_stand_in),
+        ("cudnn", "cudnn/linear_attention/ops/gdn.py", "gated_delta_net", cudnn_gdn_stand_in),
+        ("cudnn", "cudnn/linear_attention/ops/kda.py", "kimi_delta_attention", cudnn_stand_in),
+    ],
+)
+def test_stand_ins_take_what_the_peers_take(peer: str, file: str, function: str, stand_in: Callable[..., Any]) -> None:
+    """By the sources of their wheels, as they cannot be imported without a GPU."""
+    (there,) = (
+        node
+        for node in ast.parse((wheel(peer) / file).read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    )
+    names, parameters = [a.arg for a in there.args.args], inspect.signature(stand_in).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional[:5] == names[:5] == ["q", "k", "v", "g", "beta"]
+    assert names[5] == "cu_seqlens" or peer != "cudnn"
+    assert {p.name for p in parameters} <= set(names)
+    without_default = names[: len(names) - len(there.args.defaults)]
+    assert set(without_default) <= {p.name for p in parameters}
+
+
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(
     ("section", "case", "refusing"),
@@ -671,6 +782,11 @@ def cudnn_stand_in(
         ("training", Case(2, 66, 2), ("cuDNN",)),
         ("training", Case(1, 66, 1, group=2, given=True), ()),
         ("backward", Case(1, 66, 1, given=True), ()),
+        ("gdn_forward", GDN, ()),
+        ("gdn_forward", dataclasses.replace(GDN, gates="fast", lengths=(30, 36), states=True), ()),
+        ("gdn_forward", dataclasses.replace(GDN, gate="lower_bound"), ("FLA",)),
+        ("gdn_training", GDN, ()),
+        ("gdn_training", dataclasses.replace(GDN, B=2, given=True, gates="fast"), ()),
     ],
     ids=str,
 )
@@ -678,16 +794,43 @@ def test_peers_get_and_give_what_the_case_says(
     section: str, case: Case, refusing: tuple[str, ...], tmp_path: Path
 ) -> None:
     assert run(tmp_path, section, sizes=dataclasses.replace(TINY, **{section: (case,)})) == 0
-    for r in rows_of(tmp_path):
+    rows = rows_of(tmp_path)
+    for r in rows:
         assert r["status"] == ("refused" if r["contender"] in refusing else "timed"), r
+        assert (r.get("inputs") == "activated") == (case.head_gates and r["contender"] in ("FlashQLA", "cuDNN"))
+    assert ("FlashQLA" in {r["contender"] for r in rows}) == case.head_gates
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("section", ["decode", "hard", "hard_gradients"])
+@pytest.mark.parametrize("section", ["decode", "gdn_decode", "hard", "hard_gradients"])
 def test_peers_with_states(section: str, tmp_path: Path) -> None:
     assert run(tmp_path, section) == 0
     rows = [r for r in rows_of(tmp_path) if (section, r["contender"]) != ("hard_gradients", "cuDNN")]
-    assert {r["status"] for r in rows} == {"timed" if section == "decode" else "right"}
+    assert {r["status"] for r in rows} == {"timed" if section.endswith("decode") else "right"}
+    if section == "gdn_decode":
+        assert {r["contender"] for r in rows} == {
+            "eager", "eager, bf16 states", "eager, int8 states", "eager, gates of channels", "FLA"
+        }  # fmt: skip
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_step_is_judged_by_the_gates_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KDA beside gated delta nets has a truth of its own, which those of heads would not pass."""
+    monkeypatch.setattr(operator, "_judged", lambda c, *_: c)
+    fast = dataclasses.replace(TINY.gdn_decode[0], gates="fast")  # slow ones hardly tell in one token
+    assert run(tmp_path, "gdn_decode", sizes=dataclasses.replace(TINY, gdn_decode=(fast,))) == 1
+    status = {r["contender"]: r["status"] for r in rows_of(tmp_path)}
+    assert status["eager, gates of channels"] == "wrong"
+    assert {status["eager"], status["FLA"]} == {"timed"}
+
+
+def test_peers_that_are_not_installed_say_so(tmp_path: Path) -> None:
+    missing = {name: importlib.util.find_spec(name) is None for name in ("fla", "flash_qla", "cudnn")}
+    assert run(tmp_path, "gdn_forward") == 0
+    for row in rows_of(tmp_path):
+        package = {"FLA": "fla", "FlashQLA": "flash_qla", "cuDNN": "cudnn"}.get(row["contender"])
+        if package is not None and missing[package]:
+            assert (row["status"], row["reason"]) == ("refused", f"ModuleNotFoundError: No module named '{package}'")
 
 
 # ---------------------------------------------------------------- machine
@@ -695,7 +838,7 @@ def test_peers_with_states(section: str, tmp_path: Path) -> None:
 
 def test_graphs_start_from_the_state_before() -> None:
     """Warming up and capturing advance a state; what is judged starts from the first one again."""
-    x = cases.decode_inputs(2, 2, "cpu")
+    x = cases.decode_inputs(Case(2, 1, 2), "cpu")
     steps = [graphed(ours_step("eager", x, kept), WallClock()) for kept in ("fp32", "int8")]
     exact, rounded = compete({}, steps, truth.oracle(x), WallClock())
     assert {(r["status"], r["mode"]) for r in (exact, rounded)} == {("timed", "CUDA graph")}
@@ -919,6 +1062,9 @@ TINY = Sizes(
     cudnn_shapes=(Case(1, 66, 1, states=True),),
     training=(Case(1, 66, 2), Case(1, 64, 1, given=True)),
     backward=(Case(1, 64, 1, given=True),),
+    gdn_forward=(GDN, dataclasses.replace(GDN, lengths=(30, 36))),
+    gdn_training=(GDN,),
+    gdn_decode=(dataclasses.replace(GDN, B=2, T=1),),
     decode=(2,),
     decode_heads=2,
     hard=(24, 1),
@@ -1095,10 +1241,10 @@ def test_shares_of_autotuners_are_compiled_and_nothing_is_launched(monkeypatch: 
     assert (jit.JITFunction.run, autotuner.Autotuner.run) == before
 
 
-def test_what_is_compiled_first_is_what_the_section_calls(
+def test_what_is_compiled_first_is_what_sections_call(
     stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every length of the section; a process that fails is named, and the run goes on."""
+    """Every number of rows of q, and every kind of case; a process that fails is named, and the run goes on."""
     called: list[tuple[str, tuple[int, ...]]] = []
 
     def l2norm_fwd(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -1108,15 +1254,40 @@ def test_what_is_compiled_first_is_what_the_section_calls(
     l2norm = SimpleNamespace(l2norm_fwd=l2norm_fwd, l2norm_bwd=lambda y, r, d: called.append(("backward", d.shape)))
     for name in ("fla.modules", "fla.modules.norm", "fla.modules.norm.l2norm"):
         monkeypatch.setitem(sys.modules, name, l2norm)
-    precompile.compile_fla(2, (64, 256), "cpu")
+    sizes = dataclasses.replace(TINY, context=(64, 256), context_heads=2)
+    precompile.compile_fla(precompile.cases_of(["context", "hard"], sizes), "cpu")
     assert called == [(pass_, (2 * T, 128)) for T in (64, 256) for pass_ in ("forward", "backward")]
+    called.clear()
+
+    def compiled(name: str) -> Callable[[Inputs], Contender]:
+        def peer(x: Inputs, *_: Any) -> Contender:
+            called.append((name, (tuple(x.g.shape), x.cu_seqlens is not None)))
+            return fake("FLA", TRUTH["o"])
+
+        return peer
+
+    for name in ("fla_forward", "fla_training"):
+        monkeypatch.setattr(precompile, name, compiled(name))
+    listed = precompile.cases_of(["gdn_training", "gdn_forward"], TINY)
+    fast = {pass_: [dataclasses.replace(c, gates="fast", T=2 * c.T) for c in of] for pass_, of in listed.items()}
+    precompile.compile_fla({pass_: of + fast[pass_] for pass_, of in listed.items()}, "cpu")
+    assert called == [
+        ("forward", (66, 128)), ("forward", (132, 128)),
+        ("fla_forward", ((1, 256, 2), False)), ("fla_forward", ((1, 256, 2), True)),
+        ("forward", (66, 128)), ("backward", (66, 128)), ("forward", (132, 128)), ("backward", (132, 128)),
+        ("fla_training", ((1, 256, 2), False)),
+    ]  # fmt: skip
     monkeypatch.setattr(precompile.sys, "executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text('#!/bin/sh\necho "$*" >> "$0.log"; echo "no GPU" >&2; exit 3\n')
     (tmp_path / "python").chmod(0o755)
-    assert run(tmp_path / "out", "hard", "--precompile", "2") == 0
-    shares = sorted((tmp_path / "python.log").read_text().splitlines())
-    common = "-m benchmarks.gpu.precompile --heads 1 --lengths 64,128 --of 2 --share"
-    assert [s for s in shares if s.startswith("-m")] == [f"{common} 0", f"{common} 1"]
+    assert run(tmp_path / "out", "gdn_training", "--precompile", "2") == 0
+    shares = sorted(s for s in (tmp_path / "python.log").read_text().splitlines() if s.startswith("-m"))
+    listed = json.dumps({"forward": [], "training": [dataclasses.asdict(GDN)]})
+    common = f"-m benchmarks.gpu.precompile --cases {listed} --of 2 --share"
+    assert shares == [f"{common} 0", f"{common} 1"]
+    monkeypatch.setattr(precompile, "compile_fla", lambda cases: called.append(cases))
+    assert precompile.main(["--cases", listed, "--of", "2", "--share", "1"]) == 0
+    assert called[-1] == {"forward": [], "training": [GDN]}
     assert "s; 2 failed\nno GPU\nno GPU\n" in capsys.readouterr().out
 
 

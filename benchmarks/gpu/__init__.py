@@ -1,4 +1,4 @@
-"""`make bench-gpu`: this project's CUDA backends against flash-linear-attention, cuDNN and softmax attention.
+"""`make bench-gpu`: this project's CUDA backends against flash-linear-attention, FlashQLA, cuDNN and softmax attention.
 
 cases.py       what is timed: sizes, inputs in both gate regimes, hard inputs, byte floors
 machine.py     how: a GPU's clock, memory, CUDA graphs, and a wall clock with which tests run everything on a CPU

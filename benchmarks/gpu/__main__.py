@@ -34,6 +34,9 @@ SECTIONS: dict[str, Callable[[Setup], list[Job]]] = {
     "cudnn_shapes": operator.cudnn_shapes,
     "training": operator.training,
     "backward": operator.backward,
+    "gdn_forward": operator.gdn_forward,
+    "gdn_training": operator.gdn_training,
+    "gdn_decode": operator.gdn_decode,
     "decode": operator.decode,
     "host": operator.host,
     "hard": operator.hard,
@@ -43,7 +46,7 @@ SECTIONS: dict[str, Callable[[Setup], list[Job]]] = {
     "layer": layer,
     "model": model,
 }
-PACKAGES = ("triton", "flash-linear-attention", "fla-core", "nvidia-cudnn-frontend")
+PACKAGES = ("triton", "flash-linear-attention", "fla-core", "flash-qla", "tilelang", "nvidia-cudnn-frontend")
 
 
 def stamp(commit: str | None = None) -> dict[str, str]:
@@ -67,7 +70,10 @@ def _numbers(text: str) -> list[int]:
 
 def with_heads(sizes: Sizes, heads: list[int]) -> Sizes:
     """The sizes, without cases of the operator that have another number of heads."""
-    sections = ("forward", "packed", "segments", "cudnn_shapes", "training", "backward")
+    sections = (
+        "forward", "packed", "segments", "cudnn_shapes", "training", "backward", "gdn_forward", "gdn_training",
+        "gdn_decode",
+    )  # fmt: skip
     chosen: dict[str, Any] = {s: tuple(c for c in getattr(sizes, s) if c.H in heads) for s in sections}
     return replace(sizes, **chosen)
 
@@ -90,7 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     timing.add_tuning_option(parser)
     parser.add_argument(
         "--precompile", type=int, metavar="N",
-        help="first compile what the context section times of flash-linear-attention in N processes",
+        help="first compile what is timed of flash-linear-attention's autotuned kernels in N processes",
     )  # fmt: skip
     parser.add_argument("--budget-s", type=float, help="start no case after so many seconds; those left out are listed")
     report.add_commit_option(parser)
@@ -119,7 +125,8 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None, size
             print("benchmarks.gpu needs a CUDA device, and torch finds none here", file=sys.stderr)
             return 2
         machine = CudaMachine()
-    os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA stands for its own kernels, not for another package's
+    for other in ("FLA_FLASH_KDA", "FLA_FLASH_QLA"):  # FLA stands for its own kernels, not for another package's
+        os.environ.setdefault(other, "0")
     sizes = sizes or (QUICK if args.quick else FULL)
     setup = Setup(machine, with_heads(sizes, args.heads) if args.heads else sizes, args.ours)
     jobs = [(section, job) for section in args.sections for job in SECTIONS[section](setup)]
@@ -127,7 +134,7 @@ def main(argv: Sequence[str] | None = None, machine: Machine | None = None, size
     heads = f", {' and '.join(map(str, args.heads))} heads" if args.heads else ""
     title = f"Benchmarks on a GPU: {', '.join(args.sections).replace('_', ' ')}{heads}"
     if args.precompile:
-        seconds, failed = precompile.in_processes(args.precompile, sizes.context_heads, sizes.context)
+        seconds, failed = precompile.in_processes(args.precompile, precompile.cases_of(args.sections, setup.sizes))
         print(f"compiled in {args.precompile} processes and {seconds:.0f} s; {len(failed)} failed", *failed, sep="\n")
     rows: list[Row] = []
     results = report.document(name, title, rows, (), facts)

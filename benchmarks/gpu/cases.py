@@ -5,14 +5,15 @@ The two gate regimes:
 
     fast   gate logits N(0, 1), A_log and dt_bias U(0, 1): the state forgets within some ten tokens
     slow   A_log 0, dt_bias the inverse softplus of dt log-uniform in [1e-3, 1e-1], gate logits 0.3 N(0, 1): a fresh or
-           long-memory model; log-decay about -5 dt, the state lives for hundreds to thousands of tokens
+           long-memory model; log-decay about -5 dt, the state lives for hundreds to thousands of tokens. That of
+           softplus gates is about -dt
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_layers.kernels.kda.contract import CHUNK, Inputs
+from kda_layers.kernels.kda.contract import CHUNK, HEAD_GATES, Inputs
 from kda_layers.kernels.kda.reference import activate
 from kda_layers.testing import hard_inputs as hard
 from kda_layers.testing.cases import to_device
@@ -55,6 +56,8 @@ class Case:
     given: bool = False  # gate, beta and norm are applied already
     states: bool = False  # initial and final ones
     kept: bool = False  # what the backward reads is kept, however much
+    # One gate a head, as in gated delta nets. Not in the text, which seeds the inputs: q, k and v are the same.
+    head_gates: bool = field(default=False, repr=False)
 
     @property
     def sequences(self) -> int:
@@ -63,6 +66,11 @@ class Case:
     @property
     def HV(self) -> int:
         return self.H * self.group
+
+    @property
+    def G(self) -> int:
+        """Gates of a value head."""
+        return 1 if self.head_gates else D
 
     @property
     def long(self) -> bool:
@@ -78,8 +86,9 @@ class Case:
             what.append(f"packed {parts}" if len(counts) <= 2 else "packed uneven")
         if self.group > 1:
             what.append(f"{self.HV} value heads")
-        if self.gate == "softplus":
-            what.append("softplus gates")
+        gates = "softplus gates" if self.gate == "softplus" else "gates"
+        if self.head_gates or self.gate == "softplus":
+            what.append(f"{gates} of heads" if self.head_gates else gates)
         if self.checkpoints:
             what.append("states every 64")
         if self.given:
@@ -89,6 +98,11 @@ class Case:
         if self.states:
             what.append("states")
         return {"B": self.B, "T": self.T, "H": self.H, "what": ", ".join(what), "gates": self.gates}
+
+
+def _gdn(B: int, T: int, H: int = 16, group: int = 2, **more: Any) -> Case:
+    """A case of gated delta nets, by default with the heads of Qwen3-Next."""
+    return Case(B, T, H, group=group, gate="softplus", head_gates=True, **more)
 
 
 def _both(*cases: Case) -> tuple[Case, ...]:
@@ -105,6 +119,9 @@ class Sizes:
     cudnn_shapes: tuple[Case, ...]
     training: tuple[Case, ...]
     backward: tuple[Case, ...]
+    gdn_forward: tuple[Case, ...]
+    gdn_training: tuple[Case, ...]
+    gdn_decode: tuple[Case, ...]
     decode: tuple[int, ...] = (1, 8, 32, 128, 256)  # sequences
     decode_heads: int = 32
     hard: tuple[int, int] = (2048, 8)  # T, H
@@ -170,6 +187,15 @@ FULL = Sizes(
         Case(1, sum(SKEWED), 32, lengths=SKEWED),
     ),
     backward=(Case(1, 8192, 32, "fast", given=True), Case(1, 8192, 32, given=True)),
+    gdn_forward=(
+        *_both(_gdn(1, 8192)),
+        _gdn(1, 8192, given=True),
+        _gdn(1, 8192, 32, group=1),
+        _gdn(1, 8192, 4, group=1),
+        _gdn(1, 8192, lengths=UNEVEN),
+    ),
+    gdn_training=_both(_gdn(1, 8192)),
+    gdn_decode=(_gdn(1, 1), _gdn(64, 1), _gdn(256, 1)),
 )
 QUICK = Sizes(
     forward=_both(Case(1, 8192, 32)),
@@ -178,6 +204,9 @@ QUICK = Sizes(
     cudnn_shapes=(Case(1, 4096, 8, states=True),),
     training=(Case(1, 8192, 32),),
     backward=(Case(1, 8192, 32, given=True),),
+    gdn_forward=(_gdn(1, 8192),),
+    gdn_training=(_gdn(1, 8192),),
+    gdn_decode=(_gdn(64, 1),),
     decode=(1, 32),
     context=(8192, 2048),
     decode_batches=(1,),
@@ -217,6 +246,8 @@ def make_inputs(case: Case, device: str) -> Inputs:
     A_log, dt_bias = gate_parameters(draw, HV, case.gates)
     q, k, v = draw.normal(B, T, H, D), draw.normal(B, T, H, D), draw.normal(B, T, HV, D)
     g = draw.normal(B, T, HV, D) * (1.0 if case.gates == "fast" else 0.3)
+    if case.head_gates:  # those of the first channel
+        g, dt_bias = g[..., 0].contiguous(), dt_bias[:, 0].contiguous()
     q, k, v, g, beta = (t.bfloat16() for t in (q, k, v, g, draw.normal(B, T, HV)))
     offsets = None
     if case.lengths:
@@ -229,16 +260,20 @@ def make_inputs(case: Case, device: str) -> Inputs:
     )  # fmt: skip
     if case.kept:
         x = x._replace(recompute_above=1.0)
-    if case.given:
-        x = activate(x)
-        x = x._replace(q=x.q.bfloat16(), k=x.k.bfloat16())
-    return x
+    return activated(x) if case.given else x
 
 
-def decode_inputs(sequences: int, heads: int, device: str) -> Inputs:
+def activated(x: Inputs, norm: bool = True) -> Inputs:
+    """Apply gates and beta in fp32 and, unless `norm` is False, normalise q and k, which stay bf16."""
+    heads = x.g.ndim == 3
+    x = activate(x, (HEAD_GATES,) if norm else (HEAD_GATES, "qk_l2norm"))
+    return x._replace(q=x.q.bfloat16(), k=x.k.bfloat16(), g=x.g[..., 0] if heads else x.g)
+
+
+def decode_inputs(case: Case, device: str) -> Inputs:
     """One token for each sequence, and the states before it."""
-    x = make_inputs(Case(sequences, 1, heads), device)
-    state = 0.1 * Random(f"state {sequences}", device).normal(sequences, heads, D, D)
+    x = make_inputs(case, device)
+    state = 0.1 * Random(f"state {case.B}", device).normal(case.B, case.HV, D, D)
     return x._replace(initial_state=state, final_state=True)
 
 
@@ -271,12 +306,13 @@ def _ms(tensor_bytes: float) -> float:
 def forward_floor_ms(case: Case) -> float:
     """Reading q, k, v, g and writing o once, in bf16; writing boundary states, reading and writing others in fp32."""
     states = case.B * (case.T // CHUNK) * case.checkpoints + 2 * case.sequences * case.states
-    return _ms(case.B * case.T * (2 * case.H + 3 * case.HV) * D * 2 + states * case.HV * D * D * 4)
+    elements = 2 * case.H * D + case.HV * (2 * D + case.G)
+    return _ms(case.B * case.T * elements * 2 + states * case.HV * D * D * 4)
 
 
 def training_floor_ms(case: Case) -> float:
     """The forward's 5 tensors; then reading q, k, v, g and o's gradient, and writing the gradients of the four."""
-    return _ms(case.B * case.T * (6 * case.H + 8 * case.HV) * D * 2)
+    return _ms(case.B * case.T * (6 * case.H * D + case.HV * (5 * D + 3 * case.G)) * 2)
 
 
 def decode_floor_ms(sequences: int, heads: int, kept: str = "fp32") -> float:

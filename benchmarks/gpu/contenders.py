@@ -22,7 +22,7 @@ from kda_layers.kernels.kda.cuda import forms
 from kda_layers.kernels.kda.cuda.forward import two_roles
 from kda_layers.kernels.kda.cuda.spec import Signature
 from kda_layers.states import dequantize_state, quantize_state
-from kda_layers.testing.oracle import call
+from kda_layers.testing.oracle import call, options
 
 
 class Refusal(Exception):
@@ -153,6 +153,7 @@ def ours_step(backend: str, x: Inputs, kept: str = "fp32", floor_ms: float | Non
         )  # fmt: skip
         require(backend, problem_of(step))
         given = {n: t for n, t in step._asdict().items() if n not in ("updates", "update_indices")}
+        given |= options(x)  # lower_bound is None without a bounded gate
         run = torch.no_grad()(lambda: kda_step(**given, backend=backend))
 
         def results(o: Tensor) -> Results:

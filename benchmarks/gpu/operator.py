@@ -1,11 +1,13 @@
 """Sections of the operator: forward, packed, segments, training, backward, decode, host, hard, context and so on.
 
+Those of gated delta nets, which have one gate a head, run the same code over cases of their own.
+
 What is timed is replayed from CUDA graphs; what the host does for a call has a section of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from benchmarks.gpu.cases import (
     HARD,
     Case,
+    activated,
     decode_floor_ms,
     decode_inputs,
     forward_floor_ms,
@@ -34,12 +37,15 @@ from benchmarks.gpu.contenders import (
 from benchmarks.gpu.harness import Job, Pick, Row, Setup, admit, compete, reason, timed
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.peers import (
+    ACTIVATED,
     cudnn_forward,
     cudnn_training,
     fla_forward,
     fla_step,
     fla_step_in_place,
     fla_training,
+    flash_qla_training,
+    forward_peers,
     softmax_forward,
     softmax_training,
     softmax_truth,
@@ -63,11 +69,16 @@ def forward(setup: Setup) -> list[Job]:
 def _forward(setup: Setup, case: Case) -> list[Row]:
     x = make_inputs(case, setup.machine.device)
     heads = Heads.first_and_last(x)
-    contenders = [*forwards(setup.backends, x), fla_forward(x), cudnn_forward(x)]
+    contenders = [*forwards(setup.backends, x), *forward_peers(x)]
     truth = forward_truth(heads.inputs(x))
     floor_ms = forward_floor_ms(case)
     contenders = _graphs(contenders, setup.machine)
     return compete(case.fields(), contenders, truth, setup.machine, pick=heads.results, floor_ms=floor_ms, memory=True)
+
+
+def gdn_forward(setup: Setup) -> list[Job]:
+    """The forward pass of gated delta nets."""
+    return [Job(case.fields(), partial(_forward, setup, case)) for case in setup.sizes.gdn_forward]
 
 
 def packed(setup: Setup) -> list[Job]:
@@ -112,14 +123,22 @@ def training(setup: Setup) -> list[Job]:
     return [Job(case.fields(), partial(_training, setup, case)) for case in setup.sizes.training]
 
 
+def gdn_training(setup: Setup) -> list[Job]:
+    """Forward and every gradient of gated delta nets."""
+    return [Job(case.fields(), partial(_training, setup, case)) for case in setup.sizes.gdn_training]
+
+
 def _training(setup: Setup, case: Case) -> list[Row]:
     x = make_inputs(case, setup.machine.device)
     heads, d_o = Heads.first_and_last(x), upstream(x)
+    if case.head_gates:
+        peers = _on_activated((flash_qla_training, cudnn_training), activated(x, norm=False), d_o, heads)
+    else:
+        peers = [fla_training(x, d_o, disable_recompute=True), cudnn_training(x, d_o)]
     contenders = [
         *(ours_training(b, mode, d_o) for b in setup.backends for mode in _modes(x)[: 1 + case.long]),
         fla_training(x, d_o),
-        fla_training(x, d_o, disable_recompute=True),
-        cudnn_training(x, d_o),
+        *peers,
     ]
     truth = training_truth(heads.inputs(x), d_o[:, :, heads.v])
     return compete(
@@ -148,20 +167,50 @@ def _backward(setup: Setup, case: Case) -> list[Row]:
 
 def decode(setup: Setup) -> list[Job]:
     """One token for each of some sequences."""
-    H = setup.sizes.decode_heads
-    return [Job({"sequences": n, "H": H}, partial(_decode, setup, n)) for n in setup.sizes.decode]
+    return _decode_jobs(setup, [Case(n, 1, setup.sizes.decode_heads) for n in setup.sizes.decode])
 
 
-def _decode(setup: Setup, sequences: int) -> list[Row]:
-    H, machine = setup.sizes.decode_heads, setup.machine
-    x = decode_inputs(sequences, H, machine.device)
+def gdn_decode(setup: Setup) -> list[Job]:
+    """One token for each of some sequences of gated delta nets, and of KDA at the same sizes."""
+    return _decode_jobs(setup, setup.sizes.gdn_decode)
+
+
+def _decode_jobs(setup: Setup, cases: Iterable[Case]) -> list[Job]:
+    return [Job(_decode_fields(case), partial(_decode, setup, case)) for case in cases]
+
+
+def _decode_fields(case: Case) -> Row:
+    return {"sequences": case.B, "H": case.H} | ({"what": case.fields()["what"]} if case.head_gates else {})
+
+
+def _decode(setup: Setup, case: Case) -> list[Row]:
+    machine = setup.machine
+    x = decode_inputs(case, machine.device)
     heads = Heads.first_and_last(x)
-    floors = {kept: decode_floor_ms(sequences, H, kept) for kept in ("fp32", "bf16", "int8")}
-    ours = (ours_step(b, x, kept, floor) for b in setup.backends for kept, floor in floors.items())
-    contenders = [*ours, fla_step(x), fla_step_in_place(x)]
-    truth = oracle(heads.inputs(x))
-    contenders, fields = _graphs(contenders, machine), {"sequences": sequences, "H": H}
-    return compete(fields, contenders, truth, machine, pick=heads.results, floor_ms=floors["fp32"])
+    floors = {kept: decode_floor_ms(case.B, case.HV, kept) for kept in ("fp32", "bf16", "int8")}
+    contenders = [ours_step(b, x, kept, floor) for b in setup.backends for kept, floor in floors.items()]
+    if case.head_gates:
+        channels = decode_inputs(replace(case, head_gates=False), machine.device)
+        truth = oracle(heads.inputs(channels))
+        steps = (
+            replace(c, name=f"{c.name}, gates of channels") for c in (ours_step(b, channels) for b in setup.backends)
+        )
+        contenders += [*(_judged(c, truth, heads) for c in steps), fla_step(x)]
+    else:
+        contenders += [fla_step(x), fla_step_in_place(x)]
+    truth, floor_ms = oracle(heads.inputs(x)), floors["fp32"]
+    contenders = _graphs(contenders, machine)
+    return compete(_decode_fields(case), contenders, truth, machine, pick=heads.results, floor_ms=floor_ms)
+
+
+def _judged(c: Contender, truth: Results, heads: Heads) -> Contender:
+    """The contender with a truth of its own for these heads."""
+
+    def prepare() -> Prepared:
+        p = c.prepare()
+        return p._replace(results=lambda out: heads.results(p.results(out)))
+
+    return replace(c, prepare=prepare, truth=truth)
 
 
 HOST_PASSES = ("forward", "forward + backward", "decode")
@@ -180,7 +229,7 @@ def _host_fields(setup: Setup, pass_: str) -> Row:
 def _host(setup: Setup, pass_: str) -> list[Row]:
     machine, case = setup.machine, setup.sizes.host
     fields = _host_fields(setup, pass_)
-    x = decode_inputs(case.B, case.H, machine.device) if pass_ == "decode" else make_inputs(case, machine.device)
+    x = decode_inputs(replace(case, T=1), machine.device) if pass_ == "decode" else make_inputs(case, machine.device)
     heads = Heads.first_and_last(x)
     if pass_ == "forward":
         contenders = [*(ours_forward(b, x) for b in setup.backends), fla_forward(x), cudnn_forward(x)]
@@ -280,24 +329,19 @@ def _context_training(setup: Setup, case: Case) -> list[Row]:
     contenders = [
         *(ours_training(b, x, d_o) for b in setup.backends),
         fla_training(x, d_o),
-        _cudnn_activated(case, d_o, heads, machine),
+        *_on_activated((cudnn_training,), activated(x), d_o, heads),  # its backward takes no others
         softmax,
     ]
     truth, floor_ms = training_truth(heads.inputs(x), d_o[:, :, heads.v]), training_floor_ms(case)
     return compete(fields, _graphs(contenders, machine), truth, machine, pick=heads.results, floor_ms=floor_ms)
 
 
-def _cudnn_activated(case: Case, d_o: Tensor, heads: Heads, machine: Machine) -> Contender:
-    """cuDNN's forward and backward on activated inputs, the only ones that its backward takes."""
-    x = make_inputs(replace(case, given=True), machine.device)
-    c = cudnn_training(x, d_o)
-
-    def prepare() -> Prepared:
-        p = c.prepare()
-        return p._replace(results=lambda out: heads.results(p.results(out)))
-
+def _on_activated(
+    peers: Iterable[Callable[[Inputs, Tensor], Contender]], x: Inputs, d_o: Tensor, heads: Heads
+) -> list[Contender]:
+    """Forward and backward of peers on activated inputs `x`, and so with other gradients."""
     truth = training_truth(heads.inputs(x), d_o[:, :, heads.v])
-    return replace(c, prepare=prepare, truth=truth, fields={"inputs": "activated"})
+    return [replace(_judged(peer(x, d_o), truth, heads), fields=ACTIVATED) for peer in peers]
 
 
 # ---------------------------------------------------------------- what our operator adds to the kernels below it

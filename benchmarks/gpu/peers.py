@@ -1,23 +1,37 @@
-"""The peers: flash-linear-attention, cuDNN, torch's softmax attention; each called as it likes best.
+"""The peers: flash-linear-attention, FlashQLA, cuDNN, torch's softmax attention; each called as it likes best.
 
-They are imported where they are prepared; an import that fails is their reason.
+Gates of heads go to their gated delta nets, of which FlashQLA's and cuDNN's get them applied, as they take them
+everywhere: their rows say so. Peers are imported where they are prepared; an import that fails is their reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.cases import LOWER_BOUND
+from benchmarks.gpu.cases import LOWER_BOUND, activated
 from benchmarks.gpu.contenders import Contender, Prepared, Refusal, training
 from benchmarks.gpu.truth import Results, differentiable
 from kda_layers.kernels.kda.contract import Inputs
 
-FLA, CUDNN, SOFTMAX = "FLA", "cuDNN", "softmax attention"
+FLA, FLASH_QLA, CUDNN, SOFTMAX = "FLA", "FlashQLA", "cuDNN", "softmax attention"
 CUDNN_PLAN_SM90 = "kda_hopper_cuda"
+ACTIVATED = {"inputs": "activated"}  # in the row of a contender that gets them so
+
+
+def forward_peers(x: Inputs) -> list[Contender]:
+    """Who computes the forward pass of these inputs."""
+    if x.g.ndim == 4:
+        return [fla_forward(x), cudnn_forward(x)]
+    applied = activated(x, norm=False)
+    return [
+        fla_forward(x),
+        *(replace(c, fields=ACTIVATED) for c in (flash_qla_forward(applied), cudnn_forward(applied))),
+    ]
 
 
 # ---------------------------------------------------------------- flash-linear-attention
@@ -27,24 +41,30 @@ def _fla_options(x: Inputs) -> dict[str, Any]:
     """The activations and states in its words; states as [V, K], which is our layout."""
     gate = x.gate_activation != "log_decay"
     bounded = x.gate_activation == "lower_bound"
-    return dict(
+    if bounded and x.g.ndim == 3:
+        raise Refusal("its gates of heads are softplus ones, not bounded")
+    return ({} if x.g.ndim == 3 else {"lower_bound": x.lower_bound if bounded else None}) | dict(
         scale=x.scale, initial_state=x.initial_state, output_final_state=x.final_state, state_v_first=True,
         use_qk_l2norm_in_kernel=x.qk_l2norm, use_gate_in_kernel=gate,
-        use_beta_sigmoid_in_kernel=x.beta_activation == "sigmoid", lower_bound=x.lower_bound if bounded else None,
-        A_log=x.A_log, dt_bias=None if x.dt_bias is None else x.dt_bias.flatten(),
+        use_beta_sigmoid_in_kernel=x.beta_activation == "sigmoid", A_log=x.A_log,
+        dt_bias=None if x.dt_bias is None else x.dt_bias.flatten(),
     )  # fmt: skip
 
 
 def _fla_chunk(x: Inputs, **more: Any) -> Callable[[], Any]:
+    offsets = None if x.cu_seqlens is None else x.cu_seqlens.long()
+    options = _fla_options(x) | dict(cu_seqlens=offsets) | more
+    if x.g.ndim == 3:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        return lambda: chunk_gated_delta_rule(*x[:5], **options)
     from fla.ops.kda import chunk_kda
 
     # What it may take tensor cores for: gates that no token takes below the bound.
     safe = x.gate_activation == "lower_bound" or (
         x.gate_activation == "log_decay" and bool((x.g.detach() >= LOWER_BOUND - 1e-3).all())
     )
-    offsets = None if x.cu_seqlens is None else x.cu_seqlens.long()
-    options = _fla_options(x) | dict(safe_gate=safe, cu_seqlens=offsets) | more
-    return lambda: chunk_kda(*x[:5], **options)
+    return lambda: chunk_kda(*x[:5], safe_gate=safe, **options)
 
 
 def fla_forward(x: Inputs) -> Contender:
@@ -67,7 +87,7 @@ def _after_chunks(before: Tensor, final: Tensor) -> Tensor:
 def fla_training(x: Inputs, d_o: Tensor, disable_recompute: bool = False, backward_alone: bool = False) -> Contender:
     def prepare() -> Prepared:
         names, leaves = differentiable(x)
-        forward = _fla_chunk(leaves, disable_recompute=disable_recompute)
+        forward = _fla_chunk(leaves, **({"disable_recompute": True} if disable_recompute else {}))
         return training(lambda: forward()[0], names, leaves, d_o, backward_alone)
 
     return Contender(FLA + (" saving more" if disable_recompute else ""), prepare)
@@ -77,9 +97,14 @@ def fla_step(x: Inputs) -> Contender:
     """Its public function, which returns a new state."""
 
     def prepare() -> Prepared:
-        from fla.ops.kda import fused_recurrent_kda
+        options = _fla_options(x)
+        if x.g.ndim == 3:
+            from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as step
+        else:
+            from fla.ops.kda import fused_recurrent_kda as step
 
-        run = torch.no_grad()(lambda: fused_recurrent_kda(*x[:5], **_fla_options(x)))
+        q, k, v, g, beta = x[:5]
+        run = torch.no_grad()(lambda: step(q, k, v, g=g, beta=beta, **options))
         return Prepared(run, lambda out: {"o": out[0], "final_state": out[1]})
 
     return Contender(FLA, prepare)
@@ -105,29 +130,63 @@ def fla_step_in_place(x: Inputs) -> Contender:
     return Contender(FLA + " internal, in place", prepare)
 
 
+# ---------------------------------------------------------------- FlashQLA
+
+
+def _flash_qla(x: Inputs) -> Callable[[], Any]:
+    """Its gated delta net, which takes applied gates and beta, in fp32 here; states as [V, K]."""
+    from flash_qla import chunk_gated_delta_rule
+
+    options = dict(
+        scale=x.scale, initial_state=x.initial_state, output_final_state=x.final_state, state_v_first=True,
+        use_qk_l2norm_in_kernel=x.qk_l2norm, cu_seqlens=x.cu_seqlens,
+    )  # fmt: skip
+    return lambda: chunk_gated_delta_rule(*x[:5], **options)
+
+
+def flash_qla_forward(x: Inputs) -> Contender:
+    def prepare() -> Prepared:
+        names = ("o", "final_state") if x.final_state else ("o",)
+        return Prepared(torch.no_grad()(_flash_qla(x)), lambda out: dict(zip(names, out, strict=False)))
+
+    return Contender(FLASH_QLA, prepare)
+
+
+def flash_qla_training(x: Inputs, d_o: Tensor) -> Contender:
+    def prepare() -> Prepared:
+        names, leaves = differentiable(x)
+        forward = _flash_qla(leaves)
+        return training(lambda: forward()[0], names, leaves, d_o)
+
+    return Contender(FLASH_QLA, prepare)
+
+
 # ---------------------------------------------------------------- cuDNN
 
 
 def _cudnn_call(x: Inputs) -> Callable[[], Any]:
     """Its operator on packed [tokens, heads, D] views; gate and beta in fp32, which its Hopper kernel reads."""
-    from cudnn.linear_attention.ops import kimi_delta_attention
+    from cudnn.linear_attention import ops
 
-    if x.gate_activation == "softplus":
-        raise Refusal("its fused gate is the bounded one: no softplus")
     B, T = x.q.shape[:2]
     offsets = x.cu_seqlens
     if offsets is None:
         offsets = torch.arange(B + 1, dtype=torch.int32, device=x.q.device) * T
-    fused = x.gate_activation == "lower_bound"
-    options = dict(
+    options: dict[str, Any] = dict(
         scale=x.scale, initial_state=x.initial_state, output_final_state=x.final_state,
         use_qk_l2norm_in_kernel=x.qk_l2norm, use_beta_sigmoid_in_kernel=x.beta_activation == "sigmoid",
-        safe_gate=fused, gate_lower_bound=x.lower_bound if fused else None, a_log=x.A_log, dt_bias=x.dt_bias,
-        checkpoint_every_n_tokens=x.checkpoint_every,
-        plan_name=CUDNN_PLAN_SM90 if torch.cuda.get_device_capability() == (9, 0) else None,
+        a_log=x.A_log, dt_bias=x.dt_bias, checkpoint_every_n_tokens=x.checkpoint_every,
     )  # fmt: skip
+    if x.g.ndim == 3:
+        operator, options["safe_gate"] = ops.gated_delta_net, x.gate_activation == "softplus"
+    elif x.gate_activation == "softplus":
+        raise Refusal("its fused gate is the bounded one: no softplus")
+    else:
+        operator, fused = ops.kimi_delta_attention, x.gate_activation == "lower_bound"
+        options |= dict(safe_gate=fused, gate_lower_bound=x.lower_bound if fused else None)
+        options["plan_name"] = CUDNN_PLAN_SM90 if torch.cuda.get_device_capability() == (9, 0) else None
     q, k, v, g, beta = (t.flatten(0, 1) for t in x[:5])
-    return lambda: kimi_delta_attention(q, k, v, g, beta, offsets.int(), **options)
+    return lambda: operator(q, k, v, g, beta, offsets.int(), **options)
 
 
 def _cudnn_run(run: Callable[[], Any]) -> Callable[[], Any]:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import Case, make_inputs
-from benchmarks.gpu.peers import fla_training
+from benchmarks.gpu.cases import Case, Sizes, make_inputs
+from benchmarks.gpu.peers import fla_forward, fla_training
 from benchmarks.gpu.truth import upstream
 
 ROOT = Path(__file__).parents[2]
@@ -67,23 +69,44 @@ def compiling(share: int, of: int) -> Iterator[list[str]]:
         JITFunction.run, Autotuner.run = launch, tune
 
 
-def compile_fla(heads: int, lengths: Sequence[int], device: str = "cuda") -> None:
-    """Call what the context section times of flash-linear-attention, forward and backward."""
+def cases_of(sections: Sequence[str], sizes: Sizes) -> dict[str, list[Case]]:
+    """Return the cases of sections that run whole sequences of flash-linear-attention, by pass."""
+    context = [Case(1, T, sizes.context_heads) for T in sizes.context]
+    of_section = {
+        "forward": {s: getattr(sizes, s) for s in ("forward", "packed", "gdn_forward")},
+        "training": {s: getattr(sizes, s) for s in ("training", "gdn_training")} | {"context": context},
+    }
+    return {pass_: [c for s in sections for c in found.get(s, ())] for pass_, found in of_section.items()}
+
+
+def compile_fla(cases: dict[str, list[Case]], device: str = "cuda") -> None:
+    """Call what is timed of flash-linear-attention, with few tokens, once for each kind of case."""
     from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
 
-    x = make_inputs(Case(1, TOKENS, heads), device)
-    fla_training(x, upstream(x)).prepare().run()
-    row = x.q[0, 0, 0]
-    for T in lengths:  # views of one row: the processes share the GPU's memory
-        y, rstd = l2norm_fwd(row.expand(T * heads, -1))
-        l2norm_bwd(y, rstd, row.float().expand(T * heads, -1))
+    for pass_, of_pass in cases.items():
+        for rows in dict.fromkeys(c.B * c.T * c.H for c in of_pass if not c.given):
+            row = make_inputs(Case(1, 1, 1), device).q[0, 0, 0]  # expanded: the processes share the GPU's memory
+            y, rstd = l2norm_fwd(row.expand(rows, -1))
+            if pass_ == "training":
+                l2norm_bwd(y, rstd, row.float().expand(rows, -1))
+        for case in dict.fromkeys(map(_few_tokens, of_pass)):
+            x = make_inputs(case, device)
+            peer = fla_training(x, upstream(x)) if pass_ == "training" else fla_forward(x)
+            peer.prepare().run()
 
 
-def in_processes(processes: int, heads: int, lengths: Sequence[int]) -> tuple[float, list[str]]:
+def _few_tokens(case: Case) -> Case:
+    """The case that compiles the same kernels."""
+    lengths = (TOKENS // 2,) * 2 if case.lengths else ()
+    return replace(case, B=1, T=TOKENS, gates="slow", lengths=lengths, states=False, kept=False)
+
+
+def in_processes(processes: int, cases: dict[str, list[Case]]) -> tuple[float, list[str]]:
     """Compile in so many processes; the seconds that it took, and the last lines of those that failed."""
     start = time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.gpu.precompile", "--heads", str(heads)]
-    command += ["--lengths", ",".join(map(str, lengths)), "--of", str(processes), "--share"]
+    listed = {pass_: [asdict(c) for c in of_pass] for pass_, of_pass in cases.items()}
+    command = [sys.executable, "-m", "benchmarks.gpu.precompile", "--cases", json.dumps(listed)]
+    command += ["--of", str(processes), "--share"]
     running = [
         subprocess.Popen([*command, str(i)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for i in range(processes)
@@ -95,15 +118,19 @@ def in_processes(processes: int, heads: int, lengths: Sequence[int]) -> tuple[fl
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.precompile", description="Compile a share.")
-    parser.add_argument("--heads", type=int, required=True)
-    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], required=True)
+    parser.add_argument("--cases", type=_cases, required=True, help="by pass, as `in_processes` writes them")
     parser.add_argument("--share", type=int, required=True, help="number of this process")
     parser.add_argument("--of", type=int, required=True, help="number of processes")
     args = parser.parse_args(argv)
     with compiling(args.share, args.of) as compiled:
-        compile_fla(args.heads, args.lengths)
+        compile_fla(args.cases)
     print(len(compiled))
     return 0
+
+
+def _cases(text: str) -> dict[str, list[Case]]:
+    listed = json.loads(text).items()
+    return {pass_: [Case(**d | {"lengths": tuple(d["lengths"])}) for d in of_pass] for pass_, of_pass in listed}
 
 
 if __name__ == "__main__":

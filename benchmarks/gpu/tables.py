@@ -20,6 +20,11 @@ ABOUT = {
     "segments": "The same over long sequences of few heads, in one piece and cut into segments. ms.",
     "training": "Forward and every gradient of the operator. ms.",
     "backward": "Every gradient, from a forward that kept what it likes and is not timed. ms.",
+    "gdn_forward": "Forward pass of gated delta nets: one gate a head, raw logits in. FlashQLA and cuDNN take applied "
+    "gates and beta, which are not timed; their norms are. ms.",
+    "gdn_training": "Forward and every gradient of gated delta nets, of which FlashQLA's and cuDNN's are those of "
+    "applied gates and beta. ms.",
+    "gdn_decode": "One token for each sequence of gated delta nets, and of KDA with as many heads. ms.",
     "decode": "One token for each sequence, states of 128 x 128, in fp32 unless a name says otherwise. ms; the floor "
     "reads and writes every state, in the table's column fp32 ones.",
     "host": "Host microseconds of a call from Python, at a size at which the GPU does not hold the host up.",
@@ -45,6 +50,9 @@ CASE_COLUMNS = {
     "segments": ("B", "T", "H", "what", "gates"),
     "training": ("B", "T", "H", "what", "gates"),
     "backward": ("B", "T", "H", "what", "gates"),
+    "gdn_forward": ("B", "T", "H", "what", "gates"),
+    "gdn_training": ("B", "T", "H", "what", "gates"),
+    "gdn_decode": ("sequences", "H", "what"),
     "decode": ("sequences", "H"),
     "host": ("pass", "B", "T", "H"),
     "hard": ("input", "T", "H"),

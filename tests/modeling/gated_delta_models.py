@@ -15,6 +15,7 @@ GATED_DELTA_NETS = {
     "qwen3_5_moe": "Qwen3_5MoeGatedDeltaNet",
     "olmo_hybrid": "OlmoHybridGatedDeltaNet",
     "qwen4_exp": "Qwen4ExpTextGatedDeltaNet",
+    "lara_mini": "LaraMiniGatedDeltaNet",
 }
 # Experts are of Qwen3-Next and Qwen3.5 alone, the vision model around the text model of the latter.
 CLASSES = {
@@ -23,6 +24,7 @@ CLASSES = {
     "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
     "qwen4_exp": ("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM"),
+    "lara_mini": ("LaraMiniConfig", "LaraMiniForCausalLM"),
 }
 HERE = [family for family in GATED_DELTA_NETS if hasattr(transformers, CLASSES[family][0])]
 
@@ -48,13 +50,16 @@ def make(family: str, common: dict[str, Any], dense: bool, layers: int, **fields
         common = common | dict(eos_token_id=2)
         if set(kinds) == {"linear_attention"}:  # n-grams would span packed documents
             of_family["ple_layer_ids"] = []
-    if family in ("qwen3_5_moe", "qwen4_exp"):
+    if family in ("qwen3_5_moe", "qwen4_exp", "lara_mini"):
         of_family |= experts | (dict(num_experts=1, num_experts_per_tok=1) if dense else {})
     names = (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
         "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings", "initializer_range",
     )  # fmt: skip
     text = {n: common[n] for n in names} | of_family | fields
+    if family == "lara_mini":
+        del text["intermediate_size"]  # it has experts only
+        text["tie_word_embeddings"] = False
     config_class, model_class = (getattr(transformers, name) for name in CLASSES[family])
     if family == "qwen3_5_moe":
         vision = dict(

@@ -20,7 +20,7 @@ KDA_LAYERS = {
     "glm5_next": "Glm5NextTextLinearAttention",
     "bailing_hybrid": "BailingHybridDeltaAttention",
 }
-LIKE_OTHERS = ("qwen3_5", "qwen4_exp")  # their layers are those of qwen3_5_moe
+LIKE_OTHERS = ("qwen3_5", "qwen4_exp", "lara_mini")  # their layers are those of qwen3_5_moe
 
 
 def each(families: Sequence[str]) -> pytest.MarkDecorator:

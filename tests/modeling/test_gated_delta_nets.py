@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import GenerationConfig
 
 from kda_layers import restore_attention, swap_attention
 from kda_layers.kernels.fused.gated_norm import gated_rms_norm
+from kda_layers.serving import enable_continuous_batching, enable_speculative_decoding
 from tests.kernels.cases import FP32, budget, error
 from tests.modeling.stock_models import (
     GATED_DELTA_FAMILIES,
@@ -24,6 +26,7 @@ from tests.modeling.stock_models import (
 
 vision = pytest.mark.skipif("qwen3_5_moe" not in GATED_DELTA_FAMILIES, reason="transformers has no Qwen3.5")
 olmo = pytest.mark.skipif("olmo_hybrid" not in GATED_DELTA_FAMILIES, reason="transformers has no OLMo Hybrid")
+lara = pytest.mark.skipif("lara_mini" not in GATED_DELTA_FAMILIES, reason="transformers has no Lara Mini")
 ngrams = pytest.mark.skipif("qwen4_exp" not in GATED_DELTA_FAMILIES, reason="transformers has no Qwen4")
 IMAGE = 90  # the token of an image's patches
 
@@ -252,3 +255,26 @@ def test_a_vision_model_is_restored() -> None:
     assert restore_attention(model) == list(swapped_layers_of(stock))
     call = with_images(stock, 1)
     assert torch.equal(model(**call).logits, stock(**call).logits)
+
+
+@lara
+@torch.no_grad()
+def test_sliding_windows() -> None:
+    """Layers with a window beside those without: packed, padded and past the window in a cache."""
+    kinds = ["linear_attention", "sliding_attention", "full_attention"]
+    stock = build("lara_mini", dense=True, layer_types=kinds, sliding_window=8)
+    model, ids = swapped(stock), tokens(1, 45)
+    packed = model(ids, cu_seq_lens_q=torch.tensor([0, 20, 45], dtype=torch.int32)).logits
+    apart = torch.cat([stock(part, use_cache=False).logits for part in ids.split([20, 25], 1)], 1)
+    assert error(packed, apart) < 1e-5
+    assert error(packed, stock(ids, use_cache=False).logits) > 1e-2
+    padded, mask = pad(ids, (0, 9)), pad(torch.ones_like(ids), (0, 9))
+    assert error(model(padded, attention_mask=mask).logits[:, :45], stock(ids).logits) < 1e-5
+    greedy, prompt = dict(max_new_tokens=20, do_sample=False), ids[:, :5].repeat(1, 3)
+    want = stock.generate(prompt, **greedy)
+    assert torch.equal(model.generate(prompt, **greedy), want)
+    enable_speculative_decoding(model)
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **greedy), want)
+    enable_continuous_batching()
+    batched = model.generate_batch([prompt[0].tolist()], generation_config=GenerationConfig(eos_token_id=-1, **greedy))
+    assert [out.generated_tokens for out in batched.values()] == [want[0, 15:].tolist()]

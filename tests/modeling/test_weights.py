@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,24 @@ from kda_layers import KimiDeltaAttention
 from kda_layers.modeling.checkpoints.weights import export_kda_weights, kda_layer_options, load_kda_weights
 from tests.kernels.cases import BF16, FP32, FP64, budget, error
 from tests.modeling.common import same
-from tests.modeling.stock_models import build, every_kda_family, oracle, swapped_layers_of
+from tests.modeling.stock_models import FAMILIES, GATED_DELTA_FAMILIES, build, each, oracle, swapped_layers_of
+
+every_linear_family = each(FAMILIES)
+next_and_later = each([f for f in ("qwen3_next", "qwen3_5") if f in GATED_DELTA_FAMILIES])
 
 D = 20
 SOFTPLUS = dict(gate_activation="softplus", lower_bound=None)
+GATED_DELTA = dict(
+    num_heads=2, head_dim=8, num_value_heads=4, value_head_dim=6, gate_rank=0, decay="head", output_activation="silu",
+    **SOFTPLUS,
+)  # fmt: skip
 LAYERS: dict[str, dict[str, Any]] = {  # a layer that each family can hold, and some that only ours can
     "kimi_linear": dict(num_heads=2, head_dim=8, **SOFTPLUS),
     "glm5_next": dict(num_heads=2, head_dim=8, conv_kernel_dim=3),
     "bailing_hybrid": dict(num_heads=2, head_dim=8, gate_rank=0),
+    "qwen3_next": GATED_DELTA,
+    "qwen3_5": GATED_DELTA,
+    "olmo_hybrid": GATED_DELTA | dict(allow_neg_eigval=True),
     "fla": dict(
         num_heads=2, head_dim=8, num_value_heads=4, value_head_dim=6, output_gate_bias=True, allow_neg_eigval=True
     ),
@@ -75,8 +86,8 @@ def refused(problem: str, source: Any, layer: Any, kind: type[Exception] = Value
 def test_out_and_in_again_is_bit_identical(name: str, on_disk: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     family = name.partition(",")[0]
     layer, other = make_layer(name, 0, dtype), make_layer(name, 1, dtype)
-    for each in (layer, other):
-        each.A_log.data, each.dt_bias.data = each.A_log.data.float(), each.dt_bias.data.float()
+    for made in (layer, other):
+        made.A_log.data, made.dt_bias.data = made.A_log.data.float(), made.dt_bias.data.float()
     exported = export_kda_weights(layer, family, on_disk=on_disk)
     save_file(exported, tmp_path / "layer.safetensors")
     parameters = dict(other.named_parameters())
@@ -106,7 +117,7 @@ def test_options_of_the_layer_that_weights_fit(name: str) -> None:
     family = name.partition(",")[0]
     layer = make_layer(name)
     options = kda_layer_options(export_kda_weights(layer, family), family=family)
-    gate = {} if family == "kimi_linear" else {k: v for k, v in LAYERS[name].items() if k in SOFTPLUS}
+    gate = {} if options.keys() >= SOFTPLUS.keys() else {k: v for k, v in LAYERS[name].items() if k in SOFTPLUS}
     heads = {n: LAYERS[name][n] for n in ("num_heads", "head_dim")}  # which one decay a head does not show
     other = KimiDeltaAttention(**(heads | options), **gate)
     assert {n: p.shape for n, p in other.named_parameters()} == {n: p.shape for n, p in layer.named_parameters()}
@@ -170,17 +181,27 @@ def ours_of(source: Any, stock: Any, dtype: torch.dtype = FP32, **where: Any) ->
     options = kda_layer_options(source, **where)
     if "gate_activation" not in options:
         options |= dict(gate_activation="lower_bound", lower_bound=-5.0)
-    layer = KimiDeltaAttention(**options, rms_norm_eps=stock.o_norm.variance_epsilon).to(dtype)
+    if hasattr(stock, "num_k_heads"):
+        heads = dict(num_heads=stock.num_k_heads, head_dim=stock.head_k_dim)
+        options = heads | dict(allow_neg_eigval=getattr(stock, "allow_neg_eigval", False)) | options
+    norm = next(m for n, m in stock.named_children() if n in ("norm", "o_norm"))
+    layer = KimiDeltaAttention(**options | dict(rms_norm_eps=norm.variance_epsilon)).to(dtype)
     load_kda_weights(source, layer, **where)
     return layer
 
 
-@every_kda_family
+def in_weights(family: str, on_disk: bool = False) -> str:
+    """The family's name in `load_kda_weights`."""
+    like_qwen = ("qwen3_5_moe", "qwen4_exp", *(() if on_disk else ("lara_mini",)))
+    return "qwen3_5" if family in like_qwen else family
+
+
+@every_linear_family
 @torch.no_grad()
 def test_outputs_are_those_of_the_stock_layer(family: str) -> None:
     stock = next(iter(swapped_layers_of(stock_model(family)).values()))
-    ours, exact = (ours_of(stock.state_dict(), stock, dtype, family=family) for dtype in (FP32, FP64))
-    x = torch.randn(2, 75, stock.q_proj.in_features, generator=torch.Generator().manual_seed(1))
+    ours, exact = (ours_of(stock.state_dict(), stock, dtype, family=in_weights(family)) for dtype in (FP32, FP64))
+    x = torch.randn(2, 75, stock.hidden_size, generator=torch.Generator().manual_seed(1))
     mask = torch.ones(2, 75, dtype=torch.long)
     mask[0, :9] = 0
     for padding in (None, mask):
@@ -191,10 +212,11 @@ def test_outputs_are_those_of_the_stock_layer(family: str) -> None:
     same([exact(x.double())], [oracle(copy.deepcopy(stock).double(), x.double())])
 
 
-@every_kda_family
+@every_linear_family
 @pytest.mark.parametrize("shards", [False, True], ids=["one_file", "shards"])
 def test_files_that_transformers_writes(family: str, shards: bool, tmp_path: Path) -> None:
     model = stock_model(family)
+    in_memory, in_files = in_weights(family), in_weights(family, on_disk=True)
     folder = saved(family, tmp_path, shards)
     assert len(list(folder.glob("*.safetensors"))) > 1 if shards else (folder / "model.safetensors").exists()
     files = [load_file(f) for f in sorted(folder.glob("*.safetensors"))]
@@ -202,14 +224,96 @@ def test_files_that_transformers_writes(family: str, shards: bool, tmp_path: Pat
     prefixes = sorted(n.removesuffix("A_log") for n in on_disk if n.endswith("A_log"))
     source = folder if shards else folder / "model.safetensors"
     for prefix, stock in zip(prefixes, swapped_layers_of(model).values(), strict=True):
-        layer = ours_of(source, stock, family=family, prefix=prefix)
-        exported = export_kda_weights(layer, family)
+        layer = ours_of(source, stock, family=in_files, prefix=prefix)
+        exported = export_kda_weights(layer, in_memory)
         assert equal(exported, dict(stock.state_dict()))
-        exported = export_kda_weights(layer, family, on_disk=True)
+        exported = export_kda_weights(layer, in_files, on_disk=True)
         assert equal(exported, {n.removeprefix(prefix): t for n, t in on_disk.items() if n.startswith(prefix)})
     stated = [repr(p) for p in prefixes]
-    message = refused("prefix must be the path of a KDA layer", source, layer, family=family)
+    message = refused("prefix must be the path of a KDA layer", source, layer, family=in_files)
     assert all(p in message for p in stated)
+
+
+# ---------------------------------------------------------------- gated delta nets
+
+
+@next_and_later
+@torch.no_grad()
+def test_key_heads_that_weights_do_not_show(family: str, tmp_path: Path) -> None:
+    """Qwen3-Next's rows are in the order of its key heads; a folder's configuration says how many there are."""
+    stock = next(iter(swapped_layers_of(stock_model(family)).values()))
+    weights, folder = stock.state_dict(), saved(family, tmp_path, False)
+    right = dict(num_heads=stock.num_k_heads, head_dim=stock.head_k_dim)
+    prefix = next(iter(swapped_layers_of(stock_model(family))))
+    assert kda_layer_options(folder, prefix=prefix).items() >= right.items()
+    assert not kda_layer_options(weights).keys() & right.keys()
+    wrong = KimiDeltaAttention(**kda_layer_options(weights), num_heads=1, head_dim=2 * stock.head_k_dim)
+    refused(
+        r"key heads of config.json in source: num_heads=2 \(got 1\), head_dim=16 \(got 32\)",
+        folder,
+        wrong,
+        prefix=prefix,
+    )
+    load_kda_weights(weights, wrong)  # nothing tells
+    ours = ours_of(folder, stock, prefix=prefix)
+    assert ours.rms_norm_eps == kda_layer_options(folder, prefix=prefix)["rms_norm_eps"]
+    same_rows = torch.equal(wrong.q_proj.weight, ours.q_proj.weight)
+    assert same_rows is (family != "qwen3_next")
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json .* must have the field 'linear_num_key_heads' of qwen3"):
+        kda_layer_options(folder, prefix=prefix)
+
+
+GATED_DELTA_NAMES = {
+    family: sorted(export_kda_weights(make_layer(family), family))
+    for family in ("qwen3_next", "qwen3_5", "olmo_hybrid")
+}
+
+
+@pytest.mark.parametrize(("family", "name"), [(f, n) for f, names in GATED_DELTA_NAMES.items() for n in names])
+def test_a_tensor_of_a_gated_delta_net(family: str, name: str) -> None:
+    """Missing, with too few rows, or too wide: its own name is in the message."""
+    layer, weights = make_layer(family), export_kda_weights(make_layer(family), family)
+    rest = {n: t for n, t in weights.items() if n != name}
+    if name != "dt_bias":  # by which layers are found
+        assert re.search(rf"missing: .*{re.escape(name)}", refused("missing", rest, layer, family=family))
+    t = weights[name]
+    for wrong in (t[:-1], torch.cat((t, t), -1)):
+        assert name in refused("rows of|wrong shape|contradict", rest | {name: wrong}, layer, family=family)
+
+
+def test_other_heads_than_rows_have() -> None:
+    weights = export_kda_weights(make_layer("qwen3_next"), "qwen3_next")
+    three = make_layer("qwen3_next", num_heads=3, num_value_heads=3)
+    refused(
+        r"in_proj_qkvz.weight must have for each of 3 key heads the rows of q_proj.weight \[16\], .* divided by 3, got "
+        r"shape \[80, 20\]", weights, three,
+    )  # fmt: skip
+
+
+def test_a_gated_delta_net_in_a_layer_of_another_kind() -> None:
+    """KDA's gates and the activation of its output gate."""
+    weights = export_kda_weights(make_layer("qwen3_5"), "qwen3_5")
+    for changes, problem in (
+        (dict(output_activation="sigmoid"), r"output_activation='silu' \(got 'sigmoid'\)"),
+        (dict(gate_activation="lower_bound", lower_bound=-5.0), r"gate_activation='softplus' \(got 'lower_bound'\)"),
+        (dict(allow_neg_eigval=True), r"allow_neg_eigval=False \(got True\)"),
+        (dict(decay="channel", decay_rank=0), r"dt_bias \(expected"),
+    ):
+        refused(problem, weights, make_layer("qwen3_5", **changes))
+    with pytest.raises(ValueError, match=r"every layer of kimi_linear has: .*output_activation='sigmoid' \(got 'silu'"):
+        export_kda_weights(make_layer("kimi_linear", output_activation="silu"), "kimi_linear")
+    with pytest.raises(ValueError, match="output_activation must be 'sigmoid' or 'silu', got 'gelu'"):
+        make_layer("qwen3_5", output_activation="gelu")
+
+
+def test_names_that_only_files_have() -> None:
+    layer, other = make_layer("qwen3_5"), make_layer("qwen3_5", 1)
+    weights = export_kda_weights(layer, "lara_mini", on_disk=True)
+    load_kda_weights(weights, other)
+    assert equal(values(other), values(layer))
+    with pytest.raises(ValueError, match="on_disk must be True for lara_mini, got False"):
+        export_kda_weights(layer, "lara_mini")
 
 
 # ---------------------------------------------------------------- refusals

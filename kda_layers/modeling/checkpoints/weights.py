@@ -41,9 +41,10 @@ def load_kda_weights(
     Args:
         source: a state dict, a .safetensors file, or a checkpoint folder with model.safetensors or its index.
         layer: a KimiDeltaAttention with options that fit; see `kda_layer_options`.
-        family: the family that names the weights: "kimi_linear", "glm5_next" or "bailing_hybrid" of transformers, as in
-            its models or on disk; "kimi_k3" or "alice_ai", as in their files or in vLLM's modules; "fla" for
-            flash-linear-attention's KDAForCausalLM; "kda_layers" for ours. None recognises it.
+        family: the family that names the weights: "kimi_linear", "glm5_next", "bailing_hybrid", "qwen3_next", "qwen3_5"
+            (its models with experts and Qwen4, too) or "olmo_hybrid" of transformers, as in its models or on disk;
+            "lara_mini" as on disk ("qwen3_5" in memory); "kimi_k3" or "alice_ai", as in their files or in vLLM's
+            modules; "fla" for flash-linear-attention's KDAForCausalLM; "kda_layers" for ours. None recognises it.
         prefix: path of the layer in source, such as "model.layers.3.self_attn."; None if source holds one layer.
 
     Raises:
@@ -51,15 +52,18 @@ def load_kda_weights(
         TypeError: source, layer or one of the tensors has a wrong type.
         ValueError: a family that the names do not fit, or None if they fit two; no KDA layer at prefix; tensors
             missing, unexpected or of a wrong shape, with the options that would fit; a gate that the family does not
-            have; a layer on the meta device, with adapters or sharded; a file that is not safetensors.
+            have, or key heads other than those in the config.json of a folder with gated delta nets, which weights do
+            not show; a layer on the meta device, with adapters or sharded; a file that is not safetensors.
     """
     _check_layer(layer)
-    naming, tensors = _read(source, family, prefix)
+    naming, tensors = _read(source, family, prefix, layer.num_heads)
     views = naming.views(layer)
-    wrong = differences(tensors, views)
+    wrong = differences(tensors, views, naming.stored())
     if wrong:
         raise ValueError(f"source must hold the {naming} weights of layer, got {wrong}{_hint(naming, tensors, layer)}")
     _check_options(naming.family, layer)
+    if layer.head_gates and (unlike := _unlike(layer, _told(source, naming, ("num_heads", "head_dim")))):
+        raise ValueError(f"layer must have the key heads of config.json in source: {', '.join(unlike)}")
     if any(view.is_meta for view in views.values()):
         raise ValueError("layer must have its parameters in memory, got some on the meta device: use to_empty first")
     for name, view in views.items():
@@ -92,27 +96,38 @@ def export_kda_weights(layer: KimiDeltaAttention, family: str, *, on_disk: bool 
 def kda_layer_options(source: Source, *, family: str | None = None, prefix: str | None = None) -> dict[str, Any]:
     """Return the options of the KimiDeltaAttention that weights fit: `KimiDeltaAttention(**options, ...)`.
 
-    Options that weights do not show are left out: rms_norm_eps and layer_idx; allow_neg_eigval for "kda_layers", "fla"
-    and "alice_ai"; gate_activation and lower_bound except for "kimi_linear" and "alice_ai", which have only one gate;
-    num_heads and head_dim with decay="head", where shapes depend on their product alone.
-    The config.json of a folder with a "kimi_k3" or "alice_ai" shows them, and rms_norm_eps.
+    Options that weights do not show are left out: rms_norm_eps and layer_idx; allow_neg_eigval for "kda_layers", "fla",
+    "alice_ai" and "olmo_hybrid"; gate_activation and lower_bound except for families that have only one gate;
+    output_activation for "kda_layers"; num_heads and head_dim with decay="head", where shapes depend on their product
+    alone.
+    The config.json of a folder with a "kimi_k3", an "alice_ai" or gated delta nets shows them, and rms_norm_eps.
 
     Args, raises: as in `load_kda_weights`; a ValueError for a config.json without these fields.
     """
     naming, tensors = _read(source, family, prefix)
     shown = _options_of_weights(naming, tensors)
-    unseen = ("gate_activation", "lower_bound", "allow_neg_eigval")
-    options, _, settings = formats()[naming.family]
-    shown |= {n: options[n] for n in unseen if n in options}
+    unseen = ("gate_activation", "lower_bound", "allow_neg_eigval", "output_activation")
+    options = formats()[naming.family].options
+    return shown | {n: options[n] for n in unseen if n in options} | _told(source, naming)
+
+
+def _told(source: Source, naming: Naming, names: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """Return the options, or those of these names, that the config.json of a checkpoint folder tells."""
+    settings = formats()[naming.family].settings
     config = None if settings is None else _text_config(source)
+    if settings is None or config is None:
+        return {}
     try:
-        return shown if config is None else shown | settings(config)
+        return {n: value for n, value in settings(config).items() if names is None or n in names}
     except KeyError as error:
         raise ValueError(f"config.json in source must have the field {error} of {naming.family}") from error
 
 
-def _read(source: Source, family: str | None, prefix: str | None) -> tuple[Naming, dict[str, Tensor]]:
-    """Return the naming of the tensors under a prefix, and the tensors by their names relative to it."""
+def _read(source: Source, family: str | None, prefix: str | None, heads: int = 1) -> tuple[Naming, dict[str, Tensor]]:
+    """Return the naming of the tensors under a prefix, and the tensors by their names relative to it.
+
+    Without a layer's key heads, rows of weights that are fused by head are in another order.
+    """
     if family is not None:
         _check_family(family)
     weights = open_weights(source)
@@ -129,7 +144,7 @@ def _read(source: Source, family: str | None, prefix: str | None) -> tuple[Namin
     tensors = {n.removeprefix(start): weights[n] for n in names}
     check_values(tensors)
     naming = _recognise(tensors, family)
-    return naming, naming.parts(tensors)
+    return naming, naming.parts(tensors, heads)
 
 
 def _recognise(tensors: Mapping[str, Tensor], family: str | None) -> Naming:
@@ -186,15 +201,22 @@ def check_values(tensors: Mapping[str, Tensor]) -> None:
             raise TypeError(f"{name} must be a tensor of {dtype_names(DTYPES)} that holds values, got {got}{hint}")
 
 
-def differences(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    """Describe every name that is missing, unexpected or of a wrong shape; return '' if none is."""
+def differences(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], stored: Mapping[str, str] | None = None
+) -> str:
+    """Describe every name that is missing, unexpected or of a wrong shape; return '' if none is.
+
+    Args:
+        stored: names of the tensors that others are parts of.
+    """
+    whole = stored or {}
     shapes = [
-        f"{n} (expected {list(t.shape)}, got {list(tensors[n].shape)})"
+        f"{n}{f' in {whole[n]}' if n in whole else ''} (expected {list(t.shape)}, got {list(tensors[n].shape)})"
         for n, t in wanted.items()
         if n in tensors and t.shape != tensors[n].shape
     ]
     kinds = {
-        "missing": [n for n in wanted if n not in tensors],
+        "missing": list(dict.fromkeys(whole.get(n, n) for n in wanted if n not in tensors)),
         "unexpected": [n for n in tensors if n not in wanted],
         "of a wrong shape": shapes,
     }
@@ -203,14 +225,16 @@ def differences(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> 
 
 def _options_of_weights(naming: Naming, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the options that shapes show; raise a ValueError if they contradict each other."""
-    wrong = ", ".join(sorted(naming._replace(gates=(), fused=()).names() - tensors.keys()))
-    if wrong:
+    stored = naming.stored()
+    missing = naming._replace(gates=(), fused=()).names() - tensors.keys()
+    if missing:
+        wrong = ", ".join(sorted({stored.get(n, n) for n in missing}))
         raise ValueError(f"source must hold the {naming} weights of one layer, got missing: {wrong}")
     q, conv, dt_bias, norm = (
         tensors[naming.name(n)] for n in ("q_proj.weight", "conv1d.weight", "dt_bias", "o_norm.weight")
     )
     try:
-        heads = tensors["b_proj.weight"].shape[0]
+        heads = tensors[naming.name("b_proj.weight")].shape[0]
         by_head = naming.name("f_proj.weight") in tensors and dt_bias.numel() == heads
         # With one decay a head, q and k show the product H K only, which H = 1 stands for here.
         head_dim = q.shape[0] if by_head else dt_bias.numel() // max(heads, 1)
@@ -226,7 +250,7 @@ def _options_of_weights(naming: Naming, tensors: Mapping[str, Tensor]) -> dict[s
             layer = KimiDeltaAttention(**options)
     except (ValueError, IndexError) as error:  # no layer has such options; a tensor without dimensions
         raise ValueError(f"source must hold the {naming} weights of one layer, got contradicting shapes") from error
-    wrong = differences(tensors, naming.views(layer))
+    wrong = differences(tensors, naming.views(layer), stored)
     if wrong:
         raise ValueError(f"source must hold the {naming} weights of one layer, got, for {options}, {wrong}")
     return {n: option for n, option in options.items() if not (by_head and n in ("num_heads", "head_dim"))}
@@ -244,6 +268,7 @@ def _unlike(layer: KimiDeltaAttention, options: Mapping[str, Any]) -> list[str]:
         gate_activation=layer.kda_options["gate_activation"],
         lower_bound=layer.kda_options["lower_bound"],
         allow_neg_eigval=layer.kda_options["beta_activation"] == "2sigmoid",
+        output_activation=layer.output_activation,
     )
     wanted = {n: has[v] if isinstance(v, str) and v in has else v for n, v in options.items()}
     return [f"{n}={v!r} (got {has[n]!r})" for n, v in wanted.items() if v != has[n]]

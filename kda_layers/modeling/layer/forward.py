@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ...kernels.checks import check_offsets, sequence_offsets
+from ...kernels.checks import OUTPUT_ACTIVATIONS, check_offsets, sequence_offsets
 from ...kernels.compilers import load_early
 from ...kernels.declarations import arch_of
 from ...kernels.fused.gated_norm import gated_rms_norm
@@ -193,8 +193,8 @@ class KDAForward:
         return self.o_proj(rearrange(o, "b t h v -> b t (h v)"))
 
     def gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
-        """Return o [B, T, HV, V] normalised over V, times the sigmoid of gate [B, T, HV, V], in plain PyTorch."""
-        return self.o_norm(o.to(self.o_norm.weight.dtype)) * torch.sigmoid(gate)
+        """Return o [B, T, HV, V] normalised over V, times the activated gate [B, T, HV, V], in plain PyTorch."""
+        return self.o_norm(o.to(self.o_norm.weight.dtype)) * OUTPUT_ACTIVATIONS[self.output_activation](gate)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         forget_local(self)  # type: ignore[arg-type]

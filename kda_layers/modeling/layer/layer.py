@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.checks import OUTPUT_ACTIVATIONS
 from ...kernels.deprecation import recompute_words, renamed_attribute
 from ...kernels.over_ranks.shards import Shards
 from ..checks import as_int, check_kda_arguments, check_no_unknown, reads_old_keywords
@@ -45,6 +46,7 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
             head_dim beside gate_rank = 0. With decay="head" None or 0, as the rank is full.
         learned_rate: False to fix the rate exp(A_log) at 1, without the parameter A_log; with "lower_bound" only.
         output_gate_bias: True for an output gate with a bias, as in flash-linear-attention.
+        output_activation: of the output gate: "sigmoid", or "silu" as in gated delta nets; no field of `KDAConfig`.
         layer_idx: index of this layer in a cache; needed only to use one.
         backend: name of a kernel backend; None chooses (see `kda_layers.explain`).
         state_dtype: "float32", "bfloat16" or "int8", in which a cache keeps the recurrent states, with inputs in fp64
@@ -55,8 +57,8 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         TypeError: an unknown keyword; a size, a rank or layer_idx that is not an integer; rms_norm_eps or lower_bound
             that is not a number.
         ValueError: num_value_heads not a multiple of num_heads; a size below 1; a bad gate_activation, lower_bound,
-            decay, state_dtype, recompute or memory_share; a negative rms_norm_eps or rank; a decay_rank with
-            decay="head"; "softplus" without a learned rate.
+            decay, output_activation, state_dtype, recompute or memory_share; a negative rms_norm_eps or rank; a
+            decay_rank with decay="head"; "softplus" without a learned rate.
     """
 
     kept_in_fp32 = ("A_log", "dt_bias")  # the decay is exponential in A_log
@@ -80,6 +82,7 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         decay_rank: int | None = None,
         learned_rate: bool = True,
         output_gate_bias: bool = False,
+        output_activation: str = "sigmoid",
         layer_idx: int | None = None,
         backend: str | None = None,
         state_dtype: str = "float32",
@@ -106,7 +109,10 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
             recompute=self.recompute, memory_share=self.memory_share,
         )  # fmt: skip
         check_kda_arguments(sizes | given)
-        self.state_dtype = state_dtype
+        if output_activation not in OUTPUT_ACTIVATIONS:
+            names = " or ".join(map(repr, OUTPUT_ACTIVATIONS))
+            raise ValueError(f"output_activation must be {names}, got {output_activation!r}")
+        self.state_dtype, self.output_activation = state_dtype, output_activation
         self.gate_rank = value_head_dim if gate_rank is None else as_int("gate_rank", gate_rank)
         self.head_gates = decay == "head"
         rank = decay_rank if decay_rank is not None else 0 if self.head_gates else self.gate_rank
@@ -233,7 +239,7 @@ class KimiDeltaAttention(KDAForward, KeepsFP32):
         return (
             f"heads={self.num_heads}, v_heads={self.num_value_heads}, K={self.head_dim}, V={self.value_head_dim}, "
             f"decay={self.decay}, decay_rank={self.decay_rank}, gate_rank={self.gate_rank}, "
-            f"learned_rate={self.A_log is not None}, "
+            f"learned_rate={self.A_log is not None}, output_activation={self.output_activation}, "
             + ", ".join(f"{name}={value}" for name, value in self.kda_options.items())
             + f", state_dtype={self.state_dtype}, recompute={self.recompute}, memory_share={self.memory_share}"
         )

@@ -31,7 +31,8 @@ def enable_continuous_batching() -> None:
 
     `model.generate_batch`, `ContinuousBatchingManager` and transformers' server (`transformers.cli.serve.Serve` with
     continuous_batching=True) then take `KDAForCausalLM`, the models that `convert_attention` makes (KDALlama and so on)
-    and, after `swap_attention`, Kimi-Linear, Ling, Qwen3-Next, Qwen3.5 and OLMo Hybrid, which the server swaps itself.
+    and, after `swap_attention`, Kimi-Linear, Ling, Qwen3-Next, Qwen3.5, OLMo Hybrid and Lara Mini, which the server
+    swaps itself.
     A request has one slot for the states of all its KDA layers, whatever its length. When all slots are taken, requests
     wait; a request that can never fit fails with a message that names the option. Prompts share prefixes, but for
     models with sliding windows (`allow_block_sharing=False` turns it off). On a GPU, models without softmax attention

@@ -70,6 +70,7 @@ class StockKDALayer(StockParameters, StockForward):
     forward = loads_weights_of("forget_gate")(StockForward.forward)
 
 
+APART = {"linear_attention", "full_attention", "sliding_attention"}  # layers that keep packed sequences apart
 PACKING = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 
 
@@ -134,7 +135,7 @@ def prepare_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     layout = read_layout(tokens, **given)
     if layout.cu_seqlens is not None:
         kwargs = packed_call(model, kwargs, layout, "linear-attention layer", is_stock)
-        mixing = sorted(set(model.config.layer_types) - {"linear_attention", "full_attention"})
+        mixing = sorted(set(model.config.layer_types) - APART)
         if mixing:
             raise ValueError(
                 f"{type(model).__name__} must get one sequence in each row, got {layout.cu_seqlens.shape[0] - 1} "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from kda_layers.modeling.layer.checkpoint_names import FULL_RANK, GATED_DELTA, Format, Naming, gated_delta_settings
 from kda_layers.modeling.swap.gated_delta import GatedDeltaFamily, StockGatedDeltaNet
 
 
@@ -19,10 +21,24 @@ class StockOlmoHybridLayer(StockGatedDeltaNet):
         return qkv, a, b, z
 
 
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that the configuration shows; the epsilon of the output norm is none of its fields."""
+    return gated_delta_settings(config) | dict(rms_norm_eps=1e-5, allow_neg_eigval=config["linear_allow_neg_eigval"])
+
+
+RENAMED = {"f_proj.weight": "a_proj.weight"}
 FAMILY = GatedDeltaFamily(
     model_type="olmo_hybrid",
     base_name="OlmoHybridModel",
     stock_name="OlmoHybridGatedDeltaNet",
     mixin=StockOlmoHybridLayer,
+    weights=Format(
+        GATED_DELTA,
+        (
+            Naming("olmo_hybrid", False, FULL_RANK, RENAMED),
+            Naming("olmo_hybrid", True, FULL_RANK, RENAMED, separate_conv=True),
+        ),
+        _settings,
+    ),
 )
 __getattr__ = FAMILY.layer_by_name

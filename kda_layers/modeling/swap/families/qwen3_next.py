@@ -7,6 +7,14 @@ from collections.abc import Sequence
 from einops import rearrange
 from torch import Tensor
 
+from kda_layers.modeling.layer.checkpoint_names import (
+    FULL_RANK,
+    GATED_DELTA,
+    Format,
+    Fused,
+    Naming,
+    gated_delta_settings,
+)
 from kda_layers.modeling.swap.gated_delta import GatedDeltaFamily, StockQwenLayer
 
 
@@ -28,5 +36,20 @@ FAMILY = GatedDeltaFamily(
     base_name="Qwen3NextModel",
     stock_name="Qwen3NextGatedDeltaNet",
     mixin=StockQwen3NextLayer,
-)
+    weights=Format(
+        GATED_DELTA | dict(allow_neg_eigval=False),
+        (
+            Naming(
+                "qwen3_next", None, FULL_RANK, {"o_norm.weight": "norm.weight", "o_proj.weight": "out_proj.weight"},
+                fused=(
+                    Fused(
+                        "in_proj_qkvz.weight", tuple(f"{n}_proj.weight" for n in "qkvg"), by_head=True
+                    ),
+                    Fused("in_proj_ba.weight", ("b_proj.weight", "f_proj.weight"), by_head=True),
+                ),
+            ),
+        ),
+        gated_delta_settings,
+    ),
+)  # fmt: skip
 __getattr__ = FAMILY.layer_by_name
