@@ -29,12 +29,11 @@ struct Through {
 DEVICE void through_states(HalfLane lane, VectorGradients& d, const StateGradients& by_state, const GradientsParams& p,
                            const Shared& shared) {
     float read_by_q[2 * OCTETS] = {}, read_by_k[2 * OCTETS] = {}, written[2 * OCTETS] = {};
-    const unsigned char *q_part = part_of(lane, shared.q()), *k_part = part_of(lane, shared.k());
     #pragma unroll
     for (int h = 0; h < HALF_BLOCKS; h++) {
         const int b = HALF_BLOCKS * lane.half + h;
         Fragment q[2], k[2];
-        load_tokens(q, q_part, b), load_tokens(k, k_part, b);
+        load_block(lane, q, shared.q(), b), load_block(lane, k, shared.k(), b);
         #pragma unroll
         for (int o = 0; o < 2; o++) {
             const int octet = 2 * h + o, token = token_of(lane, b, o, 0);
@@ -113,12 +112,11 @@ DEVICE void keep_sums(const VectorGradients& d, const GradientsParams& p) {
 
 // Through the norms: dq <- dq - q |q|^-2 <q, dq>, and so dk.
 DEVICE void through_norms(HalfLane lane, VectorGradients& d, const Shared& shared) {
-    const unsigned char *q_part = part_of(lane, shared.q()), *k_part = part_of(lane, shared.k());
     #pragma unroll
     for (int h = 0; h < HALF_BLOCKS; h++) {
         const int b = HALF_BLOCKS * lane.half + h;
         Fragment q[2], k[2];
-        load_tokens(q, q_part, b), load_tokens(k, k_part, b);
+        load_block(lane, q, shared.q(), b), load_block(lane, k, shared.k(), b);
         #pragma unroll
         for (int o = 0; o < 2; o++) {
             const float4 inner = *reinterpret_cast<const float4*>(shared.inner() + token_of(lane, b, o, 0));
@@ -133,11 +131,9 @@ DEVICE void through_norms(HalfLane lane, VectorGradients& d, const Shared& share
 
 // Gradients of a half's tokens and a warp's channels, to where the vectors were.
 DEVICE void store_tokens(HalfLane lane, unsigned char* matrix, const Tokens& x) {
-    unsigned char* to = matrix + rows_at(lane, 0, CHUNK) + 16 * HALF_BLOCKS * lane.half * PANEL_ROW;
     #pragma unroll
-    for (int o = 0; o < OCTETS; o += 2)
-        stmatrix_x4_trans(to + 8 * o * PANEL_ROW, Io::pack(x[o][0], x[o][1]), Io::pack(x[o][2], x[o][3]),
-                          Io::pack(x[o + 1][0], x[o + 1][1]), Io::pack(x[o + 1][2], x[o + 1][3]));
+    for (int h = 0; h < HALF_BLOCKS; h++)
+        store_block(lane, matrix, reinterpret_cast<const Fragment(&)[2]>(x[2 * h]), HALF_BLOCKS * lane.half + h);
 }
 
 DEVICE void chunk_gradients(HalfLane& lane, const GradientsParams& p, const Shared& shared, const WorkTile& tile,
@@ -161,6 +157,7 @@ DEVICE void chunk_gradients(HalfLane& lane, const GradientsParams& p, const Shar
         if (tile.first()) find_norms(lane, p, shared);
         find_decays(lane, p, shared, tile.chunk.tokens);
         block_sync();
+        lane.opt_barrier();
         through_states(lane, d, by_state, p, shared);
     }
     lane.opt_barrier();
