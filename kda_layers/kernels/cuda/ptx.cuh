@@ -139,8 +139,8 @@ template <class T> DEVICE T opt_barrier(T x) {
 
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }  // that lane's x
 // A lane's x, which the compiler then knows to be uniform.
-DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE int broadcast(int x, int lane = 0) { return __shfl_sync(0xffffffffu, x, lane); }
 // A bit for each lane.
 DEVICE u32 ballot(bool x) { return __ballot_sync(0xffffffffu, x); }

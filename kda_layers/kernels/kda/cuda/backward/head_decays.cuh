@@ -4,7 +4,6 @@
 #include "fragments.cuh"
 
 DEVICE float2 pair_at(const float* x) { return *reinterpret_cast<const float2*>(x); }
-DEVICE float broadcast(float x, int lane) { return __uint_as_float(u32(::broadcast(int(__float_as_uint(x)), lane))); }
 
 // Find all decays; by a warp for each block of 16 tokens, a lane for each column.
 DEVICE void find_decays(HalfLane lane, const GradientsParams& p, const Shared& shared, int tokens) {
@@ -19,7 +18,7 @@ DEVICE void find_decays(HalfLane lane, const GradientsParams& p, const Shared& s
         own[i] = gates.decay(shared.logits()[token], bias, token < tokens);
         float x = own[i];
         for (int mask = 1; mask < 16; mask *= 2) x *= shuffle_xor(x, mask);
-        over[2 * i] = broadcast(x, 0), over[2 * i + 1] = broadcast(x, 16);
+        over[2 * i] = shuffle(x, 0), over[2 * i + 1] = shuffle(x, 16);
     }
     float before = 1.f, behind = 1.f, between = 1.f, decay = 1.f;
     #pragma unroll
@@ -31,7 +30,7 @@ DEVICE void find_decays(HalfLane lane, const GradientsParams& p, const Shared& s
     if (column < BLOCKS) shared.between(b)[column] = between;
     #pragma unroll
     for (int i = 0; i < 16; i++) {
-        const float x = broadcast(b / 2 ? own[1] : own[0], 16 * (b % 2) + i);
+        const float x = shuffle(b / 2 ? own[1] : own[0], 16 * (b % 2) + i);
         if (i > column || column == 16) decay *= x;
         if (column <= 16) shared.decays(b)[i * DECAY_ROW + column] = decay;
     }
