@@ -52,7 +52,7 @@ DEVICE float products(const Params& p) {
 extern "C" __global__ void __launch_bounds__(128) every_wrapper(const __grid_constant__ Params p) {
     u64* barrier = reinterpret_cast<u64*>(shared_memory());
     float x = elements<Bf16>(p) + elements<Fp16>(p);
-    x += exp2_fast(x) + log2_fast(x) + reciprocal(x) + rsqrt_fast(x) + shuffle_xor(x, 1);
+    x += exp2_fast(x) + log2_fast(x) + reciprocal(x) + rsqrt_fast(x) + shuffle_xor(x, 1) + shuffle(x, 2);
     int sums[4] = {round_to_int(x)};
     Int8::mma(sums, 1, 2, 3, 4, 5, 6);
     u32 r[4], word = Fp16::multiply(__float_as_uint(x), 7) + Fp16::multiply_add(p.out[1], 7, 8) +
