@@ -57,7 +57,7 @@ class CudaBackend(OnArchs, Backend):
         if problem.segments and not arch.bulk_copies:
             return [f"segments is 'always', needs a GPU with bulk copies, sm_{arch.capability} has none"]
         kernels = CHUNKED if problem.needs_grad else (one_role,)
-        # Variants for gates of heads are left out: few are listed, and they need no more than those for channels.
+        # Variants for gates of heads are left out: few are listed, and they fit wherever those for channels do.
         listed = ((v for v in kernel.variants(arch.capability) if v.K == problem.K) for kernel in kernels)
         variants = ([v for v in of_kernel if not getattr(v, "head_gates", False)] for of_kernel in listed)
         needed = max(min(v.shared_bytes for v in of_kernel) for of_kernel in variants)
