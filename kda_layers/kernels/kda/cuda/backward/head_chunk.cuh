@@ -28,10 +28,11 @@ struct Through {
 // Gradients through the states: decays from the chunk's start or to its end are numbers of a token, as norms are.
 DEVICE void through_states(HalfLane lane, VectorGradients& d, const StateGradients& by_state, const GradientsParams& p,
                            const Shared& shared) {
-    float read_by_q[2 * OCTETS] = {}, read_by_k[2 * OCTETS] = {}, written[2 * OCTETS] = {};
+    float sums[3][HALF_BLOCKS];
     #pragma unroll
     for (int h = 0; h < HALF_BLOCKS; h++) {
         const int b = HALF_BLOCKS * lane.half + h;
+        float read_by_q[4] = {}, read_by_k[4] = {}, written[4] = {};
         Fragment q[2], k[2];
         load_block(lane, q, shared.q(), b), load_block(lane, k, shared.k(), b);
         #pragma unroll
@@ -49,15 +50,17 @@ DEVICE void through_states(HalfLane lane, VectorGradients& d, const StateGradien
                     const float by_query = by_state.x[QUERIES][octet][i] * of_query,
                                 by_reader = by_state.x[READERS][octet][i] * of_reader,
                                 by_writer = by_state.x[WRITERS][octet][i] * of_writer;
-                    read_by_q[2 * octet + c] += q[o][i] * by_query, read_by_k[2 * octet + c] += k[o][i] * by_reader;
-                    written[2 * octet + c] += k[o][i] * by_writer;
+                    read_by_q[2 * o + c] += q[o][i] * by_query, read_by_k[2 * o + c] += k[o][i] * by_reader;
+                    written[2 * o + c] += k[o][i] * by_writer;
                     d.q[octet][i] = by_query, d.k[octet][i] = by_reader + by_writer;
                 }
             }
         }
+        sums[0][h] = over_rows(lane, read_by_q), sums[1][h] = over_rows(lane, read_by_k);
+        sums[2][h] = over_rows(lane, written);
     }
-    const float sums[3] = {over_rows(lane, read_by_q), over_rows(lane, read_by_k), over_rows(lane, written)};
-    shared.parts(CHUNK / HALVES * lane.half + column_of(lane))[lane.warp] = make_float4(sums[0], sums[1], sums[2], 0.f);
+    shared.parts(CHUNK / HALVES * lane.half + column_of(lane))[lane.warp] =
+        make_float4(over_rows(lane, sums[0]), over_rows(lane, sums[1]), over_rows(lane, sums[2]), 0.f);
 }
 
 // Sum the parts of a token's terms, by CHANNEL_WARPS lanes a token. <q, dq> and <k, dk> are sums of terms, too, over the
@@ -143,12 +146,15 @@ DEVICE void chunk_gradients(HalfLane& lane, const GradientsParams& p, const Shar
     {
         StateGradients by_state;
         Through through;
-        triangles.multiply(lane, shared);
+        constexpr bool TRIANGLES_FIRST = HAS_WGMMA && Triangles::EACH == 1;  // fewer instructions, more registers
+        if constexpr (TRIANGLES_FIRST) triangles.multiply(lane, shared);
         by_state.multiply(lane, shared, through);
-        #pragma unroll
-        for (int i = 0; i < Triangles::EACH; i++) fence_operand(triangles.x[i]);
+        if constexpr (!TRIANGLES_FIRST) triangles.multiply(lane, shared);
         through.store(lane, shared);
         cp_async_wait<0>();
+        wgmma_wait<0>();
+        #pragma unroll
+        for (int i = 0; i < Triangles::EACH; i++) fence_operand(triangles.x[i]);
         fence_proxy_async_shared();
         block_sync();  // the operands are read, and tokens are there
         if (next.valid()) copy_inputs<0, INPUT_SHARES>(p, shared, next);

@@ -11,17 +11,15 @@
 // d += a b: 16 rows by 8 columns by 8; b has elements 2 t and 2 t + 1 of row g of its transpose.
 DEVICE void multiply(Fragment& d, const Fragment& a, float2 b) { Tf32::mma(d, a[0], a[2], a[1], a[3], b.x, b.y); }
 
-// Sums over the rows of an accumulator's lanes, of columns 2 t and 2 t + 1 of 4 fragments: a lane keeps one, that of
-// `column_of`.
-DEVICE float over_rows(Lane lane, const float (&x)[2 * OCTETS]) {
-    float y[4];
-    #pragma unroll
-    for (int i = 0; i < 4; i++) y[i] = keep(lane, 4, x[i], x[i + 4]);
-    return keep(lane, 16, keep(lane, 8, y[0], y[2]), keep(lane, 8, y[1], y[3]));
+// Sums over the rows of an accumulator's lanes: of 16 columns, 2 t and 2 t + 1 of 2 fragments, and of two such sums, a half's
+// columns. A lane keeps one, that of `column_of`.
+DEVICE float over_rows(Lane lane, const float (&x)[4]) {
+    return keep(lane, 8, keep(lane, 4, x[0], x[2]), keep(lane, 4, x[1], x[3]));
 }
+DEVICE float over_rows(Lane lane, const float (&of_16)[HALF_BLOCKS]) { return keep(lane, 16, of_16[0], of_16[1]); }
 DEVICE int column_of(Lane lane) {
     const int g = lane.id / 4;
-    return 16 * (g % 2) + 8 * (g / 2 % 2) + 2 * (lane.id % 4) + g / 4;
+    return 16 * (g / 4) + 8 * (g % 2) + 2 * (lane.id % 4) + g / 2 % 2;
 }
 
 // From the gradients of a triangle and the products of q or k with k, those of a warp's block of 16 rows with a half's
@@ -29,7 +27,7 @@ DEVICE int column_of(Lane lane) {
 struct PairGradients {
     int which, rows;
     int g, t, ahead;  // row g is `ahead` of column 2 t of the same 8 tokens
-    float row_sums[2] = {}, columns[2 * OCTETS] = {}, passing[2 * OCTETS] = {};
+    float row_sums[2] = {}, columns[HALF_BLOCKS] = {}, passing[HALF_BLOCKS] = {};
     Fragment earlier = {};  // sums of the columns so far
 
     DEVICE PairGradients(Lane lane, int which)
@@ -45,12 +43,13 @@ struct PairGradients {
             const int block = HALF_BLOCKS * lane.half + h;
             if (block > rows) break;
             const float* decays = shared.decays(block) + 2 * t;
-            const float* of_columns = shared.k_norms() + 16 * block + 2 * t;
+            const float* norms_at = shared.k_norms() + 16 * block + 2 * t;
             const Places to(*this, shared, block);
+            float of_columns[4], through[4];
             if (block == rows) {
                 #pragma unroll
                 for (int o = 0; o < 2; o++) {
-                    const float2 norm = pair_at(of_columns + 8 * o);
+                    const float2 norm = pair_at(norms_at + 8 * o);
                     Fragment factors;
                     #pragma unroll
                     for (int r = 0; r < 2; r++) {
@@ -58,19 +57,20 @@ struct PairGradients {
                         factors[2 * r] = norms[r] * norm.x * decay.x, factors[2 * r + 1] = norms[r] * norm.y * decay.y;
                     }
                     if (which == KK) store_diagonal(d[2 * h + o], shared, o);
-                    take<true>(to, d[2 * h + o], products[2 * h + o], factors, h, o);
+                    take<true>(to, d[2 * h + o], products[2 * h + o], factors, of_columns, through, o);
                 }
             } else {
                 const float between = shared.between(rows)[block];
                 const float of_row[2] = {norms[0] * (between * rise[0]), norms[1] * (between * rise[8 * DECAY_ROW])};
                 #pragma unroll
                 for (int o = 0; o < 2; o++) {
-                    const float2 norm = pair_at(of_columns + 8 * o), fall = pair_at(decays + 15 * DECAY_ROW + 8 * o);
+                    const float2 norm = pair_at(norms_at + 8 * o), fall = pair_at(decays + 15 * DECAY_ROW + 8 * o);
                     const float x = norm.x * fall.x, y = norm.y * fall.y;
                     const Fragment factors = {of_row[0] * x, of_row[0] * y, of_row[1] * x, of_row[1] * y};
-                    take<false>(to, d[2 * h + o], products[2 * h + o], factors, h, o);
+                    take<false>(to, d[2 * h + o], products[2 * h + o], factors, of_columns, through, o);
                 }
             }
+            columns[h] = over_rows(lane, of_columns), passing[h] = over_rows(lane, through);
         }
     }
     DEVICE void store_sums(HalfLane lane, const Shared& shared) const {
@@ -106,10 +106,12 @@ private:
         }
     };
 
-    // 16 rows by 8 columns, o of 2 of block h of the half's; `on_diagonal`: rows and columns are the same 16 tokens.
+    // 16 rows by 8 columns, o of 2; `on_diagonal`: rows and columns are the same 16 tokens. Sums of a lane's two rows: of the
+    // columns' terms, of those that pass through the columns' tokens.
     template <bool on_diagonal> DEVICE void take(const Places& to, const Fragment& d, const Fragment& products,
-                                                 const Fragment& factors, int h, int o) {
-        Fragment terms, rounded, through;  // `rounded`: as add_pairs takes them
+                                                 const Fragment& factors, float (&of_columns)[4], float (&through)[4],
+                                                 int o) {
+        Fragment terms, rounded, passing;  // `rounded`: as add_pairs takes them
         #pragma unroll
         for (int r = 0; r < 2; r++) {
             float x[2];
@@ -126,16 +128,16 @@ private:
         }
         // Terms of a column pass through the later tokens up to the row's.
         #pragma unroll
-        for (int i = 0; i < 4; i++) through[i] = earlier[i];
-        ::multiply(through, terms, make_float2(ahead > 0, ahead > 1));
+        for (int i = 0; i < 4; i++) passing[i] = earlier[i];
+        ::multiply(passing, terms, make_float2(ahead > 0, ahead > 1));
         ::multiply(earlier, terms, make_float2(1.f, 1.f));
         #pragma unroll
         for (int c = 0; c < 2; c++) {
             float x[2];
             #pragma unroll
             for (int r = 0; r < 2; r++)
-                x[r] = !on_diagonal || r > o || (r == o && ahead >= c) ? through[2 * r + c] : 0.f;
-            columns[4 * h + 2 * o + c] = rounded[c] + rounded[2 + c], passing[4 * h + 2 * o + c] = x[0] + x[1];
+                x[r] = !on_diagonal || r > o || (r == o && ahead >= c) ? passing[2 * r + c] : 0.f;
+            of_columns[2 * o + c] = rounded[c] + rounded[2 + c], through[2 * o + c] = x[0] + x[1];
         }
     }
     // <bX, V'>, for beta's gradient.
@@ -146,16 +148,17 @@ private:
 
 // q or k times k, of a half's tokens as columns, and what follows from it.
 DEVICE void all_pair_gradients(HalfLane lane, Triangles& triangles, const GradientsParams& p, const Shared& shared) {
-    const Operand columns = swizzled_operand(shared.k() + lane.half * HALF_ROWS);
     #pragma unroll
     for (int i = 0; i < Triangles::EACH; i++) {
+        lane.opt_barrier();  // with K = 64 the first triangle's addresses would take the second one's registers
+        const Operand columns = swizzled_operand(shared.k() + lane.half * HALF_ROWS);
         const int which = Triangles::is_L(lane, i) ? KK : QK;
         const Operand rows = swizzled_operand(which == KK ? shared.k() : shared.q());
         Tokens products;
-        clear(products);
         wgmma_fence();
+        wgmma_ss<Io, 8 * OCTETS, false, true>(products, rows, columns);
         #pragma unroll
-        for (int s = 0; s < K / 16; s++) wgmma_ss<Io, 8 * OCTETS>(products, values_at(rows, s), values_at(columns, s));
+        for (int s = 1; s < K / 16; s++) wgmma_ss<Io, 8 * OCTETS>(products, values_at(rows, s), values_at(columns, s));
         wgmma_commit();
         wgmma_wait<0>();
         fence_operand(products);
