@@ -1,8 +1,9 @@
 """Chunked KDA in plain PyTorch: any device, any shape, every gate; the backend of CPUs.
 
-A segment of a few chunks of 64 tokens is processed at a time, so that intermediates stay in cache and peak memory does
-not depend on T. A segment is batched over chunks and heads, except for the update of the state from chunk to chunk. The
-forward saves the state at the start of each segment; the backward recomputes the rest.
+A segment of a few chunks of 64 tokens, or of 32 on a CPU with one gate a head, is processed at a time, so that
+intermediates stay in cache and peak memory does not depend on T. A segment is batched over chunks and heads, except for
+the update of the state from chunk to chunk. The forward saves the state at the start of each segment; the backward
+recomputes the rest.
 
 Per chunk and value head, with b = beta k (the key as written), p_i = product of the decays up to token i of the chunk
 and s_j = product of the decays after token j:
@@ -13,7 +14,7 @@ and s_j = product of the decays after token j:
 beta is part of b, so that nothing is divided by it. The decay between two tokens of a chunk is split by binary
 anchoring (docs/internals/binary_anchoring.md) into products of decays <= 1, which cannot overflow, without subtracting
 cumulative sums. R is built from the same power-of-two blocks, doubled at each level. With one gate a head the decay
-between two tokens is a number, and L and M are one matrix product each (`eager/head_gates.py`).
+between two tokens is a number, and L and M are one matrix product for each key head (`eager/head_gates.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from ..contract import (
     ALL_FEATURES,
-    CHUNK,
     HEAD_GATES,
     Backend,
     CommitInputs,
@@ -34,11 +34,11 @@ from ..contract import (
     PrefillInputs,
     state_dtype,
 )
-from ..eager.chunks import factor, load
+from ..eager.chunks import load
 from ..eager.decode import check_indices, decode
 from ..eager.drafts import commit, verify
 from ..eager.gradients import empty_gradients, segment_grad
-from ..eager.schedule import Plan, chunks_per_segment, with_flat_tokens
+from ..eager.schedule import Plan, Sizes, with_flat_tokens
 from ..slots import prefill_by_forward
 
 
@@ -50,11 +50,10 @@ class EagerBackend(Backend):
     def saved_like(self, x: Inputs) -> list[Tensor]:
         B, T, _, K = x.q.shape
         HV, V = x.v.shape[2:]
-        m = chunks_per_segment(x)
-        if x.cu_seqlens is None:
-            rows = B * ((T + m * CHUNK - 1) // (m * CHUNK))
-        else:  # sum over sequences of ceil(len / (64 m)), bounded without reading the lengths
-            rows = T // (m * CHUNK) + x.cu_seqlens.shape[0] - 1
+        tokens = Sizes.of(x).segment
+        rows = B * ((T + tokens - 1) // tokens)
+        if x.cu_seqlens is not None:  # sum over sequences of ceil(len / tokens), bounded without reading the lengths
+            rows = T // tokens + x.cu_seqlens.shape[0] - 1
         return [x.q.new_empty(rows, HV, V, K, dtype=state_dtype(x.q.dtype))]
 
     def forward(self, x: Inputs, save: bool) -> tuple[KDAOutput, list[Tensor]]:
@@ -69,20 +68,20 @@ class EagerBackend(Backend):
         row = 0
         for segment in plan.segments():
             c = load(x, segment)
-            rows, writes = factor(c)
             if save:
                 saved[0][row : row + segment.active[0]] = state[: segment.active[0]]
                 row += segment.active[0]
-            reads, errors = c.v.new_empty(*rows.shape[:2], V), torch.empty_like(c.v)
-            for i, lanes in segment.lanes(HV):
+            reads, errors = c.v.new_empty(*c.kq.shape[:2], V), torch.empty_like(c.v)
+            chunks = segment.lanes(c.reads(out=c.kq), reads, c.v, c.R, errors, c.decay, c.writes)
+            for i, (operands, read, v, R, E, decay, write) in enumerate(chunks):
                 S = state[: segment.active[i]].view(-1, V, K)
-                torch.bmm(rows[lanes], S.mT, out=reads[lanes])
-                torch.bmm(c.R[lanes], c.v[lanes] - reads[lanes, :CHUNK], out=errors[lanes])
-                S.mul_(c.decay[lanes]).baddbmm_(errors[lanes].mT, writes[lanes])
+                torch.bmm(operands, S.mT, out=read)
+                torch.bmm(R, v.sub_(read[:, : v.shape[1]]), out=E)
+                S.mul_(decay).baddbmm_(E.mT, write)
                 if checkpoints is not None:
                     checkpoint_rows = plan.checkpoint_rows(segment.first + i)
                     checkpoints.index_copy_(0, checkpoint_rows, state[: len(checkpoint_rows)])
-            segment.scatter(o, torch.baddbmm(reads[:, CHUNK:], c.M, errors))
+            segment.scatter(o, torch.baddbmm(reads[:, c.v.shape[1] :], c.M, errors))
         if save:
             saved[0][row:] = 0  # rows that packed sequences do not need
         if checkpoints is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..activations import BETAS, GATES, GIVEN, LOG_DECAY, logits, rates, sigmoid_gradient
 from ..contract import CHUNK, Gradients, Inputs, state_dtype
 from . import head_gates
-from .chunks import Chunks, decayed_reads, decayed_writes, factor, inverse_norm, load
+from .chunks import Chunks, decayed_reads, decayed_writes, inverse_norm, load
 from .decays import halves, levels
 from .schedule import Plan, Segment
 
@@ -32,54 +32,55 @@ def segment_grad(
     grads: Gradients,
 ) -> None:
     """Add one segment's gradients to `grads` and carry `d_state` from the segment's end to its start."""
-    HV, V, K = x.v.shape[2], x.v.shape[3], x.q.shape[3]
+    V, K = x.v.shape[3], x.q.shape[3]
     c = load(x, segment)
-    rows, writes = factor(c)
-    R = rows.shape[0]
-    starts, d_ends = c.v.new_empty(R, V, K), c.v.new_empty(R, V, K)
-    errors = torch.empty_like(c.v)
-    for i, lanes in segment.lanes(HV):
+    reads, C = c.reads(), c.v.shape[1]
+    starts = c.v.new_empty(c.v.shape[0], V, K)
+    d_ends, errors = torch.empty_like(starts), torch.empty_like(c.v)
+    chunks = segment.lanes(starts, reads, c.v, c.R, errors, c.decay, c.writes)
+    for i, (start, read, v, R, E, decay, write) in enumerate(chunks):
         S = state[: segment.active[i]].view(-1, V, K)
-        starts[lanes] = S
-        torch.bmm(c.R[lanes], torch.baddbmm(c.v[lanes], rows[lanes, :CHUNK], S.mT, alpha=-1), out=errors[lanes])
-        S.mul_(c.decay[lanes]).baddbmm_(errors[lanes].mT, writes[lanes])
+        start.copy_(S)
+        torch.bmm(R, torch.baddbmm(v, read[:, :C], S.mT, alpha=-1), out=E)
+        S.mul_(decay).baddbmm_(E.mT, write)
 
     d_o_rows = segment.by_head(segment.gather(d_o).to(c.v.dtype))
     d_errors = torch.bmm(c.M.mT, d_o_rows)
     d_reads = torch.cat((torch.empty_like(d_o_rows), d_o_rows), 1)  # of (p k) S, written below, and of (p q) S
-    for i, lanes in reversed(list(segment.lanes(HV))):
+    chunks = segment.lanes(d_ends, d_errors, d_reads, reads, c.R, c.decay, c.writes)
+    for i, (d_end, d_error, d_read, read, R, decay, write) in reversed(list(enumerate(chunks))):
         dS = d_state[: segment.active[i]]
         if d_checkpoints is not None:
             checkpoint_rows = plan.checkpoint_rows(segment.first + i)
             dS[: len(checkpoint_rows)] += d_checkpoints[checkpoint_rows]
         dS = dS.view(-1, V, K)
-        d_ends[lanes] = dS
-        d_error = d_errors[lanes].baddbmm_(writes[lanes], dS.mT)
-        torch.bmm(c.R[lanes].mT, d_error, out=d_reads[lanes, :CHUNK]).neg_()
-        dS.mul_(c.decay[lanes]).baddbmm_(d_reads[lanes].mT, rows[lanes])
+        d_end.copy_(dS)
+        torch.bmm(R.mT, d_error.baddbmm_(write, dS.mT), out=d_read[:, :C]).neg_()
+        dS.mul_(decay).baddbmm_(d_read.mT, read)
 
-    d_v = d_reads[:, :CHUNK].neg()
-    d_corner = torch.bmm(d_reads, errors.mT)  # [R, 128, 64]: of L, then of M
-    d_q, d_k, d_b, d_g = (_matrix_grad if c.D is None else head_gates.matrix_grad)(c, d_corner)
+    d_v = d_reads[:, :C].neg()
+    d_corner = torch.bmm(d_reads, errors.mT)  # [R, 2C, C]: of L, then of M
+    b = c.k * c.beta
+    d_q, d_k, d_b, d_g = (_matrix_grad if c.D is None else head_gates.matrix_grad)(c, b, d_corner)
     d_rows = torch.bmm(d_reads, starts)
     d_decay = (starts * d_ends).sum(1, keepdim=True).mul_(c.decay)  # from the chunk's start to its end
     d_g += d_decay.sum_to_size(c.decay.shape)
     _add_reads(d_rows, c.q, c.k, c.p, d_q, d_k, d_g)
-    _add_writes(torch.bmm(errors, d_ends), c.b, c.s, d_b, d_g)
+    _add_writes(torch.bmm(errors, d_ends), b, c.s, d_b, d_g)
 
-    diagonal = d_corner[:, CHUNK:].diagonal(dim1=1, dim2=2)[..., None]
-    d_q.addcmul_(diagonal, c.b)
+    diagonal = d_corner[:, C:].diagonal(dim1=1, dim2=2)[..., None]
+    d_q.addcmul_(diagonal, b)
     d_b.addcmul_(diagonal, c.q)
     d_beta = (c.k * d_b).sum(-1, keepdim=True)
     d_k.addcmul_(c.beta, d_b)
     _activation_grad(x, segment, d_q.mul_(x.scale), d_k, d_v, d_g, d_beta, grads)
 
 
-def _matrix_grad(c: Chunks, d_corner: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _matrix_grad(c: Chunks, b: Tensor, d_corner: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, b and the log-decay through L and M below their diagonals, with the anchors of the forward."""
-    d_q, d_k, d_b, d_g = (torch.zeros_like(t) for t in (c.q, c.k, c.b, c.q))
-    R, _, K = c.q.shape
-    reads, writes = torch.empty_like(c.q), c.q.new_empty(R, CHUNK // 2, K)
+    d_q, d_k, d_b, d_g = (torch.zeros_like(b) for _ in range(4))
+    R, _, K = b.shape
+    reads, writes = torch.empty_like(b), b.new_empty(R, CHUNK // 2, K)
     for h, p, s in levels(c.token_decay):
         if h == CHUNK:
             break
@@ -87,10 +88,10 @@ def _matrix_grad(c: Chunks, d_corner: Tensor) -> tuple[Tensor, Tensor, Tensor, T
         # [R, 2 (L, M), n, 2, h, n, 2, h] -> second half of the rows, first half of the columns, same block
         corner = d_corner.view(R, 2, n, 2, h, n, 2, h)[:, :, :, 1, :, :, 0].diagonal(dim1=2, dim2=4)
         corner = corner.permute(0, 4, 1, 2, 3).reshape(R * n, 2 * h, h)
-        d_reads = torch.bmm(corner, decayed_writes(c.b, s, h, writes)).view(R, n, 2 * h, K)
+        d_reads = torch.bmm(corner, decayed_writes(b, s, h, writes)).view(R, n, 2 * h, K)
         d_writes = torch.bmm(corner.mT, decayed_reads(c.q, c.k, p, h, reads)).view(R, n, h, K)
         _add_reads(d_reads, *(halves(t, h)[1] for t in (c.q, c.k, p, d_q, d_k, d_g)))
-        _add_writes(d_writes, *(halves(t, h)[0] for t in (c.b, s, d_b, d_g)))
+        _add_writes(d_writes, *(halves(t, h)[0] for t in (b, s, d_b, d_g)))
     return d_q, d_k, d_b, d_g
 
 
