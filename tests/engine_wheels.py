@@ -13,7 +13,10 @@ _FOLDER = os.environ.get("KDA_LAYERS_ENGINE_WHEELS")
 
 
 def wheel(package: str) -> Path:
-    """The folder of a package's wheel; skips without one."""
-    if _FOLDER is None or not (Path(_FOLDER) / package).is_dir():
-        pytest.skip(f"needs KDA_LAYERS_ENGINE_WHEELS, a folder with an unpacked wheel in {package}")
-    return Path(_FOLDER) / package
+    """The folder of a package's wheel; skips where no wheels are given, and fails where only this one is missing."""
+    needed = f"KDA_LAYERS_ENGINE_WHEELS must be a folder with an unpacked wheel in {package}"
+    if _FOLDER is None:
+        pytest.skip(needed)
+    folder = Path(_FOLDER) / package
+    assert folder.is_dir(), f"{needed}, got {_FOLDER!r} without it"
+    return folder

@@ -1,7 +1,7 @@
-"""The peers: flash-linear-attention, FlashQLA, cuDNN, torch's softmax attention; each called as it likes best.
+"""The peers: flash-linear-attention, FlashQLA, cuDNN and torch's softmax attention, each by its fastest call.
 
-Gates of heads go to their gated delta nets, of which FlashQLA's and cuDNN's get them applied, as they take them
-everywhere: their rows say so. Peers are imported where they are prepared; an import that fails is their reason.
+With gates of heads a peer's gated delta net is called. FlashQLA and cuDNN take applied gates alone there, and their
+rows say so. Peers are imported where they are prepared; an import that fails is their reason.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _cudnn_call(x: Inputs) -> Callable[[], Any]:
 
 
 def _cudnn_run(run: Callable[[], Any]) -> Callable[[], Any]:
-    """`run`; a graph that cuDNN has no kernel for is its refusal, of which the Hopper engine's part is the reason."""
+    """`run`; where cuDNN has no kernel for a graph, it refuses, for the reason that its Hopper engine gives."""
     import cudnn
 
     def refusing() -> Any:

@@ -22,8 +22,8 @@ ABOUT = {
     "backward": "Every gradient, from a forward that kept what it likes and is not timed. ms.",
     "gdn_forward": "Forward pass of gated delta nets: one gate a head, raw logits in. FlashQLA and cuDNN take applied "
     "gates and beta, which are not timed; their norms are. ms.",
-    "gdn_training": "Forward and every gradient of gated delta nets, of which FlashQLA's and cuDNN's are those of "
-    "applied gates and beta. ms.",
+    "gdn_training": "Forward and every gradient of gated delta nets. FlashQLA and cuDNN take applied gates and "
+    "beta, and return their gradients. ms.",
     "gdn_decode": "One token for each sequence of gated delta nets, and of KDA with as many heads. ms.",
     "decode": "One token for each sequence, states of 128 x 128, in fp32 unless a name says otherwise. ms; the floor "
     "reads and writes every state, in the table's column fp32 ones.",

@@ -36,7 +36,9 @@ def load_kda_weights(
 ) -> None:
     """Copy one layer's weights into `layer`: all of them, or none if an error is raised.
 
-    Values are rounded only if the layer's dtype is narrower than theirs; the Parameter objects stay.
+    Values are rounded only if the layer's dtype is narrower than theirs; the Parameter objects stay. Qwen3-Next's rows
+    are in the order of key heads, whose number its weights do not show: from a state dict or a single file they load in
+    a wrong order, without an error, if the layer's `num_heads` is not theirs. A folder's config.json is checked.
 
     Args:
         source: a state dict, a .safetensors file, or a checkpoint folder with model.safetensors or its index.

@@ -47,8 +47,8 @@ DEVICE Directions::Directions(Lane lane, Tile& L, Tile& A, const Raw& raw, const
     float within[2][4] = {}, squares[2][4] = {}, corner[4] = {};
     #pragma unroll
     for (int r = 0; r < 2; r++) {
-        // Of rows that the compiler knows to be copies it makes new ones, in consecutive registers, for each MMA. Where
-        // there are registers enough for them, a mask that it does not know prevents that.
+        // The compiler copies rows that it can recompute into consecutive registers before each MMA. Where registers are
+        // enough to keep them, a mask that it cannot see through prevents the copies.
         const u32 mask = BLOCK_ROLES && !SEGMENTS && token_of(lane, at, r) >= at.tile.length ? 0u : ~0u;
         #pragma unroll
         for (int s = 0; s < 4; s++) {
