@@ -55,14 +55,15 @@ test: lint
 
 # What `make test` leaves out, but for the tests of kernels: models, examples, what is installed.
 test-models: $(DEV)
-	$(PYTEST) -m "(slow or combination) and not emulated" --ignore tests/kernels --ignore tests/cuda_emulator tests
+	$(PYTEST) -m "(slow and not combination or combination and not slow) and not emulated" \
+		--ignore tests/kernels --ignore tests/cuda_emulator tests
 
 test-all: lint $(DOCS)
-	$(PYTEST) -m "not (emulated and combination)"
+	$(PYTEST) -m "not (combination and (emulated or slow))"
 
 # Models with the oldest transformers; `make test-models` and `make test-all` run them with the newest.
 test-oldest: $(DEV) .venv/oldest
-	PYTHONPATH=$(CURDIR)/.venv/oldest $(PYTEST) tests/modeling
+	PYTHONPATH=$(CURDIR)/.venv/oldest $(PYTEST) -m "not combination" tests/modeling
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .

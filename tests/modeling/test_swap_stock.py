@@ -322,8 +322,8 @@ TWO_LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-# Qwen4's indexer reads values, and before transformers 5.24 the backward of experts does.
-COMPILED = [f for f in IN_PLACE if f != "qwen4_exp" and (f != "qwen3_5_moe" or RENAMED)]
+# Qwen4's indexer reads values. Qwen3.5 has the same layers with experts and without.
+COMPILED = [f for f in IN_PLACE if f not in ("qwen4_exp", "qwen3_5_moe")]
 
 
 @pytest.mark.slow
@@ -335,7 +335,7 @@ def test_compile_fullgraph(family: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
     exact = copy.deepcopy(swapped).double()
-    if family in ("qwen3_5_moe", "lara_mini"):
+    if family == "lara_mini":
         exact.set_experts_implementation("eager")  # the other ones have no fp64
     tokens, results = ids(2, 70), []
     for model, owner in ((swapped, swapped), (compiled, swapped), (exact, exact)):
@@ -353,7 +353,7 @@ def test_compile_fullgraph(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiles
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen4_exp"])
+@pytest.mark.parametrize("family", [f for f in COMPILED if f in FAMILIES])
 def test_compiled_generation(family: str) -> None:
     """With a static cache transformers compiles the decoding step whole."""
     kinds = dict(mlp_layer_types=["dense", "sparse"]) if family in KDA_FAMILIES else {}
