@@ -55,15 +55,14 @@ test: lint
 
 # What `make test` leaves out, but for the tests of kernels: models, examples, what is installed.
 test-models: $(DEV)
-	$(PYTEST) -m "(slow and not combination or combination and not slow) and not emulated" \
-		--ignore tests/kernels --ignore tests/cuda_emulator tests
+	$(PYTEST) -m "slow and not (emulated or combination)" --ignore tests/kernels --ignore tests/cuda_emulator tests
 
 test-all: lint $(DOCS)
-	$(PYTEST) -m "not (combination and (emulated or slow))"
+	$(PYTEST) -m "not combination"
 
-# Models with the oldest transformers; `make test-models` and `make test-all` run them with the newest.
+# Models with the oldest transformers; `make test-models` and `make test-all` run them, and further ones, with the newest.
 test-oldest: $(DEV) .venv/oldest
-	PYTHONPATH=$(CURDIR)/.venv/oldest $(PYTEST) -m "not combination" tests/modeling
+	PYTHONPATH=$(CURDIR)/.venv/oldest $(PYTEST) -m "not (slow or combination)" tests/modeling
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .

@@ -2,8 +2,7 @@
 
 A test is marked where it stands: `slow`, `compiles`, `emulated`, `gpu` or `fallback` (see pyproject.toml).
 `combination` is set here: a test runs each value of each of its parameters in one case at least, and its other cases
-are combinations of values that have run. `make test` leaves these to `make test-all`, which leaves out slow ones and
-those in the emulator.
+are combinations of values that have run, which every target leaves to plain `pytest`.
 KDA_LAYERS_REQUIRE="sm90,fla" names the backends that must serve on this machine: their skips are failures.
 KDA_LAYERS_FAILURES=FILE collects failures as they come.
 --record-versions adds the installed torch and transformers to `kda_layers/tested_versions.json` if the tests pass that
@@ -30,7 +29,7 @@ from tests import cuda_emulator
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_GPU = torch.cuda.is_available()
-ALL_TESTS = "not (combination and (emulated or slow))"  # of `make test-all`
+ALL_TESTS = "not combination"  # of `make test-all`
 
 if not ON_GPU:
     # Triton reads it when it is imported, which the conftest of a folder may do, before any hook is called.

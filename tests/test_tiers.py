@@ -101,7 +101,6 @@ def test_what_targets_run(tmp_path: Path) -> None:
     assert len(emulated) == 4
     for part, values in ((0, {"0-0", "0-1", "1-1"}), (1, set("0123")), (2, set("xyz"))):
         assert {test[9:-1].rsplit("-", 2)[part] for test in emulated} == values
-    assert len(set(runs["test-all"]) - set(emulated)) == 3 * 4 + 2 + 2
     assert sum(test.startswith("test_slow") for test in runs["test-all"]) == 2
     assert sorted(runs["test"] + runs["test-models"] + emulated) == sorted(runs["test-all"])
     assert expression("test-all") == ALL_TESTS
