@@ -18,14 +18,21 @@ from tests.parity.subjects import OURS, STOCK, subject
 
 CALLS = table()
 SLOW = ("Training", "Heads, adapters, preferences, quantisation")  # groups whose calls train
-# Rows of call and model, so that no pair is a combination.
+
+
+def _marks(call: Call, name: str) -> list[pytest.MarkDecorator]:
+    """Marks of a pair: calls that take seconds are combinations on all models but one of ours and a swapped one."""
+    heavy = call.heavy or call.group in SLOW
+    further = [pytest.mark.combination] * (heavy and name not in (OURS[0], "kimi"))
+    return [pytest.mark.slow] * (heavy or name != OURS[0]) + further
+
+
+# Rows of call and model, as most pairs of two parameters would be combinations.
 PAIRS = [
-    pytest.param(
-        call, name, id=f"{call.run.__name__}-{name}",
-        marks=[pytest.mark.slow] * (call.heavy or call.group in SLOW or name != OURS[0]),
-    )
-    for call in CALLS for name in OURS
-]  # fmt: skip
+    pytest.param(call, name, id=f"{call.run.__name__}-{name}", marks=_marks(call, name))
+    for call in CALLS
+    for name in OURS
+]
 
 
 @pytest.fixture(autouse=True)
