@@ -53,7 +53,7 @@ quick: $(DEV)
 test: lint
 	$(PYTEST) -m "not (slow or emulated or combination)"
 
-# What `make test` leaves out, but for the tests of kernels: models, examples, what is installed.
+# Slow tests of models, examples and what is installed; those of kernels are left to `make test-all`.
 test-models: $(DEV)
 	$(PYTEST) -m "slow and not (emulated or combination)" --ignore tests/kernels --ignore tests/cuda_emulator tests
 
