@@ -149,7 +149,7 @@ OTHER_TWO_ROLES = [
     for more in ({"packed": True}, {"checkpoints": True}, {"packed": True, "checkpoints": True})
     for p in TWO_ROLES
 ]
-# They reload at most one word, in a warp that prepares, for which they keep predicates in it.
+# Of packed sequences, a preparing warp of some stores and reloads a word, which holds predicates.
 SAVING_TWO_ROLES = [
     pytest.param(v, id=f"{p.id}-packed={v.packed}-checkpoints={v.checkpoints}-fine={v.T_fp16}")  # type: ignore[attr-defined]
     for p in TWO_ROLES

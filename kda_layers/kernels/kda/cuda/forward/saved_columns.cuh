@@ -20,7 +20,7 @@ DEVICE void give_state(Lane lane, const u32 (&S)[K / 16][4], const ScanShared& s
     signal(lane, shared.state_there());
 }
 
-// Give V', the moving warps' last results but o.
+// Give V' to the moving warps, in the place of the chunk's v.
 DEVICE void give_errors(Lane lane, const Tokens& E, const ScanShared& shared, u32 count) {
     #pragma unroll
     for (int s = 0; s < CHUNK / 16; s++)
